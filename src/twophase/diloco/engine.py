@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from twophase.diloco import state as states
+from twophase.diloco.check import Watch
 from twophase.diloco.communicator import Communicator
 from twophase.diloco.flat import checksum
 from twophase.diloco.fragment import Fragment
@@ -61,8 +62,8 @@ class DiLoCo:
     The same object serves one replica in each process of a `torch.distributed` group, several replicas in one process
     (then `step()` follows the inner steps of all of them), several in each of several processes, and a replica that is
     sharded over processes by FSDP2 (`ProcessGroup.of_mesh`). All replicas start from process 0's first replica.
-    Parameters that require a gradient take part; frozen parameters and module buffers (batch-norm statistics) stay as
-    they are.
+    Parameters that require a gradient take part; frozen parameters stay as they are. `check()` looks for mistakes of
+    the loop; replicas that move alike in the first round, and rounds without any progress, are warned of.
 
     The anchor is one flat buffer, allocated once, in float32 (float64 for float64 models) whatever the parameters'
     dtype; `anchor` maps names to views of it.
@@ -74,18 +75,17 @@ class DiLoCo:
         inner_steps: inner steps a round, >= 1 (S; H in DiLoCo papers).
         restart: when the outer momentum restarts, or a mapping from fragment names to that; only with an `OuterRule`.
         fragments: number of fragments, >= 1, or a mapping from names to patterns; see `fragment.partition`.
-        stagger: spread the fragments' syncs evenly over the inner steps of a round, the last at its end; else all are
-            synchronised at its end.
+        stagger: spread the fragments' syncs evenly over a round's inner steps, the last at its end; else all there.
         delay: inner steps between the launch of a reduction and its application, >= 0, < inner_steps.
         mixing: share of a replica's own parameters that stays when the anchor comes back, in [0, 1).
         wire: how pseudo-gradients travel: "float32" (the buffers' own type), "bfloat16", or "int8" (blocks with error
             feedback).
         communicator: None means the default torch.distributed group where one is initialised.
         signals: names of what `step(signals=...)` will be given; a restart policy that needs more is refused.
-        probe: for restart policies that weigh candidates: `probe(module, replica, round)` is the module's loss, forward
-            only, on a probe batch that depends on the number of the replica in this process and on the round alone. The
-            module is one of the replicas, with a candidate's parameters.
+        probe: for restart policies that weigh candidates: `probe(module, replica, round)` is a replica's loss with a
+            candidate's parameters, forward only, on a batch that depends on the replica's number here and the round.
         alike: what else all processes must have been started with, by the words that name it (JSON values).
+        buffers: "mean" averages floating-point buffers, such as BatchNorm's statistics, once a round; else "local".
 
     Raises:
         ValueError: no trainable parameters, replicas that differ (in this process or between processes), parameters
@@ -108,6 +108,7 @@ class DiLoCo:
         signals: Collection[str] = (),
         probe: Probe | None = None,
         alike: Mapping[str, Any] | None = None,
+        buffers: str = "local",
     ) -> None:
         self._schedule = Schedule(inner_steps, stagger, delay, mixing)
         # Process groups are a backend, whose code is loaded by name.
@@ -135,6 +136,7 @@ class DiLoCo:
         if not self._membership.absent:  # else a peer's state comes, by `join`
             self.communicator.broadcast(self._setting.anchor)
         self._setting.restore()
+        self._watch = Watch(buffers, self.communicator)
 
     def __repr__(self) -> str:
         """Return replicas, rule, restart, inner steps and round in a line."""
@@ -267,6 +269,7 @@ class DiLoCo:
     def _complete(self, sync: Sync, signals: Mapping[str, float]) -> RoundReport:
         """Wait for the sums, take the outer steps, and give the replicas the new anchor."""
         with torch.no_grad():
+            self._watch.begin(self)
             while not sync.receive(signals):  # processes went away: once more without them
                 failed, sync = sync, self._launch(sync.fragments, sync.members.attempts + 1, at_once=True)
                 sync.add(failed)
@@ -276,7 +279,17 @@ class DiLoCo:
             complete = sync.fragments[-1] is self.fragments[-1]
             self._position.round += complete
             self._position.syncs += 1
-            return sync.report(self.round + (not complete), complete=complete, full=self._schedule.full())
+            number, full = self.round + (not complete), self._schedule.full()
+            return self._watch.end(self, sync.report(number, complete=complete, full=full))
+
+    def check(self, inner: Optimizer | Sequence[Optimizer] = (), *, strict: bool = False) -> tuple[str, ...]:
+        """Return a sentence for each mistake of the loop that no error shows (`twophase.diloco.check`).
+
+        Args:
+            inner: the inner optimizer, or one for each replica of this process.
+            strict: raise a ValueError where there are some.
+        """
+        return self._watch.check(self, [inner] if isinstance(inner, Optimizer) else list(inner), strict=strict)
 
     # -------------------------------------------------------------------------------------------------- the schedule
 

@@ -89,7 +89,7 @@ class PlainStep:
         self.task = task
         self.device = device
         self.chosen: dict[str, Any] = {}
-        self.data_name = f"--task {getattr(task, 'name', type(task).__name__)}"
+        self.data_name = f"--task {name}" if (name := getattr(task, "name", "")) else type(task).__name__
         self.evaluate = task.evaluate
 
     def gradients(self, model: nn.Module, batch: Any) -> Tensor:

@@ -1,0 +1,191 @@
+"""Guard rails: mistakes of a training loop that no error shows, seen in its first round or by `DiLoCo.check`.
+
+The first round is watched without a message to other processes. A replica's own progress is compared with the step
+that the anchor then takes, which with empty buffers is a multiple of the mean progress: where both are parallel to
+rounding, the replicas have moved alike, and so have seen the same batches.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from twophase.diloco.communicator import Communicator
+from twophase.diloco.fragment import Fragment
+from twophase.diloco.report import RoundReport
+from twophase.optim.outer import OuterSGD
+
+_log = logging.getLogger("twophase")
+_MOST_NUMBERS = 1 << 20
+"""Numbers of a model by which its first round is watched."""
+_PARALLEL = 1e-7
+"""Distance of a cosine from 1 within which two float32 directions are the same up to rounding."""
+_MOST_NAMES = 4
+STILL = (
+    "no parameter has moved in a round: the inner optimizer was not stepped, or holds other parameters than the "
+    "engine's module (engine.check(inner=…) tells which)"
+)
+ALIKE = (
+    "all replicas moved alike in the first round, so they see the same batches; give each its own part of the data, by "
+    "its rank or number"
+)
+
+
+class Engine(Protocol):
+    """What is looked at of a `DiLoCo`."""
+
+    replicas: list[nn.Module]
+    replica_count: int
+    communicator: Communicator
+    fragments: list[Fragment]
+    anchor: dict[str, Tensor]
+
+    @property
+    def syncs(self) -> int: ...  # noqa: D102 - as of `DiLoCo`
+    @property
+    def at_anchor(self) -> bool: ...  # noqa: D102
+    @property
+    def inner_step(self) -> int: ...  # noqa: D102
+    @property
+    def inner_steps(self) -> int: ...  # noqa: D102
+
+
+class Watch:
+    """The first sync of an engine, syncs without progress after it, and the buffers that it does not synchronize.
+
+    Args:
+        buffers: of the engine, "local" or "mean".
+        communicator: of the engine.
+
+    Attributes:
+        findings: what has been seen, a sentence each.
+    """
+
+    def __init__(self, buffers: str, communicator: Communicator) -> None:
+        if buffers not in ("local", "mean"):
+            raise ValueError(f'DiLoCo: buffers is {buffers!r}; it must be "local" or "mean"')
+        if buffers == "mean" and (communicator.elastic or communicator.sharded):
+            raise ValueError(
+                'DiLoCo: buffers is "mean", which needs replicas that stay and are whole; with replicas that come and '
+                'go, or are sharded, give "local"'
+            )
+        self.buffers = buffers
+        self.findings: list[str] = []
+        self._names: list[str] = []
+        self._before: list[tuple[Tensor, Tensor]] = []
+        """The anchor and the first replica's progress, before the first sync, of some parameters."""
+
+    def begin(self, engine: Engine) -> None:
+        """Note the state before the first sync; before later ones nothing."""
+        if engine.syncs or not _is_comparable(engine):
+            return
+        first, *others = [dict(module.named_parameters()) for module in engine.replicas]
+        if any(not torch.equal(first[name], other[name]) for other in others for name in engine.anchor):
+            return  # the replicas of this process differ, as they should
+        room = _MOST_NUMBERS
+        for name, view in engine.anchor.items():
+            if view.numel() <= room and view.shape == first[name].shape:
+                room -= view.numel()
+                self._names.append(name)
+                self._before.append((view.clone(), (view - first[name].detach()).double()))
+
+    def end(self, engine: Engine, report: RoundReport) -> RoundReport:
+        """Judge a sync by its pseudo-gradient, and the first one by the anchor's step; average buffers if asked to."""
+        if report.complete and self.buffers == "mean":
+            average_buffers(engine.replicas, engine.communicator)
+        if report.pseudo_gradient_norm == 0:
+            self._warn(STILL)
+        elif self._before:
+            steps = [view - engine.anchor[name] for name, (view, _) in zip(self._names, self._before, strict=True)]
+            step = torch.cat([part.double().flatten() for part in steps])
+            progress = torch.cat([part.flatten() for _, part in self._before])
+            if torch.cosine_similarity(step, progress, dim=0) > 1 - _PARALLEL:
+                self._warn(ALIKE)
+        self._names, self._before = [], []
+        return report
+
+    def check(self, engine: Engine, inner: Sequence[Optimizer], *, strict: bool) -> tuple[str, ...]:
+        """Return what is wrong, or may be; arguments as of `DiLoCo.check`."""
+        seen = (*self.findings, *self._look(engine, inner))
+        if strict and seen:
+            raise ValueError(f"DiLoCo.check: {'; '.join(seen)}")
+        return seen
+
+    def _look(self, engine: Engine, inner: Sequence[Optimizer]) -> Iterator[str]:
+        """Yield what is wrong now."""
+        if not engine.at_anchor:
+            yield (
+                f"the modules hold the replicas' own weights, {engine.inner_step} of {engine.inner_steps} inner steps "
+                "into a round; to save or evaluate the shared ones, use `with engine.anchored() as module:`"
+            )
+        for number, (module, optimizer) in enumerate(zip(engine.replicas, inner, strict=False)):
+            yield from _of_inner(module, optimizer, f"the inner optimizer of replica {number}")
+        if inner and len(inner) != len(engine.replicas):
+            yield f"there are {len(engine.replicas)} replicas in this process and {len(inner)} inner optimizers"
+        names = [name for name, _ in float_buffers(engine.replicas[0])]
+        if names and self.buffers == "local" and engine.replica_count > 1:
+            yield (
+                f"the buffers {_some(names)} differ between replicas and are not synchronized; DiLoCo(…, "
+                'buffers="mean") averages them once a round'
+            )
+
+    def _warn(self, finding: str) -> None:
+        if finding not in self.findings:
+            self.findings.append(finding)
+            _log.warning("DiLoCo: %s", finding)
+
+
+def _is_comparable(engine: Engine) -> bool:
+    """Tell whether the first step of the anchor is along the mean progress, in numbers that show it."""
+    return (
+        engine.replica_count > 1
+        and not (engine.communicator.elastic or engine.communicator.sharded)
+        and len(engine.fragments) == 1
+        and not engine.fragments[0].channel.lossy
+        and isinstance(engine.fragments[0].outer, OuterSGD)
+        and all(p.dtype in (torch.float32, torch.float64) for p in engine.replicas[0].parameters())
+    )
+
+
+def _of_inner(module: nn.Module, optimizer: Optimizer, name: str) -> Iterator[str]:
+    """Compare the parameters of an optimizer with those of a module that are trained."""
+    optimized = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    trained = {id(p): key for key, p in module.named_parameters() if p.requires_grad}
+    if missing := [key for identity, key in trained.items() if identity not in optimized]:
+        yield f"{name} does not hold {_some(missing)}, which the engine synchronizes and nothing trains"
+    if foreign := sum(identity not in trained for identity in optimized):
+        yield f"{name} holds {foreign} parameters that are not the module's, as after a copy or a move of the module"
+
+
+def _some(names: Iterable[str]) -> str:
+    names = list(names)
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more
+
+
+# -------------------------------------------------------------------------------------------------------------- buffers
+
+
+def float_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return the buffers that training changes by small amounts, such as BatchNorm's running statistics."""
+    return [(name, buffer) for name, buffer in module.named_buffers() if buffer.is_floating_point()]
+
+
+@torch.no_grad()
+def average_buffers(replicas: Sequence[nn.Module], communicator: Communicator) -> None:
+    """Set the floating-point buffers of all replicas to their mean over the replicas, in float64."""
+    buffers = [[buffer for _, buffer in float_buffers(module)] for module in replicas]
+    if not buffers[0]:
+        return
+    total = sum(torch.cat([buffer.double().flatten() for buffer in of_one]) for of_one in buffers)
+    assert isinstance(total, Tensor)
+    communicator.launch_sum(total).wait()
+    mean = total / (len(replicas) * communicator.size)
+    for of_one in buffers:
+        for buffer, part in zip(of_one, mean.split([buffer.numel() for buffer in of_one]), strict=True):
+            buffer.copy_(part.view_as(buffer))

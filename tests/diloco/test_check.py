@@ -1,0 +1,157 @@
+"""Guard rails: each mistake of a loop is found, and a sound loop has none."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from twophase.diloco.check import ALIKE, STILL
+from twophase.diloco.communicator import SingleProcess
+from twophase.diloco.engine import DiLoCo
+from twophase.rule import OuterRule
+
+RULE = OuterRule(0.7, 0.9, nesterov=True)
+
+
+def model(*, norm: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), *([nn.BatchNorm1d(8)] if norm else []), nn.Linear(8, 1))
+
+
+def batches(seed: int) -> Iterator[Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    while True:
+        yield torch.randn(16, 4, generator=draw)
+
+
+def rounds(
+    engine: DiLoCo, inner: list[torch.optim.Optimizer], data: list[Iterator[Tensor]], steps: int, *, move: bool = True
+) -> None:
+    """Train the replicas of an engine."""
+    for _ in range(steps):
+        for module, optimizer, source in zip(engine.replicas, inner, data, strict=True):
+            x = next(source)
+            module(x).square().mean().backward()
+            if move:
+                optimizer.step()
+            optimizer.zero_grad()
+        engine.step()
+
+
+def loop(replicas: int = 2, *, alike: bool = False, move: bool = True, steps: int = 8, **options: Any) -> DiLoCo:
+    """Train a few rounds of a loop, with or without a mistake."""
+    modules = [model() for _ in range(replicas)]
+    engine = DiLoCo(modules, RULE, inner_steps=4, **options)
+    inner: list[torch.optim.Optimizer] = [torch.optim.AdamW(module.parameters(), lr=0.01) for module in modules]
+    data = [batches(0 if alike else number) for number in range(replicas)]
+    rounds(engine, inner, data, steps, move=move)
+    engine.finish()
+    assert engine.check(inner) == tuple(engine._watch.findings)
+    return engine
+
+
+@pytest.mark.parametrize("options", [{}, {"fragments": 2}, {"delay": 1}, {"wire": "int8"}, {"restart": 1}])
+def test_a_sound_loop_has_no_findings(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    """Replicas on their own data give no warning, whatever the engine's options."""
+    assert loop(**options).check() == ()
+    assert loop(1, **options).check() == ()
+    assert caplog.records == []
+
+
+def test_the_same_batches_are_noticed(caplog: pytest.LogCaptureFixture) -> None:
+    """Replicas that see the same batches are warned of, once."""
+    with caplog.at_level(logging.WARNING, "twophase"):
+        assert loop(alike=True).check() == (ALIKE,)
+        assert loop(3, alike=True, restart=1).check() == (ALIKE,)
+    assert len(caplog.records) == 2
+
+
+class _Pair(SingleProcess):
+    """The second process of two that do the same: every sum is twice this process's."""
+
+    size: int = 2  # type: ignore[override]
+
+    def launch_sum(self, tensor: Tensor) -> Any:
+        tensor.mul_(2)
+        return super().launch_sum(tensor)
+
+    def launch_scatter(self, received: Tensor, sent: Tensor) -> Any:
+        half = sent[: len(sent) // 2]
+        return super().launch_scatter(received, torch.cat([half, half]))
+
+    def launch_gather(self, received: Tensor, sent: Tensor) -> Any:
+        return super().launch_gather(received, torch.cat([sent, sent]))
+
+    def exchange_bytes(self, sent: bytes, *, in_replica: bool = False) -> list[bytes]:
+        return [sent] if in_replica else [sent, sent]
+
+
+def test_the_same_batches_in_other_processes_are_noticed() -> None:
+    """With one replica a process, the anchor's first step tells: it is along this replica's own progress."""
+    module = model()
+    engine = DiLoCo(module, RULE, inner_steps=4, communicator=_Pair())
+    rounds(engine, [torch.optim.AdamW(module.parameters(), lr=0.01)], [batches(0)], 8)
+    assert engine.check() == (ALIKE,)
+
+
+def test_rounds_without_progress_are_noticed() -> None:
+    """A loop that never steps its inner optimizer, or steps that of a copy, is warned of."""
+    assert loop(move=False).check() == (STILL,)
+    module, copy = model(), model()
+    engine = DiLoCo(module, RULE, inner_steps=1)
+    inner = torch.optim.AdamW(copy.parameters())
+    rounds(engine, [inner], [batches(0)], 2)
+    first, missing, foreign = engine.check(inner)
+    assert first == STILL
+    assert "0.weight" in missing
+    assert "4 parameters" in foreign
+    with pytest.raises(ValueError, match=r"0\.weight"):
+        engine.check(inner, strict=True)
+
+
+def test_mid_round_and_counts_are_told() -> None:
+    """In mid-round the modules hold the replicas' own weights; one optimizer for two replicas is too few."""
+    engine = loop()
+    engine.step()
+    engine.step()
+    (mid,) = engine.check()
+    assert "2 of 4 inner steps" in mid
+    engine.finish()
+    inner = torch.optim.AdamW(engine.replicas[0].parameters())
+    count = engine.check(inner)[-1]
+    assert "2 replicas" in count
+
+
+def test_buffers_are_told_or_averaged() -> None:
+    """BatchNorm's statistics are named; with buffers="mean" they are the mean of what the replicas had."""
+    for buffers in ("local", "mean"):
+        modules = [model(norm=True) for _ in range(2)]
+        engine = DiLoCo(modules, RULE, inner_steps=4, buffers=buffers)
+        inner: list[torch.optim.Optimizer] = [torch.optim.SGD(module.parameters(), lr=0.1) for module in modules]
+        data = [batches(0), batches(1)]
+        rounds(engine, inner, data, 3)
+        means = [module.get_buffer("1.running_mean").clone() for module in modules]
+        rounds(engine, inner, data, 1)
+        now = [module.get_buffer("1.running_mean") for module in modules]
+        assert bool(engine.check(inner)) == (buffers == "local")
+        assert torch.equal(*now) == (buffers == "mean")
+        assert not torch.equal(*means)
+    with pytest.raises(ValueError, match="buffers"):
+        DiLoCo(model(), RULE, inner_steps=1, buffers="sum")
+
+
+def test_average_of_buffers_is_exact() -> None:
+    """The mean is that of the replicas' buffers, in this process and over processes; integers stay."""
+    from twophase.diloco.check import average_buffers
+
+    modules = [model(norm=True) for _ in range(2)]
+    for number, module in enumerate(modules):
+        module.get_buffer("1.running_var").fill_(1.0 + number)
+    average_buffers(modules, _Pair())
+    assert torch.equal(modules[0].get_buffer("1.running_var"), torch.full((8,), 1.5))
+    assert modules[1].get_buffer("1.num_batches_tracked") == 0
