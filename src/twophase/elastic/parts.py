@@ -224,7 +224,6 @@ def manager(address: str, store_port: int, **options: Any) -> Any:
 
     with _bound_to(module, address):
         made: Any = module.Manager(
-            min_replica_size=1,
             use_async_quorum=False,
             init_sync=False,
             rank=0,
@@ -233,7 +232,7 @@ def manager(address: str, store_port: int, **options: Any) -> Any:
             store_port=store_port,
             port=0,
             hostname=address,
-            **options,
+            **{"min_replica_size": 1, **options},
         )
     made._logger, made._executor, made._client = _Quiet(), _Background(), _Client(made._client)
     return made

@@ -1,0 +1,147 @@
+"""torchft's own `DiLoCo` and `Manager`, kept to the settings with which torchft 0.2.0 keeps replicas equal.
+
+`twophase.integrations.torchft` is the door; torchft's private names stay in this room.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torchft.local_sgd import DiLoCo
+from torchft.manager import Manager
+
+from twophase.elastic import parts
+from twophase.elastic.healing import Healing
+from twophase.optim.outer import OuterSGD
+
+_BUCKETS = "TORCHFT_USE_BUCKETIZATION"
+
+
+class Native(DiLoCo):
+    """torchft's `DiLoCo` with an `OuterSGD` for each fragment; made by `twophase.integrations.torchft.diloco`.
+
+    After its `with` block the model holds the agreed weights; inner steps since the last round are given up.
+
+    Attributes:
+        outers: the outer optimizers, one a fragment; `twophase.record(rounds.outers[0], folder)` records its rounds.
+    """
+
+    def __init__(
+        self, manager: Manager, fragments: Sequence[nn.Module], inner: Optimizer, outers: list[OuterSGD], steps: int
+    ) -> None:
+        super().__init__(manager, [*fragments], inner, [*outers], sync_every=steps)
+        self.outers = outers
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
+        super().__exit__(kind, error, trace)
+        if kind is None:
+            self._restore_parameters()
+        return False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is saved beside the model and the inner optimizer: anchors, outer states, counters."""
+        return {
+            "anchors": [dict(fragment.original_parameters) for fragment in self._fragments],
+            "outers": [outer.state_dict() for outer in self.outers],
+            "inner_step": self._local_step,
+            "manager": self._manager.state_dict(),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict()`, before the first step; model and inner optimizer are loaded by the caller."""
+        for fragment, outer, anchor, saved in zip(
+            self._fragments, self.outers, state["anchors"], state["outers"], strict=True
+        ):
+            for name, values in anchor.items():
+                fragment.original_parameters[name].copy_(values)
+            outer.load_state_dict(saved)
+        self._local_step = state["inner_step"]
+        self._manager.load_state_dict(state["manager"])
+
+
+def check(manager: Manager, model: nn.Module, fragments: Sequence[nn.Module], steps: int) -> None:
+    """Refuse settings with which torchft 0.2.0 lets replicas differ without an error."""
+    parts.check_installed()
+    if os.environ.get(_BUCKETS) == "True":
+        raise ValueError(
+            f"diloco: the environment has {_BUCKETS}=True, and torchft {parts.VERSION} leaves out tensors of every "
+            "bucket but the last; it must be unset"
+        )
+    if manager._use_async_quorum:
+        raise ValueError(
+            "diloco: the manager's use_async_quorum is True, and it must be False, or a replica that heals would train "
+            "on from old weights; pass Manager(use_async_quorum=False), or take twophase.integrations.torchft.manager"
+        )
+    if manager._init_sync:
+        raise ValueError(
+            "diloco: the manager's init_sync is True, and it must be False, or all replicas but one repeat another's "
+            "first round; pass Manager(init_sync=False) and begin all with the same weights"
+        )
+    if steps % len(fragments) or steps < len(fragments):
+        raise ValueError(
+            f"diloco: inner_steps is {steps}; it must be a multiple of the {len(fragments)} fragments, for torchft "
+            f"synchronises one every inner_steps/{len(fragments)} steps"
+        )
+    names = [id(p) for fragment in fragments for p in fragment.parameters()]
+    lost = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in names]
+    if lost or len(names) != len(set(names)):
+        what = f"leave out {', '.join(lost[:3])}{' …' * (len(lost) > 3)}" if lost else "overlap"
+        raise ValueError(
+            f"diloco: the fragments {what}, so replicas would differ; give modules that together hold every trainable "
+            "parameter of the model once"
+        )
+
+
+@contextmanager
+def manager(
+    lighthouse: str,
+    *,
+    replica: int,
+    replicas: int,
+    state_dict: Callable[[], Any] | None,
+    load_state_dict: Callable[[Any], None] | None,
+    host: str,
+    timeout: float,
+    quorum_timeout: float,
+    connect_timeout: float,
+) -> Iterator[Manager]:
+    """Yield a manager whose listeners are bound to one address, and leave the others at the end."""
+    parts.check_installed()
+    parts.check_environment()
+    url, (lighthouse_host, _) = parts.lighthouse(lighthouse)
+    address = parts.address_of(host, lighthouse_host)
+    store, healing = parts.store(address), Healing(address, timeout)
+    group = parts.group(address, timeout, connect_timeout)
+    made = None
+    try:
+        made = parts.manager(
+            address,
+            store.port,
+            pg=group,
+            state_dict=state_dict,
+            load_state_dict=load_state_dict,
+            min_replica_size=replicas,  # no replica begins alone
+            timeout=timedelta(seconds=timeout),
+            quorum_timeout=timedelta(seconds=quorum_timeout),
+            connect_timeout=timedelta(seconds=connect_timeout),
+            lighthouse_addr=url,
+            replica_id=f"replica-{replica}",
+            checkpoint_transport=healing,
+            quorum_retries=math.ceil(quorum_timeout / parts.ASK_EVERY),  # a lighthouse may be away for seconds
+        )
+        yield made
+    finally:
+        if made is None:
+            healing.shutdown()
+        else:
+            made.shutdown(wait=False)  # stops healing as well
+        group.abort(errored=False)

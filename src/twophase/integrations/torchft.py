@@ -1,0 +1,119 @@
+"""torchft's own `DiLoCo` with restarts: the settings that keep torchft 0.2.0 correct, without copying them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torchft.manager import Manager
+
+from twophase.elastic import native
+from twophase.integrations.rounds import USUAL
+from twophase.optim.outer import OuterSGD
+from twophase.policies.base import Never, RestartPolicy
+from twophase.rule import OuterRule
+
+
+def diloco(
+    manager: Manager,
+    model: nn.Module,
+    inner: Optimizer,
+    outer: OuterRule = USUAL,
+    *,
+    inner_steps: int,
+    restart: RestartPolicy | str | int | None = None,
+    fragments: Sequence[nn.Module] | None = None,
+) -> native.Native:
+    """Return torchft's `DiLoCo`, with an `OuterSGD` for each fragment.
+
+        with manager(lighthouse, replica=0, replicas=2) as group:
+            with diloco(group, model, inner, inner_steps=500, restart=3) as rounds:
+                while group.current_step() < 100:        # fragment rounds
+                    ...                                  # forward, backward
+                    inner.step()                         # torchft's rounds hang on it
+                    inner.zero_grad()
+
+    A replica that comes back is given the model, the inner optimizer, the anchors, and the outer optimizers with their
+    counters. Its place in the data is yours: give `manager` functions for it. Overlap (`fragment_sync_delay`), buckets
+    and quantization are not offered: with torchft 0.2.0 a failed reduction may pass as a success under the first, and
+    the others leave out tensors or do nothing. `twophase.TorchFT` has its own.
+
+    Args:
+        manager: torchft's, best `manager` of this module.
+        model: this replica; all replicas begin with the same weights, for nothing is exchanged before the first round.
+        inner: its optimizer.
+        outer: the outer rule.
+        inner_steps: inner steps in which every fragment is synchronised once, a multiple of their number.
+        restart: when the outer momentum restarts, in rounds of each fragment; None is never. A policy that measures
+            decides by each replica's own arithmetic: use it where the processors are alike.
+        fragments: modules that together hold every trainable parameter once; None means the model.
+
+    Raises:
+        ValueError: fragments that leave out or share parameters, a manager with `init_sync` or `use_async_quorum`, or
+            buckets in the environment.
+        ImportError: another release of torchft than 0.2.0.
+    """
+    modules = [model] if fragments is None else [*fragments]
+    native.check(manager, model, modules, inner_steps)
+    policy = Never() if restart is None else restart
+    outers = [OuterSGD.from_rule(module.named_parameters(), outer, policy) for module in modules]
+    rounds = native.Native(manager, modules, inner, outers, inner_steps)
+
+    def save() -> dict[str, Any]:
+        return {"model": model.state_dict(), "inner": inner.state_dict()}
+
+    def load(state: dict[str, Any]) -> None:
+        model.load_state_dict(state["model"])
+        inner.load_state_dict(state["inner"])
+
+    # Without both, a healed replica trains on from old weights, and its next pseudo-gradient poisons the round of all.
+    manager.register_state_dict_fn("twophase", load, save)
+    return rounds
+
+
+def manager(
+    lighthouse: str,
+    *,
+    replica: int,
+    replicas: int,
+    state_dict: Callable[[], Any] | None = None,
+    load_state_dict: Callable[[Any], None] | None = None,
+    host: str = "127.0.0.1",
+    timeout: float = 120.0,
+    quorum_timeout: float = 3600.0,
+    connect_timeout: float = 10.0,
+) -> AbstractContextManager[Manager]:
+    """Return a context that yields torchft's `Manager` for a replica of one process, and leaves the others at its end.
+
+    Its store, its server and the transfer of states listen on `host` alone, and what a peer sends is never unpickled.
+
+    Args:
+        lighthouse: its address, such as `http://10.0.0.1:29510`.
+        replica: number of this replica, from 0.
+        replicas: their number; a round needs all of them, so give the lighthouse `--min_replicas` alike.
+        state_dict: returns what a replica that comes back needs beside model and optimizers, such as the place in the
+            data, in tensors, numbers and text.
+        load_state_dict: takes it over.
+        host: this machine's name or address in a trusted network, which the others and the lighthouse reach.
+        timeout: seconds for a reduction, more than a heal takes.
+        quorum_timeout: seconds for the slowest replica's inner steps.
+        connect_timeout: seconds to reach the lighthouse.
+
+    Raises:
+        ValueError: an address that is none or means every network, or variables that override these arguments.
+        ImportError: another release of torchft than 0.2.0.
+    """
+    return native.manager(
+        lighthouse,
+        replica=replica,
+        replicas=replicas,
+        state_dict=state_dict,
+        load_state_dict=load_state_dict,
+        host=host,
+        timeout=timeout,
+        quorum_timeout=quorum_timeout,
+        connect_timeout=connect_timeout,
+    )

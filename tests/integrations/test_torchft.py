@@ -1,0 +1,282 @@
+"""torchft's own DiLoCo in real processes: our engine's rounds, resumption, healing, listeners, and what is refused.
+
+Run as a program, this file is one replica group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import trainers
+import twophase
+from forked import Program
+from replicas import same_bits
+from twophase.diloco.engine import DiLoCo
+
+pytest.importorskip("torchft", reason="the extra ft is not installed")
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "torchft_diloco.py"
+BIN = Path(sys.executable).parent
+TESTS = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": TESTS}
+STEPS, STOP = 32, 13
+"""Inner steps in all, and before a training is stopped: with two fragments three rounds, and one step more."""
+
+
+class Replica:
+    """One replica group: model, inner optimizer and place in the data."""
+
+    def __init__(self, number: int, seed: int = 0) -> None:
+        self.number, self.step = number, 0
+        self.model = trainers.build()
+        with torch.no_grad():
+            for p in self.model.parameters():
+                p.add_(seed)
+        self.inner = trainers.optimizer(self.model)
+
+    def position(self) -> dict[str, int]:
+        """Return the place in the data."""
+        return {"step": self.step}
+
+    def go_to(self, state: dict[str, int]) -> None:
+        """Take over a place in the data."""
+        self.step = state["step"]
+
+    def state(self, rounds: Any) -> dict[str, Any]:
+        """Return all that a resumed training needs."""
+        parts = {"model": self.model, "inner": self.inner, "rounds": rounds}
+        return {name: part.state_dict() for name, part in parts.items()} | self.position()
+
+    def train(
+        self, lighthouse: str, until: Callable[[Any], bool], state: dict[str, Any] | None = None, folder: Any = None
+    ) -> dict[str, Any]:
+        """Train with two fragments until the manager has come so far; all that the replica holds then."""
+        from twophase.integrations.torchft import diloco, manager
+
+        live: dict[str, Any] = {}
+        fragments = [self.model[0], self.model[2]]
+        with manager(
+            lighthouse, replica=self.number, replicas=2, state_dict=self.position, load_state_dict=self.go_to
+        ) as group, contextlib.ExitStack() as stack:  # fmt: skip
+            rounds = diloco(group, self.model, self.inner, trainers.RULE, inner_steps=8, restart=3, fragments=fragments)
+            if state is not None:
+                self.model.load_state_dict(state["model"])
+                self.inner.load_state_dict(state["inner"])
+                rounds.load_state_dict(state["rounds"])
+                self.go_to(state)
+            if folder is not None:
+                setting = {"inner_steps": 8, "replicas": 2}
+                stack.enter_context(twophase.record(rounds.outers[0], folder, setting, inner=self.inner))
+            with rounds:
+                while not until(group):
+                    trainers.loss(self.model, *trainers.batch(self.step, self.number)).backward()
+                    self.inner.step()
+                    self.inner.zero_grad()
+                    self.step += 1
+                live = self.state(rounds)
+                live = {**live, "model": {name: p.clone() for name, p in live["model"].items()}}
+        return {"live": live, "agreed": self.model.state_dict()}
+
+
+def worker(folder: Path, number: int, places: list[str]) -> None:
+    """Train in two parts, the second resumed from a file; then lose one replica and let it come back."""
+    torch.set_num_threads(1)
+    first = Replica(number)
+    torch.save(first.train(places[0], lambda _: first.step == STOP), folder / f"stopped {number}.pt")
+    saved = torch.load(folder / f"stopped {number}.pt", weights_only=True)["live"]
+    rest = Replica(number, seed=1)  # other weights, which the file replaces
+    whole = rest.train(places[1], lambda _: rest.step == STEPS, saved, folder / f"run {number}")
+    torch.save(whole, folder / f"resumed {number}.pt")
+    healed = Replica(number)
+    if number == 1:
+        healed.train(places[2], lambda _: healed.step == STOP)
+        healed = Replica(number, seed=1)  # comes back with nothing
+    torch.save(healed.train(places[2], lambda group: group.current_step() == 8), folder / f"healed {number}.pt")
+
+
+# --- processes ------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def lighthouses(count: int) -> Iterator[list[str]]:
+    """Lighthouses that wait for two replicas; their addresses.
+
+    A bound socket that does not listen keeps the port from other programs, and SO_REUSEADDR, which servers set, lets
+    them bind it all the same.
+    """
+    with contextlib.ExitStack() as stack:
+        places = []
+        for _ in range(count):
+            holder = stack.enter_context(socket.socket())
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            holder.bind(("127.0.0.1", 0))
+            places.append(f"127.0.0.1:{holder.getsockname()[1]}")
+            options = ["--min_replicas", "2", "--quorum_tick_ms", "20", "--heartbeat_timeout_ms", "1000"]
+            words = [BIN / "torchft_lighthouse", "--bind", places[-1], *options]
+            process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+        yield [f"http://{place}" for place in places]
+
+
+def run(commands: list[list[str]], logs: list[Path], watch: Callable[[list[Any]], None] = lambda _: None) -> None:
+    """Run programs side by side until all have ended well."""
+    processes: list[Any] = []
+    try:
+        for words, log in zip(commands, logs, strict=True):
+            processes.append(Program(words, log, log, ONE_THREAD))
+        watch(processes)
+        codes = [process.wait(timeout=120) for process in processes]
+        assert codes == [0] * len(codes), "\n".join(log.read_text()[-3000:] for log in logs)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def listeners(pid: int) -> set[str]:
+    """Addresses, in the kernel's hexadecimal, on which a process listens."""
+    inodes = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            inodes.add(str(link.readlink()))
+    addresses = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                addresses.add(fields[1])
+    return addresses
+
+
+@pytest.fixture(scope="session")
+def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, set[str]]:
+    """The folder of two replicas' files, and the addresses on which both listened."""
+    folder, seen = tmp_path_factory.mktemp("torchft"), set()
+
+    def watch(processes: list[Any]) -> None:
+        """See each replica's store, channel of states and manager."""
+        by_replica: list[set[str]] = [set(), set()]
+        for _ in range(1200):
+            if any(process.poll() is not None for process in processes) or min(map(len, by_replica)) >= 3:
+                break
+            for process, addresses in zip(processes, by_replica, strict=True):
+                addresses.update(listeners(process.pid))
+            time.sleep(0.02)
+        seen.update(*by_replica)
+
+    with lighthouses(3) as places:
+        commands = [[__file__, str(folder), str(number), *places] for number in range(2)]
+        run(commands, [folder / "0.log", folder / "1.log"], watch)
+    return folder, seen
+
+
+def load(results: tuple[Path, set[str]], name: str) -> list[dict[str, Any]]:
+    return [torch.load(results[0] / f"{name} {number}.pt", weights_only=True) for number in range(2)]
+
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+
+
+def test_rounds_are_those_of_our_engine(results: tuple[Path, set[str]]):
+    """Stopped in mid-round and resumed from a file, both end with the bits of our engine in two fragments."""
+    models: list[nn.Module] = [trainers.build() for _ in range(2)]
+    inners = [trainers.optimizer(model) for model in models]
+    engine = DiLoCo(models, trainers.RULE, restart=3, inner_steps=8, fragments={"first": "0.", "second": "2."})
+    for step in range(STEPS):
+        for number, (model, inner) in enumerate(zip(models, inners, strict=True)):
+            trainers.loss(model, *trainers.batch(step, number)).backward()
+            inner.step()
+            inner.zero_grad()
+        engine.step()
+    ends = load(results, "resumed")
+    for end, model in zip(ends, models, strict=True):
+        assert all(same_bits(p, end["live"]["model"][name]) for name, p in model.named_parameters())
+        assert all(same_bits(a, end["agreed"][name]) for name, a in engine.anchor.items())
+        groups = [outer["param_groups"][0] for outer in end["live"]["rounds"]["outers"]]
+        assert [(group["rounds"], group["restarts"]) for group in groups] == [(STEPS // 8, 1)] * 2
+    assert not all(same_bits(p, ends[1]["live"]["model"][name]) for name, p in ends[0]["live"]["model"].items())
+
+
+def test_a_healed_replica_agrees(results: tuple[Path, set[str]]):
+    """A replica that comes back with other weights takes over weights, buffers and counters, and goes on alike."""
+    first, second = load(results, "healed")
+    assert all(same_bits(p, second["agreed"][name]) for name, p in first["agreed"].items())
+    for one_state, other in zip(first["live"]["rounds"]["outers"], second["live"]["rounds"]["outers"], strict=True):
+        assert one_state["param_groups"] == other["param_groups"]
+        for key, state in one_state["state"].items():
+            assert same_bits(state["momentum_buffer"], other["state"][key]["momentum_buffer"])
+
+
+def test_record_is_a_run(results: tuple[Path, set[str]]):
+    """`twophase.record` of an outer optimizer writes a standard run, one a replica."""
+    for number in range(2):
+        loaded: Any = twophase.load(results[0] / f"run {number}")
+        assert loaded.summary["rounds"] == STEPS // 8
+
+
+def test_listens_on_this_machine_only(results: tuple[Path, set[str]]):
+    """Store, channel of states and manager of both replicas are bound to 127.0.0.1."""
+    assert len(results[1]) >= 6
+    assert {address.partition(":")[0] for address in results[1]} <= {"0100007F", "0000000000000000FFFF00000100007F"}
+
+
+def test_example(tmp_path: Path):
+    """The example's replicas end with the same agreed weights."""
+    logs = [tmp_path / "0.log", tmp_path / "1.log"]
+    with lighthouses(1) as places:
+        run([[str(EXAMPLE), str(number), "2", *places] for number in range(2)], logs)
+    ends = [re.findall(r"agreed weights (\S+)", log.read_text()) for log in logs]
+    assert [len(matches) for matches in ends] == [1, 1]
+    assert ends[0] == ends[1]
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"init_sync": True}, "init_sync is True"),
+        ({"use_async_quorum": True}, "use_async_quorum is True"),
+        ({"bucket": "True"}, "TORCHFT_USE_BUCKETIZATION"),
+        ({"fragments": [0]}, r"leave out 2\.weight"),
+        ({"fragments": [0, 2, 0]}, "overlap"),
+        ({"inner_steps": 7}, "inner_steps is 7"),
+        ({"version": "0.1.1"}, "only 0.2.0 is supported"),
+    ],
+)
+def test_refusals(monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], words: str):
+    """Settings with which torchft lets replicas differ are refused by name, before anything is registered."""
+    from twophase.integrations.torchft import diloco
+
+    group: Any = SimpleNamespace(
+        _init_sync=change.get("init_sync", False), _use_async_quorum=change.get("use_async_quorum", False)
+    )
+    if "bucket" in change:
+        monkeypatch.setenv("TORCHFT_USE_BUCKETIZATION", change["bucket"])
+    if "version" in change:
+        monkeypatch.setattr("importlib.metadata.version", lambda _: change["version"])
+    model = trainers.build()
+    fragments = [model[index] for index in change.get("fragments", [0, 2])]
+    steps = change.get("inner_steps", 12)
+    with pytest.raises((ValueError, ImportError), match=words):
+        diloco(group, model, trainers.optimizer(model), inner_steps=steps, fragments=fragments)
+
+
+if __name__ == "__main__":
+    worker(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
