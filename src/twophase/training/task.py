@@ -20,6 +20,7 @@ class Task(Protocol):
     """What is trained: a model, its batches, its loss and its evaluation.
 
     A task may also have `step(device, replicas, communicator) -> Step`, its own way to compute in place of `PlainStep`,
+    `inner(model, config) -> Optimizer`, a new inner optimizer in place of the one that an `InnerConfig` names,
     `check(device)`, which raises a UsageError about data or a device that cannot be used, and `data_fault(wait)`, which
     returns what a check in the background has found wrong with the data, or an empty text.
     """
@@ -142,10 +143,12 @@ def preflight(config: RunConfig, task: Task, processes: int = 1) -> None:
     if check_task := getattr(task, "check", None):
         check_task(device)
     sizes = _sizes(task, config.seed)
+    # Both AdamWs have two. Others may have fewer, and what would fit must not be refused.
+    moments = 0 if hasattr(task, "inner") or config.inner.method in ("sgd", "muon") else 2
     check_memory(
         f"the weights and optimizers of {share} replicas of {sum(sizes.values()):,} parameters",
-        # In float32: weights, gradients and AdamW's two moments of each replica; anchor and pseudo-gradient.
-        4 * (4 * share + 2) * sum(sizes.values()),
+        # In float32: weights, gradients and moments of each replica; anchor and pseudo-gradient.
+        4 * ((2 + moments) * share + 2) * sum(sizes.values()),
         device,
         "take a smaller model, fewer --replicas, or more processes by torchrun",
     )
