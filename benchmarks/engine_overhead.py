@@ -6,6 +6,8 @@ report) and the same inner steps without. On a CPU time is CPU time of this proc
 enter; on a GPU it is wall time between synchronisations. `engine_share_s16` is the engine's own part of the first, and
 the table shows its phases in wall milliseconds a round (on a GPU most phases only launch work, see `RoundReport`).
 
+`record_ratio_s8` (`--record`) is the time of whole rounds of S = 8 with `twophase.record` over that without.
+
 Without options it takes the demo's model; `--recipe paper_150m` takes the paper's, on the documentation of the running
 Python as bytes, whose content does not change the speed. Last line: one JSON object.
 """
@@ -15,12 +17,14 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 
+import twophase
 from bounds import finish
 from twophase.diloco.communicator import SingleProcess
 from twophase.diloco.engine import DiLoCo
@@ -31,6 +35,9 @@ from twophase.tasks.build import build_task
 from twophase.tasks.lm.config import TrainConfig
 from twophase.training.inner import Replica
 from twophase.training.task import preflight
+
+_RECORDED = 8
+"""S at which the record is timed."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +142,23 @@ def measure(config: TrainConfig, inner_steps: list[int], seconds: float, least: 
     return overheads
 
 
+def record_ratio(config: TrainConfig, inner_steps: int, seconds: float) -> float:
+    """Time of whole rounds with `twophase.record` over that without, in turn; a median over pairs of blocks."""
+    loops = Loop(config), Loop(config)
+    engines = [
+        DiLoCo([r.model for r in loop.replicas], config.outer.rule(), restart=3, inner_steps=inner_steps)
+        for loop in loops
+    ]
+    with tempfile.TemporaryDirectory() as folder, twophase.record(engines[0], f"{folder}/run"):
+        ratios: list[float] = []
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end or len(ratios) < 4:  # the first pair warms up
+            order = (0, 1) if len(ratios) % 2 else (1, 0)
+            times = {number: loops[number].inner(4 * inner_steps, engines[number].step) for number in order}
+            ratios.append(times[0] / times[1])
+    return statistics.median(ratios[1:])
+
+
 def figures_of(overheads: dict[int, Overhead]) -> dict[str, float]:
     """The figures of the last line."""
     figures: dict[str, float] = {}
@@ -150,6 +174,7 @@ def main() -> int:
     parser.add_argument("--device", help="a torch device (default: the recipe's)")
     parser.add_argument("--inner-steps", type=int, nargs="+", default=[1, 16, 128], help="S, one comparison each")
     parser.add_argument("--seconds", type=float, default=12.0, help="time for each, three blocks at least")
+    parser.add_argument("--record", action="store_true", help="time twophase.record, too")
     parser.add_argument("--block", type=int, help="inner steps that are timed together at least (16; recipes: 8)")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -160,10 +185,16 @@ def main() -> int:
         config = replace(config, data=data)
     config = replace(config, device=options.device or config.device)
     overheads = measure(config, options.inner_steps, options.seconds, options.block or (8 if options.recipe else 16))
+    figures = figures_of(overheads)
+    if options.record:
+        figures[f"record_ratio_s{_RECORDED}"] = round(record_ratio(config, _RECORDED, options.seconds), 5)
+        print(
+            f"rounds of S = {_RECORDED} with twophase.record take {figures[f'record_ratio_s{_RECORDED}']:.4f} times as long"
+        )
     # Bounds are for the demo's model on a CPU and for a recipe on a GPU: other pairs show that the commands run.
     name = {(False, "cpu"): "engine_overhead", (True, "cuda"): "engine_overhead_gpu"}
     kind = bool(options.recipe), torch.device(config.device).type
-    return finish(name.get(kind, "engine_overhead_other"), figures_of(overheads))
+    return finish(name.get(kind, "engine_overhead_other"), figures)
 
 
 if __name__ == "__main__":

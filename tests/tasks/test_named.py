@@ -15,11 +15,13 @@ import twophase
 from commands import outcome, wait_until
 from forked import Forked
 from twophase.base import source
-from twophase.base.config import UsageError
+from twophase.base.config import UsageError, overlaid
 from twophase.cli.main import main
 from twophase.report.results import Run, Sweep
+from twophase.runs.folder import read_lines
 from twophase.tasks import build, named
 from twophase.tasks.named import config_class, name_of
+from twophase.training.inner import inner_lr
 
 RINGS = (Path(__file__).parents[2] / "examples" / "rings.py").read_text(encoding="utf-8")
 SHORT = {"steps": 24, "inner_steps": 4, "inner.lr": 1e-2, "checkpoint_every": 1}
@@ -183,3 +185,31 @@ def test_a_changed_file_does_not_go_on(rings: Path) -> None:
     rings.write_text(RINGS)
     forget()
     twophase.train("rings:Rings", SHORT, "finished", quiet=True)
+
+
+def test_a_loop_by_hand_has_the_same_rounds(tmp_path: Path) -> None:
+    """The same training in a loop of one's own, with `record`, writes the rounds of `twophase train`, times aside."""
+    values = SHORT | {"steps": 22, "outer.restart": 2}
+    twophase.train("rings:Rings", values, "ours", quiet=True)
+    config = overlaid(config_class("rings:Rings")(), values, "test")
+    task = build.task_of(config)
+    modules = [task.model(0) for _ in range(2)]
+    inner = [torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=0.1, fused=True) for m in modules]
+    engine = twophase.DiLoCo(modules, config.outer.rule(), restart=2, inner_steps=4)
+    with twophase.record(engine, "mine", {"steps": 22, "seed": 0}, inner=inner[0]):
+        for step in range(22):
+            for number, (module, optimizer) in enumerate(zip(modules, inner, strict=True)):
+                points, label = task.batch(0, step, number)
+                task.loss(module, (torch.from_numpy(points), torch.from_numpy(label))).backward()
+                optimizer.param_groups[0]["lr"] = inner_lr(config, step)
+                optimizer.step()
+                optimizer.zero_grad()
+            engine.step()
+        engine.finish()
+    ours, mine = (read_lines(tmp_path / name / "rounds.jsonl") for name in ("ours", "mine"))
+    apart = {"seconds", "signals"}
+    assert [{key: line[key] for key in line.keys() - apart} for line in mine] == [
+        {key: line[key] for key in line.keys() - apart} for line in ours
+    ]
+    assert len(mine) == 6
+    assert main(["report", "mine"]) == 0
