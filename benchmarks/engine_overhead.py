@@ -187,10 +187,8 @@ def main() -> int:
     overheads = measure(config, options.inner_steps, options.seconds, options.block or (8 if options.recipe else 16))
     figures = figures_of(overheads)
     if options.record:
-        figures[f"record_ratio_s{_RECORDED}"] = round(record_ratio(config, _RECORDED, options.seconds), 5)
-        print(
-            f"rounds of S = {_RECORDED} with twophase.record take {figures[f'record_ratio_s{_RECORDED}']:.4f} times as long"
-        )
+        ratio = figures[f"record_ratio_s{_RECORDED}"] = round(record_ratio(config, _RECORDED, options.seconds), 5)
+        print(f"rounds of S = {_RECORDED} with twophase.record take {ratio:.4f} times as long")
     # Bounds are for the demo's model on a CPU and for a recipe on a GPU: other pairs show that the commands run.
     name = {(False, "cpu"): "engine_overhead", (True, "cuda"): "engine_overhead_gpu"}
     kind = bool(options.recipe), torch.device(config.device).type

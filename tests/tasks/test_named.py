@@ -190,13 +190,13 @@ def test_a_changed_file_does_not_go_on(rings: Path) -> None:
 def test_a_loop_by_hand_has_the_same_rounds(tmp_path: Path) -> None:
     """The same training in a loop of one's own, with `record`, writes the rounds of `twophase train`, times aside."""
     values = SHORT | {"steps": 22, "outer.restart": 2}
-    twophase.train("rings:Rings", values, "ours", quiet=True)
+    twophase.train("rings:Rings", values, "trained", quiet=True)
     config = overlaid(config_class("rings:Rings")(), values, "test")
     task = build.task_of(config)
     modules = [task.model(0) for _ in range(2)]
     inner = [torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=0.1, fused=True) for m in modules]
     engine = twophase.DiLoCo(modules, config.outer.rule(), restart=2, inner_steps=4)
-    with twophase.record(engine, "mine", {"steps": 22, "seed": 0}, inner=inner[0]):
+    with twophase.record(engine, "recorded", {"steps": 22, "seed": 0}, inner=inner[0]):
         for step in range(22):
             for number, (module, optimizer) in enumerate(zip(modules, inner, strict=True)):
                 points, label = task.batch(0, step, number)
@@ -206,10 +206,10 @@ def test_a_loop_by_hand_has_the_same_rounds(tmp_path: Path) -> None:
                 optimizer.zero_grad()
             engine.step()
         engine.finish()
-    ours, mine = (read_lines(tmp_path / name / "rounds.jsonl") for name in ("ours", "mine"))
+    trained, recorded = (read_lines(tmp_path / name / "rounds.jsonl") for name in ("trained", "recorded"))
     apart = {"seconds", "signals"}
-    assert [{key: line[key] for key in line.keys() - apart} for line in mine] == [
-        {key: line[key] for key in line.keys() - apart} for line in ours
+    assert [{key: line[key] for key in line.keys() - apart} for line in recorded] == [
+        {key: line[key] for key in line.keys() - apart} for line in trained
     ]
-    assert len(mine) == 6
-    assert main(["report", "mine"]) == 0
+    assert len(recorded) == 6
+    assert main(["report", "recorded"]) == 0

@@ -45,13 +45,13 @@ class Digits:
                 raise UsageError(f"--task.{name} is {value}; it must be from 1 to 4,096")
 
     def model(self, seed: int) -> nn.Module:
-        """Return two convolutions and a linear layer."""
+        """Return two convolutions and two linear layers."""
         torch.manual_seed(seed)
         width = self.width
         return nn.Sequential(
             nn.Conv2d(1, width, 3, padding=1), nn.GELU(), nn.MaxPool2d(2),
             nn.Conv2d(width, 2 * width, 3, padding=1), nn.GELU(), nn.MaxPool2d(2),
-            nn.Flatten(), nn.Linear(8 * width, 10),
+            nn.Flatten(), nn.Linear(8 * width, 4 * width), nn.GELU(), nn.Linear(4 * width, 10),
         )  # fmt: skip
 
     def batch(self, seed: int, step: int, replica: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:

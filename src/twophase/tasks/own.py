@@ -7,6 +7,7 @@ import inspect
 import json
 import math
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ class OwnTask:
         self.task, self.name, self.options = task, name, options
         for method in ("inner", "data_fault"):
             if hasattr(task, method):
-                setattr(self, method, getattr(task, method))
+                setattr(self, method, partial(self._call, method))
 
     def model(self, seed: int) -> nn.Module:
         """Return a model with fresh weights; what torch draws for them is seeded here."""
@@ -144,10 +145,10 @@ class OwnTask:
                 "tuples, lists and dictionaries of them"
             ) from None
 
-    def _call(self, method: str, *arguments: Any) -> Any:
+    def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
         """Call one of the task's methods; an error of its own becomes a message that names it."""
         try:
-            return getattr(self.task, method)(*arguments)
+            return getattr(self.task, method)(*arguments, **options)
         except (UsageError, RunError):
             raise
         except Exception as error:  # of the task's own code
