@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from forked import in_processes
 from twophase.diloco.check import ALIKE, STILL
 from twophase.diloco.communicator import SingleProcess
 from twophase.diloco.engine import DiLoCo
@@ -99,6 +103,14 @@ def test_the_same_batches_in_other_processes_are_noticed() -> None:
     assert engine.check() == (ALIKE,)
 
 
+def test_one_number_is_no_evidence() -> None:
+    """Replicas of one parameter always move along a line, which says nothing of their batches."""
+    module = nn.Linear(1, 1, bias=False)
+    engine = DiLoCo(module, RULE, inner_steps=1, communicator=_Pair())
+    rounds(engine, [torch.optim.SGD(module.parameters(), lr=0.01)], [iter([torch.ones(1, 1)])], 1)
+    assert engine.check() == ()
+
+
 def test_rounds_without_progress_are_noticed() -> None:
     """A loop that never steps its inner optimizer, or steps that of a copy, is warned of."""
     assert loop(move=False).check() == (STILL,)
@@ -141,8 +153,11 @@ def test_buffers_are_told_or_averaged() -> None:
         assert bool(engine.check(inner)) == (buffers == "local")
         assert torch.equal(*now) == (buffers == "mean")
         assert not torch.equal(*means)
-    with pytest.raises(ValueError, match="buffers"):
-        DiLoCo(model(), RULE, inner_steps=1, buffers="sum")
+    for modules, buffers in (([model()], "sum"), ([nn.BatchNorm1d(3), nn.BatchNorm1d(3)], "mean")):
+        if buffers == "mean":
+            modules[1].register_buffer("more", torch.zeros(2))
+        with pytest.raises(ValueError, match="buffers"):
+            DiLoCo(modules, RULE, inner_steps=1, buffers=buffers)
 
 
 def test_average_of_buffers_is_exact() -> None:
@@ -155,3 +170,47 @@ def test_average_of_buffers_is_exact() -> None:
     average_buffers(modules, _Pair())
     assert torch.equal(modules[0].get_buffer("1.running_var"), torch.full((8,), 1.5))
     assert modules[1].get_buffer("1.num_batches_tracked") == 0
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_two_processes(tmp_path: Path) -> None:
+    """Over gloo the same batches are noticed in both processes, and others not; buffers become the same bits.
+
+    Processes that were given other words for buffers are refused, rather than wait for each other.
+    """
+    first, second = in_processes(__file__, tmp_path, 2)
+    assert first["findings"] == second["findings"] == [[ALIKE], []]
+    assert torch.equal(first["mean"], second["mean"])
+    assert not torch.equal(first["own"], second["own"])
+    assert first["refused"]
+    assert second["refused"]
+
+
+def _in_a_process(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    results: dict[str, Any] = {"findings": []}
+    for seed in (0, rank):
+        module = model()
+        engine = DiLoCo(module, RULE, inner_steps=4)
+        rounds(engine, [torch.optim.AdamW(module.parameters(), lr=0.01)], [batches(seed)], 8)
+        results["findings"].append(list(engine.check()))
+    module = model(norm=True)
+    engine = DiLoCo(module, RULE, inner_steps=4, buffers="mean")
+    inner: list[torch.optim.Optimizer] = [torch.optim.SGD(module.parameters(), lr=0.1)]
+    data = [batches(rank)]
+    rounds(engine, inner, data, 3)
+    results["own"] = module.get_buffer("1.running_var").clone()
+    rounds(engine, inner, data, 1)
+    results["mean"] = module.get_buffer("1.running_var").clone()
+    try:
+        DiLoCo(model(norm=True), RULE, inner_steps=4, buffers=("mean", "local")[rank])
+    except ValueError as error:
+        results["refused"] = "buffers" in str(error)
+    torch.save(results, folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _in_a_process(int(sys.argv[1]), Path(sys.argv[2]))

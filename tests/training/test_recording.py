@@ -31,12 +31,15 @@ WIDTH, INNER_STEPS, STEPS = 4, 4, 50
 class Loop:
     """A hand-written loop of two replicas, with a learning rate that falls."""
 
-    def __init__(self, communicator: Communicator | None = None, replicas: int = 2, **options: Any) -> None:
+    def __init__(
+        self, communicator: Communicator | None = None, replicas: int = 2, *, falling: bool = False, **options: Any
+    ) -> None:
         torch.manual_seed(0)
         self.models = [nn.Linear(WIDTH, 1) for _ in range(replicas)]
         self.inners = [torch.optim.AdamW(model.parameters(), lr=0.05) for model in self.models]
         options = {"restart": 3, "inner_steps": INNER_STEPS, "communicator": communicator} | options
         self.engine = DiLoCo(self.models, RULE, **options)
+        self.schedules = [torch.optim.lr_scheduler.LambdaLR(self.engine.outer, lambda t: 0.9**t)] if falling else []
 
     def train(self, steps: range) -> Iterator[float]:
         """Yield the loss of each step, after which the caller calls the engine."""
@@ -54,12 +57,20 @@ class Loop:
 
     def state(self) -> list[Any]:
         """Everything that a resumed loop needs."""
-        return [part.state_dict() for part in (*self.models, *self.inners, self.engine)]
+        return [part.state_dict() for part in self._parts()]
 
     def load(self, state: list[Any]) -> None:
         """Go on from `state()`."""
-        for part, saved in zip((*self.models, *self.inners, self.engine), state, strict=True):
+        for part, saved in zip(self._parts(), state, strict=True):
             part.load_state_dict(saved)
+
+    def _parts(self) -> list[Any]:
+        return [*self.models, *self.inners, self.engine, *self.schedules]
+
+    def end_round(self) -> None:
+        """Lower the outer learning rate, where it falls."""
+        for schedule in self.schedules:
+            schedule.step()
 
 
 def recorded(loop: Loop, folder: Path, steps: range = range(STEPS), config: Any = None) -> list[Any]:
@@ -68,6 +79,8 @@ def recorded(loop: Loop, folder: Path, steps: range = range(STEPS), config: Any 
     with record(loop.engine, folder, config, inner=loop.inners[0]) as run:
         for step, loss in zip(steps, loop.train(steps), strict=True):
             reports.append(loop.engine.step({"loss": loss}))
+            if reports[-1] is not None:
+                loop.end_round()
             if step == 20:
                 run.log(loss=torch.tensor(loss), temperature=3)
         if steps.stop == STEPS:
@@ -140,13 +153,16 @@ def test_pages_and_commands_work_on_it(
     assert "twophase train --config" not in page
 
 
-def test_an_interrupted_loop_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("falling", [False, True])
+def test_an_interrupted_loop_goes_on(tmp_path: Path, *, falling: bool) -> None:
     """A loop that was killed after its last save writes the lines after that again, and once.
 
-    Times apart, the logs are those of an undisturbed one. An unfinished run has no summary.
+    Times apart, the logs are those of an undisturbed one, with an outer learning rate that falls as well. An unfinished
+    run has no summary.
     """
-    recorded(Loop(), tmp_path / "whole")
-    loop, again = Loop(), Loop()
+    whole, loop, again = (Loop(falling=falling) for _ in range(3))
+    recorded(whole, tmp_path / "whole")
+    assert (whole.engine.outer.param_groups[0]["lr"] < RULE.lr / 2) == falling
     recorded_until(loop, tmp_path / "parts", saved_at=18, killed_at=33)
     assert read_summary(tmp_path / "parts") is None
     again.load(torch.load(tmp_path / "state.pt", weights_only=True))
@@ -167,7 +183,8 @@ def recorded_until(loop: Loop, folder: Path, saved_at: int, killed_at: int) -> N
         for step, loss in enumerate(loop.train(range(STEPS))):
             if step == killed_at:
                 raise ZeroDivisionError
-            loop.engine.step({"loss": loss})
+            if loop.engine.step({"loss": loss}) is not None:
+                loop.end_round()
             if step + 1 == saved_at:
                 torch.save(loop.state(), folder.parent / "state.pt")
 

@@ -2,7 +2,7 @@
 
 The first round is watched without a message to other processes. A replica's own progress is compared with the step
 that the anchor then takes, which with empty buffers is a multiple of the mean progress: where both are parallel to
-rounding, the replicas have moved alike, and so have seen the same batches.
+rounding, the replicas have moved alike, as they do on the same batches.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from twophase.diloco.report import RoundReport
 from twophase.optim.outer import OuterSGD
 
 _log = logging.getLogger("twophase")
-_MOST_NUMBERS = 1 << 20
-"""Numbers of a model by which its first round is watched."""
+_FEWEST_NUMBERS, _MOST_NUMBERS = 16, 1 << 20
+"""Numbers of a model by which its first round is watched; fewer, such as one, are parallel by chance."""
 _PARALLEL = 1e-7
 """Distance of a cosine from 1 within which two float32 directions are the same up to rounding."""
 _MOST_NAMES = 4
@@ -31,8 +31,8 @@ STILL = (
     "engine's module (engine.check(inner=…) tells which)"
 )
 ALIKE = (
-    "all replicas moved alike in the first round, so they see the same batches; give each its own part of the data, by "
-    "its rank or number"
+    "all replicas moved alike in the first round, as they do on the same batches; give each its own part of the data, "
+    "by its rank or number"
 )
 
 
@@ -60,21 +60,28 @@ class Watch:
 
     Args:
         buffers: of the engine, "local" or "mean".
+        replicas: of the engine, in this process.
         communicator: of the engine.
 
     Attributes:
         findings: what has been seen, a sentence each.
+        alike: what all processes must have alike, by the words that name it.
     """
 
-    def __init__(self, buffers: str, communicator: Communicator) -> None:
+    def __init__(self, buffers: str, replicas: Sequence[nn.Module], communicator: Communicator) -> None:
         if buffers not in ("local", "mean"):
             raise ValueError(f'DiLoCo: buffers is {buffers!r}; it must be "local" or "mean"')
         if buffers == "mean" and (communicator.elastic or communicator.sharded):
             raise ValueError(
-                'DiLoCo: buffers is "mean", which needs replicas that stay and are whole; with replicas that come and '
-                'go, or are sharded, give "local"'
+                'DiLoCo: buffers is "mean"; with replicas that come and go, or are sharded, it must be "local"'
             )
         self.buffers = buffers
+        self.alike: dict[str, list[list[str]]] = {}
+        if buffers == "mean":  # a process that averages others, or none, would wait in the all-reduce for ever
+            shapes = [[[name, str(list(b.shape))] for name, b in float_buffers(module)] for module in replicas]
+            if any(of_one != shapes[0] for of_one in shapes):
+                raise ValueError('DiLoCo: buffers is "mean", and the replicas have other buffers; build them alike')
+            self.alike = {"averaged buffers": shapes[0] if shapes else []}
         self.findings: list[str] = []
         self._names: list[str] = []
         self._before: list[tuple[Tensor, Tensor]] = []
@@ -93,6 +100,8 @@ class Watch:
                 room -= view.numel()
                 self._names.append(name)
                 self._before.append((view.clone(), (view - first[name].detach()).double()))
+        if room > _MOST_NUMBERS - _FEWEST_NUMBERS:
+            self._before = []
 
     def end(self, engine: Engine, report: RoundReport) -> RoundReport:
         """Judge a sync by its pseudo-gradient, and the first one by the anchor's step; average buffers if asked to."""

@@ -114,6 +114,7 @@ class DiLoCo:
         # Process groups are a backend, whose code is loaded by name.
         self.communicator: Communicator = communicator or import_module("twophase.diloco.comm").default_communicator()
         self.replicas: list[nn.Module] = [replicas] if isinstance(replicas, nn.Module) else list(replicas)
+        self._watch = Watch(buffers, self.replicas, self.communicator)
         self._setting = Setting(
             self.replicas,
             self.communicator,
@@ -123,7 +124,7 @@ class DiLoCo:
             fragments=fragments,
             wire=wire,
             probe=probe,
-            alike=alike or {},
+            alike={**self._watch.alike, **(alike or {})},
         )
         self.fragments = self._setting.fragments
         self.anchor: dict[str, Tensor] = {name: view for f in self.fragments for name, view in f.named}
@@ -136,7 +137,6 @@ class DiLoCo:
         if not self._membership.absent:  # else a peer's state comes, by `join`
             self.communicator.broadcast(self._setting.anchor)
         self._setting.restore()
-        self._watch = Watch(buffers, self.communicator)
 
     def __repr__(self) -> str:
         """Return replicas, rule, restart, inner steps and round in a line."""
