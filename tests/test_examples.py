@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
+import shutil
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -91,3 +94,23 @@ def test_plain_loop_in_two_processes(tmp_path: Path):
     assert len(checksums) == 2
     assert len(set(checksums)) == 1
     assert printed.count("2 replica(s)") == 2
+
+
+# --- notebooks ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in FOLDER.glob("*.ipynb")))
+def test_notebooks_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Every code cell of a notebook runs, one after the other, in a folder of its own."""
+    pytest.importorskip("matplotlib")
+    shutil.copytree(FOLDER, tmp_path / "examples")
+    monkeypatch.chdir(tmp_path / "examples")
+    monkeypatch.syspath_prepend(str(tmp_path / "examples"))
+    notebook = json.loads((FOLDER / name).read_text(encoding="utf-8"))
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] == [] for cell in cells)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for cell in cells:
+        exec(compile("".join(cell["source"]), name, "exec"), names)  # noqa: S102 - a file of this project
+    assert names["figure"].axes
+    assert "nan" not in capsys.readouterr().out

@@ -78,17 +78,16 @@ def _module(name: str, module: str) -> ModuleType:
             if (place := getattr(loaded, "__file__", None)) and Path(place).exists() and file.samefile(place):
                 assert loaded is not None
                 return loaded
-        spec = importlib.util.spec_from_file_location(file.stem, file.absolute())
+        # A file may have the name of a module that is there already.
+        unique = file.stem if file.stem not in sys.modules else f"{file.stem} ({file.absolute()})"
+        spec = importlib.util.spec_from_file_location(unique, file.absolute())
         assert spec is not None
         assert spec.loader is not None
-        loaded = importlib.util.module_from_spec(spec)
-        # Dataclasses look their types up there; a file may have the name of a module that is there already.
-        loaded.__name__ = file.stem if file.stem not in sys.modules else f"{file.stem} ({file.absolute()})"
-        sys.modules[loaded.__name__] = loaded
+        loaded = sys.modules[unique] = importlib.util.module_from_spec(spec)  # dataclasses look their types up there
         try:
             spec.loader.exec_module(loaded)
         except BaseException:
-            del sys.modules[loaded.__name__]
+            del sys.modules[unique]
             raise
     except UsageError:
         raise
