@@ -32,14 +32,19 @@ class Loop:
     """A hand-written loop of two replicas, with a learning rate that falls."""
 
     def __init__(
-        self, communicator: Communicator | None = None, replicas: int = 2, *, falling: bool = False, **options: Any
+        self, communicator: Communicator | None = None, replicas: int = 2, *, falling: str = "", **options: Any
     ) -> None:
         torch.manual_seed(0)
         self.models = [nn.Linear(WIDTH, 1) for _ in range(replicas)]
         self.inners = [torch.optim.AdamW(model.parameters(), lr=0.05) for model in self.models]
         options = {"restart": 3, "inner_steps": INNER_STEPS, "communicator": communicator} | options
         self.engine = DiLoCo(self.models, RULE, **options)
-        self.schedules = [torch.optim.lr_scheduler.LambdaLR(self.engine.outer, lambda t: 0.9**t)] if falling else []
+        self.falling, group = falling, self.engine.fragments[0].outer.param_groups[0]
+        self.schedules = []
+        if falling == "by a scheduler":
+            self.schedules.append(torch.optim.lr_scheduler.LambdaLR(self.engine.outer, lambda t: 0.9**t))
+        elif falling:
+            group["initial_lr"] = group["lr"]
 
     def train(self, steps: range) -> Iterator[float]:
         """Yield the loss of each step, after which the caller calls the engine."""
@@ -71,6 +76,8 @@ class Loop:
         """Lower the outer learning rate, where it falls."""
         for schedule in self.schedules:
             schedule.step()
+        if self.falling == "by hand":
+            self.engine.outer.param_groups[0]["lr"] *= 0.9
 
 
 def recorded(loop: Loop, folder: Path, steps: range = range(STEPS), config: Any = None) -> list[Any]:
@@ -153,8 +160,8 @@ def test_pages_and_commands_work_on_it(
     assert "twophase train --config" not in page
 
 
-@pytest.mark.parametrize("falling", [False, True])
-def test_an_interrupted_loop_goes_on(tmp_path: Path, *, falling: bool) -> None:
+@pytest.mark.parametrize("falling", ["", "by a scheduler", "by hand"])
+def test_an_interrupted_loop_goes_on(tmp_path: Path, falling: str) -> None:
     """A loop that was killed after its last save writes the lines after that again, and once.
 
     Times apart, the logs are those of an undisturbed one, with an outer learning rate that falls as well. An unfinished
@@ -162,7 +169,7 @@ def test_an_interrupted_loop_goes_on(tmp_path: Path, *, falling: bool) -> None:
     """
     whole, loop, again = (Loop(falling=falling) for _ in range(3))
     recorded(whole, tmp_path / "whole")
-    assert (whole.engine.outer.param_groups[0]["lr"] < RULE.lr / 2) == falling
+    assert (whole.engine.outer.param_groups[0]["lr"] < RULE.lr / 2) == bool(falling)
     recorded_until(loop, tmp_path / "parts", saved_at=18, killed_at=33)
     assert read_summary(tmp_path / "parts") is None
     again.load(torch.load(tmp_path / "state.pt", weights_only=True))

@@ -128,7 +128,9 @@ def record(
     Each round becomes a line of `rounds.jsonl`. When the block ends, `summary.json` says how the run went: with the
     last `validation_loss` that was logged, and as diverged where the last loss or pseudo-gradient is not finite. When
     the block raises, the run stays unfinished. A loop that has loaded an earlier state of the engine goes on with its
-    folder: rounds after that state are cut off, for they will be written again.
+    folder: rounds after that state are cut off, for they will be written again. A loop that changes the outer learning
+    rate by hand puts the first one into the param group's `initial_lr`, as torch's schedulers do; by it the folder
+    knows its run.
 
     Of several processes, process 0 writes. Replicas that come and go each write, and each gives a folder of its own.
 
