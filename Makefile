@@ -10,7 +10,7 @@ PIP := PIP_CONSTRAINT=$(CURDIR)/constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test coverage check bench gate faults docs clean
+.PHONY: help setup setup-dev setup-torchtitan demo test coverage check bench gate faults docs clean
 
 help:
 	@echo "make demo    set up, train the demo's runs and draw them (runs/demo/figures)"
@@ -21,6 +21,7 @@ help:
 	@echo "make gate    set up and hold the CUDA code of a training step to its bounds, without a GPU"
 	@echo "make faults  set up, kill 1,000 processes and give 10,000 damaged or odd inputs (two hours on two cores)"
 	@echo "make docs    set up, build the documentation into site/ and check its links"
+	@echo "make setup-torchtitan  an environment for the tests of torchtitan, which are skipped without it"
 	@echo "make setup   only the set-up for use;  make setup-dev  also what tests and checks need"
 
 setup: $(VENV)/.installed
@@ -67,6 +68,17 @@ $(VENV)/.installed-gate: $(VENV)/.installed-dev
 	@$(PIP) -e '.[gate]'
 	@touch $@
 
+# torchtitan pins an older datasets than ours, so it has an environment of its own, which borrows torch from $(VENV)
+TITAN := .venv-torchtitan
+setup-torchtitan: $(TITAN)/.installed
+$(TITAN)/.installed: $(VENV)/.installed-dev constraints-torchtitan.txt
+	@echo "making $(TITAN)"
+	@$(BIN)/python -m venv $(TITAN)
+	@$(BIN)/python -c 'import pathlib, sysconfig as s; a = pathlib.Path(s.get_path("purelib")); \
+	  b = pathlib.Path("$(TITAN)").resolve() / a.relative_to(s.get_path("data")); (b / "base.pth").write_text(f"{a.resolve()}\n")'
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(TITAN)/bin/python -m pip install --quiet --no-deps -r constraints-torchtitan.txt
+	@touch $@
+
 demo: setup
 	@$(BIN)/twophase demo $(ARGS)
 
@@ -97,4 +109,4 @@ docs: $(VENV)/.installed-docs
 	@$(BIN)/python tests/sitecheck.py site
 
 clean:
-	rm -rf $(VENV) site .cache
+	rm -rf $(VENV) $(TITAN) site .cache

@@ -101,6 +101,11 @@ def check(manager: Manager, model: nn.Module, fragments: Sequence[nn.Module], st
         )
 
 
+def begin_alike(manager: Manager) -> None:
+    """Let no replica copy another's weights before the first round; for managers that a trainer has made."""
+    manager._init_sync = False
+
+
 @contextmanager
 def manager(
     lighthouse: str,

@@ -1,0 +1,191 @@
+# pyright: reportMissingImports=false
+"""torchtitan 0.3.0's fault-tolerant trainer with our outer rule and restarts, selected by torchtitan's own `--module`.
+
+    torchrun … -m torchtitan.train --module twophase.integrations.torchtitan --config llama3_debugmodel
+        --outer.lr 0.7 --outer.restart 3 --fault_tolerance.group_size 2 --fault_tolerance.replica_id 0
+
+`--config` takes the name of any function in torchtitan's registries of llama3; `configured` does the same for other
+models.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.stateful import Stateful
+from torchtitan.experiments.torchft.checkpoint import TorchFTCheckpointManager
+from torchtitan.experiments.torchft.config.job_config import FaultTolerance, FaultTolerantModelSpec
+from torchtitan.experiments.torchft.diloco import fragment_llm
+from torchtitan.experiments.torchft.optimizer import TorchFTOptimizersContainer
+from torchtitan.experiments.torchft.trainer import FaultTolerantTrainer
+from torchtitan.trainer import Trainer
+
+from twophase.elastic import native
+from twophase.optim.outer import OuterSGD
+from twophase.policies.text import parse
+from twophase.rule import OuterRule
+
+_REGISTRIES = ("torchtitan.models.llama3.config_registry", "torchtitan.experiments.torchft.llama3.config_registry")
+
+
+@dataclass(kw_only=True, slots=True)
+class Outer:
+    """Outer rule and restart policy; the options are `--outer.lr`, `--outer.restart` and so on."""
+
+    lr: float = 0.7
+    """Outer learning rate, >= 0."""
+
+    momentum: float = 0.9
+    """Outer momentum, in [0, 1)."""
+
+    nesterov: bool = True
+    """Whether the outer step looks ahead."""
+
+    form: Literal["sum", "ema"] = "sum"
+    """Form of the rule: sum, as torch.optim.SGD, or ema, as the restart paper."""
+
+    restart: str = "never"
+    """When the outer momentum restarts, in rounds of each fragment: never, 3, cycle:5,6,10, gain, and so on."""
+
+
+class Optimizers(TorchFTOptimizersContainer):
+    """torchtitan's inner optimizers; what is saved has today's learning rate, not that of the first step."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(TorchFTOptimizersContainer.Config):
+        """torchtitan's own options."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as it is now; torchtitan's own keeps the numbers of its construction."""
+        self.init_cache_state_dict()
+        return super().state_dict()
+
+
+class Rounds(Stateful):
+    """What torchtitan's checkpoint lacks, as an entry of it: anchors, outer states, counters of this process."""
+
+    def __init__(self, rounds: native.Native) -> None:
+        self.rounds = rounds
+        self.key = f"rank {dist.get_rank()}"  # a shared key would keep one rank's shard for all
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as bytes, for a first round's tensors would be missing in the template that loads."""
+        buffer = io.BytesIO()
+        torch.save(self.rounds.state_dict(), buffer)
+        return {self.key: buffer.getvalue()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from `state_dict()` of the same number of ranks."""
+        self.rounds.load_state_dict(torch.load(io.BytesIO(state_dict[self.key]), weights_only=True))
+
+
+class DiLoCoTrainer(FaultTolerantTrainer):
+    """torchtitan's `FaultTolerantTrainer`, whose rounds are torchft's with an `OuterSGD` for each fragment.
+
+    Every replica keeps a whole checkpoint in a folder of its own, `replica-0` and so on, so that a training that is
+    stopped and resumed equals one that was not, bit for bit: torchtitan's own keeps one replica's inner optimizer for
+    all, and no outer state. A replica that comes back is given all of it by the others.
+
+    Args:
+        config: torchtitan's, with `outer`; made by `configured`.
+
+    Raises:
+        ValueError: settings with which replicas differ without an error, or a rule or policy that is not known.
+        ImportError: another release of torchft than 0.2.0.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(FaultTolerantTrainer.Config):
+        """torchtitan's configuration, and `outer`."""
+
+        outer: Outer = field(default_factory=Outer)
+
+    def __init__(self, config: Config) -> None:
+        _check(config)
+        outer, tolerance = config.outer, config.fault_tolerance
+        rule = OuterRule(outer.lr, outer.momentum, nesterov=outer.nesterov, form=outer.form)
+        policy = parse(outer.restart)  # refused before torchft waits for a lighthouse
+        folder = f"{config.checkpoint.folder}/replica-{tolerance.replica_id}"
+        # the data's place is in the whole checkpoint; the other kind, of every step, would run ahead of it
+        checkpoint: Any = replace(config.checkpoint, folder=folder, enable_ft_dataloader_checkpoints=False)  # type: ignore[call-arg]
+        super().__init__(replace(config, checkpoint=checkpoint))
+        manager, model = self.ft_manager.manager, self.model_parts[0]
+        native.begin_alike(manager)
+        split, layers = getattr(config.model_spec, "fragment_fn", None), getattr(self.model_config, "layers", ())
+        fragments = split(model, tolerance, len(layers)) if split else [model]
+        native.check(manager, model, fragments, tolerance.sync_steps)
+        outers = [OuterSGD.from_rule(part.named_parameters(), rule, policy) for part in fragments]
+        self.rounds = native.Native(manager, fragments, self.optimizers, outers, tolerance.sync_steps)
+        if self.checkpointer.enable:
+            self.checkpointer.states["twophase"] = Rounds(self.rounds)
+        # torchtitan's train() would add its own rounds to ours
+        self.config = replace(self.config, fault_tolerance=replace(tolerance, semi_sync_method=None))
+
+    def train(self) -> None:
+        """Train as torchtitan does; at the end the model holds the agreed weights."""
+        with self.rounds:
+            super().train()
+
+
+def configured(config: Trainer.Config, outer: Outer | None = None) -> DiLoCoTrainer.Config:
+    """Return a configuration of torchtitan with our rounds, for a function that `--config` names.
+
+    Args:
+        config: of any torchtitan model without pipeline stages.
+        outer: outer rule and policy; None is the DiLoCo paper's rule without restarts.
+    """
+    values = _values(config)
+    values["fault_tolerance"] = replace(values.get("fault_tolerance") or FaultTolerance(sync_steps=100))
+    values["fault_tolerance"].enable, values["fault_tolerance"].semi_sync_method = True, "diloco"
+    values["optimizer"] = Optimizers.Config(**_values(config.optimizer))
+    values["checkpoint"] = TorchFTCheckpointManager.Config(**_values(config.checkpoint))
+    if config.debug.seed is None:
+        values["debug"] = replace(config.debug, seed=0)  # replicas begin with the same weights
+    if not isinstance(config.model_spec, FaultTolerantModelSpec):
+        values["model_spec"] = FaultTolerantModelSpec(**_values(config.model_spec), fragment_fn=fragment_llm)
+    return DiLoCoTrainer.Config(**values, outer=outer or Outer())
+
+
+def __getattr__(name: str) -> Callable[[], DiLoCoTrainer.Config]:
+    """Return a function of torchtitan's registries of llama3, `configured`."""
+    for registry in () if name.startswith("_") else _REGISTRIES:
+        made = getattr(importlib.import_module(registry), name, None)
+        if callable(made):
+            return lambda: configured(made())
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _values(config: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass, not their fields' fields."""
+    return {item.name: getattr(config, item.name) for item in fields(config) if item.init}
+
+
+def _check(config: DiLoCoTrainer.Config) -> None:
+    """Refuse what torchft 0.2.0 or torchtitan would do without an error."""
+    tolerance = config.fault_tolerance
+    faults = {
+        "fault_tolerance.enable": (tolerance.enable, True),
+        "fault_tolerance.semi_sync_method": (tolerance.semi_sync_method, "diloco"),
+        "fault_tolerance.should_quantize": (tolerance.should_quantize, False),
+        "fault_tolerance.fragment_sync_delay": (tolerance.fragment_sync_delay, 0),
+        "fault_tolerance.fragment_update_alpha": (tolerance.fragment_update_alpha, 0.0),
+        "parallelism.pipeline_parallel_degree": (config.parallelism.pipeline_parallel_degree, 1),
+    }
+    for option, (value, needed) in faults.items():
+        if value != needed:
+            raise ValueError(f"--{option} is {value}; with twophase it must be {needed}, or replicas may differ")
+    if not 0 <= tolerance.replica_id < tolerance.group_size:
+        raise ValueError(
+            f"--fault_tolerance.replica_id is {tolerance.replica_id}; it must be in [0, {tolerance.group_size}), for "
+            "--fault_tolerance.group_size is the number of replicas"
+        )
+    if config.debug.seed is None:
+        raise ValueError(
+            "--debug.seed is None; give all replicas the same number, for they begin with the same weights"
+        )
