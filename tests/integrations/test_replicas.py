@@ -117,7 +117,7 @@ def hf(out: Path, **options: Any) -> None:
 
 def hf_without_state(out: Path) -> None:
     hf(out)
-    (out / "checkpoint-10" / "twophase.pt").unlink()
+    (out / "checkpoint-10" / "twophase.safetensors").unlink()
     local = load("test_transformers")
     local.make_trainer(out, [local.make_callback()]).train(resume_from_checkpoint=str(out / "checkpoint-10"))
 
@@ -172,7 +172,7 @@ def joined(out: Path, **options: str) -> None:
     [
         (hf, {"load_best_model_at_end": True}, ValueError, "load_best_model_at_end is True"),
         (hf, {"_n_gpu": 2}, ValueError, "join_replicas"),
-        (hf_without_state, {}, ValueError, r"checkpoint-10/twophase\.pt is missing"),
+        (hf_without_state, {}, ValueError, r"checkpoint-10/twophase\.safetensors is missing"),
         (pl, {"world_size": 2}, ValueError, "join_replicas"),
         (pl, {"automatic_optimization": False}, ValueError, "automatic_optimization is False"),
         (pl, {"global_step": 10}, ValueError, "step 10"),

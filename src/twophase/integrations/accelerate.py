@@ -7,7 +7,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
 from accelerate import Accelerator, DistributedType
 from torch import nn
 
@@ -15,6 +14,7 @@ from twophase.diloco import engine
 from twophase.diloco.report import RoundReport
 from twophase.diloco.setting import Outer, Restarts, Signals
 from twophase.integrations.rounds import USUAL
+from twophase.training import parts
 
 
 class DiLoCo:
@@ -111,7 +111,7 @@ class DiLoCo:
         self.engine.load_state_dict(state)
         if self._folder is None:
             raise ValueError("DiLoCo.load_state_dict: it needs each replica's own state; use accelerator.load_state")
-        replica = torch.load(self._folder / self._file, map_location="cpu", weights_only=True)
+        replica = parts.read(self._folder / self._file, sealed=True)
         self.engine.load_wire_state_dict(replica["wire"])
         self.engine.replicas[0].load_state_dict(replica["model"])
         for optimizer, saved in zip(self._optimizers, replica["optimizers"], strict=True):
@@ -119,7 +119,7 @@ class DiLoCo:
 
     @property
     def _file(self) -> str:
-        return f"twophase_replica_{self._accelerator.process_index}.pt"
+        return f"twophase_replica_{self._accelerator.process_index}.safetensors"
 
     @property
     def _optimizers(self) -> list[Any]:
@@ -134,7 +134,7 @@ class DiLoCo:
             "model": self.engine.replicas[0].state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
         }
-        torch.save(state, Path(folder) / self._file)
+        parts.save(Path(folder) / self._file, state)
 
     def _note_folder(self, models: list[nn.Module], folder: str) -> None:
         del models

@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save_model
 from transformers import TrainerCallback, TrainingArguments
 
 from twophase.integrations.rounds import Rounds, join_replicas
+from twophase.training import parts
 
 __all__ = ["DiLoCoCallback", "join_replicas"]
 
-_FILE = "twophase.pt"
+_FILE = "twophase.safetensors"
 
 
 class DiLoCoCallback(Rounds, TrainerCallback):
@@ -55,7 +55,7 @@ class DiLoCoCallback(Rounds, TrainerCallback):
                     f"DiLoCoCallback: {path} is missing: the checkpoint was written without this callback, or its "
                     "writing was interrupted; resume from an earlier checkpoint"
                 )
-            saved = torch.load(path, weights_only=True)
+            saved = parts.read(path, sealed=True)
         self.begin(kwargs["model"], kwargs["optimizer"], state.global_step, state.max_steps, saved)
 
     def on_step_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
@@ -80,8 +80,7 @@ class DiLoCoCallback(Rounds, TrainerCallback):
         path = _path(args, state)
         if not any(path.parent.glob("model*.safetensors")):  # save_pretrained writes in the group's process 0 only,
             save_model(kwargs["model"], str(path.with_name("model.safetensors")))  # and each replica has its own
-        torch.save(self.saved(), path.with_suffix(".tmp"))
-        path.with_suffix(".tmp").replace(path)  # a kill leaves the whole file or none
+        parts.save(path, self.saved())
 
     def on_train_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Take the last round, if it was cut short."""

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twophase.base.files import replacing
 from twophase.base.reading import check_regular
 from twophase.sweeps.plan import Node
 from twophase.sweeps.work import state_file
@@ -157,16 +156,8 @@ class States:
         path = self.path(node, what)
         # The logs of a long run as a tensor: safetensors bounds its header, where the rest of the tree goes.
         lines = torch.frombuffer(bytearray(json.dumps(state["lines"]).encode()), dtype=torch.uint8)
-        part = parts.take_apart(state | {"lines": lines, "file": path.name})
-        addresses: set[int] = set()
-        for name, tensor in part.tensors.items():
-            dense = tensor.contiguous()
-            # Tied weights are one tensor with two names, which safetensors refuses.
-            part.tensors[name] = dense.clone() if dense.data_ptr() in addresses else dense
-            addresses.add(dense.data_ptr())
         try:
-            with replacing(path) as temporary:
-                parts.write(temporary, part, sealed=True)
+            parts.save(path, state | {"lines": lines, "file": path.name})
         except OSError as error:
             why = error.strerror or error
             raise OSError(f"a state cannot be written into {self.folder} ({why}); free space there") from error

@@ -20,6 +20,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from twophase.base.files import replacing
+
 ENDING = ".safetensors"
 _TREE = "tree"  # the metadata that hold the tree
 _DIGEST = "sha256"  # and the digest of a sealed file's content
@@ -122,6 +124,24 @@ def write(path: Path, part: Part, *, sealed: bool = False) -> None:
         raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
     with path.open("rb") as file:
         os.fsync(file.fileno())
+
+
+def save(path: Path, tree: Any) -> None:
+    """Write a tree as a sealed file, atomically and durably; `read` with `sealed` returns it.
+
+    Raises:
+        OSError: the file cannot be written, or the disk is full.
+        ValueError: as `take_apart`.
+    """
+    part = take_apart(tree)
+    addresses: set[int] = set()
+    for name, tensor in part.tensors.items():
+        dense = tensor.contiguous()
+        # Tied weights are one tensor with two names, which safetensors refuses.
+        part.tensors[name] = dense.clone() if dense.data_ptr() in addresses else dense
+        addresses.add(dense.data_ptr())
+    with replacing(path) as temporary:
+        write(temporary, part, sealed=True)
 
 
 def read(path: Path, *, sealed: bool = False) -> Any:
