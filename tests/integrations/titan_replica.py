@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-torch._utils._get_available_device_type = lambda: "cpu"  # type: ignore[attr-defined] # torchtitan takes "cuda" where there is no accelerator
+# torchtitan takes "cuda" where there is no accelerator
+torch._utils._get_available_device_type = lambda: "cpu"  # type: ignore[attr-defined]
 _CPU = {
     "current_device": 0,
     "get_device_name": "cpu",
