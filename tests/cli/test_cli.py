@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 import textmaker
 from commands import SMALL, snapshot
@@ -192,7 +193,7 @@ def test_repeating_a_finished_run(tmp_path: Path, corpus: str) -> None:
 
     Another run's folder is refused with what differs, and left as it was; so is a folder of other files.
     """
-    words = ["train", *SMALL, "--data.corpus", corpus, "--out", tmp_path / "run"]
+    words = ["train", *SMALL, "--outer.lr", "0.7", "--data.corpus", corpus, "--out", tmp_path / "run"]
     first = call(*words)
     assert first.returncode == 0, first.stderr
     before = snapshot(tmp_path)
@@ -260,3 +261,16 @@ def test_stopped_by_a_signal(
     assert call(*shlex.split(hint)[3:]).returncode == 0
     weights = [(folder / "weights.safetensors").read_bytes() for folder in (tmp_path / "run", whole)]
     assert weights[0] == weights[1]
+
+
+def test_a_bare_train_averages(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a word about the outer optimizer the recommended default holds; with one, DiLoCo's usual values."""
+    for words, lr, momentum, schedule in (
+        ([], 1.0, 0.0, "wsd"),
+        (["--inner.schedule", "linear"], 1.0, 0.0, "linear"),
+        (["--outer.restart", "3"], 0.7, 0.9, "cosine"),
+        (["--recipe", "nano"], 0.9, 0.7, "cosine"),
+    ):
+        assert cli.main(["train", "--print-config", *words]) == 0
+        tree = yaml.safe_load(capsys.readouterr().out)
+        assert (tree["outer"]["lr"], tree["outer"]["momentum"], tree["inner"]["schedule"]) == (lr, momentum, schedule)

@@ -29,7 +29,7 @@ def shown(sweep: Sweep) -> None:
     with watched("demo", quiet=False, picture=terminal_maps) as tell:
         tell(Status(83, 0, 0, 0, 2, rows=now))
         tell(Status(83, 1, 0, 0, 2, first, "finished", "", names[first], "perplexity 15.9", now))
-        tell(Status(83, 1, 1, 0, 2, second, "diverged", "", names[second], None, now))
+        tell(Status(83, 1, 1, 0, 2, second, "diverged", "", names[second], rows=now))
         tell(Status(83, 1, 1, 0, 2, event="replaced", error="worker 7 was killed", rows=now))
 
 

@@ -14,6 +14,7 @@ from twophase.base.leash import follow_torchrun
 from twophase.base.progress import meter, round_text, step_text
 from twophase.base.reading import read_json_object
 from twophase.cli.commands import (
+    UNTUNED,
     between,
     config_options,
     interrupted,
@@ -51,7 +52,7 @@ def main(words: list[str]) -> int:
     )
     verify_option(parser)
     _elastic_options(parser)
-    options, config = train_config(parser, words)
+    options, config = train_config(parser, words, UNTUNED)
     if options.print_config:
         return print_config(config)
     out = options.out or default_folder(config)
