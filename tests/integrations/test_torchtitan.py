@@ -88,7 +88,7 @@ def test_rounds_are_those_of_our_engine_over_a_kill(tmp_path: Path):
         tensors = {name: value for name, value in whole["inner"][number].items() if isinstance(value, torch.Tensor)}
         assert len(tensors) >= 4
         assert all(same_bits(state["inner"][name], value) for name, value in tensors.items())
-        groups = [outer["param_groups"][0] for outer in state["rounds"]["outers"]]
+        groups = [group for groups in state["groups"] for group in groups]
         assert [(group["rounds"], group["restarts"], group["lr"]) for group in groups] == [(24, 8, 0.6)] * 2
 
 

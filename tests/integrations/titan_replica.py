@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 # torchtitan takes "cuda" where there is no accelerator
 torch._utils._get_available_device_type = lambda: "cpu"  # type: ignore[attr-defined]
@@ -107,13 +109,18 @@ class Batches(BaseDataLoader):
         self.step = state_dict["step"]
 
 
-def stock() -> FaultTolerantTrainer.Config:
+def shard(model: nn.Module, **_: Any) -> Any:
+    """Make the parameters DTensors, as torchtitan's llama3 does in one process too."""
+    return fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+
+
+def stock(parallelize: Callable[..., Any]) -> FaultTolerantTrainer.Config:
     """Return torchtitan's configuration of this training, without rounds."""
     spec = FaultTolerantModelSpec(
         name="bigram",
         flavor="tiny",
         model=Bigram.Config(),
-        parallelize_fn=lambda model, **_: model,
+        parallelize_fn=parallelize,
         pipelining_fn=None,
         post_optimizer_build_fn=None,
         state_dict_adapter=None,
@@ -138,14 +145,14 @@ def tiny() -> Any:
     """What `--config tiny` names."""
     from twophase.integrations.torchtitan import configured
 
-    return configured(stock())
+    return configured(stock(shard))
 
 
 def reference(folder: str) -> None:
     """Train both replicas in this process with our engine and torchtitan's own steps."""
     from twophase import DiLoCo, OuterRule
 
-    base = stock()
+    base = stock(lambda model, **_: model)
     trainers = [
         FaultTolerantTrainer(
             replace(
@@ -185,13 +192,12 @@ def replica(folder: str, name: str, words: list[str]) -> None:
 
     trainer = ConfigManager().parse_args(["--module", "titan_replica", "--config", "tiny", *words]).build()
     trainer.train()
-    rounds = trainer.rounds.state_dict()
-    agreed = {name: p.detach() for name, p in trainer.model_parts[0].named_parameters()}
+    agreed = {key: p.to_local().detach() for key, p in trainer.model_parts[0].named_parameters()}
+    inner = {key: x.to_local() if hasattr(x, "to_local") else x for key, x in trainer.optimizers.state_dict().items()}
+    groups = [outer.state_dict()["param_groups"] for outer in trainer.rounds.outers]
     trainer.close()
-    torch.save(
-        {"agreed": agreed, "inner": trainer.optimizers.state_dict(), "rounds": rounds},
-        f"{folder}/{name} {trainer.ft_manager.replica_id}.pt",
-    )
+    end = {"agreed": agreed, "inner": inner, "groups": groups}
+    torch.save(end, f"{folder}/{name} {trainer.ft_manager.replica_id}.pt")
     trainer.ft_manager.manager.shutdown(wait=False)
     torch.distributed.destroy_process_group()
 

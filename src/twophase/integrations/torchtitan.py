@@ -11,14 +11,14 @@ models.
 from __future__ import annotations
 
 import importlib
-import io
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
-import torch
+import safetensors.torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
 from torchtitan.experiments.torchft.checkpoint import TorchFTCheckpointManager
 from torchtitan.experiments.torchft.config.job_config import FaultTolerance, FaultTolerantModelSpec
 from torchtitan.experiments.torchft.diloco import fragment_llm
@@ -27,9 +27,10 @@ from torchtitan.experiments.torchft.trainer import FaultTolerantTrainer
 from torchtitan.trainer import Trainer
 
 from twophase.elastic import native
-from twophase.optim.outer import OuterSGD
+from twophase.optim.outer import BUFFER, OuterSGD
 from twophase.policies.text import parse
 from twophase.rule import OuterRule
+from twophase.training import parts
 
 _REGISTRIES = ("torchtitan.models.llama3.config_registry", "torchtitan.experiments.torchft.llama3.config_registry")
 
@@ -75,14 +76,24 @@ class Rounds(Stateful):
         self.key = f"rank {dist.get_rank()}"  # a shared key would keep one rank's shard for all
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as bytes, for a first round's tensors would be missing in the template that loads."""
-        buffer = io.BytesIO()
-        torch.save(self.rounds.state_dict(), buffer)
-        return {self.key: buffer.getvalue()}
+        """Return the state as text and bytes: the template that loads has no tensors of later rounds."""
+        part = parts.take_apart(self.rounds.state_dict())
+        local = {name: x.to_local() if isinstance(x, DTensor) else x for name, x in part.tensors.items()}
+        tensors = {name: tensor.contiguous() for name, tensor in local.items()}
+        return {f"{self.key} tree": part.tree, f"{self.key} tensors": safetensors.torch.save(tensors)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from `state_dict()` of the same number of ranks."""
-        self.rounds.load_state_dict(torch.load(io.BytesIO(state_dict[self.key]), weights_only=True))
+        tensors = safetensors.torch.load(state_dict[f"{self.key} tensors"])
+        state = parts.put_together(parts.Part(state_dict[f"{self.key} tree"], tensors))
+        for outer, saved in zip(self.rounds.outers, state["outers"], strict=True):
+            params = [p for group in outer.param_groups for p in group["params"]]
+            for index, values in saved["state"].items():
+                p = params[index]
+                if isinstance(p, DTensor):  # llama3 always has shards, of the whole where a replica has one process
+                    buffer, like = values[BUFFER].to(p.device), {"shape": p.shape, "stride": p.stride()}
+                    values[BUFFER] = DTensor.from_local(buffer, p.device_mesh, p.placements, run_check=False, **like)
+        self.rounds.load_state_dict(state)
 
 
 class DiLoCoTrainer(FaultTolerantTrainer):
@@ -120,7 +131,7 @@ class DiLoCoTrainer(FaultTolerantTrainer):
         split, layers = getattr(config.model_spec, "fragment_fn", None), getattr(self.model_config, "layers", ())
         fragments = split(model, tolerance, len(layers)) if split else [model]
         native.check(manager, model, fragments, tolerance.sync_steps)
-        outers = [OuterSGD.from_rule(part.named_parameters(), rule, policy) for part in fragments]
+        outers = [OuterSGD.from_rule(module.named_parameters(), rule, policy) for module in fragments]
         self.rounds = native.Native(manager, fragments, self.optimizers, outers, tolerance.sync_steps)
         if self.checkpointer.enable:
             self.checkpointer.states["twophase"] = Rounds(self.rounds)
