@@ -97,6 +97,7 @@ def test_rounds_are_those_of_our_engine_over_a_kill(tmp_path: Path):
     [
         (["--fault_tolerance.replica_id", "2"], "fault_tolerance.replica_id is 2"),
         (["--fault_tolerance.should_quantize"], "fault_tolerance.should_quantize is True"),
+        (["--checkpoint.no-enable"], "checkpoint.enable is False"),
         (["--outer.restart", "sometimes"], "sometimes"),
     ],
 )

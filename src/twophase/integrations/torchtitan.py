@@ -101,7 +101,7 @@ class DiLoCoTrainer(FaultTolerantTrainer):
 
     Every replica keeps a whole checkpoint in a folder of its own, `replica-0` and so on, so that a training that is
     stopped and resumed equals one that was not, bit for bit: torchtitan's own keeps one replica's inner optimizer for
-    all, and no outer state. A replica that comes back is given all of it by the others.
+    all, and no outer state. A replica that comes back alone is given weights and both optimizers by torchft.
 
     Args:
         config: torchtitan's, with `outer`; made by `configured`.
@@ -133,8 +133,7 @@ class DiLoCoTrainer(FaultTolerantTrainer):
         native.check(manager, model, fragments, tolerance.sync_steps)
         outers = [OuterSGD.from_rule(module.named_parameters(), rule, policy) for module in fragments]
         self.rounds = native.Native(manager, fragments, self.optimizers, outers, tolerance.sync_steps)
-        if self.checkpointer.enable:
-            self.checkpointer.states["twophase"] = Rounds(self.rounds)
+        self.checkpointer.states["twophase"] = Rounds(self.rounds)
         # torchtitan's train() would add its own rounds to ours
         self.config = replace(self.config, fault_tolerance=replace(tolerance, semi_sync_method=None))
 
@@ -155,7 +154,7 @@ def configured(config: Trainer.Config, outer: Outer | None = None) -> DiLoCoTrai
     values["fault_tolerance"] = replace(values.get("fault_tolerance") or FaultTolerance(sync_steps=100))
     values["fault_tolerance"].enable, values["fault_tolerance"].semi_sync_method = True, "diloco"
     values["optimizer"] = Optimizers.Config(**_values(config.optimizer))
-    values["checkpoint"] = TorchFTCheckpointManager.Config(**_values(config.checkpoint))
+    values["checkpoint"] = TorchFTCheckpointManager.Config(**_values(config.checkpoint) | {"enable": True})
     if config.debug.seed is None:
         values["debug"] = replace(config.debug, seed=0)  # replicas begin with the same weights
     if not isinstance(config.model_spec, FaultTolerantModelSpec):
@@ -186,6 +185,7 @@ def _check(config: DiLoCoTrainer.Config) -> None:
         "fault_tolerance.should_quantize": (tolerance.should_quantize, False),
         "fault_tolerance.fragment_sync_delay": (tolerance.fragment_sync_delay, 0),
         "fault_tolerance.fragment_update_alpha": (tolerance.fragment_update_alpha, 0.0),
+        "checkpoint.enable": (config.checkpoint.enable, True),  # else torchtitan gives a late joiner no weights
         "parallelism.pipeline_parallel_degree": (config.parallelism.pipeline_parallel_degree, 1),
     }
     for option, (value, needed) in faults.items():
