@@ -18,9 +18,10 @@ from twophase.runs.record import Column, RunRecord
 
 MOST_RUNS = 8
 """Runs of a page; of more, the strokes would repeat."""
+_LOSS = "loss"
 _CHARTS = (
-    ("train_loss", "Training loss, mean over a round", "loss (nats a token)", False),
-    ("validation_loss", "Validation loss", "loss (nats a token)", False),
+    ("train_loss", "Training loss, mean over a round", _LOSS, False),
+    ("validation_loss", "Validation loss", _LOSS, False),
     ("pseudo_gradient_norm", "Norm of the pseudo-gradient", "Euclidean norm", True),
     ("cosine", "Pseudo-gradient against buffer", "cosine", False),
     ("gain", "Outer gain", "gain", False),
@@ -85,7 +86,9 @@ def _value(record: RunRecord, path: str) -> str:
 
 
 def _curves(names: Sequence[str], records: Sequence[RunRecord]) -> Iterator[Html | None]:
-    for column, title, y_label, log in _CHARTS:
+    units = {record.unit.strip() for record in records}
+    for column, title, label, log in _CHARTS:
+        y_label = f"{label} ({min(units)})" if label == _LOSS and len(units) == 1 and min(units) else label
         of_rounds = column not in ("train_loss", "validation_loss")
         curves = [Curve(name, *_points(record, column)) for name, record in zip(names, records, strict=True)]
         x_label = "round" if of_rounds else "inner steps of each replica"

@@ -16,7 +16,7 @@ from twophase.report.sweep_record import SweepRecord
 from twophase.runs.folder import METRICS
 from twophase.runs.log import read_log
 from twophase.sweeps.run import TABLE
-from twophase.sweeps.table import SEED, Setting, arm_name, measure_of, readable, result, settings, with_unit
+from twophase.sweeps.table import PERPLEXITY, SEED, Setting, arm_name, measure_of, readable, result, settings, with_unit
 
 _MOST_CURVES, _SHOWN_CURVES, _MOST_CELLS, _MOST_SETTINGS = 400, 8, 400, 60
 _ALL_POINTS = 24_000
@@ -124,7 +124,7 @@ def _curves(
             "curves",
             "Training loss of the settings that are pressed",
             "inner steps of each replica",
-            "loss (nats a token)",
+            "loss (nats a token)" if measure_of(cells) == PERPLEXITY else "loss",
             curves,
             note="At first the best setting of each arm. Mean over a round, one seed; behind a name: the result "
             "over all seeds. Press a name to take its curve out.",

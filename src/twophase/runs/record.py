@@ -98,8 +98,8 @@ class RunRecord:
 
     @property
     def unit(self) -> str:
-        """What its losses are measured in; unknown where another loop than ours has trained it."""
-        return "" if self.config.get(RECORDED) is True else " nats a token"
+        """What its losses are measured in; unknown where another loop, or another task than `lm`, has trained it."""
+        return "" if self.config.get(RECORDED) is True or "task.name" in self.config else " nats a token"
 
     @property
     def rule(self) -> OuterRule | None:
