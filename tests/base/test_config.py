@@ -316,7 +316,7 @@ def test_options_say_what_they_are():
     assert text.startswith("usage: x [OPTIONS] ")
     assert "--schedule cosine|linear|constant|wsd What follows the warmup: cosine or linear decay to zero" in text
     assert "constant, then linear decay (cosine)" in text
-    assert "--betas X X AdamW's moment coefficients (0.9 0.999)" in text
+    assert "in the gradient's point (0.9 0.999)" in text
     parser = Parser("x")
     add_values(parser, Percent(), "values")
     assert "--share X Half, 50 % of it (0.5)" in " ".join(parser.format_help().split())

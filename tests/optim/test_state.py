@@ -218,3 +218,12 @@ def test_a_memory_that_no_checkpoint_can_hold_is_told():
         TypeError, match=r"OuterSGD: restart policy auto remembers .*; a policy's memory must be numbers"
     ):
         outer.state_dict()
+
+
+def test_a_loaded_state_saves_as_it_was():
+    """Without momentum there is no buffer, before a state is loaded and after: both save alike."""
+    outer = OuterSGD([torch.nn.Parameter(torch.ones(3))], lr=1.0)
+    state = outer.state_dict()
+    outer.load_state_dict(state)
+    assert outer.state_dict() == state
+    assert state["state"] == {}

@@ -392,7 +392,7 @@ class OuterSGD(Optimizer):
                 if saved is not None:
                     self.state[param][BUFFER] = saved.to(device=param.device, dtype=buffer_dtype(param), copy=True)
                 else:
-                    self.state[param].pop(BUFFER, None)
+                    self.state.pop(param, None)  # not left empty: a state saved again has the bytes of the first one
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy gets."""
