@@ -11,7 +11,7 @@ from typing import Any
 from twophase.base.config import RunError, UsageError, overlaid
 from twophase.cli.sweeping import devices_of, watched, workers_of
 from twophase.cli.train import default_folder, finished, train_run
-from twophase.recipes.controls import controls_of, in_arms
+from twophase.recipes.controls import grid_of
 from twophase.report.results import Run, load
 from twophase.report.results import Sweep as SweepResults
 from twophase.sweeps.grid import Axis, Sweep
@@ -96,19 +96,14 @@ def sweep(
 
     base = _configuration(task, config)
     grid = [Axis(path, tuple(values)) for path, values in axes.items()]
-    cells = in_arms(base, grid)
-    if controls:
-        cells += controls_of(base, grid, cells)
-    for cell in cells:
-        check(cell.config)
-    plan, folder = Sweep("sweep", base, cells), Path(out)
+    plan, folder = Sweep("sweep", base, grid_of(base, grid, controls=controls)), Path(out)
     devices = devices_of(plan)
     with watched("sweep", quiet=quiet) as progress:
         outcome = run_sweep(
             plan,
             folder,
             workers=workers if workers is not None else len(devices) or workers_of(None),
-            threads=base.threads,
+            threads=max(config.threads for config in plan.runs.values()),
             devices=devices,
             texts=preflight_all(plan.runs.values()),
             progress=progress,

@@ -57,8 +57,7 @@ def describe(diagnosis: Diagnosis, name: str, *, verbose: bool = False) -> str:
 def change_sentences(diagnosis: Diagnosis) -> list[str]:
     """Return the one change that the evidence supports: the change, its size where it was measured, its command."""
     change = diagnosis.change
-    if change is None:
-        return []
+    assert change is not None
     size = f"Measured in this project's small language models: {change.size}." if change.size else ""
     return [sentence for sentence in (change.words, size, diagnosis.command) if sentence]
 

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from twophase.advice.change import Change, change
+from twophase.advice.change import LEAST_ROUNDS, Change, change
 from twophase.advice.evidence import Evidence, Range, stretches, within
 from twophase.rule import OuterRule
 from twophase.runs.log import standard
@@ -32,7 +32,6 @@ from twophase.theory.modes import asymptotic_rate, effective_step, phase, regime
 from twophase.theory.periods import cancellation_periods
 
 Verdict = Literal["oscillates", "overshoots", "lags", "held", "diverges", "cannot tell"]
-LEAST_ROUNDS = 8
 _COMPLEX = ("oscillatory", "critical")
 _REGIMES = {
     "oscillatory": "complex (it oscillates)",

@@ -16,9 +16,8 @@ if TYPE_CHECKING:
 def main(words: list[str]) -> int:
     """Run the command; return its exit status."""
     from twophase.cli.sweeping import add_options, run, take_slurm_options
-    from twophase.recipes.controls import controls_of, in_arms
+    from twophase.recipes.controls import grid_of
     from twophase.sweeps.grid import Sweep, parse_axes
-    from twophase.tasks.named import check
 
     parser = run_parser("sweep", on_demand=["run"])
     grid = parser.add_argument_group("the grid")
@@ -48,14 +47,7 @@ def main(words: list[str]) -> int:
             "no --axis; name at least one, for example --axis outer.lr 0.3 0.7 --axis outer.restart never 3"
         )
     axes = parse_axes(options.axis, config)
-    cells = in_arms(config, axes)
-    for cell in cells:
-        check(cell.config)
-    if options.controls:
-        added = controls_of(config, axes, cells)
-        for cell in added:
-            check(cell.config)
-        cells += added
+    cells = grid_of(config, axes, controls=options.controls)
     out = options.out or Path("runs") / "sweep"
     repeat = command_line(["sweep", *words])
     return run(Sweep("sweep", config, cells), out, options, repeat=repeat, results=_results, slurm=slurm)

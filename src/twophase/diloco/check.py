@@ -89,6 +89,7 @@ class Watch:
 
     def begin(self, engine: Engine) -> None:
         """Note the state before the first sync; before later ones nothing."""
+        self._names, self._before = [], []  # a first sync that failed is noted anew
         if engine.syncs or not _is_comparable(engine):
             return
         first, *others = [dict(module.named_parameters()) for module in engine.replicas]

@@ -23,6 +23,7 @@ from twophase.policies.base import Never, RestartPolicy, RoundSignal, ask
 from twophase.policies.gain import mean_outer_gain
 from twophase.rule import OuterRule
 from twophase.sweeps.grid import MOMENTUM_FREE, Axis, Cell, product, text_of
+from twophase.tasks.named import check
 
 AVERAGING_LR = 1.0
 """The learning rate at which outer SGD without momentum is plain averaging of the replicas."""
@@ -180,6 +181,21 @@ def controls_of(base: Any, axes: Sequence[Axis], cells: Sequence[Cell]) -> list[
         if control is not None:
             controls.append(control)
     return controls
+
+
+def grid_of(base: Any, axes: Sequence[Axis], *, controls: bool) -> list[Cell]:
+    """Return the checked cells of `in_arms`, and behind them those of `controls_of` if there are to be controls.
+
+    Raises:
+        UsageError: as `in_arms`, or a cell that cannot be run.
+    """
+    cells = in_arms(base, axes)
+    for cell in cells:  # before the controls, which take an outer rule as sound
+        check(cell.config)
+    added = controls_of(base, axes, cells) if controls else []
+    for cell in added:
+        check(cell.config)
+    return cells + added
 
 
 def _arm(values: Any, config: Any) -> str:

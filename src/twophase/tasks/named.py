@@ -1,4 +1,4 @@
-"""Tasks by name, and the configuration of a run of each: importing a shipped name imports no torch.
+"""Tasks by name, and the configuration of a run of each. This module imports no torch; the tasks' own do.
 
 | name                            | trains                                                          |
 |---------------------------------|-----------------------------------------------------------------|
