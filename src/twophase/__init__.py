@@ -15,12 +15,15 @@ if TYPE_CHECKING:
     from twophase.diloco.report import RoundReport
     from twophase.elastic.torchft import TorchFT
     from twophase.experiments import sweep, train
+    from twophase.optim.methods import from_torch
+    from twophase.optim.optimizer import OuterOptimizer
     from twophase.optim.outer import OuterSGD
     from twophase.policies.adaptive import Auto
     from twophase.policies.base import Never, Restart, RestartPolicy, RoundSignal, Step
     from twophase.policies.scheduled import AtRounds, Cycle, Periodic, Soft
     from twophase.report.results import load
     from twophase.rule import OuterRule
+    from twophase.shelf.base import outer
     from twophase.training.recording import record
 
 __version__ = "0.1.0"
@@ -32,6 +35,7 @@ _HOMES = {
     "Cycle": "twophase.policies.scheduled",
     "DiLoCo": "twophase.diloco.engine",
     "Never": "twophase.policies.base",
+    "OuterOptimizer": "twophase.optim.optimizer",
     "OuterRule": "twophase.rule",
     "OuterSGD": "twophase.optim.outer",
     "Periodic": "twophase.policies.scheduled",
@@ -43,7 +47,9 @@ _HOMES = {
     "Soft": "twophase.policies.scheduled",
     "Step": "twophase.policies.base",
     "TorchFT": "twophase.elastic.torchft",
+    "from_torch": "twophase.optim.methods",
     "load": "twophase.report.results",
+    "outer": "twophase.shelf.base",
     "record": "twophase.training.recording",
     "sweep": "twophase.experiments",
     "train": "twophase.experiments",
@@ -56,6 +62,7 @@ __all__ = [
     "Cycle",
     "DiLoCo",
     "Never",
+    "OuterOptimizer",
     "OuterRule",
     "OuterSGD",
     "Periodic",
@@ -67,7 +74,9 @@ __all__ = [
     "Soft",
     "Step",
     "TorchFT",
+    "from_torch",
     "load",
+    "outer",
     "record",
     "sweep",
     "train",

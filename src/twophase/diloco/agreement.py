@@ -31,7 +31,7 @@ class Disagreement(RunError):  # noqa: N818 - it says what there is
 
 # ------------------------------------------------------------------------------------------------------ the start
 
-_ROOMS = ("rule.py", "restart.py", "policies", "base", "optim", "diloco")
+_ROOMS = ("rule.py", "restart.py", "policies", "shelf", "base", "optim", "diloco")
 """Code that the engine's numbers rest on; a trainer adds its facts by `DiLoCo(alike=...)`."""
 
 

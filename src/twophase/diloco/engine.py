@@ -37,7 +37,7 @@ from twophase.diloco.fragment import Fragment
 from twophase.diloco.membership import Members, Membership, Position
 from twophase.diloco.report import RoundReport, merged
 from twophase.diloco.setting import (
-    Outer,
+    OuterChoice,
     Probe,
     Restarts,
     Schedule,
@@ -70,8 +70,8 @@ class DiLoCo:
 
     Args:
         replicas: the module, or a list of modules of the same parameters, that train in this process.
-        outer: an `OuterRule`; or a policy that needs none, `"auto"`; or a function from the named anchor parameters of
-            a fragment to any torch optimizer over them (param groups give blocks their own rule and restart period).
+        outer: an `OuterRule` or another method, `twophase.outer(...)`; or a policy that needs none, `"auto"`; or a
+            function from a fragment's named anchor parameters to any torch optimizer over them, with param groups.
         inner_steps: inner steps a round, >= 1 (S; H in DiLoCo papers).
         restart: when the outer momentum restarts, or a mapping from fragment names to that; only with an `OuterRule`.
         fragments: number of fragments, >= 1, or a mapping from names to patterns; see `fragment.partition`.
@@ -95,7 +95,7 @@ class DiLoCo:
     def __init__(
         self,
         replicas: nn.Module | Sequence[nn.Module],
-        outer: Outer,
+        outer: OuterChoice,
         *,
         inner_steps: int,
         restart: Restarts | Mapping[str, Restarts] = None,
@@ -331,19 +331,22 @@ class DiLoCo:
         return not moved
 
     @contextmanager
-    def anchored(self, number: int = 0) -> Iterator[nn.Module]:
+    def anchored(self, number: int = 0, *, readout: bool = False) -> Iterator[nn.Module]:
         """Yield a replica with the anchor's parameters, for an evaluation; its own come back afterwards.
 
         Between the syncs of several fragments, or while a reduction is under way, no replica is the anchor.
 
         Args:
             number: of the replica in this process.
+            readout: with the average of anchors in their place that the outer optimizer may keep.
         """
-        if self.at_anchor:
+        values = [fragment.readouts() if readout else fragment.anchor_views for fragment in self.fragments]
+        averaged = any(value is not f.anchor_views for value, f in zip(values, self.fragments, strict=True))
+        if self.at_anchor and not averaged:
             yield self.replicas[number]
             return
         with self._setting.lend(number) as replica:
-            self._setting.write(number, [fragment.anchor_views for fragment in self.fragments])
+            self._setting.write(number, values)
             yield replica
 
     def checksum(self) -> str:

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from twophase.diloco.flat import Digest, Layout, checksum
 from twophase.diloco.transfer import Channel
-from twophase.optim.groups import rule_of
+from twophase.optim.optimizer import OuterOptimizer, outer_of
 from twophase.optim.outer import BUFFER, OuterSGD
 
 SMALL = 1 << 20
@@ -255,7 +255,8 @@ class Fragment:
         """Return rule and restart of each param group; of another optimizer than `OuterSGD` its name."""
         if not isinstance(self.outer, OuterSGD):
             return [type(self.outer).__name__]
-        return [f"{rule_of(group).describe()}, restart {group['restart']}" for group in self.outer.param_groups]
+        groups = self.outer.param_groups
+        return [f"{outer_of(group).describe()}, restart {group['restart']}" for group in groups]
 
     @property
     def needs(self) -> frozenset[str]:
@@ -375,6 +376,12 @@ class Fragment:
                 continue
             for theta, anchor in zip(params, self.anchor_views, strict=True):
                 theta.lerp_(anchor.to(device=theta.device, dtype=theta.dtype), 1 - mixing)
+
+    def readouts(self) -> list[Tensor]:
+        """Return what is to be evaluated in the place of each parameter: the anchor, or an average of anchors."""
+        if not (isinstance(self.outer, OuterOptimizer) and self.outer.reads_out):
+            return self.anchor_views
+        return [self.outer.readout(x) for x in self.anchor_views]
 
     def counters(self) -> list[Any]:
         """Return what decides its next outer step, of the groups and of each parameter, as plain numbers and text."""

@@ -31,15 +31,18 @@ from twophase.diloco.fragment import (
 )
 from twophase.diloco.sweep import goes_on_device
 from twophase.diloco.transfer import Channel, check_wire
+from twophase.optim.filters import Context
 from twophase.optim.groups import as_number
+from twophase.optim.optimizer import OuterOptimizer
 from twophase.optim.outer import OuterSGD
 from twophase.policies.base import AGREEMENT, MEASURED, PROBES, Never, RestartPolicy
 from twophase.policies.checks import check_count
 from twophase.policies.text import parse
 from twophase.rule import OuterRule
+from twophase.shelf.base import Method, Outer
 
 OuterFactory = Callable[[list[tuple[str, Tensor]]], Optimizer]
-Outer = OuterRule | RestartPolicy | str | OuterFactory
+OuterChoice = OuterRule | Outer | Method | RestartPolicy | str | OuterFactory
 Restarts = RestartPolicy | str | int | None
 Signals = Mapping[str, float] | Callable[[list[str]], Mapping[str, float]] | None
 """Values by name, or a function to them from the names of the fragments that end their round."""
@@ -103,7 +106,7 @@ class Setting:
         communicator: Communicator,
         schedule: Schedule,
         *,
-        outer: Outer,
+        outer: OuterChoice,
         restart: Restarts | Mapping[str, Restarts],
         fragments: int | Mapping[str, str],
         wire: str,
@@ -121,7 +124,7 @@ class Setting:
         self.fragments, self.anchor = _cut(slots, fragments, communicator, wire, schedule)
         self.gap = schedule.gap(len(self.fragments))
         """The least number of inner steps between two syncs."""
-        _build_outers(self.fragments, outer, restart)
+        _build_outers(self.fragments, outer, restart, _context(schedule, communicator))
         self.constants = {
             **versions(),
             **alike,
@@ -329,7 +332,22 @@ def _digest(tensor: Tensor) -> str:
 # ------------------------------------------------------------------------------------------------- outer optimizers
 
 
-def _build_outers(fragments: Sequence[Fragment], outer: Outer, restart: Restarts | Mapping[str, Restarts]) -> None:
+def _context(schedule: Schedule, communicator: Communicator) -> Context:
+    """Return what filters may know of the engine."""
+
+    def total(numbers: Sequence[float]) -> list[float]:
+        return [sum(column) for column in zip(*communicator.exchange_in_replica(list(numbers)), strict=True)]
+
+    age = schedule.delay / schedule.inner_steps
+    return Context(age, total) if communicator.sharded else Context(age)
+
+
+def _build_outers(
+    fragments: Sequence[Fragment],
+    outer: OuterChoice,
+    restart: Restarts | Mapping[str, Restarts],
+    context: Context,
+) -> None:
     """Give each fragment its optimizer: a shared optimizer would step on the gradients of the fragments at rest."""
     if isinstance(outer, str | RestartPolicy):
         if restart is not None:
@@ -344,20 +362,28 @@ def _build_outers(fragments: Sequence[Fragment], outer: Outer, restart: Restarts
             f"DiLoCo: restart and fragments do not name the same ({', '.join(sorted(set(policies) ^ set(names)))}); "
             f"the fragments are {', '.join(names)}: give each its policy"
         )
-    if isinstance(outer, Optimizer) or not (isinstance(outer, OuterRule) or callable(outer)):
+    is_value = isinstance(outer, OuterRule | Outer | Method)
+    if isinstance(outer, Optimizer) or not (is_value or callable(outer)):
         raise ValueError(
-            f"DiLoCo: outer is {type(outer).__name__}; pass an OuterRule, or a function of the engine's anchor "
+            f"DiLoCo: outer is {type(outer).__name__}; pass an OuterRule, a twophase.outer(...), or a "
+            "function of the engine's anchor "
             "parameters such as lambda params: OuterSGD(params, lr=0.7, momentum=0.9, nesterov=True)"
         )
     for fragment in fragments:
         policy = policies[fragment.name]
-        if isinstance(outer, OuterRule):
+        if isinstance(outer, OuterRule | Outer | Method):
             policy = Never() if policy is None else policy
             needs = parse(policy).needs  # `check_needs` knows the remedy
-            fragment.outer = OuterSGD.from_rule(fragment.named, outer, policy, signals=needs)
+            if isinstance(outer, OuterRule):
+                fragment.outer = OuterSGD.from_rule(fragment.named, outer, policy, signals=needs)
+            else:
+                fragment.outer = OuterOptimizer(fragment.named, outer, policy, signals=needs, context=context)
             continue
         if policy is not None:
-            raise ValueError("DiLoCo: restart goes with an OuterRule; here give it to the optimizer that outer builds")
+            raise ValueError(
+                "DiLoCo: restart goes with an OuterRule or a twophase.outer(...); here give it to the optimizer that "
+                "outer builds"
+            )
         fragment.outer = outer(fragment.named)
         taken = {id(p) for group in fragment.outer.param_groups for p in group["params"]}
         unused = [name for name, p in fragment.named if id(p) not in taken]

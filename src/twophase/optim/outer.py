@@ -273,7 +273,7 @@ class OuterSGD(Optimizer):
         group |= {"policy_state": answer.state, "rounds": number, "rounds_since_restart": answer.age(age)}
         group["restarts"] += answer.restarted
         if measure and angles is not None:
-            self.last_round.append(GroupRound.of(group, angles, answer))
+            self.last_round.append(self._report(group, angles, answer))
         elif answer.not_finite:
             warnings.warn(
                 f"OuterSGD: in round {number} {', '.join(answer.not_finite)} is not finite: the run has diverged, and "
@@ -281,6 +281,9 @@ class OuterSGD(Optimizer):
                 RuntimeWarning,
                 stacklevel=3,
             )
+
+    def _report(self, group: Mapping[str, Any], angles: Angles, answer: Answer) -> GroupRound:
+        return GroupRound.of(group, angles, answer)
 
     def _apply(self, part: Part, answer: Answer, sweep: Sweep | None) -> Dots | None:
         """Take a group's update and restart; return the inner products before them, where a sweep measures them."""
@@ -375,6 +378,7 @@ class OuterSGD(Optimizer):
                 not promised; nothing has been changed.
         """
         groups = loaded_groups(state_dict, self.param_groups, self.promised)  # refuse before anything is loaded
+        self._check_loaded(groups)
         for group, loaded in zip(self.param_groups, groups, strict=False):  # the base class counts them
             for param, index in zip(group["params"], loaded["params"], strict=False):
                 saved = state_dict["state"].get(index, {}).get(BUFFER)
@@ -388,11 +392,16 @@ class OuterSGD(Optimizer):
         # dictionary), so the buffers are put back from the original: as they were, and our own copy.
         for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
             for param, index in zip(group["params"], loaded["params"], strict=True):
-                saved = state_dict["state"].get(index, {}).get(BUFFER)
-                if saved is not None:
-                    self.state[param][BUFFER] = saved.to(device=param.device, dtype=buffer_dtype(param), copy=True)
-                else:
-                    self.state.pop(param, None)  # not left empty: a state saved again has the bytes of the first one
+                self.state.pop(param, None)  # not left empty: a state saved again has the bytes of the first one
+                for key, saved in state_dict["state"].get(index, {}).items():
+                    self.state[param][key] = _copied(saved, param)
+
+    def _check_loaded(self, groups: list[dict[str, Any]]) -> None:
+        """Refuse the state of another method."""
+        for method in [group["method"] for group in groups if group.get("method")]:
+            raise ValueError(
+                f"OuterSGD: the loaded state is of an OuterOptimizer with method {method}; load it into one"
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy gets."""
@@ -404,6 +413,15 @@ class OuterSGD(Optimizer):
         self.last_round = []
         for group in self.param_groups:
             complete_(group)
+
+
+def _copied(saved: Any, param: Tensor) -> Any:
+    """Return a copy of an entry of a parameter's state, a buffer of its shape in the buffers' dtype."""
+    if not isinstance(saved, Tensor):
+        return saved
+    if saved.shape != param.shape or not saved.is_floating_point() or param.ndim == 0:
+        return saved.clone()
+    return saved.to(device=param.device, dtype=buffer_dtype(param), copy=True)
 
 
 def _dots(part: Part, sweep: Sweep | None = None, *, cosine: bool = True) -> Dots:

@@ -13,6 +13,8 @@ from twophase.number import shortened
 from twophase.policies.base import RestartPolicy
 from twophase.policies.text import parse
 from twophase.rule import Form, OuterRule, check_rule
+from twophase.shelf.base import SLOTS, Outer
+from twophase.shelf.base import parse as parse_value
 
 LARGEST_LR = 1e30
 """What a float32 holds with room to spare; a larger factor fails inside of torch."""
@@ -65,9 +67,44 @@ class OuterConfig:
     """Sequences on which a policy that probes weighs its candidates: the first ones of each replica's next batch; 0
     means all of it. Other policies do not look at it."""
 
+    method: str = field(default="sgd", metadata=LATER)
+    """How the update is made, NAME or NAME:FIELD=VALUE:...; `twophase methods` lists them. Its lr, momentum and so on
+    are those of the options above where the text does not name them."""
+    filter: str = field(default="none", metadata=LATER)
+    """What happens to the pseudo-gradient before, such as clip:norm=1."""
+    schedule: str = field(default="constant", metadata=LATER)
+    """Outer learning rate and momentum by the round: constant, warmup:warmup=10, cosine, linear, transient, momentum;
+    cosine and linear end with the run."""
+    readout: str = field(default="last", metadata=LATER)
+    """What is evaluated and exported: the last anchor, or an average such as ema:decay=0.9 or tail:rounds=10."""
+
+    def value(self, rounds: int = 0) -> OuterRule | Outer:
+        """The outer optimizer as a value, a rule where that says it all; `rounds` of the run, for its schedule."""
+        defaults = {name: getattr(self, name) for name in ("lr", "momentum", "nesterov", "form")}
+        method = parse_value("method", self.method, defaults)
+        if method.plain and self._has_no_other:
+            return self.policy().effective(method.rule())
+        schedule = parse_value("schedule", self.schedule).over(rounds)
+        return Outer(method, parse_value("filter", self.filter), schedule, parse_value("readout", self.readout))
+
+    @property
+    def _has_no_other(self) -> bool:
+        return (self.filter, self.schedule, self.readout) == ("none", "constant", "last")
+
+    @property
+    def is_rule(self) -> bool:
+        """Whether a rule and a restart policy say it all."""
+        return isinstance(self.value(), OuterRule)
+
     def rule(self) -> OuterRule:
-        """The rule as a value; one with a momentum where the policy needs a buffer of its own."""
-        return self.policy().effective(OuterRule(self.lr, self.momentum, self.nesterov, self.form))
+        """The rule as a value; of another method than momentum SGD how g enters its first moment.
+
+        It has a momentum where the policy needs a buffer of its own.
+        """
+        value = self.value()
+        if isinstance(value, OuterRule):
+            return value
+        return self.policy().effective(value.rule()) if value.method.plain else value.rule()
 
     def policy(self) -> RestartPolicy:
         """The restart policy as a value."""
@@ -188,9 +225,10 @@ class RunConfig:
 
     @property
     def shares_steps(self) -> bool:
-        """Whether the whole model is synchronized at once, at the end of a round: a sweep can then share its steps."""
+        """Whether a rule's updates are all that outer steps are, at the end of a round: a sweep can share its steps."""
         sync = self.sync
-        return sync.parts() == 1 and sync.delay == 0 and sync.mixing == 0 and not sync.restart
+        whole = sync.parts() == 1 and sync.delay == 0 and sync.mixing == 0 and not sync.restart
+        return whole and self.outer.is_rule
 
 
 Range = tuple[str, Callable[[Any], bool], str]
@@ -306,8 +344,22 @@ def check(config: RunConfig) -> None:
     path = "outer.restart"
     try:
         config.outer.policy()
+        for slot in SLOTS:
+            path = f"outer.{slot}"
+            parse_value(slot, getattr(config.outer, slot))
+        path = "outer.readout"
+        value = config.outer.value(config.rounds)
+        path = "outer.restart"
+        config.outer.policy()
         path = "sync.restart"
         policies = sync.policies()
+        if isinstance(value, Outer):
+            path = "outer.restart" if policies is None else path
+            for policy in (policies or {"": config.outer.policy()}).values():
+                value.check_restart(policy, first_moment=value.method.first_moment)
+            if value.filter.replicas and config.replicas == 1:
+                path = "outer.filter"
+                raise ValueError(f"{value.filter.name} compares replicas, and there is 1; give --replicas 2 or more")
     except UsageError:
         raise
     except ValueError as error:  # a policy's

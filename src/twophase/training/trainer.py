@@ -78,7 +78,7 @@ class Trainer:
         try:
             engine = DiLoCo(
                 [replica.model for replica in self.replicas],
-                config.outer.rule(),
+                config.outer.value(config.rounds),
                 restart=sync.policies() or config.outer.policy(),
                 inner_steps=config.inner_steps,
                 fragments=sync.parts(),
@@ -93,6 +93,11 @@ class Trainer:
             )
         except ValueError as error:  # processes, or fragments, that do not fit
             raise UsageError(str(error)) from None
+        if self.comm.elastic and any(f.readouts() is not f.anchor_views for f in engine.fragments):
+            raise UsageError(
+                f"--outer.readout {config.outer.readout}: replicas that come and go end a run by the anchor, not by "
+                "an average of anchors; take --outer.readout last, and a method without a readout of its own"
+            )
         try:
             self.comm.attach(engine, self._replica_state, self._load_replica_state)
         except ValueError as error:  # a timeout that no heal would meet
@@ -273,9 +278,9 @@ class Trainer:
         return line | {"inner_lr": inner_lr(self.config, self.done.step - 1)}
 
     def validate(self) -> Mapping[str, float]:
-        """Evaluate the anchor on held-out data."""
+        """Evaluate the anchor, or its readout, on held-out data."""
         if self.validation is None:
-            with self.engine.anchored():
+            with self.engine.anchored(readout=True):
                 self.validation = self.replicas[0].evaluate()
         return self.validation
 
@@ -293,8 +298,9 @@ class Trainer:
         return self.done.step * self.config.replicas * self.compute.tokens
 
     def weights(self, config: RunConfig) -> bytes:
-        """Return the anchor as a safetensors file of the run of that configuration."""
-        tensors = {name: view.contiguous().clone() for name, view in self.engine.anchor.items()}
+        """Return what is evaluated, the anchor or its readout, as a safetensors file of a run's configuration."""
+        pairs = [pair for f in self.engine.fragments for pair in zip(dict(f.named), f.readouts(), strict=True)]
+        tensors = {name: value.contiguous().clone() for name, value in pairs}
         return safetensors.torch.save(tensors, metadata={"config": fingerprint(config)})
 
     def outcome(self) -> dict[str, Any]:

@@ -1,0 +1,295 @@
+"""`OuterOptimizer`: the outer step of any method of the shelf, with its filter, schedule, readout and restarts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from twophase.optim.filters import Context, filtered
+from twophase.optim.functional import buffer_dtype, restart_
+from twophase.optim.groups import GroupRound, rule_of
+from twophase.optim.methods import (
+    Round,
+    advance,
+    first_moment_key,
+    function_of,
+    new_buffer,
+    resets_second,
+    restarted,
+)
+from twophase.optim.outer import OuterSGD, Part
+from twophase.optim.products import Angles, Dots
+from twophase.policies.base import Answer, Never, Restart, RestartPolicy
+from twophase.policies.text import parse as parse_policy
+from twophase.rule import OuterRule
+from twophase.shelf.base import SLOTS, Method, Outer, Readout, Schedule, as_outer, parse
+from twophase.shelf.methods import AVERAGE, FIRST, SECOND
+
+READOUT = "readout"
+"""Key of a parameter's readout in the state."""
+WEIGHTS = ("first", "second")
+"""Entries of a group: the weights that its moments hold (`methods.advance`)."""
+
+
+class OuterOptimizer(OuterSGD):
+    """An outer optimizer made of a method, a filter, a schedule, a readout and a restart policy.
+
+    Each `step()` is one outer round with the `.grad` of each parameter as pseudo-gradient (`twophase.shelf.base` has
+    the equations). Restarts, state, param groups and reports are those of `OuterSGD`, of which a plain method without
+    a filter, schedule or readout has the bits. A param group may override `method`, `filter`, `schedule`, `readout` and
+    `restart`. With a schedule other than `constant` the group's `lr` and `momentum` are set in every round; with that
+    one a scheduler of torch may set them.
+
+    Args:
+        params: parameters, named parameters, or param groups.
+        outer: a value of `twophase.outer`, a method or its text form, or an `OuterRule`.
+        restart: a policy of `twophase.restart`, its text form, or a period.
+        signals: as for `OuterSGD`.
+        context: what filters may know beside their tensors; an engine fills it in.
+
+    Raises:
+        ValueError: a value outside its range; a restart of a method without a first moment; a policy that takes steps
+            of its own beside a method that is not momentum SGD; a method of matrices without a matrix.
+
+    >>> from twophase.shelf.base import outer
+    >>> x = torch.nn.Parameter(torch.ones(1))
+    >>> optimizer = OuterOptimizer([x], outer("adamw", lr=0.1), restart=2)
+    >>> for _ in range(3):
+    ...     x.grad = torch.full((1,), 0.5)
+    ...     optimizer.step()
+    >>> round(x.item(), 4)
+    0.7
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        outer: Outer | OuterRule | Method | str,
+        restart: RestartPolicy | str | int = Never(),  # noqa: B008 - a frozen value
+        *,
+        signals: Collection[str] = (),
+        context: Context = Context(),  # noqa: B008 - a frozen value
+    ) -> None:
+        self._default = as_outer(outer)
+        self._parts_of_round: list[Part] | None = None
+        self._along: float | None = None
+        """<update, g> of the group's step under way."""
+        self.context = context
+        rule = parse_policy(restart).effective(self._default.rule()) if self._default.method.plain else None
+        rule = rule or self._default.rule()
+        super().__init__(
+            params, rule.lr, rule.momentum, nesterov=rule.nesterov, form=rule.form, restart=restart, signals=signals
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; its own `method`, `filter`, `schedule`, `readout` and `restart` override the defaults."""
+        named = {slot: str(parse(slot, param_group[slot])) for slot in SLOTS if slot in param_group}
+        if "method" in named:
+            rule = parse("method", named["method"]).rule()
+            named = {"lr": rule.lr, "momentum": rule.momentum, "nesterov": rule.nesterov, "form": rule.form} | named
+        group = dict.fromkeys(WEIGHTS, 0.0) | self._default.texts() | param_group | named
+        super().add_param_group(group)
+        try:
+            check_slots(self.param_groups[-1])
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    # ------------------------------------------------------------------------------------------------- a round
+
+    @torch.no_grad()
+    def dots(self) -> list[Dots]:
+        """Return `<g, g>`, `<m, m>` and `<g, m>` of each group that has a gradient, with g as the method sees it."""
+        self._parts_of_round = None  # a sync may be taken anew, with another sum
+        return super().dots()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None, *, measured: Any = None, **options: Any) -> Any:
+        """Take one outer round; arguments as of `OuterSGD.step`."""
+        if measured is None:
+            self._parts_of_round = None
+        try:
+            return super().step(closure, measured=measured, **options)
+        finally:
+            self._parts_of_round = None
+
+    def candidate(self, number: int) -> list[tuple[Tensor, Tensor]]:
+        """Return what `OuterSGD.candidate` does, with the rule of this round."""
+        for group in self.param_groups:
+            self._schedule(group)
+        return super().candidate(number)
+
+    def _parts(self) -> list[Part]:
+        if self._parts_of_round is None:
+            self._parts_of_round = [self._filtered(part) for part in super()._parts()]
+        return self._parts_of_round
+
+    def _filtered(self, part: Part) -> Part:
+        buffers = part.buffers
+        method = method_of(part.group)
+        if not method.plain:  # momentum 0 may be that of a method that keeps a buffer all the same
+            buffers = [self.state.get(p, {}).get(FIRST) for p in part.params]
+        gradients = filtered(parse("filter", part.group["filter"]), part.gradients, buffers, self.context)
+        return part._replace(gradients=gradients, buffers=buffers)
+
+    def _schedule(self, group: dict[str, Any]) -> None:
+        """Set a group's learning rate and momentum to those of its next round."""
+        schedule: Schedule = parse("schedule", group["schedule"])
+        if schedule.name != "constant":
+            method, policy = method_of(group), parse_policy(group["restart"])
+            rule = policy.effective(method.rule()) if method.plain else method.rule()
+            rule = schedule.at(rule, group["rounds"] + 1, group["rounds_since_restart"] + 1)
+            group |= {"lr": rule.lr, "momentum": rule.momentum}
+
+    def _step_group(self, part: Part, *arguments: Any, **options: Any) -> None:
+        self._along = None
+        self._schedule(part.group)
+        super()._step_group(part, *arguments, **options)
+
+    def _apply(self, part: Part, answer: Answer, sweep: Any) -> Dots | None:
+        assert sweep is None  # it has the arithmetic of `OuterSGD` alone
+        method = method_of(part.group)
+        if method.plain:
+            super()._apply(part, answer, None)
+        else:
+            self._take(method, part, answer)
+        self._read_out(part)
+        return None
+
+    def _take(self, method: Method, part: Part, answer: Answer) -> None:
+        """Take the update and the restart of a group whose method is not momentum SGD."""
+        group, rule, restart = part.group, rule_of(part.group), answer.restart
+        weights = {name: group[name] for name in WEIGHTS}
+        if restart is not None and restart.before:
+            weights = restarted(method, restart, weights)
+        weights = advance(method, rule, weights)
+        round_ = Round(group["rounds"] + 1, rule, answer, weights)
+        function, products = function_of(method), []
+        for x, gradient in zip(part.params, part.gradients, strict=True):
+            state, g = self._state(method, x), gradient.to(buffer_dtype(x))
+            if restart is not None and restart.before:
+                self._restart(method, state, g, restart)
+            update = function(method, round_, x, g, state)
+            products.append(torch.vdot(update.reshape(-1).double(), g.reshape(-1).double()))
+            x.sub_(update)
+            if restart is not None and not restart.before:
+                self._restart(method, state, g, restart)
+        (self._along,) = self.context.total([float(torch.stack(products).sum())])
+        if restart is not None and not restart.before:
+            weights = restarted(method, restart, weights)
+        group |= weights
+
+    def _state(self, method: Method, x: Tensor) -> dict[str, Tensor]:
+        """Return a parameter's buffers, made where they lack."""
+        state = self.state[x]
+        if first_moment_key(method) == FIRST or not method.first_moment:  # a torch optimizer makes its own
+            for key in method.buffers:
+                if key not in state:
+                    state[key] = new_buffer(method, key, x)
+        return state
+
+    def _restart(self, method: Method, state: dict[str, Tensor], g: Tensor, restart: Restart) -> None:
+        if FIRST in state:
+            restart_([state[FIRST]], [g], restart)
+        if restart.counts and resets_second(method) and SECOND in state:
+            state[SECOND].copy_(new_buffer(method, SECOND, state[SECOND]))
+
+    def _restart_resting(self, group: dict[str, Any], restart: Restart) -> None:
+        if method_of(group).plain:
+            super()._restart_resting(group, restart)
+        elif restart.counts and not restart.opposed:
+            resting = [
+                self.state[p][FIRST] for p in group["params"] if p.grad is None and FIRST in self.state.get(p, {})
+            ]
+            restart_(resting, resting, Restart(restart.retain))
+
+    def _report(self, group: Mapping[str, Any], angles: Angles, answer: Answer) -> GroupRound:
+        report = super()._report(group, angles, answer)
+        if self._along is None:
+            return report
+        square = angles.pseudo_gradient_norm**2
+        return replace(report, gain=self._along / square if square else math.nan)
+
+    # ----------------------------------------------------------------------------------------------- the readout
+
+    def _read_out(self, part: Part) -> None:
+        readout: Readout = parse("readout", part.group["readout"])
+        if readout.name == "last":
+            return
+        weight = readout.weight(part.group["rounds"] + 1)
+        for x in part.params:
+            state = self.state[x]
+            if weight == 1 or READOUT not in state:
+                state[READOUT] = x.detach().to(buffer_dtype(x), copy=True)
+            else:
+                state[READOUT].lerp_(x.detach().to(state[READOUT].dtype), weight)
+
+    def readout(self, x: Tensor) -> Tensor:
+        """Return what is to be evaluated in the place of a parameter: itself, or the average that its group keeps."""
+        state = self.state.get(x, {})
+        return state.get(READOUT, state.get(AVERAGE, x.detach()))
+
+    @property
+    def reads_out(self) -> bool:
+        """Whether any group is evaluated at another point than its parameters."""
+        return any(group["readout"] != "last" or method_of(group).reads_out for group in self.param_groups)
+
+    # -------------------------------------------------------------------------------------------------- the state
+
+    def _is_rehearsal(self, parts: Any) -> bool:
+        if not super()._is_rehearsal(parts):
+            return False
+        for part in parts:
+            for x in part.params:
+                self._state(method_of(part.group), x)
+            self._read_out(part)
+        return True
+
+    def _check_loaded(self, groups: list[dict[str, Any]]) -> None:
+        """Complete a state's groups, perhaps those of an `OuterSGD`; refuse what this optimizer cannot take."""
+        for group, here in zip(groups, self.param_groups, strict=False):
+            if "method" not in group and not method_of(here).plain:
+                raise ValueError(
+                    f"OuterOptimizer: the loaded state is of momentum SGD, and this optimizer's method is "
+                    f"{here['method']}; build it with the state's method, or start anew"
+                )
+            for name in (*SLOTS, *WEIGHTS):
+                group.setdefault(name, here[name])
+            check_slots({**group, "params": here["params"]})
+
+
+def method_of(group: Mapping[str, Any]) -> Method:
+    """Return a group's method."""
+    return parse("method", group["method"])
+
+
+def outer_of(group: Mapping[str, Any]) -> Outer:
+    """Return what stands in a group's slots; that of an `OuterSGD` is its rule."""
+    if "method" not in group:
+        return as_outer(rule_of(group))
+    return Outer(*(parse(slot, group[slot]) for slot in SLOTS))
+
+
+def check_slots(group: Mapping[str, Any]) -> None:
+    """Refuse values that do not go together, or not with the group's parameters."""
+    value, policy = outer_of(group), parse_policy(group["restart"])
+    method = value.method
+    if not method.plain:
+        function_of(method)
+    try:
+        value.check_restart(policy, first_moment=first_moment_key(method) is not None)
+    except ValueError as error:
+        raise ValueError(f"OuterOptimizer: {error}") from None
+    if method.matrices or value.filter.matrices:
+        whole = method if method.matrices else value.filter
+        flat = [tuple(p.shape) for p in group["params"] if p.ndim < 2]
+        if flat and (len(flat) == len(group["params"]) or getattr(method, "rest", 1.0) == 0):
+            raise ValueError(
+                f"OuterOptimizer: {whole.slot} {whole.name} needs matrices, and a parameter has shape {flat[0]}; give "
+                "such parameters a group with another method, or a learning rate of their own (rest=0.7)"
+            )

@@ -1,0 +1,384 @@
+"""The four slots of an outer optimizer as values: method, filter, schedule, readout (the fifth is the restart policy).
+
+A round of an outer optimizer with the pseudo-gradient g, the first-moment buffer m and the anchor x:
+
+    g <- filter(g, m)                  the pseudo-gradient that everything below sees
+    (lr, momentum) <- schedule(round)  of the method
+    x <- x - method(g, m, ...)         the method mixes g into m, with or without further buffers
+    m <- retain m + inject g           if the restart policy says so
+    r <- readout(r, x)                 what is evaluated and exported
+
+Each value is a frozen dataclass of plain numbers and words that knows nothing of tensors; `twophase.optim.methods` and
+`twophase.optim.filters` hold the arithmetic. The text form is `name:field=value:...`, so that all of them are options,
+axes of a sweep, and entries of a state.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from importlib import import_module
+from typing import Any, ClassVar, Literal, Self, TypeVar, get_args, get_type_hints
+
+from twophase.number import did_you_mean, number, shortened
+from twophase.policies.base import PROBES, Never, RestartPolicy
+from twophase.policies.checks import check_number
+from twophase.rule import OuterRule
+
+Slot = Literal["method", "filter", "schedule", "readout"]
+SLOTS: tuple[Slot, ...] = get_args(Slot)
+SHELF_VARIABLE = "TWOPHASE_SHELF"
+"""Environment variable: modules that register further values, separated by commas; loaded on an unknown name."""
+_HOMES: dict[Slot, str] = {slot: f"twophase.shelf.{slot}s" for slot in SLOTS}
+_REGISTRY: dict[Slot, dict[str, type[Value]]] = {slot: {} for slot in SLOTS}
+
+
+class Value:
+    """A named value of a slot: a frozen dataclass with `@register("name")`.
+
+    Class variables, for `twophase methods` and docs/shelf.md:
+
+    * `equation`: in the letters of the slots, one line.
+    * `source`: paper, or the library that it is from.
+    * `users`: programs and papers that train with it.
+    * `linear`: whether its update is linear in the pseudo-gradients, so that `theory.rollout` has it.
+    * `test`: the test that holds it to an independent implementation.
+    """
+
+    slot: ClassVar[Slot]
+    name: ClassVar[str] = ""
+    equation: ClassVar[str] = ""
+    source: ClassVar[str] = ""
+    users: ClassVar[str] = ""
+    linear: ClassVar[bool] = False
+    test: ClassVar[str] = ""
+
+    def __str__(self) -> str:
+        """Return the text form: the name, and each field by its name."""
+        values = [(field.name, getattr(self, field.name)) for field in fields(self)]  # type: ignore[arg-type]
+        return ":".join([self.name, *(f"{name}={_word(value)}" for name, value in values)])
+
+    def check(self, field: str, low: float, high: float, example: str) -> None:
+        """Refuse a field outside its span (`policies.checks.check_number`), and make it a plain number."""
+        value = check_number(f"{self.slot} {self.name}", field, getattr(self, field), (low, high), example)
+        object.__setattr__(self, field, value)
+
+    def choose(self, field: str, *choices: str) -> None:
+        """Refuse a word that is not among the choices."""
+        if getattr(self, field) not in choices:
+            raise ValueError(
+                f"{self.slot} {self.name}: {field} is {getattr(self, field)!r}; choose from {', '.join(choices)}"
+            )
+
+
+class Method(Value):
+    """How an outer update is made of a pseudo-gradient.
+
+    A method with a first moment has the buffer m of its `rule()`, `m <- b m + w g` with w = 1 (sum form) or 1 - b (EMA
+    form): norms, cosine and restarts are of that buffer.
+    """
+
+    slot: ClassVar[Slot] = "method"
+    plain: ClassVar[bool] = False
+    """Whether the update is that of its rule, momentum SGD."""
+    first_moment: ClassVar[bool] = True
+    """Whether it has a buffer that a restart acts on."""
+    matrices: ClassVar[bool] = False
+    """Whether it works on whole matrices, so that no parameter may be cut into shards."""
+    reads_out: ClassVar[bool] = False
+    """Whether it brings its own readout, an average of its anchors."""
+    buffers: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
+    """Its tensors of a parameter's size."""
+
+    def rule(self) -> OuterRule:
+        """Return learning rate and momentum, and of a plain method the whole update."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Filter(Value):
+    """What happens to a pseudo-gradient before the method sees it."""
+
+    slot: ClassVar[Slot] = "filter"
+    replicas: ClassVar[bool] = False
+    """Whether it compares the replicas' own pseudo-gradients, before they are averaged."""
+    matrices: ClassVar[bool] = False
+    """Whether it works on whole matrices."""
+
+    def factor(self, age: float) -> float:
+        """Return what a linear filter multiplies g with.
+
+        Args:
+            age: rounds that g is old when it is applied, `delay / inner_steps` of an engine.
+        """
+        del age
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Schedule(Value):
+    """How learning rate and momentum change from round to round."""
+
+    slot: ClassVar[Slot] = "schedule"
+    linear: ClassVar[bool] = True
+
+    def at(self, rule: OuterRule, number: int, age: int) -> OuterRule:
+        """Return the rule of a round.
+
+        Args:
+            rule: of the method.
+            number: of the round, from 1.
+            age: rounds since the last restart, this round included.
+        """
+        raise NotImplementedError
+
+    def over(self, rounds: int) -> Self:
+        """Return the same schedule where `rounds=0` stands for a run of so many."""
+        return replace(self, rounds=rounds) if getattr(self, "rounds", None) == 0 else self
+
+
+@dataclass(frozen=True)
+class Readout(Value):
+    """Which point is evaluated and exported: the anchor, or an average of anchors, with its bytes."""
+
+    slot: ClassVar[Slot] = "readout"
+    linear: ClassVar[bool] = True
+
+    def weight(self, count: int) -> float:
+        """Return w of `r <- r + w (x - r)` at the anchor of that number, from 1; 1 forgets all earlier ones."""
+        raise NotImplementedError
+
+
+# ------------------------------------------------------------------------------------------------ the registry, text
+
+V = TypeVar("V", bound=type[Value])
+
+
+def register(name: str) -> Any:
+    """Make a value known under `name` to text, configurations and the command line; a class decorator.
+
+    A class of the same module and name replaces the earlier definition, as when a notebook's cell runs again.
+
+    Raises:
+        ValueError: the name belongs to another value of the slot.
+    """
+
+    def add(cls: V) -> V:
+        if cls.__module__ not in _HOMES.values():
+            registered(cls.slot)  # so that a name of this room's is refused here, not when it is loaded
+        before = _REGISTRY[cls.slot].get(name)
+        if before is not None and (before.__module__, before.__qualname__) != (cls.__module__, cls.__qualname__):
+            place = f"{before.__module__}.{before.__qualname__}"
+            raise ValueError(f"register: a {cls.slot} named {name!r} exists already ({place}); choose another name")
+        cls.name = name
+        _REGISTRY[cls.slot][name] = cls
+        _parse_text.cache_clear()
+        return cls
+
+    return add
+
+
+def registered(slot: Slot) -> Mapping[str, type[Value]]:
+    """Return the values of a slot by name, in the order of their registration."""
+    import_module(_HOMES[slot])
+    return _REGISTRY[slot]
+
+
+def parse(slot: Slot, text: str | Value, defaults: Mapping[str, Any] | None = None) -> Any:
+    """Return the value of a text form; a value is returned as it is.
+
+    Args:
+        slot: of the value.
+        text: `name`, or `name:field=value:...`.
+        defaults: values of fields that the text does not name; those that the value lacks are left out.
+
+    Raises:
+        ValueError: an unknown name or field, or a value out of range.
+
+    >>> parse("method", "adamw:lr=0.3").beta2
+    0.99
+    """
+    if isinstance(text, Value):
+        if text.slot != slot or type(text) is not registered(slot).get(text.name):
+            raise ValueError(f'{slot} {text!r} is no {slot} of the shelf; decorate its class with @register("name")')
+        return text
+    return _parse_text(slot, str(text).strip(), tuple((defaults or {}).items()))
+
+
+@lru_cache(maxsize=1024)
+def _parse_text(slot: Slot, text: str, defaults: tuple[tuple[str, Any], ...]) -> Value:
+    name, *words = text.split(":")
+    cls = registered(slot).get(name) or _from_elsewhere(slot, name)
+    names = {field.name for field in fields(cls)}  # type: ignore[arg-type]
+    hints = {name: hint for name, hint in get_type_hints(cls).items() if name in names}
+    usage = ":".join([name, *(f"{field}={hint.__name__.upper()}" for field, hint in hints.items())])
+    values: dict[str, Any] = {}
+    for word in words:
+        field, equals, value = word.partition("=")
+        if not equals or field not in hints or field in values:
+            remedy = did_you_mean(field, hints, f"write {usage}") if equals else f"write {usage}"
+            raise ValueError(f"{slot} {shortened(text)!r}: {shortened(word)!r} is no field of {name}; {remedy}")
+        try:
+            values[field] = _read(value, hints[field])
+        except ValueError as error:
+            raise ValueError(f"{slot} {shortened(text)!r}: {field}: {error}; write {usage}") from None
+    return cls(**{key: value for key, value in defaults if key in hints} | values)
+
+
+def _from_elsewhere(slot: Slot, name: str) -> type[Value]:
+    for module in filter(None, map(str.strip, os.environ.get(SHELF_VARIABLE, "").split(","))):
+        try:
+            import_module(module)
+        except Exception as error:
+            raise ValueError(
+                f"{SHELF_VARIABLE}: the module {module!r} cannot be imported ({type(error).__name__}: {error}); "
+                "mend it, put its folder on PYTHONPATH, or unset the variable"
+            ) from error
+    if name not in _REGISTRY[slot]:
+        raise ValueError(
+            f"{slot} {shortened(name)!r} is not known; {did_you_mean(name, _REGISTRY[slot])} (`twophase methods` lists "
+            f"them; {SHELF_VARIABLE}, an environment variable, names modules with values of your own)"
+        )
+    return _REGISTRY[slot][name]
+
+
+def _read(word: str, hint: type) -> Any:
+    if hint is bool:
+        if word.lower() not in ("true", "false"):
+            raise ValueError(f"{shortened(word)!r} is neither true nor false")
+        return word.lower() == "true"
+    return number(word) if hint in (int, float) else word
+
+
+def _word(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+# ------------------------------------------------------------------------------------------------ an outer optimizer
+
+
+@dataclass(frozen=True)
+class Outer:
+    """An outer optimizer as a value: what stands in its slots, its restart policy apart.
+
+    Args:
+        method: how the update is made.
+        filter, schedule, readout: the other slots.
+
+    Raises:
+        ValueError: a readout beside that of the method.
+    """
+
+    method: Method
+    filter: Filter
+    schedule: Schedule
+    readout: Readout
+
+    def __post_init__(self) -> None:
+        if self.method.reads_out and self.readout.name != "last":
+            raise ValueError(
+                f"readout {self.readout} stands beside that of method {self.method.name}, which evaluates its own "
+                "average; take the readout away (last)"
+            )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is a rule and nothing else, so that an `OuterRule` says it all."""
+        others = (self.filter.name, self.schedule.name, self.readout.name)
+        return self.method.plain and others == ("none", "constant", "last")
+
+    def rule(self) -> OuterRule:
+        """Return the method's rule, before its schedule."""
+        return self.method.rule()
+
+    def check_restart(self, policy: RestartPolicy, *, first_moment: bool) -> None:
+        """Refuse a restart policy that the method cannot serve.
+
+        Args:
+            policy: it.
+            first_moment: whether the method has a buffer that a restart acts on.
+        """
+        method = self.method
+        if method.plain:
+            return
+        if not first_moment and policy != Never():
+            raise ValueError(
+                f"restart policy {policy} restarts a first moment, and method {method.name} has none; use never, or a "
+                "method with a momentum (`twophase methods` shows which)"
+            )
+        if policy.takes_steps or PROBES in policy.needs:
+            raise ValueError(
+                f"restart policy {policy} takes steps of momentum SGD, and method {method.name} has its own; use it "
+                "with sgd, heavy-ball or nesterov, or take a policy that only restarts, such as 3"
+            )
+
+    def texts(self) -> dict[Slot, str]:
+        """Return each slot's text form."""
+        return {slot: str(getattr(self, slot)) for slot in SLOTS}
+
+    def describe(self) -> str:
+        """Return one line for people: the method, and those of the other slots that do something."""
+        words = [self.method.rule().describe() if self.method.plain else str(self.method)]
+        words += [f"{slot} {getattr(self, slot)}" for slot in SLOTS[1:] if len(self._named(slot))]
+        return ", ".join(words)
+
+    def _named(self, slot: Slot) -> str:
+        value: Value = getattr(self, slot)
+        return "" if value.name in ("none", "constant", "last") else value.name
+
+    def values(self) -> Iterator[Value]:
+        """Yield what stands in the slots."""
+        yield from (self.method, self.filter, self.schedule, self.readout)
+
+
+def as_outer(value: Outer | OuterRule | Method | str) -> Outer:
+    """Return what a user gave as an `Outer`, with nothing in the slots that it does not speak of."""
+    if isinstance(value, Outer):
+        return value
+    defaults = {f.name: getattr(value, f.name) for f in fields(value)} if isinstance(value, OuterRule) else {}
+    method = parse("method", "sgd" if isinstance(value, OuterRule) else value, defaults)
+    return Outer(method, parse("filter", "none"), parse("schedule", "constant"), parse("readout", "last"))
+
+
+def outer(
+    method: str | Method | OuterRule,
+    *,
+    filter: str | Filter = "none",  # noqa: A002 - the slot's name
+    schedule: str | Schedule = "constant",
+    readout: str | Readout = "last",
+    **fields_of_method: Any,
+) -> OuterRule | Outer:
+    """Return an outer optimizer as a value, for `DiLoCo` and every other place that takes a rule.
+
+    Args:
+        method: its name or text form, such as `"adamw"` or `"adamw:lr=0.3"`, or an `OuterRule`; `twophase methods`
+            lists them.
+        filter: of the pseudo-gradient, a text form or a value.
+        schedule: of learning rate and momentum, the same.
+        readout: what is evaluated, the same.
+        fields_of_method: fields of the method, such as `lr=0.3, beta2=0.99`.
+
+    Returns:
+        An `OuterRule` where that says it all (heavy ball, Nesterov and their presets), else an `Outer`.
+
+    Raises:
+        ValueError: a name, a field or a value that is not known, or out of its range.
+
+    >>> outer("nesterov", lr=0.7, momentum=0.9)
+    OuterRule(lr=0.7, momentum=0.9, nesterov=True, form='sum')
+    >>> outer("adamw", lr=0.3).method.momentum
+    0.9
+    """
+    if isinstance(method, str) and fields_of_method:
+        method = ":".join([method, *(f"{name}={_word(value)}" for name, value in fields_of_method.items())])
+    elif fields_of_method:
+        method = replace(method, **fields_of_method)  # type: ignore[type-var]
+    value = replace(
+        as_outer(method),
+        filter=parse("filter", filter),
+        schedule=parse("schedule", schedule),
+        readout=parse("readout", readout),
+    )
+    return value.rule() if value.is_plain else value

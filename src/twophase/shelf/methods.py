@@ -1,0 +1,475 @@
+"""Outer methods: how an update is made of a pseudo-gradient. `twophase.optim.methods` holds their arithmetic.
+
+In the equations g is the filtered pseudo-gradient, m the first moment, b its `momentum`, x the anchor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from twophase.policies.checks import check_count
+from twophase.rule import Form, OuterRule, check_rule
+from twophase.shelf.base import Method, register
+
+_GOLDEN = "tests/optim/test_shelf.py"
+FIRST, SECOND, AVERAGE = "momentum_buffer", "second_moment", "average"
+"""Keys of a parameter's buffers in the optimizer's state."""
+
+
+# ------------------------------------------------------------------------------------------------- momentum SGD
+
+
+@register("sgd")
+@dataclass(frozen=True)
+class MomentumSGD(Method):
+    """Momentum SGD: an `OuterRule` as a method, for the sake of the other slots."""
+
+    equation = "m <- b m + g;  x <- x - lr m  (nesterov: x - lr (g + b m))"
+    source = "DiLoCo, arXiv 2311.08105"
+    users = "torchft, torchtitan, OpenDiLoCo, MaxText"
+    linear = True
+    plain = True
+    test = f"{_GOLDEN}::test_sgd"
+
+    lr: float = 0.7
+    momentum: float = 0.9
+    nesterov: bool = True
+    form: Form = "sum"
+
+    def __post_init__(self) -> None:
+        check_rule(f"method {self.name}", self.lr, self.momentum, self.form, self.nesterov)
+
+    def rule(self) -> OuterRule:
+        """Return the rule."""
+        return OuterRule(self.lr, self.momentum, self.nesterov, self.form)
+
+
+@register("heavy-ball")
+@dataclass(frozen=True)
+class HeavyBall(Method):
+    """Heavy ball in sum form."""
+
+    equation = "m <- b m + g;  x <- x - lr m"
+    source = "Polyak 1964; torch.optim.SGD"
+    users = "torchft, torchtitan"
+    linear = True
+    plain = True
+    test = f"{_GOLDEN}::test_presets"
+
+    lr: float = 0.7
+    momentum: float = 0.9
+
+    def rule(self) -> OuterRule:
+        """Return the rule."""
+        return OuterRule(self.lr, self.momentum)
+
+
+@register("nesterov")
+@dataclass(frozen=True)
+class Nesterov(HeavyBall):
+    """Nesterov momentum in sum form: DiLoCo's own outer optimizer."""
+
+    equation = "m <- b m + g;  x <- x - lr (g + b m)"
+    source = "DiLoCo, arXiv 2311.08105"
+    users = "DiLoCo, OpenDiLoCo, MaxText, torchft, torchtitan"
+
+    def rule(self) -> OuterRule:
+        """Return the rule."""
+        return OuterRule(self.lr, self.momentum, nesterov=True)
+
+
+@register("memoryless")
+@dataclass(frozen=True)
+class Memoryless(Method):
+    """Outer SGD without momentum."""
+
+    equation = "x <- x - lr g"
+    source = "arXiv 2509.10439"
+    users = "the control of every comparison here"
+    linear = True
+    plain = True
+    first_moment = False
+    buffers = ()
+    test = f"{_GOLDEN}::test_presets"
+
+    lr: float = 1.0
+
+    def rule(self) -> OuterRule:
+        """Return the rule."""
+        return OuterRule(self.lr, 0.0)
+
+
+@register("averaging")
+@dataclass(frozen=True)
+class Averaging(Method):
+    """Local SGD: the anchor becomes the mean of the replicas."""
+
+    equation = "x <- x - g"
+    source = "local SGD, arXiv 1805.09767"
+    users = "federated averaging"
+    linear = True
+    plain = True
+    first_moment = False
+    buffers = ()
+    test = f"{_GOLDEN}::test_presets"
+
+    def rule(self) -> OuterRule:
+        """Return the rule."""
+        return OuterRule(1.0, 0.0)
+
+
+@register("lookahead")
+@dataclass(frozen=True)
+class Lookahead(Memoryless):
+    """Lookahead: one replica, and slow weights that go a part of the way; `lr` is its alpha."""
+
+    equation = "x <- x - lr g,  one replica"
+    source = "arXiv 1907.08610"
+    users = "single-worker training"
+
+    lr: float = 0.5
+
+
+@register("snoo")
+@dataclass(frozen=True)
+class SNOO(Nesterov):
+    """SNOO: Nesterov momentum on the pseudo-gradients of one replica."""
+
+    equation = "m <- b m + g;  x <- x - lr (g + b m),  one replica"
+    source = "arXiv 2510.15830"
+    users = "modded-nanogpt"
+
+
+@register("muloco-1")
+@dataclass(frozen=True)
+class MuLoCo(Nesterov):
+    """MuLoCo with one replica: Nesterov momentum over an inner Muon (`--inner.method muon`)."""
+
+    equation = "m <- b m + g;  x <- x - lr (g + b m),  one replica, inner Muon"
+    source = "arXiv 2505.23725"
+    users = "modded-nanogpt"
+
+
+@register("slowmo")
+@dataclass(frozen=True)
+class SlowMo(HeavyBall):
+    """SlowMo: heavy ball in units of the inner learning rate, which cancel where that is constant; lr is its alpha.
+
+    Where the inner learning rate changes, the restart policy `slowmo` keeps the buffer in its units.
+    """
+
+    equation = "u <- b u + g / gamma;  x <- x - lr gamma u"
+    source = "arXiv 1910.00643"
+    users = "fairscale"
+
+    lr: float = 1.0
+    momentum: float = 0.7
+
+
+# --------------------------------------------------------------------------------------- with a second moment
+
+
+class _Moments(Method):
+    """Methods whose step is divided by the root of a second moment of g."""
+
+    buffers = (FIRST, SECOND)
+
+    def _check(self) -> None:
+        check_rule(f"method {self.name}", self.lr, self.momentum, "ema")  # type: ignore[attr-defined]
+        self.choose("second", "keep", "restart")
+
+    def rule(self) -> OuterRule:
+        """Return how g enters the first moment."""
+        return OuterRule(self.lr, self.momentum, form="ema")  # type: ignore[attr-defined]
+
+
+@register("adamw")
+@dataclass(frozen=True)
+class AdamW(_Moments):
+    """AdamW on pseudo-gradients.
+
+    A restart takes the first moment's bias correction back, too: `W`, the weight that m holds, restarts with m, so the
+    step after it is as long as the first one. Of a soft restart `W <- retain W + inject`.
+
+    Args:
+        lr, momentum: learning rate and beta_1.
+        beta2: coefficient of the second moment, in [0, 1).
+        eps: added to the root, > 0.
+        weight_decay: decoupled, `x <- (1 - lr weight_decay) x`.
+        second: `keep` the second moment at a restart, or `restart` it with the first.
+    """
+
+    equation = "m <- b m + (1-b) g;  v <- b2 v + (1-b2) g^2;  x <- x - lr (m / W) / (sqrt(v / (1-b2^t)) + eps)"
+    source = "arXiv 1711.05101; FedOpt, arXiv 2003.00295"
+    users = "CGAD, Decoupled DiLoCo studies"
+    test = f"{_GOLDEN}::test_adamw"
+
+    lr: float = 0.05
+    momentum: float = 0.9
+    beta2: float = 0.99
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    second: str = "keep"
+
+    def __post_init__(self) -> None:
+        self._check()
+        self.check("beta2", 0.0, 1 - 1e-12, "0.99")
+        self.check("eps", 0.0, float("inf"), "1e-8")
+        self.check("weight_decay", 0.0, 1e3, "0.1")
+
+
+class _FedOpt(_Moments):
+    """Adaptive federated optimizers, without bias correction, with `v_0 = tau^2`."""
+
+    source = "FedOpt, arXiv 2003.00295"
+    users = "federated learning (Flower, TFF)"
+
+    def __post_init__(self) -> None:
+        self._check()
+        if hasattr(self, "beta2"):
+            self.check("beta2", 0.0, 1 - 1e-12, "0.99")
+        self.check("tau", 0.0, float("inf"), "1e-3")
+
+
+@register("fedadam")
+@dataclass(frozen=True)
+class FedAdam(_FedOpt):
+    """FedAdam: Adam without bias correction; tau is the degree of adaptivity."""
+
+    equation = "m <- b m + (1-b) g;  v <- b2 v + (1-b2) g^2;  x <- x - lr m / (sqrt(v) + tau)"
+    test = f"{_GOLDEN}::test_fedopt"
+
+    lr: float = 0.05
+    momentum: float = 0.9
+    beta2: float = 0.99
+    tau: float = 1e-3
+    second: str = "keep"
+
+
+@register("fedyogi")
+@dataclass(frozen=True)
+class FedYogi(FedAdam):
+    """FedYogi: a second moment that moves by a bounded amount."""
+
+    equation = "v <- v - (1-b2) g^2 sign(v - g^2);  m, x as fedadam"
+
+
+@register("fedadagrad")
+@dataclass(frozen=True)
+class FedAdagrad(_FedOpt):
+    """FedAdagrad: a second moment that adds up."""
+
+    equation = "v <- v + g^2;  m, x as fedadam"
+    test = f"{_GOLDEN}::test_fedopt"
+
+    lr: float = 0.05
+    momentum: float = 0.0
+    tau: float = 1e-3
+    second: str = "keep"
+
+
+# ---------------------------------------------------------------------------------------------- signs, matrices
+
+
+@register("sign")
+@dataclass(frozen=True)
+class Sign(Method):
+    """The sign of the momentum (signum)."""
+
+    equation = "m <- b m + (1-b) g;  x <- x - lr sign(m)"
+    source = "signSGD, arXiv 1802.04434"
+    users = "sign-based local SGD"
+    test = f"{_GOLDEN}::test_sign"
+
+    lr: float = 1e-3
+    momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        check_rule(f"method {self.name}", self.lr, self.momentum, "ema")
+
+    def rule(self) -> OuterRule:
+        """Return how g enters the first moment."""
+        return OuterRule(self.lr, self.momentum, form="ema")
+
+
+@register("lion")
+@dataclass(frozen=True)
+class Lion(Sign):
+    """Lion: the sign of an interpolation; `momentum` is the memory's coefficient (its beta_2)."""
+
+    equation = "x <- x - lr sign(b1 m + (1-b1) g);  m <- b m + (1-b) g"
+    source = "arXiv 2302.06675"
+    users = "distributed Lion"
+    test = f"{_GOLDEN}::test_lion"
+
+    momentum: float = 0.99
+    beta1: float = 0.9
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check("beta1", 0.0, 1.0, "0.9")
+
+
+@register("muon")
+@dataclass(frozen=True)
+class Muon(Method):
+    """Outer Muon: the momentum of each weight matrix is orthogonalized.
+
+    Args:
+        lr: of matrices, before `scale`.
+        momentum: b.
+        nesterov: whether `(1-b) g + b m` is orthogonalized in place of m.
+        steps: Newton-Schulz iterations, 1 to 20.
+        scale: `original`: times sqrt(max(1, rows / columns)); `rms`: times 0.2 sqrt(max(rows, columns)); or `none`.
+        rest: learning rate of what is no matrix (biases, norms), by the same momentum in sum form; 0 refuses such
+            parameters.
+    """
+
+    equation = "m <- b m + (1-b) g;  x <- x - lr NS(m)  (nesterov: NS((1-b) g + b m))"
+    source = "Muon, github.com/KellerJordan/Muon; torch.optim.Muon"
+    users = "outer Muon studies"
+    matrices = True
+    test = f"{_GOLDEN}::test_muon"
+
+    lr: float = 0.02
+    momentum: float = 0.9
+    nesterov: bool = True
+    steps: int = 5
+    scale: str = "original"
+    rest: float = 0.7
+
+    def __post_init__(self) -> None:
+        check_rule(f"method {self.name}", self.lr, self.momentum, "ema", self.nesterov)
+        self.choose("scale", "original", "rms", "none")
+        self.check("rest", 0.0, 1e6, "0.7")
+        if check_count(f"method {self.name}", "steps", self.steps) > 20:
+            raise ValueError(f"method {self.name}: steps is {self.steps}; give at most 20, for example 5")
+
+    def rule(self) -> OuterRule:
+        """Return how g enters the first moment."""
+        return OuterRule(self.lr, self.momentum, self.nesterov, "ema")
+
+
+# ------------------------------------------------------------------------------------------ delays and averages
+
+
+@register("delayed-nesterov")
+@dataclass(frozen=True)
+class DelayedNesterov(Method):
+    """Delayed Nesterov: the momentum is refreshed every n-th round by the mean pseudo-gradient since.
+
+    Args:
+        lr, momentum: of Nesterov momentum; with `every=1` it is that.
+        every: n.
+        share: c, in [0, 1 / n]: the share of the momentum that each round in between takes.
+    """
+
+    equation = "every n-th: m <- b m + mean g, x <- x - lr ((1-cn+c) b m + g/n);  else x <- x - lr (c b m + g/n)"
+    source = "arXiv 2401.09135"
+    users = "asynchronous DiLoCo"
+    linear = True
+    buffers = (FIRST, "pending")
+    test = f"{_GOLDEN}::test_delayed_nesterov"
+
+    lr: float = 0.7
+    momentum: float = 0.9
+    every: int = 4
+    share: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_rule(f"method {self.name}", self.lr, self.momentum, "sum")
+        check_count(f"method {self.name}", "every", self.every)
+        self.check("share", 0.0, 1 / self.every, "0")
+
+    def rule(self) -> OuterRule:
+        """Return how the mean pseudo-gradient enters the first moment."""
+        return OuterRule(self.lr, self.momentum, nesterov=True)
+
+
+class _Averages(Method):
+    """Methods that average their own iterates: the anchor is y, the point of the gradients; x is evaluated."""
+
+    first_moment = False
+    reads_out = True
+    users = "single-worker training; inner_steps=1 is the paper's"
+    buffers = ("iterate", AVERAGE)
+
+    def rule(self) -> OuterRule:
+        """Return the rule of the iterate z."""
+        return OuterRule(self.lr, 0.0)  # type: ignore[attr-defined]
+
+
+@register("gpa")
+@dataclass(frozen=True)
+class GPA(_Averages):
+    """Generalized primal averaging, once a round; `inner_steps=1` over an inner optimizer is the paper's.
+
+    Args:
+        lr: factor of each step of z.
+        mu_x: coefficient of the average, in [0, 1).
+        mu_y: share of the average in the point of the gradients, in [0, 1].
+    """
+
+    equation = "z <- z - lr g;  a <- mu_x a + (1-mu_x) z;  x = mu_y a + (1-mu_y) z;  a is evaluated"
+    source = "arXiv 2512.17131"
+    linear = True
+    test = f"{_GOLDEN}::test_gpa"
+
+    lr: float = 1.0
+    mu_x: float = 0.9
+    mu_y: float = 0.9
+
+    def __post_init__(self) -> None:
+        check_rule(f"method {self.name}", self.lr, 0.0, "sum")
+        self.check("mu_x", 0.0, 1 - 1e-12, "0.9")
+        self.check("mu_y", 0.0, 1.0, "0.9")
+
+
+@register("schedule-free")
+@dataclass(frozen=True)
+class ScheduleFree(_Averages):
+    """Schedule-free averaging, once a round: a uniform mean of all z; `beta` is its share in the gradients' point."""
+
+    equation = "z <- z - lr g;  a <- a + (z - a) / t;  x = beta a + (1-beta) z;  a is evaluated"
+    source = "arXiv 2405.15682"
+    linear = True
+    test = f"{_GOLDEN}::test_schedule_free"
+
+    lr: float = 1.0
+    beta: float = 0.9
+
+    def __post_init__(self) -> None:
+        check_rule(f"method {self.name}", self.lr, 0.0, "sum")
+        self.check("beta", 0.0, 1.0, "0.9")
+
+
+# ------------------------------------------------------------------------------------------ any torch optimizer
+
+
+@register("torch")
+@dataclass(frozen=True)
+class TorchMethod(Method):
+    """Any torch optimizer as outer optimizer (`twophase.from_torch`).
+
+    Its first moment (`exp_avg` or `momentum_buffer` of its state) takes part in norms, cosine and restarts. Its other
+    buffers and its step count stay at a restart.
+
+    Args:
+        optimizer: its class, `Adagrad` of torch.optim or `package.module.Class`.
+        options: its arguments, `lr=0.1,betas=0.9/0.99`.
+    """
+
+    equation = "x <- x - (x - optimizer(x, g))"
+    source = "torch.optim.Optimizer"
+    users = "torchtitan (Optimizer), torchft"
+    test = f"{_GOLDEN}::test_torch"
+
+    optimizer: str = "Adagrad"
+    options: str = "lr=0.1"
+
+    def rule(self) -> OuterRule:
+        """Return lr and momentum as far as the options name them."""
+        pairs = [word.partition("=") for word in self.options.split(",") if word]
+        named = {key: value for key, _, value in pairs}
+        momentum = named.get("momentum") or named.get("betas", "0").split("/")[0]
+        return OuterRule(float(named.get("lr", 1.0)), float(momentum), form="ema")
