@@ -34,7 +34,7 @@ from twophase.restart import Periodic
 from twophase.tasks.build import build_task
 from twophase.tasks.lm.config import TrainConfig
 from twophase.training.inner import Replica
-from twophase.training.task import preflight
+from twophase.training.preflight import preflight
 
 _RECORDED = 8
 """S at which the record is timed."""

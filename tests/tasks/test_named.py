@@ -140,6 +140,13 @@ MISTAKES = {
     "random batches": ("self.points((seed, step, replica), 16)", "self.points(None, 16)", "batch"),
     "random weights": ("torch.manual_seed(seed)", "torch.seed()", "model"),
     "no loss in the evaluation": ('{"loss": loss.item(), ', "{", "loss"),
+    "a loss without a gradient": ("batch[0]), batch[1])", "batch[0]), batch[1]).detach()", "gradient"),
+    "a NaN in the evaluation": ('{"loss": loss.item()', '{"loss": np.nan', "nan"),
+    "no inner optimizer": (
+        "    def evaluate",
+        "    def inner(self, model, config):\n        pass\n\n    def evaluate",
+        "inner",
+    ),
     "a field without a default": ("width: int = 8", "width: int", "width"),
     "an error of its own": ("nn.Linear(2, self.width)", "nn.Linear(3, self.width)", "rings.py"),
     "a file that fails": ("import numpy as np", "import numpy_that_is_not_there as np", "numpy_that_is_not_there"),
@@ -155,6 +162,21 @@ def test_mistakes_are_named_and_leave_nothing(rings: Path, mistake: str) -> None
     with pytest.raises(UsageError, match=r"--task rings:Rings") as refusal:
         twophase.train("rings:Rings", SHORT, "run", quiet=True)
     assert named_part in str(refusal.value)
+    assert not Path("run").exists()
+
+
+@pytest.mark.parametrize("method", ["muon", "schedule-free"])
+def test_an_inner_optimizer_that_cannot_be_made(rings: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    """Muon without a hidden matrix, or a package that is missing, leaves no folder; an axis of a sweep neither."""
+    monkeypatch.setitem(sys.modules, "schedulefree", None)
+    layers = "nn.Linear(2, self.width), nn.GELU(), nn.Dropout(0.1), nn.Linear(self.width, 2)"
+    assert layers in RINGS
+    rings.write_text(RINGS.replace(layers, "nn.Linear(2, 2)"))
+    shared = SHORT | {"inner.schedule": "constant"}
+    with pytest.raises(UsageError, match=r"--inner\.method"):
+        twophase.train("rings:Rings", shared | {"inner.method": method}, "run", quiet=True)
+    with pytest.raises(UsageError, match=r"--inner\.method"):
+        twophase.sweep("rings:Rings", {"inner.method": ["adamw", method]}, shared, "run", workers=1, quiet=True)
     assert not Path("run").exists()
 
 

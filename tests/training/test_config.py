@@ -15,7 +15,7 @@ from twophase.tasks.build import build_task, preflight_all
 from twophase.tasks.lm.config import TrainConfig, check
 from twophase.training.config import RunConfig
 from twophase.training.inner import inner_lr
-from twophase.training.task import preflight
+from twophase.training.preflight import preflight
 
 REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"inner.decay": 0.1}, r"--inner\.decay is 0\.1; .*it is for wsd"),

@@ -181,8 +181,8 @@ def train_run(out: Path, config: RunConfig, options: argparse.Namespace) -> dict
     from twophase.tasks.lm.config import TrainConfig
     from twophase.tasks.lm.corpus import verify
     from twophase.training.ending import Ending
+    from twophase.training.preflight import preflight
     from twophase.training.session import claimed, communication, signals, take_device, world_size
-    from twophase.training.task import preflight
     from twophase.training.train import train
 
     check(options.track)

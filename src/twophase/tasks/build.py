@@ -12,7 +12,8 @@ from twophase.tasks.lm.task import LanguageTask
 from twophase.tasks.named import instance_of
 from twophase.tasks.own import OwnTask
 from twophase.training.config import RunConfig
-from twophase.training.task import Task, preflight
+from twophase.training.preflight import preflight
+from twophase.training.task import Task
 
 
 def build_task(config: TrainConfig) -> LanguageTask:
@@ -59,8 +60,8 @@ def preflight_all(configs: Iterable[RunConfig]) -> dict[str, str]:
     # Text by text, because each is read once; of several runs on it the longest one takes most tokens.
     ordered = sorted(configs, key=lambda config: (data_name(config), config.steps))
     kinds = {
-        (data_name(config), config.device, config.repeat, getattr(config, "model", None), config.sync.fragments): config
-        for config in ordered
+        (data_name(c), c.device, c.repeat, getattr(c, "model", None), c.sync.fragments, c.inner.method): c
+        for c in ordered
     }
     fingerprints = {}
     for config in kinds.values():

@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from twophase.base.config import RunError, UsageError, to_tree
 from twophase.base.errors import is_out_of_memory
 from twophase.base.source import source_digest
+from twophase.training.config import InnerConfig
 from twophase.training.device import first_line, moved
 
 _METHODS = ("model", "batch", "loss", "evaluate")
@@ -41,9 +43,10 @@ class OwnTask:
                 f"{', '.join(_METHODS)}"
             )
         self.task, self.name, self.options = task, name, options
-        for method in ("inner", "data_fault"):
-            if hasattr(task, method):
-                setattr(self, method, partial(self._call, method))
+        if hasattr(task, "inner"):
+            self.inner = self._inner
+        if hasattr(task, "data_fault"):
+            self.data_fault = partial(self._call, "data_fault")
 
     def model(self, seed: int) -> nn.Module:
         """Return a model with fresh weights; what torch draws for them is seeded here."""
@@ -68,9 +71,9 @@ class OwnTask:
         """Return the mean loss, a scalar."""
         loss = self._call("loss", model, batch)
         if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
-            shape = f"of shape {tuple(loss.shape)}, {loss.dtype}" if isinstance(loss, Tensor) else ""
+            shape = f" of shape {tuple(loss.shape)}, {loss.dtype}" if isinstance(loss, Tensor) else ""
             raise self._refusal(
-                f"loss() returned a {type(loss).__name__} {shape}; return a scalar tensor: the mean over the batch"
+                f"loss() returned a {type(loss).__name__}{shape}; return a scalar tensor: the mean over the batch"
             )
         return loss
 
@@ -131,10 +134,22 @@ class OwnTask:
                 "by numpy.random.default_rng((seed, step, replica))"
             )
         self.describe()
-        loss = float(self.loss(model.to(device), self._moved(batch, device)).detach())
-        if not math.isfinite(loss):
-            raise self._refusal(f"the loss of a fresh model is {loss}; correct loss(), or the first batch")
-        self.evaluate(model)  # now, and not after hours of training
+        loss = self.loss(model.to(device), self._moved(batch, device))
+        if not loss.requires_grad:
+            raise self._refusal("loss() returned a tensor without a gradient; compute it from the model's output")
+        if not math.isfinite(value := loss.item()):
+            raise self._refusal(f"the loss of a fresh model is {value}; correct loss(), or the first batch")
+        if not math.isfinite(value := self.evaluate(model)["loss"]):  # now, and not after hours of training
+            raise self._refusal(f"evaluate() of a fresh model returned the loss {value}; correct it, or its data")
+
+    def _inner(self, model: nn.Module, config: InnerConfig) -> Optimizer:
+        made = self._call("inner", model, config)
+        if not isinstance(made, Optimizer):
+            raise self._refusal(
+                f"inner() returned a {type(made).__name__}; return a torch.optim.Optimizer of the model's parameters, "
+                "or leave the method out for the one that --inner.method names"
+            )
+        return made
 
     def _moved(self, batch: Any, device: torch.device) -> Any:
         try:

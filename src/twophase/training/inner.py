@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Mapping
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -31,7 +32,8 @@ class Replica:
         self.task = task
         self.compute = compute
         self.model = task.model(config.seed).to(compute.device)
-        self.inner = _inner_of(task, self.model, config.inner, compute.data_name)
+        make_inner = getattr(task, "inner", None) or inner_optimizer
+        self.inner: Optimizer = make_inner(self.model, config.inner)
         self.shares = [float(group["lr"]) / config.inner.lr for group in self.inner.param_groups]
         """Learning rate of each param group, in `inner.lr`s: the schedule keeps their ratios."""
         self.round_losses: list[float] = []
@@ -97,11 +99,8 @@ class MuonAdamW(Optimizer):
     inside, DiLoCo is MuLoCo.
 
     Args:
-        model: its parameters are optimized; `hidden_matrices` says which ones by Muon.
+        model: its parameters are optimized; `hidden_matrices` says which ones by Muon, at least one.
         config: learning rate, weight decay, Muon's momentum, AdamW's betas.
-
-    Raises:
-        UsageError: a model without hidden weight matrices.
 
     Source: Jordan et al., "Muon" (2024); Liu et al., "Muon is scalable for LLM training" (2025), for the size of steps;
     Thérien et al., "MuLoCo" (2025).
@@ -109,11 +108,6 @@ class MuonAdamW(Optimizer):
 
     def __init__(self, model: nn.Module, config: InnerConfig) -> None:
         matrices = hidden_matrices(model)
-        if not matrices:
-            raise UsageError(
-                "--inner.method is muon, and the model has no hidden weight matrix, which Muon is for; use "
-                "--inner.method adamw"
-            )
         lr, decay, chosen = config.lr, config.weight_decay, set(map(id, matrices))
         muon = torch.optim.Muon(matrices, lr, decay, config.momentum, adjust_lr_fn="match_rms_adamw")
         others = [parameter for parameter in model.parameters() if id(parameter) not in chosen]
@@ -159,42 +153,43 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     return hidden
 
 
-def _inner_of(task: Task, model: nn.Module, config: InnerConfig, name: str) -> Optimizer:
-    """Return the task's own inner optimizer, or the one of the configuration's name; messages name the task."""
-    make = getattr(task, "inner", None)
-    if make is None:
-        return inner_optimizer(model, config)
-    made = make(model, config)
-    if not isinstance(made, Optimizer):
+def check_inner(model: nn.Module, config: InnerConfig) -> None:
+    """Refuse an inner optimizer that cannot be made; a model without memory for its weights will do.
+
+    Raises:
+        UsageError: muon for a model without hidden weight matrices or in a torch without Muon; schedule-free without
+            its package.
+    """
+    if config.method == "muon" and not hasattr(torch.optim, "Muon"):
+        raise UsageError(f"--inner.method is muon, and torch {torch.__version__} has none; take torch 2.9 or newer")
+    if config.method == "muon" and not hidden_matrices(model):
         raise UsageError(
-            f"{name}: inner() returned a {type(made).__name__}; return a torch.optim.Optimizer of the model's "
-            "parameters, or leave the method out for the one that --inner.method names"
+            "--inner.method is muon, and the model has no hidden weight matrix, which Muon is for; use "
+            "--inner.method adamw"
         )
-    return made
+    if config.method == "schedule-free" and find_spec("schedulefree") is None:
+        raise UsageError(
+            "--inner.method schedule-free needs the package schedulefree; pip install 'twophase[schedulefree]'"
+        )
 
 
 def inner_optimizer(model: nn.Module, config: InnerConfig) -> Optimizer:
     """Return the optimizer that `config.method` names, over all parameters of a model.
 
     Raises:
-        UsageError: muon for a model without hidden weight matrices or in a torch without Muon; schedule-free without
-            its package.
+        UsageError: as `check_inner`.
     """
-    if config.method == "muon":
-        if not hasattr(torch.optim, "Muon"):
-            raise UsageError(f"--inner.method is muon, and torch {torch.__version__} has none; take torch 2.9 or newer")
-        return MuonAdamW(model, config)
+    check_inner(model, config)
     parameters, lr, decay = list(model.parameters()), config.lr, config.weight_decay
-    if config.method == "sgd":
-        return torch.optim.SGD(parameters, lr, config.momentum, weight_decay=decay)
-    if config.method == "adamw":
-        return torch.optim.AdamW(parameters, lr, config.betas, weight_decay=decay, fused=True)
-    try:
-        from twophase.training.schedule_free import ScheduleFreeAdamW  # noqa: PLC0415 - an optional package
-    except ModuleNotFoundError:
-        raise UsageError(
-            "--inner.method schedule-free needs the package schedulefree; pip install 'twophase[schedulefree]'"
-        ) from None
+    match config.method:
+        case "muon":
+            return MuonAdamW(model, config)
+        case "sgd":
+            return torch.optim.SGD(parameters, lr, config.momentum, weight_decay=decay)
+        case "adamw":
+            return torch.optim.AdamW(parameters, lr, config.betas, weight_decay=decay, fused=True)
+    from twophase.training.schedule_free import ScheduleFreeAdamW  # noqa: PLC0415 - an optional package
+
     return ScheduleFreeAdamW(parameters, lr, betas=config.betas, weight_decay=decay)
 
 

@@ -9,11 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from twophase.base.config import UsageError
 from twophase.diloco.communicator import Communicator
-from twophase.diloco.fragment import partition
-from twophase.training.config import RunConfig
-from twophase.training.device import check_memory, room_for, usable_device
+from twophase.training.device import room_for
 
 
 class Task(Protocol):
@@ -114,48 +111,3 @@ def step_of(task: Task, device: torch.device, replicas: int, communicator: Commu
     """Return the task's own `Step` if it has one, else a plain one, for so many replicas in this process."""
     make = getattr(task, "step", None)
     return PlainStep(task, device) if make is None else make(device, replicas, communicator)
-
-
-def _sizes(task: Task, seed: int) -> dict[str, int]:
-    """Return the number of elements of each of the model's parameters."""
-    try:
-        with torch.device("meta"):  # takes no memory
-            model = task.model(seed)
-    except Exception:  # code that reads a value, or weights from a file
-        model = task.model(seed)
-    return {name: parameter.numel() for name, parameter in model.named_parameters()}
-
-
-def preflight(config: RunConfig, task: Task, processes: int = 1) -> None:
-    """Refuse a run that this machine cannot train with so many processes, before a folder is made for it.
-
-    Raises:
-        UsageError: replicas that the processes cannot share, an impossible device, data that cannot be used or does
-            not last for the run, weights that do not fit into the memory, or fragments that the model cannot be cut
-            into.
-    """
-    if config.replicas % processes:
-        raise UsageError(
-            f"--replicas is {config.replicas} and there are {processes} processes; replicas must be a multiple of the "
-            f"processes, for example --replicas {processes}"
-        )
-    device, share = usable_device(config.device), config.replicas // processes
-    if check_task := getattr(task, "check", None):
-        check_task(device)
-    sizes = _sizes(task, config.seed)
-    # Both AdamWs have two. Others may have fewer, and what would fit must not be refused.
-    moments = 0 if hasattr(task, "inner") or config.inner.method in ("sgd", "muon") else 2
-    check_memory(
-        f"the weights and optimizers of {share} replicas of {sum(sizes.values()):,} parameters",
-        # In float32: weights, gradients and moments of each replica; anchor and pseudo-gradient.
-        4 * ((2 + moments) * share + 2) * sum(sizes.values()),
-        device,
-        "take a smaller model, fewer --replicas, or more processes by torchrun",
-    )
-    parts = config.sync.parts()
-    if parts == 1:
-        return
-    try:
-        partition(sizes, parts)
-    except ValueError as error:
-        raise UsageError(f"--sync.fragments {' '.join(config.sync.fragments)}: {error}") from None

@@ -19,7 +19,8 @@ from twophase.training import checkpoint
 from twophase.training.config import RunConfig, check
 from twophase.training.content import check_moments, check_position, check_progress, check_tree
 from twophase.training.ending import Ending
-from twophase.training.task import Task, preflight
+from twophase.training.preflight import preflight
+from twophase.training.task import Task
 from twophase.training.trainer import RUNNING, STOPPED, Progress, Trainer, round_line
 
 _log = logging.getLogger("twophase")

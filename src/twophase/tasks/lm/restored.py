@@ -19,7 +19,7 @@ from twophase.tasks.lm.corpus import Corpus
 from twophase.tasks.lm.model import Llama
 from twophase.tasks.lm.task import LanguageTask
 from twophase.training import checkpoint
-from twophase.training.task import preflight
+from twophase.training.preflight import preflight
 from twophase.training.trainer import DIVERGED
 
 CHECKPOINTS = "checkpoint"

@@ -1,0 +1,62 @@
+"""What can be refused about a run before a folder is made for it."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from twophase.base.config import UsageError
+from twophase.diloco.fragment import partition
+from twophase.training.config import RunConfig
+from twophase.training.device import check_memory, usable_device
+from twophase.training.inner import check_inner
+from twophase.training.task import Task
+
+
+def _outline(task: Task, seed: int) -> nn.Module:
+    """Return the model, without memory for its weights where its code allows it."""
+    try:
+        with torch.device("meta"):
+            return task.model(seed)
+    except Exception:  # code that reads a value, or weights from a file
+        return task.model(seed)
+
+
+def preflight(config: RunConfig, task: Task, processes: int = 1) -> None:
+    """Refuse a run that this machine cannot train with so many processes, before a folder is made for it.
+
+    Raises:
+        UsageError: replicas that the processes cannot share, an impossible device, data that cannot be used or does
+            not last for the run, an inner optimizer that cannot be made, weights that do not fit into the memory, or
+            fragments that the model cannot be cut into.
+    """
+    if config.replicas % processes:
+        raise UsageError(
+            f"--replicas is {config.replicas} and there are {processes} processes; replicas must be a multiple of the "
+            f"processes, for example --replicas {processes}"
+        )
+    device, share = usable_device(config.device), config.replicas // processes
+    if check_task := getattr(task, "check", None):
+        check_task(device)
+    model = _outline(task, config.seed)
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    if make_inner := getattr(task, "inner", None):
+        make_inner(task.model(config.seed), config.inner)  # its own code may refuse, or return something else
+    else:
+        check_inner(model, config.inner)
+    # Both AdamWs have two. Others may have fewer, and what would fit must not be refused.
+    moments = 0 if hasattr(task, "inner") or config.inner.method in ("sgd", "muon") else 2
+    check_memory(
+        f"the weights and optimizers of {share} replicas of {sum(sizes.values()):,} parameters",
+        # In float32: weights, gradients and moments of each replica; anchor and pseudo-gradient.
+        4 * ((2 + moments) * share + 2) * sum(sizes.values()),
+        device,
+        "take a smaller model, fewer --replicas, or more processes by torchrun",
+    )
+    parts = config.sync.parts()
+    if parts == 1:
+        return
+    try:
+        partition(sizes, parts)
+    except ValueError as error:
+        raise UsageError(f"--sync.fragments {' '.join(config.sync.fragments)}: {error}") from None
