@@ -373,3 +373,15 @@ def test_recommendation_and_warnings_do_not_contradict(view: View, name: str) ->
     assert not re.search(r"\b(every )?1 rounds", page.inner_text("body"))
     if state.restart >= state.rounds:
         assert "no restart within the horizon" in page.inner_html("#residual")
+
+
+LEGENDS = [(0, "", 1), (5, "", 2), (60, "", 1), (5, "soft:3:0.2:0.1", 2)]
+
+
+@pytest.mark.parametrize(("restart", "policy", "names"), LEGENDS)
+def test_a_legend_names_each_curve_once(view: View, restart: int, policy: str, names: int) -> None:
+    """Without a restart in the run both curves are one, in the residual, the loss and the gain."""
+    page = view.show(State(restart=restart, policy=policy))
+    for plot in ("#residual", "#loss", "#gain"):
+        words = page.locator(f"{plot} svg text").all_text_contents()
+        assert sum(bool(re.match("(no )?restart|soft", word)) for word in words) == names

@@ -16,9 +16,15 @@ const trajectories = (() => {
   });
   const every = ({ period, rounds, state }) => {
     if (state.policy) return state.policy.length > 26 ? `${state.policy.slice(0, 25)}…` : state.policy;
-    if (period >= rounds) return "no restart within the horizon";
-    return `restart${period ? "" : ":"} ${compute.periodWords(period || null)}`;
+    if (!period) return "no restart";
+    return period >= rounds ? "no restart within the horizon" : `restart ${compute.periodWords(period)}`;
   };
+
+  /** The legend of both curves, which without any restart are one. */
+  const both = (model, mark) => [
+    [every(model), mark.restart],
+    ...(model.restarts.length ? [["no restart", mark.none]] : []),
+  ];
 
   /** Marks of the restarts: hairlines, and triangles on top where there is room for them. */
   function restartMarks(p, model) {
@@ -73,10 +79,7 @@ const trajectories = (() => {
         thin = others.map((j) => (t) => model.residual(j, t));
       for (const one of log ? heavy.concat(thin) : heavy) for (let t = 0; t <= rounds; t++) finite.push(value(one(t)));
       const [low, high, cutOff] = log ? logRange(finite) : linearRange(finite, turn);
-      const legend = [
-        [every(model), mark.restart],
-        ["no restart", mark.none],
-      ];
+      const legend = both(model, mark);
       if (turn) {
         legend.push([
           "true envelope",
@@ -239,10 +242,7 @@ const trajectories = (() => {
         mark = lines(look);
       const [low, high] = logRange([...losses.none, ...losses.restart]);
       const axis = { x: { from: 0, to: rounds, label: "round" }, y: { from: low, to: high, label: "log₁₀ loss" } };
-      const legend = [
-        [every(model), mark.restart],
-        ["no restart", mark.none],
-      ];
+      const legend = both(model, mark);
       const label = `Loss over ${roundsOf(rounds)}: ${model.words.loss}`;
       const p = plot({ width, height: 300, axis, theme, legend, label, id: "loss" });
       restartMarks(p, model);
@@ -286,10 +286,7 @@ const trajectories = (() => {
         height: 230,
         axis,
         theme,
-        legend: [
-          [every(model), mark.restart],
-          ["no restart", mark.none],
-        ],
+        legend: both(model, mark),
         label,
         id: "gain",
       });
