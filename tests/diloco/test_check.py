@@ -139,10 +139,32 @@ def test_mid_round_and_counts_are_told() -> None:
     assert "2 replicas" in count
 
 
-def test_buffers_are_told_or_averaged() -> None:
-    """BatchNorm's statistics are named; with buffers="mean" they are the mean of what the replicas had."""
+def test_a_parameter_with_two_places_is_told() -> None:
+    """A parameter in two inner optimizers, or in two groups of one, takes two steps in one."""
+    module = model()
+    engine = DiLoCo(module, RULE, inner_steps=1)
+    whole = torch.optim.SGD(module.parameters(), lr=0.1)
+    assert any(
+        "0.bias" in finding for finding in engine.check([whole, torch.optim.SGD([module.get_parameter("0.bias")])])
+    )
+    assert engine.check(whole) == ()
+    whole.param_groups.append(whole.param_groups[0] | {"params": [module.get_parameter("1.weight")]})
+    (finding,) = engine.check(whole)
+    assert "1.weight" in finding
+    assert "0.bias" not in finding
+
+
+def test_buffers_are_told_or_averaged(caplog: pytest.LogCaptureFixture) -> None:
+    """BatchNorm's statistics are named, in the first round too; with buffers="mean" they are the replicas' mean.
+
+    A buffer that no step changes is none of them.
+    """
+    caplog.set_level(logging.WARNING, logger="twophase")
     for buffers in ("local", "mean"):
+        caplog.clear()
         modules = [model(norm=True) for _ in range(2)]
+        for module in modules:
+            module.register_buffer("frequencies", torch.ones(2))
         engine = DiLoCo(modules, RULE, inner_steps=4, buffers=buffers)
         inner: list[torch.optim.Optimizer] = [torch.optim.SGD(module.parameters(), lr=0.1) for module in modules]
         data = [batches(0), batches(1)]
@@ -150,7 +172,8 @@ def test_buffers_are_told_or_averaged() -> None:
         means = [module.get_buffer("1.running_mean").clone() for module in modules]
         rounds(engine, inner, data, 1)
         now = [module.get_buffer("1.running_mean") for module in modules]
-        assert bool(engine.check(inner)) == (buffers == "local")
+        assert len(engine.check(inner)) == len(caplog.messages) == (buffers == "local")
+        assert "frequencies" not in "".join(engine.check(inner))
         assert torch.equal(*now) == (buffers == "mean")
         assert not torch.equal(*means)
     for modules, buffers in (([model()], "sum"), ([nn.BatchNorm1d(3), nn.BatchNorm1d(3)], "mean")):

@@ -68,6 +68,18 @@ def test_killed_and_resumed_byte_for_byte(tmp_path: Path) -> None:
     assert outcome(tmp_path / "killed") == outcome(tmp_path / "whole")
 
 
+def test_buffers_are_averaged(rings: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """BatchNorm's statistics are those of all replicas: in a sweep, and evaluated from Python, alike."""
+    rings.write_text(RINGS.replace("nn.GELU()", "nn.BatchNorm1d(self.width)"))
+    caplog.set_level("WARNING", logger="twophase")
+    alone = twophase.train("rings:Rings", SHORT, "run", quiet=True)
+    swept = twophase.sweep("rings:Rings", {"outer.lr": [0.7, 1.0]}, SHORT, "sweep", workers=1, quiet=True)
+    default = alone.config["outer.lr"]
+    (row,) = [row for row in swept.record.rows if row.values["outer.lr"] == default]
+    assert row.validation_loss == summary_of(alone)["validation_loss"]
+    assert caplog.messages == []
+
+
 def test_a_sweep_is_its_runs_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Cells that share steps have the bits of runs alone; the task's values are axes; report and verdict work."""
     axes = {"outer.lr": [0.3, 0.7], "outer.restart": ["never", 2], "task.width": [8, 12]}

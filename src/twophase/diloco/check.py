@@ -8,6 +8,7 @@ rounding, the replicas have moved alike, as they do on the same batches.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
@@ -83,6 +84,8 @@ class Watch:
                 raise ValueError('DiLoCo: buffers is "mean", and the replicas have other buffers; build them alike')
             self.alike = {"averaged buffers": shapes[0] if shapes else []}
         self.findings: list[str] = []
+        self._first_buffers = {} if buffers == "mean" or not replicas else _on_cpu(replicas[0])
+        """Those that training does not change, as of a rotary embedding, are alike in all replicas."""
         self._names: list[str] = []
         self._before: list[tuple[Tensor, Tensor]] = []
         """The anchor and the first replica's progress, before the first sync, of some parameters."""
@@ -90,6 +93,8 @@ class Watch:
     def begin(self, engine: Engine) -> None:
         """Note the state before the first sync; before later ones nothing."""
         self._names, self._before = [], []  # a first sync that failed is noted anew
+        if not engine.syncs and (finding := self._of_buffers(engine)):
+            self._warn(finding)
         if engine.syncs or not _is_comparable(engine):
             return
         first, *others = [dict(module.named_parameters()) for module in engine.replicas]
@@ -121,7 +126,7 @@ class Watch:
 
     def check(self, engine: Engine, inner: Sequence[Optimizer], *, strict: bool) -> tuple[str, ...]:
         """Return what is wrong, or may be; arguments as of `DiLoCo.check`."""
-        seen = (*self.findings, *self._look(engine, inner))
+        seen = tuple(dict.fromkeys([*self.findings, *self._look(engine, inner)]))
         if strict and seen:
             raise ValueError(f"DiLoCo.check: {'; '.join(seen)}")
         return seen
@@ -137,12 +142,28 @@ class Watch:
             yield from _of_inner(module, optimizer, f"the inner optimizer of replica {number}")
         if inner and len(inner) != len(engine.replicas):
             yield f"there are {len(engine.replicas)} replicas in this process and {len(inner)} inner optimizers"
-        names = [name for name, _ in float_buffers(engine.replicas[0])]
-        if names and self.buffers == "local" and engine.replica_count > 1:
-            yield (
-                f"the buffers {_some(names)} differ between replicas and are not synchronized; DiLoCo(…, "
-                'buffers="mean") averages them once a round'
-            )
+        counts = Counter(id(p) for optimizer in inner for group in optimizer.param_groups for p in group["params"])
+        for number, module in enumerate(engine.replicas):
+            if twice := [name for name, p in module.named_parameters() if counts[id(p)] > 1]:
+                yield (
+                    f"the inner optimizers hold {_some(twice)} of replica {number} more than once, and step it as "
+                    "often; leave one place for each"
+                )
+        if finding := self._of_buffers(engine):
+            yield finding
+
+    def _of_buffers(self, engine: Engine) -> str:
+        """Return what is wrong with the buffers, if the loop has changed some and the engine leaves them alone."""
+        if self.buffers == "mean" or engine.replica_count == 1:
+            return ""
+        now = _on_cpu(engine.replicas[0])
+        names = [name for name, b in self._first_buffers.items() if name in now and not torch.equal(b, now[name])]
+        if not names:
+            return ""
+        return (
+            f"the buffers {_some(names)} differ between replicas and are not synchronized; DiLoCo(…, "
+            'buffers="mean") averages them once a round'
+        )
 
     def _warn(self, finding: str) -> None:
         if finding not in self.findings:
@@ -184,6 +205,10 @@ def _some(names: Iterable[str]) -> str:
 def float_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
     """Return the buffers that training changes by small amounts, such as BatchNorm's running statistics."""
     return [(name, buffer) for name, buffer in module.named_buffers() if buffer.is_floating_point()]
+
+
+def _on_cpu(module: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.detach().to("cpu", copy=True) for name, buffer in float_buffers(module)}
 
 
 @torch.no_grad()

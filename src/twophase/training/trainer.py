@@ -86,6 +86,7 @@ class Trainer:
                 delay=sync.delay,
                 mixing=sync.mixing,
                 wire=sync.wire,
+                buffers="local" if self.comm.elastic else "mean",
                 communicator=self.comm,
                 signals=FOR_POLICIES,
                 probe=self._probe,
