@@ -102,9 +102,9 @@ def train_config(
     from twophase.tasks.named import LM, TASK, check, config_class
 
     # The task's own options are not known before it is.
-    files = {Path(word): load_yaml(Path(word)) for word in _words_of("--config", words)}
+    files = {Path(word): load_yaml(Path(word)) for word in words_of("--config", words)}
     in_files = [flatten(tree).get(f"{TASK}.name") for tree in files.values()]
-    name = [LM, *(str(name) for name in in_files if name), *_words_of("--task", words)][-1]
+    name = [LM, *(str(name) for name in in_files if name), *words_of("--task", words)][-1]
     default = config_class(name)()
     add_values(parser, default, "run")
     parser.on_demand |= {name for name, part in vars(default).items() if is_dataclass(part) and name != TASK}
@@ -128,7 +128,7 @@ def train_config(
     return options, check(config)
 
 
-def _words_of(option: str, words: Sequence[str]) -> list[str]:
+def words_of(option: str, words: Sequence[str]) -> list[str]:
     """Return the values that an option is given, before all options are known."""
     pairs = itertools.pairwise([*words, ""])
     return [word.partition("=")[2] or after for word, after in pairs if word.partition("=")[0] == option]

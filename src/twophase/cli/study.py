@@ -2,30 +2,49 @@
 
 from __future__ import annotations
 
+import argparse
+from dataclasses import is_dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from twophase.base.config import UsageError
-from twophase.cli.commands import between, plain_parser
+from twophase.base.config import UsageError, with_values
+from twophase.base.options import add_values, values_given
+from twophase.cli.commands import between, plain_parser, words_of
+
+if TYPE_CHECKING:
+    from twophase.recipes.paper import Scale
+    from twophase.training.config import RunConfig
 
 
 def main(words: list[str]) -> int:
     """Run the command; return its exit status."""
     from twophase.cli.sweeping import add_workers, watched, workers_of
-    from twophase.studies.study import load, questions, redraw, run, so_far
+    from twophase.studies.study import load, question, questions, redraw, run, so_far
+    from twophase.tasks.named import LM, TASK, config_class, task_label
 
-    parser = plain_parser("study", epilog="--list shows the names")
+    task = [LM, *words_of("--task", words)][-1]
+    default = None if task == LM else config_class(task)()
+    parts = [name for name, part in vars(default).items() if is_dataclass(part) and name != TASK] if default else []
+    parser = plain_parser("study", epilog="--list shows the names", on_demand=parts)
     parser.add_argument("name", metavar="NAME", nargs="?", help="of the study")
     parser.add_argument("--list", action="store_true", help="list the studies and their questions, and stop")
     parser.add_argument(
         "--out",
         type=Path,
         metavar="DIR",
-        default=Path("runs") / "studies",
+        default=Path("runs") / "studies" / (task_label(task) if default else ""),
         help="folder of NAME.png, .pdf, .csv and .json (%(default)s)",
     )
     parser.add_argument("--quick", action="store_true", help="coarser and faster")
     parser.add_argument(
         "--scale", metavar="NAME", help="of a study that trains: laptop (default), or paper, the paper's own, for GPUs"
+    )
+    parser.add_argument(
+        "--task",
+        metavar="NAME",
+        help="of some studies that train: what to train in place of the built-in model (digits, hf:MODEL, "
+        "FILE.py:CLASS), with the options of its configuration, such as --task.width, --inner.lr, --steps and "
+        "--inner-steps, the short communication period",
     )
     parser.add_argument(
         "--so-far",
@@ -49,6 +68,8 @@ def main(words: list[str]) -> int:
     )
     add_workers(parser)
     parser.add_argument("--quiet", action="store_true", help="show no progress")
+    if default:
+        add_values(parser, default, "run")
     options = parser.parse_args(words)
     if options.list:
         questions_by_name = questions()
@@ -57,12 +78,13 @@ def main(words: list[str]) -> int:
         return 0
     if options.name is None:
         raise UsageError(f"name a study: {', '.join(questions())}")
-    print(load(options.name).QUESTION, flush=True)
+    print(question(load(options.name), task), flush=True)
     if options.redraw:
         print("\n".join(map(str, redraw(options.name, options.out))))
         return 0
+    scale = _scale_at(default, options) if default else options.scale
     if options.so_far is not None:
-        where = {"scale": options.scale, "seeds": options.so_far, "tables": options.table}
+        where = {"scale": scale, "seeds": options.so_far, "tables": options.table}
         print(f"\n{so_far(options.name, options.out, options.quick, **where)}")
         return 0
     with watched(options.name, quiet=options.quiet) as progress:
@@ -70,10 +92,21 @@ def main(words: list[str]) -> int:
             options.name,
             options.out,
             options.quick,
-            scale=options.scale,
+            scale=scale,
             workers=workers_of(options.workers),
             progress=progress,
             tables=options.table,
         )
     print("\n".join(["", outcome.answer, "", *map(str, outcome.paths)]))
     return 0
+
+
+def _scale_at(default: RunConfig, options: argparse.Namespace) -> Scale:
+    """Return the scale that is asked for, with a task at its default configuration and the values that are given."""
+    from twophase.studies.study import scale_named
+    from twophase.tasks.named import check
+
+    scale, values = scale_named(options.scale, quick=options.quick), values_given(options, default)
+    if varied := [path for path in values if path.startswith("outer.") or path in ("seed", "sync.restart")]:
+        raise UsageError(f"--{varied[0].replace('_', '-')}: the study has values of its own for it; leave it out")
+    return scale.at(check(with_values(default, {"steps": scale.base.steps, "inner_steps": scale.short, **values})))

@@ -37,7 +37,8 @@ from twophase.rule import Form
 from twophase.sweeps.grid import Axis, Cell, Sweep, product
 from twophase.sweeps.table import SEED, Row, settings
 from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
-from twophase.training.config import InnerConfig
+from twophase.tasks.named import LM, TASK
+from twophase.training.config import InnerConfig, RunConfig
 
 LRS = (0.1, 0.3, 0.5, 0.7, 0.9, 1.1)
 """Outer learning rates nu of the paper's table 1."""
@@ -64,7 +65,8 @@ class Scale:
 
     Args:
         name: of the scale; part of the sweeps' names.
-        base: what all runs share; its communication period is the short one.
+        base: what all runs share, a `TrainConfig` or the configuration of a task; its communication period is the
+            short one.
         lrs: outer learning rates of the grids.
         momenta: outer momenta of the grids.
         periods: restart periods of the sweeps over K, in rounds.
@@ -80,7 +82,7 @@ class Scale:
     """
 
     name: str
-    base: TrainConfig
+    base: Any
     lrs: tuple[float, ...]
     momenta: tuple[float, ...]
     periods: tuple[int, ...]
@@ -96,6 +98,24 @@ class Scale:
     def rounds(self, inner_steps: int) -> int:
         """Rounds of a run with this communication period."""
         return -(-self.base.steps // inner_steps)
+
+    @property
+    def task(self) -> str:
+        """Name of the task that is trained."""
+        return getattr(self.base, TASK).name if hasattr(self.base, TASK) else LM
+
+    def at(self, config: RunConfig) -> Scale:
+        """The same grid and seeds with another task, at its own configuration.
+
+        Args:
+            config: of the task. Its communication period becomes the short one; the others keep their ratio to it.
+        """
+
+        def period(inner_steps: int) -> int:
+            return max(1, round(inner_steps * config.inner_steps / self.short))
+
+        retuning = tuple(dict.fromkeys(map(period, self.retuning)))
+        return replace(self, base=config, short=config.inner_steps, long=period(self.long), retuning=retuning)
 
 
 # The paper gives neither its seeds nor the grid of its soft restarts; one seed and steps of 0.2 are ours. In a sweep

@@ -19,7 +19,8 @@ from twophase.policies.text import parse
 from twophase.recipes.controls import AVERAGING_LR, MOMENTUM_FREE, restarts_that_count
 from twophase.recipes.paper import RULES, Scale
 from twophase.studies.study import select
-from twophase.sweeps.table import Row, Setting, geometric_mean, readable, settings
+from twophase.sweeps.table import PERPLEXITY, Row, Setting, geometric_mean, readable, settings, with_unit
+from twophase.tasks.named import task_label
 
 WITHIN = 0.25
 """A setting works when its perplexity is at most this much above the best, relatively."""
@@ -183,6 +184,22 @@ def place_name(form: str, kind: str, inner_steps: int | None = None) -> str:
     return f"{form} {SHORT_KINDS[kind]}" + ("" if inner_steps is None else f" S={inner_steps}")
 
 
+def measure(settings: Mapping[str, Any]) -> str:
+    """Return what a study's settings are judged by, of a task without perplexity its `loss`."""
+    return settings.get("measure", PERPLEXITY).removeprefix("validation ")
+
+
+def judged(settings: Mapping[str, Any], *, unit: bool = False) -> str:
+    """Return the measure with the task that it is of, if that is not the built-in model: `loss of digits`."""
+    words = with_unit(measure(settings)) if unit else measure(settings)
+    return f"{words} of {task_label(settings['task'])}" if "task" in settings else words
+
+
+def gap_form(settings: Mapping[str, Any]) -> str:
+    """Return the format of differences; a loss may be any number of digits below 1."""
+    return "+.2f" if measure(settings) == PERPLEXITY else "+.3g"
+
+
 def perplexity_words(facts: Mapping[str, Any] | None) -> str:
     """Return a setting's perplexity, or why there is none."""
     if facts is None:
@@ -190,12 +207,12 @@ def perplexity_words(facts: Mapping[str, Any] | None) -> str:
     return readable(facts["perplexity"]) or ("div." if facts["state"] == "diverged" else str(facts["state"]))
 
 
-def difference_words(facts: Mapping[str, Any] | None) -> str:
+def difference_words(facts: Mapping[str, Any] | None, form: str = "+.2f") -> str:
     """Return `-0.12 [-0.20, -0.03]`: the mean over the seeds and their range."""
     if facts is None:
         return "not known"
-    ends = f" [{facts['min']:+.2f}, {facts['max']:+.2f}]" if facts["seeds"] > 1 else ""
-    return f"{facts['mean']:+.2f}{ends}"
+    ends = f" [{facts['min']:{form}}, {facts['max']:{form}}]" if facts["seeds"] > 1 else ""
+    return f"{facts['mean']:{form}}{ends}"
 
 
 def ratio_words(facts: Mapping[str, Any]) -> str:
@@ -245,9 +262,9 @@ def tally(claim: str, holds: Mapping[str, bool | None], detail: Mapping[str, str
     return f"{_head(list(holds.values()))}: '{claim}'{listed}."
 
 
-def tally_lower(claim: str, differences: Mapping[str, Mapping[str, Any] | None]) -> str:
+def tally_lower(claim: str, differences: Mapping[str, Mapping[str, Any] | None], form: str) -> str:
     """Say where differences of perplexity are negative for every seed."""
-    details = {name: difference_words(facts) for name, facts in differences.items()}
+    details = {name: difference_words(facts, form) for name, facts in differences.items()}
     return tally(claim, {name: lower(facts) for name, facts in differences.items()}, details)
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from twophase.figures.heatmaps import Scale, colours_of, draw_colour_bar, draw_tiles, scale_of
 from twophase.figures.style import headline, new_page
+from twophase.sweeps.table import readable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,22 +30,25 @@ def heatmap_page(
     x: Sequence[float],
     y: Sequence[float],
     x_label: str,
+    measure: str,
     finding: str,
     reading: str,
     words: str,
 ) -> Figure:
     """Draw rows of heatmaps over the same axes, with a title for each column.
 
-    One logarithmic colour scale holds for all `lines`: from the best to the worst, at most 3 times that. `finding` and
-    `reading` are those of `headline`, and `words` follow on a line of their own.
+    One logarithmic colour scale holds for all `lines`: from the best to the worst, at most 3 times that. `measure` says
+    what the numbers are. `finding` and `reading` are those of `headline`, and `words` follow on a line of their own.
     """
-    figure = new_page(1.5 + len(rows) * (0.25 + 0.27 * len(y)))
+    figure = new_page(1.5 + len(rows) * (0.25 + 0.27 * max(len(y), 3)))  # a row's label is three cells long
     panels = figure.subplots(len(rows), len(rows[0][2]), squeeze=False)
     values = [line["perplexity"] for line in lines if line["perplexity"] is not None]
     colours = colours_of(scale_of(values))
+    characters = len(x) * len(columns) * max((len(readable(value)) for value in values), default=1)
+    size = min(7.5, 540 / characters)  # a small loss is a longer word than a perplexity
     for row, (label, bound, cells) in zip(panels, rows, strict=True):
         for axes, line_at in zip(row, cells, strict=True):
-            _draw_heatmap(axes, line_at, x=x, y=y, colours=colours, bound=bound)
+            _draw_heatmap(axes, line_at, x=x, y=y, colours=colours, bound=bound, size=size)
         row[0].set_ylabel(label)
         for axes in row[1:]:
             axes.set_yticklabels([])
@@ -56,8 +60,8 @@ def heatmap_page(
     low, high = colours.get_clim()
     scale = Scale(low, high, bound=low)  # what is outlined differs from panel to panel: no mark on the bar
     where = {"ax": list(panels.ravel()), "aspect": 32, "fraction": 0.05, "pad": 0.02}
-    draw_colour_bar(figure, colours, scale, "validation perplexity a token", max(values, default=low), **where)
-    headline(figure, finding, f"validation perplexity a token, lower is better and lighter; {reading}\n{words}")
+    draw_colour_bar(figure, colours, scale, measure, max(values, default=low), **where)
+    headline(figure, finding, f"{measure}, lower is better and lighter; {reading}\n{words}")
     return figure
 
 
@@ -69,6 +73,7 @@ def _draw_heatmap(
     y: Sequence[float],
     colours: ScalarMappable,
     bound: float,
+    size: float,
 ) -> None:
     """Draw one small heatmap with its numbers; a restart that never fires gets a circle behind its number."""
     lines = {(i, j): line_at(across, up) for i, across in enumerate(x) for j, up in enumerate(y)}
@@ -81,7 +86,7 @@ def _draw_heatmap(
         line = lines[i, j]
         return NEVER_FIRES if line is not None and never_fires(line) else ""
 
-    draw_tiles(axes, cells, colours=colours, bound=bound, mark=mark)
+    draw_tiles(axes, cells, colours=colours, bound=bound, size=size, mark=mark)
     axes.set_xticks(range(len(x)), [f"{value:g}" for value in x])
     axes.set_yticks(range(len(y)), [f"{value:g}" for value in y])
     axes.tick_params(pad=2)

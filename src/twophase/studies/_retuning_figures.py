@@ -12,6 +12,7 @@ import numpy as np
 from twophase.figures.style import MUTED, PAPER, headline, look, new_figure, share_legend, span
 from twophase.recipes.paper import BETA_SWEEP, BOTH_FORMS, K_SWEEP, OWN_K_SWEEP, RULES, arm_name, control_name
 from twophase.rule import FORM_WORDS
+from twophase.studies._lm import judged, measure
 from twophase.studies._lm_figures import never_fires
 from twophase.studies.study import Result, select
 from twophase.sweeps.grid import MOMENTUM_FREE
@@ -46,7 +47,8 @@ def draw(result: Result) -> Figure:
     headline(
         figure,
         _finding(result),
-        "how much higher perplexity is at the worst value of one hyperparameter than at its best, lower is flatter\n"
+        f"how much higher {judged(result.settings)} is at the worst value of one hyperparameter than at its best, "
+        "lower is flatter\n"
         f"tuned at S={result.settings['tuned_at']}, K** with K={result.settings['tuning_period']}; "
         + (f"means over {seeds} seeds" if seeds > 1 else "one seed")
         + f"; {_averaging_words(result)}",
@@ -90,8 +92,8 @@ def _finding(result: Result) -> str:
         some = [s for (*_, which), by_steps in spreads.items() if which in sweeps for s in by_steps.values() if s]
         ends[name] = f"up to {max(some) - 1:.0%}" if some else "an unknown share"
     return (
-        f"Perplexity varies by {ends['K']} over K and by {ends['the momentum']} over the momentum, but at the same "
-        f"gains without restarts by {ends[_GAINS]}"
+        f"{measure(result.settings).capitalize()} varies by {ends['K']} over K and by {ends['the momentum']} over the "
+        f"momentum, but at the same gains without restarts by {ends[_GAINS]}"
     )
 
 
@@ -129,12 +131,12 @@ def _curves_page(result: Result, form: str, kind: str) -> Figure:
     for row in grid:
         row[0].set_yticks(ticks, [f"{tick:g}" for tick in ticks])
         row[0].minorticks_off()
-        row[0].set_ylabel("perplexity a token\n(lower is better)")
+        row[0].set_ylabel(f"{judged(settings, unit=True)}\n(lower is better)")
     seeds = "; means over the seeds, bars from the smallest to the largest" if len(settings["seeds"]) > 1 else ""
     headline(
         figure,
         _rule_words(result, form, kind),
-        f"validation perplexity a token, lower is better{seeds}; at the upper edge: values beyond it\n"
+        f"validation {judged(settings, unit=True)}, lower is better{seeds}; at the upper edge: values beyond it\n"
         f"tuned at S={settings['tuned_at']}, K** with K={settings['tuning_period']}; hollow: the period never fires",
     )
     share_legend(figure, panels, spare)
@@ -149,7 +151,7 @@ def _rule_words(result: Result, form: str, kind: str) -> str:
         some = [spread - 1 for spread in every if spread is not None]
         words.append(f"by {span(some, '.0%')} over {over}" if some else f"by what is not known over {over}")
     head = FORM_WORDS[form][0].upper() + FORM_WORDS[form][1:]
-    return f"{head}, {kind}: perplexity varies {', '.join(words)}"
+    return f"{head}, {kind}: {measure(result.settings)} varies {', '.join(words)}"
 
 
 _FREE = {"momentum_free": "momentum-free SGD at its best", "averaging": "plain averaging"}

@@ -15,7 +15,7 @@ from twophase.studies.policies import share_with_workers
 from twophase.sweeps.grid import Sweep
 from twophase.sweeps.run import SPEC, TABLE, read_summaries, run_sweep
 from twophase.sweeps.table import Row, read_rows, rows_of
-from twophase.tasks.lm.config import check
+from twophase.tasks.named import check
 
 MEASURED = "measured.json"
 """Holds what a study has read off trained runs, by run id; plain JSON values."""

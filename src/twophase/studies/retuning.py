@@ -34,9 +34,9 @@ from twophase.studies._retuning_figures import details, draw
 from twophase.studies.study import Result, select
 from twophase.sweeps.table import Row, format_table
 
-__all__ = ["CHOOSES_RUNS", "QUESTION", "answer", "details", "draw", "sweep", "table"]
+__all__ = ["CHOOSES_RUNS", "QUESTION", "TAKES_TASK", "answer", "details", "draw", "sweep", "table"]
 QUESTION = "Does a tuned restart period transfer over communication periods better than a tuned momentum?"
-CHOOSES_RUNS = True
+CHOOSES_RUNS = TAKES_TASK = True
 sweep = retuning
 Claims = dict[str, list[tuple[bool | None, float | None]]]
 """From form and rule to, for each communication period, whether a claim holds there and the number it rests on."""
@@ -156,7 +156,7 @@ def answer(result: Result) -> str:
         parts = [f"{what} lr {best['lr']:g}, momentum {best['momentum']:g}" for what, best in tuning.items()]
         tunings.append(f"{place} {'; '.join(parts) or 'nothing finished'}")
     lines = [
-        f"Validation perplexity ({settings['seeds_words']}). Tuned at S={at}: {'; '.join(tunings)}.",
+        f"Validation {lm.judged(settings)} ({settings['seeds_words']}). Tuned at S={at}: {'; '.join(tunings)}.",
         f"'spread': worst over best of a sweep; 'kept': what keeping the value that was best at S={at} costs, relative "
         "to the best of the sweep. K*: restarts at the setting that was tuned without them; K**: at the one that was "
         f"tuned with K={settings['tuning_period']}. Ratios: geometric mean over the periods, above 1 favours restarts.",
@@ -170,7 +170,7 @@ def answer(result: Result) -> str:
     moved = [facts for facts in every if facts["inner_steps"] != at]  # nothing was tuned there
     lines += [
         lm.tally_by_group(
-            "perplexity varies less over K than over the momentum; the number is the spread over K",
+            f"{lm.measure(settings)} varies less over K than over the momentum; the number is the spread over K",
             _grouped(every, lambda facts: (_flatter(facts), facts["k_sweep"]["worst_over_best"])),
             ".2f",
         ),
@@ -180,18 +180,18 @@ def answer(result: Result) -> str:
             "+.1%",
         ),
         lm.tally_by_group(
-            "with nothing retuned, K* has a lower perplexity, for every seed, than no restart",
+            f"with nothing retuned, K* has a lower {lm.measure(settings)}, for every seed, than no restart",
             _grouped(moved, lambda facts: _lower(facts["k_sweep"]["kept_minus_kept_momentum"])),
-            "+.2f",
+            lm.gap_form(settings),
         ),
     ]
     for key, mark in (("k_sweep", "K*"), ("own_k_sweep", "K**")):
-        lines += _gain_words(every, key, mark)
+        lines += _gain_words(every, key, mark, settings)
     lines.append("A range is over the communication periods, of means over the seeds; every place is in the JSON.")
     return "\n".join(lines)
 
 
-def _gain_words(places: Sequence[Mapping[str, Any]], key: str, mark: str) -> list[str]:
+def _gain_words(places: Sequence[Mapping[str, Any]], key: str, mark: str, settings: Mapping[str, Any]) -> list[str]:
     """Say what the restarts of one of the two sweeps gain over each control."""
     lines = []
     for name, words in (
@@ -204,8 +204,9 @@ def _gain_words(places: Sequence[Mapping[str, Any]], key: str, mark: str) -> lis
             lines.append(lm.tally_by_group(claim, ratios, ".2f"))
     for name, words in _OTHERS.items():
         gaps = _grouped(places, lambda facts, name=name: _lower(facts[key]["best_minus"][name]))
-        claim = f"with its period tuned at each S, {mark} has a lower perplexity, for every seed, than {words}"
-        lines.append(lm.tally_by_group(claim, gaps, "+.2f"))
+        lower = f"a lower {lm.measure(settings)}, for every seed, than {words}"
+        claim = f"with its period tuned at each S, {mark} has {lower}"
+        lines.append(lm.tally_by_group(claim, gaps, lm.gap_form(settings)))
     return lines
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 QUESTION = "Do restarts enlarge the good region of outer learning rate and momentum of a language model?"
 _NEVER, _RESTARTED = "never", f"K={PERIOD}"
+TAKES_TASK = True
 sweep = robustness_heatmaps
 
 
@@ -101,10 +102,10 @@ def answer(result: Result) -> str:
     header = ["", "none", f"K={PERIOD}", "best none", f"best K={PERIOD}", "worst none", f"worst K={PERIOD}"]
     header += ["diverged", f"none/K={PERIOD}", f"gain-matched/K={PERIOD}", "better", "worse"]
     lines = [
-        f"Validation perplexity ({settings['seeds_words']}). 'none' and 'K={PERIOD}': settings within {WITHIN:.0%} of "
-        "the best of all runs of the same S. Ratios: geometric mean over the settings that have finished, above 1 "
-        "favours the restart; better and worse: settings in which the restart differs from its gain-matched control by "
-        f"over {MARGIN:.0%}.",
+        f"Validation {lm.judged(settings)} ({settings['seeds_words']}). 'none' and 'K={PERIOD}': settings within "
+        f"{WITHIN:.0%} of the best of all runs of the same S. Ratios: geometric mean over the settings that have "
+        "finished, above 1 favours the restart; better and worse: settings in which the restart differs from its "
+        f"gain-matched control by over {MARGIN:.0%}.",
         format_table(header, [_table_line(name, facts) for name, facts in places.items()]),
     ]
     for inner_steps, facts in result.numbers["controls"].items():
@@ -141,8 +142,9 @@ def answer(result: Result) -> str:
         "averaging": "plain averaging",
     }
     for key, words in others.items():
-        claim = f"at its best, K={PERIOD} has a lower perplexity, for every seed, than {words}"
-        lines.append(lm.tally_lower(claim, {name: facts["best_minus"][key] for name, facts in places.items()}))
+        claim = f"at its best, K={PERIOD} has a lower {lm.measure(settings)}, for every seed, than {words}"
+        gaps = {name: facts["best_minus"][key] for name, facts in places.items()}
+        lines.append(lm.tally_lower(claim, gaps, lm.gap_form(settings)))
     lines.append(
         f"Bests are chosen in hindsight, among {next(iter(places.values()))['restarted']['settings']} settings of each "
         f"restart arm and each arm without restarts (momentum {least:g} to {largest:g}), and few of the momentum-free "
@@ -220,6 +222,7 @@ def _page(result: Result, inner_steps: str, kind: str) -> Figure:
         x=result.settings["lrs"],
         y=result.settings["momenta"],
         x_label="outer learning rate",
+        measure=f"validation {lm.judged(result.settings, unit=True)}",
         finding=f"{kind[0].upper()}{kind[1:]}, S={inner_steps}: {_region_words(result, kind, int(inner_steps))}",
         reading=f"{mean}; {_ratio_words(result, kind, int(inner_steps))}",
         words=f"outlined: within {WITHIN:.0%} of the best of all runs of this S; momentum-free SGD "
@@ -244,7 +247,7 @@ def _ratio_words(result: Result, kind: str, inner_steps: int) -> str:
     places = [result.numbers["places"][lm.place_name(form, kind, inner_steps)] for form in BOTH_FORMS]
     ratios = [facts["over_never"]["ratio"] for facts in places]
     times = " and ".join("?" if ratio is None else f"{ratio['mean']:.2f}" for ratio in ratios)
-    return f"over the grid no restart has {times} times the perplexity"
+    return f"over the grid no restart has {times} times the {lm.measure(result.settings)}"
 
 
 def _line_at(lines: Sequence[Any], lr_name: str) -> LineAt:

@@ -45,6 +45,7 @@ _OTHERS = {
     "averaging": ("averaging", "plain averaging"),
 }
 """What soft restarts are compared with: in a table's head, and in a sentence."""
+TAKES_TASK = True
 sweep = soft_restart
 
 
@@ -116,14 +117,16 @@ def answer(result: Result) -> str:
     header += [*(short for short, _ in _OTHERS.values()), "gain-matched/soft"]
     body = [_table_line(name, facts) for name, facts in places.items()]
     lines = [
-        f"Validation perplexity, {settings['rule']}, lr {settings['lr']:g}, momentum {settings['momentum']:g} "
-        f"({settings['seeds_words']}). 'soft' is the best of {next(iter(places.values()))['settings'] - 1} soft "
-        "settings, chosen in hindsight; ratio: geometric mean over all settings, above 1 favours the restart.",
+        f"Validation {lm.judged(settings)}, {settings['rule']}, lr {settings['lr']:g}, momentum "
+        f"{settings['momentum']:g} ({settings['seeds_words']}). 'soft' is the best of "
+        f"{next(iter(places.values()))['settings'] - 1} soft settings, chosen in hindsight; ratio: geometric mean over "
+        "all settings, above 1 favours the restart.",
         format_table(header, body),
     ]
     for key, (_, words) in _OTHERS.items():
-        claim = f"the best soft restart has a lower perplexity, for every seed, than {words}"
-        lines.append(lm.tally_lower(claim, {name: facts["soft_minus"][key] for name, facts in places.items()}))
+        claim = f"the best soft restart has a lower {lm.measure(settings)}, for every seed, than {words}"
+        minus = {name: facts["soft_minus"][key] for name, facts in places.items()}
+        lines.append(lm.tally_lower(claim, minus, lm.gap_form(settings)))
     gains = {name: _gain(facts) for name, facts in places.items()}
     lines += [
         lm.tally(
@@ -216,6 +219,7 @@ def _page(result: Result, inner_steps: int) -> Figure:
         x=settings["inject"],
         y=settings["retain"],
         x_label="weight of the pseudo-gradient that is added",
+        measure=f"validation {lm.judged(settings, unit=True)}",
         finding=f"S={inner_steps}: {_best_words(places)}",
         reading=f"{settings['rule']}, lr {settings['lr']:g}, momentum {settings['momentum']:g}{seeds}",
         words="outlined: no worse than the best of no restart, momentum-free, averaging; bottom left: hard restart\n"

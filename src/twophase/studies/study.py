@@ -15,6 +15,9 @@ A study that also holds `sweep` is a *sweep study*: its numbers come from runs t
 * `table(rows, scale) -> Result` in the place of the above, from the rows of the sweep's table;
 * `answer` and `draw` as above.
 
+A sweep study whose cells vary values that every task has, and whose words name its measure by `_lm.judged`, holds
+`TAKES_TASK = True`: it can be asked of a task in place of the built-in model.
+
 A study that chooses its later cells by the results of earlier ones holds `CHOOSES_RUNS = True`: its answer for a part
 of its runs would rest on another choice. Its `sweep(scale, rows)` is called with more rows until it adds no cell, and
 must begin each time with the cells that it had before.
@@ -54,10 +57,13 @@ from twophase.studies._so_far import complete, joined, run_counts
 from twophase.studies._training import train_in_stages
 from twophase.sweeps.plan import plan
 from twophase.sweeps.run import RUNS, TABLE, Status
-from twophase.sweeps.table import SEED, Row, read_rows, rows_of
+from twophase.sweeps.table import LOSS, SEED, Row, measure_of, read_rows, rows_of
+from twophase.tasks.named import LM, task_label
 
 _FOLDER = Path(__file__).parent
 _COLUMNS = 110
+_LOSS_NAMES = {"perplexity": "validation_loss"}
+"""What a study's perplexities are called in the files of a task that has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +105,11 @@ def questions() -> dict[str, str]:
     return {name: load(name).QUESTION for name in names()}
 
 
+def question(study: Any, task: str = LM) -> str:
+    """Return the question of a study's module, of a task where that takes the language model's place."""
+    return study.QUESTION if task == LM else study.QUESTION.replace("a language model", task_label(task))
+
+
 def load(name: str) -> Any:
     """Import the module of a study.
 
@@ -131,7 +142,8 @@ def run(
         name: of the study.
         out: folder of the files; made if it does not exist.
         quick: coarser and faster; the files say so.
-        scale: of a sweep study, by name or as a value: `laptop` when None and not quick, or `paper`.
+        scale: of a sweep study, by name or as a value: `laptop` when None and not quick, or `paper`. Of a task in place
+            of the built-in model: `scale_named("laptop").at(config)`.
         workers: worker processes of a sweep study.
         progress: called when a sweep begins and whenever a run ends (see `sweep.run`).
         tables: `cells.csv` of runs of this study that were trained elsewhere. With one nothing is trained here: every
@@ -160,22 +172,32 @@ def run(
         if size is None:
             result = study.table(quick=quick)
         elif rows:
-            result = study.table(rows, size)
+            result = _table(study, rows, size)
         else:
             options = {"runs": out / RUNS, "workers": workers, "progress": progress} | options
-            result = study.table(*train_in_stages(study, size, _folder(name, out, size), **options))
+            result = _table(study, *train_in_stages(study, size, _folder(name, out, size), **options))
         pictures = _pictures(study, result)
     answer = study.answer(result)
     facts = {
         "study": name,
-        "question": study.QUESTION,
+        "question": study.QUESTION if size is None else question(study, size.task),
         "version": __version__,
         "settings": {"quick": quick} | ({} if size is None else {"scale": size.name}) | result.settings,
         "numbers": result.numbers,
         "answer": answer.splitlines(),
     }
-    text = json.dumps(_plain(facts), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    return Outcome(write_files(out / name, pictures | {".csv": table_text(result.rows), ".json": text}), folded(answer))
+    names_in_files = _LOSS_NAMES if result.settings.get("measure") == LOSS else {}
+    lines = [{names_in_files.get(key, key): value for key, value in row.items()} for row in result.rows]
+    text = json.dumps(_plain(facts, names_in_files), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    return Outcome(write_files(out / name, pictures | {".csv": table_text(lines), ".json": text}), folded(answer))
+
+
+def _table(study: Any, rows: Sequence[Row], scale: Scale, *measured: Any) -> Result:
+    """Make the table of a sweep study; of a task, with its name and what it is judged by."""
+    result = study.table(rows, scale, *measured)
+    if scale.task != LM:
+        result.settings.update(task=scale.task, measure=measure_of(rows))
+    return result
 
 
 def redraw(name: str, folder: Path) -> list[Path]:
@@ -194,9 +216,11 @@ def redraw(name: str, folder: Path) -> list[Path]:
         raise UsageError(f"--redraw: the study {name} needs no runs; leave the option out, it is computed in a minute")
     with styled():
         try:
-            facts = read_json_object(stem.with_suffix(".json"))
+            names_here = {written: name for name, written in _LOSS_NAMES.items()}
+            facts = _plain(read_json_object(stem.with_suffix(".json")), names_here)
             with stem.with_suffix(".csv").open(encoding="utf-8", newline="") as file:
-                rows = [{key: _value(key, word) for key, word in row.items()} for row in csv.DictReader(file)]
+                lines = list(csv.DictReader(file))
+            rows = [{names_here.get(key, key): _value(key, word) for key, word in line.items()} for line in lines]
             pictures = _pictures(study, Result(rows, facts["numbers"], facts["settings"]))
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise UsageError(
@@ -271,7 +295,7 @@ def so_far(
         return words
     assert size is not None
     size = replace(size, seeds=tuple(sorted({row.values[SEED] for row in whole})))
-    return f"{words}\n{folded(study.answer(study.table(whole, size)))}"
+    return f"{words}\n{folded(study.answer(_table(study, whole, size)))}"
 
 
 def _all_rows(option: str, study: Any, scale: Scale | None, folder: Path, tables: Sequence[Path]) -> list[Row]:
@@ -301,12 +325,18 @@ def _folder(name: str, out: Path, scale: Scale | None) -> Path:
 
 def _scale(name: str, study: Any, quick: bool, scale: str | Scale | None) -> Scale | None:
     """Return the scale that is asked for; None for a study that trains nothing."""
+    if isinstance(scale, Scale) and scale.task != LM and not hasattr(study, "TAKES_TASK"):
+        able = ", ".join(other for other in names() if hasattr(load(other), "TAKES_TASK"))
+        raise UsageError(f"--task {scale.task}: the study {name} takes no task; those that do are {able}")
     if not hasattr(study, "sweep"):
         if scale is not None:
             raise UsageError(f"--scale: the study {name} trains nothing and has no scale; leave the option out")
         return None
-    if isinstance(scale, Scale):
-        return scale
+    return scale if isinstance(scale, Scale) else scale_named(scale, quick=quick)
+
+
+def scale_named(scale: str | None = None, *, quick: bool = False) -> Scale:
+    """Return a scale by its name, the laptop's by default; refuse an unknown one, or two."""
     if scale is not None and quick and scale != QUICK.name:
         raise UsageError(f"--quick is a scale of its own; leave out either it or --scale {scale}")
     chosen = QUICK.name if quick else scale or LAPTOP.name
@@ -323,14 +353,14 @@ def folded(text: str) -> str:
     )
 
 
-def _plain(value: Any) -> Any:
-    """Convert a value for JSON: NumPy's types become plain, NaN and infinities null."""
+def _plain(value: Any, renamed: Mapping[str, str]) -> Any:
+    """Convert a value for JSON: NumPy's types become plain, NaN and infinities null, some names others."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {renamed.get(key, str(key)): _plain(item, renamed) for key, item in value.items()}
     if hasattr(value, "tolist"):  # NumPy's arrays and scalars
-        return _plain(value.tolist())
+        return _plain(value.tolist(), renamed)
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [_plain(item, renamed) for item in value]
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
     return value
