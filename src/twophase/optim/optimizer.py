@@ -175,11 +175,11 @@ class OuterOptimizer(OuterSGD):
             if restart is not None and restart.before:
                 self._restart(method, state, g, restart)
             update = function(method, round_, x, g, state)
-            products.append(torch.vdot(update.reshape(-1).double(), g.reshape(-1).double()))
+            products.append(torch.dot(update.reshape(-1), g.reshape(-1)))
             x.sub_(update)
             if restart is not None and not restart.before:
                 self._restart(method, state, g, restart)
-        (self._along,) = self.context.total([float(torch.stack(products).sum())])
+        (self._along,) = self.context.total([float(torch.stack(products).double().sum())])
         if restart is not None and not restart.before:
             weights = restarted(method, restart, weights)
         group |= weights

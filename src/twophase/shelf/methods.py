@@ -85,7 +85,7 @@ class Memoryless(Method):
 
     equation = "x <- x - lr g"
     source = "arXiv 2509.10439"
-    users = "the control of every comparison here"
+    users = "yeto"
     linear = True
     plain = True
     first_moment = False
@@ -125,7 +125,6 @@ class Lookahead(Memoryless):
 
     equation = "x <- x - lr g,  one replica"
     source = "arXiv 1907.08610"
-    users = "single-worker training"
 
     lr: float = 0.5
 
@@ -137,7 +136,7 @@ class SNOO(Nesterov):
 
     equation = "m <- b m + g;  x <- x - lr (g + b m),  one replica"
     source = "arXiv 2510.15830"
-    users = "modded-nanogpt"
+    users = ""
 
 
 @register("muloco-1")
@@ -147,7 +146,7 @@ class MuLoCo(Nesterov):
 
     equation = "m <- b m + g;  x <- x - lr (g + b m),  one replica, inner Muon"
     source = "arXiv 2505.23725"
-    users = "modded-nanogpt"
+    users = "modded-nanogpt's optimizer track"
 
 
 @register("slowmo")
@@ -201,7 +200,7 @@ class AdamW(_Moments):
 
     equation = "m <- b m + (1-b) g;  v <- b2 v + (1-b2) g^2;  x <- x - lr (m / W) / (sqrt(v / (1-b2^t)) + eps)"
     source = "arXiv 1711.05101; FedOpt, arXiv 2003.00295"
-    users = "CGAD, Decoupled DiLoCo studies"
+    users = "CGAD, arXiv 2605.09126"
     test = f"{_GOLDEN}::test_adamw"
 
     lr: float = 0.05
@@ -222,7 +221,7 @@ class _FedOpt(_Moments):
     """Adaptive federated optimizers, without bias correction, with `v_0 = tau^2`."""
 
     source = "FedOpt, arXiv 2003.00295"
-    users = "federated learning (Flower, TFF)"
+    users = "Flower"
 
     def __post_init__(self) -> None:
         self._check()
@@ -278,7 +277,7 @@ class Sign(Method):
 
     equation = "m <- b m + (1-b) g;  x <- x - lr sign(m)"
     source = "signSGD, arXiv 1802.04434"
-    users = "sign-based local SGD"
+    users = ""
     test = f"{_GOLDEN}::test_sign"
 
     lr: float = 1e-3
@@ -299,7 +298,7 @@ class Lion(Sign):
 
     equation = "x <- x - lr sign(b1 m + (1-b1) g);  m <- b m + (1-b) g"
     source = "arXiv 2302.06675"
-    users = "distributed Lion"
+    users = "distributed Lion, arXiv 2404.00438"
     test = f"{_GOLDEN}::test_lion"
 
     momentum: float = 0.99
@@ -327,7 +326,7 @@ class Muon(Method):
 
     equation = "m <- b m + (1-b) g;  x <- x - lr NS(m)  (nesterov: NS((1-b) g + b m))"
     source = "Muon, github.com/KellerJordan/Muon; torch.optim.Muon"
-    users = "outer Muon studies"
+    users = ""
     matrices = True
     test = f"{_GOLDEN}::test_muon"
 
@@ -366,7 +365,7 @@ class DelayedNesterov(Method):
 
     equation = "every n-th: m <- b m + mean g, x <- x - lr ((1-cn+c) b m + g/n);  else x <- x - lr (c b m + g/n)"
     source = "arXiv 2401.09135"
-    users = "asynchronous DiLoCo"
+    users = ""
     linear = True
     buffers = (FIRST, "pending")
     test = f"{_GOLDEN}::test_delayed_nesterov"
@@ -391,7 +390,7 @@ class _Averages(Method):
 
     first_moment = False
     reads_out = True
-    users = "single-worker training; inner_steps=1 is the paper's"
+    users = ""
     buffers = ("iterate", AVERAGE)
 
     def rule(self) -> OuterRule:

@@ -35,7 +35,7 @@ class EMA(Readout):
 
     equation = "r <- r + (1-d) / (1-d^t) (x - r)"
     source = "arXiv 1412.6980, section 7.2"
-    users = "diffusion models; modded-nanogpt"
+    users = "diffusion models"
     test = _TEST
 
     decay: float = 0.9
@@ -59,7 +59,7 @@ class Tail(Readout):
 
     equation = "r <- r + (x - r) / min(t, rounds)"
     source = "tail averaging, arXiv 1610.03774"
-    users = "modded-nanogpt"
+    users = "modded-nanogpt's optimizer track"
     test = _TEST
 
     rounds: int = 10

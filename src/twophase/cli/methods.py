@@ -1,0 +1,100 @@
+"""`twophase methods`: what stands on the shelf, one line each, or one value with its fields."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from twophase.base.errors import UsageError
+from twophase.base.files import write_atomic
+from twophase.cli.commands import plain_parser
+from twophase.number import did_you_mean
+from twophase.shelf.base import SLOTS, Slot, Value, as_outer, outer, registered
+
+_TITLES: dict[Slot, str] = {
+    "method": "Methods: how an update is made of a pseudo-gradient g (m: first moment, b: momentum, x: anchor)",
+    "filter": "Filters: what happens to g before",
+    "schedule": "Schedules: learning rate and momentum by the round t, T rounds in all",
+    "readout": "Readouts: what is evaluated and exported",
+}
+
+
+def main(words: Sequence[str]) -> int:
+    """Print the shelf, or a part of it."""
+    parser = plain_parser("methods", epilog="Restart policies, the fifth slot, are in docs/policies.md.")
+    parser.add_argument("name", nargs="?", help="of a value, to see its fields and what a round of it costs")
+    parser.add_argument("--slot", choices=SLOTS, help="only one slot")
+    parser.add_argument(
+        "--into",
+        type=Path,
+        metavar="FILE",
+        help="fill in the tables of a page such as docs/shelf.md",
+    )
+    options = parser.parse_args(words)
+    slots = [options.slot] if options.slot else SLOTS
+    if options.name:
+        print(_one(slots, options.name))
+    elif options.into:
+        page = options.into.read_text(encoding="utf-8")
+        for slot in slots:
+            page = re.sub(rf"(<!-- {slot}s -->\n)(\|.*\n)*", lambda match, slot=slot: match[1] + _table(slot), page)
+        write_atomic(options.into, page)
+    else:
+        print("\n\n".join(_lines(slot) for slot in slots))
+    return 0
+
+
+def _lines(slot: Slot) -> str:
+    width = max(map(len, registered(slot)))
+    lines = [f"  {name:{width}}  {cls.equation}  [{cls.source or 'here'}]" for name, cls in registered(slot).items()]
+    return "\n".join([_TITLES[slot], *lines])
+
+
+def _one(slots: Sequence[Slot], name: str) -> str:
+    places = [(slot, registered(slot)[name]) for slot in slots if name in registered(slot)]
+    if not places:
+        names = [name for slot in slots for name in registered(slot)]
+        raise UsageError(f"{name!r} is not on the shelf; {did_you_mean(name, names)}")
+    return "\n\n".join(_about(slot, cls) for slot, cls in places)
+
+
+def _about(slot: Slot, cls: type[Value]) -> str:
+    rows = {"option": f"--outer.{slot} {cls()}", "equation": cls.equation, "source": cls.source, "used by": cls.users}
+    rows |= {"theory": "linear: in theory.rollout" if cls.linear else "outside the linear theory"}
+    if slot == "method":
+        rows |= {"restarts": "of its first moment" if getattr(cls, "first_moment", True) else "none: no first moment"}
+    if slot != "schedule":
+        rows |= {"costs": "{:.0f} passes over the parameters, {:.0f} bytes a parameter".format(*_cost(slot, cls))}
+    rows |= {"test": cls.test}
+    lines = [f"  {what:9} {text}" for what, text in rows.items() if text]
+    return "\n".join([f"{slot} {cls.name}", *lines, "", textwrap.indent(inspect.getdoc(cls) or "", "  ")])
+
+
+def _cost(slot: Slot, cls: type[Value]) -> tuple[float, float]:
+    from twophase.optim.cost import cost
+
+    value: Any = cls()
+    return cost(outer(value) if slot == "method" else replace(as_outer("nesterov"), **{slot: value}))
+
+
+def _table(slot: Slot) -> str:
+    costs = slot != "schedule"
+    head = ["text", "equation", "source", "used by", *(["restarts"] if slot == "method" else []), "theory"]
+    head += ["passes", "bytes"] if costs else []
+    lines = [_row([*head, "test"]), _row(["---"] * (len(head) + 1))]
+    for cls in registered(slot).values():
+        cells = [f"`{cls()}`", f"`{cls.equation}`", cls.source, cls.users]
+        cells += ["yes" if getattr(cls, "first_moment", True) else "no"] if slot == "method" else []
+        cells += ["yes" if cls.linear else "no"]
+        cells += [f"{number:.0f}" for number in _cost(slot, cls)] if costs else []
+        lines.append(_row([*cells, f"`{cls.test.split('/')[-1]}`"]))
+    return "\n".join(lines) + "\n"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"

@@ -1,0 +1,39 @@
+"""`twophase methods`: the shelf as it is, and the page made from it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from twophase.cli.main import main
+from twophase.shelf.base import SLOTS, registered
+
+PAGE = Path(__file__).parents[2] / "docs" / "shelf.md"
+
+
+def test_page_is_the_registry_s(tmp_path: Path) -> None:
+    """docs/shelf.md holds the tables that `twophase methods --into docs/shelf.md` writes."""
+    copy = tmp_path / "shelf.md"
+    shutil.copy(PAGE, copy)
+    assert main(["methods", "--into", str(copy)]) == 0
+    assert copy.read_text(encoding="utf-8") == PAGE.read_text(encoding="utf-8")
+
+
+def test_every_value_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    """One line a value, and a value by itself with the option that takes it."""
+    assert main(["methods"]) == 0
+    lines = capsys.readouterr().out
+    for slot in SLOTS:
+        for name, cls in registered(slot).items():
+            assert f"  {name} " in lines
+            assert cls.equation
+            assert main(["methods", name, "--slot", slot]) == 0
+            assert f"--outer.{slot} {name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["adamx"], ["--slot", "rule"], ["adamw", "--slot", "filter"]])
+def test_unknown_names(words: list[str]) -> None:
+    """A name that no slot has, or not this one, is a mistake."""
+    assert main(["methods", *words]) == 2
