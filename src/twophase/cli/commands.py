@@ -101,6 +101,7 @@ def train_config(
     from twophase.recipes.pretraining import at_pace, recipe
     from twophase.tasks.lm.config import TrainConfig
     from twophase.tasks.named import LM, TASK, check, config_class
+    from twophase.training.config import check_rule_options
 
     # The task's own options are not known before it is.
     files = {Path(word): load_yaml(Path(word)) for word in words_of("--config", words)}
@@ -123,6 +124,7 @@ def train_config(
         # The decay that averaging is best with, unless another schedule is asked for.
         values = {**untuned, **({} if "inner.decay" in values else {"inner.schedule": "wsd"}), **values}
     config = with_values(config, values)
+    check_rule_options(config, values)
     if options.recipe:
         assert isinstance(config, TrainConfig)
         config = at_pace(config, keep={*paths, *values})

@@ -36,9 +36,9 @@ def main(words: Sequence[str]) -> int:
         help="fill in the tables of a page such as docs/shelf.md",
     )
     options = parser.parse_args(words)
-    slots = [options.slot] if options.slot else SLOTS
+    slots: Sequence[Slot] = [options.slot] if options.slot else SLOTS
     if options.name:
-        print(_one(slots, options.name))
+        print(_named(slots, options.name))
     elif options.into:
         page = options.into.read_text(encoding="utf-8")
         for slot in slots:
@@ -55,8 +55,10 @@ def _lines(slot: Slot) -> str:
     return "\n".join([_TITLES[slot], *lines])
 
 
-def _one(slots: Sequence[Slot], name: str) -> str:
-    places = [(slot, registered(slot)[name]) for slot in slots if name in registered(slot)]
+def _named(slots: Sequence[Slot], name: str) -> str:
+    places: list[tuple[Slot, type[Value]]] = [
+        (slot, registered(slot)[name]) for slot in slots if name in registered(slot)
+    ]
     if not places:
         names = [name for slot in slots for name in registered(slot)]
         raise UsageError(f"{name!r} is not on the shelf; {did_you_mean(name, names)}")
@@ -78,8 +80,8 @@ def _about(slot: Slot, cls: type[Value]) -> str:
 def _cost(slot: Slot, cls: type[Value]) -> tuple[float, float]:
     from twophase.optim.cost import cost
 
-    value: Any = cls()
-    return cost(outer(value) if slot == "method" else replace(as_outer("nesterov"), **{slot: value}))
+    value: Any = {slot: cls()}
+    return cost(outer(value[slot]) if slot == "method" else replace(as_outer("nesterov"), **value))
 
 
 def _table(slot: Slot) -> str:

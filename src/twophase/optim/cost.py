@@ -25,12 +25,12 @@ class _Traffic(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         arguments = func._schema.arguments
-        given = [*args, *((kwargs or {}).get(argument.name) for argument in arguments[len(args) :])]
+        values = [*args, *((kwargs or {}).get(argument.name) for argument in arguments[len(args) :])]
         is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
         if is_view or (not tree_leaves(result) and not any(a.alias_info for a in arguments)):
             return result
-        before = {id(tensor) for tensor in tree_leaves(given) if isinstance(tensor, Tensor)}
-        for argument, value in zip(arguments, given, strict=False):
+        before = {id(tensor) for tensor in tree_leaves(values) if isinstance(tensor, Tensor)}
+        for argument, value in zip(arguments, values, strict=False):
             written = argument.alias_info is not None and argument.alias_info.is_write
             if func is torch.ops.aten._fused_sgd_.default and argument.name == "grads":
                 written = False  # but with a loss scale
@@ -56,5 +56,5 @@ def cost(value: Outer | OuterRule) -> tuple[float, float]:
         outer.step()
     with _Traffic() as traffic:
         outer.step()
-    bytes_held = sum(t.nbytes for t in outer.state[x].values() if isinstance(t, Tensor) and t.shape == x.shape)
-    return traffic.elements / x.numel(), bytes_held / x.numel()
+    held_bytes = sum(t.nbytes for t in outer.state[x].values() if isinstance(t, Tensor) and t.shape == x.shape)
+    return traffic.elements / x.numel(), held_bytes / x.numel()

@@ -24,6 +24,7 @@ from twophase.policies.gain import mean_outer_gain
 from twophase.rule import OuterRule
 from twophase.sweeps.grid import MOMENTUM_FREE, Axis, Cell, product, text_of
 from twophase.tasks.named import check
+from twophase.training.config import check_rule_options
 
 AVERAGING_LR = 1.0
 """The learning rate at which outer SGD without momentum is plain averaging of the replicas."""
@@ -192,6 +193,7 @@ def grid_of(base: Any, axes: Sequence[Axis], *, controls: bool) -> list[Cell]:
     cells = in_arms(base, axes)
     for cell in cells:  # before the controls, which take an outer rule as sound
         check(cell.config)
+        check_rule_options(cell.config, [axis.path for axis in axes])
     added = controls_of(base, axes, cells) if controls else []
     for cell in added:
         check(cell.config)

@@ -16,7 +16,7 @@ axes of a sweep, and entries of a state.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from importlib import import_module
@@ -328,9 +328,10 @@ class Outer:
         value: Value = getattr(self, slot)
         return "" if value.name in ("none", "constant", "last") else value.name
 
-    def values(self) -> Iterator[Value]:
-        """Yield what stands in the slots."""
-        yield from (self.method, self.filter, self.schedule, self.readout)
+    @property
+    def buffers(self) -> tuple[str, ...]:
+        """Its tensors of a parameter's size, 4 bytes a parameter each in float32."""
+        return (*self.method.buffers, *(() if self.readout.name == "last" else ("readout",)))
 
 
 def as_outer(value: Outer | OuterRule | Method | str) -> Outer:

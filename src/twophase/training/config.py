@@ -48,6 +48,11 @@ class InnerConfig:
     """Share of the inner steps, at the run's end, over which wsd decays."""
 
 
+RULE_OPTIONS = ("lr", "momentum", "nesterov", "form")
+"""Options of the outer optimizer that belong to momentum SGD."""
+SGD = "sgd"
+
+
 @dataclass(frozen=True)
 class OuterConfig:
     """The outer optimizer: how the replicas' progress is combined once a round."""
@@ -67,9 +72,9 @@ class OuterConfig:
     """Sequences on which a policy that probes weighs its candidates: the first ones of each replica's next batch; 0
     means all of it. Other policies do not look at it."""
 
-    method: str = field(default="sgd", metadata=LATER)
-    """How the update is made, NAME or NAME:FIELD=VALUE:...; `twophase methods` lists them. Its lr, momentum and so on
-    are those of the options above where the text does not name them."""
+    method: str = field(default=SGD, metadata=LATER)
+    """How the update is made, NAME or NAME:FIELD=VALUE:..., such as adamw:lr=0.05; `twophase methods` lists them. The
+    options lr, momentum, nesterov and form are those of sgd; other methods have their own, in this text."""
     filter: str = field(default="none", metadata=LATER)
     """What happens to the pseudo-gradient before, such as clip:norm=1."""
     schedule: str = field(default="constant", metadata=LATER)
@@ -80,8 +85,8 @@ class OuterConfig:
 
     def value(self, rounds: int = 0) -> OuterRule | Outer:
         """The outer optimizer as a value, a rule where that says it all; `rounds` of the run, for its schedule."""
-        defaults = {name: getattr(self, name) for name in ("lr", "momentum", "nesterov", "form")}
-        method = parse_value("method", self.method, defaults)
+        options = {name: getattr(self, name) for name in RULE_OPTIONS}
+        method = parse_value("method", self.method, options if self.method.startswith(SGD) else {})
         if method.plain and self._has_no_other:
             return self.policy().effective(method.rule())
         schedule = parse_value("schedule", self.schedule).over(rounds)
@@ -254,6 +259,22 @@ def require(config: Any, ranges: Iterable[Range]) -> None:
 
 def _refusal(path: str, value: object, wanted: str) -> UsageError:
     return UsageError(f"--{path.replace('_', '-')} is {value}; it must be {wanted}")
+
+
+def check_rule_options(config: RunConfig, paths: Iterable[str]) -> None:
+    """Refuse options of momentum SGD beside another method, which would not look at them.
+
+    Args:
+        config: of a run.
+        paths: of the values that the user has given.
+    """
+    unused = [f"outer.{name}" for name in RULE_OPTIONS if f"outer.{name}" in paths]
+    if unused and not config.outer.method.startswith(SGD):
+        name = unused[0].removeprefix("outer.")
+        raise UsageError(
+            f"--{unused[0]} is an option of --outer.method sgd, and the method is {config.outer.method}; write it into "
+            f"the method's text, such as --outer.method {config.outer.method}:{name}=VALUE, or leave it out"
+        )
 
 
 def check(config: RunConfig) -> None:
