@@ -270,7 +270,7 @@ class DiLoCo:
         """Wait for the sums, take the outer steps, and give the replicas the new anchor."""
         with torch.no_grad():
             self._watch.begin(self)
-            while not sync.receive(signals):  # processes went away: once more without them
+            while not sync.receive(signals, self.inner_steps):  # processes went away: once more without them
                 failed, sync = sync, self._launch(sync.fragments, sync.members.attempts + 1, at_once=True)
                 sync.add(failed)
             self._position.borrowed.difference_update([fragment.number for fragment in sync.fragments])

@@ -14,7 +14,7 @@ import operator
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -362,6 +362,11 @@ class Fragment:
         if self.divisor > 1:
             self.gradient.div_(self.divisor)
         self.divisor = 1
+
+    def set_age(self, rounds: float) -> None:
+        """Tell the outer optimizer's filter how old the pseudo-gradient is."""
+        if isinstance(self.outer, OuterOptimizer):
+            self.outer.context = replace(self.outer.context, age=rounds)
 
     def hand_over(self) -> None:
         """Give the pseudo-gradient to the outer optimizer, as `.grad` of the anchor's parameters."""

@@ -156,12 +156,18 @@ class Sync:
         means = averaged(self.setting.communicator, self.members.weight, local)
         return [mean[0] if mean else None for mean in means]
 
-    def receive(self, signals: Mapping[str, float]) -> bool:
+    def receive(self, signals: Mapping[str, float], inner_steps: int) -> bool:
         """Wait for the mean pseudo-gradients and what the outer steps decide by.
+
+        Args:
+            signals: of this process.
+            inner_steps: of a round, in which filters count the age of the pseudo-gradients.
 
         Returns:
             Whether they are there; else a process has gone meanwhile, and the sync has been withdrawn.
         """
+        for fragment in self.fragments:
+            fragment.set_age(self.age / inner_steps)
         agreed = False
         try:
             with suppress(Interrupted):

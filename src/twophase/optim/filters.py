@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from twophase.optim.methods import orthogonalized
+from twophase.optim.products import Dots
 from twophase.shelf.base import Filter
-from twophase.shelf.filters import Clip, NoFilter
+from twophase.shelf.filters import Clip, HeLoCo, NoFilter, Orthogonal
 
 Total = Callable[[Sequence[float]], list[float]]
 """Sums over the shards of a parameter, of numbers that each process has of its own shard."""
@@ -26,10 +28,12 @@ class Context:
     Args:
         age: rounds that the pseudo-gradient is old when it is applied.
         total: sums of numbers over the shards.
+        scale: what a group's first moment is to be multiplied with to have the EMA form.
     """
 
     age: float = 0.0
     total: Total = field(default=list)
+    scale: float = 1.0
 
 
 Function = Callable[[Any, Sequence[Tensor], Sequence[Tensor | None], Context], list[Tensor]]
@@ -70,3 +74,51 @@ def clip(value: Clip, gradients: Sequence[Tensor], buffers: Sequence[Tensor | No
     (whole,) = context.total([sum(map(square, gradients))])
     factor = min(1.0, value.norm / whole**0.5) if whole > 0 else 1.0
     return list(gradients) if factor == 1 else [g * factor for g in gradients]
+
+
+@filter_of(HeLoCo)
+def heloco(
+    value: HeLoCo, gradients: Sequence[Tensor], buffers: Sequence[Tensor | None], context: Context
+) -> list[Tensor]:
+    """Correct each parameter's pseudo-gradient by its angle to the first moment; without one it stays."""
+    pairs = [(g, m) for g, m in zip(gradients, buffers, strict=True) if m is not None]
+    products = [inner(a, b) for g, m in pairs for a, b in ((g, g), (m, m), (g, m))]
+    totals = context.total(torch.stack(products).tolist()) if products else []
+    dots = iter(zip(totals[::3], totals[1::3], totals[2::3], strict=True))
+    return [
+        g if m is None else _along(value, g, m, next(dots), context.scale)
+        for g, m in zip(gradients, buffers, strict=True)
+    ]
+
+
+def inner(a: Tensor, b: Tensor) -> Tensor:
+    """Return the inner product of two tensors of one shape, accumulated in float64."""
+    return torch.dot(a.reshape(-1).double(), b.reshape(-1).double())
+
+
+def _along(value: HeLoCo, g: Tensor, m: Tensor, dots: Dots, scale: float) -> Tensor:
+    gg, mm, gm = dots
+    length, memory = gg**0.5, mm**0.5
+    if not min(length, memory * scale) >= value.eps or not (cosine := gm / length / memory) < value.keep:  # also NaN
+        return g
+    confidence = length / (length + value.kappa * memory * scale + value.eps)
+    if cosine < 0:
+        share = min(value.shrink * -cosine * confidence, value.cap)
+        return g - m * (share * cosine * length / memory)
+    turn = min(value.rotate * (1 - cosine) * confidence, 1.0)
+    mixed = ((1 - turn) ** 2 + turn**2 + 2 * turn * (1 - turn) * cosine) ** 0.5  # the length of u
+    return g * ((1 - turn) / mixed) + m * (turn * length / (memory * mixed))
+
+
+@filter_of(Orthogonal)
+def orthogonal(
+    value: Orthogonal, gradients: Sequence[Tensor], buffers: Sequence[Tensor | None], context: Context
+) -> list[Tensor]:
+    """Orthogonalize each matrix and keep its norm; a tensor of more axes is the matrix of its first one."""
+    del buffers, context
+    return [g if g.ndim < 2 else _orthogonal(g, value.steps) for g in gradients]
+
+
+def _orthogonal(g: Tensor, steps: int) -> Tensor:
+    flat = orthogonalized(g.reshape(len(g), -1), steps).to(g.dtype).view(g.shape)
+    return flat * (torch.linalg.vector_norm(g) / torch.linalg.vector_norm(flat).clamp(min=1e-30))

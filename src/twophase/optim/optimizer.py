@@ -134,7 +134,9 @@ class OuterOptimizer(OuterSGD):
         method = method_of(part.group)
         if not method.plain:  # momentum 0 may be that of a method that keeps a buffer all the same
             buffers = [self.state.get(p, {}).get(FIRST) for p in part.params]
-        gradients = filtered(parse("filter", part.group["filter"]), part.gradients, buffers, self.context)
+        rule = rule_of(part.group)
+        context = replace(self.context, scale=(1 - rule.momentum) / rule.injection)
+        gradients = filtered(parse("filter", part.group["filter"]), part.gradients, buffers, context)
         return part._replace(gradients=gradients, buffers=buffers)
 
     def _schedule(self, group: dict[str, Any]) -> None:
@@ -285,6 +287,11 @@ def check_slots(group: Mapping[str, Any]) -> None:
         value.check_restart(policy, first_moment=first_moment_key(method) is not None)
     except ValueError as error:
         raise ValueError(f"OuterOptimizer: {error}") from None
+    if value.filter.first_moment and (first_moment_key(method) is None or (method.plain and group["momentum"] == 0)):
+        raise ValueError(
+            f"OuterOptimizer: filter {value.filter.name} compares g with a first moment, and method {value.method} has "
+            "none; give it a momentum above 0, or take the filter away (none)"
+        )
     if method.matrices or value.filter.matrices:
         whole = method if method.matrices else value.filter
         flat = [tuple(p.shape) for p in group["params"] if p.ndim < 2]

@@ -106,6 +106,8 @@ class Filter(Value):
     """Whether it compares the replicas' own pseudo-gradients, before they are averaged."""
     matrices: ClassVar[bool] = False
     """Whether it works on whole matrices."""
+    first_moment: ClassVar[bool] = False
+    """Whether it compares g with the method's first moment."""
 
     def factor(self, age: float) -> float:
         """Return what a linear filter multiplies g with.

@@ -1,0 +1,259 @@
+"""Filters of the pseudo-gradient: equal to slow twins from the papers' equations, and to `none` in their limits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from outers import flat, give, parameters, randoms, run
+from policies import each_rule
+from replicas import same_bits, through_file
+from twophase.optim.filters import Context, filtered
+from twophase.optim.methods import orthogonalized
+from twophase.optim.optimizer import OuterOptimizer
+from twophase.optim.reference import ReferenceOuter
+from twophase.restart import parse as parse_policy
+from twophase.rule import OuterRule
+from twophase.shelf.base import Filter, outer, parse, registered
+from twophase.shelf.filters import CGAD, Clip, HeLoCo, Orthogonal
+
+SHAPES = [(7,), (3, 5), (2, 3, 4), (6, 2)]
+AGE = 0.75
+
+Twin = Callable[[list[Tensor], list[Tensor], OuterRule], list[Tensor]]
+each_restart = pytest.mark.parametrize("restart", ["never", "3", "soft:4:0.3:0.1"])
+
+
+# --- slow twins: lists of numbers, an equation a line -----------------------------------------------------------------
+
+
+def clipped(gradients: list[Tensor], buffers: list[Tensor], rule: OuterRule) -> list[Tensor]:
+    """The clip of torch.nn.utils, which the norm of all of them decides."""
+    del buffers, rule
+    length = math.sqrt(sum(v * v for g in gradients for v in g.flatten().tolist()))
+    return [g * min(1.0, 15.0 / length) for g in gradients]
+
+
+def helocoed(gradients: list[Tensor], buffers: list[Tensor], rule: OuterRule) -> list[Tensor]:
+    """Algorithm 2 of the paper; its momentum is a mean of pseudo-gradients, in EMA form."""
+    c_ok, k_s, k_d, kappa, beta_max, eps = 0.3, 0.9, 0.8, 2.0, 0.25, 1e-8
+    corrected = []
+    for g, m in zip(gradients, buffers, strict=True):
+        delta, memory = g.flatten().tolist(), m.flatten().tolist()
+        if rule.form == "sum":
+            memory = [(1 - rule.momentum) * v for v in memory]
+        length, size = math.sqrt(sum(v * v for v in delta)), math.sqrt(sum(v * v for v in memory))
+        u, v = [d / length for d in delta], [w / size if size else 0.0 for w in memory]
+        c = sum(a * b for a, b in zip(u, v, strict=True))
+        conf = length / (length + kappa * size + eps)
+        if size < eps or c >= c_ok:
+            new = delta
+        elif c < 0:
+            beta = min(k_s * -c * conf, beta_max)
+            new = [d - beta * c * length * b for d, b in zip(delta, v, strict=True)]
+        else:
+            turn = min(k_d * (1 - c) * conf, 1.0)
+            mixed = [(1 - turn) * a + turn * b for a, b in zip(u, v, strict=True)]
+            norm = math.sqrt(sum(w * w for w in mixed))
+            new = [length * w / norm for w in mixed]
+        corrected.append(torch.tensor(new, dtype=g.dtype).view(g.shape))
+    return corrected
+
+
+def aged(gradients: list[Tensor], buffers: list[Tensor], rule: OuterRule) -> list[Tensor]:
+    """sigma(tau) = gamma(tau) exp(-alpha tau) of the paper."""
+    del buffers, rule
+    return [g * 0.5 * (1 + math.cos(math.pi * AGE / 2.5)) * math.exp(-0.4 * AGE) for g in gradients]
+
+
+def orthogonals(gradients: list[Tensor], buffers: list[Tensor], rule: OuterRule) -> list[Tensor]:
+    """Muon's iteration on each matrix, scaled to its Frobenius norm."""
+    del buffers, rule
+    results = []
+    for g in gradients:
+        matrix = g.reshape(g.shape[0], -1)
+        new = orthogonalized(matrix, 5).double()
+        ratio = math.sqrt(sum(v * v for v in matrix.flatten().tolist()) / sum(v * v for v in new.flatten().tolist()))
+        results.append(g if g.ndim < 2 else (new * ratio).view(g.shape))
+    return results
+
+
+TWINS: dict[str, Twin] = {
+    "clip:norm=15": clipped,
+    "heloco:keep=0.3:shrink=0.9:rotate=0.8:kappa=2:cap=0.25": helocoed,
+    "cgad:alpha=0.4:cutoff=2.5": aged,
+    "orthogonal": orthogonals,
+}
+
+
+@each_rule
+@each_restart
+@pytest.mark.parametrize("text", TWINS)
+def test_equals_its_slow_twin(text: str, restart: str, rule: OuterRule):
+    """Over 24 rounds parameters and momentum are the twin's, with gradients that turn against the momentum at times."""
+    params = parameters(0, SHAPES)
+    twins = [ReferenceOuter(p.reshape(-1), rule, parse_policy(restart)) for p in params]
+    optimizer = OuterOptimizer(params, outer(rule, filter=text), restart, context=Context(AGE))
+    for number in range(24):
+        gradients = [
+            g * (1 - 3 * (number % 7 == 5)) + 0.3 * math.cos(number) for g in randoms(1000 + number % 5, SHAPES)
+        ]
+        give(params, gradients)
+        optimizer.step()
+        seen = TWINS[text](gradients, [twin.m for twin in twins], rule)
+        for twin, g in zip(twins, seen, strict=True):
+            twin.round(g.reshape(-1))
+        for p, g, twin in zip(params, gradients, twins, strict=True):
+            m = optimizer.state[p]["momentum_buffer"]
+            torch.testing.assert_close(p.detach(), twin.x.view(p.shape), rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(m, twin.m.view(p.shape), rtol=1e-12, atol=1e-12)
+            assert p.grad is not None
+            assert same_bits(p.grad, g)  # the caller's is only read
+
+
+def test_heloco_meets_all_its_cases():
+    """A g along m stays, one across is turned at its length, one against is shortened along m alone."""
+    m = torch.tensor([2.0, 0.0], dtype=torch.float64)
+    along, across, against = torch.tensor([[1.0, 0.1], [0.1, 1.0], [-1.0, 0.5]], dtype=torch.float64)
+    stays, turned, shortened = filtered(HeLoCo(), [along, across, against], [m] * 3, Context())
+    assert same_bits(stays, along)
+    assert float(turned.norm()) == pytest.approx(float(across.norm()), rel=1e-15)
+    assert turned[0] > across[0]
+    assert against[0] < shortened[0] < 0
+    assert shortened[1] == against[1]
+
+
+def test_heloco_sees_no_form():
+    """A rule and the same rule in the other form go through the same points behind HeLoCo."""
+    ends = []
+    for rule in (OuterRule(0.1, 0.9, nesterov=True), OuterRule(0.1, 0.9, nesterov=True).to("ema")):
+        params = parameters(0, SHAPES)
+        run(OuterOptimizer(params, outer(rule, filter="heloco"), "5"), range(24))
+        ends.append(flat(params))
+    torch.testing.assert_close(*ends, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(6, 9), (9, 6), (4, 4), (3, 2, 5)])
+def test_orthogonal_makes_the_singular_values_alike(shape: tuple[int, ...]):
+    """Against an SVD: the left and right vectors of g, values within 40 % of their root mean square, and g's norm."""
+    (g,) = randoms(3, [shape])
+    (new,) = filtered(Orthogonal(), [g], [None], Context())
+    matrix = g.reshape(shape[0], -1)
+    u, _, vh = torch.linalg.svd(matrix, full_matrices=False)
+    values = torch.diagonal(u.T @ new.reshape(matrix.shape) @ vh.T)
+    level = float(g.norm()) / math.sqrt(min(matrix.shape))
+    assert float(new.norm()) == pytest.approx(float(g.norm()), rel=1e-12)
+    assert bool(((values > 0.6 * level) & (values < 1.4 * level)).all()), values / level
+
+
+# --- limits and reports -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["nesterov", "adamw"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "clip:norm=1e9",
+        "heloco:keep=-1",
+        "heloco:shrink=0:rotate=0",
+        "cgad:alpha=0:cutoff=0",
+        "cgad",
+        "orthogonal:steps=1",
+    ],
+)
+def test_limits_are_no_filter(text: str, method: str):
+    """A bound that nothing reaches, thresholds that keep all, no decay or no age, and vectors: the bits of `none`."""
+    shapes = [(7,), (1,), (7,)] if text.startswith("orthogonal") else SHAPES
+    age = 0.0 if text == "cgad" else AGE
+    ends = []
+    for name in ("none", text):
+        params = parameters(0, shapes, torch.float32)
+        if text.startswith("orthogonal"):  # which needs a matrix, and leaves the others
+            params.append(torch.nn.Parameter(torch.ones(1, 1)))
+        value = outer(method, lr=0.1, momentum=0.9, filter=name)
+        run(OuterOptimizer(params, value, "4", context=Context(age)), range(12), measure=True)
+        ends.append(params[:3])
+    if text.startswith("heloco:shrink"):  # turned by nothing: to rounding
+        torch.testing.assert_close(*map(flat, ends), rtol=1e-5, atol=1e-6)
+    else:
+        assert all(map(same_bits, *ends))
+
+
+@pytest.mark.parametrize("text", [name for name, cls in registered("filter").items() if not cls.replicas])  # type: ignore[attr-defined]
+def test_reports_are_of_the_filtered(text: str):
+    """Norm, cosine and gain in the report are of g as the method sees it, and gain is measured along that g."""
+    params = parameters(0, SHAPES)
+    optimizer = OuterOptimizer(params, outer("heavy-ball", lr=0.3, momentum=0.9, filter=text), context=Context(AGE))
+    for number in range(3):
+        gradients = randoms(40 - number, SHAPES)
+        buffers = [optimizer.state.get(p, {}).get("momentum_buffer") for p in params]
+        buffers = [None if m is None else m.clone() for m in buffers]
+        g = flat(filtered(parse("filter", text), gradients, buffers, Context(AGE, scale=1 - 0.9)))
+        give(params, gradients)
+        before = flat(params)
+        optimizer.step(measure=True)
+        (report,) = optimizer.last_round
+        assert report.pseudo_gradient_norm == pytest.approx(float(g.norm()), rel=1e-12)
+        assert report.gain == pytest.approx(float((before - flat(params)) @ g / (g @ g)), rel=1e-9)
+        m = flat([torch.zeros_like(p) if b is None else b for p, b in zip(params, buffers, strict=True)])
+        scale = float(g.norm() * m.norm())
+        assert report.cosine == pytest.approx(float(g @ m) / scale if scale else 0.0, rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("filters", [("heloco", "clip:norm=3"), ("orthogonal", "none")])
+def test_groups_filter_by_themselves_and_resume(filters: Sequence[str]):
+    """A filter for each group, set down and taken up after every round, has the bits of an uninterrupted run."""
+
+    def built(seed: int) -> tuple[list[Tensor], OuterOptimizer]:
+        params = parameters(seed, SHAPES)
+        groups = [{"params": params[::2], "filter": filters[0]}, {"params": params[1::2], "filter": filters[1]}]
+        return params, OuterOptimizer(groups, outer("nesterov", lr=0.2, momentum=0.9), "5")
+
+    params, optimizer = built(0)
+    run(optimizer, range(8))
+    others, other = built(0)
+    for number in range(8):
+        run(other, range(number, number + 1))
+        state = through_file(other.state_dict())
+        values = [p.detach().clone() for p in others]
+        others, other = built(9)
+        other.load_state_dict(state)
+        for p, value in zip(others, values, strict=True):
+            p.data.copy_(value)
+    assert all(map(same_bits, params, others))
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "method", "shapes", "words"),
+    [
+        ("clip:norm=0", "sgd", SHAPES, "norm"),
+        ("heloco:keep=2", "nesterov", SHAPES, "keep"),
+        ("heloco:kappa=-1", "nesterov", SHAPES, "kappa"),
+        ("heloco:eps=0", "nesterov", SHAPES, "eps"),
+        ("heloco", "sgd:lr=1:momentum=0", SHAPES, "momentum above 0"),
+        ("heloco", "gpa", SHAPES, "none"),
+        ("cgad:alpha=-0.1", "sgd", SHAPES, "alpha"),
+        ("cgad:cutoff=-1", "sgd", SHAPES, "cutoff"),
+        ("orthogonal:steps=0", "nesterov", SHAPES, "steps"),
+        ("orthogonal:steps=21", "nesterov", SHAPES, "at most 20"),
+        ("orthogonal", "nesterov", [(7,), (3,)], "matrices"),
+        ("helocos", "nesterov", SHAPES, "heloco"),
+    ],
+)
+def test_refused(text: str, method: str, shapes: Sequence[tuple[int, ...]], words: str):
+    """What makes no filter, and a filter that has not what it works on, is refused with a remedy at construction."""
+    with pytest.raises(ValueError, match=words):
+        OuterOptimizer(parameters(0, shapes), outer(method, filter=text))
+
+
+@pytest.mark.parametrize("value", [Clip(2.0), HeLoCo(keep=0.1), CGAD(cutoff=0), Orthogonal(3)])
+def test_text_and_value_are_one(value: Filter):
+    """The text form of a filter is parsed to an equal value."""
+    assert parse("filter", str(value)) == value
