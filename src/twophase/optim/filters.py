@@ -81,19 +81,14 @@ def heloco(
     value: HeLoCo, gradients: Sequence[Tensor], buffers: Sequence[Tensor | None], context: Context
 ) -> list[Tensor]:
     """Correct each parameter's pseudo-gradient by its angle to the first moment; without one it stays."""
-    pairs = [(g, m) for g, m in zip(gradients, buffers, strict=True) if m is not None]
-    products = [inner(a, b) for g, m in pairs for a, b in ((g, g), (m, m), (g, m))]
+    pairs = [(g.to(m.dtype), m) for g, m in zip(gradients, buffers, strict=True) if m is not None]
+    products = [torch.dot(a.reshape(-1), b.reshape(-1)) for g, m in pairs for a, b in ((g, g), (m, m), (g, m))]
     totals = context.total(torch.stack(products).tolist()) if products else []
     dots = iter(zip(totals[::3], totals[1::3], totals[2::3], strict=True))
     return [
         g if m is None else _along(value, g, m, next(dots), context.scale)
         for g, m in zip(gradients, buffers, strict=True)
     ]
-
-
-def inner(a: Tensor, b: Tensor) -> Tensor:
-    """Return the inner product of two tensors of one shape, accumulated in float64."""
-    return torch.dot(a.reshape(-1).double(), b.reshape(-1).double())
 
 
 def _along(value: HeLoCo, g: Tensor, m: Tensor, dots: Dots, scale: float) -> Tensor:

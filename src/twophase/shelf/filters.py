@@ -64,7 +64,7 @@ class HeLoCo(Filter):
 
     equation = "per tensor: g (c >= keep),  g - b c |g| m/|m| (c < 0),  else rotated towards m;  c = cos(g, m)"
     source = "arXiv 2606.00271, equations 7 to 15"
-    users = "HeLoCo; yeto"
+    users = "asynchronous DiLoCo; yeto"
     first_moment = True
     test = _TEST
 
@@ -98,7 +98,6 @@ class CGAD(Filter):
 
     equation = "gate(age) exp(-alpha age) g,  gate = (1 + cos(pi min(1, age / cutoff))) / 2"
     source = "arXiv 2605.09126"
-    users = "decoupled DiLoCo"
     linear = True
     test = _TEST
 
@@ -131,7 +130,7 @@ class Orthogonal(Filter):
 
     equation = "per matrix g = U S V^T: |g| NS(g) / |NS(g)|,  about |g| U V^T / sqrt(rank)"
     source = "Iso-C, arXiv 2502.04959; Muon, github.com/KellerJordan/Muon"
-    users = "IsoLoCo"
+    users = "IsoLoCo, arXiv 2607.03011"
     matrices = True
     test = _TEST
 
