@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import twophase
 from commands import outcome, wait_until
@@ -69,7 +71,7 @@ def test_killed_and_resumed_byte_for_byte(tmp_path: Path) -> None:
 
 
 def test_buffers_are_averaged(rings: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """BatchNorm's statistics are those of all replicas: in a sweep, and evaluated from Python, alike."""
+    """BatchNorm's statistics are those of all replicas, in a sweep as in one run, and lie beside the weights."""
     rings.write_text(RINGS.replace("nn.GELU()", "nn.BatchNorm1d(self.width)"))
     caplog.set_level("WARNING", logger="twophase")
     alone = twophase.train("rings:Rings", SHORT, "run", quiet=True)
@@ -78,6 +80,8 @@ def test_buffers_are_averaged(rings: Path, caplog: pytest.LogCaptureFixture) -> 
     (row,) = [row for row in swept.record.rows if row.values["outer.lr"] == default]
     assert row.validation_loss == summary_of(alone)["validation_loss"]
     assert caplog.messages == []
+    module: Any = importlib.import_module("rings")
+    module.Rings().model(0).load_state_dict(load_file(alone.path / "weights.safetensors"))
 
 
 def test_a_sweep_is_its_runs_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

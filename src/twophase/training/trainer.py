@@ -299,8 +299,10 @@ class Trainer:
         return self.done.step * self.config.replicas * self.compute.tokens
 
     def weights(self, config: RunConfig) -> bytes:
-        """Return what is evaluated, the anchor or its readout, as a safetensors file of a run's configuration."""
+        """Return what is evaluated, the anchor or its readout and the buffers, as a safetensors file of a run."""
         pairs = [pair for f in self.engine.fragments for pair in zip(dict(f.named), f.readouts(), strict=True)]
+        model = self.replicas[0].model
+        pairs += [(name, buffer) for name, buffer in model.named_buffers() if name in model.state_dict()]
         tensors = {name: value.contiguous().clone() for name, value in pairs}
         return safetensors.torch.save(tensors, metadata={"config": fingerprint(config)})
 
