@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -111,13 +111,21 @@ class HuggingFace:
         return {name: value for name, value in result.items() if not math.isnan(value) or name == "loss"}
 
     def describe(self) -> dict[str, Any]:
-        """Describe the corpus and the model: its configuration, and the sizes of the files of its weights."""
-        files = sorted(Path(self.source).glob("*.safetensors")) if self.weights else []
+        """Describe the corpus and the model: its configuration, and digits of the weights that it begins with."""
         return {
             **self._corpus.description,
             "model": self._config.to_diff_dict(),
-            "weights": {file.name: file.stat().st_size for file in files},
+            "weights": self._weights_digest if self.weights else {},
         }
+
+    @cached_property
+    def _weights_digest(self) -> str:
+        """Digits of the loaded weights: a name on the hub, and a folder, may have others tomorrow."""
+        digest = hashlib.sha256()
+        for name, tensor in self._pretrained.state_dict().items():
+            digest.update(name.encode())
+            digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy())
+        return digest.hexdigest()
 
     def data_fault(self, *, wait: bool = False) -> str:
         """Return what is wrong with token files that were taken on trust; `wait` until all are read."""
