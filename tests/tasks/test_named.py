@@ -139,6 +139,12 @@ def test_shipped_tasks_train(tmp_path: Path) -> None:
         assert summary_of(run)["perplexity"] < 256
     assert summary_of(fresh)["checksum"] != summary_of(loaded)["checksum"]
     assert twophase.train("hf:tiny", values, quiet=True).summary == fresh.summary
+    torch.manual_seed(2)  # weights of the same sizes under the same name
+    transformers.AutoModelForCausalLM.from_config(tiny).save_pretrained(tmp_path / "tiny")
+    forget()
+    with pytest.raises(UsageError, match="changed"):
+        twophase.train("hf:tiny", values | {"task.weights": True}, quiet=True)
+    assert twophase.train("hf:tiny", values, quiet=True).summary == fresh.summary
 
 
 MISTAKES = {
@@ -179,6 +185,22 @@ def test_mistakes_are_named_and_leave_nothing(rings: Path, mistake: str) -> None
         twophase.train("rings:Rings", SHORT, "run", quiet=True)
     assert named_part in str(refusal.value)
     assert not Path("run").exists()
+
+
+def test_a_task_of_several_files(tmp_path: Path, rings: Path) -> None:
+    """A task imports what lies beside its file, wherever it is started, in a sweep too; a base class is part of it."""
+    (tmp_path / "own").mkdir()
+    base = rings.rename(tmp_path / "own" / "base_of_rings.py")
+    (tmp_path / "own" / "rings.py").write_text("from base_of_rings import Rings as Base\nclass Rings(Base): pass\n")
+    before = twophase.train("own/rings.py:Rings", SHORT, "run", quiet=True)
+    assert len(twophase.sweep("own/rings.py:Rings", {"outer.lr": [0.3]}, SHORT, "sweep", quiet=True).runs) == 1
+    base.write_text(RINGS.replace("nn.GELU()", "nn.ReLU()"))
+    forget()
+    sys.modules.pop("base_of_rings")
+    with pytest.raises(UsageError, match="changed"):
+        twophase.train("own/rings.py:Rings", SHORT, before.path, quiet=True)
+    sys.modules.pop("base_of_rings")
+    sys.path.remove(str(tmp_path / "own"))
 
 
 @pytest.mark.parametrize("method", ["muon", "schedule-free"])

@@ -60,8 +60,8 @@ def task_class(name: str) -> type:
 def _attribute(name: str, module: str, kind: str) -> type:
     member = getattr(_module(name, module), kind, None)
     if not inspect.isclass(member):
-        what = "has no such class" if member is None else "is no class"
-        raise UsageError(f"--task {name}: {kind} {what} in {module}; name the task's class")
+        classes = [key for key, value in vars(_module(name, module)).items() if inspect.isclass(value)]
+        raise UsageError(f"--task {name}: {module} has no class {kind}; {did_you_mean(kind, classes, 'name one')}")
     return member
 
 
@@ -83,6 +83,9 @@ def _module(name: str, module: str) -> ModuleType:
         spec = importlib.util.spec_from_file_location(unique, file.absolute())
         assert spec is not None
         assert spec.loader is not None
+        # What lies beside it can be imported, as in `python FILE`; last, so that it hides no installed module.
+        if (folder := str(file.absolute().parent)) not in sys.path:
+            sys.path.append(folder)
         loaded = sys.modules[unique] = importlib.util.module_from_spec(spec)  # dataclasses look their types up there
         try:
             spec.loader.exec_module(loaded)

@@ -6,6 +6,7 @@ import hashlib
 import inspect
 import json
 import math
+import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -107,11 +108,19 @@ class OwnTask:
         return {"task": self.name, **description, "fingerprint": hashlib.sha256(text.encode()).hexdigest()}
 
     def source(self) -> str:
-        """Return digits of the file of the task's class; of a notebook's class, and of a shipped one, the name."""
+        """Return digits of the file of the task's class and of its bases beside it.
+
+        Of a class of a notebook, and of a shipped one, return the name.
+        """
         if type(self.task).__module__.startswith("twophase."):
             return type(self.task).__qualname__
         try:
-            return source_digest([Path(inspect.getfile(type(self.task)))])
+            place = Path(inspect.getfile(type(self.task)))
+            bases = [sys.modules[kind.__module__] for kind in type(self.task).__mro__]
+            files = {Path(file) for module in bases if (file := getattr(module, "__file__", None))}
+            return source_digest(
+                {place, *(file for file in files if file.absolute().parent == place.absolute().parent)}
+            )
         except (OSError, TypeError):
             return type(self.task).__qualname__
 
