@@ -10,6 +10,7 @@ from twophase.rule import OuterRule
 from twophase.shelf.base import Schedule, register
 
 _TEST = "tests/shelf/test_schedules.py"
+_LEAST_MOMENTUM = 1e-300
 
 
 @register("constant")
@@ -109,17 +110,20 @@ class Linear(_Decay):
 class Transient(Schedule):
     """The bias correction of a momentum buffer that begins at 0, anew after each restart.
 
-    With it the update's weights on past pseudo-gradients add up to the same number in every round.
+    With it the update's weights on past pseudo-gradients add up to the same number in every round (not in one whose
+    restart comes before g is mixed in: its factor is still that of the cycle that ends).
     """
 
-    equation = "lr_t = lr / (1 - b^a),  a: rounds since the restart"
+    equation = "lr_t = lr / (1 - b^a),  a: rounds since the restart, with Nesterov one more"
     source = "Adam's bias correction, arXiv 1412.6980"
     test = _TEST
 
     def at(self, rule: OuterRule, number: int, age: int) -> OuterRule:
         """Return the rule of a round."""
         del number
-        return rule if rule.momentum == 0 else replace(rule, lr=rule.lr / -math.expm1(age * math.log(rule.momentum)))
+        if rule.momentum == 0:
+            return rule
+        return replace(rule, lr=rule.lr / -math.expm1((age + rule.nesterov) * math.log(rule.momentum)))
 
 
 @register("momentum")
@@ -142,4 +146,6 @@ class MomentumWarmup(Schedule):
         """Return the rule of a round."""
         del age
         share = min(1.0, (number - 1) / self.warmup)
-        return replace(rule, momentum=self.start + (rule.momentum - self.start) * share)
+        momentum = self.start + (rule.momentum - self.start) * share
+        # At momentum 0 an optimizer has no buffer, and a later round would lack this one's pseudo-gradient.
+        return replace(rule, momentum=max(momentum, _LEAST_MOMENTUM) if rule.momentum else momentum)

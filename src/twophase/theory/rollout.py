@@ -1,5 +1,7 @@
 """Simulate the outer iteration on quadratic modes, round by round: any rule, any policy, with noise, with blocks.
 
+In the place of a rule stands any outer optimizer of the shelf that is linear (`theory.outer`).
+
 In a mode with residual x the inner phase of a round makes the pseudo-gradient `g = sigma x`, and the outer rule and
 the restart policy act on it as the optimizer does: the same rule objects, the same policy objects, the equations of
 the rule's own form.
@@ -12,7 +14,7 @@ of the sigmas). The study `linear_network` measures what fails for them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +36,7 @@ from twophase.policies.base import (
 )
 from twophase.policies.text import parse
 from twophase.rule import OuterRule
+from twophase.shelf.base import Method, Outer, Schedule
 from twophase.theory.inputs import (
     Floats,
     Rules,
@@ -45,6 +48,7 @@ from twophase.theory.inputs import (
     rule_arrays,
 )
 from twophase.theory.noise import Noise, disturbance
+from twophase.theory.outer import LinearOuter, Round, momentum_sgd
 
 _LOSSES = frozenset({"loss_start", "loss_end"})
 _SUPPLIED = MEASURED | _LOSSES | {PROBES, AGREEMENT, "inner_lr", "progress"}
@@ -60,9 +64,11 @@ class Rollout:
         buffer: m of the rule's own form at the same times, after any restart, the same shape.
         pseudo_gradient: g that the outer rule saw, averaged over replicas, shape (rounds, ..., modes).
         restarts: whether the buffer restarted in each round, shape (rounds, ...).
-        loss: `1/2 sum_j w_j x_j^2` with weights of sum 1, at the times of `residual`, shape (rounds + 1, ...).
+        loss: `1/2 sum_j w_j r_j^2` with weights of sum 1, r the readout, at its times, shape (rounds + 1, ...).
         not_finite: whether what the policy needs was not finite in each round, shape (rounds, ...): the trajectory has
             diverged, and the policy was not asked.
+        readout: what is evaluated at the times of `residual`, the same shape: x itself, or the average of a readout
+            or method that keeps one.
     """
 
     residual: Floats
@@ -71,10 +77,11 @@ class Rollout:
     restarts: NDArray[np.bool_]
     loss: Floats
     not_finite: NDArray[np.bool_]
+    readout: Floats
 
 
 def rollout(
-    rule: Rules,
+    rule: Rules | Outer | Method,
     sigma: ArrayLike,
     rounds: int,
     restart: RestartPolicy | str | int = Never(),  # noqa: B008 - a frozen value
@@ -105,7 +112,8 @@ def rollout(
     and `not_finite` says so.
 
     Args:
-        rule: an outer rule, or an array of rules of any shape B.
+        rule: an outer rule, or an array of rules of any shape B; or one value of `twophase.outer` whose slots are all
+            linear: any schedule and readout, and the methods and filters that `twophase methods` marks.
         sigma: effective progress in [0, 1], shape (modes,), or with leading axes that broadcast with B.
         rounds: T >= 1.
         restart: a policy, its text form, or a period.
@@ -126,6 +134,10 @@ def rollout(
     >>> run = rollout(OuterRule(1.0, 0.9, form="ema"), [0.95], 80, "5")
     >>> run.residual.shape, round(float(np.log10(run.loss[-1])), 2)
     ((81, 1), -64.54)
+    >>> from twophase.shelf.base import outer
+    >>> averaged = rollout(outer("heavy-ball", readout="tail:rounds=5"), [0.05, 0.2], 40)
+    >>> bool(averaged.loss[-1] < rollout(OuterRule(0.7, 0.9), [0.05, 0.2], 40).loss[-1])
+    True
     """
     runs, _ = _rollouts(
         "rollout", {"rollout": Block(sigma, rule, restart, weights)}, rounds, initial, noise, replicas, seeds
@@ -139,14 +151,14 @@ class Block:
 
     Args:
         sigma: effective progress of the modes, in [0, 1], modes on the last axis.
-        rule: an outer rule, or an array of rules.
+        rule: an outer rule, an array of rules, or a value of `twophase.outer`, as of `rollout`.
         restart: a policy, its text form, or a period. It sees the norms of this block only.
         weights: weights >= 0 of the modes in the loss, not normalised: `rollout_blocks` normalises over all blocks.
             None means 1 each.
     """
 
     sigma: ArrayLike
-    rule: Rules
+    rule: Rules | Outer | Method
     restart: RestartPolicy | str | int = Never()  # noqa: RUF009 - a frozen value
     weights: ArrayLike | None = None
 
@@ -238,9 +250,16 @@ def _rollouts(  # noqa: PLR0917 - the arguments of both public functions
 
 def _simulate(where: str, block: Block, sigma: Floats, initial: Floats, noise: Noise) -> Rollout:
     """Simulate the modes of a block; all trajectories are rows of arrays (trajectories, modes)."""
-    rules, weights = rule_arrays(where, block.rule), check_weights(where, block.weights, sigma.shape[-1])
-    batch = common_shape(where, rule=rules.shape, sigma=sigma.shape[:-1], initial=initial.shape[:-1])
     rounds, *seeds, modes = noise.mean.shape
+    # A policy object is taken as it is: here it needs no text form, which `parse` would ask for.
+    restart = block.restart if isinstance(block.restart, RestartPolicy) else parse(block.restart)
+    outer, rule = None, block.rule
+    if isinstance(rule, Outer | Method):
+        outer = LinearOuter(where, rule, restart, rounds)
+        rule = outer.rule
+    rules = rule_arrays(where, rule)
+    weights = check_weights(where, block.weights, sigma.shape[-1])
+    batch = common_shape(where, rule=rules.shape, sigma=sigma.shape[:-1], initial=initial.shape[:-1])
     shape = (*seeds, *batch)
     count = math.prod(shape)
 
@@ -252,41 +271,41 @@ def _simulate(where: str, block: Block, sigma: Floats, initial: Floats, noise: N
 
     forms = np.where(rules.ema, "ema", "sum")
     columns = [flat(values[..., None]) for values in (rules.lr, rules.momentum, rules.nesterov, forms)]
-    policy = _Policy(
-        where, block.restart, [OuterRule(*row) for row in np.hstack(columns, dtype=object)], weights, noise.replicas
-    )
+    of_rows = [OuterRule(*row) for row in np.hstack(columns, dtype=object)]
+    policy = _Policy(where, restart, of_rows, weights, noise.replicas)
     sigma, (lr, b, nesterov, _), w = flat(sigma), columns, flat(rules.injection[..., None])
     places, buffers = (np.zeros((rounds + 1, count, modes)) for _ in range(2))
     gradients = np.empty((rounds, count, modes))
     restarts, not_finite = (np.zeros((rounds, count), dtype=bool) for _ in range(2))
     places[0] = flat(initial)
-    keeps_buffer = (b > 0) | (policy.policy.effective(OuterRule(1.0, 0.0)).momentum > 0)
+    keeps_buffer = (b > 0) | (restart.effective(OuterRule(1.0, 0.0)).momentum > 0)
+    if outer is not None:  # its schedule writes into them
+        lr, b, w = (column.copy() for column in (lr, b, w))
     for t in range(rounds):
         x, old = places[t], buffers[t].copy()
+        for rows, now in () if outer is None else policy.scheduled(outer.value.schedule, t + 1):
+            lr[rows], b[rows], w[rows] = now.lr, now.momentum, now.injection
         with np.errstate(all="ignore"):
             g, mean = sigma * x, of_round(noise.mean[t])
             square = (g * g).sum(axis=1) + (2 * g * mean + of_round(noise.square[t])).sum(
                 axis=1
             )  # mean_r |sigma x + n_r|^2
-            g = g + mean
-            answers = policy.ask(t + 1, (t + 1) / rounds, x, g, np.where(keeps_buffer, old, 0.0), square)
+            raw = g = g + mean
+            if outer is not None:
+                g, keeps_buffer = outer.factor * raw, (b > 0) | outer.keeps_buffer
+            answers = policy.ask(t + 1, (t + 1) / rounds, x, raw, g, np.where(keeps_buffer, old, 0.0), square)
             for rows, answer in answers:
                 if answer.restart is not None and answer.restart.before:
                     old[rows] = _restarted(answer.restart, old[rows], g[rows])
-            m = b * old + w * g
-            update = lr * np.where(nesterov, b * m + w * g, m)
+            seen = Round(t + 1, lr, b, w, x, g, old)
+            m, update = momentum_sgd(seen, nesterov) if outer is None else outer.step(seen, nesterov)
             for rows, answer in answers:
-                if answer.step is not None:
-                    update[rows] = _combined(answer.step.along_g, g[rows], answer.step.along_m, old[rows])
-                    if answer.step.mix is not None:
-                        retained, added = answer.step.mix
-                        m[rows] = _combined(retained, old[rows], added, g[rows])
-                if answer.restart is not None and not answer.restart.before:
-                    m[rows] = _restarted(answer.restart, m[rows], g[rows])
+                _apply(answer, rows, seen, m, update)
                 restarts[t, rows], not_finite[t, rows] = answer.restarted, bool(answer.not_finite)
             gradients[t], places[t + 1], buffers[t + 1] = g, x - update, m
     with np.errstate(all="ignore"):
-        loss = _loss(places, weights)
+        readouts = places if outer is None else outer.readouts(places)
+        loss = _loss(readouts, weights)
 
     def shaped(values: NDArray[Any], *axes: int) -> NDArray[Any]:
         return values.reshape(len(values), *shape, *axes)
@@ -298,7 +317,19 @@ def _simulate(where: str, block: Block, sigma: Floats, initial: Floats, noise: N
         shaped(restarts),
         shaped(loss),
         shaped(not_finite),
+        shaped(readouts, modes),
     )
+
+
+def _apply(answer: Answer, rows: Rows, now: Round, m: Floats, update: Floats) -> None:
+    """Put a policy's step and restart into some trajectories' new buffer and update."""
+    if answer.step is not None:
+        update[rows] = _combined(answer.step.along_g, now.g[rows], answer.step.along_m, now.m[rows])
+        if answer.step.mix is not None:
+            retained, added = answer.step.mix
+            m[rows] = _combined(retained, now.m[rows], added, now.g[rows])
+    if answer.restart is not None and not answer.restart.before:
+        m[rows] = _restarted(answer.restart, m[rows], now.g[rows])
 
 
 def _loss(x: Floats, weights: Floats) -> Floats:
@@ -326,10 +357,9 @@ class _Policy:
     """Hold a policy and its memory: of all trajectories of a rule together if it needs nothing, otherwise of each."""
 
     def __init__(
-        self, where: str, restart: RestartPolicy | str | int, rules: list[OuterRule], weights: Floats, replicas: int
+        self, where: str, policy: RestartPolicy, rules: list[OuterRule], weights: Floats, replicas: int
     ) -> None:
-        # A policy object is taken as it is: here it needs no text form, which `parse` would ask for.
-        self.policy = restart if isinstance(restart, RestartPolicy) else parse(restart)
+        self.policy = policy
         missing = self.policy.needs - _SUPPLIED
         if missing:
             raise ValueError(
@@ -350,16 +380,29 @@ class _Policy:
             self.rows = [(slice(None) if len(rows_by_rule) == 1 else rows, rule) for rule, rows in rows_by_rule.items()]
         self.states: list[State] = [self.policy.initial_state() for _ in self.rows]
         self.ages = [0] * len(self.states)
+        self._unscheduled = self.rows
+
+    def scheduled(self, schedule: Schedule, number: int) -> Iterator[tuple[Rows, OuterRule]]:
+        """Set the rules of a round, and yield each with its trajectories."""
+        self.rows = [
+            (rows, schedule.at(rule, number, age + 1))
+            for (rows, rule), age in zip(self._unscheduled, self.ages, strict=True)
+        ]
+        yield from self.rows
 
     def ask(  # noqa: PLR0917 - what a round has shown
-        self, number: int, progress: float, x: Floats, g: Floats, m: Floats, square: Floats
+        self, number: int, progress: float, x: Floats, raw: Floats, g: Floats, m: Floats, square: Floats
     ) -> list[tuple[Rows, Answer]]:
-        """Return one round's answers other than None, each with its trajectories; `square` is the mean |g|^2."""
+        """Return one round's answers other than None, each with its trajectories.
+
+        `raw` is g before the filter, and `square` the mean |g|^2 of the replicas.
+        """
         needs = self.policy.needs
         norms = _norms(g, m) if needs & MEASURED else None
         supplied: dict[str, list[float]] = {}
         if needs & _LOSSES:
-            supplied = {"loss_start": _loss(x, self.weights).tolist(), "loss_end": _loss(x - g, self.weights).tolist()}
+            ends = _loss(x - raw, self.weights)
+            supplied = {"loss_start": _loss(x, self.weights).tolist(), "loss_end": ends.tolist()}
         if AGREEMENT in needs:
             joint = (g * g).sum(axis=1)
             supplied[AGREEMENT] = np.divide(joint, square, out=np.ones_like(square), where=square != 0).tolist()
