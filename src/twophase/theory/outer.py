@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from twophase.policies.base import RestartPolicy
 from twophase.rule import OuterRule
-from twophase.shelf.base import Method, Outer, as_outer, registered
+from twophase.shelf.base import SLOTS, Method, Outer, as_outer, registered
 from twophase.shelf.methods import GPA, DelayedNesterov, ScheduleFree
 from twophase.theory.inputs import Floats
 
@@ -100,7 +100,7 @@ class LinearOuter:
 
     def __init__(self, where: str, value: Outer | Method, policy: RestartPolicy, rounds: int) -> None:
         outer = as_outer(value)
-        refused = next((part for part in outer.values() if not part.linear), None)
+        refused = next((part for part in (getattr(outer, slot) for slot in SLOTS) if not part.linear), None)
         if refused is not None:
             inside = ", ".join(name for name, kind in registered(refused.slot).items() if kind.linear)
             raise ValueError(
