@@ -107,6 +107,6 @@ def _scale_at(default: RunConfig, options: argparse.Namespace) -> Scale:
     from twophase.tasks.named import check
 
     scale, values = scale_named(options.scale, quick=options.quick), values_given(options, default)
-    if varied := [path for path in values if path.startswith("outer.") or path in ("seed", "sync.restart")]:
+    if varied := [path for path in values if path.startswith(("outer.", "seed", "sync.restart", "sync.wire"))]:
         raise UsageError(f"--{varied[0].replace('_', '-')}: the study has values of its own for it; leave it out")
     return scale.at(check(with_values(default, {"steps": scale.base.steps, "inner_steps": scale.short, **values})))

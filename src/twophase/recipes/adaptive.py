@@ -11,11 +11,13 @@ from dataclasses import dataclass, replace
 from itertools import product as product_of
 from typing import Any
 
+from twophase.base.config import get
 from twophase.recipes.controls import FORM, LR, MOMENTUM, NESTEROV, RESTART, momentum_free, with_averaging
 from twophase.recipes.paper import BOTH_FORMS, RULES, Scale, arm_name
 from twophase.rule import Form
 from twophase.sweeps.grid import Axis, Cell, Sweep, product
 from twophase.sweeps.table import SEED
+from twophase.tasks.named import LM
 
 FIXED = {"never": "never", "K=2": "2", "K=3": "3", "K=5": "5", "K=7": "7"}
 """Arms without decisions, from name to restart policy."""
@@ -115,7 +117,9 @@ _FEW_AND_AUTO = {name: FIXED[name] for name in FEW} | _AUTO
 
 
 def inner_steps_of(scale: Scale) -> tuple[int, int, int]:
-    """The short, middle and long communication period of a scale."""
+    """The short, middle and long communication period of a scale; of a task in the ratios of the built-in model's."""
+    if scale.task != LM:
+        return scale.short, 2 * scale.short, 8 * scale.short
     return (8, MIDDLE, 64) if scale.base.steps >= 480 else (4, 8, 24)
 
 
@@ -127,12 +131,8 @@ def momenta_of(scale: Scale) -> tuple[float, ...]:
 def _cells(scale: Scale, trials: Sequence[_Trial]) -> list[Cell]:
     cells: list[Cell] = []
     for trial in trials:
-        model, seeds = trial.base.model, Axis(SEED, trial.seeds)
-        place = {
-            WIDTH: model.hidden_size,
-            "model.intermediate_size": model.intermediate_size,
-            CORPUS: trial.base.data.corpus,
-        }
+        seeds, varied = Axis(SEED, trial.seeds), (WIDTH, "model.intermediate_size", CORPUS)
+        place = {path: get(trial.base, path) for path in varied} if scale.task == LM else {}
         grid = [seeds, Axis(MOMENTUM, momenta_of(scale)), Axis(LR, scale.lrs)]
         for inner_steps in trial.inner_steps:
             here = place | {"inner_steps": inner_steps}

@@ -17,7 +17,7 @@ from twophase.judge.cells import DataFrame, Series, alike, finished, logs, means
 from twophase.recipes.adaptive import CORPUS, FIXED, WIDTH, inner_steps_of, momenta_of
 from twophase.recipes.controls import AVERAGING_LR, MOMENTUM_FREE
 from twophase.recipes.paper import BOTH_FORMS, RULES, Scale, arm_name
-from twophase.studies._lm import SHORT_KINDS, WITHIN, seeds_words, tally
+from twophase.studies._lm import SHORT_KINDS, WITHIN, judged, seeds_words, tally
 from twophase.studies.study import Result
 from twophase.sweeps.table import SEED, Row, Setting, format_table, readable, settings
 
@@ -62,11 +62,11 @@ _COLUMNS = ("settings", "diverged", "geometric_mean", "best", "worst", "within")
 
 def _places(cells: Sequence[Setting]) -> dict[str, list[Setting]]:
     """Split settings by what they may be compared within: width and text as they come, then communication period."""
-    kinds = list(dict.fromkeys((cell.values[WIDTH], cell.values[CORPUS]) for cell in cells))
+    kinds = list(dict.fromkeys((cell.values.get(WIDTH), cell.values.get(CORPUS)) for cell in cells))
     widths, texts = (len(set(values)) for values in zip(*kinds, strict=True))
     places = {}
     for width, corpus in kinds:
-        kind = [cell for cell in cells if (cell.values[WIDTH], cell.values[CORPUS]) == (width, corpus)]
+        kind = [cell for cell in cells if (cell.values.get(WIDTH), cell.values.get(CORPUS)) == (width, corpus)]
         for inner_steps in sorted({cell.values["inner_steps"] for cell in kind}):
             words = [f"S={inner_steps}", *([f"width {width}"] if widths > 1 else []), *([corpus] if texts > 1 else [])]
             places[", ".join(words)] = [cell for cell in kind if cell.values["inner_steps"] == inner_steps]
@@ -202,7 +202,7 @@ def answer(result: Result) -> str:
         f" In brackets: the bootstrap's {LEVEL:.0%} over the seeds, which can hold the true mean in at most {shares}."
     )
     blocks = [
-        f"Validation perplexity ({result.settings['seeds_words']}). Ratios above 1 favour {CHOSEN}."
+        f"Validation {judged(result.settings)} ({result.settings['seeds_words']}). Ratios above 1 favour {CHOSEN}."
         + (brackets if counts else "")
     ]
     for place, facts in places.items():
@@ -255,7 +255,8 @@ def _place_tables(place: str, facts: Mapping[str, Any]) -> list[str]:
 def _line_words(line: Mapping[str, Any] | None) -> tuple[str, str, str, str]:
     if line is None:
         return "", "", "", ""
-    mean = "missing" if line["geometric_mean"] is None else f"{line['geometric_mean']:.2f}"
+    mean = line["geometric_mean"]  # below 1 it is of a loss
+    mean = "missing" if mean is None else readable(mean) if mean < 1 else f"{mean:.2f}"
     mean = f"{line['diverged']} div." if line["diverged"] else mean
     return mean, readable(line["best"]), readable(line["worst"]), f"{line['within']}/{line['settings']}"
 

@@ -9,6 +9,7 @@ from twophase.figures.style import INK, MUTED, headline, look, new_figure, share
 from twophase.judge.bootstrap import LEVEL
 from twophase.recipes.adaptive import FIXED
 from twophase.studies._adaptive import AVERAGING, BEST_K, CHOSEN, TUNED_FREE, arms_of
+from twophase.studies._lm import judged, measure
 from twophase.studies.study import Result
 from twophase.sweeps.table import arm_name
 
@@ -46,7 +47,8 @@ def draw(result: Result) -> Figure:
     headline(
         figure,
         _finding(places),
-        f"perplexity, geometric mean over learning rates and momenta, divided by {CHOSEN}'s: further right is worse\n"
+        f"{judged(result.settings)}, geometric mean over learning rates and momenta, divided by {CHOSEN}'s: further "
+        "right is worse\n"
         f"{TUNED_FREE}: one setting, chosen on these runs; {seeds}",
     )
     share_legend(figure, panels[:1], spare, columns=4)
@@ -109,19 +111,19 @@ def _ranges(result: Result, rule: str) -> Figure:
         panel.set_title(name, fontsize=8)
         _plain_ticks([panel])
     for panel in panels[-3:]:
-        panel.set_xlabel("perplexity a token (lower is better)", fontsize=7)
+        panel.set_xlabel(f"{judged(result.settings, unit=True)} (lower is better)", fontsize=7)
     for axes in spare:
         axes.set_axis_off()
     headline(
         figure,
-        f"{rule}: {_spread_words(places, rule)}",
-        "validation perplexity a token, lower is better; dot: geometric mean over the grid\n"
+        f"{rule}: {_spread_words(places, rule, measure(result.settings))}",
+        f"validation {judged(result.settings, unit=True)}, lower is better; dot: geometric mean over the grid\n"
         "line: from the best setting to the worst; dashed: plain averaging",
     )
     return figure
 
 
-def _spread_words(places: Mapping[str, Any], rule: str) -> str:
+def _spread_words(places: Mapping[str, Any], rule: str, measure: str) -> str:
     """Say by how much the worst setting exceeds the best, of the chosen arm and of all others."""
     spreads: dict[bool, list[float]] = {True: [], False: []}
     for facts in places.values():
@@ -133,9 +135,7 @@ def _spread_words(places: Mapping[str, Any], rule: str) -> str:
         for name, some in ((CHOSEN, spreads[True]), ("other arms", spreads[False]))
         if some
     ]
-    return (
-        f"from best to worst setting perplexity rises {', '.join(words)}" if words else "no arm has finished its grid"
-    )
+    return f"from best to worst setting {measure} rises {', '.join(words)}" if words else "no arm has finished its grid"
 
 
 def _draw_range(panel: Any, height: int, line: Mapping[str, Any], colour: Any) -> None:
@@ -161,7 +161,7 @@ def _plain_ticks(column: Any) -> None:
 
     low, high = column[0].get_xlim()
     for subs in ((1, 1.1, 1.2, 1.35, 1.5, 1.75, 2, 2.5, 3, 4, 5, 6, 8), (1, 1.5, 2, 3, 5, 7), (1, 2, 5), (1, 3), (1,)):
-        ticks = [sub * 10.0**power for power in range(-1, 12) for sub in subs if low <= sub * 10.0**power <= high]
+        ticks = [sub * 10.0**power for power in range(-9, 12) for sub in subs if low <= sub * 10.0**power <= high]
         if len(ticks) <= _MOST_TICKS:
             break
     for panel in column:

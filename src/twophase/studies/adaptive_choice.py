@@ -15,7 +15,8 @@ from twophase.recipes.adaptive import ADAPTIVE, FIXED, RIVALS, choice
 from twophase.studies._adaptive import answer, result_of
 from twophase.studies._adaptive_figures import details, draw
 
-__all__ = ["QUESTION", "answer", "details", "draw", "sweep", "table"]
+__all__ = ["QUESTION", "TAKES_TASK", "answer", "details", "draw", "sweep", "table"]
 QUESTION = "Which policy makes outer learning rate, momentum and restart period safe to leave untuned?"
+TAKES_TASK = True
 sweep = choice
 table = partial(result_of, arms=(*FIXED, *ADAPTIVE, *RIVALS))

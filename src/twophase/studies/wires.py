@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from scipy.special import stdtr
 
+import twophase.studies._lm as lm
 from twophase.figures.style import MUTED, headline, look, name_panels, new_page, share_legend
 from twophase.judge.cells import ARM, BOTH, CONTROL, MISSING, DataFrame, Paired, fate, outcomes, worst
 from twophase.recipes.paper import PERIOD, RULES, Scale, arm_name
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
 QUESTION = "Does sending pseudo-gradients in fewer bytes change what a language model reaches?"
 WIRES = EXACT, *LOSSY = "float32", "bfloat16", "int8"
+TAKES_TASK = True
 FORM, LR = "sum", 0.7
 """DiLoCo's usual learning rate, in its usual form."""
 MOMENTA = (0.5, 0.9)
@@ -147,7 +149,11 @@ def table(rows: Sequence[Row], scale: Scale) -> Result:
     return Result(public(lines), numbers, settings)
 
 
-def _parameters(config: TrainConfig) -> int:
+def _parameters(config: Any) -> int:
+    if not isinstance(config, TrainConfig):
+        from twophase.tasks.build import task_of  # noqa: PLC0415 - torch, as above
+
+        return sum(part.numel() for part in task_of(config).model(0).parameters() if part.requires_grad)
     from twophase.tasks.lm.speed import parameter_count  # noqa: PLC0415 - torch, as above
 
     return parameter_count(config.model, config.model.vocabulary_size or VOCABULARY_SIZES[config.data.vocabulary])
@@ -268,8 +274,8 @@ def answer(result: Result) -> str:
         f"{chance * comparisons:.1f} of the {comparisons} would be beyond {CLEAR:g} standard errors."
     )
     lines = [
-        f"Validation perplexity, {FORM} form, lr {LR:g}, S={settings['inner_steps']}, {settings['rounds']} rounds; "
-        f"rule, momentum, restart ({seeds_words}). 'seeds': what the seed alone changes in float32, one "
+        f"Validation {lm.judged(settings)}, {FORM} form, lr {LR:g}, S={settings['inner_steps']}, {settings['rounds']} "
+        f"rounds; rule, momentum, restart ({seeds_words}). 'seeds': what the seed alone changes in float32, one "
         "standard deviation of the logarithm. Wires: change of the geometric mean against float32, paired by seed, "
         f"with its standard error.{rule if seeds > 1 else ''}",
         format_table(header, body),
@@ -289,9 +295,10 @@ def answer(result: Result) -> str:
     for name, facts in numbers["restart_gain"].items():
         ratios = [f"{facts['gain'][wire]['ratio']:.2f}" for wire in WIRES if facts["gain"][wire]["ratio"] is not None]
         gains.append(f"{name} {' / '.join(ratios) or 'not known'}")
-    lines.append(f"Perplexity without restarts over that with K={PERIOD}, {' / '.join(WIRES)}: {'; '.join(gains)}.")
+    what = f"{lm.measure(settings).capitalize()} without restarts over that with K={PERIOD}"
+    lines.append(f"{what}, {' / '.join(WIRES)}: {'; '.join(gains)}.")
     typical = ", ".join(f"{what} {value:.1%}" for what, value in numbers["typical"].items() if value is not None)
-    lines.append(f"A single run's change of log perplexity, root mean square: {typical or 'not known'}.")
+    lines.append(f"A single run's change of log {lm.measure(settings)}, root mean square: {typical or 'not known'}.")
     sent, share = numbers["bytes_a_round"], numbers["bytes_over_float32"]
     each = ", ".join(f"{wire} {sent[wire]:,} ({share[wire]:.3f} of float32's)" for wire in WIRES)
     lines.append(
@@ -349,7 +356,7 @@ def draw(result: Result) -> Figure:
     changes.set_yticks(range(len(places)), map(shown_name, names))
     changes.axhline(len(places) - 1.5, color=MUTED, linewidth=0.5)
     changes.set_ylim(len(places) - 0.4, -0.6)
-    changes.set_xlabel("perplexity against float32, same seed, %\n(left of 0 is better)")
+    changes.set_xlabel(f"{lm.measure(settings)} against float32, same seed, %\n(left of 0 is better)")
     for wire, number in _LOOKS.items():
         style = look(number, every=1)
         changes.plot([], [], color=style["color"], marker=style["marker"], linestyle="-", label=wire)
@@ -362,7 +369,8 @@ def draw(result: Result) -> Figure:
     headline(
         figure,
         _finding(result),
-        f"change of perplexity, lower is better; {bars}below each name: perplexity in float32{mean}\n"
+        f"change of {lm.judged(settings)}, lower is better; {bars}below each name: {lm.measure(settings)} in "
+        f"float32{mean}\n"
         f"{settings['form']} form, lr {settings['lr']:g}, S={settings['inner_steps']}, {settings['rounds']} rounds; "
         f"rule, momentum, restart; bytes: what each of {settings['processes']} processes sends",
     )
@@ -377,7 +385,7 @@ def _finding(result: Result) -> str:
         for wire in LOSSY
     ]
     seed = "" if facts["spread"] is None else f", by {facts['spread']:.1%} with another seed"
-    return f"Perplexity changes {', '.join(wires)}{seed}"
+    return f"{lm.measure(result.settings).capitalize()} changes {', '.join(wires)}{seed}"
 
 
 def _draw_change(panel: Axes, height: float, change: Mapping[str, Any], wire: str, dots: Sequence[float]) -> None:
