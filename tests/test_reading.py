@@ -42,6 +42,10 @@ TUTORIALS = ["index.md", *sections()["Tutorials"]]
 EXPLAINED = [README] + [DOCS / page for page in [*TUTORIALS, *sections()["How-to guides"]] if page not in TO_DO]
 
 
+GENERATED = re.compile(r"^<!-- \w+ -->\n(\|.*\n)+", re.MULTILINE)
+"""A table of `twophase methods --into FILE`."""
+
+
 def read(path: Path) -> str:
     """Read a page without its fenced code."""
     return FENCED.sub("", path.read_text(encoding="utf-8"))
@@ -73,8 +77,8 @@ def test_readme_is_short() -> None:
 
 @pytest.mark.parametrize("page", SHORT)
 def test_page_is_short(page: str) -> None:
-    """A page outside of the appendix has at most 1,200 words."""
-    count = words(read(DOCS / page))
+    """A page outside of the appendix has at most 1,200 words, without tables that a command fills in."""
+    count = words(GENERATED.sub("", read(DOCS / page)))
     print(f"docs/{page}: {count} words of {PAGE_WORDS}")
     assert count <= PAGE_WORDS
 

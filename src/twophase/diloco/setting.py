@@ -33,7 +33,7 @@ from twophase.diloco.sweep import goes_on_device
 from twophase.diloco.transfer import Channel, check_wire
 from twophase.optim.filters import Context
 from twophase.optim.groups import as_number
-from twophase.optim.optimizer import OuterOptimizer
+from twophase.optim.optimizer import outer_optimizer
 from twophase.optim.outer import OuterSGD
 from twophase.policies.base import AGREEMENT, MEASURED, PROBES, Never, RestartPolicy
 from twophase.policies.checks import check_count
@@ -374,10 +374,7 @@ def _build_outers(
         if isinstance(outer, OuterRule | Outer | Method):
             policy = Never() if policy is None else policy
             needs = parse(policy).needs  # `check_needs` knows the remedy
-            if isinstance(outer, OuterRule):
-                fragment.outer = OuterSGD.from_rule(fragment.named, outer, policy, signals=needs)
-            else:
-                fragment.outer = OuterOptimizer(fragment.named, outer, policy, signals=needs, context=context)
+            fragment.outer = outer_optimizer(fragment.named, outer, policy, signals=needs, context=context)
             continue
         if policy is not None:
             raise ValueError(

@@ -12,7 +12,7 @@ from torch import nn
 
 from twophase.diloco import engine
 from twophase.diloco.report import RoundReport
-from twophase.diloco.setting import Outer, Restarts, Signals
+from twophase.diloco.setting import OuterChoice, Restarts, Signals
 from twophase.integrations.rounds import USUAL
 from twophase.training import parts
 
@@ -55,7 +55,7 @@ class DiLoCo:
         inner_steps: int,
         enabled: bool = True,
         *,
-        outer: Outer = USUAL,
+        outer: OuterChoice = USUAL,
         restart: Restarts = None,
         **options: Any,
     ) -> None:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from twophase.base.config import UsageError
 from twophase.diloco.engine import DiLoCo
 from twophase.diloco.report import RoundReport
-from twophase.diloco.setting import Outer, Restarts, Signals
+from twophase.diloco.setting import OuterChoice, Restarts, Signals
 from twophase.rule import OuterRule
 from twophase.training.recording import Recorder, record
 from twophase.training.session import world_size
@@ -29,7 +29,7 @@ class Rounds:
     """Outer rounds of one training; callbacks inherit it and call `begin`, `step` and `end`.
 
     Args:
-        outer: as of `DiLoCo`: an `OuterRule`, or `"auto"`, or a function that builds the outer optimizer.
+        outer: as of `DiLoCo`: an `OuterRule` or `twophase.outer(...)`, `"auto"`, or a function that builds it.
         inner_steps: steps of the trainer's optimizer in a round, >= 1.
         restart: when the outer momentum restarts; None is never.
         record: folder of a standard run (`twophase.record`), written while the trainer trains; None writes none.
@@ -46,7 +46,7 @@ class Rounds:
 
     def __init__(
         self,
-        outer: Outer = USUAL,
+        outer: OuterChoice = USUAL,
         *,
         inner_steps: int,
         restart: Restarts = None,

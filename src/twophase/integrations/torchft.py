@@ -12,16 +12,17 @@ from torchft.manager import Manager
 
 from twophase.elastic import native
 from twophase.integrations.rounds import USUAL
-from twophase.optim.outer import OuterSGD
+from twophase.optim.optimizer import outer_optimizer
 from twophase.policies.base import Never, RestartPolicy
 from twophase.rule import OuterRule
+from twophase.shelf.base import Outer
 
 
 def diloco(
     manager: Manager,
     model: nn.Module,
     inner: Optimizer,
-    outer: OuterRule = USUAL,
+    outer: OuterRule | Outer = USUAL,
     *,
     inner_steps: int,
     restart: RestartPolicy | str | int | None = None,
@@ -45,7 +46,7 @@ def diloco(
         manager: torchft's, best `manager` of this module.
         model: this replica; all replicas begin with the same weights, for nothing is exchanged before the first round.
         inner: its optimizer.
-        outer: the outer rule.
+        outer: the outer rule, or `twophase.outer(...)`.
         inner_steps: inner steps in which every fragment is synchronised once, a multiple of their number.
         restart: when the outer momentum restarts, in rounds of each fragment; None is never. A policy that measures
             decides by each replica's own arithmetic: use it where the processors are alike.
@@ -59,7 +60,7 @@ def diloco(
     modules = [model] if fragments is None else [*fragments]
     native.check(manager, model, modules, inner_steps)
     policy = Never() if restart is None else restart
-    outers = [OuterSGD.from_rule(module.named_parameters(), outer, policy) for module in modules]
+    outers = [outer_optimizer(module.named_parameters(), outer, policy) for module in modules]
     rounds = native.Native(manager, modules, inner, outers, inner_steps)
 
     def save() -> dict[str, Any]:

@@ -261,6 +261,9 @@ def _word(value: Any) -> str:
 # ------------------------------------------------------------------------------------------------ an outer optimizer
 
 
+_USUAL = {"sgd", "none", "constant", "last"}
+
+
 @dataclass(frozen=True)
 class Outer:
     """An outer optimizer as a value: what stands in its slots, its restart policy apart.
@@ -288,8 +291,7 @@ class Outer:
     @property
     def is_plain(self) -> bool:
         """Whether it is a rule and nothing else, so that an `OuterRule` says it all."""
-        others = (self.filter.name, self.schedule.name, self.readout.name)
-        return self.method.plain and others == ("none", "constant", "last")
+        return self.method.plain and {self.filter.name, self.schedule.name, self.readout.name} <= _USUAL
 
     def rule(self) -> OuterRule:
         """Return the method's rule, before its schedule."""
@@ -320,15 +322,14 @@ class Outer:
         """Return each slot's text form."""
         return {slot: str(getattr(self, slot)) for slot in SLOTS}
 
+    def unusual(self) -> dict[Slot, str]:
+        """Return the text form of each slot that a rule does not say."""
+        return {slot: text for slot, text in self.texts().items() if getattr(self, slot).name not in _USUAL}
+
     def describe(self) -> str:
         """Return one line for people: the method, and those of the other slots that do something."""
         words = [self.method.rule().describe() if self.method.plain else str(self.method)]
-        words += [f"{slot} {getattr(self, slot)}" for slot in SLOTS[1:] if len(self._named(slot))]
-        return ", ".join(words)
-
-    def _named(self, slot: Slot) -> str:
-        value: Value = getattr(self, slot)
-        return "" if value.name in ("none", "constant", "last") else value.name
+        return ", ".join([*words, *(f"{slot} {text}" for slot, text in self.unusual().items() if slot != "method")])
 
     @property
     def buffers(self) -> tuple[str, ...]:

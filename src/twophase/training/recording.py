@@ -21,6 +21,7 @@ from twophase.diloco.communicator import Communicator, SingleProcess, in_agreeme
 from twophase.diloco.engine import DiLoCo
 from twophase.diloco.report import RoundReport
 from twophase.optim.groups import GroupRound
+from twophase.optim.optimizer import outer_of
 from twophase.optim.outer import OuterSGD
 from twophase.runs.folder import METRICS, RECORDED, ROUNDS, SUMMARY, USER, RunFolder, read_lines
 from twophase.runs.trackers import check, tracked
@@ -179,6 +180,7 @@ def setting(engine: DiLoCo | OuterSGD, config: Any = None) -> Tree:
         tree["outer"] = {name: group[name] for name in ("lr", "momentum", "nesterov", "form")}
         rate = group.get("initial_lr", group["lr"])  # of a schedule, the rate that the run began with
         tree["outer"] |= {"lr": float(rate), "restart": str(group["restart"])}
+        tree["outer"] |= outer_of(group).unusual()
     if isinstance(engine, DiLoCo) and len(outers) > 1:
         names = [fragment.name for fragment in engine.fragments]
         restarts = [str(outer.param_groups[0].get("restart", "never")) for outer in outers]
