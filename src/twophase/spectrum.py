@@ -1,47 +1,44 @@
-"""Curvature of a trained language model by block, what a round's inner steps remove of it, and the periods that follow.
+"""Curvature of a trained model by block, what a round's inner steps remove of it, and the periods that follow.
 
-    G = (1/N) sum_i J_i^T (diag p_i - p_i p_i^T) J_i,      J_i = d logits_i / d parameters,   p_i = softmax(logits_i)
-
-is the generalised Gauss-Newton matrix of the mean cross-entropy over N tokens: the Hessian of the loss without the
-curvature of the logits. It is never formed: a product with it is a product with J, with a small matrix for each token,
-and with J^T. Restricted to a block, all other parameters stand still.
+The curvature is the Gauss-Newton matrix G of a task's cross-entropy, else the Hessian (`twophase.training.curvature`).
+Restricted to a block, all other parameters stand still.
 
 An inner optimizer that divides the gradient by D (AdamW: `D = sqrt(v) + eps`) takes the step `-lr D^-1 gradient`. In
 the coordinates `y = D^1/2 x` that is gradient descent on a loss of curvature `D^-1/2 G D^-1/2`, the preconditioned
 matrix. Its modes shrink independently. The loss of a displacement y is `1/2 sum_j lambda_j y_j^2`. The displacement is
-unknown, so each direction counts alike, and a mode weighs its eigenvalue's share of the trace.
+unknown, so each direction counts alike, and a mode weighs its eigenvalue's share of the trace. SGD has D = 1, and its
+momentum makes each step 1 / (1 - momentum) times as long.
 
 Assumed, and seldom true of a trained model: blocks do not act on one another, curvature and second moments stand still,
-replicas see the same data, and AdamW's first moment is the present gradient.
-
-Source: Schraudolph, "Fast curvature matrix-vector products" (2002).
+replicas see the same data, and AdamW's first moment is the present gradient. A direction of negative curvature has no
+minimum: it counts as flat.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor, nn
-from torch.func import functional_call, vjp
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from twophase.advice.evidence import Range, observed_in, within
 from twophase.base.config import UsageError
 from twophase.diloco.fragment import partition
 from twophase.rule import OuterRule
 from twophase.runs.record import RunRecord
-from twophase.tasks.lm.config import TrainConfig
-from twophase.tasks.lm.restored import Restored
+from twophase.tasks.lm.model import Llama
+from twophase.tasks.restored import Restored
 from twophase.theory.eigenvalues import density, largest_eigenpairs
 from twophase.theory.inputs import Floats
 from twophase.theory.modes import scheduled_progress
 from twophase.theory.observed import Observed
 from twophase.theory.periods import best_period, log_final_loss, rounded_period
+from twophase.training.config import RunConfig
+from twophase.training.curvature import Matrix
 from twophase.training.inner import inner_lr
 
 BLOCKS = {
@@ -51,117 +48,12 @@ BLOCKS = {
     "norms": "norm",
     "head": "^head$",
 }
-"""The default blocks of a model: a pattern of parameter names for each."""
+"""The default blocks of the built-in model: a pattern of parameter names for each."""
 PLACES = ("early", "mid", "late")
 """The middle rounds of a run's thirds."""
 STEPS, PROBES = 32, 2  # Lanczos steps and random vectors of a density
 _APART = 10  # the largest eigenvalues that a density counts by themselves, or more where more are asked for
 _LONGEST_PERIOD = 1000
-_CACHED_LOGITS = 1 << 24  # up to so many logits their graphs stay in memory, which makes a product four times as quick
-_PIECE_TOKENS = 1 << 13  # small batches are joined up to so many tokens: at a laptop's sizes calls cost most
-
-
-# ----------------------------------------------------------------------------------------------------------- products
-
-
-class GaussNewton:
-    """The Gauss-Newton matrix of a block as a linear operator.
-
-    Args:
-        model: from tokens to logits; its parameters must be finite. Gradients of it are neither read nor written.
-        batches: tokens, (sequences, length) int64 each; the mean is over all their tokens. The matrix needs no targets.
-        names: of the block's parameters, in the order of the operator's coordinates.
-        scale: factor of each coordinate on both sides, by parameter name: `D^-1/2` for the preconditioned matrix. None
-            is all ones.
-
-    Attributes:
-        size: number of coordinates.
-        products: how many vectors it has been applied to.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        batches: Sequence[Tensor],
-        names: Sequence[str],
-        scale: Mapping[str, Tensor] | None = None,
-    ) -> None:
-        self._model = model
-        self._fixed = {name: weight.detach() for name, weight in model.named_parameters()}
-        self._block = {name: self._fixed.pop(name) for name in names}
-        self._pieces = _joined(batches)
-        self._tokens = sum(piece.numel() for piece in self._pieces)
-        self._scale = None if scale is None else _flat([scale[name].to(self._block[name]) for name in names])
-        self._cached: list[_Graph] | None = None
-        self.size = sum(weight.numel() for weight in self._block.values())
-        self.products = 0
-
-    def __call__(self, vector: Floats) -> Floats:
-        """Return the product with a vector, (size,) float64; computed in the model's own type."""
-        v = torch.from_numpy(np.ascontiguousarray(vector, dtype=np.float64)).to(next(iter(self._block.values())))
-        if self._scale is not None:
-            v = v * self._scale
-        parts = iter(v.split([weight.numel() for weight in self._block.values()]))
-        tangent = {name: next(parts).view(weight.shape) for name, weight in self._block.items()}
-        total = torch.zeros_like(v)
-        with sdpa_kernel(SDPBackend.MATH):  # the others cannot be differentiated twice
-            for graph in self._graphs():
-                share = graph.product(tangent, self._tokens)
-                total += _flat([share[name] for name in self._block])
-        if self._scale is not None:
-            total = total * self._scale
-        self.products += 1
-        return total.cpu().double().numpy()
-
-    def _graphs(self) -> Iterable[_Graph]:
-        if self._cached is not None:
-            return self._cached
-        graphs = (_Graph(self._model, self._block, self._fixed, tokens) for tokens in self._pieces)
-        with torch.no_grad():
-            logits = self._tokens * self._model(self._pieces[0][:1]).shape[-1]  # it also fills the rotation tables
-        if logits <= _CACHED_LOGITS:
-            self._cached = list(graphs)
-            return self._cached
-        return graphs
-
-
-class _Graph:
-    """The graph of some sequences: from a change of the block to that of the logits, and back."""
-
-    def __init__(
-        self, model: nn.Module, block: Mapping[str, Tensor], fixed: Mapping[str, Tensor], tokens: Tensor
-    ) -> None:
-        def logits(parameters: Mapping[str, Tensor]) -> Tensor:
-            return functional_call(model, {**fixed, **parameters}, (tokens,))
-
-        value, self._back = vjp(logits, dict(block))[:2]
-        # J v is the transpose of u -> J^T u, which is linear: its product from behind. So both graphs stay, and
-        # forward-mode derivatives, which would run the model anew for each product, are not needed.
-        self._forward = vjp(lambda u: self._back(u)[0], torch.zeros_like(value))[1]
-        self._probabilities = value.detach().softmax(-1)
-
-    def product(self, tangent: Mapping[str, Tensor], tokens: int) -> dict[str, Tensor]:
-        """Return these sequences' share of the product."""
-        (change,) = self._forward(dict(tangent))
-        weighted = self._probabilities * change
-        slope = weighted - self._probabilities * weighted.sum(-1, keepdim=True)
-        return self._back(slope / tokens)[0]
-
-
-def _joined(batches: Sequence[Tensor]) -> list[Tensor]:
-    """Join neighbouring batches of the same length as far as that saves calls."""
-    pieces: list[Tensor] = []
-    for tokens in batches:
-        last = pieces[-1] if pieces else None
-        if last is None or last.shape[1] != tokens.shape[1] or last.numel() + tokens.numel() > _PIECE_TOKENS:
-            pieces.append(tokens)
-        else:
-            pieces[-1] = torch.cat([last, tokens])
-    return pieces
-
-
-def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 # --------------------------------------------------------------------------------------------------- blocks of a run
@@ -174,7 +66,7 @@ class Setting:
     Args:
         rule: the outer rule.
         rounds: of the whole run.
-        inner_lrs: by place of `PLACES`, the learning rate of each inner step of the round there.
+        inner_lrs: by place of `PLACES`, the learning rate of each inner step of the round there, over 1 - momentum.
         weight_decay: decoupled weight decay of the inner optimizer.
     """
 
@@ -191,10 +83,11 @@ class Curvature:
     Args:
         name: of the block.
         parameters: number of its parameters.
-        raw: largest eigenvalues of its Gauss-Newton matrix, descending.
+        raw: largest eigenvalues of its Gauss-Newton matrix or Hessian, descending, negative ones as 0.
         top: the same of the preconditioned matrix.
-        nodes: density of the preconditioned matrix: eigenvalues, ascending.
+        nodes: density of the preconditioned matrix: eigenvalues, ascending, negative ones as 0.
         weights: the share of directions that each of them stands for.
+        negative: the negative eigenvalues' share of the sum of all absolute ones, of the preconditioned matrix.
     """
 
     name: str
@@ -203,6 +96,7 @@ class Curvature:
     top: Floats
     nodes: Floats
     weights: Floats
+    negative: float = 0.0
 
     @property
     def loss_weights(self) -> Floats:
@@ -217,30 +111,38 @@ class Curvature:
         return float(self.nodes[min(int(np.searchsorted(reached, share * reached[-1])), len(self.nodes) - 1)])
 
 
-def setting_of(config: TrainConfig) -> Setting:
+def setting_of(config: RunConfig) -> Setting:
     """Return the outer rule, the rounds and the inner learning rates of a run."""
-    lrs = {}
+    lrs, damping = {}, 1 - config.inner.momentum if config.inner.method == "sgd" else 1
     for number, place in enumerate(PLACES):
         first = (2 * number + 1) * config.rounds // 6 * config.inner_steps
         steps = range(first, min(first + config.inner_steps, config.steps))
-        lrs[place] = tuple(inner_lr(config, step) for step in steps)
+        lrs[place] = tuple(inner_lr(config, step) / damping for step in steps)
     return Setting(config.outer.rule(), config.rounds, lrs, config.inner.weight_decay)
 
 
 def patterns_of(restored: Restored, asked: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the blocks' patterns: those asked for, else the run's fragments if they have names, else `BLOCKS`."""
+    """Return the blocks' patterns: those asked for, else the run's fragments if they have names, else the model's own.
+
+    The model's own are `BLOCKS` for the built-in one, else the first parts of the parameters' names that differ.
+    """
     if asked is not None:
         return dict(asked)
     fragments = restored.config.sync.parts()
     if not isinstance(fragments, int):
         return dict(fragments)
-    return {name: pattern for name, pattern in BLOCKS.items() if name != "head" or restored.model.head is not None}
+    if isinstance(restored.model, Llama):
+        return {name: pattern for name, pattern in BLOCKS.items() if name != "head" or restored.model.head is not None}
+    paths = [name.split(".") for name in restored.names]
+    depth = 1 + next((place for place, parts in enumerate(zip(*paths, strict=False)) if len(set(parts)) > 1), 0)
+    heads = {".".join(path[:depth]): len(path) > depth for path in paths}
+    return {head: f"^{re.escape(head)}{r'[.]' if is_module else '$'}" for head, is_module in heads.items()}
 
 
 def measure(
     restored: Restored,
     patterns: Mapping[str, str],
-    tokens: Sequence[Tensor],
+    batches: Sequence[Any],
     *,
     top: int = 5,
     show: Callable[[int, str], None] = lambda _done, _text: None,
@@ -250,30 +152,33 @@ def measure(
     Args:
         restored: the run.
         patterns: a regular expression by block name; a parameter is in the first block with a pattern in its name.
-        tokens: batches of the run's training text.
+        batches: some of the run's training batches.
         top: eigenvalues of each block, besides the density.
         show: called with the number of blocks that are done and a few words.
     """
     try:
-        members = partition({name: weight.numel() for name, weight in restored.model.named_parameters()}, patterns)
+        members = partition({name: restored.model.get_parameter(name).numel() for name in restored.names}, patterns)
     except ValueError as error:
         reason = str(error).removeprefix("partition: ").replace("fragment", "block")
         raise UsageError(f"--blocks: {reason}") from None
+    kind, function = restored.matrix
     blocks: list[Curvature] = []
     for name, names in members.items():
-        raw = GaussNewton(restored.model, tokens, names)
-        scaled = GaussNewton(restored.model, tokens, names, restored.scale)
+        raw, scaled = (kind(restored.model, batches, names, scale, function) for scale in (None, restored.scale))
 
-        def product(vector: Floats, matrix: GaussNewton, name: str = name) -> Floats:
+        def product(vector: Floats, matrix: Matrix, name: str = name) -> Floats:
             show(len(blocks), f"{name}, {matrix.products} products")
             return matrix(vector)
 
         largest, _ = largest_eigenpairs(partial(product, matrix=raw), raw.size, top)
-        pairs = largest_eigenpairs(partial(product, matrix=scaled), scaled.size, max(top, _APART))
+        pairs = largest_eigenpairs(partial(product, matrix=scaled), scaled.size, max(top, _APART), floor=kind.floor)
         nodes, weights = density(
-            partial(product, matrix=scaled), scaled.size, steps=STEPS, probes=PROBES, largest=pairs
+            partial(product, matrix=scaled), scaled.size, steps=STEPS, probes=PROBES, largest=pairs, floor=kind.floor
         )
-        blocks.append(Curvature(name, raw.size, largest, pairs[0][:top], nodes, weights))
+        steepest, curved = np.maximum(pairs[0][:top], 0), np.maximum(nodes, 0)
+        whole = float(np.abs(nodes) @ weights)
+        negative = float((curved - nodes) @ weights) / whole if whole else 0.0
+        blocks.append(Curvature(name, raw.size, largest, steepest, curved, weights, negative))
     show(len(blocks), "done")
     return blocks
 

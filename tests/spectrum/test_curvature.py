@@ -1,6 +1,8 @@
-"""Gauss-Newton products, the largest eigenvalues and densities against dense matrices."""
+"""Gauss-Newton and Hessian products, the largest eigenvalues and densities against dense matrices."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,10 +14,10 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from twophase.spectrum import GaussNewton
 from twophase.tasks.lm.config import ModelConfig
 from twophase.tasks.lm.model import Llama
 from twophase.theory.eigenvalues import density, lanczos, largest_eigenpairs
+from twophase.training.curvature import GaussNewton, Hessian
 
 Matrix = NDArray[np.float64]
 BLOCKS = {
@@ -114,13 +116,108 @@ def test_graphs_are_kept_or_not(model: Llama, batches: list[Tensor], monkeypatch
     operator = GaussNewton(model, batches, names)
     vector = np.random.default_rng(2).standard_normal(operator.size)
     wanted = operator(vector)
-    monkeypatch.setattr("twophase.spectrum._CACHED_LOGITS", 1)
-    monkeypatch.setattr("twophase.spectrum._PIECE_TOKENS", 1)
+    monkeypatch.setattr("twophase.training.curvature._CACHED_LOGITS", 1)
+    monkeypatch.setattr("twophase.training.curvature._PIECE", 1)
     anew = GaussNewton(model, batches, names)
     np.testing.assert_allclose(anew(vector), wanted, rtol=1e-12, atol=1e-15)
     np.testing.assert_allclose(anew(vector), wanted, rtol=1e-12, atol=1e-15)
     assert anew.products == 2
     assert all(weight.grad is None for weight in model.parameters())
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    model.register_parameter("unused", nn.Parameter(torch.zeros(2, dtype=torch.float64)))
+    return model
+
+
+def examples(count: int, seed: int) -> dict[str, Any]:
+    """A batch with sequences of five predictions, as a tree."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 5, 3, generator=generator, dtype=torch.float64)
+    return {"x": x, "beside": (torch.randn(count, 1, generator=generator, dtype=torch.float64), [torch.arange(count)])}
+
+
+def logits_of(model: nn.Module, batch: Any) -> Tensor:
+    return model(batch["x"]) * batch["beside"][0][..., None]
+
+
+@pytest.mark.parametrize("piece", [1, 30, 1 << 13], ids=["single", "some joined", "all joined"])
+def test_any_tree_has_the_matrix_of_its_logits(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
+    """Of classifications on trees of tensors the matrix is that of the Jacobians, the mean over all predictions."""
+    monkeypatch.setattr("twophase.training.curvature._PIECE", piece)
+    model, batches = network(), [examples(count, seed) for seed, count in enumerate((1, 1, 4))]
+    names = [name for name, _ in model.named_parameters()]
+    block = {name: weight.detach() for name, weight in model.named_parameters()}
+    scale = {name: 0.5 + torch.rand_like(weight) for name, weight in block.items()}
+    total = torch.zeros(1, dtype=torch.float64)
+    for batch in batches:
+
+        def logits(parameters: dict[str, Tensor], batch: Any = batch) -> Tensor:
+            return functional_call(model, parameters, (batch["x"],)) * batch["beside"][0][..., None]
+
+        slopes = jacrev(logits)(block)
+        jacobian = torch.cat([slopes[name].flatten(0, 1).flatten(2) for name in names], 2)
+        for row, p in zip(jacobian, logits(block).flatten(0, 1).softmax(-1), strict=True):
+            total = total + row.T @ (torch.diag(p) - p[:, None] * p[None, :]) @ row / 30
+    factors = torch.cat([scale[name].flatten() for name in names])
+    wanted = (factors[:, None] * total * factors[None, :]).numpy()
+    operator = GaussNewton(model, batches, names, scale, logits_of)
+    columns = np.stack([operator(column) for column in np.eye(operator.size)])
+    np.testing.assert_allclose(columns, wanted, rtol=0, atol=1e-14)
+
+
+def loss_of(model: nn.Module, batch: Any) -> Tensor:
+    noise = 0.1 * torch.randn(3, dtype=torch.float64)  # as a diffusion model's, drawn anew in each loss
+    return ((model(batch["x"]) - batch["x"].sin() + noise) ** 2).mean()
+
+
+def test_a_loss_without_logits_has_its_hessian() -> None:
+    """The operator is the Hessian of the mean of the batches' losses, negative eigenvalues and unused ones included."""
+    model, batches = network(), [examples(count, seed) for seed, count in enumerate((2, 3))]
+    names = [name for name, _ in model.named_parameters()]
+    shapes = [weight.shape for _, weight in model.named_parameters()]
+
+    def loss(flat: Tensor) -> Tensor:
+        parts = flat.split([shape.numel() for shape in shapes])
+        parameters = {name: part.view(shape) for name, part, shape in zip(names, parts, shapes, strict=True)}
+        total = torch.zeros((), dtype=torch.float64)
+        for number, batch in enumerate(batches):
+            torch.manual_seed(number)
+            noise = 0.1 * torch.randn(3, dtype=torch.float64)
+            output = functional_call(model, parameters, (batch["x"],))
+            total = total + ((output - batch["x"].sin() + noise) ** 2).mean() / 2
+        return total
+
+    flat = torch.cat([weight.detach().flatten() for weight in model.parameters()])
+    hessian = torch.autograd.functional.hessian(loss, flat)
+    assert isinstance(hessian, Tensor)
+    before = torch.get_rng_state()
+    operator = Hessian(model, batches, names, None, loss_of)
+    columns = np.stack([operator(column) for column in np.eye(operator.size)])
+    np.testing.assert_allclose(columns, hessian.numpy(), rtol=0, atol=1e-13)
+    assert np.linalg.eigvalsh(columns)[0] < -1e-3  # or the test would show little
+    assert torch.equal(torch.get_rng_state(), before)
+    block = [name for name in names if name.startswith("2.")]
+    places = np.concatenate([np.full(shape.numel(), name in block) for name, shape in zip(names, shapes, strict=True)])
+    scale = {name: torch.full_like(model.get_parameter(name), 2.0) for name in block}
+    part = Hessian(model, batches, block, scale, loss_of)
+    columns = np.stack([part(column) for column in np.eye(part.size)])
+    np.testing.assert_allclose(columns, 4 * hessian.numpy()[np.ix_(places, places)], rtol=0, atol=1e-13)
+
+
+def test_negative_eigenvalues_are_returned_where_they_may_be() -> None:
+    """Without a floor the density of an indefinite matrix has its trace; with one of 0, only the positive part's."""
+    matrix, values = spectrum_of(90, 90, 3)
+    values = values * np.where(np.arange(90) % 3, 1, -0.1)
+    basis = np.linalg.eigh(matrix)[1]
+    matrix = basis @ np.diag(values) @ basis.T
+    pairs = largest_eigenpairs(lambda v: matrix @ v, 90, 10, floor=-np.inf)
+    nodes, weights = density(lambda v: matrix @ v, 90, steps=90, probes=1, largest=pairs, floor=-np.inf)
+    assert nodes[0] == pytest.approx(values.min(), rel=1e-6)
+    assert nodes @ weights == pytest.approx(values.mean(), rel=0.05)
+    assert density(lambda v: matrix @ v, 90, steps=90, probes=1)[0][0] == 0
 
 
 def spectrum_of(size: int, rank: int, seed: int) -> tuple[Matrix, Matrix]:

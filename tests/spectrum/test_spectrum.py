@@ -16,7 +16,7 @@ import torch
 
 import runmaker
 import textmaker
-from twophase.base.config import with_values
+from twophase.base.config import fingerprint, with_values
 from twophase.cli.block_report import describe
 from twophase.cli.main import main
 from twophase.rule import OuterRule
@@ -36,8 +36,8 @@ from twophase.spectrum import (
 )
 from twophase.tasks.build import build_task
 from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
-from twophase.tasks.lm.restored import inverse_scale, restore, run_config
 from twophase.tasks.lm.task import corpus_of
+from twophase.tasks.restored import inverse_scale, restore
 from twophase.theory.modes import effective_progress
 from twophase.theory.periods import best_period, rounded_period
 from twophase.training import checkpoint
@@ -249,11 +249,11 @@ def test_batches_are_those_that_have_been_trained_on(run: Path) -> None:
     class Noted:
         def batch(self, seed: int, step: int, replica: int) -> Any:
             asked.append(step)
-            return whole.corpus.batch(seed, step, replica)
+            return whole.task.batch(seed, step, replica)
 
     for step, steps in ((36, [0, 9, 18, 27]), (6, [0, 1, 3, 4])):
         asked.clear()
-        replace(whole, step=step, corpus=Noted()).batches(4)  # type: ignore[arg-type]
+        replace(whole, step=step, task=Noted()).batches(4)  # type: ignore[arg-type]
         assert asked == steps
 
 
@@ -268,10 +268,11 @@ def test_steps_of_a_policys_own_are_told(text: Path, tmp_path: Path, capsys: pyt
 
 def test_several_replicas_take_the_mean_step(run: Path) -> None:
     """The anchor takes the mean of the replicas' steps, so `D^-1` is the mean of theirs."""
-    saved = checkpoint.Checkpoint(checkpoint.latest(run / "checkpoint") or run, run_config(run)[1])
+    saved = checkpoint.Checkpoint(checkpoint.latest(run / "checkpoint") or run, fingerprint(restore(run).config))
     states = [saved.part(checkpoint.replica_file(number))["inner"] for number in range(2)]
     restored = restore(run)
     assert restored.replicas == 2
+    assert restored.scale is not None
     for place, (name, _) in enumerate(restored.model.named_parameters()):
         each = [inverse_scale(state["param_groups"][0], state["state"][place]) for state in states]
         torch.testing.assert_close(restored.scale[name] ** 2, (each[0] + each[1]) / 2)

@@ -21,7 +21,6 @@ from twophase.runs.folder import RunFolder
 from twophase.tasks.build import build_task
 from twophase.tasks.lm.config import ModelConfig, TrainConfig
 from twophase.tasks.lm.model import Llama
-from twophase.tasks.lm.restored import restore
 from twophase.training import checkpoint
 from twophase.training.config import InnerConfig
 from twophase.training.content import check_moments, check_tree
@@ -136,14 +135,6 @@ def test_a_setting_that_another_version_lacks(short_run: TrainConfig, method: st
         loaded = replica.inner.state_dict()["param_groups"]
         assert [group.get(key) for group in loaded] == [group.get(key) for group in groups]
     assert {"params", "lr", "weight_decay"} <= refused < set(groups[0])
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_spectra_are_of_adamw(short_run: TrainConfig, tmp_path: Path, method: str) -> None:
-    """A run of another method is refused where AdamW's second moments are needed."""
-    run(valued(short_run, method), tmp_path)
-    with pytest.raises(UsageError, match=r"--inner\.method adamw"):
-        restore(tmp_path)
 
 
 # ----------------------------------------------------------------------------------------------------------- reductions

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from twophase.advice.evidence import within
 from twophase.base.config import UsageError
@@ -38,8 +40,10 @@ from twophase.spectrum import (
     setting_of,
 )
 from twophase.sweeps.table import format_table
-from twophase.tasks.lm.restored import Restored, restore
+from twophase.tasks.lm.config import TrainConfig
+from twophase.tasks.restored import Restored, restore
 from twophase.theory.observed import Observed
+from twophase.training.curvature import GaussNewton, Matrix
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -50,11 +54,15 @@ Rows = list[dict[str, Any]]
 NAME = "spectrum"
 LIMITS = (
     "Linear modes of each block by itself: blocks that act on one another, replicas with different data, curvature and "
-    "second moments that change, and the delay by AdamW's first moment are outside of it.",
+    "second moments that change, and the delay by the inner momentum are outside of it.",
     "The curvature is that of the checkpoint; early, mid and late differ in the inner learning rate alone.",
     "Directions are weighted by their curvature, as if the displacement were alike in all of them.",
 )
 """What a reader must know before acting."""
+NEGATIVE = (
+    "The matrix is the Hessian of the loss, because the task has no logits(). Along a negative eigenvalue the linear "
+    "model has no minimum: such directions count as flat, without loss and progress."
+)
 _MOST_PERIODS = 400  # that are drawn
 _LEAST_SHARE = 1e-3  # of a block's loss, at which the axis of eigenvalues begins
 
@@ -78,9 +86,9 @@ def spectrum(options: argparse.Namespace, asked: Mapping[str, str] | None) -> in
             raise UsageError(f"--out {out}: cannot be made ({error.strerror}); choose another folder") from None
         restored = restore(options.run)
         patterns, setting = patterns_of(restored, asked), setting_of(restored.config)
-        tokens = restored.batches(options.batches)
+        batches = restored.batches(options.batches)
         with meter("spectrum", len(patterns), quiet=options.quiet) as show:
-            blocks = measure(restored, patterns, tokens, top=options.top, show=show)
+            blocks = measure(restored, patterns, batches, top=options.top, show=show)
         forecasts = [forecast(block, setting) for block in blocks]
         rounds = _paired(seen(record, setting), restored, patterns)
         title = (
@@ -89,9 +97,10 @@ def spectrum(options: argparse.Namespace, asked: Mapping[str, str] | None) -> in
         )
         figure, rows = draw(title, setting, forecasts, rounds)
         pictures = rendered(figure)
-    count = sum(batch.numel() for batch in tokens)
+    (kind, _), (name, unit, count) = restored.matrix, _data(restored, batches)
     facts = {
         "run": str(record.path),
+        **({"task": name, "matrix": kind.title} if unit == "examples" else {}),
         "state": record.state,
         "step": restored.step,
         "rule": dataclasses.asdict(setting.rule),
@@ -99,10 +108,10 @@ def spectrum(options: argparse.Namespace, asked: Mapping[str, str] | None) -> in
         "rounds": setting.rounds,
         "inner_lrs": dict(setting.inner_lrs),
         "weight_decay": setting.weight_decay,
-        "tokens": count,
+        unit: count,
         "replicas": restored.replicas,
         "lanczos": {"steps": STEPS, "probes": PROBES},
-        "blocks": [_block_json(block, patterns) for block in forecasts],
+        "blocks": [_block_json(block, patterns, kind) for block in forecasts],
         "from_rounds": {name: _seen_json(shown) for name, shown in rounds.items()},
     }
     text = json.dumps(standard(facts), indent=2, allow_nan=False) + "\n"
@@ -110,9 +119,20 @@ def spectrum(options: argparse.Namespace, asked: Mapping[str, str] | None) -> in
     if options.json:
         print(text.rstrip())
     else:
-        print(describe(_heading(record, restored, setting, count), setting, forecasts, rounds))
+        heading = _heading(record, restored, setting, f"{count:,} {unit} of {name}")
+        print(describe(heading, setting, forecasts, rounds, kind))
         print("\n" + "\n".join(map(str, paths)))
     return 0
+
+
+def _data(restored: Restored, batches: Sequence[Any]) -> tuple[str, str, int]:
+    """Return the name of the data, and of how much of it the curvature is: unit and number."""
+    config = restored.config
+    first: list[Tensor] = [tree_leaves(batch)[0] for batch in batches]
+    if isinstance(config, TrainConfig):
+        return config.data.corpus, "tokens", sum(tokens.numel() for tokens in first)
+    options: Any = config.task  # type: ignore[attr-defined]
+    return options.name, "examples", sum(len(examples) if examples.dim() else 1 for examples in first)
 
 
 def _paired(rounds: dict[str, Seen], restored: Restored, patterns: Mapping[str, str]) -> dict[str, Seen]:
@@ -123,7 +143,7 @@ def _paired(rounds: dict[str, Seen], restored: Restored, patterns: Mapping[str, 
     return {name if name == WHOLE else f"fragment {name}": shown for name, shown in rounds.items()}
 
 
-def _block_json(block: Forecast, patterns: Mapping[str, str]) -> dict[str, Any]:
+def _block_json(block: Forecast, patterns: Mapping[str, str], kind: type[Matrix]) -> dict[str, Any]:
     curvature = block.curvature
     return {
         "name": curvature.name,
@@ -143,6 +163,7 @@ def _block_json(block: Forecast, patterns: Mapping[str, str]) -> dict[str, Any]:
         "period": block.chosen.period,
         "log_gain": block.chosen.log_gain,
         "period_at_mean": block.at_mean,
+        **({} if kind is GaussNewton else {"negative": curvature.negative}),
     }
 
 
@@ -158,27 +179,35 @@ def _seen_json(shown: Seen) -> dict[str, Any]:
 # -------------------------------------------------------------------------------------------------------------- words
 
 
-def _heading(record: RunRecord, restored: Restored, setting: Setting, tokens: int) -> list[str]:
+def _heading(record: RunRecord, restored: Restored, setting: Setting, data: str) -> list[str]:
     config = restored.config
     lrs = [f"{max(rates):.2g}" for rates in setting.inner_lrs.values()]
+    method, moments = "AdamW, learning rate", f"; second moments of {restored.replicas} replicas"
+    if restored.scale is None:
+        method, moments = f"SGD with momentum {config.inner.momentum:g}, learning rate / (1 - momentum)", ""
     restart = config.sync.policies() or config.outer.policy()
     policies = list(restart.values()) if isinstance(restart, Mapping) else [restart]
     stepping = sorted({str(policy) for policy in policies if policy.takes_steps or policy.by_coordinate})
+    outer = [] if config.outer.is_rule else [config.outer.value().describe()]
     return [
         f"run      {record.path}: {record.state}, checkpoint of step {restored.step:,} of {config.steps:,}",
         f"rule     {setting.rule.describe()}, {config.rounds} rounds of {config.inner_steps} inner steps",
+        *(f"outer    {method}: K and the rounds' sigma below are of that rule alone" for method in outer),
         *(
             f"restart  {policy} takes steps of its own: K and the rounds' sigma below are of the rule without it"
             for policy in stepping
         ),
-        f"inner    AdamW, learning rate {', '.join(lrs)} (early, mid, late), weight decay "
-        f"{config.inner.weight_decay:g}; second moments of {restored.replicas} replicas",
-        f"text     {tokens:,} tokens of {config.data.corpus}, as trained on",
+        f"inner    {method} {', '.join(lrs)} (early, mid, late), weight decay {config.inner.weight_decay:g}{moments}",
+        f"{'text' if isinstance(config, TrainConfig) else 'data'}     {data}, as trained on",
     ]
 
 
 def describe(
-    heading: Sequence[str], setting: Setting, forecasts: Sequence[Forecast], rounds: Mapping[str, Seen]
+    heading: Sequence[str],
+    setting: Setting,
+    forecasts: Sequence[Forecast],
+    rounds: Mapping[str, Seen],
+    kind: type[Matrix] = GaussNewton,
 ) -> str:
     """Return the heading, the table of the blocks, and what stands out in each; `rounds` is by fragment."""
     head = ["block", "parameters", "largest", "precond.", "median", "99 %", *PLACES, "K", "K at mean"]
@@ -186,7 +215,7 @@ def describe(
     lines = [
         *heading,
         "",
-        "largest, precond.: largest eigenvalue of the Gauss-Newton matrix, and of the preconditioned one, with its",
+        f"largest, precond.: largest eigenvalue of the {kind.title}, and of the preconditioned one, with its",
         "quantiles. early, mid, late: effective progress of a round, mean by loss. K: best period of all modes of the",
         "block together, with what it leaves of the loss. K at mean, and K of the rounds: first cancellation of a mode",
         "of that sigma.",
@@ -198,6 +227,7 @@ def describe(
         *map(_item, remarks),
         "limits",
         *map(_item, LIMITS),
+        *([] if kind is GaussNewton else [_item(NEGATIVE)]),
     ]
     return "\n".join(lines)
 
@@ -233,9 +263,12 @@ def _period(period: int | None) -> str:
 
 def _remarks(forecasts: Sequence[Forecast], setting: Setting) -> Iterator[str]:
     for block in forecasts:
-        name = block.curvature.name
+        name, negative = block.curvature.name, block.curvature.negative
+        if negative > _LEAST_SHARE:
+            yield f"{name}: {_percent(negative)} of the curvature, by absolute eigenvalues, is negative and left out."
         if not block.curvature.loss_weights.any():
-            yield f"{name}: no curvature was found; the text at hand does not use these parameters."
+            if not negative:
+                yield f"{name}: no curvature was found; the data at hand does not use these parameters."
             continue
         place = max(PLACES, key=lambda place: block.progress[place].step)
         worst = block.progress[place]

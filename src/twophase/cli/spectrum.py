@@ -22,9 +22,9 @@ def main(words: list[str]) -> int:
         default=(),
         metavar="NAME=PATTERN",
         help="a parameter is in the first block whose pattern its name contains (default: the run's named fragments, "
-        "else embeddings, attention, mlp, norms, head)",
+        "else of lm embeddings, attention, mlp, norms, head, of other tasks the top modules)",
     )
-    text = "of the run's training text, of its own batch size (%(default)s)"
+    text = "of the run's training data, of its own batch size (%(default)s)"
     add("--batches", type=between(1, 10_000), default=4, metavar="N", help=text)
     add(
         "--top",

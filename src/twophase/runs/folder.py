@@ -34,6 +34,7 @@ from twophase.base.reading import read_json_object
 from twophase.runs.log import Log, Mark, read_log, standard
 
 CONFIG, ENV, SUMMARY, WEIGHTS = "config.yaml", "env.json", "summary.json", "weights.safetensors"
+CHECKPOINTS = "checkpoint"
 METRICS, ROUNDS, STEPS = "metrics.jsonl", "rounds.jsonl", "steps.jsonl"
 LOCK = ".lock"
 REPORT, COMPARE = "report.html", "compare.html"
@@ -126,7 +127,7 @@ class RunFolder:
     @property
     def checkpoint_dir(self) -> Path:
         """Where the trainer keeps its checkpoints (the trainer makes it)."""
-        return self.path / "checkpoint"
+        return self.path / CHECKPOINTS
 
     def summary(self) -> dict[str, Any] | None:
         """Return the outcome of the run, or None while it has no valid `summary.json`."""

@@ -7,17 +7,17 @@ line and a remedy.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from twophase import __version__
-from twophase.base.config import UsageError, flatten, load_yaml
+from twophase.base.config import UsageError, fingerprint, flatten, load_yaml
 from twophase.base.reading import read_json_object
 from twophase.policies.base import RestartPolicy
 from twophase.policies.text import parse
@@ -27,6 +27,7 @@ from twophase.runs.log import read_log
 
 Column = NDArray[np.float64]
 Line = Mapping[str, Any]
+Config = TypeVar("Config")
 
 WHOLE = "whole model"
 """Name of the block of a run that has a single one."""
@@ -203,6 +204,27 @@ def read_record(path: Path, paths: Collection[str] = ()) -> RunRecord:
             f"{list_some(unknown)}. What the run did with that is not shown."
         )
     return record
+
+
+def run_config(run: Path, parse: Callable[[Mapping[str, Any]], Config]) -> tuple[Config, str]:
+    """Return the configuration of a run's folder as `parse` makes it of its tree, and its fingerprint.
+
+    Raises:
+        UsageError: no folder, none of a run, or a configuration that cannot be read by this version or from here.
+    """
+    path = run / CONFIG
+    if not path.is_file():
+        what = "there is no such folder" if not run.is_dir() else f"holds no {CONFIG}, so it is not the folder of a run"
+        raise UsageError(f"{run}: {what}; give the --out of `twophase train`, or the folder of one run of a sweep")
+    try:
+        tree = load_yaml(path)
+        return parse(tree), fingerprint(tree)
+    except (UsageError, TypeError, ValueError, AttributeError) as error:
+        fault, remedy = str(error).removeprefix(f"--config {path}: "), f"put the run's own {CONFIG} back"
+        if fault.startswith("--task "):  # the remedy in it is for training
+            fault = fault.partition("; ")[0]
+            remedy = "put the task's file back, or repeat the command in the folder that the run was trained from"
+        raise UsageError(f"{path} cannot be used ({fault}); {remedy}") from None
 
 
 def _json_object(path: Path) -> dict[str, Any]:

@@ -222,7 +222,7 @@ def measure(scale: Scale, rows: Sequence[Row], runs: Path, before: Mapping[str, 
 def _measured(made: Design, run: Path) -> dict[str, Any]:
     # torch, which drawing and planning do without
     from twophase import spectrum  # noqa: PLC0415
-    from twophase.tasks.lm.restored import restore  # noqa: PLC0415
+    from twophase.tasks.restored import restore  # noqa: PLC0415
 
     restored = restore(run)
     setting = spectrum.setting_of(restored.config)

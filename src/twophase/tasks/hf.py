@@ -99,8 +99,11 @@ class HuggingFace:
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         """Compute the mean cross-entropy in nats a token."""
-        tokens, targets = batch
-        return F.cross_entropy(_logits(model, tokens).flatten(0, -2), targets.flatten())
+        return F.cross_entropy(self.logits(model, batch).flatten(0, -2), batch[1].flatten())
+
+    def logits(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """Compute the logits (batch, length, vocabulary)."""
+        return _logits(model, batch[0])
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Compute loss and perplexity on the held-out text."""

@@ -29,7 +29,7 @@ class OwnTask:
     """A task, whatever its class, as the training loop takes it: its results are checked, its errors name it.
 
     Args:
-        task: an object with the methods of `twophase.training.task.Task`; `describe` and `inner` may be missing.
+        task: an object with the methods of `twophase.training.task.Task`; it may lack `describe`.
         options: the values that made it, and its `name`: a dataclass.
 
     Raises:
@@ -48,6 +48,8 @@ class OwnTask:
             self.inner = self._inner
         if hasattr(task, "data_fault"):
             self.data_fault = partial(self._call, "data_fault")
+        if hasattr(task, "logits"):
+            self.logits = self._logits
 
     def model(self, seed: int) -> nn.Module:
         """Return a model with fresh weights; what torch draws for them is seeded here."""
@@ -77,6 +79,17 @@ class OwnTask:
                 f"loss() returned a {type(loss).__name__}{shape}; return a scalar tensor: the mean over the batch"
             )
         return loss
+
+    def _logits(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return the logits that the loss is the mean cross-entropy of, the classes along the last dimension."""
+        logits = self._call("logits", model, batch)
+        if not isinstance(logits, Tensor) or logits.dim() < 2 or logits.shape[-1] < 2 or not logits.is_floating_point():
+            shape = f" of shape {tuple(logits.shape)}, {logits.dtype}" if isinstance(logits, Tensor) else ""
+            raise self._refusal(
+                f"logits() returned a {type(logits).__name__}{shape}; return floats of shape (examples, …, classes), "
+                "two classes or more, or leave the method out"
+            )
+        return logits
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> dict[str, float]:

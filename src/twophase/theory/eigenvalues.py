@@ -46,21 +46,24 @@ def lanczos(product: Product, start: Floats, steps: int) -> tuple[Floats, Floats
     return np.array(diagonal), np.array(off_diagonal)
 
 
-def largest_eigenpairs(product: Product, size: int, count: int, seed: int = 0) -> tuple[Floats, Floats]:
-    """Return the largest eigenvalues of a symmetric, positive semidefinite matrix, to about 0.1 %, and their vectors.
+def largest_eigenpairs(
+    product: Product, size: int, count: int, seed: int = 0, *, floor: float = 0.0
+) -> tuple[Floats, Floats]:
+    """Return the largest eigenvalues of a symmetric matrix, to about 0.1 %, and their vectors.
 
     Args:
         product: with the matrix.
         size: of the matrix, >= 1.
         count: of eigenvalues, >= 1; fewer come back where the matrix has fewer, or where ARPACK does not converge.
         seed: of the starting vector.
+        floor: what lower values count as; -inf for a matrix that is not positive semidefinite, which none counts as.
 
     Returns:
-        Values (count,), descending, >= 0, and orthonormal vectors (size, count).
+        Values (count,), descending, >= floor, and orthonormal vectors (size, count).
     """
     if size <= _SMALL:
         values, vectors = np.linalg.eigh(_matrix(product, size))
-        return np.maximum(values[::-1][:count], 0.0), vectors[:, ::-1][:, :count]
+        return np.maximum(values[::-1][:count], floor), vectors[:, ::-1][:, :count]
     image = product(np.random.default_rng(seed).standard_normal(size))
     count = min(count, size - 1)
     if not np.any(image):  # ARPACK refuses a matrix of zeros
@@ -72,7 +75,7 @@ def largest_eigenpairs(product: Product, size: int, count: int, seed: int = 0) -
     except ArpackNoConvergence as error:
         values, vectors = error.eigenvalues, error.eigenvectors
     order = np.argsort(values)[::-1]
-    return np.maximum(values[order], 0.0), vectors[:, order]
+    return np.maximum(values[order], floor), vectors[:, order]
 
 
 def density(
@@ -83,6 +86,7 @@ def density(
     probes: int,
     largest: tuple[Floats, Floats] | None = None,
     seed: int = 0,
+    floor: float = 0.0,
 ) -> tuple[Floats, Floats]:
     """Return the density of eigenvalues by stochastic Lanczos quadrature.
 
@@ -92,15 +96,16 @@ def density(
     in z that is mostly chance; they are taken out of z and counted by themselves.
 
     Args:
-        product: with a symmetric, positive semidefinite matrix.
+        product: with a symmetric matrix.
         size: of the matrix, >= 1; up to 64 it is decomposed exactly.
         steps: of Lanczos, >= 1; fewer where their vectors would take more than 1 GiB, but not below 8.
         probes: random vectors, >= 1.
         largest: its largest eigenvalues, fewer than `size`, and their vectors; see `largest_eigenpairs`.
         seed: of the random vectors.
+        floor: as of `largest_eigenpairs`.
 
     Returns:
-        Eigenvalues, ascending and >= 0, and the share of all eigenvalues that each stands for; the shares sum to 1.
+        Eigenvalues, ascending and >= floor, and the share of all eigenvalues that each stands for; the shares sum to 1.
 
     Source: Golub and Welsch (1969); Ubaru, Chen and Saad, "Fast estimation of tr(f(A)) via stochastic Lanczos
     quadrature" (2017); the largest apart as in Meyer et al., "Hutch++" (2021).
@@ -110,7 +115,7 @@ def density(
     ([1.0, 2.0, 5.0], 2.666666667)
     """
     if size <= _SMALL:
-        return np.maximum(np.linalg.eigvalsh(_matrix(product, size)), 0.0), np.full(size, 1 / size)
+        return np.maximum(np.linalg.eigvalsh(_matrix(product, size)), floor), np.full(size, 1 / size)
     values, vectors = largest or (np.zeros(0), np.zeros((size, 0)))
     generator = np.random.default_rng(seed)
     nodes, weights = [values], [np.full(len(values), 1 / size)]
@@ -122,7 +127,7 @@ def density(
         start = rest(generator.choice([-1.0, 1.0], size))
         tridiagonal = lanczos(lambda v: rest(product(v)), start, min(steps, max(_ROOM // size, 8)))
         ritz_values, ritz_vectors = eigh_tridiagonal(*tridiagonal)
-        nodes.append(np.maximum(ritz_values, 0.0))  # rounding can make zeros a little negative
+        nodes.append(np.maximum(ritz_values, floor))  # rounding can make zeros a little negative
         weights.append(ritz_vectors[0] ** 2 * (1 - len(values) / size) / probes)
     order = np.argsort(np.concatenate(nodes), kind="stable")
     return np.concatenate(nodes)[order], np.concatenate(weights)[order]

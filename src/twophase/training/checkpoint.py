@@ -23,11 +23,13 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from twophase.base.errors import RunError, UsageError, is_out_of_memory
 from twophase.base.files import file_sha256, sync_folder, write_atomic
 from twophase.base.reading import read_json_object
 from twophase.diloco.communicator import Communicator
+from twophase.diloco.flat import plan
 from twophase.training import parts as files
 from twophase.training.snapshot import Snapshots
 
@@ -327,6 +329,13 @@ class Checkpoint:
     def holds(self, name: str) -> bool:
         """Tell whether there is such a part."""
         return (self.path / name).exists()
+
+    def anchor(self) -> dict[str, Tensor]:
+        """Read the anchor as weights by name."""
+        state = self.part(ENGINE)
+        with self.content(ENGINE):
+            layout = plan((name, tuple(shape)) for name, shape in state["layout"])
+            return {slot.name: view for slot, view in zip(layout.slots, layout.views(state["anchor"]), strict=True)}
 
     def part(self, name: str) -> Any:
         """Read one part, with its tensors on the CPU."""

@@ -13,6 +13,7 @@ import importlib.util
 import json
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from twophase.base.config import UsageError
+from twophase.base.config import UsageError, from_tree
 from twophase.base.files import replacing, sync_folder, write_atomic
 from twophase.base.reading import read_json_object
 from twophase.diloco.flat import checksum, plan
-from twophase.runs.folder import CONFIG, ENV, SUMMARY
+from twophase.runs.folder import CHECKPOINTS, CONFIG, ENV, SUMMARY
+from twophase.runs.record import run_config
 from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.export_tokenizer import Ids, tokenizer_source, write_tokenizer
 from twophase.tasks.lm.model import Llama
-from twophase.tasks.lm.restored import CHECKPOINTS, anchor_of, model_of, run_config
 from twophase.training import checkpoint
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -64,7 +65,7 @@ def export(
         raise UsageError(f"--dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
     if importlib.util.find_spec("transformers") is None:
         raise UsageError("export needs the package transformers; pip install 'twophase[hf]'")
-    config, identity = run_config(run)
+    config, identity = run_config(run, partial(from_tree, TrainConfig))
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UsageError(f"{out}: is there already and not an empty folder; remove it, or choose another DIR")
     source = tokenizer_source(config, _json(run / ENV), data) if tokenizer else None
@@ -74,7 +75,7 @@ def export(
             f"{run}: its weights hold numbers that are not finite (the run has diverged); nothing was written; export "
             "another run"
         )
-    model = model_of(config, weights, run)
+    model = _model(config, weights, run)
     out.parent.mkdir(parents=True, exist_ok=True)
     with replacing(out.resolve()) as folder:  # an empty folder there gives way
         folder.mkdir()
@@ -127,7 +128,20 @@ def _anchor(run: Path, config: TrainConfig, identity: str) -> tuple[dict[str, Te
         )
     state = f"has ended and has no {_WEIGHTS} any more" if has_ended else "is not finished"
     saved = checkpoint.Checkpoint(newest, identity)
-    return anchor_of(saved), f"checkpoint {newest.name} of a run that {state}", saved.step
+    return saved.anchor(), f"checkpoint {newest.name} of a run that {state}", saved.step
+
+
+def _model(config: TrainConfig, weights: Mapping[str, Tensor], run: Path) -> Llama:
+    """Return a run's model with these weights, on the CPU; refuse weights that do not fit its configuration."""
+    try:
+        model = Llama(config.model, weights["embedding"].shape[0], seed=0)
+        model.load_state_dict(weights)
+    except (KeyError, RuntimeError) as error:
+        fault = " ".join(str(error).split())
+        raise UsageError(
+            f"{run}: the weights do not fit the run's {CONFIG} ({fault}); put the run's own files back"
+        ) from None
+    return model
 
 
 def _final(path: Path, config: TrainConfig, identity: str) -> tuple[dict[str, Tensor], str, int]:

@@ -59,6 +59,10 @@ class LanguageTask:
         """Compute the mean cross-entropy in nats a token."""
         return cast("Llama", model).loss(*batch)
 
+    def logits(self, model: nn.Module, batch: Any) -> Tensor:
+        """Compute the logits that the loss is the cross-entropy of."""
+        return model(batch[0])
+
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Compute loss and perplexity on the held-out text; as `LanguageStep.evaluate` on a CPU."""
         tokens, targets = self.corpus.validation()
