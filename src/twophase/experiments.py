@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from twophase.base.config import RunError, UsageError, overlaid
+from twophase.base.config import RunError, UsageError, flatten, overlaid
 from twophase.cli.sweeping import devices_of, watched, workers_of
 from twophase.cli.train import default_folder, finished, train_run
+from twophase.policies.base import RestartPolicy
 from twophase.recipes.controls import grid_of
 from twophase.report.results import Run, load
 from twophase.report.results import Sweep as SweepResults
@@ -95,7 +96,11 @@ def sweep(
     from twophase.tasks.build import preflight_all  # noqa: PLC0415 - torch
 
     base = _configuration(task, config)
-    grid = [Axis(path, tuple(values)) for path, values in axes.items()]
+    grid = []
+    for path, values in axes.items():
+        if isinstance(values, str) or not isinstance(values, Iterable):
+            raise UsageError(f"axes: {path} is {values!r}; give a list of the values to try")
+        grid.append(Axis(path, tuple(values)))
     plan, folder = Sweep("sweep", base, grid_of(base, grid, controls=controls)), Path(out)
     devices = devices_of(plan)
     with watched("sweep", quiet=quiet) as progress:
@@ -119,20 +124,26 @@ def _configuration(task: Any, config: RunConfig | Mapping[str, Any] | None) -> R
     """Return the checked configuration of a task, given by name or as an object, with some values."""
     if isinstance(config, RunConfig):
         return check(config)
+    if isinstance(task, type):
+        raise UsageError(
+            f"the task is the class {task.__name__}; give an object, such as {task.__name__}(), or its name"
+        )
     name, values = (task, {}) if isinstance(task, str) else (name_of(type(task)), _options(task))
     base = config_class(name)()
     names = {field.name for field in dataclasses.fields(getattr(base, TASK))} if hasattr(base, TASK) else set()
     tree = {TASK: {path: value for path, value in values.items() if path in names}} if values else {}
     if config is not None and not isinstance(config, Mapping):
         raise UsageError(f"config is a {type(config).__name__}; give values by dotted path, or a configuration")
-    return check(overlaid(overlaid(base, tree, "the task"), dict(config or {}), "config"))
+    flat = flatten(config or {})
+    texts = {path: str(value) if isinstance(value, RestartPolicy) else value for path, value in flat.items()}
+    return check(overlaid(overlaid(base, tree, "the task"), texts, "config"))
 
 
 def _options(task: Any) -> dict[str, Any]:
     """Return the values that made a task."""
     if dataclasses.is_dataclass(task):
         return {field.name: getattr(task, field.name) for field in dataclasses.fields(task) if field.init}
-    if vars(task):
+    if getattr(task, "__dict__", None):
         raise UsageError(
             f"the task {type(task).__name__} holds values that another process would not have; make it a dataclass "
             "whose fields they are"

@@ -203,6 +203,20 @@ def test_a_task_of_several_files(tmp_path: Path, rings: Path) -> None:
     sys.path.remove(str(tmp_path / "own"))
 
 
+def test_python_values() -> None:
+    """A policy is a value of a configuration; a class, no task, and an axis without a list of values are refused."""
+    kind: Any = named.task_class("rings:Rings")
+    run = twophase.train(kind(), SHORT | {"outer": {"restart": twophase.Periodic(2)}}, quiet=True)
+    assert summary_of(run)["restarts"] == 3
+    for task in (kind, None):
+        with pytest.raises(UsageError):
+            twophase.train(task, SHORT, quiet=True)
+    wrong: Any
+    for wrong in ("never", 3):
+        with pytest.raises(UsageError, match="axes"):
+            twophase.sweep(kind(), {"outer.restart": wrong}, SHORT, "sweep", quiet=True)
+
+
 @pytest.mark.parametrize("method", ["muon", "schedule-free"])
 def test_an_inner_optimizer_that_cannot_be_made(rings: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     """Muon without a hidden matrix, or a package that is missing, leaves no folder; an axis of a sweep neither."""
