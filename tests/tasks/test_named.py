@@ -114,6 +114,7 @@ def test_report_and_diagnosis_of_a_run(capsys: pytest.CaptureFixture[str]) -> No
     for command in ("report", "diagnose"):
         assert main([command, "run"]) == 0
     assert "None" not in capsys.readouterr().out
+    assert "Tokens" not in Path("run", "report.html").read_text()
     kind = named.task_class("rings.py:Rings")
     assert name_of(kind) == "rings.py:Rings"
     again = twophase.train(kind(width=12), SHORT, "object", quiet=True)

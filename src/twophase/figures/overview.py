@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from twophase.figures.heatmaps import Panel, draw_heatmaps, heatmaps, scale_of, tile
 from twophase.figures.style import styled
 from twophase.sweeps.grid import MOMENTUM_FREE
-from twophase.sweeps.table import LOSS, Row, Setting, arm_name, format_table, measure_of, readable, settings
+from twophase.sweeps.table import LOSS, Row, Setting, arm_name, cell_text, format_table, measure_of, readable, settings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -98,7 +98,7 @@ def _words(rows: Sequence[Row], form: str) -> dict[str, Any] | None:
     across, up, *others = maps[0].axes
     panels = [
         Panel(
-            ", ".join(f"{path} {value}" for path, value in each.fixed.items()),
+            ", ".join(f"{path} {cell_text(value)}" for path, value in each.fixed.items()),
             axes.get(across, [""]),
             axes.get(up, [""]),
             [[tile(setting) for _, setting in row] for row in each.rows],
@@ -145,7 +145,7 @@ def _finding(by_setting: Sequence[Setting]) -> str:
     if not values:
         return "No setting has finished yet"
     best = next(setting for setting in by_setting if setting.perplexity == min(values))
-    where = ", ".join(f"{path.rpartition('.')[2]} {value}" for path, value in best.values.items())
+    where = ", ".join(f"{path.rpartition('.')[2]} {cell_text(value)}" for path, value in best.values.items())
     near = sum(value <= scale_of(values).bound for value in values)
     lost = sum(setting.state == "diverged" for setting in by_setting)
     return (

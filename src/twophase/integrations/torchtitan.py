@@ -52,7 +52,7 @@ class Outer:
     """Form of the rule: sum, as torch.optim.SGD, or ema, as the restart paper."""
 
     restart: str = "never"
-    """When the outer momentum restarts, in rounds of each fragment: never, 3, cycle:5,6,10, gain, and so on."""
+    """When the outer momentum restarts, in rounds of each fragment: never, 3, cycle:5,6,10, auto, and so on."""
 
 
 class Optimizers(TorchFTOptimizersContainer):

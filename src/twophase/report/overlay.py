@@ -20,7 +20,7 @@ MOST_RUNS = 8
 """Runs of a page; of more, the strokes would repeat."""
 _LOSS = "loss"
 _CHARTS = (
-    ("train_loss", "Training loss, mean over a round", _LOSS, False),
+    ("train_loss", "Training loss", _LOSS, False),
     ("validation_loss", "Validation loss", _LOSS, False),
     ("pseudo_gradient_norm", "Norm of the pseudo-gradient", "Euclidean norm", True),
     ("cosine", "Pseudo-gradient against buffer", "cosine", False),

@@ -122,27 +122,31 @@ def _summary(record: RunRecord, diagnosis: Diagnosis) -> Html:
             return ""
         return written(factor * value, ",.0f" if isinstance(value, int) else spec, unit)
 
+    is_recorded = record.config.get(RECORDED) is True
+    has_tokens = bool(record.unit) or "perplexity" in summary
     facts: dict[str, Any] = {
         "Outer rule": both_forms(diagnosis.rule) if diagnosis.rule else "unknown",
         "Restart policy": record.restart,
         "Rounds": f"{record.recorded:,}{planned}, of {size}",
         "Restarts": f"{int(np.nansum(record.rounds['restarted'])):,}",
         "Replicas": written(replicas, ",.0f") or "an unknown number",
-        "Validation perplexity": quantity("perplexity", " a token") or last,
+        "Validation perplexity": (quantity("perplexity", " a token") or last) if has_tokens else "",
         "Validation loss": quantity("validation_loss", record.unit) or "unknown",
-        "Tokens": quantity("tokens") or "unknown",
+        "Tokens": (quantity("tokens") or "unknown") if has_tokens else "",
         "Time": quantity("seconds", " s") or "unknown",
-        "Share of time in the engine": quantity("engine_share", " %", 100.0, ".2g") or "unknown",
+        "Share of time in the engine": quantity("engine_share", " %", 100.0, ".2g") or "unknown" * (not is_recorded),
         "Exit": summary.get("exit_reason", "not finished"),
     }
-    return tag("dl", *(part for name, value in facts.items() for part in (tag("dt", name), tag("dd", value))))
+    shown = {name: value for name, value in facts.items() if value}
+    return tag("dl", *(part for name, value in shown.items() for part in (tag("dt", name), tag("dd", value))))
 
 
 def _losses(record: RunRecord) -> Html:
     steps = record.rounds["step"]
     sources = {
         "training loss inside rounds": (record.steps, "train_loss"),
-        "training loss, mean over a round": (record.metrics, "train_loss"),
+        # A recorded loop logs what it likes.
+        f"training loss{'' if record.config.get(RECORDED) else ', mean over a round'}": (record.metrics, "train_loss"),
         "validation loss": (record.metrics, "validation_loss"),
     }
     curves = [
@@ -262,17 +266,17 @@ def _control_table(finding: Finding, advice: Advice) -> Html:
 def _repeat(record: RunRecord) -> Iterator[Html | None]:
     # Of an odd folder name, the shell must see one word; a line break would end the command.
     config = shlex.quote(str(record.path / "config.yaml").replace("\n", "?"))
+    started = "As it was started; from the same place, it resumes:"
     if record.config.get(RECORDED) is True:
-        yield tag("p", "A loop of its own trained this run and recorded it (twophase.record).")
+        started = "A loop of its own trained this run and recorded it (twophase.record). As it was started:"
     elif record.config:
         yield tag("p", "The same run from the beginning, in a new folder:")
         yield tag("pre", f"twophase train --config {config} --out NEW")
     if words := list(map(str, record.environment.get("command") or [])):
         worker = "sweep-worker" in words
-        yield tag(
-            "p", "A worker of a sweep trained it:" if worker else "As it was started; from the same place, it resumes:"
-        )
-        start = ["python", "-m", "twophase"] if Path(words[0]).name == "__main__.py" else words[:1]
+        yield tag("p", "A worker of a sweep trained it:" if worker else started)
+        script = ["python"] * words[0].endswith(".py") + words[:1]
+        start = ["python", "-m", "twophase"] if Path(words[0]).name == "__main__.py" else script
         yield tag("pre", _hide_password(shlex.join([*start, *words[1:]])))
     elif not record.config:
         yield tag("p", "Neither its configuration nor its command could be read.")

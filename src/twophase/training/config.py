@@ -67,7 +67,7 @@ class OuterConfig:
     """`sum` (as torch.optim.SGD) or `ema` (as the restart paper); lr_sum = lr_ema (1 - momentum)."""
     restart: str = "never"
     """When the momentum restarts: never, a period such as 3, cycle:5,6,10, at:4,9, soft:3:0.2:0.1, or a policy that
-    decides for itself: auto, gradient, loss, probe:keep,average and more."""
+    decides for itself: auto, loss, probe:keep,average and more."""
     probe_sequences: int = field(default=0, metadata=LATER)
     """Sequences on which a policy that probes weighs its candidates: the first ones of each replica's next batch; 0
     means all of it. Other policies do not look at it."""
@@ -206,7 +206,7 @@ class RunConfig:
     deterministic: bool = False
     """On a GPU, use kernels that give the same bits every time only (slower); a CPU always does."""
     repeat: bool = False
-    """Let a run read its tokens: more than once when they do not last."""
+    """Allow more than one epoch if the run needs more tokens than the corpus has."""
     log_every: int = 0
     """Inner steps between lines of steps.jsonl (training loss, speed, memory) of `train`; 0 means none. The cells of a
     sweep that share their steps write none."""
@@ -217,7 +217,8 @@ class RunConfig:
     keep_checkpoints: int = 2
     """Checkpoints that are kept; older ones are removed after a newer one is complete."""
     divergence_loss: float = 0.0
-    """A round whose mean training loss (nats a token) is above this ends the run; 0 means 3 ln(vocabulary)."""
+    """A round whose mean training loss is above this ends the run; 0 means 3 ln(vocabulary) of lm, and no bound of
+    other tasks."""
 
     @property
     def rounds(self) -> int:
@@ -338,7 +339,11 @@ def check(config: RunConfig) -> None:
                 lambda autotune: config.compute.compile or not autotune,
                 "used together with --compute.compile",
             ),
-            ("divergence_loss", lambda loss: loss >= 0, ">= 0 (0 means 3 ln(vocabulary))"),
+            (
+                "divergence_loss",
+                lambda loss: loss >= 0,
+                ">= 0 (0 means 3 ln(vocabulary) of lm, and no bound of other tasks)",
+            ),
             ("seed", lambda seed: 0 <= seed < 2**63, "a whole number >= 0 and below 2^63"),
             (
                 "inner_steps",
