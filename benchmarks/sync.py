@@ -12,8 +12,10 @@ progress, so both must end with the same bits, which is checked.
 torch's fused SGD and without norms, checksums and agreement; it, too, must end with the same bits.
 `copy_bandwidth_ratio`: bytes that a step in one process has to move (without a reduction), over its time, over the rate
 of a plain copy of as many parameters (bytes read and written), taken in turn; medians.
-`int8_bytes_ratio`, `bfloat16_bytes_ratio`: bytes sent in a round as the engine reports them, over float32's;
-`..._loopback` the same as the network interface counts them, TCP's headers and answers included.
+`topk_bytes_ratio`, `int8_bytes_ratio`, `bfloat16_bytes_ratio`: bytes sent in a round as the engine reports them, over
+float32's; `..._loopback` the same as the network interface counts them, TCP's headers and answers included;
+`topk_seconds_ratio`, …: the time of such a sync over float32's, of the slower process, medians. Loopback costs nothing:
+this is what encoding costs, and a slow network is paid for by bytes.
 
 The program moves into a network namespace that has a loopback interface only (Linux, `unshare`, `ip`): so torchft's
 servers, which listen on all interfaces, cannot be reached, and the interface's counter sees nothing else. Last line:
@@ -48,6 +50,7 @@ from bounds import finish
 from twophase.diloco.comm import ProcessGroup
 from twophase.diloco.communicator import SingleProcess
 from twophase.diloco.engine import DiLoCo
+from twophase.diloco.formats import WIRES
 from twophase.rule import OuterRule
 
 RULE = OuterRule(0.7, 0.9, nesterov=True)
@@ -55,7 +58,7 @@ LAYERS = 16
 WARM_UP = 2  # rounds: the first ones allocate, connect, and agree on a quorum
 PASSES = {"read theta, a; write g": 3, "read g, a, m; write a, m, theta": 6}
 FLAT = {"30m": 30_000_000, "100m": 100_000_000}
-WIRES = ("float32", "bfloat16", "int8")
+TIMED = 3  # rounds of each wire
 LIGHTHOUSE_PORT = 29510  # of the namespace, so it is free
 
 
@@ -255,23 +258,27 @@ def peak(rank: int, parameters: int, kind: str) -> dict[str, Any]:
 
 
 def traffic(rank: int, parameters: int, wires: list[str]) -> dict[str, Any]:
-    """For every wire: bytes sent in a round as reported by this process, and by both as the interface counted them."""
+    """For every wire: seconds of a sync; bytes sent, of this process as reported, of both as the interface counts."""
     module = build(parameters)
     result: dict[str, Any] = {}
     for wire in wires:
         options: Any = {} if wire == "float32" else {"wire": wire}
         engine = DiLoCo(module, RULE, inner_steps=1, communicator=ProcessGroup(), **options)
         progress(module, rank)
-        engine.step()
-        dist.barrier()
-        begin = loopback_bytes()
-        dist.barrier()
-        progress(module, rank)
         report = engine.step()
-        dist.barrier()
+        seconds, sent = [], 0
+        for _ in range(TIMED):
+            progress(module, rank)
+            dist.barrier()
+            before, begin = loopback_bytes(), time.perf_counter()
+            dist.barrier()
+            report = engine.step()
+            seconds.append(time.perf_counter() - begin)
+            dist.barrier()
+            sent = loopback_bytes() - before
+            dist.barrier()
         assert report is not None
-        result[wire] = {"reported": report.bytes_sent, "loopback": loopback_bytes() - begin}
-        dist.barrier()
+        result[wire] = {"reported": report.bytes_sent, "loopback": sent, "seconds": statistics.median(seconds)}
         del engine
     return result
 
@@ -477,27 +484,30 @@ def bandwidth(options: argparse.Namespace) -> Figures:
 
 
 def bytes_sent(options: argparse.Namespace) -> Figures:
-    """What a round sends on each wire."""
+    """What a round sends on each wire, and how long it takes."""
     if "wire" not in inspect.signature(DiLoCo).parameters:
         print("\nwires: this engine knows float32 only")
         options.wires = ["float32"]
     results = run(options, "traffic")
     dense = results[0].get("float32")
-    print(f"\n{'bytes a round':22}{'reported':>14}{'ratio':>8}{'interface':>14}{'ratio':>8}")
+    slower = {wire: max(result[wire]["seconds"] for result in results) for wire in results[0]}
+    print(f"\n{'bytes a round':22}{'reported':>14}{'ratio':>8}{'s':>8}{'ratio':>8}{'interface':>14}{'ratio':>8}")
     ratios: dict[str, float | None] = {}
     details: dict[str, float | None] = {}
     for wire, sent in results[0].items():
         counted = sent["loopback"] / 2 if options.inside else None  # both processes send through the one interface
         ratio = sent["reported"] / dense["reported"] if dense else None
+        slowdown = slower[wire] / slower["float32"] if dense else None
         real = counted / (dense["loopback"] / 2) if dense and counted else None
         print(
-            f"{wire:22}{sent['reported']:14}{ratio or 0:8.3f}"
-            + (f"{counted:14.0f}{real or 0:8.3f}" if counted else f"{'(no namespace)':>14}")
+            f"{wire:22}{sent['reported']:14}{ratio or 0:8.4f}{slower[wire]:8.3f}{slowdown or 0:8.2f}"
+            + (f"{counted:14.0f}{real or 0:8.4f}" if counted else f"{'(no namespace)':>14}")
         )
-        details[f"{wire}_bytes"] = sent["reported"]
+        name = wire.partition(":")[0]
+        details |= {f"{name}_bytes": sent["reported"], f"{name}_seconds": slower[wire]}
         if wire != "float32":
-            ratios[f"{wire}_bytes_ratio"] = ratio
-            details[f"{wire}_bytes_ratio_loopback"] = real
+            ratios |= {f"{name}_bytes_ratio": ratio, f"{name}_seconds_ratio": slowdown}
+            details[f"{name}_bytes_ratio_loopback"] = real
     return ratios, details
 
 

@@ -1,14 +1,15 @@
-"""Channels of the wires, contributions to sum, and their sum as several replicas in one process make it."""
+"""Channels of the wires, contributions to sum, and their sums, made in one process and in several."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from twophase.diloco.communicator import SingleProcess
+from twophase.diloco.communicator import Pending, SingleProcess
 from twophase.diloco.setting import open_channel
 from twophase.diloco.transfer import Channel
 
@@ -37,3 +38,63 @@ def simulate(alone: Channel, parts: Sequence[Tensor]) -> Tensor:
         total += x
     alone.launch(SingleProcess(), total, quantized=True).wait()
     return total
+
+
+def same_bits(first: Tensor, second: Tensor) -> bool:
+    return torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8))
+
+
+# --- several processes in one: each makes its calls in turn ---------------------------------------------------------
+
+
+@dataclass
+class Later:
+    """A collective whose messages are read by `wait()`, when all have sent theirs."""
+
+    wait: Callable[[], Any]
+    bytes_sent: int = 0
+
+
+class Member(SingleProcess):
+    """One of the processes that share `calls`: what each rank has sent in each collective."""
+
+    def __init__(self, rank: int, size: int, calls: list[dict[int, Tensor]]) -> None:
+        self.rank, self.size, self.calls = rank, size, calls
+        self.handed_over: list[int] = []
+
+    def call(self, sent: Tensor, deliver: Callable[[list[Tensor]], Any]) -> Pending:
+        """A collective in which all send something."""
+        number = len(self.handed_over)
+        self.calls.extend({} for _ in range(number + 1 - len(self.calls)))
+        self.calls[number][self.rank] = sent.clone()
+        self.handed_over.append(sent.nbytes)
+        return Later(lambda: deliver([self.calls[number][rank] for rank in range(self.size)]))
+
+    def launch_sum(self, tensor: Tensor) -> Pending:
+        """Sum."""
+        return self.call(tensor, lambda sent: tensor.copy_(torch.stack(sent).sum(0)))
+
+    def launch_scatter(self, received: Tensor, sent: Tensor) -> Pending:
+        """All-to-all."""
+        return self.call(sent, lambda all_: received.copy_(torch.cat([x.chunk(self.size)[self.rank] for x in all_])))
+
+    def launch_gather(self, received: Tensor, sent: Tensor) -> Pending:
+        """All-gather."""
+        return self.call(sent, lambda all_: received.copy_(torch.cat(all_)))
+
+
+def members(size: int) -> list[Member]:
+    calls: list[dict[int, Tensor]] = []
+    return [Member(rank, size, calls) for rank in range(size)]
+
+
+def together(channels: Sequence[Channel], parts: Sequence[Tensor]) -> list[Tensor]:
+    """The sum on each of several processes."""
+    sums = [x.clone() for x in parts]
+    group = members(len(channels))
+    transfers = [channel.launch(member, x) for channel, member, x in zip(channels, group, sums, strict=True)]
+    for transfer in transfers:
+        transfer.advance()
+    for transfer in transfers:
+        transfer.wait()
+    return sums

@@ -64,6 +64,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "sync.wire": "int8",
     },
 }
+KINDS["sparse"] = KINDS["streaming"] | {"sync.wire": "topk:16:2bit"}
 KINDS["delayed"] = {"inner_steps": 6, "sync.delay": 2, "sync.mixing": 0.5}
 KINDS["probing"] = {"outer.restart": "probe:keep,drop,average"}
 KINDS["three streaming"] = KINDS["streaming"] | {"replicas": 3}
@@ -328,11 +329,12 @@ def test_a_history_of_its_own_is_set_aside(begin: Begin, good: Good) -> None:
     assert "step 24 of this replica's record is not of this run, which begins a new one; " in said
 
 
-def test_killed_during_a_delayed_sync(begin: Begin, good: Good) -> None:
-    """Two fragments on an int8 wire, summed while training goes on: one of two dies with a sum under way."""
-    run = begin("streaming", alone=2)
+@pytest.mark.parametrize("kind", ["streaming", "sparse"])
+def test_killed_during_a_delayed_sync(begin: Begin, good: Good, kind: str) -> None:
+    """Two fragments on a lossy wire, summed while training goes on: one of two dies with a sum under way."""
+    run = begin(kind, alone=2)
     comes_back(run, "under way:11", 40)
-    good(run, "streaming", numbers=(0, 1), always=(0,))
+    good(run, kind, numbers=(0, 1), always=(0,))
     assert newcomers(run, 0) == [1, 1]  # in each fragment
     assert sizes(run, 0) == [2, 1, 2]
     assert max(line["attempts"] for line in run.lines(0)) > 1

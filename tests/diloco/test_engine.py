@@ -720,7 +720,7 @@ def test_loading_a_rounds_end_sets_the_replicas():
 
 
 @pytest.mark.parametrize(("delay", "reached"), [(0, -8), (1, -6)], ids=["at-once", "delayed"])
-@pytest.mark.parametrize("wire", ["float32", "int8"])
+@pytest.mark.parametrize("wire", ["float32", "int8", "topk:16:2bit"])
 def test_an_exception_inside_a_sync_loses_nothing(delay: int, reached: float, wire: str):
     """A probe that raises, or Ctrl-C there, undoes the sync: the next one takes its progress, once."""
     model = nn.Linear(1, 1, bias=False)

@@ -67,6 +67,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     **{wire: {"fragments": 3, "delay": 2, "mixing": 0.5, "wire": wire} for wire in ("float32", "bfloat16", "int8")},
     "int8, one room": {"fragments": BLOCKS, "delay": 1, "wire": "int8"},
     "int8, at once": {"fragments": 3, "wire": "int8", "stagger": False},
+    "sparse": {"fragments": 3, "delay": 2, "mixing": 0.5, "wire": "topk:8:2bit"},
     "two under way": {"fragments": 3, "delay": 5, "mixing": 0.25, "wire": "int8"},
     "heavy ball": {"outer": OuterRule(0.3, 0.9), "restart": "never"},
     "soft": {"outer": OuterRule(1.0, 0.9, nesterov=True, form="ema"), "restart": "soft:2:0.3:0.1"},
@@ -74,7 +75,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 }
 
 TOGETHER = ("float32", "two under way")  # of these, four processes
-RESUMED = ("float32", "int8, one room", "two under way")
+RESUMED = ("float32", "int8, one room", "sparse", "two under way")
 
 
 def facts(report: RoundReport) -> dict[str, Any]:

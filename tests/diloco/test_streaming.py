@@ -20,6 +20,7 @@ from twophase.rule import OuterRule
 
 HEAVY_BALL = OuterRule(0.3, 0.9)
 NESTEROV = OuterRule(0.3, 0.9, nesterov=True)
+SPARSE = "topk:8:2bit"
 EMA = OuterRule(1.0, 0.9, nesterov=True, form="ema")
 each_rule = pytest.mark.parametrize("rule", [HEAVY_BALL, NESTEROV, EMA], ids=["heavy ball", "nesterov", "ema"])
 
@@ -307,7 +308,9 @@ def test_fragments_together_are_the_whole(rule: OuterRule, restart: int | None, 
     assert unlike(cut.tensors(), whole.tensors()) == []
 
 
-@pytest.mark.parametrize(("wire", "rule"), [("float32", HEAVY_BALL), ("bfloat16", EMA), ("int8", NESTEROV)])
+@pytest.mark.parametrize(
+    ("wire", "rule"), [("float32", HEAVY_BALL), ("bfloat16", EMA), ("int8", NESTEROV), (SPARSE, EMA)]
+)
 def test_each_block_is_as_if_alone(rule: OuterRule, wire: str):
     """A staggered fragment with a restart period of its own has the bits of a model whose other blocks are frozen.
 
@@ -347,6 +350,8 @@ def test_each_block_is_as_if_alone(rule: OuterRule, wire: str):
         (Schedule((2, 4, 6), 6, delay=5, mixing=0.5), "int8"),
         (Schedule((3, 5, 7), 7, delay=3), "float32"),
         (Schedule((5, 5, 5), 5, delay=2, mixing=0.5, stagger=False), "int8"),
+        (Schedule((2, 4, 6), 6), SPARSE),
+        (Schedule((5, 5, 5), 5, delay=2, mixing=0.5, stagger=False), SPARSE),
     ],
     ids=str,
 )
@@ -691,6 +696,7 @@ def test_fragments_that_never_meet_share_a_room(options: dict[str, Any], rooms: 
         ({"fragments": 7}, ["fragments is 7", "number of parameters, 6"]),
         ({"fragments": {"a": "nothing"}}, ["'0.weight'", "no fragment's pattern"]),
         ({"wire": "float16"}, ["wire is 'float16'", "float32, bfloat16, int8"]),
+        ({"fragments": 2, "wire": "topk:64:2bit"}, ["topk:64:2bit", "the smallest fragment has 48", "at most 48"]),
         ({"fragments": BLOCKS, "restart": {"first": 2, "norm": 3}}, ["(last)", "first, norm, last"]),
         ({"fragments": BLOCKS, "restart": {"first": 2, "norm": 3, "last": 1, "x": 1}}, ["(x)", "give each its policy"]),
         ({"restart": {"1": 2}}, ["(0, 1)", "the fragments are 0"]),

@@ -6,9 +6,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -16,11 +14,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from channels import channel, contribution, contributions, simulate
+from channels import (
+    Later,
+    Member,
+    channel,
+    contribution,
+    contributions,
+    members,
+    same_bits,
+    simulate,
+    together,
+)
 from twophase.diloco import transfer as transfer_module
 from twophase.diloco import wire
 from twophase.diloco.communicator import Pending, SingleProcess
-from twophase.diloco.transfer import WIRES, Channel, check_wire
+from twophase.diloco.formats import WIRES, check_wire
+from twophase.diloco.transfer import Channel
 from twophase.diloco.wire import BLOCK, packet_bytes
 
 ROUNDS = 3
@@ -35,66 +44,6 @@ def received_of(name: str, x: Tensor) -> Tensor:
     return y
 
 
-def same_bits(first: Tensor, second: Tensor) -> bool:
-    return torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8))
-
-
-# --- several processes in one: each makes its calls in turn ---------------------------------------------------------
-
-
-@dataclass
-class Later:
-    """A collective whose messages are read by `wait()`, when all have sent theirs."""
-
-    wait: Callable[[], Any]
-    bytes_sent: int = 0
-
-
-class Member(SingleProcess):
-    """One of the processes that share `calls`: what each rank has sent in each collective."""
-
-    def __init__(self, rank: int, size: int, calls: list[dict[int, Tensor]]) -> None:
-        self.rank, self.size, self.calls = rank, size, calls
-        self.handed_over: list[int] = []
-
-    def call(self, sent: Tensor, deliver: Callable[[list[Tensor]], Any]) -> Pending:
-        """A collective in which all send something."""
-        number = len(self.handed_over)
-        self.calls.extend({} for _ in range(number + 1 - len(self.calls)))
-        self.calls[number][self.rank] = sent.clone()
-        self.handed_over.append(sent.nbytes)
-        return Later(lambda: deliver([self.calls[number][rank] for rank in range(self.size)]))
-
-    def launch_sum(self, tensor: Tensor) -> Pending:
-        """Sum."""
-        return self.call(tensor, lambda sent: tensor.copy_(torch.stack(sent).sum(0)))
-
-    def launch_scatter(self, received: Tensor, sent: Tensor) -> Pending:
-        """All-to-all."""
-        return self.call(sent, lambda all_: received.copy_(torch.cat([x.chunk(self.size)[self.rank] for x in all_])))
-
-    def launch_gather(self, received: Tensor, sent: Tensor) -> Pending:
-        """All-gather."""
-        return self.call(sent, lambda all_: received.copy_(torch.cat(all_)))
-
-
-def members(size: int) -> list[Member]:
-    calls: list[dict[int, Tensor]] = []
-    return [Member(rank, size, calls) for rank in range(size)]
-
-
-def together(channels: Sequence[Channel], parts: Sequence[Tensor]) -> list[Tensor]:
-    """The sum on each of several processes."""
-    sums = [x.clone() for x in parts]
-    group = members(len(channels))
-    transfers = [channel.launch(member, x) for channel, member, x in zip(channels, group, sums, strict=True)]
-    for transfer in transfers:
-        transfer.advance()
-    for transfer in transfers:
-        transfer.wait()
-    return sums
-
-
 def residuals(channels: Sequence[Channel]) -> list[Tensor]:
     states = [channel.state_dict() for channel in channels]
     return [x.clone() for state in states if state for x in (*state["sent"], state["returned"])]
@@ -104,10 +53,10 @@ def residuals(channels: Sequence[Channel]) -> list[Tensor]:
 
 
 def test_names():
-    """The three names of the configuration, and one message for any other."""
-    assert [check_wire(name) for name in WIRES] == ["float32", "bfloat16", "int8"]
+    """The names of the configuration, and one message for any other."""
+    assert [check_wire(name) for name in WIRES] == ["float32", "bfloat16", "int8", "topk:128:2bit"]
     for refused in (check_wire, lambda name: channel(name, 3)):
-        with pytest.raises(ValueError, match="wire is 'int4'; it must be one of float32, bfloat16, int8"):
+        with pytest.raises(ValueError, match="wire is 'int4'; it must be one of float32, bfloat16, int8 and topk:"):
             refused("int4")
 
 

@@ -44,6 +44,7 @@ URL = "http://127.0.0.1:1"
 SCENARIOS: dict[str, dict[str, Any]] = {
     "plain": {"inner_steps": 3, "restart": "tracked:3"},  # which decides by what it remembers
     "streams": {"inner_steps": 4, "restart": 3, "fragments": 2, "delay": 1, "mixing": 0.25, "wire": "int8"},
+    "sparse": {"inner_steps": 4, "restart": 3, "fragments": 2, "wire": "topk:8:2bit"},
 }
 ROUNDS = 12
 
@@ -259,14 +260,14 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         log = folder / f"{replica}.log"
         return Program(["-W", "error", __file__, str(replica), str(folder), *pairs], log, log, os.environ)
 
-    with lighthouse() as a, lighthouse() as b, lighthouse() as c, lighthouse() as d:
-        urls = {"plain": a, "streams": b, "tampered": c, "kill": d}
+    with lighthouse() as a, lighthouse() as b, lighthouse() as c, lighthouse() as d, lighthouse() as e:
+        urls = {"plain": a, "streams": b, "sparse": c, "tampered": d, "kill": e}
         first, second = launch(0, urls), launch(1, urls)
         try:
             killed = second.wait(timeout=120)
             assert killed == -signal.SIGKILL, (folder / "1.log").read_text()[-3000:]
             until("the survivor notices", lambda: "replica 1 has gone" in (folder / "0.log").read_text())
-            second = launch(1, {"kill": d})
+            second = launch(1, {"kill": e})
             assert [first.wait(timeout=120), second.wait(timeout=120)] == [0, 0], (folder / "0.log").read_text()[-3000:]
         finally:
             for process in (first, second):

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from coefficients import coefficients, registered
 from twophase.base.config import with_values
-from twophase.diloco.transfer import WIRES
+from twophase.diloco.formats import WIRES
 from twophase.rule import FORMS
 from twophase.sweeps.grid import Axis, Cell, Sweep, product
 from twophase.sweeps.history import bits, is_scheduled

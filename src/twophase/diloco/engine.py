@@ -78,8 +78,8 @@ class DiLoCo:
         stagger: spread the fragments' syncs evenly over a round's inner steps, the last at its end; else all there.
         delay: inner steps between the launch of a reduction and its application, >= 0, < inner_steps.
         mixing: share of a replica's own parameters that stays when the anchor comes back, in [0, 1).
-        wire: how pseudo-gradients travel: "float32" (the buffers' own type), "bfloat16", or "int8" (blocks with error
-            feedback).
+        wire: how pseudo-gradients travel: "float32" (the buffers' own type), "bfloat16", "int8" (blocks with error
+            feedback), or the largest elements alone, with error feedback: "topk:128:2bit" (`formats.TopK`).
         communicator: None means the default torch.distributed group where one is initialised.
         signals: names of what `step(signals=...)` will be given; a restart policy that needs more is refused.
         probe: for restart policies that weigh candidates: `probe(module, replica, round)` is a replica's loss with a

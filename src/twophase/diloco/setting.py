@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from twophase.diloco.agreement import versions
 from twophase.diloco.communicator import Communicator
 from twophase.diloco.flat import plan
+from twophase.diloco.formats import TopK, check_wire
 from twophase.diloco.fragment import (
     Fragment,
     Slot,
@@ -30,7 +31,7 @@ from twophase.diloco.fragment import (
     tensors_of,
 )
 from twophase.diloco.sweep import goes_on_device
-from twophase.diloco.transfer import Channel, check_wire
+from twophase.diloco.transfer import Channel
 from twophase.optim.filters import Context
 from twophase.optim.groups import as_number
 from twophase.optim.optimizer import outer_optimizer
@@ -253,11 +254,13 @@ def _cut(
     parts = partition({slot.name: slot.parameter.numel() for slot in slots[0]}, fragments)
     layouts = [plan((name, tuple(first[name].shape)) for name in names) for names in parts.values()]
     lengths = [layout.numel for layout in layouts]
-    if min(row[0] for row in communicator.exchange_in_replica([min(lengths)])) == 0:
+    least = int(min(row[0] for row in communicator.exchange_in_replica([min(lengths)])))
+    if least == 0:
         raise ValueError(
             "DiLoCo: a fragment is empty on one of the processes that share a replica: its parameters have fewer rows "
             "than there are shards; take fewer or larger fragments"
         )
+    check_wire(wire, least)
     dtype = torch.float64 if any(p.dtype == torch.float64 for p in first.values()) else torch.float32
     anchor = torch.zeros(sum(lengths), dtype=dtype, device=slots[0][0].device)
     # Fragments that are never reduced at the same time share the room for their pseudo-gradients.
@@ -293,14 +296,17 @@ def _cut(
 
 
 def open_channel(name: str, numel: int, *, dtype: torch.dtype, device: torch.device, **options: Any) -> Channel:
-    """Return the channel of a wire, one of `WIRES`; arguments as of `Channel`, options as of `wire.LossyChannel`.
+    """Return the channel of a wire; arguments as of `Channel`, options as of `wire.LossyChannel`.
 
     Raises:
-        ValueError: an unknown wire.
+        ValueError: an unknown wire, or one that keeps less than one element.
     """
-    if check_wire(name) == "float32":
+    if check_wire(name, numel) == "float32":
         return Channel(name, numel, dtype=dtype, device=device)
-    return import_module("twophase.diloco.wire").LossyChannel(name, numel, dtype=dtype, device=device, **options)
+    # Loaded by name: a run on float32 does without the code of the others.
+    room, kind = ("sparse", "SparseChannel") if TopK.of(name) else ("wire", "LossyChannel")
+    opened = getattr(import_module(f"twophase.diloco.{room}"), kind)
+    return opened(name, numel, dtype=dtype, device=device, **options)
 
 
 def _constants(fragments: Sequence[Fragment], replica: nn.Module, communicator: Communicator) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Sums of pseudo-gradients under way, and the channel on which a fragment's travels: exact, or lossy (`wire`)."""
+"""Sums of pseudo-gradients under way, and the channel of a fragment's: exact, or lossy (`wire`, `sparse`)."""
 
 from __future__ import annotations
 
@@ -11,22 +11,11 @@ from torch import Tensor
 
 from twophase.diloco.communicator import Communicator, Pending
 from twophase.diloco.flat import DIGEST_ELEMENTS
+from twophase.diloco.formats import check_wire
 
-WIRES = ("float32", "bfloat16", "int8")
 _SUM_PIECE_BYTES = 64 << 20
 _PART_BYTES = 32 << 20
 """Of a `PartTransfer`: the less, the sooner the first part can be used; the more, the fewer journeys."""
-
-
-def check_wire(name: str) -> str:
-    """Return `name` if it is one of `WIRES`.
-
-    Raises:
-        ValueError: it is not.
-    """
-    if name not in WIRES:
-        raise ValueError(f"check_wire: wire is {name!r}; it must be one of {', '.join(WIRES)}")
-    return name
 
 
 class Transfer:
@@ -117,10 +106,11 @@ class Channel:
     """The way of a fragment's pseudo-gradient; the same on every process.
 
     This channel is exact: a sum is an all-reduce in the tensor's own type, and nothing is remembered.
-    `wire.LossyChannel` has residuals (error feedback), which the methods below `launch` are about.
+    `wire.LossyChannel` and `sparse.SparseChannel` have residuals (error feedback), which the methods below `launch` are
+    about.
 
     Args:
-        name: one of `WIRES`.
+        name: as of `check_wire`.
         numel: elements of the fragment, >= 1.
         dtype: float32 or float64, of the tensors that are summed.
         device: of the tensors.

@@ -158,7 +158,7 @@ class LossyChannel(Channel):
     ) -> None:
         super().__init__(name, numel, dtype=dtype, device=device)
         self._transactional = transactional
-        self._feedback = name == "int8"
+        self._feedback = name != "bfloat16"
         self._sent = [self._residual(0, numel) for _ in range(senders)] if self._feedback else []
         self._returned: _Residual | None = None  # of the part that this process owns, from the first sum on
         self._under_way: Transfer | None = None
@@ -311,9 +311,10 @@ class LossyChannel(Channel):
         sent, returned, start = state["sent"], state.get("returned"), state.get("returned_start", 0)
         if len(sent) != len(self._sent):
             return f"the state has {len(sent)} senders' residuals, this channel {len(self._sent)}"
-        for number, saved in enumerate(sent):
+        for number, saved in enumerate([*sent, *state.get("committed", ())]):
             if saved.shape != (self._numel,):
-                return f"sender {number}'s residual has shape {tuple(saved.shape)} instead of ({self._numel},)"
+                sender = number % len(sent)
+                return f"sender {sender}'s residual has shape {tuple(saved.shape)} instead of ({self._numel},)"
         if returned is not None and (returned.dim() != 1 or not 0 <= start <= self._numel - returned.numel()):
             return f"the part's residual, {tuple(returned.shape)} at {start}, is not within {self._numel} elements"
         return None

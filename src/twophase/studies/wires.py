@@ -1,4 +1,4 @@
-"""Does it matter how the pseudo-gradients travel: in float32, in bfloat16, or in int8 with error feedback?
+"""Does it matter how the pseudo-gradients travel: in float32, bfloat16, int8, or as their largest elements alone?
 
 Every run is done once for each wire, with all else equal: both rules at a small and a large momentum, with and without
 restarts, at the short communication period, where most is sent. A run on a lossy wire is compared with the float32 run
@@ -13,7 +13,7 @@ is the careful side for a claim that nothing changes.
 A lossy run is another trajectory, not float32's plus an error: what rounding changes grows over a run until it
 is of the size of any other small change. So single pairs differ even where the mean does not.
 
-Source: `twophase.diloco.wire`; the paper sends float32.
+Source: `twophase.diloco.wire`, `twophase.diloco.sparse`; the paper sends float32.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import numpy as np
 from scipy.special import stdtr
 
 import twophase.studies._lm as lm
+from twophase.diloco.formats import WIRES, TopK
 from twophase.figures.style import MUTED, headline, look, name_panels, new_page, share_legend
 from twophase.judge.cells import ARM, BOTH, CONTROL, MISSING, DataFrame, Paired, fate, outcomes, worst
 from twophase.recipes.paper import PERIOD, RULES, Scale, arm_name
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 QUESTION = "Does sending pseudo-gradients in fewer bytes change what a language model reaches?"
-WIRES = EXACT, *LOSSY = "float32", "bfloat16", "int8"
+EXACT, *LOSSY = WIRES
 TAKES_TASK = True
 FORM, LR = "sum", 0.7
 """DiLoCo's usual learning rate, in its usual form."""
@@ -83,6 +84,7 @@ def sent_bytes(wire: str, numel: int, processes: int = PROCESSES) -> int:
 
     With n elements and M processes, in float32 a ring sends 2 (M - 1) parts of 4 n / M bytes; a lossy wire sends a
     packet to each other's owner and its own part's packet to each other: 2 (M - 1) packets of ceil(n / 128 M) blocks.
+    The sparse one sends its packet of the whole vector to each of the M - 1 others.
 
     Args:
         wire: one of `WIRES`.
@@ -93,6 +95,8 @@ def sent_bytes(wire: str, numel: int, processes: int = PROCESSES) -> int:
 
     if wire == EXACT:
         return 2 * (processes - 1) * 4 * numel // processes
+    if sparse := TopK.of(wire):
+        return (processes - 1) * sparse.packet_bytes(numel)
     blocks = -(-numel // (processes * BLOCK))
     return 2 * (processes - 1) * packet_bytes(wire, blocks * BLOCK)
 
@@ -144,7 +148,7 @@ def table(rows: Sequence[Row], scale: Scale) -> Result:
     settings = {
         "form": FORM, "lr": LR, "momenta": momenta, "restarts": RESTARTS, "inner_steps": scale.short,
         "rounds": scale.rounds(scale.short), "seeds": scale.seeds, "clear": CLEAR, "parameters": parameters,
-        "processes": PROCESSES, "error_feedback": {"bfloat16": False, "int8": True},
+        "processes": PROCESSES, "error_feedback": {wire: wire != "bfloat16" for wire in LOSSY},
     }  # fmt: skip
     return Result(public(lines), numbers, settings)
 
@@ -331,7 +335,8 @@ def _claim(claim: str, by_place: Mapping[str, Mapping[str, Any]]) -> str:
 # --------------------------------------------------------------------------------------------------------------- figure
 
 
-_LOOKS = {"bfloat16": 1, "int8": 2}
+_LOOKS = {wire: number for number, wire in enumerate(LOSSY, start=1)}
+_SHIFTS = (-0.25, 0.0, 0.25)
 
 
 def draw(result: Result) -> Figure:
@@ -344,7 +349,7 @@ def draw(result: Result) -> Figure:
         if facts["spread"] is not None:
             ends = (-100 * facts["spread"], 100 * facts["spread"])
             changes.fill_betweenx([row - 0.42, row + 0.42], *ends, color="#e4e4e4", linewidth=0)
-        for wire, shift in zip(_LOOKS, (-0.17, 0.17), strict=True):
+        for wire, shift in zip(_LOOKS, _SHIFTS, strict=True):
             line: Mapping[str, Any] = {}  # the mean over the places has no dots of its own
             if "rule" in facts:
                 place = {name: facts[name] for name in ("rule", "momentum", "restart")}
@@ -381,7 +386,7 @@ def _finding(result: Result) -> str:
     """Hold each wire's change over all places, and its bytes, against float32, beside what another seed changes."""
     facts, share = result.numbers["all_places"], result.numbers["bytes_over_float32"]
     wires = [
-        f"by {change_words(facts['change'][wire]) or 'what is not known'} with {wire} ({share[wire]:.2f} of the bytes)"
+        f"by {change_words(facts['change'][wire]) or 'what is not known'} with {wire} ({share[wire]:.2g} of the bytes)"
         for wire in LOSSY
     ]
     seed = "" if facts["spread"] is None else f", by {facts['spread']:.1%} with another seed"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from twophase.base.config import LATER, UsageError, get
+from twophase.diloco.formats import check_wire
 from twophase.number import shortened
 from twophase.policies.base import RestartPolicy
 from twophase.policies.text import parse
@@ -132,9 +133,10 @@ class SyncConfig:
     """Inner steps between the launch of a reduction and its application: the replicas train on meanwhile."""
     mixing: float = 0.0
     """Share of its own parameters that a replica keeps when the anchor comes back, in [0, 1)."""
-    wire: Literal["float32", "bfloat16", "int8"] = "float32"
-    """What pseudo-gradients travel as; `int8` is in blocks with error feedback. Where all replicas live in one process,
-    each counts as a process here."""
+    wire: str = "float32"
+    """What pseudo-gradients travel as: float32; bfloat16; int8, in blocks with error feedback; or the largest elements
+    alone, with error feedback: topk:128:2bit sends one of 128, its place and 2 bits. Where all replicas live in one
+    process, each counts as a process here."""
 
     def parts(self) -> int | dict[str, str]:
         """The number of fragments, or their patterns by name."""
@@ -364,6 +366,10 @@ def check(config: RunConfig) -> None:
         check_rule("--outer", config.outer.lr, config.outer.momentum, config.outer.form)
     except ValueError as error:
         raise UsageError(str(error).replace("--outer: ", "--outer.", 1)) from None
+    try:
+        check_wire(sync.wire)
+    except ValueError as error:
+        raise UsageError(str(error).replace("DiLoCo: wire", "--sync.wire", 1)) from None
     parts = sync.parts()
     names = {str(number) for number in range(parts)} if isinstance(parts, int) else set(parts)
     if not names:

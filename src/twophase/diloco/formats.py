@@ -1,0 +1,92 @@
+"""The wires by name, and what the sparse one sends. No torch: configurations and studies look here."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+WIRES = ("float32", "bfloat16", "int8", "topk:128:2bit")
+"""The last stands for all of `TopK`."""
+LONGEST_CHUNK = 4096
+"""Elements: a place in a chunk is written in 12 bits."""
+_PLACE_BITS = 12
+_BITS = (2, 4, 8)
+_TOPK = re.compile(r"topk:([0-9]{1,9}):([0-9]{1,9})bit")
+
+
+@dataclass(frozen=True, slots=True)
+class TopK:
+    """A sparse wire, in text `topk:RATIO:BITS`, such as `topk:128:2bit`.
+
+    A vector is cut into chunks of equal length, at most `LONGEST_CHUNK`. Of each travel the largest elements, one of
+    `ratio`: for each its place and a code; and for the chunk the least and the largest magnitude kept, in float32.
+
+    Args:
+        ratio: elements of which one is kept, 2 to 4096.
+        bits: of a code, 2, 4 or 8: sign, and magnitude in equal steps from the least kept one to the largest.
+
+    Raises:
+        ValueError: an argument outside its range.
+
+    >>> TopK(128, 2).packet_bytes(10**6), 4 * 10**6
+    (15680, 4000000)
+    """
+
+    ratio: int
+    bits: int
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.ratio <= LONGEST_CHUNK or self.bits not in _BITS:
+            raise ValueError(
+                f"DiLoCo: wire is {self}; RATIO must be a whole number from 2 to {LONGEST_CHUNK}, of which one element "
+                "is kept, and BITS 2bit, 4bit or 8bit, such as topk:128:2bit"
+            )
+
+    def __str__(self) -> str:
+        return f"topk:{self.ratio}:{self.bits}bit"
+
+    @classmethod
+    def of(cls, name: str) -> TopK | None:
+        """Return the sparse wire of a name; None for another wire."""
+        match = _TOPK.fullmatch(name)
+        return cls(int(match[1]), int(match[2])) if match else None
+
+    @property
+    def word_bits(self) -> int:
+        """Bits of an element that is kept: its place and its code."""
+        return _PLACE_BITS + self.bits
+
+    def chunks(self, numel: int) -> tuple[int, int]:
+        """Return how many chunks `numel` elements have, and the length of each; the last may be padded."""
+        count = -(-numel // (LONGEST_CHUNK // self.ratio * self.ratio))
+        return count, -(-numel // (count * self.ratio)) * self.ratio
+
+    def packet_bytes(self, numel: int) -> int:
+        """Return the bytes that stand for `numel` elements: places, codes and both magnitudes of each chunk."""
+        count, length = self.chunks(numel)
+        kept_bits = length // self.ratio * self.word_bits
+        return count * (8 + -(-kept_bits // 8))
+
+
+def check_wire(name: str, numel: int | None = None) -> str:
+    """Return `name` if it is a wire's.
+
+    Args:
+        name: float32, bfloat16, int8, or topk:RATIO:BITS.
+        numel: elements of the smallest fragment, where they are known.
+
+    Raises:
+        ValueError: it is none, or keeps less than one element of the smallest fragment.
+    """
+    sparse = TopK.of(name) if isinstance(name, str) else None
+    if sparse is None and name not in WIRES:
+        raise ValueError(
+            f"DiLoCo: wire is {name!r}; it must be one of {', '.join(WIRES[:-1])} and topk:RATIO:BITS, such as "
+            f"{WIRES[-1]}, which keeps one of 128 elements"
+        )
+    if sparse is not None and numel is not None and numel < sparse.ratio:
+        raise ValueError(
+            f"DiLoCo: wire is {name}, which keeps one of {sparse.ratio} elements, and the smallest fragment has "
+            f"{numel}; take a RATIO of at most {numel}, or fewer fragments"
+        )
+    return name
