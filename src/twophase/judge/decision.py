@@ -1,0 +1,94 @@
+"""Words for a comparison that was planned: better, equivalent, worse or undecided, corrected for how many there are.
+
+d_s is the difference of seed s, positive where the arm is better (natural logarithm of a ratio of results), over n >= 2
+held-out seeds; m is the margin, and c the number of comparisons that the registration names. Student's t throughout:
+
+    equivalent   two one-sided tests: the 1 - 2 alpha / c interval of the mean lies within (-m, m)
+    better       else, the 1 - alpha / c interval lies above 0
+    worse        else, it lies below 0
+    undecided    else
+
+Dividing alpha by c (Bonferroni) keeps the chance of any wrong word among all comparisons at most alpha. A seed in which
+one side alone diverged has no number: `better` or `worse` need it to be the other side's, and then a mean is not given.
+
+Source: Schuirmann, "A comparison of the two one-sided tests procedure" (1987).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from scipy import stats
+
+Word = Literal["better", "equivalent", "worse", "undecided"]
+MARGIN = math.log(1.01)
+"""A difference below 1 % makes no choice."""
+ALPHA = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a comparison says.
+
+    Args:
+        word: of the module's definitions.
+        mean: of the differences; None with fewer than two, or where a run diverged.
+        low, high: ends of the interval at level `1 - alpha / comparisons`.
+        seeds: number of differences.
+        diverged: seeds in which the arm alone diverged, less those in which the control alone did.
+    """
+
+    word: Word
+    mean: float | None
+    low: float | None
+    high: float | None
+    seeds: int
+    diverged: int = 0
+
+
+def decide(
+    differences: Sequence[float], *, comparisons: int = 1, margin: float = MARGIN, alpha: float = ALPHA
+) -> Decision:
+    """Decide a comparison.
+
+    Args:
+        differences: one a seed; `-inf` where the arm alone diverged, `inf` where its control alone did.
+        comparisons: number of comparisons that the registration names, >= 1.
+        margin: of equivalence, > 0, a natural logarithm.
+        alpha: chance of a wrong word among all comparisons, in (0, 1).
+
+    Raises:
+        ValueError: an argument out of its range, or a NaN.
+
+    >>> decide([0.05, 0.06, 0.04, 0.05, 0.055]).word
+    'better'
+    >>> decide([0.001, -0.002, 0.0005, 0.001, -0.001]).word
+    'equivalent'
+    """
+    if comparisons < 1 or margin <= 0 or not 0 < alpha < 1 or any(math.isnan(d) for d in differences):
+        raise ValueError(
+            f"decide: comparisons {comparisons}, margin {margin}, alpha {alpha} or a NaN among the differences; they "
+            "must be at least 1, above 0, between 0 and 1, and numbers"
+        )
+    count, level = len(differences), alpha / comparisons
+    infinite = [d for d in differences if math.isinf(d)]
+    if infinite:
+        signs = {d > 0 for d in differences}
+        # A sign test: all seeds on one side, and enough of them.
+        is_sure = len(signs) == 1 and 2.0 ** (1 - count) <= level
+        word: Word = ("better" if signs == {True} else "worse") if is_sure else "undecided"
+        return Decision(word, None, None, None, count, sum(-1 if d > 0 else 1 for d in infinite))
+    if count < 2:
+        return Decision("undecided", None, None, None, count)
+    mean = math.fsum(differences) / count
+    error = math.sqrt(math.fsum((d - mean) ** 2 for d in differences) / (count - 1) / count)
+    half, narrow = (float(stats.t.ppf(1 - share, count - 1)) * error for share in (level / 2, level))
+    low, high = mean - half, mean + half
+    if abs(mean) + narrow < margin:
+        word = "equivalent"
+    else:
+        word = "better" if low > 0 else "worse" if high < 0 else "undecided"
+    return Decision(word, mean, low, high, count)

@@ -1,0 +1,145 @@
+"""A search whose next points follow from the results so far: double or halve, then take midpoints.
+
+Every tuned number has a scale. A point is a tuple of whole steps, one a scale, from the start, which is all zeros:
+
+    factor      value = start factor^(k / 2^r)             learning rates, periods (rounded)
+    complement  value = 1 - (1 - start) factor^(k / 2^r)   momenta, which count by their distance from 1
+
+The search goes from the best point to the best of its neighbours, one coordinate by one whole `factor` up or down,
+until no neighbour is better: the best is interior. Then the steps are halved, r times. So the next points follow from
+the results alone: a search that was interrupted goes on from its table, and every arm gets the same number of points.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from twophase.base.errors import UsageError
+
+Point = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How a number is tuned.
+
+    Args:
+        start: first value, > 0; of a complement also < 1.
+        kind: `factor`, `whole` (a factor, rounded to whole numbers) or `complement`.
+        factor: of the first steps, > 1.
+        low: least value that makes sense.
+        high: greatest.
+    """
+
+    start: float
+    kind: Literal["factor", "whole", "complement"] = "factor"
+    factor: float = 2.0
+    low: float = 0.0
+    high: float = math.inf
+
+    def __post_init__(self) -> None:
+        if self.factor <= 1 or not 0 < self.start < (1 if self.kind == "complement" else math.inf):
+            raise UsageError(
+                f"a scale of kind {self.kind} starts at {self.start} with factor {self.factor}; the factor must be "
+                "above 1, and the start above 0 (of a complement below 1, too)"
+            )
+
+    def value(self, steps: float) -> float:
+        """Return the value so many factors from the start, to six digits."""
+        if self.kind == "complement":
+            return float(f"{1 - (1 - self.start) * self.factor**-steps:.6g}")
+        value = self.start * self.factor**steps
+        return float(round(value)) if self.kind == "whole" else float(f"{value:.6g}")
+
+    def allows(self, steps: float) -> bool:
+        """Whether the value lies in the scale's range."""
+        return self.low <= self.value(steps) <= self.high
+
+
+@dataclass(frozen=True)
+class Search:
+    """A search over some scales.
+
+    Args:
+        scales: of the tuned numbers, by name.
+        most: points that the search may ask for, >= 1: the arm's budget.
+        refinements: how often the steps are halved once the best is interior.
+    """
+
+    scales: Mapping[str, Scale]
+    most: int
+    refinements: int = 1
+
+    def values(self, point: Point) -> dict[str, float]:
+        """Return the tuned numbers of a point."""
+        unit = 2**self.refinements
+        return {name: scale.value(k / unit) for (name, scale), k in zip(self.scales.items(), point, strict=True)}
+
+    def pending(self, results: Mapping[Point, float]) -> list[Point]:
+        """Return the points to measure next; none once the search has ended.
+
+        Args:
+            results: what is minimized, at each point so far; infinite or NaN where a run diverged.
+        """
+        measured = {self._key(point): math.inf if math.isnan(value) else value for point, value in results.items()}
+        room = self.most - len(measured)
+        best: Point = (0,) * len(self.scales)
+        step = 2**self.refinements
+        while step:
+            around = [best, *self._neighbours(best, step)]
+            missing = [point for point in around if self._key(point) not in measured]
+            if missing:
+                return missing[: max(room, 0)]
+            lowest = min(around, key=lambda point: measured[self._key(point)])  # of equals the first: no move
+            if math.isinf(measured[self._key(lowest)]):
+                # Everything here diverges, which smaller steps of all kinds mend.
+                lowest = tuple(k - step for k in best)
+                if not self._is_allowed(lowest):
+                    return []
+            elif lowest == best:
+                step //= 2
+                continue
+            best = lowest
+            if self._key(best) not in measured:
+                return [best] if room > 0 else []
+        return []
+
+    def best(self, results: Mapping[Point, float]) -> Point | None:
+        """Return the point with the lowest result; None where every one diverged."""
+        finite = {point: value for point, value in results.items() if math.isfinite(value)}
+        return min(finite, key=lambda point: finite[point]) if finite else None
+
+    def is_interior(self, results: Mapping[Point, float]) -> bool:
+        """Whether the best point has neighbours on all sides, or the end of its scale, that are worse or equal."""
+        point = self.best(results)
+        if point is None:
+            return False
+        measured = {self._key(at) for at in results}
+        units = [2**k for k in range(self.refinements + 1)]
+        pairs = [(i, sign) for i in range(len(point)) for sign in (-1, 1)]
+        return all(
+            any(
+                not self._is_allowed(moved := _moved(point, i, sign * unit)) or self._key(moved) in measured
+                for unit in units
+            )
+            for i, sign in pairs
+        )
+
+    def _neighbours(self, point: Point, step: int) -> Sequence[Point]:
+        moves = [_moved(point, i, sign * step) for i in range(len(point)) for sign in (-1, 1)]
+        return [move for move in moves if self._is_allowed(move) and self._key(move) != self._key(point)]
+
+    def _is_allowed(self, point: Point) -> bool:
+        unit = 2**self.refinements
+        return all(scale.allows(k / unit) for scale, k in zip(self.scales.values(), point, strict=True))
+
+    def _key(self, point: Point) -> tuple[float, ...]:
+        """Return what tells points apart: whole numbers round to the same value."""
+        return tuple(self.values(point).values())
+
+
+def _moved(point: Point, index: int, by: int) -> Point:
+    return (*point[:index], point[index] + by, *point[index + 1 :])

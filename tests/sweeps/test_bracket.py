@@ -1,0 +1,105 @@
+"""The bracketing search: it ends at an interior best, asks for no point twice, and needs nothing but its results."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from twophase.base.errors import UsageError
+from twophase.sweeps.bracket import Point, Scale, Search
+
+LR, MOMENTUM, PERIOD = Scale(0.7), Scale(0.9, "complement"), Scale(3, "whole", low=1, high=64)
+
+
+def run(search: Search, loss: Callable[[dict[str, float]], float]) -> dict[Point, float]:
+    """Measure until the search asks for nothing more; each call sees the results alone."""
+    results: dict[Point, float] = {}
+    while pending := search.pending(results):
+        assert not set(pending) & set(results)
+        for point in pending:
+            results[point] = loss(search.values(point))
+    return results
+
+
+def bowl(**optimum: float) -> Callable[[dict[str, float]], float]:
+    """A loss with one minimum, in the logarithms (of 1 - momentum for a momentum)."""
+
+    def scaled(name: str, value: float) -> float:
+        return math.log(1 - value if name == "momentum" else value)
+
+    return lambda values: sum((scaled(n, v) - scaled(n, optimum[n])) ** 2 for n, v in values.items())
+
+
+@settings(max_examples=60, deadline=None)
+@given(lr=st.floats(1e-3, 1e3), momentum=st.floats(0.3, 0.999), refinements=st.integers(0, 3))
+def test_ends_within_half_a_step(lr: float, momentum: float, refinements: int) -> None:
+    """The best of a bowl lies within half a last step of its minimum, on every scale, and is interior."""
+    search = Search({"lr": LR, "momentum": MOMENTUM}, 10_000, refinements)
+    results = run(search, bowl(lr=lr, momentum=momentum))
+    best = search.best(results)
+    assert best is not None
+    assert search.is_interior(results)
+    values, half = search.values(best), math.log(2) / 2**refinements / 2 + 1e-4
+    assert abs(math.log(values["lr"] / lr)) <= half
+    assert abs(math.log((1 - values["momentum"]) / (1 - momentum))) <= half + 1e-2
+
+
+@pytest.mark.parametrize("most", [1, 2, 5, 9])
+def test_keeps_to_its_budget(most: int) -> None:
+    """A search asks for as many points as it may; an end by the budget is not interior."""
+    search = Search({"lr": LR}, most)
+    results = run(search, bowl(lr=1e9))
+    assert len(results) == most
+    assert not search.is_interior(results)
+
+
+def test_goes_on_from_its_table() -> None:
+    """The points do not depend on where the search was interrupted, nor on the order of the table."""
+    search = Search({"lr": LR, "period": PERIOD}, 100, 2)
+    whole = run(search, bowl(lr=5, period=11))
+    for cut in range(len(whole)):
+        part = dict(reversed(list(whole.items())[:cut]))
+        while pending := search.pending(part):
+            part |= {point: whole[point] for point in pending}
+        assert part == whole
+
+
+def test_whole_numbers_are_measured_once() -> None:
+    """Points that round to the same whole number are one point, and the ends of a scale are respected."""
+    search = Search({"period": PERIOD}, 100, 3)
+    results = run(search, bowl(period=1))
+    values = [search.values(point)["period"] for point in results]
+    assert len(values) == len(set(values))
+    assert min(values) == 1
+    assert search.is_interior(results)
+
+
+def test_walks_away_from_divergence() -> None:
+    """Where everything diverges, all numbers become smaller; a NaN counts as diverged."""
+
+    def loss(values: dict[str, float]) -> float:
+        return math.nan if values["lr"] > 0.05 else bowl(lr=0.01, momentum=0.5)(values)
+
+    search = Search({"lr": LR, "momentum": MOMENTUM}, 200)
+    best = search.best(run(search, loss))
+    assert best is not None
+    assert search.values(best)["lr"] < 0.05
+
+
+def test_all_diverged() -> None:
+    """An arm that diverges everywhere ends at its budget or at the end of its scales, without a best."""
+    for search in (Search({"lr": LR}, 30), Search({"lr": Scale(0.7, low=0.1)}, 1000)):
+        results = run(search, lambda _: math.inf)
+        assert search.best(results) is None
+        assert not search.is_interior(results)
+
+
+@pytest.mark.parametrize("wrong", [{"start": 0}, {"start": 1.5, "kind": "complement"}, {"start": 1, "factor": 1}])
+def test_impossible_scales(wrong: dict) -> None:
+    """A scale that has no steps is refused."""
+    with pytest.raises(UsageError):
+        Scale(**wrong)
