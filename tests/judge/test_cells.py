@@ -32,7 +32,7 @@ def test_the_table_has_the_states_and_results_of_the_settings(rows: list[Row]) -
         assert set(logarithms.index) == {place for place, s in by_place.items() if s.finished or s.diverged}
         for place, largest, mean in zip(logarithms.index, worst(logarithms), means(logarithms), strict=True):
             setting = by_place[place]
-            values = [math.log(value) for value in setting.perplexities if value is not None]
+            values = [math.log(value) for value in setting.results if value is not None]
             assert mean == (math.inf if setting.diverged else pytest.approx(fmean(values)))
             if len(logarithms.columns) == len(setting.seeds):
                 expected = {"finished": max(values, default=0.0), "diverged": math.inf, "missing": math.nan}

@@ -133,7 +133,7 @@ def test_arms(rows: list[Row]) -> None:
     """Counts, best, spread, areas, geometric mean, worst and held-out perplexity of each arm, computed otherwise."""
     judged = verdict(rows, WITHIN)
     best = min((value for arm in {row.arm for row in rows} for value in means(rows, arm).values()), default=None)
-    assert (judged.best.perplexity if judged.best else None) == pytest.approx(best)
+    assert (judged.best.result if judged.best else None) == pytest.approx(best)
     for arm in judged.arms:
         cells, finished = by_place(rows, arm.arm), means(rows, arm.arm)
         diverged = sum(any(row.state == "diverged" for row in runs.values()) for runs in cells.values())
@@ -149,8 +149,8 @@ def test_arms(rows: list[Row]) -> None:
         assert (place is None) == (arm.best is None) == (arm.worst is None) == (arm.geometric_mean is None)
         if place is not None and arm.best and arm.worst:
             assert (arm.best.values[LR], arm.best.values[MOMENTUM]) == place
-            assert arm.best.perplexity == pytest.approx(finished[place])
-            assert arm.worst.perplexity == pytest.approx(max(finished.values()))
+            assert arm.best.result == pytest.approx(finished[place])
+            assert arm.worst.result == pytest.approx(max(finished.values()))
             assert arm.geometric_mean == pytest.approx(math.prod(finished.values()) ** (1 / len(finished)))
         seeds = sorted({row.values["seed"] for row in rows})
         chosen = [lowest(means([row for row in rows if row.values["seed"] != seed], arm.arm)) for seed in seeds]
@@ -232,7 +232,7 @@ def near(row: Row, best: float, x: float) -> bool:
 def summary_of(judged: Verdict) -> dict[Any, Any]:
     """Everything that must not depend on the order of rows or the names of seeds."""
     arms = {
-        arm.arm: (arm.control, arm.areas, arm.best and arm.best.perplexity, arm.geometric_mean, arm.held_out)
+        arm.arm: (arm.control, arm.areas, arm.best and arm.best.result, arm.geometric_mean, arm.held_out)
         for arm in judged.arms
     }
     differences = {
@@ -264,8 +264,8 @@ def test_scale_does_not_matter(rows: list[Row]) -> None:
     before, after = verdict(rows, WITHIN), verdict(scaled, WITHIN)
     for arm, scaled_arm in zip(before.arms, after.arms, strict=True):
         assert arm.areas == scaled_arm.areas
-        best = arm.best and 4 * (arm.best.perplexity or 0)
-        assert (scaled_arm.best.perplexity if scaled_arm.best else None) == best
+        best = arm.best and 4 * (arm.best.result or 0)
+        assert (scaled_arm.best.result if scaled_arm.best else None) == best
     for pair, scaled_pair in zip(before.comparisons, after.comparisons, strict=True):
         for difference, other in zip(pair.differences, scaled_pair.differences, strict=True):
             assert (difference.better, difference.worse, difference.note) == (other.better, other.worse, other.note)

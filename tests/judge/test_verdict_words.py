@@ -28,7 +28,7 @@ def test_tuned_best_by_hand() -> None:
     assert "other settings than tuned best in 1 of 3 seeds" in honest.note
     arm = verdict(rows).arms[0]
     assert arm.best is not None
-    assert (arm.best.perplexity, arm.held_out) == (7.5, pytest.approx((8 + 9 + 9.5) / 3))
+    assert (arm.best.result, arm.held_out) == (7.5, pytest.approx((8 + 9 + 9.5) / 3))
 
 
 def test_the_first_of_equals_is_best() -> None:

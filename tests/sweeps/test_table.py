@@ -171,17 +171,17 @@ def test_settings_take_seeds_together() -> None:
         row("a", 7.0, "diverged", lr=1.5, seed=0),
     ]
     merged = settings(rows)
-    assert [(s.values["lr"], s.state, s.perplexity) for s in merged] == [
+    assert [(s.values["lr"], s.state, s.result) for s in merged] == [
         (0.3, "finished", 9.0),
         (0.7, "diverged", None),
         (1.1, "missing", None),
         (1.5, "diverged", None),
     ]
     assert merged[0].runs == ("a,lr=0.3,seed=0", "a,lr=0.3,seed=1")
-    assert merged[0].perplexities == (8.0, 10.0)
+    assert merged[0].results == (8.0, 10.0)
     assert merged[0].spread == pytest.approx(math.sqrt(2), rel=1e-15)
     assert [(s.finished, s.diverged, s.missing) for s in merged] == [(2, 0, 0), (1, 1, 0), (1, 0, 1), (0, 1, 0)]
-    assert [s.perplexities for s in merged[1:]] == [(None, 5.0), (9.0, None), (None,)]
+    assert [s.results for s in merged[1:]] == [(None, 5.0), (9.0, None), (None,)]
     assert [s.spread for s in merged[1:]] == [None, None, None]
     assert merged[2].states == ("finished", "missing")  # a run that could not be done is not there
     assert merged[2].seeds == (0, 1)
@@ -190,14 +190,14 @@ def test_settings_take_seeds_together() -> None:
 def test_one_seed_has_no_spread() -> None:
     """One seed, or a sweep without an axis of seeds, gives a mean and no spread, not a spread of zero."""
     (setting,) = settings([row("a", 8.0, lr=0.3)])
-    assert (setting.perplexity, setting.spread, setting.seeds) == (8.0, None, (None,))
+    assert (setting.result, setting.spread, setting.seeds) == (8.0, None, (None,))
 
 
 def test_a_shared_run_counts_once() -> None:
     """Two cells of an arm that are one run, as controls of two cells may be, are one setting with one result."""
     twice = [row("match", 8.0, control_of=f"of {i}", lr=0.3, seed=0) for i in range(2)]
     (setting,) = settings([*twice, row("match", 10.0, lr=0.3, seed=1)])
-    assert (setting.seeds, setting.perplexities, setting.perplexity) == ((0, 1), (8.0, 10.0), 9.0)
+    assert (setting.seeds, setting.results, setting.result) == ((0, 1), (8.0, 10.0), 9.0)
 
 
 @pytest.mark.parametrize("perplexity", [None, math.nan, math.inf, 0.0, -1.0])
@@ -205,7 +205,7 @@ def test_a_finished_run_without_a_perplexity_is_missing(perplexity: float | None
     """A number that can be no perplexity enters no mean, no ratio and no logarithm."""
     rows = [row("a", 8.0, lr=0.3, seed=0), row("a", perplexity, lr=0.3, seed=1, control_of="a,lr=0.3,seed=0")]
     (setting,) = settings(rows)
-    assert (setting.state, setting.perplexity, setting.perplexities) == ("missing", None, (8.0, None))
+    assert (setting.state, setting.result, setting.results) == ("missing", None, (8.0, None))
 
 
 @given(st.lists(st.floats(1e-3, 1e3), min_size=1), st.floats(1e-2, 1e2))

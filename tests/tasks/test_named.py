@@ -95,7 +95,7 @@ def test_a_sweep_is_its_runs_alone(tmp_path: Path, capsys: pytest.CaptureFixture
     assert frame["perplexity"].isna().all()
     best = results.best()
     assert best is not None
-    assert (best.perplexity, best.measure) == (frame["validation_loss"].min(), "validation loss")
+    assert (best.result, best.measure) == (frame["validation_loss"].min(), "validation loss")
     for _, cell in frame[frame["arm"] == "K=2"].iterrows():
         values = SHORT | {"outer.lr": cell["outer.lr"], "outer.restart": 2, "task.width": int(cell["task.width"])}
         alone = twophase.train("rings.py:Rings", values, tmp_path / cell["run"], quiet=True)

@@ -61,7 +61,7 @@ class Panel:
 
 def tile(setting: Setting | None) -> tuple[State, float | None]:
     """Return a setting as a cell of a panel; one that is not there is missing."""
-    return (setting.state, setting.perplexity) if setting else ("missing", None)
+    return (setting.state, setting.result) if setting else ("missing", None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,11 +120,9 @@ def _words(rows: Sequence[Row], form: str) -> dict[str, Any] | None:
 def describe(rows: Sequence[Row]) -> str:
     """The best settings of a sweep, best first, and how many diverged or are missing, as plain text."""
     by_setting = settings(rows)
-    finished = sorted((s for s in by_setting if s.perplexity is not None), key=lambda s: s.perplexity or 0.0)
+    finished = sorted((s for s in by_setting if s.result is not None), key=lambda s: s.result or 0.0)
     arms = len({s.arm for s in by_setting}) > 1
-    table = [
-        [*([arm_name(s.arm)] if arms else []), *s.values.values(), readable(s.perplexity)] for s in finished[:_TOP]
-    ]
+    table = [[*([arm_name(s.arm)] if arms else []), *s.values.values(), readable(s.result)] for s in finished[:_TOP]]
     counts = {state: sum(s.state == state for s in by_setting) for state in ("diverged", "missing")}
     shown = f"best {len(table)} of {len(by_setting)} settings" + "".join(
         f", {n} {state}" for state, n in counts.items() if n
@@ -141,15 +139,15 @@ def _grid(rows: Sequence[Row]) -> list[Row]:
 
 def _finding(by_setting: Sequence[Setting]) -> str:
     """Name the best setting of a grid, and how many come near it."""
-    values = [setting.perplexity for setting in by_setting if setting.perplexity is not None]
+    values = [setting.result for setting in by_setting if setting.result is not None]
     if not values:
         return "No setting has finished yet"
-    best = next(setting for setting in by_setting if setting.perplexity == min(values))
+    best = next(setting for setting in by_setting if setting.result == min(values))
     where = ", ".join(f"{path.rpartition('.')[2]} {cell_text(value)}" for path, value in best.values.items())
     near = sum(value <= scale_of(values).bound for value in values)
     lost = sum(setting.state == "diverged" for setting in by_setting)
     return (
-        f"Best {readable(best.perplexity)}{where and f' at {where}'}; {near} of {len(by_setting)} settings are within "
+        f"Best {readable(best.result)}{where and f' at {where}'}; {near} of {len(by_setting)} settings are within "
         f"25 % of it{f', {lost} diverged' if lost else ''}"
     )
 

@@ -47,14 +47,14 @@ def curve_of(name: str, cells: Sequence[Setting], every: Sequence[Setting]) -> C
     by_seed: dict[object, list[float]] = {}
     best: dict[object, float] = {}
     for cell in every:
-        for seed, value in zip(cell.seeds, cell.perplexities, strict=True):
+        for seed, value in zip(cell.seeds, cell.results, strict=True):
             if value is not None:
                 best[seed] = min(value, best.get(seed, value))
     for cell in cells:
-        for seed, value in zip(cell.seeds, cell.perplexities, strict=True):
+        for seed, value in zip(cell.seeds, cell.results, strict=True):
             by_seed.setdefault(seed, []).extend([value / best[seed]] if value is not None else [])
-    top = min((cell.perplexity for cell in every if cell.perplexity is not None), default=1.0)
-    within = _counts([cell.perplexity / top for cell in cells if cell.perplexity is not None])
+    top = min((cell.result for cell in every if cell.result is not None), default=1.0)
+    within = _counts([cell.result / top for cell in cells if cell.result is not None])
     counts = [_counts(ratios) for ratios in by_seed.values()] if len(by_seed) > 1 else [within]
     return Curve(name, len(cells), within, list(map(min, *counts, within)), list(map(max, *counts, within)))
 

@@ -58,7 +58,7 @@ def outcomes(settings: Iterable[Setting], *place: str) -> DataFrame:
     index = (
         pd.MultiIndex.from_arrays(list(zip(*keys, strict=True)) or [[]] * len(place), names=place) if place else None
     )
-    lines = [dict(zip(cell.seeds, map(outcome, cell.states, cell.perplexities), strict=True)) for cell in cells]
+    lines = [dict(zip(cell.seeds, map(outcome, cell.states, cell.results), strict=True)) for cell in cells]
     return pd.DataFrame(lines, index, dtype=float)
 
 

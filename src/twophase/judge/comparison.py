@@ -170,7 +170,7 @@ class Arm:
     @property
     def best(self) -> int | None:
         """The finished setting with the lowest mean perplexity; the first of equals; None when nothing has finished."""
-        return _lowest([math.inf if cell.perplexity is None else cell.perplexity for cell in self.settings])
+        return _lowest([math.inf if cell.result is None else cell.result for cell in self.settings])
 
     def held_out(self, column: int) -> tuple[int | None, float, str]:
         """Choose the setting that is best on the other seeds, among those that finished on all of them.

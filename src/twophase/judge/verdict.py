@@ -131,8 +131,8 @@ def verdict(rows: Sequence[Row], within: Sequence[float] = WITHIN, controls: Col
             links.setdefault(row.arm, {}).setdefault(row.run, set()).add(row.control_of)
     why = {name: _why_control(group, name in links, name in controls) for name, group in groups.items()}
     arms = {name: Arm.of(group) for name, group in groups.items()}
-    finished = [setting for setting in every if setting.perplexity is not None]
-    best = min(finished, key=lambda setting: setting.perplexity or 0, default=None)
+    finished = [setting for setting in every if setting.result is not None]
+    best = min(finished, key=lambda setting: setting.result or 0, default=None)
     bests = {seed: lowest for seed, lowest in outcomes(every).min().items() if lowest < math.inf}
     comparisons = tuple(
         compare(arms[name], arms[control], links.get(control, {}), bests, distances)
@@ -181,11 +181,11 @@ def _why_control(group: Sequence[Setting], paired: bool, named: bool) -> str:
 
 def _judge(arm: Arm, control: str, best: Setting | None, within: Sequence[float]) -> ArmVerdict:
     group, states = arm.settings, [setting.state for setting in arm.settings]
-    finished = [setting for setting in group if setting.perplexity is not None]
-    values = [setting.perplexity for setting in finished if setting.perplexity is not None]
+    finished = [setting for setting in group if setting.result is not None]
+    values = [setting.result for setting in finished if setting.result is not None]
     areas = []
     for x in within:
-        near = sum(value <= (best.perplexity or 0) * (1 + x) for value in values) if best else 0
+        near = sum(value <= (best.result or 0) * (1 + x) for value in values) if best else 0
         areas.append(Area(x, near, near / len(group) if best else None))
     return ArmVerdict(
         group[0].arm,

@@ -72,11 +72,17 @@ def write(judged: Verdict, folder: Path, where: Mapping[str, str] | None = None)
     return [folder / name for name in contents]
 
 
+_SAVED_NAMES = {"result": "perplexity", "results": "perplexities"}
+"""Fields of a setting under other names in `verdict.json`, whose readers know these."""
+
+
 def _plain(item: Any) -> Any:
     """Return nested results as plain JSON values; a number that JSON has no word for becomes None."""
     if dataclasses.is_dataclass(item):
         computed = ("ratio", "seeds") if isinstance(item, Difference) else ()
-        item = {name: getattr(item, name) for name in (*(f.name for f in dataclasses.fields(item)), *computed)}
+        names = _SAVED_NAMES if isinstance(item, Setting) else {}
+        fields = (*(field.name for field in dataclasses.fields(item)), *computed)
+        item = {names.get(name, name): getattr(item, name) for name in fields}
     elif isinstance(item, Interval):
         item = item._asdict()
     if isinstance(item, Mapping):
@@ -104,11 +110,9 @@ def sections(judged: Verdict) -> Iterator[Section]:
     reached, over_settings, areas = [], [], []
     for arm in judged.arms:
         name, best = arm_name(arm.arm), arm.best
-        numbers = (
-            [readable(best.perplexity), _small(best.spread), best.finished, readable(arm.held_out)] if best else []
-        )
+        numbers = [readable(best.result), _small(best.spread), best.finished, readable(arm.held_out)] if best else []
         reached.append([name, arm.control, *(numbers or [None] * 4), _place(best, arm.varied) or "nothing finished"])
-        worst = readable(arm.worst.perplexity) if arm.worst else None
+        worst = readable(arm.worst.result) if arm.worst else None
         counts = [arm.settings, arm.finished, arm.diverged, arm.missing]
         over_settings.append([name, *counts, readable(arm.geometric_mean), worst])
         shares = (
@@ -150,7 +154,7 @@ def finding(judged: Verdict) -> list[str]:
         judged: the verdict. Without arms there is nothing to say.
     """
     best = judged.best
-    if best is None or best.perplexity is None:
+    if best is None or best.result is None:
         return ["Nothing has finished."] if judged.arms else []
     sentences = []
     several = [arm for arm in judged.arms if arm.settings > 1]
@@ -162,13 +166,13 @@ def finding(judged: Verdict) -> list[str]:
     spread = f" (spread {_small(best.spread)} over {best.finished} seeds)" if best.spread is not None else ""
     varied = next(arm.varied for arm in judged.arms if arm.arm == best.arm)
     sentences.append(
-        f"Best of all: {with_unit(best.measure)} {readable(best.perplexity)}{spread}, {arm_name(best.arm)}, "
+        f"Best of all: {with_unit(best.measure)} {readable(best.result)}{spread}, {arm_name(best.arm)}, "
         f"{_place(best, varied)}."
     )
     others = [
-        f"{readable(arm.best.perplexity)} of {_named(arm)} ({arm.best.perplexity / best.perplexity - 1:+.1%})"
-        for arm in sorted(judged.arms, key=lambda arm: (arm.best and arm.best.perplexity) or math.inf)
-        if arm.best is not None and arm.best.perplexity is not None and arm.arm != best.arm
+        f"{readable(arm.best.result)} of {_named(arm)} ({arm.best.result / best.result - 1:+.1%})"
+        for arm in sorted(judged.arms, key=lambda arm: (arm.best and arm.best.result) or math.inf)
+        if arm.best is not None and arm.best.result is not None and arm.arm != best.arm
     ]
     if others:
         sentences.append(f"Best of each other arm: {_listed(others)}.")

@@ -302,10 +302,10 @@ def tuned(scale: Scale, rows: Iterable[Row]) -> dict[tuple[str, str, str], tuple
     kinds = {ahead: kind for kind, ahead in RULES.items()}
     best: dict[tuple[str, str, str], tuple[float, float, float]] = {}
     for setting in settings(first_rows):
-        if setting.perplexity is not None:
+        if setting.result is not None:
             values = setting.values
             key = (values[FORM], kinds[values[NESTEROV]], values[RESTART])
-            place = (setting.perplexity, values[MOMENTUM], values[LR])
+            place = (setting.result, values[MOMENTUM], values[LR])
             best[key] = min(place, best.get(key, place))
     return {key: (lr, momentum) for key, (_, momentum, lr) in best.items()}
 

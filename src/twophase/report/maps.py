@@ -49,10 +49,10 @@ class Shown:
 
     def number(self, setting: Setting, words: str) -> Html:
         """Return the setting's number or state as a button that shows its curve, or as text where it has none."""
-        if setting.perplexity is None:
+        if setting.result is None:
             text = "diverged" if setting.state == "diverged" else "missing"
         else:
-            text = perplexity_text(setting.perplexity)
+            text = perplexity_text(setting.result)
         curve = self.curves.get((setting.arm, setting.runs))
         if curve is None:
             return tag("span", text)
@@ -77,7 +77,7 @@ def is_map(judged: Verdict) -> bool:
 
 def maps(shown: Shown) -> Iterator[Html | None]:
     """Yield the maps of every arm."""
-    finished = [setting.perplexity for setting in shown.cells if setting.perplexity is not None]
+    finished = [setting.result for setting in shown.cells if setting.result is not None]
     scale = scale_of(finished, _OUTLINED)
     best = f" ({perplexity_text(scale.low)}), so at most {perplexity_text(scale.bound)}" if finished else ""
     yield tag(
@@ -223,7 +223,7 @@ def points(shown: Shown) -> Chart:
     columns: dict[str, list[tuple[Any, float]]] = {}
     for setting in shown.cells:
         varied = next(arm.varied for arm in shown.judged.arms if arm.arm == setting.arm)
-        results = zip(setting.seeds, setting.perplexities, strict=True)
+        results = zip(setting.seeds, setting.results, strict=True)
         columns[place_text(setting, varied)] = [(seed, value) for seed, value in results if value is not None]
     seeds = list(dict.fromkeys(seed for results in columns.values() for seed, _ in results))
     curves = []

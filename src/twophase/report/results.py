@@ -162,7 +162,7 @@ class Sweep:
             "cells": f"{len(self.record.rows):,}",
             "best": "nothing has finished"
             if best is None
-            else f"{arm_name(best.arm)}, {best.measure} {best.perplexity:.4g}",
+            else f"{arm_name(best.arm)}, {best.measure} {best.result:.4g}",
             "finding": " ".join(finding(self.verdict())),
         }
         return _html(self.path.name, facts)

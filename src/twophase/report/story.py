@@ -261,9 +261,7 @@ def _map(story: Story) -> Iterator[Html | None]:
             "plain averaging": "the anchor goes exactly where the replicas ask: no momentum, learning rate 1",
             "`auto`": "sets each step from what it measures: no learning rate, momentum or period to tune",
         }
-        rows = [
-            [name.strip("`"), readable(cell.perplexity) or cell.state, meaning.get(name, "")] for name, cell in shown
-        ]
+        rows = [[name.strip("`"), readable(cell.result) or cell.state, meaning.get(name, "")] for name, cell in shown]
         yield tag("p", "Hold the map against these. They need fewer settings, or none.")
         yield table(
             ["beside the map", "perplexity", "what it is"], rows, caption="Runs beside the map.", hide_caption=True

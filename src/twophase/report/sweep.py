@@ -74,8 +74,8 @@ def _in_short(first: tuple[Any, ...]) -> Iterator[Html | None]:
 
 
 def _best_and_worst(shown: Shown) -> Html:
-    finished = [setting for setting in shown.cells if setting.perplexity is not None]
-    ranked = sorted(finished, key=lambda setting: setting.perplexity or 0.0)
+    finished = [setting for setting in shown.cells if setting.result is not None]
+    ranked = sorted(finished, key=lambda setting: setting.result or 0.0)
     if not ranked:
         return tag("p", "Nothing has finished.")
     best = [f"best\N{NO-BREAK SPACE}{place}" for place in range(1, 6)][: len(ranked)]
@@ -93,7 +93,7 @@ def _list(shown: Shown, some: Sequence[Setting], caption: str = "", words: Seque
     varied = [path for path in paths if len({str(setting.values.get(path)) for setting in shown.cells}) > 1]
     rows = []
     for place, setting in enumerate(some[:_MOST_SETTINGS]):
-        number = perplexity_text(setting.perplexity) if words else shown.number(setting, place_text(setting, varied))
+        number = perplexity_text(setting.result) if words else shown.number(setting, place_text(setting, varied))
         values = [value_text(setting.values.get(path)) for path in varied]
         spread = readable(setting.spread)
         line = [arm_name(setting.arm), number, spread, setting.finished, shown.runs(setting), *values]
@@ -116,7 +116,7 @@ def _curves(
         if points is not None:
             varied = next(arm.varied for arm in judged.arms if arm.arm == setting.arm)
             numbers[setting.arm, setting.runs] = len(curves)
-            result = perplexity_text(setting.perplexity) or setting.state
+            result = perplexity_text(setting.result) or setting.state
             curves.append(Curve(f"{clean(place_text(setting, varied))[:120]}: {result}", *points))
     first = [numbers[key] for best in bests if (key := (best.arm, best.runs)) in numbers]
     drawn = figure(

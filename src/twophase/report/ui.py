@@ -206,13 +206,11 @@ def _sweep_row(folder: Path) -> list[object]:
     if not (folder / TABLE).is_file():
         return ["unfinished", "no table yet", "", ""]
     cells = settings(read_rows(folder / TABLE))
-    finished = [setting for setting in cells if setting.perplexity is not None]
+    finished = [setting for setting in cells if setting.result is not None]
     missing = sum(setting.state == "missing" for setting in cells)
-    best = min(finished, key=lambda setting: setting.perplexity or 0.0, default=None)
+    best = min(finished, key=lambda setting: setting.result or 0.0, default=None)
     words = f"{len(finished)} of {counted(len(cells), 'setting')} finished"
     if best is not None:
-        words += (
-            f"; best {best.measure} {perplexity_text(best.perplexity)}{f', {arm_name(best.arm)}' if best.arm else ''}"
-        )
+        words += f"; best {best.measure} {perplexity_text(best.result)}{f', {arm_name(best.arm)}' if best.arm else ''}"
     arms = len({setting.arm for setting in cells})
     return ["unfinished" if missing else "finished", words, f"{counted(arms, 'arm')}", ""]

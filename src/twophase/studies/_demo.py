@@ -48,7 +48,7 @@ def draw(rows: Sequence[Row], sweep: Sweep, folder: Path) -> list[Path]:
     `figures`; returned are the paths written.
     """
     cells = settings(rows)
-    finished = [cell.perplexity for cell in cells if cell.perplexity is not None]
+    finished = [cell.result for cell in cells if cell.result is not None]
     seeds, base = _seeds(sweep), sweep.base
     form = FORM_WORDS[base.outer.form] + (f", mean over {len(seeds)} seeds" if len(seeds) > 1 else "")
     best = readable(min(finished, default=None)) or "none yet"
@@ -83,7 +83,7 @@ def draw(rows: Sequence[Row], sweep: Sweep, folder: Path) -> list[Path]:
             )
     curves = {kind: curves_of(rows, cells, kind) for kind in RULES}
     averaging = beside(rows)["plain averaging"]
-    distance = averaging.perplexity / min(finished) - 1 if averaging and averaging.perplexity else None
+    distance = averaging.result / min(finished) - 1 if averaging and averaging.result else None
     return paths + thresholds(
         curves,
         title=threshold_title(curves),
@@ -129,13 +129,13 @@ def _maps(rows: Sequence[Row], arm_of: Callable[[str], str], words: str) -> list
 
 def scale(rows: Sequence[Row]) -> Scale:
     """Return the colours of all maps of the demo: from the best of all results."""
-    return scale_of([cell.perplexity for cell in settings(rows) if cell.perplexity is not None], WITHIN)
+    return scale_of([cell.result for cell in settings(rows) if cell.result is not None], WITHIN)
 
 
 def terminal_maps(rows: Sequence[Row]) -> Text:
     """Return the main grid as text that fills in while the demo runs, and below it what stands beside the grid."""
     text = text_maps(main_maps(rows), scale(rows), x_label="lr")
-    results = (f"{name} {readable(cell.perplexity)}" for name, cell in beside(rows).items() if cell and cell.perplexity)
+    results = (f"{name} {readable(cell.result)}" for name, cell in beside(rows).items() if cell and cell.result)
     text.append(f"Perplexity; lower is better. Rows: momentum.\n{', '.join(results) or 'Nothing beside it yet'}")
     return text
 
@@ -144,9 +144,9 @@ def beside(rows: Sequence[Row]) -> dict[str, Setting | None]:
     """Return what the grid is to be held against: the best without momentum, plain averaging, and `auto`."""
     cells = settings(rows)
     free = [cell for cell in cells if cell.arm == MOMENTUM_FREE]
-    finished = [cell for cell in free if cell.perplexity is not None]
+    finished = [cell for cell in free if cell.result is not None]
     return {
-        "no momentum": min(finished, key=lambda cell: cell.perplexity or 0.0, default=None),
+        "no momentum": min(finished, key=lambda cell: cell.result or 0.0, default=None),
         "plain averaging": next((cell for cell in free if cell.values[LR] == AVERAGING_LR), None),
         "`auto`": next((cell for cell in cells if cell.arm == AUTO), None),
     }
@@ -196,7 +196,7 @@ def _changed(
     word = "more" if more > fewer else "fewer" if more < fewer else "as many"
     sentences = [
         f"Changed: with restarts {word} settings work. {more} of {pairs} end within {WITHIN:.0%} of the best result of "
-        f"all ({readable(judged.best.perplexity)}); without, {fewer} of {pairs}."
+        f"all ({readable(judged.best.result)}); without, {fewer} of {pairs}."
     ]
     diverged = [sum(arm.diverged for arm in arms) for arms in (restarted, without)]
     if any(diverged):
@@ -217,9 +217,9 @@ def _unchanged(
     rows: Sequence[Row], sweep: Sweep, without: Sequence[ArmVerdict], restarted: Sequence[ArmVerdict]
 ) -> str:
     """Say whether the best result improved, and what it is to be held against."""
-    bests = [min((s.best.perplexity or 0.0 for s in arms if s.best), default=None) for arms in (restarted, without)]
+    bests = [min((s.best.result or 0.0 for s in arms if s.best), default=None) for arms in (restarted, without)]
     numbers = {"with restarts": bests[0], "without": bests[1]}
-    numbers |= {name: cell.perplexity for name, cell in beside(rows).items() if cell is not None}
+    numbers |= {name: cell.result for name, cell in beside(rows).items() if cell is not None}
     shown = ", ".join(f"{name} {readable(value) or 'no result'}" for name, value in numbers.items())
     if bests[0] is None or bests[1] is None:
         return f"The best results: {shown}."
@@ -258,12 +258,12 @@ def verdict(rows: Sequence[Row], sweep: Sweep) -> str:
     for arm in judged.arms:
         best, near = arm.best, arm.areas[0].near
         at = f"momentum {best.values[MOMENTUM]:g}, lr {best.values[LR]:g}" if best and arm.arm != AUTO else ""
-        bests = (arm.settings, readable(best.perplexity) if best else "", at, readable(arm.geometric_mean))
-        worst = readable(arm.worst.perplexity) if arm.worst else ""
+        bests = (arm.settings, readable(best.result) if best else "", at, readable(arm.geometric_mean))
+        worst = readable(arm.worst.result) if arm.worst else ""
         table.append(
             [shown_name(arm.arm), *bests, worst, near, f"{near / arm.settings:.0%}", arm.diverged, arm.missing]
         )
-    bound = judged.best.perplexity * (1 + WITHIN) if judged.best and judged.best.perplexity else None
+    bound = judged.best.result * (1 + WITHIN) if judged.best and judged.best.result else None
     near = "not known yet" if bound is None else f"at most {readable(bound)}"
     parts = [
         f"Validation perplexity a token, {FORM_WORDS[sweep.base.outer.form]}, {what}; "
@@ -279,7 +279,7 @@ def verdict(rows: Sequence[Row], sweep: Sweep) -> str:
 def _momentum_free(rows: Sequence[Row]) -> str:
     """Describe the momentum-free control in one sentence, empty when the sweep has none."""
     free = [setting for setting in settings(rows) if setting.arm == MOMENTUM_FREE]
-    by_lr = {setting.values[LR]: setting.perplexity for setting in free if setting.perplexity is not None}
+    by_lr = {setting.values[LR]: setting.result for setting in free if setting.result is not None}
     if not by_lr:
         return "Momentum-free control: nothing finished yet." if free else ""
     lr = min(by_lr, key=lambda lr: by_lr[lr])
@@ -290,8 +290,8 @@ def _momentum_free(rows: Sequence[Row]) -> str:
 
 def _spread_words(rows: Sequence[Row], bound: float) -> str:
     """Say how much the seed alone changes a setting that works: differences below it mean nothing. Empty for one."""
-    near = [s for s in settings(rows) if s.perplexity is not None and s.perplexity <= bound]
-    each = [[value for value in setting.perplexities if value is not None] for setting in near]
+    near = [s for s in settings(rows) if s.result is not None and s.result <= bound]
+    each = [[value for value in setting.results if value is not None] for setting in near]
     spreads = sorted(max(values) - min(values) for values in each if len(values) > 1)
     if not spreads:
         return ""

@@ -31,9 +31,9 @@ def region_title(cells: Sequence[Setting], bound: float) -> str:
     pairs = {}
     for kind in RULES:
         arms = [[cell for cell in cells if cell.arm == arm_name(kind, what)] for what in ("never", str(PERIOD))]
-        counts = [sum(cell.perplexity is not None and cell.perplexity <= bound for cell in arm) for arm in arms]
+        counts = [sum(cell.result is not None and cell.result <= bound for cell in arm) for arm in arms]
         pairs[kind] = (*counts, len(arms[1]))
-    if all(cell.perplexity is None for cell in cells):
+    if all(cell.result is None for cell in cells):
         return "Nothing is known yet: no setting has finished"
     word = region_words([pair[:2] for pair in pairs.values()], "of one rule and narrows the other's")
     counts = ", ".join(f"{kind} from {a} to {b} of {of} settings" for kind, (a, b, of) in pairs.items())

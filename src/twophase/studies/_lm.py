@@ -52,7 +52,7 @@ def lines_of(rows: Sequence[Row], scale: Scale) -> list[Line]:
 def _line(setting: Setting, scale: Scale, states: Sequence[str]) -> Line:
     values, free = setting.values, setting.arm == MOMENTUM_FREE
     rounds = scale.rounds(values["inner_steps"])
-    ended = [perplexity for perplexity in setting.perplexities if perplexity is not None]
+    ended = [perplexity for perplexity in setting.results if perplexity is not None]
     return {
         "arm": setting.arm,
         "form": "" if free else values["outer.form"],
@@ -66,7 +66,7 @@ def _line(setting: Setting, scale: Scale, states: Sequence[str]) -> Line:
         "of_lr": values["of_lr"],
         "of_restart": values["of_restart"],
         "state": setting.state,
-        "perplexity": setting.perplexity,
+        "perplexity": setting.result,
         "sd": setting.spread,
         "min": min(ended, default=None),
         "max": max(ended, default=None),

@@ -1,6 +1,6 @@
 """Tables of a sweep: a row for each cell, and settings that take the seeds together.
 
-With several seeds, the runs that differ in nothing but the seed are one setting. Its perplexity is the arithmetic mean
+With several seeds, the runs that differ in nothing but the seed are one setting. Its result is the arithmetic mean
 over its seeds, with their sample standard deviation as its spread; it counts as diverged when one of them diverged and
 as missing when one of them is not there: a mean over the seeds that happened to work would flatter it. Everything that
 compares settings (best, worst, geometric mean, share near the best) is computed on these means. A run that ended
@@ -69,26 +69,26 @@ class Setting:
         arm: the arm.
         values: every axis value but the seed.
         state: `finished` when all its runs are; else `diverged` when one is; else `missing`, failed runs included.
-        perplexity: mean over the seeds when finished, else None; of a task without perplexity, that of the loss.
+        result: mean perplexity over the seeds when finished, else None; of a task without perplexity, that of the loss.
         runs: their run ids, in order of appearance; a run that several rows share is there once.
-        spread: sample standard deviation of the perplexities, s^2 = sum (p_i - mean)^2 / (n - 1); None for one seed
+        spread: sample standard deviation of the results, s^2 = sum (p_i - mean)^2 / (n - 1); None for one seed
             and for a setting that is not finished.
         seeds: the seed of each run; None in a sweep that has no axis of seeds.
         states: what became of each run; never `failed`, which counts as missing here.
-        perplexities: of each run; None for every run that is not `finished`.
+        results: of each run; None for every run that is not `finished`.
         canonical: for each run, the run that has its results: its `twin_of`, or itself.
-        measure: what `perplexity` holds, in words.
+        measure: what `result` holds, in words.
     """
 
     arm: str
     values: Mapping[str, Any]
     state: State
-    perplexity: float | None
+    result: float | None
     runs: tuple[str, ...]
     spread: float | None
     seeds: tuple[Any, ...]
     states: tuple[State, ...]
-    perplexities: tuple[float | None, ...]
+    results: tuple[float | None, ...]
     canonical: tuple[str, ...]
     measure: str = PERPLEXITY
 
@@ -303,11 +303,11 @@ def format_table(header: Sequence[str], rows: Iterable[Sequence[Any]], *, markdo
 def _setting(arm: str, values: Mapping[str, Any], group: Sequence[Row]) -> Setting:
     # Two cells of an arm may be one run; its result must not count twice.
     once = list({(row.run, row.values.get(SEED)): row for row in group}.values())
-    perplexities = tuple(result(row) for row in once)
-    numbers = [value for value in perplexities if value is not None]
+    results = tuple(result(row) for row in once)
+    numbers = [value for value in results if value is not None]
     states: tuple[State, ...] = tuple(
         "finished" if value is not None else "diverged" if row.state == "diverged" else "missing"
-        for row, value in zip(once, perplexities, strict=True)
+        for row, value in zip(once, results, strict=True)
     )
     state: State = "diverged" if "diverged" in states else "missing" if "missing" in states else "finished"
     return Setting(
@@ -319,7 +319,7 @@ def _setting(arm: str, values: Mapping[str, Any], group: Sequence[Row]) -> Setti
         statistics.stdev(numbers) if state == "finished" and len(numbers) > 1 else None,
         tuple(row.values.get(SEED) for row in once),
         states,
-        perplexities,
+        results,
         tuple(row.twin_of or row.run for row in once),
         measure_of(once),
     )
