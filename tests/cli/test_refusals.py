@@ -50,6 +50,7 @@ MISTAKES = [
     ("train --sync.wire int4", "--sync.wire is 'int4'"),
     ("train --sync.wire topk:0:2bit", "--sync.wire is topk:0:2bit"),
     ("train --sync.wire topk:128:3bit", "--sync.wire is topk:128:3bit"),
+    ("train --sync.wire topk:64:2bit --sync.fragments 15", "--sync.wire is topk:64:2bit"),
     ("sweep --axis sync.wire int8 topk:3", "sync.wire"),
     ("train --sync-timeout 1e8", "--sync-timeout"),
     ("train --quorum-timeout inf", "--quorum-timeout"),

@@ -17,6 +17,7 @@ from channels import Later, Member, channel, contribution, contributions, member
 from twophase.diloco import sparse, wire
 from twophase.diloco.communicator import Pending
 from twophase.diloco.formats import LONGEST_CHUNK, TopK, check_wire
+from twophase.diloco.setting import open_channel
 from twophase.diloco.transfer import Channel
 
 NAME = "topk:128:2bit"
@@ -155,6 +156,16 @@ def test_bytes(name: str, least: float):
         assert [member.handed_over for member in group] == [[format_.packet_bytes(numel)]] * size
         float32_bytes = 2 * (size - 1) / size * 4 * numel
         assert float32_bytes / ((size - 1) * format_.packet_bytes(numel)) >= 2 / size * least
+
+
+def test_no_value_is_read_back():
+    """Tensors without values do as well: on an accelerator no step waits for the device."""
+    numel, device = 50_001, torch.device("meta")
+    target = open_channel("topk:100:2bit", numel, dtype=torch.float32, device=device, senders=2)
+    x = torch.zeros(numel, device=device)
+    for sender in range(2):
+        target.quantize(x, sender)
+    assert together([target], [x])[0].device == device
 
 
 @given(st.integers(1, 20).flatmap(lambda w: st.tuples(st.just(w), st.lists(st.integers(0, 2**w - 1), min_size=1))))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-WIRES = ("float32", "bfloat16", "int8", "topk:128:2bit")
+DENSE = ("float32", "bfloat16", "int8")
+"""The wires that send every element."""
+WIRES = (*DENSE, "topk:128:2bit")
 """The last stands for all of `TopK`."""
 LONGEST_CHUNK = 4096
 """Elements: a place in a chunk is written in 12 bits."""
@@ -79,9 +81,9 @@ def check_wire(name: str, numel: int | None = None) -> str:
         ValueError: it is none, or keeps less than one element of the smallest fragment.
     """
     sparse = TopK.of(name) if isinstance(name, str) else None
-    if sparse is None and name not in WIRES:
+    if sparse is None and name not in DENSE:
         raise ValueError(
-            f"DiLoCo: wire is {name!r}; it must be one of {', '.join(WIRES[:-1])} and topk:RATIO:BITS, such as "
+            f"DiLoCo: wire is {name!r}; it must be one of {', '.join(DENSE)} and topk:RATIO:BITS, such as "
             f"{WIRES[-1]}, which keeps one of 128 elements"
         )
     if sparse is not None and numel is not None and numel < sparse.ratio:

@@ -60,7 +60,7 @@ def preflight_all(configs: Iterable[RunConfig]) -> dict[str, str]:
     # Text by text, because each is read once; of several runs on it the longest one takes most tokens.
     ordered = sorted(configs, key=lambda config: (data_name(config), config.steps))
     kinds = {
-        (data_name(c), c.device, c.repeat, getattr(c, "model", None), c.sync.fragments, c.inner.method): c
+        (data_name(c), c.device, c.repeat, getattr(c, "model", None), c.sync.fragments, c.sync.wire, c.inner.method): c
         for c in ordered
     }
     fingerprints = {}

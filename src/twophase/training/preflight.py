@@ -6,6 +6,8 @@ import torch
 from torch import nn
 
 from twophase.base.config import UsageError
+from twophase.diloco.flat import plan
+from twophase.diloco.formats import DENSE, check_wire
 from twophase.diloco.fragment import partition
 from twophase.training.config import RunConfig
 from twophase.training.device import check_memory, usable_device
@@ -27,8 +29,8 @@ def preflight(config: RunConfig, task: Task, processes: int = 1) -> None:
 
     Raises:
         UsageError: replicas that the processes cannot share, an impossible device, data that cannot be used or does
-            not last for the run, an inner optimizer that cannot be made, weights that do not fit into the memory, or
-            fragments that the model cannot be cut into.
+            not last for the run, an inner optimizer that cannot be made, weights that do not fit into the memory,
+            fragments that the model cannot be cut into, or fragments too small for the wire.
     """
     if config.replicas % processes:
         raise UsageError(
@@ -53,10 +55,14 @@ def preflight(config: RunConfig, task: Task, processes: int = 1) -> None:
         device,
         "take a smaller model, fewer --replicas, or more processes by torchrun",
     )
-    parts = config.sync.parts()
-    if parts == 1:
+    parts, wire = config.sync.parts(), config.sync.wire
+    if parts == 1 and wire in DENSE:
         return
     try:
-        partition(sizes, parts)
+        fragments = partition(sizes, parts)
     except ValueError as error:
         raise UsageError(f"--sync.fragments {' '.join(config.sync.fragments)}: {error}") from None
+    try:
+        check_wire(wire, min(plan((name, (sizes[name],)) for name in names).numel for names in fragments.values()))
+    except ValueError as error:
+        raise UsageError(str(error).replace("DiLoCo: wire", "--sync.wire", 1)) from None
