@@ -14,8 +14,8 @@ torch's fused SGD and without norms, checksums and agreement; it, too, must end 
 of a plain copy of as many parameters (bytes read and written), taken in turn; medians.
 `topk_bytes_ratio`, `int8_bytes_ratio`, `bfloat16_bytes_ratio`: bytes sent in a round as the engine reports them, over
 float32's; `..._loopback` the same as the network interface counts them, TCP's headers and answers included;
-`topk_seconds_ratio`, …: the time of such a sync over float32's, of the slower process, medians. Loopback costs nothing:
-this is what encoding costs, and a slow network is paid for by bytes.
+`topk_cpu_ratio`, …: CPU time of such a sync over float32's, of all threads of the process that took more, medians. It
+is what encoding costs; what a network costs follows from the bytes.
 
 The program moves into a network namespace that has a loopback interface only (Linux, `unshare`, `ip`): so torchft's
 servers, which listen on all interfaces, cannot be reached, and the interface's counter sees nothing else. Last line:
@@ -258,7 +258,7 @@ def peak(rank: int, parameters: int, kind: str) -> dict[str, Any]:
 
 
 def traffic(rank: int, parameters: int, wires: list[str]) -> dict[str, Any]:
-    """For every wire: seconds of a sync; bytes sent, of this process as reported, of both as the interface counts."""
+    """For every wire: CPU seconds of a sync; bytes sent, of this process as reported, of both as counted outside."""
     module = build(parameters)
     result: dict[str, Any] = {}
     for wire in wires:
@@ -270,15 +270,15 @@ def traffic(rank: int, parameters: int, wires: list[str]) -> dict[str, Any]:
         for _ in range(TIMED):
             progress(module, rank)
             dist.barrier()
-            before, begin = loopback_bytes(), time.perf_counter()
+            before, begin = loopback_bytes(), time.process_time()
             dist.barrier()
             report = engine.step()
-            seconds.append(time.perf_counter() - begin)
+            seconds.append(time.process_time() - begin)
             dist.barrier()
             sent = loopback_bytes() - before
             dist.barrier()
         assert report is not None
-        result[wire] = {"reported": report.bytes_sent, "loopback": sent, "seconds": statistics.median(seconds)}
+        result[wire] = {"reported": report.bytes_sent, "loopback": sent, "cpu": statistics.median(seconds)}
         del engine
     return result
 
@@ -484,29 +484,29 @@ def bandwidth(options: argparse.Namespace) -> Figures:
 
 
 def bytes_sent(options: argparse.Namespace) -> Figures:
-    """What a round sends on each wire, and how long it takes."""
+    """What a round sends on each wire, and what that takes."""
     if "wire" not in inspect.signature(DiLoCo).parameters:
         print("\nwires: this engine knows float32 only")
         options.wires = ["float32"]
     results = run(options, "traffic")
     dense = results[0].get("float32")
-    slower = {wire: max(result[wire]["seconds"] for result in results) for wire in results[0]}
-    print(f"\n{'bytes a round':22}{'reported':>14}{'ratio':>8}{'s':>8}{'ratio':>8}{'interface':>14}{'ratio':>8}")
+    cpu = {wire: max(result[wire]["cpu"] for result in results) for wire in results[0]}
+    print(f"\n{'bytes a round':22}{'reported':>14}{'ratio':>8}{'CPU s':>8}{'ratio':>8}{'interface':>14}{'ratio':>8}")
     ratios: dict[str, float | None] = {}
     details: dict[str, float | None] = {}
     for wire, sent in results[0].items():
         counted = sent["loopback"] / 2 if options.inside else None  # both processes send through the one interface
         ratio = sent["reported"] / dense["reported"] if dense else None
-        slowdown = slower[wire] / slower["float32"] if dense else None
+        slowdown = cpu[wire] / cpu["float32"] if dense else None
         real = counted / (dense["loopback"] / 2) if dense and counted else None
         print(
-            f"{wire:22}{sent['reported']:14}{ratio or 0:8.4f}{slower[wire]:8.3f}{slowdown or 0:8.2f}"
+            f"{wire:22}{sent['reported']:14}{ratio or 0:8.4f}{cpu[wire]:8.3f}{slowdown or 0:8.2f}"
             + (f"{counted:14.0f}{real or 0:8.4f}" if counted else f"{'(no namespace)':>14}")
         )
         name = wire.partition(":")[0]
-        details |= {f"{name}_bytes": sent["reported"], f"{name}_seconds": slower[wire]}
+        details |= {f"{name}_bytes": sent["reported"], f"{name}_cpu_seconds": cpu[wire]}
         if wire != "float32":
-            ratios |= {f"{name}_bytes_ratio": ratio, f"{name}_seconds_ratio": slowdown}
+            ratios |= {f"{name}_bytes_ratio": ratio, f"{name}_cpu_ratio": slowdown}
             details[f"{name}_bytes_ratio_loopback"] = real
     return ratios, details
 
