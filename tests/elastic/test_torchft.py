@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from twophase.diloco.engine import DiLoCo, RoundReport
 from twophase.elastic import healing, torchft
 from twophase.elastic import parts as torchft_parts
 from twophase.rule import OuterRule
+from twophase.shelf.base import outer
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="torchft is for Linux")
 RULE = OuterRule(0.5, 0.9, nesterov=True)
@@ -45,6 +46,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "plain": {"inner_steps": 3, "restart": "tracked:3"},  # which decides by what it remembers
     "streams": {"inner_steps": 4, "restart": 3, "fragments": 2, "delay": 1, "mixing": 0.25, "wire": "int8"},
     "sparse": {"inner_steps": 4, "restart": 3, "fragments": 2, "wire": "topk:8:2bit"},
+    "weighed": {"inner_steps": 3, "restart": 3, "outer": outer(RULE, filter="edit:temperature=0.1:clip=0.1")},
 }
 ROUNDS = 12
 
@@ -101,7 +103,8 @@ def facts(report: RoundReport) -> dict[str, Any]:
 def simulated(options: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
     """Both replicas in this process: reports, and the digests of the fragments at the end."""
     replicas = [Replica(), Replica()]
-    engine = DiLoCo([r.model for r in replicas], RULE, communicator=SingleProcess(), **options)
+    arguments: dict[str, Any] = {"outer": RULE, **options}
+    engine = DiLoCo([r.model for r in replicas], communicator=SingleProcess(), **arguments)
     results = []
     while engine.round < ROUNDS:
         losses = [replica.step(number) for number, replica in enumerate(replicas)]
@@ -148,7 +151,8 @@ def worker(replica: int, folder: Path, urls: dict[str, str]) -> None:
         options = {"min_replicas": 1} if name == "kill" else {}
         with communicator(url, replica, **options) as group:
             mine = Replica()
-            engine = DiLoCo(mine.model, RULE, communicator=group, **SCENARIOS.get(name, SCENARIOS["plain"]))
+            scenario: dict[str, Any] = {"outer": RULE, **SCENARIOS.get(name, SCENARIOS["plain"])}
+            engine = DiLoCo(mine.model, communicator=group, **scenario)
             group.attach(engine, mine.save, mine.load)
             reports: list[dict[str, Any]] = []
             if name == "kill":  # one may go on alone, and so might begin alone
@@ -260,8 +264,9 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         log = folder / f"{replica}.log"
         return Program(["-W", "error", __file__, str(replica), str(folder), *pairs], log, log, os.environ)
 
-    with lighthouse() as a, lighthouse() as b, lighthouse() as c, lighthouse() as d, lighthouse() as e:
-        urls = {"plain": a, "streams": b, "sparse": c, "tampered": d, "kill": e}
+    with ExitStack() as stack:
+        a, b, c, d, e, f = [stack.enter_context(lighthouse()) for _ in range(6)]
+        urls = {"plain": a, "streams": b, "sparse": c, "weighed": f, "tampered": d, "kill": e}
         first, second = launch(0, urls), launch(1, urls)
         try:
             killed = second.wait(timeout=120)

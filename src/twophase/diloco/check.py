@@ -113,7 +113,9 @@ class Watch:
         """Judge a sync by its pseudo-gradient, and the first one by the anchor's step; average buffers if asked to."""
         if report.complete and self.buffers == "mean":
             average_buffers(engine.replicas, engine.communicator)
-        if report.pseudo_gradient_norm == 0:
+        if report.rejected:  # then the anchor may follow one replica, or none
+            pass
+        elif report.pseudo_gradient_norm == 0:
             self._warn(STILL)
         elif self._before:
             steps = [view - engine.anchor[name] for name, (view, _) in zip(self._names, self._before, strict=True)]

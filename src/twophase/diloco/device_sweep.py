@@ -92,7 +92,7 @@ class DeviceSweep:
     buffers: Sequence[Tensor]
     slots: Sequence[tuple[int, int]]
     replicas: Sequence[Sequence[Tensor]]
-    divisor: int
+    divisor: float
     prove: bool
     measure: bool
     digests: dict[str, str] = field(default_factory=dict)

@@ -233,7 +233,7 @@ class Fragment:
         """Rounds that it has ended."""
         self.steps = 0
         """Inner steps that its next pseudo-gradient will be made of."""
-        self.divisor = 1
+        self.divisor: float = 1
         """Number that its gradient, a sum over replicas, is still to be divided by."""
         self.on_device = False
         """Whether kernels of an accelerator take its round that is under way."""
@@ -272,8 +272,10 @@ class Fragment:
         self.params = [tensors_of(slots) for slots in self.slots]
         return self.params
 
-    def write_pseudo_gradient(self, *, alone: bool, measure: bool = False) -> Tensor | None:
-        """Write g <- sum over this process's replicas of (a - theta_r), from `params`.
+    def write_pseudo_gradient(
+        self, *, alone: bool, measure: bool = False, weights: Sequence[float] = ()
+    ) -> Tensor | None:
+        """Write g <- sum over this process's replicas of w_r (a - theta_r), from `params`.
 
         Differences are summed, not parameters: a sum of parameters would round away the low bits of a small
         difference, and the order (difference first, then sum) is the one that a reduction over processes has, which
@@ -285,13 +287,14 @@ class Fragment:
         Args:
             alone: there are no other processes, so each replica is a sender of its own on a lossy wire.
             measure: also add up the squared norms of the replicas' own differences.
+            weights: w, of each of them; 1 where there are none.
 
         Returns:
             That sum, a scalar in float64, or None.
         """
         self.close_gaps()
         simulated = alone and self.channel.lossy
-        if self._is_plain and not (simulated or measure):  # in few calls, which here cost more than elements
+        if self._is_plain and not (simulated or measure or weights):  # in few calls, which here cost more than elements
             torch._foreach_copy_(self.gradient_views, self.params[0])
             torch.sub(self.flat, self.gradient, out=self.gradient)
             for params in self.params[1:]:
@@ -311,6 +314,8 @@ class Fragment:
             for anchor, out, theta in zip(self.anchor_views, views, params, strict=True):
                 adds = number > 0 and not simulated
                 difference = progress_of(anchor, theta, None if adds else out)
+                if weights:  # a replica that has diverged, times 0, would be no 0
+                    difference.mul_(weights[number]) if weights[number] else difference.zero_()
                 if adds:
                     out.add_(difference)
                 if square is not None:
@@ -368,10 +373,11 @@ class Fragment:
         if isinstance(self.outer, OuterOptimizer):
             self.outer.context = replace(self.outer.context, age=rounds)
 
-    def hand_over(self) -> None:
-        """Give the pseudo-gradient to the outer optimizer, as `.grad` of the anchor's parameters."""
+    def hand_over(self, *, nothing: bool = False) -> None:
+        """Give the pseudo-gradient, or nothing, to the outer optimizer, as `.grad` of the anchor's parameters."""
         for anchor, gradient in zip(self.anchor_views, self.gradient_views, strict=True):
-            anchor.grad = gradient  # anew in every round: a user's zero_grad() may have taken it away
+            # Anew in every round: a user's zero_grad() may have taken it away.
+            anchor.grad = None if nothing else gradient
 
     def restore(self, mixing: float = 0.0) -> None:
         """Set theta_r <- mixing theta_r + (1 - mixing) a, for the tensors in `params`."""

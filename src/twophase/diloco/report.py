@@ -59,6 +59,8 @@ class RoundReport:
             accelerator a phase may only launch work, which is waited for in the phase that reads a number: `outer`, or
             `reduce` where other processes' sums are waited for.
         checksum: digits that depend on every bit of the new anchor (of the fragments that were synchronised).
+        rejected: replicas that a filter left out, of several fragments the most; where it left out all, there was no
+            outer step, and the anchor is as before.
     """
 
     round: int
@@ -77,6 +79,7 @@ class RoundReport:
     bytes_sent: int
     seconds: Mapping[str, float]
     checksum: str
+    rejected: int = 0
 
     @property
     def not_finite(self) -> tuple[str, ...]:
@@ -118,6 +121,7 @@ class RoundReport:
         parts = [
             f"{self.inner_steps} inner steps",
             f"{self.replicas} {'replica' if self.replicas == 1 else 'replicas'}",
+            *([f"{self.rejected} rejected"] if self.rejected else []),
             restarts["0"] if is_whole else ", ".join(f"{name}: {restart}" for name, restart in restarts.items()),
         ]
         if self.groups:
@@ -151,6 +155,7 @@ def merged(reports: Sequence[RoundReport]) -> RoundReport:
         bytes_sent=sum(report.bytes_sent for report in reports),
         seconds={phase: sum(report.seconds.get(phase, 0.0) for report in reports) for phase in sorted(phases)},
         checksum=joined([fragment.checksum for fragment in fragments]),
+        rejected=max(report.rejected for report in reports),
     )
 
 

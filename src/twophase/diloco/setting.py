@@ -34,7 +34,7 @@ from twophase.diloco.sweep import goes_on_device
 from twophase.diloco.transfer import Channel
 from twophase.optim.filters import Context
 from twophase.optim.groups import as_number
-from twophase.optim.optimizer import outer_optimizer
+from twophase.optim.optimizer import filter_of_group, outer_optimizer
 from twophase.optim.outer import OuterSGD
 from twophase.policies.base import AGREEMENT, MEASURED, PROBES, Never, RestartPolicy
 from twophase.policies.checks import check_count
@@ -345,7 +345,7 @@ def _context(schedule: Schedule, communicator: Communicator) -> Context:
         return [sum(column) for column in zip(*communicator.exchange_in_replica(list(numbers)), strict=True)]
 
     age = schedule.delay / schedule.inner_steps
-    return Context(age, total) if communicator.sharded else Context(age)
+    return Context(age, total, weighs=True) if communicator.sharded else Context(age, weighs=True)
 
 
 def _build_outers(
@@ -399,7 +399,14 @@ def _build_outers(
 
 
 def check_needs(groups: Iterable[Mapping[str, Any]], supplied: Collection[str]) -> None:
-    """Refuse a restart policy of a param group that needs what will not be supplied."""
+    """Refuse a restart policy or a filter of a param group that needs what will not be supplied."""
+    groups = list(groups)
+    for group in groups:
+        if "filter" in group and filter_of_group(group).replicas and AGREEMENT not in supplied:
+            raise ValueError(
+                f"DiLoCo: filter {group['filter']} compares replicas, and there is 1; train two or more, or take the "
+                "filter away (none), or clip"
+            )
     for policy in [group["restart"] for group in groups]:
         missing = parse(policy).needs - MEASURED - set(supplied)
         ways = []

@@ -13,6 +13,7 @@ from twophase.diloco.membership import Members, Position
 from twophase.diloco.setting import Schedule, Setting, check_needs
 from twophase.diloco.sweep import goes_on_device
 from twophase.diloco.sync import Part, Sync
+from twophase.diloco.weighing import Weighing
 from twophase.optim.outer import OuterSGD
 from twophase.policies.checks import check_count
 
@@ -40,6 +41,7 @@ def save(setting: Setting, position: Position, under_way: Sequence[Sync], schedu
                 "divisors": [fragment.divisor for fragment in sync.fragments],
                 "bytes_sent": sync.bytes_sent,
                 "squares": sync.mean_squares(),
+                "weighings": [_saved_weighing(part.weighing) for part in sync.parts],
             }
             for sync in under_way
         ],
@@ -75,19 +77,26 @@ def load(state: Mapping[str, Any], setting: Setting, position: Position, *, at_o
     return [_load_sync(saved, setting) for saved in state["under_way"]]
 
 
+def _saved_weighing(weighing: Weighing | None) -> dict[str, Any] | None:
+    if weighing is None:
+        return None
+    return {"total": weighing.total, "rejected": weighing.rejected, "memory": dict(weighing.memory)}
+
+
 def _load_sync(saved: Mapping[str, Any], setting: Setting) -> Sync:
     count, replicas = len(setting.modules), saved["replicas"]
     fragments = [setting.fragments[number] for number in saved["fragments"]]
     divisors = saved.get("divisors") or [replicas] * len(fragments)
     means = saved.get("squares") or [None] * len(fragments)
+    weighings = saved.get("weighings") or [None] * len(fragments)
     parts = []
-    for fragment, steps, total, divisor, mean in zip(
-        fragments, saved["steps"], saved["sums"], divisors, means, strict=True
+    for fragment, steps, total, divisor, mean, weighing in zip(
+        fragments, saved["steps"], saved["sums"], divisors, means, weighings, strict=True
     ):
         fragment.gradient.copy_(total)
         fragment.on_device, fragment.divisor = goes_on_device(fragment), divisor
         square = None if mean is None else torch.tensor(mean * count, dtype=torch.float64)
-        parts.append(Part(fragment, steps, square))
+        parts.append(Part(fragment, steps, square, weighing=Weighing(**weighing) if weighing else None))
     sync = Sync(setting, Members(count, replicas), parts, at_once=False)
     sync.age, sync.bytes_before = saved["age"], saved["bytes_sent"]
     return sync

@@ -25,6 +25,7 @@ from twophase.diloco.report import FragmentRound, RoundReport, merged
 from twophase.diloco.setting import Setting
 from twophase.diloco.sweep import device, goes_in_parts, goes_on_device, round_sweep, transfer_in_parts
 from twophase.diloco.transfer import PartTransfer, Transfer
+from twophase.diloco.weighing import Weighing, weigh
 from twophase.optim.groups import GroupRound
 from twophase.optim.outer import OuterSGD
 from twophase.policies.base import AGREEMENT
@@ -45,6 +46,7 @@ class Part:
         groups: each param group's round.
         digests: those taken during the step.
         restored: whether the replicas have the new anchor.
+        weighing: what a filter has made of the replicas, where one compares them.
     """
 
     fragment: Fragment
@@ -55,6 +57,12 @@ class Part:
     groups: tuple[GroupRound, ...] = ()
     digests: Mapping[str, str] = field(default_factory=dict)
     restored: bool = False
+    weighing: Weighing | None = None
+
+    @property
+    def is_rejected(self) -> bool:
+        """Whether no replica counts, so that there is nothing to send and no outer step."""
+        return self.weighing is not None and self.weighing.total == 0
 
 
 class Sync:
@@ -93,25 +101,31 @@ class Sync:
             for part in sync.parts:
                 part.fragment.divisor, part.fragment.on_device = members.replicas, goes_on_device(part.fragment)
                 if not sync._in_parts:
-                    part.square = sync._write(part.fragment)
+                    part.square = sync._write(part)
         with sync._phase("reduce"):
             for part in sync.parts:
                 fragment = part.fragment
                 fragment.steps = 0
                 if sync._in_parts:
                     part.transfer = transfer_in_parts(fragment, communicator)
-                elif fragment.channel.lossy or not alone:
+                elif (fragment.channel.lossy or not alone) and not part.is_rejected:
                     part.transfer = fragment.channel.launch(communicator, fragment.gradient, quantized=alone)
         return sync
 
-    def _write(self, fragment: Fragment) -> Tensor | None:
+    def _write(self, part: Part) -> Tensor | None:
         """Write a pseudo-gradient; return the sum of its replicas' squared norms for a policy that needs it."""
-        alone, measure = self.setting.alone, AGREEMENT in fragment.needs
-        if not self.members.weight:
+        fragment, alone = part.fragment, self.setting.alone
+        measure = AGREEMENT in fragment.needs
+        with suppress(Interrupted):  # as in `advance`
+            part.weighing = weigh(self.setting.communicator, fragment, counts=self.members.weight > 0)
+        if part.weighing is not None:
+            fragment.divisor = part.weighing.total
+        if not self.members.weight or part.is_rejected:  # then nothing is sent, not even what a lossy wire owes
             fragment.gradient.zero_()
             return torch.zeros(()) if measure else None
         if not fragment.on_device:
-            return fragment.write_pseudo_gradient(alone=alone, measure=measure)
+            weights = part.weighing.weights if part.weighing else ()
+            return fragment.write_pseudo_gradient(alone=alone, measure=measure, weights=weights)
         device().write(fragment, self.members.replicas if alone else 1)
         fragment.divisor = 1 if alone else self.members.replicas
         return None
@@ -189,10 +203,11 @@ class Sync:
         with self._phase("reduce"):
             if not self._in_parts:
                 self._wait()
-            for fragment in self.fragments:
+            for part in self.parts:
+                fragment = part.fragment
                 if not self._in_parts and not fragment.on_device:
                     fragment.divide()
-                fragment.hand_over()
+                fragment.hand_over(nothing=part.is_rejected)
         with self._phase("outer"):
             self._shared = agree(setting.communicator, self.fragments, weight, signals, self._local_squares())
         if any(map(count_candidates, self.fragments)):
@@ -258,6 +273,8 @@ class Sync:
             for name, seconds in transfer.seconds.items():
                 self.seconds[name] += seconds
                 self.seconds["outer"] -= seconds
+        if part.weighing is not None:
+            fragment.outer.param_groups[0].update(part.weighing.memory)
         part.groups = tuple(fragment.outer.last_round)
         part.norm = sum([group.pseudo_gradient_norm**2 for group in part.groups]) ** 0.5
         if swept is not None:
@@ -299,6 +316,7 @@ class Sync:
                     bytes_sent=self.bytes_sent,
                     seconds=self.seconds,
                     checksum=digest["anchor"],
+                    rejected=part.weighing.rejected if part.weighing else 0,
                 )
             )
         if not alone:

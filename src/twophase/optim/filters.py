@@ -15,7 +15,7 @@ from torch import Tensor
 from twophase.optim.methods import orthogonalized
 from twophase.optim.products import Dots
 from twophase.shelf.base import Filter
-from twophase.shelf.filters import Clip, HeLoCo, NoFilter, Orthogonal
+from twophase.shelf.filters import Clip, EDiT, HeLoCo, NoFilter, Orthogonal
 
 Total = Callable[[Sequence[float]], list[float]]
 """Sums over the shards of a parameter, of numbers that each process has of its own shard."""
@@ -29,11 +29,13 @@ class Context:
         age: rounds that the pseudo-gradient is old when it is applied.
         total: sums of numbers over the shards.
         scale: what a group's first moment is to be multiplied with to have the EMA form.
+        weighs: whether an engine weighs its replicas as a filter of `replicas` says.
     """
 
     age: float = 0.0
     total: Total = field(default=list)
     scale: float = 1.0
+    weighs: bool = False
 
 
 Function = Callable[[Any, Sequence[Tensor], Sequence[Tensor | None], Context], list[Tensor]]
@@ -74,6 +76,12 @@ def clip(value: Clip, gradients: Sequence[Tensor], buffers: Sequence[Tensor | No
     (whole,) = context.total([sum(map(square, gradients))])
     factor = min(1.0, value.norm / whole**0.5) if whole > 0 else 1.0
     return list(gradients) if factor == 1 else [g * factor for g in gradients]
+
+
+@filter_of(EDiT)
+def edit(value: EDiT, gradients: Sequence[Tensor], buffers: Sequence[Tensor | None], context: Context) -> list[Tensor]:
+    """Clip the weighted mean of the replicas, which `weigh` decides before they are averaged."""
+    return clip(Clip(value.clip), gradients, buffers, context)
 
 
 @filter_of(HeLoCo)

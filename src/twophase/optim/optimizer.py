@@ -27,7 +27,7 @@ from twophase.optim.products import Angles, Dots
 from twophase.policies.base import Answer, Never, Restart, RestartPolicy
 from twophase.policies.text import parse as parse_policy
 from twophase.rule import OuterRule
-from twophase.shelf.base import SLOTS, Method, Outer, Readout, Schedule, as_outer, parse
+from twophase.shelf.base import SLOTS, Filter, Method, Outer, Readout, Schedule, as_outer, parse
 from twophase.shelf.methods import AVERAGE, FIRST, SECOND
 
 READOUT = "readout"
@@ -93,9 +93,10 @@ class OuterOptimizer(OuterSGD):
             rule = parse("method", named["method"]).rule()
             named = {"lr": rule.lr, "momentum": rule.momentum, "nesterov": rule.nesterov, "form": rule.form} | named
         group = dict.fromkeys(WEIGHTS, 0.0) | self._default.texts() | param_group | named
+        group = dict.fromkeys(filter_of_group(group).memory, 0.0) | group
         super().add_param_group(group)
         try:
-            check_slots(self.param_groups[-1])
+            check_slots(self.param_groups[-1], self.context)
         except ValueError:
             self.param_groups.pop()
             raise
@@ -136,7 +137,7 @@ class OuterOptimizer(OuterSGD):
             buffers = [self.state.get(p, {}).get(FIRST) for p in part.params]
         rule = rule_of(part.group)
         context = replace(self.context, scale=(1 - rule.momentum) / rule.injection)
-        gradients = filtered(parse("filter", part.group["filter"]), part.gradients, buffers, context)
+        gradients = filtered(filter_of_group(part.group), part.gradients, buffers, context)
         return part._replace(gradients=gradients, buffers=buffers)
 
     def _schedule(self, group: dict[str, Any]) -> None:
@@ -262,7 +263,9 @@ class OuterOptimizer(OuterSGD):
                 )
             for name in (*SLOTS, *WEIGHTS):
                 group.setdefault(name, here[name])
-            check_slots({**group, "params": here["params"]})
+            for name in filter_of_group(group).memory:
+                group.setdefault(name, 0.0)
+            check_slots({**group, "params": here["params"]}, self.context)
 
 
 def outer_optimizer(
@@ -284,6 +287,11 @@ def method_of(group: Mapping[str, Any]) -> Method:
     return parse("method", group["method"])
 
 
+def filter_of_group(group: Mapping[str, Any]) -> Filter:
+    """Return a group's filter."""
+    return parse("filter", group["filter"])
+
+
 def outer_of(group: Mapping[str, Any]) -> Outer:
     """Return what stands in a group's slots; that of an `OuterSGD` is its rule."""
     if "method" not in group:
@@ -291,8 +299,8 @@ def outer_of(group: Mapping[str, Any]) -> Outer:
     return Outer(*(parse(slot, group[slot]) for slot in SLOTS))
 
 
-def check_slots(group: Mapping[str, Any]) -> None:
-    """Refuse values that do not go together, or not with the group's parameters."""
+def check_slots(group: Mapping[str, Any], context: Context) -> None:
+    """Refuse values that do not go together, or not with the group's parameters or surroundings."""
     value, policy = outer_of(group), parse_policy(group["restart"])
     method = value.method
     if not method.plain:
@@ -301,6 +309,11 @@ def check_slots(group: Mapping[str, Any]) -> None:
         value.check_restart(policy, first_moment=first_moment_key(method) is not None)
     except ValueError as error:
         raise ValueError(f"OuterOptimizer: {error}") from None
+    if value.filter.replicas and not context.weighs:
+        raise ValueError(
+            f"OuterOptimizer: filter {value.filter.name} compares the replicas of an engine; give it to the engine, as "
+            f'DiLoCo(replicas, twophase.outer(..., filter="{value.filter.name}"), ...), or take clip'
+        )
     if value.filter.first_moment and (first_moment_key(method) is None or (method.plain and group["momentum"] == 0)):
         raise ValueError(
             f"OuterOptimizer: filter {value.filter.name} compares g with a first moment, and method {value.method} has "

@@ -16,14 +16,14 @@ axes of a sweep, and entries of a state.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from importlib import import_module
 from typing import Any, ClassVar, Literal, Self, TypeVar, get_args, get_type_hints
 
 from twophase.number import did_you_mean, number, shortened
-from twophase.policies.base import PROBES, Never, RestartPolicy
+from twophase.policies.base import AGREEMENT, PROBES, Never, RestartPolicy
 from twophase.policies.checks import check_number
 from twophase.rule import OuterRule
 
@@ -108,6 +108,8 @@ class Filter(Value):
     """Whether it works on whole matrices."""
     first_moment: ClassVar[bool] = False
     """Whether it compares g with the method's first moment."""
+    memory: ClassVar[tuple[str, ...]] = ()
+    """Names of the numbers that it keeps in its param group from round to round; 0 before the first one."""
 
     def factor(self, age: float) -> float:
         """Return what a linear filter multiplies g with.
@@ -116,6 +118,15 @@ class Filter(Value):
             age: rounds that g is old when it is applied, `delay / inner_steps` of an engine.
         """
         del age
+        raise NotImplementedError
+
+    def weigh(self, norms: Sequence[float], memory: Mapping[str, float]) -> tuple[list[float], dict[str, float]]:
+        """Return the weights of a filter of `replicas`, and its numbers after the round.
+
+        Args:
+            norms: of each replica's own pseudo-gradient; not finite where a replica has diverged.
+            memory: its numbers before the round.
+        """
         raise NotImplementedError
 
 
@@ -305,6 +316,11 @@ class Outer:
             first_moment: whether the method has a buffer that a restart acts on.
         """
         method = self.method
+        if AGREEMENT in policy.needs and self.filter.name != "none":
+            raise ValueError(
+                f"restart policy {policy} compares g with those of the replicas, and filter {self.filter.name} changes "
+                "g before it does; take one of them away (never, or none)"
+            )
         if method.plain:
             return
         if not first_moment and policy != Never():

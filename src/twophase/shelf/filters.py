@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from twophase.policies.checks import check_count
@@ -139,3 +140,63 @@ class Orthogonal(Filter):
     def __post_init__(self) -> None:
         if check_count("filter orthogonal", "steps", self.steps) > 20:
             raise ValueError(f"filter orthogonal: steps is {self.steps}; give at most 20, for example 5")
+
+
+@register("edit")
+@dataclass(frozen=True)
+class EDiT(Filter):
+    """The pseudo-gradient penalty of EDiT: replicas that stand out are rejected, the others weighed by norm; a clip.
+
+    G is the norm of a replica's own g in a fragment. It is rejected where it is not finite and, after the warmup, where
+    it exceeds the moving mean of all norms by `threshold` moving standard deviations. The weights of the others are
+    exp(-G / temperature), so no replica much longer than the shortest one counts. Their mean is clipped to `clip`.
+
+    One moving mean serves all replicas, which may come and go; EDiT keeps one a replica. Norms that are rejected do not
+    enter it, except where all replicas are: then their level has changed. In such a round the anchor, its momentum and
+    its round count stay, and the replicas are set back to it. Large numbers turn a part off: `threshold=1e9`,
+    `temperature=1e30` (equal weights), `clip=1e30`.
+
+    Args:
+        threshold: of the z-test, in standard deviations, above 0.
+        alpha: share of a round in mean and variance, in (0, 1]; in the first rounds t it is 1/t, if that is more.
+        warmup: rounds before the test.
+        temperature: of the weights, in the unit of G, above 0.
+        clip: bound on the norm of the mean, above 0.
+    """
+
+    equation = "sum w g_r / sum w,  w = exp(-G / temperature), or 0 where (G - mean) / std > threshold;  then clip"
+    source = "EDiT, arXiv 2412.07210"
+    users = "EDiT, DLRover; Ling"
+    replicas = True
+    memory = ("norm_rounds", "norm_mean", "norm_variance")
+    test = "tests/diloco/test_weighing.py"
+
+    threshold: float = 3.0
+    alpha: float = 0.02
+    warmup: int = 10
+    temperature: float = 1.0
+    clip: float = 10.0
+
+    def __post_init__(self) -> None:
+        for name in ("threshold", "alpha", "temperature", "clip"):
+            self.check(name, 0.0, math.inf, str(type(self).__dataclass_fields__[name].default))
+        if self.alpha > 1:
+            raise ValueError(f"filter edit: alpha is {self.alpha}; give at most 1, for example 0.02")
+        check_count("filter edit", "warmup", self.warmup, 0)
+
+    def weigh(self, norms: Sequence[float], memory: Mapping[str, float]) -> tuple[list[float], dict[str, float]]:
+        """Return weights of which the largest is 1, 0 for each that is rejected, and count, mean and variance."""
+        rounds, mean, variance = (memory[name] for name in self.memory)
+        finite = [norm for norm in norms if math.isfinite(norm)]
+        tested = rounds >= self.warmup and variance > 0
+        passed = [norm for norm in finite if not (tested and norm - mean > self.threshold * variance**0.5)]
+        weights = [math.exp((min(passed) - norm) / self.temperature) if norm in passed else 0.0 for norm in norms]
+        entering = passed or finite
+        if not entering:
+            return weights, dict(memory)
+        # Mean and variance of a mixture: of the old ones, and of this round's norms with their share.
+        share = max(self.alpha, 1 / (rounds + 1))
+        after = mean + share * (sum(entering) / len(entering) - mean)
+        spread = sum((norm - after) ** 2 for norm in entering) / len(entering)
+        variance = (1 - share) * (variance + (after - mean) ** 2) + share * spread
+        return weights, dict(zip(self.memory, (rounds + 1, after, variance), strict=True))

@@ -77,7 +77,7 @@ class OuterConfig:
     """How the update is made, NAME or NAME:FIELD=VALUE:..., such as adamw:lr=0.05; `twophase methods` lists them. The
     options lr, momentum, nesterov and form are those of sgd; other methods have their own, in this text."""
     filter: str = field(default="none", metadata=LATER)
-    """What happens to the pseudo-gradient before: clip:norm=1, heloco, cgad, orthogonal and others of
+    """What happens to the pseudo-gradient before: clip:norm=1, heloco, cgad, orthogonal, edit; see
     `twophase methods`."""
     schedule: str = field(default="constant", metadata=LATER)
     """Outer learning rate and momentum by the round: constant, warmup:warmup=10, cosine, linear, transient, momentum;
