@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import date
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,10 @@ DEFAULT_FOLDERS = [
         {"sync.fragments": ("2",), "sync.restart": ("0=3", "1=at:4,9")},
         "Nesterov-lr-0.7-momentum-0.9-sum-form-restart-0-3-1",
     ),
+    (
+        {"steps": 320, "model.width": 64},
+        "Nesterov-lr-0.7-momentum-0.9-sum-form-restart-never-S-16-seed-0-width-64-steps-320",
+    ),
     ({"sync.fragments": ("60",), "sync.restart": tuple(f"{i}=3" for i in range(60))}, "Nesterov"),
 ]
 
@@ -174,17 +179,19 @@ DEFAULT_FOLDERS = [
 def test_a_run_without_a_folder_has_its_setting_as_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], name: str
 ) -> None:
-    """The folder says what the run is, and is another one for another configuration; an earlier version's is found."""
+    """The folder says the day and what the run is; that of another day, or of an earlier version, is found again."""
     monkeypatch.chdir(tmp_path)
     config = with_values(TrainConfig(), changes)
     folder = default_folder(config)
     assert folder.parent == Path("runs")
-    assert folder.name.startswith(name)
+    assert folder.name.startswith(f"{date.today()}-{name}")
     assert RUN_ID.fullmatch(folder.name)
     assert folder == default_folder(config) != default_folder(with_values(config, {"steps": 32}))
-    earlier = Path("runs") / fingerprint(config)
-    earlier.mkdir(parents=True)
-    assert default_folder(config) == earlier
+    for day in ("", "2026-01-02-another-name-"):  # an earlier version's, and one of another day
+        earlier = Path("runs") / f"{day}{fingerprint(config)}"
+        earlier.mkdir(parents=True)
+        assert default_folder(config) == earlier
+        earlier.rmdir()
 
 
 @pytest.mark.slow

@@ -6,10 +6,11 @@ import argparse
 import math
 import os
 import re
+from datetime import date
 from pathlib import Path
 from typing import Any
 
-from twophase.base.config import RunError, UsageError, fingerprint, to_tree
+from twophase.base.config import RunError, UsageError, fingerprint, flatten, to_tree
 from twophase.base.leash import follow_torchrun
 from twophase.base.progress import meter, round_text, step_text
 from twophase.base.reading import read_json_object
@@ -95,20 +96,29 @@ def finished(out: Path, config: RunConfig) -> dict[str, Any] | None:
     return summary
 
 
-def default_folder(config: RunConfig) -> Path:
-    """Return the folder of a run without `--out`: its setting in words, and its fingerprint, so that it is found again.
+_NAMED = ("outer.", "inner_steps", "seed", f"{TASK}.name", "sync.restart")
+"""Values that the name of a folder has in any case."""
 
-    A folder of an earlier version, which had the fingerprint alone as name, is the run's as well.
+
+def default_folder(config: RunConfig) -> Path:
+    """Return the folder of a run without `--out`: the day, its setting in words, and its fingerprint.
+
+    By its fingerprint it is found again on another day. (The time of day would be another one in another process.)
     """
     identity = fingerprint(config)
-    earlier = Path("runs") / identity
-    if earlier.exists():
-        return earlier
+    earlier = sorted(Path("runs").glob(f"*{identity}"))
+    if earlier:
+        return earlier[0]
     setting = f"{config.outer.rule().describe()} {_restart(config)} S {config.inner_steps} seed {config.seed}"
     if hasattr(config, TASK):
         setting = f"{config.task.name.rpartition(':')[2]} {setting}"  # type: ignore[attr-defined]
-    words = re.sub("[^A-Za-z0-9.]+", "-", setting)[:80].strip("-.")
-    return Path("runs") / f"{words}-{identity}"
+    there = flatten(to_tree(type(config)()))
+    changed = {path: value for path, value in flatten(to_tree(config)).items() if there.get(path) != value}
+    for path, value in changed.items():
+        if not path.startswith(_NAMED):
+            setting += f" {path.rpartition('.')[2].replace('_', ' ')} {value}"
+    words = re.sub("[^A-Za-z0-9.]+", "-", setting)[:75].strip("-.")
+    return Path("runs") / f"{date.today()}-{words}-{identity}"
 
 
 def _restart(config: RunConfig) -> str:
