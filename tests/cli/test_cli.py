@@ -168,8 +168,8 @@ DEFAULT_FOLDERS = [
         "Nesterov-lr-0.7-momentum-0.9-sum-form-restart-0-3-1",
     ),
     (
-        {"steps": 320, "model.width": 64},
-        "Nesterov-lr-0.7-momentum-0.9-sum-form-restart-never-S-16-seed-0-width-64-steps-320",
+        {"steps": 320},
+        "Nesterov-lr-0.7-momentum-0.9-sum-form-restart-never-S-16-seed-0-steps-320-",
     ),
     ({"sync.fragments": ("60",), "sync.restart": tuple(f"{i}=3" for i in range(60))}, "Nesterov"),
 ]
