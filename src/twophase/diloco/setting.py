@@ -34,7 +34,7 @@ from twophase.diloco.sweep import goes_on_device
 from twophase.diloco.transfer import Channel
 from twophase.optim.filters import Context
 from twophase.optim.groups import as_number
-from twophase.optim.optimizer import filter_of_group, outer_optimizer
+from twophase.optim.optimizer import OuterOptimizer, filter_of_group, outer_optimizer
 from twophase.optim.outer import OuterSGD
 from twophase.policies.base import AGREEMENT, MEASURED, PROBES, Never, RestartPolicy
 from twophase.policies.checks import check_count
@@ -345,7 +345,9 @@ def _context(schedule: Schedule, communicator: Communicator) -> Context:
         return [sum(column) for column in zip(*communicator.exchange_in_replica(list(numbers)), strict=True)]
 
     age = schedule.delay / schedule.inner_steps
-    return Context(age, total, weighs=True) if communicator.sharded else Context(age, weighs=True)
+    if communicator.sharded:
+        return Context(age, total, sharded=True, weighs=True)
+    return Context(age, weighs=True)
 
 
 def _build_outers(
@@ -388,6 +390,8 @@ def _build_outers(
                 "outer builds"
             )
         fragment.outer = outer(fragment.named)
+        if isinstance(fragment.outer, OuterOptimizer):
+            fragment.outer.take_place_in(context)
         taken = {id(p) for group in fragment.outer.param_groups for p in group["params"]}
         unused = [name for name, p in fragment.named if id(p) not in taken]
         if unused:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from twophase.optim.methods import orthogonalized
-from twophase.optim.products import Dots
+from twophase.optim.products import Dots, dot
 from twophase.shelf.base import Filter
 from twophase.shelf.filters import Clip, EDiT, HeLoCo, NoFilter, Orthogonal
 
@@ -30,12 +30,14 @@ class Context:
         total: sums of numbers over the shards.
         scale: what a group's first moment is to be multiplied with to have the EMA form.
         weighs: whether an engine weighs its replicas as a filter of `replicas` says.
+        sharded: whether there are several, of which a process holds one of each parameter.
     """
 
     age: float = 0.0
     total: Total = field(default=list)
     scale: float = 1.0
     weighs: bool = False
+    sharded: bool = False
 
 
 Function = Callable[[Any, Sequence[Tensor], Sequence[Tensor | None], Context], list[Tensor]]
@@ -90,7 +92,7 @@ def heloco(
 ) -> list[Tensor]:
     """Correct each parameter's pseudo-gradient by its angle to the first moment; without one it stays."""
     pairs = [(g.to(m.dtype), m) for g, m in zip(gradients, buffers, strict=True) if m is not None]
-    products = [torch.dot(a.reshape(-1), b.reshape(-1)) for g, m in pairs for a, b in ((g, g), (m, m), (g, m))]
+    products = [dot(a, b) for g, m in pairs for a, b in ((g, g), (m, m), (g, m))]
     totals = context.total(torch.stack(products).tolist()) if products else []
     dots = iter(zip(totals[::3], totals[1::3], totals[2::3], strict=True))
     return [

@@ -96,7 +96,8 @@ def restarted(method: Method, restart: Restart, memory: Memory) -> Memory:
     if restart.opposed:  # of single coordinates: the others keep their weight
         return memory
     second = 0.0 if restart.counts and resets_second(method) else memory.get("second", 0.0)
-    return {"first": restart.retain * memory.get("first", 0.0) + restart.inject, "second": second}
+    # In absolute value: weights of both signs may add up to 0, and m is divided by their sum.
+    return {"first": abs(restart.retain) * memory.get("first", 0.0) + abs(restart.inject), "second": second}
 
 
 def resets_second(method: Method) -> bool:
@@ -293,19 +294,24 @@ def first_moment_key(method: Method) -> str | None:
     trial = torch.zeros(2, 2, requires_grad=True)
     trial.grad = torch.ones(2, 2)
     optimizer = torch_optimizer(method, [trial])
-    optimizer.step()
+    try:
+        optimizer.step()
+    except Exception as error:
+        raise ValueError(
+            f"method {method} takes no step on a matrix with a gradient ({type(error).__name__}: "
+            f"{error}); take one that needs no closure and no sparse gradients, such as Adagrad"
+        ) from error
     return next((key for key in ("exp_avg", FIRST) if isinstance(optimizer.state[trial].get(key), Tensor)), None)
 
 
 @update_of(TorchMethod)
 def torch_step(method: TorchMethod, round_: Round, x: Tensor, g: Tensor, state: State) -> Tensor:
     """Return x minus what the optimizer makes of it; its first moment stands under our name between its steps."""
-    del round_
     first = first_moment_key(method)
-    after = x.detach().clone().requires_grad_()
+    after = x.detach().to(g.dtype, copy=True).requires_grad_()
     after.grad = g.clone()  # some optimizers overwrite it
     optimizer = torch_optimizer(method, [after])
-    if len(state) > (FIRST in state):
+    if round_.number > 1 and state:  # before that it is of a rehearsal, see `OuterSGD._is_rehearsal`
         optimizer.state[after].update({first if key == FIRST else key: value for key, value in state.items()})
     optimizer.step()
     state.clear()

@@ -21,14 +21,15 @@ from twophase.optim.methods import (
     new_buffer,
     resets_second,
     restarted,
+    torch_step,
 )
 from twophase.optim.outer import OuterSGD, Part
-from twophase.optim.products import Angles, Dots
+from twophase.optim.products import Angles, Dots, dot
 from twophase.policies.base import Answer, Never, Restart, RestartPolicy
 from twophase.policies.text import parse as parse_policy
 from twophase.rule import OuterRule
 from twophase.shelf.base import SLOTS, Filter, Method, Outer, Readout, Schedule, as_outer, parse
-from twophase.shelf.methods import AVERAGE, FIRST, SECOND
+from twophase.shelf.methods import AVERAGE, FIRST, SECOND, TorchMethod
 
 READOUT = "readout"
 """Key of a parameter's readout in the state."""
@@ -100,6 +101,12 @@ class OuterOptimizer(OuterSGD):
         except ValueError:
             self.param_groups.pop()
             raise
+
+    def take_place_in(self, context: Context) -> None:
+        """Take what an engine knows; raise a ValueError where a value needs whole matrices and has their shards."""
+        self.context = context
+        for group in self.param_groups:
+            check_slots(group, context)
 
     # ------------------------------------------------------------------------------------------------- a round
 
@@ -178,7 +185,7 @@ class OuterOptimizer(OuterSGD):
             if restart is not None and restart.before:
                 self._restart(method, state, g, restart)
             update = function(method, round_, x, g, state)
-            products.append(torch.dot(update.reshape(-1), g.reshape(-1)))
+            products.append(dot(update, g))
             x.sub_(update)
             if restart is not None and not restart.before:
                 self._restart(method, state, g, restart)
@@ -199,17 +206,16 @@ class OuterOptimizer(OuterSGD):
     def _restart(self, method: Method, state: dict[str, Tensor], g: Tensor, restart: Restart) -> None:
         if FIRST in state:
             restart_([state[FIRST]], [g], restart)
-        if restart.counts and resets_second(method) and SECOND in state:
+        if restart.counts and not restart.opposed and resets_second(method) and SECOND in state:
             state[SECOND].copy_(new_buffer(method, SECOND, state[SECOND]))
 
     def _restart_resting(self, group: dict[str, Any], restart: Restart) -> None:
         if method_of(group).plain:
             super()._restart_resting(group, restart)
         elif restart.counts and not restart.opposed:
-            resting = [
-                self.state[p][FIRST] for p in group["params"] if p.grad is None and FIRST in self.state.get(p, {})
-            ]
-            restart_(resting, resting, Restart(restart.retain))
+            for p in group["params"]:
+                if p.grad is None and FIRST in (state := self.state.get(p, {})):
+                    self._restart(method_of(group), state, state[FIRST], Restart(restart.retain))
 
     def _report(self, group: Mapping[str, Any], angles: Angles, answer: Answer) -> GroupRound:
         report = super()._report(group, angles, answer)
@@ -244,12 +250,21 @@ class OuterOptimizer(OuterSGD):
 
     # -------------------------------------------------------------------------------------------------- the state
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy gets."""
+        names = ("_default", "context", "_along", "_parts_of_round")
+        return super().__getstate__() | {name: self.__dict__[name] for name in names}
+
     def _is_rehearsal(self, parts: Any) -> bool:
         if not super()._is_rehearsal(parts):
             return False
         for part in parts:
-            for x in part.params:
-                self._state(method_of(part.group), x)
+            method = method_of(part.group)
+            round_ = Round(0, rule_of(part.group), Answer({}), {})
+            for x, g in zip(part.params, part.gradients, strict=True):
+                state = self._state(method, x)
+                if isinstance(method, TorchMethod):  # it alone knows its buffers, and makes them anew in round 1
+                    torch_step(method, round_, x, g.to(buffer_dtype(x)), state)
             self._read_out(part)
         return True
 
@@ -305,7 +320,10 @@ def check_slots(group: Mapping[str, Any], context: Context) -> None:
     method = value.method
     if not method.plain:
         function_of(method)
+    if not method.plain and any(p.is_complex() for p in group["params"]):
+        raise ValueError(f"OuterOptimizer: method {method.name} steps real parameters, and one is complex; take sgd")
     try:
+        value.schedule.at(value.rule(), 1, 1)
         value.check_restart(policy, first_moment=first_moment_key(method) is not None)
     except ValueError as error:
         raise ValueError(f"OuterOptimizer: {error}") from None
@@ -321,6 +339,11 @@ def check_slots(group: Mapping[str, Any], context: Context) -> None:
         )
     if method.matrices or value.filter.matrices:
         whole = method if method.matrices else value.filter
+        if context.sharded or any(getattr(p, "placements", ()) for p in group["params"]):
+            raise ValueError(
+                f"OuterOptimizer: {whole.slot} {whole.name} needs whole matrices, and the parameters are sharded; take "
+                "a value that works on elements, such as adamw"
+            )
         flat = [tuple(p.shape) for p in group["params"] if p.ndim < 2]
         if flat and (len(flat) == len(group["params"]) or getattr(method, "rest", 1.0) == 0):
             raise ValueError(

@@ -58,6 +58,14 @@ def dots(pseudo_gradients: Sequence[Tensor], buffers: Sequence[Tensor], *, angle
     return gg, mm, gm[0] if gm else math.nan
 
 
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    """Return the inner product of two tensors of a shape and dtype, of DTensors over all of their shards."""
+    if is_plain(a) and is_plain(b):
+        return torch.dot(a.reshape(-1), b.reshape(-1))
+    total = (a * b).sum(dtype=torch.float64)
+    return total.full_tensor() if hasattr(total, "full_tensor") else total  # type: ignore[operator]
+
+
 def _joined(tensors: list[Tensor]) -> Tensor:
     """The tensors of a batch as one vector, in a type wide enough to sum in."""
     if not {t.dtype for t in tensors} <= {torch.float32, torch.float64}:

@@ -85,6 +85,8 @@ class Method(Value):
     """Whether the update is that of its rule, momentum SGD."""
     first_moment: ClassVar[bool] = True
     """Whether it has a buffer that a restart acts on."""
+    grows: ClassVar[bool] = False
+    """Whether its update is short while its first moment holds few pseudo-gradients, which a schedule may mend."""
     matrices: ClassVar[bool] = False
     """Whether it works on whole matrices, so that no parameter may be cut into shards."""
     reads_out: ClassVar[bool] = False
@@ -284,7 +286,7 @@ class Outer:
         filter, schedule, readout: the other slots.
 
     Raises:
-        ValueError: a readout beside that of the method.
+        ValueError: a readout beside that of the method, or a bias correction that is not the method's.
     """
 
     method: Method
@@ -297,6 +299,11 @@ class Outer:
             raise ValueError(
                 f"readout {self.readout} stands beside that of method {self.method.name}, which evaluates its own "
                 "average; take the readout away (last)"
+            )
+        if self.schedule.name == "transient" and not (self.method.plain or self.method.grows):
+            raise ValueError(
+                f"schedule transient makes up for the short updates of a momentum that begins at 0, and method "
+                f"{self.method.name} has none; take constant, or a method of momentum SGD or FedOpt"
             )
 
     @property

@@ -188,7 +188,7 @@ class AdamW(_Moments):
     """AdamW on pseudo-gradients.
 
     A restart takes the first moment's bias correction back, too: `W`, the weight that m holds, restarts with m, so the
-    step after it is as long as the first one. Of a soft restart `W <- retain W + inject`.
+    step after it is as long as the first one. Of a soft restart `W <- |retain| W + |inject|`.
 
     Args:
         lr, momentum: learning rate and beta_1.
@@ -220,6 +220,7 @@ class AdamW(_Moments):
 class _FedOpt(_Moments):
     """Adaptive federated optimizers, without bias correction, with `v_0 = tau^2`."""
 
+    grows = True
     source = "FedOpt, arXiv 2003.00295"
     users = "Flower"
 

@@ -380,7 +380,7 @@ def check(config: RunConfig) -> None:
         for slot in SLOTS:
             path = f"outer.{slot}"
             parse_value(slot, getattr(config.outer, slot))
-        path = "outer.readout"
+        path = "outer.method"
         value = config.outer.value(config.rounds)
         path = "outer.restart"
         config.outer.policy()

@@ -7,8 +7,11 @@ from torch import nn
 
 from twophase.base.config import UsageError
 from twophase.diloco.flat import plan
-from twophase.diloco.formats import DENSE, check_wire
+from twophase.diloco.formats import check_wire
 from twophase.diloco.fragment import partition
+from twophase.optim.filters import Context
+from twophase.optim.optimizer import OuterOptimizer
+from twophase.shelf.base import Outer
 from twophase.training.config import RunConfig
 from twophase.training.device import check_memory, usable_device
 from twophase.training.inner import check_inner
@@ -29,8 +32,8 @@ def preflight(config: RunConfig, task: Task, processes: int = 1) -> None:
 
     Raises:
         UsageError: replicas that the processes cannot share, an impossible device, data that cannot be used or does
-            not last for the run, an inner optimizer that cannot be made, weights that do not fit into the memory,
-            fragments that the model cannot be cut into, or fragments too small for the wire.
+            not last for the run, an inner or outer optimizer that cannot be made, weights that do not fit into the
+            memory, fragments that the model cannot be cut into, or fragments too small for the wire.
     """
     if config.replicas % processes:
         raise UsageError(
@@ -55,14 +58,20 @@ def preflight(config: RunConfig, task: Task, processes: int = 1) -> None:
         device,
         "take a smaller model, fewer --replicas, or more processes by torchrun",
     )
-    parts, wire = config.sync.parts(), config.sync.wire
-    if parts == 1 and wire in DENSE:
-        return
     try:
-        fragments = partition(sizes, parts)
+        fragments = partition(sizes, config.sync.parts())
     except ValueError as error:
         raise UsageError(f"--sync.fragments {' '.join(config.sync.fragments)}: {error}") from None
     try:
-        check_wire(wire, min(plan((name, (sizes[name],)) for name in names).numel for names in fragments.values()))
+        numel = min(plan((name, (sizes[name],)) for name in names).numel for names in fragments.values())
+        check_wire(config.sync.wire, numel)
     except ValueError as error:
         raise UsageError(str(error).replace("DiLoCo: wire", "--sync.wire", 1)) from None
+    outer, policies = config.outer.value(config.rounds), config.sync.policies()
+    for fragment, names in fragments.items() if isinstance(outer, Outer) else ():
+        policy = (policies or {}).get(fragment, config.outer.policy())
+        params, context = [model.get_parameter(name) for name in names], Context(weighs=True)
+        try:
+            OuterOptimizer(params, outer, policy, signals=policy.needs, context=context)
+        except ValueError as error:
+            raise UsageError(f"--outer.method {config.outer.method}: {error}") from None

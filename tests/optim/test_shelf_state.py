@@ -1,0 +1,310 @@
+"""The state of every method of the shelf with every readout and schedule, and what is refused.
+
+Values are those of the registry, so that a new one is covered by itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from outers import give, parameters, randoms, run
+from replicas import Run, same_bits, start, through_file, unlike
+from twophase.optim.optimizer import OuterOptimizer
+from twophase.optim.outer import OuterSGD
+from twophase.shelf.base import Outer, outer, parse, registered
+from twophase.shelf.methods import Method
+
+ADAM = "torch:optimizer=NAdam:options=lr=0.1"
+METHODS = [*registered("method"), ADAM]
+SHAPES = [(3, 5), (4, 4), (6,)]
+each_method = pytest.mark.parametrize("method", METHODS)
+
+
+def restart_of(method: str) -> str:
+    """A policy that the method can serve; hard restarts every two rounds and soft ones are both exercised."""
+    value: Method = parse("method", method)
+    first_moment = value.first_moment and method != "torch"
+    return "soft:3:0.4:0.2" if first_moment else "never"
+
+
+def values(method: str) -> Iterator[Outer]:
+    """The method with each readout and schedule that goes with it, and with a filter."""
+    value: Method = parse("method", method)
+    for readout in ["last"] if value.reads_out else registered("readout"):
+        for name in registered("schedule"):
+            if name != "transient" or value.plain or value.grows:
+                schedule = parse("schedule", name).over(12)
+                made = outer(value, schedule=schedule, readout=readout, filter="clip:norm=3")
+                assert isinstance(made, Outer)
+                yield made
+
+
+def optimizer_of(value: Any, restart: str, dtype: torch.dtype = torch.float32) -> OuterOptimizer:
+    return OuterOptimizer(parameters(0, SHAPES, dtype), value, restart=restart)
+
+
+def tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Parameters and all that is remembered of them, by name."""
+    named: dict[str, Tensor] = {}
+    for group in optimizer.param_groups:
+        for number, p in enumerate(group["params"]):
+            entries = {"x": p, **optimizer.state.get(p, {})}
+            named |= {f"{number} {key}": value for key, value in entries.items() if isinstance(value, Tensor)}
+    return named
+
+
+def numbers(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    groups = [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
+    return [{key: value for key, value in g.items() if key != "differentiable"} for g in groups]  # of unpickled ones
+
+
+@each_method
+def test_resumes_in_the_middle_of_a_cycle(method: str):
+    """Saved after any round and loaded, with any readout and schedule, a run ends with the same bits and numbers."""
+    restart = restart_of(method)
+    for value in values(method):
+        straight, first, resumed = (optimizer_of(value, restart) for _ in range(3))
+        run(straight, range(8))
+        run(first, range(4))
+        resumed.load_state_dict(through_file(first.state_dict()))
+        with torch.no_grad():
+            for p, q in zip(resumed.param_groups[0]["params"], first.param_groups[0]["params"], strict=True):
+                p.copy_(q)
+        assert unlike(tensors(resumed), tensors(first)) == []
+        run(resumed, range(4, 8))
+        assert unlike(tensors(resumed), tensors(straight)) == [], str(value.describe())
+        assert numbers(resumed) == numbers(straight)
+
+
+@each_method
+def test_buffers_of_16_bit_parameters_are_float32(method: str):
+    """They are so from the first round on and stay so through a state, whose digits 16 bits could not hold."""
+    value = outer(method, schedule="warmup", readout="last")
+    first, resumed = (optimizer_of(value, restart_of(method), torch.bfloat16) for _ in range(2))
+    run(first, range(4))
+    resumed.load_state_dict(through_file(first.state_dict()))
+    before = {key: t for key, t in tensors(first).items() if not key.endswith((" x", " step", " mu_product"))}
+    after = tensors(resumed)
+    for key, buffer in before.items():
+        assert buffer.dtype == torch.float32
+        assert same_bits(buffer, after[key])
+    assert not before or not all(torch.equal(t, t.bfloat16().float()) for t in before.values())
+
+
+@each_method
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])  # noqa: S301
+def test_copies_go_on_alike(method: str, clone: Callable[[Any], Any]):
+    """A deep copy or pickle of parameters and optimizer continues with the same bits, and takes new groups."""
+    optimizer = optimizer_of(outer(method, filter="clip:norm=2"), restart_of(method))
+    run(optimizer, range(4), measure=True)
+    _, twin = clone((optimizer.param_groups[0]["params"], optimizer))
+    for each in (optimizer, twin):
+        each.add_param_group({"params": parameters(7, SHAPES, torch.float32)})
+        run(each, range(4, 8))
+    assert unlike(tensors(twin), tensors(optimizer)) == []
+    assert numbers(twin) == numbers(optimizer)
+
+
+@each_method
+def test_distributed_checkpoints_take_no_round(method: str):
+    """What torch's `get_optimizer_state_dict` sets up on the way is no round, and holds all that a state holds."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    def build() -> tuple[nn.Module, OuterOptimizer]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        readout = "last" if parse("method", method).reads_out else "ema"
+        return model, OuterOptimizer(model.parameters(), outer(method, readout=readout), restart=restart_of(method))
+
+    def go(model: nn.Module, optimizer: OuterOptimizer, rounds: range) -> None:
+        for number in rounds:
+            params = list(model.parameters())
+            give(params, randoms(number, [tuple(p.shape) for p in params], torch.float32))
+            optimizer.step()
+
+    (model, first), (asked, second), (other, third) = build(), build(), build()
+    shown: Any = get_optimizer_state_dict(asked, second)
+    assert [group["rounds"] for group in shown["param_groups"]] == [0]
+    for each in ((model, first), (asked, second)):
+        go(*each, range(5))
+    assert unlike(tensors(first), tensors(second)) == []
+    saved: Any = get_optimizer_state_dict(model, first)
+    assert {name: set(entry) for name, entry in shown["state"].items()} == {
+        name: set(entry) for name, entry in saved["state"].items()
+    }
+    other.load_state_dict(model.state_dict())
+    set_optimizer_state_dict(other, third, copy.deepcopy(saved))
+    for each in ((model, first), (other, third)):
+        go(*each, range(5, 10))
+    assert unlike(tensors(first), tensors(third)) == []
+    assert numbers(first) == numbers(third)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_engine_resumes_inside_a_cycle(method: str):
+    """Set down inside a round and inside a cycle of restarts, an engine goes on to the same bits and reports."""
+    readout = "last" if parse("method", method).reads_out else "tail:rounds=2"
+    options = {"restart": restart_of(method), "fragments": 2, "delay": 1, "mixing": 0.5}
+    value = outer(method, schedule="warmup:warmup=3", readout=readout)
+    straight, first = (start(value, **options) for _ in range(2))
+    reports = [straight.go(range(20)), straight.go(range(20, 40))]
+    first.go(range(20))
+    resumed = start(value, seed=40, **options)
+    resumed.load(through_file(first.state()))
+    again = resumed.go(range(20, 40))
+    assert [r.checksum for r in again] == [r.checksum for r in reports[1]]
+    assert [(r.gain, r.cosine, r.restarted) for r in again] == [(r.gain, r.cosine, r.restarted) for r in reports[1]]
+    assert unlike(all_tensors(resumed), all_tensors(straight)) == []
+    assert any(r.restarted for r in again) == (restart_of(method) != "never")
+
+
+def all_tensors(go: Run) -> dict[str, Tensor]:
+    return {key: t for key, t in go.tensors().items() if isinstance(t, Tensor)}
+
+
+def test_groups_have_methods_of_their_own():
+    """Muon for matrices and AdamW for the rest, with their own restarts, are two optimizers in one."""
+    matrices, others = [(3, 5), (4, 4)], [(6,), ()]
+    params = parameters(0, [*matrices, *others])
+    twins = [p.detach().clone().requires_grad_() for p in params]
+    groups = [
+        {"params": params[:2], "restart": 2},
+        {"params": params[2:], "method": "adamw:lr=0.1", "readout": "ema", "schedule": "warmup", "restart": "never"},
+    ]
+    together = OuterOptimizer(groups, "muon:rest=0", restart=4)
+    muon = OuterOptimizer(twins[:2], "muon:rest=0", restart=2)
+    adamw = OuterOptimizer(twins[2:], outer("adamw", lr=0.1, readout="ema", schedule="warmup"))
+    for number in range(7):
+        for each in (together, muon, adamw):
+            run(each, range(number, number + 1), measure=True)
+        assert together.last_round == [*muon.last_round, *adamw.last_round]
+    assert all(map(same_bits, params, twins))
+    assert same_bits(together.readout(params[2]), adamw.readout(twins[2]))
+    assert together.reads_out
+    resumed = OuterOptimizer(copy.deepcopy(groups), "sgd")
+    resumed.load_state_dict(through_file(together.state_dict()))
+    assert numbers(resumed) == numbers(together)
+
+
+# ------------------------------------------------------------------------------------------- states of other kinds
+
+
+def test_a_state_of_momentum_sgd_goes_on_beside_other_slots():
+    """An OuterSGD's state, or torch's, loads into momentum SGD with a readout; the buffer and the rounds go on."""
+    first = OuterSGD(parameters(0, SHAPES), 0.7, 0.9, nesterov=True, restart=4)
+    run(first, range(3))
+    other = OuterOptimizer(first.param_groups[0]["params"], outer("nesterov", readout="tail"), restart=4)
+    other.load_state_dict(first.state_dict())
+    (group,) = other.param_groups
+    assert (group["rounds"], group["readout"]) == (3, "tail:rounds=10")
+    run(other, range(3, 5))
+    assert (group["restarts"], other.reads_out) == (1, True)
+
+
+def sgd(**options: Any) -> OuterSGD:
+    return OuterSGD(parameters(0, SHAPES), 0.7, 0.9, **options)
+
+
+ADAMW = outer("adamw")
+REFUSED_STATES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "AdamW into OuterSGD": (lambda: optimizer_of("adamw", "3"), sgd),
+    "OuterSGD into AdamW": (sgd, lambda: optimizer_of("adamw", "3")),
+    "torch SGD into AdamW": (
+        lambda: torch.optim.SGD(parameters(0, SHAPES), 0.1, 0.9),
+        lambda: optimizer_of("adamw", "3"),
+    ),
+    "torch Adam into AdamW": (lambda: torch.optim.Adam(parameters(0, SHAPES)), lambda: optimizer_of("adamw", "3")),
+    "Muon into vectors": (
+        lambda: OuterOptimizer(parameters(0, [(4, 4)]), "muon"),
+        lambda: OuterOptimizer(parameters(0, [(16,)]), "adamw"),
+    ),
+    "other shapes": (
+        lambda: OuterOptimizer(parameters(0, [(4, 4)]), "adamw"),
+        lambda: OuterOptimizer(parameters(0, [(16,)]), "adamw"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_STATES)
+def test_states_of_another_kind_are_refused(name: str):
+    """Nothing has been loaded then: the optimizer goes on as it was."""
+    first, other = (build() for build in REFUSED_STATES[name])
+    for each in (first, other):
+        run(each, range(2))
+    before, settings = {key: t.clone() for key, t in tensors(other).items()}, numbers(other)
+    with pytest.raises(ValueError, match=r"^Outer(SGD|Optimizer): "):
+        other.load_state_dict(through_file(first.state_dict()))
+    assert unlike(tensors(other), before) == []
+    assert numbers(other) == settings
+
+
+# ------------------------------------------------------------------------------------------------------- bad input
+
+
+def built(method: Any, shapes: Any = tuple(SHAPES), restart: Any = "never", **slots: Any) -> Callable[[], Any]:
+    return lambda: OuterOptimizer(parameters(0, shapes), outer(method, **slots), restart=restart)
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "name": (built("adamx"), "did you mean adamw"),
+    "own name": (built("fancy"), "TWOPHASE_SHELF"),
+    "field": (built("adamw:beta3=1"), "did you mean beta2"),
+    "field twice": (built("adamw:lr=1:lr=2"), "lr"),
+    "no equals": (built("adamw:0.3"), "adamw:lr=FLOAT"),
+    "no number": (built("adamw:lr=fast"), "'fast'"),
+    "no whole number": (built("muon:steps=2.5"), "steps"),
+    "no truth": (built("muon:nesterov=yes"), "nesterov"),
+    "lr below 0": (built("adamw:lr=-1"), "lr"),
+    "lr not finite": (built("adamw:lr=nan"), "lr"),
+    "momentum 1": (built("lion:momentum=1"), "momentum"),
+    "beta2 1": (built("adamw:beta2=1"), "beta2"),
+    "eps 0": (built("adamw:eps=0"), "eps"),
+    "tau 0": (built("fedyogi:tau=0"), "tau"),
+    "word": (built("adamw:second=forget"), "keep, restart"),
+    "scale": (built("muon:scale=huge"), "original"),
+    "steps": (built("muon:steps=0"), "steps"),
+    "many steps": (built("muon:steps=99"), "steps"),
+    "mu": (built("gpa:mu_x=1"), "mu_x"),
+    "share": (built("delayed-nesterov:every=4:share=0.3"), "share"),
+    "every": (built("delayed-nesterov:every=0"), "every"),
+    "muon on vectors": (built("muon", [(6,), (3,)]), "matrices"),
+    "muon without rest": (built("muon:rest=0"), r"\(6,\)"),
+    "complex": (lambda: OuterOptimizer([torch.zeros(3, dtype=torch.complex64)], "adamw"), "complex"),
+    "restart of an average": (built("gpa", restart=3), "no|none"),
+    "restart of Adagrad": (built("torch", restart=3), "none"),
+    "auto": (built("adamw", restart="auto"), "auto"),
+    "probe": (lambda: OuterOptimizer(parameters(0), "lion", "probe:keep,drop", signals=["probes"]), "probe"),
+    "two readouts": (built("gpa", readout="ema"), "readout"),
+    "transient of AdamW": (built("adamw", schedule="transient"), "transient"),
+    "transient of Lion": (built("lion", schedule="transient"), "transient"),
+    "decay without rounds": (built("adamw", schedule="linear"), "rounds"),
+    "warmup": (built("adamw", schedule="warmup:warmup=0"), "warmup"),
+    "schedule": (built("adamw", schedule="cosin"), "did you mean cosine"),
+    "final": (built("adamw", schedule="cosine:rounds=3:final=2"), "final"),
+    "readout": (built("adamw", readout="ema:decay=1"), "decay"),
+    "tail": (built("adamw", readout="tail:rounds=0"), "rounds"),
+    "filter": (built("adamw", filter="clip:norm=0"), "norm"),
+    "no class": (built("torch:optimizer=Adamm"), "Adamm"),
+    "no module": (built("torch:optimizer=no_such_package.Adam"), "no_such_package"),
+    "no argument": (built("torch:optimizer=Adam:options=rate=1"), "rate"),
+    "no optimizer": (built("torch:optimizer=collections.OrderedDict:options="), "OrderedDict"),
+    "closure": (built("torch:optimizer=LBFGS:options=lr=1"), "closure"),
+    "sparse": (built("torch:optimizer=SparseAdam:options=lr=1"), "dense"),
+    "another slot's": (lambda: parse("method", parse("filter", "none")), "method"),
+    "group's method": (lambda: OuterOptimizer([{"params": parameters(0), "method": "gpa"}], "sgd", 3), "none"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str):
+    """What cannot be is refused where it is given, by one ValueError that names it and the remedy."""
+    build, match = REFUSED[name]
+    with pytest.raises(ValueError, match=match):
+        build()
