@@ -49,6 +49,8 @@ def test_two_runs(tmp_path: Path) -> None:
     assert table.loc["steps"].tolist() == [run.config["steps"], other.config["steps"]]
     assert "outer.lr" not in table.index
     assert run.compare(run).empty
+    with pytest.raises(ValueError, match=r"Run\.compare: "):
+        run.compare("another")  # type: ignore[arg-type]
 
 
 def test_a_run_that_has_begun(tmp_path: Path) -> None:
@@ -85,7 +87,7 @@ def test_a_sweep(tmp_path: Path) -> None:
     sweep.plot().savefig(tmp_path / "map.png")
     assert "cells" in sweep._repr_html_()
     for pair in (("no arm", "momentum-free"), ("heavy ball", "heavy ball"), ("momentum-free", "heavy ball")):
-        with pytest.raises(ValueError, match=r"Sweep.compare: (there is no arm|'.*' is a control)"):
+        with pytest.raises(ValueError, match=r"Sweep\.compare: "):
             sweep.compare(*pair)
 
 

@@ -112,6 +112,8 @@ class Run:
 
     def compare(self, other: Run) -> DataFrame:
         """Return the results of two runs and the values in which they differ, as a pandas table with a column each."""
+        if not isinstance(other, Run):
+            raise ValueError(f"Run.compare: other is a {type(other).__name__}; give another run, as load() returns it")
         here, there = (_plain(run.summary or {}) | run.config for run in (self, other))
         names = [name for name in dict.fromkeys([*here, *there]) if here.get(name) != there.get(name)]
         values = [[here.get(name), there.get(name)] for name in names]
@@ -202,6 +204,10 @@ class Sweep:
         """
         arms = {name: name for name in dict.fromkeys(row.arm for row in self.record.rows)}
         written = arms | {arm_name(name): name for name in arms}
+        if arm == control:
+            raise ValueError(
+                f"Sweep.compare: {arm!r} stands on both sides; give two arms of {', '.join(map(repr, arms))}"
+            )
         for name in (arm, control):
             if name not in written:
                 raise ValueError(f"Sweep.compare: there is no arm {name!r}; the arms are {', '.join(map(repr, arms))}")
