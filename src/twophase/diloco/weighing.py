@@ -43,7 +43,8 @@ def weigh(communicator: Communicator, fragment: Fragment, *, counts: bool) -> We
     """
     if not isinstance(fragment.outer, OuterOptimizer):
         return None
-    (group, *_), value = fragment.outer.param_groups, filter_of_group(fragment.outer.param_groups[0])
+    group = fragment.outer.param_groups[0]  # the only one, for an engine alone builds such an optimizer
+    value = filter_of_group(group)
     if not value.replicas:
         return None
     shards = communicator.exchange_in_replica(_squares(fragment)) if counts else []
