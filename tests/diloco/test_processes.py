@@ -241,6 +241,7 @@ SHARDED: dict[str, dict[str, Any]] = {
     "patterns": {"fragments": BLOCKS, "restart": {"first": 2, "norm": None, "last": 1}, "delay": 1, "mixing": 0.5},
     "sgd": {"fragments": 3},
     "int8": {"fragments": 3, "delay": 2, "wire": "int8"},
+    "sparse": {"fragments": 3, "delay": 2, "wire": "topk:2:8bit"},
     **{text: {"restart": 2, "fragments": 2} for text in ("clip:norm=0.1", "heloco:keep=1:rotate=2", "edit:clip=0.5")},
 }
 
@@ -534,12 +535,13 @@ def test_signals_are_means_over_the_replicas(brought: list[dict[str, Any]]):
 def test_shards_equal_the_whole(brought: list[dict[str, Any]], name: str):
     """Two replicas of two shards each are two unsharded replicas, to rounding (on int8, to the steps of its scales).
 
-    Shards have the same bits in both replicas after every round, and all four processes report the same numbers, though
-    an evaluation has unsharded the model before every call of the engine.
+    On the sparse wire roughly, since a shard has chunks of its own. Shards have the same bits in both replicas after
+    every round, and all four processes report the same numbers, though an evaluation has unsharded the model before
+    every call of the engine.
     """
     here = trained(name, [0, 1], None, lambda _: None)
     there = [answers["sharded"][name] for answers in brought]
-    tolerance = 0.05 if name == "int8" else 2e-5
+    tolerance = {"int8": 0.05, "sparse": 0.2}.get(name, 2e-5)
     checksums = [[report["checksum"] for report in answers["reports"]] for answers in there]
     assert checksums[0] == checksums[2] != checksums[1] == checksums[3]
     plain = ("round", "inner_steps", "partial", "complete", "replicas", "restarted")
