@@ -30,7 +30,7 @@ class Context:
         total: sums of numbers over the shards.
         scale: what a group's first moment is to be multiplied with to have the EMA form.
         weighs: whether an engine weighs its replicas as a filter of `replicas` says.
-        sharded: whether there are several, of which a process holds one of each parameter.
+        sharded: whether this process holds a shard of each parameter.
     """
 
     age: float = 0.0
