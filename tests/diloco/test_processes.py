@@ -28,6 +28,7 @@ from twophase.diloco.agreement import Disagreement
 from twophase.diloco.comm import ProcessGroup
 from twophase.diloco.communicator import Communicator
 from twophase.diloco.engine import DiLoCo, RoundReport
+from twophase.optim.optimizer import OuterOptimizer
 from twophase.optim.outer import OuterSGD
 from twophase.restart import Restart, RestartPolicy, RoundSignal, State
 from twophase.rule import OuterRule
@@ -76,10 +77,18 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "blocks": {"outer": blocks, "restart": None},
     "edit": {"outer": outer(RULE, filter=EDIT), "fragments": 3, "delay": 2, "mixing": 0.5},
     "edit, int8": {"outer": outer("adamw:lr=0.1", filter=EDIT), "wire": "int8", "fragments": 3, "stagger": False},
+    "adamw": {
+        "outer": outer("adamw", lr=0.05, filter="clip:norm=2", schedule="warmup:warmup=2", readout="tail:rounds=2"),
+        "restart": 2,
+        "fragments": 3,
+        "delay": 2,
+    },
+    "muon": {"outer": outer("muon", lr=0.1), "restart": "soft:2:0.3:0.1"},
+    "torch": {"outer": outer("torch", optimizer="NAdam", options="lr=0.05,betas=0.9/0.99"), "restart": 2},
 }
 
 TOGETHER = ("float32", "two under way")  # of these, four processes
-RESUMED = ("float32", "int8, one room", "sparse", "two under way", "edit", "edit, int8")
+RESUMED = ("float32", "int8, one room", "sparse", "two under way", "edit", "edit, int8", "adamw")
 
 
 def facts(report: RoundReport) -> dict[str, Any]:
@@ -236,12 +245,15 @@ def unlike_signals(rank: int, pair: Communicator) -> str:
 
 # --- shards -------------------------------------------------------------------------------------------------------
 
+ADAMW = outer("adamw", lr=0.05, eps=1e-3, filter="clip:norm=0.5", readout="ema")
 SHARDED: dict[str, dict[str, Any]] = {
     "whole": {"restart": 2},
     "patterns": {"fragments": BLOCKS, "restart": {"first": 2, "norm": None, "last": 1}, "delay": 1, "mixing": 0.5},
     "sgd": {"fragments": 3},
     "int8": {"fragments": 3, "delay": 2, "wire": "int8"},
     "sparse": {"fragments": 3, "delay": 2, "wire": "topk:2:8bit"},
+    "adamw": {"restart": 2},
+    "own adamw": {},
     **{text: {"restart": 2, "fragments": 2} for text in ("clip:norm=0.1", "heloco:keep=1:rotate=2", "edit:clip=0.5")},
 }
 
@@ -288,9 +300,12 @@ def train(name: str, replicas: Sequence[int], communicator: Communicator | None,
     for model in models:  # from here on the model names whole parameters, until FSDP2 gives them up
         with torch.no_grad():
             model(torch.ones(2, 4))
-    value: Any = outer(RULE, filter=name) if ":" in name else RULE
-    if name == "sgd":
-        value = lambda params: torch.optim.SGD(params, lr=0.3, momentum=0.9)  # noqa: E731
+    values: dict[str, Any] = {
+        "sgd": lambda params: torch.optim.SGD(params, lr=0.3, momentum=0.9),
+        "adamw": ADAMW,
+        "own adamw": lambda params: OuterOptimizer(params, ADAMW, restart=2),
+    }
+    value = outer(RULE, filter=name) if ":" in name else values.get(name, RULE)
     engine = DiLoCo(models, value, inner_steps=6, communicator=communicator, **SHARDED[name])
     return Training(engine, models, replicas, inners)
 
@@ -331,6 +346,7 @@ def sharded(rank: int, mesh: Any) -> dict[str, Any]:
     except ValueError as error:
         results["refused"] = str(error)
     results["not shards"] = not_shards(mesh, group)
+    results["cut matrices"] = cut_matrices(group, shard)
     run = train("patterns", replica, group, shard)
     run.go(range(9))
     state = through_file(run.engine.state_dict())
@@ -355,6 +371,19 @@ def sharded(rank: int, mesh: Any) -> dict[str, Any]:
     except Disagreement as error:
         results["tampered"] = str(error)
     return results
+
+
+def cut_matrices(group: Communicator, shard: Callable[[nn.Module], Any]) -> list[str]:
+    """What is said of outer optimizers that would orthogonalize shards."""
+    model, messages = network(0), []
+    shard(model)
+    values: list[Any] = [outer("muon"), lambda params: OuterOptimizer(params, "muon"), outer(RULE, filter="orthogonal")]
+    for value in values:
+        try:
+            DiLoCo(model, value, inner_steps=6, communicator=group)
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
 
 
 def not_shards(mesh: Any, group: Communicator) -> list[str]:
@@ -587,6 +616,12 @@ def test_what_is_not_in_shards_is_refused(brought: list[dict[str, Any]]):
             assert f"parameter {name!r} is whole on every process of the mesh's shard axis" in message
             assert "fully_shard(module, mesh=mesh['shard'])" in message
         assert "a fragment is empty on one of the processes that share a replica" in empty
+
+
+def test_values_of_whole_matrices_are_refused(brought: list[dict[str, Any]]):
+    """Muon and orthogonalized pseudo-gradients would take each shard for a matrix, given as values or by a function."""
+    for answers in brought:
+        assert ["sharded" in message for message in answers["sharded"]["cut matrices"]] == [True] * 3
 
 
 def test_signals_are_means_over_shards_and_replicas(brought: list[dict[str, Any]]):
