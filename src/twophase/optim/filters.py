@@ -67,8 +67,9 @@ def filtered(
 
 
 def square(tensor: Tensor) -> float:
-    """Return the squared norm, accumulated in float64."""
-    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) ** 2
+    """Return the squared norm, accumulated in float64, of a DTensor over all of its shards."""
+    norm: Any = torch.linalg.vector_norm(tensor, dtype=torch.float64)
+    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm) ** 2
 
 
 @filter_of(Clip)
