@@ -99,8 +99,8 @@ class Supplied(Run):
         def watch_fragment(fragment: Any) -> None:
             hand_over, take_step = fragment.hand_over, fragment.outer.step
 
-            def before_probing() -> None:
-                hand_over()
+            def before_probing(**options: Any) -> None:
+                hand_over(**options)
                 before.update((name, t.clone()) for name, t in self.tensors().items())
 
             def after_probing(**options: Any) -> None:

@@ -206,6 +206,8 @@ def _some(names: Iterable[str]) -> str:
 
 def float_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
     """Return the buffers that training changes by small amounts, such as BatchNorm's running statistics."""
+    if not isinstance(module, nn.Module):
+        return []  # `Setting` refuses it
     return [(name, buffer) for name, buffer in module.named_buffers() if buffer.is_floating_point()]
 
 
