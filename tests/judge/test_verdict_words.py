@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,16 @@ def test_which_arms_are_controls() -> None:
     assert only(judged, "a", "match").cells.matching == "paired"
     with pytest.raises(UsageError, match=r"--controls 'c'.*'a', 'b', 'free', 'match'"):
         verdict(rows, controls=["c"])
+
+
+@pytest.mark.parametrize("slot", ["method", "filter", "schedule", "readout"])
+def test_other_methods_are_no_control(slot: str) -> None:
+    """An arm that is more than momentum SGD is none without momentum, whatever the option outer.momentum says."""
+    more = {f"outer.{slot}": {"method": "sgd", "filter": "none", "schedule": "constant", "readout": "last"}[slot]}
+    rows = [row("a", 8.0), row("free", 8.2, momentum=0.0), row("other", 8.1, momentum=0.0)]
+    rows = [replace(each, values=dict(each.values) | more) for each in rows]
+    rows[2] = replace(rows[2], values=dict(rows[2].values) | {f"outer.{slot}": "another"})
+    assert [arm.control for arm in verdict(rows).arms] == ["", "momentum-free", ""]
 
 
 def test_pairs_agree_with_the_sweeps_own_table() -> None:

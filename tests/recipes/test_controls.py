@@ -21,6 +21,8 @@ from twophase.recipes.controls import (
     with_averaging,
 )
 from twophase.restart import AtRounds, Never, Periodic, Restart, RestartPolicy, RoundSignal, Soft, State, ask
+from twophase.rule import OuterRule
+from twophase.shelf.base import SLOTS
 from twophase.sweeps.grid import Axis, Cell, product
 from twophase.tasks.lm.config import TrainConfig, check
 from twophase.training.config import SyncConfig
@@ -171,3 +173,47 @@ def test_a_policy_by_coordinate_has_no_matched_gain(register_policy: Callable[[s
     assert [cell.arm for cell in added if cell.control_of] == ["never, gain of K=3"]
     with pytest.raises(ValueError, match="restarts_that_count: seldom"):
         restarts_that_count(Seldom(), 6)
+
+
+def test_controls_are_of_momentum_sgd_alone() -> None:
+    """What an axis or the base has in the other slots, a control has not; only then do its rows name them."""
+    base = with_values(TrainConfig(), {"steps": 90, "inner_steps": 4, "outer.readout": "ema"})
+    axes = [Axis("outer.method", ("sgd", "adamw")), Axis("outer.filter", ("none", "clip")), Axis("seed", (0, 1))]
+    cells = in_arms(base, axes)
+    assert list(dict.fromkeys(cell.arm for cell in cells)) == [
+        f"{method}, filter {words}" for method in ("sgd", "adamw") for words in ("none", "clip")
+    ]
+    free = controls_of(base, axes, cells)
+    assert len(free) == 4
+    for cell in free:
+        check(cell.config)
+        outer = cell.config.outer
+        assert (outer.method, outer.filter, outer.schedule, outer.readout) == ("sgd", "none", "constant", "last")
+        assert cell.values.keys() >= {"outer.method", "outer.filter", "outer.readout"}
+        assert "outer.schedule" not in cell.values
+    plain = [Axis("outer.restart", ("never", "3"))]
+    for cell in controls_of(TrainConfig(), plain, in_arms(TrainConfig(), plain)):
+        assert not cell.values.keys() & {f"outer.{slot}" for slot in SLOTS}
+
+
+@pytest.mark.parametrize(
+    ("values", "rule"),
+    [
+        ({"outer.method": "adamw"}, None),
+        ({"outer.filter": "clip"}, None),
+        ({"outer.schedule": "cosine"}, None),
+        ({"outer.readout": "ema"}, None),
+        ({"outer.method": "heavy-ball:lr=0.3"}, OuterRule(0.3, 0.9)),
+        ({"outer.method": "sgd:form=ema:lr=2"}, OuterRule(2.0, 0.9, True, "ema")),
+    ],
+)
+def test_rules_alone_have_a_matched_gain(values: dict[str, object], rule: OuterRule | None) -> None:
+    """A method that is a rule by another name has the control of that rule; what is more than a rule has none."""
+    control = gain_matched(restarted("3", **values), "control")
+    assert (control is None) == (rule is None)
+    if control is not None and rule is not None:
+        names = ("lr", "momentum", "nesterov", "form")
+        numbers = {f"outer.{name}": getattr(rule, name) for name in names}
+        expected = gain_matched(restarted("3", **numbers), "control")
+        assert expected is not None
+        assert control.config.outer == expected.config.outer

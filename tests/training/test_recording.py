@@ -15,14 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import twophase
 from forked import in_processes
 from twophase import DiLoCo, OuterRule, OuterSGD, record
 from twophase.base.config import UsageError, load_yaml
 from twophase.cli.main import main
 from twophase.diloco.communicator import Communicator
+from twophase.optim.optimizer import OuterOptimizer
 from twophase.runs.folder import read_lines, read_summary
 from twophase.runs.log import standard
 from twophase.runs.record import read_record
+from twophase.training.recording import setting
 
 RULE = OuterRule(0.7, 0.9, nesterov=True)
 WIDTH, INNER_STEPS, STEPS = 4, 4, 50
@@ -309,3 +312,16 @@ def _in_a_process(rank: int, folder: Path) -> None:
 
 if __name__ == "__main__":
     _in_a_process(int(sys.argv[1]), Path(sys.argv[2]))
+
+
+def test_a_schedule_is_recorded_with_the_methods_own_rate() -> None:
+    """The configuration of a recorded loop is the same at the start and in the middle of a schedule."""
+    x = nn.Parameter(torch.ones(3))
+    outer = OuterOptimizer([x], twophase.outer("nesterov", lr=0.3, schedule="linear:rounds=9", readout="ema"))
+    before = setting(outer)
+    for _ in range(5):
+        x.grad = 0.5 * x.detach()
+        outer.step()
+    assert outer.param_groups[0]["lr"] < 0.3
+    assert setting(outer) == before
+    assert before["outer"]["lr"] == 0.3

@@ -15,6 +15,7 @@ from twophase.policies.gain import mean_outer_gain
 from twophase.policies.text import parse
 from twophase.rule import OuterRule
 from twophase.runs.folder import RECORDED
+from twophase.shelf.base import RULE_OPTIONS, USUAL, anchor_rule, configured
 
 LEAST_ROUNDS = 8
 _LARGE_GAIN = 2.0
@@ -52,9 +53,14 @@ class Change:
                 self.values.get(f"outer.{name}", config.get(f"outer.{name}")) for name in ("lr", "momentum")
             )
             return f"in your loop: OuterRule(lr={lr:g}, momentum={momentum:g})"
+        values = self.values
+        if "outer.method" in config:  # whose text has numbers of its own, which win
+            rule = anchor_rule(configured({path[6:]: v for path, v in config.items() if path.startswith("outer.")}))
+            of_rule = {f"outer.{name}": getattr(rule, name) for name in RULE_OPTIONS}
+            values = {**of_rule, "outer.method": USUAL["method"], **values}
         words = [
             f"--{path.rpartition('.')[0]}.no-{path.rpartition('.')[2]}" if value is False else f"--{path} {value}"
-            for path, value in self.values.items()
+            for path, value in values.items()
         ]
         return f"twophase train --config {run}/config.yaml {' '.join(words)} --out {run}-changed"
 

@@ -42,8 +42,8 @@ def describe(diagnosis: Diagnosis, name: str, *, verbose: bool = False) -> str:
     """Return the diagnosis of the run of that name as plain text; the limits are one line unless it is verbose."""
     planned = f" of {diagnosis.planned:,}" if diagnosis.planned is not None else ""
     lines = [f"run      {name}: {diagnosis.state}, {diagnosis.rounds:,}{planned} rounds recorded"]
-    if diagnosis.rule is not None:
-        lines.append(f"rule     {both_forms(diagnosis.rule)}")
+    if diagnosis.outer:
+        lines.append(f"{'outer' if diagnosis.rule is None else 'rule':8} {outer_words(diagnosis)}")
     for finding in diagnosis.findings:
         lines += ["", *_finding_lines(diagnosis, finding)]
     if diagnosis.change is not None:
@@ -66,6 +66,12 @@ def both_forms(rule: OuterRule) -> str:
     """Return a rule with its form, and its learning rate in the other one."""
     other = _other_form(rule)
     return f"{rule.describe()}, the same as lr {other.lr:.4g} in {FORM_WORDS[other.form]}"
+
+
+def outer_words(diagnosis: Diagnosis) -> str:
+    """Return the outer optimizer in words, its rule in both forms; empty if it is not known."""
+    rule = diagnosis.rule
+    return diagnosis.outer if rule is None else diagnosis.outer.replace(rule.describe(), both_forms(rule))
 
 
 def _other_form(rule: OuterRule) -> OuterRule:

@@ -79,7 +79,7 @@ class Finding:
 class Diagnosis:
     """Hold what can be said of a run."""
 
-    rule: OuterRule | None  # None if it is not known
+    rule: OuterRule | None  # that moves the anchors; None if there is none, or it is not known
     rounds: int  # recorded, of several fragments those that all of them have ended
     planned: int | None  # rounds of the whole run; None if it is not known
     state: str  # `finished`, `diverged` or `unfinished`
@@ -87,12 +87,18 @@ class Diagnosis:
     problems: tuple[str, ...] = ()  # what is missing or wrong in the folder
     change: Change | None = None  # the one that the evidence supports
     command: str = ""  # that makes the changed run
+    outer: str = ""  # the outer optimizer in words; empty if it is not known
 
 
 def diagnose(record: RunRecord) -> Diagnosis:
     """Return the diagnosis of a run that has been read, in whatever state."""
     rule, reason = record.rule, ""
-    if rule is None:
+    if rule is None and record.outer_words:
+        reason = (
+            f"The outer optimizer is {record.outer_words}. These verdicts are for momentum SGD with a learning rate "
+            "and a momentum that stay the same, and say nothing of others."
+        )
+    elif rule is None:
         reason = "The configuration holds no outer rule (lr, momentum, nesterov, form), so the record has no scale."
     elif not len(record.rounds["round"]):
         reason = "No round has been recorded yet."
@@ -102,13 +108,22 @@ def diagnose(record: RunRecord) -> Diagnosis:
             "optimizer that scales each coordinate (Adam, for one) is outside the theory."
         )
     if reason or rule is None:
-        findings = (Finding("whole model", "cannot tell", (reason,), None, (), (), "unknown"),)
+        findings = (Finding("whole model", "cannot tell", (reason,), None, (), (), record.restart),)
     else:
         findings = tuple(_finding(record, block, rule) for block in record.blocks)
     changed = change(rule, [finding.verdict for finding in findings], record.recorded, record.config)
     command = changed.command(str(record.path), record.config) if changed else ""
-    problems = tuple(record.problems)
-    return Diagnosis(rule, record.recorded, record.planned_rounds, record.state, findings, problems, changed, command)
+    return Diagnosis(
+        rule,
+        record.recorded,
+        record.planned_rounds,
+        record.state,
+        findings,
+        tuple(record.problems),
+        changed,
+        command,
+        record.outer_words,
+    )
 
 
 def _finding(record: RunRecord, block: Block, rule: OuterRule) -> Finding:

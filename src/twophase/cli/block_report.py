@@ -188,11 +188,11 @@ def _heading(record: RunRecord, restored: Restored, setting: Setting, data: str)
     restart = config.sync.policies() or config.outer.policy()
     policies = list(restart.values()) if isinstance(restart, Mapping) else [restart]
     stepping = sorted({str(policy) for policy in policies if policy.takes_steps or policy.by_coordinate})
-    outer = [] if config.outer.is_rule else [config.outer.value().describe()]
+    outer = [] if config.outer.is_rule else [config.outer.describe()]
     return [
         f"run      {record.path}: {record.state}, checkpoint of step {restored.step:,} of {config.steps:,}",
         f"rule     {setting.rule.describe()}, {config.rounds} rounds of {config.inner_steps} inner steps",
-        *(f"outer    {method}: K and the rounds' sigma below are of that rule alone" for method in outer),
+        *(f"outer    {method}: the linear K and the rounds' sigma below are of that rule alone" for method in outer),
         *(
             f"restart  {policy} takes steps of its own: K and the rounds' sigma below are of the rule without it"
             for policy in stepping

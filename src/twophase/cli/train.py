@@ -109,7 +109,7 @@ def default_folder(config: RunConfig) -> Path:
     earlier = sorted(Path("runs").glob(f"*{identity}"))
     if earlier:
         return earlier[0]
-    setting = f"{config.outer.rule().describe()} {_restart(config)} S {config.inner_steps} seed {config.seed}"
+    setting = f"{config.outer.describe()} {_restart(config)} S {config.inner_steps} seed {config.seed}"
     if hasattr(config, TASK):
         setting = f"{config.task.name.rpartition(':')[2]} {setting}"  # type: ignore[attr-defined]
     there = flatten(to_tree(type(config)()))
@@ -226,7 +226,7 @@ def train_run(out: Path, config: RunConfig, options: argparse.Namespace) -> dict
 
 def describe_run(out: Path, config: RunConfig, summary: dict[str, Any]) -> str:
     """Describe a finished run in one line."""
-    head = f"{out}: {config.outer.rule().describe()}, {_restart(config)}, S = {config.inner_steps}"
+    head = f"{out}: {config.outer.describe()}, {_restart(config)}, S = {config.inner_steps}"
     if summary["diverged"]:
         return f"{head}: diverged at step {summary.get('steps', 'unknown')} of {config.steps}"
     counts = ", ".join(f"{summary.get(name, 'unknown')} {name}" for name in ("rounds", "restarts"))

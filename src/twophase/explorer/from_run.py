@@ -50,6 +50,11 @@ def read_run(path: Path) -> FromRun:
     """
     record = read_record(path)
     rule, policy = record.rule, record.policy()
+    if rule is None and record.outer_words:
+        raise UsageError(
+            f"--run {path}: its outer optimizer is {record.outer_words}, and the page shows momentum SGD with a "
+            "learning rate and a momentum that stay the same; give another run, or leave --run out"
+        )
     if rule is None:
         raise UsageError(
             f"--run {path}: its config.yaml holds no outer rule; give the folder of a run, or leave --run out"

@@ -4,7 +4,8 @@ A verdict counts and compares; it has no rule for what is large enough to matter
 was better and gives intervals (`twophase.judge.bootstrap` says what those of a few seeds are worth), no more.
 
 Three kinds of arms are controls: those whose cells are linked to the cells that they control (`control_of`), those that
-are named, and those without momentum (`outer.momentum` 0 throughout). Every other arm is compared with every control.
+are named, and those of momentum SGD alone without momentum (`outer.momentum` 0 throughout). Every other arm is compared
+with every control.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from twophase.base.config import UsageError
 from twophase.judge.bootstrap import LEVEL
 from twophase.judge.cells import outcomes
 from twophase.judge.comparison import Arm, Comparison, compare
+from twophase.shelf.base import USUAL
 from twophase.sweeps.table import Row, Setting, arm_name, geometric_mean, settings
 
 WITHIN = (0.01, 0.02, 0.05, 0.1, 0.25)
@@ -174,7 +176,11 @@ def _as_number(value: Any) -> float | str:
 
 
 def _why_control(group: Sequence[Setting], paired: bool, named: bool) -> str:
-    momentum_free = all(setting.values.get("outer.momentum") == 0 for setting in group)
+    momentum_free = all(
+        setting.values.get("outer.momentum") == 0
+        and all(setting.values.get(f"outer.{slot}", usual) == usual for slot, usual in USUAL.items())
+        for setting in group
+    )
     reasons = {"paired": paired, "named": named, "momentum-free": momentum_free}
     return ", ".join(reason for reason, holds in reasons.items() if holds)
 

@@ -9,6 +9,9 @@ steps. Three kinds of runs tell the two apart:
 * the gain-matched run of a restarted one (`gain_matched`): the same rule without restarts, whose learning rate gives
   the same mean outer gain over the run. What remains between the two is what restarts do beyond a smaller step.
 
+They are runs of momentum SGD, whatever method, filter, schedule or readout the grid has. The gain of another method is
+not known in advance, so that its restarted runs have no gain-matched one.
+
 A period that is not shorter than the run restarts nothing that still counts; `restarts_that_count` says so.
 """
 
@@ -18,10 +21,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from twophase.base.config import with_values
+from twophase.base.config import get, with_values
 from twophase.policies.base import Never, RestartPolicy, RoundSignal, ask
 from twophase.policies.gain import mean_outer_gain
 from twophase.rule import OuterRule
+from twophase.shelf.base import USUAL
 from twophase.sweeps.grid import MOMENTUM_FREE, Axis, Cell, product, text_of
 from twophase.tasks.named import check
 from twophase.training.config import check_rule_options
@@ -31,8 +35,10 @@ AVERAGING_LR = 1.0
 _ANY = OuterRule(1.0, 0.5)
 """When a schedule restarts does not depend on the rule."""
 LR, MOMENTUM, RESTART = "outer.lr", "outer.momentum", "outer.restart"
-NESTEROV, FORM = "outer.nesterov", "outer.form"
+NESTEROV, FORM, METHOD = "outer.nesterov", "outer.form", "outer.method"
 """Axes of sweeps, by their dotted paths."""
+_SLOTS = {f"outer.{slot}": usual for slot, usual in USUAL.items()}
+"""The slots of the outer optimizer by their paths, with what stands there in a control."""
 _BLOCKS = "sync.restart"
 
 
@@ -85,21 +91,27 @@ def gain_matched(cell: Cell, arm: str) -> Cell | None:
 
     Returns:
         The control, with `control_of` set; None when its learning rate equals the cell's to six digits, because then
-        the run without restarts at the same learning rate is that control, and when no positive one has that gain.
+        the run without restarts at the same learning rate is that control, when no positive one has that gain, and
+        when the outer optimizer is more than a rule.
 
     Raises:
         ValueError: an adaptive policy, whose gain is not known in advance.
 
     Source: theory note R31; the paper has no such control.
     """
-    outer, rounds = cell.config.outer, cell.config.rounds
-    restarted, plain = (mean_outer_gain(outer.rule(), policy, rounds) for policy in (outer.policy(), Never()))
+    outer, rounds, rule = cell.config.outer, cell.config.rounds, cell.config.outer.rule()
+    if not outer.is_rule:
+        return None
+    restarted, plain = (mean_outer_gain(rule, policy, rounds) for policy in (outer.policy(), Never()))
     if plain == 0 or restarted <= 0:
         return None
-    lr = _six_digits(outer.lr * (restarted / plain))
-    if lr == _six_digits(outer.lr):
+    lr = _six_digits(rule.lr * (restarted / plain))
+    if lr == _six_digits(rule.lr):
         return None
     changed = {LR: lr, RESTART: "never"}
+    if outer.method != USUAL["method"]:  # a rule by another name, whose text may hold its numbers
+        names = {MOMENTUM: rule.momentum, NESTEROV: rule.nesterov, FORM: rule.form}
+        changed = {METHOD: USUAL["method"]} | names | changed
     return Cell(arm, {**cell.values, **changed}, with_values(cell.config, changed), control_of=cell.run_id)
 
 
@@ -137,10 +149,10 @@ def _six_digits(value: float) -> float:
 
 
 def in_arms(base: Any, axes: Sequence[Axis]) -> list[Cell]:
-    """Every combination of the axes' values, in arms by form, rule and restart, so far as these vary.
+    """Every combination of the axes' values, in arms by form, rule, method and its slots, and restart, if these vary.
 
-    The form, the rule and the restart, of all or of each fragment, say *what* is tuned; all other axes are what it is
-    tuned over. A grid that varies none of them is one arm without a name.
+    They say *what* is tuned, with the restart of all or of each fragment; all other axes are what it is tuned over. A
+    grid that varies none of them is one arm without a name.
 
     Args:
         base: as for `grid.product`.
@@ -171,11 +183,14 @@ def controls_of(base: Any, axes: Sequence[Axis], cells: Sequence[Cell]) -> list[
     lrs = next((axis.values for axis in axes if axis.path == LR), (base.outer.lr,))
     others = [axis for axis in axes if not axis.path.startswith("outer.") and axis.path != _BLOCKS]
     by_block = any(cell.config.sync.restart for cell in cells)
-    controls = momentum_free(base, others, with_averaging(lrs), {_BLOCKS: ()} if by_block else None)
+    varied = {axis.path for axis in axes}
+    # Only where the grid has others, so that the tables of all other grids stay as they are.
+    fixed = {path: usual for path, usual in _SLOTS.items() if path in varied or get(base, path) != usual}
+    controls = momentum_free(base, others, with_averaging(lrs), fixed | ({_BLOCKS: ()} if by_block else {}))
     for cell in cells:
         policy = cell.config.outer.policy()
         is_scheduled = not (policy.needs or policy.by_coordinate)  # what its updates are
-        if policy == Never() or not is_scheduled or cell.config.outer.momentum == 0 or cell.config.sync.restart:
+        if policy == Never() or not is_scheduled or _has_no_momentum(cell.config.outer) or cell.config.sync.restart:
             continue
         never = _arm({**cell.values, RESTART: "never"}, cell.config)
         control = gain_matched(cell, f"{never}, gain of {_restart(str(policy))}")
@@ -200,9 +215,17 @@ def grid_of(base: Any, axes: Sequence[Axis], *, controls: bool) -> list[Cell]:
     return cells + added
 
 
+def _has_no_momentum(outer: Any) -> bool:
+    """Whether the options, or the method's own text, say 0; a restart policy may need a momentum all the same."""
+    return 0 in (outer.momentum, outer.rule().momentum)
+
+
 def _arm(values: Any, config: Any) -> str:
     words = [values[FORM]] if FORM in values else []
     words += [("heavy ball", "Nesterov")[values[NESTEROV]]] if NESTEROV in values else []
+    if METHOD in values:
+        words.append(values[METHOD])
+    words += [f"{path.removeprefix('outer.')} {values[path]}" for path in _SLOTS if path != METHOD and path in values]
     of_blocks = values.get(_BLOCKS)
     if RESTART in values or of_blocks == ():  # these have outer.restart, also where it does not vary
         words.append(_restart(values.get(RESTART, config.outer.restart)))

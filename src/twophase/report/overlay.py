@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from twophase.advice.text import HEADLINES, both_forms
+from twophase.advice.text import HEADLINES, outer_words
 from twophase.advice.verdict import diagnose
 from twophase.report.page import Html, counted, link, page, relative, section, table, tag
 from twophase.report.plot import Chart, Curve, figure, script
@@ -64,10 +64,11 @@ def _results(names: Sequence[str], records: Sequence[RunRecord], page_folder: Pa
         report = record.path / REPORT
         target = report if report.is_file() else record.path
         verdicts = dict.fromkeys(HEADLINES[finding.verdict] for finding in diagnosis.findings)
-        rule = both_forms(diagnosis.rule) if diagnosis.rule else "unknown"
         run = link(name, relative(target, page_folder))
-        rows.append([run, result_words(record), " ".join(verdicts), rule, record.restart])
-    header = ["run", "result", "verdict", "outer rule", "restart"]
+        rows.append(
+            [run, result_words(record), " ".join(verdicts), outer_words(diagnosis) or "unknown", record.restart]
+        )
+    header = ["run", "result", "verdict", "outer optimizer", "restart"]
     return table(header, rows, caption="What each run reached, and what its outer loop does.")
 
 

@@ -70,11 +70,11 @@ class Run:
         return f"Run({str(self.path)!r}, {result_words(self.record)})"
 
     def _repr_html_(self) -> str:
-        rule, diagnosed = self.record.rule, self.diagnosis()
+        diagnosed = self.diagnosis()
         verdicts = dict.fromkeys(HEADLINES[finding.verdict] for finding in diagnosed.findings)
         facts = {
             "result": result_words(self.record),
-            "rule": rule.describe() if rule else "unknown",
+            "outer optimizer": self.record.outer_words or "unknown",
             "restart": self.record.restart,
             "rounds": f"{self.record.recorded:,}",
             "verdict": " ".join(verdicts),
@@ -136,11 +136,10 @@ class Run:
                 if axes.lines:
                     axes.legend()
             grid[-1, 0].set_xlabel("inner steps of each replica")
-            rule = self.record.rule
             headline(
                 drawn,
                 f"{self.path.name}: {result_words(self.record)}",
-                f"{rule.describe() if rule else 'outer rule unknown'}, restart {self.record.restart}",
+                f"{self.record.outer_words or 'outer optimizer unknown'}, restart {self.record.restart}",
             )
             return drawn
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from twophase.advice.text import HEADLINES, LIMITS, both_forms, suggestions
+from twophase.advice.text import HEADLINES, LIMITS, outer_words, suggestions
 from twophase.advice.verdict import Diagnosis, Finding, Stage
 from twophase.base.config import flatten
 from twophase.report.page import (
@@ -49,12 +49,12 @@ def run_report(record: RunRecord, diagnosis: Diagnosis, *, refresh: float = 0, b
         refresh: seconds after which the page of an unfinished run shows its newest self; 0 without a watch.
         back: relative path of the sweep's report, if the run belongs to one.
     """
-    rule = diagnosis.rule.describe() if diagnosis.rule else "outer rule unknown"
+    outer = record.outer_words or "outer optimizer unknown"
     return page(
         record.path.resolve().name,
         join(
             [
-                f"A run, {record.state}: {rule}, restart {record.restart}.",
+                f"A run, {record.state}: {outer}, restart {record.restart}.",
                 join([" · ", link("the sweep that it belongs to", back)]) if back else None,
             ]
         ),
@@ -125,7 +125,7 @@ def _summary(record: RunRecord, diagnosis: Diagnosis) -> Html:
     is_recorded = record.config.get(RECORDED) is True
     has_tokens = bool(record.unit) or "perplexity" in summary
     facts: dict[str, Any] = {
-        "Outer rule": both_forms(diagnosis.rule) if diagnosis.rule else "unknown",
+        "Outer optimizer": outer_words(diagnosis) or "unknown",
         "Restart policy": record.restart,
         "Rounds": f"{record.recorded:,}{planned}, of {size}",
         "Restarts": f"{int(np.nansum(record.rounds['restarted'])):,}",

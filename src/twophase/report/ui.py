@@ -80,7 +80,7 @@ class Library:
             target = Html(link(path, path).replace('href="', f'href="{VIEW}', 1)) if path != "." else _root_link()
             box = tag("input", type="checkbox", name="run", value=path, aria_label=f"choose {path}")
             lines.append([target, box if row[0] == "run" else None, *row])
-        header = ["folder", "choose", "kind", "state", "result", "outer rule", "restart", "changed"]
+        header = ["folder", "choose", "kind", "state", "result", "outer optimizer", "restart", "changed"]
         caption = f"{counted(len(lines), 'folder')} below {self.root}; the runs of a sweep are on its page."
         states = [tag("option", state, value="" if state == "any state" else state) for state in _STATES]
         filters = tag(
@@ -197,8 +197,7 @@ def _run_row(folder: Path) -> list[object]:
         record.summary = read_json_object(folder / SUMMARY)
     for line in read_log(folder / METRICS)[0][-1:]:
         record.metrics = {name: np.array([v]) for name, v in line.items() if isinstance(v, (int, float))}
-    rule = record.rule.describe() if record.rule else ""
-    return [record.state, result_words(record).partition(": ")[2], rule, record.restart]
+    return [record.state, result_words(record).partition(": ")[2], record.outer_words, record.restart]
 
 
 def _sweep_row(folder: Path) -> list[object]:

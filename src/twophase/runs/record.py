@@ -24,6 +24,7 @@ from twophase.policies.text import parse
 from twophase.rule import OuterRule
 from twophase.runs.folder import CONFIG, ENV, METRICS, RECORDED, ROUNDS, STEPS, SUMMARY, USER, list_some, read_summary
 from twophase.runs.log import read_log
+from twophase.shelf.base import anchor_rule, configured, described
 
 Column = NDArray[np.float64]
 Line = Mapping[str, Any]
@@ -104,12 +105,23 @@ class RunRecord:
 
     @property
     def rule(self) -> OuterRule | None:
-        """The outer rule, if the configuration holds one."""
-        values = [self.config.get(f"outer.{name}") for name in ("lr", "momentum", "nesterov", "form")]
+        """The outer rule, if the configuration holds one and nothing but it moves the anchors."""
         try:
-            return OuterRule(*values)  # type: ignore[arg-type] - it checks
-        except (TypeError, ValueError):
+            return anchor_rule(configured(self._outer))
+        except (KeyError, TypeError, ValueError):
             return None
+
+    @property
+    def outer_words(self) -> str:
+        """The outer optimizer in words; empty if the configuration holds none."""
+        try:
+            return described(self._outer)
+        except (KeyError, TypeError, ValueError):
+            return str(self._outer.get("method", ""))  # a method of a module that is not at hand
+
+    @property
+    def _outer(self) -> dict[str, Any]:
+        return {path[6:]: value for path, value in self.config.items() if path.startswith("outer.")}
 
     def policy(self, block: str = WHOLE) -> RestartPolicy | None:
         """Return the restart policy of a block, if the configuration holds one."""

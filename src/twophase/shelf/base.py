@@ -274,7 +274,10 @@ def _word(value: Any) -> str:
 # ------------------------------------------------------------------------------------------------ an outer optimizer
 
 
-_USUAL = {"sgd", "none", "constant", "last"}
+USUAL: dict[Slot, str] = {"method": "sgd", "filter": "none", "schedule": "constant", "readout": "last"}
+"""What stands in the slots where a rule says it all; a configuration leaves them out."""
+RULE_OPTIONS = ("lr", "momentum", "nesterov", "form")
+"""Options of the outer optimizer that belong to momentum SGD."""
 
 
 @dataclass(frozen=True)
@@ -309,7 +312,7 @@ class Outer:
     @property
     def is_plain(self) -> bool:
         """Whether it is a rule and nothing else, so that an `OuterRule` says it all."""
-        return self.method.plain and {self.filter.name, self.schedule.name, self.readout.name} <= _USUAL
+        return self.method.plain and self.unusual().keys() <= {"method"}
 
     def rule(self) -> OuterRule:
         """Return the method's rule, before its schedule."""
@@ -347,7 +350,7 @@ class Outer:
 
     def unusual(self) -> dict[Slot, str]:
         """Return the text form of each slot that a rule does not say."""
-        return {slot: text for slot, text in self.texts().items() if getattr(self, slot).name not in _USUAL}
+        return {slot: text for slot, text in self.texts().items() if getattr(self, slot).name != USUAL[slot]}
 
     def describe(self) -> str:
         """Return one line for people: the method, and those of the other slots that do something."""
@@ -367,6 +370,41 @@ def as_outer(value: Outer | OuterRule | Method | str) -> Outer:
     defaults = {f.name: getattr(value, f.name) for f in fields(value)} if isinstance(value, OuterRule) else {}
     method = parse("method", "sgd" if isinstance(value, OuterRule) else value, defaults)
     return Outer(method, parse("filter", "none"), parse("schedule", "constant"), parse("readout", "last"))
+
+
+def configured(options: Mapping[str, Any], rounds: int = 0) -> OuterRule | Outer:
+    """Return the outer optimizer of a configuration's options, by their names behind `outer.`.
+
+    Args:
+        options: lr, momentum, nesterov and form of method `sgd`, and the slots' texts, where they are not the usual.
+        rounds: of the run, for a schedule that ends with it.
+
+    Raises:
+        ValueError: values that make none.
+    """
+    texts = {slot: str(options.get(slot, usual)) for slot, usual in USUAL.items()}
+    of_sgd = texts["method"].partition(":")[0] == USUAL["method"]
+    method = parse("method", texts["method"], {name: options[name] for name in RULE_OPTIONS} if of_sgd else {})
+    schedule = parse("schedule", texts["schedule"]).over(rounds)
+    value = Outer(method, parse("filter", texts["filter"]), schedule, parse("readout", texts["readout"]))
+    return value.rule() if value.is_plain else value
+
+
+def anchor_rule(value: OuterRule | Outer) -> OuterRule | None:
+    """Return the rule that moves the anchors, whatever is read out of them; None where more than a rule does."""
+    if isinstance(value, OuterRule):
+        return value
+    return value.rule() if value.method.plain and value.unusual().keys() <= {"method", "readout"} else None
+
+
+def described(options: Mapping[str, Any]) -> str:
+    """Return one line for people of `configured`: a rule in words, other values as the configuration has them."""
+    value = configured(options)
+    rule = value if isinstance(value, OuterRule) else value.rule()
+    is_rule = isinstance(value, OuterRule) or value.method.plain
+    words = [rule.describe() if is_rule else str(options["method"])]
+    others = {slot: usual for slot, usual in USUAL.items() if slot != "method" and options.get(slot, usual) != usual}
+    return ", ".join([*words, *(f"{slot} {options[slot]}" for slot in others)])
 
 
 def outer(

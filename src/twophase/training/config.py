@@ -14,7 +14,7 @@ from twophase.number import shortened
 from twophase.policies.base import RestartPolicy
 from twophase.policies.text import parse
 from twophase.rule import Form, OuterRule, check_rule
-from twophase.shelf.base import SLOTS, Outer
+from twophase.shelf.base import RULE_OPTIONS, SLOTS, USUAL, Outer, configured, described
 from twophase.shelf.base import parse as parse_value
 
 LARGEST_LR = 1e30
@@ -49,11 +49,6 @@ class InnerConfig:
     """Share of the inner steps, at the run's end, over which wsd decays."""
 
 
-RULE_OPTIONS = ("lr", "momentum", "nesterov", "form")
-"""Options of the outer optimizer that belong to momentum SGD."""
-SGD = "sgd"
-
-
 @dataclass(frozen=True)
 class OuterConfig:
     """The outer optimizer: how the replicas' progress is combined once a round."""
@@ -73,30 +68,27 @@ class OuterConfig:
     """Sequences on which a policy that probes weighs its candidates: the first ones of each replica's next batch; 0
     means all of it. Other policies do not look at it."""
 
-    method: str = field(default=SGD, metadata=LATER)
+    method: str = field(default=USUAL["method"], metadata=LATER)
     """How the update is made, NAME or NAME:FIELD=VALUE:..., such as adamw:lr=0.05; `twophase methods` lists them. The
     options lr, momentum, nesterov and form are those of sgd; other methods have their own, in this text."""
-    filter: str = field(default="none", metadata=LATER)
+    filter: str = field(default=USUAL["filter"], metadata=LATER)
     """What happens to the pseudo-gradient before: clip:norm=1, heloco, cgad, orthogonal, edit; see
     `twophase methods`."""
-    schedule: str = field(default="constant", metadata=LATER)
+    schedule: str = field(default=USUAL["schedule"], metadata=LATER)
     """Outer learning rate and momentum by the round: constant, warmup:warmup=10, cosine, linear, transient, momentum;
     cosine and linear end with the run."""
-    readout: str = field(default="last", metadata=LATER)
+    readout: str = field(default=USUAL["readout"], metadata=LATER)
     """What is evaluated and exported: the last anchor, or an average such as ema:decay=0.9 or tail:rounds=10."""
 
     def value(self, rounds: int = 0) -> OuterRule | Outer:
         """The outer optimizer as a value, a rule where that says it all; `rounds` of the run, for its schedule."""
-        options = {name: getattr(self, name) for name in RULE_OPTIONS}
-        method = parse_value("method", self.method, options if self.method.startswith(SGD) else {})
-        if method.plain and self._has_no_other:
-            return self.policy().effective(method.rule())
-        schedule = parse_value("schedule", self.schedule).over(rounds)
-        return Outer(method, parse_value("filter", self.filter), schedule, parse_value("readout", self.readout))
+        value = configured(vars(self), rounds)
+        return self.policy().effective(value) if isinstance(value, OuterRule) else value
 
-    @property
-    def _has_no_other(self) -> bool:
-        return (self.filter, self.schedule, self.readout) == ("none", "constant", "last")
+    def describe(self) -> str:
+        """The outer optimizer in words for people, its restart policy apart."""
+        value = self.value()
+        return value.describe() if isinstance(value, OuterRule) else described(vars(self))
 
     @property
     def is_rule(self) -> bool:
@@ -273,7 +265,7 @@ def check_rule_options(config: RunConfig, paths: Iterable[str]) -> None:
         paths: of the values that the user has given.
     """
     unused = [f"outer.{name}" for name in RULE_OPTIONS if f"outer.{name}" in paths]
-    if unused and not config.outer.method.startswith(SGD):
+    if unused and config.outer.method.partition(":")[0] != USUAL["method"]:
         name = unused[0].removeprefix("outer.")
         raise UsageError(
             f"--{unused[0]} is an option of --outer.method sgd, and the method is {config.outer.method}; write it into "

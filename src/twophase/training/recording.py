@@ -180,7 +180,11 @@ def setting(engine: DiLoCo | OuterSGD, config: Any = None) -> Tree:
         tree["outer"] = {name: group[name] for name in ("lr", "momentum", "nesterov", "form")}
         rate = group.get("initial_lr", group["lr"])  # of a schedule, the rate that the run began with
         tree["outer"] |= {"lr": float(rate), "restart": str(group["restart"])}
-        tree["outer"] |= outer_of(group).unusual()
+        value = outer_of(group)
+        if value.schedule.name != "constant":  # which writes into the group in every round
+            rule = value.rule()
+            tree["outer"] |= {"lr": rule.lr, "momentum": rule.momentum}
+        tree["outer"] |= value.unusual()
     if isinstance(engine, DiLoCo) and len(outers) > 1:
         names = [fragment.name for fragment in engine.fragments]
         restarts = [str(outer.param_groups[0].get("restart", "never")) for outer in outers]
