@@ -94,9 +94,23 @@ class Method(Value):
     buffers: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
     """Its tensors of a parameter's size."""
 
+    ahead: ClassVar[bool] = False
+    """Whether it looks ahead, where it has no field `nesterov`."""
+    form: ClassVar[str] = "sum"
+    """Form of its rule."""
+
+    def __post_init__(self) -> None:
+        """Refuse values that make no rule."""
+        try:
+            self.rule()
+        except ValueError as error:
+            raise ValueError(str(error).replace("OuterRule:", f"method {self.name}:", 1)) from None
+
     def rule(self) -> OuterRule:
-        """Return learning rate and momentum, and of a plain method the whole update."""
-        raise NotImplementedError
+        """Return learning rate (1 without such a field) and momentum (0), and of a plain method the whole update."""
+        values: dict[str, Any] = {"lr": 1.0, "momentum": 0.0, "nesterov": self.ahead, "form": self.form}
+        names = {field.name for field in fields(self)} & values.keys()  # type: ignore[arg-type]
+        return OuterRule(**values | {name: getattr(self, name) for name in names})
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from twophase.policies.checks import check_count
-from twophase.rule import Form, OuterRule, check_rule
+from twophase.rule import Form, OuterRule
 from twophase.shelf.base import Method, register
 
 _GOLDEN = "tests/optim/test_shelf.py"
@@ -19,49 +19,41 @@ FIRST, SECOND, AVERAGE = "momentum_buffer", "second_moment", "average"
 # ------------------------------------------------------------------------------------------------- momentum SGD
 
 
+class _Plain(Method):
+    """Momentum SGD: a rule by a name, whose fields are the rule's."""
+
+    linear = True
+    plain = True
+    test = f"{_GOLDEN}::test_presets"
+
+
 @register("sgd")
 @dataclass(frozen=True)
-class MomentumSGD(Method):
+class MomentumSGD(_Plain):
     """Momentum SGD: an `OuterRule` as a method, for the sake of the other slots."""
 
     equation = "m <- b m + g;  x <- x - lr m  (nesterov: x - lr (g + b m))"
     source = "DiLoCo, arXiv 2311.08105"
     users = "torchft, torchtitan, OpenDiLoCo, MaxText"
-    linear = True
-    plain = True
     test = f"{_GOLDEN}::test_sgd"
 
     lr: float = 0.7
     momentum: float = 0.9
     nesterov: bool = True
-    form: Form = "sum"
-
-    def __post_init__(self) -> None:
-        check_rule(f"method {self.name}", self.lr, self.momentum, self.form, self.nesterov)
-
-    def rule(self) -> OuterRule:
-        """Return the rule."""
-        return OuterRule(self.lr, self.momentum, self.nesterov, self.form)
+    form: Form = "sum"  # type: ignore[misc]
 
 
 @register("heavy-ball")
 @dataclass(frozen=True)
-class HeavyBall(Method):
+class HeavyBall(_Plain):
     """Heavy ball in sum form."""
 
     equation = "m <- b m + g;  x <- x - lr m"
     source = "Polyak 1964; torch.optim.SGD"
     users = "torchft, torchtitan"
-    linear = True
-    plain = True
-    test = f"{_GOLDEN}::test_presets"
 
     lr: float = 0.7
     momentum: float = 0.9
-
-    def rule(self) -> OuterRule:
-        """Return the rule."""
-        return OuterRule(self.lr, self.momentum)
 
 
 @register("nesterov")
@@ -72,50 +64,33 @@ class Nesterov(HeavyBall):
     equation = "m <- b m + g;  x <- x - lr (g + b m)"
     source = "DiLoCo, arXiv 2311.08105"
     users = "DiLoCo, OpenDiLoCo, MaxText, torchft, torchtitan"
-
-    def rule(self) -> OuterRule:
-        """Return the rule."""
-        return OuterRule(self.lr, self.momentum, nesterov=True)
+    ahead = True
 
 
 @register("memoryless")
 @dataclass(frozen=True)
-class Memoryless(Method):
+class Memoryless(_Plain):
     """Outer SGD without momentum."""
 
     equation = "x <- x - lr g"
     source = "arXiv 2509.10439"
     users = "yeto"
-    linear = True
-    plain = True
     first_moment = False
     buffers = ()
-    test = f"{_GOLDEN}::test_presets"
 
     lr: float = 1.0
-
-    def rule(self) -> OuterRule:
-        """Return the rule."""
-        return OuterRule(self.lr, 0.0)
 
 
 @register("averaging")
 @dataclass(frozen=True)
-class Averaging(Method):
+class Averaging(_Plain):
     """Local SGD: the anchor becomes the mean of the replicas."""
 
     equation = "x <- x - g"
     source = "local SGD, arXiv 1805.09767"
     users = "federated averaging"
-    linear = True
-    plain = True
     first_moment = False
     buffers = ()
-    test = f"{_GOLDEN}::test_presets"
-
-    def rule(self) -> OuterRule:
-        """Return the rule."""
-        return OuterRule(1.0, 0.0)
 
 
 @register("lookahead")
@@ -171,15 +146,12 @@ class SlowMo(HeavyBall):
 class _Moments(Method):
     """Methods whose step is divided by the root of a second moment of g."""
 
+    form = "ema"
     buffers = (FIRST, SECOND)
 
     def _check(self) -> None:
-        check_rule(f"method {self.name}", self.lr, self.momentum, "ema")  # type: ignore[attr-defined]
+        super().__post_init__()
         self.choose("second", "keep", "restart")
-
-    def rule(self) -> OuterRule:
-        """Return how g enters the first moment."""
-        return OuterRule(self.lr, self.momentum, form="ema")  # type: ignore[attr-defined]
 
 
 @register("adamw")
@@ -278,6 +250,7 @@ class Sign(Method):
 
     equation = "m <- b m + (1-b) g;  x <- x - lr sign(m)"
     source = "signSGD, arXiv 1802.04434"
+    form = "ema"
     users = ""
     test = f"{_GOLDEN}::test_sign"
 
@@ -285,11 +258,7 @@ class Sign(Method):
     momentum: float = 0.9
 
     def __post_init__(self) -> None:
-        check_rule(f"method {self.name}", self.lr, self.momentum, "ema")
-
-    def rule(self) -> OuterRule:
-        """Return how g enters the first moment."""
-        return OuterRule(self.lr, self.momentum, form="ema")
+        super().__post_init__()
 
 
 @register("lion")
@@ -328,6 +297,7 @@ class Muon(Method):
     equation = "m <- b m + (1-b) g;  x <- x - lr NS(m)  (nesterov: NS((1-b) g + b m))"
     source = "Muon, github.com/KellerJordan/Muon; torch.optim.Muon"
     users = ""
+    form = "ema"
     matrices = True
     test = f"{_GOLDEN}::test_muon"
 
@@ -339,15 +309,11 @@ class Muon(Method):
     rest: float = 0.7
 
     def __post_init__(self) -> None:
-        check_rule(f"method {self.name}", self.lr, self.momentum, "ema", self.nesterov)
+        super().__post_init__()
         self.choose("scale", "original", "rms", "none")
         self.check("rest", 0.0, 1e6, "0.7")
         if check_count(f"method {self.name}", "steps", self.steps) > 20:
             raise ValueError(f"method {self.name}: steps is {self.steps}; give at most 20, for example 5")
-
-    def rule(self) -> OuterRule:
-        """Return how g enters the first moment."""
-        return OuterRule(self.lr, self.momentum, self.nesterov, "ema")
 
 
 # ------------------------------------------------------------------------------------------ delays and averages
@@ -366,6 +332,7 @@ class DelayedNesterov(Method):
 
     equation = "every n-th: m <- b m + mean g, x <- x - lr ((1-cn+c) b m + g/n);  else x <- x - lr (c b m + g/n)"
     source = "arXiv 2401.09135"
+    ahead = True
     users = ""
     linear = True
     buffers = (FIRST, "pending")
@@ -377,13 +344,9 @@ class DelayedNesterov(Method):
     share: float = 0.0
 
     def __post_init__(self) -> None:
-        check_rule(f"method {self.name}", self.lr, self.momentum, "sum")
+        super().__post_init__()
         check_count(f"method {self.name}", "every", self.every)
         self.check("share", 0.0, 1 / self.every, "0")
-
-    def rule(self) -> OuterRule:
-        """Return how the mean pseudo-gradient enters the first moment."""
-        return OuterRule(self.lr, self.momentum, nesterov=True)
 
 
 class _Averages(Method):
@@ -393,10 +356,6 @@ class _Averages(Method):
     reads_out = True
     users = ""
     buffers = ("iterate", AVERAGE)
-
-    def rule(self) -> OuterRule:
-        """Return the rule of the iterate z."""
-        return OuterRule(self.lr, 0.0)  # type: ignore[attr-defined]
 
 
 @register("gpa")
@@ -420,7 +379,7 @@ class GPA(_Averages):
     mu_y: float = 0.9
 
     def __post_init__(self) -> None:
-        check_rule(f"method {self.name}", self.lr, 0.0, "sum")
+        super().__post_init__()
         self.check("mu_x", 0.0, 1 - 1e-12, "0.9")
         self.check("mu_y", 0.0, 1.0, "0.9")
 
@@ -439,7 +398,7 @@ class ScheduleFree(_Averages):
     beta: float = 0.9
 
     def __post_init__(self) -> None:
-        check_rule(f"method {self.name}", self.lr, 0.0, "sum")
+        super().__post_init__()
         self.check("beta", 0.0, 1.0, "0.9")
 
 
