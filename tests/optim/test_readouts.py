@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,21 @@ import torch
 from safetensors.torch import load_file
 
 from commands import SMALL, outcome
-from outers import parameters, run
+from outers import counters, flat, give, parameters, randoms, run
+from policies import ALL, SCHEDULED
 from replicas import drift, network, same_bits, start
 from trained import run_in_parts
-from twophase.base.config import from_tree, load_yaml
+from twophase.base.config import UsageError, from_tree, load_yaml
 from twophase.cli.main import main
 from twophase.diloco.engine import DiLoCo
 from twophase.optim.optimizer import OuterOptimizer
+from twophase.optim.outer import OuterSGD
 from twophase.shelf.base import outer
 from twophase.tasks.build import build_task
-from twophase.tasks.lm.config import TrainConfig
+from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
+from twophase.training import device
+from twophase.training.config import OuterConfig
+from twophase.training.preflight import preflight
 from twophase.training.trainer import Trainer
 
 READOUTS = ["last", "ema", "ema:decay=0.0", "tail:rounds=4", "tail:rounds=1", "tail:rounds=99"]
@@ -103,6 +109,41 @@ def test_16_bit_replicas_show_the_rounded_average():
     with engine.anchored(readout=True) as lent:
         for p, a in zip(lent.parameters(), engine.anchor.values(), strict=True):
             assert same_bits(p, optimizer.readout(a).bfloat16())
+
+
+@pytest.mark.parametrize("policy", [*ALL, *SCHEDULED])
+def test_a_readout_changes_no_round(policy: str):
+    """Under every restart policy, those that take steps of their own included, a readout leaves every bit as it is."""
+    params, others = (parameters(0, [(3, 5), (7,)]) for _ in range(2))
+    names = ("loss_start", "loss_end", "inner_lr", "progress", "probes")
+    plain = OuterSGD(params, 0.3, 0.9, nesterov=True, restart=policy, signals=names)
+    averaging = outer("nesterov", lr=0.3, readout="ema")
+    average = OuterOptimizer(others, averaging, restart=policy, signals=names)
+    for number in range(14):
+        noise = randoms(number, [(3, 5), (7,)])
+        for x, optimizer in ((params, plain), (others, average)):
+            give(x, [0.3 * p.detach() + g for p, g in zip(x, noise, strict=True)])
+            loss = float(flat(x) @ flat(x))
+            ends = float(flat([p.grad for p in x]).norm())
+            signals = {"loss_start": loss, "loss_end": ends, "inner_lr": 1 / (1 + number), "progress": number / 14}
+            optimizer.step(signals=signals, probe=lambda x=x: float(flat(x) @ flat(x)), measure=True)
+        assert same_bits(flat(params), flat(others))
+        assert average.last_round == plain.last_round
+    assert counters(average) == counters(plain)
+
+
+def test_memory_for_averages_is_asked_first(monkeypatch: pytest.MonkeyPatch):
+    """A run whose outer buffers do not fit beside everything else is refused before it begins, a readout's included."""
+    data = DataConfig(sequence_length=16, batch_size=4, validation_windows=8)
+    config = TrainConfig(model=ModelConfig(layers=2, hidden_size=64, intermediate_size=96), data=data)
+    task = build_task(config)
+    numel = sum(p.numel() for p in task.model(0).parameters())
+    # Of each of two replicas weights, gradient and AdamW's moments; anchor, pseudo-gradient and momentum buffer.
+    monkeypatch.setattr(device, "machine_bytes", lambda: 4 * numel * (2 * 4 + 3))
+    preflight(config, task)
+    for outer_config in (OuterConfig(readout="ema"), OuterConfig(method="adamw"), OuterConfig(method="gpa")):
+        with pytest.raises(UsageError, match="memory"):
+            preflight(replace(config, outer=outer_config), task)
 
 
 def test_a_run_evaluates_and_exports_the_average(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -84,6 +84,7 @@ def test_momentum_rises():
     schedule = parse("schedule", "momentum:warmup=4:start=0.5")
     values = [schedule.at(RULE, number, 1).momentum for number in range(1, 7)]
     np.testing.assert_allclose(values, [0.5, 0.6, 0.7, 0.8, 0.9, 0.9])
+    assert schedule.at(OuterRule(1.0, 0.0), 1, 1).momentum == 0
     x, m = parameters(0, [(5,)]), 0.0
     optimizer = OuterOptimizer(x, outer("heavy-ball", schedule="momentum:warmup=3"))
     place = x[0].detach().clone()
@@ -114,6 +115,38 @@ def test_the_optimizer_takes_the_round_s_rule(name: str):
             optimizer.step()
         runs.append(flat(params))
     assert same_bits(*runs)
+
+
+@pytest.mark.parametrize("method", registered("method"))
+def test_every_method_takes_the_learning_rate(method: str):
+    """In the first round, a quarter of the learning rate is a quarter of the step."""
+    steps = []
+    for schedule in ("constant", "warmup:warmup=4"):
+        params = parameters(0, [(3, 5), (4,)])
+        before = flat(params)
+        optimizer = OuterOptimizer(params, outer(method, schedule=schedule))
+        give(params, randoms(1, [(3, 5), (4,)]))
+        optimizer.step()
+        steps.append(before - flat(params))
+    torch.testing.assert_close(steps[0], 4 * steps[1], rtol=1e-9, atol=1e-12)
+
+
+def test_schedules_reach_torch_optimizers():
+    """A torch optimizer under a schedule of learning rate or momentum is one whose settings were set by hand."""
+    text = "torch:optimizer=Adam:options=lr=0.1,betas=0.8/0.99"
+    for schedule in ("warmup:warmup=4", "momentum:warmup=4:start=0.2"):
+        params, others = (parameters(0, [(3, 5)]) for _ in range(2))
+        optimizer = OuterOptimizer(params, outer(text, schedule=schedule))
+        adam = torch.optim.Adam(others, betas=(0.0, 0.99))
+        for number in range(1, 9):
+            share = min(1.0, number / 4)
+            is_lr = schedule.startswith("warmup")
+            momentum = 0.8 if is_lr else 0.2 + 0.6 * min(1.0, (number - 1) / 4)
+            adam.param_groups[0] |= {"lr": 0.1 * share if is_lr else 0.1, "betas": (momentum, 0.99)}
+            for x, each in ((params, optimizer), (others, adam)):
+                give(x, randoms(number, [(3, 5)]))
+                each.step()
+            torch.testing.assert_close(flat(params), flat(others), rtol=1e-12, atol=1e-12)
 
 
 def test_a_run_s_decay_ends_with_the_run():

@@ -311,6 +311,12 @@ def torch_step(method: TorchMethod, round_: Round, x: Tensor, g: Tensor, state: 
     after = x.detach().to(g.dtype, copy=True).requires_grad_()
     after.grad = g.clone()  # some optimizers overwrite it
     optimizer = torch_optimizer(method, [after])
+    rule, named = round_.rule, method.rule()
+    for group in optimizer.param_groups if rule != named else ():  # a schedule, or a scheduler of torch
+        group["lr"] *= rule.lr / named.lr if named.lr else 0.0
+        if rule.momentum != named.momentum:
+            momenta = {"betas": (rule.momentum, *group["betas"][1:])} if "betas" in group else {}
+            group |= {"momentum": rule.momentum, **momenta}
     if round_.number > 1 and state:  # before that it is of a rehearsal, see `OuterSGD._is_rehearsal`
         optimizer.state[after].update({first if key == FIRST else key: value for key, value in state.items()})
     optimizer.step()

@@ -5,6 +5,7 @@ In the equations g is the filtered pseudo-gradient, m the first moment, b its `m
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 from twophase.policies.checks import check_count
@@ -427,8 +428,11 @@ class TorchMethod(Method):
     options: str = "lr=0.1"
 
     def rule(self) -> OuterRule:
-        """Return lr and momentum as far as the options name them."""
-        pairs = [word.partition("=") for word in self.options.split(",") if word]
-        named = {key: value for key, _, value in pairs}
-        momentum = named.get("momentum") or named.get("betas", "0").split("/")[0]
-        return OuterRule(float(named.get("lr", 1.0)), float(momentum), form="ema")
+        """Return lr and momentum as far as the options name them; the optimizer refuses what is no number."""
+        words = dict(word.partition("=")[::2] for word in self.options.split(","))
+        values = {"momentum": words.get("betas", "").split("/")[0]} | words
+        numbers = {"lr": 1.0, "momentum": 0.0}
+        for name in numbers:
+            with suppress(KeyError, ValueError):
+                numbers[name] = float(values[name])
+        return OuterRule(**numbers, form="ema")

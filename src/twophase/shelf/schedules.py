@@ -130,7 +130,7 @@ class Transient(Schedule):
 @register("momentum")
 @dataclass(frozen=True)
 class MomentumWarmup(Schedule):
-    """A linear rise of the momentum from `start` to its own value over some rounds, then constant."""
+    """A linear rise of the momentum from `start` to its own value over some rounds, then constant; one of 0 stays 0."""
 
     equation = "b_t = start + (b - start) min(1, (t-1) / warmup)"
     source = "Sutskever et al. 2013; modded-nanogpt"
@@ -149,4 +149,4 @@ class MomentumWarmup(Schedule):
         share = min(1.0, (number - 1) / self.warmup)
         momentum = self.start + (rule.momentum - self.start) * share
         # At momentum 0 an optimizer has no buffer, and a later round would lack this one's pseudo-gradient.
-        return replace(rule, momentum=max(momentum, _LEAST_MOMENTUM) if rule.momentum else momentum)
+        return replace(rule, momentum=max(momentum, _LEAST_MOMENTUM)) if rule.momentum else rule

@@ -51,10 +51,12 @@ def preflight(config: RunConfig, task: Task, processes: int = 1) -> None:
         check_inner(model, config.inner)
     # Both AdamWs have two. Others may have fewer, and what would fit must not be refused.
     moments = 0 if hasattr(task, "inner") or config.inner.method in ("sgd", "muon") else 2
+    outer, policies = config.outer.value(config.rounds), config.sync.policies()
+    buffers = len(outer.buffers) if isinstance(outer, Outer) else int(outer.momentum != 0)
     check_memory(
         f"the weights and optimizers of {share} replicas of {sum(sizes.values()):,} parameters",
-        # In float32: weights, gradients and moments of each replica; anchor and pseudo-gradient.
-        4 * ((2 + moments) * share + 2) * sum(sizes.values()),
+        # In float32: weights, gradients and moments of each replica; anchor, pseudo-gradient and the outer buffers.
+        4 * ((2 + moments) * share + 2 + buffers) * sum(sizes.values()),
         device,
         "take a smaller model, fewer --replicas, or more processes by torchrun",
     )
@@ -67,7 +69,6 @@ def preflight(config: RunConfig, task: Task, processes: int = 1) -> None:
         check_wire(config.sync.wire, numel)
     except ValueError as error:
         raise UsageError(str(error).replace("DiLoCo: wire", "--sync.wire", 1)) from None
-    outer, policies = config.outer.value(config.rounds), config.sync.policies()
     for fragment, names in fragments.items() if isinstance(outer, Outer) else ():
         policy = (policies or {}).get(fragment, config.outer.policy())
         params, context = [model.get_parameter(name) for name in names], Context(weighs=True)
