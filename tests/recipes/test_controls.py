@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twophase.base.config import with_values
+from twophase.base.config import UsageError, with_values
 from twophase.recipes.controls import (
     controls_of,
     gain_matched,
     gain_matched_all,
+    grid_of,
     in_arms,
     momentum_free,
     restarts_that_count,
@@ -217,3 +218,17 @@ def test_rules_alone_have_a_matched_gain(values: dict[str, object], rule: OuterR
         expected = gain_matched(restarted("3", **numbers), "control")
         assert expected is not None
         assert control.config.outer == expected.config.outer
+
+
+def test_methods_without_a_first_moment_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    """In a grid of methods and restarts the impossible cells are left out and told of; alone such a cell is refused."""
+    methods, restarts = Axis("outer.method", ("adamw", "gpa")), Axis("outer.restart", ("never", "3"))
+    cells = grid_of(TrainConfig(), [methods, restarts], controls=False)
+    assert [(cell.values["outer.method"], cell.values["outer.restart"]) for cell in cells] == [
+        ("adamw", "never"),
+        ("adamw", "3"),
+        ("gpa", "never"),
+    ]
+    assert "1 cells are left out" in caplog.text
+    with pytest.raises(UsageError, match="first moment"):
+        grid_of(with_values(TrainConfig(), {"outer.restart": "3"}), [methods], controls=False)

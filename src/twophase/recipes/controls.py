@@ -17,7 +17,8 @@ A period that is not shorter than the run restarts nothing that still counts; `r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,13 +26,14 @@ from twophase.base.config import get, with_values
 from twophase.policies.base import Never, RestartPolicy, RoundSignal, ask
 from twophase.policies.gain import mean_outer_gain
 from twophase.rule import OuterRule
-from twophase.shelf.base import USUAL
+from twophase.shelf.base import USUAL, Outer
 from twophase.sweeps.grid import MOMENTUM_FREE, Axis, Cell, product, text_of
 from twophase.tasks.named import check
 from twophase.training.config import check_rule_options
 
 AVERAGING_LR = 1.0
 """The learning rate at which outer SGD without momentum is plain averaging of the replicas."""
+_log = logging.getLogger(__name__)
 _ANY = OuterRule(1.0, 0.5)
 """When a schedule restarts does not depend on the rule."""
 LR, MOMENTUM, RESTART = "outer.lr", "outer.momentum", "outer.restart"
@@ -202,10 +204,12 @@ def controls_of(base: Any, axes: Sequence[Axis], cells: Sequence[Cell]) -> list[
 def grid_of(base: Any, axes: Sequence[Axis], *, controls: bool) -> list[Cell]:
     """Return the checked cells of `in_arms`, and behind them those of `controls_of` if there are to be controls.
 
+    Of a grid of methods and restarts, a method without a first moment takes no part with any restart but `never`.
+
     Raises:
         UsageError: as `in_arms`, or a cell that cannot be run.
     """
-    cells = in_arms(base, axes)
+    cells = _with_first_moment(in_arms(base, axes), {axis.path for axis in axes})
     for cell in cells:  # before the controls, which take an outer rule as sound
         check(cell.config)
         check_rule_options(cell.config, [axis.path for axis in axes])
@@ -213,6 +217,23 @@ def grid_of(base: Any, axes: Sequence[Axis], *, controls: bool) -> list[Cell]:
     for cell in added:
         check(cell.config)
     return cells + added
+
+
+def _with_first_moment(cells: list[Cell], varied: Collection[str]) -> list[Cell]:
+    """Leave out restarts of methods that have nothing to restart, and say so, where both are axes."""
+    if not {METHOD, RESTART} <= set(varied):
+        return cells
+    values = [(cell, cell.config.outer.value(cell.config.rounds)) for cell in cells]
+    left_out = [
+        (cell, value.method.name)
+        for cell, value in values
+        if isinstance(value, Outer) and not value.method.first_moment and cell.config.outer.policy() != Never()
+    ]
+    if left_out:
+        names = ", ".join(dict.fromkeys(name for _, name in left_out))
+        _log.warning("%d cells are left out: %s, with restarts, have no first moment", len(left_out), names)
+    outside = {id(cell) for cell, _ in left_out}
+    return [cell for cell in cells if id(cell) not in outside]
 
 
 def _has_no_momentum(outer: Any) -> bool:

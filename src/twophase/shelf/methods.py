@@ -424,8 +424,8 @@ class TorchMethod(Method):
     users = "torchtitan (Optimizer), torchft"
     test = f"{_GOLDEN}::test_torch"
 
-    optimizer: str = "Adagrad"
-    options: str = "lr=0.1"
+    optimizer: str = "Adam"
+    options: str = "lr=0.05,betas=0.9/0.99"
 
     def rule(self) -> OuterRule:
         """Return lr and momentum as far as the options name them; the optimizer refuses what is no number."""
