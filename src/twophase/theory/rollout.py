@@ -113,7 +113,7 @@ def rollout(
 
     Args:
         rule: an outer rule, or an array of rules of any shape B; or one value of `twophase.outer` whose slots are all
-            linear: any schedule and readout, and the methods and filters that `twophase methods` marks.
+            linear: any schedule and readout, and the methods and filters that docs/shelf.md marks.
         sigma: effective progress in [0, 1], shape (modes,), or with leading axes that broadcast with B.
         rounds: T >= 1.
         restart: a policy, its text form, or a period.
