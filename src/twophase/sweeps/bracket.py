@@ -5,15 +5,15 @@ Every tuned number has a scale. A point is a tuple of whole steps, one a scale, 
     factor      value = start factor^(k / 2^r)             learning rates, periods (rounded)
     complement  value = 1 - (1 - start) factor^(k / 2^r)   momenta, which count by their distance from 1
 
-The search goes from the best point to the best of its neighbours, one coordinate by one whole `factor` up or down,
-until no neighbour is better: the best is interior. Then the steps are halved, r times. So the next points follow from
-the results alone: a search that was interrupted goes on from its table, and every arm gets the same number of points.
+The search takes one scale after the other: by whole factors up or down as long as that is better, until no neighbour
+on any scale is: the best is interior. Then the steps are halved, r times. So the next points follow from the results
+alone: a search that was interrupted goes on from its table, and every arm gets the same number of points.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -89,22 +89,22 @@ class Search:
         best: Point = (0,) * len(self.scales)
         step = 2**self.refinements
         while step:
-            around = [best, *self._neighbours(best, step)]
-            missing = [point for point in around if self._key(point) not in measured]
-            if missing:
-                return missing[: max(room, 0)]
-            lowest = min(around, key=lambda point: measured[self._key(point)])  # of equals the first: no move
-            if math.isinf(measured[self._key(lowest)]):
-                # Everything here diverges, which smaller steps of all kinds mend.
-                lowest = tuple(k - step for k in best)
-                if not self._is_allowed(lowest):
+            has_moved = False
+            for index in range(len(best)):
+                while True:
+                    around = [best, *self._neighbours(best, index, step)]
+                    if missing := [point for point in around if self._key(point) not in measured]:
+                        return missing[: max(room, 0)]
+                    lowest = min(around, key=lambda point: measured[self._key(point)])  # of equals the first: no move
+                    if lowest == best:
+                        break
+                    best, has_moved = lowest, True
+            if math.isinf(measured[self._key(best)]):  # all around diverges, which smaller numbers of all kinds mend
+                best, has_moved = tuple(k - step for k in best), True
+                if not self._is_allowed(best):
                     return []
-            elif lowest == best:
+            if not has_moved:
                 step //= 2
-                continue
-            best = lowest
-            if self._key(best) not in measured:
-                return [best] if room > 0 else []
         return []
 
     def best(self, results: Mapping[Point, float]) -> Point | None:
@@ -128,8 +128,8 @@ class Search:
             for i, sign in pairs
         )
 
-    def _neighbours(self, point: Point, step: int) -> Sequence[Point]:
-        moves = [_moved(point, i, sign * step) for i in range(len(point)) for sign in (-1, 1)]
+    def _neighbours(self, point: Point, index: int, step: int) -> list[Point]:
+        moves = [_moved(point, index, sign * step) for sign in (-1, 1)]
         return [move for move in moves if self._is_allowed(move) and self._key(move) != self._key(point)]
 
     def _is_allowed(self, point: Point) -> bool:
