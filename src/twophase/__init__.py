@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from twophase.diloco.engine import DiLoCo
     from twophase.diloco.report import RoundReport
     from twophase.elastic.torchft import TorchFT
-    from twophase.experiments import sweep, train
+    from twophase.experiments import sweep, train, tune
     from twophase.optim.methods import from_torch
     from twophase.optim.optimizer import OuterOptimizer
     from twophase.optim.outer import OuterSGD
@@ -53,6 +53,7 @@ _HOMES = {
     "record": "twophase.training.recording",
     "sweep": "twophase.experiments",
     "train": "twophase.experiments",
+    "tune": "twophase.experiments",
 }
 
 __all__ = [
@@ -80,6 +81,7 @@ __all__ = [
     "record",
     "sweep",
     "train",
+    "tune",
 ]
 
 

@@ -1,4 +1,4 @@
-"""`twophase.train` and `twophase.sweep`: what the commands of these names do, from Python and with any task."""
+"""`twophase.train`, `twophase.sweep` and `twophase.tune`: the commands of these names, from Python, with any task."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from twophase.base.config import RunError, UsageError, flatten, overlaid
-from twophase.cli.sweeping import devices_of, watched, workers_of
+from twophase.cli.sweeping import complete
 from twophase.cli.train import default_folder, finished, train_run
+from twophase.cli.tuning import Comparison, Tuning, run_tuning
 from twophase.policies.base import RestartPolicy
+from twophase.recipes.arms import ARMS, check_arm_options
 from twophase.recipes.controls import grid_of
 from twophase.report.results import Run, load
 from twophase.report.results import Sweep as SweepResults
 from twophase.sweeps.grid import Axis, Sweep
-from twophase.sweeps.run import run_sweep
 from twophase.tasks.named import LM, TASK, check, config_class, name_of
 from twophase.training.config import RunConfig
 
@@ -102,22 +103,53 @@ def sweep(
             raise UsageError(f"axes: {path} is {values!r}; give a list of the values to try")
         grid.append(Axis(path, tuple(values)))
     plan, folder = Sweep("sweep", base, grid_of(base, grid, controls=controls)), Path(out)
-    devices = devices_of(plan)
-    with watched("sweep", quiet=quiet) as progress:
-        outcome = run_sweep(
-            plan,
-            folder,
-            workers=workers if workers is not None else len(devices) or workers_of(None),
-            threads=max(config.threads for config in plan.runs.values()),
-            devices=devices,
-            texts=preflight_all(plan.runs.values()),
-            progress=progress,
-        )
-    for run, error in outcome.errors.items():
-        raise RunError(f"{folder}: {len(outcome.errors)} runs failed, {run} with: {error}")
+    complete(plan, folder, texts=preflight_all(plan.runs.values()), workers=workers, quiet=quiet)
     results = load(folder)
     assert isinstance(results, SweepResults)
     return results
+
+
+def tune(
+    task: Any,
+    arms: Sequence[str] = ARMS,
+    config: RunConfig | Mapping[str, Any] | None = None,
+    out: str | Path = "runs/tune",
+    *,
+    points: int | None = None,
+    budget: float | None = None,
+    seeds: Sequence[int] = (0, 1),
+    fresh: Sequence[int] = (100, 101, 102, 103, 104),
+    workers: int | None = None,
+    quiet: bool = False,
+) -> Comparison:
+    """Compare outer optimizers on a task, each tuned with as many settings, or resume that; as `twophase tune`.
+
+    A script that calls this has its calls below `if __name__ == "__main__":`, as for `sweep`.
+
+    Args:
+        task: as for `train`.
+        arms: what is held against averaging, such as `"nesterov"`, `"nesterov@3"`, `"adamw@K"` or `"auto"`
+            (`twophase.recipes.arms`).
+        config: as for `train`; what the runs share. Its `inner.lr` is where the search of that begins.
+        out: the comparison's folder.
+        points: settings that each arm may try, >= 1.
+        budget: seconds for all of it, in the place of points; by default two hours.
+        seeds: tuning seeds, over which a setting's results are averaged.
+        fresh: seeds of the final comparison, two or more that are not among the tuning seeds.
+        workers: worker processes, >= 1; by default one a core, or one a GPU.
+        quiet: show no progress.
+
+    Returns:
+        The arms, best first, each with its setting, its results on the fresh seeds and a word; `print` shows the table.
+
+    Raises:
+        UsageError: values that cannot be run, a folder of another comparison, or a budget that does not reach.
+        RunError: a run could not be done, and the same call tries it again; or every setting of every arm diverged.
+    """
+    if isinstance(config, Mapping):
+        check_arm_options(flatten(config))
+    tuning = Tuning(_configuration(task, config), arms, points, budget, seeds, fresh)
+    return run_tuning(tuning, Path(out), workers=workers, quiet=quiet)
 
 
 def _configuration(task: Any, config: RunConfig | Mapping[str, Any] | None) -> RunConfig:

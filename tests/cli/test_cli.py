@@ -54,7 +54,9 @@ def test_help_without_torch() -> None:
 def test_help_has_one_usage_and_groups(capsys: pytest.CaptureFixture[str]) -> None:
     """Help says once how a command is used; it is short, and names the groups that it shows on demand."""
     texts = {}
-    helps = "train --help, train -h all, train --help model, sweep --help, sweep --help all, period -h, explore -h"
+    helps = (
+        "train --help, train -h all, train --help model, sweep --help, sweep --help all, tune -h, period -h, explore -h"
+    )
     for words in helps.split(", "):
         with pytest.raises(SystemExit) as end:
             cli.main(words.split())
@@ -71,7 +73,7 @@ def test_help_has_one_usage_and_groups(capsys: pytest.CaptureFixture[str]) -> No
         assert group in texts["train --help"].rpartition("more options")[2]
     assert "\nrun:\n" in texts["train --help"]
     assert "\nrun:\n" not in texts["sweep --help"]
-    assert max(len(texts[f"{command} --help"].splitlines()) for command in ("train", "sweep")) <= 60
+    assert max(len(texts[words].splitlines()) for words in ("train --help", "sweep --help", "tune -h")) <= 60
     assert "--outer.momentum X" in texts["period -h"]
 
 

@@ -101,7 +101,7 @@ def add_values(parser: argparse.ArgumentParser, config: Any, title: str) -> None
         config: the configuration, a tree of frozen dataclasses; help shows its values as defaults.
         title: of the group of the values that belong to no part.
     """
-    parser.usage = f"{parser.prog} [OPTIONS]"  # more than a hundred of them say nothing in a row
+    parser.usage = parser.usage or f"{parser.prog} [OPTIONS]"  # more than a hundred of them say nothing in a row
     defaults = values_of(config)
     groups: dict[str, Any] = {"": parser.add_argument_group(title)}
     for path, kind, text, part in _values(type(config)):

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from twophase.base.config import UsageError
+from twophase.base.config import RunError, UsageError
 from twophase.base.progress import duration, meter
 from twophase.cli.commands import between, verify_option
 from twophase.runs.folder import list_some
@@ -101,6 +101,37 @@ def watched(what: str, *, quiet: bool, picture: Picture | None = None) -> Iterat
             show(status.done, _status_text(status))
 
         yield tell
+
+
+def complete(
+    sweep: Sweep, folder: Path, *, texts: Mapping[str, str], workers: int | None = None, quiet: bool = False
+) -> None:
+    """Run all of a sweep from Python, where a failed run is an exception.
+
+    Args:
+        sweep: what to run, checked.
+        folder: its folder.
+        texts: what `preflight_all` returned.
+        workers: worker processes; None is one a core, or one a GPU.
+        quiet: show no progress.
+
+    Raises:
+        UsageError: as `run_sweep`.
+        RunError: a run failed; the same call tries it again.
+    """
+    devices = devices_of(sweep)
+    with watched(sweep.name, quiet=quiet) as progress:
+        outcome = run_sweep(
+            sweep,
+            folder,
+            workers=workers if workers is not None else len(devices) or _cores(),
+            threads=max(config.threads for config in sweep.runs.values()),
+            devices=devices,
+            texts=texts,
+            progress=progress,
+        )
+    for run, error in outcome.errors.items():
+        raise RunError(f"{folder}: {len(outcome.errors)} runs failed, {run} with: {error}")
 
 
 def _status_text(status: Status) -> str:

@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from twophase.base.config import RunError, UsageError, fingerprint, to_tree
+from twophase.base.config import RunError, UsageError, differences, to_tree
 from twophase.base.files import write_atomic
-from twophase.cli.sweeping import devices_of, watched, workers_of
+from twophase.base.progress import duration
+from twophase.base.reading import read_json_object
+from twophase.cli.sweeping import complete, workers_of
 from twophase.judge.decision import Decision, decide
-from twophase.recipes.arms import CONTROL, Arm
+from twophase.recipes.arms import ARMS, CONTROL, Arm
+from twophase.report.results import DataFrame, Table
+from twophase.runs.folder import check_place, list_some, lock_folder
 from twophase.sweeps.bracket import Point, Search
 from twophase.sweeps.grid import Sweep
-from twophase.sweeps.run import TABLE, run_sweep
-from twophase.sweeps.table import format_table, read_rows, readable, result
+from twophase.sweeps.run import TABLE
+from twophase.sweeps.table import Row, format_table, measure_of, read_rows, readable, result, with_unit
 from twophase.tasks.named import check
 
 SPEC, RESULT, FRESH = "tune.json", "verdict.json", "fresh"
 """Files of a comparison's folder, and the folder of its last sweep."""
+BUDGET = 7200.0
+"""Seconds for the whole where neither points nor a budget are given."""
+_FEWEST_POINTS = 3
+
+_Setting = tuple[Arm, Point]
 
 
 @dataclass(frozen=True)
@@ -30,35 +40,72 @@ class Tuning:
     """What is compared, and by how many runs.
 
     Args:
-        base: configuration of all runs.
-        arms: without the control, which is added.
-        points: settings that each arm may try; 0 until the first stage has shown what fits into the budget.
+        base: configuration of all runs, checked.
+        texts: of the arms; the control is added.
+        points: settings that each arm may try, or None.
+        budget: seconds for the whole, from which the first stage finds the number of points, in the place of points.
         seeds: tuning seeds, of which a setting's results are averaged.
         fresh: seeds of the final comparison, at least 2 and none of the tuning seeds.
         refinements: how often the steps are halved once the best is interior.
+
+    Raises:
+        UsageError: naming the option, its value and the remedy.
     """
 
     base: Any
-    arms: tuple[Arm, ...]
-    points: int
-    seeds: tuple[int, ...]
-    fresh: tuple[int, ...]
+    texts: Sequence[str] = ARMS
+    points: int | None = None
+    budget: float | None = None
+    seeds: Sequence[int] = (0, 1)
+    fresh: Sequence[int] = (100, 101, 102, 103, 104)
     refinements: int = 1
+    arms: tuple[Arm, ...] = field(init=False)
+    """The control and the others."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.texts, str) or not set(self.texts) - {CONTROL} or len(set(self.texts)) < len(self.texts):
+            raise UsageError(
+                f"--arms {self.texts if isinstance(self.texts, str) else ' '.join(self.texts)}: give a list of one or "
+                f"more arms, each once; {CONTROL} is always there"
+            )
+        if self.points is not None and self.budget is not None:
+            raise UsageError(f"--points {self.points} and --budget {self.budget:g} s: give one of the two")
+        if not (self.points is None or self.points >= 1) or not (self.budget is None or 0 < self.budget < math.inf):
+            raise UsageError(f"--points {self.points}, --budget {self.budget}: must be 1 or more, or a time above 0")
+        for name, seeds in (("seeds", self.seeds), ("fresh", self.fresh)):
+            if len(set(seeds)) < max(len(seeds), 1):
+                raise UsageError(f"--{name} {' '.join(map(str, seeds))}: give one or more seeds, each once")
         if len(self.fresh) < 2 or set(self.fresh) & set(self.seeds):
             raise UsageError(
                 f"--fresh {' '.join(map(str, self.fresh))}: give two or more seeds that are not among --seeds "
                 f"{' '.join(map(str, self.seeds))}, which choose the settings"
             )
-        if len({arm.text for arm in self.arms}) < len(self.arms):
-            raise UsageError("--arms names an arm twice; give each once")
+        texts = [CONTROL, *(text for text in self.texts if text != CONTROL)]
+        object.__setattr__(self, "arms", tuple(Arm(text, self.base.inner.lr) for text in texts))
+        for arm in self.arms:
+            try:
+                check(self.first(arm, self.seeds[0]))
+            except UsageError as error:  # of what the arm has changed
+                raise UsageError(f"--arms {arm.text}: {error}") from None
+
+    @property
+    def comparisons(self) -> int:
+        """Number of arms that are held against the control."""
+        return len(self.arms) - 1
+
+    def first(self, arm: Arm, seed: int) -> Any:
+        """Return the configuration that an arm's search starts from."""
+        return arm.cell(self.base, {name: scale.start for name, scale in arm.scales.items()}, seed).config
 
     def spec(self) -> dict[str, Any]:
-        """Return what identifies the comparison, without the number of points."""
+        """Return what identifies the comparison."""
         values = {name: list(getattr(self, name)) for name in ("seeds", "fresh")}
-        arms = [{"arm": arm.text, "scales": {n: asdict(s) for n, s in arm.scales.items()}} for arm in self.arms]
-        return {"base": fingerprint(to_tree(self.base)), "arms": arms, "refinements": self.refinements, **values}
+        values |= {name: getattr(self, name) for name in ("points", "budget", "refinements")}
+        return {"base": to_tree(self.base), "arms": [arm.text for arm in self.arms], **values}
+
+    def search(self, arm: Arm, points: int) -> Search:
+        """Return the search of an arm."""
+        return Search(arm.scales, points, self.refinements)
 
 
 @dataclass(frozen=True)
@@ -69,24 +116,92 @@ class Tuned:
         arm: its text.
         numbers: its best setting; None where every setting diverged.
         interior: whether no neighbour of that was better: False where the budget ended the search.
-        points: settings tried.
-        tuned: mean result over the tuning seeds.
-        fresh: mean result over the fresh seeds; None where one did not finish.
-        decision: against the control; None of the control, and where there is no setting.
+        settings: how many were tried.
+        seconds: of all its runs, those of the fresh seeds included.
+        tuned: geometric mean of the best setting's results over the tuning seeds; None where every setting diverged.
+        results: of the best setting, one a fresh seed; None where that run diverged, and none without a setting.
+        decision: against the control; None of the control, and where either has no setting.
     """
 
     arm: str
     numbers: Mapping[str, float] | None
     interior: bool
-    points: int
+    settings: int
+    seconds: float
     tuned: float | None
-    fresh: float | None
+    results: tuple[float | None, ...]
     decision: Decision | None
 
+    @property
+    def fresh(self) -> float | None:
+        """Mean result over the fresh seeds; None where one diverged."""
+        finite = [value for value in self.results if value is not None]
+        return math.fsum(finite) / len(finite) if finite and len(finite) == len(self.results) else None
 
-def tune(
-    tuning: Tuning, folder: Path, *, budget: float = 0.0, workers: int | None = None, quiet: bool = False
-) -> list[Tuned]:
+    @property
+    def word(self) -> str:
+        """`better`, `equivalent`, `worse`, `undecided`, `control`, `all diverged`, or `no control`."""
+        if self.numbers is None:
+            return "all diverged"
+        return self.decision.word if self.decision else "control" if self.arm == CONTROL else "no control"
+
+    def ratios(self) -> tuple[float | None, ...]:
+        """Return the control's result over the arm's, above 1 where the arm is better, and its interval's two ends."""
+        ends = (self.decision.mean, self.decision.low, self.decision.high) if self.decision else (None,) * 3
+        return tuple(None if end is None else math.exp(end) for end in ends)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What a comparison came to; as text it is the table that `twophase tune` prints.
+
+    Args:
+        path: its folder; `path / "fresh"` is the sweep of the fresh seeds.
+        measure: what a result is, in words: `perplexity` or `validation loss`.
+        fresh: the fresh seeds.
+        arms: best first.
+    """
+
+    path: Path
+    measure: str
+    fresh: tuple[int, ...]
+    arms: tuple[Tuned, ...]
+
+    def frame(self) -> DataFrame:
+        """Return a row an arm as a pandas table, its tuned numbers included."""
+        names = dict.fromkeys(name for tuned in self.arms for name in tuned.numbers or {})
+        columns: dict[str, Any] = {
+            name: [getattr(tuned, name) for tuned in self.arms]
+            for name in ("arm", "word", "fresh", "tuned", "settings", "interior", "seconds")
+        }
+        columns |= dict(zip(("ratio", "low", "high"), zip(*(t.ratios() for t in self.arms), strict=True), strict=True))
+        columns |= {name: [(tuned.numbers or {}).get(name) for tuned in self.arms] for name in names}
+        return Table(columns).frame()
+
+    def __str__(self) -> str:
+        measure = with_unit(self.measure)
+        head = ["arm", "best setting", "settings", "time", measure, f"against {CONTROL}", "interval", "word"]
+        seeds, others = " ".join(map(str, self.fresh)), len(self.arms) - 1
+        lines = [
+            format_table(head, map(_cells, self.arms)),
+            "",
+            "settings, time: how many each arm tried, and what all its runs took, those of the fresh seeds included.",
+            f"{measure}: mean over the fresh seeds {seeds}, which took no part in tuning.",
+            f"against {CONTROL}: ratio of the geometric means, above 1 where the arm is better, with its interval",
+            f"(Student's t, 95 % for all {others} together). equivalent: surely within 1 %. undecided: these seeds do "
+            "not tell.",
+        ]
+        ended = [tuned.arm for tuned in self.arms if tuned.numbers is not None and not tuned.interior]
+        if ended:
+            lines.append(
+                f"The search of {', '.join(ended)} ended by its budget: its best may be beyond what was tried."
+            )
+        if any(tuned.word == "no control" for tuned in self.arms):
+            lines.append(f"{CONTROL} diverged at every setting, so that nothing is held against it.")
+        return "\n".join(lines)
+
+
+def run_tuning(tuning: Tuning, folder: Path, *, workers: int | None = None, quiet: bool = False) -> Comparison:
     """Tune every arm and compare them; repeating the call resumes it.
 
     Each stage is a sweep of its own below the folder: what all arms want to know next. The settings of a stage follow
@@ -95,157 +210,191 @@ def tune(
     Args:
         tuning: what to compare.
         folder: of all sweeps, `tune.json` and `verdict.json`.
-        budget: seconds for the whole, from which the first stage finds the number of points; only where that is 0.
-        workers: worker processes; None is one a core.
+        workers: worker processes, >= 1; None is one a core, or one a GPU.
         quiet: show no progress.
 
     Raises:
-        UsageError: a folder of another comparison, or a budget that does not reach.
-        RunError: runs failed; the same call tries them again.
+        UsageError: arms that cannot be run, a folder of another comparison, or a budget that does not reach.
+        RunError: runs failed, and the same call tries them again; or every setting of every arm diverged.
     """
-    points = _known_points(tuning, folder)
-    results: dict[str, dict[Point, float]] = {arm.text: {} for arm in tuning.arms}
-    stage = 0
-    # The first stage is one setting an arm, whatever the points: where a budget decides, it is not known before.
-    while wanted := _wanted(tuning, results, points if stage else 1):
-        began = time.monotonic()
-        for (arm, point), by_seed in _stage(
-            tuning, wanted, folder / f"stage-{stage:02d}", workers, quiet=quiet
-        ).items():
-            results[arm.text][point] = math.exp(math.fsum(map(math.log, by_seed)) / len(by_seed))
-        stage += 1
-        if not (folder / SPEC).is_file():
-            points = points or _affordable(tuning, time.monotonic() - began, budget)
-            write_atomic(folder / SPEC, json.dumps({**tuning.spec(), "points": points}, indent=1))
-    best = [(arm, _search(tuning, arm, points).best(results[arm.text])) for arm in tuning.arms]
-    chosen = [(arm, point) for arm, point in best if point is not None]
-    if not chosen:
-        raise RunError(f"{folder}: every setting of every arm diverged; start from a smaller --inner.lr")
-    fresh = {
-        arm.text: by_seed for (arm, _), by_seed in _stage(tuning, chosen, folder / FRESH, workers, quiet=quiet).items()
-    }
-    outcome = [_judged(tuning, _search(tuning, arm, points), arm, results[arm.text], fresh) for arm in tuning.arms]
-    plain = [{**asdict(tuned), "arm": tuned.arm} for tuned in outcome]
-    write_atomic(folder / RESULT, json.dumps(plain, indent=1, allow_nan=False))
-    return outcome
-
-
-def _known_points(tuning: Tuning, folder: Path) -> int:
-    """Return the points of a comparison that was begun, or those asked for; 0 where the first stage is to tell."""
-    path = folder / SPEC
-    if not path.is_file():
-        return tuning.points
-    there = json.loads(path.read_text(encoding="utf-8"))
-    points = there.pop("points")
-    if there != json.loads(json.dumps(tuning.spec())) or tuning.points not in (0, points):
-        raise UsageError(f"--out {folder}: holds another comparison; choose another --out, or repeat its command")
-    return points
-
-
-def _affordable(tuning: Tuning, seconds: float, budget: float) -> int:
-    """Return the points of each arm that a budget allows, from what one of each has taken."""
-    final = seconds * len(tuning.fresh) / len(tuning.seeds)
-    points = int((budget - final) / seconds) if seconds > 0 else 1
-    if points < 3:
-        raise UsageError(
-            f"--budget {budget:.0f} s: one setting of each arm took {seconds:.0f} s, so that the fresh seeds leave "
-            f"{max(points, 0)} settings an arm; give at least {final + 3 * seconds:.0f} s, or fewer arms or steps"
-        )
-    return points
-
-
-def _search(tuning: Tuning, arm: Arm, points: int) -> Search:
-    return Search(arm.scales, points, tuning.refinements)
-
-
-def _wanted(tuning: Tuning, results: Mapping[str, Mapping[Point, float]], points: int) -> list[tuple[Arm, Point]]:
-    return [(arm, point) for arm in tuning.arms for point in _search(tuning, arm, points).pending(results[arm.text])]
-
-
-def _stage(
-    tuning: Tuning, wanted: Sequence[tuple[Arm, Point]], place: Path, workers: int | None, *, quiet: bool
-) -> dict[tuple[Arm, Point], list[float]]:
-    """Run the settings of a stage; return the results of each, one a seed, infinite where a run diverged."""
     from twophase.tasks.build import preflight_all
 
-    seeds = tuning.fresh if place.name == FRESH else tuning.seeds
-    numbers = {(arm, point): _search(tuning, arm, 1).values(point) for arm, point in wanted}
-    cells = {
-        (arm, point): [arm.cell(tuning.base, numbers[arm, point], seed) for seed in seeds] for arm, point in wanted
-    }
-    sweep = Sweep(place.name, tuning.base, [cell for group in cells.values() for cell in group])
-    for config in sweep.runs.values():
-        check(config)
-    devices = devices_of(sweep)
-    with watched(place.name, quiet=quiet) as progress:
-        outcome = run_sweep(
-            sweep,
-            place,
-            workers=workers or len(devices) or workers_of(None),
-            threads=tuning.base.threads,
-            devices=devices,
-            texts=preflight_all(sweep.runs.values()),
-            progress=progress,
+    if workers is not None and workers < 1:
+        raise UsageError(f"--workers is {workers}; a comparison waits for its runs: give 1 or more")
+    # All that can be refused is, before there is a folder. Later settings differ from these in their numbers alone.
+    seeds = (*tuning.seeds, *tuning.fresh)
+    texts = preflight_all(tuning.first(arm, seed) for arm in tuning.arms for seed in seeds)
+    points = _known_points(tuning, folder)
+    # Two processes that both go on here would wait for each other's stages, and then for each other.
+    lock = lock_folder(folder, "is tuning")
+    try:
+        return _Stages(tuning, folder, texts, workers, quiet).compare(points)
+    finally:
+        os.close(lock)
+
+
+def _known_points(tuning: Tuning, folder: Path) -> int | None:
+    """Return the points of a comparison that was begun, or those asked for; None where the first stage is to tell."""
+    if not check_place(folder, SPEC, "comparison"):
+        return tuning.points
+    here = tuning.spec()
+    try:
+        there = read_json_object(folder / SPEC)
+        points = there.pop("settings")
+        if points is None:  # what was too small a budget may be a larger one now
+            there |= {name: here[name] for name in ("points", "budget")}
+        different = differences(here, there)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise UsageError(f"--out {folder}: its {SPEC} is damaged; put it back or choose another --out") from None
+    if different:
+        raise UsageError(
+            f"--out {folder}: holds another comparison: {list_some(different)}; choose another --out, or repeat its "
+            "command to resume it"
         )
-    for run, error in outcome.errors.items():
-        raise RunError(f"{place}: {len(outcome.errors)} runs failed, {run} with: {error}")
-    by_run = {row.run: result(row) for row in read_rows(place / TABLE)}
-    results = {key: [by_run[cell.run_id] for cell in group] for key, group in cells.items()}
-    return {key: [math.inf if value is None else value for value in values] for key, values in results.items()}
+    return points if points is not None else tuning.points
 
 
-def _judged(
-    tuning: Tuning,
-    search: Search,
-    arm: Arm,
-    results: Mapping[Point, float],
-    fresh: Mapping[str, Sequence[float]],
-) -> Tuned:
-    """Hold an arm against the control, seed by seed."""
-    point = search.best(results)
-    if point is None:
-        return Tuned(arm.text, None, False, len(results), None, None, None)
-    own, control = fresh[arm.text], fresh.get(CONTROL)
-    decision = None
-    if arm.text != CONTROL and control is not None:
-        pairs = [(a, b) for a, b in zip(own, control, strict=True) if math.isfinite(a) or math.isfinite(b)]
-        decision = decide([math.log(b) - math.log(a) for a, b in pairs], comparisons=len(tuning.arms) - 1)
-    mean = math.fsum(own) / len(own)
-    return Tuned(
-        arm.text,
-        search.values(point),
-        search.is_interior(results),
-        len(results),
-        results[point],
-        mean if math.isfinite(mean) else None,
-        decision,
-    )
+@dataclass(frozen=True)
+class _Stages:
+    """The sweeps of a comparison, one after the other."""
+
+    tuning: Tuning
+    folder: Path
+    texts: Mapping[str, str]
+    workers: int | None
+    quiet: bool
+
+    def compare(self, points: int | None) -> Comparison:
+        """Run all stages; return and write what came out.
+
+        Args:
+            points: settings that each arm may try; None where the first stage is to tell.
+        """
+        arms, stage = self.tuning.arms, 0
+        results: dict[str, dict[Point, float]] = {arm.text: {} for arm in arms}
+        seconds = dict.fromkeys(results, 0.0)
+        self._note(points)
+        while True:
+            # The first stage is one setting an arm, whatever the points.
+            searches = [(arm, self.tuning.search(arm, points or 1)) for arm in arms]
+            wanted = [(arm, point) for arm, search in searches for point in search.pending(results[arm.text])]
+            if not wanted:
+                break
+            began = time.monotonic()
+            for (arm, point), rows in self._sweep(f"stage-{stage:02d}", wanted, self.tuning.seeds).items():
+                logarithms = [math.log(value) for value in _values(rows)]
+                results[arm.text][point] = math.exp(math.fsum(logarithms) / len(rows))
+                seconds[arm.text] += _seconds(rows)
+            if points is None:
+                # Of a stage that was interrupted this process has seen the rest alone.
+                spent = max(time.monotonic() - began, sum(seconds.values()) / (self.workers or workers_of(None)))
+                points = _affordable(self.tuning, spent)
+                self._note(points)
+            stage += 1
+        best = {arm.text: search.best(results[arm.text]) for arm, search in searches}
+        chosen = [(arm, point) for arm in arms if (point := best[arm.text]) is not None]
+        if not chosen:
+            raise RunError(
+                f"--out {self.folder}: every setting of every arm diverged; start from a smaller --inner.lr, in "
+                "another --out"
+            )
+        rows_by_arm = {arm.text: rows for (arm, _), rows in self._sweep(FRESH, chosen, self.tuning.fresh).items()}
+        tuned = [
+            self._judged(arm, search, results[arm.text], seconds[arm.text], rows_by_arm) for arm, search in searches
+        ]
+        tuned.sort(key=lambda arm: math.inf if arm.fresh is None else arm.fresh)
+        measure = measure_of(row for rows in rows_by_arm.values() for row in rows)
+        outcome = Comparison(self.folder, measure, tuple(self.tuning.fresh), tuple(tuned))
+        plain = {
+            "measure": measure,
+            "fresh": list(outcome.fresh),
+            "arms": [asdict(t) | {"word": t.word} for t in tuned],
+        }
+        write_atomic(self.folder / RESULT, json.dumps(plain, indent=1, allow_nan=False) + "\n")
+        return outcome
+
+    def _note(self, points: int | None) -> None:
+        """Write what is compared, with the settings that an arm may try."""
+        text = json.dumps({**self.tuning.spec(), "settings": points}, indent=1, allow_nan=False) + "\n"
+        write_atomic(self.folder / SPEC, text)
+
+    def _sweep(self, name: str, wanted: Sequence[_Setting], seeds: Sequence[int]) -> dict[_Setting, list[Row]]:
+        """Run some settings; return the row of each seed."""
+        cells = {
+            (arm, point): [arm.cell(self.tuning.base, self.tuning.search(arm, 1).values(point), seed) for seed in seeds]
+            for arm, point in wanted
+        }
+        place = self.folder / name
+        sweep = Sweep(name, self.tuning.base, [cell for group in cells.values() for cell in group])
+        complete(sweep, place, texts=self.texts, workers=self.workers, quiet=self.quiet)
+        by_run = {row.run: row for row in read_rows(place / TABLE)}
+        rows = {setting: [by_run[cell.run_id] for cell in group] for setting, group in cells.items()}
+        for row in by_run.values():
+            if row.state != "diverged" and result(row) is None:
+                raise RunError(
+                    f"{place}: run {row.run} is {row.state} with a validation loss of {row.validation_loss}; ratios "
+                    "are compared, so that the task's loss must be above 0: add a constant to it"
+                )
+        return rows
+
+    def _judged(
+        self,
+        arm: Arm,
+        search: Search,
+        results: Mapping[Point, float],
+        seconds: float,
+        rows_by_arm: Mapping[str, Sequence[Row]],
+    ) -> Tuned:
+        """Hold an arm against the control, seed by seed."""
+        point = search.best(results)
+        if point is None:
+            return Tuned(arm.text, None, False, len(results), seconds, None, (), None)
+        decision, rows = None, rows_by_arm[arm.text]
+        if arm.text != CONTROL and CONTROL in rows_by_arm:
+            pairs = zip(_values(rows), _values(rows_by_arm[CONTROL]), strict=True)
+            # Where both diverge, there is no difference.
+            logs = [math.log(b) - math.log(a) for a, b in pairs if math.isfinite(a) or math.isfinite(b)]
+            decision = decide(logs, comparisons=self.tuning.comparisons)
+        return Tuned(
+            arm.text,
+            search.values(point),
+            search.is_interior(results),
+            len(results),
+            seconds + _seconds(rows),
+            results[point],
+            tuple(result(row) for row in rows),
+            decision,
+        )
 
 
-def describe(outcome: Sequence[Tuned], tuning: Tuning, measure: str) -> str:
-    """Return the table of a comparison, best arm first, and how to read it."""
-    order = sorted(outcome, key=lambda tuned: math.inf if tuned.fresh is None else tuned.fresh)
-    head = ["arm", "best setting", "settings", measure, f"against {CONTROL}", "interval", "word"]
-    lines = [format_table(head, [_row(tuned) for tuned in order]), ""]
-    lines += [
-        f"{measure}: mean over the fresh seeds {' '.join(map(str, tuning.fresh))}, which took no part in tuning.",
-        f"against {CONTROL}: ratio of the geometric means, above 1 where the arm is better, with the 95 % interval",
-        f"(Student's t, corrected for {len(tuning.arms) - 1} comparisons). equivalent: surely within 1 %.",
-    ]
-    ended = [tuned.arm for tuned in outcome if tuned.numbers is not None and not tuned.interior]
-    if ended:
-        lines.append(f"The search of {', '.join(ended)} ended by its budget: its best may be beyond what was tried.")
-    return "\n".join(lines)
+def _affordable(tuning: Tuning, seconds: float) -> int:
+    """Return the points of each arm that the budget allows, from the seconds that one of each has taken."""
+    budget = tuning.budget or BUDGET
+    final = seconds * len(tuning.fresh) / len(tuning.seeds)
+    points = int((budget - final) / max(seconds, 1e-3))
+    if points < _FEWEST_POINTS:
+        raise UsageError(
+            f"--budget {budget:.0f}s: one setting of each arm took {seconds:.0f} s, so that the fresh seeds leave "
+            f"{max(points, 0)} settings an arm; give at least {math.ceil(final + _FEWEST_POINTS * seconds + 1)}s, or "
+            "in another --out fewer arms, seeds or steps"
+        )
+    return points
 
 
-def _row(tuned: Tuned) -> list[str]:
-    if tuned.numbers is None:
-        return [tuned.arm, "all diverged", str(tuned.points), "", "", "", ""]
-    numbers = " ".join(f"{name.removeprefix('method.')}={value:g}" for name, value in tuned.numbers.items())
-    decision = tuned.decision
-    ratio = interval = ""
-    if decision is not None and decision.mean is not None:
-        ratio = f"{math.exp(decision.mean):.3f}"
-        interval = f"{math.exp(decision.low or 0):.3f} to {math.exp(decision.high or 0):.3f}"
-    words = "control" if decision is None else decision.word
-    return [tuned.arm, numbers, str(tuned.points), readable(tuned.fresh), ratio, interval, words]
+def _values(rows: Sequence[Row]) -> list[float]:
+    """Return the results of some rows, infinite where a run diverged."""
+    return [math.inf if (value := result(row)) is None else value for row in rows]
+
+
+def _seconds(rows: Sequence[Row]) -> float:
+    return math.fsum(row.seconds or 0.0 for row in rows)
+
+
+def _cells(tuned: Tuned) -> list[Any]:
+    """Return an arm's line of the table."""
+    numbers = " ".join(f"{name.removeprefix('method.')}={value:g}" for name, value in (tuned.numbers or {}).items())
+    diverged = tuned.results.count(None)
+    shown = f"{diverged} of {len(tuned.results)} diverged" if diverged else readable(tuned.fresh)
+    mean, *ends = ("" if ratio is None else f"{ratio:.3f}" for ratio in tuned.ratios())
+    interval = " to ".join(filter(None, ends))
+    return [tuned.arm, numbers, str(tuned.settings), duration(tuned.seconds), shown, mean, interval, tuned.word]

@@ -10,24 +10,29 @@ number (a momentum, or a share of an average), each unless the text fixes it: `a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from twophase.base.config import UsageError, with_values
+from twophase.policies.base import RestartPolicy
 from twophase.policies.text import parse as parse_policy
 from twophase.recipes.controls import RESTART
-from twophase.shelf.base import parse, registered
+from twophase.shelf.base import Method, parse, registered
 from twophase.sweeps.bracket import Scale
 from twophase.sweeps.grid import Cell
 from twophase.sweeps.table import SEED
+from twophase.training.config import RULE_OPTIONS
 
-INNER_LR = "inner.lr"
+METHOD, INNER_LR = "outer.method", "inner.lr"
 CONTROL = "averaging"
 """The arm that all others are held against."""
+ARMS = ("memoryless", "nesterov", "nesterov@3", "auto", "adamw")
+"""What is compared where nothing is asked for."""
 _MAIN = ("momentum", "mu_x", "beta")
 """Fields of a method that are its main number beside the learning rate, the first that it has."""
 _SLOTS = ("filter", "schedule", "readout")
+_TUNED_PERIOD, _FIRST_PERIOD = "K", "3"
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,10 +55,10 @@ class Arm:
 
     def __post_init__(self) -> None:
         try:
-            scales, fixed = _read(self.text, self.inner_lr)
+            scales, fixed = _read(self.text)
         except ValueError as error:
             raise UsageError(f"--arms {self.text}: {error}") from None
-        object.__setattr__(self, "scales", scales)
+        object.__setattr__(self, "scales", {INNER_LR: Scale(self.inner_lr)} | scales)
         object.__setattr__(self, "_fixed", fixed)
 
     def cell(self, base: Any, numbers: Mapping[str, float], seed: int) -> Cell:
@@ -64,40 +69,91 @@ class Arm:
             numbers: values of the scales.
             seed: of the run.
         """
+        tuned = [f"{name[7:]}={value!r}" for name, value in numbers.items() if name.startswith("method.")]
         values: dict[str, Any] = {**self._fixed, INNER_LR: numbers[INNER_LR], SEED: seed}
-        tuned = {name.removeprefix("method."): value for name, value in numbers.items() if name.startswith("method.")}
-        method = self._fixed["outer.method"]
-        values["outer.method"] = ":".join([method, *(f"{name}={value!r}" for name, value in tuned.items())])
+        values[METHOD] = ":".join([self._fixed[METHOD], *tuned])
         if "period" in numbers:
             values[RESTART] = str(int(numbers["period"]))
         return Cell(self.text, values, with_values(base, values))
 
 
-def _read(text: str, inner_lr: float) -> tuple[dict[str, Scale], dict[str, str]]:
-    """Return the scales of an arm's text, and what it fixes by dotted path."""
+def check_arm_options(paths: Iterable[str]) -> None:
+    """Refuse options that every arm has its own value of.
+
+    Args:
+        paths: dotted paths of the values that the user has given.
+    """
+    varied = {METHOD, RESTART, SEED, *(f"outer.{name}" for name in RULE_OPTIONS)}
+    for path in varied.intersection(paths):
+        remedy = "--seeds and --fresh" if path == SEED else "--arms, such as nesterov:lr=0.7@3"
+        raise UsageError(f"--{path}: every run of a comparison has its own; leave it out, and write it into {remedy}")
+
+
+def _read(text: str) -> tuple[dict[str, Scale], dict[str, str]]:
+    """Return the scales of an arm's text but for the inner learning rate's, and what it fixes by dotted path."""
     head, *others = text.split("+")
-    method, at, restart = head.partition("@")
-    scales = {INNER_LR: Scale(inner_lr)}
-    fixed = {"outer.method": method, RESTART: restart or "never"}
-    if method.partition(":")[0] not in registered("method"):
+    name, at, restart = head.partition("@")
+    value = _method_or_policy(name)
+    scales: dict[str, Scale] = {}
+    if isinstance(value, RestartPolicy):
         if at:
-            raise ValueError(f"{method!r} is no method of the shelf; twophase methods lists them")
-        parse_policy(method).own_rule()  # refuses a policy of a rule, and what is no policy
-        fixed = {"outer.method": "sgd", RESTART: method}
+            raise ValueError(f"{name} is a restart policy itself; leave @{restart} out")
+        fixed = {METHOD: "sgd", RESTART: str(value)}
     else:
-        value = parse("method", method)
-        fixed_fields = {word.partition("=")[0] for word in method.split(":")[1:]}
-        names = [field.name for field in dataclasses.fields(value)]
-        main = next((name for name in _MAIN if name in names), None)
-        if "lr" in names and "lr" not in fixed_fields:
-            scales["method.lr"] = Scale(value.lr)
-        if main and main not in fixed_fields and getattr(value, main) > 0:
-            scales[f"method.{main}"] = Scale(getattr(value, main), "complement", low=0.0)
-    if restart == "K":
-        scales["period"], fixed[RESTART] = Scale(3, "whole", low=1, high=1000), "3"
+        scales = _scales(value, {word.partition("=")[0] for word in name.split(":")[1:]})
+        policy = parse_policy(_FIRST_PERIOD if restart == _TUNED_PERIOD else restart if at else "never")
+        _check_restart(value, policy)
+        fixed = {METHOD: name, RESTART: str(policy)}
+        if restart == _TUNED_PERIOD:
+            scales["period"] = Scale(float(_FIRST_PERIOD), "whole", low=1, high=1000)
     for other in others:
-        slot, equals, value = other.partition("=")
-        if slot not in _SLOTS or not equals:
-            raise ValueError(f"{other!r} is no part of an arm; write +SLOT=TEXT with {', '.join(_SLOTS)}")
-        fixed[f"outer.{slot}"] = str(parse(slot, value))
+        slot, equals, words = other.partition("=")
+        if slot not in _SLOTS or not equals or f"outer.{slot}" in fixed:
+            raise ValueError(f"{other!r} is no part of an arm; write +SLOT=TEXT with each of {', '.join(_SLOTS)} once")
+        fixed[f"outer.{slot}"] = str(parse(slot, words))
     return scales, fixed
+
+
+def _method_or_policy(text: str) -> Method | RestartPolicy:
+    """Return a method of the shelf, or a policy that needs no rule."""
+    try:
+        return parse("method", text)
+    except ValueError:
+        if text.partition(":")[0] in registered("method"):
+            raise
+        try:
+            policy = parse_policy(text)
+        except ValueError:
+            policy = None
+        if policy is None:
+            raise
+    policy.own_rule()  # refuses one whose updates are those of a rule
+    return policy
+
+
+def _check_restart(method: Method, policy: RestartPolicy) -> None:
+    """Refuse a restart that changes nothing, or that makes the method's numbers change nothing."""
+    if not method.first_moment and str(policy) != "never":
+        raise ValueError(f"{method.name} has no first moment, so that a restart changes nothing; leave @ out")
+    if method.plain and _needs_no_rule(policy):
+        raise ValueError(f"{policy} takes steps of its own, whatever the method; write {policy.name} alone")
+
+
+def _needs_no_rule(policy: RestartPolicy) -> bool:
+    try:
+        policy.own_rule()
+    except ValueError:
+        return False
+    return True
+
+
+def _scales(method: Method, fixed: set[str]) -> dict[str, Scale]:
+    """Return the scales of a method's learning rate and main number, unless they are fixed."""
+    values = {field.name: getattr(method, field.name) for field in dataclasses.fields(method)}  # type: ignore[arg-type]
+    main = next((name for name in _MAIN if name in values), "")
+    scales = {}
+    if "lr" in values and "lr" not in fixed:
+        scales["method.lr"] = Scale(values["lr"])
+    if main and main not in fixed and values[main] > 0:
+        scales[f"method.{main}"] = Scale(values[main], "complement", high=0.9999)
+    return scales

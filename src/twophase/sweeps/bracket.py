@@ -6,8 +6,9 @@ Every tuned number has a scale. A point is a tuple of whole steps, one a scale, 
     complement  value = 1 - (1 - start) factor^(k / 2^r)   momenta, which count by their distance from 1
 
 The search takes one scale after the other: by whole factors up or down as long as that is better, until no neighbour
-on any scale is: the best is interior. Then the steps are halved, r times. So the next points follow from the results
-alone: a search that was interrupted goes on from its table, and every arm gets the same number of points.
+on any scale is: the best is interior. Then the steps are halved, r times. Where the start diverges, all numbers become
+smaller together until a run survives. So the next points follow from the results alone: a search that was interrupted
+goes on from its table, and every arm gets the same number of points.
 """
 
 from __future__ import annotations
@@ -85,24 +86,26 @@ class Search:
             results: what is minimized, at each point so far; infinite or NaN where a run diverged.
         """
         measured = {self._key(point): math.inf if math.isnan(value) else value for point, value in results.items()}
-        room = self.most - len(measured)
+        room, step = max(self.most - len(measured), 0), 2**self.refinements
         best: Point = (0,) * len(self.scales)
-        step = 2**self.refinements
+        while not math.isfinite(value := measured.get(self._key(best), math.nan)):
+            if math.isnan(value):
+                return [best][:room]
+            lower = self._lower(best, step)  # where a run diverges, smaller numbers of all kinds mend it
+            if lower == best:
+                return []
+            best = lower
         while step:
             has_moved = False
             for index in range(len(best)):
                 while True:
                     around = [best, *self._neighbours(best, index, step)]
                     if missing := [point for point in around if self._key(point) not in measured]:
-                        return missing[: max(room, 0)]
+                        return missing[:room]
                     lowest = min(around, key=lambda point: measured[self._key(point)])  # of equals the first: no move
                     if lowest == best:
                         break
                     best, has_moved = lowest, True
-            if math.isinf(measured[self._key(best)]):  # all around diverges, which smaller numbers of all kinds mend
-                best, has_moved = tuple(k - step for k in best), True
-                if not self._is_allowed(best):
-                    return []
             if not has_moved:
                 step //= 2
         return []
@@ -122,7 +125,8 @@ class Search:
         pairs = [(i, sign) for i in range(len(point)) for sign in (-1, 1)]
         return all(
             any(
-                not self._is_allowed(moved := _moved(point, i, sign * unit)) or self._key(moved) in measured
+                not self._is_allowed(moved := _moved(point, i, sign * unit))
+                or (self._key(moved) in measured and self._key(moved) != self._key(point))
                 for unit in units
             )
             for i, sign in pairs
@@ -131,6 +135,12 @@ class Search:
     def _neighbours(self, point: Point, index: int, step: int) -> list[Point]:
         moves = [_moved(point, index, sign * step) for sign in (-1, 1)]
         return [move for move in moves if self._is_allowed(move) and self._key(move) != self._key(point)]
+
+    def _lower(self, point: Point, step: int) -> Point:
+        """Return the point that is a step lower on every scale, but for those that end there."""
+        unit = 2**self.refinements
+        scales = self.scales.values()
+        return tuple(k - step if scale.allows((k - step) / unit) else k for scale, k in zip(scales, point, strict=True))
 
     def _is_allowed(self, point: Point) -> bool:
         unit = 2**self.refinements

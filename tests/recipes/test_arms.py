@@ -1,0 +1,85 @@
+"""Arms as text: what each tunes and fixes, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from twophase.base.config import UsageError
+from twophase.recipes.arms import ARMS, CONTROL, Arm, check_arm_options
+from twophase.tasks.named import check, config_class
+from twophase.training.config import RunConfig
+
+GOOD: list[tuple[str, set[str], dict[str, Any]]] = [
+    # text, tuned numbers beside the inner learning rate, values of its first run
+    (CONTROL, set(), {"method": "averaging", "restart": "never"}),
+    ("memoryless", {"method.lr"}, {"method": "memoryless:lr=1.0"}),
+    ("nesterov", {"method.lr", "method.momentum"}, {"method": "nesterov:lr=0.7:momentum=0.9"}),
+    ("nesterov@3", {"method.lr", "method.momentum"}, {"restart": "3"}),
+    ("nesterov@K", {"method.lr", "method.momentum", "period"}, {"restart": "3"}),
+    ("nesterov@soft:3:0.2:0.1", {"method.lr", "method.momentum"}, {"restart": "soft:3:0.2:0.1"}),
+    ("nesterov:lr=0.5:momentum=0.8@3", set(), {"method": "nesterov:lr=0.5:momentum=0.8"}),
+    ("adamw:beta2=0.95", {"method.lr", "method.momentum"}, {"method": "adamw:beta2=0.95:lr=0.05:momentum=0.9"}),
+    ("fedadagrad", {"method.lr"}, {"method": "fedadagrad:lr=0.05"}),
+    ("gpa", {"method.lr", "method.mu_x"}, {"method": "gpa:lr=1.0:mu_x=0.9"}),
+    ("schedule-free", {"method.lr", "method.beta"}, {"method": "schedule-free:lr=1.0:beta=0.9"}),
+    ("torch:optimizer=Adagrad:options=lr=0.1", set(), {"method": "torch:optimizer=Adagrad:options=lr=0.1"}),
+    ("auto", set(), {"method": "sgd", "restart": "auto"}),
+    ("auto+readout=tail:rounds=4", set(), {"restart": "auto", "readout": "tail:rounds=4"}),
+    (
+        "nesterov+schedule=cosine+filter=clip:norm=2",
+        {"method.lr", "method.momentum"},
+        {"schedule": "cosine:", "filter": "clip:norm=2"},
+    ),
+]
+
+
+def first(arm: Arm, base: RunConfig) -> RunConfig:
+    """The configuration of the first run of an arm's search."""
+    return arm.cell(base, {name: scale.start for name, scale in arm.scales.items()}, 7).config
+
+
+@pytest.mark.parametrize(("text", "tuned", "values"), GOOD, ids=[text for text, *_ in GOOD])
+def test_arms(text: str, tuned: set[str], values: dict[str, Any]) -> None:
+    """An arm tunes what its text leaves open, fixes the rest, and its first run can be run."""
+    base = config_class("digits")()
+    arm = Arm(text, 0.004)
+    assert set(arm.scales) == {"inner.lr"} | tuned
+    config = check(first(arm, base))
+    assert (config.inner.lr, config.seed) == (0.004, 7)
+    for name, value in values.items():
+        assert getattr(config.outer, name).startswith(value)
+    numbers = {name: scale.value(1) for name, scale in arm.scales.items()}
+    moved = check(arm.cell(base, numbers, 7).config)
+    assert moved.inner.lr == 0.008
+    assert ("period" in tuned) == (moved.outer.restart == "6")
+
+
+BAD = (
+    " @3 nesterv nesterov@ nesterov@0 nesterov@k nesterov@auto memoryless@3 gpa@3 averaging@K auto@3 3 never loss "
+    "nesterov:lr=0.7:lr=1 nesterov:rate=1 nesterov+ nesterov+lr=1 nesterov+readout nesterov+readout=tial "
+    "nesterov+readout=tail+readout=ema"
+).split(" ")
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_impossible_arms(text: str) -> None:
+    """A text that cannot be read, and parts that would change nothing, are refused by the arm's name."""
+    with pytest.raises(UsageError, match="--arms"):
+        Arm(text, 0.002)
+
+
+@pytest.mark.parametrize("path", ["outer.lr", "outer.restart", "outer.method", "seed"])
+def test_options_that_arms_have(path: str) -> None:
+    """An option that would be looked at by no arm is refused; others are not."""
+    check_arm_options(["inner.lr", "outer.filter", "steps"])
+    with pytest.raises(UsageError, match=f"--{path}"):
+        check_arm_options(["steps", path])
+
+
+def test_the_usual_arms() -> None:
+    """What is compared without a word can be run, and the control is not among it."""
+    for text in ARMS:
+        check(first(Arm(text, 0.002), config_class("digits")()))
+    assert CONTROL not in ARMS
