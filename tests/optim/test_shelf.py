@@ -333,12 +333,14 @@ def test_a_period_beyond_the_run_is_no_restart(text: str):
 # --------------------------------------------------------------------------------------------------------- reports
 
 
+@pytest.mark.parametrize("schedule", ["constant", "warmup:warmup=5:start=0.1", "momentum:warmup=4"])
 @pytest.mark.parametrize("text", [*registered("method"), ADAM])
-def test_reports(text: str):
+def test_reports(text: str, schedule: str):
     """Norms, cosine and gain of each round are those of the pseudo-gradient, the buffer before it, and the step."""
     first_moment = has_first_moment(text)
     params = parameters(0, [(3, 5), (4,)])
-    optimizer = OuterOptimizer(params, text, restart="soft:3:0.4:0.2" if first_moment else "never")
+    restart = "soft:3:0.4:0.2" if first_moment else "never"
+    optimizer = OuterOptimizer(params, outer(text, schedule=schedule), restart=restart)
     for number in range(8):
         give_round(number, params)
         states = [optimizer.state.get(p, {}) for p in params]

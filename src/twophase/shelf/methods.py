@@ -429,10 +429,10 @@ class TorchMethod(Method):
 
     def rule(self) -> OuterRule:
         """Return lr and momentum as far as the options name them; the optimizer refuses what is no number."""
-        words = dict(word.partition("=")[::2] for word in self.options.split(","))
+        words = {key: value for key, _, value in (word.partition("=") for word in self.options.split(","))}
         values = {"momentum": words.get("betas", "").split("/")[0]} | words
         numbers = {"lr": 1.0, "momentum": 0.0}
         for name in numbers:
             with suppress(KeyError, ValueError):
                 numbers[name] = float(values[name])
-        return OuterRule(**numbers, form="ema")
+        return OuterRule(numbers["lr"], numbers["momentum"], form="ema")
