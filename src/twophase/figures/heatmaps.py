@@ -34,6 +34,10 @@ if TYPE_CHECKING:
 WIDEST_RANGE = 3.0
 """The colour scale ends at this multiple of the best value; a blow-up beyond it must not flatten the rest."""
 _MISSING = "#d4d4d4"
+_MOST_LETTERS = 72
+"""Of the ticks of a panel, side by side."""
+_WIDE = 12
+"""Columns in which a whole word has room."""
 # From good to bad, by lightness alone in order: the ends and quarters of matplotlib's viridis, reversed.
 _SHADES = ((253, 231, 37), (94, 201, 98), (33, 145, 140), (59, 82, 139), (68, 1, 84))
 
@@ -172,7 +176,10 @@ def _shown(panels: Sequence[Sequence[Panel]]) -> list[float]:
 
 def _draw(panels: Sequence[Sequence[Panel]], scale: Scale, x_label: str, y_label: str) -> tuple[Figure, ScalarMappable]:
     heights = [max(len(panel.y) for panel in row) for row in panels]
-    height = 1.2 + sum(0.35 + 0.26 * max(n, 3) for n in heights)
+    words = [_setting_text(value) for row in panels for panel in row for value in panel.x]
+    # Names, such as those of methods, stand upright where they would run into one another.
+    upright = max(sum(map(len, map(_setting_text, panel.x))) for row in panels for panel in row) > _MOST_LETTERS
+    height = 1.2 + sum(0.35 + 0.26 * max(n, 3) for n in heights) + upright * 0.07 * max(map(len, words))
     figure, grid = new_figure(height, len(panels), len(panels[0]), gridspec_kw={"height_ratios": heights})
     colours = colours_of(scale)
     for j, row in enumerate(panels):
@@ -183,6 +190,8 @@ def _draw(panels: Sequence[Sequence[Panel]], scale: Scale, x_label: str, y_label
             # Neighbours with the same values share their ticks.
             below = panels[j + 1][i].x if j + 1 < len(panels) else None
             axes.set_xticks(range(len(panel.x)), [] if below == panel.x else map(_setting_text, panel.x))
+            if upright:
+                axes.tick_params(axis="x", rotation=90)
             before = row[i - 1].y if i else None
             axes.set_yticks(range(len(panel.y)), [] if before == panel.y else map(_setting_text, panel.y))
     for axes in grid[-1]:
@@ -226,8 +235,9 @@ def draw_tiles(
     from matplotlib.patches import Rectangle  # noqa: PLC0415
 
     inside: set[tuple[int, int]] = set()
+    columns, rows = 1 + max(cell[0] for cell in cells), 1 + max(cell[1] for cell in cells)
     for i, j, state, value in cells:
-        face, ink, hatch, text = _MISSING, INK, None, str(state)
+        face, ink, hatch, text = _MISSING, INK, None, str(state) if columns <= _WIDE else "miss."
         if value is not None:
             face = colours.to_rgba(value)  # type: ignore[arg-type] - it takes a number too, which its stub does not say
             ink, text = readable_on([*face]), readable(value) + mark(i, j)
@@ -242,7 +252,6 @@ def draw_tiles(
             label.set_bbox({"facecolor": DIVERGED, "edgecolor": "none", "pad": size / 6})
         elif value is None:
             label.set(fontsize=size - 1, fontstyle="italic", color="#555555")
-    columns, rows = 1 + max(cell[0] for cell in cells), 1 + max(cell[1] for cell in cells)
     for i in range(1, columns):
         axes.axvline(i - 0.5, color=PAPER, linewidth=size / 9)
     for j in range(1, rows):
