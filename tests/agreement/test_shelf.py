@@ -6,6 +6,7 @@ own arithmetic, which shares nothing with it but the values; `tests/optim/` hold
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,8 @@ from policies import RULES
 from quadratic import ROUNDS, SIGMA, assert_agree, disturbances, engine_run
 from twophase.restart import Never, RestartPolicy, convert, parse
 from twophase.rule import OuterRule
-from twophase.shelf.base import SLOTS, Outer, Slot, as_outer, outer, registered
+from twophase.shelf import base
+from twophase.shelf.base import SLOTS, Filter, Outer, Slot, as_outer, outer, registered
 from twophase.shelf.base import parse as parse_value
 from twophase.theory.rollout import Block, rollout, rollout_blocks
 
@@ -86,6 +88,23 @@ def test_filters_and_readouts(slot: Slot, policy: str):
     for text in linear(slot):
         assert_same(built("nesterov", **{slot: text}), parse(policy), disturbances(2))
         assert_same(built("delayed-nesterov", **{slot: text}), parse(policy), disturbances(2))
+
+
+@pytest.mark.parametrize("policy", ["never", "gradient", "loss:0.0", "probe:keep,drop,1.3"])
+def test_a_filter_that_scales(policy: str, monkeypatch: pytest.MonkeyPatch):
+    """The method, norms and probes see the filtered g; losses are where the replicas have come to."""
+
+    @dataclass(frozen=True)
+    class Halved(Filter):
+        name = "halved"
+        linear = True
+
+        def factor(self, age: float) -> float:
+            assert age == 0
+            return 0.5
+
+    monkeypatch.setitem(base._REGISTRY["filter"], "halved", Halved)
+    assert_same(built("nesterov", filter="halved"), parse(policy), disturbances(3))
 
 
 @pytest.mark.parametrize("slot", SLOTS)
