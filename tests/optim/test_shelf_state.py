@@ -16,22 +16,21 @@ from torch import Tensor, nn
 
 from outers import give, parameters, randoms, run
 from replicas import Run, same_bits, start, through_file, unlike
+from twophase.optim.methods import first_moment_key
 from twophase.optim.optimizer import OuterOptimizer
 from twophase.optim.outer import OuterSGD
 from twophase.shelf.base import Outer, outer, parse, registered
 from twophase.shelf.methods import Method
 
-ADAM = "torch:optimizer=NAdam:options=lr=0.1"
-METHODS = [*registered("method"), ADAM]
+OTHERS = [f"torch:optimizer={name}:options=lr=0.1" for name in ("Adagrad", "NAdam")]
+METHODS = [*registered("method"), *OTHERS]
 SHAPES = [(3, 5), (4, 4), (6,)]
 each_method = pytest.mark.parametrize("method", METHODS)
 
 
 def restart_of(method: str) -> str:
-    """A policy that the method can serve; hard restarts every two rounds and soft ones are both exercised."""
-    value: Method = parse("method", method)
-    first_moment = value.first_moment and method != "torch"
-    return "soft:3:0.4:0.2" if first_moment else "never"
+    """A policy that the method can serve."""
+    return "soft:3:0.4:0.2" if first_moment_key(parse("method", method)) else "never"
 
 
 def values(method: str) -> Iterator[Outer]:
@@ -281,7 +280,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "muon without rest": (built("muon:rest=0"), r"\(6,\)"),
     "complex": (lambda: OuterOptimizer([torch.zeros(3, dtype=torch.complex64)], "adamw"), "complex"),
     "restart of an average": (built("gpa", restart=3), "no|none"),
-    "restart of Adagrad": (built("torch", restart=3), "none"),
+    "restart of Adagrad": (built("torch:optimizer=Adagrad:options=lr=0.1", restart=3), "none"),
     "auto": (built("adamw", restart="auto"), "auto"),
     "probe": (lambda: OuterOptimizer(parameters(0), "lion", "probe:keep,drop", signals=["probes"]), "probe"),
     "two readouts": (built("gpa", readout="ema"), "readout"),
