@@ -168,7 +168,7 @@ def _muon(**options: Any) -> Reference:
 
 def _muon_and_rest(p: list[Any]) -> Any:
     matrices, others = [x for x in p if x.ndim == 2], [x for x in p if x.ndim < 2]
-    muon = torch.optim.Muon(matrices, lr=0.02, momentum=0.9, weight_decay=0.0)
+    muon = torch.optim.Muon(matrices, lr=0.1, momentum=0.9, weight_decay=0.0)
     return Together(muon, torch.optim.SGD(others, 0.4, 0.9, nesterov=True))
 
 
@@ -209,8 +209,8 @@ REFERENCES: dict[str, Reference] = {
     ),
     "sign:lr=0.02": _collected("SignSGD", "momentum_buffer", lr=0.02, momentum=0.9),
     "lion:lr=0.02:beta1=0.8": _collected("Lion", "exp_avg", lr=0.02, betas=(0.8, 0.99)),
-    "muon": _muon(lr=0.02, momentum=0.9),
-    "muon:momentum=0.8:nesterov=false:steps=3": _muon(lr=0.02, momentum=0.8, nesterov=False, ns_steps=3),
+    "muon": _muon(lr=0.1, momentum=0.9),
+    "muon:momentum=0.8:nesterov=false:steps=3": _muon(lr=0.1, momentum=0.8, nesterov=False, ns_steps=3),
     "muon:lr=0.05:scale=rms": _muon(lr=0.05, momentum=0.9, adjust_lr_fn="match_rms_adamw"),
     "muon:rest=0.4": Reference(_muon_and_rest, shapes=[(7,), (), (3, 5), (33, 17)]),
     "delayed-nesterov:every=1": _sgd(0.7, 0.9, nesterov=True),

@@ -442,7 +442,7 @@ def _draw_losses(axes: Axes, setting: Setting, forecasts: Sequence[Forecast]) ->
     axes.plot([], [], marker="o", color=MUTED, markersize=4.5, linestyle="none", label="a single mode's period")
     axes.annotate("no restart", (1, 0), xytext=(2, 2), textcoords="offset points", fontsize=6.5, color=MUTED)
     axes.set(xlabel="restart period K in rounds", ylabel="log10 loss against no restart")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.locator_params(axis="x", integer=True)
     if last > 30:
         axes.set_xscale("log")
         ticks = [k for k in (1, 2, 3, 5, 10, 20, 30, 50, 100, 200, 400) if k <= last]

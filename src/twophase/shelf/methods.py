@@ -176,7 +176,7 @@ class AdamW(_Moments):
     users = "CGAD, arXiv 2605.09126"
     test = f"{_GOLDEN}::test_adamw"
 
-    lr: float = 0.05
+    lr: float = 0.02
     momentum: float = 0.9
     beta2: float = 0.99
     eps: float = 1e-8
@@ -212,7 +212,7 @@ class FedAdam(_FedOpt):
     equation = "m <- b m + (1-b) g;  v <- b2 v + (1-b2) g^2;  x <- x - lr m / (sqrt(v) + tau)"
     test = f"{_GOLDEN}::test_fedopt"
 
-    lr: float = 0.05
+    lr: float = 0.02
     momentum: float = 0.9
     beta2: float = 0.99
     tau: float = 1e-3
@@ -255,7 +255,7 @@ class Sign(Method):
     users = ""
     test = f"{_GOLDEN}::test_sign"
 
-    lr: float = 1e-3
+    lr: float = 0.01
     momentum: float = 0.9
 
     def __post_init__(self) -> None:
@@ -302,7 +302,7 @@ class Muon(Method):
     matrices = True
     test = f"{_GOLDEN}::test_muon"
 
-    lr: float = 0.02
+    lr: float = 0.1
     momentum: float = 0.9
     nesterov: bool = True
     steps: int = 5
