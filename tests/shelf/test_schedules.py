@@ -156,3 +156,16 @@ def test_a_run_s_decay_ends_with_the_run():
     assert value.schedule.rounds == 20
     with pytest.raises(ValueError, match="rounds"):
         OuterOptimizer(parameters(0), outer("adamw", schedule="cosine"))
+
+
+def test_schedules_that_rise_over_the_run():
+    """A final share above 1 is a rising rate; a momentum's warm-up of 0 is the whole run's, once known."""
+    assert rates("linear:rounds=4:final=2", 5) == pytest.approx(
+        [RULE.lr * (1 + share) for share in (0, 0.25, 0.5, 0.75, 1)]
+    )
+    ramp = parse("schedule", "momentum:warmup=0")
+    with pytest.raises(ValueError, match="warmup is 0"):
+        ramp.at(RULE, 1, 1)
+    assert [ramp.over(4).at(RULE, t, 1).momentum for t in (1, 3, 5)] == pytest.approx(
+        [0, RULE.momentum / 2, RULE.momentum]
+    )

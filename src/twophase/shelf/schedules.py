@@ -53,7 +53,7 @@ class _Decay(Schedule):
     def __post_init__(self) -> None:
         check_count(f"schedule {self.name}", "rounds", self.rounds, 0)  # type: ignore[attr-defined]
         check_count(f"schedule {self.name}", "warmup", self.warmup, 0)  # type: ignore[attr-defined]
-        self.check("final", 0.0, 1.0, "0.1")
+        self.check("final", 0.0, 100.0, "0.1")  # above 1 it rises
 
     def at(self, rule: OuterRule, number: int, age: int) -> OuterRule:
         """Return the rule of a round."""
@@ -74,7 +74,7 @@ class _Decay(Schedule):
 @register("cosine")
 @dataclass(frozen=True)
 class Cosine(_Decay):
-    """A cosine decay of the learning rate to `final` times it at the end of `rounds` (0: the run's), after a warmup."""
+    """A cosine from the learning rate to `final` times it, over `rounds` (0: the run's) after a warmup."""
 
     equation = "lr_t = lr (final + (1 - final) (1 + cos(pi (t-1) / T)) / 2)"
     source = "torch.optim.lr_scheduler.CosineAnnealingLR"
@@ -91,7 +91,7 @@ class Cosine(_Decay):
 @register("linear")
 @dataclass(frozen=True)
 class Linear(_Decay):
-    """A linear decay of the learning rate to `final` times it at the end of `rounds` (0: the run's), after a warmup."""
+    """A line from the learning rate to `final` times it, over `rounds` (0: the run's); with final above 1 a rise."""
 
     equation = "lr_t = lr (1 - (1 - final) (t-1) / T)"
     source = "torch.optim.lr_scheduler.LinearLR"
@@ -130,7 +130,7 @@ class Transient(Schedule):
 @register("momentum")
 @dataclass(frozen=True)
 class MomentumWarmup(Schedule):
-    """A linear rise of the momentum from `start` to its own value over some rounds, then constant; one of 0 stays 0."""
+    """A rise of the momentum from `start` to its own value over some rounds (0: the run's); one of 0 stays 0."""
 
     equation = "b_t = start + (b - start) min(1, (t-1) / warmup)"
     source = "Sutskever et al. 2013; modded-nanogpt"
@@ -139,13 +139,19 @@ class MomentumWarmup(Schedule):
     warmup: int = 10
     start: float = 0.0
 
+    def over(self, rounds: int) -> MomentumWarmup:
+        """Return the same schedule where `warmup=0` stands for a run of so many rounds."""
+        return self if self.warmup else replace(self, warmup=rounds)
+
     def __post_init__(self) -> None:
-        check_count("schedule momentum", "warmup", self.warmup)
+        check_count("schedule momentum", "warmup", self.warmup, 0)
         self.check("start", 0.0, 1 - 1e-12, "0")
 
     def at(self, rule: OuterRule, number: int, age: int) -> OuterRule:
         """Return the rule of a round."""
         del age
+        if not self.warmup:
+            raise ValueError(f"schedule {self}: warmup is 0, the run's own rounds, which are not known here; give them")
         share = min(1.0, (number - 1) / self.warmup)
         momentum = self.start + (rule.momentum - self.start) * share
         # At momentum 0 an optimizer has no buffer, and a later round would lack this one's pseudo-gradient.
