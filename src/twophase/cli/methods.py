@@ -85,18 +85,23 @@ def _cost(slot: Slot, cls: type[Value]) -> tuple[float, float]:
 
 
 def _table(slot: Slot) -> str:
-    costs = slot != "schedule"
-    head = ["text", "equation", "source", "used by", *(["restarts"] if slot == "method" else []), "theory"]
-    head += ["passes", "bytes"] if costs else []
-    lines = [_row([*head, "test"]), _row(["---"] * (len(head) + 1))]
+    costs, restarts = slot != "schedule", slot == "method"
+    head = [slot, *["restarts"] * restarts, "theory", *["passes", "bytes"] * costs, "fields", "source, *used by*, test"]
+    lines = [_row(head), _row(["---"] * len(head))]
     for cls in registered(slot).values():
-        cells = [f"`{cls()}`", f"`{cls.equation}`", cls.source, cls.users]
-        cells += ["yes" if getattr(cls, "first_moment", True) else "no"] if slot == "method" else []
+        # Each part of an equation on a line of its own, which does not break.
+        parts = [f"`{part}`".replace(" ", "\N{NO-BREAK SPACE}") for part in cls.equation.split(";  ")]
+        cells = ["<br>".join([f"**{cls.name}**", *parts])]
+        cells += ["yes" if getattr(cls, "first_moment", True) else "no"] * restarts
         cells += ["yes" if cls.linear else "no"]
         cells += [f"{number:.0f}" for number in _cost(slot, cls)] if costs else []
-        lines.append(_row([*cells, f"`{cls.test.split('/')[-1]}`"]))
+        cells += ["<br>".join(f"`{word}`" for word in str(cls()).split(":")[1:])]
+        test = f"`{cls.test.split('/')[-1].rpartition('::')[2]}`"
+        cells += ["<br>".join(filter(None, [cls.source, f"*{cls.users}*" if cls.users else "", test]))]
+        lines.append(_row(cells))
     return "\n".join(lines) + "\n"
 
 
 def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+    # A bar would end the cell, with a backslash too where it is code.
+    return f"| {' | '.join(cell.replace('|', chr(0x2223)) for cell in cells)} |"

@@ -34,7 +34,7 @@ class Clip(Filter):
 
     equation = "g min(1, norm / |g|)"
     source = "torch.nn.utils.clip_grad_norm_"
-    users = "EDiT; streaming DiLoCo trials"
+    users = "EDiT"
     test = _TEST
 
     norm: float = 1.0

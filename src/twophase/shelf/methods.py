@@ -101,6 +101,7 @@ class Lookahead(Memoryless):
 
     equation = "x <- x - lr g,  one replica"
     source = "arXiv 1907.08610"
+    users = ""
 
     lr: float = 0.5
 
