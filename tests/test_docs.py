@@ -152,7 +152,7 @@ def said(words: list[str]) -> tuple[int, str]:
 @cache
 def help_of(*command: str) -> str:
     """What a command says of all its options."""
-    return said([*command, "--help", *(["all"] if command in (("train",), ("sweep",)) else [])])[1]
+    return said([*command, "--help", *(["all"] if command in (("train",), ("sweep",), ("tune",)) else [])])[1]
 
 
 def command_lines() -> list[tuple[str, str]]:
@@ -185,7 +185,9 @@ def test_commands_have_their_options(page: str, line: str) -> None:
         assert re.search(rf"{re.escape(option.replace('.no-', '.'))}\b", shown), f"{page}: no option {option}"
 
 
-@pytest.mark.parametrize("line", sorted({line for _, line in OURS if twophase_words(line)[0] in ("train", "sweep")}))
+@pytest.mark.parametrize(
+    "line", sorted({line for _, line in OURS if twophase_words(line)[0] in ("train", "sweep", "tune")})
+)
 def test_values_are_understood(line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The values of training and sweeping commands make a configuration, and axes a grid, up to where work begins."""
     monkeypatch.chdir(tmp_path)
@@ -193,7 +195,7 @@ def test_values_are_understood(line: str, monkeypatch: pytest.MonkeyPatch, tmp_p
     words = twophase_words(line)
     if "…" in words:
         pytest.skip("the line leaves something out")
-    if words[0] == "train":
+    if words[0] in ("train", "tune"):
         status, text = said([*words, "--print-config"])
     else:
         sweeps = []

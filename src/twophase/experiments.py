@@ -11,7 +11,7 @@ from typing import Any
 from twophase.base.config import RunError, UsageError, flatten, overlaid
 from twophase.cli.sweeping import complete
 from twophase.cli.train import default_folder, finished, train_run
-from twophase.cli.tuning import Comparison, Tuning, run_tuning
+from twophase.cli.tuning import TuneResults, Tuning, run_tuning
 from twophase.policies.base import RestartPolicy
 from twophase.recipes.arms import ARMS, check_arm_options
 from twophase.recipes.controls import grid_of
@@ -121,7 +121,7 @@ def tune(
     fresh: Sequence[int] = (100, 101, 102, 103, 104),
     workers: int | None = None,
     quiet: bool = False,
-) -> Comparison:
+) -> TuneResults:
     """Compare outer optimizers on a task, each tuned with as many settings, or resume that; as `twophase tune`.
 
     A script that calls this has its calls below `if __name__ == "__main__":`, as for `sweep`.

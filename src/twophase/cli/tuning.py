@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -152,7 +153,7 @@ class Tuned:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class TuneResults:
     """What a comparison came to; as text it is the table that `twophase tune` prints.
 
     Args:
@@ -201,7 +202,7 @@ class Comparison:
         return "\n".join(lines)
 
 
-def run_tuning(tuning: Tuning, folder: Path, *, workers: int | None = None, quiet: bool = False) -> Comparison:
+def run_tuning(tuning: Tuning, folder: Path, *, workers: int | None = None, quiet: bool = False) -> TuneResults:
     """Tune every arm and compare them; repeating the call resumes it.
 
     Each stage is a sweep of its own below the folder: what all arms want to know next. The settings of a stage follow
@@ -224,23 +225,23 @@ def run_tuning(tuning: Tuning, folder: Path, *, workers: int | None = None, quie
     # All that can be refused is, before there is a folder. Later settings differ from these in their numbers alone.
     seeds = (*tuning.seeds, *tuning.fresh)
     texts = preflight_all(tuning.first(arm, seed) for arm in tuning.arms for seed in seeds)
-    points = _known_points(tuning, folder)
-    # Two processes that both go on here would wait for each other's stages, and then for each other.
+    check_place(folder, SPEC, "comparison")  # refuse before anything is touched
+    # Without this lock a second process that goes on here would end in the middle, at a stage that the first one runs.
     lock = lock_folder(folder, "is tuning")
     try:
-        return _Stages(tuning, folder, texts, workers, quiet).compare(points)
+        return _Stages(tuning, folder, texts, workers, quiet).compare(*_noted(tuning, folder))
     finally:
         os.close(lock)
 
 
-def _known_points(tuning: Tuning, folder: Path) -> int | None:
-    """Return the points of a comparison that was begun, or those asked for; None where the first stage is to tell."""
+def _noted(tuning: Tuning, folder: Path) -> tuple[int | None, float | None]:
+    """Return the points of each arm and the seconds of the first stage, each None where that stage is to tell."""
     if not check_place(folder, SPEC, "comparison"):
-        return tuning.points
+        return tuning.points, None
     here = tuning.spec()
     try:
         there = read_json_object(folder / SPEC)
-        points = there.pop("settings")
+        points, spent = there.pop("settings"), there.pop("first_stage_seconds")
         if points is None:  # what was too small a budget may be a larger one now
             there |= {name: here[name] for name in ("points", "budget")}
         different = differences(here, there)
@@ -251,7 +252,7 @@ def _known_points(tuning: Tuning, folder: Path) -> int | None:
             f"--out {folder}: holds another comparison: {list_some(different)}; choose another --out, or repeat its "
             "command to resume it"
         )
-    return points if points is not None else tuning.points
+    return tuning.points if points is None else points, spent
 
 
 @dataclass(frozen=True)
@@ -264,16 +265,17 @@ class _Stages:
     workers: int | None
     quiet: bool
 
-    def compare(self, points: int | None) -> Comparison:
+    def compare(self, points: int | None, spent: float | None) -> TuneResults:
         """Run all stages; return and write what came out.
 
         Args:
             points: settings that each arm may try; None where the first stage is to tell.
+            spent: seconds of the first stage, if it has ended in an earlier call.
         """
         arms, stage = self.tuning.arms, 0
         results: dict[str, dict[Point, float]] = {arm.text: {} for arm in arms}
         seconds = dict.fromkeys(results, 0.0)
-        self._note(points)
+        self._note(points, spent)
         while True:
             # The first stage is one setting an arm, whatever the points.
             searches = [(arm, self.tuning.search(arm, points or 1)) for arm in arms]
@@ -287,9 +289,13 @@ class _Stages:
                 seconds[arm.text] += _seconds(rows)
             if points is None:
                 # Of a stage that was interrupted this process has seen the rest alone.
-                spent = max(time.monotonic() - began, sum(seconds.values()) / (self.workers or workers_of(None)))
+                worked = sum(seconds.values()) / (self.workers or workers_of(None))
+                spent = spent or max(time.monotonic() - began, worked)
+                self._note(None, spent)
                 points = _affordable(self.tuning, spent)
-                self._note(points)
+                if not self.quiet:
+                    print(f"the budget is for {points} settings of each arm", file=sys.stderr)
+                self._note(points, spent)
             stage += 1
         best = {arm.text: search.best(results[arm.text]) for arm, search in searches}
         chosen = [(arm, point) for arm in arms if (point := best[arm.text]) is not None]
@@ -304,7 +310,7 @@ class _Stages:
         ]
         tuned.sort(key=lambda arm: math.inf if arm.fresh is None else arm.fresh)
         measure = measure_of(row for rows in rows_by_arm.values() for row in rows)
-        outcome = Comparison(self.folder, measure, tuple(self.tuning.fresh), tuple(tuned))
+        outcome = TuneResults(self.folder, measure, tuple(self.tuning.fresh), tuple(tuned))
         plain = {
             "measure": measure,
             "fresh": list(outcome.fresh),
@@ -313,9 +319,10 @@ class _Stages:
         write_atomic(self.folder / RESULT, json.dumps(plain, indent=1, allow_nan=False) + "\n")
         return outcome
 
-    def _note(self, points: int | None) -> None:
-        """Write what is compared, with the settings that an arm may try."""
-        text = json.dumps({**self.tuning.spec(), "settings": points}, indent=1, allow_nan=False) + "\n"
+    def _note(self, points: int | None, spent: float | None) -> None:
+        """Write what is compared, with the settings that an arm may try and what the first of them took."""
+        tree = {**self.tuning.spec(), "settings": points, "first_stage_seconds": spent}
+        text = json.dumps(tree, indent=1, allow_nan=False) + "\n"
         write_atomic(self.folder / SPEC, text)
 
     def _sweep(self, name: str, wanted: Sequence[_Setting], seeds: Sequence[int]) -> dict[_Setting, list[Row]]:
