@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-import twophase
 from forked import Forked, call
 from twophase.base.config import RunError, UsageError
 from twophase.cli import tuning as room
 from twophase.cli.tuning import TuneResults, Tuning, run_tuning
 from twophase.report.ui import Library
+from twophase.shelf.base import parse
 from twophase.sweeps.grid import Sweep
 from twophase.sweeps.table import read_rows, rows_of, write_rows
 from twophase.tasks.named import config_class
@@ -32,11 +32,9 @@ FACTORS = {"averaging": 1.0, "nesterov": 0.9, "memoryless": 1.0, "adamw": 1.2}
 
 def bowl(config: RunConfig) -> float:
     """A loss with one minimum: inner.lr 0.016, and lr and momentum of the method at twice and half their starts."""
-    method = twophase.outer(config.outer.method)
     name = config.outer.method.partition(":")[0]
-    rule = method if isinstance(method, twophase.OuterRule) else method.rule()
-    starts = {"nesterov": (0.7, 0.9), "memoryless": (1.0, 0.0), "adamw": (0.05, 0.9), "averaging": (0.5, 0.0)}
-    lr, momentum = starts[name]
+    rule, start = (parse("method", text).rule() for text in (config.outer.method, name))
+    lr, momentum = 0.5 * start.lr if name == "averaging" else start.lr, start.momentum
     away = [math.log(config.inner.lr / 0.016), math.log(rule.lr / (2 * lr))]
     away += [math.log((1 - rule.momentum) / (2 * (1 - momentum)))] if momentum else []
     return FACTORS[name] * math.exp(sum(x * x for x in away)) * (1 + 1e-4 * (config.seed % 7))

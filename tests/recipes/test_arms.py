@@ -12,18 +12,18 @@ from twophase.tasks.named import check, config_class
 from twophase.training.config import RunConfig
 
 GOOD: list[tuple[str, set[str], dict[str, Any]]] = [
-    # text, tuned numbers beside the inner learning rate, values of its first run
+    # text, tuned numbers beside the inner learning rate, beginnings of values of its first run
     (CONTROL, set(), {"method": "averaging", "restart": "never"}),
-    ("memoryless", {"method.lr"}, {"method": "memoryless:lr=1.0"}),
-    ("nesterov", {"method.lr", "method.momentum"}, {"method": "nesterov:lr=0.7:momentum=0.9"}),
+    ("memoryless", {"method.lr"}, {"method": "memoryless:lr="}),
+    ("nesterov", {"method.lr", "method.momentum"}, {"method": "nesterov:lr="}),
     ("nesterov@3", {"method.lr", "method.momentum"}, {"restart": "3"}),
     ("nesterov@K", {"method.lr", "method.momentum", "period"}, {"restart": "3"}),
     ("nesterov@soft:3:0.2:0.1", {"method.lr", "method.momentum"}, {"restart": "soft:3:0.2:0.1"}),
     ("nesterov:lr=0.5:momentum=0.8@3", set(), {"method": "nesterov:lr=0.5:momentum=0.8"}),
-    ("adamw:beta2=0.95", {"method.lr", "method.momentum"}, {"method": "adamw:beta2=0.95:lr=0.05:momentum=0.9"}),
-    ("fedadagrad", {"method.lr"}, {"method": "fedadagrad:lr=0.05"}),
-    ("gpa", {"method.lr", "method.mu_x"}, {"method": "gpa:lr=1.0:mu_x=0.9"}),
-    ("schedule-free", {"method.lr", "method.beta"}, {"method": "schedule-free:lr=1.0:beta=0.9"}),
+    ("adamw:beta2=0.95", {"method.lr", "method.momentum"}, {"method": "adamw:beta2=0.95:lr="}),
+    ("fedadagrad", {"method.lr"}, {"method": "fedadagrad:lr="}),
+    ("gpa", {"method.lr", "method.mu_x"}, {"method": "gpa:lr="}),
+    ("schedule-free", {"method.lr", "method.beta"}, {"method": "schedule-free:lr="}),
     ("torch:optimizer=Adagrad:options=lr=0.1", set(), {"method": "torch:optimizer=Adagrad:options=lr=0.1"}),
     ("auto", set(), {"method": "sgd", "restart": "auto"}),
     ("auto+readout=tail:rounds=4", set(), {"restart": "auto", "readout": "tail:rounds=4"}),
