@@ -24,6 +24,8 @@ _FREE = {"policy_state", "at_once", "launching", "borrowed", "present", "under_w
 _LATER = {"at_once", "borrowed", "run", "present", "round_losses"}
 """Names that states of earlier versions lack."""
 _SETTINGS = {"params", "lr", "betas", "eps", "weight_decay", "momentum"}
+_NONE = "constant"
+"""The outer schedule that sets nothing."""
 _SUMS = {"k", "weight_sum", "lr_max"}
 """What decides an inner step, and what schedule-free AdamW counts; other versions of torch have further settings."""
 _MEMORIES = {"amsgrad": {"step", "exp_avg", "exp_avg_sq"}, "weight_lr_power": {"z", "exp_avg_sq"}}
@@ -58,8 +60,10 @@ def check_tree(saved: Any, fresh: Any, path: str = "") -> None:
             raise ValueError(f"{path or 'it'} lacks, or has besides, {shortened(', '.join(sorted(odd)))}")
         for key in fresh.keys() & saved.keys():
             pair = saved[key], fresh[key]
-            is_sum = key not in _SETTINGS and all(isinstance(value, float) and math.isfinite(value) for value in pair)
-            if is_inner and (key == "lr" or is_sum):  # a schedule sets it, or the optimizer itself
+            is_set = key in _SETTINGS and not (".outer.param_groups." in path and fresh.get("schedule", _NONE) != _NONE)
+            is_sum = not is_set and all(isinstance(value, float) and math.isfinite(value) for value in pair)
+            # A schedule sets it, or the optimizer itself.
+            if (is_inner and (key == "lr" or is_sum)) or (".outer.param_groups." in path and is_sum):
                 continue
             check_tree(*pair, f"{path}.{key}" if path else str(key))
     elif isinstance(fresh, list | tuple) and fits:
