@@ -27,6 +27,7 @@ MISTAKES = [
     ("train --outer.method lion:lr=-1", "--outer.method"),
     ("train --outer.method gpa --outer.restart 3", "--outer.restart"),
     ("train --outer.method adamw --outer.restart auto", "--outer.restart"),
+    ("train --outer.schedule cosine --outer.restart auto", "--outer.restart: restart policy auto"),
     ("train --outer.method gpa --outer.readout ema", "--outer.method: readout ema"),
     ("train --outer.method adamw --outer.schedule transient", "--outer.method: schedule transient"),
     ("train --outer.schedule cosin", "--outer.schedule: schedule 'cosin' is not known; did you mean cosine?"),

@@ -289,7 +289,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "decay without rounds": (built("adamw", schedule="linear"), "rounds"),
     "warmup": (built("adamw", schedule="warmup:warmup=0"), "warmup"),
     "schedule": (built("adamw", schedule="cosin"), "did you mean cosine"),
-    "final": (built("adamw", schedule="cosine:rounds=3:final=2"), "final"),
+    "final": (built("adamw", schedule="cosine:rounds=3:final=-1"), "final"),
     "readout": (built("adamw", readout="ema:decay=1"), "decay"),
     "tail": (built("adamw", readout="tail:rounds=0"), "rounds"),
     "filter": (built("adamw", filter="clip:norm=0"), "norm"),

@@ -346,6 +346,12 @@ class Outer:
                 "g before it does; take one of them away (never, or none)"
             )
         if method.plain:
+            rules = {policy.canonical(OuterRule(lr, momentum)) for lr, momentum in ((1.0, 0.9), (0.7, 0.5))}
+            if len(rules) == 1 and self.schedule.name != "constant":
+                raise ValueError(
+                    f"restart policy {policy} takes steps that no learning rate or momentum enters, so that schedule "
+                    f"{self.schedule} would change nothing; take schedule constant, or another policy"
+                )
             return
         if not first_moment and policy != Never():
             raise ValueError(
