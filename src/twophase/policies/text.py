@@ -63,15 +63,20 @@ def _class_of(name: str) -> type[RestartPolicy] | None:
     if name not in _REGISTRY:
         list(map(import_module, _MODULES))
     if name not in _REGISTRY:
-        for module in filter(None, map(str.strip, os.environ.get(POLICIES_VARIABLE, "").split(","))):
-            try:
-                import_module(module)
-            except Exception as error:
-                raise ValueError(
-                    f"{POLICIES_VARIABLE}: the module {module!r} cannot be imported ({type(error).__name__}: {error}); "
-                    "mend it, put its folder on PYTHONPATH, or unset the variable"
-                ) from error
+        load_modules(POLICIES_VARIABLE)
     return _REGISTRY.get(name)
+
+
+def load_modules(variable: str) -> None:
+    """Import the modules that an environment variable names; raise a ValueError where one cannot be."""
+    for module in filter(None, map(str.strip, os.environ.get(variable, "").split(","))):
+        try:
+            import_module(module)
+        except Exception as error:
+            raise ValueError(
+                f"{variable}: the module {module!r} cannot be imported ({type(error).__name__}: {error}); mend it, put "
+                "its folder on PYTHONPATH, or unset the variable"
+            ) from error
 
 
 def parse(text: str | int | RestartPolicy) -> RestartPolicy:

@@ -15,7 +15,6 @@ axes of a sweep, and entries of a state.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
@@ -25,6 +24,7 @@ from typing import Any, ClassVar, Literal, Self, TypeVar, get_args, get_type_hin
 from twophase.number import did_you_mean, number, shortened
 from twophase.policies.base import AGREEMENT, PROBES, Never, RestartPolicy
 from twophase.policies.checks import check_number
+from twophase.policies.text import load_modules
 from twophase.rule import OuterRule
 
 Slot = Literal["method", "filter", "schedule", "readout"]
@@ -257,14 +257,7 @@ def _parse_text(slot: Slot, text: str, defaults: tuple[tuple[str, Any], ...]) ->
 
 
 def _from_elsewhere(slot: Slot, name: str) -> type[Value]:
-    for module in filter(None, map(str.strip, os.environ.get(SHELF_VARIABLE, "").split(","))):
-        try:
-            import_module(module)
-        except Exception as error:
-            raise ValueError(
-                f"{SHELF_VARIABLE}: the module {module!r} cannot be imported ({type(error).__name__}: {error}); "
-                "mend it, put its folder on PYTHONPATH, or unset the variable"
-            ) from error
+    load_modules(SHELF_VARIABLE)
     if name not in _REGISTRY[slot]:
         raise ValueError(
             f"{slot} {shortened(name)!r} is not known; {did_you_mean(name, _REGISTRY[slot])} (`twophase methods` lists "
