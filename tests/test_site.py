@@ -162,9 +162,9 @@ def test_reference_has_every_public_name(site: Path) -> None:
 
 
 ELEMENTS = set(
-    "a article b blockquote body button circle code div em footer form h1 h2 h3 h4 h5 head header html hr i iframe img "
-    "input label li link main meta nav ol p path pre script section small span strong style sub summary sup svg table "
-    "tbody td th thead title tr ul var wbr".split()
+    "a article b blockquote body br button circle code div em footer form h1 h2 h3 h4 h5 head header html hr i iframe "
+    "img input label li link main meta nav ol p path pre script section small span strong style sub summary sup svg "
+    "table tbody td th thead title tr ul var wbr".split()
 )
 
 
