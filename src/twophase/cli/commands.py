@@ -25,6 +25,7 @@ COMMANDS = {
     "export": "write a run's model as a Hugging Face folder, with its tokenizer",
     "sweep": "a grid of runs; repeat the command to resume it",
     "tune": "which outer optimizer: every arm tuned with the same budget, then judged on fresh seeds",
+    "bench": "an outer optimizer through a fixed protocol, against stored reference arms",
     "report": "a run, several over each other, or a sweep as one HTML page; of a sweep also the verdict",
     "ui": "a live list of all runs and sweeps below a folder, in the browser of this machine alone",
     "diagnose": "does a run's outer loop oscillate, overshoot or lag, and what the theory suggests",

@@ -40,13 +40,18 @@ class Auto(RestartPolicy):
     def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
         """Return the step of the round."""
         g, m = signal.value("pseudo_gradient_norm"), signal.value("buffer_norm")
+        after, largest = self.largest(state, signal)
+        along = (1 - g / largest) * g / m if largest > 0 and m > 0 else 0.0
+        return after, Step(1.0, along, mix=(along, 1.0))
+
+    @staticmethod
+    def largest(state: State, signal: RoundSignal) -> tuple[State, float]:
+        """Return the next state and M, the largest |g| of at least half of the rounds."""
         older, newer = state.get("older", 0.0), state.get("newer", 0.0)
         if signal.round & (signal.round - 1) == 0:  # 1, 2, 4, 8, ...: both together cover at least half of the rounds
             older, newer = newer, 0.0
-        newer = max(newer, g)
-        largest = max(older, newer)
-        along = (1 - g / largest) * g / m if largest > 0 and m > 0 else 0.0
-        return {"older": older, "newer": newer}, Step(1.0, along, mix=(along, 1.0))
+        newer = max(newer, signal.value("pseudo_gradient_norm"))
+        return {"older": older, "newer": newer}, max(older, newer)
 
     def canonical(self, rule: OuterRule) -> OuterRule:
         """Return the same rule for all, also for those without momentum."""

@@ -4,13 +4,14 @@
 
 METHOD is one of the shelf, or a restart policy that needs no rule (`auto`). RESTART is a policy, or K for a tuned
 period; SLOT is filter, schedule or readout. Tuned are the inner learning rate, the method's `lr` and its own main
-number (a momentum, or a share of an average), each unless the text fixes it: `adamw:beta2=0.99:lr=0.1`.
+number (a momentum, or a share of an average), each unless the text fixes it: `adamw:beta2=0.99:lr=0.1`. A value behind
+`~` is where a search starts: `nesterov:momentum=~0.6`, or, of a policy that needs no rule, `along:~0.5`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +34,7 @@ _MAIN = ("momentum", "mu_x", "beta")
 """Fields of a method that are its main number beside the learning rate, the first that it has."""
 _SLOTS = ("filter", "schedule", "readout")
 _TUNED_PERIOD, _FIRST_PERIOD = "K", "3"
+_TUNED = "~"
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +52,7 @@ class Arm:
     text: str
     inner_lr: float
     scales: Mapping[str, Scale] = field(init=False)
-    """Of the tuned numbers, by dotted path, `method.FIELD` or `period`."""
+    """Of the tuned numbers, by dotted path, `method.FIELD`, `policy.FIELD` or `period`."""
     _fixed: Mapping[str, str] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -74,6 +76,8 @@ class Arm:
         values[METHOD] = ":".join([self._fixed[METHOD], *tuned])
         if "period" in numbers:
             values[RESTART] = str(int(numbers["period"]))
+        if of_policy := {name[7:]: value for name, value in numbers.items() if name.startswith("policy.")}:
+            values[RESTART] = str(dataclasses.replace(parse_policy(values[RESTART]), **of_policy))  # type: ignore[type-var]
         return Cell(self.text, values, with_values(base, values))
 
 
@@ -91,22 +95,30 @@ def check_arm_options(paths: Iterable[str]) -> None:
 
 def _read(text: str) -> tuple[dict[str, Scale], dict[str, str]]:
     """Return the scales of an arm's text but for the inner learning rate's, and what it fixes by dotted path."""
-    head, *others = text.split("+")
+    head, *parts = text.split("+")
     name, at, restart = head.partition("@")
-    value = _method_or_policy(name)
+    value = _method_or_policy(name.replace(_TUNED, ""))
     scales: dict[str, Scale] = {}
     if isinstance(value, RestartPolicy):
         if at:
             raise ValueError(f"{name} is a restart policy itself; leave @{restart} out")
         fixed = {METHOD: "sgd", RESTART: str(value)}
+        places = zip(dataclasses.fields(value), name.split(":")[1:], strict=False)  # type: ignore[arg-type]
+        tuned = [field.name for field, word in places if word.startswith(_TUNED)]
+        scales = {f"policy.{name}": Scale(getattr(value, name)) for name in tuned}
     else:
-        scales = _scales(value, {word.partition("=")[0] for word in name.split(":")[1:]})
+        words = [word.partition("=") for word in name.split(":")[1:]]
+        tuned = [name for name, _, number in words if number.startswith(_TUNED)]
+        scales = _scales(value, {name for name, _, _ in words} - {*tuned})
+        if others := [name for name in tuned if f"method.{name}" not in scales]:
+            raise ValueError(f"{', '.join(others)} of {value.name} is not tuned; fix it, as beta2=0.99, without {_TUNED}")
+        name = ":".join([name.partition(":")[0], *("".join(word) for word in words if word[0] not in tuned)])
         policy = parse_policy(_FIRST_PERIOD if restart == _TUNED_PERIOD else restart if at else "never")
         _check_restart(value, policy)
         fixed = {METHOD: name, RESTART: str(policy)}
         if restart == _TUNED_PERIOD:
             scales["period"] = Scale(float(_FIRST_PERIOD), "whole", low=1, high=1000)
-    for other in others:
+    for other in parts:
         slot, equals, words = other.partition("=")
         if slot not in _SLOTS or not equals or f"outer.{slot}" in fixed:
             raise ValueError(f"{other!r} is no part of an arm; write +SLOT=TEXT with each of {', '.join(_SLOTS)} once")
@@ -147,7 +159,7 @@ def _needs_no_rule(policy: RestartPolicy) -> bool:
     return True
 
 
-def _scales(method: Method, fixed: set[str]) -> dict[str, Scale]:
+def _scales(method: Method, fixed: Collection[str]) -> dict[str, Scale]:
     """Return the scales of a method's learning rate and main number, unless they are fixed."""
     values = {field.name: getattr(method, field.name) for field in dataclasses.fields(method)}  # type: ignore[arg-type]
     main = next((name for name in _MAIN if name in values), "")

@@ -8,7 +8,8 @@ Restart tests: `gradient`, `cosine:0.2`, `norm:1.5`, `speed` and `opposed` (each
 round's g is mixed in; `tracked`, a period that follows the effective progress which the rounds show. And rules that
 change the step or the buffer without forgetting: `cap:1` (bounded gain), `bound:1.5` (bounded buffer), `slowmo` (buffer
 in units of the inner learning rate), `reseed:3` (the buffer begins at g instead of 0), `debiased:3` (no small steps
-after a restart), `lookahead:0.1:0.1` (no momentum early and late in the run).
+after a restart), `lookahead:0.1:0.1` (no momentum early and late in the run). And `auto` in parts, as its controls:
+`along:0.5` (its direction with a fixed gain), `ramp:0.5` (with one that rises over the run), `gain:1` (its gain alone).
 
 Source: theory notes R29 to R31.
 """
@@ -26,6 +27,7 @@ from twophase.policies.base import AVERAGING, MEASURED, Decision, Restart, Resta
 from twophase.policies.checks import check_count, check_number
 from twophase.policies.text import POLICIES_VARIABLE, register
 from twophase.rule import OuterRule
+from twophase.studies.extrapolation import Along as Along  # that module registers its own
 
 
 def share_with_workers() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from twophase.base.config import fingerprint, to_tree
+from twophase.base.config import LATER, fingerprint, to_tree
 from twophase.training.config import LARGEST_LR, RunConfig, require, whole_numbers
 from twophase.training.config import check as check_run
 
@@ -57,6 +57,9 @@ class DataConfig:
     """Sequences a replica and inner step."""
     held_out: float = 0.08
     """Share of the documents that is held out for validation; tokens: brings its own validation split."""
+    split: Literal["iid", "non-iid"] = field(default="iid", metadata=LATER)
+    """How replicas share the documents of a text: iid (in random order), or non-iid (in the corpus's order, so that each
+    replica has its own kind: another part of the library, or of the file). The held-out documents are the same."""
     validation_windows: int = 256
     """Sequences of a validation, spread evenly over the held-out text."""
 
@@ -120,6 +123,12 @@ def check(config: TrainConfig) -> TrainConfig:
             ("model.rope_theta", lambda theta: 0 < theta <= LARGEST_LR, f"above 0 and at most {LARGEST_LR:g}"),
             ("model.norm_eps", lambda eps: 0 < eps <= LARGEST_LR, f"above 0 and at most {LARGEST_LR:g}"),
             ("data.vocabulary", lambda name: name in VOCABULARY_SIZES, f"one of {', '.join(VOCABULARY_SIZES)}"),
+            ("data.split", lambda name: name in ("iid", "non-iid"), "iid or non-iid"),
+            (
+                "data.split",
+                lambda name: name == "iid" or not config.data.corpus.startswith("tokens:"),
+                "iid with tokens:, which replicas share in the order of the shards",
+            ),
             ("data.held_out", lambda share: 0 < share < 1, "between 0 and 1, for example 0.08"),
             (
                 "compute.micro_batch",

@@ -203,7 +203,7 @@ def load_documents(corpus: str) -> tuple[list[str], str]:
 
 
 def _text_corpus(data: DataConfig, replicas: int, named: str) -> Corpus:
-    """Load, shuffle, hold out, encode and share out a text.
+    """Load, shuffle (of a non-iid split only the held-out part), hold out, encode and share out a text.
 
     The documents are shuffled once and for all (not by the run's seed), so that every run on the same text is judged on
     the same held-out documents: whole documents, never windows of documents that were trained on.
@@ -212,7 +212,8 @@ def _text_corpus(data: DataConfig, replicas: int, named: str) -> Corpus:
     count = len(texts)
     order = np.argsort(np.random.Philox(key=0).random_raw(count), kind="stable")
     apart = min(max(round(data.held_out * count), 1), count - 1)
-    parts = [SEPARATOR.join(texts[i] for i in numbers) for numbers in (order[apart:], order[:apart])]
+    training = order[apart:] if data.split == "iid" else np.sort(order[apart:])
+    parts = [SEPARATOR.join(texts[i] for i in numbers) for numbers in (training, order[:apart])]
     unknown = sum(replaced(data.vocabulary, part) for part in parts) / sum(map(len, parts))
     if unknown > MAX_REPLACED:
         raise UsageError(

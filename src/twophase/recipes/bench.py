@@ -1,0 +1,136 @@
+"""The bench: places, arms and budget of a comparison of outer optimizers that is fixed before its runs.
+
+A place is a task with a size, a length, a communication period, a number of replicas and an inner schedule. At every
+place each arm has the same number of settings for its search, on tuning seeds; what it found is judged on held-out
+seeds. All of it is the protocol; a change of anything raises `PROTOCOL`, and numbers of different protocols are never
+compared. `docs/bench/registration-1.md` says what is asked of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from twophase.base.config import fingerprint, to_tree, with_values
+from twophase.tasks.named import LM, TASK, config_class
+
+PROTOCOL = 1
+CANDIDATES = ("auto", "averaging+filter=orthogonal", "auto+filter=orthogonal")
+"""Arms without an outer number to tune."""
+SCHEDULES = (
+    "memoryless+schedule=linear:final=2",
+    "heavy-ball:momentum=~0.6+schedule=momentum:warmup=0",
+    "ramp:~0.5",
+    "along:~0.5",
+    "gain:~1",
+)
+"""Controls of `auto`: what depends on the round alone, or is one part of it."""
+MOMENTUM = (
+    "heavy-ball:momentum=~0.6",
+    "heavy-ball:momentum=~0.6@3",
+    "heavy-ball:momentum=~0.6@K",
+    "nesterov:momentum=~0.6",
+    "nesterov:momentum=~0.6@3",
+    "nesterov:momentum=~0.6@K",
+)
+SHELF = ("adamw", "adamw@3", "muon", "muon@3", "slowmo", "slowmo@3", "averaging+readout=tail:rounds=3")
+ONE_REPLICA = ("gpa", "schedule-free")
+"""Arms for a single replica alone. There Nesterov is SNOO, and memoryless is Lookahead."""
+ARMS = ("memoryless", *CANDIDATES, *SCHEDULES, *MOMENTUM, "nesterov:momentum=~0.6+filter=orthogonal", *SHELF)
+"""Beside averaging, at every place of the full list."""
+FEW = ("memoryless", *CANDIDATES, "ramp:~0.5", "nesterov:momentum=~0.6", "nesterov:momentum=~0.6@3")
+"""At the places that are there for a trend."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where arms are compared.
+
+    Args:
+        name: of its folder and of its rows.
+        title: in words.
+        values: of the configuration, by dotted path.
+        task: by name.
+        few: whether only `FEW` are compared, with five eighths of the settings, on five held-out seeds.
+    """
+
+    name: str
+    title: str
+    values: Mapping[str, Any]
+    task: str = LM
+    few: bool = False
+
+    def base(self) -> Any:
+        """Return the configuration of its runs, of which the inner learning rate is where searches begin."""
+        named = {f"{TASK}.name": self.task} if self.task != LM else {}
+        return with_values(config_class(self.task)(), {**named, "inner.lr": 8e-3, **self.values})
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        """What is compared with averaging."""
+        one = ONE_REPLICA if self.values["replicas"] == 1 else ()
+        return FEW if self.few else (*ARMS, *one)
+
+
+def _place(name: str, title: str, replicas: int, inner_steps: int, steps: int, **values: Any) -> Place:
+    task, few = values.pop("task", LM), values.pop("few", False)
+    dotted = {path.replace("__", "."): value for path, value in values.items()}
+    return Place(name, title, {"replicas": replicas, "inner_steps": inner_steps, "steps": steps} | dotted, task, few)
+
+
+PLACES = (
+    _place("short", "2 replicas, S = 16, 30 rounds, cosine, width 32", 2, 16, 480),
+    _place("non-iid", "4 replicas, each with its own kind of document, S = 16, 30 rounds", 4, 16, 480,
+           data__split="non-iid", data__batch_size=4),
+    _place("one-replica", "1 replica, S = 16, 60 rounds", 1, 16, 960),
+    _place("code", "2 replicas, a second text, S = 16, 30 rounds, wsd", 2, 16, 480,
+           data__corpus="python-code", inner__schedule="wsd"),
+    _place("digits", "4 replicas, a small image classifier, S = 8, 20 rounds", 4, 8, 160, task="digits", inner__lr=32e-3),
+    _place("sparse", "2 replicas, S = 64, 12 rounds, wsd", 2, 64, 768, inner__schedule="wsd", inner__lr=4e-3),
+    _place("eight", "8 replicas, S = 8, 30 rounds", 8, 8, 240, data__batch_size=4),
+    _place("long", "2 replicas, S = 16, 60 rounds", 2, 16, 960),
+    _place("width-64", "as short, 15 rounds, width 64", 2, 16, 240, few=True,
+           model__hidden_size=64, model__intermediate_size=176),
+    _place("width-128", "as short, 15 rounds, width 128", 2, 16, 240, few=True,
+           model__hidden_size=128, model__intermediate_size=352, model__heads=4, inner__lr=4e-3),
+    _place("width-256", "as short, 10 rounds, width 256", 2, 16, 160, few=True,
+           model__hidden_size=256, model__intermediate_size=704, model__heads=8, inner__lr=2e-3),
+    _place("inner-muon", "as short, inner Muon in the place of AdamW", 2, 16, 480, few=True,
+           inner__method="muon", inner__lr=16e-3),
+)  # fmt: skip
+"""All places; the first eight have all arms."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is spent on an arm at a place.
+
+    Args:
+        points: settings that its search may try.
+        seeds: tuning seeds.
+        fresh: held-out seeds.
+        places: names of the places.
+    """
+
+    points: int
+    seeds: tuple[int, ...]
+    fresh: tuple[int, ...]
+    places: tuple[str, ...] = field(default=tuple(place.name for place in PLACES))
+
+    def at(self, place: Place) -> Size:
+        """Return what is spent at a place."""
+        if not place.few:
+            return self
+        return Size(max(self.points * 5 // 8, 1), self.seeds, self.fresh[:5], self.places)
+
+
+FULL = Size(16, (0, 1), tuple(range(100, 110)))
+QUICK = Size(10, (0,), tuple(range(100, 105)), tuple(place.name for place in PLACES if not place.few))
+SIZES = {"quick": QUICK, "full": FULL}
+
+
+def protocol_fingerprint() -> str:
+    """Return what tells protocols apart: a digest of places, arms and sizes."""
+    places = [{"name": place.name, "arms": place.arms, "base": to_tree(place.base())} for place in PLACES]
+    return fingerprint({"places": places, "sizes": {name: asdict(size) for name, size in SIZES.items()}})
