@@ -111,7 +111,9 @@ def _read(text: str) -> tuple[dict[str, Scale], dict[str, str]]:
         tuned = [name for name, _, number in words if number.startswith(_TUNED)]
         scales = _scales(value, {name for name, _, _ in words} - {*tuned})
         if others := [name for name in tuned if f"method.{name}" not in scales]:
-            raise ValueError(f"{', '.join(others)} of {value.name} is not tuned; fix it, as beta2=0.99, without {_TUNED}")
+            raise ValueError(
+                f"{', '.join(others)} of {value.name} is not tuned; fix it, as beta2=0.99, without {_TUNED}"
+            )
         name = ":".join([name.partition(":")[0], *("".join(word) for word in words if word[0] not in tuned)])
         policy = parse_policy(_FIRST_PERIOD if restart == _TUNED_PERIOD else restart if at else "never")
         _check_restart(value, policy)

@@ -69,8 +69,8 @@ class Place:
     @property
     def arms(self) -> tuple[str, ...]:
         """What is compared with averaging."""
-        one = ONE_REPLICA if self.values["replicas"] == 1 else ()
-        return FEW if self.few else (*ARMS, *one)
+        single = ONE_REPLICA if self.values["replicas"] == 1 else ()
+        return FEW if self.few else (*ARMS, *single)
 
 
 def _place(name: str, title: str, replicas: int, inner_steps: int, steps: int, **values: Any) -> Place:
@@ -86,7 +86,8 @@ PLACES = (
     _place("one-replica", "1 replica, S = 16, 60 rounds", 1, 16, 960),
     _place("code", "2 replicas, a second text, S = 16, 30 rounds, wsd", 2, 16, 480,
            data__corpus="python-code", inner__schedule="wsd"),
-    _place("digits", "4 replicas, a small image classifier, S = 8, 20 rounds", 4, 8, 160, task="digits", inner__lr=32e-3),
+    _place("digits", "4 replicas, a small image classifier, S = 8, 20 rounds", 4, 8, 160,
+           task="digits", inner__lr=32e-3),
     _place("sparse", "2 replicas, S = 64, 12 rounds, wsd", 2, 64, 768, inner__schedule="wsd", inner__lr=4e-3),
     _place("eight", "8 replicas, S = 8, 30 rounds", 8, 8, 240, data__batch_size=4),
     _place("long", "2 replicas, S = 16, 60 rounds", 2, 16, 960),

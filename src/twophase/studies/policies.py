@@ -27,7 +27,10 @@ from twophase.policies.base import AVERAGING, MEASURED, Decision, Restart, Resta
 from twophase.policies.checks import check_count, check_number
 from twophase.policies.text import POLICIES_VARIABLE, register
 from twophase.rule import OuterRule
-from twophase.studies.extrapolation import Along as Along  # that module registers its own
+from twophase.studies import extrapolation
+
+AUTO_PARTS = (extrapolation.Along, extrapolation.Ramp, extrapolation.Gain)
+"""Policies that the import registers."""
 
 
 def share_with_workers() -> None:

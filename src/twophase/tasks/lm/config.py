@@ -58,8 +58,8 @@ class DataConfig:
     held_out: float = 0.08
     """Share of the documents that is held out for validation; tokens: brings its own validation split."""
     split: Literal["iid", "non-iid"] = field(default="iid", metadata=LATER)
-    """How replicas share the documents of a text: iid (in random order), or non-iid (in the corpus's order, so that each
-    replica has its own kind: another part of the library, or of the file). The held-out documents are the same."""
+    """How replicas share the documents of a text: iid (in random order), or non-iid (in the corpus's order, so that
+    each has its own kind: another part of the library, or of the file). The held-out documents are the same."""
     validation_windows: int = 256
     """Sequences of a validation, spread evenly over the held-out text."""
 
