@@ -26,6 +26,10 @@ GOOD: list[tuple[str, set[str], dict[str, Any]]] = [
     ("schedule-free", {"method.lr", "method.beta"}, {"method": "schedule-free:lr="}),
     ("torch:optimizer=Adagrad:options=lr=0.1", set(), {"method": "torch:optimizer=Adagrad:options=lr=0.1"}),
     ("auto", set(), {"method": "sgd", "restart": "auto"}),
+    ("nesterov:momentum=~0.6", {"method.lr", "method.momentum"}, {"method": "nesterov:lr=0.7:momentum=0.6"}),
+    ("heavy-ball:lr=~2:momentum=0.3", {"method.lr"}, {"method": "heavy-ball:momentum=0.3:lr=2"}),
+    ("along:~0.5", {"policy.share"}, {"method": "sgd", "restart": "along:0.5"}),
+    ("gain:2", set(), {"restart": "gain:2"}),
     ("auto+readout=tail:rounds=4", set(), {"restart": "auto", "readout": "tail:rounds=4"}),
     (
         "nesterov+schedule=cosine+filter=clip:norm=2",
@@ -59,7 +63,7 @@ def test_arms(text: str, tuned: set[str], values: dict[str, Any]) -> None:
 BAD = (
     " @3 nesterv nesterov@ nesterov@0 nesterov@k nesterov@auto memoryless@3 gpa@3 averaging@K auto@3 3 never loss "
     "nesterov:lr=0.7:lr=1 nesterov:rate=1 nesterov+ nesterov+lr=1 nesterov+readout nesterov+readout=tial "
-    "nesterov+readout=tail+readout=ema"
+    "nesterov+readout=tail+readout=ema adamw:beta2=~0.9 nesterov:momentum=~ nesterov:momentum=~2 along:~ nesterov@~3"
 ).split(" ")
 
 

@@ -128,6 +128,17 @@ def test_held_out_documents_depend_on_the_text_only(tmp_path: Path):
     assert set(decode("char", first).split()) != {f"word{i}" for i in range(4)}
 
 
+def test_replicas_of_a_non_iid_split_have_their_own_documents(tmp_path: Path):
+    """Documents stay in their order, so that shares differ in kind; the held-out ones are those of the iid split."""
+    path = numbered(tmp_path / "a.jsonl", 50)
+    mixed, apart = (text_corpus(path, 2, split=split) for split in ("iid", "non-iid"))
+    assert stream(mixed.held_out).tolist() == stream(apart.held_out).tolist()
+    trained = [
+        [int(text.split()[0][4:]) for text in decode("char", stream(c.training)).split("\n\n")] for c in (mixed, apart)
+    ]
+    assert sorted(trained[0]) == trained[1] != trained[0]
+
+
 @pytest.mark.parametrize("replicas", [1, 2, 3, 7])
 def test_replicas_share_the_text_equally(tmp_path: Path, replicas: int):
     """The shares are equal, contiguous and disjoint, and leave out fewer tokens than there are replicas."""
