@@ -256,6 +256,23 @@ def test_in_process_replicas_resume(policy: str, options: str):
     assert whole["untouched"] == [True] * len(whole["shared"])
 
 
+@pytest.mark.parametrize(("moves", "expected"), [((1.0, 1.0), 1.0), ((1.0, 0.0), 0.5), ((1.0, -1.0), 0.0)])
+def test_agreement_is_reported(moves: tuple[float, float], expected: float):
+    """Where a policy has it measured, a report has |g|^2 over the mean squared norm; else it has no such entry."""
+    for policy in ("test-agreeing:0.1", "3"):
+        models = [network(0) for _ in moves]
+        engine = DiLoCo(models, RULE, inner_steps=1, restart=policy)
+        with torch.no_grad():
+            for model, move in zip(models, moves, strict=True):
+                for parameter in model.parameters():
+                    parameter.add_(move)
+        report = engine.step()
+        assert report is not None
+        fragment = report.as_dict()["fragments"][0]
+        assert ("agreement" in fragment) == (policy != "3")
+        assert fragment.get("agreement", expected) == pytest.approx(expected, abs=1e-6)
+
+
 def test_candidates_have_the_other_fragments_at_the_anchor():
     """A fragment's candidates are judged with the others as they were agreed on, at the candidate's own step."""
     seen: list[dict[str, torch.Tensor]] = []

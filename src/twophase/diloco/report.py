@@ -19,6 +19,8 @@ class FragmentRound:
         inner_steps: inner steps of each replica that it is made of.
         restarted: whether the momentum of any of its param groups restarted.
         checksum: digits that depend on every bit of its new anchor.
+        agreement: |g|^2 over the mean of the replicas' squared norms, where a policy or a filter has it measured: 1 if
+            they agree, 1 / replicas if they share nothing.
     """
 
     name: str
@@ -26,6 +28,7 @@ class FragmentRound:
     inner_steps: int
     restarted: bool
     checksum: str
+    agreement: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +116,9 @@ class RoundReport:
         """
         fields = asdict(self)
         del fields["signals"]
+        for fragment in fields["fragments"]:
+            if fragment["agreement"] is None:
+                del fragment["agreement"]
         return fields | {"buffer_norm": self.buffer_norm, "cosine": self.cosine, "gain": self.gain}
 
     def __str__(self) -> str:

@@ -295,7 +295,8 @@ class Sync:
             else:
                 digests = [part.fragment.digest(part.digests) for part in self.parts]
         reports = []
-        for part, digest in zip(self.parts, digests, strict=True):
+        for index, (part, digest) in enumerate(zip(self.parts, digests, strict=True)):
+            agreement = self._shared.shown(index).get(AGREEMENT)
             restarted = any(group.restarted for group in part.groups)
             name, number = part.fragment.name, part.fragment.round
             reports.append(
@@ -309,7 +310,7 @@ class Sync:
                     attempts=members.attempts,
                     minority=members.minority,
                     restarted=restarted,
-                    fragments=(FragmentRound(name, number, part.steps, restarted, digest["anchor"]),),
+                    fragments=(FragmentRound(name, number, part.steps, restarted, digest["anchor"], agreement),),
                     groups=part.groups,
                     pseudo_gradient_norm=part.norm,
                     signals=self._shared.signals,

@@ -8,11 +8,13 @@ compared. `docs/bench/registration-1.md` says what is asked of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from typing import Any
 
 from twophase.base.config import fingerprint, to_tree, with_values
+from twophase.recipes.arms import CONTROL
 from twophase.tasks.named import LM, TASK, config_class
 
 PROTOCOL = 1
@@ -131,7 +133,55 @@ QUICK = Size(10, (0,), tuple(range(100, 105)), tuple(place.name for place in PLA
 SIZES = {"quick": QUICK, "full": FULL}
 
 
+@dataclass(frozen=True)
+class Family:
+    """Comparisons that share a chance of 5 % for any wrong word among them.
+
+    Args:
+        title: in words.
+        pairs: place, arm and what it is held against.
+    """
+
+    title: str
+    pairs: tuple[tuple[str, str, str], ...]
+
+
+def families() -> tuple[Family, ...]:
+    """Return the comparisons of registration 1, in its order."""
+    main = [place for place in PLACES if not place.few]
+    simple = ("memoryless", *SCHEDULES)
+
+    def of_all(arms: Iterable[str], controls: Iterable[str]) -> tuple[tuple[str, str, str], ...]:
+        pairs = list(product(arms, controls))
+        return tuple((place.name, *pair) for place in main for pair in pairs if pair[0] in place.arms)
+
+    others = [arm for arm in (*ARMS, *ONE_REPLICA) if arm not in CANDIDATES]
+    restarted = [arm for arm in ARMS if "@" in arm]
+    few = [(place.name, arm, CONTROL) for place in PLACES if place.few for arm in place.arms]
+    return (
+        Family("candidates against averaging", of_all(CANDIDATES, [CONTROL])),
+        Family("candidates against schedule controls", of_all(CANDIDATES, simple)),
+        Family("other arms against averaging", of_all(others, [CONTROL])),
+        Family("with a restart against without",
+               tuple(pair for arm in restarted for pair in of_all([arm], [arm.partition("@")[0]]))),
+        Family("places for a trend, against averaging", tuple(few)),
+    )  # fmt: skip
+
+
 def protocol_fingerprint() -> str:
     """Return what tells protocols apart: a digest of places, arms and sizes."""
     places = [{"name": place.name, "arms": place.arms, "base": to_tree(place.base())} for place in PLACES]
     return fingerprint({"places": places, "sizes": {name: asdict(size) for name, size in SIZES.items()}})
+
+
+def short(arm: str) -> str:
+    """Return an arm's text for a table: without where searches begin, and its parts in words."""
+    return (
+        arm.replace(":momentum=~0.6", "")
+        .replace("~0.5", "C")
+        .replace("~1", "C")
+        .replace("filter=", "")
+        .replace("schedule=linear:final=2", "rising rate")
+        .replace("schedule=momentum:warmup=0", "momentum ramp")
+        .replace("readout=tail:rounds=3", "tail average")
+    )

@@ -10,6 +10,7 @@ change the step or the buffer without forgetting: `cap:1` (bounded gain), `bound
 in units of the inner learning rate), `reseed:3` (the buffer begins at g instead of 0), `debiased:3` (no small steps
 after a restart), `lookahead:0.1:0.1` (no momentum early and late in the run). And `auto` in parts, as its controls:
 `along:0.5` (its direction with a fixed gain), `ramp:0.5` (with one that rises over the run), `gain:1` (its gain alone).
+`observe` averages and measures.
 
 Source: theory notes R29 to R31.
 """
@@ -27,9 +28,9 @@ from twophase.policies.base import AVERAGING, MEASURED, Decision, Restart, Resta
 from twophase.policies.checks import check_count, check_number
 from twophase.policies.text import POLICIES_VARIABLE, register
 from twophase.rule import OuterRule
-from twophase.studies import extrapolation
+from twophase.studies import _extrapolation as parts
 
-AUTO_PARTS = (extrapolation.Along, extrapolation.Ramp, extrapolation.Gain)
+AUTO_PARTS = (parts.Along, parts.Ramp, parts.Gain, parts.Observe)
 """Policies that the import registers."""
 
 

@@ -1,4 +1,4 @@
-"""The policy `auto` in parts, as its controls: the direction with a fixed or a rising gain, and the gain alone."""
+"""The policy `auto` in parts, as its controls: its direction with a fixed or a rising gain, its gain; and a measure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from twophase.policies.adaptive import Auto
-from twophase.policies.base import Decision, RestartPolicy, RoundSignal, State, Step
+from twophase.policies.base import AGREEMENT, AVERAGING, Decision, RestartPolicy, RoundSignal, State, Step
 from twophase.policies.checks import LARGEST, check_number
 from twophase.policies.text import register
 from twophase.rule import OuterRule
@@ -92,3 +92,22 @@ class Gain(_Part):
         after, largest = Auto.largest(state, signal)
         shrunk = 1 - signal.value("pseudo_gradient_norm") / largest if largest > 0 else 0.0
         return after, Step(1 + self.share * shrunk, 0.0)
+
+
+@register("observe")
+@dataclass(frozen=True, slots=True)
+class Observe(RestartPolicy):
+    """Average, and measure: the cosine of g and the last g, and how far replicas agree. Text form `observe`."""
+
+    needs: ClassVar[frozenset[str]] = Along.needs | {"cosine", AGREEMENT}
+    takes_steps: ClassVar[bool] = True
+
+    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
+        """Average; the buffer becomes g."""
+        del signal
+        return state, Step(AVERAGING.along_g, AVERAGING.along_m, mix=(0.0, 1.0))
+
+    def canonical(self, rule: OuterRule) -> OuterRule:
+        """Return the same rule for all, also for those without momentum."""
+        del rule
+        return OuterRule(1.0, 0.5)

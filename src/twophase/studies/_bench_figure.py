@@ -1,0 +1,86 @@
+"""The bench's figure: every arm at every place against averaging, and how often each is near the best."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from twophase.figures.style import INK, MUTED, PAPER, headline, look, new_page, share_legend
+from twophase.recipes.arms import CONTROL
+from twophase.recipes.bench import CANDIDATES, short
+from twophase.studies._bench_expected import MAIN
+from twophase.studies.study import Result
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+SIGNS = {"better": "+", "worse": "\N{MINUS SIGN}", "equivalent": "=", "undecided": ""}
+"""What a word looks like in the map."""
+
+
+def draw(result: Result) -> Figure:
+    """Draw each arm's ratio to averaging at each place, with the words, and how often each is near the best."""
+    figure = new_page(7.2)
+    upper, lower = figure.subplots(2, 1, height_ratios=(2.3, 1))
+    _map(upper, result)
+    _profile(lower, result)
+    share_legend(figure, [lower], columns=4)
+    arms = result.numbers["arms"]
+    best = max((arm for arm in arms if arms[arm]["mean_ratio"]), key=lambda arm: arms[arm]["mean_ratio"], default=None)
+    finding = (
+        "no place has been run"
+        if best is None
+        else f"{short(best)} has the best mean over {arms[best]['places']} places: "
+        f"{arms[best]['mean_ratio'] - 1:+.1%} on averaging"
+    )
+    headline(figure, finding, "every arm tuned with the same budget, judged on held-out seeds")
+    return figure
+
+
+def _map(axes: Axes, result: Result) -> None:
+    lines = {(line["arm"], line["place"]): line for line in result.rows if line["control"] == CONTROL}
+    arms = sorted(
+        (arm for arm, facts in result.numbers["arms"].items() if facts["places"]),
+        key=lambda arm: -(result.numbers["arms"][arm]["mean_ratio"] or 0),
+    )
+    places = result.numbers["places"]
+    values = np.full((len(arms), len(places)), math.nan)
+    for i, arm in enumerate(arms):
+        for j, place in enumerate(places):
+            line = lines.get((arm, place))
+            if line and line["ratio"]:
+                values[i, j] = 100 * (line["ratio"] - 1)
+    largest = max(5.0, float(np.nanmax(np.abs(values), initial=0.0)))
+    axes.imshow(values, cmap="PuOr", vmin=-largest, vmax=largest, aspect="auto")
+    for (i, j), value in np.ndenumerate(values):
+        if not math.isnan(value):
+            text = f"{value:+.1f} {SIGNS.get(lines[arms[i], places[j]]['word'], '')}".replace("-", "\N{MINUS SIGN}")
+            colour = PAPER if abs(value) > 0.6 * largest else INK
+            axes.text(j, i, text, ha="center", va="center", fontsize=6, color=colour)
+    axes.set_yticks(range(len(arms)), list(map(short, arms)), fontsize=6.5)
+    axes.set_xticks(range(len(places)), places, fontsize=6.5, rotation=20)
+    axes.set_title("ratio to averaging less 1, %: + better, \N{MINUS SIGN} worse, = equivalent", fontsize=7.5)
+
+
+def _profile(axes: Axes, result: Result) -> None:
+    lines = [line for line in result.rows if line["control"] == CONTROL and line["place"] in MAIN]
+    places = sorted({line["place"] for line in lines if line["word"] != "missing"})
+    arms = dict.fromkeys(line["arm"] for line in lines)
+    ratios = {arm: {line["place"]: line["ratio"] for line in lines if line["arm"] == arm} for arm in arms}
+    ratios[CONTROL] = dict.fromkeys(places, 1.0)
+    best = {place: max(by_place.get(place) or 0.0 for by_place in ratios.values()) for place in places}
+    shown = (CONTROL, *CANDIDATES, "ramp:~0.5", "nesterov:momentum=~0.6", "muon")
+    x = np.linspace(0, 25, 251)
+    everywhere = [arm for arm in ratios if len(ratios[arm]) == len(places) and arm not in shown]
+    for number, arm in enumerate([*everywhere, *shown]):
+        behind = np.array(
+            [100 * (best[place] / value - 1) if (value := ratios[arm].get(place)) else math.inf for place in places]
+        )
+        share = (behind[None, :] <= x[:, None]).mean(axis=1) if places else 0 * x
+        style: dict[str, Any] = look(shown.index(arm)) if arm in shown else {"color": MUTED, "alpha": 0.25}
+        axes.plot(x, share, label=short(arm) if arm in shown else None, zorder=2 + number / 100, **style)
+    axes.set_xlabel("x, % behind the best arm of the place")
+    axes.set_ylabel("share of places within x")

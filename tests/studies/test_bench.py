@@ -1,0 +1,97 @@
+"""The bench's registered comparisons: counts, words, and what an expectation needs before it is judged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+
+from twophase.figures.style import rendered, styled
+from twophase.judge.decision import decide
+from twophase.recipes.arms import CONTROL
+from twophase.recipes.bench import PLACES, families
+from twophase.studies import bench
+
+ORTHOGONAL = "averaging+filter=orthogonal"
+EXPECTED = {"candidates against averaging": 24, "candidates against schedule controls": 144,
+            "other arms against averaging": 162, "with a restart against without": 56,
+            "places for a trend, against averaging": 28}  # fmt: skip
+"""Of docs/bench/registration-1.md."""
+
+
+def rows_of(gains: Mapping[str, float], places: int = len(PLACES), noise: float = 0.01) -> list[dict[str, str]]:
+    """Rows in which an arm is ahead of averaging by its gain, a natural logarithm, everywhere."""
+    random = np.random.default_rng(3)
+    rows = []
+    for place in PLACES[:places]:
+        base = random.normal(2.0, 0.1, 10)
+        for arm in (CONTROL, *place.arms):
+            for seed in range(5 if place.few else 10):
+                result = math.exp(base[seed] - gains.get(arm, 0.0) + random.normal(0, noise))
+                rows.append({"place": place.name, "arm": arm, "seed": str(100 + seed), "result": repr(result),
+                             "seconds": "36"})  # fmt: skip
+    return rows
+
+
+def holds(rows: list[dict[str, str]]) -> dict[str, bool | None]:
+    """Whether each expectation holds, by its number."""
+    expectations = bench.table(rows=rows).numbers["expectations"]
+    return {claim.split()[0]: fact["holds"] for claim, fact in expectations.items()}
+
+
+def test_the_families_are_those_of_the_registration() -> None:
+    """Each has its registered number of comparisons, and none is in two of them."""
+    assert {family.title: len(family.pairs) for family in families()} == EXPECTED
+    pairs = [pair for family in families() for pair in family.pairs]
+    assert len(set(pairs)) == len(pairs)
+
+
+def test_words_are_corrected_for_their_family() -> None:
+    """A line's word and interval are those of `decide` on common seeds, with its family's number of comparisons."""
+    rows = rows_of({"auto": 0.02})
+    results = bench.results_of(rows)
+    for line in bench.table(rows=rows).rows:
+        mine, other = (results[line["place"], line[side]] for side in ("arm", "control"))
+        logs = [math.log(other[seed] / mine[seed]) for seed in mine]
+        decision = decide(logs, comparisons=EXPECTED[line["family"]])
+        assert line["word"] == decision.word
+        assert math.log(line["low"]) == pytest.approx(decision.low)
+
+
+def test_expectations() -> None:
+    """The moonshot holds where a candidate is far ahead of all, and not where a schedule is level with it."""
+    ahead = {ORTHOGONAL: 0.15, "auto+filter=orthogonal": 0.2, "auto": 0.05}
+    assert holds(rows_of(ahead))["6"] is True
+    assert holds(rows_of({**ahead, "ramp:~0.5": 0.2}))["6"] is False
+    every = holds(rows_of(ahead))
+    assert (every["3"], every["4"], every["5"], every["7"]) == (False, True, True, True)  # better than ramp
+    assert holds(rows_of({"nesterov:momentum=~0.6": 0.1}))["5"] is False
+    assert holds(rows_of({"adamw@3": 0.1}))["4"] is False
+
+
+def test_nothing_is_judged_before_its_places_have_been_run() -> None:
+    """With a part of the places the expectations are open, missing comparisons are counted, and the text says so."""
+    result = bench.table(rows=rows_of({ORTHOGONAL: 0.1}, places=3))
+    assert {fact["holds"] for fact in result.numbers["expectations"].values()} == {None}
+    assert result.numbers["words"]["places for a trend, against averaging"]["missing"] == 28
+    assert bench.answer(result).startswith("3 of 8 places")
+
+
+def test_an_arm_that_diverged_everywhere() -> None:
+    """An arm without a surviving setting is no missing one, and no place counts for it; diverged seeds are worst."""
+    rows = [row for row in rows_of({}) if row["arm"] != "adamw"]
+    rows += [{"place": "short", "arm": "adamw", "seed": "", "result": "", "seconds": "1"}]
+    rows = [{**row, "result": ""} if row["arm"] == "muon" and row["place"] == "long" else row for row in rows]
+    words = {(line["place"], line["arm"], line["control"]): line["word"] for line in bench.table(rows=rows).rows}
+    assert words["short", "adamw", CONTROL] == "all diverged"
+    assert words["code", "adamw", CONTROL] == "missing"
+    assert words["long", "muon", CONTROL] in ("worse", "undecided")
+
+
+@pytest.mark.parametrize("places", [1, len(PLACES)])
+def test_the_figure_can_be_drawn(places: int) -> None:
+    """Of a part of the places and of all."""
+    with styled():
+        assert rendered(bench.draw(bench.table(rows=rows_of({}, places=places))))[".png"]
