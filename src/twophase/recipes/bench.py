@@ -9,12 +9,13 @@ compared. `docs/bench/registration-1.md` says what is asked of it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from typing import Any
 
 from twophase.base.config import fingerprint, to_tree, with_values
-from twophase.recipes.arms import CONTROL
+from twophase.recipes.arms import CONTROL, Arm
+from twophase.sweeps.grid import Cell
 from twophase.tasks.named import LM, TASK, config_class
 
 PROTOCOL = 1
@@ -36,6 +37,7 @@ MOMENTUM = (
     "nesterov:momentum=~0.6@3",
     "nesterov:momentum=~0.6@K",
 )
+_DILOCO = "nesterov:lr=0.7:momentum=0.9"
 SHELF = ("adamw", "adamw@3", "muon", "muon@3", "slowmo", "slowmo@3", "averaging+readout=tail:rounds=3")
 ONE_REPLICA = ("gpa", "schedule-free")
 """Arms for a single replica alone. There Nesterov is SNOO, and memoryless is Lookahead."""
@@ -166,6 +168,32 @@ def families() -> tuple[Family, ...]:
                tuple(pair for arm in restarted for pair in of_all([arm], [arm.partition("@")[0]]))),
         Family("places for a trend, against averaging", tuple(few)),
     )  # fmt: skip
+
+
+TREATMENTS = {
+    "momentum": ("heavy-ball:lr=1:momentum=0.3", "observe"),
+    "DiLoCo's momentum": (_DILOCO, "observe"),
+    "a restart of it": (f"{_DILOCO}@3", _DILOCO),
+    "a rising rate": ("memoryless:lr=1+schedule=linear:final=2", "observe"),
+    "orthogonal": ("averaging+filter=orthogonal", "observe"),
+}
+"""Changes whose sign the map of regimes predicts, each with what it is held against; `observe` is averaging."""
+FITTED = ("short", "one-replica", "digits", "eight")
+"""Places on which its rules are chosen; they are judged on the other four."""
+
+
+def regime_cells(place: Place) -> list[Cell]:
+    """Return the runs of the map of regimes at a place: every treatment at four inner learning rates, two seeds."""
+    base, single = place.base(), place.values["replicas"] == 1
+    arms = dict.fromkeys(arm for pair in TREATMENTS.values() for arm in pair)
+    return [
+        # A single replica has none to agree with.
+        replace(Arm("along:0" if arm == "observe" and single else arm, lr).cell(base, {"inner.lr": lr}, seed), arm=arm)
+        for factor in (0.25, 0.5, 1, 2)
+        for lr in [factor * base.inner.lr]
+        for seed in (20, 21)
+        for arm in arms
+    ]
 
 
 def protocol_fingerprint() -> str:

@@ -1,0 +1,82 @@
+"""The runs behind the map of regimes: what averaging measures, and what changes of the outer optimizer give."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from twophase.base.files import table_text, write_atomic
+from twophase.cli.sweeping import complete
+from twophase.recipes.bench import PLACES, Place, regime_cells
+from twophase.runs.folder import ROUNDS
+from twophase.sweeps.grid import Sweep
+from twophase.sweeps.run import RUNS, TABLE
+from twophase.sweeps.table import read_rows, result
+from twophase.tasks.build import preflight_all
+
+RESULTS = "regimes.csv"
+
+
+def run_regimes(
+    out: Path, *, places: Sequence[Place] = PLACES, workers: int | None = None, quiet: bool = False
+) -> list[dict[str, Any]]:
+    """Run the treatments of the map of regimes at each place of the full list; repeating the call resumes it.
+
+    Args:
+        out: folder of all sweeps and of `regimes.csv`, which is written anew after every place.
+        places: of which those with few arms are left out.
+        workers: worker processes; None is one a core.
+        quiet: show no progress.
+
+    Returns:
+        A row for each run, with what was measured in those of averaging.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, Any]] = []
+    for place in places:
+        if place.few:
+            continue
+        cells, folder = regime_cells(place), out / place.name
+        sweep = Sweep(f"regimes-{place.name}", place.base(), cells)
+        complete(sweep, folder, texts=preflight_all(sweep.runs.values()), workers=workers, quiet=quiet)
+        by_run = {row.run: row for row in read_rows(folder / TABLE)}
+        for cell in cells:
+            row = by_run[cell.run_id]
+            measured = signals(folder / RUNS / cell.run_id / ROUNDS) if cell.arm == "observe" else {}
+            rows.append(
+                {
+                    "place": place.name,
+                    "arm": cell.arm,
+                    "inner.lr": cell.config.inner.lr,
+                    "seed": cell.config.seed,
+                    "result": result(row),
+                    **measured,
+                }
+            )
+        write_atomic(out / RESULTS, table_text(rows))
+    return rows
+
+
+def signals(rounds: Path) -> dict[str, float]:
+    """Return what a run of averaging has measured.
+
+    Returns:
+        `cosine`: median of the cosines of successive pseudo-gradients over the second half of the rounds;
+        `early_cosine`: over the first half; `shrunk`: 1 - |g| / M, of the mean of the last quarter and the largest |g|;
+        `agreement`: median over the rounds, where there are several replicas.
+    """
+    lines = [json.loads(line) for line in rounds.read_text(encoding="utf-8").splitlines()]
+    norms = [line["pseudo_gradient_norm"] for line in lines]
+    cosines = [line["cosine"] for line in lines[1:]]
+    half, quarter = len(cosines) // 2, max(len(norms) // 4, 1)
+    measured = {
+        "cosine": statistics.median(cosines[half:]),
+        "early_cosine": statistics.median(cosines[:half]),
+        "shrunk": 1 - math.fsum(norms[-quarter:]) / quarter / max(norms),
+    }
+    agreements = [line["fragments"][0]["agreement"] for line in lines if "agreement" in line["fragments"][0]]
+    return measured | ({"agreement": statistics.median(agreements)} if agreements else {})

@@ -1,0 +1,74 @@
+"""Predict the sign of what a change of the outer optimizer gives from one number that averaging's own run measures.
+
+A rule is a threshold on a single quantity: the change helps above it, or below it. It is chosen on one half of the places
+and judged on the other. With few cells anything richer would fit what is there by chance.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+Cell = Mapping[str, float]
+"""What a run measured, by name; a quantity that it cannot measure is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Predict that a change helps where `quantity` is above the threshold, or where it is at most that.
+
+    Args:
+        quantity: its name; empty for a rule that says the same everywhere.
+        threshold: of the quantity.
+        above: whether the change helps above it; of a rule that says the same everywhere, whether it helps.
+    """
+
+    quantity: str
+    threshold: float
+    above: bool
+
+    def helps(self, cell: Cell) -> bool:
+        """Whether the change is predicted to help."""
+        if not self.quantity:
+            return self.above
+        return (cell[self.quantity] > self.threshold) == self.above
+
+    def __str__(self) -> str:
+        if not self.quantity:
+            return "always" if self.above else "never"
+        return f"{self.quantity} {'above' if self.above else 'at most'} {self.threshold:.3g}"
+
+
+def fit(cells: Sequence[Cell], gains: Sequence[float], quantities: Sequence[str]) -> Rule:
+    """Return the rule with the most right signs; of equals the one with the widest gap at its threshold.
+
+    Args:
+        cells: what was measured.
+        gains: what the change gave in each, positive where it helped; natural logarithms.
+        quantities: names to choose from; those that are missing in a cell are left out.
+
+    Raises:
+        ValueError: no cells, or other numbers of cells and gains.
+    """
+    if not cells or len(cells) != len(gains):
+        raise ValueError(f"fit: {len(cells)} cells and {len(gains)} gains; give as many of both, at least one")
+    majority = Rule("", 0.0, sum(gain > 0 for gain in gains) * 2 > len(gains))
+    best, most, widest = majority, right(majority, cells, gains), 0.0
+    for quantity in quantities:
+        if any(quantity not in cell or not math.isfinite(cell[quantity]) for cell in cells):
+            continue
+        values = sorted({cell[quantity] for cell in cells})
+        spread = (values[-1] - values[0]) or 1.0
+        for low, high in zip(values, values[1:], strict=False):
+            for above in (True, False):
+                rule = Rule(quantity, (low + high) / 2, above)
+                count, gap = right(rule, cells, gains), (high - low) / spread
+                if count > most or (count == most and best.quantity and gap > widest):
+                    best, most, widest = rule, count, gap
+    return best
+
+
+def right(rule: Rule, cells: Sequence[Cell], gains: Sequence[float]) -> int:
+    """Return how many signs a rule has right; a gain of exactly 0 is none that helps."""
+    return sum(rule.helps(cell) == (gain > 0) for cell, gain in zip(cells, gains, strict=True))
