@@ -67,7 +67,7 @@ def signals(rounds: Path) -> dict[str, float]:
     Returns:
         `cosine`: median of the cosines of successive pseudo-gradients over the second half of the rounds;
         `early_cosine`: over the first half; `shrunk`: 1 - |g| / M, of the mean of the last quarter and the largest |g|;
-        `agreement`: median over the rounds, where there are several replicas.
+        `agreement`: median of |g|^2 over the mean of the replicas' squared norms; a single replica's is 1.
     """
     lines = [json.loads(line) for line in rounds.read_text(encoding="utf-8").splitlines()]
     norms = [line["pseudo_gradient_norm"] for line in lines]
@@ -79,4 +79,4 @@ def signals(rounds: Path) -> dict[str, float]:
         "shrunk": 1 - math.fsum(norms[-quarter:]) / quarter / max(norms),
     }
     agreements = [line["fragments"][0]["agreement"] for line in lines if "agreement" in line["fragments"][0]]
-    return measured | ({"agreement": statistics.median(agreements)} if agreements else {})
+    return measured | {"agreement": statistics.median(agreements) if agreements else 1.0}

@@ -1,11 +1,12 @@
 """Predict the sign of what a change of the outer optimizer gives from one number that averaging's own run measures.
 
-A rule is a threshold on a single quantity: the change helps above it, or below it. It is chosen on one half of the places
-and judged on the other. With few cells anything richer would fit what is there by chance.
+A rule is a threshold on a single quantity: the change helps above it, or below it. It is chosen on one half of the
+places and judged on the other. With few cells anything richer would fit what is there by chance.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -60,7 +61,7 @@ def fit(cells: Sequence[Cell], gains: Sequence[float], quantities: Sequence[str]
             continue
         values = sorted({cell[quantity] for cell in cells})
         spread = (values[-1] - values[0]) or 1.0
-        for low, high in zip(values, values[1:], strict=False):
+        for low, high in itertools.pairwise(values):
             for above in (True, False):
                 rule = Rule(quantity, (low + high) / 2, above)
                 count, gap = right(rule, cells, gains), (high - low) / spread

@@ -8,17 +8,20 @@ compared. `docs/bench/registration-1.md` says what is asked of it.
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
-from twophase.base.config import fingerprint, to_tree, with_values
+from twophase.base.config import UsageError, fingerprint, to_tree, with_values
 from twophase.recipes.arms import CONTROL, Arm
 from twophase.sweeps.grid import Cell
 from twophase.tasks.named import LM, TASK, config_class
 
 PROTOCOL = 1
+_FROM_WHEEL = Path(__file__).parent / "bench_tables"
 CANDIDATES = ("auto", "averaging+filter=orthogonal", "auto+filter=orthogonal")
 """Arms without an outer number to tune."""
 SCHEDULES = (
@@ -194,6 +197,20 @@ def regime_cells(place: Place) -> list[Cell]:
         for seed in (20, 21)
         for arm in arms
     ]
+
+
+def stored(name: str) -> list[dict[str, str]]:
+    """Return the rows of a stored table: `reference.csv` or `regimes.csv`.
+
+    Raises:
+        UsageError: this copy has none.
+    """
+    places = (_FROM_WHEEL, Path(__file__).parents[3] / "docs" / "bench")
+    path = next((place / name for place in places if (place / name).is_file()), None)
+    if path is None:
+        raise UsageError(f"{name} is not in this copy; make it: twophase bench --reference, or --regimes")
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def protocol_fingerprint() -> str:

@@ -10,10 +10,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from twophase.base.errors import UsageError
 from twophase.judge.decision import MARGIN, Decision, decide
 from twophase.recipes.arms import CONTROL
-from twophase.recipes.bench import CANDIDATES, PLACES, families, short
+from twophase.recipes.bench import CANDIDATES, PLACES, families, short, stored
 from twophase.studies._bench_expected import MAIN, candidate, expectations
 from twophase.studies._bench_figure import SIGNS, draw
 from twophase.studies.study import Result
@@ -33,7 +32,7 @@ def table(*, quick: bool = False, rows: Sequence[Mapping[str, str]] | None = Non
         rows: in the place of the stored ones.
     """
     del quick
-    rows = stored_rows() if rows is None else rows
+    rows = stored("reference.csv") if rows is None else rows
     results = results_of(rows)
     lines = [
         {"family": family.title, **_line(pair, results, len(family.pairs))}
@@ -52,11 +51,6 @@ def table(*, quick: bool = False, rows: Sequence[Mapping[str, str]] | None = Non
     }
     settings = {"main_places": MAIN, "margin": MARGIN, "comparisons": {f.title: len(f.pairs) for f in families()}}
     return Result(lines, numbers, settings)
-
-
-def stored_rows() -> list[dict[str, str]]:
-    """Return the rows of the reference table."""
-    raise UsageError("there is no reference table yet")
 
 
 def results_of(rows: Sequence[Mapping[str, str]]) -> Results:

@@ -1,0 +1,165 @@
+"""Does what averaging's own run measures say what a change of the outer optimizer would give?
+
+No run is made here: the rows are those of `twophase bench --regimes`. At eight places and four inner learning rates
+each a treatment is held against averaging, or a restart against none. A rule is a threshold on one measured quantity
+(`twophase.judge.regimes`), chosen on half of the places and judged on the other half, against the sign that was the
+more frequent one where it was chosen. docs/bench/registration-1.md says which half, and when a rule may be used.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from twophase.figures.style import MUTED, headline, look, new_page
+from twophase.judge.decision import MARGIN
+from twophase.judge.regimes import Rule, fit, right
+from twophase.recipes.bench import FITTED, TREATMENTS, stored
+from twophase.studies.study import Result
+from twophase.sweeps.table import format_table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+QUESTION = "Does averaging's own run say what a momentum, a restart or a rising outer rate would give?"
+QUANTITIES = ("cosine", "early_cosine", "shrunk", "agreement")
+GOAL = 0.8
+"""Share of the signs that a rule must have right, and more than the majority sign has."""
+
+
+def table(*, quick: bool = False, rows: Sequence[Mapping[str, str]] | None = None) -> Result:
+    """Choose a rule for each treatment on the fitted places, and judge it on the others.
+
+    Args:
+        quick: of no meaning here.
+        rows: in the place of the stored ones.
+    """
+    del quick
+    cells = cells_of(stored("regimes.csv") if rows is None else rows)
+    lines: list[dict[str, Any]] = []
+    rules: dict[str, Any] = {}
+    for treatment in TREATMENTS:
+        there = [cell for cell in cells if cell.get(treatment) is not None]
+        half, other = ([cell for cell in there if (cell["place"] in FITTED) == fitted] for fitted in (True, False))
+        rules[treatment] = _judged(treatment, half, other) if half and other else None
+        lines += [
+            {
+                "treatment": treatment,
+                **{name: cell.get(name) for name in ("place", "inner.lr", *QUANTITIES)},
+                "fitted": cell["place"] in FITTED,
+                "ratio": math.exp(cell[treatment]),
+            }
+            for cell in there
+        ]
+    places = list(dict.fromkeys(cell["place"] for cell in cells))
+    return Result(lines, {"places": places, "rules": rules}, {"fitted": FITTED, "goal": GOAL, "margin": MARGIN})
+
+
+def cells_of(rows: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
+    """Return for each place and inner learning rate what was measured, and the gain of each treatment.
+
+    Both are means over the seeds; a gain is a natural logarithm, infinite where one side alone diverged, and missing
+    where a side has not been run or both diverged.
+    """
+    grouped: dict[tuple[str, float], list[Mapping[str, str]]] = {}
+    for row in rows:
+        grouped.setdefault((row["place"], float(row["inner.lr"])), []).append(row)
+    cells = []
+    for (place, lr), group in grouped.items():
+        observed = [row for row in group if row["arm"] == "observe"]
+        cell: dict[str, Any] = {"place": place, "inner.lr": lr}
+        for name in QUANTITIES:
+            values = [float(row[name]) for row in observed if row.get(name)]
+            if observed and len(values) == len(observed):
+                cell[name] = math.fsum(values) / len(values)
+        logs = {
+            arm: _mean_log([row for row in group if row["arm"] == arm]) for pair in TREATMENTS.values() for arm in pair
+        }
+        for treatment, (arm, control) in TREATMENTS.items():
+            mine, other = logs[arm], logs[control]
+            if mine is not None and other is not None and (math.isfinite(mine) or math.isfinite(other)):
+                cell[treatment] = other - mine
+        cells.append(cell)
+    return cells
+
+
+def _mean_log(rows: Sequence[Mapping[str, str]]) -> float | None:
+    if not rows:
+        return None
+    return math.fsum(math.log(float(row["result"])) if row["result"] else math.inf for row in rows) / len(rows)
+
+
+def _judged(treatment: str, half: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return a treatment's rule, and how many signs it has right where it was not chosen."""
+    gains, others = ([cell[treatment] for cell in cells] for cells in (half, other))
+    majority = Rule("", 0.0, sum(gain > 0 for gain in gains) * 2 > len(gains))
+    rule = fit(half, gains, [name for name in QUANTITIES if all(name in cell for cell in (*half, *other))])
+    share, by_majority = (right(each, other, others) / len(other) for each in (rule, majority))
+    clear = [(cell, gain) for cell, gain in zip(other, others, strict=True) if abs(gain) > MARGIN]
+    return {
+        "rule": str(rule),
+        "fitted": right(rule, half, gains) / len(half),
+        "cells": len(other),
+        "helps": sum(gain > 0 for gain in others),
+        "share": share,
+        "majority": by_majority,
+        "clear": len(clear),
+        "clear_share": right(rule, *map(list, zip(*clear, strict=True))) / len(clear) if clear else None,
+        "usable": share >= GOAL and share > by_majority,
+    }
+
+
+def answer(result: Result) -> str:
+    """Say which signs can be predicted."""
+    rules = {name: facts for name, facts in result.numbers["rules"].items() if facts}
+    usable = [name for name, facts in rules.items() if facts["usable"]]
+    head = ["change", "it helps where", "right", "majority sign", "of clear ones", "helps in"]
+    body = [
+        [
+            name, facts["rule"], f"{facts['share']:.0%}", f"{facts['majority']:.0%}",
+            "" if facts["clear_share"] is None else f"{facts['clear_share']:.0%} of {facts['clear']}",
+            f"{facts['helps']} of {facts['cells']}",
+        ]
+        for name, facts in rules.items()
+    ]  # fmt: skip
+    return "\n".join(
+        [
+            f"Signs that can be predicted ({GOAL:.0%} right on places that took no part, and more than the majority "
+            f"sign): {', '.join(usable) or 'none'}.",
+            f"Chosen on {', '.join(p for p in result.numbers['places'] if p in FITTED)}; judged on "
+            f"{', '.join(p for p in result.numbers['places'] if p not in FITTED) or 'no place yet'}:",
+            format_table(head, body),
+        ]
+    )
+
+
+def draw(result: Result) -> Figure:
+    """Draw what each treatment gave over the cosine of successive pseudo-gradients."""
+    figure = new_page(4.6)
+    panels = figure.subplots(2, 3, sharex=True).ravel()
+    for axes, treatment in zip(panels, TREATMENTS, strict=False):
+        lines = [line for line in result.rows if line["treatment"] == treatment and math.isfinite(line["ratio"])]
+        for fitted in (True, False):
+            some = [line for line in lines if line["fitted"] == fitted and line["cosine"] is not None]
+            style = look(0 if fitted else 1)
+            axes.plot(
+                [line["cosine"] for line in some], [100 * (line["ratio"] - 1) for line in some], linestyle="",
+                marker="o" if fitted else "s", markersize=3, color=style["color"],
+                label="chosen here" if fitted else "judged here",
+            )  # fmt: skip
+        axes.axhline(0, color=MUTED, linewidth=0.6)
+        axes.set_title(treatment, fontsize=8)
+        axes.set_yscale("symlog", linthresh=5)
+    for axes in panels[len(TREATMENTS) :]:
+        axes.axis("off")
+    panels[0].legend(fontsize=6.5)
+    figure.supxlabel("cosine of successive pseudo-gradients, second half of the run", fontsize=8)
+    figure.supylabel("gain, %", fontsize=8)
+    usable = [name for name, facts in result.numbers["rules"].items() if facts and facts["usable"]]
+    headline(
+        figure,
+        f"predicted from averaging's own run: {', '.join(usable) or 'no sign'}",
+        "each point a place and an inner learning rate, mean of two seeds; above 0 the change helps",
+    )
+    return figure
