@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from twophase.figures.style import rendered, styled
+from twophase.judge.bench import results_of
 from twophase.judge.decision import decide
 from twophase.recipes.arms import CONTROL
 from twophase.recipes.bench import PLACES, families
@@ -51,7 +52,7 @@ def test_the_families_are_those_of_the_registration() -> None:
 def test_words_are_corrected_for_their_family() -> None:
     """A line's word and interval are those of `decide` on common seeds, with its family's number of comparisons."""
     rows = rows_of({"auto": 0.02})
-    results = bench.results_of(rows)
+    results = results_of(rows)
     for line in bench.table(rows=rows).rows:
         mine, other = (results[line["place"], line[side]] for side in ("arm", "control"))
         logs = [math.log(other[seed] / mine[seed]) for seed in mine]

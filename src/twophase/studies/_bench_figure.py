@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from twophase.figures.style import INK, MUTED, PAPER, headline, look, new_page, share_legend
+from twophase.figures.profiles import draw_profiles
+from twophase.figures.style import INK, PAPER, headline, new_page, share_legend
 from twophase.recipes.arms import CONTROL
 from twophase.recipes.bench import CANDIDATES, short
-from twophase.studies._bench_expected import MAIN
 from twophase.studies.study import Result
 
 if TYPE_CHECKING:
@@ -66,21 +66,7 @@ def _map(axes: Axes, result: Result) -> None:
 
 
 def _profile(axes: Axes, result: Result) -> None:
-    lines = [line for line in result.rows if line["control"] == CONTROL and line["place"] in MAIN]
-    places = sorted({line["place"] for line in lines if line["word"] != "missing"})
-    arms = dict.fromkeys(line["arm"] for line in lines)
-    ratios = {arm: {line["place"]: line["ratio"] for line in lines if line["arm"] == arm} for arm in arms}
-    ratios[CONTROL] = dict.fromkeys(places, 1.0)
-    best = {place: max(by_place.get(place) or 0.0 for by_place in ratios.values()) for place in places}
+    distances = result.numbers["behind"]
     shown = (CONTROL, *CANDIDATES, "ramp:~0.5", "nesterov:momentum=~0.6", "muon")
-    x = np.linspace(0, 25, 251)
-    everywhere = [arm for arm in ratios if len(ratios[arm]) == len(places) and arm not in shown]
-    for number, arm in enumerate([*everywhere, *shown]):
-        behind = np.array(
-            [100 * (best[place] / value - 1) if (value := ratios[arm].get(place)) else math.inf for place in places]
-        )
-        share = (behind[None, :] <= x[:, None]).mean(axis=1) if places else 0 * x
-        style: dict[str, Any] = look(shown.index(arm)) if arm in shown else {"color": MUTED, "alpha": 0.25}
-        axes.plot(x, share, label=short(arm) if arm in shown else None, zorder=2 + number / 100, **style)
-    axes.set_xlabel("x, % behind the best arm of the place")
-    axes.set_ylabel("share of places within x")
+    last = [*(arm for arm in distances if arm not in shown), *shown]
+    draw_profiles(axes, {arm: distances[arm] for arm in last}, {arm: short(arm) for arm in shown})

@@ -10,9 +10,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from twophase.judge.decision import MARGIN, Decision, decide
+from twophase.judge.bench import Against, Results, behind, results_of
+from twophase.judge.decision import MARGIN
 from twophase.recipes.arms import CONTROL
-from twophase.recipes.bench import CANDIDATES, PLACES, families, short, stored
+from twophase.recipes.bench import ARMS, CANDIDATES, PLACES, families, short, stored
 from twophase.studies._bench_expected import MAIN, candidate, expectations
 from twophase.studies._bench_figure import SIGNS, draw
 from twophase.studies.study import Result
@@ -20,8 +21,6 @@ from twophase.sweeps.table import format_table
 
 __all__ = ["QUESTION", "answer", "draw", "table"]
 QUESTION = "Which outer optimizer is better than plain averaging, if both are tuned?"
-Results = dict[tuple[str, str], dict[int, float]]
-"""By place and arm the result of each held-out seed, infinite where the run diverged."""
 
 
 def table(*, quick: bool = False, rows: Sequence[Mapping[str, str]] | None = None) -> Result:
@@ -46,6 +45,7 @@ def table(*, quick: bool = False, rows: Sequence[Mapping[str, str]] | None = Non
         "words": {family.title: _counts(lines, family.title) for family in families()},
         "arms": {arm: _summary(arm, words, ended) for arm in dict.fromkeys(line["arm"] for line in lines)},
         "candidates": {arm: candidate(arm, words, ended) for arm in CANDIDATES},
+        "behind": behind(results, ended, dict.fromkeys([CONTROL, *ARMS])),
         "expectations": expectations(words, ended),
         "cpu_hours": sum({(row["place"], row["arm"]): float(row["seconds"]) for row in rows}.values()) / 3600,
     }
@@ -53,39 +53,12 @@ def table(*, quick: bool = False, rows: Sequence[Mapping[str, str]] | None = Non
     return Result(lines, numbers, settings)
 
 
-def results_of(rows: Sequence[Mapping[str, str]]) -> Results:
-    """Return the results of some rows by place and arm; an arm without a setting that survived has no seed."""
-    results: Results = {}
-    for row in rows:
-        by_seed = results.setdefault((row["place"], row["arm"]), {})
-        if row["seed"]:
-            by_seed[int(row["seed"])] = float(row["result"]) if row["result"] else math.inf
-    return results
-
-
 def _line(pair: tuple[str, str, str], results: Results, comparisons: int) -> dict[str, Any]:
     """Hold an arm against another at a place; the word is `missing` where either has not been run."""
     place, arm, control = pair
-    mine, other = results.get((place, arm)), results.get((place, control))
-    line: dict[str, Any] = {"place": place, "arm": arm, "control": control, "word": "missing"}
-    if mine is None or other is None:
-        return line | dict.fromkeys(("ratio", "low", "high", "seeds"))
-    if not mine or not other:
-        return line | dict.fromkeys(("ratio", "low", "high"), None) | {"word": "all diverged", "seeds": 0}
-    decision = decided(mine, other, comparisons)
-    ends = {name: getattr(decision, value) for name, value in (("ratio", "mean"), ("low", "low"), ("high", "high"))}
-    return line | {
-        "word": decision.word,
-        **{name: None if end is None else math.exp(end) for name, end in ends.items()},
-        "seeds": decision.seeds,
-    }
-
-
-def decided(mine: Mapping[int, float], other: Mapping[int, float], comparisons: int) -> Decision:
-    """Decide between two arms on the seeds that both have; positive differences are the first one's."""
-    pairs = [(mine[seed], other[seed]) for seed in sorted(mine.keys() & other.keys())]
-    logs = [math.log(b) - math.log(a) for a, b in pairs if math.isfinite(a) or math.isfinite(b)]
-    return decide(logs, comparisons=comparisons)
+    against = Against.of(results, *pair, comparisons) or Against(control, "missing")
+    ends = {name: getattr(against, name) for name in ("ratio", "low", "high")}
+    return {"place": place, "arm": arm, "control": control, "word": against.word, **ends}
 
 
 def _counts(lines: Sequence[Mapping[str, Any]], family: str) -> dict[str, int]:

@@ -1,0 +1,151 @@
+"""What a bench says: arms held against one another at each place, seed by seed, and how often each is near the best."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from twophase.judge.decision import Decision, decide
+
+Results = dict[tuple[str, str], dict[int, float]]
+"""By place and arm the result of each held-out seed, infinite where the run diverged."""
+
+
+def results_of(rows: Iterable[Mapping[str, Any]]) -> Results:
+    """Return the results of some rows by place and arm; an arm without a setting that survived has no seed."""
+    results: Results = {}
+    for row in rows:
+        by_seed = results.setdefault((row["place"], row["arm"]), {})
+        if row["seed"] not in ("", None):
+            by_seed[int(row["seed"])] = math.inf if row["result"] in ("", None) else float(row["result"])
+    return results
+
+
+def decided(mine: Mapping[int, float], other: Mapping[int, float], comparisons: int) -> Decision:
+    """Decide between two arms on the seeds that both have; positive differences are the first one's."""
+    pairs = [(mine[seed], other[seed]) for seed in sorted(mine.keys() & other.keys())]
+    logs = [math.log(b) - math.log(a) for a, b in pairs if math.isfinite(a) or math.isfinite(b)]
+    return decide(logs, comparisons=comparisons)
+
+
+@dataclass(frozen=True, slots=True)
+class Against:
+    """An arm held against another at a place.
+
+    Args:
+        other: the other arm.
+        word: of `decide`; `all diverged` where one of the two has no setting that survived.
+        ratio: the other's result over the arm's, geometric means, above 1 where the arm is better; None without one.
+        low, high: ends of its interval.
+    """
+
+    other: str
+    word: str
+    ratio: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+    @classmethod
+    def of(cls, results: Results, place: str, arm: str, other: str, comparisons: int) -> Against | None:
+        """Hold an arm against another; None where either has not been run."""
+        mine, theirs = results.get((place, arm)), results.get((place, other))
+        if mine is None or theirs is None:
+            return None
+        if not mine or not theirs:
+            return cls(other, "all diverged")
+        decision = decided(mine, theirs, comparisons)
+        ends = (decision.mean, decision.low, decision.high)
+        return cls(other, decision.word, *(None if end is None else math.exp(end) for end in ends))
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceCard:
+    """How an arm did at a place.
+
+    Args:
+        place: its name.
+        title: in words.
+        setting: its tuned numbers; empty where every setting diverged.
+        result: geometric mean over the held-out seeds; None where one diverged.
+        settings: how many its search tried.
+        interior: whether no neighbour of the best was better.
+        seconds: of all its runs.
+        seconds_of_control: of all runs of averaging in the same bench.
+        control: against averaging, tuned with the same budget in the same bench.
+        stored: against the stored arms.
+        note: why there are no stored arms; may be empty.
+    """
+
+    place: str
+    title: str
+    setting: Mapping[str, float]
+    result: float | None
+    settings: int
+    interior: bool
+    seconds: float
+    seconds_of_control: float
+    control: Against | None
+    stored: tuple[Against, ...]
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """What a bench says of an arm.
+
+    Args:
+        arm: its text.
+        size: of the bench, `quick` or `full`.
+        places: one for each place that could be run.
+        refused: why others could not, by name.
+        comparisons: number of words below, for which the intervals are corrected.
+        behind: for each arm how far it is behind the best of each place, see `behind`.
+    """
+
+    arm: str
+    size: str
+    places: tuple[PlaceCard, ...]
+    refused: Mapping[str, str]
+    comparisons: int
+    behind: Mapping[str, Sequence[float]]
+
+    def counts(self) -> dict[str, int]:
+        """Return how often each word was said against averaging."""
+        words = [place.control.word if place.control else "no control" for place in self.places]
+        return {
+            word: words.count(word) for word in dict.fromkeys(["better", "equivalent", "undecided", "worse", *words])
+        }
+
+    def line(self) -> str:
+        """Return what came out in one sentence."""
+        counts = self.counts()
+        ratios = [place.control.ratio for place in self.places if place.control and place.control.ratio is not None]
+        words = ", ".join(f"{word} in {count}" for word, count in counts.items() if count)
+        if len(ratios) < len(self.places) or not ratios:
+            return f"{self.arm} against averaging at {len(self.places)} places: {words}."
+        mean = math.exp(math.fsum(map(math.log, ratios)) / len(ratios))
+        return (
+            f"{self.arm} against averaging at {len(self.places)} places: {words}; ratio {mean:.3f} in the mean, "
+            f"{min(ratios):.3f} to {max(ratios):.3f}."
+        )
+
+
+def behind(results: Results, places: Collection[str], arms: Iterable[str]) -> dict[str, list[float]]:
+    """Return for each arm how far it is behind the best of each place, in per cent, the nearest first.
+
+    The share of them that are at most x, over all x, is the arm's performance profile. An arm is infinitely far behind
+    where one of its seeds diverged, or where it has not been run.
+
+    Source: Dolan and More, "Benchmarking optimization software with performance profiles" (2002).
+    """
+    means = {
+        key: math.fsum(map(math.log, by_seed.values())) / len(by_seed) for key, by_seed in results.items() if by_seed
+    }
+    best = {place: min((mean for (at, _), mean in means.items() if at == place), default=math.inf) for place in places}
+    distances = {}
+    for arm in arms:
+        gaps = [means.get((place, arm), math.inf) - best[place] for place in places]
+        distances[arm] = sorted(100 * math.expm1(gap) if gap < math.inf else math.inf for gap in gaps)
+    return distances
