@@ -37,9 +37,8 @@ from twophase.theory.inputs import Floats
 from twophase.theory.modes import scheduled_progress
 from twophase.theory.observed import Observed
 from twophase.theory.periods import best_period, log_final_loss, rounded_period
-from twophase.training.config import RunConfig
+from twophase.training.config import RunConfig, inner_lr
 from twophase.training.curvature import Matrix
-from twophase.training.inner import inner_lr
 
 BLOCKS = {
     "embeddings": "^embedding$",

@@ -13,7 +13,7 @@ from twophase.restart import Soft
 from twophase.rule import OuterRule
 from twophase.tasks.lm.config import check
 from twophase.tasks.lm.speed import parameter_count
-from twophase.training.inner import inner_lr
+from twophase.training.config import inner_lr
 
 
 def test_tables_1_and_2():

@@ -13,8 +13,7 @@ from twophase.base.config import UsageError, dump_yaml, fingerprint, from_tree, 
 from twophase.cli import main as cli
 from twophase.tasks.build import build_task, preflight_all
 from twophase.tasks.lm.config import TrainConfig, check
-from twophase.training.config import RunConfig
-from twophase.training.inner import inner_lr
+from twophase.training.config import RunConfig, inner_lr
 from twophase.training.preflight import preflight
 
 REFUSALS: list[tuple[dict[str, Any], str]] = [

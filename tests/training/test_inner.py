@@ -22,9 +22,9 @@ from twophase.tasks.build import build_task
 from twophase.tasks.lm.config import ModelConfig, TrainConfig
 from twophase.tasks.lm.model import Llama
 from twophase.training import checkpoint
-from twophase.training.config import InnerConfig
+from twophase.training.config import InnerConfig, inner_lr
 from twophase.training.content import check_moments, check_tree
-from twophase.training.inner import MuonAdamW, hidden_matrices, inner_lr, inner_optimizer
+from twophase.training.inner import MuonAdamW, hidden_matrices, inner_optimizer
 from twophase.training.train import train
 from twophase.training.trainer import Trainer
 

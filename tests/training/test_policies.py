@@ -20,7 +20,7 @@ from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.model import Llama
 from twophase.tasks.lm.task import corpus_of
 from twophase.training import checkpoint
-from twophase.training.inner import inner_lr
+from twophase.training.config import inner_lr
 from twophase.training.trainer import Trainer
 
 STEEP = {"inner.lr": 0.03, "outer.lr": 4.0}

@@ -33,7 +33,7 @@ from twophase.tasks.build import build_task
 from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.task import corpus_of
 from twophase.training import checkpoint, parts
-from twophase.training.inner import inner_lr
+from twophase.training.config import inner_lr
 from twophase.training.train import _begin, _restore, train
 from twophase.training.trainer import Trainer
 

@@ -257,6 +257,27 @@ def _refusal(path: str, value: object, wanted: str) -> UsageError:
     return UsageError(f"--{path.replace('_', '-')} is {value}; it must be {wanted}")
 
 
+def inner_lr(config: RunConfig, step: int) -> float:
+    """Compute the inner learning rate at step t, counted from 0: linear warmup over w = warmup x steps, a schedule.
+
+    * t < w: `lr (t + 1) / w`;
+    * cosine: `lr (1 + cos(pi (t - w) / (steps - w))) / 2`;
+    * linear: `lr (steps - t) / (steps - w)`; wsd: the same with w = steps - decay x steps, and `lr` before it;
+    * constant: `lr`.
+    """
+    inner, steps = config.inner, config.steps
+    start = round(inner.warmup * steps)
+    if step < start:
+        return inner.lr * (step + 1) / start
+    if inner.schedule == "wsd":
+        start = max(start, steps - round(inner.decay * steps))
+    if inner.schedule == "constant" or step < start:
+        return inner.lr
+    if inner.schedule == "cosine":
+        return inner.lr * (1 + math.cos(math.pi * (step - start) / max(steps - start, 1))) / 2
+    return inner.lr * (steps - step) / (steps - start)
+
+
 def check_rule_options(config: RunConfig, paths: Iterable[str]) -> None:
     """Refuse options of momentum SGD beside another method, which would not look at them.
 

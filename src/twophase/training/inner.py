@@ -1,8 +1,7 @@
-"""One replica of a run: its model, its inner optimizer by name, and the learning rate of each inner step."""
+"""One replica of a run: its model, and its inner optimizer by name."""
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from importlib.util import find_spec
@@ -191,24 +190,3 @@ def inner_optimizer(model: nn.Module, config: InnerConfig) -> Optimizer:
     from twophase.training.schedule_free import ScheduleFreeAdamW  # noqa: PLC0415 - an optional package
 
     return ScheduleFreeAdamW(parameters, lr, betas=config.betas, weight_decay=decay)
-
-
-def inner_lr(config: RunConfig, step: int) -> float:
-    """Compute the inner learning rate at step t, counted from 0: linear warmup over w = warmup x steps, a schedule.
-
-    * t < w: `lr (t + 1) / w`;
-    * cosine: `lr (1 + cos(pi (t - w) / (steps - w))) / 2`;
-    * linear: `lr (steps - t) / (steps - w)`; wsd: the same with w = steps - decay x steps, and `lr` before it;
-    * constant: `lr`.
-    """
-    inner, steps = config.inner, config.steps
-    start = round(inner.warmup * steps)
-    if step < start:
-        return inner.lr * (step + 1) / start
-    if inner.schedule == "wsd":
-        start = max(start, steps - round(inner.decay * steps))
-    if inner.schedule == "constant" or step < start:
-        return inner.lr
-    if inner.schedule == "cosine":
-        return inner.lr * (1 + math.cos(math.pi * (step - start) / max(steps - start, 1))) / 2
-    return inner.lr * (steps - step) / (steps - start)

@@ -26,9 +26,9 @@ from twophase.diloco.communicator import Communicator, SingleProcess
 from twophase.diloco.engine import DiLoCo, Signals
 from twophase.diloco.fragment import short_hash
 from twophase.diloco.report import RoundReport, merged
-from twophase.training.config import RunConfig
+from twophase.training.config import RunConfig, inner_lr
 from twophase.training.device import environment, make_repeatable, peak_bytes, room_for
-from twophase.training.inner import Replica, inner_lr
+from twophase.training.inner import Replica
 from twophase.training.task import Task, step_of
 
 _REMEMBERED = 1000
