@@ -1,7 +1,7 @@
 """Compute with the exact theory of outer momentum and its restarts: `from twophase import theory`.
 
 Every function takes the rule first, then sigma, and broadcasts. NumPy and SciPy only; no torch.
-docs/theory-results.md lists the results by number (R1 to R31) with the functions and the tests that hold them.
+docs/theory-results.md lists the results by number (R1 to R33) with the functions and the tests that hold them.
 """
 
 from twophase.theory.advice import Advice, Criterion, advise, controls
@@ -43,6 +43,15 @@ from twophase.theory.periods import (
     rounded_period,
 )
 from twophase.theory.rollout import Block, BlockRollout, Rollout, rollout, rollout_blocks
+from twophase.theory.schedules import (
+    InnerPhases,
+    Moments,
+    OuterRates,
+    best_rates,
+    inner_phases,
+    moments,
+    single_mode_rates,
+)
 from twophase.theory.soft import cycle_matrix, soft_restart
 from twophase.theory.spectrum import (
     ProgressEstimate,
@@ -54,13 +63,17 @@ __all__ = [
     "Block",
     "BlockRollout",
     "Criterion",
+    "InnerPhases",
     "Mixture",
+    "Moments",
+    "OuterRates",
     "ProgressEstimate",
     "Rollout",
     "Schedule",
     "advise",
     "asymptotic_rate",
     "best_period",
+    "best_rates",
     "best_schedule",
     "block_periods",
     "cancellation_periods",
@@ -73,9 +86,11 @@ __all__ = [
     "estimate_progress",
     "heuristic_period",
     "hurt_share",
+    "inner_phases",
     "log_final_loss",
     "log_restart_factor",
     "mixed_periods",
+    "moments",
     "oscillatory_interval",
     "phase",
     "phase_shift",
@@ -89,6 +104,7 @@ __all__ = [
     "rounded_period",
     "rule_grid",
     "scheduled_progress",
+    "single_mode_rates",
     "soft_restart",
     "stable_limit",
     "transition",

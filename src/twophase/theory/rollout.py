@@ -296,11 +296,11 @@ def _simulate(where: str, block: Block, sigma: Floats, initial: Floats, noise: N
             answers = policy.ask(t + 1, (t + 1) / rounds, x, raw, g, np.where(keeps_buffer, old, 0.0), square)
             for rows, answer in answers:
                 if answer.restart is not None and answer.restart.before:
-                    old[rows] = _restarted(answer.restart, old[rows], g[rows])
+                    old[rows] = restarted(answer.restart, old[rows], g[rows])
             seen = Round(t + 1, lr, b, w, x, g, old)
             m, update = momentum_sgd(seen, nesterov) if outer is None else outer.step(seen, nesterov)
             for rows, answer in answers:
-                _apply(answer, rows, seen, m, update)
+                apply_answer(answer, rows, seen, m, update)
                 restarts[t, rows], not_finite[t, rows] = answer.restarted, bool(answer.not_finite)
             gradients[t], places[t + 1], buffers[t + 1] = g, x - update, m
     with np.errstate(all="ignore"):
@@ -321,7 +321,7 @@ def _simulate(where: str, block: Block, sigma: Floats, initial: Floats, noise: N
     )
 
 
-def _apply(answer: Answer, rows: Rows, now: Round, m: Floats, update: Floats) -> None:
+def apply_answer(answer: Answer, rows: Rows, now: Round, m: Floats, update: Floats) -> None:
     """Put a policy's step and restart into some trajectories' new buffer and update."""
     if answer.step is not None:
         update[rows] = _combined(answer.step.along_g, now.g[rows], answer.step.along_m, now.m[rows])
@@ -329,7 +329,7 @@ def _apply(answer: Answer, rows: Rows, now: Round, m: Floats, update: Floats) ->
             retained, added = answer.step.mix
             m[rows] = _combined(retained, now.m[rows], added, now.g[rows])
     if answer.restart is not None and not answer.restart.before:
-        m[rows] = _restarted(answer.restart, m[rows], now.g[rows])
+        m[rows] = restarted(answer.restart, m[rows], now.g[rows])
 
 
 def _loss(x: Floats, weights: Floats) -> Floats:
@@ -338,7 +338,7 @@ def _loss(x: Floats, weights: Floats) -> Floats:
     return 0.5 * (weights[counted] * x[..., counted] ** 2).sum(axis=-1)
 
 
-def _restarted(restart: Restart, m: Floats, g: Floats) -> Floats:
+def restarted(restart: Restart, m: Floats, g: Floats) -> Floats:
     """Return the buffer after a restart; exact zeros of a hard one, whatever m holds."""
     new = _combined(restart.retain, m, restart.inject, g)
     return np.where(np.sign(m) * np.sign(g) < 0, new, m) if restart.opposed else new
