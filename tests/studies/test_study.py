@@ -17,7 +17,7 @@ import twophase
 from twophase.base.config import UsageError
 from twophase.studies import study
 
-THEORY = ("mixed_periods", "period_criteria", "restart_mechanism", "robustness_toy")
+THEORY = ("mixed_periods", "outer_schedules", "period_criteria", "restart_mechanism", "robustness_toy")
 DETAILS = {
     "mixed_periods": ("schedules", "tuned"),
     "period_criteria": ("rounds",),
