@@ -20,12 +20,12 @@ from scipy.stats import spearmanr
 
 from twophase.base.config import UsageError, with_values
 from twophase.figures.style import headline, look, name_panels, new_figure, signed, span
+from twophase.judge.bench import results_of
 from twophase.recipes.arms import CONTROL
 from twophase.recipes.bench import PLACES as BENCH
 from twophase.recipes.bench import short, stored
 from twophase.rule import OuterRule
 from twophase.studies._model import dot_chart
-from twophase.studies.bench import results_of
 from twophase.studies.study import Result, select
 from twophase.theory.inputs import rule_grid
 from twophase.theory.schedules import InnerPhases, best_rates, inner_phases, moments
@@ -319,13 +319,14 @@ def draw(result: Result) -> Figure:
         values = [100 * row["predicted"] for row in select(gains, place=place)]
         style = look(number, every=1) | {"linestyle": "none"}
         grid[0][1].plot(values, range(len(values)), label=place, markersize=4, **style)
+        finite = [row for row in measured if row["place"] == place and math.isfinite(row["measured"])]
+        pairs = [[100 * row[kind] for row in finite] for kind in ("predicted", "measured")]
+        grid[0][-1].plot(*pairs, markersize=4, **style)
     dot_chart(grid[0][1], [short(arm) for arm in ARMS], xlabel="predicted gain, %")
     grid[0][1].legend(fontsize=6.5)
     titles = ["2 replicas", "each tuned"]
     finding = "what the bench says of it is not known yet"
     if measured:
-        finite = [row for row in measured if math.isfinite(row["measured"])]
-        grid[0][2].plot([100 * row["predicted"] for row in finite], [100 * row["measured"] for row in finite], "o")
         grid[0][2].set(xlabel="predicted gain, %", ylabel="measured gain, %")
         titles.append("against the bench")
         rank = result.numbers["ranks"][f"{NOISE:g}"]

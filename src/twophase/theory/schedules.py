@@ -5,7 +5,7 @@ noise xi of its own. A round from the anchor x then makes the pseudo-gradient `g
 the effective progress and n_t, the mean over replicas, has the variance v_t. Both change with the inner learning
 rates. The outer rule is linear, hence means and second moments of (x, m) follow exactly.
 
-Agarwala (arXiv 2603.26954, of which the abstract was read) analyses DiLoCo in such a model: the lead, not the source.
+Agarwala (arXiv 2603.26954, of which the abstract was read) analyses DiLoCo in linear regression: a lead, no source.
 """
 
 from __future__ import annotations
