@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from twophase.cli.commands import run_parser
@@ -17,38 +18,50 @@ def main(words: list[str]) -> int:
         "arm",
         nargs="?",
         metavar="ARM",
-        help="METHOD[@RESTART][+SLOT=TEXT] as for twophase tune, or MODULE:CLASS of a policy or method of your own",
+        help="METHOD[@RESTART][+SLOT=TEXT] as for twophase tune, or MODULE:CLASS or FILE.py:CLASS of a policy or a "
+        "method of your own",
     )
     parser.add_argument("--reference", action="store_true", help="run the protocol's own arms, in the place of ARM")
     parser.add_argument("--regimes", action="store_true", help="run what the map of regimes rests on, and stop")
-    parser.add_argument("--size", choices=list(SIZES), default="quick", help="what is spent on it (default: quick)")
+    parser.add_argument("--size", choices=list(SIZES), help="what is spent (default: quick; of --reference full)")
     parser.add_argument(
         "--places", nargs="+", choices=[place.name for place in PLACES], metavar="PLACE", help="only these"
+    )
+    parser.add_argument(
+        "--into", type=Path, metavar="DIR", help="with --reference: run nothing, write the table of what has ended"
     )
     add_workers(parser)
     options = parser.parse_args(words)
     if (options.arm is not None) + options.reference + options.regimes != 1:
         parser.error("give an ARM, --reference for the protocol's own, or --regimes")
+    if options.into and not options.reference:
+        parser.error("--into is for --reference")
 
-    from twophase.cli.benching import run_bench
+    from twophase.cli.benching import bench_arm, run_bench, write_reference
+    from twophase.cli.own_arm import text_of
     from twophase.cli.regimes import run_regimes
     from twophase.studies.policies import share_with_workers
 
     share_with_workers()  # parts of auto, as its controls
-    size = SIZES[options.size]
+    how = {"workers": options.workers, "quiet": options.quiet}
+    folder = "regimes" if options.regimes else "bench" if options.reference else "card"
+    out = options.out or Path("runs") / folder
+    size = options.size or ("full" if options.reference else "quick")
+    places = [place for place in PLACES if place.name in (options.places or SIZES[size].places)]
     if options.regimes:
-        out = options.out or Path("runs") / "regimes"
-        rows = run_regimes(out, workers=options.workers, quiet=options.quiet)
-        print(f"{len(rows)} runs: {out / 'regimes.csv'}")
-        return 0
-    chosen = options.places or size.places
-    out = options.out or Path("runs") / "bench"
-    run_bench(
-        size,
-        out,
-        [options.arm] if options.arm else [],
-        places=[place for place in PLACES if place.name in chosen],
-        workers=options.workers,
-        quiet=options.quiet,
-    )
+        print(f"{len(run_regimes(out, places=places, **how))} runs: {out / 'regimes.csv'}")
+    elif options.into:
+        write_reference(out, options.into)
+        print(f"{options.into / 'reference.csv'}")
+    elif options.reference:
+        _, refused = run_bench(SIZES[size], out, places=places, **how)
+        print("".join(f"{place}: not run here. {why}\n" for place, why in refused.items()) + f"{out / 'results.csv'}")
+    else:
+        card = bench_arm(text_of(options.arm, os.environ), size, out, places=places, **how)
+        print(card.line())
+        for name, why in card.refused.items():
+            print(f"{name}: not run here. {why}")
+        for note in dict.fromkeys(place.note for place in card.places if place.note):
+            print(note)
+        print(f"card {out / 'card.html'}")
     return 0

@@ -16,11 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from twophase.base.config import UsageError, fingerprint, to_tree, with_values
+from twophase.base.reading import read_json_object
 from twophase.recipes.arms import CONTROL, Arm
 from twophase.sweeps.grid import Cell
 from twophase.tasks.named import LM, TASK, config_class
 
 PROTOCOL = 1
+REFERENCE, FACTS = "reference.csv", "reference.json"
+"""Stored rows of the arms, and how they were made."""
 _FROM_WHEEL = Path(__file__).parent / "bench_tables"
 CANDIDATES = ("auto", "averaging+filter=orthogonal", "auto+filter=orthogonal")
 """Arms without an outer number to tune."""
@@ -205,12 +208,25 @@ def stored(name: str) -> list[dict[str, str]]:
     Raises:
         UsageError: this copy has none.
     """
+    with _stored(name).open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def stored_facts() -> dict[str, Any]:
+    """Return what is known of the reference table: protocol, versions, texts, time.
+
+    Raises:
+        UsageError: this copy has none.
+    """
+    return read_json_object(_stored(FACTS))
+
+
+def _stored(name: str) -> Path:
     places = (_FROM_WHEEL, Path(__file__).parents[3] / "docs" / "bench")
     path = next((place / name for place in places if (place / name).is_file()), None)
     if path is None:
         raise UsageError(f"{name} is not in this copy; make it: twophase bench --reference, or --regimes")
-    with path.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+    return path
 
 
 def protocol_fingerprint() -> str:

@@ -1,0 +1,65 @@
+"""An arm of one's own: `MODULE:CLASS` or `FILE.py:CLASS` of a restart policy or a method, as an arm's text."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import sys
+from collections.abc import MutableMapping
+from pathlib import Path
+
+from twophase.base.errors import UsageError
+from twophase.policies.base import RestartPolicy
+from twophase.policies.text import POLICIES_VARIABLE, parse
+from twophase.shelf.base import SHELF_VARIABLE, Method
+
+_OWN = re.compile(r"(?P<module>[\w./-]+):(?P<name>[A-Z]\w*)(?P<rest>.*)")
+
+
+def text_of(arm: str, environment: MutableMapping[str, str]) -> str:
+    """Return an arm's text; of a class its registered name, with what stands behind the class.
+
+    Args:
+        arm: a text of `twophase.recipes.arms`, or a class of one's own.
+        environment: in which the class's module is named for the worker processes, and its folder for their path.
+
+    Raises:
+        UsageError: a module that cannot be imported, or a class that is no registered policy or method.
+    """
+    match = _OWN.fullmatch(arm)
+    if match is None:
+        return arm
+    module, name, rest = match["module"], match["name"], match["rest"]
+    if module.endswith(".py"):
+        file = Path(module).absolute()
+        module, folder = file.stem, str(file.parent)
+        sys.path.insert(0, folder)
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, environment.get("PYTHONPATH", "")]))
+    try:
+        member = getattr(importlib.import_module(module), name, None)
+    except Exception as error:  # of the module's own code
+        raise UsageError(
+            f"{arm}: {module} cannot be imported ({type(error).__name__}: {error}); mend it, or give its path as "
+            "FILE.py:CLASS"
+        ) from error
+    if not isinstance(member, type) or not issubclass(member, (RestartPolicy, Method)):
+        raise UsageError(f"{arm}: {module} has no class {name} that is a RestartPolicy or a Method; name one")
+    is_policy = issubclass(member, RestartPolicy)
+    if not vars(member).get("name"):
+        decorator = "twophase.restart.register" if is_policy else "twophase.shelf.base.register"
+        raise UsageError(f'{arm}: {name} has no text form; decorate it with @{decorator}("name")')
+    variable = POLICIES_VARIABLE if is_policy else SHELF_VARIABLE
+    environment[variable] = ",".join(dict.fromkeys(filter(None, [*environment.get(variable, "").split(","), module])))
+    if is_policy and not _stands_alone(member.name + rest.partition("+")[0]):
+        return f"nesterov@{member.name}{rest}"
+    return f"{member.name}{rest}"
+
+
+def _stands_alone(policy: str) -> bool:
+    """Whether nothing of a rule enters a policy's updates, so that it is an arm by itself."""
+    try:
+        parse(policy).own_rule()
+    except ValueError:
+        return False
+    return True

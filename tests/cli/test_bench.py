@@ -1,0 +1,163 @@
+"""`twophase bench`: an arm through places made tiny, its card, and what is never compared in silence."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from twophase.base.config import UsageError
+from twophase.cli import bench as command
+from twophase.cli import benching
+from twophase.cli.own_arm import text_of
+from twophase.recipes import bench as recipe
+from twophase.recipes.bench import Place, Size
+
+PLACES = (
+    Place("first", "digits, 2 replicas", {"replicas": 2, "inner_steps": 4, "steps": 16, "inner.lr": 0.01}, "digits"),
+    Place("second", "digits, alone", {"replicas": 1, "inner_steps": 4, "steps": 16, "inner.lr": 0.01}, "digits"),
+)
+ARMS = ("memoryless", "averaging+filter=orthogonal")
+Bench = Callable[..., Path]
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """The command with two places of sixteen steps, and stored tables in a folder of the test's own."""
+    for module in (recipe, benching):
+        monkeypatch.setattr(module, "PLACES", PLACES)
+        monkeypatch.setitem(recipe.SIZES, "full", Size(3, (0,), (100, 101, 102), ("first", "second")))
+        monkeypatch.setitem(recipe.SIZES, "quick", Size(2, (0,), (100, 101), ("first", "second")))
+    monkeypatch.setattr(Place, "arms", property(lambda _: ARMS))
+    monkeypatch.setattr(recipe, "_FROM_WHEEL", tmp_path / "stored")
+
+    def run(*words: str, out: str = "out") -> Path:
+        folder = tmp_path / out
+        assert command.main([*words, "--out", str(folder), "--workers", "1", "--quiet"]) == 0
+        return folder
+
+    return run
+
+
+def card(folder: Path) -> dict[str, Any]:
+    """The card as JSON; its page and its picture are there."""
+    assert (folder / "card.png").read_bytes().startswith(b"\x89PNG")
+    assert "Bench card" in (folder / "card.html").read_text(encoding="utf-8")
+    return json.loads((folder / "card.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.slow
+def test_references_and_a_card(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A card holds an arm against averaging and against the stored arms, of the seeds that both have."""
+    folder = bench("--reference")
+    bench("--reference", "--into", str(tmp_path / "stored"))
+    with (tmp_path / "stored" / "reference.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 2 * 3 * 3  # places, arms with averaging, seeds
+    assert (folder / "results.csv").read_bytes() == (tmp_path / "stored" / "reference.csv").read_bytes()
+    facts = json.loads((tmp_path / "stored" / "reference.json").read_text())
+    assert facts["protocol"] == recipe.PROTOCOL
+    assert set(facts["texts"]) == {"first", "second"}
+
+    made = card(bench("heavy-ball", out="card"))
+    assert [place["place"] for place in made["places"]] == ["first", "second"]
+    for place in made["places"]:
+        assert place["note"] == ""
+        assert place["control"]["other"] == "averaging"
+        assert [against["other"] for against in place["stored"]] == sorted(ARMS)
+        assert place["settings"] == 2
+    assert made["comparisons"] == 2 * 3
+    assert set(made["behind"]) == {"averaging", *ARMS, "heavy-ball"}
+    assert made["line"] in capsys.readouterr().out
+
+    # Runs that do not repeat: the stored arms of that place are left out, and the card says so.
+    path = tmp_path / "stored" / "reference.csv"
+    path.write_text(path.read_text().replace(f",{rows[0]['result']},", ",99.5,"))
+    changed = card(bench("heavy-ball", out="card"))
+    first, second = changed["places"]
+    assert first["stored"] == [] != second["stored"]
+    assert "99.5" in first["note"]
+    assert first["control"]["ratio"] is not None
+
+    # Another protocol: none is compared with.
+    (tmp_path / "stored" / "reference.json").write_text(json.dumps({**facts, "protocol": 0}))
+    other = card(bench("heavy-ball", out="card"))
+    assert [place["stored"] for place in other["places"]] == [[], []]
+    assert "protocol 0" in other["places"][0]["note"]
+
+
+@pytest.mark.slow
+def test_a_card_without_references(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An arm that diverges in every setting, a place that cannot be run here, and no stored arms: each is said."""
+    monkeypatch.setattr(recipe, "_stored", lambda name: (_ for _ in ()).throw(UsageError(f"{name} is not here")))
+    broken = Place("broken", "no such file", {"replicas": 1, "data.corpus": "file:/nowhere.txt"})
+    monkeypatch.setattr(benching, "PLACES", (*PLACES, broken))
+    monkeypatch.setattr(recipe, "PLACES", (*PLACES, broken))
+    monkeypatch.setitem(recipe.SIZES, "quick", Size(2, (0,), (100, 101), ("first", "broken")))
+    made = card(bench("memoryless:lr=1e30"))
+    (place,) = made["places"]
+    assert place["control"]["word"] == "all diverged"
+    assert place["result"] is None
+    assert "reference.csv is not here" in place["note"]
+    assert "nowhere" in made["refused"]["broken"]
+
+
+def test_other_folders(bench: Bench, tmp_path: Path) -> None:
+    """A folder of another arm or size, and a table of a bench that has not begun, are refused."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "bench.json").write_text('{"protocol": 1, "arms": ["x"]}')
+    with pytest.raises(UsageError, match="another bench"):
+        bench("memoryless")
+    with pytest.raises(UsageError, match="no place"):
+        bench("--reference", "--into", str(tmp_path / "stored"), out="none")
+    for words in ([], ["memoryless", "--reference"], ["memoryless", "--into", "x"]):
+        with pytest.raises(UsageError, match=r"ARM|--into"):
+            bench(*words)
+
+
+MODULE = """
+from dataclasses import dataclass
+from typing import ClassVar
+from twophase.restart import Restart, RestartPolicy, Step, register
+from twophase.rule import OuterRule
+
+@register("test-bench-often")
+@dataclass(frozen=True)
+class Often(RestartPolicy):
+    every: int = 2
+    def decide(self, state, signal):
+        return state, Restart() if signal.round % self.every == 0 else None
+
+@register("test-bench-alone")
+@dataclass(frozen=True)
+class Alone(RestartPolicy):
+    takes_steps: ClassVar[bool] = True
+    def decide(self, state, signal):
+        return state, Step(0.9, 0.0)
+    def canonical(self, rule):
+        return OuterRule(1.0, 0.5)
+
+class Nameless(RestartPolicy):
+    def decide(self, state, signal):
+        return state, None
+"""
+
+
+def test_arms_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class becomes its registered name, alone or as Nesterov's restart; its module is named for the workers."""
+    (tmp_path / "bench_policies.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    environment: dict[str, str] = {}
+    assert text_of("bench_policies:Often:3", environment) == "nesterov@test-bench-often:3"
+    assert text_of(f"{tmp_path}/bench_policies.py:Alone", environment) == "test-bench-alone"
+    assert environment["TWOPHASE_POLICIES"] == "bench_policies"
+    assert environment["PYTHONPATH"] == str(tmp_path)
+    for text in ("nesterov:lr=0.7@3", "along:~0.5", "auto+filter=orthogonal"):
+        assert text_of(text, environment) == text
+    for text in ("bench_policies:Nameless", "bench_policies:Missing", "no_such_module:Often"):
+        with pytest.raises(UsageError, match=text.rpartition(":")[2]):
+            text_of(text, {})
