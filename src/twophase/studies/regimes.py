@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from twophase.figures.style import MUTED, headline, look, new_page
+from twophase.figures.style import MUTED, headline, look, new_page, signed
 from twophase.judge.decision import MARGIN
 from twophase.judge.regimes import Rule, fit, right
 from twophase.recipes.bench import FITTED, TREATMENTS, stored
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 QUESTION = "Does averaging's own run say what a momentum, a restart or a rising outer rate would give?"
 QUANTITIES = ("cosine", "early_cosine", "shrunk", "agreement")
+_TICKS = (-90, -50, -20, -10, -5, 0, 5, 10, 20, 50, 100, 200, 500)
+"""Per cent."""
 GOAL = 0.8
 """Share of the signs that a rule must have right, and more than the majority sign has."""
 
@@ -151,8 +153,13 @@ def draw(result: Result) -> Figure:
         axes.axhline(0, color=MUTED, linewidth=0.6)
         axes.set_title(treatment, fontsize=8)
         axes.set_yscale("symlog", linthresh=5)
+        low, high = axes.get_ylim()
+        ticks = [tick for tick in _TICKS if low <= tick <= high]
+        axes.set_yticks(ticks, [signed(tick, 0) for tick in ticks], minor=False)
+        axes.set_yticks([], minor=True)
     for axes in panels[len(TREATMENTS) :]:
         axes.axis("off")
+    panels[2].tick_params(labelbottom=True)  # nothing is below it
     panels[0].legend(fontsize=6.5)
     figure.supxlabel("cosine of successive pseudo-gradients, second half of the run", fontsize=8)
     figure.supylabel("gain, %", fontsize=8)

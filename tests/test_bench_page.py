@@ -1,0 +1,31 @@
+"""The bench's page quotes what the stored tables say, and says how many places they have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from twophase.recipes.bench import PLACES, PROTOCOL, protocol_fingerprint, stored, stored_facts
+from twophase.studies import study
+
+PAGE = Path(__file__).parents[1] / "docs" / "bench.md"
+
+
+@pytest.mark.parametrize("name", ["bench", "regimes"])
+def test_blocks_are_printed_by_the_studies(name: str) -> None:
+    """Each study's answer stands on the page, line by line."""
+    module = study.load(name)
+    assert study.folded(module.answer(module.table())) in PAGE.read_text(encoding="utf-8")
+
+
+def test_the_stored_table_is_of_this_protocol() -> None:
+    """Its rows and its facts are of the protocol in the code; no place has an arm that is not the protocol's."""
+    facts = stored_facts()
+    assert (facts["protocol"], facts["fingerprint"]) == (PROTOCOL, protocol_fingerprint())
+    rows = stored("reference.csv")
+    assert {int(row["protocol"]) for row in rows} == {PROTOCOL}
+    arms = {place.name: {"averaging", *place.arms} for place in PLACES}
+    for place in {row["place"] for row in rows}:
+        assert {row["arm"] for row in rows if row["place"] == place} == arms[place]
+        assert len({row["seed"] for row in rows if row["place"] == place}) >= 5
