@@ -11,6 +11,7 @@ import pytest
 from twophase.advice import change as house
 from twophase.advice.change import change
 from twophase.rule import OuterRule
+from twophase.studies import regimes
 
 NESTEROV = OuterRule(0.7, 0.9, nesterov=True)
 AVERAGING = {"outer.lr": 1.0, "outer.momentum": 0.0, "outer.nesterov": False, "outer.restart": "never"}
@@ -35,6 +36,27 @@ def test_which_change(case: str) -> None:
     assert advised is not None
     assert dict(advised.values) == values
     assert bool(advised.command("runs/one", config)) == bool(values)
+
+
+def test_a_rising_rate_where_the_map_of_regimes_says_so() -> None:
+    """Averaging gets a rising rate beyond the limit and none below; limit and numbers are those of the stored table."""
+    rule, config = OuterRule(1.0, 0.0), {"inner.schedule": "wsd"}
+    beyond, below = (change(rule, ["cannot tell"], 60, config, house.RISING + d) for d in (0.01, -0.01))
+    assert beyond is not None
+    assert below is not None
+    assert dict(beyond.values) == {"outer.schedule": "linear:final=2"}
+    assert dict(below.values) == {}
+    result = regimes.table()
+    facts = result.numbers["rules"]["a rising rate"]
+    assert facts["usable"]
+    assert facts["rule"] == f"shrunk above {house.RISING:g}"
+    assert f"{round(facts['share'] * facts['cells'])} of {facts['cells']} signs" in beyond.size
+    judged = [line for line in result.rows if line["treatment"] == "a rising rate" and not line["fitted"]]
+    gains = [100 * (line["ratio"] - 1) for line in judged if line["shrunk"] > house.RISING]
+    losses = [100 * (line["ratio"] - 1) for line in judged if line["shrunk"] <= house.RISING]
+    assert f"{min(gains):.0f} to {max(gains):.0f} % in the {len(gains)}" in beyond.size
+    assert f"{sum(loss < 0 for loss in losses)} of {len(losses)}" in below.size
+    assert f"{-min(losses):.0f} %" in below.size
 
 
 def test_nothing_is_said_of_little() -> None:

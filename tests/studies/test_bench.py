@@ -77,7 +77,7 @@ def test_nothing_is_judged_before_its_places_have_been_run() -> None:
     result = bench.table(rows=rows_of({ORTHOGONAL: 0.1}, places=3))
     assert {fact["holds"] for fact in result.numbers["expectations"].values()} == {None}
     assert result.numbers["words"]["places for a trend, against averaging"]["missing"] == 28
-    assert bench.answer(result).startswith("3 of 8 places")
+    assert bench.answer(result).startswith("Places that have been run so far: 3 of 8")
 
 
 def test_an_arm_that_diverged_everywhere() -> None:

@@ -29,6 +29,7 @@ from twophase.runs.record import Block, RunRecord
 from twophase.theory.advice import Advice, advise
 from twophase.theory.contraction import restart_rate
 from twophase.theory.modes import asymptotic_rate, effective_step, phase, regime, stable_limit
+from twophase.theory.observed import shrunk
 from twophase.theory.periods import cancellation_periods
 
 Verdict = Literal["oscillates", "overshoots", "lags", "held", "diverges", "cannot tell"]
@@ -111,7 +112,10 @@ def diagnose(record: RunRecord) -> Diagnosis:
         findings = (Finding("whole model", "cannot tell", (reason,), None, (), (), record.restart),)
     else:
         findings = tuple(_finding(record, block, rule) for block in record.blocks)
-    changed = change(rule, [finding.verdict for finding in findings], record.recorded, record.config)
+    norms = np.asarray(record.rounds.get("pseudo_gradient_norm", ()), dtype=float)
+    ended = record.state == "finished" and len(norms) > 0 and bool(np.isfinite(norms).all())
+    verdicts = [finding.verdict for finding in findings]
+    changed = change(rule, verdicts, record.recorded, record.config, shrunk(norms) if ended else None)
     command = changed.command(str(record.path), record.config) if changed else ""
     return Diagnosis(
         rule,

@@ -212,7 +212,7 @@ def write_reference(out: Path, into: Path) -> None:
         "torch": version("torch"),
         # Of what the runs trained on: another Python has another text.
         "texts": {place: sorted(read_json_object(out / place / FRESH / PLAN)["texts"].values()) for place in places},
-        "cpu_seconds": {place: round(sum(s for (at, _), s in seconds.items() if at == place)) for place in places},
+        "seconds": {place: round(sum(s for (at, _), s in seconds.items() if at == place)) for place in places},
     }
     into.mkdir(parents=True, exist_ok=True)
     write_atomic(into / REFERENCE, text)

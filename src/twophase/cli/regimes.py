@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from twophase.sweeps.grid import Sweep
 from twophase.sweeps.run import RUNS, TABLE
 from twophase.sweeps.table import read_rows, result
 from twophase.tasks.build import preflight_all
+from twophase.theory.observed import shrunk
 
 RESULTS = "regimes.csv"
 
@@ -66,17 +66,17 @@ def signals(rounds: Path) -> dict[str, float]:
 
     Returns:
         `cosine`: median of the cosines of successive pseudo-gradients over the second half of the rounds;
-        `early_cosine`: over the first half; `shrunk`: 1 - |g| / M, of the mean of the last quarter and the largest |g|;
+        `early_cosine`: over the first half; `shrunk`: see `theory.observed.shrunk`;
         `agreement`: median of |g|^2 over the mean of the replicas' squared norms; a single replica's is 1.
     """
     lines = [json.loads(line) for line in rounds.read_text(encoding="utf-8").splitlines()]
     norms = [line["pseudo_gradient_norm"] for line in lines]
     cosines = [line["cosine"] for line in lines[1:]]
-    half, quarter = len(cosines) // 2, max(len(norms) // 4, 1)
+    half = len(cosines) // 2
     measured = {
         "cosine": statistics.median(cosines[half:]),
         "early_cosine": statistics.median(cosines[:half]),
-        "shrunk": 1 - math.fsum(norms[-quarter:]) / quarter / max(norms),
+        "shrunk": shrunk(norms),
     }
     agreements = [line["fragments"][0]["agreement"] for line in lines if "agreement" in line["fragments"][0]]
     return measured | {"agreement": statistics.median(agreements) if agreements else 1.0}

@@ -118,7 +118,7 @@ def expectations(words: Mapping[Any, Mapping[str, Any]], ended: Sequence[str]) -
     there = {*ended} | {place for place in few if words[place, "auto", CONTROL]["word"] != "missing"}
     judged: dict[str, dict[str, Any]] = {}
     for claim, (places, judge) in claims.items():
-        holds, fact = judge() if places <= there else (None, f"{len(places - there)} places have not been run")
+        holds, fact = judge() if places <= there else (None, "not run yet: " + _names(sorted(places - there)))
         judged[claim] = {"holds": holds, "fact": fact}
     return judged
 

@@ -47,7 +47,7 @@ def table(*, quick: bool = False, rows: Sequence[Mapping[str, str]] | None = Non
         "candidates": {arm: candidate(arm, words, ended) for arm in CANDIDATES},
         "behind": behind(results, ended, dict.fromkeys([CONTROL, *ARMS])),
         "expectations": expectations(words, ended),
-        "cpu_hours": sum({(row["place"], row["arm"]): float(row["seconds"]) for row in rows}.values()) / 3600,
+        "hours": sum({(row["place"], row["arm"]): float(row["seconds"]) for row in rows}.values()) / 3600,
     }
     settings = {"main_places": MAIN, "margin": MARGIN, "comparisons": {f.title: len(f.pairs) for f in families()}}
     return Result(lines, numbers, settings)
@@ -91,7 +91,7 @@ def answer(result: Result) -> str:
     first = {
         True: f"A parameter-free {said}",
         False: f"No parameter-free {said}",
-        None: f"{len(ended)} of {len(MAIN)} places have been run.",
+        None: f"Places that have been run so far: {len(ended)} of {len(MAIN)}.",
     }[moon["holds"]]
     head = ["arm", "better", "equivalent", "undecided", "worse", "mean ratio", "least ratio"]
     arms = sorted(numbers["arms"].items(), key=lambda item: -(item[1]["mean_ratio"] or 0))
@@ -110,13 +110,13 @@ def answer(result: Result) -> str:
     return "\n".join(
         [
             first,
-            f"Against averaging at {len(ended)} places, ratio above 1 where the arm is better:",
+            f"Against averaging at {', '.join(ended)}, ratio above 1 where the arm is better:",
             format_table(head, body),
             format_table(families_head, by_family),
             *(
                 f"{claim}: {verdict[fact['holds']]} ({fact['fact']})."
                 for claim, fact in numbers["expectations"].items()
             ),
-            f"{numbers['cpu_hours']:.1f} CPU-hours.",
+            f"By the clock all runs took {numbers['hours']:.1f} hours of one thread.",
         ]
     )

@@ -113,6 +113,17 @@ class Observed:
         return None if self.why_not else self.interval
 
 
+def shrunk(norms: ArrayLike) -> float:
+    """Return how far |g| has come down: 1 less its mean over the last quarter of the rounds by its largest value.
+
+    Args:
+        norms: of the pseudo-gradients, (rounds,), finite, at least one; all 0 count as not shrunk.
+    """
+    values = np.asarray(norms, dtype=float)
+    largest = values.max()
+    return float(1 - values[-max(len(values) // 4, 1) :].mean() / largest) if largest > 0 else 0.0
+
+
 class _Pairs(NamedTuple):
     """Hold one entry for each usable pair of rounds."""
 
