@@ -11,6 +11,7 @@ from twophase.figures.profiles import draw_profiles
 from twophase.figures.style import INK, PAPER, headline, new_page, share_legend
 from twophase.recipes.arms import CONTROL
 from twophase.recipes.bench import CANDIDATES, short
+from twophase.studies._bench_expected import MAIN
 from twophase.studies.study import Result
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def draw(result: Result) -> Figure:
     finding = (
         "no place has been run"
         if best is None
-        else f"{short(best)} has the best mean over {arms[best]['places']} places: "
+        else f"{short(best)} has the best mean over {arms[best]['places']} of {len(MAIN)} places: "
         f"{arms[best]['mean_ratio'] - 1:+.1%} on averaging"
     )
     headline(figure, finding, "every arm tuned with the same budget, judged on held-out seeds")
@@ -41,6 +42,8 @@ def draw(result: Result) -> Figure:
 
 
 def _map(axes: Axes, result: Result) -> None:
+    from matplotlib import colormaps  # noqa: PLC0415 - an extra
+
     lines = {(line["arm"], line["place"]): line for line in result.rows if line["control"] == CONTROL}
     arms = sorted(
         (arm for arm, facts in result.numbers["arms"].items() if facts["places"]),
@@ -54,7 +57,8 @@ def _map(axes: Axes, result: Result) -> None:
             if line and line["ratio"]:
                 values[i, j] = 100 * (line["ratio"] - 1)
     largest = max(5.0, float(np.nanmax(np.abs(values), initial=0.0)))
-    axes.imshow(values, cmap="PuOr", vmin=-largest, vmax=largest, aspect="auto")
+    colours = colormaps["PuOr"].resampled(21)  # few, because the PNG's palette is small
+    axes.imshow(values, cmap=colours, vmin=-largest, vmax=largest, aspect="auto")
     for (i, j), value in np.ndenumerate(values):
         if not math.isnan(value):
             text = f"{value:+.1f} {SIGNS.get(lines[arms[i], places[j]]['word'], '')}".replace("-", "\N{MINUS SIGN}")
