@@ -41,8 +41,7 @@ from twophase.tasks.restored import inverse_scale, restore
 from twophase.theory.modes import effective_progress
 from twophase.theory.periods import best_period, rounded_period
 from twophase.training import checkpoint
-from twophase.training.config import InnerConfig
-from twophase.training.inner import inner_lr
+from twophase.training.config import InnerConfig, inner_lr
 from twophase.training.train import train
 
 FRAGMENTS = ("ends=embedding|head", "rest=.")

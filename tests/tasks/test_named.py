@@ -23,7 +23,7 @@ from twophase.report.results import Run, Sweep
 from twophase.runs.folder import read_lines
 from twophase.tasks import build, named
 from twophase.tasks.named import config_class, name_of
-from twophase.training.inner import inner_lr
+from twophase.training.config import inner_lr
 
 RINGS = (Path(__file__).parents[2] / "examples" / "rings.py").read_text(encoding="utf-8")
 SHORT = {"steps": 24, "inner_steps": 4, "inner.lr": 1e-2, "checkpoint_every": 1}
