@@ -34,7 +34,7 @@ from twophase.recipes.bench import (
     stored,
     stored_facts,
 )
-from twophase.report.card import document, picture
+from twophase.report.card import contents
 from twophase.runs.folder import check_place, list_some
 from twophase.sweeps.grid import Sweep
 from twophase.sweeps.run import TABLE
@@ -135,7 +135,7 @@ def bench_arm(
     Args:
         arm: its text.
         size_name: of `SIZES`.
-        out: folder of all runs and of `card.json`, `card.png` and `card.html`.
+        out: folder of all runs and of `card.json`, `card.png`, `card.csv` and `card.html`.
         places: where it runs.
         workers: worker processes; None is one a core.
         quiet: show no progress.
@@ -173,9 +173,9 @@ def bench_arm(
         comparisons,
         behind(results, everywhere, named) if everywhere else {},
     )
-    png = picture(card, {name: short(name) for name in [CONTROL, *CANDIDATES, arm] if name in named})
-    write_atomic(out / "card.png", png)
-    write_atomic(out / "card.html", document(card, png))
+    labels = {name: short(name) for name in [CONTROL, *CANDIDATES, arm] if name in named}
+    for ending, content in contents(card, labels).items():
+        write_atomic(out / f"card{ending}", content)
     plain = {**asdict(card), "line": card.line(), "protocol": PROTOCOL}
     write_atomic(out / "card.json", json.dumps(_plain(plain), indent=1, allow_nan=False) + "\n")
     return card

@@ -6,12 +6,29 @@ import base64
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from twophase.base.files import table_text
 from twophase.figures.profiles import draw_profiles
 from twophase.figures.style import INK, MUTED, headline, log_ticks, new_page, rendered, share_legend, styled
 from twophase.judge.bench import Against, Card, PlaceCard
 from twophase.report.page import Html, page, section, table, tag, written
 
-_COLOURS = {"better": "#1b7837", "worse": "#b2182b"}
+_COLOURS = {"better": "#0072b2", "worse": "#d55e00"}
+
+
+def contents(card: Card, labels: Mapping[str, str]) -> dict[str, str | bytes]:
+    """Return a card's files by their endings: the picture, the numbers that it shows, and the page.
+
+    Args:
+        card: what is shown.
+        labels: as for `picture`.
+    """
+    lines = [
+        {"place": place.place, "word": against.word, "ratio": against.ratio, "low": against.low, "high": against.high}
+        for place in card.places
+        for against in [place.control or Against(card.arm, "no control")]
+    ]
+    png = picture(card, labels)
+    return {".png": png, ".csv": table_text(lines), ".html": document(card, png)}
 
 
 def picture(card: Card, labels: Mapping[str, str]) -> bytes:
