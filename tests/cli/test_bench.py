@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import csv
 import json
 from collections.abc import Callable
@@ -46,7 +47,9 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
 def card(folder: Path) -> dict[str, Any]:
     """The card as JSON; its page and its picture are there."""
     assert (folder / "card.png").read_bytes().startswith(b"\x89PNG")
-    assert "Bench card" in (folder / "card.html").read_text(encoding="utf-8")
+    page = (folder / "card.html").read_text(encoding="utf-8")
+    assert "Bench card" in page
+    assert base64.b64encode((folder / "card.png").read_bytes()).decode() in page  # the whole picture
     return json.loads((folder / "card.json").read_text(encoding="utf-8"))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ from twophase.base.files import table_text
 from twophase.figures.profiles import draw_profiles
 from twophase.figures.style import INK, MUTED, headline, log_ticks, new_page, rendered, share_legend, styled
 from twophase.judge.bench import Against, Card, PlaceCard
-from twophase.report.page import Html, page, section, table, tag, written
+from twophase.report.page import Html, image, page, section, table, tag, written
 
 _COLOURS = {"better": "#0072b2", "worse": "#d55e00"}
 
@@ -80,7 +79,7 @@ def picture(card: Card, labels: Mapping[str, str]) -> bytes:
 
 def document(card: Card, png: bytes) -> str:
     """Return a card's page, complete in one file."""
-    shown = tag("img", src=f"data:image/png;base64,{base64.b64encode(png).decode()}", alt=card.line(), class_="wide")
+    shown = image(png, card.line())
     head = [
         "place", "best setting", "result", "averaging over arm", "interval", "word", "settings", "search",
         "CPU-seconds", "of averaging",

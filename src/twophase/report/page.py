@@ -179,6 +179,12 @@ def with_options(text: str) -> Html:
     return join(tag("code", part) if place % 2 else part for place, part in enumerate(_OPTION.split(text)))
 
 
+def image(png: bytes, alt: str) -> Html:
+    """Return a picture that lies in the page itself; `tag` would cut its bytes off as a text that is too long."""
+    source = f"data:image/png;base64,{base64.b64encode(png).decode()}"
+    return Html(f'<img src="{source}" alt="{html.escape(clean(alt))}" style="max-width:100%;height:auto">')
+
+
 def details(summary: str, *children: object) -> Html:
     """Return a part that is folded up until it is opened."""
     return tag("details", tag("summary", summary), *children)
