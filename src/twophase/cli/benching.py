@@ -36,6 +36,7 @@ from twophase.recipes.bench import (
 )
 from twophase.report.card import contents
 from twophase.runs.folder import check_place, list_some
+from twophase.runs.log import standard
 from twophase.sweeps.grid import Sweep
 from twophase.sweeps.run import TABLE
 from twophase.sweeps.table import read_rows, result
@@ -177,7 +178,7 @@ def bench_arm(
     for ending, content in contents(card, labels).items():
         write_atomic(out / f"card{ending}", content)
     plain = {**asdict(card), "line": card.line(), "protocol": PROTOCOL}
-    write_atomic(out / "card.json", json.dumps(_plain(plain), indent=1, allow_nan=False) + "\n")
+    write_atomic(out / "card.json", json.dumps(standard(plain), indent=1, allow_nan=False) + "\n")
     return card
 
 
@@ -271,12 +272,3 @@ def _place_card(
         against[0],
         tuple(other for other in against[1:] if other is not None),
     )
-
-
-def _plain(value: Any) -> Any:
-    """Return the value for JSON, which has no infinity."""
-    if isinstance(value, Mapping):
-        return {key: _plain(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -82,7 +82,7 @@ def document(card: Card, png: bytes) -> str:
     shown = image(png, card.line())
     head = [
         "place", "best setting", "result", "averaging over arm", "interval", "word", "settings", "search",
-        "CPU-seconds", "of averaging",
+        "seconds", "of averaging",
     ]  # fmt: skip
     rows = [_row(place) for place in card.places]
     against = [
@@ -102,7 +102,8 @@ def document(card: Card, png: bytes) -> str:
             tag(
                 "p",
                 "A result is the geometric mean over the held-out seeds: perplexity, or the validation loss of a task "
-                "that has none. A ratio above 1 means that the arm is better. All runs of both are in the CPU-seconds.",
+                "that has none. A ratio above 1 means that the arm is better. The seconds, by the clock, are "
+                "those of all runs of a side, one thread each.",
             ),
             anchor="places",
         ),

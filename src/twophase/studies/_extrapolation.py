@@ -12,20 +12,24 @@ from twophase.policies.text import register
 from twophase.rule import OuterRule
 
 
-class _Part(RestartPolicy):
-    """A part of `auto`: of the rule nothing enters, as there."""
+class _Alone(RestartPolicy):
+    """A policy whose updates are its own: of the rule nothing enters, as with `auto`."""
 
     takes_steps: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        """Refuse negative shares, and keep plain numbers."""
-        share = check_number(type(self).__name__, "share", self.share, (0, LARGEST), f"{self.name}:0.5")  # type: ignore[attr-defined]
-        object.__setattr__(self, "share", share)
 
     def canonical(self, rule: OuterRule) -> OuterRule:
         """Return the same rule for all, also for those without momentum."""
         del rule
         return OuterRule(1.0, 0.5)
+
+
+class _Part(_Alone):
+    """A part of `auto`."""
+
+    def __post_init__(self) -> None:
+        """Refuse negative shares, and keep plain numbers."""
+        share = check_number(type(self).__name__, "share", self.share, (0, LARGEST), f"{self.name}:0.5")  # type: ignore[attr-defined]
+        object.__setattr__(self, "share", share)
 
 
 @register("along")
@@ -96,18 +100,12 @@ class Gain(_Part):
 
 @register("observe")
 @dataclass(frozen=True, slots=True)
-class Observe(RestartPolicy):
+class Observe(_Alone):
     """Average, and measure: the cosine of g and the last g, and how far replicas agree. Text form `observe`."""
 
     needs: ClassVar[frozenset[str]] = Along.needs | {"cosine", AGREEMENT}
-    takes_steps: ClassVar[bool] = True
 
     def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
         """Average; the buffer becomes g."""
         del signal
         return state, Step(AVERAGING.along_g, AVERAGING.along_m, mix=(0.0, 1.0))
-
-    def canonical(self, rule: OuterRule) -> OuterRule:
-        """Return the same rule for all, also for those without momentum."""
-        del rule
-        return OuterRule(1.0, 0.5)
