@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from twophase.base.config import UsageError
+from twophase.base.files import file_sha256
 from twophase.cli import bench as command
 from twophase.cli import benching
-from twophase.cli.own_arm import text_of
+from twophase.cli.own_arm import read_arm
 from twophase.recipes import bench as recipe
 from twophase.recipes.bench import Place, Size
 
@@ -64,7 +65,14 @@ def test_references_and_a_card(bench: Bench, tmp_path: Path, capsys: pytest.Capt
     assert (folder / "results.csv").read_bytes() == (tmp_path / "stored" / "reference.csv").read_bytes()
     facts = json.loads((tmp_path / "stored" / "reference.json").read_text())
     assert facts["protocol"] == recipe.PROTOCOL
-    assert set(facts["texts"]) == {"first", "second"}
+    assert set(facts["places"]) == {"first", "second"}
+    # In parts: a folder that has one place leaves the other as it is.
+    whole = (tmp_path / "stored" / "reference.csv").read_bytes()
+    bench("--reference", "--places", "second", out="part")
+    bench("--reference", "--into", str(tmp_path / "stored"), out="part")
+    again = (tmp_path / "stored" / "reference.csv").read_text()
+    assert [row.split(",")[:5] for row in again.splitlines()] == [row.split(",")[:5] for row in whole.decode().split()]
+    (tmp_path / "stored" / "reference.csv").write_bytes(whole)
 
     made = card(bench("heavy-ball", out="card"))
     assert [place["place"] for place in made["places"]] == ["first", "second"]
@@ -73,7 +81,7 @@ def test_references_and_a_card(bench: Bench, tmp_path: Path, capsys: pytest.Capt
         assert place["control"]["other"] == "averaging"
         assert [against["other"] for against in place["stored"]] == sorted(ARMS)
         assert place["settings"] == 2
-    assert made["comparisons"] == 2 * 3
+    assert made["comparisons"] == {"averaging": 2, "stored": 2 * 2}
     assert set(made["behind"]) == {"averaging", *ARMS, "heavy-ball"}
     assert made["line"] in capsys.readouterr().out
 
@@ -109,6 +117,15 @@ def test_a_card_without_references(bench: Bench, monkeypatch: pytest.MonkeyPatch
     assert "nowhere" in made["refused"]["broken"]
 
 
+@pytest.mark.parametrize("text", ["averaging", "no-such", "adamw@sometimes", "adamw:beta2=~0.9"])
+def test_what_is_no_arm(bench: Bench, tmp_path: Path, text: str) -> None:
+    """Is refused once, before there is a folder."""
+    with pytest.raises(UsageError) as raised:
+        bench(text)
+    assert str(raised.value).count(text.partition("@")[0].partition(":")[0]) <= 2
+    assert not (tmp_path / "out").exists()
+
+
 def test_other_folders(bench: Bench, tmp_path: Path) -> None:
     """A folder of another arm or size, and a table of a bench that has not begun, are refused."""
     (tmp_path / "out").mkdir()
@@ -139,8 +156,9 @@ class Often(RestartPolicy):
 @dataclass(frozen=True)
 class Alone(RestartPolicy):
     takes_steps: ClassVar[bool] = True
+    gain: float = 0.9
     def decide(self, state, signal):
-        return state, Step(0.9, 0.0)
+        return state, Step(self.gain, 0.0)
     def canonical(self, rule):
         return OuterRule(1.0, 0.5)
 
@@ -155,12 +173,15 @@ def test_arms_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (tmp_path / "bench_policies.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
     environment: dict[str, str] = {}
-    assert text_of("bench_policies:Often:3", environment) == "nesterov@test-bench-often:3"
-    assert text_of(f"{tmp_path}/bench_policies.py:Alone", environment) == "test-bench-alone"
+    text, code = read_arm("bench_policies:Often:3", environment)
+    assert text == "nesterov:momentum=~0.6@test-bench-often:3"
+    assert code == file_sha256(tmp_path / "bench_policies.py")
+    assert read_arm(f"{tmp_path}/bench_policies.py:Alone", environment) == ("test-bench-alone", code)
+    assert read_arm("bench_policies:Alone:~0.5", environment)[0] == "test-bench-alone:~0.5"
     assert environment["TWOPHASE_POLICIES"] == "bench_policies"
     assert environment["PYTHONPATH"] == str(tmp_path)
     for text in ("nesterov:lr=0.7@3", "along:~0.5", "auto+filter=orthogonal"):
-        assert text_of(text, environment) == text
+        assert read_arm(text, environment) == (text, "")
     for text in ("bench_policies:Nameless", "bench_policies:Missing", "no_such_module:Often"):
         with pytest.raises(UsageError, match=text.rpartition(":")[2]):
-            text_of(text, {})
+            read_arm(text, {})

@@ -28,7 +28,10 @@ def main(words: list[str]) -> int:
         "--places", nargs="+", choices=[place.name for place in PLACES], metavar="PLACE", help="only these"
     )
     parser.add_argument(
-        "--into", type=Path, metavar="DIR", help="with --reference: run nothing, write the table of what has ended"
+        "--into",
+        type=Path,
+        metavar="DIR",
+        help="with --reference: run nothing, write what has ended into the table in DIR",
     )
     add_workers(parser)
     options = parser.parse_args(words)
@@ -38,7 +41,7 @@ def main(words: list[str]) -> int:
         parser.error("--into is for --reference")
 
     from twophase.cli.benching import bench_arm, run_bench, write_reference
-    from twophase.cli.own_arm import text_of
+    from twophase.cli.own_arm import read_arm
     from twophase.cli.regimes import run_regimes
     from twophase.studies.policies import share_with_workers
 
@@ -57,7 +60,8 @@ def main(words: list[str]) -> int:
         _, refused = run_bench(SIZES[size], out, places=places, **how)
         print("".join(f"{place}: not run here. {why}\n" for place, why in refused.items()) + f"{out / 'results.csv'}")
     else:
-        card = bench_arm(text_of(options.arm, os.environ), size, out, places=places, **how)
+        arm, code = read_arm(options.arm, os.environ)
+        card = bench_arm(arm, size, out, code=code, places=places, **how)
         print(card.line())
         for name, why in card.refused.items():
             print(f"{name}: not run here. {why}")

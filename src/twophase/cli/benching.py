@@ -18,7 +18,8 @@ from twophase.base.files import table_text, write_atomic
 from twophase.base.reading import read_json_object
 from twophase.cli.sweeping import complete
 from twophase.cli.tuning import FRESH, TuneResults, Tuning, run_tuning
-from twophase.judge.bench import Against, Card, PlaceCard, Results, behind, results_of
+from twophase.figures.style import styled
+from twophase.judge.bench import Against, Card, PlaceCard, behind, results_of
 from twophase.recipes.arms import CONTROL, INNER_LR, Arm
 from twophase.recipes.bench import (
     CANDIDATES,
@@ -55,6 +56,7 @@ def run_bench(
     out: Path,
     arms: Sequence[str] = (),
     *,
+    code: str = "",
     places: Sequence[Place] = PLACES,
     workers: int | None = None,
     quiet: bool = False,
@@ -63,8 +65,10 @@ def run_bench(
 
     Args:
         size: what is spent on each.
-        out: folder of all comparisons and of `results.csv`, which is written anew after every place.
+        out: folder of all comparisons and of `results.csv`, which is written anew after every place, with the rows of
+            places of earlier calls.
         arms: texts; none are those of each place.
+        code: digest of an arm's code that is not of this package.
         places: in the order in which they are run.
         workers: worker processes; None is one a core.
         quiet: show no progress.
@@ -75,9 +79,15 @@ def run_bench(
     Raises:
         UsageError: a folder of something else, or an arm that cannot be run anywhere.
     """
-    spec = {"protocol": PROTOCOL, "fingerprint": protocol_fingerprint(), "arms": list(arms), "points": size.points}
+    spec = {
+        "protocol": PROTOCOL,
+        "fingerprint": protocol_fingerprint(),
+        "arms": list(arms),
+        "code": code,
+        "points": size.points,
+    }
     if check_place(out, SPEC, "bench"):
-        different = differences(spec, read_json_object(out / SPEC))
+        different = differences(spec, {"code": "", **read_json_object(out / SPEC)})
         if different:
             raise UsageError(f"--out {out}: holds another bench: {list_some(different)}; choose another --out")
     out.mkdir(parents=True, exist_ok=True)
@@ -93,10 +103,23 @@ def run_bench(
             refused[place.name] = str(error)
             continue
         rows += rows_of(place.name, outcome)
-        write_atomic(out / RESULTS, table_text(rows))
+        write_atomic(out / RESULTS, table_text(_with_others(rows, out / RESULTS)))
     if not rows:
-        raise UsageError("\n".join(f"{name}: {why}" for name, why in refused.items()))
+        names = {why: [name for name in refused if refused[name] == why] for why in refused.values()}
+        raise UsageError("\n".join(f"{', '.join(where)}: {why}" for why, where in names.items()))
     return rows, refused
+
+
+def _with_others(rows: Sequence[Mapping[str, Any]], path: Path) -> list[Mapping[str, Any]]:
+    """Return rows and those that a table has of other places, in the protocol's order."""
+    here = {row["place"] for row in rows}
+    others = [row for row in _rows(path) if row["place"] not in here] if path.is_file() else []
+    order = {place.name: number for number, place in enumerate(PLACES)}
+    return sorted([*rows, *others], key=lambda row: order.get(row["place"], len(order)))
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(path.read_text(encoding="utf-8"))))
 
 
 def rows_of(place: str, outcome: TuneResults) -> list[dict[str, Any]]:
@@ -127,6 +150,7 @@ def bench_arm(
     size_name: str,
     out: Path,
     *,
+    code: str = "",
     places: Sequence[Place] = PLACES,
     workers: int | None = None,
     quiet: bool = False,
@@ -137,14 +161,17 @@ def bench_arm(
         arm: its text.
         size_name: of `SIZES`.
         out: folder of all runs and of `card.json`, `card.png`, `card.csv` and `card.html`.
+        code: digest of the arm's code that is not of this package.
         places: where it runs.
         workers: worker processes; None is one a core.
         quiet: show no progress.
 
     Raises:
-        UsageError: as `run_bench`.
+        UsageError: as `run_bench`, or a text that is no arm, or no matplotlib.
     """
-    rows, refused = run_bench(SIZES[size_name], out, [arm], places=places, workers=workers, quiet=quiet)
+    with styled():  # What cannot be drawn, or is no arm anywhere, is refused before hours of runs.
+        _check_arm(arm)
+    rows, refused = run_bench(SIZES[size_name], out, [arm], code=code, places=places, workers=workers, quiet=quiet)
     references, note = references_of(PROTOCOL, protocol_fingerprint())
     mine = results_of(rows)
     ended = [place for place in places if (place.name, arm) in mine]
@@ -156,13 +183,19 @@ def bench_arm(
     }
     results = {**theirs, **mine}
     others = {place.name: [other for at, other in theirs if at == place.name and other != CONTROL] for place in ended}
-    comparisons = sum(len(names) + 1 for names in others.values())
+    comparisons = {CONTROL: len(ended), "stored": sum(map(len, others.values()))}
     by_place = [
         _place_card(
-            place, arm, rows, results, [Against.of(results, place.name, arm, other, comparisons) for other in all_of]
+            place,
+            SIZES[size_name].at(place),
+            arm,
+            rows,
+            [
+                Against.of(results, place.name, arm, CONTROL, comparisons[CONTROL]),
+                *(Against.of(results, place.name, arm, other, comparisons["stored"]) for other in others[place.name]),
+            ],
         )
         for place in ended
-        for all_of in [(CONTROL, *others[place.name])]
     ]
     everywhere = [place.name for place in ended if others[place.name]]
     named = dict.fromkeys([CONTROL, *(other for _, other in theirs), arm])
@@ -174,18 +207,27 @@ def bench_arm(
         comparisons,
         behind(results, everywhere, named) if everywhere else {},
     )
-    labels = {name: short(name) for name in [CONTROL, *CANDIDATES, arm] if name in named}
-    for ending, content in contents(card, labels).items():
+    for ending, content in contents(card, {name: short(name) for name in named}, CANDIDATES).items():
         write_atomic(out / f"card{ending}", content)
     plain = {**asdict(card), "line": card.line(), "protocol": PROTOCOL}
     write_atomic(out / "card.json", json.dumps(standard(plain), indent=1, allow_nan=False) + "\n")
     return card
 
 
-def write_reference(out: Path, into: Path) -> None:
-    """Write the stored table from a folder of `twophase bench --reference`: its rows, and how they were made.
+def _check_arm(text: str) -> None:
+    """Refuse a text that is no arm at any place."""
+    if text == CONTROL:
+        raise UsageError(f"{CONTROL} is what every arm is held against; name another one")
+    try:
+        Arm(text, 1.0)
+    except UsageError as error:
+        raise UsageError(str(error).removeprefix("--arms ")) from None
 
-    Places that have not ended there are missing in it.
+
+def write_reference(out: Path, into: Path) -> None:
+    """Write the places that have ended in a folder of `twophase bench --reference` into the stored table.
+
+    Rows that the table has of other places stay, so that it can be made in parts and on several machines.
 
     Args:
         out: that folder.
@@ -198,26 +240,33 @@ def write_reference(out: Path, into: Path) -> None:
         raise UsageError(
             f"--out {out}: no place of a bench has ended there; run twophase bench --reference --size full"
         )
+    protocol = {"protocol": PROTOCOL, "fingerprint": protocol_fingerprint(), "points": SIZES["full"].points}
     spec = read_json_object(out / SPEC)
-    if spec["arms"] or (spec["protocol"], spec["fingerprint"]) != (PROTOCOL, protocol_fingerprint()):
-        raise UsageError(f"--out {out}: holds the bench of an arm, or of another protocol; choose another --out")
-    text = (out / RESULTS).read_text(encoding="utf-8")
-    rows = list(csv.DictReader(io.StringIO(text)))
-    seconds = {(row["place"], row["arm"]): float(row["seconds"]) for row in rows}
+    if spec["arms"] or differences(protocol, {name: spec[name] for name in protocol}):
+        raise UsageError(
+            f"--out {out}: holds the bench of an arm, of another size or of another protocol; choose another --out"
+        )
+    facts = read_json_object(into / FACTS) if (into / FACTS).is_file() else {"places": {}}
+    if {name: facts.get(name) for name in protocol} != protocol:
+        facts = {"places": {}}  # rows of another protocol are never beside these
+    rows = _rows(out / RESULTS)
     places = dict.fromkeys(row["place"] for row in rows)
-    facts = {
-        "protocol": PROTOCOL,
-        "fingerprint": spec["fingerprint"],
-        "points": spec["points"],
-        "python": platform.python_version(),
-        "torch": version("torch"),
-        # Of what the runs trained on: another Python has another text.
-        "texts": {place: sorted(read_json_object(out / place / FRESH / PLAN)["texts"].values()) for place in places},
-        "seconds": {place: round(sum(s for (at, _), s in seconds.items() if at == place)) for place in places},
+    seconds = {(row["place"], row["arm"]): float(row["seconds"]) for row in rows}
+    made = {
+        place: {
+            "python": platform.python_version(),
+            "torch": version("torch"),
+            # Of what the runs trained on: another Python has another text.
+            "texts": sorted(read_json_object(out / place / FRESH / PLAN)["texts"].values()),
+            "seconds": round(sum(s for (at, _), s in seconds.items() if at == place)),
+        }
+        for place in places
     }
     into.mkdir(parents=True, exist_ok=True)
-    write_atomic(into / REFERENCE, text)
-    write_atomic(into / FACTS, json.dumps(facts, indent=1) + "\n")
+    merged = _with_others(rows, into / REFERENCE) if facts["places"] else rows
+    by_place = {place: {**facts["places"], **made}[place] for place in dict.fromkeys(row["place"] for row in merged)}
+    write_atomic(into / REFERENCE, table_text(merged))
+    write_atomic(into / FACTS, json.dumps({**protocol, "places": by_place}, indent=1) + "\n")
 
 
 def references_of(protocol: int, fingerprint: str) -> tuple[list[dict[str, str]], str]:
@@ -244,8 +293,12 @@ def _difference(
         return "The stored table lacks this place."
     base = place.base()
     cell = Arm(CONTROL, base.inner.lr).cell(base, {INNER_LR: float(row[INNER_LR])}, int(row["seed"]))
-    sweep, folder = Sweep("repeated", base, [cell]), out / place.name / "repeated"
-    complete(sweep, folder, texts=preflight_all([cell.config]), workers=workers, quiet=quiet)
+    # The folder's name is that of the run: a newer stored table may have another.
+    sweep, folder = Sweep("repeated", base, [cell]), out / place.name / f"repeated-{cell.run_id}"
+    try:
+        complete(sweep, folder, texts=preflight_all([cell.config]), workers=workers, quiet=quiet)
+    except RunError as error:
+        return f"{place.name}: a stored run could not be repeated, so that its stored arms are left out. {error}"
     here, there = result(read_rows(folder / TABLE)[0]), float(row["result"])
     if here is not None and math.isclose(here, there, rel_tol=_SAME):
         return ""
@@ -256,10 +309,22 @@ def _difference(
 
 
 def _place_card(
-    place: Place, arm: str, rows: Sequence[Mapping[str, Any]], results: Results, against: Sequence[Against | None]
+    place: Place, size: Size, arm: str, rows: Sequence[Mapping[str, Any]], against: Sequence[Against | None]
 ) -> PlaceCard:
-    row, control = (next(r for r in rows if (r["place"], r["arm"]) == (place.name, name)) for name in (arm, CONTROL))
-    logs = [math.log(value) for value in results[place.name, arm].values()]
+    """Return how an arm did at a place.
+
+    Args:
+        place: where.
+        size: what was spent there.
+        arm: its text.
+        rows: of `run_bench`.
+        against: averaging first, then the stored arms.
+    """
+    by_arm = {row["arm"]: row for row in rows if row["place"] == place.name}
+    row = by_arm[arm]
+    logs = [
+        math.log(r["result"] or math.inf) for r in rows if (r["place"], r["arm"]) == (place.name, arm) and r["seed"]
+    ]
     return PlaceCard(
         place.name,
         place.title,
@@ -267,8 +332,7 @@ def _place_card(
         math.exp(math.fsum(logs) / len(logs)) if logs and math.isfinite(math.fsum(logs)) else None,
         row["settings"],
         row["interior"],
-        row["seconds"],
-        control["seconds"],
+        *(r["seconds"] / (r["settings"] * len(size.seeds) + len(size.fresh)) for r in (row, by_arm[CONTROL])),
         against[0],
         tuple(other for other in against[1:] if other is not None),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import re
 import sys
@@ -10,6 +11,7 @@ from collections.abc import MutableMapping
 from pathlib import Path
 
 from twophase.base.errors import UsageError
+from twophase.base.files import file_sha256
 from twophase.policies.base import RestartPolicy
 from twophase.policies.text import POLICIES_VARIABLE, parse
 from twophase.shelf.base import SHELF_VARIABLE, Method
@@ -17,8 +19,11 @@ from twophase.shelf.base import SHELF_VARIABLE, Method
 _OWN = re.compile(r"(?P<module>[\w./-]+):(?P<name>[A-Z]\w*)(?P<rest>.*)")
 
 
-def text_of(arm: str, environment: MutableMapping[str, str]) -> str:
-    """Return an arm's text; of a class its registered name, with what stands behind the class.
+def read_arm(arm: str, environment: MutableMapping[str, str]) -> tuple[str, str]:
+    """Return an arm's text and the SHA-256 of its code, empty where the code is of this package.
+
+    The text of a class is its registered name and what stands behind the class. A restart policy that needs a rule is
+    that of Nesterov, whose search begins where the bench's own begins.
 
     Args:
         arm: a text of `twophase.recipes.arms`, or a class of one's own.
@@ -29,7 +34,7 @@ def text_of(arm: str, environment: MutableMapping[str, str]) -> str:
     """
     match = _OWN.fullmatch(arm)
     if match is None:
-        return arm
+        return arm, ""
     module, name, rest = match["module"], match["name"], match["rest"]
     if module.endswith(".py"):
         file = Path(module).absolute()
@@ -51,9 +56,10 @@ def text_of(arm: str, environment: MutableMapping[str, str]) -> str:
         raise UsageError(f'{arm}: {name} has no text form; decorate it with @{decorator}("name")')
     variable = POLICIES_VARIABLE if is_policy else SHELF_VARIABLE
     environment[variable] = ",".join(dict.fromkeys(filter(None, [*environment.get(variable, "").split(","), module])))
-    if is_policy and not _stands_alone(member.name + rest.partition("+")[0]):
-        return f"nesterov@{member.name}{rest}"
-    return f"{member.name}{rest}"
+    text = f"{member.name}{rest}"
+    if is_policy and not _stands_alone(text.partition("+")[0].replace("~", "")):
+        text = f"nesterov:momentum=~0.6@{text}"
+    return text, file_sha256(Path(inspect.getfile(member)))
 
 
 def _stands_alone(policy: str) -> bool:

@@ -71,8 +71,8 @@ class PlaceCard:
         result: geometric mean over the held-out seeds; None where one diverged.
         settings: how many its search tried.
         interior: whether no neighbour of the best was better.
-        seconds: of all its runs.
-        seconds_of_control: of all runs of averaging in the same bench.
+        seconds: of one of its runs, in the mean.
+        seconds_of_control: of one run of averaging in the same bench.
         control: against averaging, tuned with the same budget in the same bench.
         stored: against the stored arms.
         note: why there are no stored arms; may be empty.
@@ -100,7 +100,8 @@ class Card:
         size: of the bench, `quick` or `full`.
         places: one for each place that could be run.
         refused: why others could not, by name.
-        comparisons: number of words below, for which the intervals are corrected.
+        comparisons: number of words against averaging, and against the `stored` arms. Each of the two families may err
+            with probability 0.05.
         behind: for each arm how far it is behind the best of each place, see `behind`.
     """
 
@@ -108,7 +109,7 @@ class Card:
     size: str
     places: tuple[PlaceCard, ...]
     refused: Mapping[str, str]
-    comparisons: int
+    comparisons: Mapping[str, int]
     behind: Mapping[str, Sequence[float]]
 
     def counts(self) -> dict[str, int]:

@@ -9,6 +9,7 @@ compared. `docs/bench/registration-1.md` says what is asked of it.
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
@@ -213,7 +214,7 @@ def stored(name: str) -> list[dict[str, str]]:
 
 
 def stored_facts() -> dict[str, Any]:
-    """Return what is known of the reference table: protocol, versions, texts, time.
+    """Return what is known of the reference table: protocol, and by place versions, texts and time.
 
     Raises:
         UsageError: this copy has none.
@@ -238,9 +239,7 @@ def protocol_fingerprint() -> str:
 def short(arm: str) -> str:
     """Return an arm's text for a table: without where searches begin, and its parts in words."""
     return (
-        arm.replace(":momentum=~0.6", "")
-        .replace("~0.5", "C")
-        .replace("~1", "C")
+        re.sub(r"~[\d.e+-]+", "C", arm.replace(":momentum=~0.6", ""))
         .replace("filter=", "")
         .replace("schedule=linear:final=2", "rising rate")
         .replace("schedule=momentum:warmup=0", "momentum ramp")

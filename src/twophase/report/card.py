@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from twophase.base.files import table_text
 from twophase.figures.profiles import draw_profiles
-from twophase.figures.style import INK, MUTED, headline, log_ticks, new_page, rendered, share_legend, styled
+from twophase.figures.style import INK, MUTED, headline, new_page, rendered, share_legend, styled
 from twophase.judge.bench import Against, Card, PlaceCard
+from twophase.recipes.arms import CONTROL
 from twophase.report.page import Html, image, page, section, table, tag, written
 
 _COLOURS = {"better": "#0072b2", "worse": "#d55e00"}
 
 
-def contents(card: Card, labels: Mapping[str, str]) -> dict[str, str | bytes]:
+def contents(card: Card, labels: Mapping[str, str], untuned: Collection[str]) -> dict[str, str | bytes]:
     """Return a card's files by their endings: the picture, the numbers that it shows, and the page.
 
     Args:
         card: what is shown.
-        labels: as for `picture`.
+        labels: short names of all arms.
+        untuned: arms without an outer number to tune; they are not grey in the picture.
     """
     lines = [
         {"place": place.place, "word": against.word, "ratio": against.ratio, "low": against.low, "high": against.high}
         for place in card.places
         for against in [place.control or Against(card.arm, "no control")]
     ]
-    png = picture(card, labels)
-    return {".png": png, ".csv": table_text(lines), ".html": document(card, png)}
+    coloured = {arm: labels[arm] for arm in dict.fromkeys([CONTROL, *untuned, card.arm]) if arm in labels}
+    png = picture(card, coloured)
+    return {".png": png, ".csv": table_text(lines), ".html": document(card, png, labels, untuned)}
 
 
 def picture(card: Card, labels: Mapping[str, str]) -> bytes:
@@ -43,25 +46,26 @@ def picture(card: Card, labels: Mapping[str, str]) -> bytes:
     with styled():
         figure = new_page(max(2.6, 1.4 + 0.22 * len(card.places)))
         ratios, shares = figure.subplots(1, 2, width_ratios=(1, 1.1))
-        ends = [1.0]
-        for row, place in enumerate(reversed(card.places)):
-            control = place.control
+        controls = [place.control for place in reversed(card.places)]
+        ahead = [abs(100 * (c.ratio - 1)) for c in controls if c and c.ratio is not None]
+        # Of two or three seeds an interval may be a hundred times as long as what is to be seen.
+        widest = max(5.0, 2.5 * max(ahead, default=0.0))
+        for row, control in enumerate(controls):
             if control is None or control.ratio is None or control.low is None or control.high is None:
-                ratios.text(1.0, row, control.word if control else "no control", fontsize=6.5, va="center", color=MUTED)
+                ratios.text(0, row, control.word if control else "no control", fontsize=6.5, va="center", color=MUTED)
                 continue
             colour = _COLOURS.get(control.word, INK)
-            ratios.plot([control.low, control.high], [row, row], color=colour, linewidth=1.2)
-            ratios.plot([control.ratio], [row], marker="o", markersize=3.5, color=colour)
-            ends += [control.low, control.high]
-        ratios.axvline(1.0, color=MUTED, linewidth=0.6)
-        ratios.set_xscale("log")
-        low, high = min(ends) / 1.02, max(ends) * 1.02
-        ratios.set_xlim(low, high)
-        ticks = log_ticks(low, high)
-        ratios.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-        ratios.set_xticks([], minor=True)
-        ratios.set_yticks(range(len(card.places)), [place.place for place in reversed(card.places)])
-        ratios.set_xlabel("averaging's result over the arm's")
+            low, mean, high = (100 * (value - 1) for value in (control.low, control.ratio, control.high))
+            ratios.plot([max(low, -widest), min(high, widest)], [row, row], color=colour, linewidth=1.2)
+            ratios.plot([mean], [row], marker="o", markersize=3.5, color=colour)
+            for cut, end, marker in ((low < -widest, -widest, "<"), (high > widest, widest, ">")):
+                if cut:
+                    ratios.plot([end], [row], marker=marker, markersize=3.5, color=colour, clip_on=False)
+        ratios.axvline(0, color=MUTED, linewidth=0.6)
+        ratios.set_xlim(-widest, widest)
+        ratios.set_ylim(-0.5, len(controls) - 0.5)
+        ratios.set_yticks(range(len(controls)), [place.place for place in reversed(card.places)])
+        ratios.set_xlabel("% ahead of averaging")
         if card.behind:
             draw_profiles(shares, card.behind, labels)
             share_legend(figure, [shares], columns=3)
@@ -70,23 +74,28 @@ def picture(card: Card, labels: Mapping[str, str]) -> bytes:
         counts = card.counts()
         headline(
             figure,
-            f"{card.arm}: better than averaging at {counts['better']} of {len(card.places)} places, worse at "
-            f"{counts['worse']}",
-            "left: right of the line the arm is better; right: the higher the nearer to the best arm",
+            f"{labels.get(card.arm, card.arm)}: better than averaging at {counts['better']} of {len(card.places)} "
+            f"places, worse at {counts['worse']}",
+            "left: mean and interval, an arrowhead where it goes on; right: the higher the nearer to the best arm",
         )
         return rendered(figure)[".png"]
 
 
-def document(card: Card, png: bytes) -> str:
+def document(card: Card, png: bytes, labels: Mapping[str, str], untuned: Collection[str]) -> str:
     """Return a card's page, complete in one file."""
     shown = image(png, card.line())
     head = [
         "place", "best setting", "result", "averaging over arm", "interval", "word", "settings", "search",
-        "seconds", "of averaging",
+        "seconds a run", "of averaging",
     ]  # fmt: skip
     rows = [_row(place) for place in card.places]
     against = [
-        [place.place, *(_others(place.stored, word) for word in ("better", "equivalent", "worse")), _best(place)]
+        [
+            place.place,
+            *(_others(place.stored, word, labels) for word in ("better", "equivalent", "worse")),
+            _best([other for other in place.stored if other.other in untuned], labels),
+            _best(place.stored, labels),
+        ]
         for place in card.places
         if place.stored
     ]
@@ -102,15 +111,15 @@ def document(card: Card, png: bytes) -> str:
             tag(
                 "p",
                 "A result is the geometric mean over the held-out seeds: perplexity, or the validation loss of a task "
-                "that has none. A ratio above 1 means that the arm is better. The seconds, by the clock, are "
-                "those of all runs of a side, one thread each.",
+                "that has none. A ratio above 1 means that the arm is better. The intervals hold for all places "
+                "together. Seconds are by the clock, of runs with one thread.",
             ),
             anchor="places",
         ),
         section(
             "Against the stored arms",
             table(
-                ["place", "better than", "equivalent to", "worse than", "the place's best"],
+                ["place", "better than", "equivalent to", "worse than", "best without outer numbers", "best of all"],
                 against,
                 caption="Words for each stored arm, seed by seed",
             )
@@ -118,8 +127,9 @@ def document(card: Card, png: bytes) -> str:
             else tag("p", "There are no stored arms to compare with."),
             tag(
                 "p",
-                f"Intervals and words are corrected for {card.comparisons} comparisons. Not named: undecided. The "
-                "stored arms were tuned with the budget of the size full.",
+                f"Words are corrected for the {card.comparisons['stored']} comparisons of this table. Not named: "
+                "undecided. The stored arms were tuned with the budget of the size full, this one with that of "
+                f"the size {card.size}.",
             ),
             anchor="stored",
         ),
@@ -146,14 +156,13 @@ def _row(place: PlaceCard) -> list[object]:
     ]
 
 
-def _others(stored: Sequence[Against], word: str) -> str:
-    return ", ".join(against.other for against in stored if against.word == word)
+def _others(stored: Sequence[Against], word: str, labels: Mapping[str, str]) -> str:
+    return ", ".join(labels[against.other] for against in stored if against.word == word)
 
 
-def _best(place: PlaceCard) -> Html | str:
+def _best(stored: Sequence[Against], labels: Mapping[str, str]) -> Html | str:
     """Return the stored arm that is farthest ahead of this one, or that none is."""
-    finite = [against for against in place.stored if against.ratio is not None]
-    best: Any = min(finite, key=lambda against: against.ratio or 0.0, default=None)
+    best: Any = min((a for a in stored if a.ratio is not None), key=lambda against: against.ratio or 0.0, default=None)
     if best is None:
         return ""
-    return "this one" if best.ratio >= 1 else f"{best.other}, by {written(100 * (1 / best.ratio - 1), '.1f')} %"
+    return "this one" if best.ratio >= 1 else f"{labels[best.other]}, by {written(100 * (1 / best.ratio - 1), '.1f')} %"

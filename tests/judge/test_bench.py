@@ -1,0 +1,72 @@
+"""What a bench says: words by hand, seeds that diverged, distances behind the best of each place."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from twophase.judge.bench import Against, Card, PlaceCard, behind, decided, results_of
+from twophase.judge.decision import decide
+
+SEEDS = range(100, 106)
+BETTER = {seed: 1.0 + 0.001 * (seed % 3) for seed in SEEDS}
+CONTROL = {seed: 1.1 + 0.001 * (seed % 2) for seed in SEEDS}
+RESULTS = {("here", "arm"): BETTER, ("here", "averaging"): CONTROL, ("here", "lost"): {}}
+
+
+def test_rows_of_a_table() -> None:
+    """A row without a result is a run that diverged, one without a seed an arm without any setting."""
+    rows = [
+        {"place": "here", "arm": "arm", "seed": "100", "result": "2.5"},
+        {"place": "here", "arm": "arm", "seed": 101, "result": None},
+        {"place": "here", "arm": "lost", "seed": "", "result": ""},
+    ]
+    assert results_of(rows) == {("here", "arm"): {100: 2.5, 101: math.inf}, ("here", "lost"): {}}
+
+
+def test_a_pair_is_decided_on_common_seeds() -> None:
+    """Differences are logarithms, positive where the first is better; a seed in which both diverged is none."""
+    expected = decide([math.log(CONTROL[seed]) - math.log(BETTER[seed]) for seed in SEEDS], comparisons=7)
+    assert decided({**BETTER, 1: 9.0}, {**CONTROL, 2: 9.0}, 7) == expected
+    both = {7: math.inf}
+    assert decided(BETTER | both, CONTROL | both, 7) == expected
+
+
+@pytest.mark.parametrize(
+    ("pair", "word"),
+    [(("arm", "averaging"), "better"), (("averaging", "arm"), "worse"), (("arm", "lost"), "all diverged")],
+)
+def test_words(pair: tuple[str, str], word: str) -> None:
+    """The ratio is the other's mean over the arm's; nothing is said of what has not been run."""
+    against = Against.of(RESULTS, "here", *pair, 1)
+    assert against is not None
+    assert against.word == word
+    assert Against.of(RESULTS, "elsewhere", *pair, 1) is None
+    if word == "better":
+        logs = [math.log(CONTROL[seed] / BETTER[seed]) for seed in SEEDS]
+        assert against.ratio == pytest.approx(math.exp(sum(logs) / len(logs)), rel=1e-12)
+        assert against.low is not None
+        assert 1 < against.low < against.ratio
+
+
+def test_distances_behind_the_best() -> None:
+    """In per cent of the place's best geometric mean, the nearest first; infinite where an arm is missing."""
+    results = {
+        ("a", "x"): {1: 2.0, 2: 8.0}, ("a", "y"): {1: 4.4, 2: 4.4}, ("b", "y"): {1: 1.0}, ("b", "x"): {1: math.inf},
+    }  # fmt: skip
+    distances = behind(results, ["a", "b"], ["x", "y", "z"])
+    assert distances["x"] == pytest.approx([0.0, math.inf])
+    assert distances["y"] == pytest.approx([0.0, 10.0])
+    assert distances["z"] == [math.inf, math.inf]
+
+
+def test_a_cards_sentence() -> None:
+    """Counts each word; a mean ratio is there only if every place has one."""
+    control = Against.of(RESULTS, "here", "arm", "averaging", 1)
+    place = PlaceCard("here", "a place", {"inner.lr": 0.01}, 1.0, 3, True, 1.0, 1.0, control, ())
+    card = Card("arm", "quick", (place, place), {}, {"averaging": 2, "stored": 0}, {})
+    assert "better in 2; ratio 1.0" in card.line()
+    diverged = PlaceCard("here", "a place", {}, None, 3, False, 1.0, 1.0, Against("averaging", "all diverged"), ())
+    both = Card("arm", "quick", (place, diverged), {}, {"averaging": 2, "stored": 0}, {})
+    assert both.line().endswith("better in 1, all diverged in 1.")
