@@ -141,7 +141,7 @@ MISTAKES = [
     ("sweep-worker --out absent --in-memory -1", "--in-memory"),
     ("demo --seeds -1", "seed"),
     ("study", "name a study"),
-    ("study figure_1", "'figure_1' is no study; choose from adaptive_choice"),
+    ("study figure_1", "'figure_1' is no study; choose from bench"),
     ("study robustnes_toy", "did you mean robustness_toy?"),
     ("study wires --scale labtop", "did you mean laptop?"),
     ("study robustness_toy --fast", "--fast"),

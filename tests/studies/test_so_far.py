@@ -22,7 +22,7 @@ from twophase.studies import _training, robustness_heatmaps, study
 from twophase.studies._so_far import complete
 from twophase.sweeps.table import SEED, Row, write_rows
 
-NAME = "adaptive_confirmation"
+NAME = "wires"
 SCALE = replace(QUICK, name="small", seeds=(0, 1, 2), lrs=(0.3,), momenta=(0.9,))
 ARMS, SETTINGS, SEEDS = ("a", "b", "c"), (0.1, 0.5), (0, 1, 2)
 

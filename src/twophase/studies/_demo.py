@@ -31,7 +31,7 @@ CLAIM_MOMENTUM, CLAIM_RATIO = 0.9, 1.2
 
 LIMITS = (
     "One small model on one text: a network of tens of thousands of weights, not of billions.",
-    "One inner optimizer, learning rate and schedule. With others auto gains less, or nothing: docs/restarts-auto.md.",
+    "One inner optimizer, learning rate and schedule. Averaging gains from a larger inner rate: docs/restarts.md.",
     "Short runs. In longer ones a restart can cost more than it gains: docs/restarts.md has some.",
     "One form of momentum, that of torch.optim.SGD. In the paper's form the same numbers mean other steps.",
     "A restart is no replacement for tuning. Compare it with a smaller momentum before you use it.",

@@ -1,4 +1,4 @@
-"""Compare restarts with these policies in studies; docs/restarts-tests.md says why none of them is recommended.
+"""Compare restarts with these policies in studies; docs/log.md, 22 November 2026, says why none is recommended.
 
 An example of a module that `TWOPHASE_POLICIES` names:
 

@@ -31,14 +31,15 @@ GOAL = 0.8
 
 
 def table(*, quick: bool = False, rows: Sequence[Mapping[str, str]] | None = None) -> Result:
-    """Choose a rule for each treatment on the fitted places, and judge it on the others.
+    """Choose a rule for each treatment on the fitted places, and judge it on the others; hold each arm at its best.
 
     Args:
         quick: of no meaning here.
         rows: in the place of the stored ones.
     """
     del quick
-    cells = cells_of(stored("regimes.csv") if rows is None else rows)
+    rows = stored("regimes.csv") if rows is None else rows
+    cells = cells_of(rows)
     lines: list[dict[str, Any]] = []
     rules: dict[str, Any] = {}
     for treatment in TREATMENTS:
@@ -55,7 +56,30 @@ def table(*, quick: bool = False, rows: Sequence[Mapping[str, str]] | None = Non
             for cell in there
         ]
     places = list(dict.fromkeys(cell["place"] for cell in cells))
-    return Result(lines, {"places": places, "rules": rules}, {"fitted": FITTED, "goal": GOAL, "margin": MARGIN})
+    numbers = {"places": places, "rules": rules, "at_best": at_best(rows)}
+    return Result(lines, numbers, {"fitted": FITTED, "goal": GOAL, "margin": MARGIN})
+
+
+def at_best(rows: Sequence[Mapping[str, str]]) -> dict[str, dict[str, float]]:
+    """Return by place and treatment averaging's result over the arm's, each at its own best inner learning rate.
+
+    Above 1 the arm is better. An arm is left out where it, or averaging, has no inner learning rate without a run that
+    diverged.
+    """
+    grouped: dict[tuple[str, str, str], list[Mapping[str, str]]] = {}
+    for row in rows:
+        grouped.setdefault((row["place"], row["arm"], row["inner.lr"]), []).append(row)
+    best: dict[tuple[str, str], float] = {}
+    for (place, arm, _), group in grouped.items():
+        best[place, arm] = min(best.get((place, arm), math.inf), _mean_log(group) or 0.0)
+    return {
+        place: {
+            treatment: math.exp(best[place, "observe"] - best[place, arm])
+            for treatment, (arm, _) in TREATMENTS.items()
+            if math.isfinite(best.get((place, arm), math.inf)) and math.isfinite(best.get((place, "observe"), math.inf))
+        }
+        for place in dict.fromkeys(row["place"] for row in rows)
+    }
 
 
 def cells_of(rows: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
@@ -132,6 +156,15 @@ def answer(result: Result) -> str:
             f"Chosen on {', '.join(p for p in result.numbers['places'] if p in FITTED)}; judged on "
             f"{', '.join(p for p in result.numbers['places'] if p not in FITTED) or 'no place yet'}:",
             format_table(head, body),
+            "Averaging's result over the arm's, each at the best of four inner learning rates, means of two seeds; "
+            "above 1 the arm is better:",
+            format_table(
+                ["place", *TREATMENTS],
+                [
+                    [place, *(f"{ratios[name]:.3f}" if name in ratios else "" for name in TREATMENTS)]
+                    for place, ratios in result.numbers["at_best"].items()
+                ],
+            ),
         ]
     )
 
