@@ -89,7 +89,7 @@ def test_free_rates_gain_most(computed: Result) -> None:
     """The best rate of each round gains more than the best line, and that at least as much as the best constant."""
     for facts in computed.numbers["schedules"].values():
         assert facts["gain_best"] > facts["gain_line"] >= facts["gain_constant"] >= 0
-        assert facts["gain_best"] >= facts["gain_held"]
+        assert facts["gain_best"] >= facts["gain_held"] - 1e-12  # often they are the same rates
     assert len(select(computed.rows, panel="rates", schedule="cosine")) == 30
 
 

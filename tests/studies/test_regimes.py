@@ -60,6 +60,6 @@ def test_words_and_figure(count: int) -> None:
     """Of a part of the rows and of all; the table has a line a treatment."""
     result = regimes.table(rows=rows_of()[:count])
     text = regimes.answer(result)
-    assert ("momentum" in text) == (count > 12)
+    assert ("cosine above 0.5" in text) == (count > 12)
     with styled():
         assert rendered(regimes.draw(result))[".png"]
