@@ -1,26 +1,65 @@
-"""The policies and rules that tests run over, one number under a rule, and what asking round by round answers."""
+"""The policies and rules that tests run over, two of them made here; one number under a rule; answers to rounds."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 
-from twophase.restart import MEASURED, PROBES, Answer, Never, RestartPolicy, RoundSignal, ask, parse
+from twophase.policies.base import Decision
+from twophase.restart import (
+    MEASURED,
+    PROBES,
+    Answer,
+    Never,
+    Restart,
+    RestartPolicy,
+    RoundSignal,
+    State,
+    Step,
+    ask,
+    parse,
+    register,
+)
 from twophase.rule import OuterRule
 
-MEASURING = (
-    *("gradient", "cosine:0.2", "norm:1.5", "speed", "opposed", "tracked", "tracked:5", "cap:0.15", "bound:1.5"),
-    "auto",
-)
-SUPPLIED = ("loss:0.0", "loss:0.5", "slowmo", "lookahead:0.1:0.25")
+
+@register("test-shrink")
+@dataclass(frozen=True, slots=True)
+class Shrink(RestartPolicy):
+    """Shorten the buffer in every round, the more the larger the inner learning rate; no new cycle begins."""
+
+    needs: ClassVar[frozenset[str]] = frozenset({"inner_lr"})
+
+    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
+        """Rescale before the mixing."""
+        return state, Restart(1 / (1 + signal.value("inner_lr")), before=True, counts=False)
+
+
+@register("test-half")
+@dataclass(frozen=True, slots=True)
+class Half(RestartPolicy):
+    """Take half of the rule's own step, and restart every `period` rounds: steps that are known in advance."""
+
+    period: int
+
+    takes_steps: ClassVar[bool] = True
+    reads_rule: ClassVar[bool] = True
+
+    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
+        """Answer with a step, and in the last round of a cycle with a restart that brings it."""
+        assert signal.rule is not None
+        step = Step.of(signal.rule).times(0.5)
+        return state, Restart(step=step) if signal.round % self.period == 0 else step
+
+
+MEASURING = ("gradient", "cosine:0.2", "norm:1.5", "opposed", "tracked", "tracked:5", "auto", "gain:1")
+SUPPLIED = ("loss:0.0", "loss:0.5", "ramp:0.5", "test-shrink")
 PROBING = ("probe:keep,average", "probe:keep,drop,average", "probe:drop,half,fresh,1.3")
-ALL = tuple(
-    text + ":3" * (text == "tracked")
-    for text in (*MEASURING, *SUPPLIED, "reseed:3", "debiased:0", "debiased:3", *PROBING)
-)
+ALL = tuple(text + ":3" * (text == "tracked") for text in (*MEASURING, *SUPPLIED, "test-half:3", *PROBING))
 SCHEDULED = ("3", "cycle:2,3,1", "at:4,9", "soft:3:0.2:0.1", "soft:2:-0.3:0.6")
 
 SUM, EMA = OuterRule(0.1, 0.9), OuterRule(1.0, 0.9, form="ema")

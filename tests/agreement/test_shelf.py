@@ -27,7 +27,7 @@ VARIANTS: dict[Slot, list[str]] = {
     "schedule": ["cosine:rounds=15:warmup=4:final=0.1", "linear:warmup=3", "momentum:start=0.5:warmup=7"],
     "readout": ["tail:rounds=3", "ema:decay=0"],
 }
-POLICIES = ["never", "3", "soft:3:0.2:0.1", "gradient", "norm:1.5", "cap:0.15", "probe:keep,drop,1.3"]
+POLICIES = ["never", "3", "soft:3:0.2:0.1", "gradient", "norm:1.5", "test-half:3", "probe:keep,drop,1.3"]
 
 
 def linear(slot: Slot) -> list[str]:

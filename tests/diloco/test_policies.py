@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from forked import in_processes
+from policies import Shrink
 from replicas import NAMES, Run, drift, network, same_bits, start, through_file, unlike
 from twophase import restart as restart_module
 from twophase.diloco.engine import DiLoCo
@@ -43,9 +44,9 @@ CASES = [
     *((POLICIES[2], options) for options in ("streaming", "int8")),
     # By what a sync measures; `auto` and `tracked` from memory, which would show in these if it were lost.
     *((policy, "streaming") for policy in ("auto", "tracked:3", "opposed")),
-    *((policy, "int8") for policy in ("norm:1.5", "cap:1")),
+    *((policy, "int8") for policy in ("norm:1.5", "gain:1")),
 ]
-STEPPING = ("probe", "auto", "opposed", "cap")
+STEPPING = ("probe", "auto", "opposed", "gain")
 """What begins the names of policies whose decisions show in the gain, and not in restarts."""
 
 
@@ -329,8 +330,8 @@ def test_module_buffers_come_out_of_probing_as_well():
             2,
             r"policy loss:0\.0 needs loss_end, loss_start; pass them to step\(signals=\.\.\.\), and promise them with ",
         ),
-        ("slowmo", 2, r"policy slowmo needs inner_lr; pass .*signals=\['inner_lr'\]"),
-        ("lookahead:0.1:0.1", 1, r"needs progress; pass .*signals=\['progress'\]"),
+        (str(Shrink()), 2, r"policy test-shrink needs inner_lr; pass .*signals=\['inner_lr'\]"),
+        ("ramp:0.5", 1, r"needs progress; pass .*signals=\['progress'\]"),
         ("probe:keep,drop", 2, r"policy probe:keep,drop needs probes; give the engine a function .*probe=\.\.\."),
         ("test-agreeing:0.4", 1, r"needs agreement; train two or more replicas: it compares them, and there is 1"),
     ],
@@ -345,7 +346,7 @@ def test_a_missing_signal_is_refused(policy: str, replicas: int, words: str):
 @pytest.mark.parametrize(
     ("policy", "name"),
     [("loss", "loss_start"), ("loss", "loss_end"), ("probe:keep,drop,average", "probes"), ("gradient", "cosine"),
-     ("bound:1.5", "pseudo_gradient_norm"), ("test-agreeing:0.4", "agreement")],
+     ("norm:1.5", "pseudo_gradient_norm"), ("test-agreeing:0.4", "agreement")],
 )  # fmt: skip
 def test_what_is_not_finite_is_reported(policy: str, name: str, options: str):
     """NaN in whatever a policy needs is named in the report of its round, and nothing restarts; before it is not."""

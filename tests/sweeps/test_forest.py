@@ -19,6 +19,7 @@ import shardmaker
 import textmaker
 from amount import amount
 from commands import outcome
+from policies import Half, Shrink
 from twophase.base.config import RunError, with_values
 from twophase.diloco.formats import WIRES
 from twophase.restart import HARD, PROBES, RestartPolicy
@@ -150,7 +151,7 @@ def test_leaves_are_the_runs_alone(base: TrainConfig, tmp_path: Path, alone: Alo
 
 
 ADAPTIVE = (
-    *("opposed", "loss:0.0", "slowmo", "tracked:3", "lookahead:0.2:0.2", "debiased:3"),
+    *("opposed", "loss:0.0", str(Shrink()), "tracked:3", "ramp:0.5", str(Half(3))),
     *("probe:drop,average", "probe:keep,average"),
 )
 SIGNALS = {"restart": ("never", "1", "2", *ADAPTIVE)}
@@ -249,7 +250,7 @@ def test_kinds_of_runs_are_as_alone(base: TrainConfig, tmp_path: Path, alone: Al
         counts = [summary["restarts"] for some in by_policy.values() for summary in some]
         assert len(set(counts)) == 3  # never has none, and two sizes see other digits
     else:
-        differing = {"1", "2", *ADAPTIVE} if case == "signals" else {"lookahead:0.2:0.2", *ADAPTIVE[-2:]}
+        differing = {"1", "2", *ADAPTIVE} if case == "signals" else set(ADAPTIVE[-4:])
         assert not any(ends["never"] & ends[policy] for policy in differing)
         assert all(by_policy[policy][0]["restarts"] > 0 for policy in ("loss:0.0", "tracked:3"))
         assert len(made.runs) == 3 + len(ADAPTIVE)  # none stands for another: their updates differ, or may

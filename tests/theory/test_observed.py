@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from runmaker import EMA, NESTEROV, SUM, observed
+from twophase.policies.base import AVERAGING, Decision, Never, RoundSignal, State
 from twophase.rule import OuterRule
 from twophase.theory.observed import LEAST, Observed, observe
 
@@ -125,11 +126,21 @@ def test_another_rules_record_is_refused() -> None:
     assert observe(SUM, *columns, follows=np.arange(30) != 15).pairs == 28
 
 
-@pytest.mark.parametrize(("restart", "foreign"), [("never", 0), ("lookahead:0:0.5", 29), ("auto", 59)])
-def test_steps_of_a_policy_are_left_out(restart: str, foreign: int) -> None:
+class AverageLate(Never):
+    """Averages from round 31 on; the buffer goes on as the rule makes it."""
+
+    takes_steps = True
+
+    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
+        """Average in the second half."""
+        return state, AVERAGING if signal.round > 30 else None
+
+
+@pytest.mark.parametrize(("restart", "foreign"), [("never", 0), (AverageLate(), 29), ("auto", 59)])
+def test_steps_of_a_policy_are_left_out(restart: Any, foreign: int) -> None:
     """Rounds whose gain is not the rule's tell nothing of it; with the rule's own gains nothing is lost.
 
-    Under the gate the buffer is the rule's, so that without the gains a wrong sigma would come out.
+    While a policy averages, the buffer is the rule's, so that without the gains a wrong sigma would come out.
     """
     rule, sigma = OuterRule(0.7, 0.9, nesterov=True), 0.3
     run = observed(rule, [sigma, sigma], 60, restart)
@@ -138,5 +149,5 @@ def test_steps_of_a_policy_are_left_out(restart: str, foreign: int) -> None:
     assert seen.foreign == pytest.approx(foreign, abs=3)
     if restart != "auto":
         assert seen.sigma == pytest.approx(sigma, rel=1e-6)
-    if restart == "lookahead:0:0.5":
+    if isinstance(restart, AverageLate):
         assert observe(rule, *columns).sigma != pytest.approx(sigma, rel=0.01)

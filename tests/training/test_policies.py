@@ -33,13 +33,12 @@ MEMORY, LOSSES, ROUNDS = "policy_state", "round_losses", "begun"
 @pytest.mark.parametrize(
     ("policy", "values", "stops", "fires", "remembers"),
     [
-        # Each stop is inside a round; those of `loss` and the last of `speed` inside one at whose end they fire.
+        # Each stop is inside a round; those of `loss` inside one at whose end it fires.
         ("loss", STEEP | {"inner_steps": 4}, (6, 18), True, (MEMORY,)),
         ("loss", STEEP | {"sync.fragments": ("2",)}, (8, 13), True, (MEMORY, LOSSES, ROUNDS)),
-        ("speed", {"inner_steps": 4}, (6, 21), True, (MEMORY,)),
         ("tracked", {"inner_steps": 3}, (5, 14), True, (MEMORY,)),  # after the third round it knows a longer period
         ("auto", {"inner_steps": 3}, (5, 14), False, (MEMORY,)),
-        ("slowmo", {}, (8, 13), False, (MEMORY,)),
+        ("ramp:0.5", {}, (8, 13), False, ()),
         ("probe:drop,average", {}, (8, 13), True, ()),
     ],
 )
