@@ -131,7 +131,7 @@ class MuLoCo(Nesterov):
 class SlowMo(HeavyBall):
     """SlowMo: heavy ball in units of the inner learning rate, which cancel where that is constant; lr is its alpha.
 
-    Where the inner learning rate changes, the restart policy `slowmo` keeps the buffer in its units.
+    Where the inner learning rate changes, the buffer stays in the units of the rounds that filled it.
     """
 
     equation = "u <- b u + g / gamma;  x <- x - lr gamma u"

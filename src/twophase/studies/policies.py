@@ -4,15 +4,12 @@ An example of a module that `TWOPHASE_POLICIES` names:
 
     TWOPHASE_POLICIES=twophase.studies.policies twophase train --outer.restart gradient
 
-Restart tests: `gradient`, `cosine:0.2`, `norm:1.5`, `speed` and `opposed` (each coordinate for itself), all before the
-round's g is mixed in; `tracked`, a period that follows the effective progress which the rounds show. And rules that
-change the step or the buffer without forgetting: `cap:1` (bounded gain), `bound:1.5` (bounded buffer), `slowmo` (buffer
-in units of the inner learning rate), `reseed:3` (the buffer begins at g instead of 0), `debiased:3` (no small steps
-after a restart), `lookahead:0.1:0.1` (no momentum early and late in the run). And `auto` in parts, as its controls:
-`along:0.5` (its direction with a fixed gain), `ramp:0.5` (with one that rises over the run), `gain:1` (its gain alone).
-`observe` averages and measures.
+Restart tests: `gradient`, `cosine:0.2`, `norm:1.5` and `opposed` (each coordinate for itself), all before the round's g
+is mixed in; `tracked`, a period that follows the effective progress which the rounds show. And `auto` in parts, as its
+controls: `along:0.5` (its direction with a fixed gain), `ramp:0.5` (with one that rises over the run), `gain:1` (its
+gain alone). `observe` averages and measures.
 
-Source: theory notes R29 to R31.
+Source: theory notes R29 and R30.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import ClassVar
 
-from twophase.policies.base import AVERAGING, MEASURED, Decision, Restart, RestartPolicy, RoundSignal, State, Step
+from twophase.policies.base import MEASURED, Decision, Restart, RestartPolicy, RoundSignal, State
 from twophase.policies.checks import check_count, check_number
 from twophase.policies.text import POLICIES_VARIABLE, register
 from twophase.rule import OuterRule
@@ -112,23 +109,6 @@ class NormRatio(_Checked):
         return replace(self, ratio=self.ratio * factor)
 
 
-@register("speed")
-@dataclass(frozen=True, slots=True)
-class Speed(RestartPolicy):
-    """Restart when the buffer has become shorter than it was a round ago, since the last restart. Text form `speed`.
-
-    Source: theory note R30, where it shows no clear gain; Su, Boyd and Candes (2016), the speed restart.
-    """
-
-    needs: ClassVar[frozenset[str]] = frozenset({"buffer_norm"})
-
-    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
-        """Restart before the mixing when the buffer has shrunk."""
-        now = signal.value("buffer_norm")
-        decision = _drop_if(now < state.get("norm", 0.0), signal)
-        return ({"norm": now} if decision is None else {}), decision
-
-
 @register("opposed")
 @dataclass(frozen=True, slots=True)
 class Opposed(RestartPolicy):
@@ -202,152 +182,6 @@ class Tracked(_Checked):
         return after, Restart()
 
 
-@register("cap")
-@dataclass(frozen=True, slots=True)
-class GainCap(_Checked):
-    """Shorten the update until its gain `<update, g> / <g, g>` is at most a bound. Text form `cap:1`.
-
-    The buffer goes on as it would.
-
-    Args:
-        gain: the bound, above 0; 1 is the length of plain averaging along g.
-
-    Source: the confound of theory note R31, made a rule: a restart, too, bounds the gain.
-    """
-
-    gain: float
-
-    check = partial(check_number, span=(0, math.inf), example="cap:1")
-    needs: ClassVar[frozenset[str]] = MEASURED
-    takes_steps: ClassVar[bool] = True
-    reads_rule: ClassVar[bool] = True
-
-    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
-        """Shorten the rule's update where it is too long."""
-        rule = signal.rule
-        assert rule is not None
-        step, gain = Step.of(rule), rule_gain(rule, signal)
-        return state, step.times(self.gain / gain) if gain > self.gain else None
-
-
-@register("bound")
-@dataclass(frozen=True, slots=True)
-class BufferBound(NormRatio):
-    """Shorten the buffer to `|m| <= ratio |g|` before the mixing; it keeps its direction. Text form `bound:1.5`.
-
-    Args:
-        ratio: above 0, for the buffer of the rule's own form.
-    """
-
-    check = partial(check_number, span=(0, math.inf), example="bound:1.5")
-
-    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
-        """Rescale the buffer where it is too long."""
-        length, most = signal.value("buffer_norm"), self.ratio * signal.value("pseudo_gradient_norm")
-        return state, Restart(most / length, before=True, counts=False) if length > most else None
-
-
-@register("slowmo")
-@dataclass(frozen=True, slots=True)
-class SlowMo(RestartPolicy):
-    """Keep the buffer in units of the inner learning rate: `m <- (lr_t / lr_{t-1}) m` before the mixing. `slowmo`.
-
-    Needs `inner_lr`, the inner learning rate at the end of the round. SlowMo divides g by it on the way into the buffer
-    and multiplies the buffer by it on the way out, which is this.
-
-    Source: Wang et al. (2020), SlowMo, algorithm 1.
-    """
-
-    needs: ClassVar[frozenset[str]] = frozenset({"inner_lr"})
-
-    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
-        """Rescale the buffer where the inner learning rate has changed."""
-        now, last = signal.value("inner_lr"), state.get("lr", 0.0)
-        changed = last > 0 and now != last
-        return {"lr": now}, Restart(now / last, before=True, counts=False) if changed else None
-
-
-@register("reseed")
-@dataclass(frozen=True, slots=True)
-class Reseed(_Checked):
-    """Set the buffer, every `period` rounds, to what a constant g would have made it. Text form `reseed:3`.
-
-    `m <- g` in EMA form, `m <- g / (1 - momentum)` in sum form: one trajectory in both. (`soft:3:0:1` is `m <- g` in
-    the rule's own form, which is not the same in the two.)
-
-    Args:
-        period: K, in rounds, a whole number >= 1.
-    """
-
-    period: int
-
-    check = partial(check_count)
-    reads_rule: ClassVar[bool] = True
-
-    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
-        """Restart warmly when the round is a multiple of the period."""
-        assert signal.rule is not None
-        due = signal.round % self.period == 0
-        return state, Restart(inject=signal.rule.injection / (1 - signal.rule.momentum)) if due else None
-
-
-@register("debiased")
-@dataclass(frozen=True, slots=True)
-class Debiased(_Checked):
-    """Take out the small steps while the buffer fills: divide the update by `1 - b^j`. Text form `debiased:3`.
-
-    In round j after a restart a constant g has filled the share `1 - b^j` of the buffer, in both forms; of Nesterov's
-    update it is `1 - b^(j+1)`.
-
-    Args:
-        period: K, in rounds, of the hard restarts that go with it; 0 means none.
-
-    Source: the bias correction of Adam, for the outer momentum.
-    """
-
-    period: int = 0
-
-    check = partial(check_count, least=0)
-    takes_steps: ClassVar[bool] = True
-    reads_rule: ClassVar[bool] = True
-
-    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
-        """Correct the update, and restart when the round is a multiple of the period."""
-        rule = signal.rule
-        assert rule is not None
-        filled = 1 - rule.momentum ** (signal.rounds_since_restart + rule.nesterov)
-        step = Step.of(rule).times(1 / filled)
-        due = self.period > 0 and signal.round % self.period == 0
-        return state, Restart(step=step) if due else step
-
-
-@register("lookahead")
-@dataclass(frozen=True, slots=True)
-class LookAheadGate(_Checked):
-    """Average early and late in the run, and follow the rule in between. Text form `lookahead:0.1:0.1`.
-
-    The buffer goes on while the gate is closed. Needs `progress`, the share of the run that is done with this round.
-
-    Args:
-        early: share of the run at its start in which the replicas are only averaged, in [0, 1].
-        late: the same at its end.
-
-    Source: EMA-Nesterov (arXiv 2605.25395), which switches its look-ahead off early and late.
-    """
-
-    early: float
-    late: float
-
-    check = partial(check_number, span=(0, 1), example="lookahead:0.1:0.1")
-    needs: ClassVar[frozenset[str]] = frozenset({"progress"})
-    takes_steps: ClassVar[bool] = True
-
-    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
-        """Average outside the gate's time."""
-        done = signal.value("progress")
-        return state, AVERAGING if done <= self.early or done > 1 - self.late else None
-
-
 def first_cancellation(rule: OuterRule, sigma: float) -> float:
     """Return the rounded first cancellation time of a mode, at least 2; 0 where the mode does not oscillate.
 
@@ -374,15 +208,6 @@ def first_cancellation(rule: OuterRule, sigma: float) -> float:
     height = math.sqrt(square)
     phase, lag = math.atan2(height, trace / 2), math.atan((a - b) / (2 * height))
     return float(max(2, math.floor((lag + math.pi / 2) / phase + 0.5)))
-
-
-def rule_gain(rule: OuterRule, signal: RoundSignal) -> float:
-    """Return the gain `<update, g> / <g, g>` that the rule's own update would have; nan when g = 0."""
-    norm = signal.value("pseudo_gradient_norm")
-    if norm == 0:
-        return math.nan
-    step = Step.of(rule)
-    return step.along_g + step.along_m * signal.value("cosine") * signal.value("buffer_norm") / norm
 
 
 def _drop_if(fires: bool, signal: RoundSignal) -> Decision:
