@@ -123,6 +123,16 @@ def test_comparisons_written_out():
     assert [answer.restart for answer in asked("loss:0.5", losses) if answer.restart] == 2 * [Restart(0.5, before=True)]
 
 
+def test_what_counts_as_no_restart():
+    """A rescaling of the buffer, or of some coordinates, is done in its round; the cycle goes on and nothing fires."""
+    measured = columns("inner_lr pseudo_gradient_norm buffer_norm", (1.0, 1, 2), (0.25, 1, 2), (0.0, 1, 2))
+    for text, retained in (("test-shrink", [0.5, 0.8, 1.0]), ("opposed", [0.0, 0.0, 0.0])):
+        answers = asked(text, measured)
+        assert [answer.restart and answer.restart.retain for answer in answers] == retained
+        assert fired(answers) == []
+        assert [answer.age(number) for number, answer in enumerate(answers, start=1)] == [1, 2, 3]
+
+
 def test_probes_written_out():
     """The least finite loss wins, the first among equals; each word is the decision that the table names."""
     words, steps = "probe:keep,drop,half,average,fresh,1.3", [Step(1.0, 0.0), Step(1.3, 0.0)]

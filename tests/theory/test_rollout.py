@@ -42,7 +42,7 @@ RULES = [
     for nesterov, (form, lr) in itertools.product([False, True], [("sum", 0.1), ("ema", 1.3)])
 ]
 POLICIES = [Never(), Periodic(1), Periodic(3), Cycle((2, 5)), AtRounds((4, 9)), Soft(3, 0.2, 0.1), Soft(4, -0.4, 0.8)]
-SAMPLES = [Never(), Periodic(3), Soft(4, -0.4, 0.8), parse("gradient"), parse("tracked")]
+SAMPLES = [Never(), Periodic(3), Soft(4, -0.4, 0.8), parse("gradient"), parse("tracked"), parse("test-half:3")]
 PARTS = ("residual", "buffer", "pseudo_gradient", "restarts", "loss")
 
 each_rule = pytest.mark.parametrize("rule", RULES, ids=OuterRule.describe)
