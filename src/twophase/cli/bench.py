@@ -21,7 +21,10 @@ def main(words: list[str]) -> int:
         help="METHOD[@RESTART][+SLOT=TEXT] as for twophase tune, or MODULE:CLASS or FILE.py:CLASS of a policy or a "
         "method of your own",
     )
-    parser.add_argument("--reference", action="store_true", help="run the protocol's own arms, in the place of ARM")
+    parser.add_argument(
+        "--reference", action="store_true", help="run the protocol's own arms; with --arms and --places some of them"
+    )
+    parser.add_argument("--arms", nargs="+", metavar="ARM", help="with --reference: only these, and averaging")
     parser.add_argument("--regimes", action="store_true", help="run what the map of regimes rests on, and stop")
     parser.add_argument("--size", choices=list(SIZES), help="what is spent (default: quick; of --reference full)")
     parser.add_argument(
@@ -37,8 +40,8 @@ def main(words: list[str]) -> int:
     options = parser.parse_args(words)
     if (options.arm is not None) + options.reference + options.regimes != 1:
         parser.error("give an ARM, --reference for the protocol's own, or --regimes")
-    if options.into and not options.reference:
-        parser.error("--into is for --reference")
+    if (options.into or options.arms) and not options.reference:
+        parser.error("--into and --arms are for --reference")
 
     from twophase.cli.benching import bench_arm, run_bench, write_reference
     from twophase.cli.own_arm import read_arm
@@ -51,13 +54,17 @@ def main(words: list[str]) -> int:
     out = options.out or Path("runs") / folder
     size = options.size or ("full" if options.reference else "quick")
     places = [place for place in PLACES if place.name in (options.places or SIZES[size].places)]
+    if strange := [arm for arm in options.arms or () if not all(arm in place.arms for place in places)]:
+        parser.error(
+            f"--arms {strange[0]}: not one of the protocol's at each of these places, which docs/bench.md lists"
+        )
     if options.regimes:
         print(f"{len(run_regimes(out, places=places, **how))} runs: {out / 'regimes.csv'}")
     elif options.into:
         write_reference(out, options.into)
         print(f"{options.into / 'reference.csv'}")
     elif options.reference:
-        _, refused = run_bench(SIZES[size], out, places=places, **how)
+        _, refused = run_bench(SIZES[size], out, options.arms or (), places=places, **how)
         print("".join(f"{place}: not run here. {why}\n" for place, why in refused.items()) + f"{out / 'results.csv'}")
     else:
         arm, code = read_arm(options.arm, os.environ)

@@ -111,11 +111,11 @@ def run_bench(
 
 
 def _with_others(rows: Sequence[Mapping[str, Any]], path: Path) -> list[Mapping[str, Any]]:
-    """Return rows and those that a table has of other places, in the protocol's order."""
-    here = {row["place"] for row in rows}
-    others = [row for row in _rows(path) if row["place"] not in here] if path.is_file() else []
+    """Return rows and those that a table has of other places and arms, in the protocol's order of places."""
+    here = {(row["place"], row["arm"]) for row in rows}
+    others = [row for row in _rows(path) if (row["place"], row["arm"]) not in here] if path.is_file() else []
     order = {place.name: number for number, place in enumerate(PLACES)}
-    return sorted([*rows, *others], key=lambda row: order.get(row["place"], len(order)))
+    return sorted([*rows, *others], key=lambda row: (order.get(row["place"], len(order)), row["arm"]))
 
 
 def _rows(path: Path) -> list[dict[str, str]]:
@@ -227,14 +227,15 @@ def _check_arm(text: str) -> None:
 def write_reference(out: Path, into: Path) -> None:
     """Write the places that have ended in a folder of `twophase bench --reference` into the stored table.
 
-    Rows that the table has of other places stay, so that it can be made in parts and on several machines.
+    Rows that the table has of other places and arms stay, so that it can be made in parts and on several machines.
 
     Args:
         out: that folder.
         into: folder of `reference.csv` and `reference.json`.
 
     Raises:
-        UsageError: a folder of something else, of another protocol, or in which no place has ended.
+        UsageError: a folder of something else, of another protocol, or in which no place has ended; or arms of a place
+            whose stored arms were run on another text or with other versions.
     """
     if not check_place(out, SPEC, "bench") or not (out / RESULTS).is_file():
         raise UsageError(
@@ -242,29 +243,34 @@ def write_reference(out: Path, into: Path) -> None:
         )
     protocol = {"protocol": PROTOCOL, "fingerprint": protocol_fingerprint(), "points": SIZES["full"].points}
     spec = read_json_object(out / SPEC)
-    if spec["arms"] or differences(protocol, {name: spec[name] for name in protocol}):
+    strange = {*spec["arms"]} - {arm for place in PLACES for arm in place.arms}
+    if strange or differences(protocol, {name: spec[name] for name in protocol}):
         raise UsageError(
-            f"--out {out}: holds the bench of an arm, of another size or of another protocol; choose another --out"
+            f"--out {out}: holds the bench of an arm that is not the protocol's, or of another size or protocol; choose "
+            "another --out"
         )
     facts = read_json_object(into / FACTS) if (into / FACTS).is_file() else {"places": {}}
     if {name: facts.get(name) for name in protocol} != protocol:
         facts = {"places": {}}  # rows of another protocol are never beside these
     rows = _rows(out / RESULTS)
     places = dict.fromkeys(row["place"] for row in rows)
-    seconds = {(row["place"], row["arm"]): float(row["seconds"]) for row in rows}
-    made = {
-        place: {
-            "python": platform.python_version(),
-            "torch": version("torch"),
-            # Of what the runs trained on: another Python has another text.
-            "texts": sorted(read_json_object(out / place / FRESH / PLAN)["texts"].values()),
-            "seconds": round(sum(s for (at, _), s in seconds.items() if at == place)),
-        }
-        for place in places
-    }
-    into.mkdir(parents=True, exist_ok=True)
     merged = _with_others(rows, into / REFERENCE) if facts["places"] else rows
-    by_place = {place: {**facts["places"], **made}[place] for place in dict.fromkeys(row["place"] for row in merged)}
+    seconds = {(row["place"], row["arm"]): float(row["seconds"]) for row in merged}
+    by_place = {}
+    for place in dict.fromkeys(row["place"] for row in merged):
+        by_place[place] = there = dict(facts["places"].get(place, {}))
+        if place in places:
+            here = {
+                "python": platform.python_version(),
+                "torch": version("torch"),
+                # Of what the runs trained on: another Python has another text.
+                "texts": sorted(read_json_object(out / place / FRESH / PLAN)["texts"].values()),
+            }
+            if there and spec["arms"] and differences(here, {name: there[name] for name in here}):
+                raise UsageError(f"--into {into}: its other arms at {place} are of another text, Python or torch")
+            there |= here
+        there["seconds"] = round(sum(s for (at, _), s in seconds.items() if at == place))
+    into.mkdir(parents=True, exist_ok=True)
     write_atomic(into / REFERENCE, table_text(merged))
     write_atomic(into / FACTS, json.dumps({**protocol, "places": by_place}, indent=1) + "\n")
 

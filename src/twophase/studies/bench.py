@@ -1,7 +1,8 @@
 """Which outer optimizer is better than averaging, each tuned? The comparisons that registration 1 of the bench names.
 
-No run is made here: the rows are those of the stored reference table. Families, words and expectations are those of
-docs/bench/registration-1.md. An expectation is judged only if all places that it names have been run.
+No run is made here: the rows are those of the stored reference table, of places that are whole. Families, words and
+expectations are those of docs/bench/registration-1.md. An expectation is judged only if all places that it names have
+been run.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 from twophase.judge.bench import Against, Results, behind, results_of
 from twophase.judge.decision import MARGIN
 from twophase.recipes.arms import CONTROL
-from twophase.recipes.bench import ARMS, CANDIDATES, PLACES, families, short, stored
+from twophase.recipes.bench import ARMS, CANDIDATES, families, short, stored, whole_places
 from twophase.studies._bench_expected import MAIN, candidate, expectations
 from twophase.studies._bench_figure import SIGNS, draw
 from twophase.studies.study import Result
@@ -32,6 +33,8 @@ def table(*, quick: bool = False, rows: Sequence[Mapping[str, str]] | None = Non
     """
     del quick
     rows = stored("reference.csv") if rows is None else rows
+    whole = whole_places(rows)
+    rows = [row for row in rows if row["place"] in whole]  # of another place some arms have been run, at best
     results = results_of(rows)
     lines = [
         {"family": family.title, **_line(pair, results, len(family.pairs))}
@@ -39,9 +42,9 @@ def table(*, quick: bool = False, rows: Sequence[Mapping[str, str]] | None = Non
         for pair in family.pairs
     ]
     words = {(line["place"], line["arm"], line["control"]): line for line in lines}
-    ended = [place for place in MAIN if (place, CONTROL) in results]
+    ended = [place for place in whole if place in MAIN]
     numbers = {
-        "places": ended + [place.name for place in PLACES if place.few and (place.name, CONTROL) in results],
+        "places": ended + [place for place in whole if place not in MAIN],
         "words": {family.title: _counts(lines, family.title) for family in families()},
         "arms": {arm: _summary(arm, words, ended) for arm in dict.fromkeys(line["arm"] for line in lines)},
         "candidates": {arm: candidate(arm, words, ended) for arm in CANDIDATES},

@@ -23,7 +23,7 @@ from twophase.figures.style import headline, look, name_panels, new_figure, sign
 from twophase.judge.bench import results_of
 from twophase.recipes.arms import CONTROL
 from twophase.recipes.bench import PLACES as BENCH
-from twophase.recipes.bench import short, stored
+from twophase.recipes.bench import short, stored, whole_places
 from twophase.rule import OuterRule
 from twophase.studies._model import dot_chart
 from twophase.studies.study import Result, select
@@ -210,7 +210,8 @@ def _schedule(model: Model) -> tuple[dict[str, float], np.ndarray]:
 def _stored() -> list[dict[str, str]]:
     """Read the stored table; predictions stand without one."""
     try:
-        return stored("reference.csv")
+        rows = stored("reference.csv")
+        return [row for row in rows if row["place"] in whole_places(rows)]
     except UsageError:
         return []
 
