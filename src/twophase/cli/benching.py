@@ -246,8 +246,8 @@ def write_reference(out: Path, into: Path) -> None:
     strange = {*spec["arms"]} - {arm for place in PLACES for arm in place.arms}
     if strange or differences(protocol, {name: spec[name] for name in protocol}):
         raise UsageError(
-            f"--out {out}: holds the bench of an arm that is not the protocol's, or of another size or protocol; choose "
-            "another --out"
+            f"--out {out}: holds the bench of an arm that is not the protocol's, or of another size or protocol; "
+            "choose another --out"
         )
     facts = read_json_object(into / FACTS) if (into / FACTS).is_file() else {"places": {}}
     if {name: facts.get(name) for name in protocol} != protocol:
