@@ -107,9 +107,6 @@ def test_an_own_task_by_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert all(float(line["validation_loss"]) >= 0.04 for line in lines if line["state"] == "finished")
     assert main([*words, "--redraw"]) == 0
     assert texts_of(figures[4:]) == texts_of(figures[:4])
-    capsys.readouterr()
-    assert main([*words, "--so-far"]) == 0
-    assert "Validation loss of Pull" in capsys.readouterr().out
 
 
 @pytest.mark.slow

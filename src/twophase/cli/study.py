@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from twophase.base.config import UsageError, with_values
 from twophase.base.options import add_values, values_given
-from twophase.cli.commands import between, plain_parser, words_of
+from twophase.cli.commands import plain_parser, words_of
 
 if TYPE_CHECKING:
     from twophase.recipes.paper import Scale
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def main(words: list[str]) -> int:
     """Run the command; return its exit status."""
     from twophase.cli.sweeping import add_workers, watched, workers_of
-    from twophase.studies.study import load, question, questions, redraw, run, so_far
+    from twophase.studies.study import load, question, questions, redraw, run
     from twophase.tasks.named import LM, TASK, config_class, task_label
 
     task = [LM, *words_of("--task", words)][-1]
@@ -47,23 +47,6 @@ def main(words: list[str]) -> int:
         "--inner-steps, the short communication period",
     )
     parser.add_argument(
-        "--so-far",
-        type=between(0, 2**63 - 1),
-        nargs="*",
-        metavar="SEED",
-        help="of a study that trains: what it says of the runs that have ended by now, of these seeds or those with the"
-        " most whole arms; trains and writes nothing",
-    )
-    parser.add_argument(
-        "--table",
-        type=Path,
-        nargs="+",
-        default=[],
-        metavar="FILE",
-        help="tables (cells.csv) of runs of this study that were trained elsewhere; then nothing is trained here, and"
-        " without --so-far every run must have ended",
-    )
-    parser.add_argument(
         "--redraw", action="store_true", help="draw the figures again from NAME.csv and NAME.json in --out, and stop"
     )
     add_workers(parser)
@@ -83,10 +66,6 @@ def main(words: list[str]) -> int:
         print("\n".join(map(str, redraw(options.name, options.out))))
         return 0
     scale = _scale_at(default, options) if default else options.scale
-    if options.so_far is not None:
-        where = {"scale": scale, "seeds": options.so_far, "tables": options.table}
-        print(f"\n{so_far(options.name, options.out, options.quick, **where)}")
-        return 0
     with watched(options.name, quiet=options.quiet) as progress:
         outcome = run(
             options.name,
@@ -95,7 +74,6 @@ def main(words: list[str]) -> int:
             scale=scale,
             workers=workers_of(options.workers),
             progress=progress,
-            tables=options.table,
         )
     print("\n".join(["", outcome.answer, "", *map(str, outcome.paths)]))
     return 0

@@ -10,7 +10,6 @@ from twophase.base.errors import RunError, UsageError
 from twophase.base.files import write_atomic
 from twophase.base.reading import read_json_object
 from twophase.recipes.paper import Scale
-from twophase.studies._so_far import run_counts
 from twophase.studies.policies import share_with_workers
 from twophase.sweeps.grid import Sweep
 from twophase.sweeps.run import SPEC, TABLE, read_summaries, run_sweep
@@ -78,11 +77,11 @@ def _train_sweep(sweep: Sweep, folder: Path, **options: Any) -> list[Row]:
             f"repeat the command to try them again:{reasons}"
         )
     rows = read_rows(folder / TABLE)
-    missing = len({row.twin_of or row.run for row in rows if row.state == "missing"})
+    runs = {row.twin_of or row.run: row.state for row in rows}
+    missing = sum(state == "missing" for state in runs.values())
     if missing:  # an answer from a part of its runs would be another one
         raise RunError(
-            f"{missing} of the {run_counts(rows)[1]} runs of {sweep.name} have not ended, and no worker was started "
-            f"here; start some with `twophase sweep-worker --out {folder}`, and repeat the command when they are "
-            "done (--so-far says what there is until then)"
+            f"{missing} of the {len(runs)} runs of {sweep.name} have not ended, and no worker was started here; start "
+            f"some with `twophase sweep-worker --out {folder}`, and repeat the command when they are done"
         )
     return rows

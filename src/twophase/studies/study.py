@@ -39,8 +39,8 @@ import csv
 import json
 import math
 import pkgutil
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from textwrap import fill
@@ -53,11 +53,9 @@ from twophase.base.reading import read_json_object
 from twophase.figures.style import rendered, styled, write_files
 from twophase.number import did_you_mean
 from twophase.recipes.paper import LAPTOP, QUICK, SCALES, Scale
-from twophase.studies._so_far import complete, joined, run_counts
 from twophase.studies._training import train_in_stages
-from twophase.sweeps.plan import plan
-from twophase.sweeps.run import RUNS, TABLE, Status
-from twophase.sweeps.table import LOSS, SEED, Row, measure_of, read_rows, rows_of
+from twophase.sweeps.run import RUNS, Status
+from twophase.sweeps.table import LOSS, Row, measure_of
 from twophase.tasks.named import LM, task_label
 
 _FOLDER = Path(__file__).parent
@@ -129,7 +127,6 @@ def run(
     scale: str | Scale | None = None,
     workers: int = 1,
     progress: Callable[[Status], None] | None = None,
-    tables: Sequence[Path] = (),
     **options: Any,
 ) -> Outcome:
     """Compute a study, draw it, and write its files.
@@ -146,24 +143,15 @@ def run(
             of the built-in model: `scale_named("laptop").at(config)`.
         workers: worker processes of a sweep study.
         progress: called when a sweep begins and whenever a run ends (see `sweep.run`).
-        tables: `cells.csv` of runs of this study that were trained elsewhere. With one nothing is trained here: every
-            run must have ended in a table, or in `out`.
         options: further arguments of `run_sweep` for a sweep study, such as `devices`.
 
     Raises:
-        UsageError: no such study or scale, matplotlib is not installed, a run that is impossible here, the files cannot
-            be written, or tables that are of another study, or lack a run.
+        UsageError: no such study or scale, matplotlib is not installed, a run that is impossible here, or the files
+            cannot be written.
         RunError: runs that could not be trained, by name; nothing is drawn without them.
     """
     study = load(name)
     size = _scale(name, study, quick, scale)
-    rows = _all_rows("--table", study, size, _folder(name, out, size), tables) if tables else []
-    ended, every = run_counts(rows)
-    if ended < every:
-        raise UsageError(
-            f"--table: {every - ended} of the {every} runs of {name} have ended in no table; say "
-            "--so-far for what there is, or leave --table out to train every run here"
-        )
     with styled():  # this and the folder before the computation, so that their errors come first
         try:
             out.mkdir(parents=True, exist_ok=True)
@@ -171,8 +159,6 @@ def run(
             raise UsageError(f"--out {out}: cannot be made ({error.strerror}); choose another folder") from None
         if size is None:
             result = study.table(quick=quick)
-        elif rows:
-            result = _table(study, rows, size)
         else:
             options = {"runs": out / RUNS, "workers": workers, "progress": progress} | options
             result = _table(study, *train_in_stages(study, size, _folder(name, out, size), **options))
@@ -252,70 +238,6 @@ def _pictures(study: Any, result: Result) -> dict[str, bytes]:
         for name, figure in figures.items()
         for ending, picture in rendered(figure, palette=True).items()
     }
-
-
-def so_far(
-    name: str,
-    out: Path,
-    quick: bool = False,
-    *,
-    scale: str | Scale | None = None,
-    seeds: Collection[int] = (),
-    tables: Sequence[Path] = (),
-) -> str:
-    """Answer a sweep study from the runs that have ended by now. Trains nothing and writes nothing.
-
-    Only whole arms count, over equal seeds; the first lines say which those are in each place (model, text and
-    communication period). It may be called while the study is running.
-
-    Args:
-        name: of the study.
-        out: folder that `run` was given.
-        quick: as for `run`.
-        scale: as for `run`.
-        seeds: to look at; without any, those for which the most arms are whole.
-        tables: `cells.csv` of runs of this study that were trained elsewhere; with one, `out` need not hold any.
-
-    Returns:
-        The answer's lines, long ones folded.
-
-    Raises:
-        UsageError: no such study or scale, a study that trains nothing or whose later runs depend on its earlier ones,
-            seeds that it does not have, a folder in which it has not been begun, or tables of other runs.
-    """
-    study = load(name)
-    size = _scale(name, study, quick, scale)
-    rows = _all_rows("--so-far", study, size, _folder(name, out, size), tables)
-    all_seeds = sorted({row.values[SEED] for row in rows})
-    unknown = sorted(set(seeds) - set(all_seeds))
-    if unknown:
-        raise UsageError(f"--so-far {unknown[0]}: the study has no such seed; it has {', '.join(map(str, all_seeds))}")
-    whole, words = complete(rows, seeds)
-    if not whole:
-        return words
-    assert size is not None
-    size = replace(size, seeds=tuple(sorted({row.values[SEED] for row in whole})))
-    return f"{words}\n{folded(study.answer(_table(study, whole, size)))}"
-
-
-def _all_rows(option: str, study: Any, scale: Scale | None, folder: Path, tables: Sequence[Path]) -> list[Row]:
-    """Join the rows of all runs of a study, from its sweep's folder, if it has been begun, and from the tables.
-
-    Only a study whose runs are fixed from the beginning says by its sweep which those are.
-    """
-    if scale is None or hasattr(study, "CHOOSES_RUNS"):
-        why = "trains nothing" if scale is None else "chooses its later runs by its earlier ones"
-        name = study.__name__.rpartition(".")[2]
-        raise UsageError(f"{option}: the study {name} {why}; leave the option out")
-    table = folder / TABLE
-    if not (table.is_file() or tables):
-        raise UsageError(f"{option}: {table} is not there; begin the study with this --out, without {option}")
-    sweep = study.sweep(scale)
-    rows = rows_of(sweep, {}, stands_for=plan(sweep).stands_for)
-    if table.is_file():  # of another version of the study it may lack runs, or have some that are none any more
-        runs = {(row.arm, row.run) for row in rows}
-        rows = joined(rows, {str(table): [row for row in read_rows(table) if (row.arm, row.run) in runs]})
-    return joined(rows, {str(path): read_rows(path) for path in tables})
 
 
 def _folder(name: str, out: Path, scale: Scale | None) -> Path:
