@@ -28,8 +28,14 @@ from twophase.training.config import RULE_OPTIONS
 METHOD, INNER_LR = "outer.method", "inner.lr"
 CONTROL = "averaging"
 """The arm that all others are held against."""
-ARMS = ("memoryless", "nesterov", "nesterov@3", "auto", "adamw")
-"""What is compared where nothing is asked for."""
+ARMS = (
+    "averaging+filter=orthogonal",
+    "nesterov+filter=orthogonal",
+    "memoryless+schedule=linear:final=2",
+    "nesterov",
+    "nesterov@3",
+)
+"""What is compared where nothing is asked for: what did best on the bench, and the usual rule, restarted and not."""
 _MAIN = ("momentum", "mu_x", "beta")
 """Fields of a method that are its main number beside the learning rate, the first that it has."""
 _SLOTS = ("filter", "schedule", "readout")
