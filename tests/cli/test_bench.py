@@ -181,7 +181,7 @@ def test_arms_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     environment: dict[str, str] = {}
     text, code = read_arm("bench_policies:Often:3", environment)
     assert text == "nesterov:momentum=~0.6@test-bench-often:3"
-    assert code == file_sha256(tmp_path / "bench_policies.py")
+    assert file_sha256(tmp_path / "bench_policies.py")[:12] == code
     assert read_arm(f"{tmp_path}/bench_policies.py:Alone", environment) == ("test-bench-alone", code)
     assert read_arm("bench_policies:Alone:~0.5", environment)[0] == "test-bench-alone:~0.5"
     assert environment["TWOPHASE_POLICIES"] == "bench_policies"

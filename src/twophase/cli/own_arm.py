@@ -20,7 +20,7 @@ _OWN = re.compile(r"(?P<module>[\w./-]+):(?P<name>[A-Z]\w*)(?P<rest>.*)")
 
 
 def read_arm(arm: str, environment: MutableMapping[str, str]) -> tuple[str, str]:
-    """Return an arm's text and the SHA-256 of its code, empty where the code is of this package.
+    """Return an arm's text and the start of the SHA-256 of its code, empty where the code is of this package.
 
     The text of a class is its registered name and what stands behind the class. A restart policy that needs a rule is
     that of Nesterov, whose search begins where the bench's own begins.
@@ -59,7 +59,7 @@ def read_arm(arm: str, environment: MutableMapping[str, str]) -> tuple[str, str]
     text = f"{member.name}{rest}"
     if is_policy and not _stands_alone(text.partition("+")[0].replace("~", "")):
         text = f"nesterov:momentum=~0.6@{text}"
-    return text, file_sha256(Path(inspect.getfile(member)))
+    return text, file_sha256(Path(inspect.getfile(member)))[:12]
 
 
 def _stands_alone(policy: str) -> bool:

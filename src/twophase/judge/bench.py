@@ -124,11 +124,12 @@ class Card:
         counts = self.counts()
         ratios = [place.control.ratio for place in self.places if place.control and place.control.ratio is not None]
         words = ", ".join(f"{word} in {count}" for word, count in counts.items() if count)
+        where = f"{len(self.places)} place{'s' * (len(self.places) != 1)}"
         if len(ratios) < len(self.places) or not ratios:
-            return f"{self.arm} against averaging at {len(self.places)} places: {words}."
+            return f"{self.arm} against averaging at {where}: {words}."
         mean = math.exp(math.fsum(map(math.log, ratios)) / len(ratios))
         return (
-            f"{self.arm} against averaging at {len(self.places)} places: {words}; ratio {mean:.3f} in the mean, "
+            f"{self.arm} against averaging at {where}: {words}; ratio {mean:.3f} in the mean, "
             f"{min(ratios):.3f} to {max(ratios):.3f}."
         )
 
