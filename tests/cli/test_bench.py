@@ -79,6 +79,11 @@ def test_references_and_a_card(bench: Bench, tmp_path: Path, capsys: pytest.Capt
     with pytest.raises(UsageError, match="another text, Python or torch"):
         bench("--reference", "--into", str(tmp_path / "stored"), out="part")
     (tmp_path / "stored" / "reference.json").write_text(json.dumps(facts))
+    first = next(row for row in rows if (row["place"], row["arm"]) == ("second", "averaging"))
+    (tmp_path / "stored" / "reference.csv").write_bytes(whole.replace(first["result"].encode(), b"99.5"))
+    with pytest.raises(UsageError, match="averaging does not repeat"):
+        bench("--reference", "--into", str(tmp_path / "stored"), out="part")
+    (tmp_path / "stored" / "reference.csv").write_bytes(whole)
 
     made = card(bench("heavy-ball", out="card"))
     assert [place["place"] for place in made["places"]] == ["first", "second"]

@@ -235,7 +235,7 @@ def write_reference(out: Path, into: Path) -> None:
 
     Raises:
         UsageError: a folder of something else, of another protocol, or in which no place has ended; or arms of a place
-            whose stored arms were run on another text or with other versions.
+            whose stored arms were run on another text, with other versions, or where averaging came to something else.
     """
     if not check_place(out, SPEC, "bench") or not (out / RESULTS).is_file():
         raise UsageError(
@@ -266,13 +266,24 @@ def write_reference(out: Path, into: Path) -> None:
                 # Of what the runs trained on: another Python has another text.
                 "texts": sorted(read_json_object(out / place / FRESH / PLAN)["texts"].values()),
             }
-            if there and spec["arms"] and differences(here, {name: there[name] for name in here}):
-                raise UsageError(f"--into {into}: its other arms at {place} are of another text, Python or torch")
+            if there and spec["arms"]:
+                different = differences(here, {name: there[name] for name in here})
+                if different or not _repeats(rows, _rows(into / REFERENCE), place):
+                    raise UsageError(
+                        f"--into {into}: its other arms at {place} are of another text, Python or torch, or averaging "
+                        "does not repeat here; run all arms of this place on one kind of machine"
+                    )
             there |= here
         there["seconds"] = round(sum(s for (at, _), s in seconds.items() if at == place))
     into.mkdir(parents=True, exist_ok=True)
     write_atomic(into / REFERENCE, table_text(merged))
     write_atomic(into / FACTS, json.dumps({**protocol, "places": by_place}, indent=1) + "\n")
+
+
+def _repeats(rows: Sequence[Mapping[str, str]], others: Sequence[Mapping[str, str]], place: str) -> bool:
+    """Whether averaging came to the same in two tables, where both have it."""
+    here, there = (results_of(table).get((place, CONTROL), {}) for table in (rows, others))
+    return all(math.isclose(here[seed], there[seed], rel_tol=_SAME) for seed in here.keys() & there.keys())
 
 
 def references_of(protocol: int, fingerprint: str) -> tuple[list[dict[str, str]], str]:
