@@ -13,7 +13,7 @@ from twophase.diloco.engine import DiLoCo, RoundReport
 from twophase.diloco.setting import OuterFactory
 from twophase.restart import RestartPolicy
 from twophase.rule import OuterRule
-from twophase.shelf.base import Outer
+from twophase.shelf.outer import Outer
 
 CURVATURES = np.array([0.02, 0.1, 0.3, 0.55, 0.8, 1.0])
 INNER_LR, INNER_STEPS, ROUNDS = 0.25, 4, 24

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from twophase.policies.scheduled import AtRounds, Cycle, Periodic, Soft
     from twophase.report.results import load
     from twophase.rule import OuterRule
-    from twophase.shelf.base import outer
+    from twophase.shelf.outer import outer
     from twophase.training.recording import record
 
 __version__ = "0.1.0"
@@ -49,7 +49,7 @@ _HOMES = {
     "TorchFT": "twophase.elastic.torchft",
     "from_torch": "twophase.optim.methods",
     "load": "twophase.report.results",
-    "outer": "twophase.shelf.base",
+    "outer": "twophase.shelf.outer",
     "record": "twophase.training.recording",
     "sweep": "twophase.experiments",
     "train": "twophase.experiments",

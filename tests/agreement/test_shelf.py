@@ -17,8 +17,9 @@ from quadratic import ROUNDS, SIGMA, assert_agree, disturbances, engine_run
 from twophase.restart import Never, RestartPolicy, convert, parse
 from twophase.rule import OuterRule
 from twophase.shelf import base
-from twophase.shelf.base import SLOTS, Filter, Outer, Slot, as_outer, outer, registered
+from twophase.shelf.base import SLOTS, Filter, Slot, registered
 from twophase.shelf.base import parse as parse_value
+from twophase.shelf.outer import Outer, as_outer, outer
 from twophase.theory.rollout import Block, rollout, rollout_blocks
 
 VARIANTS: dict[Slot, list[str]] = {

@@ -32,7 +32,7 @@ from twophase.optim.optimizer import OuterOptimizer
 from twophase.optim.outer import OuterSGD
 from twophase.restart import Restart, RestartPolicy, RoundSignal, State
 from twophase.rule import OuterRule
-from twophase.shelf.base import outer
+from twophase.shelf.outer import outer
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 

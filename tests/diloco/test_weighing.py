@@ -27,8 +27,8 @@ from twophase.optim.reference import ReferenceOuter
 from twophase.restart import Restart, RestartPolicy, RoundSignal, State, register
 from twophase.restart import parse as parse_policy
 from twophase.rule import OuterRule
-from twophase.shelf.base import Outer, outer
 from twophase.shelf.filters import EDiT
+from twophase.shelf.outer import Outer, outer
 
 RULE = OuterRule(0.3, 0.9, nesterov=True)
 EQUAL = "edit:temperature=1e30:clip=1e30"

@@ -36,7 +36,7 @@ from twophase.diloco.engine import DiLoCo, RoundReport
 from twophase.elastic import healing, torchft
 from twophase.elastic import parts as torchft_parts
 from twophase.rule import OuterRule
-from twophase.shelf.base import outer
+from twophase.shelf.outer import outer
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="torchft is for Linux")
 RULE = OuterRule(0.5, 0.9, nesterov=True)

@@ -47,6 +47,7 @@ def test_words(pair: tuple[str, str], word: str) -> None:
         logs = [math.log(CONTROL[seed] / BETTER[seed]) for seed in SEEDS]
         assert against.ratio == pytest.approx(math.exp(sum(logs) / len(logs)), rel=1e-12)
         assert against.low is not None
+        assert against.ratio is not None
         assert 1 < against.low < against.ratio
 
 

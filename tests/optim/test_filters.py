@@ -18,8 +18,9 @@ from twophase.optim.optimizer import OuterOptimizer
 from twophase.optim.reference import ReferenceOuter
 from twophase.restart import parse as parse_policy
 from twophase.rule import OuterRule
-from twophase.shelf.base import Filter, outer, parse, registered
+from twophase.shelf.base import Filter, parse, registered
 from twophase.shelf.filters import CGAD, Clip, HeLoCo, Orthogonal
+from twophase.shelf.outer import outer
 
 SHAPES = [(7,), (3, 5), (2, 3, 4), (6, 2)]
 AGE = 0.75

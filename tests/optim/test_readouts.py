@@ -21,7 +21,7 @@ from twophase.cli.main import main
 from twophase.diloco.engine import DiLoCo
 from twophase.optim.optimizer import OuterOptimizer
 from twophase.optim.outer import OuterSGD
-from twophase.shelf.base import outer
+from twophase.shelf.outer import outer
 from twophase.tasks.build import build_task
 from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
 from twophase.training import device

@@ -22,7 +22,8 @@ from twophase.diloco.engine import DiLoCo
 from twophase.optim.methods import from_torch, orthogonalized
 from twophase.optim.optimizer import OuterOptimizer
 from twophase.restart import Restart, RestartPolicy, RoundSignal, State
-from twophase.shelf.base import SLOTS, Method, outer, parse, registered
+from twophase.shelf.base import SLOTS, Method, parse, registered
+from twophase.shelf.outer import outer
 
 ROUNDS = 24
 PERIOD = 3

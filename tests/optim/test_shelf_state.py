@@ -19,8 +19,9 @@ from replicas import Run, same_bits, start, through_file, unlike
 from twophase.optim.methods import first_moment_key
 from twophase.optim.optimizer import OuterOptimizer
 from twophase.optim.outer import OuterSGD
-from twophase.shelf.base import Outer, outer, parse, registered
+from twophase.shelf.base import parse, registered
 from twophase.shelf.methods import Method
+from twophase.shelf.outer import Outer, outer
 
 OTHERS = [f"torch:optimizer={name}:options=lr=0.1" for name in ("Adagrad", "NAdam")]
 METHODS = [*registered("method"), *OTHERS]

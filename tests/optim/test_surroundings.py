@@ -28,7 +28,7 @@ from twophase.optim.optimizer import OuterOptimizer
 from twophase.optim.outer import OuterSGD
 from twophase.restart import Restart, RestartPolicy, RoundSignal, State
 from twophase.rule import OuterRule
-from twophase.shelf import base as shelf
+from twophase.shelf.outer import outer as outer_value
 
 MIXED = [((7, 3), "shard 0"), ((4, 6), "shard 1"), ((5,), "replicate"), ((), "plain"), ((6, 2), "plain")]
 
@@ -53,7 +53,7 @@ def distributed_run(wrap: Callable[[Tensor, str], Tensor], policy: str, method: 
     params = [nn.Parameter(wrap(x, how)) for x, (_, how) in zip(randoms(0, [s for s, _ in MIXED]), MIXED, strict=True)]
     outer = OuterSGD(params, 0.1, 0.9, nesterov=True, restart=policy)
     if method:
-        outer = OuterOptimizer(params, shelf.outer(method, filter="clip:norm=3", readout="tail"), restart=policy)
+        outer = OuterOptimizer(params, outer_value(method, filter="clip:norm=3", readout="tail"), restart=policy)
     angles = []
     for number in range(10):
         gradients = randoms(number + 1, [shape for shape, _ in MIXED])

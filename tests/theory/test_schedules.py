@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from twophase.rule import OuterRule
-from twophase.shelf.base import outer
+from twophase.shelf.outer import outer
 from twophase.theory.inputs import rule_grid
 from twophase.theory.modes import scheduled_progress
 from twophase.theory.rollout import rollout

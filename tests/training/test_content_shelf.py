@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from twophase.diloco.engine import DiLoCo
-from twophase.shelf.base import outer, registered
+from twophase.shelf.base import registered
+from twophase.shelf.outer import outer
 from twophase.training.content import check_tree
 
 SCHEDULES = ["constant", "linear:rounds=9", "momentum:warmup=5"]

@@ -15,7 +15,7 @@ from twophase.policies.gain import mean_outer_gain
 from twophase.policies.text import parse
 from twophase.rule import OuterRule
 from twophase.runs.folder import RECORDED
-from twophase.shelf.base import RULE_OPTIONS, USUAL, anchor_rule, configured
+from twophase.shelf.outer import RULE_OPTIONS, USUAL, anchor_rule, configured
 
 LEAST_ROUNDS = 8
 _LARGE_GAIN = 2.0

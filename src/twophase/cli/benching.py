@@ -342,6 +342,9 @@ def _place_card(
     logs = [
         math.log(r["result"] or math.inf) for r in rows if (r["place"], r["arm"]) == (place.name, arm) and r["seed"]
     ]
+    seconds, of_control = (
+        r["seconds"] / (r["settings"] * len(size.seeds) + len(size.fresh)) for r in (row, by_arm[CONTROL])
+    )
     return PlaceCard(
         place.name,
         place.title,
@@ -349,7 +352,8 @@ def _place_card(
         math.exp(math.fsum(logs) / len(logs)) if logs and math.isfinite(math.fsum(logs)) else None,
         row["settings"],
         row["interior"],
-        *(r["seconds"] / (r["settings"] * len(size.seeds) + len(size.fresh)) for r in (row, by_arm[CONTROL])),
+        seconds,
+        of_control,
         against[0],
         tuple(other for other in against[1:] if other is not None),
     )

@@ -14,7 +14,8 @@ from twophase.base.errors import UsageError
 from twophase.base.files import write_atomic
 from twophase.cli.commands import plain_parser
 from twophase.number import did_you_mean
-from twophase.shelf.base import SLOTS, Slot, Value, as_outer, outer, registered
+from twophase.shelf.base import SLOTS, Slot, Value, registered
+from twophase.shelf.outer import as_outer, outer
 
 _TITLES: dict[Slot, str] = {
     "method": "Methods: how an update is made of a pseudo-gradient g (m: first moment, b: momentum, x: anchor)",

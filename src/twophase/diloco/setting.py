@@ -40,7 +40,8 @@ from twophase.policies.base import AGREEMENT, MEASURED, PROBES, Never, RestartPo
 from twophase.policies.checks import check_count
 from twophase.policies.text import parse
 from twophase.rule import OuterRule
-from twophase.shelf.base import Method, Outer
+from twophase.shelf.base import Method
+from twophase.shelf.outer import Outer
 
 OuterFactory = Callable[[list[tuple[str, Tensor]]], Optimizer]
 OuterChoice = OuterRule | Outer | Method | RestartPolicy | str | OuterFactory

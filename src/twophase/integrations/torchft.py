@@ -15,7 +15,7 @@ from twophase.integrations.rounds import USUAL
 from twophase.optim.optimizer import outer_optimizer
 from twophase.policies.base import Never, RestartPolicy
 from twophase.rule import OuterRule
-from twophase.shelf.base import Outer
+from twophase.shelf.outer import Outer
 
 
 def diloco(

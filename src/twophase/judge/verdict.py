@@ -19,7 +19,7 @@ from twophase.base.config import UsageError
 from twophase.judge.bootstrap import LEVEL
 from twophase.judge.cells import outcomes
 from twophase.judge.comparison import Arm, Comparison, compare
-from twophase.shelf.base import USUAL
+from twophase.shelf.outer import USUAL
 from twophase.sweeps.table import Row, Setting, arm_name, geometric_mean, settings
 
 WITHIN = (0.01, 0.02, 0.05, 0.1, 0.25)

@@ -13,7 +13,7 @@ from twophase.optim.filters import Context
 from twophase.optim.optimizer import OuterOptimizer
 from twophase.optim.outer import OuterSGD
 from twophase.rule import OuterRule
-from twophase.shelf.base import Outer
+from twophase.shelf.outer import Outer
 
 
 class _Traffic(TorchDispatchMode):

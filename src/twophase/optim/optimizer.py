@@ -28,8 +28,9 @@ from twophase.optim.products import Angles, Dots, dot
 from twophase.policies.base import Answer, Never, Restart, RestartPolicy
 from twophase.policies.text import parse as parse_policy
 from twophase.rule import OuterRule
-from twophase.shelf.base import SLOTS, Filter, Method, Outer, Readout, Schedule, as_outer, parse
+from twophase.shelf.base import SLOTS, Filter, Method, Readout, Schedule, parse
 from twophase.shelf.methods import AVERAGE, FIRST, SECOND, TorchMethod
+from twophase.shelf.outer import Outer, as_outer
 
 READOUT = "readout"
 """Key of a parameter's readout in the state."""
@@ -57,7 +58,7 @@ class OuterOptimizer(OuterSGD):
         ValueError: a value outside its range; a restart of a method without a first moment; a policy that takes steps
             of its own beside a method that is not momentum SGD; a method of matrices without a matrix.
 
-    >>> from twophase.shelf.base import outer
+    >>> from twophase.shelf.outer import outer
     >>> x = torch.nn.Parameter(torch.ones(1))
     >>> optimizer = OuterOptimizer([x], outer("adamw", lr=0.1), restart=2)
     >>> for _ in range(3):

@@ -26,7 +26,7 @@ from twophase.base.config import get, with_values
 from twophase.policies.base import Never, RestartPolicy, RoundSignal, ask
 from twophase.policies.gain import mean_outer_gain
 from twophase.rule import OuterRule
-from twophase.shelf.base import USUAL, Outer
+from twophase.shelf.outer import USUAL, Outer
 from twophase.sweeps.grid import MOMENTUM_FREE, Axis, Cell, product, text_of
 from twophase.tasks.named import check
 from twophase.training.config import check_rule_options

@@ -24,7 +24,7 @@ from twophase.policies.text import parse
 from twophase.rule import OuterRule
 from twophase.runs.folder import CONFIG, ENV, METRICS, RECORDED, ROUNDS, STEPS, SUMMARY, USER, list_some, read_summary
 from twophase.runs.log import read_log
-from twophase.shelf.base import anchor_rule, configured, described
+from twophase.shelf.outer import anchor_rule, configured, described
 
 Column = NDArray[np.float64]
 Line = Mapping[str, Any]

@@ -36,7 +36,8 @@ from twophase.policies.base import (
 )
 from twophase.policies.text import parse
 from twophase.rule import OuterRule
-from twophase.shelf.base import Method, Outer, Schedule
+from twophase.shelf.base import Method, Schedule
+from twophase.shelf.outer import Outer
 from twophase.theory.inputs import (
     Floats,
     Rules,
@@ -134,7 +135,7 @@ def rollout(
     >>> run = rollout(OuterRule(1.0, 0.9, form="ema"), [0.95], 80, "5")
     >>> run.residual.shape, round(float(np.log10(run.loss[-1])), 2)
     ((81, 1), -64.54)
-    >>> from twophase.shelf.base import outer
+    >>> from twophase.shelf.outer import outer
     >>> averaged = rollout(outer("heavy-ball", readout="tail:rounds=5"), [0.05, 0.2], 40)
     >>> bool(averaged.loss[-1] < rollout(OuterRule(0.7, 0.9), [0.05, 0.2], 40).loss[-1])
     True

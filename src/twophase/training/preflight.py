@@ -11,7 +11,7 @@ from twophase.diloco.formats import check_wire
 from twophase.diloco.fragment import partition
 from twophase.optim.filters import Context
 from twophase.optim.optimizer import OuterOptimizer
-from twophase.shelf.base import Outer
+from twophase.shelf.outer import Outer
 from twophase.training.config import RunConfig
 from twophase.training.device import check_memory, usable_device
 from twophase.training.inner import check_inner
