@@ -36,16 +36,7 @@ from twophase.diloco.flat import checksum
 from twophase.diloco.fragment import Fragment
 from twophase.diloco.membership import Members, Membership, Position
 from twophase.diloco.report import RoundReport, merged
-from twophase.diloco.setting import (
-    OuterChoice,
-    Probe,
-    Restarts,
-    Schedule,
-    Setting,
-    Signals,
-    check_kind,
-    values_for,
-)
+from twophase.diloco.setting import OuterChoice, Probe, Restarts, Schedule, Setting, Signals, check_kind, values_for
 from twophase.diloco.sync import Sync
 from twophase.policies.base import AGREEMENT, PROBES
 
