@@ -26,7 +26,7 @@ EMPTY_WORDS = frozenset({"who", "whoever", "whom", "somebody", "nobody", "everyb
 ENTRIES = {
     "lines_outer_sgd": "optim.outer",
     "lines_engine": "diloco.engine",
-    "lines_sweep": "sweep.run",
+    "lines_sweep": "sweeps.run",
 }
 LIMITS = {
     "source_lines": 27_000,
