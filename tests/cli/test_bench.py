@@ -25,6 +25,7 @@ PLACES = (
 )
 ARMS = ("memoryless", "averaging+filter=orthogonal")
 Bench = Callable[..., Path]
+pytestmark = pytest.mark.usefixtures("forked_workers")
 
 
 @pytest.fixture

@@ -33,6 +33,7 @@ def test_signals_of_a_record(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
 def test_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each run has a row, those of averaging with what they measured; the same call again changes no byte."""
     monkeypatch.setattr(regimes, "regime_cells", lambda place: regime_cells(place)[:6])
