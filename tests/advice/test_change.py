@@ -15,6 +15,7 @@ from twophase.recipes.bench import stored
 from twophase.rule import OuterRule
 from twophase.studies import regimes
 
+NUMBERS = ("none", "one", "two", "three", "four", "five", "six", "seven", "eight")
 NESTEROV = OuterRule(0.7, 0.9, nesterov=True)
 AVERAGING = {"outer.lr": 1.0, "outer.momentum": 0.0, "outer.nesterov": False, "outer.restart": "never"}
 CASES: dict[str, tuple[OuterRule, dict[str, Any], str, dict[str, Any]]] = {
@@ -52,38 +53,37 @@ def test_a_rising_rate_where_the_map_of_regimes_says_so() -> None:
     assert facts["usable"]
     assert facts["rule"] == f"shrunk above {house.RISING:g}"
     assert f"{round(facts['share'] * facts['cells'])} of {facts['cells']} signs" in beyond.size
-    judged = [line for line in result.rows if line["treatment"] == "a rising rate" and not line["fitted"]]
-    gains = [100 * (line["ratio"] - 1) for line in judged if line["shrunk"] > house.RISING]
+    best = {place: each["averaging"]["inner.lr"] for place, each in result.numbers["at_best"].items()}
+    lines = [line for line in result.rows if line["treatment"] == "a rising rate" and line["shrunk"] > house.RISING]
+    judged = [line for line in lines if not line["fitted"]]
+    gains = [100 * (line["ratio"] - 1) for line in judged]
     assert f"{min(gains):.0f} to {max(gains):.0f} % in the {len(gains)}" in beyond.size
+    below_best = sum(line["inner.lr"] < best[line["place"]] for line in judged)
+    assert f"{NUMBERS[below_best]} of these had an inner rate below averaging's best" in beyond.size
+    at_best = [line for line in lines if line["inner.lr"] == best[line["place"]]]
+    helped = sum(line["ratio"] > 1 for line in at_best)
+    assert (
+        f"where it was the best one, this helped at {NUMBERS[helped]} of {NUMBERS[len(at_best)]} places" in beyond.size
+    )
 
 
 def test_what_is_said_of_averaging_and_its_filter() -> None:
     """Each at its best inner learning rate, from the stored table of the map of regimes."""
-    ratios = regimes.table().numbers["at_best"]
-    assert len(ratios) == 8
-    rule, config = OuterRule(1.0, 0.0), {}
-    advised = change(rule, ["cannot tell"], 60, config)
+    facts = regimes.table().numbers["at_best"]
+    assert len(facts) == 8
+    advised = change(OuterRule(1.0, 0.0), ["cannot tell"], 60, {})
     assert advised is not None
-    gains = [100 * (each["orthogonal"] - 1) for each in ratios.values()]
+    gains = [100 * (each["orthogonal"]["ratio"] - 1) for each in facts.values()]
     assert min(gains) > 0
-    assert f"8 of 8 places of the bench, by {min(gains):.0f} to {max(gains):.0f} %" in advised.size
+    assert f"8 of 8 places of the bench's map, by {min(gains):.1f} to {max(gains):.0f} %" in advised.size
     assert advised.command("runs/one", {"recorded": True}).startswith("in your loop: DiLoCo(model, twophase.outer(")
-    behind = {
-        name: [100 * (1 / each[name] - 1) for each in ratios.values()] for name in ("momentum", "DiLoCo's momentum")
-    }
-    assert min(behind["momentum"]) > 0
-    costs = sorted(behind["DiLoCo's momentum"])
+    costs = sorted(100 * (1 / each["DiLoCo's momentum"]["ratio"] - 1) for each in facts.values())
     assert f"by {costs[0]:.0f} to {costs[-2]:.0f} % (digits: more)" in house._AVERAGING
-    best: dict[tuple[str, str], tuple[float, float]] = {}
-    cells = {(row["place"], row["arm"], float(row["inner.lr"])) for row in stored("regimes.csv")}
-    for place, arm, lr in cells:
-        results = [
-            math.log(float(row["result"])) for row in stored("regimes.csv")
-            if (row["place"], row["arm"], float(row["inner.lr"])) == (place, arm, lr)
-        ]  # fmt: skip
-        best[place, arm] = min(best.get((place, arm), (math.inf, 0.0)), (math.fsum(results), lr))
-    twice = sum(best[place, "averaging+filter=orthogonal"][1] == 2 * best[place, "observe"][1] for place in ratios)
-    assert twice == 5
+    twice = sum(each["orthogonal"]["inner.lr"] == 2 * each["averaging"]["inner.lr"] for each in facts.values())
+    assert f"at {NUMBERS[twice]} of them twice averaging's" in advised.size
+    cells = [cell for cell in regimes.cells_of(stored("regimes.csv")) if cell["inner.lr"] == 2e-3]
+    untuned = sorted(100 * math.expm1(cell["orthogonal"]) for cell in cells)
+    assert f"at the default of 2e-3 between {untuned[0]:.0f} and {untuned[-1]:.0f} %" in advised.size
 
 
 def test_nothing_is_said_of_little() -> None:

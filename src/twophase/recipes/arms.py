@@ -35,7 +35,7 @@ ARMS = (
     "nesterov",
     "nesterov@3",
 )
-"""What is compared where nothing is asked for: what did best on the bench, and the usual rule, restarted and not."""
+"""What is compared where nothing is asked for: what did well on the bench, and the usual rule, restarted and not."""
 _MAIN = ("momentum", "mu_x", "beta")
 """Fields of a method that are its main number beside the learning rate, the first that it has."""
 _SLOTS = ("filter", "schedule", "readout")

@@ -29,15 +29,11 @@ def draw(result: Result) -> Figure:
     _map(upper, result)
     _profile(lower, result)
     share_legend(figure, [lower], columns=4)
-    arms = result.numbers["arms"]
-    best = max((arm for arm in arms if arms[arm]["mean_ratio"]), key=lambda arm: arms[arm]["mean_ratio"], default=None)
-    finding = (
-        "no place has been run"
-        if best is None
-        else f"{short(best)} has the best mean over {arms[best]['places']} of {len(MAIN)} places: "
-        f"{arms[best]['mean_ratio'] - 1:+.1%} on averaging"
-    )
-    headline(figure, finding, "every arm tuned with the same budget, judged on held-out seeds")
+    arms, ended = result.numbers["arms"], sum(place in MAIN for place in result.numbers["places"])
+    most = max((facts["better"] for facts in arms.values()), default=0)
+    first = [short(arm) for arm, facts in arms.items() if facts["better"] == most]
+    finding = f"{', '.join(first)}: better than averaging at {most} of {ended}" if most else "no arm is better anywhere"
+    headline(figure, finding, f"{ended} of {len(MAIN)} places; every arm tuned with the same budget, held-out seeds")
     return figure
 
 
@@ -47,7 +43,7 @@ def _map(axes: Axes, result: Result) -> None:
     lines = {(line["arm"], line["place"]): line for line in result.rows if line["control"] == CONTROL}
     arms = sorted(
         (arm for arm, facts in result.numbers["arms"].items() if facts["places"]),
-        key=lambda arm: -(result.numbers["arms"][arm]["mean_ratio"] or 0),
+        key=lambda arm: (-result.numbers["arms"][arm]["better"], -(result.numbers["arms"][arm]["mean_ratio"] or 0)),
     )
     places = result.numbers["places"]
     values = np.full((len(arms), len(places)), math.nan)

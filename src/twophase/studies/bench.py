@@ -43,6 +43,7 @@ def table(*, quick: bool = False, rows: Sequence[Mapping[str, str]] | None = Non
     ]
     words = {(line["place"], line["arm"], line["control"]): line for line in lines}
     ended = [place for place in whole if place in MAIN]
+    searches = {(row["place"], row["arm"]): row.get("interior") for row in rows}
     numbers = {
         "places": ended + [place for place in whole if place not in MAIN],
         "words": {family.title: _counts(lines, family.title) for family in families()},
@@ -50,6 +51,8 @@ def table(*, quick: bool = False, rows: Sequence[Mapping[str, str]] | None = Non
         "candidates": {arm: candidate(arm, words, ended) for arm in CANDIDATES},
         "behind": behind(results, ended, dict.fromkeys([CONTROL, *ARMS])),
         "expectations": expectations(words, ended),
+        "searches": len(searches),
+        "cut": sum(value == "false" for value in searches.values()),
         "hours": sum({(row["place"], row["arm"]): float(row["seconds"]) for row in rows}.values()) / 3600,
     }
     settings = {"main_places": MAIN, "margin": MARGIN, "comparisons": {f.title: len(f.pairs) for f in families()}}
@@ -97,7 +100,7 @@ def answer(result: Result) -> str:
         None: f"Places that have been run so far: {len(ended)} of {len(MAIN)}.",
     }[moon["holds"]]
     head = ["arm", "better", "equivalent", "undecided", "worse", "mean ratio", "least ratio"]
-    arms = sorted(numbers["arms"].items(), key=lambda item: -(item[1]["mean_ratio"] or 0))
+    arms = sorted(numbers["arms"].items(), key=lambda item: (-item[1]["better"], -(item[1]["mean_ratio"] or 0)))
     body = [
         [
             short(arm), *(str(facts[word]) for word in ("better", "equivalent", "undecided", "worse")),
@@ -120,6 +123,8 @@ def answer(result: Result) -> str:
                 f"{claim}: {verdict[fact['holds']]} ({fact['fact']})."
                 for claim, fact in numbers["expectations"].items()
             ),
+            f"Searches that were ended by their budget: {numbers['cut']} of {numbers['searches']}. Their best may be "
+            "beyond what was tried.",
             f"By the clock all runs took {numbers['hours']:.1f} hours of one thread.",
         ]
     )

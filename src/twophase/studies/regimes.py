@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 QUESTION = "Does averaging's own run say what a momentum, a restart or a rising outer rate would give?"
+AVERAGING = "averaging"
 QUANTITIES = ("cosine", "early_cosine", "shrunk", "agreement")
 _TICKS = (-90, -50, -20, -10, -5, 0, 5, 10, 20, 50, 100, 200, 500)
 """Per cent."""
@@ -60,26 +61,36 @@ def table(*, quick: bool = False, rows: Sequence[Mapping[str, str]] | None = Non
     return Result(lines, numbers, {"fitted": FITTED, "goal": GOAL, "margin": MARGIN})
 
 
-def at_best(rows: Sequence[Mapping[str, str]]) -> dict[str, dict[str, float]]:
-    """Return by place and treatment averaging's result over the arm's, each at its own best inner learning rate.
+def at_best(rows: Sequence[Mapping[str, str]]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Hold averaging's result over each arm's, each at its own best inner learning rate, by place and treatment.
 
-    Above 1 the arm is better. An arm is left out where it, or averaging, has no inner learning rate without a run that
-    diverged.
+    `ratio` is above 1 where the arm is better, `inner.lr` the arm's best rate, and `at_edge` says whether that or
+    averaging's is the largest that was tried. An arm is left out where it, or averaging, diverged at every rate.
     """
-    grouped: dict[tuple[str, str, str], list[Mapping[str, str]]] = {}
+    grouped: dict[tuple[str, str, float], list[Mapping[str, str]]] = {}
     for row in rows:
-        grouped.setdefault((row["place"], row["arm"], row["inner.lr"]), []).append(row)
-    best: dict[tuple[str, str], float] = {}
-    for (place, arm, _), group in grouped.items():
-        best[place, arm] = min(best.get((place, arm), math.inf), _mean_log(group) or 0.0)
-    return {
-        place: {
-            treatment: math.exp(best[place, "observe"] - best[place, arm])
-            for treatment, (arm, _) in TREATMENTS.items()
-            if math.isfinite(best.get((place, arm), math.inf)) and math.isfinite(best.get((place, "observe"), math.inf))
+        grouped.setdefault((row["place"], row["arm"], float(row["inner.lr"])), []).append(row)
+    best: dict[tuple[str, str], tuple[float, float]] = {}
+    largest: dict[str, float] = {}
+    for (place, arm, lr), group in grouped.items():
+        mean = _mean_log(group)
+        if mean is not None and math.isfinite(mean):
+            best[place, arm] = min(best.get((place, arm), (math.inf, lr)), (mean, lr))
+        largest[place] = max(largest.get(place, lr), lr)
+    by_place: dict[str, dict[str, dict[str, Any]]] = {}
+    for place, edge in largest.items():
+        control = best.get((place, "observe"))
+        facts = {name: best.get((place, arm)) for name, (arm, _) in {**TREATMENTS, AVERAGING: ("observe", "")}.items()}
+        by_place[place] = {
+            name: {
+                "ratio": math.exp(control[0] - fact[0]),
+                "inner.lr": fact[1],
+                "at_edge": edge in (fact[1], control[1]),
+            }
+            for name, fact in facts.items()
+            if fact and control
         }
-        for place in dict.fromkeys(row["place"] for row in rows)
-    }
+    return by_place
 
 
 def cells_of(rows: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
@@ -156,17 +167,21 @@ def answer(result: Result) -> str:
             f"Chosen on {', '.join(p for p in result.numbers['places'] if p in FITTED)}; judged on "
             f"{', '.join(p for p in result.numbers['places'] if p not in FITTED) or 'no place yet'}:",
             format_table(head, body),
-            "Averaging's result over the arm's, each at the best of four inner learning rates, means of two seeds; "
-            "above 1 the arm is better:",
+            "Averaging's result over the arm's, each at the best of four inner learning rates, with fixed outer "
+            "numbers; means of two seeds; above 1 the arm is better. *: it, or averaging, is best at the largest rate.",
             format_table(
                 ["place", *TREATMENTS],
                 [
-                    [place, *(f"{ratios[name]:.3f}" if name in ratios else "" for name in TREATMENTS)]
-                    for place, ratios in result.numbers["at_best"].items()
+                    [place, *(_cell(facts.get(name)) for name in TREATMENTS)]
+                    for place, facts in result.numbers["at_best"].items()
                 ],
             ),
         ]
     )
+
+
+def _cell(facts: Mapping[str, Any] | None) -> str:
+    return f"{facts['ratio']:.3f}{'*' * facts['at_edge']}" if facts else ""
 
 
 def draw(result: Result) -> Figure:
