@@ -394,11 +394,6 @@ def test_stages_run_until_nothing_is_added(name: str, tmp_path: Path, monkeypatc
     monkeypatch.setattr(_training, "run_sweep", again)
     monkeypatch.setattr(study, "rendered", lambda *_, **__: {})
     assert [path.read_bytes() for path in study.run(name, tmp_path / "out", scale=scale).paths] == facts_and_rows
-    if not hasattr(study.load(name), "CHOOSES_RUNS"):  # from its table alone, elsewhere, without training
-        cells = [tmp_path / "out" / f"{name}-{scale.name}" / "cells.csv"]
-        drawn = study.run(name, tmp_path / "elsewhere", scale=scale, tables=cells)
-        assert [path.read_bytes() for path in drawn.paths] == facts_and_rows
-        assert sorted(path.name for path in (tmp_path / "elsewhere").iterdir()) == sorted(p.name for p in drawn.paths)
     assert [sweep.spec() for sweep in again.sweeps] == [launcher.sweeps[-1].spec()]
     facts = json.loads(outcome.paths[-1].read_text(encoding="utf-8"), parse_constant=pytest.fail)
     assert facts["settings"]["scale"] == "quick"
