@@ -134,6 +134,7 @@ def _of_averaging(rule: OuterRule, config: Mapping[str, Any], shrunk: float | No
         "Orthogonalize the pseudo-gradient of each matrix, at two or three inner learning rates, larger ones among "
         "them.",
         "each at its own best inner learning rate, ahead of averaging at 8 of 8 places of the bench's map, by 0.5 to "
-        "15 %; at five of them twice averaging's. Without tuning nothing: at the default of 2e-3 between -3 and 2 %",
+        "15 %; at five of them twice averaging's. Without tuning nothing (at the default of 2e-3 between -3 and 2 %), "
+        "nor with inner Muon",
         {"outer.filter": _FILTER},
     )
