@@ -30,8 +30,10 @@ import twophase
 from twophase.sweeps import crew as launch
 
 _CONTEXT = multiprocessing.get_context("forkserver")
+_SERVER: Any = forkserver._forkserver  # type: ignore[attr-defined] - of every process that comes from it, too
 _CONTEXT.set_forkserver_preload(
     [
+        "fork_requests",
         "twophase.cli.main",
         "twophase.training.train",
         "twophase.sweeps.run",
@@ -42,6 +44,17 @@ _CONTEXT.set_forkserver_preload(
         "matplotlib.backends.backend_pdf",
     ]
 )
+
+
+def _serve() -> None:
+    """Start the server where it does not run; Python 3.11 does not tell it where this folder's modules are."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), before]))
+    try:
+        _SERVER.ensure_running()
+    finally:
+        os.environ.pop("PYTHONPATH")
+        os.environ.update({} if before is None else {"PYTHONPATH": before})
 
 
 class Signalled:
@@ -82,6 +95,7 @@ class _Process(Signalled):
     ) -> None:
         arguments = (words, str(cwd or Path.cwd()), dict(env), outputs, leash)
         options = {"program": program, "largest": resource.getrlimit(resource.RLIMIT_FSIZE)}
+        _serve()
         self._process = _CONTEXT.Process(target=_run, args=arguments, kwargs=options)
         self._process.start()
         assert self._process.pid is not None
@@ -213,8 +227,7 @@ def _run(
     os.chdir(place)
     os.environ.clear()
     os.environ.update(variables)
-    server: Any = forkserver._forkserver  # type: ignore[attr-defined] - knows where the one that made this process is
-    server.ensure_running = lambda: None  # as it does; this one would start another, which imports torch again
+    _SERVER.ensure_running = lambda: None  # it runs; this process would start another, which imports torch again
     launch.subprocess = FORKING  # type: ignore[assignment]
     if program and words[:2] == ["-W", "error"]:
         warnings.simplefilter("error")
