@@ -27,18 +27,20 @@ NUMBERS = ("pseudo_gradient_norm", "buffer_norm", "cosine", "gain")
 PARAMETERS = [(3, 7), (9001,), (1,), (40, 51)]
 
 
-def model(dtype: torch.dtype) -> nn.Module:
+def model(dtype: torch.dtype, device: str = "cpu") -> nn.Module:
     """Tensors that begin and end inside of blocks, one of several blocks."""
     generator = torch.Generator().manual_seed(0)
     module = nn.Module()
     for number, shape in enumerate(PARAMETERS):
         module.register_parameter(f"p{number}", nn.Parameter(torch.randn(shape, generator=generator).to(dtype)))
-    return module
+    return module.to(device)
 
 
-def rounds(rule: OuterRule, restart: str, replicas: int, dtype: torch.dtype, mixing: float) -> dict[str, Any]:
-    """What four rounds lead to."""
-    models = [model(dtype) for _ in range(replicas)]
+def rounds(
+    rule: OuterRule, restart: str, replicas: int, dtype: torch.dtype, mixing: float, *, device: str = "cpu"
+) -> dict[str, Any]:
+    """What four rounds lead to, of the same numbers on every device."""
+    models = [model(dtype, device) for _ in range(replicas)]
     engine = DiLoCo(models, rule, restart=restart, mixing=mixing, inner_steps=1)
     reports, checksum = [], ""
     for number in range(4):
@@ -46,7 +48,7 @@ def rounds(rule: OuterRule, restart: str, replicas: int, dtype: torch.dtype, mix
             generator = torch.Generator().manual_seed(10 * number + index)
             with torch.no_grad():
                 for p in replica.parameters():
-                    p.add_(0.1 * torch.randn(p.shape, generator=generator))
+                    p.add_(0.1 * torch.randn(p.shape, generator=generator).to(device))
         report = engine.step()
         assert report is not None
         checksum = report.checksum

@@ -15,6 +15,7 @@ import time
 import xml.etree.ElementTree as ET
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +31,18 @@ from twophase.training import checkpoint
 from twophase.training.train import train
 
 ROOT = Path(__file__).resolve().parents[2]
+TESTS = [ROOT / "tests" / name for name in ("diloco", "tasks/lm", "training")]
 FOR_TESTS = {"pytest": "pytest", "pytest_timeout": "pytest-timeout", "hypothesis": "hypothesis"}
 
 
-def overhead(settings: Settings, record: Record) -> None:
-    """Tokens a second with the engine over those without, at S = 1 and 16, and the seconds of its phases."""
-    seconds, least = (1.0, 1) if settings.tiny else (40.0, 4)
-    overheads = engine_overhead.measure(settings.config("paper_150m"), [1, 16], seconds, least)
-    rows = [{"inner_steps": count, **measured.phases} for count, measured in overheads.items()]
-    write_csv(settings.out / "engine-phases.csv", rows)
-    record.done("overhead", engine_overhead.figures_of(overheads), phases=rows)
+def overhead(settings: Settings, record: Record, *, inner_steps: int) -> None:
+    """Tokens a second with the engine over those without, at one S, and the seconds of its phases."""
+    seconds, least = (1.0, 1) if settings.tiny else (20.0, 4)
+    overheads = engine_overhead.measure(settings.config("paper_150m"), [inner_steps], seconds, least)
+    row = {"inner_steps": inner_steps, **overheads[inner_steps].phases}
+    units = record.units.values()
+    write_csv(settings.out / "engine-phases.csv", [*(unit["phases"] for unit in units if "phases" in unit), row])
+    record.done(f"overhead_s{inner_steps}", engine_overhead.figures_of(overheads), phases=row)
 
 
 def pause(settings: Settings, record: Record) -> None:
@@ -103,15 +106,15 @@ def tests(settings: Settings, record: Record) -> None:
     """The tests that need a GPU, where pytest is there."""
     absent = [package for name, package in FOR_TESTS.items() if importlib.util.find_spec(name) is None]
     reason = f"not installed: {', '.join(absent)}" if absent else ""
-    reason = reason or ("" if (ROOT / "tests" / "lm").is_dir() else "no tests in this tree")
+    reason = reason or ("" if all(map(Path.is_dir, TESTS)) else "no tests in this tree")
     if reason:
         print(f"tests left out: {reason}", flush=True)
         record.done("tests", {}, note=reason)
         return
     report = settings.work / "tests.xml"
     words = ["-q", "-p", "no:cacheprovider", "-k", "device or cuda or gpu", f"--junit-xml={report}"]
-    places = [str(ROOT / "tests" / name) for name in ("lm", "diloco")]
-    subprocess.run([sys.executable, "-m", "pytest", *places, *words], check=False, cwd=ROOT)
+    words += ["-W", "default"]  # of other versions than those that the tests are made with
+    subprocess.run([sys.executable, "-m", "pytest", *map(str, TESTS), *words], check=False, cwd=ROOT)
     if not report.exists():
         raise RunError("pytest ended without a report; see above, or leave the tests out")
     suite = next(ET.parse(report).iter("testsuite")).attrib  # noqa: S314 - pytest wrote it
@@ -121,7 +124,13 @@ def tests(settings: Settings, record: Record) -> None:
 
 
 NEED_A_GPU = {"tests"}
-UNITS = {"overhead": overhead, "pause": pause, "resume": resume, "tests": tests}
+UNITS = {
+    "overhead_s1": partial(overhead, inner_steps=1),
+    "tests": tests,
+    "resume": resume,
+    "pause": pause,
+    "overhead_s16": partial(overhead, inner_steps=16),
+}
 
 
 def figures(record: Record) -> Figures:

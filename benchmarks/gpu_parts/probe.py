@@ -38,7 +38,7 @@ def contest(settings: Settings, record: Record) -> None:
         print(note, flush=True)
     else:
         contestants |= {kind: Contestant(kind, config) for kind in ("eager", "compiled")}
-    outcomes = measured(contestants, settings, 60.0)
+    outcomes = measured(contestants, settings, 30.0)
     figures = lm_throughput.figures_of(config, outcomes, device_name(config))
     failures = {name: outcome.error for name, outcome in outcomes.items() if outcome.error}
     for name in ("product", "ours"):  # without both there is nothing to compare

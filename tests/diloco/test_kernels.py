@@ -7,13 +7,28 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import interpreted
+from twophase.diloco import device_sweep
 
 pytest.importorskip("triton", reason="Triton is not installed: make gate, or pip install 'twophase[gate]'")
+
+
+def assert_alike(case: tuple[Any, ...], result: dict[str, Any]) -> None:
+    """A case's rounds by the kernels against those of torch's operations on a CPU."""
+    expected = interpreted.rounds(*case)
+    for actual, wanted in zip(result["reports"], expected["reports"], strict=True):
+        assert actual[0] == wanted[0]
+        assert actual[1:] == pytest.approx(wanted[1:], rel=1e-4, abs=1e-5)
+    report, engine = result["checksums"]
+    assert report == engine  # the kernel's own, and that of torch's operations on the same bits
+    coarse = torch.float16 in case  # there a last bit of the anchor can turn over a replica's rounding
+    for actual, wanted in zip(result["tensors"], expected["tensors"], strict=True):
+        torch.testing.assert_close(actual.cpu(), wanted, rtol=2e-3 if coarse else 1e-5, atol=2e-3 if coarse else 1e-5)
 
 
 def test_kernels_take_the_round_of_the_engine(tmp_path: Path):
@@ -34,16 +49,16 @@ def test_kernels_take_the_round_of_the_engine(tmp_path: Path):
         names, launches = result["launched"], 4 * len(interpreted.PARAMETERS) + tried
         assert names.count("pseudo_gradient") == names.count("outer_round") == launches, done.stderr
         assert names.count("inner_products") == (4 if case[1] in ("auto", "opposed") else 0)
-        expected = interpreted.rounds(*case)
-        for actual, wanted in zip(result["reports"], expected["reports"], strict=True):
-            assert actual[0] == wanted[0]
-            assert actual[1:] == pytest.approx(wanted[1:], rel=1e-4, abs=1e-5)
-        report, engine = result["checksums"]
-        assert report == engine  # the kernel's own, and that of torch's operations on the same bits
-        for actual, wanted in zip(result["tensors"], expected["tensors"], strict=True):
-            coarse = torch.float16 in case  # there a last bit of the anchor can turn over a replica's rounding
-            torch.testing.assert_close(actual, wanted, rtol=2e-3 if coarse else 1e-5, atol=2e-3 if coarse else 1e-5)
+        assert_alike(case, result)
         tried = 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("case", interpreted.CASES, ids=str)
+def test_kernels_take_the_round_on_a_gpu(case: tuple[Any, ...]):
+    """As machine code, too."""
+    assert device_sweep.kernels(torch.device("cuda", torch.cuda.current_device())) is not None
+    assert_alike(case, interpreted.rounds(*case, device="cuda"))
 
 
 @pytest.mark.parametrize(
