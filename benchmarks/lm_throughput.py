@@ -228,6 +228,12 @@ def peak_bytes(device: torch.device) -> int:
 # The process of a contestant, and its end of the pipe.
 
 
+def leave_memory(device: torch.device) -> None:
+    """Give what this process has cached to the others, which choose their pieces by what is free."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def work(kind: str, config: TrainConfig) -> None:
     """Build a contestant, then run a burst for each line of standard input, which holds its seconds."""
     answers, sys.stdout = sys.stdout, sys.stderr  # libraries print; the pipe is for answers
@@ -242,14 +248,14 @@ def work(kind: str, config: TrainConfig) -> None:
         facts: Facts = {}
         call = KINDS[kind](config, device, facts)
         call()  # compiles, tunes, chooses
+        leave_memory(device)
         repeats = 1
         answer(facts=facts, peak_bytes=peak_bytes(device))
         for line in sys.stdin:
             call()  # the memory and the clocks of the contestant before are not ours
             call()
             seconds, repeats = burst(call, float(line), repeats, device)
-            if device.type == "cuda":
-                torch.cuda.empty_cache()  # for the others
+            leave_memory(device)
             answer(seconds=seconds, facts=facts, peak_bytes=peak_bytes(device))
     except Exception as error:  # whatever it is, the other contestants go on
         answer(error=str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__)

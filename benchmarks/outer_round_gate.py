@@ -87,11 +87,19 @@ def figures() -> dict[str, float]:
         counts.syncs += 1
         return [0] * tensor.numel()
 
-    names = SimpleNamespace(pseudo_gradient="", outer_round="", inner_products="")
+    def one_table(device: torch.device, dtypes: Sequence[torch.dtype], rows: Any) -> list[device_sweep.Table]:
+        assert set(dtypes) == {torch.float32}, "all parameters of the recipe are taken together"
+        programs = sum(-(-end // device_sweep._BLOCK) - start // device_sweep._BLOCK for start, end, *_ in rows)
+        nowhere = torch.empty(0, device=device)
+        return [device_sweep.Table(tuple(range(len(rows))), torch.float32, True, programs, nowhere, nowhere)]
+
+    names = SimpleNamespace(pseudo_gradient="", outer_round="", inner_products="", TYPES={torch.float32: ""})
     patches = [
         mock.patch.object(device_sweep, "_launch", launch),
         mock.patch.object(FakeTensor, "tolist", to_host),
         mock.patch.object(device_sweep, "kernels", return_value=names),
+        mock.patch.object(device_sweep, "_address", id),  # these tensors lie nowhere, and hold no table
+        mock.patch.object(device_sweep, "tables", one_table),
         # The first round's watch compares values, which these tensors have not; later rounds have no watch.
         mock.patch.object(Watch, "begin"),
     ]

@@ -24,11 +24,11 @@ CASES = [
     (OuterRule(0.7, 0.9), "opposed", 2, torch.float32, 0.5),
 ]
 NUMBERS = ("pseudo_gradient_norm", "buffer_norm", "cosine", "gain")
-PARAMETERS = [(3, 7), (9001,), (1,), (40, 51)]
+PARAMETERS = [(3, 7), (9001,), (1,), (40, 51), (96, 64)]
 
 
 def model(dtype: torch.dtype, device: str = "cpu") -> nn.Module:
-    """Tensors that begin and end inside of blocks, one of several blocks."""
+    """Tensors that begin and end inside of blocks, two of several blocks, the last one a multiple of 16 bytes long."""
     generator = torch.Generator().manual_seed(0)
     module = nn.Module()
     for number, shape in enumerate(PARAMETERS):

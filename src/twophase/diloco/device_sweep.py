@@ -63,8 +63,59 @@ def is_usable(fragment: Fragment) -> bool:
             for params in replicas
             for theta in params
         )
+        and all(len({theta.dtype for theta in thetas}) == 1 for thetas in zip(*replicas, strict=True))
         and kernels(flat.device) is not None
     )
+
+
+@dataclass(frozen=True)
+class Table:
+    """Parameters of one kind that a launch takes together (`twophase.diloco.kernels`).
+
+    Args:
+        numbers: of the parameters, in their order.
+        dtype: the replicas'.
+        aligned: whether all offsets, ends and addresses are multiples of 16.
+        programs: blocks of all parameters.
+        of_program: (programs, 2) int32: row in `slots`, and block.
+        slots: (parameters, 2 + replicas) int64: offset, end, and the replicas' addresses.
+    """
+
+    numbers: tuple[int, ...]
+    dtype: torch.dtype
+    aligned: bool
+    programs: int
+    of_program: Tensor
+    slots: Tensor
+
+
+@functools.lru_cache(maxsize=64)
+def tables(
+    device: torch.device, dtypes: tuple[torch.dtype, ...], rows: tuple[tuple[int, ...], ...]
+) -> tuple[Table, ...]:
+    """Group parameters by type and alignment, and make the tables of each group.
+
+    Args:
+        device: where the tables are to lie.
+        dtypes: of the replicas' tensors, by parameter.
+        rows: offset, end and addresses, by parameter.
+
+    Returns:
+        One table for most models. The same for the same arguments: rounds do not copy it to the device again.
+    """
+    groups: dict[tuple[torch.dtype, bool], list[int]] = {}
+    for number, (dtype, row) in enumerate(zip(dtypes, rows, strict=True)):
+        groups.setdefault((dtype, not any(value % 16 for value in row)), []).append(number)
+    made: list[Table] = []
+    for (dtype, aligned), numbers in groups.items():
+        slots = torch.tensor([rows[number] for number in numbers], dtype=torch.int64, device="cpu")
+        first, last = slots[:, 0] // _BLOCK, (slots[:, 1] - 1) // _BLOCK
+        counts = last - first + 1
+        of_program = torch.arange(len(numbers), device="cpu").repeat_interleave(counts)
+        within = torch.arange(len(of_program), device="cpu") - (counts.cumsum(0) - counts)[of_program]
+        entries = torch.stack([of_program, first[of_program] + within], 1).int()
+        made.append(Table(tuple(numbers), dtype, aligned, len(entries), entries.to(device), slots.to(device)))
+    return tuple(made)
 
 
 @dataclass(slots=True)
@@ -99,14 +150,15 @@ class DeviceSweep:
 
     def write_pseudo_gradient(self) -> None:
         """Write g <- sum over the replicas of (x - theta_r), over the divisor."""
-        for number, (offset, numel) in enumerate(self.slots):
-            end = offset + numel
+        for table in self._tables():
             _launch(
                 self.kernels.pseudo_gradient,
-                _programs(offset, numel),
-                (self.x, self.g, *self._of_parameter(number), offset, end, float(self.divisor)),
-                reads=[self.x[offset:end], *(params[number] for params in self.replicas)],
-                writes=[self.g[offset:end]],
+                table.programs,
+                (self.x, self.g, table.of_program, table.slots, float(self.divisor)),
+                reads=[self.x, *self._of(table)],
+                writes=[self.g],
+                TYPE=self.kernels.TYPES[table.dtype],
+                ALIGNED=table.aligned,
                 REPLICAS=len(self.replicas),
                 DIVIDE=self.divisor > 1,
             )
@@ -133,14 +185,14 @@ class DeviceSweep:
 
     def run(self, update: Update) -> Dots | None:
         """Take the round, and read inner products and digests in one transfer."""
-        programs = [_programs(offset, numel) for offset, numel in self.slots]
-        products = torch.empty(sum(programs), 3, dtype=torch.float64, device=self.x.device)
+        tables = self._tables()
+        products = torch.empty(sum(table.programs for table in tables), 3, dtype=torch.float64, device=self.x.device)
         rows = 2 if self.prove and self.m is not None else 1
         sums = torch.zeros(rows, -(-len(self.x) // DIGEST_ELEMENTS), dtype=torch.int64, device=self.x.device)
         first = 0
-        for number, count in enumerate(programs):
-            self._step(number, update, products[first : first + count], sums)
-            first += count
+        for table in tables:
+            self._step(table, update, products[first : first + table.programs], sums)
+            first += table.programs
         # The only place where a round waits for the device, but for a policy that decides by the inner products.
         words = torch.cat([products.sum(0).view(torch.int64), sums.view(-1)]).tolist()
         gg, mm, gm = struct.unpack("=3d", struct.pack("=3q", *words[:3]))
@@ -149,32 +201,31 @@ class DeviceSweep:
             self.digests[name] = joined_digits(len(self.x), pieces)
         return (gg, mm, gm) if self.measure else None
 
-    def _step(self, number: int, update: Update, products: Tensor, sums: Tensor) -> None:
-        """Launch the round of one parameter."""
-        offset, numel = self.slots[number]
-        end = offset + numel
+    def _step(self, table: Table, update: Update, products: Tensor, sums: Tensor) -> None:
+        """Launch the round of a table's parameters."""
         phase = 0 if update.restart is None else 1 if update.restart.before else 2
         restart = update.restart or Restart(1.0)
-        reads = [self.x[offset:end], self.g[offset:end]]
-        writes = [self.x[offset:end], *(params[number] for params in self.replicas)]
+        reads, writes = [self.x, self.g], [self.x, *self._of(table)]
         if self.m is not None:
-            reads += [] if update.fresh else [self.m[offset:end]]
-            writes += [self.m[offset:end]]
+            reads += [] if update.fresh else [self.m]
+            writes += [self.m]
         if self.divisor > 1:
-            writes += [self.g[offset:end]]
+            writes += [self.g]
         m = self.g if self.m is None else self.m
         along_g, along_m, along_new, mix_m, mix_g = coefficients(update)
         factors = along_g, along_m, along_new, mix_m, mix_g, restart.retain, restart.inject
         _launch(
             self.kernels.outer_round,
-            len(products),
+            table.programs,
             (
-                *(self.x, self.g, m, *self._of_parameter(number)),
-                *(products, sums[0], sums[-1], offset, end, float(self.divisor)),
+                *(self.x, self.g, m, products, sums[0], sums[-1]),
+                *(table.of_program, table.slots, float(self.divisor)),
                 *map(float, factors),
             ),
             reads=reads,
             writes=writes,
+            TYPE=self.kernels.TYPES[table.dtype],
+            ALIGNED=table.aligned,
             MOMENTUM=self.m is not None,
             FRESH=update.fresh,
             RESTART=phase,
@@ -189,10 +240,16 @@ class DeviceSweep:
             PROVE=len(sums) > 1,
         )
 
-    def _of_parameter(self, number: int) -> list[Tensor]:
-        """The replicas' tensors of a parameter; the rest of the kernels' room is not looked at."""
-        tensors = [params[number] for params in self.replicas]
-        return tensors + [self.x] * (_MOST_REPLICAS - len(tensors))
+    def _tables(self) -> tuple[Table, ...]:
+        dtypes = [theta.dtype for theta in self.replicas[0]] if self.replicas else [self.x.dtype] * len(self.slots)
+        rows = [
+            (offset, offset + numel, *(_address(params[number]) for params in self.replicas))
+            for number, (offset, numel) in enumerate(self.slots)
+        ]
+        return tables(self.x.device, tuple(dtypes), tuple(rows))
+
+    def _of(self, table: Table) -> list[Tensor]:
+        return [params[number] for params in self.replicas for number in table.numbers]
 
 
 def write(fragment: Fragment, divisor: int) -> None:
@@ -240,9 +297,8 @@ def coefficients(update: Update) -> tuple[float, float, float, float, float]:
     return 0.0, 0.0, update.lr, c, d
 
 
-def _programs(offset: int, numel: int) -> int:
-    """Programs for the elements of a parameter; their blocks lie at multiples of a block's size."""
-    return (offset + numel - 1) // _BLOCK - offset // _BLOCK + 1
+def _address(tensor: Tensor) -> int:
+    return tensor.data_ptr()
 
 
 def _launch(
@@ -252,7 +308,7 @@ def _launch(
     *,
     reads: Sequence[Tensor],
     writes: Sequence[Tensor],
-    **constants: bool | int,
+    **constants: Any,
 ) -> None:
     """Launch a kernel on its tensors' device and go on; a benchmark counts `reads` and `writes`."""
     del reads, writes

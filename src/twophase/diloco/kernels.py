@@ -2,8 +2,11 @@
 
 `pseudo_gradient` reads the anchor and every replica and writes g (4 passes for two replicas); `outer_round` reads g,
 anchor and buffer and writes anchor, buffer and every replica (7), and takes the inner products and both digests of what
-it has in its registers. One launch a parameter, because the replicas' parameters are tensors of their own; no launch
-waits for the device.
+it has in its registers. No launch waits for the device.
+
+The replicas' parameters are tensors of their own; one launch takes all of a type by two tables: `of_program`,
+(programs, 2) int32, a row of `slots` and a block; `slots`, (parameters, 2 + REPLICAS) int64, where a parameter begins
+and ends in the flat vectors, and at which addresses the replicas have it.
 
 Imported only where Triton is there (`twophase.diloco.device_sweep`).
 """
@@ -11,42 +14,35 @@ Imported only where Triton is there (`twophase.diloco.device_sweep`).
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+
+TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+"""What the kernels call the types that replicas may have."""
 
 
 @triton.jit
 def pseudo_gradient(
     anchor,
     gradient,
-    t0,
-    t1,
-    t2,
-    t3,
-    offset,
-    end,
+    of_program,
+    slots,
     divisor,
+    TYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
     REPLICAS: tl.constexpr,
     DIVIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write g <- sum over replicas of (a - theta_r), over `divisor` where DIVIDE says so, for one parameter."""
-    places = (offset // BLOCK + tl.program_id(0)).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = (places >= offset) & (places < end)
+    """Write g <- sum over replicas of (a - theta_r), over `divisor` where DIVIDE says so."""
+    row, _, places, at, inside = _place(of_program, slots, ALIGNED, REPLICAS, BLOCK)
     a = tl.load(anchor + places, mask=inside, other=0.0)
-    at = places - offset
-    theta = tl.load(t0 + at, mask=inside, other=0.0)
-    # A 16-bit replica began its round at the anchor rounded to its type.
-    g = a.to(theta.dtype).to(tl.float32) - theta.to(tl.float32)
-    if REPLICAS > 1:
-        theta = tl.load(t1 + at, mask=inside, other=0.0)
-        g += a.to(theta.dtype).to(tl.float32) - theta.to(tl.float32)
-    if REPLICAS > 2:
-        theta = tl.load(t2 + at, mask=inside, other=0.0)
-        g += a.to(theta.dtype).to(tl.float32) - theta.to(tl.float32)
-    if REPLICAS > 3:
-        theta = tl.load(t3 + at, mask=inside, other=0.0)
-        g += a.to(theta.dtype).to(tl.float32) - theta.to(tl.float32)
+    began = a.to(TYPE).to(tl.float32)  # a 16-bit replica began its round at the anchor rounded to its type
+    g = tl.zeros_like(a)
+    for number in tl.static_range(REPLICAS):
+        theta = tl.load(_theta(row, number, TYPE, ALIGNED) + at, mask=inside, other=0.0)
+        g += began - theta.to(tl.float32)
     if DIVIDE:
         g = tl.div_rn(g, divisor)
     tl.store(gradient + places, g, mask=inside)
@@ -57,15 +53,11 @@ def outer_round(
     anchor,
     gradient,
     momentum,
-    t0,
-    t1,
-    t2,
-    t3,
     products,
     anchor_sums,
     momentum_sums,
-    offset,
-    end,
+    of_program,
+    slots,
     divisor,
     along_g,
     along_m,
@@ -74,6 +66,8 @@ def outer_round(
     mix_g,
     retain,
     inject,
+    TYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
     MOMENTUM: tl.constexpr,
     FRESH: tl.constexpr,
     RESTART: tl.constexpr,
@@ -88,7 +82,7 @@ def outer_round(
     PROVE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Take the outer step for the elements of one parameter, and all that follows it.
+    """Take the outer step for the elements of the table's parameters, and all that follows it.
 
     With m_0 the buffer, restarted where RESTART is 1:
 
@@ -97,8 +91,7 @@ def outer_round(
     and m restarted where RESTART is 2. A restart is `m <- retain m + inject g`; DROPS says that retain is 0, KEEPS that
     mix_m is not, and ALONG_... which terms there are.
     """
-    places = (offset // BLOCK + tl.program_id(0)).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = (places >= offset) & (places < end)
+    row, block, places, at, inside = _place(of_program, slots, ALIGNED, REPLICAS, BLOCK)
     x = tl.load(anchor + places, mask=inside, other=0.0)
     g = tl.load(gradient + places, mask=inside, other=0.0)
     if DIVIDE:
@@ -124,22 +117,41 @@ def outer_round(
     if RESTART == 2:
         m = _restarted(m, g, retain, inject, OPPOSED, DROPS)
     tl.store(anchor + places, x, mask=inside)
-    at = places - offset
-    if REPLICAS > 0:
-        tl.store(t0 + at, x.to(t0.dtype.element_ty), mask=inside)
-    if REPLICAS > 1:
-        tl.store(t1 + at, x.to(t1.dtype.element_ty), mask=inside)
-    if REPLICAS > 2:
-        tl.store(t2 + at, x.to(t2.dtype.element_ty), mask=inside)
-    if REPLICAS > 3:
-        tl.store(t3 + at, x.to(t3.dtype.element_ty), mask=inside)
+    for number in tl.static_range(REPLICAS):
+        tl.store(_theta(row, number, TYPE, ALIGNED) + at, x.to(TYPE), mask=inside)
     # All words of a block lie in one piece of 2^15 words (`twophase.diloco.flat`).
-    word = (offset // BLOCK + tl.program_id(0)).to(tl.int64) * (BLOCK // 2)
+    word = block * (BLOCK // 2)
     tl.atomic_add(anchor_sums + word // 32768, _digest(tl.where(inside, x, 0.0), word, BLOCK))
     if MOMENTUM:
         tl.store(momentum + places, m, mask=inside)
         if PROVE:
             tl.atomic_add(momentum_sums + word // 32768, _digest(tl.where(inside, m, 0.0), word, BLOCK))
+
+
+@triton.jit
+def _place(of_program, slots, ALIGNED: tl.constexpr, REPLICAS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return this program's parameter, a row of `slots`; its block; and its elements' places, flat and in the tensors.
+
+    The last value masks what other parameters have in the block. ALIGNED says that offsets, ends and addresses are
+    multiples of 16, so that the compiler may read 16 bytes at a time.
+    """
+    entry = of_program + 2 * tl.program_id(0)
+    row = slots + (2 + REPLICAS) * tl.load(entry)
+    block = tl.load(entry + 1).to(tl.int64)
+    offset, end = tl.load(row), tl.load(row + 1)
+    if ALIGNED:
+        offset, end = tl.multiple_of(offset, 16), tl.multiple_of(end, 16)
+    places = block * BLOCK + tl.arange(0, BLOCK)
+    return row, block, places, places - offset, (places >= offset) & (places < end)
+
+
+@triton.jit
+def _theta(row, number: tl.constexpr, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return where a replica has this program's parameter."""
+    theta = tl.load(row + 2 + number).to(tl.pointer_type(TYPE))
+    if ALIGNED:
+        theta = tl.multiple_of(theta, 16)
+    return theta
 
 
 @triton.jit
