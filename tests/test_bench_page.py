@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from twophase.recipes.arms import CONTROL
-from twophase.recipes.bench import PLACES, PROTOCOL, protocol_fingerprint, stored, stored_facts, whole_places
+from twophase.recipes.bench import FULL, PLACES, PROTOCOL, protocol_fingerprint, stored, stored_facts, whole_places
 from twophase.studies import study
 
 PAGE = Path(__file__).parents[1] / "docs" / "bench.md"
@@ -30,6 +30,10 @@ def test_the_stored_table_is_of_this_protocol() -> None:
     for place in {row["place"] for row in rows}:
         assert {row["arm"] for row in rows if row["place"] == place} <= arms[place]
         assert len({row["seed"] for row in rows if row["place"] == place}) >= 5
+    for place in (place for place in PLACES if place.name in whole_places(rows)):
+        fresh = set(FULL.at(place).fresh)
+        for arm in arms[place.name]:
+            assert {int(row["seed"]) for row in rows if (row["place"], row["arm"]) == (place.name, arm)} == fresh
 
 
 def test_the_first_table_has_the_ratios_and_words_of_the_stored_rows() -> None:
