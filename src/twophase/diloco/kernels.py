@@ -11,7 +11,7 @@ and ends in the flat vectors, and at which addresses the replicas have it.
 Imported only where Triton is there (`twophase.diloco.device_sweep`).
 """
 
-# pyright: reportMissingImports=false
+# pyright: reportMissingImports=false, reportGeneralTypeIssues=false, reportArgumentType=false
 from __future__ import annotations
 
 import torch
