@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,20 @@ def test_the_stored_table_is_of_this_protocol() -> None:
         fresh = set(FULL.at(place).fresh)
         for arm in arms[place.name]:
             assert {int(row["seed"]) for row in rows if (row["place"], row["arm"]) == (place.name, arm)} == fresh
+
+
+def test_how_far_the_intervals_reach() -> None:
+    """As the page says: of the comparisons with averaging, by place, the median."""
+    reach: dict[str, list[float]] = {}
+    main = {place.name for place in PLACES if not place.few}
+    for line in study.load("bench").table().rows:
+        if line["control"] == CONTROL and line["high"] and line["place"] in main:
+            reach.setdefault(line["place"], []).append(100 * (line["high"] / line["ratio"] - 1))
+    medians = {place: statistics.median(values) for place, values in reach.items()}
+    digits = medians.pop("digits")
+    least, largest = min(medians.values()), max(medians.values())
+    words = f"reaches {least:.0f} to {largest:.0f} % to either side at the language models and {digits:.0f} % at digits"
+    assert words in PAGE.read_text(encoding="utf-8")
 
 
 def test_the_first_table_has_the_ratios_and_words_of_the_stored_rows() -> None:
