@@ -21,7 +21,7 @@ CASES = [
     (OuterRule(3.0, 0.8, nesterov=True, form="ema"), "never", 3, torch.float16, 0.0),
     (OuterRule(1.0, 0.0), "never", 4, torch.float32, 0.25),
     (OuterRule(0.7, 0.9), "auto", 2, torch.float32, 0.0),
-    (OuterRule(0.7, 0.9), "opposed", 2, torch.float32, 0.5),
+    (OuterRule(0.7, 0.9), "norm:0.5", 2, torch.float32, 0.5),
 ]
 NUMBERS = ("pseudo_gradient_norm", "buffer_norm", "cosine", "gain")
 PARAMETERS = [(3, 7), (9001,), (1,), (40, 51), (96, 64)]

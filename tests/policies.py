@@ -30,13 +30,13 @@ from twophase.rule import OuterRule
 @register("test-shrink")
 @dataclass(frozen=True, slots=True)
 class Shrink(RestartPolicy):
-    """Shorten the buffer in every round, the more the larger the inner learning rate; no new cycle begins."""
+    """Shorten the buffer in every round, the more the larger the inner learning rate."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"inner_lr"})
 
     def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
         """Rescale before the mixing."""
-        return state, Restart(1 / (1 + signal.value("inner_lr")), before=True, counts=False)
+        return state, Restart(1 / (1 + signal.value("inner_lr")), before=True)
 
 
 @register("test-half")
@@ -56,7 +56,7 @@ class Half(RestartPolicy):
         return state, Restart(step=step) if signal.round % self.period == 0 else step
 
 
-MEASURING = ("gradient", "cosine:0.2", "norm:1.5", "opposed", "tracked", "tracked:5", "auto", "gain:1")
+MEASURING = ("gradient", "cosine:0.2", "norm:1.5", "tracked", "tracked:5", "auto", "gain:1")
 SUPPLIED = ("loss:0.0", "loss:0.5", "ramp:0.5", "test-shrink")
 PROBING = ("probe:keep,average", "probe:keep,drop,average", "probe:drop,half,fresh,1.3")
 ALL = tuple(text + ":3" * (text == "tracked") for text in (*MEASURING, *SUPPLIED, "test-half:3", *PROBING))

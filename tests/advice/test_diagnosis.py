@@ -180,7 +180,7 @@ ADVICE: dict[str, tuple[OuterRule, float, str, list[str], list[str]]] = {
     "steps of its own": (SUM, 0.5, "auto", [
         "auto takes steps of its own", "plain averaging (--outer.restart never --outer.momentum 0 --outer.lr 1)",
     ], ["Controls"]),
-    "gain not known in advance": (SUM, 0.001, "opposed", [
+    "gain not known in advance": (SUM, 0.001, "gradient", [
         "half the learning rate",
     ], ["mean gain of this rule", "at the present mean gain"]),
 }  # fmt: skip

@@ -48,7 +48,7 @@ def test_kernels_take_the_round_of_the_engine(tmp_path: Path):
     for case, result in zip(interpreted.CASES, results, strict=True):
         names, launches = result["launched"], 4 * 2 + tried  # what 16 bytes divide, and the rest
         assert names.count("pseudo_gradient") == names.count("outer_round") == launches, done.stderr
-        assert names.count("inner_products") == (4 if case[1] in ("auto", "opposed") else 0)
+        assert names.count("inner_products") == (4 if case[1] in ("auto", "norm:0.5") else 0)
         assert_alike(case, result)
         tried = 0
 
@@ -69,7 +69,7 @@ def test_kernels_compile_for_a_gpu(kernel: str, restart: int):
     compiler = importlib.import_module("triton.compiler")
     target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
     function = getattr(importlib.import_module("twophase.diloco.kernels"), kernel)
-    constants = {"MOMENTUM": True, "FRESH": False, "RESTART": restart, "OPPOSED": restart == 1, "DROPS": restart == 2}
+    constants = {"MOMENTUM": True, "FRESH": False, "RESTART": restart, "DROPS": restart == 2}
     constants |= {"ALONG_G": True, "ALONG_M": True, "ALONG_NEW": True, "KEEPS": True}
     constants |= {"REPLICAS": 2, "DIVIDE": True, "PROVE": True, "BLOCK": 2048}
     constants |= {"ALIGNED": True, "TYPE": importlib.import_module("triton.language").bfloat16}

@@ -43,10 +43,10 @@ CASES = [
     *((POLICIES[1], options) for options in OPTIONS),
     *((POLICIES[2], options) for options in ("streaming", "int8")),
     # By what a sync measures; `auto` and `tracked` from memory, which would show in these if it were lost.
-    *((policy, "streaming") for policy in ("auto", "tracked:3", "opposed")),
+    *((policy, "streaming") for policy in ("auto", "tracked:3")),
     *((policy, "int8") for policy in ("norm:1.5", "gain:1")),
 ]
-STEPPING = ("probe", "auto", "opposed", "gain")
+STEPPING = ("probe", "auto", "gain")
 """What begins the names of policies whose decisions show in the gain, and not in restarts."""
 
 

@@ -91,7 +91,7 @@ RULES = [
     (OuterRule(3.0, 0.8, form="ema"), "at:1,3"),
     (OuterRule(1.0, 0.0), "never"),
     (OuterRule(0.7, 0.9), "auto"),
-    (OuterRule(0.7, 0.9), "opposed"),
+    (OuterRule(0.7, 0.9), "norm:0.5"),
 ]
 
 

@@ -278,12 +278,11 @@ def test_parameters_on_several_devices(rule: OuterRule):
 # --- restarts and inner products --------------------------------------------------------------------------------------
 
 
-def test_opposed_coordinates_become_exact_zeros():
-    """Whatever they hold; the others, and a NaN, which has no sign, stay."""
-    m, g = torch.tensor([math.inf, -2.0, 3.0, math.nan]), torch.tensor([-1.0, math.inf, 1.0, 1.0])
-    functional.restart_([m], [g], Restart(opposed=True))
-    assert m[:3].tolist() == [0.0, 0.0, 3.0]
-    assert math.isnan(m[3])
+def test_a_hard_restart_makes_exact_zeros():
+    """A hard restart leaves zeros, whatever buffer and pseudo-gradient hold."""
+    m, g = torch.tensor([math.inf, -2.0, 3.0, math.nan]), torch.tensor([-1.0, math.inf, 1.0, math.nan])
+    functional.restart_([m], [g], Restart())
+    assert m.tolist() == [0.0] * 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)

@@ -223,16 +223,14 @@ def test_lookahead_and_slow_momentum_in_the_engine():
 
 @dataclass(frozen=True, slots=True)
 class Before(RestartPolicy):
-    """A restart before the mixing in every third round, of all coordinates or of the opposed ones."""
+    """A restart before the mixing in every third round."""
 
     retain: float
     inject: float
-    opposed: int
 
     def decide(self, state: State, signal: RoundSignal) -> tuple[State, Restart | None]:
         """Look at the round's number."""
-        restart = Restart(self.retain, self.inject, before=True, opposed=bool(self.opposed))
-        return state, None if signal.round % PERIOD else restart
+        return state, None if signal.round % PERIOD else Restart(self.retain, self.inject, before=True)
 
 
 @dataclass(frozen=True)
@@ -242,17 +240,14 @@ class Event:
     retain: float = 0.0
     inject: float = 0.0
     before: bool = False
-    opposed: bool = False
 
     def act(self, memory: Any, key: str | None, g: Tensor, *, second: bool) -> None:
         """Change a reference's memory."""
         m = memory[key]
-        maths, other = (torch, g) if isinstance(m, Tensor) else (np, g.numpy())
-        new = self.retain * m + self.inject * other
-        memory[key] = maths.where(m * other < 0, new, m) if self.opposed else new
-        if "W" in memory and not self.opposed:
+        memory[key] = self.retain * m + self.inject * (g if isinstance(m, Tensor) else g.numpy())
+        if "W" in memory:
             memory["W"] = abs(self.retain) * memory["W"] + abs(self.inject)
-        for name in ("v", "W2") if second and not self.opposed else ():
+        for name in ("v", "W2") if second else ():
             memory.pop(name, None)
 
 
@@ -260,8 +255,8 @@ EVENTS = {
     "3": Event(),
     "soft:3:0.4:0.2": Event(0.4, 0.2),
     "soft:3:-0.1:0.3": Event(-0.1, 0.3),
-    "test-before:0.4:0.2:0": Event(0.4, 0.2, before=True),
-    "test-before:0.0:0.0:1": Event(before=True, opposed=True),
+    "test-before:0.4:0.2": Event(0.4, 0.2, before=True),
+    "test-before:0.0:0.0": Event(before=True),
 }
 RESTARTABLE = [text for text, reference in REFERENCES.items() if reference.key is not None]
 

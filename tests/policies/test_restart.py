@@ -276,7 +276,6 @@ def test_gain_of_a_policy_with_steps(rule: OuterRule):
     [
         ("never", 0, "rounds is 0; it must be a whole number >= 1"),
         ("norm:1.5", 10, r"norm:1\.5 decides from measured signals"),
-        ("opposed", 20, "opposed decides from measured signals"),
     ],
 )
 def test_gain_refuses_what_it_cannot_know(text: str, rounds: int, message: str):
@@ -370,14 +369,14 @@ def test_every_process_finds_the_policies():
 import os
 from twophase.restart import Never, parse, register
 try:
-    parse("opposed")
+    parse("gradient")
 except ValueError as error:
     assert "TWOPHASE_POLICIES=twophase.studies.policies" in str(error)
 from twophase.studies.policies import share_with_workers
 share_with_workers()
 share_with_workers()
-print(os.environ["TWOPHASE_POLICIES"], parse("opposed"))
-for name in ("opposed", "soft", "auto"):
+print(os.environ["TWOPHASE_POLICIES"], parse("gradient"))
+for name in ("gradient", "soft", "auto"):
     try:
         register(name)(type("Mine", (Never,), {}))
     except ValueError as error:
@@ -385,4 +384,4 @@ for name in ("opposed", "soft", "auto"):
 """
     bare = {name: value for name, value in os.environ.items() if name != "TWOPHASE_POLICIES"}
     ended = subprocess.run([sys.executable, "-c", code], env=bare, capture_output=True, text=True, check=True)
-    assert ended.stdout.split() == ["twophase.studies.policies", "opposed", "True", "True", "True"]
+    assert ended.stdout.split() == ["twophase.studies.policies", "gradient", "True", "True", "True"]

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +17,7 @@ from twophase.recipes.controls import (
     restarts_that_count,
     with_averaging,
 )
-from twophase.restart import AtRounds, Never, Periodic, Restart, RestartPolicy, RoundSignal, Soft, State, ask
+from twophase.restart import AtRounds, Never, Periodic, RoundSignal, Soft, ask
 from twophase.rule import OuterRule
 from twophase.shelf.base import SLOTS
 from twophase.sweeps.grid import Axis, Cell, product
@@ -157,23 +153,12 @@ def test_controls_restart_in_no_block() -> None:
         assert check(cell.config).sync == BASE.sync
 
 
-def test_a_policy_by_coordinate_has_no_matched_gain(register_policy: Callable[[str], Any]) -> None:
-    """Whatever it needs, its updates are not known in advance: it gets the momentum-free controls alone."""
-
-    @register_policy("seldom")
-    @dataclass(frozen=True)
-    class Seldom(RestartPolicy):
-        by_coordinate: ClassVar[bool] = True
-
-        def decide(self, state: State, signal: RoundSignal) -> tuple[State, Restart | None]:
-            return state, Restart(before=True, opposed=True, counts=False) if signal.round % 2 else None
-
+def test_an_adaptive_policy_has_no_matched_gain() -> None:
+    """A policy that decides from what a run measures gets the momentum-free controls alone."""
     base = TrainConfig()
-    axes = [Axis("outer.restart", ("seldom", "3"))]
+    axes = [Axis("outer.restart", ("gradient", "3"))]
     added = controls_of(base, axes, in_arms(base, axes))
     assert [cell.arm for cell in added if cell.control_of] == ["never, gain of K=3"]
-    with pytest.raises(ValueError, match="restarts_that_count: seldom"):
-        restarts_that_count(Seldom(), 6)
 
 
 def test_controls_are_of_momentum_sgd_alone() -> None:

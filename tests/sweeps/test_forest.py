@@ -151,7 +151,7 @@ def test_leaves_are_the_runs_alone(base: TrainConfig, tmp_path: Path, alone: Alo
 
 
 ADAPTIVE = (
-    *("opposed", "loss:0.0", str(Shrink()), "tracked:3", "ramp:0.5", str(Half(3))),
+    *("loss:0.0", str(Shrink()), "tracked:3", "ramp:0.5", str(Half(3))),
     *("probe:drop,average", "probe:keep,average"),
 )
 SIGNALS = {"restart": ("never", "1", "2", *ADAPTIVE)}

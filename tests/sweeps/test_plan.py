@@ -467,7 +467,7 @@ def test_probes_of_several_sizes_share_their_first_round(momentum: float) -> Non
         assert eight.restart == none.restart
 
 
-@pytest.mark.parametrize("restart", ["never", "3", "measured:1.5", "auto", "opposed"])
+@pytest.mark.parametrize("restart", ["never", "3", "measured:1.5", "auto"])
 @pytest.mark.parametrize("numbers", [(0, 1, 2), (2, 1, 0)])
 def test_the_size_of_a_probe_that_is_not_taken(restart: str, numbers: tuple[int, ...]) -> None:
     """Without a policy that probes all numbers of sequences are one run, that without a number; or one history."""

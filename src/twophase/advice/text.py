@@ -111,8 +111,7 @@ def suggestions(diagnosis: Diagnosis, finding: Finding) -> list[str]:
             "plain averaging (--outer.restart never --outer.momentum 0 --outer.lr 1)."
         ]
     gain = None
-    # A policy by coordinate answers to the g of the run, and not to a constant one.
-    if policy is not None and not policy.by_coordinate:
+    if policy is not None:
         with contextlib.suppress(ValueError):  # an adaptive policy
             gain = mean_outer_gain(rule, policy, max(diagnosis.planned or diagnosis.rounds, 1))
     sentences = list(_step_advice(rule, finding, gain))

@@ -177,7 +177,7 @@ def _heading(record: RunRecord, restored: Restored, setting: Setting, data: str)
         method, moments = f"SGD with momentum {config.inner.momentum:g}, learning rate / (1 - momentum)", ""
     restart = config.sync.policies() or config.outer.policy()
     policies = list(restart.values()) if isinstance(restart, Mapping) else [restart]
-    stepping = sorted({str(policy) for policy in policies if policy.takes_steps or policy.by_coordinate})
+    stepping = sorted({str(policy) for policy in policies if policy.takes_steps})
     outer = [] if config.outer.is_rule else [config.outer.describe()]
     return [
         f"run      {record.path}: {record.state}, checkpoint of step {restored.step:,} of {config.steps:,}",

@@ -229,7 +229,6 @@ class DeviceSweep:
             MOMENTUM=self.m is not None,
             FRESH=update.fresh,
             RESTART=phase,
-            OPPOSED=restart.opposed,
             DROPS=restart.retain == 0,
             ALONG_G=along_g != 0,
             ALONG_M=along_m != 0,

@@ -71,7 +71,6 @@ def outer_round(
     MOMENTUM: tl.constexpr,
     FRESH: tl.constexpr,
     RESTART: tl.constexpr,
-    OPPOSED: tl.constexpr,
     DROPS: tl.constexpr,
     ALONG_G: tl.constexpr,
     ALONG_M: tl.constexpr,
@@ -102,7 +101,7 @@ def outer_round(
         m = tl.load(momentum + places, mask=inside, other=0.0)
     _store_products(products, g, m)
     if RESTART == 1:
-        m = _restarted(m, g, retain, inject, OPPOSED, DROPS)
+        m = _restarted(m, g, retain, inject, DROPS)
     # A factor of 0 takes no part: 0 times a NaN would keep it alive.
     update = tl.zeros_like(g)
     if ALONG_G:
@@ -115,7 +114,7 @@ def outer_round(
             update += along_new * m
     x -= update
     if RESTART == 2:
-        m = _restarted(m, g, retain, inject, OPPOSED, DROPS)
+        m = _restarted(m, g, retain, inject, DROPS)
     tl.store(anchor + places, x, mask=inside)
     for number in tl.static_range(REPLICAS):
         tl.store(_theta(row, number, TYPE, ALIGNED) + at, x.to(TYPE), mask=inside)
@@ -165,11 +164,8 @@ def _store_products(products, g, m):
 
 
 @triton.jit
-def _restarted(m, g, retain, inject, OPPOSED: tl.constexpr, DROPS: tl.constexpr):
-    new = inject * g if DROPS else retain * m + inject * g  # not 0 m, which would keep a NaN alive
-    if OPPOSED:
-        new = tl.where(((m < 0) & (g > 0)) | ((m > 0) & (g < 0)), new, m)
-    return new
+def _restarted(m, g, retain, inject, DROPS: tl.constexpr):
+    return inject * g if DROPS else retain * m + inject * g  # not 0 m, which would keep a NaN alive
 
 
 @triton.jit

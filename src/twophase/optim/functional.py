@@ -207,18 +207,9 @@ def _scratch_like(batch: list[Tensor], scratch: Scratch) -> list[Tensor]:
 
 
 def restart_(buffers: Sequence[Tensor], pseudo_gradients: Sequence[Tensor], restart: Restart) -> None:
-    """`m <- retain m + inject g` in place; exact zeros for retain = inject = 0, whatever m holds.
-
-    With `opposed` only in the coordinates in which m and g have opposite signs (a NaN has none).
-    """
+    """`m <- retain m + inject g` in place; exact zeros for retain = inject = 0, whatever m holds."""
     retain, inject = restart.retain, restart.inject
     for m, g in batches(buffers, pseudo_gradients):
-        if restart.opposed:
-            for buffer, gradient in zip(m, g, strict=True):
-                opposite = (buffer < 0) & (gradient > 0) | (buffer > 0) & (gradient < 0)  # a product may underflow
-                new = retain * buffer if retain != 0 else torch.zeros_like(buffer)  # 0 x inf would be a NaN
-                buffer.copy_(torch.where(opposite, new + inject * gradient if inject != 0 else new, buffer))
-            continue
         if retain == 0:
             torch._foreach_zero_(m)  # not a product: 0 x inf would keep a NaN alive
         else:

@@ -29,7 +29,7 @@ class GroupRound:
         buffer_norm: Euclidean norm of m before g was mixed in.
         cosine: cosine of the angle between that m and g, 0 when either vanishes.
         gain: `<update, g> / <g, g>`, with update = x before - x after; 1 would be plain averaging. NaN when g = 0.
-            (Of a policy that rewrites single coordinates, without that. Behind a filter all five are of its g.)
+            (Behind a filter all five are of its g.)
         not_finite: what its restart policy needs and what was not finite: the run has diverged, and nothing restarted.
     """
 

@@ -93,9 +93,7 @@ def advance(method: Method, rule: OuterRule, memory: Memory) -> Memory:
 
 def restarted(method: Method, restart: Restart, memory: Memory) -> Memory:
     """Return a group's numbers after the restart of its first moment, and of the second where the method says so."""
-    if restart.opposed:  # of single coordinates: the others keep their weight
-        return memory
-    second = 0.0 if restart.counts and resets_second(method) else memory.get("second", 0.0)
+    second = 0.0 if resets_second(method) else memory.get("second", 0.0)
     # In absolute value: weights of both signs may add up to 0, and m is divided by their sum.
     return {"first": abs(restart.retain) * memory.get("first", 0.0) + abs(restart.inject), "second": second}
 

@@ -207,13 +207,13 @@ class OuterOptimizer(OuterSGD):
     def _restart(self, method: Method, state: dict[str, Tensor], g: Tensor, restart: Restart) -> None:
         if FIRST in state:
             restart_([state[FIRST]], [g], restart)
-        if restart.counts and not restart.opposed and resets_second(method) and SECOND in state:
+        if resets_second(method) and SECOND in state:
             state[SECOND].copy_(new_buffer(method, SECOND, state[SECOND]))
 
     def _restart_resting(self, group: dict[str, Any], restart: Restart) -> None:
         if method_of(group).plain:
             super()._restart_resting(group, restart)
-        elif restart.counts and not restart.opposed:
+        else:
             for p in group["params"]:
                 if p.grad is None and FIRST in (state := self.state.get(p, {})):
                     self._restart(method_of(group), state, state[FIRST], Restart(restart.retain))

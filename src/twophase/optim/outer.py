@@ -303,10 +303,9 @@ class OuterSGD(Optimizer):
 
     def _restart_resting(self, group: dict[str, Any], restart: Restart) -> None:
         """Restart buffers that take no part in a round as if g were 0: the cycle that begins is theirs, too."""
-        if restart.counts and not restart.opposed:
-            resting = [p for p in group["params"] if p.grad is None or group["momentum"] == 0]
-            buffers = [self.state[p][BUFFER] for p in resting if BUFFER in self.state.get(p, {})]
-            restart_(buffers, buffers, Restart(restart.retain))
+        resting = [p for p in group["params"] if p.grad is None or group["momentum"] == 0]
+        buffers = [self.state[p][BUFFER] for p in resting if BUFFER in self.state.get(p, {})]
+        restart_(buffers, buffers, Restart(restart.retain))
 
     def _make_buffers(self, params: Sequence[Tensor]) -> list[Tensor]:
         for p in params:

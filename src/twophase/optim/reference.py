@@ -83,5 +83,4 @@ class ReferenceOuter:
 
 
 def _restarted(m: Tensor, g: Tensor, restart: Restart) -> Tensor:
-    new = restart.retain * m + restart.inject * g
-    return torch.where(m.sign() * g.sign() < 0, new, m) if restart.opposed else new
+    return restart.retain * m + restart.inject * g

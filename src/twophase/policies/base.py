@@ -103,17 +103,12 @@ class Restart:
         retain: share of the buffer that stays.
         inject: weight of the pseudo-gradient.
         before: act before g is mixed in instead of after the round's update.
-        opposed: only in the coordinates in which g and m have opposite signs.
-        counts: whether it begins a new cycle (`rounds_since_restart`) and is counted and reported as a restart; a mere
-            rescaling of the buffer does not.
         step: the update of the round, in the place of the rule's own.
     """
 
     retain: float = 0.0
     inject: float = 0.0
     before: bool = False
-    opposed: bool = False
-    counts: bool = True
     step: Step | None = None
 
 
@@ -131,15 +126,12 @@ class RestartPolicy(ABC):
       needed norms and angles; the caller of an optimizer or an engine must promise to supply the rest.
     * `takes_steps`: whether it ever answers with a `Step`; then it also changes a rule without momentum.
     * `reads_rule`: whether its answers depend on the rule.
-    * `by_coordinate`: whether it ever restarts the opposed coordinates alone; then its updates cannot be computed in
-      advance, whatever it needs.
     """
 
     name: ClassVar[str] = ""
     needs: ClassVar[frozenset[str]] = frozenset()
     takes_steps: ClassVar[bool] = False
     reads_rule: ClassVar[bool] = False
-    by_coordinate: ClassVar[bool] = False
 
     def initial_state(self) -> State:
         """Return the memory before the first round."""
@@ -225,11 +217,11 @@ class Answer:
     @property
     def restarted(self) -> bool:
         """True if a new cycle begins."""
-        return self.restart is not None and self.restart.counts
+        return self.restart is not None
 
     def age(self, age: int) -> int:
         """Return the rounds since the last restart after this round, where there were `age` with it before."""
-        return age if self.restart is None or not self.restart.counts else int(self.restart.before)
+        return age if self.restart is None else int(self.restart.before)
 
     def mixing(self, rule: OuterRule) -> tuple[float, float]:
         """Return the c and d of the round's `m <- c m + d g`."""
@@ -238,12 +230,9 @@ class Answer:
         return rule.momentum, rule.injection
 
     def weights(self, rule: OuterRule) -> tuple[float, float]:
-        """Return A and B of the round's update `A g + B m`, with m the buffer before the round.
-
-        A restart of single coordinates is left out: there are no such two numbers.
-        """
+        """Return A and B of the round's update `A g + B m`, with m the buffer before the round."""
         retain, inject = 1.0, 0.0
-        if self.restart is not None and self.restart.before and not self.restart.opposed:
+        if self.restart is not None and self.restart.before:
             retain, inject = self.restart.retain, self.restart.inject
         step = self.step or Step.of(rule)
         return step.along_g + step.along_m * inject, step.along_m * retain

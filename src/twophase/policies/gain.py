@@ -40,7 +40,7 @@ def mean_outer_gain(rule: OuterRule, policy: RestartPolicy, rounds: int) -> floa
     1.87
     """
     check_count("mean_outer_gain", "rounds", rounds)
-    if policy.needs or policy.by_coordinate:
+    if policy.needs:
         raise ValueError(f"mean_outer_gain: {policy} decides from measured signals; its gain is not known in advance")
     state, buffer, total, age = policy.initial_state(), 0.0, 0.0, 0
     for number in range(1, rounds + 1):

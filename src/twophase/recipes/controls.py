@@ -136,7 +136,7 @@ def restarts_that_count(policy: RestartPolicy, rounds: int) -> int:
     >>> [restarts_that_count(Periodic(k), 6) for k in (2, 3, 5, 6, 7)]
     [2, 1, 1, 0, 0]
     """
-    if policy.needs or policy.by_coordinate:
+    if policy.needs:
         raise ValueError(f"restarts_that_count: {policy} decides from measured signals; it cannot be known in advance")
     state, age, count = policy.initial_state(), 0, 0
     for number in range(1, rounds):
@@ -191,8 +191,7 @@ def controls_of(base: Any, axes: Sequence[Axis], cells: Sequence[Cell]) -> list[
     controls = momentum_free(base, others, with_averaging(lrs), fixed | ({_BLOCKS: ()} if by_block else {}))
     for cell in cells:
         policy = cell.config.outer.policy()
-        is_scheduled = not (policy.needs or policy.by_coordinate)  # what its updates are
-        if policy == Never() or not is_scheduled or _has_no_momentum(cell.config.outer) or cell.config.sync.restart:
+        if policy == Never() or policy.needs or _has_no_momentum(cell.config.outer) or cell.config.sync.restart:
             continue
         never = _arm({**cell.values, RESTART: "never"}, cell.config)
         control = gain_matched(cell, f"{never}, gain of {_restart(str(policy))}")

@@ -4,10 +4,10 @@ An example of a module that `TWOPHASE_POLICIES` names:
 
     TWOPHASE_POLICIES=twophase.studies.policies twophase train --outer.restart gradient
 
-Restart tests: `gradient`, `cosine:0.2`, `norm:1.5` and `opposed` (each coordinate for itself), all before the round's g
-is mixed in; `tracked`, a period that follows the effective progress which the rounds show. And `auto` in parts, as its
-controls: `along:0.5` (its direction with a fixed gain), `ramp:0.5` (with one that rises over the run), `gain:1` (its
-gain alone). `observe` averages and measures.
+Restart tests: `gradient`, `cosine:0.2` and `norm:1.5`, all before the round's g is mixed in; `tracked`, a period that
+follows the effective progress which the rounds show. And `auto` in parts, as its controls: `along:0.5` (its direction
+with a fixed gain), `ramp:0.5` (with one that rises over the run), `gain:1` (its gain alone). `observe` averages and
+measures.
 
 Source: theory notes R29 and R30.
 """
@@ -107,24 +107,6 @@ class NormRatio(_Checked):
     def scaled(self, factor: float) -> RestartPolicy:
         """Scale the ratio with the buffer."""
         return replace(self, ratio=self.ratio * factor)
-
-
-@register("opposed")
-@dataclass(frozen=True, slots=True)
-class Opposed(RestartPolicy):
-    """Restart each coordinate for itself: `m_i <- 0` where `g_i m_i < 0`, before the mixing. Text form `opposed`.
-
-    It acts in every round, and counts no restarts. It depends on the coordinates (theory note R30: rotated ones gain
-    less), and the theory of modes does not cover it.
-    """
-
-    needs: ClassVar[frozenset[str]] = frozenset({"pseudo_gradient_norm", "buffer_norm"})  # no NaN has a sign
-    by_coordinate: ClassVar[bool] = True
-
-    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
-        """Restart the opposed coordinates, in every round."""
-        del signal
-        return state, Restart(before=True, opposed=True, counts=False)
 
 
 @register("tracked")

@@ -49,7 +49,7 @@ class Round:
 
 def is_scheduled(rule: OuterRule, policy: RestartPolicy) -> bool:
     """Whether the updates are known in advance: the policy measures nothing, or there is no momentum to forget."""
-    return not (policy.needs or policy.by_coordinate) or (rule.momentum == 0 and not policy.takes_steps)
+    return not policy.needs or (rule.momentum == 0 and not policy.takes_steps)
 
 
 def answers(rule: OuterRule, policy: RestartPolicy, rounds: int) -> Iterator[Answer]:
@@ -144,7 +144,6 @@ def _mixed(buffer: str, momentum: float, weight: float, number: int) -> str:
 
 def _rewritten(buffer: str, restart: Restart, number: int) -> str:
     """`retain m + inject g`, as `restart_` computes it; a hard restart leaves exact zeros."""
-    assert not restart.opposed, "a policy that restarts single coordinates must say so, with by_coordinate"
     if buffer in (ABSENT, ZERO) or restart.retain == 0:
         retained = ZERO
     else:

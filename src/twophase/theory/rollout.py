@@ -341,8 +341,7 @@ def _loss(x: Floats, weights: Floats) -> Floats:
 
 def restarted(restart: Restart, m: Floats, g: Floats) -> Floats:
     """Return the buffer after a restart; exact zeros of a hard one, whatever m holds."""
-    new = _combined(restart.retain, m, restart.inject, g)
-    return np.where(np.sign(m) * np.sign(g) < 0, new, m) if restart.opposed else new
+    return _combined(restart.retain, m, restart.inject, g)
 
 
 def _combined(a: float, x: Floats, b: float, y: Floats) -> Floats:

@@ -127,7 +127,7 @@ def moments(
     """
     where = "moments"
     policy = restart if isinstance(restart, RestartPolicy) else parse(restart)
-    if policy.needs or policy.by_coordinate:
+    if policy.needs:
         remedy = "use never, a period, cycle, at or soft, or simulate it by rollout"
         raise ValueError(f"{where}: restart policy {policy} measures, so that its rounds are not linear; {remedy}")
     over = parse_shelf("schedule", schedule).over(len(phases.progress))
