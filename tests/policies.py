@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import pytest
@@ -47,12 +47,11 @@ class Half(RestartPolicy):
     period: int
 
     takes_steps: ClassVar[bool] = True
-    reads_rule: ClassVar[bool] = True
 
     def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
         """Answer with a step, and in the last round of a cycle with a restart that brings it."""
         assert signal.rule is not None
-        step = Step.of(signal.rule).times(0.5)
+        step = Step.of(replace(signal.rule, lr=signal.rule.lr / 2))
         return state, Restart(step=step) if signal.round % self.period == 0 else step
 
 

@@ -236,7 +236,8 @@ class Scheduled(RestartPolicy):
         """Scale the step that the rule would take."""
         after, decision = self.policy.decide(state, signal)
         assert signal.rule is not None
-        step = Step.of(signal.rule).times(FACTORS[self.schedule]((signal.round - 1) / self.rounds))
+        factor = FACTORS[self.schedule]((signal.round - 1) / self.rounds)
+        step = Step.of(dataclasses.replace(signal.rule, lr=factor * signal.rule.lr))
         if decision is None:
             return after, step
         return after, decision if isinstance(decision, Step) else dataclasses.replace(decision, step=step)

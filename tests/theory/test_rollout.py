@@ -168,14 +168,15 @@ def test_cosines_stay_in_their_range():
 
 
 def test_what_is_not_needed_is_not_measured():
-    """A policy without needs sees counters only, and is asked once a round for all trajectories.
+    """A policy without needs sees rule and counters only, and is asked once a round for all trajectories of a rule.
 
     At momentum 0 the optimizer keeps no buffer: a policy that measures sees 0, also where other rules have momentum.
     """
     policy = Blind({2: Restart(), 5: Restart(before=True)})
     run = rollout(rule_grid([0.1, 0.2], 0.9), SIX, 6, policy, noise=0.1, seeds=3)
     ages = [(signal.round, signal.rounds_since_restart) for signal in policy.signals]
-    assert ages == [(1, 1), (2, 2), (3, 1), (4, 2), (5, 3), (6, 2)]
+    assert ages == [pair for pair in ((1, 1), (2, 2), (3, 1), (4, 2), (5, 3), (6, 2)) for _ in range(2)]
+    assert [signal.rule.lr for signal in policy.signals if signal.rule] == [0.1, 0.2] * 6
     assert all(s.cosine is s.buffer_norm is s.pseudo_gradient_norm is None for s in policy.signals)
     assert (run.restarts == np.isin(np.arange(1, 7), [2, 5])[:, None, None]).all()
     policy = Scripted()

@@ -86,10 +86,6 @@ class Step:
         lr, b, w = rule.lr, rule.momentum, rule.injection
         return cls(lr * (1 + b) * w, lr * b * b) if rule.nesterov else cls(lr * w, lr * b)
 
-    def times(self, factor: float) -> Step:
-        """Return the same update, `factor` times as long."""
-        return Step(factor * self.along_g, factor * self.along_m, self.mix)
-
 
 AVERAGING = Step(1.0, 0.0)
 """Plain averaging of the replicas."""
@@ -125,13 +121,11 @@ class RestartPolicy(ABC):
     * `needs`: what it reads of a `RoundSignal` beyond the round counters and the rule. The optimizer measures only
       needed norms and angles; the caller of an optimizer or an engine must promise to supply the rest.
     * `takes_steps`: whether it ever answers with a `Step`; then it also changes a rule without momentum.
-    * `reads_rule`: whether its answers depend on the rule.
     """
 
     name: ClassVar[str] = ""
     needs: ClassVar[frozenset[str]] = frozenset()
     takes_steps: ClassVar[bool] = False
-    reads_rule: ClassVar[bool] = False
 
     def initial_state(self) -> State:
         """Return the memory before the first round."""

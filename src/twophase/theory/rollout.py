@@ -376,7 +376,7 @@ class _Policy:
         if not self.policy.needs:
             rows_by_rule: dict[OuterRule, list[int]] = {}
             for row, rule in enumerate(rules):
-                rows_by_rule.setdefault(rule if self.policy.reads_rule else rules[0], []).append(row)
+                rows_by_rule.setdefault(rule, []).append(row)
             self.rows = [(slice(None) if len(rows_by_rule) == 1 else rows, rule) for rule, rows in rows_by_rule.items()]
         self.states: list[State] = [self.policy.initial_state() for _ in self.rows]
         self.ages = [0] * len(self.states)
