@@ -43,7 +43,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 SOURCE = HERE.parent / "src"
 PARTS = ("probe", "engine", "run", "nano")
-NEEDED = {"torch": "torch", "numpy": "numpy", "safetensors": "safetensors", "yaml": "PyYAML"}
+NEEDED = {"torch": "torch", "numpy": "numpy", "safetensors": "safetensors", "yaml": "PyYAML", "xxhash": "xxhash"}
 """From the name that is imported to that of the package."""
 
 

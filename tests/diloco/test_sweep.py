@@ -15,8 +15,9 @@ from twophase.diloco import device_sweep, fragment, sweep, transfer
 from twophase.diloco import sync as sync_module
 from twophase.diloco.communicator import Pending, SingleProcess
 from twophase.diloco.engine import DiLoCo
-from twophase.diloco.flat import DIGEST_ELEMENTS
 from twophase.rule import OuterRule
+
+PART = 1 << 16  # elements
 
 
 class Sum:
@@ -52,7 +53,7 @@ def model(dtype: torch.dtype = torch.float32) -> nn.Module:
     """Tensors of odd lengths, larger and smaller than a part, one of them transposed."""
     generator = torch.Generator().manual_seed(0)
     module = nn.Module()
-    for number, shape in enumerate([(3, 7), (3 * DIGEST_ELEMENTS + 5,), (33,), (401, 303), (5,)]):
+    for number, shape in enumerate([(3, 7), (3 * PART + 5,), (33,), (401, 303), (5,)]):
         module.register_parameter(f"p{number}", nn.Parameter(torch.randn(shape, generator=generator).to(dtype)))
     return module
 
@@ -61,7 +62,7 @@ def rounds(way: str, monkeypatch: pytest.MonkeyPatch, *, replicas: int, dtype: t
     """What four rounds lead to: reports, anchor, buffers and replicas."""
     with monkeypatch.context() as patch:
         patch.setattr(transfer, "_PART_BYTES", 600_000)
-        patch.setattr(sweep, "_PART_ELEMENTS", DIGEST_ELEMENTS)
+        patch.setattr(sweep, "_PART_ELEMENTS", PART)
         patch.setattr(sweep, "SMALL", 1 << 10 if way == "parts" else 1 << 30)
         patch.setattr(fragment, "SMALL", 1 << 30 if way == "few calls" else 0)
         if way == "whole":

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twophase.diloco.flat import DIGEST_ELEMENTS, checksum, joined_digits
+from twophase.diloco.flat import PIECE_ELEMENTS, joined_digits, weighted_checksum
 from twophase.diloco.fragment import Fragment
 from twophase.optim.functional import Update
 from twophase.optim.products import Dots
@@ -188,7 +188,7 @@ class DeviceSweep:
         tables = self._tables()
         products = torch.empty(sum(table.programs for table in tables), 3, dtype=torch.float64, device=self.x.device)
         rows = 2 if self.prove and self.m is not None else 1
-        sums = torch.zeros(rows, -(-len(self.x) // DIGEST_ELEMENTS), dtype=torch.int64, device=self.x.device)
+        sums = torch.zeros(rows, -(-len(self.x) // PIECE_ELEMENTS), dtype=torch.int64, device=self.x.device)
         first = 0
         for table in tables:
             self._step(table, update, products[first : first + table.programs], sums)
@@ -339,6 +339,6 @@ def _try(module: ModuleType, device: torch.device) -> None:
     for name, result, reference in zip(("anchor", "buffer"), (x, m), expected, strict=True):
         if not torch.allclose(result[:numel].cpu(), reference, rtol=1e-5, atol=1e-5):
             raise RuntimeError(f"the {name} differs from the same arithmetic in torch")
-    digits = {"anchor": checksum(x.cpu()), "momentum buffer": checksum(m.cpu())}
+    digits = {"anchor": weighted_checksum(x.cpu()), "momentum buffer": weighted_checksum(m.cpu())}
     if sweep.digests != digits or not torch.equal(theta, x[:numel]):
         raise RuntimeError("a digest, or a replica, is not that of the anchor")

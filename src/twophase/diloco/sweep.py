@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from twophase.diloco.communicator import Communicator
-from twophase.diloco.flat import DIGEST_ELEMENTS, Digest
+from twophase.diloco.flat import Digest
 from twophase.diloco.fragment import SMALL, Fragment, progress_of
 from twophase.diloco.transfer import PartTransfer
 from twophase.optim.functional import Scratch, Update, fused_is_exact, piece_length, round_
@@ -26,7 +26,7 @@ from twophase.optim.outer import BUFFER, OuterSGD
 from twophase.optim.products import Dots, dots_of_batch
 from twophase.policies.base import AGREEMENT, MEASURED, PROBES
 
-_PART_ELEMENTS = 4 * DIGEST_ELEMENTS
+_PART_ELEMENTS = 1 << 18
 """Elements of a part: few enough for a cache, enough to pay for the calls."""
 
 
@@ -123,10 +123,9 @@ class FlatSweep:
         self._divisor, fragment.divisor = fragment.divisor, 1
         if fragment.channel.lossy:  # an infinity spoils its whole block
             fragment.close_gaps()
-        anchor = fragment.anchor_digest or Digest(fragment.flat)
-        self._digests = {"anchor": anchor}
+        self._digests = {"anchor": fragment.anchor_digest or Digest(fragment.flat)}
         if prove and momentum is not None:
-            self._digests["momentum buffer"] = Digest(momentum, beside=anchor)
+            self._digests["momentum buffer"] = Digest(momentum)
         self._gaps = fragment.layout.gaps(momentum) if momentum is not None and fragment.gaps else []
         self._restored = 0
         self.buffers = fragment.momentum_views

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from twophase.diloco.communicator import Communicator, Pending
-from twophase.diloco.flat import DIGEST_ELEMENTS
 from twophase.diloco.formats import check_wire
 
 _SUM_PIECE_BYTES = 64 << 20
@@ -83,7 +82,7 @@ class PartTransfer(Transfer):
     def parts(self) -> Iterator[tuple[int, int]]:
         """Yield start and stop of each part, in order, as soon as the tensor holds its sum."""
         numel = self._tensor.numel()
-        size = max(1, _PART_BYTES // self._tensor.element_size() // DIGEST_ELEMENTS) * DIGEST_ELEMENTS
+        size = _PART_BYTES // self._tensor.element_size()
         bounds = [(start, min(start + size, numel)) for start in range(0, numel, size)]
         for part, pending in [(part, self._launch(*part)) for part in bounds]:
             clock = time.perf_counter()

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,12 @@ from safetensors.torch import load_file, save_file
 import shardmaker
 import textmaker
 import trained as trainings
-from twophase.base.config import UsageError, with_values
+from twophase.base.config import UsageError, from_tree, with_values
 from twophase.cli.export import main
 from twophase.diloco.communicator import SingleProcess
+from twophase.diloco.flat import weighted_checksum
 from twophase.runs.folder import RunFolder
+from twophase.runs.record import run_config
 from twophase.tasks.build import build_task
 from twophase.tasks.lm import export as module
 from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
@@ -326,6 +329,17 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "diverged": (no_summary, "has diverged"),
     **{steps: (steps_are(steps), r"summary\.json is damaged: its steps is .*; delete it") for steps in ODD_STEPS},
 }
+
+
+def test_a_run_that_ended_on_another_device(run: Path, tmp_path: Path) -> None:
+    """Weights are also held to the checksum that an accelerator takes of them."""
+    copy = shutil.copytree(run, tmp_path / "run")
+    config, _ = run_config(copy, partial(from_tree, TrainConfig))
+    there = weighted_checksum(module._flat(copy, load_file(copy / WEIGHTS), config))
+    here = json.loads((copy / "summary.json").read_text())["checksum"]
+    replaced("summary.json", lambda data: data.replace(here.encode(), there.encode()))(copy)
+    export(copy, tmp_path / "hf")
+    assert there != here
 
 
 @pytest.mark.parametrize("case", DAMAGED)

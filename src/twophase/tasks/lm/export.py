@@ -25,7 +25,7 @@ from torch import Tensor
 from twophase.base.config import UsageError, from_tree
 from twophase.base.files import replacing, sync_folder, write_atomic
 from twophase.base.reading import read_json_object
-from twophase.diloco.flat import checksum, plan
+from twophase.diloco.flat import has_checksum, plan
 from twophase.runs.folder import CHECKPOINTS, CONFIG, ENV, SUMMARY
 from twophase.runs.record import run_config
 from twophase.tasks.lm.config import TrainConfig
@@ -156,7 +156,7 @@ def _final(path: Path, config: TrainConfig, identity: str) -> tuple[dict[str, Te
         raise UsageError(f"{path} belongs to another run ({owner}, here {identity}); put the run's own file back")
     summary = _json(path.with_name(SUMMARY))
     recorded, steps = summary.get("checksum"), summary.get("steps", 0)
-    if isinstance(recorded, str) and _checksum(path, weights, config) != recorded:
+    if isinstance(recorded, str) and not has_checksum(_flat(path, weights, config), recorded):
         raise _damaged(path, f"its content differs from the checksum in {SUMMARY}")
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
         raise UsageError(
@@ -166,8 +166,8 @@ def _final(path: Path, config: TrainConfig, identity: str) -> tuple[dict[str, Te
     return weights, "the end of the run", steps
 
 
-def _checksum(path: Path, weights: Mapping[str, Tensor], config: TrainConfig) -> str:
-    """Return the engine's checksum of these weights: of one flat vector in the order of the model's parameters."""
+def _flat(path: Path, weights: Mapping[str, Tensor], config: TrainConfig) -> Tensor:
+    """Return these weights as the engine takes their checksum: one vector in the order of the model's parameters."""
     if "embedding" not in weights:
         raise _damaged(path, "it holds no embedding")
     with torch.device("meta"):
@@ -178,7 +178,7 @@ def _checksum(path: Path, weights: Mapping[str, Tensor], config: TrainConfig) ->
         if slot.name not in weights or weights[slot.name].shape != slot.shape:
             raise _damaged(path, f"{slot.name} is missing or has another shape than {CONFIG} says")
         view.copy_(weights[slot.name])
-    return checksum(flat)
+    return flat
 
 
 def _json(path: Path) -> dict[str, Any]:
