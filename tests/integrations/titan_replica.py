@@ -7,6 +7,7 @@ Ours: a tiny model and data.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -202,10 +203,23 @@ def replica(folder: str, name: str, words: list[str]) -> None:
     torch.distributed.destroy_process_group()
 
 
+def refusals(settings: list[list[str]]) -> None:
+    """Print the error that each of some settings ends with."""
+    from torchtitan.config import ConfigManager
+
+    for words in settings:
+        try:
+            ConfigManager().parse_args(["--module", "titan_replica", "--config", "tiny", *words]).build()
+        except ValueError as error:
+            print(error)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     sys.modules["titan_replica"] = sys.modules["__main__"]
     if sys.argv[2] == "reference":
         reference(sys.argv[1])
+    elif sys.argv[2] == "refusals":
+        refusals(json.loads(sys.argv[3]))
     else:
         replica(sys.argv[1], sys.argv[2], sys.argv[3:])
