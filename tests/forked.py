@@ -38,7 +38,6 @@ _CONTEXT.set_forkserver_preload(
         "twophase.training.train",
         "twophase.sweeps.run",
         "torch._dynamo",  # torch imports it, in seconds, with a process's first optimizer
-        "sklearn.datasets",
         "optuna.storages",
         "sqlalchemy.dialects.sqlite",
         "matplotlib.backends.backend_agg",

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -21,7 +22,7 @@ from twophase.base.config import UsageError, overlaid
 from twophase.cli.main import main
 from twophase.report.results import Run, Sweep
 from twophase.runs.folder import read_lines
-from twophase.tasks import build, named
+from twophase.tasks import build, digits, named
 from twophase.tasks.named import config_class, name_of
 from twophase.training.config import inner_lr
 
@@ -121,12 +122,26 @@ def test_report_and_diagnosis_of_a_run(capsys: pytest.CaptureFixture[str]) -> No
     assert summary_of(again)["checksum"] == summary_of(run)["checksum"]
 
 
+def test_digits_are_those_of_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All images and labels, read from scikit-learn's file or, where it is not, by scikit-learn; without it, a remedy."""
+    pixels, labels = pytest.importorskip("sklearn.datasets").load_digits(return_X_y=True)
+    for there in (True, False):
+        with monkeypatch.context() as patch:
+            patch.setattr(digits.Path, "exists", lambda _, there=there: there)
+            images, targets = digits._images.__wrapped__()
+        assert np.array_equal(images, (pixels / 16).astype(np.float32).reshape(-1, 1, 8, 8))
+        assert np.array_equal(targets, labels)
+    monkeypatch.setattr(digits, "find_spec", lambda _: None)
+    with pytest.raises(UsageError, match="needs scikit-learn; install twophase"):
+        digits._images.__wrapped__()
+
+
 def test_shipped_tasks_train(tmp_path: Path) -> None:
     """`digits` and `hf:` learn, from a configuration and from weights, tied ones included; both resume as finished."""
     pytest.importorskip("sklearn")
     transformers = pytest.importorskip("transformers")
-    digits = twophase.train("digits", SHORT | {"steps": 60}, quiet=True)
-    assert summary_of(digits)["accuracy"] > 0.5
+    run = twophase.train("digits", SHORT | {"steps": 60}, quiet=True)
+    assert summary_of(run)["accuracy"] > 0.5
     tiny = transformers.LlamaConfig(
         vocab_size=256, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
         tie_word_embeddings=True,
