@@ -123,7 +123,7 @@ def test_report_and_diagnosis_of_a_run(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_digits_are_those_of_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All images and labels, read from scikit-learn's file or, where it is not, by scikit-learn; without it, a remedy."""
+    """All images and labels, from scikit-learn's file or, where it is not, by scikit-learn; without it, a remedy."""
     pixels, labels = pytest.importorskip("sklearn.datasets").load_digits(return_X_y=True)
     for there in (True, False):
         with monkeypatch.context() as patch:
