@@ -14,6 +14,7 @@ from twophase.base.errors import UsageError
 from twophase.base.files import file_sha256
 from twophase.policies.base import RestartPolicy
 from twophase.policies.text import POLICIES_VARIABLE, parse
+from twophase.recipes.bench import NESTEROV
 from twophase.shelf.base import SHELF_VARIABLE, Method
 
 _OWN = re.compile(r"(?P<module>[\w./-]+):(?P<name>[A-Z]\w*)(?P<rest>.*)")
@@ -58,7 +59,7 @@ def read_arm(arm: str, environment: MutableMapping[str, str]) -> tuple[str, str]
     environment[variable] = ",".join(dict.fromkeys(filter(None, [*environment.get(variable, "").split(","), module])))
     text = f"{member.name}{rest}"
     if is_policy and not _stands_alone(text.partition("+")[0].replace("~", "")):
-        text = f"nesterov:momentum=~0.6@{text}"
+        text = f"{NESTEROV}@{text}"
     return text, file_sha256(Path(inspect.getfile(member)))[:12]
 
 

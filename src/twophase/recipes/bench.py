@@ -26,31 +26,26 @@ PROTOCOL = 1
 REFERENCE, FACTS = "reference.csv", "reference.json"
 """Stored rows of the arms, and how they were made."""
 _FROM_WHEEL = Path(__file__).parent / "bench_tables"
+HEAVY_BALL, NESTEROV = "heavy-ball:momentum=~0.6", "nesterov:momentum=~0.6"
+"""Rules whose momentum is tuned, and where its search begins."""
 CANDIDATES = ("auto", "averaging+filter=orthogonal", "auto+filter=orthogonal")
 """Arms without an outer number to tune."""
 SCHEDULES = (
     "memoryless+schedule=linear:final=2",
-    "heavy-ball:momentum=~0.6+schedule=momentum:warmup=0",
+    f"{HEAVY_BALL}+schedule=momentum:warmup=0",
     "ramp:~0.5",
     "along:~0.5",
     "gain:~1",
 )
 """Controls of `auto`: what depends on the round alone, or is one part of it."""
-MOMENTUM = (
-    "heavy-ball:momentum=~0.6",
-    "heavy-ball:momentum=~0.6@3",
-    "heavy-ball:momentum=~0.6@K",
-    "nesterov:momentum=~0.6",
-    "nesterov:momentum=~0.6@3",
-    "nesterov:momentum=~0.6@K",
-)
+MOMENTUM = tuple(f"{rule}{restart}" for rule in (HEAVY_BALL, NESTEROV) for restart in ("", "@3", "@K"))
 _DILOCO = "nesterov:lr=0.7:momentum=0.9"
 SHELF = ("adamw", "adamw@3", "muon", "muon@3", "slowmo", "slowmo@3", "averaging+readout=tail:rounds=3")
 ONE_REPLICA = ("gpa", "schedule-free")
 """Arms for a single replica alone. There Nesterov is SNOO, and memoryless is Lookahead."""
-ARMS = ("memoryless", *CANDIDATES, *SCHEDULES, *MOMENTUM, "nesterov:momentum=~0.6+filter=orthogonal", *SHELF)
+ARMS = ("memoryless", *CANDIDATES, *SCHEDULES, *MOMENTUM, f"{NESTEROV}+filter=orthogonal", *SHELF)
 """Beside averaging, at every place of the full list."""
-FEW = ("memoryless", *CANDIDATES, "ramp:~0.5", "nesterov:momentum=~0.6", "nesterov:momentum=~0.6@3")
+FEW = ("memoryless", *CANDIDATES, "ramp:~0.5", NESTEROV, f"{NESTEROV}@3")
 """At the places that are there for a trend."""
 
 
