@@ -1,6 +1,6 @@
 """Everything that wants a GPU, in four parts of at most 8 minutes each on one H100.
 
-The first GPU hour, from a source tree, with torch, numpy, safetensors and PyYAML installed and nothing else needed:
+The first GPU hour, from a source tree, with torch, numpy, safetensors, PyYAML and xxhash installed and nothing else:
 
     python benchmarks/gpu.py --out DIR --parts probe
     python benchmarks/gpu.py --out DIR --parts engine

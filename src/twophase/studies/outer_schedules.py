@@ -324,7 +324,7 @@ def draw(result: Result) -> Figure:
         pairs = [[100 * row[kind] for row in finite] for kind in ("predicted", "measured")]
         grid[0][-1].plot(*pairs, markersize=4, **style)
     dot_chart(grid[0][1], [short(arm) for arm in ARMS], xlabel="predicted gain, %")
-    grid[0][1].legend(fontsize=6.5)
+    grid[0][1].legend(fontsize=6.5, ncols=2, loc="upper center", bbox_to_anchor=(0.4, -0.2))
     titles = ["2 replicas", "each tuned"]
     finding = "what the bench says of it is not known yet"
     if measured:
