@@ -117,7 +117,7 @@ def moments(
         spread: standard deviation of x before the first round.
 
     Raises:
-        ValueError: a policy that measures, for its updates are not linear.
+        ValueError: a policy that measures, for its updates are not linear; one that treats several rules unlike.
 
     Source: result R32; theory note R2 for the map.
 
@@ -140,7 +140,12 @@ def moments(
     history = [now]
     for t in range(len(phases.progress)):
         age += 1
-        answer = ask(policy, state, RoundSignal(t + 1, age, extra={"inner_lr": 1.0}, rule=rules.flat[0]))
+        answer, *others = (
+            ask(policy, state, RoundSignal(t + 1, age, extra={"inner_lr": 1.0}, rule=each))
+            for each in dict.fromkeys(rules.flat)
+        )
+        if any(other != answer for other in others):
+            raise ValueError(f"{where}: restart policy {policy} treats the rules unlike; call {where} for each rule")
         scheduled = rule_arrays(where, np.frompyfunc(lambda each: over.at(each, t + 1, age), 1, 1)(rules))  # noqa: B023
         lr, b, w = (part[..., None] for part in (scheduled.lr, scheduled.momentum, scheduled.injection))
         with np.errstate(all="ignore"):
