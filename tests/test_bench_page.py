@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,6 +52,12 @@ def test_how_far_the_intervals_reach() -> None:
     assert words in PAGE.read_text(encoding="utf-8")
 
 
+def cell(line: dict[str, Any]) -> str:
+    """The ratio, bold where the arm is better, and with its word where that is neither better nor undecided."""
+    ratio = f"{line['ratio']:.2f}"
+    return {"better": f"**{ratio}**", "undecided": ratio}.get(line["word"], f"{ratio} {line['word']}")
+
+
 def test_the_first_table_has_the_ratios_and_words_of_the_stored_rows() -> None:
     """Averaging over each arm that it names, at every place that has ended, in the order of the places."""
     rows = stored("reference.csv")
@@ -68,5 +75,5 @@ def test_the_first_table_has_the_ratios_and_words_of_the_stored_rows() -> None:
         "nesterov:momentum=~0.6",
         "nesterov:momentum=~0.6@3",
     ):
-        cells = [f"{lines[place, arm]['ratio']:.2f} {lines[place, arm]['word']}" for place in places]
+        cells = [cell(lines[place, arm]) for place in places]
         assert f"| {', '.join(cells)} |" in table, arm
