@@ -132,7 +132,7 @@ def moments(
         raise ValueError(f"{where}: restart policy {policy} measures, so that its rounds are not linear; {remedy}")
     over = parse_shelf("schedule", schedule).over(len(phases.progress))
     numbers, rules = rule_arrays(where, rule), np.asarray(rule, dtype=object)
-    unlike = tuple(dict.fromkeys(rules.flat))
+    distinct = tuple(dict.fromkeys(rules.flat))
     axes = common_shape(where, rule=(*numbers.shape, 1), phases=phases.progress.shape[1:])
     start, deviation = check_finite(where, "initial", initial), check_finite(where, "spread", spread, 0)
     nesterov, state, age = numbers.nesterov[..., None], policy.initial_state(), 0
@@ -142,7 +142,7 @@ def moments(
     for t in range(len(phases.progress)):
         age += 1
         answer, *others = (
-            ask(policy, state, RoundSignal(t + 1, age, extra={"inner_lr": 1.0}, rule=each)) for each in unlike
+            ask(policy, state, RoundSignal(t + 1, age, extra={"inner_lr": 1.0}, rule=each)) for each in distinct
         )
         if any(other != answer for other in others):
             raise ValueError(f"{where}: restart policy {policy} treats the rules unlike; call {where} for each rule")
