@@ -95,4 +95,4 @@ def test_an_arm_that_diverged_everywhere() -> None:
 def test_the_figure_can_be_drawn(places: int) -> None:
     """Of a part of the places and of all."""
     with styled():
-        assert rendered(bench.draw(bench.table(rows=rows_of({}, places=places))))[".png"]
+        assert rendered(bench.draw(bench.table(rows=rows_of({}, places=places))), [".png"])[".png"]

@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 import textmaker
 from madeup import Value, line_of, rows
 from twophase.base.config import UsageError, with_values
-from twophase.figures.style import styled
+from twophase.figures.style import rendered, styled
 from twophase.recipes.paper import QUICK, SCALES, Scale, robustness_heatmaps, soft_restart
 from twophase.restart import mean_outer_gain
 from twophase.studies import _lm, _training, study
@@ -374,12 +375,18 @@ class Launcher:
         return launch.Outcome(len(sweep.runs), 0, len(self.fail), 0, 1.0, dict.fromkeys(self.fail, "it broke"))
 
 
+def without_pdf(figure: Figure, **options: Any) -> dict[str, bytes]:
+    """As `rendered`; the PDF takes longer than all the rest, and nothing here reads it."""
+    return rendered(figure, [".png"], **options) | {".pdf": b""}
+
+
 @pytest.mark.slow
 @each_study
 def test_stages_run_until_nothing_is_added(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The heatmaps and soft restarts are one sweep, the retuning two; repeated, it begins where it had arrived."""
     scale, launcher = small(tmp_path), Launcher(gain_only)
     monkeypatch.setattr(_training, "run_sweep", launcher)
+    monkeypatch.setattr(study, "rendered", without_pdf)
     outcome = study.run(name, tmp_path / "out", scale=scale, workers=3)
     tables = [path for path in outcome.paths if path.suffix in {".csv", ".json"}]
     assert outcome.paths[-2:] == tables == [tmp_path / "out" / f"{name}.{ending}" for ending in ("csv", "json")]
@@ -405,8 +412,11 @@ def test_stages_run_until_nothing_is_added(name: str, tmp_path: Path, monkeypatc
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*MODULES, "wires", "blockwise"])
-def test_the_documentation_shows_what_is_drawn_today(name: str, tmp_path: Path) -> None:
+def test_the_documentation_shows_what_is_drawn_today(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The figures of docs/ are what the code draws from the table and numbers that are stored beside them."""
+    monkeypatch.setattr(study, "rendered", without_pdf)
     pyplot = pytest.importorskip("matplotlib.pyplot")
     for ending in (".csv", ".json"):
         shutil.copy(DOCS / f"{name}{ending}", tmp_path)

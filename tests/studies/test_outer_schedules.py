@@ -129,4 +129,4 @@ def test_answer_and_figure_follow_the_results(computed: Result) -> None:
         for each, words in ((computed, "not known yet"), (result, "with the bench 1.00")):
             figure = outer_schedules.draw(each)
             assert words in " ".join(figure.get_suptitle().split())
-            assert set(rendered(figure)) == {".png", ".pdf"}
+            assert rendered(figure, [".png"])[".png"]

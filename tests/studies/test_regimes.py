@@ -62,4 +62,4 @@ def test_words_and_figure(count: int) -> None:
     text = regimes.answer(result)
     assert ("cosine above 0.5" in text) == (count > 12)
     with styled():
-        assert rendered(regimes.draw(result))[".png"]
+        assert rendered(regimes.draw(result), [".png"])[".png"]

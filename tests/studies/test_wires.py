@@ -195,7 +195,7 @@ def test_divergence_and_missing_runs() -> None:
     with styled():
         figure = wires.draw(result)
         texts = [text.get_text().strip() for axes in figure.axes for text in axes.texts]
-        assert rendered(figure)[".png"].startswith(b"\x89PNG")
+        assert rendered(figure, [".png"])[".png"].startswith(b"\x89PNG")
     words = ["bfloat16: div.", "bfloat16: missing", "int8: div.", "int8: div.", "topk:128:2bit: div."]
     assert sorted(texts[:5]) == words
 

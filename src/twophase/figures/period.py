@@ -48,8 +48,8 @@ def draw(advice: Advice, path: Path) -> list[Path]:
         headline(
             figure, _finding(advice), f"{advice.rule.describe()}; residual and loss: lower is better; rate: higher is"
         )
-        picture = rendered(figure)[path.suffix]
-    return write_files(path.with_suffix(""), {path.suffix: picture, ".csv": table_text(rows)})
+        pictures = rendered(figure, [path.suffix])
+    return write_files(path.with_suffix(""), pictures | {".csv": table_text(rows)})
 
 
 def _finding(advice: Advice) -> str:

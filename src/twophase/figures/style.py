@@ -48,6 +48,8 @@ _STYLE: dict[Any, Any] = {
     "pdf.fonttype": 42,  # TrueType, so that the text stays text
     "axes.unicode_minus": True,
 }
+# None leaves out what differs from one day or version to the next.
+_METADATA = {".png": {"Software": None}, ".pdf": {"CreationDate": None, "Producer": None, "Creator": None}}
 # The colours of Okabe and Ito, which all kinds of colour vision tell apart; stroke and marker tell them apart in grey.
 _LOOKS: tuple[tuple[str, Any, str], ...] = (
     ("#000000", "-", "o"),
@@ -221,7 +223,7 @@ def name_panels(axes: Sequence[Axes], titles: Sequence[str]) -> None:
 def _settle(figure: Figure) -> None:
     """Lay out the figure once and round the places of its parts: the solver's last digits differ from run to run."""
     figure.draw_without_rendering()
-    figure.set_layout_engine("none")
+    figure.set_layout_engine(None)  # with "none" every file would be drawn twice
     for part in figure.subfigs:
         part.bbox_relative.set_points(part.bbox_relative.get_points().round(5))
     for axes in figure.axes:
@@ -231,26 +233,29 @@ def _settle(figure: Figure) -> None:
             axes.set_position((x, y, width, height), which=which)
 
 
-def rendered(figure: Figure, *, palette: bool = False) -> dict[str, bytes]:
-    """The figure as `.png` and `.pdf`, byte for byte the same for the same figure; within `styled`.
+def rendered(figure: Figure, endings: Sequence[str] = (".png", ".pdf"), *, palette: bool = False) -> dict[str, bytes]:
+    """The figure's files by ending, byte for byte the same for the same figure; within `styled`.
 
     Args:
         figure: any.
+        endings: which of `.png` and `.pdf`.
         palette: the PNG gets 256 colours, which the eye does not miss, and a third of the size.
     """
     _settle(figure)
-    png, pdf = io.BytesIO(), io.BytesIO()
-    figure.savefig(png, format="png", dpi=_DPI, metadata={"Software": None})
-    figure.savefig(pdf, format="pdf", metadata={"CreationDate": None, "Producer": None, "Creator": None})
-    if palette:
-        from PIL import Image  # noqa: PLC0415 - matplotlib brings it
+    files: dict[str, bytes] = {}
+    for ending in endings:
+        file = io.BytesIO()
+        figure.savefig(file, format=ending[1:], dpi=_DPI, metadata=_METADATA[ending])
+        if palette and ending == ".png":
+            from PIL import Image  # noqa: PLC0415 - matplotlib brings it
 
-        # Not the default method, which mixes rare colours, such as a marker's, with others.
-        way = {"method": Image.Quantize.MAXCOVERAGE, "dither": Image.Dither.NONE}
-        picture = Image.open(png).convert("RGB").quantize(256, **way)
-        png = io.BytesIO()
-        picture.save(png, format="PNG", optimize=True)
-    return {".png": png.getvalue(), ".pdf": pdf.getvalue()}
+            # Not the default method, which mixes rare colours, such as a marker's, with others.
+            way = {"method": Image.Quantize.MAXCOVERAGE, "dither": Image.Dither.NONE}
+            picture = Image.open(file).convert("RGB").quantize(256, **way)
+            file = io.BytesIO()
+            picture.save(file, format="PNG", optimize=True)
+        files[ending] = file.getvalue()
+    return files
 
 
 def write_files(path_stem: Path, contents: Mapping[str, str | bytes]) -> list[Path]:

@@ -78,7 +78,7 @@ def picture(card: Card, labels: Mapping[str, str]) -> bytes:
             f"places, worse at {counts['worse']}",
             "left: mean and interval, an arrowhead where it goes on; right: the higher the nearer to the best arm",
         )
-        return rendered(figure)[".png"]
+        return rendered(figure, [".png"])[".png"]
 
 
 def document(card: Card, png: bytes, labels: Mapping[str, str], untuned: Collection[str]) -> str:
