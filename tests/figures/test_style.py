@@ -208,6 +208,25 @@ def test_palette_keeps_the_curves_colours() -> None:
         assert np.abs(after[places] - colour).max() <= 16
 
 
+def test_palette_keeps_pale_tiles() -> None:
+    """Reduced to 256 colours the pale tiles of a heatmap keep theirs, beside a large gradient and under text."""
+    tiles = 0.9 + np.arange(48).reshape(4, 4, 3) / 480
+
+    def draw(panels: Any) -> None:
+        panels[0].imshow(np.arange(10000).reshape(100, 100), cmap="plasma")
+        panels[1].imshow(tiles)
+        for i in range(16):
+            panels[1].text(i % 4, i // 4, "+1.5", ha="center", fontsize=5, color=look(i % 8)["color"])
+
+    image = pytest.importorskip("PIL.Image")
+    pictures = (picture(draw, palette=palette)[".png"] for palette in (False, True))
+    before, after = (np.asarray(image.open(io.BytesIO(png)).convert("RGB"), int) for png in pictures)
+    for colour in (255 * tiles).reshape(-1, 3):
+        places = (np.abs(before - colour) <= 1).all(axis=2)
+        assert places.any()
+        assert np.abs(before - after)[places].max() <= 3
+
+
 def test_unwritable_folder(tmp_path: Path) -> None:
     """A figure that cannot be written says where."""
     with pytest.raises(UsageError, match="the figure cannot be written"):

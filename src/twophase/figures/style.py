@@ -249,8 +249,9 @@ def rendered(figure: Figure, endings: Sequence[str] = (".png", ".pdf"), *, palet
         if palette and ending == ".png":
             from PIL import Image  # noqa: PLC0415 - matplotlib brings it
 
-            # Not the default method, which mixes rare colours, such as a marker's, with others.
-            way = {"method": Image.Quantize.MAXCOVERAGE, "dither": Image.Dither.NONE}
+            # Not the default method, which mixes rare colours, such as a marker's, with others; k-means then moves
+            # the palette to where the pixels are, without which pale tiles of a heatmap change their colour.
+            way = {"method": Image.Quantize.MAXCOVERAGE, "kmeans": 3, "dither": Image.Dither.NONE}
             picture = Image.open(file).convert("RGB").quantize(256, **way)
             file = io.BytesIO()
             picture.save(file, format="PNG", optimize=True)
