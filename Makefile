@@ -6,9 +6,7 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 VENV := .venv
 BIN := $(VENV)/bin
-# bytecode is left to the first import: most of a package's files are never imported, and compiling all takes a minute
-INSTALL := -m pip --disable-pip-version-check install --quiet --no-compile
-PIP := PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python $(INSTALL)
+PIP := PIP_CONSTRAINT=$(CURDIR)/constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet
 ARGS ?=
 
 .DEFAULT_GOAL := help
@@ -78,7 +76,7 @@ $(TITAN)/.installed: $(VENV)/.installed-dev constraints-torchtitan.txt
 	@$(BIN)/python -m venv $(TITAN)
 	@$(BIN)/python -c 'import pathlib, sysconfig as s; a = pathlib.Path(s.get_path("purelib")); \
 	  b = pathlib.Path("$(TITAN)").resolve() / a.relative_to(s.get_path("data")); (b / "base.pth").write_text(f"{a.resolve()}\n")'
-	@$(TITAN)/bin/python $(INSTALL) --no-deps -r constraints-torchtitan.txt
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(TITAN)/bin/python -m pip install --quiet --no-deps -r constraints-torchtitan.txt
 	@touch $@
 
 demo: setup
