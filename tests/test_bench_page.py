@@ -77,3 +77,13 @@ def test_the_first_table_has_the_ratios_and_words_of_the_stored_rows() -> None:
     ):
         cells = [cell(lines[place, arm]) for place in places]
         assert f"| {', '.join(cells)} |" in table, arm
+
+
+def test_what_it_says_of_width() -> None:
+    """Ratio and word of both filter candidates at every wider place whose arms have all run."""
+    text = " ".join(PAGE.read_text(encoding="utf-8").split())
+    wide = [name for name in whole_places(stored("reference.csv")) if name.startswith("width-")]
+    assert wide
+    for line in study.load("bench").table().rows:
+        if line["place"] in wide and line["control"] == CONTROL and line["arm"].endswith("filter=orthogonal"):
+            assert f"{100 * (line['ratio'] - 1):.1f} % at {line['place']} ({line['word']})" in text, line

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 
 import textmaker
 from madeup import Value, line_of, rows
@@ -375,7 +374,7 @@ class Launcher:
         return launch.Outcome(len(sweep.runs), 0, len(self.fail), 0, 1.0, dict.fromkeys(self.fail, "it broke"))
 
 
-def without_pdf(figure: Figure, **options: Any) -> dict[str, bytes]:
+def without_pdf(figure: Any, **options: Any) -> dict[str, bytes]:
     """As `rendered`; the PDF takes longer than all the rest, and nothing here reads it."""
     return rendered(figure, [".png"], **options) | {".pdf": b""}
 
