@@ -90,8 +90,8 @@ def test_ends_of_the_ranges_are_allowed():
 
 def test_numbers_of_numpy_become_plain():
     """JSON and checkpoints take a rule that was made of NumPy's floats."""
-    rule = OuterRule(np.float32(0.5), np.float64(0.9))  # type: ignore[arg-type]
-    assert (type(rule.lr), type(rule.momentum)) == (float, float)
+    rule = OuterRule(np.float32(0.5), np.float64(0.9), nesterov=np.True_)  # type: ignore[arg-type]
+    assert (type(rule.lr), type(rule.momentum), type(rule.nesterov)) == (float, float, bool)
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,7 @@ class OuterRule:
         check_rule("OuterRule", self.lr, self.momentum, self.form, self.nesterov)
         for name in ("lr", "momentum"):  # NumPy's scalars become plain numbers, which JSON and checkpoints take
             object.__setattr__(self, name, float(getattr(self, name)))
+        object.__setattr__(self, "nesterov", bool(self.nesterov))
 
     def to(self, form: Form) -> OuterRule:
         """Return the same trajectory written in the other form: `lr_sum = lr_ema (1 - momentum)`.

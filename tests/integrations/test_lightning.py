@@ -37,6 +37,7 @@ def regression(manual: bool = False) -> Any:
 
         def validation_step(self, batch: Any, index: int) -> None:  # noqa: ARG002
             self.log("val_loss", trainers.loss(self.network, *batch))
+            self.log("step", 7.0)  # a usual way to set a logger's axis
 
         def configure_optimizers(self) -> Any:
             return trainers.optimizer(self)

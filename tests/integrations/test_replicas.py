@@ -167,6 +167,19 @@ def joined(out: Path, **options: str) -> None:
         join_replicas()
 
 
+@pytest.mark.parametrize("visible", ["", "-1"])
+def test_replicas_may_hide_all_gpus(monkeypatch: pytest.MonkeyPatch, visible: str):
+    """Both are usual ways to stay on the CPU; more processes than names are none too many then."""
+    from twophase.integrations import rounds
+
+    monkeypatch.setattr(rounds.dist, "init_process_group", lambda _: None)
+    monkeypatch.setattr(rounds.dist, "get_rank", lambda: 1)
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": visible}.items():
+        monkeypatch.setenv(name, value)
+    assert rounds.join_replicas() == 1
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == visible
+
+
 @pytest.mark.parametrize(
     ("call", "options", "error", "words"),
     [

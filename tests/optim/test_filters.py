@@ -254,6 +254,49 @@ def test_refused(text: str, method: str, shapes: Sequence[tuple[int, ...]], word
         OuterOptimizer(parameters(0, shapes), outer(method, filter=text))
 
 
+def test_a_filter_of_ones_own_has_the_arithmetic_of_its_class_or_is_refused():
+    """A subclass of a filter filters as that one does; one without arithmetic is refused at construction."""
+
+    class Same(Clip):
+        pass
+
+    class Without(Filter):
+        name = "without"
+
+    params, clipped_params = (parameters(0) for _ in range(2))
+    for each, value in ((params, Same(0.5)), (clipped_params, Clip(0.5))):
+        give(each, randoms(1))
+        for p, new in zip(each, filtered(value, [p.grad for p in each], [None] * len(each), Context()), strict=True):
+            p.data = new
+    assert all(map(same_bits, params, clipped_params))
+    with pytest.raises(ValueError, match=r"filter without has no arithmetic.*filter_of\(Without\)"):
+        filtered(Without(), [torch.ones(2)], [None], Context())
+
+
+def test_orthogonal_of_zeros_in_half_precision():
+    """A matrix of zeros stays one; the smallest divisor is one that the dtype has."""
+    x = torch.nn.Parameter(torch.ones(3, 2, dtype=torch.float16))
+    x.grad = torch.zeros_like(x)
+    OuterOptimizer([x], outer("averaging", filter="orthogonal")).step()
+    assert torch.equal(x.detach(), torch.ones(3, 2, dtype=torch.float16))
+
+
+def test_heloco_that_keeps_all_keeps_an_opposite_pseudo_gradient():
+    """At keep=-1 every g stays, also where rounding takes the cosine below -1."""
+    for number in range(20):
+        m = torch.randn(9, generator=torch.Generator().manual_seed(number))
+        (g,) = filtered(HeLoCo(keep=-1), [-m], [m], Context())
+        assert same_bits(g, -m), number
+
+
+def test_a_sparse_pseudo_gradient_is_refused_before_the_filter():
+    """The message names the remedy, whatever the filter would say."""
+    x = torch.nn.Parameter(torch.ones(3, 2))
+    x.grad = torch.ones(3, 2).to_sparse()
+    with pytest.raises(ValueError, match=r"sparse; make it dense with \.to_dense\(\)"):
+        OuterOptimizer([x], outer("averaging", filter="clip")).step()
+
+
 @pytest.mark.parametrize("value", [Clip(2.0), HeLoCo(keep=0.1), CGAD(cutoff=0), Orthogonal(3)])
 def test_text_and_value_are_one(value: Filter):
     """The text form of a filter is parsed to an equal value."""

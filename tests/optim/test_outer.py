@@ -15,6 +15,7 @@ from outers import SHAPES, flat, give, parameters, randoms, run, scalar
 from policies import SCHEDULED, each_rule, simulate
 from replicas import same_bits, through_file
 from twophase.optim.outer import OuterSGD
+from twophase.optim.products import dot
 from twophase.optim.reference import ReferenceOuter
 from twophase.restart import Restart, RestartPolicy, RoundSignal, State, parse
 from twophase.rule import OuterRule
@@ -395,3 +396,11 @@ def test_norms_of_complex_parameters():
     assert outer.last_round[0].pseudo_gradient_norm == pytest.approx(norm)
     outer.step(measure=True)
     assert outer.last_round[0].cosine == pytest.approx(1)
+
+
+def test_inner_products_are_summed_in_pieces():
+    """Float32 sums over many elements round visibly; pieces of them in float64 do not."""
+    x = torch.rand(1 << 22, generator=torch.Generator().manual_seed(0))
+    expected = float((x.double() ** 2).sum())
+    assert float(dot(x, x)) == pytest.approx(expected, rel=5e-6)
+    assert float(torch.dot(x, x)) != pytest.approx(expected, rel=5e-6)

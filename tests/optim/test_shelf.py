@@ -166,6 +166,7 @@ def test_from_torch_is_the_class():
     assert str(from_torch(torch.optim.Adam, lr=0.1, betas=(0.8, 0.9))) == (
         "torch:optimizer=Adam:options=lr=0.1,betas=0.8/0.9"
     )
+    assert str(from_torch(torch.optim.Muon, lr=0.1)) == "torch:optimizer=Muon:options=lr=0.1"  # takes matrices alone
     package = pytest.importorskip("pytorch_optimizer", reason="the package pytorch-optimizer is not installed")
     method = from_torch(package.Lion, lr=0.02, betas=(0.8, 0.99))
     actual, expected = (parameters(0) for _ in range(2))

@@ -267,7 +267,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "form": (built("sgd:form=mean"), "form"),
     "lr not finite": (built("adamw:lr=nan"), "lr"),
     "momentum 1": (built("lion:momentum=1"), "momentum"),
-    "beta2 1": (built("adamw:beta2=1"), "beta2"),
+    "beta2 1": (built("adamw:beta2=1"), "beta2 is 1.*from 0 to below 1,"),
     "eps 0": (built("adamw:eps=0"), "eps"),
     "tau 0": (built("fedyogi:tau=0"), "tau"),
     "word": (built("adamw:second=forget"), "keep, restart"),
@@ -280,6 +280,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "muon on vectors": (built("muon", [(6,), (3,)]), "matrices"),
     "muon without rest": (built("muon:rest=0"), r"\(6,\)"),
     "complex": (lambda: OuterOptimizer([torch.zeros(3, dtype=torch.complex64)], "adamw"), "complex"),
+    "complex filter": (
+        lambda: OuterOptimizer([torch.zeros(3, dtype=torch.complex64)], outer("sgd", filter="clip")),
+        "clip",
+    ),
     "restart of an average": (built("gpa", restart=3), "no|none"),
     "restart of Adagrad": (built("torch:optimizer=Adagrad:options=lr=0.1", restart=3), "none"),
     "auto": (built("adamw", restart="auto"), "auto"),
@@ -315,3 +319,24 @@ def test_refused(name: str):
     build, match = REFUSED[name]
     with pytest.raises(ValueError, match=match):
         build()
+
+
+def test_step_hooks_run_once():
+    """Torch puts the step of each class between its hooks; an `OuterSGD` built before must not add a second run."""
+    OuterSGD(parameters(0), 0.1, 0.9)
+    params = parameters(0)
+    optimizer, calls = OuterOptimizer(params, "adamw"), []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    give(params, randoms(1))
+    optimizer.step()
+    assert calls == ["before", "after"]
+
+
+def test_a_groups_learning_rate_beside_its_method_counts():
+    """It wins over the method's own, as it does where the group names no method."""
+    x, y = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
+    optimizer = OuterOptimizer(
+        [{"params": [x], "method": "adamw", "lr": 0.5}, {"params": [y], "lr": 0.5}], "adamw:lr=0.1"
+    )
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]

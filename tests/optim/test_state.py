@@ -227,3 +227,28 @@ def test_a_loaded_state_saves_as_it_was():
     outer.load_state_dict(state)
     assert outer.state_dict() == state
     assert state["state"] == {}
+
+
+def test_a_loaded_buffer_of_a_scalar_is_float32():
+    """A 16-bit buffer of a scalar parameter becomes float32 as every other one does."""
+    params = [torch.nn.Parameter(torch.ones(shape, dtype=torch.bfloat16)) for shape in ((), (1,))]
+    theirs = torch.optim.SGD(params, lr=0.1, momentum=0.9)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    theirs.step()
+    outer = OuterSGD(params, lr=0.1, momentum=0.9)
+    outer.load_state_dict(theirs.state_dict())
+    assert [outer.state[p]["momentum_buffer"].dtype for p in params] == [torch.float32] * 2
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((), torch.float32), ((3,), torch.float32), ((3,), torch.complex64)])
+def test_a_loaded_buffer_lies_on_its_parameters_device(shape: tuple[int, ...], dtype: torch.dtype):
+    """Whatever device the state was saved from; shown with torch's device without data."""
+    saved = OuterSGD([torch.nn.Parameter(torch.ones(shape, dtype=dtype))], lr=0.1, momentum=0.9)
+    (p,) = saved.param_groups[0]["params"]
+    p.grad = torch.ones_like(p)
+    saved.step()
+    there = torch.nn.Parameter(torch.ones(shape, dtype=dtype, device="meta"))
+    outer = OuterSGD([there], lr=0.1, momentum=0.9)
+    outer.load_state_dict(saved.state_dict())
+    assert outer.state[there]["momentum_buffer"].device.type == "meta"

@@ -77,8 +77,12 @@ class DiLoCoCallback(Rounds, Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
         """Log what the module has logged."""
         if self.run is not None:
-            values = {name: value for name, value in trainer.callback_metrics.items() if value.numel() == 1}
-            self.run.log(None, **{"validation_loss" if name == "val_loss" else name: values[name] for name in values})
+            values = {
+                "validation_loss" if name == "val_loss" else name: value
+                for name, value in trainer.callback_metrics.items()
+                if value.numel() == 1 and name not in ("self", "step", "round")  # the last two are the record's
+            }
+            self.run.log(None, **values)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
         """Take the last round, if it was cut short."""

@@ -138,7 +138,8 @@ def join_replicas() -> int:
             return 0
         local = int(os.environ.get("LOCAL_RANK", "0"))
         # Transformers' Trainer would spread a replica over all GPUs that it sees.
-        if visible := os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(local + 1)))):
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(local + 1))))
+        if visible not in ("", "-1"):  # which hide all GPUs
             names = visible.split(",")
             if local >= len(names):
                 raise UsageError(

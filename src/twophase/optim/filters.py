@@ -63,7 +63,18 @@ def filtered(
     if value.linear:
         factor = value.factor(context.age)
         return list(gradients) if factor == 1 else [g * factor for g in gradients]
-    return _FUNCTIONS[type(value)](value, gradients, buffers, context)
+    return function_of(value)(value, gradients, buffers, context)
+
+
+def function_of(value: Filter) -> Function:
+    """Return the function of a filter; raise a ValueError where none is registered."""
+    for kind in type(value).__mro__:
+        if kind in _FUNCTIONS:
+            return _FUNCTIONS[kind]
+    raise ValueError(
+        f"filter {value.name} has no arithmetic; register it with @twophase.optim.filters.filter_of"
+        f"({type(value).__name__})"
+    )
 
 
 def square(tensor: Tensor) -> float:
@@ -105,7 +116,10 @@ def heloco(
 def _along(value: HeLoCo, g: Tensor, m: Tensor, dots: Dots, scale: float) -> Tensor:
     gg, mm, gm = dots
     length, memory = gg**0.5, mm**0.5
-    if not min(length, memory * scale) >= value.eps or not (cosine := gm / length / memory) < value.keep:  # also NaN
+    if not min(length, memory * scale) >= value.eps:  # also NaN
+        return g
+    cosine = max(-1.0, min(1.0, gm / length / memory))  # rounding may lead beyond
+    if cosine >= value.keep:
         return g
     confidence = length / (length + value.kappa * memory * scale + value.eps)
     if cosine < 0:
@@ -127,4 +141,4 @@ def orthogonal(
 
 def _orthogonal(g: Tensor, steps: int) -> Tensor:
     flat = orthogonalized(g.reshape(len(g), -1), steps).to(g.dtype).view(g.shape)
-    return flat * (torch.linalg.vector_norm(g) / torch.linalg.vector_norm(flat).clamp(min=1e-30))
+    return flat * (torch.linalg.vector_norm(g) / torch.linalg.vector_norm(flat).clamp(min=torch.finfo(g.dtype).tiny))

@@ -243,7 +243,7 @@ def from_torch(cls: type[torch.optim.Optimizer], **options: Any) -> TorchMethod:
     """
     name = cls.__name__ if getattr(torch.optim, cls.__name__, None) is cls else f"{cls.__module__}.{cls.__qualname__}"
     method = TorchMethod(name, ",".join(f"{key}={_text(key, value)}" for key, value in options.items()))
-    torch_optimizer(method, [torch.zeros(1, requires_grad=True)])
+    torch_optimizer(method, [torch.zeros(1, 1, requires_grad=True)])  # torch's Muon takes matrices alone
     return method
 
 

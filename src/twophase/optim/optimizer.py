@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from twophase.optim.filters import Context, filtered
+from twophase.optim.filters import function_of as function_of_filter
 from twophase.optim.functional import buffer_dtype, restart_
 from twophase.optim.groups import GroupRound, rule_of
 from twophase.optim.methods import (
@@ -91,10 +93,8 @@ class OuterOptimizer(OuterSGD):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its own `method`, `filter`, `schedule`, `readout` and `restart` override the defaults."""
         named = {slot: str(parse(slot, param_group[slot])) for slot in SLOTS if slot in param_group}
-        if "method" in named:
-            rule = parse("method", named["method"]).rule()
-            named = {"lr": rule.lr, "momentum": rule.momentum, "nesterov": rule.nesterov, "form": rule.form} | named
-        group = dict.fromkeys(WEIGHTS, 0.0) | self._default.texts() | param_group | named
+        numbers = asdict(parse("method", named["method"]).rule()) if "method" in named else {}
+        group = dict.fromkeys(WEIGHTS, 0.0) | self._default.texts() | numbers | param_group | named
         group = dict.fromkeys(filter_of_group(group).memory, 0.0) | group
         super().add_param_group(group)
         try:
@@ -123,7 +123,8 @@ class OuterOptimizer(OuterSGD):
         if measured is None:
             self._parts_of_round = None
         try:
-            return super().step(closure, measured=measured, **options)
+            # torch puts each class's step between its hooks: through super().step() they would run twice.
+            return inspect.unwrap(OuterSGD.step)(self, closure, measured=measured, **options)
         finally:
             self._parts_of_round = None
 
@@ -321,8 +322,14 @@ def check_slots(group: Mapping[str, Any], context: Context) -> None:
     method = value.method
     if not method.plain:
         function_of(method)
-    if not method.plain and any(p.is_complex() for p in group["params"]):
-        raise ValueError(f"OuterOptimizer: method {method.name} steps real parameters, and one is complex; take sgd")
+    if not value.filter.linear:
+        function_of_filter(value.filter)
+    for part, real in ((method, not method.plain), (value.filter, not value.filter.linear)):
+        if real and any(p.is_complex() for p in group["params"]):
+            raise ValueError(
+                f"OuterOptimizer: {part.slot} {part.name} takes real parameters, and one is complex; take method sgd "
+                "without a filter"
+            )
     try:
         value.schedule.at(value.rule(), 1, 1)
         value.check_restart(policy, first_moment=first_moment_key(method) is not None)

@@ -194,8 +194,6 @@ class OuterSGD(Optimizer):
             return loss
         supplied = set(signals or ()) | (set() if probe is None and probes is None else {PROBES})
         for part in parts:  # all of them before any: a round that is refused has not happened
-            if any(g.is_sparse for g in part.gradients):
-                raise ValueError("OuterSGD: a pseudo-gradient is sparse; make it dense with .to_dense() first")
             check_group(part.group)  # a scheduler may have changed it
             check_needs(part.group, supplied)
         if signals is not None:  # a tensor would go into the policies' memory as it is, and may change there
@@ -218,6 +216,8 @@ class OuterSGD(Optimizer):
             pairs = [(p, g) for p in group["params"] if (g := p.grad) is not None]
             if pairs:
                 params, gradients = map(list, zip(*pairs, strict=True))
+                if any(g.is_sparse for g in gradients):
+                    raise ValueError("OuterSGD: a pseudo-gradient is sparse; make it dense with .to_dense() first")
                 # A buffer that remains from a larger momentum takes no part.
                 states = [self.state.get(p, {}) for p in params] if group["momentum"] != 0 else [{}] * len(params)
                 parts.append(Part(group, params, gradients, [state.get(BUFFER) for state in states]))
@@ -232,7 +232,7 @@ class OuterSGD(Optimizer):
         if self.state or not parts or any(part.group["lr"] != 0 or part.group["rounds"] for part in parts):
             return False
         gradients = [g for part in parts for g in part.gradients]
-        if any(g.is_sparse or bool(getattr(g, "to_local", lambda g=g: g)().any()) for g in gradients):
+        if any(bool(getattr(g, "to_local", lambda g=g: g)().any()) for g in gradients):
             return False
         for part in parts:
             if part.group["momentum"] != 0:
@@ -393,7 +393,7 @@ class OuterSGD(Optimizer):
             for param, index in zip(group["params"], loaded["params"], strict=True):
                 self.state.pop(param, None)  # not left empty: a state saved again has the bytes of the first one
                 for key, saved in state_dict["state"].get(index, {}).items():
-                    self.state[param][key] = _copied(saved, param)
+                    self.state[param][key] = _copied(key, saved, param)
 
     def _check_loaded(self, groups: list[dict[str, Any]]) -> None:
         """Refuse the state of another method."""
@@ -414,11 +414,11 @@ class OuterSGD(Optimizer):
             complete_(group)
 
 
-def _copied(saved: Any, param: Tensor) -> Any:
-    """Return a copy of an entry of a parameter's state, a buffer of its shape in the buffers' dtype."""
+def _copied(key: str, saved: Any, param: Tensor) -> Any:
+    """Return a copy of an entry of a parameter's state, a buffer of its shape with its device and buffer dtype."""
     if not isinstance(saved, Tensor):
         return saved
-    if saved.shape != param.shape or not saved.is_floating_point() or param.ndim == 0:
+    if key == "step" or saved.shape != param.shape or not (saved.is_floating_point() or saved.is_complex()):
         return saved.clone()
     return saved.to(device=param.device, dtype=buffer_dtype(param), copy=True)
 

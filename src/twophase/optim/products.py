@@ -59,9 +59,10 @@ def dots(pseudo_gradients: Sequence[Tensor], buffers: Sequence[Tensor], *, angle
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
-    """Return the inner product of two tensors of a shape and dtype, of DTensors over all of their shards."""
+    """Return the inner product of two tensors of a shape and dtype in float64, of DTensors over all of their shards."""
     if is_plain(a) and is_plain(b):
-        return torch.dot(a.reshape(-1), b.reshape(-1))
+        pieces = zip(a.reshape(-1).split(_PIECE_DOTS), b.reshape(-1).split(_PIECE_DOTS), strict=True)
+        return torch.stack([torch.dot(*pair) for pair in pieces]).sum(dtype=torch.float64)
     total = (a * b).sum(dtype=torch.float64)
     return total.full_tensor() if hasattr(total, "full_tensor") else total  # type: ignore[operator]
 

@@ -32,7 +32,8 @@ def check_number(where: str, what: str, value: object, span: tuple[float, float]
         with suppress(OverflowError):  # of a whole number that no float can hold
             number = int(value) if isinstance(value, Integral) and math.isfinite(value) else float(value)
     if high < math.inf:
-        inside, words = low <= number <= high, f"a number from {low:g} to {high:g}"
+        below = "below " * (high < float(f"{high:g}"))  # 1 - 1e-12 is written 1
+        inside, words = low <= number <= high, f"a number from {low:g} to {below}{high:g}"
     else:
         inside = low < number < high
         words = "a finite number" + (f" above {low:g}" if math.isfinite(low) else "")

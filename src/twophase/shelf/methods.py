@@ -162,7 +162,8 @@ class AdamW(_Moments):
     """AdamW on pseudo-gradients.
 
     A restart takes the first moment's bias correction back, too: `W`, the weight that m holds, restarts with m, so the
-    step after it is as long as the first one. Of a soft restart `W <- |retain| W + |inject|`.
+    step after it is as long as the first one. Of a soft restart `W <- |retain| W + |inject|`. W counts the rounds of
+    the param group: a parameter whose first pseudo-gradient comes later begins with shorter steps.
 
     Args:
         lr, momentum: learning rate and beta_1.

@@ -110,9 +110,10 @@ class Linear(_Decay):
 class Transient(Schedule):
     """The bias correction of a momentum buffer that begins at 0, anew after each restart.
 
-    With it the update's weights on past pseudo-gradients add up to the same number in every round (not in one whose
-    restart comes before g is mixed in: its factor is still that of the cycle that ends). Methods that make this
-    correction themselves, or whose updates have a length of their own, are refused.
+    With it the update's weights on past pseudo-gradients add up to the same number in every round where restarts are
+    hard and come after the step. A restart before g is mixed in still has the factor of the cycle that ends; after a
+    soft one, which keeps or injects something, steps are too long. Methods that make this correction themselves, or
+    whose updates have a length of their own, are refused.
     """
 
     equation = "lr_t = lr / (1 - b^a),  a: rounds since the restart, with Nesterov one more"
