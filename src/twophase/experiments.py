@@ -19,7 +19,7 @@ from twophase.report.results import Run, load
 from twophase.report.results import Sweep as SweepResults
 from twophase.sweeps.grid import Axis, Sweep
 from twophase.tasks.named import LM, TASK, check, config_class, name_of
-from twophase.training.config import RunConfig
+from twophase.training.config import RunConfig, check_rule_options
 
 
 def train(
@@ -34,7 +34,8 @@ def train(
 
     Args:
         task: a name (`lm`, `digits`, `hf:MODEL`, `FILE.py:CLASS`), or an object with the methods of a task.
-        config: values of the run by dotted path or nested, such as `{"outer.lr": 0.7, "steps": 960}`; or a whole
+        config: values of the run by dotted path or nested, such as `{"outer.lr": 0.7, "steps": 960}`, the others being
+            those of `twophase.training.config` (the command's own are plain averaging and wsd); or a whole
             configuration, with which `task` is left out.
         out: the run's folder; by default one below `runs/` with a readable name, found again by the same values.
         track: trackers that get every line as well: tensorboard, trackio, wandb.
@@ -168,7 +169,9 @@ def _configuration(task: Any, config: RunConfig | Mapping[str, Any] | None) -> R
         raise UsageError(f"config is a {type(config).__name__}; give values by dotted path, or a configuration")
     flat = flatten(config or {})
     texts = {path: str(value) if isinstance(value, RestartPolicy) else value for path, value in flat.items()}
-    return check(overlaid(overlaid(base, tree, "the task"), texts, "config"))
+    resolved = overlaid(overlaid(base, tree, "the task"), texts, "config")
+    check_rule_options(resolved, flat)
+    return check(resolved)
 
 
 def _options(task: Any) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from runmaker import write_run
-from twophase.base.config import UsageError
+from runmaker import config_of, write_run
+from twophase.base.config import UsageError, with_values
 from twophase.cli.explore import Question, of_run, state_of
 from twophase.cli.main import main
 from twophase.explorer.from_run import read_run
@@ -151,6 +151,18 @@ def test_spectrum_of_a_run(capsys: Capture, tmp_path: Path) -> None:
     state = asked(capsys, tmp_path / "page.html", "--run", run, "--outer.lr", 0.7, "--outer.restart", "never")
     assert (state["lr"], state["momentum"], state["restart"]) == (0.7, 0.8, 0)
     assert of_run(from_run).outer.nesterov
+
+
+def test_restarts_of_a_run_that_the_page_cannot_show_are_named(tmp_path: Path) -> None:
+    """More numbers than its simulation reads, and a policy for each fragment: the page shows never, and says so."""
+    rule = OuterRule(0.5, 0.8)
+    many = "at:" + ",".join(map(str, range(1, 67)))
+    config = with_values(config_of(rule, "9", 60), {"sync.fragments": ["2"], "sync.restart": ["0=2", "1=2"]})
+    by_fragment = write_run(tmp_path / "fragments", rule, [0.35], config=config)
+    for run, words in ((write_run(tmp_path / "many", rule, [0.35], restart=many), many), (by_fragment, "0=2, 1=2")):
+        shown = read_run(run)
+        assert shown.restart == "never"
+        assert f"own restarts ({words}) are not among those of the page" in shown.spectrum.note
 
 
 def test_a_given_spectrum_takes_the_place_of_the_runs(capsys: Capture, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import shardmaker
 import twophase
 from commands import outcome, wait_until
 from forked import Forked
@@ -161,6 +162,43 @@ def test_shipped_tasks_train(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="changed"):
         twophase.train("hf:tiny", values | {"task.weights": True}, quiet=True)
     assert twophase.train("hf:tiny", values, quiet=True).summary == fresh.summary
+
+
+def test_token_shards_of_a_model_of_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Tokens that do not last, sizes below 1 and damage are refused by the task's options; `.bin` files train."""
+    transformers = pytest.importorskip("transformers")
+    tiny = transformers.LlamaConfig(
+        vocab_size=100, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2
+    )
+    transformers.AutoModelForCausalLM.from_config(tiny).save_pretrained(tmp_path / "tiny")
+    ids = [np.arange(size, dtype=np.uint16) * 7 % 90 for size in (4000, 600)]
+    shards = shardmaker.prepared(tmp_path / "shards", ids[:1], ids[1:], 90)
+    bins = tmp_path / "bins"
+    bins.mkdir()
+    for name, part in zip(("train.bin", "val.bin"), ids, strict=True):
+        part.tofile(bins / name)
+    sizes = ["--task.sequence-length", "16", "--task.validation-windows", "8"]
+    train = ["train", "--task", "hf:tiny", *words(SHORT), "--quiet", "--out", "run"]
+    for more, thing in (
+        (["--task.corpus", f"tokens:{shards}", *sizes, "--task.batch-size", "64"], "--task.batch-size 64"),
+        (["--task.corpus", f"tokens:{shards}", *sizes, "--task.batch-size", "0"], "--task.batch-size is 0"),
+        (["--task.corpus", f"tokens:{shards}", "--task.validation-windows", "256"], "--task.validation-windows 9"),
+    ):
+        assert main([*train, *more]) == 2
+        assert thing in capsys.readouterr().err
+    few = [*train, *sizes, "--task.batch-size", "2"]
+    assert main([*few, "--task.corpus", f"tokens:{bins}"]) == 0
+    shardmaker.flip(shards / "train-00000.bin")
+    capsys.readouterr()
+    assert main([*few[:-1], "2", "--task.corpus", f"tokens:{shards}", "--verify", "--out", "damaged"]) == 2
+    assert "train-00000.bin" in capsys.readouterr().err
+    assert not Path("damaged").exists()
+
+
+def test_python_refuses_what_the_command_refuses() -> None:
+    """An option of momentum SGD beside another method would not be looked at."""
+    with pytest.raises(UsageError, match=r"--outer\.momentum is an option of --outer\.method sgd"):
+        twophase.train("digits", SHORT | {"outer.method": "adamw", "outer.momentum": 0.5}, quiet=True)
 
 
 MISTAKES = {

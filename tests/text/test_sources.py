@@ -69,7 +69,9 @@ def read(*words: object, column: str = "text") -> list[str]:
 # Formats
 
 
-@pytest.mark.parametrize("name", ["c4-train.00000-of-01024.json.gz", "a.jsonl", "a.json", "odd [1] *name?.jsonl"])
+@pytest.mark.parametrize(
+    "name", ["c4-train.00000-of-01024.json.gz", "a.jsonl", "a.ndjson", "a.json", "odd [1] *name?.jsonl"]
+)
 def test_json_lines_give_their_texts_in_order(tmp_path: Path, name: str):
     """Every text of C4's schema comes out as it went in, with its UTF-8 bytes, whatever the file is called."""
     files, _ = find([str(write_json(tmp_path / ".hidden" / name, TEXTS))])

@@ -13,7 +13,7 @@ from twophase.base.options import add_values, values_given
 from twophase.base.reading import check_regular
 from twophase.cli.commands import plain_parser
 from twophase.explorer.from_run import FromRun, read_run
-from twophase.explorer.page import MARK, POLICIES, POLICIES_WORDS, State, build
+from twophase.explorer.page import MARK, POLICIES_WORDS, State, build, shows
 from twophase.policies.base import Never
 from twophase.policies.scheduled import Periodic
 from twophase.policies.text import parse
@@ -59,7 +59,7 @@ def state_of(question: Question, run: FromRun | None = None) -> State:
         policy = parse(outer.restart)
     except ValueError as error:
         raise UsageError(f"--outer.restart {outer.restart}: {error}") from None
-    if not isinstance(policy, (Never, Periodic, *POLICIES)):
+    if not (isinstance(policy, (Never, Periodic)) or shows(policy)):
         raise UsageError(f"--outer.restart {outer.restart}: {POLICIES_WORDS}")
     state = State(
         lr=float(outer.lr),
@@ -67,7 +67,7 @@ def state_of(question: Question, run: FromRun | None = None) -> State:
         nesterov=outer.nesterov,
         form=outer.form,
         restart=policy.period if isinstance(policy, Periodic) else 0,
-        policy=str(policy) if isinstance(policy, POLICIES) else "",
+        policy=str(policy) if shows(policy) else "",
         rounds=question.rounds,
         inner_steps=State.inner_steps if run is None else run.inner_steps,
     )

@@ -38,10 +38,15 @@ def main(words: Sequence[str]) -> int:
     )
     options = parser.parse_args(words)
     slots: Sequence[Slot] = [options.slot] if options.slot else SLOTS
+    if options.name and options.into:
+        parser.error("--into fills in whole tables; leave NAME or --into out")
     if options.name:
         print(_named(slots, options.name))
     elif options.into:
-        page = options.into.read_text(encoding="utf-8")
+        try:
+            page = options.into.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"--into {options.into}: cannot be read ({error}); name a page that is there") from None
         for slot in slots:
             page = re.sub(rf"(<!-- {slot}s -->\n)(\|.*\n)*", lambda match, slot=slot: match[1] + _table(slot), page)
         write_atomic(options.into, page)

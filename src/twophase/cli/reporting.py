@@ -58,7 +58,7 @@ def _check(options: argparse.Namespace) -> None:
             )
         if len(folders) > MOST_RUNS or len({folder.resolve() for folder in folders}) < len(folders):
             raise UsageError(f"{len(folders)} runs: give two to {MOST_RUNS} different ones")
-    for name in ("runs", "where", "controls") if not is_sweep(folders[0]) else ():
+    for name in ("runs", "where", "controls", "within") if not is_sweep(folders[0]) else ():
         if getattr(options, name):
             raise UsageError(f"--{name} is for sweeps, and {folders[0]} is not the folder of one; leave it out")
 

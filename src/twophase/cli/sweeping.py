@@ -205,14 +205,9 @@ def run(
     is_own = any(hasattr(config, TASK) for config in sweep.runs.values())
     if options.dry_run or is_own or work is None or not all(map(work.finished, work.runs)):
         from twophase.tasks.build import preflight_all
-        from twophase.tasks.lm.config import TrainConfig
-        from twophase.tasks.lm.corpus import verify
 
-        if options.verify:
-            language = [config for config in sweep.runs.values() if isinstance(config, TrainConfig)]
-            for data, size in {(config.data, config.model.vocabulary_size) for config in language}:
-                verify(data, size)
-        texts = preflight_all(sweep.runs.values())  # refuses what cannot be used here before a folder is made
+        # Refuses what cannot be used here before a folder is made.
+        texts = preflight_all(sweep.runs.values(), verify=options.verify)
     if options.dry_run:
         print(dry_run(sweep, out, workers=max(workers, 1), merge=not options.no_merge))
         return 0

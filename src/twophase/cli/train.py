@@ -188,8 +188,6 @@ def train_run(out: Path, config: RunConfig, options: argparse.Namespace) -> dict
     """Train what is not finished yet."""
     from twophase.runs.trackers import check, tracked
     from twophase.tasks.build import task_of
-    from twophase.tasks.lm.config import TrainConfig
-    from twophase.tasks.lm.corpus import verify
     from twophase.training.ending import Ending
     from twophase.training.preflight import preflight
     from twophase.training.session import claimed, communication, signals, take_device, world_size
@@ -197,9 +195,9 @@ def train_run(out: Path, config: RunConfig, options: argparse.Namespace) -> dict
 
     check(options.track)
     take_device(config)
-    if options.verify and isinstance(config, TrainConfig):
-        verify(config.data, config.model.vocabulary_size)
     task = task_of(config)
+    if options.verify and (verify_data := getattr(task, "verify_data", None)):
+        verify_data()
     preflight(config, task, world_size())  # before a folder is made for what cannot be run
     ending = None if options.lighthouse is None else Ending(options.run_record or out.parent / "run.json")
     with (

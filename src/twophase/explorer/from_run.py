@@ -10,7 +10,7 @@ import numpy as np
 
 from twophase.advice.evidence import observed_in
 from twophase.base.config import UsageError
-from twophase.explorer.page import LIMITS, POLICIES, RunSpectrum
+from twophase.explorer.page import LIMITS, RunSpectrum, shows
 from twophase.policies.base import Never
 from twophase.policies.scheduled import Periodic
 from twophase.rule import OuterRule
@@ -66,9 +66,10 @@ def read_run(path: Path) -> FromRun:
     else:
         reasons = sorted({why_not for _, why_not in seen.values()}) or [_no_blocks(record)]
         note = f"cannot be estimated: {'; '.join(reasons)}."
-    is_shown = isinstance(policy, (Periodic, Never, *POLICIES))
+    by_fragment = record.config.get("sync.restart")
+    is_shown = not by_fragment and (isinstance(policy, (Periodic, Never)) or shows(policy))
     if not is_shown:
-        note += f" The run's own restarts ({policy}) are not among those of the page."
+        note += f" The run's own restarts ({record.restart}) are not among those of the page."
     problems = " ".join(["What is missing or wrong in the folder:", *record.problems]) if record.problems else ""
     values = sorted((min(1.0, observed.sigma) for observed in usable.values()), reverse=True)
     most = min(int(LIMITS["count"][1]), len(values))  # as many as the page takes, evenly spread

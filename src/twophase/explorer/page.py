@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from twophase.base.errors import UsageError
 from twophase.policies.adaptive import Auto, LossTest, Probe
+from twophase.policies.base import RestartPolicy
 from twophase.policies.scheduled import AtRounds, Cycle, Soft
 from twophase.policies.text import parse
 from twophase.rule import Form
@@ -116,7 +117,10 @@ class RunSpectrum:
 POLICIES = (Cycle, AtRounds, Soft, Auto, LossTest, Probe)
 """The policies that the page simulates beside a period."""
 
-POLICIES_WORDS = "the page shows never, a period such as 3, cycle, at, soft, auto, loss and probe; write one of these"
+POLICIES_WORDS = (
+    "the page shows never, a period such as 3, cycle, at, soft, auto, loss and probe, with at most 64 numbers and "
+    "rounds up to 10^9; write one of these"
+)
 
 _OPTIONS = {
     "lr": "--outer.lr",
@@ -176,6 +180,13 @@ def build(state: State, run: RunSpectrum | None = None, *, guided: bool = False)
     return page
 
 
+def shows(policy: RestartPolicy | None) -> bool:
+    """Return whether the page's simulation can read a policy (simulation.js, `read`)."""
+    words = str(policy).replace(":", ",").split(",")[1:]
+    counts = [int(word) for word in words if word.isdecimal()]
+    return isinstance(policy, POLICIES) and len(words) <= 64 and max(counts, default=0) <= 10**9
+
+
 def check(state: State, run: RunSpectrum | None = None) -> None:
     """Raise a UsageError, with the option's name, for a value that the page's fields would not take."""
     most = int(LIMITS["count"][1])
@@ -189,7 +200,7 @@ def check(state: State, run: RunSpectrum | None = None) -> None:
             if not low <= value <= high:  # nan, too
                 words = f"{high:,.6f}".rstrip("0").rstrip(".")
                 raise UsageError(f"{option} is {value:.9g}; the page shows values from {low:g} to {words}")
-    if state.policy and not isinstance(parse(state.policy), POLICIES):
+    if state.policy and not shows(parse(state.policy)):
         raise UsageError(f"--outer.restart {state.policy}: {POLICIES_WORDS}")
     if (state.spectrum == "run") != (run is not None):
         raise UsageError("the spectrum of a run needs the run, and a run is shown by its spectrum")

@@ -84,7 +84,7 @@ _NANO = _OF_SIBLINGS | {
 def small(
     inner_steps: int = 128, rule: OuterRule = TUNED, restart: RestartPolicy | str | int | None = None
 ) -> TrainConfig:
-    """A sibling of `paper_150m`, with its arguments: 40 million parameters (42 with the embedding), 0.8 billion tokens.
+    """A sibling of `paper_150m`, with its arguments: 25 million parameters in its blocks, 42 in all; 0.8 billion.
 
     The embedding is the head too, and the share of the steps that is warmup stays the paper's, as in `nano`.
     """
@@ -94,7 +94,7 @@ def small(
 def nano(
     inner_steps: int = 64, rule: OuterRule = TUNED, restart: RestartPolicy | str | int | None = None
 ) -> TrainConfig:
-    """A sibling of `paper_150m`, with its arguments: 10 million parameters (11 with the embedding), 0.2 billion."""
+    """A sibling of `paper_150m`, with its arguments: 3 million parameters in its blocks, 11 in all, 0.2 billion."""
     return with_values(paper_150m(inner_steps, rule, restart), _NANO)
 
 

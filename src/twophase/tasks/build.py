@@ -45,11 +45,12 @@ def data_name(config: Any) -> str:
     return fingerprint({"task": to_tree(config.task), "replicas": config.replicas})
 
 
-def preflight_all(configs: Iterable[RunConfig]) -> dict[str, str]:
+def preflight_all(configs: Iterable[RunConfig], *, verify: bool = False) -> dict[str, str]:
     """Refuse runs that this machine cannot train; each text is read once.
 
     Args:
         configs: the runs, checked.
+        verify: whether to read all of each text first, and compare it with its checksums.
 
     Returns:
         The fingerprint of what each trains on, by `data_name`.
@@ -66,6 +67,8 @@ def preflight_all(configs: Iterable[RunConfig]) -> dict[str, str]:
     fingerprints = {}
     for config in kinds.values():
         task = task_of(config)
+        if verify and data_name(config) not in fingerprints and (verify_data := getattr(task, "verify_data", None)):
+            verify_data()
         preflight(config, task)
         fingerprints[data_name(config)] = task.describe()["fingerprint"]
     return fingerprints

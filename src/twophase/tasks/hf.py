@@ -5,8 +5,12 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -15,8 +19,9 @@ from torch import Tensor, nn
 
 from twophase.base.errors import UsageError
 from twophase.tasks.lm.config import DataConfig
-from twophase.tasks.lm.corpus import Corpus, build
+from twophase.tasks.lm.corpus import TOKENS, Corpus, build, verify
 from twophase.tasks.lm.evaluate import numbers, total_nats
+from twophase.text.shards import is_prepared
 from twophase.training.device import moved
 
 _EVALUATED_LOGITS = 1 << 26
@@ -41,6 +46,12 @@ class HuggingFace:
     """Sequences of a validation."""
     replicas: int = 1
 
+    def __post_init__(self) -> None:
+        """Refuse sizes that no batch can have."""
+        for name in ("sequence_length", "batch_size", "validation_windows"):
+            if (value := getattr(self, name)) < 1:
+                raise UsageError(f"--task.{name.replace('_', '-')} is {value}; it must be at least 1")
+
     @cached_property
     def _config(self) -> Any:
         """The model's configuration, read from a folder or the hub."""
@@ -57,16 +68,21 @@ class HuggingFace:
                 "config.json, or a name on the hub"
             ) from None
 
+    @property
+    def _data(self) -> DataConfig:
+        names = ("corpus", "vocabulary", "sequence_length", "batch_size", "validation_windows")
+        return DataConfig(**{name: getattr(self, name) for name in names})
+
+    @property
+    def _ids(self) -> int:
+        """How many ids .bin files may hold, which do not say it; 0 where the data does."""
+        path = Path(os.path.expanduser(self.corpus.removeprefix(TOKENS)))  # noqa: PTH111 - Path's may raise
+        return 0 if not self.corpus.startswith(TOKENS) or is_prepared(path) else self._config.vocab_size
+
     @cached_property
     def _corpus(self) -> Corpus:
-        data = DataConfig(
-            corpus=self.corpus,
-            vocabulary=self.vocabulary,
-            sequence_length=self.sequence_length,
-            batch_size=self.batch_size,
-            validation_windows=self.validation_windows,
-        )
-        corpus = build(data, self.replicas, 0)
+        with _task_options():
+            corpus = build(self._data, self.replicas, self._ids)
         if corpus.vocabulary_size > self._config.vocab_size:
             raise UsageError(
                 f"--task.corpus {self.corpus}: its {corpus.vocabulary_size:,} tokens are more than the "
@@ -130,10 +146,29 @@ class HuggingFace:
             digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy())
         return digest.hexdigest()
 
+    def check_data(self, steps: int) -> None:
+        """Refuse a run that would read a window of tokens twice."""
+        with _task_options():
+            self._corpus.check_enough(steps)
+
+    def verify_data(self) -> None:
+        """Read all token files and compare them with their checksums."""
+        with _task_options():
+            verify(self._data, self._ids)
+
     def data_fault(self, *, wait: bool = False) -> str:
         """Return what is wrong with token files that were taken on trust; `wait` until all are read."""
         verification = self._corpus.verification
         return (verification.finish() if wait else verification.fault) if verification else ""
+
+
+@contextmanager
+def _task_options() -> Iterator[None]:
+    """Name the options as they are here, in what the built-in model's data refuses."""
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(str(error).replace("--data.", "--task.")) from None
 
 
 class _Logits(nn.Module):

@@ -200,6 +200,12 @@ def check(config: RunConfig) -> RunConfig:
         return check_language(config)
     check_run(config)
     options: Any = config.task  # type: ignore[attr-defined]
+    for field in dataclasses.fields(config.compute):
+        if getattr(config.compute, field.name) != field.default:
+            option = f"--compute.{field.name.replace('_', '-')}"
+            raise UsageError(f"{option} is for --task {LM} alone; with --task {options.name} leave it out")
+    if config.repeat and not options.name.startswith(HF):
+        raise UsageError(f"--repeat is for texts and tokens; with --task {options.name} leave it out")
     if type(config) is not config_class(options.name):
         raise UsageError(f"--task.name {options.name}: the task is named by --task, once for all runs of a sweep")
     instance_of(options, config.replicas)

@@ -46,8 +46,9 @@ class OwnTask:
         self.task, self.name, self.options = task, name, options
         if hasattr(task, "inner"):
             self.inner = self._inner
-        if hasattr(task, "data_fault"):
-            self.data_fault = partial(self._call, "data_fault")
+        for method in ("check_data", "verify_data", "data_fault"):
+            if hasattr(task, method):
+                setattr(self, method, partial(self._call, method))
         if hasattr(task, "logits"):
             self.logits = self._logits
 

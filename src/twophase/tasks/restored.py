@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from twophase.base.config import UsageError, with_values
+from twophase.base.config import UsageError
 from twophase.runs.folder import CHECKPOINTS
 from twophase.runs.record import run_config
 from twophase.tasks.build import task_of
 from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.named import check, config_of
 from twophase.training import checkpoint
-from twophase.training.config import RunConfig
+from twophase.training.config import ComputeConfig, RunConfig
 from twophase.training.curvature import Function, GaussNewton, Hessian, Matrix
 from twophase.training.device import moved
 from twophase.training.preflight import preflight
@@ -98,8 +98,7 @@ def restore(run: Path) -> Restored:
             f"{run}: the run has diverged, and its weights have no curvature to speak of; give another run"
         )
     # Wherever and however the run was trained, it is looked at on the CPU and in float32.
-    plain = {"device": "cpu", "compute.attention": "auto", "compute.precision": "float32", "compute.recompute": False}
-    here = check(with_values(config, plain))
+    here = check(replace(config, device="cpu", compute=ComputeConfig()))
     task = task_of(here)
     preflight(here, task)
     if task.describe()["fingerprint"] != progress["text"]:

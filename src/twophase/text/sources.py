@@ -233,13 +233,13 @@ def documents(path: Path, name: str) -> list[str]:
     one document.
 
     Args:
-        path: the file; JSON lines have names in `.jsonl` or `.json`.
+        path: the file; JSON lines have names in `.jsonl`, `.ndjson` or `.json`.
         name: of it in messages.
 
     Raises:
         UsageError: a file that cannot be read or is damaged.
     """
-    is_json = path.name.lower().removesuffix(".gz").endswith((".jsonl", ".json"))
+    is_json = path.name.lower().removesuffix(".gz").endswith(KINDS["json"])
     file = File(str(path.absolute()), name, "json" if is_json else "text", 0)
     if is_json:
         return [text for text in _records(file, "text", 0) if text and text.strip()]

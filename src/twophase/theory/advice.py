@@ -264,7 +264,8 @@ def _warnings(
                 f"within {rounds} rounds no restart is best: every period up to {min(longest, rounds - 1)} ends with "
                 "a higher loss"
             )
-    if (~unstable).any():
+    longest = longest if rounds is None else min(longest, rounds - 1)  # a longer period is no restart
+    if (~unstable).any() and longest > 0:
         logs = restart_table(rule, sigma[~unstable], longest)[1].max(axis=1)
         bad = np.flatnonzero(logs > 0) + 1
         if bad.size:

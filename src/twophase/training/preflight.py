@@ -43,6 +43,8 @@ def preflight(config: RunConfig, task: Task, processes: int = 1) -> None:
     device, share = usable_device(config.device), config.replicas // processes
     if check_task := getattr(task, "check", None):
         check_task(device)
+    if not config.repeat and (check_data := getattr(task, "check_data", None)):
+        check_data(config.steps)
     model = _outline(task, config.seed)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     if make_inner := getattr(task, "inner", None):

@@ -19,8 +19,10 @@ class Task(Protocol):
     A task may also have `step(device, replicas, communicator) -> Step`, its own way to compute in place of `PlainStep`,
     `inner(model, config) -> Optimizer`, a new inner optimizer in place of the one that an `InnerConfig` names,
     `logits(model, batch) -> Tensor`, what the loss is the mean cross-entropy of, of the shape (examples, …, classes),
-    `check(device)`, which raises a UsageError about data or a device that cannot be used, and `data_fault(wait)`, which
-    returns what a check in the background has found wrong with the data, or an empty text.
+    `check(device)`, which raises a UsageError about data or a device that cannot be used, `check_data(steps)`, which
+    raises one where the data does not last for a run, `verify_data()`, which reads all of it and raises one where it is
+    damaged (`--verify`), and `data_fault(wait)`, which returns what a check in the background has found wrong with it,
+    or an empty text.
     """
 
     def model(self, seed: int) -> nn.Module:

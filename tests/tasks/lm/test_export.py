@@ -33,6 +33,7 @@ from twophase.tasks.lm.export import RECORD, describe
 from twophase.tasks.lm.export import export as export_record
 from twophase.tasks.lm.export_tokenizer import text_tokenizer
 from twophase.tasks.lm.tokens import decode, encode
+from twophase.tasks.named import config_class
 from twophase.text.meta import read_meta, write_meta
 from twophase.training.trainer import Trainer
 
@@ -289,6 +290,8 @@ def test_no_run(corpus: Path, tmp_path: Path) -> None:
     """A folder that is no run, is not there, or of a run that has not begun, is named with what to do instead."""
     with RunFolder.claim(tmp_path / "claimed", make_config(corpus)):
         pass
+    with RunFolder.claim(tmp_path / "digits", config_class("digits")()):
+        pass
     (tmp_path / "empty").mkdir()
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd" / "config.yaml").write_text("lr: 3\n")
@@ -297,6 +300,7 @@ def test_no_run(corpus: Path, tmp_path: Path) -> None:
         "nowhere": "no such folder",
         "odd": "another version",
         "claimed": "no checkpoint yet.*twophase train",
+        "digits": "its task is digits, and export is for --task lm alone",
     }.items():
         with pytest.raises(UsageError, match=message):
             export(tmp_path / name, tmp_path / "hf")

@@ -13,7 +13,6 @@ import importlib.util
 import json
 import os
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from twophase.base.config import UsageError, from_tree
+from twophase.base.config import UsageError
 from twophase.base.files import replacing, sync_folder, write_atomic
 from twophase.base.reading import read_json_object
 from twophase.diloco.flat import has_checksum, plan
@@ -31,6 +30,7 @@ from twophase.runs.record import run_config
 from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.export_tokenizer import Ids, tokenizer_source, write_tokenizer
 from twophase.tasks.lm.model import Llama
+from twophase.tasks.named import config_of
 from twophase.training import checkpoint
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -65,7 +65,9 @@ def export(
         raise UsageError(f"--dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
     if importlib.util.find_spec("transformers") is None:
         raise UsageError("export needs the package transformers; pip install 'twophase[hf]'")
-    config, identity = run_config(run, partial(from_tree, TrainConfig))
+    config, identity = run_config(run, config_of)
+    if not isinstance(config, TrainConfig):
+        raise UsageError(f"{run}: its task is {config.task.name}, and export is for --task lm alone")  # type: ignore[attr-defined]
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UsageError(f"{out}: is there already and not an empty folder; remove it, or choose another DIR")
     source = tokenizer_source(config, _json(run / ENV), data) if tokenizer else None

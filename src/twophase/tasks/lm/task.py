@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from twophase.base.config import UsageError
 from twophase.diloco.communicator import Communicator
 from twophase.tasks.lm.config import TrainConfig
-from twophase.tasks.lm.corpus import Corpus, build
+from twophase.tasks.lm.corpus import Corpus, build, verify
 from twophase.tasks.lm.evaluate import numbers, total_nats
 from twophase.tasks.lm.model import Llama
 from twophase.tasks.lm.speed import flops_per_token
@@ -87,7 +87,7 @@ class LanguageTask:
         return LanguageStep(self, device, replicas, communicator)
 
     def check(self, device: torch.device) -> None:
-        """Refuse a text that cannot be read or does not last, and a choice of kernels that the device lacks.
+        """Refuse a text that cannot be read, and a choice of kernels that the device lacks.
 
         Raises:
             UsageError: naming the option.
@@ -98,7 +98,7 @@ class LanguageTask:
                 f"--compute.attention is {config.compute.attention}; --device {config.device} has no choice of "
                 "kernels, so leave it at auto"
             )
-        corpus, data = self.corpus, config.data
+        data = self.corpus and config.data  # reads the text, which may be refused
         for option, count in {"validation-windows": data.validation_windows, "batch-size": data.batch_size}.items():
             check_memory(
                 f"--data.{option} {count} windows of {data.sequence_length} tokens",
@@ -107,8 +107,14 @@ class LanguageTask:
                 torch.device("cpu"),
                 f"lower --data.{option} or --data.sequence-length",
             )
-        if not config.repeat:
-            corpus.check_enough(config.steps)
+
+    def check_data(self, steps: int) -> None:
+        """Refuse a run that would read a window of tokens twice."""
+        self.corpus.check_enough(steps)
+
+    def verify_data(self) -> None:
+        """Read all token files and compare them with their checksums."""
+        verify(self.config.data, self.config.model.vocabulary_size)
 
 
 class LanguageStep(Step):
