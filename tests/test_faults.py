@@ -329,6 +329,23 @@ def test_a_history_of_its_own_is_set_aside(begin: Begin, good: Good) -> None:
     assert "step 24 of this replica's record is not of this run, which begins a new one; " in said
 
 
+def test_a_record_of_an_earlier_life_is_set_aside_at_the_first_sync(begin: Begin, good: Good) -> None:
+    """Both die before their first checkpoint; one begins again alone, and the other comes into its first sync."""
+    run = begin("two", "--checkpoint-every", "100", alone=2)
+    both = [run.replica(number, "kill@inner:14") for number in (0, 1)]
+    for number, process in enumerate(both):
+        killed(run, str(number), process)
+    assert [line["round"] for line in run.lines(1)] == [1, 2, 3]
+    first = run.replica(0, "hold=second@inner:2", options=["--min-replicas", "1"])
+    run.await_event(0, "hold at inner")
+    second = run.replica(1, "touch=second@up:1", options=["--min-replicas", "1"])
+    all_end(run, [first, second])
+    good(run, "two", numbers=(0, 1), always=(0,))
+    assert [line["round"] for line in run.lines(1)] == list(range(1, ROUNDS + 1))
+    (old,) = run.out.glob("replica-1/parted-*")
+    assert [line["round"] for line in read_lines(old / "rounds.jsonl")] == [1, 2, 3]
+
+
 @pytest.mark.parametrize("kind", ["streaming", "sparse"])
 def test_killed_during_a_delayed_sync(begin: Begin, good: Good, kind: str) -> None:
     """Two fragments on a lossy wire, summed while training goes on: one of two dies with a sum under way."""

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -748,6 +749,60 @@ def test_an_exception_inside_a_sync_loses_nothing(delay: int, reached: float, wi
     assert interrupted == 1
     assert model.weight.item() == pytest.approx(reached, rel=1e-2)  # a delay gives up a step of each sync, as always
     assert engine.at_anchor
+
+
+@pytest.mark.parametrize(
+    ("wire", "fault"),
+    [("float32", "refused"), *itertools.product(["int8", "topk:16:2bit"], ["refused", "interrupt"])],
+)
+def test_a_sync_that_fails_before_its_outer_step_is_undone(wire: str, fault: str, monkeypatch: pytest.MonkeyPatch):
+    """Ctrl-C while the pseudo-gradient is written, or an outer step that is refused: its progress counts once."""
+    model = nn.Linear(8, 8, bias=False)
+    engine = DiLoCo(model, OuterRule(1.0, 0.0), inner_steps=2, wire=wire)
+    start, moves = model.weight.detach().clone(), torch.arange(64.0).view(8, 8) / 100
+    channel = engine.fragments[0].channel
+    quantize = channel.quantize
+
+    def interrupted(tensor: torch.Tensor, sender: int) -> None:
+        quantize(tensor, sender)
+        raise KeyboardInterrupt
+
+    for step in range(1, 9):
+        with torch.no_grad():
+            model.weight -= moves
+        with monkeypatch.context() as patch:
+            if step == 4 and fault == "interrupt":
+                patch.setattr(channel, "quantize", interrupted)
+            if step == 4 and fault == "refused":
+                patch.setitem(engine.outer.param_groups[0], "lr", math.nan)
+            with pytest.raises((KeyboardInterrupt, ValueError)) if step == 4 else nullcontext():
+                engine.step()
+        if step == 4:
+            assert (engine.fragments[0].steps, engine.at_anchor, engine.round) == (2, False, 1)
+            assert engine.check()
+            with engine.anchored() as anchored:
+                assert torch.equal(anchored.weight, engine.anchor["weight"])
+    engine.finish()
+    owed = engine.wire_state_dict().get("0", {}).get("sent", [torch.zeros(64)])[0].view(8, 8)
+    moved = start - engine.anchor["weight"] + owed  # a lossy wire's rounding of the failed sync is given up
+    assert moved.sum().item() == pytest.approx(8 * moves.sum().item(), rel=0.05)
+
+
+def test_a_state_that_a_later_fragment_refuses_changes_none():
+    """The outer optimizers load one after the other; those before the refusal go back."""
+    engine, donor = (in_parts("a", "b", "c|d") for _ in range(2))
+    for _ in range(4):
+        with torch.no_grad():
+            for parameter in donor.replicas[0].parameters():
+                parameter.sub_(0.1)
+        donor.step()
+    state = donor.state_dict()
+    (buffers,) = list(state["fragments"][1]["outer"]["state"].values())
+    buffers["momentum_buffer"] = torch.zeros(3)
+    with pytest.raises(ValueError, match=r"the loaded buffer of parameter 0 has shape \(3,\)"):
+        engine.load_state_dict(state)
+    assert [fragment.outer.param_groups[0]["rounds"] for fragment in engine.fragments] == [0, 0, 0]
+    assert not any(fragment.outer.state for fragment in engine.fragments)
 
 
 @pytest.mark.parametrize("signals", [0.5, torch.tensor(0.5), [1.0]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -392,3 +393,24 @@ def test_the_newest_round_and_a_record_set_aside(tmp_path: Path) -> None:
         second = folder.set_aside("parted")
         assert (first.name, second.name) == ("parted", "parted-2")
         assert read_lines(second / "rounds.jsonl") == [line]
+
+
+def test_a_kill_while_a_record_is_set_aside_leaves_no_checkpoint_without_logs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint goes first: one whose logs are gone would be refused by every later command."""
+    rename, renamed = Path.rename, itertools.count(1)
+
+    def killed(path: Path, target: Path) -> Path:
+        if next(renamed) == 2:
+            raise SystemExit
+        return rename(path, target)
+
+    with RunFolder.claim(tmp_path, Config()) as folder:
+        folder.log_round({"step": 4})
+        folder.checkpoint_dir.mkdir()
+        monkeypatch.setattr(Path, "rename", killed)
+        with pytest.raises(SystemExit):
+            folder.set_aside("parted")
+        assert (tmp_path / "rounds.jsonl").exists()
+        assert not folder.checkpoint_dir.exists()

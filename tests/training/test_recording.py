@@ -25,7 +25,7 @@ from twophase.optim.optimizer import OuterOptimizer
 from twophase.runs.folder import read_lines, read_summary
 from twophase.runs.log import standard
 from twophase.runs.record import read_record
-from twophase.training.recording import setting
+from twophase.training.recording import Recorder, setting
 
 RULE = OuterRule(0.7, 0.9, nesterov=True)
 WIDTH, INNER_STEPS, STEPS = 4, 4, 50
@@ -187,6 +187,38 @@ def test_an_interrupted_loop_goes_on(tmp_path: Path, falling: str) -> None:
     ]
 
 
+@pytest.mark.parametrize("saved_at", [5, 6, 7, 8, 9])
+def test_a_loop_with_a_delay_goes_on_at_its_step(tmp_path: Path, saved_at: int) -> None:
+    """A sync's line comes after its round's end, so the engine's count of inner steps says where the loop goes on."""
+
+    def engine() -> tuple[nn.Linear, DiLoCo]:
+        model = nn.Linear(4, 4)
+        return model, DiLoCo(model, RULE, inner_steps=4, delay=2, mixing=0.5)
+
+    def go(model: nn.Linear, engine: DiLoCo, run: Recorder, steps: range) -> None:
+        for step in steps:
+            with torch.no_grad():
+                model.weight -= 0.1
+            engine.step()
+            run.log(mark=step)
+            if step == saved_at:
+                torch.save((engine.state_dict(), model.state_dict()), tmp_path / "state.pt")
+
+    model, first = engine()
+    with suppress(ZeroDivisionError), record(first, tmp_path / "run") as run:
+        go(model, first, run, range(1, 12))
+        raise ZeroDivisionError
+    model, second = engine()
+    states = torch.load(tmp_path / "state.pt", weights_only=True)
+    model.load_state_dict(states[1])
+    second.load_state_dict(states[0])
+    with record(second, tmp_path / "run") as run:
+        assert run.step == saved_at
+        go(model, second, run, range(saved_at + 1, 12))
+    marks = [(line["step"], line["mark"]) for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "mark" in line]
+    assert marks == [(step, step) for step in range(1, 12)]
+
+
 def recorded_until(loop: Loop, folder: Path, saved_at: int, killed_at: int) -> None:
     """Record a loop that saves itself once and ends by an error later."""
     with suppress(ZeroDivisionError), record(loop.engine, folder, inner=loop.inners[0]):
@@ -234,16 +266,17 @@ def test_refusals(tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == files
 
 
-@pytest.mark.parametrize("broken", ["loss", "weights"])
-def test_a_diverged_loop(tmp_path: Path, broken: str) -> None:
-    """A loss or a pseudo-gradient that is not finite makes the run a diverged one."""
-    loop = Loop(restart="auto")
-    with record(loop.engine, tmp_path / "run"):
+@pytest.mark.parametrize(("broken", "restart"), [("loss", "auto"), ("weights", "auto"), ("weights", "never")])
+def test_a_diverged_loop(tmp_path: Path, broken: str, restart: str) -> None:
+    """A loss or a pseudo-gradient that is not finite makes the run a diverged one, whatever is logged afterwards."""
+    loop = Loop(restart=restart)
+    with record(loop.engine, tmp_path / "run") as run:
         for step, loss in enumerate(loop.train(range(8))):
-            if broken == "weights" and step == 6:
+            if broken == "weights" and step == 7:  # whose loss is known by now
                 with torch.no_grad():
                     loop.models[0].weight.fill_(math.inf)
             loop.engine.step({"loss": math.nan if broken == "loss" else loss})
+        run.log(accuracy=0.1)
     summary = read_summary(tmp_path / "run")
     assert summary is not None
     assert summary["diverged"]

@@ -14,6 +14,8 @@ from twophase.base.config import UsageError, with_values
 from twophase.diloco.communicator import SingleProcess
 from twophase.runs.folder import RunFolder, read_lines
 from twophase.tasks.lm.config import TrainConfig
+from twophase.training import device
+from twophase.training.preflight import preflight
 from twophase.training.task import PlainStep, step_of
 from twophase.training.train import train
 from twophase.training.trainer import Trainer
@@ -100,3 +102,60 @@ def test_the_plain_step_is_autograd(config: TrainConfig) -> None:
     assert compute.gradients(model, batch) == compute.loss(model, batch)
     assert weight.grad is not None
     torch.testing.assert_close(weight.grad, expected)
+
+
+class Experts(Regression):
+    """Two experts, of which replica 1 does not meet the second before step 8."""
+
+    def model(self, seed: int) -> nn.Module:
+        """Return both."""
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            return nn.ModuleList([nn.Linear(3, 1, bias=False) for _ in range(2)])
+
+    def batch(self, seed: int, step: int, replica: int) -> Any:
+        """Return a batch, and how many experts it takes."""
+        return super().batch(seed, step, replica) | {"experts": torch.tensor(2 if replica == 0 or step >= 8 else 1)}
+
+    def loss(self, model: Any, batch: Any) -> Tensor:
+        """Compute the error of the experts' sum."""
+        outputs = sum(expert(batch["inputs"]) for expert in model[: int(batch["experts"])])
+        return (outputs - batch["targets"]).square().mean()
+
+
+def test_a_parameter_that_one_replica_has_not_met(config: TrainConfig, tmp_path: Path) -> None:
+    """Its optimizer has no moments of what the outer step has moved already; the run goes on all the same."""
+    config, calls = with_values(config, {"steps": 12, "inner_steps": 4, "outer.restart": "never"}), iter(range(100))
+    stops: list[Any] = [lambda: next(calls) == 5, lambda: False]
+    for stop in stops:
+        with RunFolder.claim(tmp_path, config) as folder:
+            summary = train(Experts(), config, folder, should_stop=stop)
+    assert summary["exit_reason"] == "finished"
+
+
+class Frozen(Regression):
+    """A large part that does not learn, and a small one that does."""
+
+    size = 3
+
+    def model(self, seed: int) -> nn.Module:
+        """Return both parts."""
+        body = nn.Linear(self.size, self.size, bias=False).requires_grad_(requires_grad=False)
+        return nn.ModuleDict({"body": body, "head": super().model(seed)})
+
+    def loss(self, model: Any, batch: Any) -> Tensor:
+        """Compute the error of the part that learns."""
+        return super().loss(model["head"], batch)
+
+
+def test_frozen_weights_need_neither_a_fragment_nor_moments(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine does not cut them, and no optimizer has a buffer for them."""
+    preflight(with_values(config, {"sync.fragments": ["all=head"]}), Frozen())
+    monkeypatch.setattr(Frozen, "size", 1 << 10)
+    monkeypatch.setattr(device, "machine_bytes", lambda: 2 * 4 * (1 << 20) + (1 << 19))
+    preflight(config, Frozen())
+    monkeypatch.setattr(device, "machine_bytes", lambda: 4 * (1 << 20))
+    with pytest.raises(UsageError, match="need at least"):
+        preflight(config, Frozen())

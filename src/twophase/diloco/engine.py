@@ -163,6 +163,11 @@ class DiLoCo:
         return self._position.inner_step
 
     @property
+    def taken(self) -> int:
+        """Inner steps of each replica since the run began."""
+        return self._position.taken
+
+    @property
     def syncs(self) -> int:
         """Syncs that have been completed, over all fragments."""
         return self._position.syncs
@@ -199,6 +204,7 @@ class DiLoCo:
         values = values_for(ending, signals) if ending else {}
         position, delay = self._position, self._schedule.delay
         position.inner_step += 1
+        position.taken += 1
         for fragment in self.fragments:
             fragment.steps += 1
         due = self._due(position.inner_step)

@@ -29,6 +29,7 @@ class Position:
         at_once: whether that sync ends where it begins: without a delay, at a run's end, or when it is repeated.
         round: rounds that all fragments have ended.
         inner_step: inner steps since the round began.
+        taken: inner steps since the run began.
         syncs: syncs that have succeeded, over all fragments.
         borrowed: numbers of the fragments in which this process (the others are the same on all) holds a peer's
             progress, each until a sync of it has succeeded.
@@ -40,6 +41,7 @@ class Position:
     at_once: bool
     round: int = 0
     inner_step: int = 0
+    taken: int = 0
     syncs: int = 0
     borrowed: set[int] = field(default_factory=set)
     run: int = 0

@@ -64,12 +64,20 @@ def load(state: Mapping[str, Any], setting: Setting, position: Position, *, at_o
     Returns:
         The syncs that were under way.
     """
-    for fragment, saved in zip(setting.fragments, state["fragments"], strict=True):
-        fragment.outer.load_state_dict(saved["outer"])  # first: it may refuse
+    before = [fragment.outer.state_dict() for fragment in setting.fragments]
+    try:
+        for fragment, saved in zip(setting.fragments, state["fragments"], strict=True):
+            fragment.outer.load_state_dict(saved["outer"])  # first: it may refuse
+    except Exception:  # by one of several, after others have loaded
+        for fragment, outer in zip(setting.fragments, before, strict=True):
+            fragment.outer.load_state_dict(outer)
+        raise
     setting.anchor.copy_(state["anchor"])
     for fragment, saved in zip(setting.fragments, state["fragments"], strict=True):
         fragment.round, fragment.steps, fragment.torn = saved["round"], saved["steps"], False
     position.round, position.inner_step, position.syncs = state["round"], state["inner_step"], state["syncs"]
+    # Where an earlier version's state does not say, whole rounds were all as long.
+    position.taken = state.get("taken", state["round"] * state["schedule"]["inner_steps"] + state["inner_step"])
     position.launching, position.at_once = list(state["launching"]), state.get("at_once", at_once)
     position.borrowed = set(state.get("borrowed", ()))
     position.run, position.present = state.get("run", 0), list(state.get("present", ()))

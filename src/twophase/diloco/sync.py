@@ -91,26 +91,34 @@ class Sync:
     def launch(cls, setting: Setting, fragments: Sequence[Fragment], members: Members, *, at_once: bool) -> Sync:
         """Write the fragments' pseudo-gradients and begin to sum them; arguments as of the class."""
         sync = cls(setting, members, [Part(fragment, fragment.steps) for fragment in fragments], at_once=at_once)
-        communicator, alone = setting.communicator, setting.alone
-        with sync._phase("pseudo_gradient"):
-            setting.look_up(fragments)
+        try:
+            sync._send()
+        except BaseException:  # as in `receive`
+            sync.withdraw()
+            raise
+        return sync
+
+    def _send(self) -> None:
+        communicator, alone = self.setting.communicator, self.setting.alone
+        for fragment in self.fragments:
+            fragment.steps = 0
+        with self._phase("pseudo_gradient"):
+            self.setting.look_up(self.fragments)
             # Not with a delay, where the sum has arrived whole when it is used; not where the vote on the sum comes
             # before any change of the anchor, or the norms of all shards are added up before the outer step.
-            whole = alone or not at_once or communicator.elastic or communicator.sharded
-            sync._in_parts = not whole and all(map(goes_in_parts, fragments))
-            for part in sync.parts:
-                part.fragment.divisor, part.fragment.on_device = members.replicas, goes_on_device(part.fragment)
-                if not sync._in_parts:
-                    part.square = sync._write(part)
-        with sync._phase("reduce"):
-            for part in sync.parts:
+            whole = alone or not self._at_once or communicator.elastic or communicator.sharded
+            self._in_parts = not whole and all(map(goes_in_parts, self.fragments))
+            for part in self.parts:
+                part.fragment.divisor, part.fragment.on_device = self.members.replicas, goes_on_device(part.fragment)
+                if not self._in_parts:
+                    part.square = self._write(part)
+        with self._phase("reduce"):
+            for part in self.parts:
                 fragment = part.fragment
-                fragment.steps = 0
-                if sync._in_parts:
+                if self._in_parts:
                     part.transfer = transfer_in_parts(fragment, communicator)
                 elif (fragment.channel.lossy or not alone) and not part.is_rejected:
                     part.transfer = fragment.channel.launch(communicator, fragment.gradient, quantized=alone)
-        return sync
 
     def _write(self, part: Part) -> Tensor | None:
         """Write a pseudo-gradient; return the sum of its replicas' squared norms for a policy that needs it."""
@@ -194,8 +202,6 @@ class Sync:
         if not agreed:
             self.withdraw()
             return False
-        for part in self.parts:
-            part.fragment.channel.commit()
         return True
 
     def _agree(self, signals: Mapping[str, float]) -> None:
@@ -238,6 +244,7 @@ class Sync:
                 for index, part in enumerate(self.parts):
                     self._outer_step(part, index)
         except ValueError:  # refused: nothing of a single fragment has changed
+            self.withdraw()
             for fragment in fragments:
                 fragment.torn = self._in_parts or len(fragments) > 1
             raise
@@ -247,6 +254,7 @@ class Sync:
                 if not part.restored:
                     fragment.restore(setting.mixing)
                 fragment.torn = False
+                fragment.channel.commit()
                 fragment.round += 1
                 if setting.mixing == 0:
                     fragment.steps = 0  # what was trained during the delay is given up

@@ -241,7 +241,8 @@ class RunFolder:
         places = (self.path / (f"{name}-{number}" if number > 1 else name) for number in itertools.count(1))
         place = next(place for place in places if not place.exists())
         place.mkdir()
-        for path in (*(self.path / log for log in LOGS), self.checkpoint_dir):
+        # The checkpoint first: without its logs it would be refused, and no command would help after a kill here.
+        for path in (self.checkpoint_dir, *(self.path / log for log in LOGS)):
             if path.exists():
                 path.rename(place / path.name)
         self._logs = {name: Log(self.path / name) for name in LOGS}

@@ -18,10 +18,10 @@ from twophase.number import shortened
 from twophase.policies.checks import MOST
 from twophase.training.config import ComputeConfig, RunConfig
 
-_COUNTED = {"k", "round", "rounds", "rounds_since_restart", "restarts", "steps", "inner_step", "syncs", "run"}
+_COUNTED = {"k", "round", "rounds", "rounds_since_restart", "restarts", "steps", "inner_step", "taken", "syncs", "run"}
 _FREE = {"policy_state", "at_once", "launching", "borrowed", "present", "under_way", "round_losses", "state"}
 """Names of counts, and of what else a run changes; optimizers and the engine check the latter when they load."""
-_LATER = {"at_once", "borrowed", "run", "present", "round_losses"}
+_LATER = {"taken", "at_once", "borrowed", "run", "present", "round_losses"}
 """Names that states of earlier versions lack."""
 _SETTINGS = {"params", "lr", "betas", "eps", "weight_decay", "momentum"}
 _NONE = "constant"

@@ -83,11 +83,10 @@ class Replica:
         self.inner.load_state_dict(state["inner"] | {"param_groups": groups})
         self.round_losses = list(map(float, state.get("round_losses", ())))  # older states have their sum
 
-    def has_moved(self, parameters: Collection[nn.Parameter]) -> bool:
-        """Tell whether one of some parameters differs from its first value."""
-        chosen = set(map(id, parameters))
+    def has_moved(self, places: Collection[int]) -> bool:
+        """Tell whether one of some parameters, by their places in the model, differs from its first value."""
         pairs = zip(self.model.parameters(), self.task.model(self.config.seed).parameters(), strict=True)
-        return any(not torch.equal(now.cpu(), first) for now, first in pairs if id(now) in chosen)
+        return any(not torch.equal(now.cpu(), first) for n, (now, first) in enumerate(pairs) if n in places)
 
 
 class MuonAdamW(Optimizer):

@@ -46,7 +46,8 @@ def preflight(config: RunConfig, task: Task, processes: int = 1) -> None:
     if not config.repeat and (check_data := getattr(task, "check_data", None)):
         check_data(config.steps)
     model = _outline(task, config.seed)
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters() if parameter.requires_grad}
+    frozen = sum(parameter.nbytes for parameter in model.parameters() if not parameter.requires_grad)
     if make_inner := getattr(task, "inner", None):
         make_inner(task.model(config.seed), config.inner)  # its own code may refuse, or return something else
     else:
@@ -58,7 +59,7 @@ def preflight(config: RunConfig, task: Task, processes: int = 1) -> None:
     check_memory(
         f"the weights and optimizers of {share} replicas of {sum(sizes.values()):,} parameters",
         # In float32: weights, gradients and moments of each replica; anchor, pseudo-gradient and the outer buffers.
-        4 * ((2 + moments) * share + 2 + buffers) * sum(sizes.values()),
+        4 * ((2 + moments) * share + 2 + buffers) * sum(sizes.values()) + share * frozen,
         device,
         "take a smaller model, fewer --replicas, or more processes by torchrun",
     )

@@ -51,7 +51,7 @@ class Recorder:
         self._folder, self._engine, self._lead, self._inner = folder, engine, lead, inner
         self._round = _rounds(engine)
         self._newest: dict[str, float] = {}
-        self._is_finite = True
+        self._is_finite = self._round_is_finite = True
 
     def log(self, step: int | None = None, **values: float | Tensor) -> None:
         """Add a line to `metrics.jsonl`; in process 0, the others may call it as well.
@@ -86,13 +86,13 @@ class Recorder:
         if self._inner is not None:
             values["inner_lr"] = max(float(group["lr"]) for group in self._inner.param_groups)
         self.log(None, **values)
-        self._is_finite &= finite
+        self._round_is_finite = finite
 
     def summary(self, seconds: float) -> dict[str, Any]:
         """Return the run in numbers, as `summary.json` holds them; `seconds` are those of its last part."""
         newest = self._newest
         loss = newest.get("validation_loss")
-        diverged = not self._is_finite or not math.isfinite(loss or 0.0)
+        diverged = not (self._is_finite and self._round_is_finite) or not math.isfinite(loss or 0.0)
         return {
             **({"perplexity": newest["perplexity"]} if "perplexity" in newest else {}),
             "validation_loss": loss,
@@ -244,7 +244,7 @@ def _begin(folder: RunFolder, engine: DiLoCo | OuterSGD, files: Communicator) ->
 
     A loop that begins anew in the folder of an unfinished run leaves what that has written in a folder beside.
     """
-    rounds, more = _rounds(engine), engine.inner_step if isinstance(engine, DiLoCo) else 0
+    rounds, taken = _rounds(engine), engine.taken if isinstance(engine, DiLoCo) else None
     device = _outers(engine)[0].param_groups[0]["params"][0].device
     step = 0
     with in_agreement(files):
@@ -254,11 +254,12 @@ def _begin(folder: RunFolder, engine: DiLoCo | OuterSGD, files: Communicator) ->
                     f"{folder.path}: holds a finished run ({SUMMARY}); choose another folder, or move this one away"
                 )
             logged = read_lines(folder.path / ROUNDS)
-            if rounds == more == 0 and (logged or read_lines(folder.path / METRICS)):
+            if not (rounds or taken) and (logged or read_lines(folder.path / METRICS)):
                 place = folder.set_aside("begun-anew")
                 _log.warning("record: the loop begins with round 1; %s keeps what was recorded before", place)
                 logged = []
-            step = more + max((line["step"] for line in logged if line["round"] <= rounds), default=0)
+            step = max((line["step"] for line in logged if line["round"] <= rounds), default=0)
+            step = step if taken is None else taken
             folder.cut(step)
             folder.write_env(environment(device))
     return files.gather(step, int)[0]
@@ -273,9 +274,9 @@ def _observed(engine: DiLoCo, run: Recorder) -> Iterator[None]:
 
         def observed(*args: Any, **options: Any) -> RoundReport | None:
             report = call(*args, **options)
-            run.step += name == "step"
+            run.step = engine.taken  # of a replica that has come late, its peers' steps
             if report is not None:
-                run.end_round(report.as_dict(), report.signals, not report.not_finite)
+                run.end_round(report.as_dict(), report.signals, _is_finite(report))
             return report
 
         return observed
@@ -304,7 +305,7 @@ def _hooked(outer: OuterSGD, run: Recorder, inner_steps: int) -> Iterator[None]:
         if outer.last_round:
             run.step += inner_steps
             line = _line(outer, outer.last_round, inner_steps, time.perf_counter() - begun)
-            finite = not any(group.not_finite for group in outer.last_round)
+            finite = all(map(_is_finite, outer.last_round))
             run.end_round(line, options.get("signals") or {}, finite)
 
     hooks = [outer.register_step_pre_hook(before), outer.register_step_post_hook(after)]  # type: ignore[arg-type]
@@ -313,6 +314,10 @@ def _hooked(outer: OuterSGD, run: Recorder, inner_steps: int) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _is_finite(of: RoundReport | GroupRound) -> bool:
+    return not of.not_finite and math.isfinite(of.pseudo_gradient_norm)
 
 
 def _line(outer: OuterSGD, groups: Sequence[GroupRound], inner_steps: int, seconds: float) -> dict[str, Any]:

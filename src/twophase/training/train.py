@@ -224,7 +224,9 @@ def _begin(run: Trainer, folder: RunFolder) -> RoundReport | None:
             f"all together (then all go on from the furthest checkpoint), or move {folder.checkpoint_dir} away"
         )
     last = folder.last_round()
-    if last is not None and run.done.is_foreign_sync(last["step"], last["checksum"]):
+    # The sync that it came into is not in the record yet: a line of its step, or of a later one, is of another history.
+    newer = last is not None and last["step"] >= run.done.step + (report is None)
+    if last is not None and (newer or run.done.is_foreign_sync(last["step"], last["checksum"])):
         # The replica and its peers trained apart for a while: two histories do not go into one folder.
         with disk(folder):
             place = folder.set_aside(f"parted-{last['step']:08d}")
@@ -285,6 +287,7 @@ def _load(run: Trainer, saved: checkpoint.Checkpoint, step: int, processes: int)
         residuals = saved.part(owed)
         with saved.content(owed):
             run.engine.load_wire_state_dict(residuals)
+    unmet: list[set[int]] = []
     for replica in run.replicas:
         name = checkpoint.replica_file(replica.number)
         part = saved.part(name)
@@ -292,10 +295,14 @@ def _load(run: Trainer, saved: checkpoint.Checkpoint, step: int, processes: int)
             fresh = replica.state_dict()
             part = {"model": fresh["model"]} | part
             check_tree(part, fresh)
-            without = check_moments(part["inner"]["state"], replica.inner, step)
+            without = set(map(id, check_moments(part["inner"]["state"], replica.inner, step)))
             replica.load_state_dict(part)
-            if without and step and replica.has_moved(without):
-                raise ValueError("inner.state has nothing of a parameter that has been trained")
+            unmet.append({place for place, p in enumerate(replica.model.parameters()) if id(p) in without})
+    # One that another replica has met, too, is moved by the outer step.
+    nowhere = set.intersection(*unmet) if step and len(unmet) == run.config.replicas else set()
+    if nowhere and any(replica.has_moved(nowhere) for replica in run.replicas):
+        with saved.content(checkpoint.replica_file(run.replicas[0].number)):
+            raise ValueError("inner.state has nothing of a parameter that has been trained")
 
 
 def _save(run: Trainer, folder: RunFolder, writer: checkpoint.Writer) -> None:
