@@ -28,6 +28,7 @@ CASES: dict[str, tuple[OuterRule, dict[str, Any], str, dict[str, Any]]] = {
     "averaging with inner Muon": (OuterRule(1.0, 0.0), {"inner.method": "muon"}, "cannot tell", {}),
     "no momentum, a small lr": (OuterRule(0.5, 0.0), {}, "cannot tell", {"outer.lr": 1.0}),
     "auto": (OuterRule(1.0, 0.5), {"outer.restart": "auto"}, "cannot tell", {}),
+    "auto that diverges": (OuterRule(1.0, 0.5), {"outer.restart": "auto"}, "diverges", {}),
 }
 
 
@@ -100,6 +101,7 @@ def test_the_command_makes_the_changed_run() -> None:
     command = advised.command("runs/one", {})
     assert "--config runs/one/config.yaml" in command
     assert "--outer.momentum 0.0 --outer.no-nesterov" in command
+    assert "--config 'runs/a b/config.yaml'" in advised.command("runs/a b", {})
     assert advised.command("runs/one", {"recorded": True}).endswith("OuterRule(lr=1, momentum=0)")
 
 

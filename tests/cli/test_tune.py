@@ -167,6 +167,16 @@ def test_a_budget_is_a_number_of_settings(tune: Run, stages: Stages, tmp_path: P
     assert {tuned.settings for tuned in tune("nesterov", points=None, budget=440.0).arms} == {7}
 
 
+def test_a_resumed_budget_counts_the_workers_that_had_work(stages: Stages, tmp_path: Path) -> None:
+    """The first stage has four runs; more workers than these have not shortened it."""
+    stages.seconds, tuning = 60.0, Tuning(base(), ("nesterov",), budget=3600.0, fresh=FRESH)
+    stages.stop_after = 1
+    with pytest.raises(KeyboardInterrupt):
+        run_tuning(tuning, tmp_path / "tune", workers=64)
+    noted = json.loads((tmp_path / "tune" / "tune.json").read_text())
+    assert noted["first_stage_seconds"] == pytest.approx(60, abs=5)
+
+
 CHANGES: list[dict[str, Any]] = [
     {"points": 4},
     {"points": None, "budget": 3600.0},

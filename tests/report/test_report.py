@@ -103,7 +103,7 @@ def test_a_run(tmp_path: Path, capsys: Output) -> None:
     lead = text.partition(">Loss</h2>")[0]
     assert "finished: validation loss 2.079 nats a token, perplexity 8<" in lead
     assert "Cannot tell." in lead
-    assert "no momentum at the present mean gain" in lead
+    assert "Average the replicas, without outer momentum" in lead  # the change that `report` prints, too
     assert "Nesterov lr 0.7 momentum 0.9 (sum form), the same as lr 7 in EMA form" in text
     assert "twophase train --steps 60" in text
     assert text.count('<figure class="plot">') == 4

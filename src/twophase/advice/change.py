@@ -6,6 +6,7 @@ The evidence is this project's own, of small models: docs/restarts.md, "What to 
 from __future__ import annotations
 
 import contextlib
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -64,7 +65,8 @@ class Change:
             f"--{path.rpartition('.')[0]}.no-{path.rpartition('.')[2]}" if value is False else f"--{path} {value}"
             for path, value in values.items()
         ]
-        return f"twophase train --config {run}/config.yaml {' '.join(words)} --out {run}-changed"
+        config_file, out = shlex.quote(f"{run}/config.yaml"), shlex.quote(f"{run}-changed")
+        return f"twophase train --config {config_file} {' '.join(words)} --out {out}"
 
 
 def change(
@@ -81,15 +83,15 @@ def change(
     """
     if rule is None or rounds < LEAST_ROUNDS:
         return None
-    if "diverges" in verdicts:
+    policy: RestartPolicy | None = None
+    with contextlib.suppress(ValueError):  # unknown to this process
+        policy = parse(config.get("outer.restart", "never"))
+    if "diverges" in verdicts and not (policy and policy.takes_steps):
         return Change(
             f"Halve the outer learning rate: {rule.describe()} diverges, and no restart stabilizes a mode that does.",
             "whether half is enough, the run shows",
             {"outer.lr": round(rule.lr / 2, 6)},
         )
-    policy: RestartPolicy | None = None
-    with contextlib.suppress(ValueError):  # unknown to this process
-        policy = parse(config.get("outer.restart", "never"))
     if policy is None or policy.takes_steps or config.get("sync.restart"):
         return Change("None: there is no evidence about this policy; hold it against plain averaging.", "", {})
     if rule.momentum == 0:

@@ -97,7 +97,10 @@ def run_bench(
     for place in places:
         spent = size.at(place)
         try:
-            tuning = Tuning(place.base(), arms or place.arms, spent.points, None, spent.seeds, spent.fresh)
+            # The search of protocol 1, PROTOCOL: another one would need other stored rows.
+            tuning = Tuning(
+                place.base(), arms or place.arms, spent.points, None, spent.seeds, spent.fresh, is_first=True
+            )
             outcome = run_tuning(tuning, out / place.name, workers=workers, quiet=quiet)
         except (UsageError, RunError) as error:  # such as a machine without that text
             refused[place.name] = str(error)
@@ -178,8 +181,11 @@ def bench_arm(
     notes = {place.name: note for place in ended}
     if not note:
         notes = {place.name: _difference(place, references, out, workers, quiet) for place in ended}
+    fresh = SIZES[size_name].fresh  # a mean over other seeds would be of other luck
     theirs = {
-        key: by_seed for key, by_seed in results_of(references).items() if not notes.get(key[0], "-") and key[1] != arm
+        key: {seed: value for seed, value in by_seed.items() if seed in fresh}
+        for key, by_seed in results_of(references).items()
+        if not notes.get(key[0], "-") and key[1] != arm
     }
     results = {**theirs, **mine}
     others = {place.name: [other for at, other in theirs if at == place.name and other != CONTROL] for place in ended}

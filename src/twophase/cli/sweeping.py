@@ -8,7 +8,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -119,7 +119,7 @@ def complete(
         UsageError: as `run_sweep`.
         RunError: a run failed; the same call tries it again.
     """
-    devices = devices_of(sweep)
+    devices = devices_of(sweep.runs.values())
     with watched(sweep.name, quiet=quiet) as progress:
         outcome = run_sweep(
             sweep,
@@ -198,7 +198,7 @@ def run(
             f"the grid has {len(sweep.cells)} cells ({len(sweep.runs)} runs), more than {MOST_CELLS}; look at them "
             "with --dry-run, then add --yes"
         )
-    devices = devices_of(sweep) if options.launcher == "local" else []
+    devices = devices_of(sweep.runs.values()) if options.launcher == "local" else []
     workers = (len(devices) or _cores()) if options.workers is None else options.workers
     work, texts = read_plan(sweep, out), None
     # An edited task and the same command must not give the old table in silence.
@@ -348,9 +348,9 @@ def _timed(config: RunConfig) -> tuple[float, float]:
     return statistics.median(times), judged
 
 
-def devices_of(sweep: Sweep) -> list[str]:
-    """List the GPUs for the workers of a sweep; none where it needs none."""
-    if not any(config.device == "cuda" for config in sweep.runs.values()):
+def devices_of(configs: Iterable[RunConfig]) -> list[str]:
+    """List the GPUs for the workers of some runs; none where they need none."""
+    if not any(config.device == "cuda" for config in configs):
         return []
     import torch
 

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from twophase.base.config import RunError, UsageError, differences, to_tree
 from twophase.base.files import write_atomic
 from twophase.base.progress import duration
 from twophase.base.reading import read_json_object
-from twophase.cli.sweeping import complete, workers_of
+from twophase.cli.sweeping import complete, devices_of, workers_of
 from twophase.judge.decision import Decision, decide
 from twophase.recipes.arms import ARMS, CONTROL, Arm
 from twophase.report.results import DataFrame, Table
@@ -48,6 +48,7 @@ class Tuning:
         seeds: tuning seeds, of which a setting's results are averaged.
         fresh: seeds of the final comparison, at least 2 and none of the tuning seeds.
         refinements: how often the steps are halved once the best is interior.
+        is_first: whether to search as the bench's first protocol does, whose numbers stay comparable that way.
 
     Raises:
         UsageError: naming the option, its value and the remedy.
@@ -60,6 +61,7 @@ class Tuning:
     seeds: Sequence[int] = (0, 1)
     fresh: Sequence[int] = (100, 101, 102, 103, 104)
     refinements: int = 1
+    is_first: bool = False
     arms: tuple[Arm, ...] = field(init=False)
     """The control and the others."""
 
@@ -102,11 +104,15 @@ class Tuning:
         """Return what identifies the comparison."""
         values = {name: list(getattr(self, name)) for name in ("seeds", "fresh")}
         values |= {name: getattr(self, name) for name in ("points", "budget", "refinements")}
+        values |= {} if self.is_first else {"search": 2}
         return {"base": to_tree(self.base), "arms": [arm.text for arm in self.arms], **values}
 
     def search(self, arm: Arm, points: int) -> Search:
         """Return the search of an arm."""
-        return Search(arm.scales, points, self.refinements)
+        if not self.is_first:
+            return Search(arm.scales, points, self.refinements)
+        scales = {n: replace(s, kind="complement", low=0.0) if s.kind == "odds" else s for n, s in arm.scales.items()}
+        return Search(scales, points, self.refinements, passes_equal=False)
 
 
 @dataclass(frozen=True)
@@ -116,7 +122,7 @@ class Tuned:
     Args:
         arm: its text.
         numbers: its best setting; None where every setting diverged.
-        interior: whether no neighbour of that was better: False where the budget ended the search.
+        interior: whether all neighbours of that were tried: mostly False where the budget ended the search.
         settings: how many were tried.
         seconds: of all its runs, those of the fresh seeds included.
         tuned: geometric mean of the best setting's results over the tuning seeds; None where every setting diverged.
@@ -289,7 +295,7 @@ class _Stages:
                 seconds[arm.text] += _seconds(rows)
             if points is None:
                 # Of a stage that was interrupted this process has seen the rest alone.
-                worked = sum(seconds.values()) / (self.workers or workers_of(None))
+                worked = sum(seconds.values()) / min(self._workers(), len(wanted) * len(self.tuning.seeds))
                 spent = spent or max(time.monotonic() - began, worked)
                 self._note(None, spent)
                 points = _affordable(self.tuning, spent)
@@ -318,6 +324,9 @@ class _Stages:
         }
         write_atomic(self.folder / RESULT, json.dumps(plain, indent=1, allow_nan=False) + "\n")
         return outcome
+
+    def _workers(self) -> int:
+        return self.workers or len(devices_of([self.tuning.base])) or workers_of(None)
 
     def _note(self, points: int | None, spent: float | None) -> None:
         """Write what is compared, with the settings that an arm may try and what the first of them took."""

@@ -175,5 +175,5 @@ def _scales(method: Method, fixed: Collection[str]) -> dict[str, Scale]:
     if "lr" in values and "lr" not in fixed:
         scales["method.lr"] = Scale(values["lr"])
     if main and main not in fixed and values[main] > 0:
-        scales[f"method.{main}"] = Scale(values[main], "complement", high=0.9999)
+        scales[f"method.{main}"] = Scale(values[main], "odds", low=1e-3, high=0.9999)
     return scales

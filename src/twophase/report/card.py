@@ -150,7 +150,7 @@ def _row(place: PlaceCard) -> list[object]:
         " to ".join(written(end, ".3f") for end in ends),
         control.word if control else "no control",
         place.settings,
-        "ended" if place.interior else "cut by its budget",
+        "bracketed" if place.interior else "at the edge of what was tried",
         written(place.seconds, ".0f"),
         written(place.seconds_of_control, ".0f"),
     ]

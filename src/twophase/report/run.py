@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from twophase.advice.text import HEADLINES, LIMITS, outer_words, suggestions
+from twophase.advice.text import HEADLINES, LIMITS, change_sentences, outer_words, suggestions
 from twophase.advice.verdict import Diagnosis, Finding, Stage
 from twophase.base.config import flatten
 from twophase.report.page import (
@@ -79,7 +79,8 @@ def _short(record: RunRecord, diagnosis: Diagnosis) -> Iterator[Html | None]:
     findings = sorted(diagnosis.findings, key=lambda finding: finding.verdict == "cannot tell")
     finding = findings[0]
     block = f" ({block_name(finding.block)})" if len(findings) > 1 else ""
-    advised = suggestions(diagnosis, finding)
+    has_change = diagnosis.change is not None and diagnosis.change.values
+    advised = change_sentences(diagnosis) if has_change else suggestions(diagnosis, finding)
     facts = {
         "Result": result_words(record),
         f"Verdict{block}": " ".join(
@@ -181,6 +182,9 @@ def _diagnosis(diagnosis: Diagnosis) -> Iterator[Html | None]:
         if advised := suggestions(diagnosis, finding):
             yield tag("h3", "What the theory suggests")
             yield notes([with_options(text) for text in advised])
+    if diagnosis.change is not None:
+        yield tag("h3", "What the evidence supports")
+        yield notes([with_options(text) for text in change_sentences(diagnosis)])
     yield details("Limits of such a verdict", notes(LIMITS))
 
 

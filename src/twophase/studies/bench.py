@@ -7,17 +7,19 @@ been run.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from twophase.judge.bench import Against, Results, behind, results_of
 from twophase.judge.decision import MARGIN
-from twophase.recipes.arms import CONTROL
+from twophase.recipes.arms import CONTROL, Arm
 from twophase.recipes.bench import ARMS, CANDIDATES, families, short, stored, whole_places
 from twophase.studies._bench_expected import MAIN, candidate, expectations
 from twophase.studies._bench_figure import SIGNS, draw
 from twophase.studies.study import Result
+from twophase.sweeps.bracket import Scale
 from twophase.sweeps.table import format_table
 
 __all__ = ["QUESTION", "answer", "draw", "table"]
@@ -53,6 +55,7 @@ def table(*, quick: bool = False, rows: Sequence[Mapping[str, str]] | None = Non
         "expectations": expectations(words, ended),
         "searches": len(searches),
         "cut": sum(value == "false" for value in searches.values()),
+        **_momenta(rows),
         "hours": sum({(row["place"], row["arm"]): float(row["seconds"]) for row in rows}.values()) / 3600,
     }
     settings = {"main_places": MAIN, "margin": MARGIN, "comparisons": {f.title: len(f.pairs) for f in families()}}
@@ -65,6 +68,17 @@ def _line(pair: tuple[str, str, str], results: Results, comparisons: int) -> dic
     against = Against.of(results, *pair, comparisons) or Against(control, "missing")
     ends = {name: getattr(against, name) for name in ("ratio", "low", "high")}
     return {"place": place, "arm": arm, "control": control, "word": against.word, **ends}
+
+
+def _momenta(rows: Sequence[Mapping[str, str]]) -> dict[str, int]:
+    """Count tuned momenta, and those at the least value that the search of protocol 1 can try."""
+    momenta = {(r["place"], r["arm"]): float(r["method.momentum"]) for r in rows if r.get("method.momentum")}
+    least = {}
+    for arm in {arm for _, arm in momenta}:
+        start = Arm(arm, 1.0).scales["method.momentum"].start
+        scale = Scale(start, "complement")
+        least[arm] = next(scale.value(-k / 2) for k in itertools.count() if not scale.allows(-(k + 1) / 2))
+    return {"momenta": len(momenta), "least": sum(value == least[arm] for (_, arm), value in momenta.items())}
 
 
 def _counts(lines: Sequence[Mapping[str, Any]], family: str) -> dict[str, int]:
@@ -123,8 +137,9 @@ def answer(result: Result) -> str:
                 f"{claim}: {verdict[fact['holds']]} ({fact['fact']})."
                 for claim, fact in numbers["expectations"].items()
             ),
-            f"Searches that were ended by their budget: {numbers['cut']} of {numbers['searches']}. Their best may be "
-            "beyond what was tried.",
+            f"Searches whose best has a neighbour that was not tried: {numbers['cut']} of {numbers['searches']}. "
+            "Their best may be beyond.",
+            f"Tuned momenta at the least value that their search tries: {numbers['least']} of {numbers['momenta']}.",
             f"By the clock all runs took {numbers['hours']:.1f} hours of one thread.",
         ]
     )

@@ -2,8 +2,8 @@
 
 Every tuned number has a scale. A point is a tuple of whole steps, one a scale, from the start, which is all zeros:
 
-    factor      value = start factor^(k / 2^r)             learning rates, periods (rounded)
-    complement  value = 1 - (1 - start) factor^(k / 2^r)   momenta, which count by their distance from 1
+    factor      value = start factor^(k / 2^r)                        learning rates, periods (rounded)
+    odds        value / (1 - value) = start / (1 - start) factor^(k / 2^r)    momenta
 
 The search takes one scale after the other: by whole factors up or down as long as that is better, until no neighbour
 on any scale is: the best is interior. Then the steps are halved, r times. Where the start diverges, all numbers become
@@ -28,24 +28,25 @@ class Scale:
     """How a number is tuned.
 
     Args:
-        start: first value, > 0; of a complement also < 1.
-        kind: `factor`, `whole` (a factor, rounded to whole numbers) or `complement`.
+        start: first value, > 0; of odds also < 1.
+        kind: `factor`, `whole` (a factor, rounded to whole numbers), `odds`, or `complement`, which is the momentum's
+            of the bench's first protocol: 1 - (1 - start) factor^(-k / 2^r), which cannot fall far below the start.
         factor: of the first steps, > 1.
         low: least value that makes sense.
         high: greatest.
     """
 
     start: float
-    kind: Literal["factor", "whole", "complement"] = "factor"
+    kind: Literal["factor", "whole", "odds", "complement"] = "factor"
     factor: float = 2.0
     low: float = 0.0
     high: float = math.inf
 
     def __post_init__(self) -> None:
-        if self.factor <= 1 or not 0 < self.start < (1 if self.kind == "complement" else math.inf):
+        if self.factor <= 1 or not 0 < self.start < (1 if self.kind in ("odds", "complement") else math.inf):
             raise UsageError(
                 f"a scale of kind {self.kind} starts at {self.start} with factor {self.factor}; the factor must be "
-                "above 1, and the start above 0 (of a complement below 1, too)"
+                "above 1, and the start above 0 (of odds below 1, too)"
             )
 
     def value(self, steps: float) -> float:
@@ -53,6 +54,8 @@ class Scale:
         if self.kind == "complement":
             return float(f"{1 - (1 - self.start) * self.factor**-steps:.6g}")
         value = self.start * self.factor**steps
+        if self.kind == "odds":
+            value /= 1 - self.start + value
         return float(round(value)) if self.kind == "whole" else float(f"{value:.6g}")
 
     def allows(self, steps: float) -> bool:
@@ -68,11 +71,14 @@ class Search:
         scales: of the tuned numbers, by name.
         most: points that the search may ask for, >= 1: the arm's budget.
         refinements: how often the steps are halved once the best is interior.
+        passes_equal: whether a step that rounds to the same whole number goes on to the next one. Without it, as in the
+            bench's first protocol, a search may end beside a period that it has not tried.
     """
 
     scales: Mapping[str, Scale]
     most: int
     refinements: int = 1
+    passes_equal: bool = True
 
     def values(self, point: Point) -> dict[str, float]:
         """Return the tuned numbers of a point."""
@@ -125,16 +131,23 @@ class Search:
         pairs = [(i, sign) for i in range(len(point)) for sign in (-1, 1)]
         return all(
             any(
-                not self._is_allowed(moved := _moved(point, i, sign * unit))
-                or (self._key(moved) in measured and self._key(moved) != self._key(point))
+                not self._is_allowed(_moved(point, i, sign * unit))
+                or ((beside := self._beside(point, i, sign * unit)) is not None and self._key(beside) in measured)
                 for unit in units
             )
             for i, sign in pairs
         )
 
     def _neighbours(self, point: Point, index: int, step: int) -> list[Point]:
-        moves = [_moved(point, index, sign * step) for sign in (-1, 1)]
-        return [move for move in moves if self._is_allowed(move) and self._key(move) != self._key(point)]
+        beside = (self._beside(point, index, sign * step) for sign in (-1, 1))
+        return [move for move in beside if move is not None]
+
+    def _beside(self, point: Point, index: int, by: int) -> Point | None:
+        """Return the next point that way with another value; None where the scale ends before."""
+        most = 2 ** (self.refinements + 1) if self.passes_equal else 1  # two factors lead from 1 to 2
+        moves = (_moved(point, index, number * by) for number in range(1, most + 1))
+        moved = next((move for move in moves if self._key(move) != self._key(point)), None)
+        return moved if moved and self._is_allowed(moved) else None
 
     def _lower(self, point: Point, step: int) -> Point:
         """Return the point that is a step lower on every scale, but for those that end there."""
