@@ -12,7 +12,7 @@ from statistics import geometric_mean
 from typing import Any
 
 from twophase.judge.bootstrap import t_interval
-from twophase.studies import regimes
+from twophase.studies import bench, regimes
 
 DOCS = Path(__file__).parent.parent / "docs"
 Setting = tuple[str, bool, float, float, str]
@@ -299,3 +299,28 @@ def test_nesterov_beside_its_gain_matched_control() -> None:
         f"({times(spans[1.1])}) at 1.1"
     )
     assert said in page()
+
+
+def test_restarts_on_the_bench() -> None:
+    """How many of its comparisons with a restart against none say what, and that no restarted arm beats averaging."""
+    result = bench.table()
+    words = result.numbers["words"]["with a restart against without"]
+    total, better, worse = sum(words.values()) - words.get("missing", 0), words["better"], words["worse"]
+    for name, parts in {
+        "index.md": f"of {total} comparisons on the bench so far {better} say that a restart is better than none, ",
+        "restarts.md": f"of {total} comparisons on the bench {better} say better",
+        "restarts-when.md": f"of {total} comparisons so far {better} say that a restart is better than none, {worse}",
+    }.items():
+        assert parts in plain(name), name
+    lines = [line for line in result.rows if "@" in line["arm"] and line["control"] == "averaging"]
+    assert not any(line["word"] == "better" for line in lines)
+    of_restart = [
+        line for line in result.rows if line["family"].startswith("with a restart") and line["word"] == "better"
+    ]
+    assert {(line["place"], line["arm"]) for line in of_restart} == {("sparse", "adamw@3"), ("eight", "slowmo@3")}
+
+
+def plain(name: str) -> str:
+    """A page on one line, without the targets of its links."""
+    text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", (DOCS / name).read_text(encoding="utf-8"))
+    return " ".join(text.split())

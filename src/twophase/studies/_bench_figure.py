@@ -10,7 +10,7 @@ import numpy as np
 from twophase.figures.profiles import draw_profiles
 from twophase.figures.style import INK, PAPER, headline, new_page, share_legend
 from twophase.recipes.arms import CONTROL
-from twophase.recipes.bench import CANDIDATES, short
+from twophase.recipes.bench import CANDIDATES, NESTEROV, short
 from twophase.studies._bench_expected import MAIN
 from twophase.studies.study import Result
 
@@ -67,6 +67,6 @@ def _map(axes: Axes, result: Result) -> None:
 
 def _profile(axes: Axes, result: Result) -> None:
     distances = result.numbers["behind"]
-    shown = (CONTROL, *CANDIDATES, "ramp:~0.5", "nesterov:momentum=~0.6", "muon")
+    shown = (CONTROL, *CANDIDATES, "ramp:~0.5", NESTEROV, f"{NESTEROV}+filter=orthogonal")
     last = [*(arm for arm in distances if arm not in shown), *shown]
     draw_profiles(axes, {arm: distances[arm] for arm in last}, {arm: short(arm) for arm in shown})

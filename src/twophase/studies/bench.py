@@ -71,14 +71,14 @@ def _line(pair: tuple[str, str, str], results: Results, comparisons: int) -> dic
 
 
 def _momenta(rows: Sequence[Mapping[str, str]]) -> dict[str, int]:
-    """Count tuned momenta, and those at the least value that the search of protocol 1 can try."""
+    """Count tuned momenta, and those that whole steps of protocol 1's search cannot lower any further."""
     momenta = {(r["place"], r["arm"]): float(r["method.momentum"]) for r in rows if r.get("method.momentum")}
     least = {}
     for arm in {arm for _, arm in momenta}:
         start = Arm(arm, 1.0).scales["method.momentum"].start
         scale = Scale(start, "complement")
-        least[arm] = next(scale.value(-k / 2) for k in itertools.count() if not scale.allows(-(k + 1) / 2))
-    return {"momenta": len(momenta), "least": sum(value == least[arm] for (_, arm), value in momenta.items())}
+        least[arm] = next(scale.value(-k) for k in itertools.count() if not scale.allows(-k - 1))
+    return {"momenta": len(momenta), "least": sum(value <= least[arm] for (_, arm), value in momenta.items())}
 
 
 def _counts(lines: Sequence[Mapping[str, Any]], family: str) -> dict[str, int]:
@@ -139,7 +139,7 @@ def answer(result: Result) -> str:
             ),
             f"Searches whose best has a neighbour that was not tried: {numbers['cut']} of {numbers['searches']}. "
             "Their best may be beyond.",
-            f"Tuned momenta at the least value that their search tries: {numbers['least']} of {numbers['momenta']}.",
+            f"Tuned momenta at the least value of whole steps: {numbers['least']} of {numbers['momenta']}.",
             f"By the clock all runs took {numbers['hours']:.1f} hours of one thread.",
         ]
     )
