@@ -18,7 +18,7 @@ from twophase.recipes.controls import grid_of
 from twophase.report.results import Run, load
 from twophase.report.results import Sweep as SweepResults
 from twophase.sweeps.grid import Axis, Sweep
-from twophase.tasks.named import LM, TASK, check, config_class, name_of
+from twophase.tasks.named import LM, TASK, check, check_is_called_by_a_program, config_class, name_of
 from twophase.training.config import RunConfig, check_rule_options
 
 
@@ -155,6 +155,7 @@ def tune(
 
 def _configuration(task: Any, config: RunConfig | Mapping[str, Any] | None) -> RunConfig:
     """Return the checked configuration of a task, given by name or as an object, with some values."""
+    check_is_called_by_a_program()
     if isinstance(config, RunConfig):
         return check(config)
     if isinstance(task, type):

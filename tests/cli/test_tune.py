@@ -213,6 +213,7 @@ IMPOSSIBLE: list[dict[str, Any]] = [
     {"points": 3, "budget": 60.0},
     {"points": 0},
     {"budget": 0.0},
+    {"points": None, "budget": "10m"},
     {"seeds": ()},
     {"seeds": (1, 1)},
     {"fresh": (5,)},

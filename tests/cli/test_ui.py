@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import http.client
+import os
 import re
+import shutil
 import threading
 from collections.abc import Iterator
 from http.server import ThreadingHTTPServer
@@ -133,6 +135,19 @@ def test_the_list(server: ThreadingHTTPServer) -> None:
         "/view/sweep": ["sweep", "unfinished", "0 of 2 settings finished"],
     }.items():
         assert all(f">{word}" in rows[path] for word in words), path
+
+
+def test_an_odd_folder_is_one_row(root: Path) -> None:
+    """A name that is not UTF-8, a configuration of odd types, and a user's own configuration leave the list whole."""
+    odd = root / os.fsdecode(b"caf\xe9")
+    shutil.copytree(root / "a b", odd)
+    (odd / "config.yaml").write_text("sync: {restart: 3}\n", encoding="utf-8")
+    (root / "config.yaml").write_text("outer: {lr: 0.7}\n", encoding="utf-8")
+    library = Library(root)
+    text = library.list_page()
+    for part in ("/view/a%20b", "/view/sweep", "/view/caf%E9"):
+        assert f'href="{part}"' in text
+    assert library.folder_page([os.fsdecode(b"caf\xe9")])
 
 
 def test_a_page_is_made_again_when_a_file_changes(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

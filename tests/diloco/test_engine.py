@@ -254,6 +254,7 @@ def in_parts(*cut: str) -> DiLoCo:
     ("engine", "state", "message"),
     [
         (small, dict, "lacks anchor, fragments, inner_step, launching, layout, round, schedule, syncs, under_way"),
+        (small, lambda: None, "pass what state_dict"),
         (small, lambda: small().state_dict() | {"anchor": torch.zeros(3)}, r"elements of the anchor .*\(32\).*\(3\)"),
         (small, lambda: small().state_dict() | {"inner_step": 5}, "after 5 inner steps of its round, but inner_steps"),
         (small, lambda: small(nn.Linear(4, 2)).state_dict(), r"parameters of the model .*\(3\).*\(4\)"),
@@ -264,7 +265,7 @@ def in_parts(*cut: str) -> DiLoCo:
             r"param groups differ between this engine \(1\) and the state \(2\)",
         ),
     ],
-    ids=["empty", "damaged", "beyond the round", "shape", "names", "cut"],
+    ids=["empty", "none", "damaged", "beyond the round", "shape", "names", "cut"],
 )
 def test_a_state_of_another_engine_is_refused(
     engine: Callable[[], DiLoCo], state: Callable[[], dict[str, Any]], message: str

@@ -404,3 +404,23 @@ def test_inner_products_are_summed_in_pieces():
     expected = float((x.double() ** 2).sum())
     assert float(dot(x, x)) == pytest.approx(expected, rel=5e-6)
     assert float(torch.dot(x, x)) != pytest.approx(expected, rel=5e-6)
+
+
+def test_a_step_that_makes_the_buffers_is_no_round():
+    """Hivemind's averager takes one with gradients of 0, at the outer learning rate, before it looks at the state."""
+    params, outers = [scalar(1.0), scalar(1.0)], []
+    for x, is_made in zip(params, (True, False), strict=True):
+        outer = OuterSGD([x], 0.7, 0.9, nesterov=True, restart=3)
+        if is_made:
+            x.grad = torch.zeros_like(x)
+            outer.step()
+            assert outer.state[x]["momentum_buffer"].item() == 0
+        outers.append(outer)
+    restarts = []
+    for _ in range(7):
+        for x, outer in zip(params, outers, strict=True):
+            x.grad = torch.full_like(x, 0.1)
+            outer.step()
+        restarts.append([outer.param_groups[0]["restarts"] for outer in outers])
+    assert restarts == [[0, 0], [0, 0], [1, 1], [1, 1], [1, 1], [2, 2], [2, 2]]
+    assert same_bits(*params)

@@ -167,6 +167,9 @@ def test_from_torch_is_the_class():
         "torch:optimizer=Adam:options=lr=0.1,betas=0.8/0.9"
     )
     assert str(from_torch(torch.optim.Muon, lr=0.1)) == "torch:optimizer=Muon:options=lr=0.1"  # takes matrices alone
+    for wrong in ("Adam", torch.optim.Adam([torch.zeros(1)])):
+        with pytest.raises(ValueError, match="is no class of optimizers"):
+            from_torch(wrong)  # type: ignore[arg-type]
     package = pytest.importorskip("pytorch_optimizer", reason="the package pytorch-optimizer is not installed")
     method = from_torch(package.Lion, lr=0.02, betas=(0.8, 0.99))
     actual, expected = (parameters(0) for _ in range(2))

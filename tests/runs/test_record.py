@@ -118,3 +118,13 @@ def test_the_largest_numbers_warn_of_nothing(tmp_path: Path, name: str) -> None:
         return lines
 
     assert describe(diagnose(changed(tmp_path, change)), "run")
+
+
+def test_lost_last_rounds_are_named(tmp_path: Path) -> None:
+    """A summary that counts more rounds than the log has."""
+    folder = write_run(tmp_path, EMA, [0.3], 10)
+    lines = (folder / "rounds.jsonl").read_text().splitlines(keepends=True)
+    summary = json.loads((folder / "summary.json").read_text()) | {"rounds": len(lines)}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    (folder / "rounds.jsonl").write_text("".join(lines[:6]))
+    assert "The last rounds are missing: 4, after round 6." in read_record(folder).problems

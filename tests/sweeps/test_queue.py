@@ -400,3 +400,27 @@ def test_a_killed_or_suspended_worker_loses_its_job(
             process.communicate(b"\n", timeout=60)
             assert names(queue) == ["a.2"]
             assert states(queue, ["a"]) == "r"
+
+
+def test_a_claim_that_was_taken_meanwhile_is_not_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the listing and the forgetting a worker may have ended its claim, and another taken the same name."""
+    queue = Queue(tmp_path)
+    first = queue.take(queue.look(["job"]))
+    assert first is not None
+    standing = queue._standing
+    taken: list[Claim] = []
+
+    def slow(job: str, numbers: list[int]) -> Any:
+        if not taken:
+            first.release()
+            seen = standing(job, numbers)
+            claim = Queue(tmp_path).take(Queue(tmp_path).look(["job"]))
+            assert claim is not None
+            taken.append(claim)
+            return seen
+        return standing(job, numbers)
+
+    monkeypatch.setattr(queue, "_standing", slow)
+    queue.begin_call()
+    assert Queue(tmp_path).take(Queue(tmp_path).look(["job"])) is None
+    taken[0].release()

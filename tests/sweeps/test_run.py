@@ -23,6 +23,7 @@ from twophase.runs.folder import RunFolder, lock_folder
 from twophase.sweeps import run as launch
 from twophase.sweeps.crew import Crew
 from twophase.sweeps.grid import Axis, Cell, Sweep, product
+from twophase.sweeps.queue import Queue
 from twophase.sweeps.run import Outcome, Status, read_plan, read_summaries, run_sweep
 from twophase.sweeps.table import read_rows, write_rows
 from twophase.sweeps.trials import TRIALS, Trials, open_storage
@@ -270,6 +271,23 @@ def test_workers_elsewhere(tmp_path: Path, command: list[str], monkeypatch: pyte
     subprocess.run([*command, "--out", str(folder)], check=True, capture_output=True)
     assert counts(run_sweep(sweep, folder, workers=4, launch=must_not)) == (0, 0, 0, 3)
     assert states(folder) == ["finished", "diverged", "finished"]
+
+
+def test_failures_of_workers_elsewhere_are_told(tmp_path: Path) -> None:
+    """A call that starts no worker, only to look, says what has failed and why; the next call tries it again."""
+    sweep, folder = sweep_of("ok", "ok"), tmp_path / "out"
+    run_sweep(sweep, folder, workers=0)
+    work, queue = Work.read(folder), Queue(folder)
+    assert work is not None
+    for name in work.jobs:
+        claim = queue.take(queue.look([name]))
+        assert claim is not None
+        claim.fail("RuntimeError: CUDA error: out of memory")
+    outcome = run_sweep(sweep, folder, workers=0)
+    assert len(outcome.errors) == 2
+    assert all("out of memory" in error for error in outcome.errors.values())
+    assert states(folder) == ["failed", "failed"]
+    assert {standing.state for standing in Queue(folder).look(work.jobs).values()} == {"waiting"}
 
 
 def test_devices_are_dealt_out(tmp_path: Path, command: list[str]) -> None:

@@ -17,6 +17,8 @@ from twophase.sweeps.table import (
     STATES,
     Row,
     State,
+    _value,
+    cell_text,
     format_table,
     geometric_mean,
     read_rows,
@@ -224,6 +226,19 @@ def test_format_table() -> None:
     assert format_table(["arm"], []) == "arm"
     text = format_table(["arm", "n"], [["a", 1], ["b", 20]], markdown=True)
     assert text.splitlines() == ["| arm |  n |", "| --- | --: |", "| a   |  1 |", "| b   | 20 |"]
+
+
+def test_texts_that_look_like_numbers_stay_texts() -> None:
+    """01 is not 1, and 1.10 not 1.1: settings of a text are told apart as they were written."""
+    for value in ("01", "1.10", "1_0", "+1", 1, 1.5, -2.0, 1e-05, "x"):
+        text = cell_text(value)
+        assert _value("task.variant", text) == value, value
+        assert isinstance(_value("task.variant", text), type(value))
+
+
+def test_a_bar_ends_no_cell() -> None:
+    """In Markdown a value such as ends=embedding|head is one cell."""
+    assert "embedding\\|head" in format_table(["a", "b"], [["embedding|head", 1]], markdown=True)
 
 
 def test_readable() -> None:

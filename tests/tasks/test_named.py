@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -199,6 +200,28 @@ def test_python_refuses_what_the_command_refuses() -> None:
     """An option of momentum SGD beside another method would not be looked at."""
     with pytest.raises(UsageError, match=r"--outer\.momentum is an option of --outer\.method sgd"):
         twophase.train("digits", SHORT | {"outer.method": "adamw", "outer.momentum": 0.5}, quiet=True)
+
+
+CALL = """
+import twophase
+config = {"steps": 4, "inner_steps": 2}
+twophase.sweep(Rings(), {"outer.lr": [0.3, 0.7]}, config, "sweep", workers=1, quiet=True)
+"""
+
+
+@pytest.mark.parametrize("pipe", [False, True])
+def test_a_program_without_a_guard(rings: Path, pipe: bool) -> None:
+    """Workers import the file: the message names the guard. A class in a program from a pipe has no file at all."""
+    program = Path("program.py")
+    program.write_text(rings.read_text() + CALL)
+    with program.open() as file:
+        done = subprocess.run(
+            [sys.executable, "-" if pipe else program.name], stdin=file, capture_output=True, text=True, check=False
+        )
+    assert done.returncode != 0
+    words = "define its class at the top of a file" if pipe else 'below `if __name__ == "__main__":`'
+    assert words in done.stderr
+    assert pipe or "remove that file" not in done.stderr
 
 
 MISTAKES = {

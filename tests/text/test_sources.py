@@ -164,6 +164,22 @@ def test_words_name_files_folders_and_patterns(tmp_path: Path):
     assert [file.kind for file in find([str(tmp_path / "note.pdf")], "text")[0]] == ["text"]
 
 
+def test_hidden_folders_and_the_result_are_no_sources(tmp_path: Path):
+    """A notebook's checkpoints and git's objects would double a text, and a result below its source would be read."""
+    for name in ("a.txt", ".ipynb_checkpoints/a-checkpoint.txt", "tok/tokenizer/tokenizer.json", "tok/b.txt"):
+        write(tmp_path / name, b"words")
+    assert [file.name for file in find([str(tmp_path)], outside=tmp_path / "tok")[0]] == ["a.txt"]
+
+
+def test_one_long_line_gets_no_line_breaks(tmp_path: Path):
+    """It is cut at spaces into documents; nothing is put between its words, and none is lost."""
+    text = " ".join(f"word{number}" for number in range(5000))
+    texts = read(write(tmp_path / "a.txt", text.encode()))
+    assert len(texts) > 1
+    assert not any("\n" in each for each in texts)
+    assert " ".join(texts).split() == text.split()
+
+
 def test_links_are_what_their_names_say(tmp_path: Path):
     """Of links to nameless files, as in the hub's cache, the links' names count; two names of one file are told."""
     for number, name in enumerate(("c4-train.00000-of-01024.json.gz", "c4-validation.00000-of-00008.json.gz")):

@@ -122,7 +122,7 @@ def train_config(
         paths += flatten(tree)
     config = with_values(config, {f"{TASK}.name": name} if name != LM else {})
     values = values_given(options, config)
-    if untuned and not (files or options.recipe or any(path.startswith(("outer.", "sync.")) for path in values)):
+    if untuned and not (files or options.recipe or any(path.startswith(("outer.", "sync.restart")) for path in values)):
         # The decay that averaging is best with, unless another schedule is asked for.
         values = {**untuned, **({} if "inner.decay" in values else {"inner.schedule": "wsd"}), **values}
     config = with_values(config, values)

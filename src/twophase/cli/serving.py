@@ -6,9 +6,10 @@ to lead here (DNS rebinding), gets nothing. It writes nothing.
 
 from __future__ import annotations
 
+import os
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import parse_qs, unquote, unquote_to_bytes, urlsplit
 
 import twophase.studies.policies  # noqa: F401 - the runs of a study may name policies of it
 from twophase.base.config import UsageError
@@ -69,7 +70,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise UsageError(f"{unquote(path)}: there is no such page; the list is at /")
         if runs or not path.removeprefix(VIEW):
             return self.library.overlay_page(runs) if runs else self.library.folder_page([])
-        parts = [unquote(part) for part in path.removeprefix(VIEW).rstrip("/").split("/")]
+        parts = [os.fsdecode(unquote_to_bytes(part)) for part in path.removeprefix(VIEW).rstrip("/").split("/")]
         # A sweep's page leads to the pages that `report` would have written beside the runs.
         return self.library.folder_page(parts[:-1] if parts[-1] == REPORT else parts)
 

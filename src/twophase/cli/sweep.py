@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 def main(words: list[str]) -> int:
     """Run the command; return its exit status."""
+    from twophase.base.options import values_given
     from twophase.cli.sweeping import add_options, run, take_slurm_options
     from twophase.recipes.controls import grid_of
     from twophase.sweeps.grid import Sweep, parse_axes
@@ -47,6 +48,8 @@ def main(words: list[str]) -> int:
             "no --axis; name at least one, for example --axis outer.lr 0.3 0.7 --axis outer.restart never 3"
         )
     axes = parse_axes(options.axis, config)
+    if both := [axis.path for axis in axes if axis.path in values_given(options, config)]:
+        raise UsageError(f"--{both[0]} is an axis of the grid, too; leave the option or the axis out")
     cells = grid_of(config, axes, controls=options.controls)
     out = options.out or Path("runs") / "sweep"
     repeat = command_line(["sweep", *words])

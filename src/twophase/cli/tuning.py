@@ -71,6 +71,8 @@ class Tuning:
                 f"--arms {self.texts if isinstance(self.texts, str) else ' '.join(self.texts)}: give a list of one or "
                 f"more arms, each once; {CONTROL} is always there"
             )
+        if not isinstance(self.budget, int | float | None):
+            raise UsageError(f"--budget is {self.budget!r}; from Python give seconds, such as budget=7200")
         if self.points is not None and self.budget is not None:
             raise UsageError(f"--points {self.points} and --budget {self.budget:g} s: give one of the two")
         if not (self.points is None or self.points >= 1) or not (self.budget is None or 0 < self.budget < math.inf):

@@ -371,6 +371,11 @@ def _build_outers(
             f"DiLoCo: restart and fragments do not name the same ({', '.join(sorted(set(policies) ^ set(names)))}); "
             f"the fragments are {', '.join(names)}: give each its policy"
         )
+    if isinstance(outer, type) and issubclass(outer, Optimizer):
+        raise ValueError(
+            f"DiLoCo: outer is the class {outer.__name__}, whose own learning rate is one for inner steps; give "
+            f"from_torch({outer.__name__}, lr=...), or a function: lambda params: {outer.__name__}(params, lr=0.7)"
+        )
     is_value = isinstance(outer, OuterRule | Outer | Method)
     if isinstance(outer, Optimizer) or not (is_value or callable(outer)):
         raise ValueError(

@@ -112,7 +112,8 @@ def _load_sync(saved: Mapping[str, Any], setting: Setting) -> Sync:
 
 def check(state: Mapping[str, Any], setting: Setting, schedule: Schedule) -> None:
     """Refuse a state of another engine, model or schedule, in one sentence that names the difference."""
-    if missing := _KEYS - state.keys():
+    missing = _KEYS - state.keys() if isinstance(state, Mapping) else _KEYS
+    if missing:
         raise ValueError(
             f"DiLoCo.load_state_dict: the state lacks {', '.join(sorted(missing))}; pass what state_dict() returned"
         )

@@ -241,6 +241,8 @@ def from_torch(cls: type[torch.optim.Optimizer], **options: Any) -> TorchMethod:
     Raises:
         ValueError: an argument that has no text form, or that the optimizer refuses.
     """
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        raise ValueError(f"from_torch: {cls!r:.60} is no class of optimizers; give one, such as torch.optim.Adagrad")
     name = cls.__name__ if getattr(torch.optim, cls.__name__, None) is cls else f"{cls.__module__}.{cls.__qualname__}"
     method = TorchMethod(name, ",".join(f"{key}={_text(key, value)}" for key, value in options.items()))
     torch_optimizer(method, [torch.zeros(1, 1, requires_grad=True)])  # torch's Muon takes matrices alone

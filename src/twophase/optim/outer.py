@@ -224,12 +224,12 @@ class OuterSGD(Optimizer):
         return parts
 
     def _is_rehearsal(self, parts: Sequence[Part]) -> bool:
-        """Whether this step is one of torch.distributed.checkpoint's, which makes buffers and must be no round.
+        """Whether this step is there to make the buffers, and must be no round.
 
-        To learn what a state holds, its `get_optimizer_state_dict` takes a step at learning rate 0 with gradients of 0
-        where there is no state yet.
+        To learn what a state holds, `get_optimizer_state_dict` of torch.distributed.checkpoint (at learning rate 0) and
+        hivemind's averager take a step with gradients of 0 where there is no state yet.
         """
-        if self.state or not parts or any(part.group["lr"] != 0 or part.group["rounds"] for part in parts):
+        if self.state or not parts or any(part.group["rounds"] for part in parts):
             return False
         gradients = [g for part in parts for g in part.gradients]
         if any(bool(getattr(g, "to_local", lambda g=g: g)().any()) for g in gradients):

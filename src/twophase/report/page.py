@@ -119,7 +119,7 @@ def link(text: object, target: str | None) -> Html:
     if target is None:
         return join([text])
     # Every part is quoted, the colon too, so that no path can be read as an address of another kind.
-    return tag("a", text, href="/".join(quote(part, safe="") for part in PurePosixPath(target).parts))
+    return tag("a", text, href="/".join(quote(os.fsencode(part), safe="") for part in PurePosixPath(target).parts))
 
 
 def table(

@@ -25,7 +25,7 @@ from twophase.report.page import Html, asset, counted, link, page, section, tabl
 from twophase.report.run import result_words, run_report
 from twophase.report.sweep import sweep_report
 from twophase.report.sweep_record import is_sweep, read_sweep
-from twophase.runs.folder import CONFIG, ENV, METRICS, ROUNDS, STEPS, SUMMARY
+from twophase.runs.folder import CONFIG, ENV, LOCK, METRICS, ROUNDS, STEPS, SUMMARY
 from twophase.runs.log import read_log
 from twophase.runs.record import RunRecord, is_run, read_record
 from twophase.sweeps.run import SPEC, TABLE
@@ -132,7 +132,7 @@ class Library:
         count = 0
         for place, names, _ in os.walk(self.root):
             folder = Path(place)
-            if is_sweep(folder) or is_run(folder):
+            if is_sweep(folder) or _is_begun(folder):
                 yield folder
                 names.clear()
                 count += 1
@@ -157,6 +157,11 @@ class Library:
 
 
 _STATES = ("any state", "finished", "unfinished", "diverged", "damaged")
+
+
+def _is_begun(folder: Path) -> bool:
+    """Tell a run from a folder with a configuration that a user has put there."""
+    return is_run(folder) and any((folder / name).exists() for name in (LOCK, *_FILES[1:]))
 
 
 def _root_link() -> Html:
@@ -184,7 +189,7 @@ def _row(folder: Path) -> list[object]:
     kind = "sweep" if is_sweep(folder) else "run"
     try:
         return [kind, *(_sweep_row(folder) if kind == "sweep" else _run_row(folder)), changed]
-    except (UsageError, OSError, ValueError) as error:
+    except (UsageError, OSError, ValueError, TypeError) as error:
         return [kind, "damaged", str(error), "", "", changed]
 
 

@@ -123,9 +123,14 @@ class RunRecord:
     def _outer(self) -> dict[str, Any]:
         return {path[6:]: value for path, value in self.config.items() if path.startswith("outer.")}
 
+    @property
+    def _by_fragment(self) -> list[Any]:
+        words = self.config.get("sync.restart") or []
+        return list(words) if isinstance(words, list | tuple) else [words]
+
     def policy(self, block: str = WHOLE) -> RestartPolicy | None:
         """Return the restart policy of a block, if the configuration holds one."""
-        by_block = dict(str(word).split("=", 1) for word in self.config.get("sync.restart") or ())
+        by_block = dict(str(word).split("=", 1) for word in self._by_fragment if "=" in str(word))
         text = by_block.get(block, self.config.get("outer.restart"))
         try:
             return parse(str(text)) if isinstance(text, (str, int)) else None
@@ -135,7 +140,7 @@ class RunRecord:
     @property
     def restart(self) -> str:
         """The restart policy in words: a policy for each fragment, or the same for all."""
-        words = self.config.get("sync.restart") or [self.config.get("outer.restart", "unknown")]
+        words = self._by_fragment or [self.config.get("outer.restart", "unknown")]
         return ", ".join(map(str, words))
 
     def number(self, path: str) -> float:
@@ -204,6 +209,9 @@ def read_record(path: Path, paths: Collection[str] = ()) -> RunRecord:
         record.problems.append(
             "summary.json does not fit the run's configuration, or lacks a value; its numbers are shown as they are."
         )
+    ended = _number((record.summary or {}).get("rounds"))
+    if ended > (last := np.nanmax(record.rounds["round"], initial=0)):
+        record.problems.append(f"The last rounds are missing: {ended - last:,.0f}, after round {last:.0f}.")
     unknown = [
         repr(str(name)[:80])
         for name in record.config

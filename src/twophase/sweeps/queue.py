@@ -150,12 +150,16 @@ class Queue:
         self._silences: dict[Path, tuple[float, float, float]] = {}
         """From a claim to the time of its file, when it was first seen so, and the last look (on this clock)."""
 
-    def begin_call(self) -> None:
-        """Forget failures and deaths so far, because the sweep's command is repeated."""
+    def begin_call(self, *, failed_only: bool = False) -> None:
+        """Forget failures and deaths so far, because the sweep's command is repeated; or failures alone."""
         for job, numbers in self._claims().items():
-            running = self._standing(job, numbers).state == "running"
-            for number in numbers[: len(numbers) - running]:
-                self._path(job, number).unlink(missing_ok=True)
+            standing = self._standing(job, numbers)
+            if failed_only and standing.state != "failed":
+                continue
+            # A claim that has gone meanwhile may be another worker's by now.
+            for number in numbers:
+                if number <= standing.last - (standing.state == "running"):
+                    self._path(job, number).unlink(missing_ok=True)
 
     def look(self, jobs: Iterable[str]) -> dict[str, Standing]:
         """Return where each of these jobs stands.

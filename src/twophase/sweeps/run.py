@@ -181,7 +181,10 @@ def run_sweep(
             raise UsageError(f"--out {folder}: cannot be used ({error.strerror}); choose another --out") from None
         call = _Call(sweep, work, progress)
         if call.pending:
-            Queue(folder).begin_call()
+            queue = Queue(folder)
+            if workers == 0:  # those of workers elsewhere are told once, before they are forgotten
+                call.note_failures(queue)
+            queue.begin_call(failed_only=workers == 0)
             words = [*command, "--out", str(folder)]
             words += [] if in_memory is None else ["--in-memory", str(in_memory)]
             if launch is not None:
@@ -332,6 +335,11 @@ class _Call:
         finally:
             crew.stop(0.0)
             self._write()
+
+    def note_failures(self, queue: Queue) -> None:
+        """Take note of what has failed under workers that no call watches."""
+        self._ask(queue)
+        self._write()
 
     def outcome(self) -> Outcome:
         """Sum up the call; raise a RunError where the trials cannot be written."""

@@ -16,6 +16,7 @@ import math
 import re
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -282,6 +283,8 @@ def format_table(header: Sequence[str], rows: Iterable[Sequence[Any]], *, markdo
     long  13.90
     """
     lines = [list(header), *([cell_text(item) for item in row] for row in rows)]
+    if markdown:  # a bar would end the cell
+        lines = [[item.replace("|", "\\|") for item in line] for line in lines]
     columns = list(zip(*lines, strict=True))
     widths = [max(map(len, column)) for column in columns]
     right = [len(lines) > 1 and all(map(_reads_as_number, column[1:])) for column in columns]
@@ -361,10 +364,10 @@ def _value(path: str, text: str) -> Any:
     if path.rpartition(".")[2] == "restart":
         return text
     for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
+        with suppress(ValueError):
+            value = kind(text)
+            if cell_text(value) == text:  # else a text, such as 01 or 1.10
+                return value
     return text
 
 

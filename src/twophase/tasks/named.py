@@ -40,6 +40,19 @@ _KINDS = (bool, int, float, str)
 """Types of values that an option, a file and an axis can hold."""
 
 
+_under_import: list[str] = []
+"""Tasks whose file is being imported."""
+
+
+def check_is_called_by_a_program() -> None:
+    """Refuse a call that a task's file makes while it is imported, as by a worker process."""
+    if _under_import:
+        raise UsageError(
+            f"--task {_under_import[-1]}: its file trains when it is imported, and every worker process imports it; "
+            'put its calls of twophase below `if __name__ == "__main__":`'
+        )
+
+
 def task_class(name: str) -> type:
     """Return the class of a task.
 
@@ -87,11 +100,14 @@ def _module(name: str, module: str) -> ModuleType:
         if (folder := str(file.absolute().parent)) not in sys.path:
             sys.path.append(folder)
         loaded = sys.modules[unique] = importlib.util.module_from_spec(spec)  # dataclasses look their types up there
+        _under_import.append(name)
         try:
             spec.loader.exec_module(loaded)
         except BaseException:
             del sys.modules[unique]
             raise
+        finally:
+            _under_import.pop()
     except UsageError:
         raise
     except Exception as error:  # of the file's own code
@@ -113,6 +129,7 @@ def name_of(kind: type) -> str:
             return name
     module = sys.modules.get(kind.__module__)
     file = getattr(module, "__file__", None)
+    file = file if file and Path(file).exists() else None  # of a program from a pipe it is <stdin>
     if "." in kind.__qualname__ or module is None or (kind.__module__ == "__main__" and file is None):
         raise UsageError(
             f"the task {kind.__qualname__} cannot be found by another process; define its class at the top of a file"

@@ -164,9 +164,9 @@ def _planned(request: Request) -> _Plan:
             f"--end-of-text {request.end_of_text}: --tokenizer {request.tokenizer} has its own end of a text; leave "
             f"--end-of-text out"
         )
-    train, validation = find(request.sources, request.kind)
+    train, validation = find(request.sources, request.kind, outside=request.out)
     if request.validation:
-        validation = [file for files in find(request.validation, request.kind) for file in files]
+        validation = [file for files in find(request.validation, request.kind, outside=request.out) for file in files]
     if not train:
         raise UsageError("the sources are validation files of C4 only; name its c4-train files as well")
     trained = {file.place for file in train}

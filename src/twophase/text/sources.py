@@ -90,18 +90,21 @@ class Batch:
 # ------------------------------------------------------------------------------------------------------- which files
 
 
-def find(words: Sequence[str], kind: str = "auto") -> tuple[list[File], list[File]]:
+def find(words: Sequence[str], kind: str = "auto", *, outside: Path | None = None) -> tuple[list[File], list[File]]:
     """Return the files that some words name, and those of C4's validation split among them.
 
     Args:
         words: each `c4` (on the hub), a file, a folder, or a glob pattern; the order of words is kept, and files of one
             word are sorted by name.
         kind: `json`, `parquet` or `text`, or `auto` for what each name ends in.
+        outside: a folder whose files are left out: where the result goes.
 
     Raises:
         UsageError: a word that names nothing, or nothing that can be read; a file named twice.
     """
     files = [file for word in words for file in _files(word, kind)]
+    if outside is not None:
+        files = [file for file in files if outside.absolute() not in Path(file.path).parents]
     seen: set[str] = set()
     for file in files:
         if file.place in seen:
@@ -114,11 +117,13 @@ def find(words: Sequence[str], kind: str = "auto") -> tuple[list[File], list[Fil
 
 
 def _files(word: str, kind: str) -> list[File]:
-    path = Path(word).expanduser()
+    path = Path(os.path.expanduser(word))  # noqa: PTH111 - Path's raises for unknown users
     if word == C4 and not path.exists():
         return _c4()
     if path.is_dir():
-        paths = sorted(inner for inner in path.rglob("*") if inner.is_file() and not inner.name.startswith("."))
+        paths = sorted(
+            inner for inner in path.rglob("*") if inner.is_file() and not _is_hidden(inner.relative_to(path))
+        )
         fault = f"the folder holds no file that ends in {_ENDINGS}; name files, or give --kind"
     elif path.exists():
         paths = [path]
@@ -132,6 +137,10 @@ def _files(word: str, kind: str) -> list[File]:
     if not files:
         raise UsageError(f"{word}: {fault}")
     return files
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
 
 
 def _c4() -> list[File]:
@@ -396,14 +405,14 @@ def _paragraphs(text: TextIO) -> Iterator[str]:
         if not line.endswith("\n") and len(line) >= MAX_PARAGRAPH:
             cut = line.rfind(" ") + 1 or len(line)
             line, rest = line[:cut], line[cut:]
-            is_blank = False
+            is_blank, is_cut = False, True
         else:
             line = line.removesuffix("\n")
-            is_blank = not line.strip()
+            is_blank, is_cut = not line.strip(), False
         if not is_blank:
             lines.append(line)
             size += len(line)
-        if lines and (is_blank or size >= MAX_PARAGRAPH):
+        if lines and (is_blank or is_cut or size >= MAX_PARAGRAPH):
             yield "\n".join(lines)
             lines, size = [], 0
     if lines or rest:

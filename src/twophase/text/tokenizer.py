@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -89,7 +90,7 @@ def load_tokenizer(name: str, *, end_of_text: str | None = None) -> Tokenizer:
     if name == "mistral":
         made, unknown, begin, end = mistral.build(_tokenizers("--tokenizer mistral"))
         return _wrap(made, name, end, _config(bos_token=begin, eos_token=end, unk_token=unknown))
-    folder = Path(name).expanduser()
+    folder = Path(os.path.expanduser(name))  # noqa: PTH111 - Path's raises for unknown users
     if folder.is_file() and folder.name == TOKENIZER_JSON:
         folder = folder.parent
     if folder.is_dir():

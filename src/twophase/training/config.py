@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -289,9 +291,13 @@ def check_rule_options(config: RunConfig, paths: Iterable[str]) -> None:
     unused = [f"outer.{name}" for name in RULE_OPTIONS if f"outer.{name}" in paths]
     if unused and config.outer.method.partition(":")[0] != USUAL["method"]:
         name = unused[0].removeprefix("outer.")
+        has_it = False
+        with suppress(ValueError):  # of a method that `check` refuses
+            has_it = name in {field.name for field in dataclasses.fields(parse_value("method", config.outer.method))}
+        text = f"write it into the method's text, such as --outer.method {config.outer.method}:{name}=VALUE"
         raise UsageError(
-            f"--{unused[0]} is an option of --outer.method sgd, and the method is {config.outer.method}; write it into "
-            f"the method's text, such as --outer.method {config.outer.method}:{name}=VALUE, or leave it out"
+            f"--{unused[0]} is an option of --outer.method sgd, and the method is {config.outer.method}; "
+            f"{text if has_it else f'{config.outer.method} has no {name}, take sgd'}, or leave it out"
         )
 
 
