@@ -6,14 +6,22 @@ TRITON_INTERPRET=1 python interpreted.py FILE      writes what the rounds of `CA
 from __future__ import annotations
 
 import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+import textmaker
+from twophase.base.config import with_values
 from twophase.diloco import device_sweep
 from twophase.diloco.engine import DiLoCo
 from twophase.rule import OuterRule
+from twophase.sweeps.forest import Grower
+from twophase.sweeps.grid import Axis, Sweep, product
+from twophase.sweeps.plan import plan
+from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
 
 CASES = [
     (OuterRule(0.7, 0.9, nesterov=True), "3", 2, torch.float32, 0.0),
@@ -65,6 +73,24 @@ def rounds(
     }
 
 
+def shared(rule: OuterRule, folder: Path, device: str = "cpu") -> int:
+    """Grow a sweep whose runs share their first rounds; return how many. It refuses bits that are not equal."""
+    config = TrainConfig(
+        model=ModelConfig(layers=1, hidden_size=8, intermediate_size=8, heads=1),
+        data=DataConfig(corpus=f"file:{textmaker.write(folder / 'text.txt')}", sequence_length=8, batch_size=2),
+        steps=10,
+        inner_steps=2,
+        device=device,
+    )
+    values = {"outer.lr": rule.lr, "outer.momentum": rule.momentum, "outer.nesterov": rule.nesterov}
+    base = with_values(config, values | {"data.validation_windows": 4})
+    made = plan(Sweep("grid", base, product(base, [Axis("outer.restart", ("never", "2"))])))
+    grower = Grower(made.forest, made.runs, folder / "runs", folder / "states")
+    for root in made.forest.roots:
+        grower.grow(root.id)
+    return len(list((folder / "runs").iterdir()))
+
+
 def main() -> None:
     launched: list[str] = []
     launch = device_sweep._launch
@@ -87,6 +113,11 @@ def main() -> None:
     for case in CASES:
         launched.clear()
         results.append(rounds(*case) | {"launched": list(launched)})
+    for rule in (OuterRule(0.7, 0.9), OuterRule(0.7, 0.9, nesterov=True)):
+        launched.clear()
+        with TemporaryDirectory() as folder:
+            assert shared(rule, Path(folder)) == 2
+        assert launched.count("outer_round") > 10, launched  # five rounds, and those that a run repeats for another
     torch.save(results, sys.argv[1])
 
 

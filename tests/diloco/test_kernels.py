@@ -14,6 +14,7 @@ import torch
 
 import interpreted
 from twophase.diloco import device_sweep
+from twophase.rule import OuterRule
 
 pytest.importorskip("triton", reason="Triton is not installed: make gate, or pip install 'twophase[gate]'")
 
@@ -32,7 +33,10 @@ def assert_alike(case: tuple[Any, ...], result: dict[str, Any]) -> None:
 
 
 def test_kernels_take_the_round_of_the_engine(tmp_path: Path):
-    """Anchor, buffers, replicas, norms and decisions are those of torch's operations to rounding; digests exactly."""
+    """Anchor, buffers, replicas, norms and decisions are those of torch's operations to rounding; digests exactly.
+
+    The same program grows a sweep whose runs share rounds: those of one run must have the bits of the other's.
+    """
     command = [sys.executable, interpreted.__file__, str(tmp_path / "results")]
     paths = os.pathsep.join(path for path in sys.path if path)
     done = subprocess.run(
@@ -59,6 +63,13 @@ def test_kernels_take_the_round_on_a_gpu(case: tuple[Any, ...]):
     """As machine code, too."""
     assert device_sweep.kernels(torch.device("cuda", torch.cuda.current_device())) is not None
     assert_alike(case, interpreted.rounds(*case, device="cuda"))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_a_sweep_shares_rounds_on_a_gpu(nesterov: bool, tmp_path: Path):
+    """The kernels take the outer step of every run that shares a round, with the same bits."""
+    assert interpreted.shared(OuterRule(0.7, 0.9, nesterov), tmp_path, "cuda") == 2
 
 
 @pytest.mark.parametrize(

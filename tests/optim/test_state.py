@@ -16,6 +16,7 @@ from torch import nn
 from outers import buffers, counters, parameters, run, scalar
 from replicas import same_bits, through_file
 from twophase.optim.functional import buffer_dtype
+from twophase.optim.optimizer import OuterOptimizer
 from twophase.optim.outer import OuterSGD
 from twophase.restart import Periodic, Soft, parse
 
@@ -252,3 +253,19 @@ def test_a_loaded_buffer_lies_on_its_parameters_device(shape: tuple[int, ...], d
     outer = OuterSGD([there], lr=0.1, momentum=0.9)
     outer.load_state_dict(saved.state_dict())
     assert outer.state[there]["momentum_buffer"].device.type == "meta"
+
+
+def test_loaded_factors_lie_on_their_parameters_device():
+    """Of a torch optimizer whose buffers are not as large as the parameter; counts stay where they are."""
+    text = "torch:optimizer=Adafactor:options=lr=0.1"
+    saved = OuterOptimizer([torch.nn.Parameter(torch.ones(4, 3))], text)
+    (p,) = saved.param_groups[0]["params"]
+    p.grad = torch.ones_like(p)
+    saved.step()
+    there = torch.nn.Parameter(torch.ones(4, 3, device="meta"))
+    outer = OuterOptimizer([there], text)
+    outer.load_state_dict(saved.state_dict())
+    devices = {key: value.device.type for key, value in outer.state[there].items() if isinstance(value, torch.Tensor)}
+    assert devices.pop("step") == "cpu"
+    assert set(devices) >= {"row_var", "col_var"}
+    assert set(devices.values()) == {"meta"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -159,3 +161,15 @@ def test_frozen_weights_need_neither_a_fragment_nor_moments(
     monkeypatch.setattr(device, "machine_bytes", lambda: 4 * (1 << 20))
     with pytest.raises(UsageError, match="need at least"):
         preflight(config, Frozen())
+
+
+def test_a_run_that_is_over_holds_no_memory(config: TrainConfig) -> None:
+    """Without the garbage collector, which comes by when it likes: on a GPU the next run may need the room."""
+    gc.disable()
+    try:
+        trainer = Trainer(Regression(), config, SingleProcess())
+        model = weakref.ref(trainer.replicas[0].model)
+        del trainer
+        assert model() is None
+    finally:
+        gc.enable()

@@ -6,6 +6,9 @@ _FULL = (
     "can't allocate memory",
     "annot allocate memory",
     "std::bad_alloc",
+    "CUDA error: out of memory",
+    "[CUDA]: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
     "can't start new thread",
     "failed to map segment",
 )

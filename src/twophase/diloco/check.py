@@ -98,7 +98,7 @@ class Watch:
         if engine.syncs or not _is_comparable(engine):
             return
         first, *others = [dict(module.named_parameters()) for module in engine.replicas]
-        if any(not torch.equal(first[name], other[name]) for other in others for name in engine.anchor):
+        if any(not torch.equal(first[n], other[n].to(first[n].device)) for other in others for n in engine.anchor):
             return  # the replicas of this process differ, as they should
         room = _MOST_NUMBERS
         for name, view in engine.anchor.items():
@@ -221,7 +221,8 @@ def average_buffers(replicas: Sequence[nn.Module], communicator: Communicator) -
     buffers = [[buffer for _, buffer in float_buffers(module)] for module in replicas]
     if not buffers[0]:
         return
-    total = sum(torch.cat([buffer.double().flatten() for buffer in of_one]) for of_one in buffers)
+    device = buffers[0][0].device  # a replica may be elsewhere
+    total = sum(torch.cat([buffer.double().flatten().to(device) for buffer in of_one]) for of_one in buffers)
     assert isinstance(total, Tensor)
     communicator.launch_sum(total).wait()
     mean = total / (len(replicas) * communicator.size)

@@ -284,6 +284,14 @@ def sweep_of(fragment: Fragment, momentum: Tensor | None, *, restore: bool, prov
     )
 
 
+def sweep_on(fragment: Fragment, x: Tensor, m: Tensor | None, buffers: Sequence[Tensor]) -> DeviceSweep:
+    """Return the sweep of a copy of a fragment's anchor, with its divided pseudo-gradient and another buffer."""
+    module = kernels(fragment.flat.device)
+    assert module is not None, "the fragment's own round was theirs"
+    slots = [(slot.offset, slot.numel) for slot in fragment.layout.slots]
+    return DeviceSweep(module, x, fragment.gradient, m, buffers, slots, [], 1, prove=False, measure=True)
+
+
 def coefficients(update: Update) -> tuple[float, float, float, float, float]:
     """Return A, B, C, c and d of `m <- c m_0 + d g` and `x <- x - A g - B m_0 - C m`."""
     c, d = update.mixing

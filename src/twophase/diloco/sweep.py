@@ -210,6 +210,25 @@ def round_sweep(fragment: Fragment, transfer: PartTransfer | None, *, restore: b
     return FlatSweep(fragment, momentum, transfer, restore=restore, prove=prove)
 
 
+def sweep_again(fragment: Fragment, outer: OuterSGD, anchor: Tensor) -> Any:
+    """Return the kernels' sweep of another optimizer's round on a copy of a fragment's anchor, with its gradient.
+
+    None where the fragment's own round is not theirs: other operations round otherwise.
+    """
+    if not fragment.on_device:
+        return None
+    (group,) = outer.param_groups
+    momentum, views = None, []
+    if group["momentum"] != 0:
+        momentum = torch.zeros_like(anchor)
+        views = fragment.layout.views(momentum)
+        for param, view in zip(group["params"], views, strict=True):
+            if (buffer := outer.state[param].get(BUFFER)) is not None:
+                view.copy_(buffer)
+                outer.state[param][BUFFER] = view
+    return device().sweep_on(fragment, anchor, momentum, views)
+
+
 def device() -> Any:
     """Return `device_sweep`, the round by the kernels of an accelerator; loaded by name, for most machines lack it."""
     return import_module("twophase.diloco.device_sweep")

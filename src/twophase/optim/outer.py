@@ -418,8 +418,10 @@ def _copied(key: str, saved: Any, param: Tensor) -> Any:
     """Return a copy of an entry of a parameter's state, a buffer of its shape with its device and buffer dtype."""
     if not isinstance(saved, Tensor):
         return saved
-    if key == "step" or saved.shape != param.shape or not (saved.is_floating_point() or saved.is_complex()):
+    if key == "step" or (saved.dim() == 0 and param.dim() > 0):  # numbers, which torch keeps where it likes
         return saved.clone()
+    if saved.shape != param.shape or not (saved.is_floating_point() or saved.is_complex()):
+        return saved.to(device=param.device, copy=True)
     return saved.to(device=param.device, dtype=buffer_dtype(param), copy=True)
 
 

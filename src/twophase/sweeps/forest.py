@@ -280,7 +280,7 @@ class Grower:
             return
         number = engine.round + 1
         first, *others = self._outers.classes(runs, number)
-        before = [view.clone() for view in engine.anchor.values()] if others else []
+        before = engine.fragments[0].flat.clone() if others else None
         outer = cast("OuterSGD", engine.outer)
         self._outers.load(outer, first[0])
         report = run.synchronize()
@@ -288,7 +288,7 @@ class Grower:
         rounds: list[list[Any]] = [[first if others else None, round_line(report, run.done.step)]]
         buffers = self._outers.unload(outer, first, number)
         for members in others:
-            outer = self._outers.repeat(members[0], before, list(engine.anchor.values()), report.signals)
+            outer = self._outers.repeat(members[0], before, engine.fragments[0], report.signals)
             groups = tuple(outer.last_round)
             restarted = any(group.restarted for group in groups)
             parts = tuple(dataclasses.replace(part, restarted=restarted) for part in report.fragments)
@@ -351,6 +351,7 @@ class Grower:
     def _begin(self, node: Node) -> None:
         """Begin a new tree with fresh replicas."""
         first = self.configs[node.runs[0]]
+        self._trainer = None  # its memory first
         self._trainer = Trainer(task_of(first), first, SingleProcess())
         self._clear()
         self._outers.begin(node.runs)
@@ -377,6 +378,7 @@ class Grower:
         """Continue from a state, at the end of a node or inside it; the state's tensors are used, not copied."""
         first = self.configs[node.runs[0]]
         if self._trainer is None or _trunk(self._trainer.config) != _trunk(first):
+            self._trainer = None  # its memory first
             self._trainer, self._outers = Trainer(task_of(first), first, SingleProcess()), Outers(self.configs)
         run = self._trainer
         if state["text"] != run.text:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from twophase.diloco.fragment import Fragment
+from twophase.diloco.sweep import sweep_again
 from twophase.optim.groups import COUNTERS
 from twophase.optim.outer import BUFFER, OuterSGD
 from twophase.policies.base import Answer, RestartPolicy, RoundSignal, ask
@@ -35,6 +37,7 @@ class Outers:
         self._histories: dict[str, list[str]] = {}
         """From run to the name of its buffer after each round."""
         self._scratch: OuterSGD | None = None
+        self._copy: Tensor | None = None
 
     def begin(self, runs: Iterable[str]) -> None:
         """Start runs before their first round."""
@@ -107,29 +110,29 @@ class Outers:
             outer.state[param].pop(BUFFER, None)  # the optimizer's next step must not write into it
         return buffers
 
-    def repeat(self, run: str, before: list[Tensor], anchor: list[Tensor], signals: Mapping[str, float]) -> OuterSGD:
+    def repeat(self, run: str, before: Tensor, fragment: Fragment, signals: Mapping[str, float]) -> OuterSGD:
         """Take another class's outer step on a scratch copy of the anchor.
 
         Args:
             run: a run of that class.
-            before: the anchor before the round.
-            anchor: the anchor after the first class's step, with its gradient.
+            before: the anchor before the round, flat.
+            fragment: the whole model after the first class's step, with its gradient.
             signals: what the round has measured. At momentum 0 a policy may need signals, although they change nothing
                 but the count of its restarts.
 
         Raises:
             RuntimeError: the copy does not come out as the anchor.
         """
-        scratch = self._scratch = self._scratch or OuterSGD([torch.empty_like(view) for view in anchor], lr=0.0)
-        params = scratch.param_groups[0]["params"]
-        for param, old, view in zip(params, before, anchor, strict=True):
-            param.copy_(old)
-            param.grad = view.grad
+        if self._scratch is None or self._copy is None or len(self._copy) != len(before):
+            self._copy = torch.empty_like(before)
+            self._scratch = OuterSGD(fragment.layout.views(self._copy), lr=0.0)
+        scratch = self._scratch
+        self._copy.copy_(before)
+        for param, gradient in zip(scratch.param_groups[0]["params"], fragment.gradient_views, strict=True):
+            param.grad = gradient
         self.load(scratch, run)
-        scratch.step(measure=True, signals=signals)
-        if not all(
-            torch.allclose(*pair, rtol=0.0, atol=0.0, equal_nan=True) for pair in zip(params, anchor, strict=True)
-        ):
+        scratch.step(measure=True, signals=signals, sweep=sweep_again(fragment, scratch, self._copy))
+        if not torch.allclose(self._copy, fragment.flat, rtol=0.0, atol=0.0, equal_nan=True):
             raise RuntimeError(
                 f"forest: run {run} does not take the update of the runs that it should share this round with: a fault "
                 "of the plan; please report it with the sweep's plan.json"

@@ -98,7 +98,7 @@ class States:
 
     def hold(self, branch: Branch, state: State, device: torch.device) -> bool:
         """Copy a branch's state into memory; False where that is full, and the state must go to disk."""
-        if _size_bytes(state) <= self.free(device):
+        if 2 * _size_bytes(state) <= self.free(device):  # `leave` copies it once more
             # A round of a small model takes less than a copy of its state through main memory.
             with suppress(torch.OutOfMemoryError):  # in pieces that are too small
                 branch.state, branch.on_device = _cloned(state), True

@@ -34,10 +34,15 @@ def usable_device(name: str) -> torch.device:
     return device
 
 
+def prepare_repeatable() -> None:
+    """Set what torch reads once, at the first matrix product of a process on a GPU."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
 def make_repeatable(device: torch.device, *, strictly: bool) -> None:
     """On a GPU, let torch use any kernel, or strictly those that give the same bits every time."""
     if device.type == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
+        prepare_repeatable()
         torch.use_deterministic_algorithms(strictly)
         # What this fills is for finding faults, and costs time.
         deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
@@ -48,7 +53,7 @@ def moved(batch: Any, device: torch.device) -> Any:
 
     def move(leaf: Any) -> Tensor:
         tensor = torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else leaf
-        if device.type == "cuda":  # from pinned memory the copy does not wait for the device
+        if device.type == "cuda" and tensor.device.type == "cpu":  # pinned, its copy does not wait for the device
             tensor = tensor.pin_memory()
         return tensor.to(device, non_blocking=True)
 

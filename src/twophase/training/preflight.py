@@ -13,7 +13,7 @@ from twophase.optim.filters import Context
 from twophase.optim.optimizer import OuterOptimizer
 from twophase.shelf.outer import Outer
 from twophase.training.config import RunConfig
-from twophase.training.device import check_memory, usable_device
+from twophase.training.device import check_memory, prepare_repeatable, usable_device
 from twophase.training.inner import check_inner
 from twophase.training.task import Task
 
@@ -40,6 +40,7 @@ def preflight(config: RunConfig, task: Task, processes: int = 1) -> None:
             f"--replicas is {config.replicas} and there are {processes} processes; replicas must be a multiple of the "
             f"processes, for example --replicas {processes}"
         )
+    prepare_repeatable()  # a task's check may take a matrix product
     device, share = usable_device(config.device), config.replicas // processes
     if check_task := getattr(task, "check", None):
         check_task(device)

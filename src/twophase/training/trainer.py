@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -74,7 +75,7 @@ class Trainer:
             self.engine = self._engine()
 
     def _engine(self) -> DiLoCo:
-        config, sync = self.config, self.config.sync
+        config, sync, this = self.config, self.config.sync, weakref.proxy(self)
         try:
             engine = DiLoCo(
                 [replica.model for replica in self.replicas],
@@ -89,7 +90,8 @@ class Trainer:
                 buffers="local" if self.comm.elastic else "mean",
                 communicator=self.comm,
                 signals=FOR_POLICIES,
-                probe=self._probe,
+                # No cycle: the models' memory is free when the run is, and not when the collector comes by.
+                probe=lambda *arguments: this._probe(*arguments),  # noqa: PLW0108 - its bound method holds the run
                 alike={"texts": self.text[:12], "training code": self._source()} | _alike(config),
             )
         except ValueError as error:  # processes, or fragments, that do not fit

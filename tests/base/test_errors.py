@@ -1,0 +1,23 @@
+"""Which errors are those of a full memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from twophase.base.errors import UsageError, is_out_of_memory, message_of
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes",
+        "CUDA error: out of memory",
+        "Triton Error [CUDA]: out of memory",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    ],
+)
+def test_a_full_memory_is_told(words: str) -> None:
+    """Whichever library says it, in whichever words: the message has the remedy."""
+    assert is_out_of_memory(RuntimeError(words))
+    assert "the memory is full" in message_of(RuntimeError(words))
+    assert not is_out_of_memory(UsageError("--outer.lr is -1"))
