@@ -129,10 +129,11 @@ def test_a_parameter_that_one_replica_has_not_met(config: TrainConfig, tmp_path:
     """Its optimizer has no moments of what the outer step has moved already; the run goes on all the same."""
     config, calls = with_values(config, {"steps": 12, "inner_steps": 4, "outer.restart": "never"}), iter(range(100))
     stops: list[Any] = [lambda: next(calls) == 5, lambda: False]
+    ends = []
     for stop in stops:
         with RunFolder.claim(tmp_path, config) as folder:
-            summary = train(Experts(), config, folder, should_stop=stop)
-    assert summary["exit_reason"] == "finished"
+            ends.append(train(Experts(), config, folder, should_stop=stop)["exit_reason"])
+    assert ends == ["stopped", "finished"]
 
 
 class Frozen(Regression):

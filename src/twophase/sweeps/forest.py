@@ -280,7 +280,7 @@ class Grower:
             return
         number = engine.round + 1
         first, *others = self._outers.classes(runs, number)
-        before = engine.fragments[0].flat.clone() if others else None
+        before = engine.fragments[0].flat.clone() if others else torch.empty(0)
         outer = cast("OuterSGD", engine.outer)
         self._outers.load(outer, first[0])
         report = run.synchronize()

@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from twophase.base.config import UsageError
+from twophase.base.config import UsageError, from_tree
 from twophase.base.files import replacing, sync_folder, write_atomic
 from twophase.base.reading import read_json_object
 from twophase.diloco.flat import has_checksum, plan
@@ -30,7 +30,6 @@ from twophase.runs.record import run_config
 from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.export_tokenizer import Ids, tokenizer_source, write_tokenizer
 from twophase.tasks.lm.model import Llama
-from twophase.tasks.named import config_of
 from twophase.training import checkpoint
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -65,9 +64,9 @@ def export(
         raise UsageError(f"--dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
     if importlib.util.find_spec("transformers") is None:
         raise UsageError("export needs the package transformers; pip install 'twophase[hf]'")
-    config, identity = run_config(run, config_of)
-    if not isinstance(config, TrainConfig):
-        raise UsageError(f"{run}: its task is {config.task.name}, and export is for --task lm alone")  # type: ignore[attr-defined]
+    config, identity = run_config(run, _config_or_task)
+    if isinstance(config, str):
+        raise UsageError(f"{run}: its task is {config}, and export is for --task lm alone")
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UsageError(f"{out}: is there already and not an empty folder; remove it, or choose another DIR")
     source = tokenizer_source(config, _json(run / ENV), data) if tokenizer else None
@@ -110,6 +109,12 @@ def describe(out: Path, record: Mapping[str, Any]) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------- reading the run
+
+
+def _config_or_task(tree: Mapping[str, Any]) -> TrainConfig | str:
+    """Return the configuration of a run of the language model, or the name of another task."""
+    task = tree.get("task")
+    return str(task["name"]) if isinstance(task, Mapping) and "name" in task else from_tree(TrainConfig, tree)
 
 
 def _anchor(run: Path, config: TrainConfig, identity: str) -> tuple[dict[str, Tensor], str, int]:
