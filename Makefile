@@ -107,7 +107,7 @@ gate: $(VENV)/.installed-gate
 faults: setup-dev
 	@$(BIN)/python tests/faults $(ARGS)
 
-docs: $(VENV)/.installed-docs
+docs: $(VENV)/.installed $(VENV)/.installed-docs
 	@$(BIN)/python -m twophase explore --out docs/assets/explore.html
 	@$(BIN)/zensical build --clean --strict
 	@$(BIN)/python tests/sitecheck.py site

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -304,16 +304,24 @@ class Seen:
         thirds: over the run's thirds, by place.
         periods: the first cancellations of single modes at the low end of sigma, the estimate, and the high end, None
             for no restart; empty where nothing may be shown.
+        rates_known: whether the record has the inner learning rates. Without them, pseudo-gradients that shrink with
+            the rate look like progress.
     """
 
     whole: Observed
     thirds: Mapping[str, Observed]
     periods: tuple[int | None, ...]
+    rates_known: bool = True
 
     @property
     def interval(self) -> Range | None:
         """Low, estimate and high of sigma (95 %) within (0, 1]; None where the record does not determine it."""
-        return within(self.whole)
+        return within(self.whole) if self.rates_known else None
+
+    @property
+    def why_not(self) -> str:
+        """Why there is no interval, as the end of a sentence."""
+        return self.whole.why_not if self.rates_known else "the inner learning rates of the rounds are unknown"
 
 
 def seen(record: RunRecord, setting: Setting) -> dict[str, Seen]:
@@ -324,7 +332,8 @@ def seen(record: RunRecord, setting: Setting) -> dict[str, Seen]:
         parts = zip(PLACES, edges, edges[1:], strict=False)
         lr = record.inner_lr(block.index)
         whole = observed_in(block, setting.rule, lr)
-        thirds = {place: observed_in(block, setting.rule, lr, slice(low, high)) for place, low, high in parts}
-        periods = tuple(first_cancellation(setting, value) for value in within(whole) or ())
-        shown[block.name] = Seen(whole, thirds, periods)
+        thirds = {p: observed_in(block, setting.rule, lr, slice(low, high)) for p, low, high in parts if lr is not None}
+        of_block = Seen(whole, thirds, (), rates_known=lr is not None)
+        periods = tuple(first_cancellation(setting, value) for value in of_block.interval or ())
+        shown[block.name] = replace(of_block, periods=periods)
     return shown

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import csv
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
 
 from twophase.advice import change as house
 from twophase.advice.change import change
+from twophase.policies.base import Never
+from twophase.policies.gain import mean_outer_gain
 from twophase.recipes.bench import stored
 from twophase.rule import OuterRule
 from twophase.studies import regimes
@@ -22,7 +27,9 @@ CASES: dict[str, tuple[OuterRule, dict[str, Any], str, dict[str, Any]]] = {
     "too large a momentum": (NESTEROV, {}, "cannot tell", AVERAGING),
     "the same with restarts": (NESTEROV, {"outer.restart": "5"}, "held", AVERAGING),
     "a small step": (OuterRule(1.0, 0.3), {}, "lags", {}),
-    "EMA form": (OuterRule(0.7, 0.9, form="ema"), {}, "lags", {}),
+    "a small gain": (OuterRule(0.7, 0.9, form="ema"), {}, "lags", AVERAGING),
+    "averaging that diverges": (OuterRule(1.0, 0.0), {}, "diverges", {}),
+    "a larger step without momentum": (OuterRule(1.1, 0.0), {}, "cannot tell", {"outer.filter": "orthogonal"}),
     "diverges": (NESTEROV, {}, "diverges", {"outer.lr": 0.35}),
     "averaging under a cosine": (OuterRule(1.0, 0.0), {}, "cannot tell", {"outer.filter": "orthogonal"}),
     "averaging with inner Muon": (OuterRule(1.0, 0.0), {"inner.method": "muon"}, "cannot tell", {}),
@@ -111,3 +118,38 @@ def test_numbers_stand_in_the_documentation(nesterov: bool) -> None:
     page = (Path(__file__).parents[2] / "docs" / "restarts.md").read_text(encoding="utf-8")
     for number in re.findall(r"\d[\d.]* to [\d.]+|\d+ %|\d\.\d+ times", house._WORTH[nesterov]):
         assert number in page, number
+
+
+def test_small_gains_on_the_stored_grids() -> None:
+    """Averaging is better than every setting with a momentum, no restart and a gain below the limit."""
+    ratios = []
+    averaging: dict[Any, list[float]] = {}
+    settings: dict[Any, list[float]] = {}
+    for place, rounds, rule, restart, perplexity in grids():
+        if restart == "never" and rule == OuterRule(1.0, 0.0):
+            averaging.setdefault(place, []).append(perplexity)
+        elif restart == "never" and rule.momentum > 0 and mean_outer_gain(rule, Never(), rounds) < house._SMALL_GAIN:
+            settings.setdefault((place, rule), []).append(perplexity)
+    ratios = [fmean(values) / fmean(averaging[place]) for (place, _), values in settings.items()]
+    assert min(ratios) > 1
+    low, high = (100 * (edge(ratios) - 1) for edge in (min, max))
+    assert f"all {len(ratios)} settings" in house._OF_SMALL_GAINS
+    assert f"by {low:.0f} to {high:.0f} %" in house._OF_SMALL_GAINS
+
+
+def grids() -> Iterator[tuple[str, int, OuterRule, str, float]]:
+    """Place, rounds, rule, restart and perplexity of the demo and of the heatmaps, without gain-matched controls."""
+    docs = Path(__file__).parents[2] / "docs"
+    with (docs / "demo-cells.csv").open(encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            if "gain" not in row["arm"]:
+                momentum = float(row["outer.momentum"])
+                rule = OuterRule(float(row["outer.lr"]), momentum, momentum > 0 and row["outer.nesterov"] == "true")
+                yield "demo", 60, rule, row["outer.restart"], float(row["perplexity"])
+    with (docs / "robustness_heatmaps.csv").open(encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            if not row["of_lr"]:
+                momentum = float(row["momentum"])
+                form: Any = row["form"] if momentum > 0 and row["form"] else "sum"
+                rule = OuterRule(float(row["lr"]), momentum, row["rule"] == "Nesterov", form)
+                yield f"S={row['inner_steps']}", int(row["rounds"]), rule, row["restart"], float(row["perplexity"])

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from twophase.diloco import flat
-from twophase.diloco.flat import ALIGNMENT, checksum, has_checksum, plan, weighted_checksum
+from twophase.diloco.flat import ALIGNMENT, checksum, plan, weighted_checksum
 
 SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=4).map(tuple), max_size=12)
 
@@ -102,7 +102,6 @@ def test_equal_bits_have_equal_checksums(kind: Callable[[Tensor], str], data: st
     assert digits == kind(elsewhere)
     assert len(digits) == 16
     assert int(digits, 16) >= 0
-    assert has_checksum(elsewhere, digits)
 
 
 def flip(data: st.DataObject, words: Tensor, width: int) -> None:
@@ -152,7 +151,7 @@ def test_every_change_shows(
     words = as_words(values.clone())
     change(data, words, 8 * values.dtype.itemsize)
     changed, same = words.view(values.dtype), torch.equal(words, as_words(values))
-    assert (kind(changed) == kind(values)) == has_checksum(changed, kind(values)) == same
+    assert (kind(changed) == kind(values)) == same
 
 
 @KINDS

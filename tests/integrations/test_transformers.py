@@ -111,3 +111,27 @@ def test_record_is_a_run(tmp_path: Path):
     assert [line["step"] for line in lines if "train_loss" in line] == [5, 10, 15, 20, 25]
     assert {line["inner_lr"] for line in lines if "inner_lr" in line} == {0.02}
     assert run.summary["steps"] == STEPS
+
+
+def test_an_engine_of_another_run_is_refused(tmp_path: Path):
+    """Resumed from a checkpoint that does not lie in output_dir, where another run has one of the same step."""
+    for name, scale in (("a", 1.0), ("b", 2.0)):
+        trainer = make_trainer(tmp_path / name, [make_callback()], steps=10)
+        with torch.no_grad():
+            for p in trainer.model.parameters():
+                p.mul_(scale)
+        trainer.train()
+    again = make_trainer(tmp_path / "b", [make_callback()])
+    with pytest.raises(ValueError, match=r"belongs to other weights.*set output_dir to the folder"):
+        again.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-10"))
+
+
+def test_a_record_goes_on_while_a_traceback_holds_the_first_trainer(tmp_path: Path):
+    """As in a notebook: the callback of the interrupted training is alive, and gives its folder up."""
+    folder = tmp_path / "run"
+    first = make_trainer(tmp_path / "out", [make_callback(record=folder), interrupt(13)])
+    with pytest.raises(KeyboardInterrupt):
+        first.train()
+    make_trainer(tmp_path / "out", [make_callback(record=folder)]).train(resume_from_checkpoint=True)
+    assert first.callback_handler.callbacks
+    assert (folder / "summary.json").exists()

@@ -17,19 +17,26 @@ from twophase.policies.text import parse
 from twophase.rule import OuterRule
 from twophase.runs.folder import RECORDED
 from twophase.shelf.outer import RULE_OPTIONS, USUAL, anchor_rule, configured
+from twophase.theory.modes import stable_limit
 
 LEAST_ROUNDS = 8
 _LARGE_GAIN = 2.0
 """Mean outer gain above which runs became better with a smaller step, by whatever means; averaging has 1."""
 _WORTH = {
     True: "each at its own best inner learning rate, a restart every 3 rounds (--outer.restart 3) gave 1.09 to 1.28 "
-    "times lower perplexity than none, still 7 to 28 % above averaging",
+    "times lower perplexity than none, still 7 to 28 % above averaging; over 300 rounds neither was told apart",
     False: "at momentum 0.9 a restart every 3 rounds (--outer.restart 3) gave 1.29 to 2.08 times lower perplexity than "
     "none; after 300 rounds still 1.20 times, and 8 % above averaging",
 }
 """What restarts and averaging were worth, with Nesterov momentum or heavy ball."""
 RISING = 0.936
 """Limit of `shrunk` above which a rising outer rate was better than averaging: docs/bench.md, the map of regimes."""
+_SMALL_GAIN = 0.95
+"""Mean outer gain below which averaging was better."""
+_OF_SMALL_GAINS = (
+    "at one untuned inner learning rate averaging was better than all 68 settings with a momentum and so small a gain, "
+    "by 3 to 89 %"
+)
 _AVERAGING = (
     "each at its own best inner learning rate, averaging was better than DiLoCo's usual momentum at 8 of 8 places of "
     "the bench, by 17 to 49 % (digits: more), and than a momentum of 0.3"
@@ -70,7 +77,13 @@ class Change:
 
 
 def change(
-    rule: OuterRule | None, verdicts: list[str], rounds: int, config: Mapping[str, Any], shrunk: float | None = None
+    rule: OuterRule | None,
+    verdicts: list[str],
+    rounds: int,
+    config: Mapping[str, Any],
+    shrunk: float | None = None,
+    *,
+    planned: int | None = None,
 ) -> Change | None:
     """Return the change for a run; None where too little is recorded to say anything.
 
@@ -80,6 +93,7 @@ def change(
         rounds: that it has recorded.
         config: its values by dotted path.
         shrunk: 1 - |g| / M at its end, see `theory.observed.shrunk`; None of a run that has not ended.
+        planned: rounds of the whole run, over which the gain is a mean; None where that is not known.
     """
     if rule is None or rounds < LEAST_ROUNDS:
         return None
@@ -87,39 +101,50 @@ def change(
     with contextlib.suppress(ValueError):  # unknown to this process
         policy = parse(config.get("outer.restart", "never"))
     if "diverges" in verdicts and not (policy and policy.takes_steps):
-        return Change(
-            f"Halve the outer learning rate: {rule.describe()} diverges, and no restart stabilizes a mode that does.",
-            "whether half is enough, the run shows",
-            {"outer.lr": round(rule.lr / 2, 6)},
-        )
+        half, shown = {"outer.lr": round(rule.lr / 2, 6)}, rule.describe()
+        if stable_limit(rule) <= 1:
+            words = f"Halve the outer learning rate: {shown} diverges, and no restart stabilizes a mode that does."
+        elif rule.momentum > 0 or rule.lr > 1:  # effective progress is at most 1: no mode of the theory diverges
+            words = f"Lower the inner learning rate, or halve the outer one: under {shown} no linear mode diverges."
+        else:
+            words, half = "Lower the inner learning rate: averaging makes no linear mode diverge.", {}
+        return Change(words, "whether it is enough, the run shows", half)
     if policy is None or policy.takes_steps or config.get("sync.restart"):
         return Change("None: there is no evidence about this policy; hold it against plain averaging.", "", {})
     if rule.momentum == 0:
         return _of_averaging(rule, config, shrunk)
     gain = None
     with contextlib.suppress(ValueError):  # an adaptive policy has no gain that is known in advance
-        gain = mean_outer_gain(rule, policy, rounds)
+        gain = mean_outer_gain(rule, policy, planned or rounds)
+    averaging = {"outer.lr": 1.0, "outer.momentum": 0.0, "outer.nesterov": False, "outer.restart": "never"}
+    if gain is not None and gain < _SMALL_GAIN:
+        return Change(
+            f"Average the replicas, without outer momentum: the mean outer gain of this rule is {gain:.3g}, where "
+            "averaging has 1.",
+            _OF_SMALL_GAINS,
+            averaging,
+        )
     if gain is None or gain <= _LARGE_GAIN:
         shown = "" if gain is None else f" (its mean outer gain is {gain:.3g}, where averaging has 1)"
         return Change(
             f"None: nothing measured supports one at a step of this size{shown}; plain averaging is the control.",
-            "at a tuned momentum of 0.1 or 0.3, periods from 2 to 11 and no restart were at most 2 % apart",
+            "at a momentum of 0.1 or 0.3, tuned without restarts, periods from 2 to 11 and none were at most 2 % apart",
             {},
         )
     return Change(
         f"Average the replicas, without outer momentum: the mean outer gain of this rule is {gain:.3g}, where "
-        f"averaging has 1, and above {_LARGE_GAIN:g} a smaller step was better, by whatever means.",
+        f"averaging has 1, and above {_LARGE_GAIN:g} a smaller step was better in runs of up to some 100 rounds.",
         _WORTH[rule.nesterov],
-        {"outer.lr": 1.0, "outer.momentum": 0.0, "outer.nesterov": False, "outer.restart": "never"},
+        averaging,
     )
 
 
 def _of_averaging(rule: OuterRule, config: Mapping[str, Any], shrunk: float | None) -> Change:
     """Return what is left to gain without momentum."""
-    if rule.lr != 1.0:
+    if rule.lr < _SMALL_GAIN:
         return Change(
             f"Average the replicas: without momentum and at lr {rule.lr:g} the anchor goes {rule.lr:g} of the way.",
-            _AVERAGING,
+            "with its rate tuned, SGD without momentum was level with averaging on the bench",
             {"outer.lr": 1.0},
         )
     if shrunk is not None and shrunk > RISING and not config.get(RECORDED):

@@ -115,9 +115,8 @@ def diagnose(record: RunRecord) -> Diagnosis:
     norms = np.asarray(record.rounds.get("pseudo_gradient_norm", ()), dtype=float)
     ended = record.state == "finished" and len(norms) > 0 and bool(np.isfinite(norms).all())
     verdicts = [finding.verdict for finding in findings]
-    changed = change(
-        rule, verdicts, record.recorded, record.config, shrunk(norms) if ended and len(record.blocks) == 1 else None
-    )
+    fallen = shrunk(norms) if ended and len(record.blocks) == 1 else None
+    changed = change(rule, verdicts, record.recorded, record.config, fallen, planned=record.planned_rounds)
     command = changed.command(str(record.path), record.config) if changed else ""
     return Diagnosis(
         rule,

@@ -289,7 +289,7 @@ def _round_remarks(forecasts: Sequence[Forecast], rounds: Mapping[str, Seen], se
     names = [block.curvature.name for block in forecasts]
     for name, shown in rounds.items():
         if shown.interval is None:
-            yield f"{name}, from the rounds: sigma is not shown, because {shown.whole.why_not}."
+            yield f"{name}, from the rounds: sigma is not shown, because {shown.why_not}."
         elif name not in names:
             low, _, high = shown.interval
             yield f"{name}, from the rounds: sigma {low:.2g} to {high:.2g} (95 %)."

@@ -96,11 +96,6 @@ def checksum(flat: Tensor) -> str:
     return digest.digits()
 
 
-def has_checksum(flat: Tensor, digits: str) -> bool:
-    """Return whether digits are those of a tensor, on this kind of device or the other, where a run may have ended."""
-    return digits in (checksum(flat), weighted_checksum(flat))
-
-
 class Digest:
     """The `checksum` of a vector on the CPU, taken piece by piece while the pieces are in the cache.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -59,8 +60,9 @@ class DiLoCoCallback(Rounds, Callback):
                 f"DiLoCoCallback: the training goes on from step {self._steps} without this callback's state; resume "
                 "from a checkpoint that was written with it (ckpt_path=...)"
             )
-        planned = trainer.estimated_stepping_batches
-        self.begin(pl_module, trainer.optimizers[0], self._steps, int(planned), self._loaded)
+        steps = trainer.estimated_stepping_batches
+        planned = int(steps) if 0 < steps < math.inf else None  # of max_time alone, or of data without a length
+        self.begin(pl_module, trainer.optimizers[0], self._steps, planned, self._loaded)
         self._loaded = None
 
     def on_train_batch_end(

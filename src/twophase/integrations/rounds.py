@@ -6,6 +6,7 @@ import os
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,8 @@ from twophase.training.session import world_size
 USUAL = OuterRule(0.7, 0.9, nesterov=True)
 """The outer rule of the DiLoCo paper."""
 _TORCHRUN = "RANK LOCAL_RANK GROUP_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE TORCHELASTIC_RUN_ID".split()
+_RECORDING: WeakValueDictionary[Path, Rounds] = WeakValueDictionary()
+"""Trainings of this process by the folder of their record; a trainer need not say that its training has raised."""
 
 
 class Rounds:
@@ -59,7 +62,7 @@ class Rounds:
         self.reports: list[RoundReport] = []
 
     def begin(
-        self, model: nn.Module, inner: Optimizer, step: int, planned: int, state: dict[str, Any] | None = None
+        self, model: nn.Module, inner: Optimizer, step: int, planned: int | None, state: dict[str, Any] | None = None
     ) -> None:
         """Build the engine over a model that holds its first, or its restored, weights, and open the record.
 
@@ -67,7 +70,7 @@ class Rounds:
             model: this process's replica.
             inner: its optimizer, whose learning rate the record notes.
             step: inner steps that it has taken.
-            planned: inner steps in all.
+            planned: inner steps in all; None where that is not known.
             state: `saved()` of that step, where the training resumes.
 
         Raises:
@@ -90,7 +93,13 @@ class Rounds:
                 for p, saved in zip(model.parameters(), weights, strict=True):
                     p.copy_(saved)
         if self._folder is not None:
-            self._open = record(self.engine, self._folder, {"steps": planned}, inner=inner)
+            place = Path(self._folder).resolve()
+            if (
+                earlier := _RECORDING.get(place)
+            ) is not None:  # whose training has raised, and which a traceback still holds
+                earlier.abandon()
+            _RECORDING[place] = self
+            self._open = record(self.engine, self._folder, {"steps": planned} if planned else {}, inner=inner)
             self.run = self._open.__enter__()
 
     def step(self, signals: Signals = None) -> None:

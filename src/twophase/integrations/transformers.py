@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_model
+from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 
 from twophase.integrations.rounds import Rounds, join_replicas
@@ -48,14 +51,24 @@ class DiLoCoCallback(Rounds, TrainerCallback):
                 "DiLoCoCallback: load_best_model_at_end is True, but a round cannot end from older weights; it must be "
                 "False: pick the model among the checkpoints afterwards"
             )
+        if getattr(args, "enable_jit_checkpoint", False) or state.is_hyper_param_search:
+            raise ValueError(
+                "DiLoCoCallback: enable_jit_checkpoint and hyperparameter_search save where no callback can add the "
+                "engine's state; leave them out"
+            )
         path, saved = _path(args, state), None
         if state.global_step:
             if not path.exists():
                 raise ValueError(
-                    f"DiLoCoCallback: {path} is missing: the checkpoint was written without this callback, or its "
-                    "writing was interrupted; resume from an earlier checkpoint"
+                    f"DiLoCoCallback: {path} is missing: the checkpoint was written without this callback, its writing "
+                    "was interrupted, or it lies elsewhere; resume from an earlier checkpoint of output_dir"
                 )
             saved = parts.read(path, sealed=True)
+            if saved.get("weights", (here := _digits(kwargs["model"]))) != here:
+                raise ValueError(
+                    f"DiLoCoCallback: {path} belongs to other weights than those that the Trainer has loaded; set "
+                    "output_dir to the folder of the checkpoint that you resume from"
+                )
         self.begin(kwargs["model"], kwargs["optimizer"], state.global_step, state.max_steps, saved)
 
     def on_step_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
@@ -78,13 +91,21 @@ class DiLoCoCallback(Rounds, TrainerCallback):
     def on_save(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Write the engine's state into the checkpoint that the Trainer has just written."""
         path = _path(args, state)
-        if not any(path.parent.glob("model*.safetensors")):  # save_pretrained writes in the group's process 0 only,
+        if not any(path.parent.glob("*model*.safetensors")):  # save_pretrained writes in the group's process 0 only,
             save_model(kwargs["model"], str(path.with_name("model.safetensors")))  # and each replica has its own
-        parts.save(path, self.saved())
+        parts.save(path, self.saved() | {"weights": _digits(kwargs["model"])})
 
     def on_train_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Take the last round, if it was cut short."""
         self.end()
+
+
+def _digits(model: nn.Module) -> str:
+    """Return digits of a model's weights."""
+    digest = hashlib.sha256()
+    for weight in model.parameters():
+        digest.update(weight.detach().contiguous().flatten().view(torch.uint8).cpu().numpy().data)
+    return digest.hexdigest()
 
 
 def _path(args: TrainingArguments, state: Any) -> Path:

@@ -42,7 +42,7 @@ Claims = dict[str, list[tuple[bool | None, float | None]]]
 """From form and rule to, for each communication period, whether a claim holds there and the number it rests on."""
 _OTHERS = {
     "beta_sweep": "no restart with its momentum tuned at each S",
-    "gain_matched": "its own gain-matched control",
+    "gain_matched": "its gain-matched control, or where it has none the best of the others'",
     "momentum_free": "momentum-free SGD with its learning rate tuned at each S",
     "averaging": "plain averaging",
 }

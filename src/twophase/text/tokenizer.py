@@ -206,7 +206,10 @@ def _from_folder(folder: Path, name: str, end_of_text: str | None) -> Tokenizer:
             f"--tokenizer {name}: has no token {', '.join(wanted)} to end a document with; name one of its tokens with "
             f"--end-of-text TOKEN"
         )
-    return _wrap(made, name, end, _config(eos_token=end) | files)
+    # A run never sees what its post-processor adds, nor names of special tokens in a text.
+    made.post_processor = None
+    config = json_object(files.get(CONFIG_JSON, "{}")) | {"eos_token": end, "split_special_tokens": True}
+    return _wrap(made, name, end, _config() | files | {CONFIG_JSON: json.dumps(config, indent=1) + "\n"})
 
 
 def _from_hub(name: str, end_of_text: str | None) -> Tokenizer:

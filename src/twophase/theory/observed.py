@@ -231,8 +231,9 @@ def _pairs(
     weight = 1 / (w * w * g[np.maximum(places - 1, 0)] ** 2 + b * b * m[places] ** 2)
     places, weight = places[np.isfinite(weight)], weight[np.isfinite(weight)]
     level = lr[places] / np.mean(lr[places]) if len(places) else lr[places]
-    past, noise = b * b * m[places] ** 2, w * ratio[places] * level**2
-    pairs = _Pairs(y[places], d[places], past, noise, g[places] ** 2, weight, cycle[places])
+    grows = level * ratio[places]  # the progress of the next round, which y holds, over that at the mean rate
+    past, noise = b * b * m[places] ** 2 * grows, w * ratio[places] * level**2
+    pairs = _Pairs(y[places], d[places] * grows, past, noise, g[places] ** 2, weight, cycle[places])
     return pairs, int(np.sum(usable & ~same))
 
 

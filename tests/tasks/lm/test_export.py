@@ -6,7 +6,6 @@ import dataclasses
 import json
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,10 @@ from safetensors.torch import load_file, save_file
 import shardmaker
 import textmaker
 import trained as trainings
-from twophase.base.config import UsageError, from_tree, with_values
+from twophase.base.config import UsageError, with_values
 from twophase.cli.export import main
 from twophase.diloco.communicator import SingleProcess
-from twophase.diloco.flat import weighted_checksum
 from twophase.runs.folder import RunFolder
-from twophase.runs.record import run_config
 from twophase.tasks.build import build_task
 from twophase.tasks.lm import export as module
 from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
@@ -326,24 +323,34 @@ def steps_are(text: str) -> Callable[[Path], object]:
 WEIGHTS, ODD_STEPS = "weights.safetensors", ('"x"', "Infinity", "null", "true", "-1", "2.5")
 DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated": (replaced(WEIGHTS, lambda data: data[:-10]), "is damaged"),
-    "flipped": (replaced(WEIGHTS, lambda data: data[:-1] + bytes([data[-1] ^ 1])), r"is damaged.*checksum"),
+    "flipped": (replaced(WEIGHTS, lambda data: data[:-1] + bytes([data[-1] ^ 1])), "is damaged: its SHA-256"),
     "foreign": (lambda run: changed_weights(run / WEIGHTS, owner="0" * 12), "belongs to another run"),
-    "other shape": (lambda run: changed_weights(run / WEIGHTS, norm=torch.ones(3)), "is damaged: norm is missing or"),
-    "few": (lambda run: save_file({"norm": torch.zeros(16)}, run / WEIGHTS), "is damaged: it holds no embedding"),
+    "other shape": (lambda run: changed_weights(run / WEIGHTS, norm=torch.ones(3)), "is damaged: its SHA-256"),
+    "few": (lambda run: save_file({"norm": torch.zeros(16)}, run / WEIGHTS), "is damaged: its SHA-256"),
     "diverged": (no_summary, "has diverged"),
     **{steps: (steps_are(steps), r"summary\.json is damaged: its steps is .*; delete it") for steps in ODD_STEPS},
 }
 
 
-def test_a_run_that_ended_on_another_device(run: Path, tmp_path: Path) -> None:
-    """Weights are also held to the checksum that an accelerator takes of them."""
-    copy = shutil.copytree(run, tmp_path / "run")
-    config, _ = run_config(copy, partial(from_tree, TrainConfig))
-    there = weighted_checksum(module._flat(copy, load_file(copy / WEIGHTS), config))
-    here = json.loads((copy / "summary.json").read_text())["checksum"]
-    replaced("summary.json", lambda data: data.replace(here.encode(), there.encode()))(copy)
-    export(copy, tmp_path / "hf")
-    assert there != here
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"outer.readout": "tail:rounds=2"},
+        {"outer.method": "gpa"},
+        {"sync.fragments": ["ends=embedding|head", "blocks=."]},
+    ],
+    ids=str,
+)
+def test_what_is_evaluated_is_exported(corpus: Path, tmp_path: Path, values: dict[str, Any]) -> None:
+    """An average of anchors, and weights in the order of fragments; from the last checkpoint the same."""
+    run = trained(with_values(make_config(corpus), values), tmp_path / "run")
+    weights = load_file(run / WEIGHTS)
+    for source in ("the end of the run", "checkpoint"):
+        out = tmp_path / source.replace(" ", "-")
+        assert export_record(run, out)["source"].startswith(source)
+        embedding = load(out).get_input_embeddings().weight
+        assert torch.equal(embedding, weights["embedding"])
+        (run / WEIGHTS).unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize("case", DAMAGED)

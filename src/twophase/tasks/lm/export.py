@@ -24,8 +24,7 @@ from torch import Tensor
 from twophase.base.config import UsageError, from_tree
 from twophase.base.files import replacing, sync_folder, write_atomic
 from twophase.base.reading import read_json_object
-from twophase.diloco.flat import has_checksum, plan
-from twophase.runs.folder import CHECKPOINTS, CONFIG, ENV, SUMMARY
+from twophase.runs.folder import CHECKPOINTS, CONFIG, ENV, SUMMARY, weights_fault
 from twophase.runs.record import run_config
 from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.export_tokenizer import Ids, tokenizer_source, write_tokenizer
@@ -70,7 +69,7 @@ def export(
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UsageError(f"{out}: is there already and not an empty folder; remove it, or choose another DIR")
     source = tokenizer_source(config, _json(run / ENV), data) if tokenizer else None
-    weights, origin, steps = _anchor(run, config, identity)
+    weights, origin, steps = _weights(run, identity)
     if not all(bool(weight.isfinite().all()) for weight in weights.values()):
         raise UsageError(
             f"{run}: its weights hold numbers that are not finite (the run has diverged); nothing was written; export "
@@ -117,11 +116,11 @@ def _config_or_task(tree: Mapping[str, Any]) -> TrainConfig | str:
     return str(task["name"]) if isinstance(task, Mapping) and "name" in task else from_tree(TrainConfig, tree)
 
 
-def _anchor(run: Path, config: TrainConfig, identity: str) -> tuple[dict[str, Tensor], str, int]:
-    """Return the anchor's weights by name, where they come from, and the inner steps taken."""
+def _weights(run: Path, identity: str) -> tuple[dict[str, Tensor], str, int]:
+    """Return the weights that are evaluated, by name, where they come from, and the inner steps taken."""
     path = run / _WEIGHTS
     if path.is_file():
-        return _final(path, config, identity)
+        return _final(path, identity)
     newest = checkpoint.latest(run / CHECKPOINTS)
     has_ended = _json(run / SUMMARY).get("config") == identity
     if newest is None and has_ended:  # a sweep's run keeps no checkpoints
@@ -135,7 +134,7 @@ def _anchor(run: Path, config: TrainConfig, identity: str) -> tuple[dict[str, Te
         )
     state = f"has ended and has no {_WEIGHTS} any more" if has_ended else "is not finished"
     saved = checkpoint.Checkpoint(newest, identity)
-    return saved.anchor(), f"checkpoint {newest.name} of a run that {state}", saved.step
+    return saved.weights(), f"checkpoint {newest.name} of a run that {state}", saved.step
 
 
 def _model(config: TrainConfig, weights: Mapping[str, Tensor], run: Path) -> Llama:
@@ -151,8 +150,8 @@ def _model(config: TrainConfig, weights: Mapping[str, Tensor], run: Path) -> Lla
     return model
 
 
-def _final(path: Path, config: TrainConfig, identity: str) -> tuple[dict[str, Tensor], str, int]:
-    """Read the final weights, checked against the checksum of the run's summary."""
+def _final(path: Path, identity: str) -> tuple[dict[str, Tensor], str, int]:
+    """Read the final weights, checked against the SHA-256 in the run's summary."""
     try:
         with safe_open(path, framework="pt") as file:
             owner = (file.metadata() or {}).get("config", identity)
@@ -162,30 +161,15 @@ def _final(path: Path, config: TrainConfig, identity: str) -> tuple[dict[str, Te
     if owner != identity:
         raise UsageError(f"{path} belongs to another run ({owner}, here {identity}); put the run's own file back")
     summary = _json(path.with_name(SUMMARY))
-    recorded, steps = summary.get("checksum"), summary.get("steps", 0)
-    if isinstance(recorded, str) and not has_checksum(_flat(path, weights, config), recorded):
-        raise _damaged(path, f"its content differs from the checksum in {SUMMARY}")
+    if fault := weights_fault(path.parent, summary):
+        raise UsageError(fault)
+    steps = summary.get("steps", 0)
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
         raise UsageError(
             f"{path.with_name(SUMMARY)} is damaged: its steps is {steps!r}, not a whole number >= 0; delete it and "
             "repeat the run's `twophase train` command, which writes it again from the last checkpoint"
         )
     return weights, "the end of the run", steps
-
-
-def _flat(path: Path, weights: Mapping[str, Tensor], config: TrainConfig) -> Tensor:
-    """Return these weights as the engine takes their checksum: one vector in the order of the model's parameters."""
-    if "embedding" not in weights:
-        raise _damaged(path, "it holds no embedding")
-    with torch.device("meta"):
-        model = Llama(config.model, weights["embedding"].shape[0], seed=0)
-    layout = plan((name, tuple(weight.shape)) for name, weight in model.named_parameters())
-    flat = torch.zeros(layout.numel)
-    for slot, view in zip(layout.slots, layout.views(flat), strict=True):
-        if slot.name not in weights or weights[slot.name].shape != slot.shape:
-            raise _damaged(path, f"{slot.name} is missing or has another shape than {CONFIG} says")
-        view.copy_(weights[slot.name])
-    return flat
 
 
 def _json(path: Path) -> dict[str, Any]:
