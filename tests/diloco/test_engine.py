@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -22,6 +22,7 @@ from twophase.diloco.flat import checksum
 from twophase.optim.outer import OuterSGD
 from twophase.restart import Periodic, Restart, RestartPolicy, RoundSignal, State
 from twophase.rule import OuterRule
+from twophase.shelf.outer import outer
 
 
 def begin(outer: Any, replicas: Sequence[int] = (0, 1), *, inner_steps: int = 3, **options: Any) -> Run:
@@ -787,6 +788,71 @@ def test_a_sync_that_fails_before_its_outer_step_is_undone(wire: str, fault: str
     owed = engine.wire_state_dict().get("0", {}).get("sent", [torch.zeros(64)])[0].view(8, 8)
     moved = start - engine.anchor["weight"] + owed  # a lossy wire's rounding of the failed sync is given up
     assert moved.sum().item() == pytest.approx(8 * moves.sum().item(), rel=0.05)
+
+
+def test_an_interrupt_between_launch_and_outer_step_is_undone(monkeypatch: pytest.MonkeyPatch):
+    """Wherever it comes, as here where the first sync is looked at: the next one takes its progress, once."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    engine = DiLoCo(model, OuterRule(1.0, 0.0), inner_steps=1)
+    with torch.no_grad():
+        model.weight += 1.0
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._watch, "begin", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    assert not engine.at_anchor
+    report = engine.finish()
+    assert report is not None
+    assert (model.weight.item(), engine.anchor["weight"].item(), engine.at_anchor) == (1.0, 1.0, True)
+
+
+def test_candidates_after_a_probe_that_raised_are_of_the_new_sync():
+    """A filter makes new tensors, and those of the sync that was given up are not judged again."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    probed: list[float] = []
+
+    def probe(module: nn.Module, *_: Any) -> float:
+        probed.append(module.get_parameter("weight").item())
+        if len(probed) == 1:
+            raise KeyboardInterrupt
+        return probed[-1]
+
+    value = outer("averaging", filter="clip:norm=0.5")
+    engine = DiLoCo(model, value, inner_steps=1, restart="probe:keep,0.5", probe=probe)
+    for change in (1.0, -2.0):
+        with torch.no_grad():
+            model.weight += change
+        with suppress(KeyboardInterrupt):
+            engine.step()
+    assert probed == [0.5, -0.5, -0.25]
+    assert engine.anchor["weight"].item() == -0.5
+
+
+def test_a_policy_that_raises_after_a_group_has_stepped_leaves_no_half_round(register_policy: Callable[[str], Any]):
+    """The anchor is half a step ahead then: the engine refuses to go on from it."""
+
+    @register_policy("picky")
+    @dataclass(frozen=True, slots=True)
+    class Picky(RestartPolicy):
+        def decide(self, state: State, signal: RoundSignal) -> tuple[State, Any]:  # noqa: ARG002 - the base's
+            raise ValueError("picky: no")
+
+    model = nn.ParameterDict({name: nn.Parameter(torch.zeros(1)) for name in "ab"})
+
+    def make(params: Any) -> OuterSGD:
+        first, second = list(params)
+        groups = [{"params": [first]}, {"params": [second], "restart": "picky"}]
+        return OuterSGD(groups, lr=1.0)
+
+    engine = DiLoCo(model, make, inner_steps=1)
+    with torch.no_grad():
+        model["a"] += 1.0
+    with pytest.raises(ValueError, match="picky: no"):
+        engine.step()
+    with pytest.raises(ValueError, match="the last outer step was interrupted"):
+        engine.step()
 
 
 def test_a_state_that_a_later_fragment_refuses_changes_none():

@@ -358,3 +358,16 @@ def test_reports(text: str, schedule: str):
         assert report.buffer_norm == pytest.approx(float(m.norm()), rel=1e-12)
         assert report.cosine == pytest.approx(float(m @ g / (m.norm() * g.norm())) if m.any() else 0.0, abs=1e-12)
         assert report.restarted == (first_moment and number % 3 == 2)
+
+
+@pytest.mark.parametrize("shape", [(4, 0), (0, 4)])
+@pytest.mark.parametrize("options", [{"method": "muon"}, {"method": "nesterov", "filter": "orthogonal"}], ids=str)
+def test_an_empty_matrix_stays_empty(shape: tuple[int, int], options: dict[str, str]):
+    """A layer without inputs has no singular values, and nothing to step."""
+    params = [torch.nn.Parameter(torch.zeros(shape)), torch.nn.Parameter(torch.ones(2, 3))]
+    optimizer = OuterOptimizer(params, outer(**options))
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert params[0].shape == shape
+    assert not torch.equal(params[1], torch.ones(2, 3))

@@ -203,13 +203,10 @@ class DiLoCo:
         ending = self._ending()
         values = values_for(ending, signals) if ending else {}
         position, delay = self._position, self._schedule.delay
-        position.inner_step += 1
-        position.taken += 1
+        due = self._due(following := position.inner_step + 1)
+        position.inner_step, position.taken = following * (following < self.inner_steps), position.taken + 1
         for fragment in self.fragments:
             fragment.steps += 1
-        due = self._due(position.inner_step)
-        if position.inner_step >= self.inner_steps:
-            position.inner_step = 0
         report = None
         for sync in list(self._under_way):
             sync.age += 1
@@ -266,13 +263,17 @@ class DiLoCo:
     def _complete(self, sync: Sync, signals: Mapping[str, float]) -> RoundReport:
         """Wait for the sums, take the outer steps, and give the replicas the new anchor."""
         with torch.no_grad():
-            self._watch.begin(self)
-            while not sync.receive(signals, self.inner_steps):  # processes went away: once more without them
-                failed, sync = sync, self._launch(sync.fragments, sync.members.attempts + 1, at_once=True)
-                sync.add(failed)
+            try:
+                self._watch.begin(self)
+                while not sync.receive(signals, self.inner_steps):  # processes went away: once more without them
+                    failed, sync = sync, self._launch(sync.fragments, sync.members.attempts + 1, at_once=True)
+                    sync.add(failed)
+                sync.apply()
+            except BaseException:
+                sync.withdraw()  # nothing where its outer step has begun, or where it is withdrawn already
+                raise
             self._position.borrowed.difference_update([fragment.number for fragment in sync.fragments])
             self._position.present = list(sync.members.present)
-            sync.apply()
             complete = sync.fragments[-1] is self.fragments[-1]
             self._position.round += complete
             self._position.syncs += 1
@@ -324,8 +325,7 @@ class DiLoCo:
     @property
     def at_anchor(self) -> bool:
         """Whether the replicas are the anchor: no inner step has been taken since, and nothing is under way."""
-        moved = self._schedule.mixing or self._under_way or any(fragment.steps for fragment in self.fragments)
-        return not moved
+        return not (self._schedule.mixing or self._under_way or any(fragment.steps for fragment in self.fragments))
 
     @contextmanager
     def anchored(self, number: int = 0, *, readout: bool = False) -> Iterator[nn.Module]:

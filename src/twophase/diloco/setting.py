@@ -191,7 +191,11 @@ class Setting:
         try:
             yield self.modules[number]
         finally:
-            self.write(number, before)
+            try:
+                self.write(number, before)
+            except BaseException:  # an interrupt while they are set back
+                self.write(number, before)
+                raise
 
     @torch.no_grad()
     def write(self, number: int, values: Sequence[Sequence[Tensor]]) -> None:
@@ -373,8 +377,7 @@ def _build_outers(
         )
     if isinstance(outer, type) and issubclass(outer, Optimizer):
         raise ValueError(
-            f"DiLoCo: outer is the class {outer.__name__}, whose own learning rate is one for inner steps; give "
-            f"from_torch({outer.__name__}, lr=...), or a function: lambda params: {outer.__name__}(params, lr=0.7)"
+            f"DiLoCo: outer is the class {outer.__name__}; give from_torch({outer.__name__}, lr=...), or a function"
         )
     is_value = isinstance(outer, OuterRule | Outer | Method)
     if isinstance(outer, Optimizer) or not (is_value or callable(outer)):

@@ -90,7 +90,7 @@ class Sync:
     @classmethod
     def launch(cls, setting: Setting, fragments: Sequence[Fragment], members: Members, *, at_once: bool) -> Sync:
         """Write the fragments' pseudo-gradients and begin to sum them; arguments as of the class."""
-        sync = cls(setting, members, [Part(fragment, fragment.steps) for fragment in fragments], at_once=at_once)
+        sync = cls(setting, members, [Part(fragment, 0) for fragment in fragments], at_once=at_once)
         try:
             sync._send()
         except BaseException:  # as in `receive`
@@ -100,8 +100,8 @@ class Sync:
 
     def _send(self) -> None:
         communicator, alone = self.setting.communicator, self.setting.alone
-        for fragment in self.fragments:
-            fragment.steps = 0
+        for part in self.parts:
+            part.steps, part.fragment.steps = part.fragment.steps, 0
         with self._phase("pseudo_gradient"):
             self.setting.look_up(self.fragments)
             # Not with a delay, where the sum has arrived whole when it is used; not where the vote on the sum comes
@@ -228,36 +228,41 @@ class Sync:
 
     def withdraw(self) -> None:
         """Undo the sync: the replicas hold their progress, and the next one takes it."""
+        if any(part.fragment.torn for part in self.parts):
+            return
         for part in self.parts:
             part.fragment.channel.withdraw()
-            part.fragment.steps += part.steps
+            part.fragment.steps, part.steps = part.fragment.steps + part.steps, 0
 
     def apply(self) -> None:
         """Take the outer steps, and set the replicas to the new anchor."""
         setting, fragments = self.setting, self.fragments
         for fragment in fragments:
             fragment.torn = True
+            if isinstance(fragment.outer, OuterSGD):
+                fragment.outer.begun = False
         try:
             with self._phase("outer"):
                 if setting.are_sharded or not self._at_once:
                     setting.look_up(fragments)
                 for index, part in enumerate(self.parts):
                     self._outer_step(part, index)
-        except ValueError:  # refused: nothing of a single fragment has changed
-            self.withdraw()
-            for fragment in fragments:
-                fragment.torn = self._in_parts or len(fragments) > 1
+        except ValueError:
+            if not self._in_parts and len(fragments) == 1 and not getattr(fragments[0].outer, "begun", True):
+                fragments[0].torn = False  # refused: nothing has changed
+                self.withdraw()
             raise
         with self._phase("restore"):
             for part in self.parts:
                 fragment = part.fragment
                 if not part.restored:
                     fragment.restore(setting.mixing)
-                fragment.torn = False
                 fragment.channel.commit()
                 fragment.round += 1
                 if setting.mixing == 0:
                     fragment.steps = 0  # what was trained during the delay is given up
+            for fragment in fragments:
+                fragment.torn = False
 
     def _outer_step(self, part: Part, index: int) -> None:
         """Take a fragment's outer step; in one sweep with all that follows it, where it can be swept."""

@@ -136,7 +136,7 @@ def orthogonal(
 ) -> list[Tensor]:
     """Orthogonalize each matrix and keep its norm; a tensor of more axes is the matrix of its first one."""
     del buffers, context
-    return [g if g.ndim < 2 else _orthogonal(g, value.steps) for g in gradients]
+    return [g if g.ndim < 2 or not g.numel() else _orthogonal(g, value.steps) for g in gradients]
 
 
 def _orthogonal(g: Tensor, steps: int) -> Tensor:

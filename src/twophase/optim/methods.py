@@ -176,7 +176,9 @@ def muon(method: Muon, round_: Round, x: Tensor, g: Tensor, state: State) -> Ten
     if x.ndim < 2:
         # `rest` is meant in sum form, whose buffer is 1 / (1 - b) times this one. A schedule acts on both alike.
         return direction * (method.rest / (1 - method.momentum) * (rule.lr / method.lr if method.lr else 1.0))
-    matrix = direction.reshape(len(direction), -1)
+    if not x.numel():
+        return torch.zeros_like(direction)
+    matrix = direction.flatten(1)
     rows, columns = matrix.shape
     scales = {"original": max(1.0, rows / columns) ** 0.5, "rms": 0.2 * max(rows, columns) ** 0.5, "none": 1.0}
     return orthogonalized(matrix, method.steps).to(m.dtype).mul_(rule.lr * scales[method.scale]).view(x.shape)

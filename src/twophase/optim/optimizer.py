@@ -130,6 +130,8 @@ class OuterOptimizer(OuterSGD):
 
     def candidate(self, number: int) -> list[tuple[Tensor, Tensor]]:
         """Return what `OuterSGD.candidate` does, with the rule of this round."""
+        if number == 0:
+            self._parts_of_round = None  # as in `dots`
         for group in self.param_groups:
             self._schedule(group)
         return super().candidate(number)

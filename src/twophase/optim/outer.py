@@ -27,6 +27,8 @@ from twophase.policies.base import MEASURED, PROBES, Answer, Never, Restart, Res
 from twophase.policies.text import parse
 from twophase.rule import Form, OuterRule, check_rule
 
+_NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
+"""Entries of a parameter's state that are no tensors of its shape, though a parameter without axes looks like one."""
 BUFFER = "momentum_buffer"  # torch.optim.SGD's key, so that its checkpoints load here
 
 
@@ -127,6 +129,8 @@ class OuterSGD(Optimizer):
         defaults: dict[str, Any] = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "form": form}
         super().__init__(params, defaults | {"restart": str(parse(restart))})
         self.last_round: list[GroupRound] = []
+        self.begun = False
+        """Whether the last `step` came as far as its first group: a refusal before has changed nothing."""
 
     @classmethod
     def from_rule(
@@ -187,7 +191,7 @@ class OuterSGD(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.last_round = []
+        self.last_round, self.begun = [], False
         parts = self._parts()
         is_bare = not measure and all(option is None for option in (signals, probe, measured, probes))
         if is_bare and self._is_rehearsal(parts):
@@ -205,6 +209,7 @@ class OuterSGD(Optimizer):
         if probes is None and probe is not None and self.candidate_count:
             probes = self._probe(probe)
         losses = None if probes is None else tuple(probes)
+        self.begun = True
         for index, part in enumerate(parts):
             angles = None if measured is None else Angles.of(measured[index])
             self._step_group(part, signals, losses, measure=measure, angles=angles, sweep=sweep)
@@ -304,7 +309,7 @@ class OuterSGD(Optimizer):
     def _restart_resting(self, group: dict[str, Any], restart: Restart) -> None:
         """Restart buffers that take no part in a round as if g were 0: the cycle that begins is theirs, too."""
         resting = [p for p in group["params"] if p.grad is None or group["momentum"] == 0]
-        buffers = [self.state[p][BUFFER] for p in resting if BUFFER in self.state.get(p, {})]
+        buffers = [m for p in resting if (m := self.state.get(p, {}).get(BUFFER)) is not None]
         restart_(buffers, buffers, Restart(restart.retain))
 
     def _make_buffers(self, params: Sequence[Tensor]) -> list[Tensor]:
@@ -418,7 +423,7 @@ def _copied(key: str, saved: Any, param: Tensor) -> Any:
     """Return a copy of an entry of a parameter's state, a buffer of its shape with its device and buffer dtype."""
     if not isinstance(saved, Tensor):
         return saved
-    if key == "step" or (saved.dim() == 0 and param.dim() > 0):  # numbers, which torch keeps where it likes
+    if key in _NUMBERS or (saved.dim() == 0 and param.dim() > 0):  # which torch keeps where, and as, it likes
         return saved.clone()
     if saved.shape != param.shape or not (saved.is_floating_point() or saved.is_complex()):
         return saved.to(device=param.device, copy=True)
