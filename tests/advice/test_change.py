@@ -86,8 +86,6 @@ def test_what_is_said_of_averaging_and_its_filter() -> None:
     assert min(gains) > 0
     assert f"8 of 8 places of the bench's map, by {min(gains):.1f} to {max(gains):.0f} %" in advised.size
     assert advised.command("runs/one", {"recorded": True}).startswith("in your loop: DiLoCo(model, twophase.outer(")
-    costs = sorted(100 * (1 / each["DiLoCo's momentum"]["ratio"] - 1) for each in facts.values())
-    assert f"by {costs[0]:.0f} to {costs[-2]:.0f} % (digits: more)" in house._AVERAGING
     twice = sum(each["orthogonal"]["inner.lr"] == 2 * each["averaging"]["inner.lr"] for each in facts.values())
     assert f"at {NUMBERS[twice]} of them twice averaging's" in advised.size
     cells = [cell for cell in regimes.cells_of(stored("regimes.csv")) if cell["inner.lr"] == 2e-3]

@@ -101,6 +101,26 @@ def test_a_decaying_inner_rate_is_divided_out() -> None:
     assert observe(*record).ceiling > 3 * with_rates.ceiling  # type: ignore[arg-type]
 
 
+def test_progress_that_falls_with_the_inner_rate_is_covered() -> None:
+    """Under a cosine sigma falls with the rate: the estimate is that of the mean rate, and the intervals hold it."""
+    rates = 0.5 * (1 + np.cos(np.pi * np.arange(150) / 150))
+    usable = np.append(rates[1:] / rates[:-1] >= 0.8, False)
+    truth, ratios, covered = 0.3 * rates[usable].mean(), [], []
+    for seed in range(20):
+        generator, x, m, columns = np.random.default_rng(seed), np.ones(100), np.zeros(100), []
+        for rate in rates:
+            g = 0.3 * rate * x + 0.003 * rate * generator.standard_normal(100)
+            norms = np.linalg.norm(g), np.linalg.norm(m)
+            columns.append((*norms, g @ m / (norms[0] * norms[1]) if norms[1] else 0.0))
+            m = 0.9 * m + g
+            x = x - 0.7 * m
+        seen = observe(OuterRule(0.7, 0.9), *np.array(columns).T, np.zeros(150, dtype=bool), inner_lr=rates)  # type: ignore[arg-type]
+        ratios.append(seen.sigma / truth)
+        covered.append(seen.interval[0] <= truth <= seen.interval[1])
+    assert np.median(ratios) == pytest.approx(1, abs=0.05)
+    assert np.mean(covered) >= 0.9
+
+
 def test_nothing_to_see() -> None:
     """No estimate without momentum, with a restart every round, from too few rounds, or from numbers that are none."""
     columns = columns_of(SUM, [0.3], 30)

@@ -21,10 +21,10 @@ from twophase.theory.modes import stable_limit
 
 LEAST_ROUNDS = 8
 _LARGE_GAIN = 2.0
-"""Mean outer gain above which runs became better with a smaller step, by whatever means; averaging has 1."""
+"""Mean outer gain above which runs of up to some 100 rounds became better with a smaller step; averaging has 1."""
 _WORTH = {
     True: "each at its own best inner learning rate, a restart every 3 rounds (--outer.restart 3) gave 1.09 to 1.28 "
-    "times lower perplexity than none, still 7 to 28 % above averaging; over 300 rounds neither was told apart",
+    "times lower perplexity than none, still 7 to 28 % above averaging; over 300 rounds neither is distinguished",
     False: "at momentum 0.9 a restart every 3 rounds (--outer.restart 3) gave 1.29 to 2.08 times lower perplexity than "
     "none; after 300 rounds still 1.20 times, and 8 % above averaging",
 }
@@ -36,10 +36,6 @@ _SMALL_GAIN = 0.95
 _OF_SMALL_GAINS = (
     "at one untuned inner learning rate averaging was better than all 68 settings with a momentum and so small a gain, "
     "by 3 to 89 %"
-)
-_AVERAGING = (
-    "each at its own best inner learning rate, averaging was better than DiLoCo's usual momentum at 8 of 8 places of "
-    "the bench, by 17 to 49 % (digits: more), and than a momentum of 0.3"
 )
 _FILTER = "orthogonal"
 

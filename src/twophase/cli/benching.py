@@ -97,7 +97,7 @@ def run_bench(
     for place in places:
         spent = size.at(place)
         try:
-            # The search of protocol 1, PROTOCOL: another one would need other stored rows.
+            # PROTOCOL 1 has the first search: with another one the stored rows would be of another protocol.
             tuning = Tuning(
                 place.base(), arms or place.arms, spent.points, None, spent.seeds, spent.fresh, is_first=True
             )

@@ -228,7 +228,7 @@ class Sync:
 
     def withdraw(self) -> None:
         """Undo the sync: the replicas hold their progress, and the next one takes it."""
-        if any(part.fragment.torn for part in self.parts):
+        if any(part.fragment.torn for part in self.parts):  # the outer step has begun: there is no way back
             return
         for part in self.parts:
             part.fragment.channel.withdraw()
@@ -248,8 +248,9 @@ class Sync:
                 for index, part in enumerate(self.parts):
                     self._outer_step(part, index)
         except ValueError:
+            # Refused before its first param group, so that nothing has changed; an optimizer of torch does not say.
             if not self._in_parts and len(fragments) == 1 and not getattr(fragments[0].outer, "begun", True):
-                fragments[0].torn = False  # refused: nothing has changed
+                fragments[0].torn = False
                 self.withdraw()
             raise
         with self._phase("restore"):

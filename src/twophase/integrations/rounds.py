@@ -94,9 +94,8 @@ class Rounds:
                     p.copy_(saved)
         if self._folder is not None:
             place = Path(self._folder).resolve()
-            if (
-                earlier := _RECORDING.get(place)
-            ) is not None:  # whose training has raised, and which a traceback still holds
+            earlier = _RECORDING.get(place)
+            if earlier is not None:  # its training has raised, and a traceback still holds it
                 earlier.abandon()
             _RECORDING[place] = self
             self._open = record(self.engine, self._folder, {"steps": planned} if planned else {}, inner=inner)

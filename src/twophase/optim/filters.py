@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twophase.optim.methods import orthogonalized
+from twophase.optim.methods import arithmetic_of, orthogonalized
 from twophase.optim.products import Dots, dot
 from twophase.shelf.base import Filter
 from twophase.shelf.filters import Clip, EDiT, HeLoCo, NoFilter, Orthogonal
@@ -68,13 +68,7 @@ def filtered(
 
 def function_of(value: Filter) -> Function:
     """Return the function of a filter; raise a ValueError where none is registered."""
-    for kind in type(value).__mro__:
-        if kind in _FUNCTIONS:
-            return _FUNCTIONS[kind]
-    raise ValueError(
-        f"filter {value.name} has no arithmetic; register it with @twophase.optim.filters.filter_of"
-        f"({type(value).__name__})"
-    )
+    return arithmetic_of(value, _FUNCTIONS, "twophase.optim.filters.filter_of")
 
 
 def square(tensor: Tensor) -> float:

@@ -7,7 +7,7 @@ first moment (`FIRST`), and returns the update u of `x <- x - u`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
@@ -19,7 +19,7 @@ from torch import Tensor
 from twophase.optim.functional import buffer_dtype
 from twophase.policies.base import Answer, Restart
 from twophase.rule import OuterRule
-from twophase.shelf.base import Method
+from twophase.shelf.base import Method, Value
 from twophase.shelf.methods import (
     AVERAGE,
     FIRST,
@@ -73,15 +73,19 @@ def update_of(*methods: type[Method]) -> Callable[[Update], Update]:
     return add
 
 
+def arithmetic_of(value: Value, functions: Mapping[type[Any], Any], decorator: str) -> Any:
+    """Return the function of a value's class or the nearest base that has one; raise a ValueError where none has."""
+    for kind in type(value).__mro__:
+        if kind in functions:
+            return functions[kind]
+    raise ValueError(
+        f"{value.slot} {value.name} has no arithmetic; register it with @{decorator}({type(value).__name__})"
+    )
+
+
 def function_of(method: Method) -> Update:
     """Return the function of a method; raise a ValueError where none is registered."""
-    for kind in type(method).__mro__:
-        if kind in _UPDATES:
-            return _UPDATES[kind]
-    raise ValueError(
-        f"method {method.name} has no arithmetic; register it with @twophase.optim.methods.update_of"
-        f"({type(method).__name__})"
-    )
+    return arithmetic_of(method, _UPDATES, "twophase.optim.methods.update_of")
 
 
 def advance(method: Method, rule: OuterRule, memory: Memory) -> Memory:

@@ -98,12 +98,12 @@ class LanguageTask:
                 f"--compute.attention is {config.compute.attention}; --device {config.device} has no choice of "
                 "kernels, so leave it at auto"
             )
-        data = self.corpus and config.data  # reads the text, which may be refused
+        data, length = config.data, self.corpus.sequence_length  # reads the text, which may be refused
         for option, count in {"validation-windows": data.validation_windows, "batch-size": data.batch_size}.items():
             check_memory(
-                f"--data.{option} {count} windows of {data.sequence_length} tokens",
+                f"--data.{option} {count} windows of {length} tokens",
                 # Read, and as int64 tokens and targets.
-                3 * 8 * count * data.sequence_length,
+                3 * 8 * count * length,
                 torch.device("cpu"),
                 f"lower --data.{option} or --data.sequence-length",
             )
