@@ -219,6 +219,30 @@ def test_differences_are_paired_by_seed() -> None:
     assert (mine["min"], mine["perplexity"], mine["max"]) == (8.0, 18.0, 28.0)
 
 
+@pytest.mark.parametrize(
+    ("mine", "others", "lower", "words"),
+    [
+        ((8.0, "diverged", 8.0), (9.0, 9.0, 9.0), False, "-1.00 [-1.00, -1.00], 1 div."),
+        ((8.0, 8.0, 8.0), (9.0, "diverged", 9.0), True, "-1.00 [-1.00, -1.00], 1 div. of the other"),
+        ((8.0, 8.0, 8.0), ("diverged",) * 3, True, "3 div. of the other"),
+        (("diverged",) * 3, (9.0, "diverged", "diverged"), False, "1 div."),
+        (("diverged",) * 3, ("diverged",) * 3, None, "not known"),
+    ],
+)
+def test_a_seed_that_diverges_on_one_side_decides_its_difference(
+    mine: tuple[Value, ...], others: tuple[Value, ...], lower: bool | None, words: str
+) -> None:
+    """It is in no mean, and yet no setting that diverges is lower than one that does not."""
+
+    def value(cell: Cell) -> Value:
+        return (others if cell.arm == "momentum-free" else mine)[cell.config.seed]
+
+    lines = _lm.lines_of(rows(robustness_heatmaps(SEEDS), value), SEEDS)
+    one, other = (_lm.first(lines, arm=arm, lr=1.1) for arm in ("sum, heavy ball, K=3", "momentum-free"))
+    facts = _lm.difference(one, other)
+    assert (_lm.lower(facts), _lm.difference_words(facts)) == (lower, words)
+
+
 def test_divergence_counts_for_the_side_that_did_not() -> None:
     """In a contrast, divergence on one side alone makes the pair better or worse and is in no ratio."""
     sweep = robustness_heatmaps(QUICK)

@@ -132,14 +132,20 @@ def summary(lines: Sequence[Line], bound: float | None) -> dict[str, Any]:
 
 
 def difference(mine: Line | None, other: Line | None) -> dict[str, Any] | None:
-    """Subtract another setting's perplexity, paired by seed; None when both have finished for no seed."""
+    """Subtract another setting's perplexity, paired by seed; None when no seed can tell.
+
+    Seeds for which one side alone has diverged are in no mean; `diverged` (this side) and `diverged_other` count them.
+    """
     if mine is None or other is None:
         return None
-    gaps = outcomes([mine["setting"]]) - outcomes([other["setting"]])
-    ended = [gap for gap in gaps.iloc[0] if math.isfinite(gap)]
-    if not ended:
+    gaps = (outcomes([mine["setting"]]) - outcomes([other["setting"]])).iloc[0].tolist()  # inf - inf is a NaN
+    ended = [gap for gap in gaps if math.isfinite(gap)]
+    alone = {"diverged": gaps.count(math.inf), "diverged_other": gaps.count(-math.inf)}
+    alone = {side: count for side, count in alone.items() if count}
+    if not ended and not alone:
         return None
-    return {"mean": statistics.fmean(ended), "min": min(ended), "max": max(ended), "seeds": len(ended)}
+    mean = statistics.fmean(ended) if ended else None
+    return {"mean": mean, "min": min(ended, default=None), "max": max(ended, default=None), "seeds": len(ended)} | alone
 
 
 def contrast(pairs: Sequence[tuple[Line, Line | None]]) -> dict[str, Any]:
@@ -207,12 +213,17 @@ def perplexity_words(facts: Mapping[str, Any] | None) -> str:
     return readable(facts["perplexity"]) or ("div." if facts["state"] == "diverged" else str(facts["state"]))
 
 
+_ALONE = {"diverged": "div.", "diverged_other": "div. of the other"}
+
+
 def difference_words(facts: Mapping[str, Any] | None, form: str = "+.2f") -> str:
-    """Return `-0.12 [-0.20, -0.03]`: the mean over the seeds and their range."""
+    """Return `-0.12 [-0.20, -0.03], 1 div.`: the mean over the seeds, their range, and what is in neither."""
     if facts is None:
         return "not known"
     ends = f" [{facts['min']:{form}}, {facts['max']:{form}}]" if facts["seeds"] > 1 else ""
-    return f"{facts['mean']:{form}}{ends}"
+    words = [f"{facts['mean']:{form}}{ends}"] if facts["seeds"] else []
+    words += [f"{facts[side]} {short}" for side, short in _ALONE.items() if side in facts]
+    return ", ".join(words)
 
 
 def ratio_words(facts: Mapping[str, Any]) -> str:
@@ -245,8 +256,10 @@ def ratio_above(facts: Mapping[str, Any]) -> bool | None:
 
 
 def lower(facts: Mapping[str, Any] | None) -> bool | None:
-    """Return whether a difference is negative for every seed; None when it is not known."""
-    return None if facts is None else facts["max"] < 0
+    """Return whether a difference is negative for every seed, None when not known; divergence is worse than all."""
+    if facts is None or "diverged" in facts:
+        return None if facts is None else False
+    return facts["seeds"] == 0 or facts["max"] < 0
 
 
 def tally(claim: str, holds: Mapping[str, bool | None], detail: Mapping[str, str] | None = None) -> str:
