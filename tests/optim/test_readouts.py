@@ -66,6 +66,20 @@ def test_averages(readout: str):
         np.testing.assert_allclose(optimizer.readout(x).numpy(), averaged(readout, path), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("readout", READOUTS[1:])
+def test_a_parameter_that_rests_is_averaged_all_the_same(readout: str):
+    """A round in which it has no gradient counts: its anchor stood still there."""
+    resting, moving = parameters(0, [(5,), (5,)])
+    optimizer = OuterOptimizer([resting, moving], outer("memoryless", readout=readout))
+    path = []
+    for number in range(10):
+        resting.grad = torch.ones_like(resting) if number % 3 == 1 else None
+        moving.grad = torch.ones_like(moving)
+        optimizer.step()
+        path.append(resting.detach().numpy().copy())
+        np.testing.assert_allclose(optimizer.readout(resting).numpy(), averaged(readout, path), rtol=1e-12, atol=1e-12)
+
+
 def test_averages_of_16_bits_are_float32():
     """Small steps of a bfloat16 parameter's average are not rounded away."""
     (x,) = parameters(0, [(5,)], torch.bfloat16)

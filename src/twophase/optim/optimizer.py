@@ -235,7 +235,9 @@ class OuterOptimizer(OuterSGD):
         if readout.name == "last":
             return
         weight = readout.weight(part.group["rounds"] + 1)
-        for x in part.params:
+        for x in part.group["params"]:
+            if x.grad is None and not x.requires_grad:  # frozen: it is its own average
+                continue
             state = self.state[x]
             if weight == 1 or READOUT not in state:
                 state[READOUT] = x.detach().to(buffer_dtype(x), copy=True)
