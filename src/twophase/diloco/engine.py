@@ -64,7 +64,7 @@ class DiLoCo:
         outer: an `OuterRule` or another method, `twophase.outer(...)`; or a policy that needs none, `"auto"`; or a
             function from a fragment's named anchor parameters to any torch optimizer over them, with param groups.
         inner_steps: inner steps a round, >= 1 (S; H in DiLoCo papers).
-        restart: when the outer momentum restarts, or a mapping from fragment names to that; only with an `OuterRule`.
+        restart: when the outer momentum restarts, or a mapping from fragment names to that; not with a function.
         fragments: number of fragments, >= 1, or a mapping from names to patterns; see `fragment.partition`.
         stagger: spread the fragments' syncs evenly over a round's inner steps, the last at its end; else all there.
         delay: inner steps between the launch of a reduction and its application, >= 0, < inner_steps.
