@@ -238,8 +238,8 @@ def test_a_seed_that_diverges_on_one_side_decides_its_difference(
         return (others if cell.arm == "momentum-free" else mine)[cell.config.seed]
 
     lines = _lm.lines_of(rows(robustness_heatmaps(SEEDS), value), SEEDS)
-    one, other = (_lm.first(lines, arm=arm, lr=1.1) for arm in ("sum, heavy ball, K=3", "momentum-free"))
-    facts = _lm.difference(one, other)
+    pair = (_lm.first(lines, arm=arm, lr=1.1) for arm in ("sum, heavy ball, K=3", "momentum-free"))
+    facts = _lm.difference(*pair)
     assert (_lm.lower(facts), _lm.difference_words(facts)) == (lower, words)
 
 
