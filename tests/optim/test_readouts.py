@@ -19,6 +19,7 @@ from trained import run_in_parts
 from twophase.base.config import UsageError, from_tree, load_yaml
 from twophase.cli.main import main
 from twophase.diloco.engine import DiLoCo
+from twophase.optim.methods import from_torch
 from twophase.optim.optimizer import OuterOptimizer
 from twophase.optim.outer import OuterSGD
 from twophase.shelf.outer import outer
@@ -67,10 +68,11 @@ def test_averages(readout: str):
 
 
 @pytest.mark.parametrize("readout", READOUTS[1:])
-def test_a_parameter_that_rests_is_averaged_all_the_same(readout: str):
+@pytest.mark.parametrize("method", ["memoryless", from_torch(torch.optim.Adam, lr=0.1)], ids=["memoryless", "torch"])
+def test_a_parameter_that_rests_is_averaged_all_the_same(method: Any, readout: str):
     """A round in which it has no gradient counts: its anchor stood still there."""
     resting, moving = parameters(0, [(5,), (5,)])
-    optimizer = OuterOptimizer([resting, moving], outer("memoryless", readout=readout))
+    optimizer = OuterOptimizer([resting, moving], outer(method, readout=readout))
     path = []
     for number in range(10):
         resting.grad = torch.ones_like(resting) if number % 3 == 1 else None

@@ -309,8 +309,14 @@ def test_an_outer_optimizer_alone(tmp_path: Path) -> None:
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
         get_optimizer_state_dict(nn.ParameterList(rehearsing.param_groups[0]["params"]), rehearsing)
-    assert rehearsing.param_groups[0]["rounds"] == 0
-    assert not (tmp_path / "rehearsed" / "rounds.jsonl").exists()
+        next(iter(rehearsing.param_groups[0]["params"])).grad = torch.zeros(3)
+        other = OuterSGD([parameter := nn.Parameter(torch.ones(3))], 0.7, 0.9)
+        with record(other, tmp_path / "another"):
+            parameter.grad = torch.zeros(3)  # as hivemind's averager, at the learning rate itself
+            other.step()
+    for outer, folder in ((rehearsing, "rehearsed"), (other, "another")):
+        assert outer.param_groups[0]["rounds"] == 0
+        assert not (tmp_path / folder / "rounds.jsonl").exists()
 
 
 @pytest.mark.slow

@@ -323,7 +323,7 @@ def torch_step(method: TorchMethod, round_: Round, x: Tensor, g: Tensor, state: 
         if rule.momentum != named.momentum:
             momenta = {"betas": (rule.momentum, *group["betas"][1:])} if "betas" in group else {}
             group |= {"momentum": rule.momentum, **momenta}
-    if round_.number > 1 and state:  # before that it is of a rehearsal, see `OuterSGD._is_rehearsal`
+    if round_.number > 1 and state:  # before that it is of a rehearsal, see `OuterSGD.is_rehearsal`
         optimizer.state[after].update({first if key == FIRST else key: value for key, value in state.items()})
     optimizer.step()
     state.clear()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -186,6 +186,7 @@ class OuterOptimizer(OuterSGD):
         function, products = function_of(method), []
         for x, gradient in zip(part.params, part.gradients, strict=True):
             state, g = self._state(method, x), gradient.to(buffer_dtype(x))
+            average = state.pop(READOUT, None)  # no part of the state of torch's optimizer
             if restart is not None and restart.before:
                 self._restart(method, state, g, restart)
             update = function(method, round_, x, g, state)
@@ -193,6 +194,7 @@ class OuterOptimizer(OuterSGD):
             x.sub_(update)
             if restart is not None and not restart.before:
                 self._restart(method, state, g, restart)
+            state |= {} if average is None else {READOUT: average}
         (self._along,) = self.context.total([float(torch.stack(products).double().sum())])
         if restart is not None and not restart.before:
             weights = restarted(method, restart, weights)
@@ -261,18 +263,22 @@ class OuterOptimizer(OuterSGD):
         names = ("_default", "context", "_along", "_parts_of_round")
         return super().__getstate__() | {name: self.__dict__[name] for name in names}
 
-    def _is_rehearsal(self, parts: Any) -> bool:
-        if not super()._is_rehearsal(parts):
-            return False
+    def _has_buffers(self, part: Part) -> bool:
+        method = method_of(part.group)
+        # A torch optimizer alone knows what it keeps.
+        has = part.group["momentum"] != 0 if method.plain else bool(method.buffers) or isinstance(method, TorchMethod)
+        return has or part.group["readout"] != "last"
+
+    def _rehearse(self, parts: Sequence[Part]) -> None:
+        super()._rehearse(parts)
         for part in parts:
             method = method_of(part.group)
             round_ = Round(0, rule_of(part.group), Answer({}), {})
             for x, g in zip(part.params, part.gradients, strict=True):
                 state = self._state(method, x)
-                if isinstance(method, TorchMethod):  # it alone knows its buffers, and makes them anew in round 1
+                if isinstance(method, TorchMethod):  # it makes its buffers anew in round 1
                     torch_step(method, round_, x, g.to(buffer_dtype(x)), state)
             self._read_out(part)
-        return True
 
     def _check_loaded(self, groups: list[dict[str, Any]]) -> None:
         """Complete a state's groups, perhaps those of an `OuterSGD`; refuse what this optimizer cannot take."""

@@ -194,7 +194,8 @@ class OuterSGD(Optimizer):
         self.last_round, self.begun = [], False
         parts = self._parts()
         is_bare = not measure and all(option is None for option in (signals, probe, measured, probes))
-        if is_bare and self._is_rehearsal(parts):
+        if is_bare and self.is_rehearsal():
+            self._rehearse(parts)
             return loss
         supplied = set(signals or ()) | (set() if probe is None and probes is None else {PROBES})
         for part in parts:  # all of them before any: a round that is refused has not happened
@@ -228,21 +229,29 @@ class OuterSGD(Optimizer):
                 parts.append(Part(group, params, gradients, [state.get(BUFFER) for state in states]))
         return parts
 
-    def _is_rehearsal(self, parts: Sequence[Part]) -> bool:
-        """Whether this step is there to make the buffers, and must be no round.
+    def is_rehearsal(self) -> bool:
+        """Return whether a step would be there to make the buffers, and no round: all gradients are 0 and no state is.
 
         To learn what a state holds, `get_optimizer_state_dict` of torch.distributed.checkpoint (at learning rate 0) and
-        hivemind's averager take a step with gradients of 0 where there is no state yet.
+        hivemind's averager take such a step. Where nothing is to be made, as without momentum, it is a round all the
+        same unless the learning rate is 0.
         """
-        if self.state or not parts or any(part.group["rounds"] for part in parts):
+        parts = [] if self.state else self._parts()
+        if not parts or any(part.group["rounds"] for part in parts):
+            return False
+        if not any(map(self._has_buffers, parts)) and any(part.group["lr"] != 0 for part in parts):
             return False
         gradients = [g for part in parts for g in part.gradients]
-        if any(bool(getattr(g, "to_local", lambda g=g: g)().any()) for g in gradients):
-            return False
+        return not any(bool(getattr(g, "to_local", lambda g=g: g)().any()) for g in gradients)
+
+    def _has_buffers(self, part: Part) -> bool:
+        return bool(part.group["momentum"] != 0)
+
+    def _rehearse(self, parts: Sequence[Part]) -> None:
+        """Make the buffers of a first round."""
         for part in parts:
             if part.group["momentum"] != 0:
                 self._make_buffers(part.params)
-        return True
 
     def _step_group(
         self,

@@ -298,8 +298,7 @@ def _hooked(outer: OuterSGD, run: Recorder, inner_steps: int) -> Iterator[None]:
     def before(_: Any, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         nonlocal begun
         begun = time.perf_counter()
-        is_new = not outer.state and all(group["lr"] == 0 for group in outer.param_groups)
-        return None if is_new else (args, options | {"measure": True})  # a step at lr 0 may be a rehearsal of torch's
+        return None if outer.is_rehearsal() else (args, options | {"measure": True})  # measured, it would be a round
 
     def after(_: Any, __: Any, options: dict[str, Any]) -> None:
         if outer.last_round:
