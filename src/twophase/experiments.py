@@ -17,6 +17,7 @@ from twophase.recipes.arms import ARMS, check_arm_options
 from twophase.recipes.controls import grid_of
 from twophase.report.results import Run, load
 from twophase.report.results import Sweep as SweepResults
+from twophase.shelf.outer import RULE_OPTIONS
 from twophase.sweeps.grid import Axis, Sweep
 from twophase.tasks.named import LM, TASK, check, check_is_called_by_a_program, config_class, name_of
 from twophase.training.config import RunConfig, check_rule_options
@@ -102,6 +103,8 @@ def sweep(
     for path, values in axes.items():
         if isinstance(values, str) or not isinstance(values, Iterable):
             raise UsageError(f"axes: {path} is {values!r}; give a list of the values to try")
+        if isinstance(config, Mapping) and path in (flat := flatten(config)) and not _is_whole(flat):
+            raise UsageError(f"axes: {path} is in config, too; leave it out of one of them")
         grid.append(Axis(path, tuple(values)))
     plan, folder = Sweep("sweep", base, grid_of(base, grid, controls=controls)), Path(out)
     complete(plan, folder, texts=preflight_all(plan.runs.values()), workers=workers, quiet=quiet)
@@ -171,8 +174,14 @@ def _configuration(task: Any, config: RunConfig | Mapping[str, Any] | None) -> R
     flat = flatten(config or {})
     texts = {path: str(value) if isinstance(value, RestartPolicy) else value for path, value in flat.items()}
     resolved = overlaid(overlaid(base, tree, "the task"), texts, "config")
-    check_rule_options(resolved, flat)
+    if not _is_whole(flat):
+        check_rule_options(resolved, flat)
     return check(resolved)
+
+
+def _is_whole(flat: Mapping[str, Any]) -> bool:
+    """Whether values are a run's whole configuration, such as `Run.config`, in place of what the user has chosen."""
+    return {f"outer.{name}" for name in ("method", *RULE_OPTIONS)} <= flat.keys()
 
 
 def _options(task: Any) -> dict[str, Any]:

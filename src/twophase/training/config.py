@@ -294,7 +294,8 @@ def check_rule_options(config: RunConfig, paths: Iterable[str]) -> None:
         has_it = False
         with suppress(ValueError):  # of a method that `check` refuses
             has_it = name in {field.name for field in dataclasses.fields(parse_value("method", config.outer.method))}
-        text = f"write it into the method's text, such as --outer.method {config.outer.method}:{name}=VALUE"
+        method = config.outer.method.partition(":")[0]
+        text = f"write it into the method's text, such as --outer.method {method}:{name}=VALUE"
         raise UsageError(
             f"--{unused[0]} is an option of --outer.method sgd, and the method is {config.outer.method}; "
             f"{text if has_it else f'{config.outer.method} has no {name}, take sgd'}, or leave it out"
