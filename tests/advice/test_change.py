@@ -33,6 +33,7 @@ CASES: dict[str, tuple[OuterRule, dict[str, Any], str, dict[str, Any]]] = {
     "diverges": (NESTEROV, {}, "diverges", {"outer.lr": 0.35}),
     "averaging under a cosine": (OuterRule(1.0, 0.0), {}, "cannot tell", {"outer.filter": "orthogonal"}),
     "averaging with inner Muon": (OuterRule(1.0, 0.0), {"inner.method": "muon"}, "cannot tell", {}),
+    "no momentum, a large lr": (OuterRule(2.5, 0.0), {}, "cannot tell", {"outer.lr": 1.0}),
     "no momentum, a small lr": (OuterRule(0.5, 0.0), {}, "cannot tell", {"outer.lr": 1.0}),
     "auto": (OuterRule(1.0, 0.5), {"outer.restart": "auto"}, "cannot tell", {}),
     "auto that diverges": (OuterRule(1.0, 0.5), {"outer.restart": "auto"}, "diverges", {}),
@@ -56,6 +57,9 @@ def test_a_rising_rate_where_the_map_of_regimes_says_so() -> None:
     assert beyond is not None
     assert below is not None
     assert dict(beyond.values) == {"outer.schedule": "linear:final=2"}
+    larger = change(OuterRule(1.5, 0.0), ["cannot tell"], 60, config, house.RISING + 0.01)
+    assert larger is not None
+    assert dict(larger.values) == {"outer.schedule": "linear:final=2", "outer.lr": 1.0}  # from 1 to 2, as it says
     assert dict(below.values) == {"outer.filter": "orthogonal"}
     result = regimes.table()
     facts = result.numbers["rules"]["a rising rate"]
@@ -97,6 +101,13 @@ def test_nothing_is_said_of_little() -> None:
     """A run of a few rounds, or without a known rule, has no change."""
     assert change(NESTEROV, ["cannot tell"], 7, {}) is None
     assert change(None, ["cannot tell"], 60, {}) is None
+
+
+def test_a_plan_without_end_is_answered_at_once() -> None:
+    """A run is stopped by hand; its plan may be longer than a loop over its rounds would take."""
+    advised = change(NESTEROV, ["cannot tell"], 60, {"outer.restart": "5"}, planned=1 << 53)
+    assert advised is not None
+    assert dict(advised.values) == AVERAGING
 
 
 def test_the_command_makes_the_changed_run() -> None:

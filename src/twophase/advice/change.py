@@ -21,6 +21,8 @@ from twophase.theory.modes import stable_limit
 
 LEAST_ROUNDS = 8
 _LARGE_GAIN = 2.0
+_MANY_ROUNDS = 10_000
+"""A mean over more rounds is hardly another, and takes time."""
 """Mean outer gain above which runs of up to some 100 rounds became better with a smaller step; averaging has 1."""
 _WORTH = {
     True: "each at its own best inner learning rate, a restart every 3 rounds (--outer.restart 3) gave 1.09 to 1.28 "
@@ -111,7 +113,7 @@ def change(
         return _of_averaging(rule, config, shrunk)
     gain = None
     with contextlib.suppress(ValueError):  # an adaptive policy has no gain that is known in advance
-        gain = mean_outer_gain(rule, policy, planned or rounds)
+        gain = mean_outer_gain(rule, policy, min(planned or rounds, _MANY_ROUNDS))
     averaging = {"outer.lr": 1.0, "outer.momentum": 0.0, "outer.nesterov": False, "outer.restart": "never"}
     if gain is not None and gain < _SMALL_GAIN:
         return Change(
@@ -137,9 +139,9 @@ def change(
 
 def _of_averaging(rule: OuterRule, config: Mapping[str, Any], shrunk: float | None) -> Change:
     """Return what is left to gain without momentum."""
-    if rule.lr < _SMALL_GAIN:
+    if not _SMALL_GAIN <= rule.lr <= _LARGE_GAIN:
         return Change(
-            f"Average the replicas: without momentum and at lr {rule.lr:g} the anchor goes {rule.lr:g} of the way.",
+            f"Average the replicas: without momentum and at lr {rule.lr:g} the anchor goes {rule.lr:g} times the way.",
             "with its rate tuned, SGD without momentum was level with averaging on the bench",
             {"outer.lr": 1.0},
         )
@@ -151,7 +153,7 @@ def _of_averaging(rule: OuterRule, config: Mapping[str, Any], shrunk: float | No
             "in the bench's map of regimes this limit had 14 of 16 signs right at places that did not choose it; "
             "better by 2 to 7 % in the 5 beyond it. But four of these had an inner rate below averaging's best, and "
             "where it was the best one, this helped at one of three places",
-            {"outer.schedule": "linear:final=2"},
+            {"outer.schedule": "linear:final=2"} | ({} if rule.lr == 1 else {"outer.lr": 1.0}),
         )
     if config.get("inner.method") == "muon":
         return Change(
