@@ -137,7 +137,7 @@ def test_the_list(server: ThreadingHTTPServer) -> None:
         assert all(f">{word}" in rows[path] for word in words), path
 
 
-def test_an_odd_folder_is_one_row(root: Path) -> None:
+def test_an_odd_folder_is_one_row(root: Path, server: ThreadingHTTPServer) -> None:
     """A name that is not UTF-8, a configuration of odd types, and a user's own configuration leave the list whole."""
     odd = root / os.fsdecode(b"caf\xe9")
     shutil.copytree(root / "a b", odd)
@@ -148,6 +148,9 @@ def test_an_odd_folder_is_one_row(root: Path) -> None:
     for part in ("/view/a%20b", "/view/sweep", "/view/caf%E9"):
         assert f'href="{part}"' in text
     assert library.folder_page([os.fsdecode(b"caf\xe9")])
+    assert 'value="caf%E9"' in text  # the browser's form sends what stands there, quoted once more
+    status, text = ask(server, "/view/?run=caf%25E9&run=a%2520b")
+    assert (status, "caf" in text) == (200, True)
 
 
 def test_a_page_is_made_again_when_a_file_changes(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -200,6 +200,16 @@ def test_python_refuses_what_the_command_refuses() -> None:
     """An option of momentum SGD beside another method would not be looked at."""
     with pytest.raises(UsageError, match=r"--outer\.momentum is an option of --outer\.method sgd"):
         twophase.train("digits", SHORT | {"outer.method": "adamw", "outer.momentum": 0.5}, quiet=True)
+    with pytest.raises(UsageError, match=r"axes: outer\.lr is in config, too"):
+        twophase.sweep("digits", {"outer.lr": [0.3, 0.7]}, SHORT | {"outer.lr": 0.5}, quiet=True)
+
+
+def test_a_run_is_repeated_with_its_whole_configuration() -> None:
+    """It names options that its method does not look at; they are no choice of the user."""
+    run = twophase.train("rings:Rings", SHORT | {"outer.method": "adamw"}, "first", quiet=True)
+    assert run.config is not None
+    again = twophase.train("rings:Rings", {**run.config, "seed": 1}, "second", quiet=True)
+    assert again.config == {**run.config, "seed": 1}
 
 
 CALL = """
@@ -222,6 +232,29 @@ def test_a_program_without_a_guard(rings: Path, pipe: bool) -> None:
     words = "define its class at the top of a file" if pipe else 'below `if __name__ == "__main__":`'
     assert words in done.stderr
     assert pipe or "remove that file" not in done.stderr
+
+
+def test_a_module_that_trains_when_it_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its dotted name it is refused as a file is; each worker process would begin the run anew."""
+    (tmp_path / "pack").mkdir()
+    call = 'import twophase\ntwophase.train("pack.rings:Rings", {"steps": 4, "inner_steps": 2}, "run", quiet=True)\n'
+    (tmp_path / "pack" / "rings.py").write_text(RINGS + call)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UsageError, match="its file trains when it is imported"):
+        twophase.train("pack.rings:Rings", SHORT, "run", quiet=True)
+    assert not Path("run").exists()
+
+
+def test_data_that_may_be_read_again_where_the_task_says_so(rings: Path) -> None:
+    """A task of one's own whose data end refuses more steps, and its remedy is no option that is refused."""
+    check = (
+        '    def check_data(self, steps):\n        raise UsageError("4 steps of rows; --repeat reads them again")\n\n'
+    )
+    text = "from twophase.base.config import UsageError\n" + RINGS.split('"""', 2)[2]
+    rings.write_text(text.replace("    def evaluate", check + "    def evaluate"))
+    with pytest.raises(UsageError, match="--repeat reads them again"):
+        twophase.train("rings:Rings", SHORT, "run", quiet=True)
+    assert twophase.train("rings:Rings", SHORT | {"repeat": True}, "run", quiet=True).summary
 
 
 MISTAKES = {

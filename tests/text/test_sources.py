@@ -168,7 +168,13 @@ def test_hidden_folders_and_the_result_are_no_sources(tmp_path: Path):
     """A notebook's checkpoints and git's objects would double a text, and a result below its source would be read."""
     for name in ("a.txt", ".ipynb_checkpoints/a-checkpoint.txt", "tok/tokenizer/tokenizer.json", "tok/b.txt"):
         write(tmp_path / name, b"words")
-    assert [file.name for file in find([str(tmp_path)], outside=tmp_path / "tok")[0]] == ["a.txt"]
+    (tmp_path / "link").symlink_to(tmp_path / "tok")
+    for out in ("tok", "link", "tok/../tok"):
+        files, _ = find([str(tmp_path / "a.txt"), str(tmp_path / "tok" / "*")], outside=tmp_path / out)
+        assert [file.name for file in files] == ["a.txt"]
+    for words in ([str(tmp_path / "a.txt")], [str(tmp_path)], [str(tmp_path / "a.txt"), "c4"]):
+        with pytest.raises(UsageError, match=r"a\.txt: lies in --out"):
+            find(words, outside=tmp_path)
 
 
 def test_one_long_line_gets_no_line_breaks(tmp_path: Path):

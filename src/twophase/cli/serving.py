@@ -68,6 +68,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self.library.list_page()
         if not path.startswith(VIEW):
             raise UsageError(f"{unquote(path)}: there is no such page; the list is at /")
+        runs = [os.fsdecode(unquote_to_bytes(run)) for run in runs]
         if runs or not path.removeprefix(VIEW):
             return self.library.overlay_page(runs) if runs else self.library.folder_page([])
         parts = [os.fsdecode(unquote_to_bytes(part)) for part in path.removeprefix(VIEW).rstrip("/").split("/")]

@@ -13,6 +13,7 @@ from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 
@@ -78,7 +79,7 @@ class Library:
         for folder, row in ordered:
             path = folder.relative_to(self.root).as_posix()
             target = Html(link(path, path).replace('href="', f'href="{VIEW}', 1)) if path != "." else _root_link()
-            box = tag("input", type="checkbox", name="run", value=path, aria_label=f"choose {path}")
+            box = tag("input", type="checkbox", name="run", value=quote(os.fsencode(path)), aria_label=f"choose {path}")
             lines.append([target, box if row[0] == "run" else None, *row])
         header = ["folder", "choose", "kind", "state", "result", "outer optimizer", "restart", "changed"]
         caption = f"{counted(len(lines), 'folder')} below {self.root}; the runs of a sweep are on its page."

@@ -82,6 +82,7 @@ def _attribute(name: str, module: str, kind: str) -> type:
 def _module(name: str, module: str) -> ModuleType:
     """Import a module by its name, or a file; a module's name also means a file in the working directory."""
     file = Path(module if module.endswith(".py") else f"{module}.py")
+    _under_import.append(name)
     try:
         if not (module.endswith(".py") or file.is_file()):
             return importlib.import_module(module)
@@ -100,14 +101,11 @@ def _module(name: str, module: str) -> ModuleType:
         if (folder := str(file.absolute().parent)) not in sys.path:
             sys.path.append(folder)
         loaded = sys.modules[unique] = importlib.util.module_from_spec(spec)  # dataclasses look their types up there
-        _under_import.append(name)
         try:
             spec.loader.exec_module(loaded)
         except BaseException:
             del sys.modules[unique]
             raise
-        finally:
-            _under_import.pop()
     except UsageError:
         raise
     except Exception as error:  # of the file's own code
@@ -115,6 +113,8 @@ def _module(name: str, module: str) -> ModuleType:
             f"--task {name}: {module} cannot be imported ({type(error).__name__}: {error}); correct it, or install "
             "what it needs"
         ) from error
+    finally:
+        _under_import.pop()
     return loaded
 
 
@@ -221,12 +221,17 @@ def check(config: RunConfig) -> RunConfig:
         if getattr(config.compute, field.name) != field.default:
             option = f"--compute.{field.name.replace('_', '-')}"
             raise UsageError(f"{option} is for --task {LM} alone; with --task {options.name} leave it out")
-    if config.repeat and not options.name.startswith(HF):
+    if config.repeat and not takes_repeat(config):
         raise UsageError(f"--repeat is for texts and tokens; with --task {options.name} leave it out")
     if type(config) is not config_class(options.name):
         raise UsageError(f"--task.name {options.name}: the task is named by --task, once for all runs of a sweep")
     instance_of(options, config.replicas)
     return config
+
+
+def takes_repeat(config: Any) -> bool:
+    """Return whether a configuration's task has data that may be read more than once where that is allowed."""
+    return isinstance(config, TrainConfig) or hasattr(task_class(config.task.name), "check_data")
 
 
 def instance_of(options: Any, replicas: int) -> Any:

@@ -17,7 +17,7 @@ from twophase.runs.folder import CHECKPOINTS
 from twophase.runs.record import run_config
 from twophase.tasks.build import task_of
 from twophase.tasks.lm.config import TrainConfig
-from twophase.tasks.named import check, config_of
+from twophase.tasks.named import check, config_of, takes_repeat
 from twophase.training import checkpoint
 from twophase.training.config import ComputeConfig, RunConfig
 from twophase.training.curvature import Function, GaussNewton, Hessian, Matrix
@@ -98,7 +98,8 @@ def restore(run: Path) -> Restored:
             f"{run}: the run has diverged, and its weights have no curvature to speak of; give another run"
         )
     # Wherever and however the run was trained, it is looked at on the CPU and in float32.
-    here = check(replace(config, device="cpu", compute=ComputeConfig()))
+    here = replace(config, device="cpu", compute=ComputeConfig())
+    here = check(here if takes_repeat(here) else replace(here, repeat=False))  # an older run may have had it in vain
     task = task_of(here)
     preflight(here, task)
     if task.describe()["fingerprint"] != progress["text"]:

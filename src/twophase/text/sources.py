@@ -104,7 +104,12 @@ def find(words: Sequence[str], kind: str = "auto", *, outside: Path | None = Non
     """
     files = [file for word in words for file in _files(word, kind)]
     if outside is not None:
-        files = [file for file in files if outside.absolute() not in Path(file.path).parents]
+        parents = {file: () if "://" in file.path else Path(file.path).resolve().parents for file in files}
+        inside = [file for file in files if outside.resolve() in parents[file]]
+        named = {str(Path(os.path.expanduser(word)).absolute()) for word in words}  # noqa: PTH111 - as in _files
+        if inside and (inside == files or any(file.path in named for file in inside)):
+            raise UsageError(f"{inside[0].path}: lies in --out {outside}; choose another --out")
+        files = [file for file in files if file not in inside]
     seen: set[str] = set()
     for file in files:
         if file.place in seen:
