@@ -307,9 +307,9 @@ def test_restarts_on_the_bench() -> None:
     words = result.numbers["words"]["with a restart against without"]
     total, better, worse = sum(words.values()) - words.get("missing", 0), words["better"], words["worse"]
     for name, parts in {
-        "index.md": f"of {total} comparisons on the bench so far {better} say that a restart is better than none, ",
+        "index.md": f"of {total} comparisons on the bench {better} say that a restart is better than none, ",
         "restarts.md": f"of {total} comparisons on the bench {better} say better",
-        "restarts-when.md": f"of {total} comparisons so far {better} say that a restart is better than none, {worse}",
+        "restarts-when.md": f"of {total} comparisons {better} say that a restart is better than none, {worse}",
     }.items():
         assert parts in plain(name), name
     lines = [line for line in result.rows if "@" in line["arm"] and line["control"] == "averaging"]
