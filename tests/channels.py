@@ -40,6 +40,14 @@ def simulate(alone: Channel, parts: Sequence[Tensor]) -> Tensor:
     return total
 
 
+def residuals(channels: Sequence[Channel]) -> list[Tensor]:
+    """Copies of all that is owed; int8's sums owe as well, and a wire without state nothing."""
+    owed: list[Tensor] = []
+    for state in filter(None, (channel.state_dict() for channel in channels)):
+        owed += [*state["sent"], *([state["returned"]] if state["wire"] == "int8" else [])]
+    return [x.clone() for x in owed]
+
+
 def same_bits(first: Tensor, second: Tensor) -> bool:
     return torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8))
 
@@ -81,6 +89,19 @@ class Member(SingleProcess):
     def launch_gather(self, received: Tensor, sent: Tensor) -> Pending:
         """All-gather."""
         return self.call(sent, lambda all_: received.copy_(torch.cat(all_)))
+
+
+class Failing(Member):
+    """A process whose gathering fails when it is waited for."""
+
+    def launch_gather(self, received: Tensor, sent: Tensor) -> Pending:
+        """Read nothing, and fail."""
+
+        def fail() -> None:
+            raise ConnectionError("gone")
+
+        del received, sent
+        return Later(fail)
 
 
 def members(size: int) -> list[Member]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -13,20 +12,14 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from channels import Later, Member, channel, contribution, contributions, members, same_bits, simulate, together
+from channels import Failing, channel, contribution, contributions, members, residuals, same_bits, simulate, together
 from twophase.diloco import sparse, wire
-from twophase.diloco.communicator import Pending
 from twophase.diloco.formats import LONGEST_CHUNK, TopK, check_wire
 from twophase.diloco.setting import open_channel
-from twophase.diloco.transfer import Channel
 
 NAME = "topk:128:2bit"
 SHAPES = [(NAME, 128), (NAME, 5000), ("topk:8:2bit", 4096), ("topk:16:4bit", 4097), ("topk:100:8bit", 9001)]
 """A wire, and a length: one chunk, several, of a padded end or none, of a ratio that is no power of two."""
-
-
-def residuals(channels: Sequence[Channel]) -> list[Tensor]:
-    return [x.clone() for channel in channels for x in channel.state_dict()["sent"]]
 
 
 def twin(owed: NDArray[np.float64], g: NDArray[np.float64], ratio: int, bits: int) -> NDArray[np.float64]:
@@ -227,19 +220,6 @@ def test_another_channels_state_is_refused():
         assert all(map(same_bits, before, residuals([target])))
 
 
-class Failing(Member):
-    """A process whose collective fails."""
-
-    def launch_gather(self, received: Tensor, sent: Tensor) -> Pending:
-        """What fails when it is waited for."""
-
-        def fail() -> None:
-            raise ConnectionError("gone")
-
-        del received, sent
-        return Later(fail)
-
-
 @pytest.mark.parametrize("transactional", [True, False])
 def test_withdraw_restores_the_residuals(transactional: bool):
     """After a failed round the residuals are, bit for bit, as committed, and the round repeated gives the same bits."""
@@ -259,18 +239,6 @@ def test_withdraw_restores_the_residuals(transactional: bool):
         assert same_bits(together(channels, parts)[0], expected)
         for target in (*channels, *twins):
             target.commit()
-
-
-def test_a_healed_channel_owes_nothing():
-    """After clear(), which follows a heal, a channel is as new, also when a transfer was under way."""
-    numel = 300
-    used, fresh = channel("topk:16:2bit", numel), channel("topk:16:2bit", numel)
-    used.quantize(contribution(numel, 0, 0), 0)
-    used.launch(members(2)[0], contribution(numel, 0, 1))
-    used.clear()
-    parts = contributions(numel, 1, 2)
-    assert used.state_dict().keys() == {"wire", "sent"}
-    assert same_bits(together([used], parts)[0], together([fresh], parts)[0])
 
 
 @pytest.mark.parametrize("name", ["topk:0:2bit", "topk:1:2bit", "topk:4097:2bit", "topk:128:3bit", "topk:128:32bit"])

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
 
 import pytest
 import torch
@@ -14,22 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from channels import (
-    Later,
-    Member,
-    channel,
-    contribution,
-    contributions,
-    members,
-    same_bits,
-    simulate,
-    together,
-)
+from channels import Failing, channel, contribution, contributions, members, residuals, same_bits, simulate, together
 from twophase.diloco import transfer as transfer_module
 from twophase.diloco import wire
-from twophase.diloco.communicator import Pending, SingleProcess
+from twophase.diloco.communicator import SingleProcess
 from twophase.diloco.formats import WIRES, check_wire
-from twophase.diloco.transfer import Channel
 from twophase.diloco.wire import BLOCK, packet_bytes
 
 ROUNDS = 3
@@ -42,11 +30,6 @@ def received_of(name: str, x: Tensor) -> Tensor:
     y = x.clone()
     channel(name, len(x), dtype=x.dtype).quantize(y, 0)
     return y
-
-
-def residuals(channels: Sequence[Channel]) -> list[Tensor]:
-    states = [channel.state_dict() for channel in channels]
-    return [x.clone() for state in states if state for x in (*state["sent"], state["returned"])]
 
 
 # --- codes ----------------------------------------------------------------------------------------------------------
@@ -331,19 +314,6 @@ def test_withdraw_undoes_all_since_the_last_commit():
     assert torch.equal(twin.state_dict()["sent"][1], before)
 
 
-class Failing(Member):
-    """A process whose second collective fails."""
-
-    def launch_gather(self, received: Tensor, sent: Tensor) -> Pending:
-        """What fails when it is waited for."""
-
-        def fail() -> None:
-            raise ConnectionError("gone")
-
-        del received, sent
-        return Later(fail)
-
-
 def test_a_failed_transfer_can_be_given_up():
     """Where a collective fails, withdraw() frees channel and residuals; the round repeated is as it would be."""
     numel, calls = 2 * BLOCK, []
@@ -360,17 +330,19 @@ def test_a_failed_transfer_can_be_given_up():
     assert same_bits(together(channels, parts)[0], expected[0])
 
 
-def test_clear_forgets_everything():
+@pytest.mark.parametrize("name", ["int8", "topk:16:2bit"])
+def test_clear_forgets_everything(name: str):
     """After clear() a channel is as new, also when a transfer was under way; loading gives that one up as well."""
     numel = 2 * BLOCK + 1
-    cleared, loaded, fresh = (channel("int8", numel, 2, transactional=True) for _ in range(3))
+    cleared, loaded, fresh = (channel(name, numel, 2, transactional=True) for _ in range(3))
     first, second = (contributions(numel, 2, number) for number in range(2))
-    expected = simulate(fresh, second)
+    entries, expected = fresh.state_dict().keys(), simulate(fresh, second)
     for used in (cleared, loaded):
         simulate(used, first)
         used.launch(members(2)[0], first[0].clone())
     cleared.clear()
-    loaded.load_state_dict(channel("int8", numel, 2).state_dict())
+    assert cleared.state_dict().keys() == entries
+    loaded.load_state_dict(channel(name, numel, 2).state_dict())
     for renewed in (cleared, loaded):
         assert same_bits(simulate(renewed, second), expected)
 
