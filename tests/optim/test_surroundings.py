@@ -1,4 +1,4 @@
-"""`OuterSGD` in its surroundings: DTensors, distributed checkpoints, torchft's DiLoCo.
+"""`OuterSGD` in its surroundings: DTensors, torchft's DiLoCo.
 
 Run as a program, this file is one of the processes of the DTensor test.
 """
@@ -152,32 +152,6 @@ def worker(rank: int, folder: Path) -> None:
     results |= {method: distributed_run(wrap, "3", method) for method in METHODS}
     torch.save(results, folder / f"{rank}.pt")
     dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_distributed_checkpoints_take_no_round(momentum: float):
-    """To learn what a state holds, torch's `get_optimizer_state_dict` takes a step of its own, which is no round."""
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-
-    def build() -> tuple[nn.Linear, OuterSGD]:
-        model = nn.Linear(3, 2)
-        names = ["loss_start", "loss_end"]
-        return model, OuterSGD(model.parameters(), lr=0.1, momentum=momentum, restart="loss", signals=names)
-
-    model, outer = build()
-    shown: dict[str, Any] = dict(get_optimizer_state_dict(model, outer))
-    assert shown["param_groups"][0]["rounds"] == 0
-    assert outer.param_groups[0]["rounds"] == 0
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    outer.step(signals={"loss_start": 2.0, "loss_end": 1.5})
-    saved = get_optimizer_state_dict(model, outer)
-    other, twin = build()
-    set_optimizer_state_dict(other, twin, saved)
-    group = twin.param_groups[0]
-    assert (group["rounds"], group["lr"], group["policy_state"]) == (1, 0.1, {"end": 1.5})
-    moments = [[o.state[p].get("momentum_buffer") for p in m.parameters()] for m, o in ((model, outer), (other, twin))]
-    assert all(a is b is None or same_bits(a, b) for a, b in zip(*moments, strict=True))
 
 
 # --- inside torchft's DiLoCo ------------------------------------------------------------------------------------------
