@@ -1,11 +1,9 @@
-"""The state of an `OuterSGD`: resumed runs, copies, states of torch.optim.SGD, what is refused, plain numbers."""
+"""The state of an `OuterSGD`: resumed runs, states of torch.optim.SGD, what is refused, plain numbers."""
 
 from __future__ import annotations
 
 import copy
 import json
-import pickle
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -78,20 +76,6 @@ def test_loading_replaces_everything():
     run(outer, range(5))
     assert all(same_bits(p, x) for p, x in zip(params, first, strict=True))
     assert outer.param_groups[0]["rounds"] == 5
-
-
-@pytest.mark.parametrize("clone", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])  # noqa: S301
-def test_copies_go_on_alike(clone: Callable[[Any], Any]):
-    """A deep copy or pickle of parameters and optimizer continues with the same bits, restarts included."""
-    params = parameters(0)
-    outer = OuterSGD(params, 0.1, 0.9, restart=3)
-    run(outer, range(4), measure=True)
-    others, twin = clone((params, outer))
-    assert twin.last_round == []
-    run(outer, range(4, 9))
-    run(twin, range(4, 9))
-    assert all(map(same_bits, params, others))
-    assert twin.param_groups[0]["restarts"] == 3
 
 
 # --- states of torch.optim.SGD ----------------------------------------------------------------------------------------
