@@ -95,7 +95,7 @@ def test_no_rule_is_needed() -> None:
 
 
 def test_a_rule_without_momentum_gets_a_buffer() -> None:
-    """In rollouts, configurations and engines; an `OuterSGD` that is built by hand says what it needs."""
+    """In rollouts, configurations and engines."""
     without, with_one = (rollout(OuterRule(0.3, momentum), [0.9, 0.2], 20, "auto") for momentum in (0.0, 0.9))
     np.testing.assert_array_equal(without.residual, with_one.residual)
     averaging = rollout(OuterRule(1.0, 0.0), [0.9, 0.2], 20, "never")
@@ -115,8 +115,6 @@ def test_a_rule_without_momentum_gets_a_buffer() -> None:
             engine.step()
         anchors.append([p.detach().clone() for p in engine.anchor.values()])
     assert all(torch.equal(a, b) for a, b in zip(*anchors, strict=True))
-    with pytest.raises(ValueError, match="restart policy auto needs a buffer, and at momentum 0 there is none"):
-        OuterSGD([nn.Parameter(torch.ones(1))], 1.0, restart="auto")
 
 
 def steps(norms: list[float], buffer: float, unit: float = 1.0) -> tuple[list[Step], State]:
