@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
@@ -54,6 +54,16 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
+
+
+def listeners(process: int | str) -> list[str]:
+    """The addresses on which a process (a number, or "self") listens, as the kernel writes them in hexadecimal."""
+    place, sockets = Path(f"/proc/{process}"), set()
+    for descriptor in (place / "fd").iterdir():
+        with suppress(OSError):  # it may be closed by now
+            sockets.add(str(descriptor.readlink()))
+    rows = [line.split() for name in ("tcp", "tcp6") for line in (place / "net" / name).read_text().splitlines()[1:]]
+    return [row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets]
 
 
 def lighthouse_command(address: str) -> list[str]:

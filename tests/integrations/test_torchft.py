@@ -8,11 +8,9 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import socket
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +21,7 @@ from torch import nn
 
 import trainers
 import twophase
+from elastic import lighthouse, listeners
 from forked import Program
 from replicas import same_bits
 from twophase.diloco.engine import DiLoCo
@@ -30,7 +29,6 @@ from twophase.diloco.engine import DiLoCo
 pytest.importorskip("torchft", reason="the extra ft is not installed")
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "torchft_diloco.py"
-BIN = Path(sys.executable).parent
 TESTS = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": TESTS}
 STEPS, STOP = 32, 13
@@ -111,28 +109,6 @@ def worker(folder: Path, number: int, places: list[str]) -> None:
 # --- processes ------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def lighthouses(count: int) -> Iterator[list[str]]:
-    """Lighthouses that wait for two replicas; their addresses.
-
-    A bound socket that does not listen keeps the port from other programs, and SO_REUSEADDR, which servers set, lets
-    them bind it all the same.
-    """
-    with contextlib.ExitStack() as stack:
-        places = []
-        for _ in range(count):
-            holder = stack.enter_context(socket.socket())
-            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            holder.bind(("127.0.0.1", 0))
-            places.append(f"127.0.0.1:{holder.getsockname()[1]}")
-            options = ["--min_replicas", "2", "--quorum_tick_ms", "20", "--heartbeat_timeout_ms", "1000"]
-            words = [BIN / "torchft_lighthouse", "--bind", places[-1], *options]
-            process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            stack.callback(process.wait)
-            stack.callback(process.kill)
-        yield [f"http://{place}" for place in places]
-
-
 def run(commands: list[list[str]], logs: list[Path], watch: Callable[[list[Any]], None] = lambda _: None) -> None:
     """Run programs side by side until all have ended well."""
     processes: list[Any] = []
@@ -146,21 +122,6 @@ def run(commands: list[list[str]], logs: list[Path], watch: Callable[[list[Any]]
         for process in processes:
             process.kill()
             process.wait()
-
-
-def listeners(pid: int) -> set[str]:
-    """Addresses, in the kernel's hexadecimal, on which a process listens."""
-    inodes = set()
-    for link in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            inodes.add(str(link.readlink()))
-    addresses = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
-                addresses.add(fields[1])
-    return addresses
 
 
 @pytest.fixture(scope="session")
@@ -179,7 +140,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, set[str]]:
             time.sleep(0.02)
         seen.update(*by_replica)
 
-    with lighthouses(3) as places:
+    with contextlib.ExitStack() as stack:
+        places = [stack.enter_context(lighthouse(2)) for _ in range(3)]
         commands = [[__file__, str(folder), str(number), *places] for number in range(2)]
         run(commands, [folder / "0.log", folder / "1.log"], watch)
     return folder, seen
@@ -238,8 +200,8 @@ def test_listens_on_this_machine_only(results: tuple[Path, set[str]]):
 def test_example(tmp_path: Path):
     """The example's replicas end with the same agreed weights."""
     logs = [tmp_path / "0.log", tmp_path / "1.log"]
-    with lighthouses(1) as places:
-        run([[str(EXAMPLE), str(number), "2", *places] for number in range(2)], logs)
+    with lighthouse(2) as place:
+        run([[str(EXAMPLE), str(number), "2", place] for number in range(2)], logs)
     ends = [re.findall(r"agreed weights (\S+)", log.read_text()) for log in logs]
     assert [len(matches) for matches in ends] == [1, 1]
     assert ends[0] == ends[1]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from elastic import free_port
 from replicas import same_bits
 
 ROOT = Path(__file__).parents[2]
@@ -29,12 +29,6 @@ pytestmark = [
         not (PYTHON.exists() and LIGHTHOUSE.exists()), reason="no .venv-torchtitan: make setup-torchtitan makes it"
     ),
 ]
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def program(folder: Path, *words: str, lighthouse: str = "") -> subprocess.CompletedProcess[str]:
