@@ -16,7 +16,7 @@ from typing import Any
 import optuna
 import pytest
 
-from commands import wait_until
+from commands import snapshot, wait_until
 from fakerun import Config
 from twophase.base.config import UsageError
 from twophase.runs.folder import RunFolder, lock_folder
@@ -161,10 +161,6 @@ def states(folder: Path) -> list[str]:
 def started(folder: Path) -> list[list[str]]:
     """Of every worker that was started: pid and two variables of its environment."""
     return [line.split() for line in lines(folder / "started")]
-
-
-def content(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def runs_now(pid: int) -> bool:
@@ -393,7 +389,7 @@ def test_a_journal_with_half_a_line_is_written_anew(
 def test_leftovers_of_killed_processes_go(tmp_path: Path, command: list[str]) -> None:
     """The next call on a sweep's folder removes what killed processes left half written, Optuna's lock included."""
     run_sweep(sweep_of("ok"), tmp_path, workers=1, command=command)
-    before = content(tmp_path).keys()
+    before = snapshot(tmp_path).keys()
     for name in (
         ".tmp-cells.csv-1-0123abcd",
         "figures/.tmp-overview.png-1-0123abcd",
@@ -403,7 +399,7 @@ def test_leftovers_of_killed_processes_go(tmp_path: Path, command: list[str]) ->
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     run_sweep(sweep_of("ok"), tmp_path, workers=1, command=command)
-    assert content(tmp_path).keys() == before
+    assert snapshot(tmp_path).keys() == before
 
 
 def test_sweep_of_an_older_version(tmp_path: Path, command: list[str]) -> None:
@@ -670,11 +666,11 @@ def test_refusals(tmp_path: Path, damage: dict[str, str], sweep: Sweep, options:
     run_sweep(sweep_of("ok", "ok"), tmp_path, workers=0, texts={"a": "1"})
     for name, text in damage.items():
         (tmp_path / name).write_text(text)
-    before = content(tmp_path)
+    before = snapshot(tmp_path)
     with pytest.raises(UsageError, match=message) as error:
         run_sweep(sweep, tmp_path, workers=0, **options)
     assert str(error.value).startswith(f"--out {tmp_path}: ")
-    assert content(tmp_path) == before
+    assert snapshot(tmp_path) == before
 
 
 def test_other_places_are_refused(tmp_path: Path) -> None:

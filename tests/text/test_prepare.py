@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from commands import snapshot
 from twophase.base.config import UsageError
 from twophase.text import prepare as module
 from twophase.text import sources
@@ -79,11 +80,6 @@ def prepared(asked: Request) -> Path:
 def request(corpus: Path, out: Path, **values: object) -> Request:
     usual = {"tokenizer": "bytes", "held_out": 0.1, "shard_tokens": 5000}
     return Request(sources=(str(corpus),), out=out, **(usual | values))  # type: ignore[arg-type]
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    """Every file of a folder, hidden ones too."""
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
 def ids_of(folder: Path, meta: Meta, split: str) -> np.ndarray:
@@ -250,7 +246,7 @@ def test_interruptions_leave_no_trace(
     assert not (asked.out / "meta.json").exists()
     monkeypatch.setattr(sources, "BATCH_DOCUMENTS", 41)  # how documents are cut into batches means nothing
     interrupted(asked, monkeypatch, "_declare", 1)
-    assert content(prepared(asked)) == content(whole(**limits))
+    assert snapshot(prepared(asked)) == snapshot(whole(**limits))
 
 
 def test_a_finished_folder_is_left_alone(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -270,7 +266,7 @@ def test_another_request_is_refused(corpus: Path, tmp_path: Path, monkeypatch: p
     """A folder that was begun or finished with another request is named, with what differs, and stays as it is."""
     asked = request(corpus, tmp_path / "out")
     interrupted(asked, monkeypatch, "_declare", 1)
-    before = content(asked.out)
+    before = snapshot(asked.out)
     for other, message in (
         (replace(asked, held_out=0.2), "held_out is 0.1 there, 0.2 here"),
         (replace(asked, tokenizer="bpe:300"), "tokenizer is bytes there, bpe:300 here"),
@@ -285,7 +281,7 @@ def test_another_request_is_refused(corpus: Path, tmp_path: Path, monkeypatch: p
     with pytest.raises(UsageError, match=r"files\.c4-train\.00000-of-01024\.json\.gz is \d+ there, \d+ here"):
         prepare(asked)
     path.write_bytes(right)
-    assert content(asked.out) == before
+    assert snapshot(asked.out) == before
     prepare(asked)
     with pytest.raises(UsageError, match=r"is finished, and of another request .*name another folder"):
         prepare(replace(asked, column="content"))
@@ -298,7 +294,7 @@ def test_a_slip_does_not_block_the_folder(original: Path, whole: Callable[..., P
         prepare(replace(asked, tokenizer="nonsense"))
     with pytest.raises(UsageError, match="has no 'body'"):
         prepare(replace(asked, column="body", tokenizer="bpe:300", held_out=0.0, tokens=9))
-    assert content(prepared(asked)) == content(whole())
+    assert snapshot(prepared(asked)) == snapshot(whole())
 
 
 def test_another_tokenizer_is_refused(original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -322,7 +318,7 @@ def test_a_damaged_source_is_resumed_when_it_is_whole(corpus: Path, whole: Calla
         prepare(asked)
     assert (asked.out / "train-00000.bin").exists()
     path.write_bytes(good)
-    assert content(prepared(asked)) == content(whole())
+    assert snapshot(prepared(asked)) == snapshot(whole())
 
 
 def test_a_missing_part_is_told(original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -372,10 +368,10 @@ def test_impossible_requests_are_told(
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "c4-validation.00000-of-00008.json", texts(3))
     write(tmp_path / "thesis" / "thesis.txt", [])
-    before = content(tmp_path)
+    before = snapshot(tmp_path)
     with pytest.raises(UsageError, match=message):
         prepare(replace(request(original, Path("out")), **values))
-    assert content(tmp_path) == before
+    assert snapshot(tmp_path) == before
 
 
 @pytest.mark.parametrize(
@@ -425,7 +421,7 @@ def test_a_full_disk_keeps_what_was_complete(original: Path, whole: Callable[...
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
-    assert content(prepared(asked)) == content(whole(shard_tokens=20_000))
+    assert snapshot(prepared(asked)) == snapshot(whole(shard_tokens=20_000))
 
 
 # Memory

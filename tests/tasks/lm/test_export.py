@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 import shardmaker
 import textmaker
 import trained as trainings
+from commands import snapshot
 from twophase.base.config import UsageError, with_values
 from twophase.cli.export import main
 from twophase.diloco.communicator import SingleProcess
@@ -78,10 +79,6 @@ def transformers_loss(out: Path, tokens: torch.Tensor, targets: torch.Tensor) ->
     with torch.no_grad():
         logits = load(out)(tokens).logits
     return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten()).item()
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 # --- the model ----------------------------------------------------------------------------------------------------
@@ -260,11 +257,11 @@ def test_where_something_is(run: Path, tmp_path: Path) -> None:
     (tmp_path / "hf").mkdir()
     out = export(run, tmp_path / "hf")
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
-    before = contents(out)
+    before = snapshot(out)
     for place in (out, out / RECORD):
         with pytest.raises(UsageError, match="is there already and not an empty folder; remove it"):
             export(run, place)
-    assert contents(out) == before == contents(export(run, tmp_path / "other"))
+    assert snapshot(out) == before == snapshot(export(run, tmp_path / "other"))
 
 
 @pytest.mark.parametrize("step", ["_write_model", "write_tokenizer", "write_atomic", "sync_folder"])
