@@ -101,6 +101,11 @@ def unlike(first: dict[str, Tensor], second: dict[str, Tensor]) -> list[str]:
             or not same_bits(first[name], second[name])]  # fmt: skip
 
 
+def of_one_process(tensors: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
+    """Of a run of two replicas in one process, what a process with one of them holds."""
+    return {key.replace(f"model {rank}", "model 0"): t for key, t in tensors.items() if f"l {1 - rank}" not in key}
+
+
 def through_file(state: Any) -> Any:
     """What `torch.save` writes and `torch.load(weights_only=True)` reads."""
     file = io.BytesIO()

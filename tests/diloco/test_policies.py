@@ -22,7 +22,7 @@ from torch import nn
 
 from forked import in_processes
 from policies import Shrink
-from replicas import NAMES, Run, drift, network, same_bits, start, through_file, unlike
+from replicas import NAMES, Run, drift, network, of_one_process, same_bits, start, through_file, unlike
 from twophase import restart as restart_module
 from twophase.diloco.engine import DiLoCo
 from twophase.diloco.report import RoundReport
@@ -207,12 +207,7 @@ def test_two_processes_decide_as_one(pair: list[dict[str, Any]], policy: str, op
     for rank, there in enumerate(answers["whole"][policy, options] for answers in pair):
         assert there["reports"] == here["reports"]
         assert there["counters"] == here["counters"]
-        same_replica = {
-            key.replace(f"model {rank}", "model 0"): t
-            for key, t in here["tensors"].items()
-            if f"l {1 - rank}" not in key
-        }
-        assert unlike(same_replica, there["tensors"]) == []
+        assert unlike(of_one_process(here["tensors"], rank), there["tensors"]) == []
     chosen = {report["gain"] if policy.startswith(STEPPING) else report["restarted"] for report in here["reports"]}
     assert len(chosen) > 1
     assert here["reports"][-1]["checksum"] != undecided(options)
