@@ -30,8 +30,6 @@ SCENES = {
     "page report": 1,
 }
 """Shares of the cases."""
-TRIES = 4
-"""Repeats of a command until it must have ended; each but the last may be interrupted again."""
 
 
 def cases(seed: int, count: int, test: str) -> list[tuple[str, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +14,6 @@ from typing import Any
 import textmaker
 from faults.children import Ended, call
 from twophase.cli.main import main
-from twophase.runs.folder import read_summary
 
 TINY = (
     "--model.layers 1 --model.hidden-size 8 --model.intermediate-size 8 --data.sequence-length 8 --data.batch-size 2 "
@@ -223,18 +222,8 @@ def _draw_nothing() -> None:
     heatmaps.rendered = lambda *_, **__: {".png": b"PNG", ".pdf": b"PDF"}
 
 
-def is_finished(out: Path) -> bool:
-    """Whether a run's folder holds a valid summary."""
-    return read_summary(out) is not None
-
-
 def copy(source: Path, place: Path) -> Path:
     """Copy a folder over whatever is there, with the files' times."""
     if place.is_dir():
         shutil.rmtree(place)
     return Path(shutil.copytree(source, place, symlinks=True))
-
-
-def words_text(words: Sequence[str]) -> str:
-    """Return a command for people."""
-    return " ".join(["twophase", *words])
