@@ -117,9 +117,6 @@ def steps_done(folder: Path) -> int:
     return sum(record["steps"] for record in read_lines(folder / DONE_LOG))
 
 
-# --------------------------------------------------------------------------------------------------------------- kills
-
-
 # ------------------------------------------------------------------------------------------------- merging and planning
 
 
@@ -186,9 +183,6 @@ def test_dry_run(tmp_path: Path, corpus: str, call: Call) -> None:
     ("words", "message"),
     [
         (GRID, r"the grid has 8 cells \(8 runs\), more than 3; .* --yes"),
-        (["--axis", "outer.lr", "0.3", "--slurm-time", "60"], "--slurm-time is given without --launcher slurm"),
-        (["--axis", "outer.lr", "0.3", "--launcher", "slurm"], "--launcher slurm needs --workers"),
-        (["--axis", "outer.lr", "0.3", "-1"], "--outer.lr is -1"),
         (
             ["--axis", "sync.fragments", "1", "a=embedding|head,b=tail"],
             "--sync.fragments a=embedding|head b=tail: .*no fragment's pattern is found in the parameter name 'norm'",

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from twophase.base.config import UsageError, dump_yaml, fingerprint, from_tree, load_yaml, to_tree, with_values
-from twophase.cli import main as cli
 from twophase.tasks.build import build_task, preflight_all
 from twophase.tasks.lm.config import TrainConfig, check
 from twophase.training.config import RunConfig, inner_lr
@@ -87,15 +86,6 @@ def test_replicas_and_processes(short_run: TrainConfig) -> None:
     """Replicas that the processes cannot share evenly are refused with both numbers."""
     with pytest.raises(UsageError, match=r"--replicas is 2 and there are 3 processes.*--replicas 3"):
         preflight(short_run, build_task(short_run), processes=3)
-
-
-def test_on_the_command_line(short_run: TrainConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A refusal has status 2 and makes no folder."""
-    (tmp_path / "config.yaml").write_text(dump_yaml(short_run))
-    words = ["train", "--config", str(tmp_path / "config.yaml"), "--out", str(tmp_path / "run")]
-    assert cli.main([*words, "--outer.probe-sequences", "5"]) == 2
-    assert "--outer.probe-sequences is 5" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
 
 
 def test_defaults() -> None:
