@@ -98,12 +98,17 @@ def test_resumed_is_uninterrupted(tmp_path: Path, at: int):
 
 @pytest.mark.slow
 def test_record_is_a_run(tmp_path: Path):
-    """`record` writes a standard run, an interrupted one goes on in its folder, and losses come from the Trainer."""
+    """`record` writes a standard run, an interrupted one goes on in its folder, and losses come from the Trainer.
+
+    As in a notebook, the callback of the interrupted training is alive meanwhile, and gives its folder up.
+    """
     folder = tmp_path / "run"
+    first = make_trainer(tmp_path / "out", [make_callback(record=folder), interrupt(13)])
     with pytest.raises(KeyboardInterrupt):
-        make_trainer(tmp_path / "out", [make_callback(record=folder), interrupt(13)]).train()
+        first.train()
     assert not (folder / "summary.json").exists()
     make_trainer(tmp_path / "out", [make_callback(record=folder)]).train(resume_from_checkpoint=True)
+    assert first.callback_handler.callbacks
     run: Any = twophase.load(folder)
     _, _, reports = trainers.by_hand(STEPS)
     assert [line["checksum"] for line in read_lines(folder / ROUNDS)] == [report.checksum for report in reports]
@@ -124,14 +129,3 @@ def test_an_engine_of_another_run_is_refused(tmp_path: Path):
     again = make_trainer(tmp_path / "b", [make_callback()])
     with pytest.raises(ValueError, match=r"belongs to other weights.*set output_dir to the folder"):
         again.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-10"))
-
-
-def test_a_record_goes_on_while_a_traceback_holds_the_first_trainer(tmp_path: Path):
-    """As in a notebook: the callback of the interrupted training is alive, and gives its folder up."""
-    folder = tmp_path / "run"
-    first = make_trainer(tmp_path / "out", [make_callback(record=folder), interrupt(13)])
-    with pytest.raises(KeyboardInterrupt):
-        first.train()
-    make_trainer(tmp_path / "out", [make_callback(record=folder)]).train(resume_from_checkpoint=True)
-    assert first.callback_handler.callbacks
-    assert (folder / "summary.json").exists()
