@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
 
 import shardmaker
 import twophase
@@ -22,11 +22,13 @@ from forked import Forked
 from twophase.base import source
 from twophase.base.config import UsageError, overlaid
 from twophase.cli.main import main
+from twophase.diloco.communicator import SingleProcess
 from twophase.report.results import Run, Sweep
 from twophase.runs.folder import read_lines
 from twophase.tasks import build, digits, named
 from twophase.tasks.named import config_class, name_of
 from twophase.training.config import inner_lr
+from twophase.training.trainer import Trainer
 
 RINGS = (Path(__file__).parents[2] / "examples" / "rings.py").read_text(encoding="utf-8")
 SHORT = {"steps": 24, "inner_steps": 4, "inner.lr": 1e-2, "checkpoint_every": 1}
@@ -74,7 +76,10 @@ def test_killed_and_resumed_byte_for_byte(tmp_path: Path) -> None:
 
 
 def test_buffers_are_averaged(rings: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """BatchNorm's statistics are those of all replicas, in a sweep as in one run, and lie beside the weights."""
+    """BatchNorm's statistics are those of all replicas, in a sweep as in one run, and lie beside the weights.
+
+    A late replica that takes a finished run's weights over writes the same statistics.
+    """
     rings.write_text(RINGS.replace("nn.GELU()", "nn.BatchNorm1d(self.width)"))
     caplog.set_level("WARNING", logger="twophase")
     alone = twophase.train("rings:Rings", SHORT, "run", quiet=True)
@@ -85,6 +90,13 @@ def test_buffers_are_averaged(rings: Path, caplog: pytest.LogCaptureFixture) -> 
     assert caplog.messages == []
     module: Any = importlib.import_module("rings")
     module.Rings().model(0).load_state_dict(load_file(alone.path / "weights.safetensors"))
+    config = named.config_class("rings:Rings")()
+    late = Trainer(build.task_of(config), config, SingleProcess())
+    weights = (alone.path / "weights.safetensors").read_bytes()
+    assert late.adopt(weights, summary_of(alone)["checksum"])
+    before, after = load(weights), load(late.weights(config))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
 
 
 def test_a_sweep_is_its_runs_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

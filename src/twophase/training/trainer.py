@@ -145,11 +145,11 @@ class Trainer:
         return short_hash(json.dumps([self.text, _alike(self.config)], sort_keys=True, default=str))
 
     def adopt(self, weights: bytes, checksum: str) -> bool:
-        """Set the anchor to the weights of a finished replica; return whether they are those of this checksum."""
+        """Set anchor and buffers to those of a finished replica; return whether the anchor has this checksum."""
         try:
             tensors = safetensors.torch.load(weights)
-            for name, view in self.engine.anchor.items():
-                view.copy_(tensors[name].view_as(view))
+            for name, place in (self.engine.anchor | self._buffers()).items():
+                place.copy_(tensors[name].view_as(place))
         except (safetensors.SafetensorError, KeyError, RuntimeError):  # damaged, or of another model
             return False
         return self.engine.checksum() == checksum
@@ -303,10 +303,14 @@ class Trainer:
     def weights(self, config: RunConfig) -> bytes:
         """Return what is evaluated, the anchor or its readout and the buffers, as a safetensors file of a run."""
         pairs = [pair for f in self.engine.fragments for pair in zip(dict(f.named), f.readouts(), strict=True)]
-        model = self.replicas[0].model
-        pairs += [(name, buffer) for name, buffer in model.named_buffers() if name in model.state_dict()]
-        tensors = {name: value.contiguous().clone() for name, value in pairs}
+        tensors = {name: value.contiguous().clone() for name, value in [*pairs, *self._buffers().items()]}
         return safetensors.torch.save(tensors, metadata={"config": fingerprint(config)})
+
+    def _buffers(self) -> dict[str, Tensor]:
+        """Return the first replica's buffers that its state dict has, such as BatchNorm's statistics."""
+        model = self.replicas[0].model
+        names = model.state_dict().keys()
+        return {name: buffer for name, buffer in model.named_buffers() if name in names}
 
     def outcome(self) -> dict[str, Any]:
         """Return the validation's numbers at the end of a run, after judging the last outer step by them."""
