@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from outers import parameters
 from policies import each_rule
-from replicas import drift, network, same_bits, start, through_file, unlike
+from replicas import Run, drift, network, same_bits, start, through_file, unlike
 from twophase.cli.main import main
 from twophase.diloco.engine import DiLoCo
 from twophase.diloco.report import RoundReport
@@ -201,6 +201,32 @@ def test_one_outlier_leaves_the_mean_of_the_others():
     (report,), (other,) = run.go([3]), others.go([3])
     assert report.checksum == other.checksum
     assert (report.rejected, other.rejected) == (1, 0)
+
+
+@pytest.mark.parametrize(("diverged", "expected"), [([2], [0.5, 0.5, 0.5]), ([0, 1, 2], [0.0, 1.0, 2.0])])
+@pytest.mark.parametrize("delay", [0, 1])
+def test_buffers_are_the_mean_of_accepted_replicas(delay: int, diverged: list[int], expected: list[float]):
+    """The others' mean reaches all, also from a reduction that is resumed; where all are rejected they stay."""
+
+    def fresh() -> Run:
+        models = [network(0) for _ in range(3)]
+        for number, model in enumerate(models):
+            model.register_buffer("seen", torch.tensor(float(number)))
+        return Run(DiLoCo(models, edit(), inner_steps=2, delay=delay, buffers="mean"), models, (0, 1, 2))
+
+    run = fresh()
+    run.step(0)
+    for number in diverged:
+        next(run.models[number].parameters()).detach().fill_(math.nan)
+    report = run.step(1)
+    if delay:
+        state = through_file(run.state())
+        run = fresh()
+        run.load(state)
+        report = run.step(2)
+    assert report is not None
+    assert report.rejected == len(diverged)
+    assert [float(model.get_buffer("seen")) for model in run.models] == expected
 
 
 def test_all_rejected_is_no_outer_step():

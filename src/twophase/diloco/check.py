@@ -109,10 +109,10 @@ class Watch:
         if room > _MOST_NUMBERS - _FEWEST_NUMBERS:
             self._before = []
 
-    def end(self, engine: Engine, report: RoundReport) -> RoundReport:
+    def end(self, engine: Engine, report: RoundReport, accepted: Sequence[bool]) -> RoundReport:
         """Judge a sync by its pseudo-gradient, and the first one by the anchor's step; average buffers if asked to."""
         if report.complete and self.buffers == "mean":
-            average_buffers(engine.replicas, engine.communicator)
+            average_buffers(engine.replicas, engine.communicator, accepted)
         if report.rejected:  # then the anchor may follow one replica, or none
             pass
         elif report.pseudo_gradient_norm == 0:
@@ -216,16 +216,25 @@ def _on_cpu(module: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def average_buffers(replicas: Sequence[nn.Module], communicator: Communicator) -> None:
-    """Set the floating-point buffers of all replicas to their mean over the replicas, in float64."""
+def average_buffers(replicas: Sequence[nn.Module], communicator: Communicator, accepted: Sequence[bool] = ()) -> None:
+    """Set the floating-point buffers of all replicas to their mean, in float64; leave them where none is accepted.
+
+    Args:
+        replicas: of this process, as many as of every other.
+        communicator: the processes.
+        accepted: whether each replica counts in the mean, in order of rank; empty means that all do.
+    """
     buffers = [[buffer for _, buffer in float_buffers(module)] for module in replicas]
-    if not buffers[0]:
+    accepted = accepted or [True] * (len(replicas) * communicator.size)
+    if not buffers[0] or not any(accepted):
         return
     device = buffers[0][0].device  # a replica may be elsewhere
-    total = sum(torch.cat([buffer.double().flatten().to(device) for buffer in of_one]) for of_one in buffers)
-    assert isinstance(total, Tensor)
+    total = torch.zeros(sum(buffer.numel() for buffer in buffers[0]), dtype=torch.float64, device=device)
+    for of_one, counts in zip(buffers, accepted[len(replicas) * communicator.rank :], strict=False):
+        if counts:  # a diverged replica's NaN times 0 would still be NaN
+            total += torch.cat([buffer.double().flatten().to(device) for buffer in of_one])
     communicator.launch_sum(total).wait()
-    mean = total / (len(replicas) * communicator.size)
+    mean = total / sum(accepted)
     for of_one in buffers:
         for buffer, part in zip(of_one, mean.split([buffer.numel() for buffer in of_one]), strict=True):
             buffer.copy_(part.view_as(buffer))

@@ -76,7 +76,7 @@ class DiLoCo:
         probe: for restart policies that weigh candidates: `probe(module, replica, round)` is a replica's loss with a
             candidate's parameters, forward only, on a batch that depends on the replica's number here and the round.
         alike: what else all processes must have been started with, by the words that name it (JSON values).
-        buffers: "mean" averages floating-point buffers, such as BatchNorm's statistics, once a round; else "local".
+        buffers: "mean" averages floating-point buffers, as of BatchNorm, over accepted replicas; else "local".
 
     Raises:
         ValueError: no trainable parameters, replicas that differ (in this process or between processes), parameters
@@ -278,7 +278,7 @@ class DiLoCo:
             self._position.round += complete
             self._position.syncs += 1
             number, full = self.round + (not complete), self._schedule.full()
-            return self._watch.end(self, sync.report(number, complete=complete, full=full))
+            return self._watch.end(self, sync.report(number, complete=complete, full=full), sync.accepted)
 
     def check(self, inner: Optimizer | Sequence[Optimizer] = (), *, strict: bool = False) -> tuple[str, ...]:
         """Return a sentence for each mistake of the loop that no error shows (`twophase.diloco.check`).

@@ -88,7 +88,8 @@ def load(state: Mapping[str, Any], setting: Setting, position: Position, *, at_o
 def _saved_weighing(weighing: Weighing | None) -> dict[str, Any] | None:
     if weighing is None:
         return None
-    return {"total": weighing.total, "rejected": weighing.rejected, "memory": dict(weighing.memory)}
+    numbers = {"total": weighing.total, "rejected": weighing.rejected, "memory": dict(weighing.memory)}
+    return numbers | {"weights": list(weighing.weights)}
 
 
 def _load_sync(saved: Mapping[str, Any], setting: Setting) -> Sync:

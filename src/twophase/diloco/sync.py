@@ -132,7 +132,7 @@ class Sync:
             fragment.gradient.zero_()
             return torch.zeros(()) if measure else None
         if not fragment.on_device:
-            weights = part.weighing.weights if part.weighing else ()
+            weights = part.weighing.weights[part.weighing.first :][: len(fragment.params)] if part.weighing else ()
             return fragment.write_pseudo_gradient(alone=alone, measure=measure, weights=weights)
         device().write(fragment, self.members.replicas if alone else 1)
         fragment.divisor = 1 if alone else self.members.replicas
@@ -142,6 +142,12 @@ class Sync:
     def fragments(self) -> list[Fragment]:
         """The fragments, in their order."""
         return [part.fragment for part in self.parts]
+
+    @property
+    def accepted(self) -> list[bool]:
+        """Whether each replica, in order of rank, has weight in all fragments; empty where no filter compares them."""
+        columns = [part.weighing.weights for part in self.parts if part.weighing and part.weighing.weights]
+        return [all(weights) for weights in zip(*columns, strict=True)]
 
     @property
     def bytes_sent(self) -> int:

@@ -18,19 +18,21 @@ from twophase.optim.optimizer import OuterOptimizer, filter_of_group
 
 @dataclass(frozen=True, slots=True)
 class Weighing:
-    """What a filter has made of a fragment's replicas; the same on all processes but for `weights`.
+    """What a filter has made of a fragment's replicas; the same on all processes but for `first`.
 
     Args:
         total: sum of the weights of all replicas; 0 where all are rejected, so that there is no outer step.
         rejected: how many have weight 0.
         memory: the filter's numbers once the round has been taken.
-        weights: of this process's replicas.
+        weights: of all replicas, in order of rank; none where an earlier version has saved it.
+        first: number of this process's first replica among them.
     """
 
     total: float
     rejected: int
     memory: Mapping[str, float]
     weights: Sequence[float] = ()
+    first: int = 0
 
 
 def weigh(communicator: Communicator, fragment: Fragment, *, counts: bool) -> Weighing | None:
@@ -52,8 +54,8 @@ def weigh(communicator: Communicator, fragment: Fragment, *, counts: bool) -> We
     norms_by_process = communicator.gather(local, list)  # as many as it has replicas
     norms = [float(norm) for row in norms_by_process for norm in row]
     weights, memory = value.weigh(norms, {name: group.get(name, 0.0) for name in value.memory})
-    before = sum(map(len, norms_by_process[: communicator.rank]))
-    return Weighing(sum(weights), weights.count(0.0), memory, weights[before : before + len(local)])
+    first = sum(map(len, norms_by_process[: communicator.rank]))
+    return Weighing(sum(weights), weights.count(0.0), memory, weights, first)
 
 
 def _squares(fragment: Fragment) -> list[float]:
