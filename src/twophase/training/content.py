@@ -34,13 +34,19 @@ _KERNELS = {"default", *get_args(get_type_hints(ComputeConfig)["attention"])}
 _REASONS = ("running", "stopped", "finished", "diverged")
 
 
-def check_tree(saved: Any, fresh: Any, path: str = "") -> None:
+def is_standard(inner: Optimizer) -> bool:
+    """Tell whether an inner optimizer is torch's or this package's; another one may change and remember anything."""
+    return type(inner).__module__.startswith(("torch.optim.", "twophase.training."))
+
+
+def check_tree(saved: Any, fresh: Any, path: str = "", *, settings: bool = True) -> None:
     """Refuse a tree of another form than a fresh run's, or with other settings.
 
     Args:
         saved: a state that a checkpoint holds.
         fresh: the same state of the run, of the same configuration, before it loads it.
         path: of the two, for the message.
+        settings: whether an inner optimizer's settings, but for its learning rate, must be the fresh run's.
 
     Raises:
         ValueError: naming the place.
@@ -55,6 +61,8 @@ def check_tree(saved: Any, fresh: Any, path: str = "") -> None:
         fits = fits or (isinstance(fresh, str | Mapping) and isinstance(saved, str | Mapping))  # an older memory
     elif isinstance(fresh, Mapping) and isinstance(saved, Mapping):
         is_inner = path.startswith("inner.param_groups.")
+        if is_inner and not settings:
+            saved, fresh = ({"params": group.get("params")} for group in (saved, fresh))
         fits, keys = True, (_SETTINGS | _SUMS) & fresh.keys() if is_inner else fresh.keys() | saved.keys()
         if odd := {str(key) for key in keys if key not in fresh or key not in saved} - _LATER:
             raise ValueError(f"{path or 'it'} lacks, or has besides, {shortened(', '.join(sorted(odd)))}")
@@ -65,11 +73,11 @@ def check_tree(saved: Any, fresh: Any, path: str = "") -> None:
             # A schedule sets it, or the optimizer itself.
             if (is_inner and (key == "lr" or is_sum)) or (".outer.param_groups." in path and is_sum):
                 continue
-            check_tree(*pair, f"{path}.{key}" if path else str(key))
+            check_tree(*pair, f"{path}.{key}" if path else str(key), settings=settings)
     elif isinstance(fresh, list | tuple) and fits:
         fits = len(saved) == len(fresh)
         for number, pair in enumerate(zip(saved, fresh, strict=False)):
-            check_tree(*pair, f"{path}.{number}")
+            check_tree(*pair, f"{path}.{number}", settings=settings)
     else:
         fits = fits and saved == fresh
     if not fits:
@@ -110,7 +118,7 @@ def check_position(state: Mapping[str, Any], config: RunConfig, step: int) -> No
 def check_moments(state: Any, inner: Optimizer, step: int) -> list[nn.Parameter]:
     """Refuse an inner optimizer's memory that does not fit; return the parameters that should have one and do not.
 
-    Of an optimizer that this package does not know, sizes of moments and counts of steps are checked.
+    Of an optimizer that is not standard, sizes of moments and counts of steps are checked.
 
     Args:
         state: the saved `state` of its parameters, by number.
@@ -121,14 +129,14 @@ def check_moments(state: Any, inner: Optimizer, step: int) -> list[nn.Parameter]
         ValueError: moments of another shape, or a count of steps that the run has not taken.
     """
     pairs = [(parameter, group) for group in inner.param_groups for parameter in group["params"]]
-    places = dict(enumerate(pairs))
+    places, standard = dict(enumerate(pairs)), is_standard(inner)
     if not isinstance(state, Mapping) or not set(state) <= set(places):
         raise ValueError("inner.state is not that of the model's parameters")
     without = []
     for number, (parameter, group) in places.items():
         memory, path = state.get(number, {}), f"inner.state.{number}"
         needed = next((names for setting, names in _MEMORIES.items() if setting in group), set())
-        needed = needed | ({"momentum_buffer"} if group.get("momentum") else set())
+        needed = (needed | ({"momentum_buffer"} if group.get("momentum") else set())) if standard else set()
         if memory == {}:
             without += [parameter] if needed else []
             continue

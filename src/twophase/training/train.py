@@ -17,7 +17,7 @@ from twophase.diloco.report import RoundReport
 from twophase.runs.folder import LOGS, WEIGHTS, RunFolder
 from twophase.training import checkpoint
 from twophase.training.config import RunConfig, check
-from twophase.training.content import check_moments, check_position, check_progress, check_tree
+from twophase.training.content import check_moments, check_position, check_progress, check_tree, is_standard
 from twophase.training.ending import Ending
 from twophase.training.preflight import preflight
 from twophase.training.task import Task
@@ -294,7 +294,7 @@ def _load(run: Trainer, saved: checkpoint.Checkpoint, step: int, processes: int)
         with saved.content(name):
             fresh = replica.state_dict()
             part = {"model": fresh["model"]} | part
-            check_tree(part, fresh)
+            check_tree(part, fresh, settings=is_standard(replica.inner))
             without = set(map(id, check_moments(part["inner"]["state"], replica.inner, step)))
             replica.load_state_dict(part)
             unmet.append({place for place, p in enumerate(replica.model.parameters()) if id(p) in without})
