@@ -20,7 +20,7 @@ import twophase
 from commands import outcome, wait_until
 from forked import Forked
 from twophase.base import source
-from twophase.base.config import UsageError, overlaid
+from twophase.base.config import RunError, UsageError, overlaid
 from twophase.cli.main import main
 from twophase.diloco.communicator import SingleProcess
 from twophase.report.results import Run, Sweep
@@ -364,8 +364,11 @@ def test_names_that_lead_nowhere(name: str) -> None:
 
 
 def test_a_changed_file_does_not_go_on(rings: Path) -> None:
-    """Where the task's file has changed, neither a stopped nor a finished run nor a sweep goes on."""
-    twophase.train("rings:Rings", SHORT, "finished", quiet=True)
+    """Where the task's file has changed, neither a stopped nor a finished run nor a sweep goes on.
+
+    A finished run's damaged `env.json` cannot say so, and the remedy that the message names helps.
+    """
+    checksum = summary_of(twophase.train("rings:Rings", SHORT, "finished", quiet=True))["checksum"]
     axes = {"outer.lr": [0.3, 0.7]}
     twophase.sweep("rings:Rings", axes, SHORT, "sweep", workers=1, quiet=True)
     (Path("finished") / "summary.json").rename("summary.json")
@@ -381,6 +384,14 @@ def test_a_changed_file_does_not_go_on(rings: Path) -> None:
     rings.write_text(RINGS)
     forget()
     twophase.train("rings:Rings", SHORT, "finished", quiet=True)
+    for damaged in ("", "{", "{}", '{"corpus": 3}', None):
+        Path("finished", "env.json").unlink(missing_ok=True)
+        if damaged is not None:
+            Path("finished", "env.json").write_text(damaged)
+        with pytest.raises(RunError, match=r"env\.json, .* delete summary\.json and repeat"):
+            twophase.train("rings:Rings", SHORT, "finished", quiet=True)
+    Path("finished", "summary.json").unlink()
+    assert summary_of(twophase.train("rings:Rings", SHORT, "finished", quiet=True))["checksum"] == checksum
 
 
 def test_a_loop_by_hand_has_the_same_rounds(tmp_path: Path) -> None:

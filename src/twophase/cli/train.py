@@ -25,7 +25,7 @@ from twophase.cli.commands import (
     verify_option,
 )
 from twophase.number import number
-from twophase.runs.folder import ENV, read_summary, weights_fault
+from twophase.runs.folder import ENV, SUMMARY, read_summary, weights_fault
 from twophase.tasks.named import TASK
 from twophase.training.config import MOST_REPLICAS, RunConfig
 
@@ -75,7 +75,7 @@ def finished(out: Path, config: RunConfig) -> dict[str, Any] | None:
     """Return the summary of a finished run, or None where the folder has none.
 
     Raises:
-        RunError: its weights are damaged.
+        RunError: its weights are damaged, or the file that says what its task was.
         UsageError: the file or data of its task has changed since.
     """
     summary = read_summary(out, fingerprint(config))
@@ -86,7 +86,13 @@ def finished(out: Path, config: RunConfig) -> dict[str, Any] | None:
     if hasattr(config, TASK):  # an edited file and the same command: another run, not this result
         from twophase.tasks.build import task_of
 
-        before = read_json_object(out / ENV).get("corpus", {}).get("fingerprint")
+        try:
+            before = read_json_object(out / ENV)["corpus"]["fingerprint"]
+        except (OSError, ValueError, LookupError, TypeError):
+            raise RunError(
+                f"{out / ENV}, which says what the finished run's task was, is missing or damaged; put it back, or "
+                f"delete {SUMMARY} and repeat the command, which goes on from the last checkpoint"
+            ) from None
         if before != task_of(config).describe()["fingerprint"]:
             name = config.task.name  # type: ignore[attr-defined]
             raise UsageError(
