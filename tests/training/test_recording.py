@@ -187,6 +187,28 @@ def test_an_interrupted_loop_goes_on(tmp_path: Path, falling: str) -> None:
     ]
 
 
+def test_a_state_that_is_loaded_inside_of_the_block(tmp_path: Path) -> None:
+    """A loop that goes back in its process, as after an interrupted outer step, has the logs of an undisturbed one."""
+    recorded(Loop(), tmp_path / "whole")
+    loop, loss = Loop(), math.nan
+    with record(loop.engine, tmp_path / "parts", inner=loop.inners[0]) as run:
+        for steps, broken in ((range(18), False), (range(18, 33), True), (range(18, STEPS), False)):
+            if broken:
+                torch.save(loop.state(), tmp_path / "state.pt")
+            for loss in loop.train(steps):
+                if loop.engine.step({"loss": math.nan if broken else loss}) is not None:
+                    loop.end_round()
+            if broken:
+                loop.load(torch.load(tmp_path / "state.pt", weights_only=True))
+                assert run.step == 18
+        loop.engine.finish({"loss": loss})
+    rounds, whole = (timeless(read_lines(tmp_path / name / "rounds.jsonl")) for name in ("parts", "whole"))
+    assert rounds == whole
+    assert [line["step"] for line in read_lines(tmp_path / "parts" / "metrics.jsonl")] == [r["step"] for r in rounds]
+    assert read_record(tmp_path / "parts").problems == []
+    assert (read_summary(tmp_path / "parts") or {})["exit_reason"] == "recorded"
+
+
 @pytest.mark.parametrize("saved_at", [5, 6, 7, 8, 9])
 def test_a_loop_with_a_delay_goes_on_at_its_step(tmp_path: Path, saved_at: int) -> None:
     """A sync's line comes after its round's end, so the engine's count of inner steps says where the loop goes on."""
@@ -261,7 +283,7 @@ def test_refusals(tmp_path: Path) -> None:
             pass
         with pytest.raises(ValueError, match="single number"):
             run.log(loss=torch.zeros(2))  # type: ignore[arg-type]
-        assert len(vars(engine)) == len(vars(Loop().engine)) + 3, "a refused record leaves the open one's calls"
+        assert len(vars(engine)) == len(vars(Loop().engine)) + 4, "a refused record leaves the open one's calls"
     assert not (tmp_path / "new").exists()
     assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == files
 
@@ -302,6 +324,16 @@ def test_an_outer_optimizer_alone(tmp_path: Path) -> None:
     assert [line["restarted"] for line in lines] == [n % 3 == 0 for n in range(1, 8)]
     assert lines[1]["groups"][0]["buffer_norm"] > 0
     assert lines[1]["gain"] > 0.7
+    again, saved = OuterSGD([x], 0.7, 0.9), None
+    with record(again, tmp_path / "again", {"inner_steps": 8}) as run:
+        for round_ in range(5):
+            again.step()
+            saved = again.state_dict() if round_ == 2 else saved
+        again.load_state_dict(saved or {})
+        assert run.step == 24
+        again.step()
+    lines = read_lines(tmp_path / "again" / "rounds.jsonl")
+    assert [(line["round"], line["step"]) for line in lines] == [(n, 8 * n) for n in range(1, 5)]
     outer.step()
     assert outer.last_round == []
     rehearsing = OuterSGD([nn.Parameter(torch.ones(3))], 0.7, 0.9)

@@ -43,13 +43,14 @@ class Recorder:
         path: the run's folder.
         step: inner steps of each replica so far, those of earlier parts of the run included. With an `OuterSGD`, which
             sees no inner steps, outer steps times `inner_steps` of the configuration, or 1.
+        round: rounds that have ended.
     """
 
     def __init__(self, folder: Any, engine: DiLoCo | OuterSGD, step: int, lead: bool, inner: Optimizer | None) -> None:
         self.path: Path = folder.path
         self.step = step
         self._folder, self._engine, self._lead, self._inner = folder, engine, lead, inner
-        self._round = _rounds(engine)
+        self.round = _rounds(engine)
         self._newest: dict[str, float] = {}
         self._is_finite = self._round_is_finite = True
 
@@ -66,7 +67,7 @@ class Recorder:
         """
         if not self._lead:
             return
-        line: dict[str, Any] = {"step": self.step if step is None else int(step), "round": self._round}
+        line: dict[str, Any] = {"step": self.step if step is None else int(step), "round": self.round}
         for name, value in values.items():
             try:
                 line[_NAMES.get(name, name)] = float(value.detach() if isinstance(value, Tensor) else value)
@@ -78,7 +79,7 @@ class Recorder:
 
     def end_round(self, report: Mapping[str, Any], signals: Mapping[str, float], finite: bool) -> None:
         """Write a round: the engine's report to `rounds.jsonl`, signals and inner learning rate to the metrics."""
-        self._round = report["round"]
+        self.round = report["round"]
         if not self._lead:
             return
         self._folder.log_round({"step": self.step, **report})
@@ -87,6 +88,14 @@ class Recorder:
             values["inner_lr"] = max(float(group["lr"]) for group in self._inner.param_groups)
         self.log(None, **values)
         self._round_is_finite = finite
+
+    def rewind(self, step: int) -> None:
+        """Go on from a state after `step` inner steps that was loaded: cut the lines after it off the logs."""
+        self.step, self.round = step, _rounds(self._engine)
+        self._newest = {}  # as where a new process goes on
+        self._is_finite = self._round_is_finite = True
+        if self._lead:
+            self._folder.cut(step)
 
     def summary(self, seconds: float) -> dict[str, Any]:
         """Return the run in numbers, as `summary.json` holds them; `seconds` are those of its last part."""
@@ -101,7 +110,7 @@ class Recorder:
             "diverged": diverged,
             "exit_reason": "diverged" if diverged else RECORDED,
             "steps": self.step,
-            "rounds": self._round,
+            "rounds": self.round,
             "restarts": sum(
                 group.get("restarts", 0) for outer in _outers(self._engine) for group in outer.param_groups
             ),
@@ -128,10 +137,10 @@ def record(
 
     Each round becomes a line of `rounds.jsonl`. When the block ends, `summary.json` says how the run went: with the
     last `validation_loss` that was logged, and as diverged where the last loss or pseudo-gradient is not finite. When
-    the block raises, the run stays unfinished. A loop that has loaded an earlier state of the engine goes on with its
-    folder: rounds after that state are cut off, for they will be written again. A loop that changes the outer learning
-    rate by hand puts the first one into the param group's `initial_lr`, as torch's schedulers do; by it the folder
-    knows its run.
+    the block raises, the run stays unfinished. A loop that has loaded an earlier state of the engine, before or inside
+    of the block, goes on with its folder: rounds after that state are cut off, for they will be written again. A loop
+    that changes the outer learning rate by hand puts the first one into the param group's `initial_lr`, as torch's
+    schedulers do; by it the folder knows its run.
 
     Of several processes, process 0 writes. Replicas that come and go each write, and each gives a folder of its own.
 
@@ -268,12 +277,18 @@ def _begin(folder: RunFolder, engine: DiLoCo | OuterSGD, files: Communicator) ->
 @contextmanager
 def _observed(engine: DiLoCo, run: Recorder) -> Iterator[None]:
     """Note what an engine's calls report; until the record ends the instance's attributes hide the methods."""
+    inside = False
 
     def noting(name: str) -> Any:
         call = getattr(engine, name)
 
         def observed(*args: Any, **options: Any) -> RoundReport | None:
-            report = call(*args, **options)
+            nonlocal inside
+            inside = True
+            try:
+                report = call(*args, **options)
+            finally:
+                inside = False
             run.step = engine.taken  # of a replica that has come late, its peers' steps
             if report is not None:
                 run.end_round(report.as_dict(), report.signals, _is_finite(report))
@@ -281,7 +296,14 @@ def _observed(engine: DiLoCo, run: Recorder) -> Iterator[None]:
 
         return observed
 
-    calls = {name: noting(name) for name in _CALLS}
+    load = engine.load_state_dict
+
+    def loading(state: Mapping[str, Any]) -> None:
+        load(state)
+        if not inside:  # else a peer's state, which a late replica is given: its own rounds still count
+            run.rewind(engine.taken)
+
+    calls = {name: noting(name) for name in _CALLS} | {"load_state_dict": loading}
     vars(engine).update(calls)
     try:
         yield
@@ -307,7 +329,11 @@ def _hooked(outer: OuterSGD, run: Recorder, inner_steps: int) -> Iterator[None]:
             finite = all(map(_is_finite, outer.last_round))
             run.end_round(line, options.get("signals") or {}, finite)
 
+    def loaded(_: Any) -> None:
+        run.rewind(max(0, run.step - inner_steps * (run.round - _rounds(outer))))
+
     hooks = [outer.register_step_pre_hook(before), outer.register_step_post_hook(after)]  # type: ignore[arg-type]
+    hooks.append(outer.register_load_state_dict_post_hook(loaded))
     try:
         yield
     finally:
