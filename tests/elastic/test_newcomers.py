@@ -158,6 +158,52 @@ def test_a_newcomer_has_no_weight_in_the_first_sync_of_each_fragment(mixing: flo
     assert [(r.fragments[0].name, r.newcomers) for r in reports[:4]] == [("0", 1), ("1", 1), ("0", 0), ("1", 0)]
 
 
+class Noted(Meeting):
+    """A meeting of which some votes fail, and of whose syncs the last one's state can be donated to another."""
+
+    def __init__(self, *donated: Any, votes: Sequence[bool] = ()) -> None:
+        super().__init__(*donated)
+        self.votes = list(votes)
+        self.state: Any = None
+
+    def attach(self, engine: Any, save: Any, load: Any) -> None:
+        """Take both."""
+        super().attach(engine, save, load)
+        self.save = save
+
+    def begin(self) -> bool:
+        """Note the state."""
+        self.state = copy.deepcopy(self.save())
+        return super().begin()
+
+    def commit(self) -> bool:
+        """Vote."""
+        return self.votes.pop(0) if self.votes else True
+
+
+@pytest.mark.parametrize(
+    ("steps", "repeats", "then"),
+    [
+        (8, False, [None, None, 1]),  # it repeats its first sync, and the peer launches its second
+        (6, True, [1]),  # it launches its first sync, which the peer repeats
+    ],
+)
+def test_a_newcomer_ends_the_sync_when_its_peer_does(steps: int, repeats: bool, then: list[int | None]):
+    """A repeated sync ends at once and another one after the delay, whichever of the two this replica was about."""
+    groups = Noted(votes=[True, False] if repeats else []), Noted(votes=[] if repeats else [True, False])
+    peer, run = (start(RULE, [0], inner_steps=4, delay=2, mixing=0.5, communicator=group) for group in groups)
+    for engine, group in ((peer, groups[0]), (run, groups[1])):
+        group.attach(engine.engine, engine.state, engine.load)
+        assert engine.engine.join() is None
+    peer.go(range(steps))
+    before = 3 if repeats else 5
+    run.go(range(before))
+    groups[1].donated = [groups[0].state]
+    reports = [run.step(step) for step in range(before, before + len(then))]
+    assert [report and report.newcomers for report in reports] == then
+    assert run.engine.taken == steps + len(then) - 1
+
+
 def test_weightlessness_outlives_a_stop():
     """Stopped after the first fragment's sync and resumed, a healed replica is still without weight in the second's."""
     run, steps = healed(), iter(range(20, 40))

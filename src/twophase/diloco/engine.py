@@ -56,8 +56,7 @@ class DiLoCo:
     Parameters that require a gradient take part; frozen parameters stay as they are. `check()` looks for mistakes of
     the loop; replicas that move alike in the first round, and rounds without any progress, are warned of.
 
-    The anchor is one flat buffer, allocated once, in float32 (float64 for float64 models) whatever the parameters'
-    dtype; `anchor` maps names to views of it.
+    The anchor is one flat buffer in float32 (float64 for float64 models); `anchor` maps names to views of it.
 
     Args:
         replicas: the module, or a list of modules of the same parameters, that train in this process.
@@ -215,10 +214,8 @@ class DiLoCo:
                 report = self._complete(sync, values)
             elif sync.age == (delay + 1) // 2:
                 sync.advance()
-        if due and delay:
-            self._under_way.append(self._launch(due))
-        elif due:
-            report = self._complete(self._launch(due), values)
+        if due:
+            report = self._follow(self._launch(due), values) or report
         return report
 
     def finish(self, signals: Signals = None) -> RoundReport | None:
@@ -234,20 +231,22 @@ class DiLoCo:
         """
         check_kind(signals)
         self._setting.check_whole()
-        reports = []
-        while self._under_way:
+        reports: list[RoundReport | None] = []
+        while self._under_way and None not in reports:
             values = values_for(self._under_way[0].fragments, signals)
             reports.append(self._complete(self._under_way.pop(0), values))
-        while rest := [fragment for fragment in self.fragments if fragment.steps > 0]:  # a heal may change them
+        while None not in reports and (rest := [f for f in self.fragments if f.steps > 0]):  # a heal may change them
             values = values_for(rest[:1], signals)
-            reports.append(self._complete(self._launch(rest[:1], at_once=True), values))
+            reports.append(self._follow(self._launch(rest[:1], at_once=True), values))
+        if None in reports:  # a peer's state has taken this replica back into the run
+            return None
         if self._schedule.mixing:
             self._setting.restore()
         self._position.inner_step = 0
         if not reports:
             return None
         self._position.round = max(fragment.round for fragment in self.fragments)
-        return replace(merged(reports), round=self.round, complete=True)
+        return replace(merged([report for report in reports if report]), round=self.round, complete=True)
 
     def _launch(self, fragments: list[Fragment], attempts: int = 1, *, at_once: bool = False) -> Sync:
         """Begin a sync of these fragments; where a peer's state is adopted, of those that it is launching."""
@@ -260,14 +259,23 @@ class DiLoCo:
         with torch.no_grad():
             return Sync.launch(self._setting, fragments, members, at_once=self._position.at_once)
 
-    def _complete(self, sync: Sync, signals: Mapping[str, float]) -> RoundReport:
-        """Wait for the sums, take the outer steps, and give the replicas the new anchor."""
+    def _follow(self, sync: Sync, signals: Mapping[str, float]) -> RoundReport | None:
+        """Complete the newest sync if it ends where it begins, here or at the peer whose state was adopted."""
+        if self._position.at_once:
+            return self._complete(sync, signals)
+        self._under_way.append(sync)
+        return None
+
+    def _complete(self, sync: Sync, signals: Mapping[str, float]) -> RoundReport | None:
+        """Wait for the sums, take the outer steps, and give the replicas the new anchor; None as of `_follow`."""
         with torch.no_grad():
             try:
                 self._watch.begin(self)
                 while not sync.receive(signals, self.inner_steps):  # processes went away: once more without them
                     failed, sync = sync, self._launch(sync.fragments, sync.members.attempts + 1, at_once=True)
                     sync.add(failed)
+                    if not self._position.at_once:  # the state of a peer that begins a sync with a delay
+                        return self._follow(sync, signals)
                 sync.apply()
             except BaseException:
                 sync.withdraw()  # nothing where its outer step has begun, or where it is withdrawn already
@@ -376,8 +384,7 @@ class DiLoCo:
         """
         if not self._membership.absent:
             return None
-        self._position.launching = []
-        restored = False
+        self._position.launching, restored = [], False
         while (arrival := self._membership.arrive(self._position, ready=restored)).members is None:
             if arrival.begun:
                 self._membership.begin_run(self._position, at_anchor=self.at_anchor)
@@ -385,11 +392,7 @@ class DiLoCo:
             if arrival.enough and not restored:
                 restore()
                 restored = True
-        sync = self._reduce(arrival.members)
-        if self._position.at_once:
-            return self._complete(sync, signals or {})
-        self._under_way.append(sync)
-        return None
+        return self._follow(self._reduce(arrival.members), signals or {})
 
     # ------------------------------------------------------------------------------------------------------- states
 
@@ -408,10 +411,7 @@ class DiLoCo:
         """
         self._setting.check_whole()
         if self._under_way and self._membership.changes:
-            raise ValueError(
-                "DiLoCo.state_dict: a reduction is under way, and a process that leaves may still undo it; take inner "
-                "steps until engine.under_way is False, and save then"
-            )
+            raise ValueError("DiLoCo.state_dict: a reduction is under way; take steps until engine.under_way is False")
         return states.save(self._setting, self._position, self._under_way, self._schedule)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
