@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 import threads
 import twophase
 from twophase.base import source
-from twophase.diloco import agreement
+from twophase.diloco import agreement, communicator
 from twophase.diloco.agreement import (
     Disagreement,
     Shared,
@@ -34,22 +35,14 @@ class Two(SingleProcess):
 
     size = 2
 
-    def __init__(self, theirs: dict[str, Any]) -> None:
-        self.theirs = theirs
-
     def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
         """The other has done an inner step more."""
         return [list(numbers), [*numbers[:9], numbers[9] + 1, *numbers[10:]] if len(numbers) > 4 else list(numbers)]
 
-    def gather(self, value: Any, kind: Any) -> list[Any]:
-        """Both say what they were started with."""
-        assert kind is dict
-        return [value, value | self.theirs]
-
 
 def test_places_in_a_run_are_compared():
     """Replicas that hold the same but synchronise at unlike places are stopped; before a run begins there is none."""
-    group = Two({})
+    group = Two()
     group.elastic = True
     setting: Any = SimpleNamespace(communicator=group, fragments=[], modules=[None], describe=dict, gap=1)
     members = Membership(setting, 0)
@@ -77,14 +70,20 @@ def test_an_edit_is_another_version(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     with (copy / "rule.py").open("a") as file:
         file.write("#")
     edited = of_copy()
-    with pytest.raises(
-        ValueError, match=r"versions of twophase differ between process 0 \(0\..*, source .*\) and process"
-    ):
-        same_start(Two(edited), versions(), 1)
-    assert same_start(Two(original), versions(), 1) == [1, 1]
+    refusals = together(lambda member: same_start(member, original, 1), lambda member: same_start(member, edited, 1))
+    for number, refusal in enumerate(refusals):
+        words = rf"DiLoCo: versions of twophase differ between process {number} \(0\..*, source .*\) and process"
+        assert re.match(words, str(refusal))
     shutil.copy(Path(__file__).parents[2] / "src/twophase/rule.py", copy / "rule.py")
     (copy / "rule.py").rename(copy / "rules.py")
     assert of_copy() not in (original, edited)
+
+
+def test_a_long_description_is_compared_by_its_digest(monkeypatch: pytest.MonkeyPatch):
+    """Names of very many parameters are longer than any message may be, and where they are alike none is sent."""
+    monkeypatch.setattr(communicator, "_LONGEST", 100)
+    names = {"parameters": [f"experts.{number}.weight" for number in range(100)]}
+    assert together(*[lambda member: same_start(member, names, 1 + member.rank)] * 2) == [[1, 2], [1, 2]]
 
 
 def together(*calls: Callable[[Communicator], Any]) -> list[Any]:

@@ -56,12 +56,14 @@ def same_start(communicator: Communicator, description: Mapping[str, Any], repli
     Raises:
         ValueError: naming the first difference.
     """
-    here = json.loads(json.dumps(description))
-    for other, there in enumerate(communicator.gather(here, dict)):
-        what = first_unlike(here, there, (f"process {communicator.rank}", f"process {other}"))
-        if what is not None:
-            raise ValueError(f"DiLoCo: {what}; start all processes with the same program and options")
-    return [int(count) for (count,) in communicator.exchange([replicas])]
+    rows = communicator.exchange([replicas, *halves(short_hash(json.dumps(description, sort_keys=True)))])
+    if any(row[1:] != rows[0][1:] for row in rows):  # else not sent: of many parameters it may be very long
+        here = json.loads(json.dumps(description))
+        for other, there in enumerate(communicator.gather(here, dict)):
+            what = first_unlike(here, there, (f"process {communicator.rank}", f"process {other}"))
+            if what is not None:
+                raise ValueError(f"DiLoCo: {what}; start all processes with the same program and options")
+    return [int(row[0]) for row in rows]
 
 
 def first_unlike(here: Mapping[str, Any], there: Mapping[str, Any], names: tuple[str, str]) -> str | None:
