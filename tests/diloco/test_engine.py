@@ -664,6 +664,12 @@ def usual() -> nn.Module:
         (lambda: [nn.Linear(2, 2), nn.Linear(2, 3)], RULE, {}, ["replica 1", "other trainable parameters"]),
         (lambda: [nn.Linear(2, 2), frozen()], RULE, {}, ["replica 1", "other trainable parameters"]),
         (lambda: [nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))], RULE, {}, ["replica 1", "build them alike"]),
+        (
+            lambda: nn.ParameterDict({"a": nn.Parameter(torch.zeros(0)), "b": nn.Parameter(torch.zeros(3))}),
+            RULE,
+            {"fragments": {"none": "a", "rest": "."}},
+            ["a fragment is empty: its parameters have no elements"],
+        ),
         (usual, RULE, {"inner_steps": 0}, ["inner_steps is 0", ">= 1"]),
         (usual, RULE, {"inner_steps": -1}, ["inner_steps is -1", ">= 1"]),
         (usual, RULE, {"inner_steps": 2.0}, ["inner_steps is 2.0", "whole number"]),

@@ -9,6 +9,14 @@ import pytest
 from twophase.elastic import parts
 
 
+def test_a_name_that_no_host_can_have() -> None:
+    """A part over 63 characters is no address, and says nothing about where the lighthouse is."""
+    name = 70 * "a"
+    with pytest.raises(ValueError, match=f"host is '{name}'; it must be this machine's name"):
+        parts.address_of(name, "127.0.0.1")
+    assert parts.address_of("127.0.0.1", name) == "127.0.0.1"
+
+
 def test_numbers_of_quorums_never_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that were left out of a quorum and others see one number, though a new lighthouse had used it for others.
 

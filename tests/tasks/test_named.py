@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from twophase.report.results import Run, Sweep
 from twophase.runs.folder import read_lines
 from twophase.tasks import build, digits, named
 from twophase.tasks.named import config_class, name_of
+from twophase.training import session
 from twophase.training.config import inner_lr
 from twophase.training.trainer import Trainer
 
@@ -392,6 +394,19 @@ def test_a_changed_file_does_not_go_on(rings: Path) -> None:
             twophase.train("rings:Rings", SHORT, "finished", quiet=True)
     Path("finished", "summary.json").unlink()
     assert summary_of(twophase.train("rings:Rings", SHORT, "finished", quiet=True))["checksum"] == checksum
+
+
+def test_a_stop_that_reached_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that got no signal itself ends with the status of one, and not with 128."""
+
+    @contextmanager
+    def signals() -> Iterator[session.Stop]:
+        stop = session.Stop()
+        stop.set()
+        yield stop
+
+    monkeypatch.setattr(session, "signals", signals)
+    assert main(["train", "--task", "rings:Rings", *words(SHORT), "--out", "run", "--quiet"]) == 130
 
 
 def test_a_loop_by_hand_has_the_same_rounds(tmp_path: Path) -> None:

@@ -263,6 +263,17 @@ def test_a_loop_that_begins_anew_loses_nothing(tmp_path: Path, caplog: pytest.Lo
     assert read_record(tmp_path / "run").problems == []
 
 
+def test_a_damaged_line_is_refused(tmp_path: Path) -> None:
+    """A line without its round ends in one message, and nothing is written after it."""
+    recorded_until(loop := Loop(), tmp_path / "run", saved_at=6, killed_at=15)
+    log = tmp_path / "run" / "rounds.jsonl"
+    log.write_text(log.read_text().replace('"round": 2', '"rouod": 2', 1))
+    before = log.read_bytes()
+    with pytest.raises(UsageError, match="a line has no step, round or checksum"), record(loop.engine, log.parent):
+        pass
+    assert log.read_bytes() == before
+
+
 def test_refusals(tmp_path: Path) -> None:
     """A finished run, another run's folder, one in use, a contradiction, no engine, an odd value: nothing changes."""
     recorded(Loop(), tmp_path / "run")
@@ -283,6 +294,8 @@ def test_refusals(tmp_path: Path) -> None:
             pass
         with pytest.raises(ValueError, match="single number"):
             run.log(loss=torch.zeros(2))  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="tokens is nan; give their number"):
+            run.log(tokens=math.nan)
         assert len(vars(engine)) == len(vars(Loop().engine)) + 4, "a refused record leaves the open one's calls"
     assert not (tmp_path / "new").exists()
     assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == files

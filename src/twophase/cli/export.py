@@ -26,6 +26,9 @@ def main(words: list[str]) -> int:
     try:
         record = export(options.run, options.out, dtype=options.dtype, data=options.data, tokenizer=tokenizer)
     except OSError as error:
+        place = Path(error.filename or options.out).resolve()
+        if any(source and place.is_relative_to(source.resolve()) for source in (options.run, options.data)):
+            raise OSError(f"{error.filename} cannot be read ({error.strerror or error})") from error
         raise OSError(
             f"{options.out} cannot be written ({error.strerror or error}); free space or choose another DIR"
         ) from error

@@ -6,6 +6,7 @@ import argparse
 import math
 import os
 import re
+import signal
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -225,7 +226,8 @@ def train_run(out: Path, config: RunConfig, options: argparse.Namespace) -> dict
                 on_step=lambda line: show(line["step"], step_text(line)),
                 should_stop=stopped.is_set,
             )
-        return summary | {"status": 128 + stopped.number}
+        # Where the signal came to another process, this one stops with it and has none.
+        return summary | {"status": 128 + (stopped.number or signal.SIGINT)}
 
 
 def describe_run(out: Path, config: RunConfig, summary: dict[str, Any]) -> str:

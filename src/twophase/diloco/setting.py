@@ -262,8 +262,8 @@ def _cut(
     least = int(min(row[0] for row in communicator.exchange_in_replica([min(lengths)])))
     if least == 0:
         raise ValueError(
-            "DiLoCo: a fragment is empty on one of the processes that share a replica: its parameters have fewer rows "
-            "than there are shards; take fewer or larger fragments"
+            "DiLoCo: a fragment is empty: its parameters have no elements, or on one of the processes that share a "
+            "replica fewer rows than there are shards; take fewer or larger fragments"
         )
     check_wire(wire, least)
     dtype = torch.float64 if any(p.dtype == torch.float64 for p in first.values()) else torch.float32

@@ -101,7 +101,7 @@ def address_of(host: str, lighthouse_host: str) -> str:
     """Return the IPv4 address of a host, on which other replicas and the lighthouse must reach this one."""
     try:
         address = socket.gethostbyname(host)
-    except OSError:
+    except (OSError, UnicodeError):  # the latter for a part of a name that is empty or over 63 characters
         address = ""
     if not host or not address:
         raise ValueError(f"TorchFT: host is {host!r}; it must be this machine's name or IPv4 address")
@@ -122,7 +122,7 @@ def address_of(host: str, lighthouse_host: str) -> str:
 def _is_elsewhere(host: str) -> bool:
     """Whether an address or name means other machines; False for an unknown name, which connecting will report."""
     places: list[Any] = []
-    with suppress(OSError):
+    with suppress(OSError, UnicodeError):
         places = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     for family, *_, place in places:
         with socket.socket(family, socket.SOCK_STREAM) as probe:

@@ -233,7 +233,7 @@ class RunFolder:
 
     def last_round(self) -> dict[str, Any] | None:
         """Return the newest whole line of `rounds.jsonl`; None where there is none."""
-        records = read_lines(self.path / ROUNDS)
+        records = read_rounds(self.path)
         return records[-1] if records else None
 
     def set_aside(self, name: str) -> Path:
@@ -300,6 +300,21 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         UsageError: a whole line that is not a JSON object.
     """
     return read_log(path)[0]
+
+
+def read_rounds(path: Path) -> list[dict[str, Any]]:
+    """Return the records of a run's `rounds.jsonl`.
+
+    Raises:
+        UsageError: as `read_lines`, or one without its step, round or checksum.
+    """
+    records = read_lines(path / ROUNDS)
+    if any(not {"step", "round", "checksum"} <= record.keys() for record in records):
+        raise UsageError(
+            f"{path / ROUNDS}: a line has no step, round or checksum; the file is damaged: put it back, or take the "
+            "line out"
+        )
+    return records
 
 
 def lock_folder(path: Path, doing: str) -> int:

@@ -23,7 +23,7 @@ from twophase.diloco.report import RoundReport
 from twophase.optim.groups import GroupRound
 from twophase.optim.optimizer import outer_of
 from twophase.optim.outer import OuterSGD
-from twophase.runs.folder import METRICS, RECORDED, ROUNDS, SUMMARY, USER, RunFolder, read_lines
+from twophase.runs.folder import METRICS, RECORDED, SUMMARY, USER, RunFolder, read_lines, read_rounds
 from twophase.runs.trackers import check, tracked
 from twophase.training.device import environment
 from twophase.training.session import claimed
@@ -63,7 +63,7 @@ class Recorder:
                 example), `validation_loss`, `perplexity`, `inner_lr` and `tokens` (so far); others become columns.
 
         Raises:
-            ValueError: a value that is not one number.
+            ValueError: a value that is not one number, or tokens that are not finite.
         """
         if not self._lead:
             return
@@ -73,6 +73,8 @@ class Recorder:
                 line[_NAMES.get(name, name)] = float(value.detach() if isinstance(value, Tensor) else value)
             except (TypeError, ValueError, RuntimeError):  # the last of tensors with several elements
                 raise ValueError(f"record.log: {name} is {value!r}; give a single number") from None
+        if not math.isfinite(line.get("tokens", 0)):
+            raise ValueError(f"record.log: tokens is {line['tokens']}; give their number so far")
         self._newest |= line
         self._is_finite = math.isfinite(self._newest.get("train_loss", 0.0))
         self._folder.log_metrics(line)
@@ -262,7 +264,7 @@ def _begin(folder: RunFolder, engine: DiLoCo | OuterSGD, files: Communicator) ->
                 raise UsageError(
                     f"{folder.path}: holds a finished run ({SUMMARY}); choose another folder, or move this one away"
                 )
-            logged = read_lines(folder.path / ROUNDS)
+            logged = read_rounds(folder.path)
             if not (rounds or taken) and (logged or read_lines(folder.path / METRICS)):
                 place = folder.set_aside("begun-anew")
                 _log.warning("record: the loop begins with round 1; %s keeps what was recorded before", place)

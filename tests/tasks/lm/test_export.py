@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -262,6 +263,18 @@ def test_where_something_is(run: Path, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="is there already and not an empty folder; remove it"):
             export(run, place)
     assert snapshot(out) == before == snapshot(export(run, tmp_path / "other"))
+
+
+def test_what_cannot_be_read_is_no_full_disk(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of a file of the run names it, and one without a file the folder to write."""
+    for path, words in ((run / "env.json", "env.json cannot be read (I/O"), (None, "hf cannot be written (I/O")):
+
+        def broken(*_: Any, path: Any = path, **__: Any) -> None:
+            raise OSError(5, "I/O", path and str(path))
+
+        monkeypatch.setattr(module, "export", broken)
+        with pytest.raises(OSError, match=re.escape(words)):
+            main([str(run), str(tmp_path / "hf")])
 
 
 @pytest.mark.parametrize("step", ["_write_model", "write_tokenizer", "write_atomic", "sync_folder"])
