@@ -143,7 +143,7 @@ class DualAveraging(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": lr, "momentum": 0.9, "amsgrad": False, "count": 0})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         """Move towards the first weights less the sum of gradients."""
         del closure
         for group in self.param_groups:

@@ -93,10 +93,9 @@ class Recorder:
 
     def rewind(self, step: int) -> None:
         """Go on from a state after `step` inner steps that was loaded: cut the lines after it off the logs."""
-        self.step, self.round = step, _rounds(self._engine)
-        self._newest = {}  # as where a new process goes on
-        self._is_finite = self._round_is_finite = True
-        if self._lead:
+        is_back, self.step, self.round = step < self.step, step, _rounds(self._engine)
+        if is_back and self._lead:  # a later state, as a late replica is given, takes nothing away
+            self._newest, self._is_finite, self._round_is_finite = {}, True, True
             self._folder.cut(step)
 
     def summary(self, seconds: float) -> dict[str, Any]:
