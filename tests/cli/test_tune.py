@@ -300,7 +300,7 @@ def test_killed_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(tmp_path)
     Path("rings.py").write_text(RINGS, encoding="utf-8")
     options = "--steps 8 --inner-steps 2 --points 3 --seeds 0 --fresh 5 6 --workers 1 --quiet".split()
-    words = ["tune", "rings.py:Rings", *options, "--arms", "auto"]
+    words = ["tune", "rings.py:Rings", *options, "--arms", "averaging+filter=orthogonal", "auto"]
     done = call(*words, "--out", "whole")
     assert done.returncode == 0, done.stderr
     kills = 0
@@ -319,7 +319,7 @@ def test_killed_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert call(*words, "--out", "cut").returncode == 0
     assert (Path("cut") / "verdict.json").read_bytes() == again
 
-    assert {row.arm for row in read_rows(Path("cut/fresh/cells.csv"))} == {"averaging", "auto"}
+    assert {row.arm for row in read_rows(Path("cut/fresh/cells.csv"))} == {"averaging", *words[-2:]}
     assert (Path("cut/fresh/trials.journal")).stat().st_size > 0
     report = call("report", "cut/fresh")
     assert report.returncode == 0, report.stderr

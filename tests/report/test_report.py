@@ -21,6 +21,7 @@ from twophase.advice.verdict import diagnose
 from twophase.cli.main import main
 from twophase.judge.verdict import verdict
 from twophase.judge.verdict_text import describe
+from twophase.recipes.arms import ARMS, CONTROL, Arm
 from twophase.recipes.controls import in_arms
 from twophase.report.overlay import overlay
 from twophase.report.page import asset
@@ -31,6 +32,7 @@ from twophase.report.sweep_record import read_sweep
 from twophase.runs.record import read_record
 from twophase.sweeps.grid import Axis, Sweep, product
 from twophase.sweeps.table import Row, read_rows, write_rows
+from twophase.tasks.named import config_class
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -420,6 +422,24 @@ def test_a_table_with_other_cells_than_the_sweep(sweep_folder: Path, capsys: Out
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("task", ["lm", "digits"])
+def test_cells_with_values_that_their_description_leaves_out(tmp_path: Path, task: str) -> None:
+    """A sweep is read in which only some arms name a value that is left out of a tree while it has its default."""
+    base = config_class(task)()
+    cells = [
+        arm.cell(base, {name: scale.start for name, scale in arm.scales.items()}, 7)
+        for arm in (Arm(text, 0.004) for text in (CONTROL, *ARMS))
+    ]
+    later = [("inner.schedule", "wsd"), ("compute.autotune", "true")] + [("data.split", "non-iid")] * (task == "lm")
+    cells += [cell for path, value in later for cell in product(base, [Axis(path, (value,))], arm=path)]
+    sweep = Sweep("fresh", base, cells)
+    (tmp_path / "sweep.json").write_text(json.dumps(sweep.spec()))
+    write_rows(tmp_path / "cells.csv", [Row(c.arm, c.run_id, sweep.values(c), "missing") for c in cells])
+    record = read_sweep(tmp_path)
+    assert len(record.rows) == len(cells)
+    assert {row.values["outer.filter"] for row in record.rows} == {"none", "orthogonal:steps=5"}
+
+
 def test_a_large_sweep_is_small_enough(tmp_path: Path) -> None:
     """Four hundred runs of a thousand rounds each make a page below 600 kB."""
     base = config_of(SUM, rounds=9)

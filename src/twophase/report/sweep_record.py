@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from twophase.base.config import UsageError, flatten
+from twophase.base.config import UsageError, flatten, values_of
 from twophase.base.reading import read_json_object
 from twophase.judge.verdict import select
 from twophase.report.page import relative
@@ -17,6 +17,7 @@ from twophase.runs.folder import REPORT, RUN_ID, SUMMARY, list_some, read_summar
 from twophase.sweeps.run import SPEC, TABLE
 from twophase.sweeps.table import Row, cell_text, read_rows
 from twophase.sweeps.work import RUNS
+from twophase.tasks.lm.config import TrainConfig
 
 
 @dataclass(slots=True)
@@ -105,7 +106,9 @@ def _check_cells(path: Path, rows: Sequence[Row], spec: Mapping[str, Any]) -> No
     if not spec:
         return
     try:
-        cells = [(cell["arm"], cell["run"], spec["base"] | flatten(cell["values"]), cell) for cell in spec["cells"]]
+        # A description leaves out what came later and has its default, also where cells of another arm vary it.
+        base = values_of(TrainConfig()) | spec["base"]
+        cells = [(cell["arm"], cell["run"], base | flatten(cell["values"]), cell) for cell in spec["cells"]]
         expected = [
             (arm, run, {name: cell_text(values[name]) for name in spec["axes"]}, cell["control_of"])
             for arm, run, values, cell in cells
