@@ -6,6 +6,7 @@ import csv
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -17,7 +18,7 @@ from twophase.advice.change import change
 from twophase.policies.base import Never
 from twophase.policies.gain import mean_outer_gain
 from twophase.recipes.bench import stored
-from twophase.rule import OuterRule
+from twophase.rule import Form, OuterRule
 from twophase.studies import regimes
 
 NUMBERS = ("none", "one", "two", "three", "four", "five", "six", "seven", "eight")
@@ -119,6 +120,20 @@ def test_the_command_makes_the_changed_run() -> None:
     assert "--outer.momentum 0.0 --outer.no-nesterov" in command
     assert "--config 'runs/a b/config.yaml'" in advised.command("runs/a b", {})
     assert advised.command("runs/one", {"recorded": True}).endswith("OuterRule(lr=1, momentum=0)")
+
+
+@pytest.mark.parametrize("form", ["sum", "ema"])
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize(("verdict", "lr", "momentum"), [("diverges", 0.6, 0.9), ("cannot tell", 1.0, 0.0)])
+def test_the_code_makes_the_changed_rule(verdict: str, lr: float, momentum: float, nesterov: bool, form: Form) -> None:
+    """The line for a recorded loop is the changed rule in the run's own form, with Nesterov momentum if it had that."""
+    rule = OuterRule(1.2 if momentum else 12.0 if form == "ema" else 1.2, 0.9, nesterov, form)
+    config = {"recorded": True, **{f"outer.{name}": value for name, value in asdict(rule).items()}}
+    advised = change(rule, [verdict], 60, config)
+    assert advised is not None
+    code = advised.command("runs/one", config).removeprefix("in your loop: ")
+    printed = eval(code, {"OuterRule": OuterRule})  # noqa: S307 - what a reader would do with it
+    assert printed == OuterRule(lr, momentum, nesterov and momentum > 0, form if momentum else "sum")
 
 
 @pytest.mark.parametrize("nesterov", [True, False])

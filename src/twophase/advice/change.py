@@ -57,10 +57,11 @@ class Change:
         if config.get(RECORDED):
             if "outer.filter" in self.values:
                 return f'in your loop: DiLoCo(model, twophase.outer("averaging", filter="{_FILTER}"), inner_steps=…)'
-            lr, momentum = (
-                self.values.get(f"outer.{name}", config.get(f"outer.{name}")) for name in ("lr", "momentum")
-            )
-            return f"in your loop: OuterRule(lr={lr:g}, momentum={momentum:g})"
+            rule = {name: self.values.get(f"outer.{name}", config.get(f"outer.{name}")) for name in RULE_OPTIONS}
+            looks = ", nesterov=True" if rule["nesterov"] else ""
+            # Without a momentum both forms are the same.
+            looks += ', form="ema"' if rule["momentum"] and rule["form"] == "ema" else ""
+            return f"in your loop: OuterRule(lr={rule['lr']:g}, momentum={rule['momentum']:g}{looks})"
         values = self.values
         if "outer.method" in config:  # whose text has numbers of its own, which win
             rule = anchor_rule(configured({path[6:]: v for path, v in config.items() if path.startswith("outer.")}))
