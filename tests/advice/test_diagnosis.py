@@ -195,6 +195,8 @@ def test_suggestions(tmp_path: Path, case: str) -> None:
     assert diagnosis.findings[0].verdict in case or restart != "never"
     assert [word for word in words if word not in text] == []
     assert [word for word in absent if word in text] == []
+    endless = dataclasses.replace(diagnosis, planned=1 << 53)  # a loop over its rounds would not end
+    assert bool(suggestions(endless, endless.findings[0])) == bool(text)
 
 
 def test_a_language_models_run(tmp_path: Path) -> None:

@@ -20,9 +20,9 @@ from twophase.shelf.outer import RULE_OPTIONS, USUAL, anchor_rule, configured
 from twophase.theory.modes import stable_limit
 
 LEAST_ROUNDS = 8
-_LARGE_GAIN = 2.0
-_MANY_ROUNDS = 10_000
-"""A mean over more rounds is hardly another, and takes time."""
+MANY_ROUNDS = 10_000
+"""Rounds over which a mean outer gain is computed at most: over more it is hardly another, and takes time."""
+LARGE_GAIN = 2.0
 """Mean outer gain above which runs of up to some 100 rounds became better with a smaller step; averaging has 1."""
 _WORTH = {
     True: "each at its own best inner learning rate, a restart every 3 rounds (--outer.restart 3) gave 1.09 to 1.28 "
@@ -114,7 +114,7 @@ def change(
         return _of_averaging(rule, config, shrunk)
     gain = None
     with contextlib.suppress(ValueError):  # an adaptive policy has no gain that is known in advance
-        gain = mean_outer_gain(rule, policy, min(planned or rounds, _MANY_ROUNDS))
+        gain = mean_outer_gain(rule, policy, min(planned or rounds, MANY_ROUNDS))
     averaging = {"outer.lr": 1.0, "outer.momentum": 0.0, "outer.nesterov": False, "outer.restart": "never"}
     if gain is not None and gain < _SMALL_GAIN:
         return Change(
@@ -123,7 +123,7 @@ def change(
             _OF_SMALL_GAINS,
             averaging,
         )
-    if gain is None or gain <= _LARGE_GAIN:
+    if gain is None or gain <= LARGE_GAIN:
         shown = "" if gain is None else f" (its mean outer gain is {gain:.3g}, where averaging has 1)"
         return Change(
             f"None: nothing measured supports one at a step of this size{shown}; plain averaging is the control.",
@@ -132,7 +132,7 @@ def change(
         )
     return Change(
         f"Average the replicas, without outer momentum: the mean outer gain of this rule is {gain:.3g}, where "
-        f"averaging has 1, and above {_LARGE_GAIN:g} a smaller step was better in runs of up to some 100 rounds.",
+        f"averaging has 1, and above {LARGE_GAIN:g} a smaller step was better in runs of up to some 100 rounds.",
         _WORTH[rule.nesterov],
         averaging,
     )
@@ -140,7 +140,7 @@ def change(
 
 def _of_averaging(rule: OuterRule, config: Mapping[str, Any], shrunk: float | None) -> Change:
     """Return what is left to gain without momentum."""
-    if not _SMALL_GAIN <= rule.lr <= _LARGE_GAIN:
+    if not _SMALL_GAIN <= rule.lr <= LARGE_GAIN:
         return Change(
             f"Average the replicas: without momentum and at lr {rule.lr:g} the anchor goes {rule.lr:g} times the way.",
             "with its rate tuned, SGD without momentum was level with averaging on the bench",

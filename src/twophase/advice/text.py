@@ -7,6 +7,7 @@ import math
 import textwrap
 from collections.abc import Iterable, Iterator
 
+from twophase.advice.change import LARGE_GAIN, MANY_ROUNDS
 from twophase.advice.verdict import LEAST_ROUNDS, Diagnosis, Finding, step_alone
 from twophase.policies.gain import mean_outer_gain
 from twophase.policies.text import parse
@@ -14,7 +15,6 @@ from twophase.rule import FORM_WORDS, OuterRule
 from twophase.theory.advice import Advice
 
 _WIDTH = 100
-_LARGE_GAIN = 2.0
 HEADLINES = {
     "oscillates": "The outer loop oscillates: its momentum carries it past the minimum and back.",
     "overshoots": "The outer loop overshoots: the step itself goes past the minimum, whatever the momentum.",
@@ -113,7 +113,7 @@ def suggestions(diagnosis: Diagnosis, finding: Finding) -> list[str]:
     gain = None
     if policy is not None:
         with contextlib.suppress(ValueError):  # an adaptive policy
-            gain = mean_outer_gain(rule, policy, max(diagnosis.planned or diagnosis.rounds, 1))
+            gain = mean_outer_gain(rule, policy, max(min(diagnosis.planned or diagnosis.rounds, MANY_ROUNDS), 1))
     sentences = list(_step_advice(rule, finding, gain))
     if finding.advice:
         sentences.append(_period_words(finding.advice, finding.restarts))
@@ -158,7 +158,7 @@ def _step_advice(rule: OuterRule, finding: Finding, gain: float | None) -> Itera
             "In the linear model a larger learning rate or momentum is faster, and a restart slows this motion down; "
             f"hold it against half the learning rate (--outer.lr {rule.lr / 2:.3g})."
         )
-    elif gain is None or gain <= _LARGE_GAIN:
+    elif gain is None or gain <= LARGE_GAIN:
         yield (
             "In the linear model a restart slows such a motion down. Whether a larger or a smaller step is better the "
             "record does not tell; half the learning rate is one of the controls."
