@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 import shutil
 import threading
@@ -18,6 +19,7 @@ import pytest
 from browser import Watched, axe_violations
 from runmaker import EMA, NESTEROV, SUM, config_of, make_sweep, write_lines, write_run, write_summary
 from twophase.advice.verdict import diagnose
+from twophase.base.config import UsageError
 from twophase.cli.main import main
 from twophase.judge.verdict import verdict
 from twophase.judge.verdict_text import describe
@@ -399,6 +401,24 @@ def test_a_table_with_other_results_than_the_runs(sweep_folder: Path, capsys: Ou
     (line,) = capsys.readouterr().err.splitlines()
     assert f"{column} of run {rows[place].run} is" in line
     assert "repeat the sweep's command" in line
+
+
+@pytest.mark.parametrize(("perplexity", "is_sound"), [(math.inf, True), (None, True), (8.0, False)])
+def test_a_perplexity_that_overflowed(tmp_path: Path, perplexity: float | None, is_sound: bool) -> None:
+    """The table has inf for the null of a summary, and in that of an earlier version is nothing."""
+    sweep = Sweep("s", config_of(SUM), product(config_of(SUM), [Axis("seed", (0, 1))]))
+    (tmp_path / "sweep.json").write_text(json.dumps(sweep.spec()))
+    for run, config in sweep.runs.items():
+        (tmp_path / "runs" / run).mkdir(parents=True)
+        loss = {"validation_loss": 800.0, "diverged": False, "exit_reason": "finished"}
+        write_summary(tmp_path / "runs" / run, config, None, **loss)
+    rows = [Row("", c.run_id, sweep.values(c), "finished", perplexity, 800.0, 1.5) for c in sweep.cells]
+    write_rows(tmp_path / "cells.csv", rows)
+    if is_sound:
+        assert read_sweep(tmp_path).problems == []
+    else:
+        with pytest.raises(UsageError, match="perplexity"):
+            read_sweep(tmp_path)
 
 
 def test_a_table_with_other_cells_than_the_sweep(sweep_folder: Path, capsys: Output) -> None:

@@ -210,6 +210,21 @@ def test_a_finished_run_without_a_perplexity_is_missing(perplexity: float | None
     assert (setting.state, setting.result, setting.results) == ("missing", None, (8.0, None))
 
 
+def test_a_perplexity_that_overflowed_is_missing(tmp_path: Path) -> None:
+    """JSON has null for it; its loss takes no place among perplexities, also on the disk. A task may have none."""
+    sweep = Sweep("s", Config(), product(Config(), [Axis("lr", (0.1, 0.3, 0.7))]))
+    without = {"validation_loss": 2.0, "seconds": 5.5, "diverged": False}
+    overflow = without | {"validation_loss": 800.0, "perplexity": None}
+    ended = [overflow, summary(8.0), summary(None, diverged=True)]
+    rows = rows_of(sweep, dict(zip(sweep.runs, ended, strict=True)))
+    assert [row.perplexity for row in rows] == [math.inf, 8.0, None]
+    write_rows(tmp_path / "cells.csv", rows)
+    assert read_rows(tmp_path / "cells.csv") == rows
+    assert [setting.state for setting in settings(rows)] == ["missing", "finished", "diverged"]
+    (setting, *_) = settings(rows_of(sweep, dict.fromkeys(sweep.runs, without)))
+    assert (setting.result, setting.measure) == (2.0, "validation loss")
+
+
 @given(st.lists(st.floats(1e-3, 1e3), min_size=1), st.floats(1e-2, 1e2))
 def test_geometric_mean_scales(values: list[float], factor: float) -> None:
     """It lies between the extremes and scales with its values."""

@@ -348,7 +348,7 @@ class _Stages:
         by_run = {row.run: row for row in read_rows(place / TABLE)}
         rows = {setting: [by_run[cell.run_id] for cell in group] for setting, group in cells.items()}
         for row in by_run.values():
-            if row.state != "diverged" and result(row) is None:
+            if row.state != "diverged" and row.perplexity != math.inf and result(row) is None:
                 raise RunError(
                     f"{place}: run {row.run} is {row.state} with a validation loss of {row.validation_loss}; ratios "
                     "are compared, so that the task's loss must be above 0: add a constant to it"

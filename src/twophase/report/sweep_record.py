@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from twophase.report.page import relative
 from twophase.rule import FORM_WORDS
 from twophase.runs.folder import REPORT, RUN_ID, SUMMARY, list_some, read_summary
 from twophase.sweeps.run import SPEC, TABLE
-from twophase.sweeps.table import Row, cell_text, read_rows
+from twophase.sweeps.table import Row, cell_text, perplexity_of, read_rows
 from twophase.sweeps.work import RUNS
 from twophase.tasks.lm.config import TrainConfig
 
@@ -146,9 +147,11 @@ def _lost_runs(path: Path, rows: Sequence[Row]) -> list[str]:
             lost += [run] if RUN_ID.fullmatch(run) else []
             continue
         state = "diverged" if summary["diverged"] else "finished"
-        expected = {"state": state} | {name: summary.get(name) for name in ("perplexity", "validation_loss", "seconds")}
+        expected = {"state": state, "perplexity": perplexity_of(summary)}
+        expected |= {name: summary.get(name) for name in ("validation_loss", "seconds")}
         for row, (name, value) in itertools.product(rows_of_run, expected.items()):
-            if getattr(row, name) != value:
+            # Tables of earlier versions have nothing for a perplexity that has overflowed.
+            if getattr(row, name) != value and (getattr(row, name), value) != (None, math.inf):
                 raise _differing(
                     path,
                     f"{name} of run {row.run} is {getattr(row, name)}, and {value} in {RUNS}/{run}/{SUMMARY}",

@@ -43,7 +43,7 @@ class Row:
         run: its run id.
         values: from dotted path to value, for every axis of the sweep.
         state: `finished`, `diverged` (ended early), `failed` (could not be run) or `missing` (not run yet).
-        perplexity: on held-out text, per token; None when there is none.
+        perplexity: on held-out text, per token, infinite where it has overflowed; None when there is none.
         validation_loss: nats a token; None when there is none.
         seconds: wall-clock time of the run; None when it has not ended.
         control_of: run id of the cell that it is the control of, or None.
@@ -132,7 +132,7 @@ def rows_of(
             numbers = (None, None, None)
         else:
             state = "diverged" if summary["diverged"] else "finished"
-            numbers = (summary.get("perplexity"), summary["validation_loss"], summary["seconds"])
+            numbers = (perplexity_of(summary), summary["validation_loss"], summary["seconds"])
         rows.append(Row(cell.arm, cell.run_id, sweep.values(cell), state, *numbers, cell.control_of, twin))
     return rows
 
@@ -332,6 +332,15 @@ def result(row: Row) -> float | None:
     """Return the perplexity of a run that finished with one; the validation loss where the task has no perplexity."""
     number = row.validation_loss if row.perplexity is None else row.perplexity
     return number if row.state == "finished" and number is not None and 0 < number < math.inf else None
+
+
+def perplexity_of(summary: Mapping[str, Any]) -> float | None:
+    """Return the perplexity of a run's summary; None where it diverged or its task has none.
+
+    JSON has null for one that has overflowed. The loss, which is finite then, must not take its place.
+    """
+    is_overflow = "perplexity" in summary and not summary["diverged"] and summary["perplexity"] is None
+    return math.inf if is_overflow else summary.get("perplexity")
 
 
 def measure_of(runs: Iterable[Row | Setting]) -> str:
