@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -19,12 +20,14 @@ import pytest
 
 import textmaker
 from commands import SMALL, outcome, snapshot
+from twophase.cli import sweeping as room
 from twophase.cli.main import main
 from twophase.runs.folder import read_lines
 from twophase.sweeps import crew as launch
-from twophase.sweeps.grid import Sweep, parse_axes, product
+from twophase.sweeps.grid import Axis, Sweep, parse_axes, product
 from twophase.sweeps.plan import Plan, plan
-from twophase.sweeps.table import Row, read_rows
+from twophase.sweeps.run import Outcome
+from twophase.sweeps.table import Row, read_rows, write_rows
 from twophase.sweeps.work import DONE_LOG, Work
 from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
 from twophase.tasks.lm.task import corpus_of
@@ -329,6 +332,37 @@ def test_workers_elsewhere(tmp_path: Path, call: Call) -> None:
     assert "see how far it is" not in said.out
     assert {path.name for path in (folder / "figures").iterdir()} == {"sweep.png", "sweep.pdf", "sweep.csv"}
     assert "nothing has changed" in call(*words).out
+
+
+def test_figures_of_a_killed_command_are_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A command that ends between two figures leaves them to the next; then there is nothing to draw."""
+    config = TrainConfig()
+    sweep = Sweep("sweep", config, product(config, [Axis("seed", (0, 1))]))
+    monkeypatch.setattr("twophase.tasks.build.preflight_all", lambda *_, **__: {})
+    monkeypatch.setattr(room, "run_sweep", lambda *_, **__: Outcome(0, 0, 0, 2, 1.0, {}, changed=False))
+    write_rows(tmp_path / "cells.csv", [Row(c.arm, c.run_id, sweep.values(c), "finished", 8.5) for c in sweep.cells])
+    (tmp_path / "figures").mkdir()
+    drawn: list[str] = []
+
+    def draw(*_: object) -> str:
+        for name in ("map", "curves"):
+            (tmp_path / "figures" / f"{name}.csv").touch()
+            drawn.append(name)
+            if len(drawn) == 1:
+                raise KeyboardInterrupt
+        return "drawn"
+
+    options = argparse.Namespace(
+        launcher="local", workers=1, yes=False, dry_run=False, verify=False, no_merge=False, in_memory=None, quiet=True
+    )
+    with pytest.raises(KeyboardInterrupt):
+        room.run(sweep, tmp_path, options, repeat="", results=draw)
+    for said in ("drawn", "nothing has changed"):
+        assert room.run(sweep, tmp_path, options, repeat="", results=draw) == 0
+        assert said in capsys.readouterr().out
+    assert drawn == ["map", "map", "curves"]
 
 
 @pytest.mark.slow

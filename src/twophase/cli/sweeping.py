@@ -9,7 +9,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,8 @@ MOST_CELLS = 1000
 """Cells that are run without `--yes`."""
 MOST_WORKERS = 10_000
 _TIMED_STEPS = 12
+_DRAWN = ".drawn"
+"""Name of an empty file that is as old as the last figure of a sweep's folder."""
 
 Results = Callable[[list[Row], Sweep, Path], str]
 """Draws a sweep and says what came out, from its rows."""
@@ -239,6 +241,8 @@ def run(
         return status
     try:
         print(results(read_rows(out / TABLE), sweep, out))
+        with suppress(OSError):  # on a full disk all is drawn again the next time
+            (out / _DRAWN).touch()
     except UsageError as error:
         if not outcome.errors:
             raise
@@ -247,9 +251,13 @@ def run(
 
 
 def _is_drawn(out: Path) -> bool:
-    """Return whether a figure, whose numbers are written last, is newer than the table."""
-    drawn = [path.stat().st_mtime_ns for path in (out / "figures").glob("*.csv")]
-    return max(drawn, default=0) >= (out / TABLE).stat().st_mtime_ns
+    """Return whether there are figures, and the last of them was drawn after the table was written.
+
+    A figure that is newer than the table does not tell: a command may end between two of them.
+    """
+    stamp = out / _DRAWN
+    has_figures = stamp.exists() and any((out / "figures").glob("*.csv"))
+    return has_figures and stamp.stat().st_mtime_ns >= (out / TABLE).stat().st_mtime_ns
 
 
 def _counts_text(outcome: Outcome) -> str:
