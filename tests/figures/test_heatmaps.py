@@ -136,6 +136,25 @@ def test_title_of_a_sweep_is_its_result(values: Sequence[Any], title: str) -> No
     assert overview._finding(settings(rows)) == title
 
 
+@pytest.mark.parametrize("path", ["a", "c"])
+def test_patterns_are_no_formulas(path: str) -> None:
+    """Two dollar signs in a value of an axis, as of patterns of parameters, stand in the figure as they are."""
+    pytest.importorskip("matplotlib")
+    pattern = r"ends=bias$|\bad{$,b=."
+    rows = [
+        Row("", f"{a}{c}", {"a": a, "b": 1, "c": c}, "finished", 8.0)
+        for a in ("1", pattern if path == "a" else "2")
+        for c in ("1", pattern if path == "c" else "2")
+    ]
+    figure = overview.figure(rows, "sum form")
+    assert figure is not None
+    with plot.styled():
+        figure.draw_without_rendering()
+    texts = [text.get_text() for text in figure.findobj(lambda artist: hasattr(artist, "get_text"))]  # type: ignore[attr-defined]
+    assert [text for text in texts if "bias" in text and "bias\\$" not in text] == []
+    assert sum("bias" in text for text in texts) >= 1
+
+
 def test_text_is_readable_on_every_colour() -> None:
     """The ink on every colour of the map has a contrast ratio of at least 4.5, the WCAG 2 bound for text."""
     matplotlib = pytest.importorskip("matplotlib")

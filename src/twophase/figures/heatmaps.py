@@ -18,6 +18,7 @@ from twophase.figures.style import (
     INK,
     PAPER,
     headline,
+    literal,
     log_ticks,
     new_figure,
     rendered,
@@ -186,14 +187,13 @@ def _draw(panels: Sequence[Sequence[Panel]], scale: Scale, x_label: str, y_label
         for i, panel in enumerate(row):
             axes: Axes = grid[j, i]
             draw_tiles(axes, panel.tiles(), colours=colours, bound=scale.bound)
-            axes.set(title=panel.title)
-            # Neighbours with the same values share their ticks.
+            axes.set(title=literal(panel.title))
             below = panels[j + 1][i].x if j + 1 < len(panels) else None
-            axes.set_xticks(range(len(panel.x)), [] if below == panel.x else map(_setting_text, panel.x))
+            axes.set_xticks(range(len(panel.x)), _ticks(panel.x, below))
             if upright:
                 axes.tick_params(axis="x", rotation=90)
             before = row[i - 1].y if i else None
-            axes.set_yticks(range(len(panel.y)), [] if before == panel.y else map(_setting_text, panel.y))
+            axes.set_yticks(range(len(panel.y)), _ticks(panel.y, before))
     for axes in grid[-1]:
         axes.set_xlabel(x_label)
     for axes in grid[:, 0]:
@@ -313,6 +313,11 @@ def readable_on(colour: Sequence[float]) -> str:
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in colour]
     luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
     return PAPER if 1.05 / (luminance + 0.05) > (luminance + 0.05) / 0.05 else INK
+
+
+def _ticks(values: Sequence[Any], neighbours: Sequence[Any] | None) -> list[str]:
+    """Return the texts at a panel's ticks; none where a neighbour has the same values and shows them."""
+    return [] if values == neighbours else [literal(_setting_text(value)) for value in values]
 
 
 def _setting_text(value: Any) -> str:

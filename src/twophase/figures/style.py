@@ -143,11 +143,17 @@ def headline(figure: Figure, finding: str, reading: str) -> None:
     """
     from matplotlib.text import Annotation  # noqa: PLC0415 - as above
 
-    lines = "\n".join(_balanced(part, 116) for part in reading.splitlines())
+    finding = literal(_balanced(finding, 84))
+    lines = literal("\n".join(_balanced(part, 116) for part in reading.splitlines()))
     # The layout leaves room for the title alone, so it ends with empty lines for the words below it.
-    title = figure.suptitle(_balanced(finding, 84) + "\n " * (lines.count("\n") + 1), fontsize=9.5, fontweight="bold")
+    title = figure.suptitle(finding + "\n " * (lines.count("\n") + 1), fontsize=9.5, fontweight="bold")
     place: dict[str, Any] = {"xycoords": title, "ha": "center", "va": "bottom"}
     figure.add_artist(Annotation(lines, (0.5, 0), fontsize=7.5, color="#444444", **place))
+
+
+def literal(text: str) -> str:
+    """Return a user's text with its dollar signs escaped: two of them, as in patterns of names, would be a formula."""
+    return text.replace("$", r"\$")
 
 
 def _balanced(text: str, width: int) -> str:

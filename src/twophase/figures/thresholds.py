@@ -9,7 +9,17 @@ from pathlib import Path
 import numpy as np
 
 from twophase.base.files import table_text
-from twophase.figures.style import MUTED, headline, look, new_figure, rendered, share_legend, styled, write_files
+from twophase.figures.style import (
+    MUTED,
+    headline,
+    literal,
+    look,
+    new_figure,
+    rendered,
+    share_legend,
+    styled,
+    write_files,
+)
 from twophase.sweeps.table import Setting
 
 THRESHOLDS = range(1, 101)
@@ -97,7 +107,7 @@ def thresholds(
                 low, high, middle = (share * np.array(each) for each in (curve.least, curve.most, curve.within))
                 if curve.settings == max(each.settings for each in curves):  # more bands would hide one another
                     axes.fill_between(THRESHOLDS, low, high, step="post", color=style["color"], alpha=0.18, linewidth=0)
-                axes.plot(THRESHOLDS, middle, drawstyle="steps-post", label=curve.name, **style)
+                axes.plot(THRESHOLDS, middle, drawstyle="steps-post", label=literal(curve.name), **style)
                 rows += [
                     {"panel": head, "arm": curve.name, "threshold": x, "settings": curve.settings}
                     | {"within": n, "least": least, "most": most}
