@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from twophase.cli.tuning import Tuned
 from twophase.judge.bench import Against, Card, PlaceCard, behind, decided, results_of
 from twophase.judge.decision import decide
 
@@ -26,11 +27,11 @@ def test_rows_of_a_table() -> None:
 
 
 def test_a_pair_is_decided_on_common_seeds() -> None:
-    """Differences are logarithms, positive where the first is better; a seed in which both diverged is none."""
+    """Differences are logarithms, positive where the first is better; with a seed in which both diverged, no word."""
     expected = decide([math.log(CONTROL[seed]) - math.log(BETTER[seed]) for seed in SEEDS], comparisons=7)
     assert decided({**BETTER, 1: 9.0}, {**CONTROL, 2: 9.0}, 7) == expected
     both = {7: math.inf}
-    assert decided(BETTER | both, CONTROL | both, 7) == expected
+    assert decided(BETTER | both, CONTROL | both, 7).word == "undecided"
 
 
 @pytest.mark.parametrize(
@@ -49,6 +50,21 @@ def test_words(pair: tuple[str, str], word: str) -> None:
         assert against.low is not None
         assert against.ratio is not None
         assert 1 < against.low < against.ratio
+
+
+def test_an_interval_that_no_float_holds() -> None:
+    """Two seeds of a wild arm have an interval over thousands of nats."""
+    results = {("here", "arm"): {1: 1.0, 2: 1.0}, ("here", "averaging"): {1: 1.0, 2: math.exp(40)}}
+    against = Against.of(results, "here", "arm", "averaging", 5)
+    assert against is not None
+    assert against.ratio == pytest.approx(math.exp(20))
+    assert against.high is not None
+    assert math.isfinite(against.high)
+    assert Tuned("arm", {}, True, 1, 1.0, 1.0, (1.0, 1.0), decide([0.0, 40.0], comparisons=5)).ratios() == (
+        pytest.approx(against.ratio),
+        pytest.approx(against.low),
+        pytest.approx(against.high),
+    )
 
 
 def test_distances_behind_the_best() -> None:

@@ -11,7 +11,7 @@ import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from twophase.judge.decision import decide
+from twophase.judge.decision import decide, decide_pairs
 
 TTEST: Any = scipy.stats.ttest_1samp
 
@@ -59,6 +59,17 @@ def test_divergence() -> None:
     assert decide([-math.inf] * 3).word == "undecided"
     assert decide([-math.inf, 0.1, 0.1, 0.1, 0.1, 0.1]).word == "undecided"
     assert decide([-math.inf] * 6).mean is None
+    for side in (-math.inf, math.inf):  # an equal seed agrees with neither
+        assert decide([side, 0, 0, 0, 0, 0]).word == "undecided"
+
+
+@pytest.mark.parametrize(("arm", "word"), [(1.0, "better"), (4.0, "worse"), (math.inf, "worse")])
+def test_seeds_in_which_both_diverged(arm: float, word: str) -> None:
+    """They are no seeds less: with such a seed the others cannot agree."""
+    pairs = [(arm + 0.01 * seed, 2.0 + 0.01 * seed) for seed in range(6)]
+    assert decide_pairs(pairs, comparisons=1).word == word
+    decision = decide_pairs([*pairs, (math.inf, math.inf)], comparisons=1)
+    assert (decision.word, decision.mean, decision.seeds) == ("undecided", None, 7)
 
 
 @pytest.mark.parametrize("options", [{"comparisons": 0}, {"margin": 0.0}, {"alpha": 1.0}])

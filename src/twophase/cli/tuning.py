@@ -17,7 +17,8 @@ from twophase.base.files import write_atomic
 from twophase.base.progress import duration
 from twophase.base.reading import read_json_object
 from twophase.cli.sweeping import complete, devices_of, workers_of
-from twophase.judge.decision import Decision, decide
+from twophase.judge.comparison import ratio_of
+from twophase.judge.decision import Decision, decide_pairs
 from twophase.recipes.arms import ARMS, CONTROL, Arm
 from twophase.report.results import DataFrame, Table
 from twophase.runs.folder import check_place, list_some, lock_folder
@@ -157,7 +158,7 @@ class Tuned:
     def ratios(self) -> tuple[float | None, ...]:
         """Return the control's result over the arm's, above 1 where the arm is better, and its interval's two ends."""
         ends = (self.decision.mean, self.decision.low, self.decision.high) if self.decision else (None,) * 3
-        return tuple(None if end is None else math.exp(end) for end in ends)
+        return tuple(None if end is None else ratio_of(end) for end in ends)
 
 
 @dataclass(frozen=True)
@@ -369,10 +370,8 @@ class _Stages:
             return Tuned(arm.text, None, False, len(results), seconds, None, (), None)
         decision, rows = None, rows_by_arm[arm.text]
         if arm.text != CONTROL and CONTROL in rows_by_arm:
-            pairs = zip(_values(rows), _values(rows_by_arm[CONTROL]), strict=True)
-            # Where both diverge, there is no difference.
-            logs = [math.log(b) - math.log(a) for a, b in pairs if math.isfinite(a) or math.isfinite(b)]
-            decision = decide(logs, comparisons=self.tuning.comparisons)
+            pairs = list(zip(_values(rows), _values(rows_by_arm[CONTROL]), strict=True))
+            decision = decide_pairs(pairs, comparisons=self.tuning.comparisons)
         return Tuned(
             arm.text,
             search.values(point),
@@ -413,6 +412,8 @@ def _cells(tuned: Tuned) -> list[Any]:
     numbers = " ".join(f"{name.removeprefix('method.')}={value:g}" for name, value in (tuned.numbers or {}).items())
     diverged = tuned.results.count(None)
     shown = f"{diverged} of {len(tuned.results)} diverged" if diverged else readable(tuned.fresh)
-    mean, *ends = ("" if ratio is None else f"{ratio:.3f}" for ratio in tuned.ratios())
+    mean, *ends = (
+        "" if ratio is None else f"{ratio:.3f}" if ratio < 1e4 else f"{ratio:.3g}" for ratio in tuned.ratios()
+    )
     interval = " to ".join(filter(None, ends))
     return [tuned.arm, numbers, str(tuned.settings), duration(tuned.seconds), shown, mean, interval, tuned.word]

@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from twophase.judge.decision import Decision, decide
+from twophase.judge.comparison import ratio_of
+from twophase.judge.decision import Decision, decide_pairs
 
 Results = dict[tuple[str, str], dict[int, float]]
 """By place and arm the result of each held-out seed, infinite where the run diverged."""
@@ -26,8 +27,7 @@ def results_of(rows: Iterable[Mapping[str, Any]]) -> Results:
 def decided(mine: Mapping[int, float], other: Mapping[int, float], comparisons: int) -> Decision:
     """Decide between two arms on the seeds that both have; positive differences are the first one's."""
     pairs = [(mine[seed], other[seed]) for seed in sorted(mine.keys() & other.keys())]
-    logs = [math.log(b) - math.log(a) for a, b in pairs if math.isfinite(a) or math.isfinite(b)]
-    return decide(logs, comparisons=comparisons)
+    return decide_pairs(pairs, comparisons=comparisons)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Against:
             return cls(other, "all diverged")
         decision = decided(mine, theirs, comparisons)
         ends = (decision.mean, decision.low, decision.high)
-        return cls(other, decision.word, *(None if end is None else math.exp(end) for end in ends))
+        return cls(other, decision.word, *(None if end is None else ratio_of(end) for end in ends))
 
 
 @dataclass(frozen=True, slots=True)

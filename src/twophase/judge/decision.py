@@ -9,7 +9,8 @@ held-out seeds; m is the margin, and c the number of comparisons that the regist
     undecided    else
 
 Dividing alpha by c (Bonferroni) keeps the chance of any wrong word among all comparisons at most alpha. A seed in which
-one side alone diverged has no number: `better` or `worse` need it to be the other side's, and then a mean is not given.
+one side alone diverged has no number: `better` or `worse` need every seed to be the other side's, and then a mean is
+not given. A seed in which both diverged agrees with neither side: the word is `undecided`.
 
 Source: Schuirmann, "A comparison of the two one-sided tests procedure" (1987).
 """
@@ -76,10 +77,9 @@ def decide(
     count, level = len(differences), alpha / comparisons
     infinite = [d for d in differences if math.isinf(d)]
     if infinite:
-        signs = {d > 0 for d in differences}
-        # A sign test: all seeds on one side, and enough of them.
-        is_sure = len(signs) == 1 and 2.0 ** (1 - count) <= level
-        word: Word = ("better" if signs == {True} else "worse") if is_sure else "undecided"
+        # A sign test: all seeds on one side, none of them equal, and enough of them.
+        signs = {(d > 0) - (d < 0) for d in differences} if 2.0 ** (1 - count) <= level else set()
+        word: Word = "better" if signs == {1} else "worse" if signs == {-1} else "undecided"
         return Decision(word, None, None, None, count, sum(-1 if d > 0 else 1 for d in infinite))
     if count < 2:
         return Decision("undecided", None, None, None, count)
@@ -92,3 +92,12 @@ def decide(
     else:
         word = "better" if low > 0 else "worse" if high < 0 else "undecided"
     return Decision(word, mean, low, high, count)
+
+
+def decide_pairs(pairs: Sequence[tuple[float, float]], *, comparisons: int) -> Decision:
+    """Decide from the results of an arm and its control, a pair a seed, infinite where a run diverged."""
+    logs = [math.log(b) - math.log(a) for a, b in pairs if math.isfinite(a) or math.isfinite(b)]
+    decision = decide(logs, comparisons=comparisons)
+    if len(logs) == len(pairs):
+        return decision
+    return Decision("undecided", None, None, None, len(pairs), decision.diverged)
