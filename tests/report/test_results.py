@@ -16,7 +16,7 @@ from twophase.judge.verdict import verdict
 from twophase.report.results import Run, Sweep
 from twophase.runs.folder import read_lines
 from twophase.runs.record import read_record
-from twophase.sweeps.table import read_rows
+from twophase.sweeps.table import Row, read_rows, write_rows
 
 
 def run_of(path: Path, sigma: float = 0.3, rounds: int = 20) -> Run:
@@ -89,6 +89,24 @@ def test_a_sweep(tmp_path: Path) -> None:
     for pair in (("no arm", "momentum-free"), ("heavy ball", "heavy ball"), ("momentum-free", "heavy ball")):
         with pytest.raises(ValueError, match=r"Sweep\.compare: "):
             sweep.compare(*pair)
+
+
+def test_areas_are_near_the_best_of_all_arms(tmp_path: Path) -> None:
+    """A pair of arms is compared as in the report, where a third arm may be the best."""
+    values = {"a": (8.0, 8.4), "b": (8.3, 9.9), "best": (5.0, 5.1)}
+    rows = [
+        Row(arm, f"{arm}{lr}", {"outer.lr": lr}, "finished", result)
+        for arm, results in values.items()
+        for lr, result in enumerate(results)
+    ]
+    write_rows(tmp_path / "cells.csv", rows)
+    sweep = twophase.load(tmp_path)
+    assert isinstance(sweep, Sweep)
+    compared = sweep.compare("a", "b")
+    judged = verdict(rows, controls=["b"])
+    assert compared in judged.comparisons
+    areas = [difference.mean for difference in compared.differences if difference.measure == "area"]
+    assert areas == [0.0] * len(areas) != []
 
 
 def test_no_results(tmp_path: Path) -> None:

@@ -211,7 +211,7 @@ class Sweep:
             if name not in written:
                 raise ValueError(f"Sweep.compare: there is no arm {name!r}; the arms are {', '.join(map(repr, arms))}")
         pair = written[arm], written[control]
-        judged = verdict([row for row in self.record.rows if row.arm in pair], controls=[pair[1]])
+        judged = verdict(self.record.rows, controls=[pair[1]])  # areas are near the best of all arms
         for comparison in judged.comparisons:
             if (comparison.arm, comparison.control) == pair:
                 return comparison
