@@ -98,6 +98,18 @@ def test_no_neighbour_of_a_small_whole_number_is_left_out(lr: float, period: int
         assert {(values["lr"], values["period"] + by) for by in (-1, 1)} - {(values["lr"], 0.0)} <= tried
 
 
+@pytest.mark.parametrize("start", [1, 2, 3, 5, 7])
+@pytest.mark.parametrize("refinements", [0, 1, 2, 3])
+def test_the_end_of_a_scale_is_an_end(start: int, refinements: int) -> None:
+    """A search that ends by itself is interior, also at period 1, around which steps round to it."""
+    search = Search({"period": Scale(start, "whole", low=1, high=64)}, 100, refinements)
+    results = run(search, bowl(period=0.5))
+    best = search.best(results)
+    assert best is not None
+    assert search.values(best) == {"period": 1}
+    assert search.is_interior(results)
+
+
 def test_the_search_of_the_first_protocol_stays_as_it_was() -> None:
     """The stored rows of the bench come from it: no momentum below 0.2 where it begins at 0.6."""
     search = Search({"momentum": Scale(0.6, "complement")}, 100, passes_equal=False)

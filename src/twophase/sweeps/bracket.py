@@ -129,14 +129,14 @@ class Search:
         measured = {self._key(at) for at in results}
         units = [2**k for k in range(self.refinements + 1)]
         pairs = [(i, sign) for i in range(len(point)) for sign in (-1, 1)]
-        return all(
-            any(
-                not self._is_allowed(_moved(point, i, sign * unit))
-                or ((beside := self._beside(point, i, sign * unit)) is not None and self._key(beside) in measured)
-                for unit in units
-            )
-            for i, sign in pairs
-        )
+
+        def is_seen(index: int, by: int) -> bool:
+            beside = self._beside(point, index, by)
+            if beside is None:  # in the first protocol also a step that rounds to the same number
+                return self.passes_equal or not self._is_allowed(_moved(point, index, by))
+            return self._key(beside) in measured
+
+        return all(any(is_seen(i, sign * unit) for unit in units) for i, sign in pairs)
 
     def _neighbours(self, point: Point, index: int, step: int) -> list[Point]:
         beside = (self._beside(point, index, sign * step) for sign in (-1, 1))
