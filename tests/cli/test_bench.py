@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from twophase.base.config import UsageError
-from twophase.base.files import file_sha256
+from twophase.base.files import file_sha256, table_text
 from twophase.cli import bench as command
 from twophase.cli import benching
 from twophase.cli.own_arm import read_arm
+from twophase.cli.tuning import Tuned, TuneResults
 from twophase.recipes import bench as recipe
 from twophase.recipes.bench import Place, Size
 
@@ -202,3 +203,17 @@ def test_arms_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     for text in ("bench_policies:Nameless", "bench_policies:Missing", "no_such_module:Often"):
         with pytest.raises(UsageError, match=text.rpartition(":")[2]):
             read_arm(text, {})
+
+
+def test_numbers_of_an_arm_of_ones_own() -> None:
+    """A tuned field of another name than those of this package stands in the table and on the card."""
+    numbers = {"inner.lr": 0.01, "policy.gain": 0.45}
+    arms = (
+        Tuned("averaging", {"inner.lr": 0.02}, True, 3, 1.0, 1.0, (1.0, 1.1), None),
+        Tuned("test-bench-alone:~0.5", numbers, True, 3, 1.0, 1.0, (0.9, 0.8), None),
+    )
+    rows = benching.rows_of("first", TuneResults(Path(), "loss", (100, 101), arms))
+    header, _, _, row, _ = csv.reader(table_text(rows).splitlines())
+    assert dict(zip(header, row, strict=True))["policy.gain"] == "0.45"
+    place = benching._place_card(PLACES[0], Size(3, (0,), (100, 101), ("first",)), arms[1].arm, rows, [None])
+    assert dict(place.setting) == numbers

@@ -46,7 +46,7 @@ from twophase.tasks.build import preflight_all
 
 SPEC, RESULTS = "bench.json", "results.csv"
 SETTINGS = ("inner.lr", "method.lr", "method.momentum", "method.mu_x", "method.beta", "policy.share", "period")
-"""Tuned numbers, in the order of their columns."""
+"""Tuned numbers, in the order of their columns; those of a policy or method of the user's come behind."""
 _SAME = 1e-6
 """Relative difference up to which a run counts as repeated."""
 
@@ -133,7 +133,7 @@ def rows_of(place: str, outcome: TuneResults) -> list[dict[str, Any]]:
     rows = []
     for tuned in sorted(outcome.arms, key=lambda tuned: tuned.arm):
         numbers = tuned.numbers or {}
-        about: dict[str, Any] = {name: numbers.get(name) for name in SETTINGS}
+        about: dict[str, Any] = {**dict.fromkeys(SETTINGS), **numbers}
         about |= {
             "settings": tuned.settings,
             "interior": tuned.interior,
@@ -354,7 +354,7 @@ def _place_card(
     return PlaceCard(
         place.name,
         place.title,
-        {name: row[name] for name in SETTINGS if row[name] is not None},
+        {name: value for name, value in row.items() if _is_tuned(name) and value is not None},
         math.exp(math.fsum(logs) / len(logs)) if logs and math.isfinite(math.fsum(logs)) else None,
         row["settings"],
         row["interior"],
@@ -363,3 +363,7 @@ def _place_card(
         against[0],
         tuple(other for other in against[1:] if other is not None),
     )
+
+
+def _is_tuned(column: str) -> bool:
+    return column in SETTINGS or column.startswith(("method.", "policy."))
