@@ -50,6 +50,21 @@ def drawn(values: list[float], *, x: Any = None, **options: Any) -> str:
     return made
 
 
+@pytest.mark.parametrize("boom", [[1e150], [1e150] * 2 * MOST_POINTS, []])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_curve_without_a_number_has_its_place(boom: list[float], place: int) -> None:
+    """The buttons of a page choose curves by their places, those of runs that exploded among them."""
+    names = ["a", "c"]
+    names.insert(place, "boom")
+    curves = [Curve(name, *((range(len(boom)), boom) if name == "boom" else ([0, 1], [1.0, 2.0]))) for name in names]
+    made = figure(Chart("n", "t", "x", "y", curves, shown=[2]))
+    data = data_of(made)
+    assert ([series["name"] for series in data["series"]], data["shown"]) == (names, [2])
+    assert "x" in data["series"][0]
+    assert (f"{names[2]}: from 1" in (made or "")) == (place < 2)
+    assert [series["name"] for series in data_of(figure(Chart("n", "t", "x", "y", curves)))["series"]] == ["a", "c"]
+
+
 def test_charts() -> None:
     """A chart has a title, words for screen readers, a table and gaps at nan; text is text; no numbers, no chart."""
     nan = float("nan")

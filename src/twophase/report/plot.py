@@ -90,10 +90,12 @@ def script() -> str:
 def figure(chart: Chart) -> Html | None:
     """Return the chart as a figure with its data, caption and table; None where it has no number to show."""
     curves = [(curve, _points(curve, log=chart.log)) for curve in chart.curves]
-    curves = [(curve, points) for curve, points in curves if np.isfinite(points[:, 1]).any()]
-    if not curves:
+    numbered = [bool(np.isfinite(points[:, 1]).any()) for _, points in curves]
+    if not any(numbered):
         return None
-    drawn = curves if chart.shown is None else [curves[number] for number in chart.shown]
+    drawn = [curves[k] for k in (range(len(curves)) if chart.shown is None else chart.shown) if numbered[k]]
+    if chart.shown is None:  # else the page's buttons count all curves
+        curves = drawn
     longest = max(len(points) for _, points in curves)
     remarks = [chart.note] if chart.note else []
     if longest > chart.points:
@@ -135,7 +137,7 @@ def figure(chart: Chart) -> Html | None:
 def _series(chart: Chart, curves: Sequence[tuple[Curve, _Floats]]) -> list[dict[str, object]]:
     """Return the curves as JSON values; places that are those of the curve before are left out."""
     series: list[dict[str, object]] = []
-    before: list[float | int] = []
+    before: list[float | int] | None = None  # the first curve has its places, even if they are none
     for curve, points in curves:
         thin = _thinned(points, chart.points)
         x = [_short(place) for place in thin[:, 0].tolist()]
