@@ -137,6 +137,17 @@ def test_the_list(server: ThreadingHTTPServer) -> None:
         assert all(f">{word}" in rows[path] for word in words), path
 
 
+def test_of_many_folders_the_newest_are_listed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit is kept wherever the folders lie, and the page says that there are more."""
+    monkeypatch.setattr("twophase.report.ui._MOST_ENTRIES", 2)
+    for number, name in enumerate(("sweep", "a b", "deep/<i>", "damaged")):
+        for entry in (root / name).iterdir():
+            os.utime(entry, (number, number), follow_symlinks=False)
+    text = Library(root).list_page()
+    assert "The newest 2 of 4 folders below" in text
+    assert set(re.findall(r'<a href="/view/([^"]*)">', text)) == {"deep/%3Ci%3E", "damaged"}
+
+
 def test_an_odd_folder_is_one_row(root: Path, server: ThreadingHTTPServer) -> None:
     """A name that is not UTF-8, a configuration of odd types, and a user's own configuration leave the list whole."""
     odd = root / os.fsdecode(b"caf\xe9")

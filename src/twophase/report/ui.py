@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -71,7 +71,8 @@ class Library:
 
     def list_page(self) -> str:
         """Return the page with all runs and sweeps, the newest first."""
-        folders = list(self._folders())
+        every = self._folders()
+        folders = every[:_MOST_ENTRIES]
         with self._lock:
             rows = [self._remembered(self._rows, folder, _row) for folder in folders]
         ordered = sorted(zip(folders, rows, strict=True), key=lambda pair: str(pair[1][-1]), reverse=True)
@@ -82,7 +83,9 @@ class Library:
             box = tag("input", type="checkbox", name="run", value=quote(os.fsencode(path)), aria_label=f"choose {path}")
             lines.append([target, box if row[0] == "run" else None, *row])
         header = ["folder", "choose", "kind", "state", "result", "outer optimizer", "restart", "changed"]
-        caption = f"{counted(len(lines), 'folder')} below {self.root}; the runs of a sweep are on its page."
+        count = counted(len(every), "folder")
+        shown = count if len(lines) == len(every) else f"The newest {len(lines):,} of {count}"
+        caption = f"{shown} below {self.root}; the runs of a sweep are on its page."
         states = [tag("option", state, value="" if state == "any state" else state) for state in _STATES]
         filters = tag(
             "p",
@@ -128,17 +131,17 @@ class Library:
         records = [read_record(folder, self._known_paths) for folder in folders]
         return overlay(records, self.root, refresh=SECONDS)
 
-    def _folders(self) -> Iterator[Path]:
-        """Yield the folders of runs and sweeps; those inside of one belong to it."""
-        count = 0
+    def _folders(self) -> list[Path]:
+        """Return the folders of runs and sweeps, the newest first; those inside of one belong to it."""
+        folders = []
         for place, names, _ in os.walk(self.root):
             folder = Path(place)
             if is_sweep(folder) or _is_begun(folder):
-                yield folder
+                folders.append(folder)
                 names.clear()
-                count += 1
-            if count >= _MOST_ENTRIES or len(folder.relative_to(self.root).parts) >= _DEEPEST:
+            elif len(folder.relative_to(self.root).parts) >= _DEEPEST:
                 names.clear()
+        return sorted(folders, key=_changed_at, reverse=True)
 
     def _page(self, folder: Path) -> str:
         if is_sweep(folder):
@@ -163,6 +166,13 @@ _STATES = ("any state", "finished", "unfinished", "diverged", "damaged")
 def _is_begun(folder: Path) -> bool:
     """Tell a run from a folder with a configuration that a user has put there."""
     return is_run(folder) and any((folder / name).exists() for name in (LOCK, *_FILES[1:]))
+
+
+def _changed_at(folder: Path) -> int:
+    """Return when a file or folder right inside of a folder changed last, without looking into a sweep's runs."""
+    with suppress(OSError):  # gone since
+        return max((entry.stat(follow_symlinks=False).st_mtime_ns for entry in os.scandir(folder)), default=0)
+    return 0
 
 
 def _root_link() -> Html:
