@@ -522,6 +522,7 @@ MISTAKES: dict[str, Callable[[Path, Path], list[object]]] = {
     "--runs is for sweeps": lambda run, _: [run, "--runs"],
     "--where is for sweeps": lambda run, _: [run, "--where", "a=1"],
     "--within is for sweeps": lambda run, _: [run, "--within", "0.05"],
+    "--where a is given twice": lambda _, sweep: [sweep, "--where", "a=1", "b=1", "--where", "a=2"],
     "--where a: ": lambda _, sweep: [sweep, "--where", "a"],
     "only runs are laid over each other": lambda run, sweep: [run, sweep],
     "give two to 8 different": lambda run, _: [run, run],

@@ -49,6 +49,9 @@ def _check(options: argparse.Namespace) -> None:
     for word in options.where:
         if "=" not in word:
             raise UsageError(f"--where {word}: write a path and a value, such as inner_steps=20")
+    paths = [word.partition("=")[0] for word in options.where]
+    if twice := {path for path in paths if paths.count(path) > 1}:
+        raise UsageError(f"--where {min(twice)} is given twice; a cell has one value of it: leave the others out")
     folders = options.folders
     if len(folders) > 1:
         if sweeps := [folder for folder in folders if is_sweep(folder)]:
