@@ -78,6 +78,7 @@ def test_each_criterion_and_its_numbers() -> None:
     """
     for advice, rule, _, _, rounds in cases():
         slowest = float(np.min(asymptotic_rate(rule, advice.sigma)))
+        can_help = bool(restart_can_help(rule, advice.sigma).any())  # Theorem 1
         options: dict[str, Any] = {"weights": advice.weights, "max_period": advice.max_period, "rounds": rounds}
         assert [c.objective for c in advice.criteria] == [name for name in OBJECTIVES if name != "loss" or rounds]
         for criterion in (*advice.criteria, advice.without):
@@ -86,7 +87,8 @@ def test_each_criterion_and_its_numbers() -> None:
                 period = best_period(rule, advice.sigma, objective=cast(Any, criterion.objective), **options)
                 rate = np.min(restart_rate(rule, advice.sigma, period))
                 is_slower = rounds is None and criterion.objective == "minimax" and rate <= slowest
-                period = None if is_slower or (rounds and period >= rounds) else period
+                is_idle = is_slower or (criterion is advice.criteria[0] and not can_help)
+                period = None if is_idle or (rounds and period >= rounds) else period
             assert criterion.period == period
             rates = restart_rate(rule, advice.sigma, period) if period else slowest
             assert criterion.rate == np.min(rates)
@@ -98,8 +100,24 @@ def test_each_criterion_and_its_numbers() -> None:
         chosen = advice.recommended.period
         assert advice.recommended is advice.criteria[0]
         assert advice.policy == (Never() if chosen is None else Periodic(chosen))
-        if rule.momentum > 0 and not restart_can_help(rule, advice.sigma).any():  # Theorem 1
-            assert chosen is None or rounds == 1
+        assert can_help or chosen is None
+
+
+@pytest.mark.parametrize("rounds", [None, 20])
+@pytest.mark.parametrize(
+    ("rule", "sigma"),
+    [
+        (OuterRule(0.7, 0.0), [0.5, 0.2]),
+        (OuterRule(0.7, 1e-13), [0.5, 0.2]),
+        (OuterRule(2.0, 0.5, nesterov=True, form="ema"), [1.0]),
+    ],
+    ids=["no-momentum", "tiny-momentum", "nilpotent"],
+)
+def test_no_restart_where_none_can_help(rule: OuterRule, sigma: list[float], rounds: int | None) -> None:
+    """Where no mode oscillates the advice is never to restart, though all periods may do the same (Theorem 1)."""
+    advice = advise(rule, sigma, rounds=rounds)
+    assert not restart_can_help(rule, sigma).any()
+    assert (advice.policy, advice.hurt) == (Never(), 0.0)
 
 
 @pytest.mark.slow

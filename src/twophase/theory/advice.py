@@ -219,8 +219,10 @@ def _criteria(
         if objective != "loss" or rounds is not None:
             best = best_period(rule, sigma, weights=weights, max_period=longest, rounds=rounds, objective=objective)
             criteria[objective] = judged(objective, None if rounds is not None and best >= rounds else best)
-    if rounds is None and criteria["minimax"].rate <= without.rate:  # in the long run: by the rates alone
-        criteria["minimax"] = judged("minimax", None)
+    first = next(iter(criteria))
+    slower = rounds is None and criteria[first].rate <= without.rate  # in the long run: by the rates alone
+    if slower or not restart_can_help(rule, sigma).any():  # a tie of all periods goes to the smallest
+        criteria[first] = judged(first, None)
     return tuple(criteria.values()), without
 
 
