@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from outers import buffers, counters, flat, give, parameters, randoms
 from policies import ALL, PROBING, RULES, SCHEDULED, SUPPLIED, each_rule
 from replicas import same_bits, through_file
+from twophase.optim.optimizer import OuterOptimizer
 from twophase.optim.outer import BUFFER, OuterSGD
 from twophase.optim.reference import ReferenceOuter
 from twophase.restart import MEASURED, convert, parse
 from twophase.rule import OuterRule
+from twophase.shelf.outer import outer
 
 SHAPES = [(), (7,), (3, 5), (33, 17)]
 PROMISED = ("loss_start", "loss_end", "inner_lr", "progress", "probes")
@@ -207,6 +209,25 @@ def test_candidates_are_tried_from_the_same_place():
     ):
         for x, old, g, m in zip(place, before, randoms(7), buffers, strict=True):
             torch.testing.assert_close(x, old - along_g * g - along_m * (0.9 * retain * m + g), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["momentum:warmup=6", "warmup:warmup=4"])
+@pytest.mark.parametrize("filtering", ["none", "heloco"])
+def test_the_candidate_that_keeps_is_the_step_taken(filtering: str, schedule: str):
+    """Behind a filter and under a schedule, too: the probed place is where the round ends."""
+    params, seen = parameters(0), []
+    value = outer(RULES[0], filter=filtering, schedule=schedule)
+    optimizer = OuterOptimizer(params, value, "probe:keep,average", signals=["probes"])
+
+    def probe() -> float:
+        seen.append(flat(params))
+        return float(len(seen))
+
+    for number in range(8):
+        give(params, [g * (1 - 3 * (number % 3 == 2)) for g in randoms(number)])
+        seen.clear()
+        optimizer.step(probe=probe)
+        torch.testing.assert_close(flat(params), seen[0], rtol=0, atol=1e-14)
 
 
 def test_a_probe_that_fails_changes_nothing():

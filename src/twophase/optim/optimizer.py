@@ -128,13 +128,20 @@ class OuterOptimizer(OuterSGD):
         finally:
             self._parts_of_round = None
 
+    @torch.no_grad()
     def candidate(self, number: int) -> list[tuple[Tensor, Tensor]]:
         """Return what `OuterSGD.candidate` does, with the rule of this round."""
         if number == 0:
             self._parts_of_round = None  # as in `dots`
+        self._parts()  # a filter compares g with a momentum of the rounds before, as in `step`: not of this one
+        before = [{name: group[name] for name in ("lr", "momentum")} for group in self.param_groups]
         for group in self.param_groups:
             self._schedule(group)
-        return super().candidate(number)
+        try:
+            return super().candidate(number)
+        finally:  # a sync that is taken anew filters with the same momentum again
+            for group, numbers in zip(self.param_groups, before, strict=True):
+                group |= numbers
 
     def _parts(self) -> list[Part]:
         if self._parts_of_round is None:
