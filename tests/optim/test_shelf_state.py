@@ -337,6 +337,19 @@ def test_step_hooks_run_once():
     assert calls == ["before", "after"]
 
 
+@pytest.mark.parametrize("numbers", [{"lr": 0.1}, {"momentum": 0.5}, {"lr": 0.1, "momentum": 0.5}], ids=" ".join)
+def test_a_groups_numbers_beside_a_schedule_are_refused(numbers: dict[str, float]):
+    """A schedule begins at the method's numbers and would drop the group's; in the group's method they count."""
+    value, x, y = outer("heavy-ball", lr=0.7, schedule="warmup:warmup=2"), *parameters(0, [(2,), (2,)])
+    with pytest.raises(ValueError, match=f"^OuterOptimizer: a group has {' and '.join(numbers)} beside"):
+        OuterOptimizer([{"params": [x], **numbers}], value)
+    optimizer = OuterOptimizer(
+        [{"params": [x], "method": "heavy-ball:lr=0.1"}, {"params": [y], "schedule": "constant", **numbers}], value
+    )
+    run(optimizer, range(1))
+    assert [group["lr"] for group in optimizer.param_groups] == [0.05, numbers.get("lr", 0.7)]
+
+
 def test_a_groups_learning_rate_beside_its_method_counts():
     """It wins over the method's own, as it does where the group names no method."""
     x, y = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))

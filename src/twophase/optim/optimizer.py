@@ -46,8 +46,8 @@ class OuterOptimizer(OuterSGD):
     Each `step()` is one outer round with the `.grad` of each parameter as pseudo-gradient (`twophase.shelf.base` has
     the equations). Restarts, state, param groups and reports are those of `OuterSGD`, of which a plain method without
     a filter, schedule or readout has the bits. A param group may override `method`, `filter`, `schedule`, `readout` and
-    `restart`. With a schedule other than `constant` the group's `lr` and `momentum` are set in every round; with that
-    one a scheduler of torch may set them.
+    `restart`. With a schedule other than `constant` the group's `lr` and `momentum` are set in every round, from those
+    of its method, and none may stand beside it; with that one they may, and a scheduler of torch may set them.
 
     Args:
         params: parameters, named parameters, or param groups.
@@ -96,6 +96,13 @@ class OuterOptimizer(OuterSGD):
         numbers = asdict(parse("method", named["method"]).rule()) if "method" in named else {}
         group = dict.fromkeys(WEIGHTS, 0.0) | self._default.texts() | numbers | param_group | named
         group = dict.fromkeys(filter_of_group(group).memory, 0.0) | group
+        dropped = [name for name in ("lr", "momentum") if name in param_group and group["schedule"] != "constant"]
+        if dropped:
+            raise ValueError(
+                f"OuterOptimizer: a group has {' and '.join(dropped)} beside schedule {group['schedule']}, which "
+                "begins at the numbers of the group's method; write them there, such as "
+                '"method": "heavy-ball:lr=0.1", or give the group "schedule": "constant"'
+            )
         super().add_param_group(group)
         try:
             check_slots(self.param_groups[-1], self.context)
@@ -141,7 +148,7 @@ class OuterOptimizer(OuterSGD):
             return super().candidate(number)
         finally:  # a sync that is taken anew filters with the same momentum again
             for group, numbers in zip(self.param_groups, before, strict=True):
-                group |= numbers
+                group.update(numbers)
 
     def _parts(self) -> list[Part]:
         if self._parts_of_round is None:
