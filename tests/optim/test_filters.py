@@ -17,7 +17,7 @@ from twophase.optim.methods import orthogonalized
 from twophase.optim.optimizer import OuterOptimizer
 from twophase.optim.reference import ReferenceOuter
 from twophase.restart import parse as parse_policy
-from twophase.rule import OuterRule
+from twophase.rule import Form, OuterRule
 from twophase.shelf.base import Filter, parse, registered
 from twophase.shelf.filters import CGAD, Clip, HeLoCo, Orthogonal
 from twophase.shelf.outer import outer
@@ -134,6 +134,24 @@ def test_heloco_sees_no_form():
     for rule in (OuterRule(0.1, 0.9, nesterov=True), OuterRule(0.1, 0.9, nesterov=True).to("ema")):
         params = parameters(0, SHAPES)
         run(OuterOptimizer(params, outer(rule, filter="heloco"), "5"), range(24))
+        ends.append(flat(params))
+    torch.testing.assert_close(*ends, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("dampening", "form"), [(0.0, "sum"), (0.9, "ema")])
+def test_heloco_knows_the_buffer_of_torchs_sgd(dampening: float, form: Form):
+    """Without dampening it is a sum, with that of the momentum a mean: behind HeLoCo it is the rule of that form."""
+    ends = []
+    text = f"torch:optimizer=SGD:options=lr=0.1,momentum=0.9,dampening={dampening}"
+    for method in (OuterRule(0.1, 0.9, form=form), text):
+        params = parameters(0, SHAPES)
+        optimizer = OuterOptimizer(params, outer(method, filter="heloco"))
+        if dampening:  # torch's first buffer is g itself, whatever the dampening; the rule's is made so here
+            run(optimizer, range(1))
+            for p, x in zip(params, randoms(5, SHAPES), strict=True):
+                p.data.copy_(x)
+                optimizer.state[p]["momentum_buffer"].copy_(x)
+        run(optimizer, range(1, 24))
         ends.append(flat(params))
     torch.testing.assert_close(*ends, rtol=1e-12, atol=1e-12)
 

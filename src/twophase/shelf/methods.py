@@ -430,11 +430,15 @@ class TorchMethod(Method):
     options: str = "lr=0.05,betas=0.9/0.99"
 
     def rule(self) -> OuterRule:
-        """Return lr and momentum as far as the options name them; the optimizer refuses what is no number."""
+        """Return lr and momentum as far as the options name them; the optimizer refuses what is no number.
+
+        Its form is what a pseudo-gradient adds to the buffer: all of it in SGD without dampening.
+        """
         words = {key: value for key, _, value in (word.partition("=") for word in self.options.split(","))}
         values = {"momentum": words.get("betas", "").split("/")[0]} | words
-        numbers = {"lr": 1.0, "momentum": 0.0}
+        numbers = {"lr": 1.0, "momentum": 0.0, "dampening": 0.0}
         for name in numbers:
             with suppress(KeyError, ValueError):
                 numbers[name] = float(values[name])
-        return OuterRule(numbers["lr"], numbers["momentum"], form="ema")
+        is_sum = self.optimizer.rpartition(".")[2] == "SGD" and numbers["dampening"] == 0
+        return OuterRule(numbers["lr"], numbers["momentum"], form="sum" if is_sum else "ema")
