@@ -85,6 +85,22 @@ def test_cycles_are_counted() -> None:
     assert seen.interval[1] - seen.sigma == pytest.approx(2.306 * seen.standard_error, rel=1e-3)
 
 
+@pytest.mark.parametrize("restart", ["29", "30"])
+def test_a_restart_at_the_end_hides_nothing(restart: str) -> None:
+    """Where all pairs lie in the cycle before it, they count as those of a run without restarts."""
+    seen = observe(SUM, *columns_of(SUM, [0.3], 30, restart))
+    assert (seen.cycles, seen.why_not) == (seen.pairs, "")
+    assert seen.sigma == pytest.approx(0.3, rel=1e-6)
+
+
+def test_a_buffer_that_keeps_its_length_determines_nothing() -> None:
+    """Then progress and noise cannot be told apart, however many pairs there are; and so it is said."""
+    seen = observe(OuterRule(0.7, 0.5), np.ones(30), np.full(30, 2.0), np.ones(30), np.zeros(30, dtype=bool))
+    assert np.isnan(seen.sigma)
+    assert seen.why_not.startswith("29 pairs of rounds")
+    assert seen.why_not.endswith("but do not determine it")
+
+
 def test_a_decaying_inner_rate_is_divided_out() -> None:
     """Pseudo-gradients that shrink with the inner learning rate look like progress unless the rate is given."""
     rates = 0.98 ** np.arange(60)

@@ -61,7 +61,7 @@ class Observed:
         noise_share: estimated share of `|g|^2` that is noise, 0 to 1; nan without an estimate.
         noise_error: its standard error.
         foreign: pairs left out because the recorded buffer, or the gain, is not what the rule makes.
-        cycles: restart cycles that the pairs lie in; the pairs themselves where the momentum does not restart.
+        cycles: restart cycles that the pairs lie in; the pairs themselves where all lie in the same cycle.
     """
 
     pairs: int
@@ -89,9 +89,8 @@ class Observed:
         low, high = self.interval
         most = self.noise_share + 2 * self.noise_error
         if not (np.isfinite(low) and np.isfinite(high)):
-            return (
-                f"{self.pairs} pairs of rounds without a restart between them are usable; {LEAST} are needed at least"
-            )
+            end = f"; {LEAST} are needed at least" if self.pairs < LEAST else ", but do not determine it"
+            return f"{self.pairs} pairs of rounds without a restart between them are usable{end}"
         if self.standard_error <= _EXACT * self.sigma and low <= 1:
             return ""
         if self.cycles < LEAST_CYCLES:
@@ -189,7 +188,8 @@ def observe(
         sigma, error, noise, noise_error = _instrumented(pairs)
         energy = float(np.mean(pairs.square * pairs.weight))
         scale = float(np.mean(pairs.noise * pairs.weight)) / (rule.injection * energy) if energy > 0 else np.nan
-    cycles = len(np.unique(pairs.cycle)) if dropped.any() else count
+    cycles = len(np.unique(pairs.cycle))
+    cycles = count if cycles == 1 else cycles  # also of a run that restarts in its very last rounds
     share = float(np.clip(noise * scale, 0, 1))
     return Observed(count, sigma, error, ceiling, share, noise_error * scale, foreign, cycles)
 
