@@ -127,6 +127,25 @@ def test_forms_and_spectra(view: View) -> None:
     assert "mean of all modes" in page.inner_text("#residual figcaption")
 
 
+@pytest.mark.parametrize(
+    ("state", "name"),
+    [
+        (State(lr=1e-5, momentum=0.99, form="ema"), "lr"),
+        (State(lr=2.0, momentum=0.999999), "lr"),
+        (State(form="ema", policy="soft:3:0.2:1e30"), "policy"),
+    ],
+    ids=["small", "large", "soft"],
+)
+def test_a_rule_without_place_in_the_other_form_stays(view: View, state: State, name: str) -> None:
+    """The button says which value would leave the page's limits, and changes nothing."""
+    page = view.show(state)
+    view.act("click", "#switch")
+    assert f"In the other form, {name} would be" in page.inner_text("#notice")
+    assert page.evaluate("[app.state.form, app.state.lr, app.state.policy]") == [state.form, state.lr, state.policy]
+    view.act("fill", "#field-rounds", "20")
+    assert not page.is_visible("#notice")
+
+
 def test_state_survives_the_address(view: View) -> None:
     """What the address says after a change opens the same view; the link can be copied."""
     page = view.open()

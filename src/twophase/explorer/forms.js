@@ -24,7 +24,12 @@ const forms = (() => {
       const form = app.state.form === "sum" ? "ema" : "sum";
       const share = 1 - app.state.momentum; // of the pseudo-gradient in the buffer of the EMA form
       const policy = simulation.scaled(app.state.policy, form === "ema" ? share : 1 / share);
-      app.change({ form, policy, lr: kernel.converted(app.model.rule, form).lr });
+      const next = { policy, lr: kernel.converted(app.model.rule, form).lr };
+      for (const [name, value] of Object.entries(next)) {
+        const { error } = store.read(name, String(value), app.given);
+        if (error) return app.say(`In the other form, ${name} would be ${value}, which the page does not take. ${error}`);
+      }
+      app.change({ form, ...next });
     });
   }
 
