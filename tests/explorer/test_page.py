@@ -154,15 +154,17 @@ def test_spectrum_of_a_run(capsys: Capture, tmp_path: Path) -> None:
 
 
 def test_restarts_of_a_run_that_the_page_cannot_show_are_named(tmp_path: Path) -> None:
-    """More numbers than its simulation reads, and a policy for each fragment: the page shows never, and says so."""
+    """More numbers than it reads, a period beyond its limit, a policy for each fragment: said, and never shown."""
     rule = OuterRule(0.5, 0.8)
     many = "at:" + ",".join(map(str, range(1, 67)))
     config = with_values(config_of(rule, "9", 60), {"sync.fragments": ["2"], "sync.restart": ["0=2", "1=2"]})
     by_fragment = write_run(tmp_path / "fragments", rule, [0.35], config=config)
-    for run, words in ((write_run(tmp_path / "many", rule, [0.35], restart=many), many), (by_fragment, "0=2, 1=2")):
+    by_words = [(write_run(tmp_path / words[:5], rule, [0.35], restart=words), words) for words in (many, "10001")]
+    for run, words in (*by_words, (by_fragment, "0=2, 1=2")):
         shown = read_run(run)
         assert shown.restart == "never"
         assert f"own restarts ({words}) are not among those of the page" in shown.spectrum.note
+        assert main(["explore", "--run", str(run), "--sigma", "0.5", "--out", str(tmp_path / "page.html")]) == 0
 
 
 def test_a_given_spectrum_takes_the_place_of_the_runs(capsys: Capture, tmp_path: Path) -> None:

@@ -67,7 +67,8 @@ def read_run(path: Path) -> FromRun:
         reasons = sorted({why_not for _, why_not in seen.values()}) or [_no_blocks(record)]
         note = f"cannot be estimated: {'; '.join(reasons)}."
     by_fragment = record.config.get("sync.restart")
-    is_shown = not by_fragment and (isinstance(policy, (Periodic, Never)) or shows(policy))
+    is_period = isinstance(policy, Periodic) and policy.period <= LIMITS["restart"][1]
+    is_shown = not by_fragment and (is_period or isinstance(policy, Never) or shows(policy))
     if not is_shown:
         note += f" The run's own restarts ({record.restart}) are not among those of the page."
     problems = " ".join(["What is missing or wrong in the folder:", *record.problems]) if record.problems else ""
