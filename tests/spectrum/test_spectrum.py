@@ -373,6 +373,15 @@ def test_a_block_without_curvature_is_left_alone() -> None:
     assert choose(setting, np.zeros(2), np.zeros(2)).period is None
 
 
+def test_a_block_without_a_largest_eigenvalue_has_its_row() -> None:
+    """Where ARPACK converges to none in its time, the row says so beside the quantiles of the density."""
+    setting, none = setting_at(0.5), np.zeros(0)
+    block = forecast(replace(block_of([0.1, 0.2]), raw=none, top=none), setting)
+    row = next(line for line in describe([], setting, [block], {}).splitlines() if line.count("not found"))
+    assert row.count("not found") == 2
+    assert "0.2" in row
+
+
 def test_the_rounds_show_the_progress_of_each_block(tmp_path: Path) -> None:
     """From the record of a simulated run each fragment's sigma comes back, and with it its first cancellation."""
     blocks = {"fast": [0.8], "slow": [0.1]}

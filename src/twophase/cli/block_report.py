@@ -235,8 +235,7 @@ def _row(block: Forecast, shown: Seen | None) -> list[str]:
     return [
         curvature.name,
         f"{curvature.parameters:,}",
-        f"{curvature.raw[0]:.3g}",
-        f"{curvature.top[0]:.3g}",
+        *(f"{values[0]:.3g}" if len(values) else "not found" for values in (curvature.raw, curvature.top)),
         f"{curvature.quantile(0.5):.2g}",
         f"{curvature.quantile(0.99):.2g}",
         *(f"{block.progress[place].mean:.2g}" for place in PLACES),
