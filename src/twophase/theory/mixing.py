@@ -13,7 +13,15 @@ from twophase.policies.base import Never, RestartPolicy
 from twophase.policies.scheduled import AtRounds
 from twophase.rule import OuterRule
 from twophase.theory.contraction import restart_table
-from twophase.theory.inputs import Floats, check_count, check_counts, check_modes, check_sigma, check_weights
+from twophase.theory.inputs import (
+    Floats,
+    check_count,
+    check_counts,
+    check_modes,
+    check_sigma,
+    check_weights,
+    common_shape,
+)
 from twophase.theory.periods import log_final_loss
 
 Counts: TypeAlias = NDArray[np.int64]
@@ -238,6 +246,8 @@ def chebyshev_rate(sigma_min: ArrayLike, sigma_max: ArrayLike, rounds: ArrayLike
     """
     where = "chebyshev_rate"
     low, high = check_sigma(where, sigma_min), check_sigma(where, sigma_max)
+    times = None if rounds is None else check_counts(where, "rounds", rounds)
+    common_shape(where, sigma_min=low.shape, sigma_max=high.shape, rounds=np.shape(times))
     if np.any(low > high) or np.any(high == 0):
         raise ValueError(
             f"{where}: sigma_min {sigma_min}, sigma_max {sigma_max}; sigma_max must be positive and larger"
@@ -245,8 +255,7 @@ def chebyshev_rate(sigma_min: ArrayLike, sigma_max: ArrayLike, rounds: ArrayLike
     with np.errstate(divide="ignore"):
         # -log((sqrt k - 1)/(sqrt k + 1)) = arccosh((k+1)/(k-1)), without a difference of roots
         angle = np.log1p(2 * np.sqrt(low) * (np.sqrt(low) + np.sqrt(high)) / (high - low))
-        if rounds is not None:
-            times = check_counts(where, "rounds", rounds)
+        if times is not None:
             turned = times * angle
             far = turned + np.log1p(np.exp(-2 * turned)) - np.log(2)
             angle = np.where(turned < 1, np.log1p(2 * np.sinh(np.minimum(turned, 1) / 2) ** 2), far) / times

@@ -13,7 +13,16 @@ from numpy.typing import ArrayLike, NDArray
 
 from twophase.rule import OuterRule
 from twophase.theory.contraction import log_restart_factor, restart_table
-from twophase.theory.inputs import Floats, Rules, check_count, check_counts, check_modes, check_weights, rule_arrays
+from twophase.theory.inputs import (
+    Floats,
+    Rules,
+    check_count,
+    check_counts,
+    check_modes,
+    check_weights,
+    common_shape,
+    rule_arrays,
+)
 from twophase.theory.kernel import Mode
 from twophase.theory.modes import effective_step
 
@@ -224,8 +233,8 @@ def _weighted(
     where: str, rule: Rules, sigma: ArrayLike, weights: ArrayLike | None
 ) -> tuple[NDArray[np.object_], Floats, Floats]:
     """Return rules with an axis for the modes, the modes that count, and the logarithms of their weights."""
-    rule_arrays(where, rule)
-    values = check_modes(where, sigma)
+    rules, values = rule_arrays(where, rule), check_modes(where, sigma)
+    common_shape(where, rule=(*rules.shape, 1), sigma=values.shape)
     shares = check_weights(where, weights, values.shape[-1])
     counts = shares > 0
     return np.asarray(rule, dtype=object)[..., None], values[..., counts], np.log(shares[counts])

@@ -10,7 +10,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from twophase.theory.inputs import Floats, Rules, check_count, check_counts, check_sigma, rule_arrays
+from twophase.theory.inputs import (
+    Floats,
+    Rules,
+    check_count,
+    check_counts,
+    check_finite,
+    check_sigma,
+    common_shape,
+    rule_arrays,
+)
 from twophase.theory.kernel import Mode
 from twophase.theory.modes import transition
 from twophase.theory.powers import power
@@ -48,7 +57,7 @@ def soft_restart(rule: Rules, sigma: ArrayLike, period: ArrayLike) -> tuple[Any,
         if np.any(values == 0):
             raise ValueError(f"{where}: {name} is 0; it must be positive, there is nothing to restart otherwise")
     every, periods = Mode.of(where, rule, sigma), check_counts(where, "period", period)
-    shape = np.broadcast_shapes(every.shape, periods.shape)
+    shape = common_shape(where, modes=every.shape, period=periods.shape)
     mode = every.each(lambda array: np.broadcast_to(array, shape).ravel())
     state = power(mode, np.broadcast_to(periods, shape).ravel())
     if np.any(state.p.hi == 0):
@@ -79,9 +88,11 @@ def cycle_matrix(rule: Rules, sigma: ArrayLike, period: int, retain: float = 0.0
     >>> cycle_matrix(OuterRule(0.5, 0.5), 1.0, 2).tolist()
     [[0.0, -0.25], [0.0, 0.0]]
     """
-    rounds = check_count("cycle_matrix", "period", period)
-    t, values = transition(rule, sigma), check_sigma("cycle_matrix", sigma)
+    where = "cycle_matrix"
+    rounds = check_count(where, "period", period)
+    share, weight = check_finite(where, "retain", retain), check_finite(where, "inject", inject)
+    t, values = transition(rule, sigma), check_sigma(where, sigma)
     before = np.linalg.matrix_power(t, rounds - 1)
     last = t @ before
-    below = retain * last[..., 1, :] + inject * values[..., None] * before[..., 0, :]
+    below = share * last[..., 1, :] + weight * values[..., None] * before[..., 0, :]
     return np.stack([last[..., 0, :], below], axis=-2)
