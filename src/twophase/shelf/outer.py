@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from twophase.number import did_you_mean
 from twophase.policies.base import AGREEMENT, PROBES, Never, RestartPolicy
 from twophase.rule import OuterRule
 from twophase.shelf.base import SLOTS, Filter, Method, Readout, Schedule, Slot, parse, value_text
@@ -181,6 +182,9 @@ def outer(
     if isinstance(method, str) and fields_of_method:
         method = ":".join([method, *(f"{name}={value_text(value)}" for name, value in fields_of_method.items())])
     elif fields_of_method:
+        names = [field.name for field in fields(method)]  # type: ignore[arg-type]
+        for name in sorted(fields_of_method.keys() - set(names)):
+            raise ValueError(f"outer: {name!r} is no field of {method!r}; {did_you_mean(name, names)}")
         method = replace(method, **fields_of_method)  # type: ignore[type-var]
     value = replace(
         as_outer(method),
