@@ -294,6 +294,7 @@ MISTAKES = {
         "inner",
     ),
     "a field without a default": ("width: int = 8", "width: int", "width"),
+    "a field of two types": ("width: int = 8", "width: int = 8\n    sizes: tuple[int, float] = (3, 0.5)", "sizes"),
     "an error of its own": ("nn.Linear(2, self.width)", "nn.Linear(3, self.width)", "rings.py"),
     "a file that fails": ("import numpy as np", "import numpy_that_is_not_there as np", "numpy_that_is_not_there"),
 }

@@ -177,11 +177,12 @@ def _fields(name: str, kind: type) -> list[tuple[str, Any, Any]]:
         hint, default = hints[field.name], field.default
         parts = [part for part in typing.get_args(hint) if part is not Ellipsis]
         literal = typing.get_origin(hint) is typing.Literal
-        fits = hint in _KINDS or literal or (typing.get_origin(hint) is tuple and set(parts) <= set(_KINDS))
+        is_list = typing.get_origin(hint) is tuple and len(set(parts)) == 1 and parts[0] in _KINDS
+        fits = hint in _KINDS or literal or is_list
         if default is dataclasses.MISSING or not fits or field.name == "name":
             raise UsageError(
                 f"--task {name}: its field {field.name} must have a default, another name than `name`, and a type of "
-                "int, float, bool, str, a Literal, or a tuple of these"
+                "int, float, bool, str, a Literal, or a tuple of values of the same one of these"
             )
         fields.append((field.name, hint, dataclasses.field(default=default, metadata=field.metadata)))
     return fields
