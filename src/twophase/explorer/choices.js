@@ -46,12 +46,11 @@ const choices = (() => {
   }
 
   function showChoices() {
-    const { recommended, choices } = app.model,
-      best = recommended === choices[0].period ? 0 : choices.length; // that row is "no restart"
+    const { choices } = app.model;
     listed().forEach((choice, i) => {
       const { row, name, button, cells } = rows[i],
         words = choice.label ?? (choice.period === null ? "never" : String(choice.period));
-      row.classList.toggle("chosen", i === best);
+      row.classList.toggle("chosen", i === 0);
       const value = "value" in choice ? ` (${Number.isFinite(choice.value) ? plain(choice.value) : "none"})` : "";
       if (!name.dataset.room) steady(name, `${choice.words} ${"value" in choice ? "(1.234e5)" : ""} ${i ? "" : BEST}`);
       name.classList.toggle("best", i === 0 || i === choices.length);

@@ -28,7 +28,10 @@ const compute = (() => {
 
   const ruleOf = ({ lr, momentum, nesterov, form }) => ({ lr, momentum, nesterov, form });
 
-  /** What each criterion chooses, the recommended one first: {name, words, period or null for never, rate, loss}. */
+  /**
+   * What each criterion chooses, the recommended one first: {name, words, period or null for never, rate, loss}. Where no
+   * mode oscillates no restart gains anything, and all periods may tie: the recommended one is then never.
+   */
   function judged(logs, modes, rounds, scores) {
     const without = -Math.max(...modes.map(kernel.logRadius)) + 0;
     const judge = (name, words, period) => ({
@@ -44,9 +47,11 @@ const compute = (() => {
       rate: "mean rate of a cycle",
       factor: "factor of a cycle (paper)",
     };
-    const found = Object.entries(NAMES).map(([name, words]) => {
+    const canHelp = modes.some((m) => kernel.oscillation(m));
+    const found = Object.entries(NAMES).map(([name, words], i) => {
       const best = kernel.firstBest(scores[name]);
-      return judge(name, words, best >= rounds || !(modes[0].s[0] > 0) ? null : best);
+      const isIdle = best >= rounds || !(modes[0].s[0] > 0) || (i === 0 && !canHelp);
+      return judge(name, words, isIdle ? null : best);
     });
     return { choices: found, without: judge("none", "no restart", null), judge };
   }
@@ -201,12 +206,6 @@ const compute = (() => {
     LONG = "1.234e−5";
   const LONGEST_CONTROLS = [sameStep(LONG), sameGain(LONG), tuned("0.123", LONG)].map((words) => `${LONG} ${words}`);
 
-  /**
-   * The period to choose, or null for never: the exact final loss decides. Where no mode oscillates no restart gains
-   * anything; a period that comes out first there is tied with never (no momentum, or none to speak of).
-   */
-  const recommendedOf = (choices, modes) => (modes.some((m) => kernel.oscillation(m)) ? choices[0].period : null);
-
   /** The same numbers in the other form: another rule. */
   function swapped(model) {
     const rule = { ...model.rule, form: model.rule.form === "ema" ? "sum" : "ema" };
@@ -218,7 +217,7 @@ const compute = (() => {
     return {
       rule,
       modes,
-      recommended: recommendedOf(choices, modes),
+      recommended: choices[0].period,
       ...ends(armsOf(state, rule, model.sigmas, tables), gainsOf(state, rule), rounds),
     };
   }
@@ -261,7 +260,7 @@ const compute = (() => {
       bound: state.noise || state.schedule !== "constant" ? null : turn, // the envelope is that of a rule at rest
       scores,
       choices,
-      recommended: recommendedOf(choices, modes),
+      recommended: choices[0].period,
       without,
       losses,
       guesses: guesses(rule, sigmas, rounds, judge),
