@@ -262,7 +262,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "own name": (built("fancy"), "TWOPHASE_SHELF"),
     "field": (built("adamw:beta3=1"), "did you mean beta2"),
     "field of a rule": (lambda: outer(OuterRule(0.7, 0.9), momentun=0.5), "^outer: 'momentun'.*did you mean momentum"),
-    "field of a value": (lambda: outer(ADAMW.method, lr=1.0, beta3=0.5), "^outer: 'beta3'.*did you mean beta2"),
+    "field of a value": (lambda: outer(parse("method", "adamw"), beta3=0.5), "^outer: .beta3..*did you mean beta2"),
     "field twice": (built("adamw:lr=1:lr=2"), "lr"),
     "no equals": (built("adamw:0.3"), "adamw:lr=FLOAT"),
     "no number": (built("adamw:lr=fast"), "'fast'"),

@@ -247,7 +247,7 @@ def chebyshev_rate(sigma_min: ArrayLike, sigma_max: ArrayLike, rounds: ArrayLike
     where = "chebyshev_rate"
     low, high = check_sigma(where, sigma_min), check_sigma(where, sigma_max)
     times = None if rounds is None else check_counts(where, "rounds", rounds)
-    common_shape(where, sigma_min=low.shape, sigma_max=high.shape, rounds=np.shape(times))
+    common_shape(where, sigma_min=low.shape, sigma_max=high.shape, rounds=() if times is None else times.shape)
     if np.any(low > high) or np.any(high == 0):
         raise ValueError(
             f"{where}: sigma_min {sigma_min}, sigma_max {sigma_max}; sigma_max must be positive and larger"
