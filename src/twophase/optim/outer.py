@@ -233,13 +233,11 @@ class OuterSGD(Optimizer):
         """Return whether a step would be there to make the buffers, and no round: all gradients are 0 and no state is.
 
         To learn what a state holds, `get_optimizer_state_dict` of torch.distributed.checkpoint (at learning rate 0) and
-        hivemind's averager take such a step. Where nothing is to be made, as without momentum, it is a round all the
-        same unless the learning rate is 0.
+        hivemind's averager take such a step. With no buffer to make, as without momentum, it is a round unless lr is 0.
         """
         parts = [] if self.state else self._parts()
-        if not parts or any(part.group["rounds"] for part in parts):
-            return False
-        if not any(map(self._has_buffers, parts)) and any(part.group["lr"] != 0 for part in parts):
+        makes = any(map(self._has_buffers, parts)) or all(part.group["lr"] == 0 for part in parts)
+        if not parts or not makes or any(part.group["rounds"] for part in parts):
             return False
         gradients = [g for part in parts for g in part.gradients]
         return not any(bool(getattr(g, "to_local", lambda g=g: g)().any()) for g in gradients)
