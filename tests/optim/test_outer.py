@@ -424,8 +424,8 @@ def test_a_step_that_makes_the_buffers_is_no_round():
         restarts.append([outer.param_groups[0]["restarts"] for outer in outers])
     assert restarts == [[0, 0], [0, 0], [1, 1], [1, 1], [1, 1], [2, 2], [2, 2]]
     assert same_bits(*params)
-    plain = OuterSGD([x], 0.7, 0.0)  # nothing to make: at lr 0 it may be torch's, else it is a round
+    plain = OuterSGD([params[0]], 0.7, 0.0)  # nothing to make: at lr 0 it may be torch's, else it is a round
     for lr, rounds in ((0.0, 0), (0.7, 1), (0.7, 2)):
-        plain.param_groups[0]["lr"], x.grad = lr, torch.zeros_like(x)
+        plain.param_groups[0]["lr"], params[0].grad = lr, torch.zeros_like(params[0])
         plain.step()
         assert plain.param_groups[0]["rounds"] == rounds

@@ -104,7 +104,7 @@ def test_buffers_of_16_bit_parameters_are_float32(method: str):
 def test_copies_go_on_alike(method: Any, clone: Callable[[Any], Any]):
     """A deep copy or pickle of parameters and optimizer continues with the same bits, and takes new groups."""
     if method is OuterSGD:
-        optimizer: OuterOptimizer = sgd(restart=3)
+        optimizer: OuterSGD = sgd(restart=3)
     else:
         optimizer = optimizer_of(outer(method, filter="clip:norm=2"), restart_of(method))
     run(optimizer, range(4), measure=True)

@@ -230,11 +230,11 @@ def test_differences_are_paired_by_seed() -> None:
     ],
 )
 def test_a_seed_that_diverges_on_one_side_decides_its_difference(
-    mine: tuple[Value, ...], others: tuple[Value, ...], lower: bool | None, words: str
+    mine: tuple[float | str, ...], others: tuple[float | str, ...], lower: bool | None, words: str
 ) -> None:
     """It is in no mean, and yet no setting that diverges is lower than one that does not."""
 
-    def value(cell: Cell) -> Value:
+    def value(cell: Cell) -> float | str:
         return (others if cell.arm == "momentum-free" else mine)[cell.config.seed]
 
     lines = _lm.lines_of(rows(robustness_heatmaps(SEEDS), value), SEEDS)
