@@ -75,7 +75,7 @@ class DiLoCo:
         probe: for restart policies that weigh candidates: `probe(module, replica, round)` is a replica's loss with a
             candidate's parameters, forward only, on a batch that depends on the replica's number here and the round.
         alike: what else all processes must have been started with, by the words that name it (JSON values).
-        buffers: "mean" averages floating-point buffers, as of BatchNorm, over accepted replicas; else "local".
+        buffers: "mean" averages float buffers, as of BatchNorm, once a round over accepted replicas; else "local".
 
     Raises:
         ValueError: no trainable parameters, replicas that differ (in this process or between processes), parameters
@@ -203,7 +203,7 @@ class DiLoCo:
         values = values_for(ending, signals) if ending else {}
         position, delay = self._position, self._schedule.delay
         due = self._due(following := position.inner_step + 1)
-        position.inner_step, position.taken = following * (following < self.inner_steps), position.taken + 1
+        position.inner_step, position.taken = following if following < self.inner_steps else 0, position.taken + 1
         for fragment in self.fragments:
             fragment.steps += 1
         report = None

@@ -208,7 +208,8 @@ class OuterOptimizer(OuterSGD):
             x.sub_(update)
             if restart is not None and not restart.before:
                 self._restart(method, state, g, restart)
-            state |= {} if average is None else {READOUT: average}
+            if average is not None:
+                state[READOUT] = average
         (self._along,) = self.context.total([float(torch.stack(products).double().sum())])
         if restart is not None and not restart.before:
             weights = restarted(method, restart, weights)

@@ -257,9 +257,9 @@ def ratio_above(facts: Mapping[str, Any]) -> bool | None:
 
 def lower(facts: Mapping[str, Any] | None) -> bool | None:
     """Return whether a difference is negative for every seed, None when not known; divergence is worse than all."""
-    if facts is None or "diverged" in facts:
-        return None if facts is None else False
-    return facts["seeds"] == 0 or facts["max"] < 0
+    if facts is None:
+        return None
+    return "diverged" not in facts and (facts["seeds"] == 0 or facts["max"] < 0)
 
 
 def tally(claim: str, holds: Mapping[str, bool | None], detail: Mapping[str, str] | None = None) -> str:

@@ -105,11 +105,12 @@ def find(words: Sequence[str], kind: str = "auto", *, outside: Path | None = Non
     files = [file for word in words for file in _files(word, kind)]
     if outside is not None:
         parents = {file: () if "://" in file.path else Path(file.path).resolve().parents for file in files}
-        inside = [file for file in files if outside.resolve() in parents[file]]
+        place = outside.resolve()
+        inside = [file for file in files if place in parents[file]]
         named = {str(Path(os.path.expanduser(word)).absolute()) for word in words}  # noqa: PTH111 - as in _files
         if inside and (inside == files or any(file.path in named for file in inside)):
             raise UsageError(f"{inside[0].path}: lies in --out {outside}; choose another --out")
-        files = [file for file in files if file not in inside]
+        files = [file for file in files if place not in parents[file]]
     seen: set[str] = set()
     for file in files:
         if file.place in seen:
