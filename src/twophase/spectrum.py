@@ -111,11 +111,16 @@ class Curvature:
 
 
 def setting_of(config: RunConfig) -> Setting:
-    """Return the outer rule, the rounds and the inner learning rates of a run."""
+    """Return the outer rule, the rounds and the inner learning rates of a run.
+
+    The steps that a replica takes while a reduction is under way are given up when the anchor comes back, so a round
+    with a delay keeps S - delay of them. (With mixing it keeps a share of each, which the linear model does not have.)
+    """
     lrs, damping = {}, 1 - config.inner.momentum if config.inner.method == "sgd" else 1
     for number, place in enumerate(PLACES):
         first = (2 * number + 1) * config.rounds // 6 * config.inner_steps
         steps = range(first, min(first + config.inner_steps, config.steps))
+        steps = steps[0 if config.sync.mixing else config.sync.delay :] or steps[-1:]
         lrs[place] = tuple(inner_lr(config, step) / damping for step in steps)
     return Setting(config.outer.rule(), config.rounds, lrs, config.inner.weight_decay)
 

@@ -153,7 +153,7 @@ def test_spectrum_of_a_run(capsys: Capture, tmp_path: Path) -> None:
     assert of_run(from_run).outer.nesterov
 
 
-def test_restarts_of_a_run_that_the_page_cannot_show_are_named(tmp_path: Path) -> None:
+def test_restarts_of_a_run_that_the_page_cannot_show_are_named(capsys: Capture, tmp_path: Path) -> None:
     """More numbers than it reads, a period beyond its limit, a policy for each fragment: said, and never shown."""
     rule = OuterRule(0.5, 0.8)
     many = "at:" + ",".join(map(str, range(1, 67)))
@@ -165,6 +165,16 @@ def test_restarts_of_a_run_that_the_page_cannot_show_are_named(tmp_path: Path) -
         assert shown.restart == "never"
         assert f"own restarts ({words}) are not among those of the page" in shown.spectrum.note
         assert main(["explore", "--run", str(run), "--sigma", "0.5", "--out", str(tmp_path / "page.html")]) == 0
+        assert f"own restarts ({words}) are not" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("path", "value"), [("sync.mixing", 0.5), ("sync.wire", "topk:8:8bit")])
+def test_no_spectrum_of_a_run_outside_the_model(tmp_path: Path, path: str, value: Any) -> None:
+    """Parameters that replicas keep, and what a sparse wire owes, look like progress: the page shows none."""
+    config = with_values(config_of(OuterRule(0.5, 0.8), "9", 60), {path: value})
+    spectrum = read_run(write_run(tmp_path / "run", OuterRule(0.5, 0.8), [0.35], config=config)).spectrum
+    assert spectrum.sigma == ()
+    assert f"--{path}" in spectrum.note
 
 
 def test_a_given_spectrum_takes_the_place_of_the_runs(capsys: Capture, tmp_path: Path) -> None:

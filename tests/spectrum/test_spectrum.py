@@ -283,6 +283,8 @@ def test_the_schedule_is_the_runs_own(text: Path) -> None:
         assert setting.inner_lrs[place] == tuple(inner_lr(config, 3 * middle + step) for step in range(3))
     short = setting_of(replace(config, steps=4))
     assert [len(lrs) for lrs in short.inner_lrs.values()] == [3, 1, 1]
+    delayed = setting_of(replace(config, sync=replace(config.sync, delay=2)))  # the first two steps are given up
+    assert delayed.inner_lrs == {place: lrs[2:] for place, lrs in setting.inner_lrs.items()}
 
 
 # -------------------------------------------------------------------------------------------------------- the theory

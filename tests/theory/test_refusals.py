@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from oracle import HB, NAG, SIX
-from twophase import theory
+from twophase import outer, theory
 from twophase.rule import OuterRule
 
+PHASES = theory.inner_phases([1.0, 0.5], [[0.1, 0.1]] * 3, noise=1.0)
 OF_A_MODE: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("effective_step", "transition", "regime", "asymptotic_rate", "phase", "phase_shift"), ()),
     **dict.fromkeys(("heuristic_period", "restart_can_help"), ()),
@@ -103,6 +104,23 @@ REFUSED: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
     ("chebyshev_rate", (0.1, 0.5, 0), {}, "rounds is 0"),
     ("controls", (HB, SIX, 0, 24), {}, "period is 0; it must be a whole number >= 1"),
     ("controls", (HB, SIX, 3, 2.5), {}, "rounds is 2.5; it must be a whole number >= 1"),
+    *[
+        (name, (rule, SIX, *rest), options, "rule is .*give (one|an) OuterRule")
+        for rule in ([HB, NAG], outer("gpa"))
+        for name, rest, options in (
+            ("advise", (), {}),
+            ("controls", (3,), {}),
+            ("hurt_share", (3,), {}),
+            ("mixed_periods", (), {"max_period": 4}),
+            ("best_schedule", (), {"rounds": 9, "max_period": 5}),
+        )
+    ],
+    *[
+        (name, arguments, {"initial": [1.0, 2.0, 3.0]}, "shapes do not broadcast: .*initial \\(3,\\)")
+        for name, arguments in (("moments", (HB, PHASES)), ("best_rates", (PHASES, [1.0, 0.5])))
+    ],
+    ("single_mode_rates", (PHASES,), {"initial": [1.0, 2.0, 3.0]}, "shapes do not broadcast: .*initial \\(3,\\)"),
+    ("moments", (HB, PHASES), {"spread": [1.0, 2.0, 3.0]}, "shapes do not broadcast: .*spread \\(3,\\)"),
     ("advise", (HB, [0.0, 0.0]), {}, "no mode moves"),
     ("advise", (OuterRule(0.0, 0.9), [0.5]), {}, "no mode moves \\(lr 0, sigma 0.5\\)"),
     ("advise", (HB, [0.5]), {"weights": [1, 2]}, "weights have shape"),

@@ -129,6 +129,7 @@ def test_blocks_are_separate():
         assert by_block.sigma[number] == pytest.approx(alone.sigma, rel=1e-13)
         assert by_block.standard_error[number] == pytest.approx(alone.standard_error, rel=1e-10, nan_ok=True)
     assert np.isnan(by_block.standard_error).tolist() == [False, False, True]  # one coordinate has no spread
+    np.testing.assert_array_equal(by_block.sigma, estimate_progress(x, g, blocks=labels.astype(object)).sigma)
     numbers = np.unique(labels, return_inverse=True)[1]
     np.testing.assert_array_equal(by_block.sigma, estimate_progress(x, g, blocks=5 - 2 * numbers).sigma[::-1])
     whole = estimate_progress(x, g)

@@ -137,6 +137,16 @@ def observed_in(block: Block, rule: OuterRule, lr: Column | None, part: slice = 
     )
 
 
+def outside(record: RunRecord) -> tuple[str, ...]:
+    """Say, in sentences, what of a run's syncs `observe` does not know and takes for progress."""
+    said = []
+    if record.number("sync.mixing") > 0:
+        said.append("Replicas kept a share of their own parameters (--sync.mixing), which the estimate ignores.")
+    if str(record.config.get("sync.wire", "")).startswith("topk"):
+        said.append("A sparse wire (--sync.wire topk) sends late what earlier rounds owe, which looks like progress.")
+    return tuple(said)
+
+
 def _turns(
     cosine: Column, informative: NDArray[np.bool_], restarted: NDArray[np.bool_], swing: float, *, quiet: bool
 ) -> bool | None:

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import numpy as np
 
 from twophase.advice.change import LEAST_ROUNDS, Change, change
-from twophase.advice.evidence import Evidence, Range, stretches, within
+from twophase.advice.evidence import Evidence, Range, outside, stretches, within
 from twophase.rule import OuterRule
 from twophase.runs.log import standard
 from twophase.runs.record import Block, RunRecord
@@ -137,9 +137,7 @@ def _finding(record: RunRecord, block: Block, rule: OuterRule) -> Finding:
     stages = tuple(_stage(rule, part, ended=ended and part is parts[-1]) for part in parts)
     latest = weighed(_stage(rule, evidence, ended=ended), stages)
     policy = record.policy(block.name)
-    reasons = list(latest.reasons)
-    if record.number("sync.mixing") > 0:
-        reasons.append("Replicas kept a share of their own parameters (--sync.mixing), which the estimate ignores.")
+    reasons = [*latest.reasons, *outside(record)]
     if evidence.observed.foreign:
         reasons.append(
             f"In {evidence.observed.foreign} of these rounds the buffer or the step is not the one that the configured "

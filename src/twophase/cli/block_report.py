@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from twophase.advice.evidence import outside
 from twophase.base.config import UsageError
 from twophase.base.files import table_text
 from twophase.base.progress import meter
@@ -182,6 +183,7 @@ def _heading(record: RunRecord, restored: Restored, setting: Setting, data: str)
     return [
         f"run      {record.path}: {record.state}, checkpoint of step {restored.step:,} of {config.steps:,}",
         f"rule     {setting.rule.describe()}, {config.rounds} rounds of {config.inner_steps} inner steps",
+        *(f"sync     {words}" for words in outside(record)),
         *(f"outer    {method}: the linear K and the rounds' sigma below are of that rule alone" for method in outer),
         *(
             f"restart  {policy} takes steps of its own: K and the rounds' sigma below are of the rule without it"

@@ -121,7 +121,10 @@ def main(words: list[str]) -> int:
     run = read_run(options.run) if options.run else None
     question = of_run(run) if run else Question()
     values = values_given(options, question)
-    state = state_of(with_values(question, values), run)
+    question = with_values(question, values)
+    if run and question.eigenvalues and question.inner_steps is None:
+        question = replace(question, inner_steps=run.inner_steps)
+    state = state_of(question, run)
     # A page that was asked for without any value begins with the steps; any value asks for a view of one's own.
     guided = run is None and not values
     page = build(state, run.spectrum if run and state.spectrum == "run" else None, guided=guided)

@@ -100,7 +100,7 @@ class DiLoCo:
         alike: Mapping[str, Any] | None = None,
         buffers: str = "local",
     ) -> None:
-        self._schedule = Schedule(inner_steps, stagger, delay, mixing)
+        self.schedule, self.wire = Schedule(inner_steps, stagger, delay, mixing), wire
         # Process groups are a backend, whose code is loaded by name.
         self.communicator: Communicator = communicator or import_module("twophase.diloco.comm").default_communicator()
         self.replicas: list[nn.Module] = [replicas] if isinstance(replicas, nn.Module) else list(replicas)
@@ -108,7 +108,7 @@ class DiLoCo:
         self._setting = Setting(
             self.replicas,
             self.communicator,
-            self._schedule,
+            self.schedule,
             outer=outer,
             restart=restart,
             fragments=fragments,
@@ -201,7 +201,7 @@ class DiLoCo:
             raise ValueError("DiLoCo: call join() once before the first step(); it waits for the other processes")
         ending = self._ending()
         values = values_for(ending, signals) if ending else {}
-        position, delay = self._position, self._schedule.delay
+        position, delay = self._position, self.schedule.delay
         due = self._due(following := position.inner_step + 1)
         position.inner_step, position.taken = following if following < self.inner_steps else 0, position.taken + 1
         for fragment in self.fragments:
@@ -240,7 +240,7 @@ class DiLoCo:
             reports.append(self._follow(self._launch(rest[:1], at_once=True), values))
         if None in reports:  # a peer's state has taken this replica back into the run
             return None
-        if self._schedule.mixing:
+        if self.schedule.mixing:
             self._setting.restore()
         self._position.inner_step = 0
         if not reports:
@@ -251,7 +251,7 @@ class DiLoCo:
     def _launch(self, fragments: list[Fragment], attempts: int = 1, *, at_once: bool = False) -> Sync:
         """Begin a sync of these fragments; where a peer's state is adopted, of those that it is launching."""
         self._position.launching = [fragment.number for fragment in fragments]
-        self._position.at_once = at_once or self._schedule.delay == 0
+        self._position.at_once = at_once or self.schedule.delay == 0
         return self._reduce(self._membership.attend(self._position, attempts))
 
     def _reduce(self, members: Members) -> Sync:
@@ -285,7 +285,7 @@ class DiLoCo:
             complete = sync.fragments[-1] is self.fragments[-1]
             self._position.round += complete
             self._position.syncs += 1
-            number, full = self.round + (not complete), self._schedule.full()
+            number, full = self.round + (not complete), self.schedule.full()
             return self._watch.end(self, sync.report(number, complete=complete, full=full), sync.accepted)
 
     def check(self, inner: Optimizer | Sequence[Optimizer] = (), *, strict: bool = False) -> tuple[str, ...]:
@@ -302,13 +302,13 @@ class DiLoCo:
     @property
     def inner_steps(self) -> int:
         """Inner steps a round; a sweep sets them anew where runs of different rounds part."""
-        return self._schedule.inner_steps
+        return self.schedule.inner_steps
 
     @inner_steps.setter
     def inner_steps(self, count: int) -> None:
-        self._schedule = replace(self._schedule, inner_steps=count)
+        self.schedule = replace(self.schedule, inner_steps=count)
         for fragment in self.fragments:
-            fragment.offset = self._schedule.offset(fragment.number, len(self.fragments))
+            fragment.offset = self.schedule.offset(fragment.number, len(self.fragments))
 
     def _due(self, inner_step: int) -> list[Fragment]:
         """Return the fragments whose pseudo-gradient is taken after an inner step of a round, from 1."""
@@ -316,7 +316,7 @@ class DiLoCo:
 
     def _ending(self) -> list[Fragment]:
         """Return the fragments that end their round in the next `step()`."""
-        if delay := self._schedule.delay:
+        if delay := self.schedule.delay:
             return [f for sync in self._under_way if sync.age + 1 == delay for f in sync.fragments]
         return self._due(self._position.inner_step + 1)
 
@@ -333,7 +333,7 @@ class DiLoCo:
     @property
     def at_anchor(self) -> bool:
         """Whether the replicas are the anchor: no inner step has been taken since, and nothing is under way."""
-        return not (self._schedule.mixing or self._under_way or any(fragment.steps for fragment in self.fragments))
+        return not (self.schedule.mixing or self._under_way or any(fragment.steps for fragment in self.fragments))
 
     @contextmanager
     def anchored(self, number: int = 0, *, readout: bool = False) -> Iterator[nn.Module]:
@@ -412,7 +412,7 @@ class DiLoCo:
         self._setting.check_whole()
         if self._under_way and self._membership.changes:
             raise ValueError("DiLoCo.state_dict: a reduction is under way; take steps until engine.under_way is False")
-        return states.save(self._setting, self._position, self._under_way, self._schedule)
+        return states.save(self._setting, self._position, self._under_way, self.schedule)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict()`. Construct the engine first, then load it, the models and the inner optimizers.
@@ -424,10 +424,10 @@ class DiLoCo:
             ValueError: no engine's state, the state of another model, a position that this engine's rounds do not
                 have, or a restart policy that needs what this one was not promised; nothing has been changed.
         """
-        states.check(state, self._setting, self._schedule)
+        states.check(state, self._setting, self.schedule)
         for sync in self._under_way:  # it must not end later, in what is loaded meanwhile
             sync.settle()
-        self._under_way = states.load(state, self._setting, self._position, at_once=self._schedule.delay == 0)
+        self._under_way = states.load(state, self._setting, self._position, at_once=self.schedule.delay == 0)
         if self.at_anchor:
             self._setting.restore()
 

@@ -230,5 +230,5 @@ const draw = (() => {
     square: (x, y, r = 3.5) => `M${fix(x - r)},${fix(y - r)}h${2 * r}v${2 * r}h${-2 * r}z`,
   };
 
-  return { THEMES, SIZE, WIDE, el, text, plot, path, fix, shapes };
+  return { THEMES, WIDE, el, text, plot, path, fix, shapes };
 })();

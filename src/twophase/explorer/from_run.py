@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from twophase.advice.evidence import observed_in
+from twophase.advice.evidence import observed_in, outside
 from twophase.base.config import UsageError
 from twophase.explorer.page import LIMITS, RunSpectrum, shows
 from twophase.policies.base import Never
@@ -30,7 +30,7 @@ class FromRun:
         restart: its restart policy in text, `never` where the page does not know it.
         rounds: its length in rounds.
         inner_steps: its inner steps a round.
-        problems: what is missing or wrong in its folder, in sentences; empty where nothing is.
+        problems: what is missing or wrong in its folder, or the page cannot show, in sentences; empty where nothing is.
         spectrum: its estimated effective progress; without values, and a note that says why, where it shows none.
     """
 
@@ -69,9 +69,13 @@ def read_run(path: Path) -> FromRun:
     by_fragment = record.config.get("sync.restart")
     is_period = isinstance(policy, Periodic) and policy.period <= LIMITS["restart"][1]
     is_shown = not by_fragment and (is_period or isinstance(policy, Never) or shows(policy))
+    rounds, said = record.planned_rounds or len(record.rounds["round"]) or 1, list[str]()
     if not is_shown:
-        note += f" The run's own restarts ({record.restart}) are not among those of the page."
-    problems = " ".join(["What is missing or wrong in the folder:", *record.problems]) if record.problems else ""
+        said.append(f"The run's own restarts ({record.restart}) are not among those of the page.")
+    if rounds > LIMITS["rounds"][1]:
+        said.append(f"Of the run's {rounds:,} rounds the page shows the first {LIMITS['rounds'][1]:,.0f}.")
+    if record.problems:
+        said += ["What is missing or wrong in the folder:", *record.problems]
     values = sorted((min(1.0, observed.sigma) for observed in usable.values()), reverse=True)
     most = min(int(LIMITS["count"][1]), len(values))  # as many as the page takes, evenly spread
     places = np.linspace(0, len(values) - 1, most).round().astype(int)
@@ -79,10 +83,10 @@ def read_run(path: Path) -> FromRun:
     return FromRun(
         rule=rule,
         restart=str(policy) if is_shown else "never",
-        rounds=_within("rounds", record.planned_rounds or len(record.rounds["round"]) or 1),
+        rounds=_within("rounds", rounds),
         inner_steps=_within("inner_steps", record.count("inner_steps")),
-        problems=problems,
-        spectrum=RunSpectrum(path.resolve().name, sigma, f"{note} {problems}".strip()),
+        problems=" ".join(said),
+        spectrum=RunSpectrum(path.resolve().name, sigma, " ".join([note, *said])),
     )
 
 
@@ -95,6 +99,8 @@ def _observed(record: RunRecord, block: Block, rule: OuterRule) -> tuple[Observe
     lacking = int(np.sum(~measured & (m != 0)))  # with an empty buffer there is no angle
     if rule.momentum == 0:
         return seen, "without momentum a run does not show it"
+    if beyond := outside(record):
+        return seen, " ".join(beyond).removesuffix(".")
     if lacking and not np.any(measured & (m != 0)):
         return seen, f"no round of {ROUNDS} has the norms of pseudo-gradient and buffer and the cosine between them"
     if rates is None:

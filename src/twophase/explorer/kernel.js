@@ -360,7 +360,6 @@ const kernel = (() => {
     heuristic,
     table,
     logMeanSquare,
-    logResidual,
     logLoss,
     slowestRate,
     scores,

@@ -142,13 +142,14 @@ const compute = (() => {
   });
 
   /** What a reader must be told: modes that diverge, and restarts that cannot help or do harm. */
-  function warnings({ state, rule, modes, logs, rounds, period, recommended, diverges: unstable }) {
+  function warnings({ state, rule, modes, logs, rounds, period, recommended, flat, diverges: unstable }) {
     const said = [],
       limit = kernel.stableStep(rule.momentum, rule.nesterov),
       largest = modes[0],
       count = unstable.filter(Boolean).length;
     if (!(largest.s[0] > 0)) return ["Nothing moves, with or without restarts: every σ is 0."];
     if (!simulation.isPlain(state)) said.push(BESIDE);
+    if (flat) said.push(flatWords(flat));
     if (count) {
       const below = plain((rule.lr * limit) / largest.s[0]);
       said.push(divergeWords(count, modes.length, below, rule.form === "ema" ? "EMA" : "sum"));
@@ -170,12 +171,17 @@ const compute = (() => {
   const divergeWords = (count, all, below, form) =>
       `${count} of ${all} modes ${count === 1 ? "diverges" : "diverge"}, and a restart cannot make ` +
       `${count === 1 ? "it" : "them"} stable: lower lr below ${below} (${form} form).`,
+    flatWords = (count) =>
+      count === 1
+        ? "1 mode has σ 0 and is left out: nothing moves it."
+        : `${count} modes have σ 0 and are left out: nothing moves them.`,
     growWords = (period) => `A restart ${periodWords(period)} makes a stable mode grow: avoid this period.`,
     BESIDE =
       "Schedule, noise and policies other than a period act in a, b, e and f; c, d and the recommended K are without them.",
     bareWords = (lr) =>
       `The recommended period 1 is no momentum at all: the same as momentum 0 with lr ${lr} (sum form).`;
-  const longestWarning = () => [BESIDE, divergeWords(64, 64, LONG, "EMA"), growWords(100), bareWords(LONG)].join(" ");
+  const longestWarning = () =>
+    [BESIDE, flatWords(63), divergeWords(64, 64, LONG, "EMA"), growWords(100), bareWords(LONG)].join(" ");
 
   /**
    * Rates of the slowest mode without restarts that a gain by restarts must be held against, [words, rate]: no momentum
@@ -223,8 +229,9 @@ const compute = (() => {
   }
 
   function compute(state, given) {
-    const found = store.spectrum(state, given),
-      sigmas = found.length ? found : [0];
+    const all = store.spectrum(state, given),
+      moving = all.filter((sigma) => sigma > 0),
+      sigmas = moving.length ? moving : [0];
     const rule = ruleOf(state),
       { rounds } = state,
       period = state.policy ? 0 : state.restart;
@@ -278,6 +285,7 @@ const compute = (() => {
       Object.assign(model.current, { loss: model.final.restart, rate: NaN });
       if (state.policy) model.current.label = state.policy.split(":")[0];
     }
+    model.flat = all.length - moving.length;
     model.diverges = modes.map((m) => m.s[0] >= kernel.stableStep(m.b, m.nesterov));
     model.warnings = warnings(model);
     model.words = inWords(model);

@@ -115,7 +115,7 @@ const store = (() => {
     return wrong ? { error: `The link is damaged. ${wrong}` } : { state };
   }
 
-  /** Effective progress of all modes of the chosen spectrum, largest first, without those that nothing moves. */
+  /** Effective progress of all modes of the chosen spectrum, largest first. */
   function spectrum(state, given) {
     const { low, high, count } = state;
     const values = {
@@ -127,7 +127,7 @@ const store = (() => {
         state.curvatures.map((value) => kernel.effectiveProgress(value, state.inner_lr, state.inner_steps)),
       run: () => given.run.sigma,
     }[state.spectrum]();
-    return values.filter((value) => value > 0).sort((a, b) => b - a);
+    return [...values].sort((a, b) => b - a);
   }
 
   /** A number for people: at most `digits` figures, without trailing zeros. */

@@ -25,10 +25,7 @@ from twophase.policies.base import MEASURED, Decision, Restart, RestartPolicy, R
 from twophase.policies.checks import check_count, check_number
 from twophase.policies.text import POLICIES_VARIABLE, register
 from twophase.rule import OuterRule
-from twophase.studies import _extrapolation as parts
-
-AUTO_PARTS = (parts.Along, parts.Ramp, parts.Gain, parts.Observe)
-"""Policies that the import registers."""
+from twophase.studies import _extrapolation  # noqa: F401 - the import registers its policies
 
 
 def share_with_workers() -> None:

@@ -14,7 +14,7 @@ from twophase.policies.base import Never, RestartPolicy
 from twophase.policies.scheduled import Periodic
 from twophase.rule import OuterRule
 from twophase.theory.contraction import hurt_share, log_restart_factor, restart_can_help, restart_rate, restart_table
-from twophase.theory.inputs import Floats, check_count, check_modes, check_weights, rule_grid
+from twophase.theory.inputs import Floats, check_count, check_modes, check_rule, check_weights, rule_grid
 from twophase.theory.modes import REGIMES, asymptotic_rate, effective_step, regime, stable_limit
 from twophase.theory.periods import (
     OBJECTIVES,
@@ -121,6 +121,7 @@ def advise(
     ('7', 0.0, ())
     """
     where = "advise"
+    check_rule(where, rule)
     values = check_modes(where, sigma).reshape(-1)
     shares = check_weights(where, weights, values.size)
     total = None if rounds is None else check_count(where, "rounds", rounds)
@@ -178,7 +179,8 @@ def controls(rule: OuterRule, sigma: ArrayLike, period: int | None, rounds: int 
     >>> [round(rate, 3) for rate in controls(OuterRule(1.0, 0.9, form="ema"), [0.95, 0.3], 3).values()]
     [0.03, 0.058, 0.619]
     """
-    values = check_modes("controls", sigma)
+    check_rule("controls", rule)
+    values = check_modes("controls", sigma).reshape(-1)
     period = None if period is None else check_count("controls", "period", period)
     rounds = None if rounds is None else check_count("controls", "rounds", rounds)
     same = rule.to("sum").lr

@@ -12,7 +12,16 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from twophase.rule import OuterRule
-from twophase.theory.inputs import Floats, Rules, check_count, check_counts, check_modes, check_weights, common_shape
+from twophase.theory.inputs import (
+    Floats,
+    Rules,
+    check_count,
+    check_counts,
+    check_modes,
+    check_rule,
+    check_weights,
+    common_shape,
+)
 from twophase.theory.kernel import Mode
 from twophase.theory.modes import asymptotic_rate
 from twophase.theory.powers import Signs, log_factors, table
@@ -107,7 +116,8 @@ def hurt_share(rule: OuterRule, sigma: ArrayLike, period: int, weights: ArrayLik
     >>> round(hurt_share(OuterRule(1.0, 0.9, form="ema"), [0.01, 0.2, 0.5, 0.9], 5), 2)
     0.25
     """
-    values = check_modes("hurt_share", sigma)
+    check_rule("hurt_share", rule)
+    values = check_modes("hurt_share", sigma).reshape(-1)
     shares = check_weights("hurt_share", weights, values.shape[-1])
     rounds = check_count("hurt_share", "period", period)
     with_restart, without = -log_restart_factor(rule, values, rounds)[1] / rounds, asymptotic_rate(rule, values)

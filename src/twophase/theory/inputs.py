@@ -76,6 +76,12 @@ def rule_arrays(where: str, rule: Rules) -> RuleArrays:
     return RuleArrays(lr, momentum, injection, nesterov.astype(bool), ema.astype(bool))
 
 
+def check_rule(where: str, rule: OuterRule) -> None:
+    """Refuse all but a single rule, for functions of one."""
+    if shape := rule_arrays(where, rule).shape:
+        raise ValueError(f"{where}: rule is an array of shape {shape}; give one OuterRule, and call {where} for each")
+
+
 def check_sigma(where: str, sigma: ArrayLike) -> Floats:
     """Return effective progress, every entry in [0, 1]."""
     values = check_numbers(where, "sigma", sigma)

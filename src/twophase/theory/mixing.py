@@ -18,6 +18,7 @@ from twophase.theory.inputs import (
     check_count,
     check_counts,
     check_modes,
+    check_rule,
     check_sigma,
     check_weights,
     common_shape,
@@ -68,6 +69,7 @@ def mixed_periods(rule: OuterRule, sigma: ArrayLike, *, max_period: int) -> Mixt
     """
     from scipy.optimize import linprog  # noqa: PLC0415 - a third of a second that few callers need
 
+    check_rule("mixed_periods", rule)
     values = check_modes("mixed_periods", sigma).reshape(-1)
     longest = check_count("mixed_periods", "max_period", max_period)
     logs = restart_table(rule, values, longest)[1] / np.arange(1, longest + 1)[:, None] + 0.0  # a round, (K, M)
@@ -144,6 +146,7 @@ def best_schedule(
     from scipy.special import logsumexp  # noqa: PLC0415 - a third of a second, for which --help must not wait
 
     where = "best_schedule"
+    check_rule(where, rule)
     values = check_modes(where, sigma).reshape(-1)
     total = check_count(where, "rounds", rounds)
     longest = min(check_count(where, "max_period", max_period), total)

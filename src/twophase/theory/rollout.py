@@ -154,8 +154,8 @@ class Block:
         sigma: effective progress of the modes, in [0, 1], modes on the last axis.
         rule: an outer rule, an array of rules, or a value of `twophase.outer`, as of `rollout`.
         restart: a policy, its text form, or a period. It sees the norms of this block only.
-        weights: weights >= 0 of the modes in the loss, not normalised: `rollout_blocks` normalises over all blocks.
-            None means 1 each.
+        weights: weights >= 0 of the modes in the loss, one of them > 0, not normalised: `rollout_blocks` normalises
+            over all blocks. None means 1 each.
     """
 
     sigma: ArrayLike

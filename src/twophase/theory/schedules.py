@@ -133,8 +133,14 @@ def moments(
     over = parse_shelf("schedule", schedule).over(len(phases.progress))
     numbers, rules = rule_arrays(where, rule), np.asarray(rule, dtype=object)
     distinct = tuple(dict.fromkeys(rules.flat))
-    axes = common_shape(where, rule=(*numbers.shape, 1), phases=phases.progress.shape[1:])
     start, deviation = check_finite(where, "initial", initial), check_finite(where, "spread", spread, 0)
+    axes = common_shape(
+        where,
+        rule=(*numbers.shape, 1),
+        phases=phases.progress.shape[1:],
+        initial=start.shape,
+        spread=deviation.shape,
+    )
     nesterov, state, age = numbers.nesterov[..., None], policy.initial_state(), 0
     x, m, n = np.eye(3).reshape(3, 3, *(1 for _ in axes))
     now = [np.broadcast_to(value, axes) for value in (start, 0.0, start**2 + deviation**2, 0.0, 0.0)]
@@ -214,6 +220,8 @@ def best_rates(phases: InnerPhases, eigenvalue: ArrayLike, *, initial: ArrayLike
     sigma = phases.progress
     if sigma.ndim != 2 or values.shape != sigma.shape[1:]:
         raise ValueError(f"{where}: phases have shape {sigma.shape} and eigenvalue {values.shape}; give one run's")
+    if common_shape(where, eigenvalue=values.shape, initial=first.shape) != values.shape:
+        raise ValueError(f"{where}: initial has shape {first.shape}; give one number, or one a mode")
     rates, slopes, losses = np.ones(len(sigma)), np.zeros(len(sigma)), [np.inf]
     for _ in range(20_000):  # dozens are usual
         later = np.cumprod((1 - rates[:, None] * sigma)[:0:-1] ** 2, axis=0)[::-1]
@@ -251,5 +259,6 @@ def single_mode_rates(phases: InnerPhases, *, initial: ArrayLike = 1.0) -> Float
     refuse(where, "variance", phases.variance, ~(phases.variance > 0), "give noise > 0, and no round of rate 0")
     first = check_finite(where, "initial", initial, 0)
     refuse(where, "initial", first, ~(first > 0), "it must be positive")
+    common_shape(where, phases=phases.progress.shape[1:], initial=first.shape)
     precision = 1 / first + np.cumsum(phases.progress**2 / phases.variance, axis=0)
     return phases.progress / phases.variance / precision

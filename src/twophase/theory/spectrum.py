@@ -74,6 +74,8 @@ def estimate_progress(
             "coordinates), with at least 3 rounds"
         )
     labels = np.zeros(x.shape[1], int) if blocks is None else np.asarray(blocks)
+    if labels.dtype == object and all(isinstance(label, str) for label in labels.flat):  # a column of pandas
+        labels = labels.astype(str)
     if labels.shape != x.shape[1:] or labels.dtype.kind not in "iuUb":
         raise ValueError(
             f"{where}: blocks have shape {labels.shape} and type {labels.dtype}; give a whole number or a text for "

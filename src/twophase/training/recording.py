@@ -195,10 +195,15 @@ def setting(engine: DiLoCo | OuterSGD, config: Any = None) -> Tree:
             rule = value.rule()
             tree["outer"] |= {"lr": rule.lr, "momentum": rule.momentum}
         tree["outer"] |= value.unusual()
-    if isinstance(engine, DiLoCo) and len(outers) > 1:
-        names = [fragment.name for fragment in engine.fragments]
-        restarts = [str(outer.param_groups[0].get("restart", "never")) for outer in outers]
-        tree["sync"] = {"fragments": names, "restart": [f"{n}={r}" for n, r in zip(names, restarts, strict=True)]}
+    if isinstance(engine, DiLoCo):
+        syncs = {"delay": engine.schedule.delay, "mixing": float(engine.schedule.mixing), "wire": engine.wire}
+        sync: Tree = {name: value for name, value in syncs.items() if value not in (0, "float32")}
+        if len(outers) > 1:
+            names = [fragment.name for fragment in engine.fragments]
+            restarts = [str(outer.param_groups[0].get("restart", "never")) for outer in outers]
+            sync |= {"fragments": names, "restart": [f"{n}={r}" for n, r in zip(names, restarts, strict=True)]}
+        if sync:
+            tree["sync"] = sync
     values = _plain(config)
     for name in _PLAN:
         if name in values:
