@@ -151,6 +151,7 @@ class DualAveraging(torch.optim.Optimizer):
             for p in group["params"]:
                 memory = self.state[p]
                 memory.setdefault("first", p.clone())
+                self.state["calls"] = torch.tensor([group["count"]])  # type: ignore[index] # as MADGRAD's "k"
                 memory.setdefault("sum", torch.zeros_like(p)).add_(p.grad)
                 p.lerp_(memory["first"] - group["lr"] * memory["sum"], 1 - group["momentum"])
 
