@@ -108,6 +108,15 @@ def test_fragments_are_no_further_rounds(tmp_path: Path) -> None:
     assert not any("missing" in problem or "increase" in problem for problem in record.problems)
 
 
+def test_a_fragment_without_an_outer_step_makes_no_block(tmp_path: Path) -> None:
+    """Where a filter has left out all of a fragment's replicas in a common sync, no group is taken for another's."""
+    write_run(tmp_path, EMA, [], 20, blocks={"a": [0.3], "b": [0.5]})
+    lines = [json.loads(line) for line in (tmp_path / "rounds.jsonl").read_text().splitlines()]
+    del lines[5]["groups"][0]
+    write_lines(tmp_path / "rounds.jsonl", lines)
+    assert [(block.name, len(block.number)) for block in read_record(tmp_path).blocks] == [("a", 19), ("b", 19)]
+
+
 @pytest.mark.parametrize("name", ["pseudo_gradient_norm", "buffer_norm", "gain"])
 def test_the_largest_numbers_warn_of_nothing(tmp_path: Path, name: str) -> None:
     """Numbers whose square, or sum, is no float any more give words and no warning."""

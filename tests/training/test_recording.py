@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import math
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from torch import nn
 
 import twophase
 from forked import in_processes
+from meeting import Meeting
 from twophase import DiLoCo, OuterRule, OuterSGD, record
 from twophase.base.config import UsageError, load_yaml
 from twophase.cli.main import main
@@ -207,6 +209,45 @@ def test_a_state_that_is_loaded_inside_of_the_block(tmp_path: Path) -> None:
     assert [line["step"] for line in read_lines(tmp_path / "parts" / "metrics.jsonl")] == [r["step"] for r in rounds]
     assert read_record(tmp_path / "parts").problems == []
     assert (read_summary(tmp_path / "parts") or {})["exit_reason"] == "recorded"
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_a_last_round_that_is_taken_again(tmp_path: Path, fragments: int) -> None:
+    """`finish()` ends a shorter round without an inner step: a loop that goes back to before it writes it once."""
+    loop, loss, state = Loop(fragments=fragments, stagger=False), 1.0, list[Any]()
+    with suppress(ZeroDivisionError), record(loop.engine, tmp_path / "run") as run:
+        for loss in loop.train(range(STEPS)):
+            loop.engine.step({"loss": loss, "step": 3.0, "round": 7.0})  # names of a line's own, which stay its own
+        state = copy.deepcopy(loop.state())
+        for _ in range(2):
+            loop.engine.finish({"loss": loss})
+            loop.load(state)
+        loop.engine.finish({"loss": loss})
+        raise ZeroDivisionError
+    loop = Loop(fragments=fragments, stagger=False)
+    loop.load(state)
+    with record(loop.engine, tmp_path / "run") as run:
+        loop.engine.finish({"loss": loss})
+        run.log(validation_loss=loss)
+    lines = read_lines(tmp_path / "run" / "rounds.jsonl")
+    numbers = [(part["name"], part["round"]) for line in lines for part in line["fragments"]]
+    assert len(set(numbers)) == len(numbers) == fragments * math.ceil(STEPS / INNER_STEPS)
+    assert all(line["step"] > 3 for line in read_lines(tmp_path / "run" / "metrics.jsonl"))
+    assert read_record(tmp_path / "run").problems == []
+
+
+def test_the_replicas_of_a_loop_whose_processes_come_and_go() -> None:
+    """The engine knows its own alone, so the number is the caller's to say."""
+    engine = Loop(Meeting(), replicas=1).engine
+    assert "replicas" not in setting(engine)
+    assert setting(engine, {"replicas": 2})["replicas"] == 2
+
+
+def test_the_syncs_of_a_recorded_loop() -> None:
+    """What the estimate of progress must know is there where it is unusual."""
+    assert "sync" not in setting(Loop().engine)
+    engine = Loop(delay=1, mixing=0.5, wire="bfloat16").engine
+    assert setting(engine)["sync"] == {"delay": 1, "mixing": 0.5, "wire": "bfloat16"}
 
 
 @pytest.mark.parametrize("saved_at", [5, 6, 7, 8, 9])

@@ -202,10 +202,13 @@ class RunFolder:
         for name, log in self._logs.items():
             log.rewind((position or {}).get(name), step)
 
-    def cut(self, step: int) -> None:
-        """Cut from each log the lines after an inner step: a loop that went back to it writes them again."""
+    def cut(self, step: int, rounds: Mapping[str, int]) -> None:
+        """Cut from each log the lines after an inner step, and after the rounds that fragments have ended by then.
+
+        A loop that went back to it writes them again.
+        """
         for log in self._logs.values():
-            log.cut(step)
+            log.cut(step, rounds)
 
     def check_logs(self, position: Mapping[str, Mark | int], step: int) -> None:
         """Compare the logs with what a checkpoint counts; lines after that do not matter.

@@ -76,13 +76,15 @@ class Log:
             os.truncate(self.path, end_of_lines(data[:end]))
         self._digest = None
 
-    def cut(self, step: int) -> None:
-        """Keep the lines before the first one after an inner step."""
+    def cut(self, step: int, rounds: Mapping[str, int]) -> None:
+        """Keep the lines before the first one after an inner step, or after that many rounds of a fragment."""
         end = 0
         for line in self._read().splitlines(keepends=True):
             record = _record(line)
             if record is None or not record.get("step", 0) <= step:
                 break
+            if any(part["round"] > rounds.get(part["name"], math.inf) for part in record.get("fragments") or ()):
+                break  # the last, shorter round, which ends without an inner step
             end += len(line)
         self.rewind(end)
 

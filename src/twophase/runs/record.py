@@ -331,6 +331,8 @@ def _read_rounds(record: RunRecord) -> None:
 def _block_rows(line: Line) -> Iterator[tuple[str, Line]]:
     """Yield name and numbers of each block of a line: a fragment, or a param group where there are several."""
     groups, parts = line.get("groups") or [], line.get("fragments") or []
+    if len(groups) < len(parts):  # a filter left all of a fragment's replicas out, and which group is whose is unknown
+        return
     for place, group in enumerate(groups):
         part = parts[place] if len(parts) == len(groups) else {}
         name = f"fragment {part['name']}" if part else f"param group {place}"

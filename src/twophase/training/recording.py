@@ -85,7 +85,7 @@ class Recorder:
         if not self._lead:
             return
         self._folder.log_round({"step": self.step, **report})
-        values = dict(signals)
+        values = {name: value for name, value in signals.items() if name not in ("step", "round")}  # the line's own
         if self._inner is not None:
             values["inner_lr"] = max(float(group["lr"]) for group in self._inner.param_groups)
         self.log(None, **values)
@@ -93,10 +93,11 @@ class Recorder:
 
     def rewind(self, step: int) -> None:
         """Go on from a state after `step` inner steps that was loaded: cut the lines after it off the logs."""
-        is_back, self.step, self.round = step < self.step, step, _rounds(self._engine)
+        rounds = _rounds(self._engine)
+        is_back, self.step, self.round = (step, rounds) < (self.step, self.round), step, rounds
         if is_back and self._lead:  # a later state, as a late replica is given, takes nothing away
             self._newest, self._is_finite, self._round_is_finite = {}, True, True
-            self._folder.cut(step)
+            self._folder.cut(step, _fragment_rounds(self._engine))
 
     def summary(self, seconds: float) -> dict[str, Any]:
         """Return the run in numbers, as `summary.json` holds them; `seconds` are those of its last part."""
@@ -184,7 +185,9 @@ def setting(engine: DiLoCo | OuterSGD, config: Any = None) -> Tree:
     tree: Tree = {RECORDED: True}
     outers = _outers(engine)
     if isinstance(engine, DiLoCo):
-        tree |= {"inner_steps": engine.inner_steps, "replicas": engine.replica_count}
+        tree["inner_steps"] = engine.inner_steps
+        if not engine.communicator.elastic:  # else it sees its own replicas alone
+            tree["replicas"] = engine.replica_count
     if isinstance(outers[0], OuterSGD):
         group = outers[0].param_groups[0]
         tree["outer"] = {name: group[name] for name in ("lr", "momentum", "nesterov", "form")}
@@ -254,6 +257,11 @@ def _rounds(engine: DiLoCo | OuterSGD) -> int:
     return engine.round if isinstance(engine, DiLoCo) else max(group["rounds"] for group in engine.param_groups)
 
 
+def _fragment_rounds(engine: DiLoCo | OuterSGD) -> dict[str, int]:
+    """Return the rounds that each fragment has ended, where there are fragments."""
+    return {fragment.name: fragment.round for fragment in engine.fragments} if isinstance(engine, DiLoCo) else {}
+
+
 def _begin(folder: RunFolder, engine: DiLoCo | OuterSGD, files: Communicator) -> int:
     """Cut the logs back to the engine's position; return the inner steps up to there.
 
@@ -275,7 +283,7 @@ def _begin(folder: RunFolder, engine: DiLoCo | OuterSGD, files: Communicator) ->
                 logged = []
             step = max((line["step"] for line in logged if line["round"] <= rounds), default=0)
             step = step if taken is None else taken
-            folder.cut(step)
+            folder.cut(step, _fragment_rounds(engine))
             folder.write_env(environment(device))
     return files.gather(step, int)[0]
 
