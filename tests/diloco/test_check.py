@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from forked import in_processes
+from meeting import Meeting
 from twophase.diloco.check import ALIKE, STILL
 from twophase.diloco.communicator import SingleProcess
 from twophase.diloco.engine import DiLoCo
@@ -139,6 +140,37 @@ def test_mid_round_and_counts_are_told() -> None:
     assert "2 replicas" in count
 
 
+def test_replicas_at_the_anchor_with_mixing() -> None:
+    """Before the first round and after the end they are the anchor; in between the modules hold their own weights."""
+    engine = DiLoCo([model(), model()], RULE, inner_steps=4, mixing=0.5)
+    assert engine.check(strict=True) == ()
+    rounds(engine, [torch.optim.SGD(m.parameters(), lr=0.1) for m in engine.replicas], [batches(0), batches(1)], 4)
+    assert "0 of 4 inner steps" in engine.check()[0]
+    engine.finish()
+    assert engine.check(strict=True) == ()
+
+
+def test_parameters_that_are_unfrozen_later_are_told() -> None:
+    """The engine synchronizes what was trained when it was built."""
+    module = model()
+    module[0].requires_grad_(requires_grad=False)  # type: ignore[index]
+    engine = DiLoCo(module, RULE, inner_steps=4)
+    assert engine.check() == ()
+    module.requires_grad_(requires_grad=True)
+    (finding,) = engine.check()
+    assert finding.startswith("0.weight, 0.bias are trained since the engine was built")
+
+
+def test_buffers_where_processes_come_and_go() -> None:
+    """The engine cannot average them there, and says what helps in its place."""
+    engine = DiLoCo(model(norm=True), RULE, inner_steps=1, communicator=Meeting())
+    engine.join()
+    rounds(engine, [torch.optim.SGD(engine.replicas[0].parameters(), lr=0.1)], [batches(0)], 1)
+    (finding,) = engine.check()
+    assert "1.running_mean" in finding
+    assert "LayerNorm" in finding
+
+
 def test_a_parameter_with_two_places_is_told() -> None:
     """A parameter in two inner optimizers, or in two groups of one, takes two steps in one."""
     module = model()
@@ -200,14 +232,16 @@ def test_average_of_buffers_is_exact() -> None:
 def test_two_processes(tmp_path: Path) -> None:
     """Over gloo the same batches are noticed in both processes, and others not; buffers become the same bits.
 
-    Processes that were given other words for buffers are refused, rather than wait for each other.
+    Processes that were given other words for buffers, or other numbers of replicas, are refused, rather than wait for
+    each other or take another mean.
     """
     first, second = in_processes(__file__, tmp_path, 2)
     assert first["findings"] == second["findings"] == [[ALIKE], []]
     assert torch.equal(first["mean"], second["mean"])
     assert not torch.equal(first["own"], second["own"])
-    assert first["refused"]
-    assert second["refused"]
+    assert first["refused"] == second["refused"]
+    assert len(first["refused"]) == 2
+    assert first["refused"][1] == "numbers of replicas"
 
 
 def _in_a_process(rank: int, folder: Path) -> None:
@@ -227,10 +261,12 @@ def _in_a_process(rank: int, folder: Path) -> None:
     results["own"] = module.get_buffer("1.running_var").clone()
     rounds(engine, inner, data, 1)
     results["mean"] = module.get_buffer("1.running_var").clone()
-    try:
-        DiLoCo(model(norm=True), RULE, inner_steps=4, buffers=("mean", "local")[rank])
-    except ValueError as error:
-        results["refused"] = "buffers" in str(error)
+    results["refused"] = []
+    for replicas, buffers in ((1, ("mean", "local")[rank]), (1 + rank, "mean")):
+        try:
+            DiLoCo([model(norm=True) for _ in range(replicas)], RULE, inner_steps=4, buffers=buffers)
+        except ValueError as error:
+            results["refused"].append(str(error).split(":")[1].split(" differ")[0].strip())
     torch.save(results, folder / f"{rank}.pt")
     dist.destroy_process_group()
 

@@ -77,12 +77,12 @@ class Watch:
                 'DiLoCo: buffers is "mean"; with replicas that come and go, or are sharded, it must be "local"'
             )
         self.buffers = buffers
-        self.alike: dict[str, list[list[str]]] = {}
+        self.alike: dict[str, object] = {}
         if buffers == "mean":  # a process that averages others, or none, would wait in the all-reduce for ever
             shapes = [[[name, str(list(b.shape))] for name, b in float_buffers(module)] for module in replicas]
             if any(of_one != shapes[0] for of_one in shapes):
                 raise ValueError('DiLoCo: buffers is "mean", and the replicas have other buffers; build them alike')
-            self.alike = {"averaged buffers": shapes[0] if shapes else []}
+            self.alike = {"averaged buffers": shapes[0] if shapes else [], "numbers of replicas": len(replicas)}
         self.findings: list[str] = []
         self._first_buffers = {} if buffers == "mean" or not replicas else _on_cpu(replicas[0])
         """Those that training does not change, as of a rotary embedding, are alike in all replicas."""
@@ -135,7 +135,13 @@ class Watch:
 
     def _look(self, engine: Engine, inner: Sequence[Optimizer]) -> Iterator[str]:
         """Yield what is wrong now."""
-        if not engine.at_anchor:
+        late = [name for name, p in engine.replicas[0].named_parameters() if p.requires_grad]
+        if late := [name for name in late if name not in engine.anchor]:
+            yield (
+                f"{_some(late)} are trained since the engine was built, which does not synchronize them; build the "
+                "engine again when parameters are unfrozen"
+            )
+        if not (engine.at_anchor or (engine.inner_step == 0 and _is_anchor(engine))):
             yield (
                 f"the modules hold the replicas' own weights, {engine.inner_step} of {engine.inner_steps} inner steps "
                 "into a round; to save or evaluate the shared ones, use `with engine.anchored() as module:`"
@@ -156,21 +162,31 @@ class Watch:
 
     def _of_buffers(self, engine: Engine) -> str:
         """Return what is wrong with the buffers, if the loop has changed some and the engine leaves them alone."""
-        if self.buffers == "mean" or engine.replica_count == 1:
+        communicator = engine.communicator
+        if self.buffers == "mean" or (engine.replica_count == 1 and not communicator.elastic):
             return ""
         now = _on_cpu(engine.replicas[0])
         names = [name for name, b in self._first_buffers.items() if name in now and not torch.equal(b, now[name])]
         if not names:
             return ""
-        return (
-            f"the buffers {_some(names)} differ between replicas and are not synchronized; DiLoCo(…, "
-            'buffers="mean") averages them once a round'
-        )
+        remedy = 'DiLoCo(…, buffers="mean") averages them once a round'
+        if communicator.elastic or communicator.sharded:  # where the engine cannot
+            remedy = "take a norm without running statistics (LayerNorm, GroupNorm), or average them in your loop"
+        return f"the buffers {_some(names)} differ between replicas and are not synchronized; {remedy}"
 
     def _warn(self, finding: str) -> None:
         if finding not in self.findings:
             self.findings.append(finding)
             _log.warning("DiLoCo: %s", finding)
+
+
+def _is_anchor(engine: Engine) -> bool:
+    """Tell by their values whether the replicas are the anchor, as with mixing at the beginning and at the end."""
+    return not engine.communicator.sharded and all(
+        torch.equal(view, parameters[name].detach().to(view.device))
+        for parameters in (dict(module.named_parameters()) for module in engine.replicas)
+        for name, view in engine.anchor.items()
+    )
 
 
 def _is_comparable(engine: Engine) -> bool:

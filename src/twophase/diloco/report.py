@@ -15,7 +15,8 @@ class FragmentRound:
 
     Args:
         name: of the fragment.
-        round: number of this fragment's round, from 1; its restart policy counts by it.
+        round: number of this fragment's round, from 1; its restart policy counts those in which an outer
+            step was taken.
         inner_steps: inner steps of each replica that it is made of.
         restarted: whether the momentum of any of its param groups restarted.
         checksum: digits that depend on every bit of its new anchor.
