@@ -179,6 +179,39 @@ def test_an_inner_optimizer_of_another_kind_is_resumed(
     assert run(config, tmp_path / "parts")["checksum"] == whole["checksum"]
 
 
+@dataclass(frozen=True)
+class Broken(Regression):
+    """A bad batch for one replica, and none after the last step."""
+
+    bad: tuple[int, int] = (5, 1)
+    steps: int = 12
+
+    def batch(self, seed: int, step: int, replica: int) -> Any:
+        """Return a batch, of the bad one without a number."""
+        assert step < self.steps
+        batch = super().batch(seed, step, replica)
+        return batch | {"targets": batch["targets"] * float("nan")} if (step, replica) == self.bad else batch
+
+
+def test_a_replica_that_a_filter_leaves_out_ends_no_run(config: TrainConfig, tmp_path: Path) -> None:
+    """Its loss is no number, and the anchor is that of the others; without the filter the run has diverged."""
+    base = with_values(config, {"steps": 12, "inner_steps": 4, "outer.restart": "never", "replicas": 3})
+    ends = {}
+    for name in ("none", "edit"):
+        case = with_values(base, {"outer.filter": name})
+        with RunFolder.claim(tmp_path / name, case) as folder:
+            ends[name] = train(Broken(), case, folder)
+    assert [end["exit_reason"] for end in ends.values()] == ["diverged", "finished"]
+    assert ends["edit"]["validation_loss"] < float("inf")
+
+
+def test_no_batch_is_asked_for_after_the_last(config: TrainConfig, tmp_path: Path) -> None:
+    """A policy that probes weighs the last round's candidates on a batch that the run has, unless the task repeats."""
+    case = with_values(config, {"steps": 12})
+    with RunFolder.claim(tmp_path, case) as folder:
+        assert train(Broken(bad=(-1, 0)), case, folder)["exit_reason"] == "finished"
+
+
 class Frozen(Regression):
     """A large part that does not learn, and a small one that does."""
 

@@ -30,7 +30,9 @@ def probe_candidates(setting: Setting, fragments: Sequence[Fragment], weight: in
         raise ValueError("DiLoCo: a restart policy needs probes; give the engine a function, DiLoCo(..., probe=...)")
     losses: list[list[float]] = []
     with setting.lend(0) as model:
-        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]  # batch norm's change in a forward pass
+        # Batch norm's change in a forward pass; other modules put a new tensor in a buffer's place.
+        places = [(m, name, b) for m in model.modules() for name, b in m.named_buffers(recurse=False)]
+        buffers = [(module, name, buffer, buffer.clone()) for module, name, buffer in places]
         try:
             for fragment in fragments:
                 means = []
@@ -45,7 +47,8 @@ def probe_candidates(setting: Setting, fragments: Sequence[Fragment], weight: in
                     means.append(sum(numbers) / len(numbers))
                 losses.append(means)
         finally:
-            for buffer, before in buffers:
+            for module, name, buffer, before in buffers:
+                setattr(module, name, buffer)
                 buffer.copy_(before)
     return averaged(setting.communicator, weight, losses)
 

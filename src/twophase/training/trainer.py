@@ -118,7 +118,9 @@ class Trainer:
     def _probe(self, model: nn.Module, number: int, _round: int) -> float:
         """Compute the loss of a candidate on the first examples of a replica's next batch."""
         # By this configuration and not the replica's, which in a forest is that of the first run.
-        return self.replicas[number].probe(model, self.done.step, self.config.outer.probe_sequences)
+        # And without repetition the run's last batch may be the last that there is.
+        step = min(self.done.step, self.config.steps - (not self.config.repeat))
+        return self.replicas[number].probe(model, step, self.config.outer.probe_sequences)
 
     def _replica_state(self) -> dict[str, Any]:
         """Return what a late joiner needs beside the engine's state."""
@@ -289,7 +291,8 @@ class Trainer:
 
     def _exit_reason(self, report: RoundReport) -> str:
         """Return the state of the run after a round, the same on all processes."""
-        bounded = report.signals[LOSS] <= self.loss_bound  # a NaN is not <= anything
+        loss = report.signals[LOSS]  # the mean with replicas that a filter has left out, whose loss may be no number
+        bounded = loss <= self.loss_bound or (not math.isfinite(loss) and 0 < report.rejected < report.replicas)
         if report.not_finite or not (bounded and math.isfinite(report.pseudo_gradient_norm)):
             return DIVERGED
         if self.done.step == self.config.steps:
