@@ -243,6 +243,28 @@ def test_the_replicas_of_a_loop_whose_processes_come_and_go() -> None:
     assert setting(engine, {"replicas": 2})["replicas"] == 2
 
 
+@pytest.mark.parametrize("saved_at", [None, 9, 10])
+def test_a_loop_that_joins_others_goes_on(tmp_path: Path, saved_at: int | None) -> None:
+    """Its place is where `join` has brought it: by its own state, or to the beginning, with the old lines beside."""
+    state: list[Any] = []
+    with suppress(ZeroDivisionError), record((loop := Loop(Meeting(), 1)).engine, tmp_path / "run"):
+        loop.engine.join()
+        for step, loss in enumerate(loop.train(range(14)), 1):
+            loop.engine.step({"loss": loss})
+            if step == saved_at:
+                state = copy.deepcopy(loop.state())
+        raise ZeroDivisionError
+    loop = Loop(Meeting(), 1)
+    with record(loop.engine, tmp_path / "run"):
+        loop.engine.join(restore=(lambda: loop.load(state)) if state else lambda: None)
+        assert loop.engine.taken == (saved_at or 0)
+        for loss in loop.train(range(loop.engine.taken, 20)):
+            loop.engine.step({"loss": loss})
+    assert [line["round"] for line in read_lines(tmp_path / "run" / "rounds.jsonl")] == [1, 2, 3, 4, 5]
+    assert (tmp_path / "run" / "begun-anew").exists() == (saved_at is None)
+    assert read_record(tmp_path / "run").problems == []
+
+
 def test_the_syncs_of_a_recorded_loop() -> None:
     """What the estimate of progress must know is there where it is unusual."""
     assert "sync" not in setting(Loop().engine)

@@ -7,8 +7,9 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -170,7 +171,8 @@ def record(
         step = _begin(claim, engine, files)  # refuse before a tracker begins
         with tracked(claim, trackers, run_name=path.name, config=tree, lead=lead) as target:
             run, size = Recorder(target, engine, step, lead, inner), int(tree.get("inner_steps", 1))
-            with _observed(engine, run) if isinstance(engine, DiLoCo) else _hooked(engine, run, size):
+            begin = partial(_begin, claim, engine, files)
+            with _observed(engine, run, begin) if isinstance(engine, DiLoCo) else _hooked(engine, run, size):
                 yield run
         if lead:
             claim.finish(run.summary(time.perf_counter() - started))
@@ -257,15 +259,26 @@ def _rounds(engine: DiLoCo | OuterSGD) -> int:
     return engine.round if isinstance(engine, DiLoCo) else max(group["rounds"] for group in engine.param_groups)
 
 
-def _fragment_rounds(engine: DiLoCo | OuterSGD) -> dict[str, int]:
-    """Return the rounds that each fragment has ended, where there are fragments."""
-    return {fragment.name: fragment.round for fragment in engine.fragments} if isinstance(engine, DiLoCo) else {}
+def _fragment_rounds(engine: DiLoCo | OuterSGD, newest: Collection[str] = ()) -> dict[str, int]:
+    """Return the rounds that each fragment has ended, where there are fragments, without the newest of some."""
+    return {f.name: f.round - (f.name in newest) for f in engine.fragments} if isinstance(engine, DiLoCo) else {}
 
 
-def _begin(folder: RunFolder, engine: DiLoCo | OuterSGD, files: Communicator) -> int:
+def _is_absent(engine: DiLoCo | OuterSGD) -> bool:
+    """Tell whether an engine is still to join others, so that its position is not that of the run."""
+    return isinstance(engine, DiLoCo) and engine.communicator.elastic and not engine.run
+
+
+def _begin(folder: RunFolder, engine: DiLoCo | OuterSGD, files: Communicator, newest: Collection[str] = ()) -> int:
     """Cut the logs back to the engine's position; return the inner steps up to there.
 
     A loop that begins anew in the folder of an unfinished run leaves what that has written in a folder beside.
+
+    Args:
+        folder: the run's.
+        engine: as of `record`; while it is absent only a finished folder is refused.
+        files: the processes that share the folder.
+        newest: the fragments of a round that is still to be written.
     """
     rounds, taken = _rounds(engine), engine.taken if isinstance(engine, DiLoCo) else None
     device = _outers(engine)[0].param_groups[0]["params"][0].device
@@ -276,6 +289,8 @@ def _begin(folder: RunFolder, engine: DiLoCo | OuterSGD, files: Communicator) ->
                 raise UsageError(
                     f"{folder.path}: holds a finished run ({SUMMARY}); choose another folder, or move this one away"
                 )
+            if _is_absent(engine):
+                return 0
             logged = read_rounds(folder.path)
             if not (rounds or taken) and (logged or read_lines(folder.path / METRICS)):
                 place = folder.set_aside("begun-anew")
@@ -283,27 +298,30 @@ def _begin(folder: RunFolder, engine: DiLoCo | OuterSGD, files: Communicator) ->
                 logged = []
             step = max((line["step"] for line in logged if line["round"] <= rounds), default=0)
             step = step if taken is None else taken
-            folder.cut(step, _fragment_rounds(engine))
+            folder.cut(step, _fragment_rounds(engine, newest))
             folder.write_env(environment(device))
     return files.gather(step, int)[0]
 
 
 @contextmanager
-def _observed(engine: DiLoCo, run: Recorder) -> Iterator[None]:
+def _observed(engine: DiLoCo, run: Recorder, begin: Callable[..., int]) -> Iterator[None]:
     """Note what an engine's calls report; until the record ends the instance's attributes hide the methods."""
-    inside = False
+    inside, absent = False, _is_absent(engine)
 
     def noting(name: str) -> Any:
         call = getattr(engine, name)
 
         def observed(*args: Any, **options: Any) -> RoundReport | None:
-            nonlocal inside
+            nonlocal inside, absent
             inside = True
             try:
                 report = call(*args, **options)
             finally:
                 inside = False
             run.step = engine.taken  # of a replica that has come late, its peers' steps
+            if absent:  # `join` has brought it to where it goes on
+                absent = False
+                begin([fragment.name for fragment in report.fragments] if report else ())
             if report is not None:
                 run.end_round(report.as_dict(), report.signals, _is_finite(report))
             return report
