@@ -249,6 +249,15 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert message in capsys.readouterr().err
 
 
+def test_the_advised_command_can_be_pasted(tmp_path: Path) -> None:
+    """It stands on one line, in a folder with a long name with hyphens too, and no option is broken elsewhere."""
+    diagnosis = judged(write_run(tmp_path / "-".join(["heavy", "ball"] * 12), NESTEROV, [0.5] * 3))
+    assert diagnosis.command.startswith("twophase train --config")
+    lines = describe(diagnosis, "run", verbose=True).splitlines()
+    assert any(diagnosis.command in line for line in lines)
+    assert not any(line.endswith("-") for line in lines)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["diagnose", "report"])
 def test_runs_of_studies_are_read(command: str, tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def describe(diagnosis: Diagnosis, name: str, *, verbose: bool = False) -> str:
     for finding in diagnosis.findings:
         lines += ["", *_finding_lines(diagnosis, finding)]
     if diagnosis.change is not None:
-        lines += ["", "one change", *_items(change_sentences(diagnosis))]
+        lines += ["", "one change", *_items(change_sentences(diagnosis), whole=diagnosis.command)]
     lines += ["", "limits", *_items(LIMITS)] if verbose else ["", _SHORT_LIMITS]
     if diagnosis.problems:
         lines += ["", "what is missing or wrong in the folder", *_items(diagnosis.problems)]
@@ -205,5 +205,9 @@ def _form_advice(rule: OuterRule, finding: Finding) -> Iterator[str]:
         )
 
 
-def _items(texts: Iterable[str]) -> Iterator[str]:
-    return (textwrap.fill(text, _WIDTH, initial_indent="  - ", subsequent_indent="    ") for text in texts)
+def _items(texts: Iterable[str], whole: str = "") -> Iterator[str]:
+    """Yield list items; the text `whole`, a command to paste, is on one line."""
+    for text in texts:
+        # Options and paths are not broken either.
+        wrapped = textwrap.wrap(text, _WIDTH - 4, break_on_hyphens=False, break_long_words=False)
+        yield "  - " + (text if text == whole else "\n    ".join(wrapped))
