@@ -120,6 +120,7 @@ MISTAKES = [
     ("sweep --axis inner.betas 0.9 0.99", "inner.betas"),
     ("sweep --axis sync.restart 3 loss", "--axis sync.restart"),
     ("sweep --sync.fragments 2 --axis sync.restart 0=3 1=5", "--sync.restart"),
+    ("sweep --sync.fragments 2 --sync.restart 0=2 1=2 --axis outer.restart never 3", "--axis outer.restart"),
     ("sweep --axis sync.fragments none 2", "--sync.fragments"),
     ("sweep --axis outer.lr 1 --in-memory -1", "--in-memory"),
     ("sweep --axis outer.lr 0_1 1", "'0_1'"),

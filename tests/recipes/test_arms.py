@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from twophase.base.config import UsageError
+from twophase.base.config import UsageError, with_values
 from twophase.recipes.arms import ARMS, CONTROL, Arm, check_arm_options
 from twophase.tasks.named import check, config_class
 from twophase.training.config import RunConfig
@@ -74,12 +74,19 @@ def test_impossible_arms(text: str) -> None:
         Arm(text, 0.002)
 
 
-@pytest.mark.parametrize("path", ["outer.lr", "outer.restart", "outer.method", "seed"])
+@pytest.mark.parametrize("path", ["outer.lr", "outer.restart", "outer.method", "sync.restart", "seed"])
 def test_options_that_arms_have(path: str) -> None:
     """An option that would be looked at by no arm is refused; others are not."""
     check_arm_options(["inner.lr", "outer.filter", "steps"])
     with pytest.raises(UsageError, match=f"--{path}"):
         check_arm_options(["steps", path])
+
+
+def test_restarts_of_fragments_in_a_file() -> None:
+    """They would override the restart of every arm; an arm's own is that of all fragments."""
+    base = with_values(config_class("digits")(), {"sync.fragments": ("2",), "sync.restart": ("0=2", "1=2")})
+    config = first(Arm("nesterov@3", 0.002), base)
+    assert (config.outer.restart, config.sync.restart) == ("3", ())
 
 
 def test_the_usual_arms() -> None:

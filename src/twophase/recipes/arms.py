@@ -18,7 +18,7 @@ from typing import Any
 from twophase.base.config import UsageError, with_values
 from twophase.policies.base import RestartPolicy
 from twophase.policies.text import parse as parse_policy
-from twophase.recipes.controls import RESTART
+from twophase.recipes.controls import BLOCKS, RESTART
 from twophase.shelf.base import Method, parse, registered
 from twophase.sweeps.bracket import Scale
 from twophase.sweeps.grid import Cell
@@ -84,7 +84,8 @@ class Arm:
             values[RESTART] = str(int(numbers["period"]))
         if of_policy := {name[7:]: value for name, value in numbers.items() if name.startswith("policy.")}:
             values[RESTART] = str(dataclasses.replace(parse_policy(values[RESTART]), **of_policy))  # type: ignore[type-var]
-        return Cell(self.text, values, with_values(base, values))
+        # The restart of an arm is that of all fragments.
+        return Cell(self.text, values, with_values(base, {**values, BLOCKS: ()}))
 
 
 def check_arm_options(paths: Iterable[str]) -> None:
@@ -93,7 +94,7 @@ def check_arm_options(paths: Iterable[str]) -> None:
     Args:
         paths: dotted paths of the values that the user has given.
     """
-    varied = {METHOD, RESTART, SEED, *(f"outer.{name}" for name in RULE_OPTIONS)}
+    varied = {METHOD, RESTART, BLOCKS, SEED, *(f"outer.{name}" for name in RULE_OPTIONS)}
     for path in varied.intersection(paths):
         remedy = "--seeds and --fresh" if path == SEED else "--arms, such as nesterov:lr=0.7@3"
         raise UsageError(f"--{path}: every run of a comparison has its own; leave it out, and write it into {remedy}")

@@ -22,7 +22,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from twophase.base.config import get, with_values
+from twophase.base.config import UsageError, get, with_values
 from twophase.policies.base import Never, RestartPolicy, RoundSignal, ask
 from twophase.policies.gain import mean_outer_gain
 from twophase.rule import OuterRule
@@ -36,12 +36,11 @@ AVERAGING_LR = 1.0
 _log = logging.getLogger(__name__)
 _ANY = OuterRule(1.0, 0.5)
 """When a schedule restarts does not depend on the rule."""
-LR, MOMENTUM, RESTART = "outer.lr", "outer.momentum", "outer.restart"
+LR, MOMENTUM, RESTART, BLOCKS = "outer.lr", "outer.momentum", "outer.restart", "sync.restart"
 NESTEROV, FORM, METHOD = "outer.nesterov", "outer.form", "outer.method"
 """Axes of sweeps, by their dotted paths."""
 _SLOTS = {f"outer.{slot}": usual for slot, usual in USUAL.items()}
 """The slots of the outer optimizer by their paths, with what stands there in a control."""
-_BLOCKS = "sync.restart"
 
 
 def with_averaging(lrs: Iterable[float]) -> tuple[float, ...]:
@@ -183,12 +182,12 @@ def controls_of(base: Any, axes: Sequence[Axis], cells: Sequence[Cell]) -> list[
         The cells of the controls.
     """
     lrs = next((axis.values for axis in axes if axis.path == LR), (base.outer.lr,))
-    others = [axis for axis in axes if not axis.path.startswith("outer.") and axis.path != _BLOCKS]
+    others = [axis for axis in axes if not axis.path.startswith("outer.") and axis.path != BLOCKS]
     by_block = any(cell.config.sync.restart for cell in cells)
     varied = {axis.path for axis in axes}
     # Only where the grid has others, so that the tables of all other grids stay as they are.
     fixed = {path: usual for path, usual in _SLOTS.items() if path in varied or get(base, path) != usual}
-    controls = momentum_free(base, others, with_averaging(lrs), fixed | ({_BLOCKS: ()} if by_block else {}))
+    controls = momentum_free(base, others, with_averaging(lrs), fixed | ({BLOCKS: ()} if by_block else {}))
     for cell in cells:
         policy = cell.config.outer.policy()
         if policy == Never() or policy.needs or _has_no_momentum(cell.config.outer) or cell.config.sync.restart:
@@ -206,12 +205,19 @@ def grid_of(base: Any, axes: Sequence[Axis], *, controls: bool) -> list[Cell]:
     Of a grid of methods and restarts, a method without a first moment takes no part with any restart but `never`.
 
     Raises:
-        UsageError: as `in_arms`, or a cell that cannot be run.
+        UsageError: as `in_arms`, a cell that cannot be run, or restarts that no run looks at.
     """
-    cells = _with_first_moment(in_arms(base, axes), {axis.path for axis in axes})
+    varied = {axis.path for axis in axes}
+    cells = in_arms(base, axes)
+    if RESTART in varied and all(cell.config.sync.restart for cell in cells):
+        raise UsageError(
+            f"--axis {RESTART} changes nothing: {BLOCKS} gives every fragment a policy of its own; leave one of them "
+            f"out, or vary the policies with --axis {BLOCKS}"
+        )
+    cells = _with_first_moment(cells, varied)
     for cell in cells:  # before the controls, which take an outer rule as sound
         check(cell.config)
-        check_rule_options(cell.config, [axis.path for axis in axes])
+        check_rule_options(cell.config, varied)
     added = controls_of(base, axes, cells) if controls else []
     for cell in added:
         check(cell.config)
@@ -246,7 +252,7 @@ def _arm(values: Any, config: Any) -> str:
     if METHOD in values:
         words.append(values[METHOD])
     words += [f"{path.removeprefix('outer.')} {values[path]}" for path in _SLOTS if path != METHOD and path in values]
-    of_blocks = values.get(_BLOCKS)
+    of_blocks = values.get(BLOCKS)
     if RESTART in values or of_blocks == ():  # these have outer.restart, also where it does not vary
         words.append(_restart(values.get(RESTART, config.outer.restart)))
     words += [text_of(of_blocks)] if of_blocks else []
