@@ -89,6 +89,15 @@ def test_restarts_of_fragments_in_a_file() -> None:
     assert (config.outer.restart, config.sync.restart) == ("3", ())
 
 
+def test_the_control_is_plain() -> None:
+    """What the base has in the other slots holds for all arms but the control, which is averaging."""
+    slots = {"outer.filter": "orthogonal", "outer.schedule": "linear:final=2", "outer.readout": "ema"}
+    base = with_values(config_class("digits")(), slots)
+    control, other = (first(Arm(text, 0.002), base).outer for text in (CONTROL, "nesterov"))
+    assert [getattr(control, slot) for slot in ("filter", "schedule", "readout")] == ["none", "constant", "last"]
+    assert [getattr(other, path.removeprefix("outer.")) for path in slots] == list(slots.values())
+
+
 def test_the_usual_arms() -> None:
     """What is compared without a word can be run, and the control is not among it."""
     for text in ARMS:

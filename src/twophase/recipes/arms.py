@@ -19,7 +19,8 @@ from twophase.base.config import UsageError, with_values
 from twophase.policies.base import RestartPolicy
 from twophase.policies.text import parse as parse_policy
 from twophase.recipes.controls import BLOCKS, RESTART
-from twophase.shelf.base import Method, parse, registered
+from twophase.shelf.base import Method, Slot, parse, registered
+from twophase.shelf.outer import USUAL
 from twophase.sweeps.bracket import Scale
 from twophase.sweeps.grid import Cell
 from twophase.sweeps.table import SEED
@@ -38,7 +39,7 @@ ARMS = (
 """What is compared where nothing is asked for: what did well on the bench, and the usual rule, restarted and not."""
 _MAIN = ("momentum", "mu_x", "beta")
 """Fields of a method that are its main number beside the learning rate, the first that it has."""
-_SLOTS = ("filter", "schedule", "readout")
+_SLOTS: tuple[Slot, ...] = ("filter", "schedule", "readout")
 _TUNED_PERIOD, _FIRST_PERIOD = "K", "3"
 _TUNED = "~"
 
@@ -84,8 +85,9 @@ class Arm:
             values[RESTART] = str(int(numbers["period"]))
         if of_policy := {name[7:]: value for name, value in numbers.items() if name.startswith("policy.")}:
             values[RESTART] = str(dataclasses.replace(parse_policy(values[RESTART]), **of_policy))  # type: ignore[type-var]
-        # The restart of an arm is that of all fragments.
-        return Cell(self.text, values, with_values(base, {**values, BLOCKS: ()}))
+        # An arm's restart is that of all fragments, and the control has no filter, schedule or readout of the base.
+        plain = {f"outer.{slot}": USUAL[slot] for slot in _SLOTS} if self.text == CONTROL else {}
+        return Cell(self.text, values, with_values(base, {**plain, **values, BLOCKS: ()}))
 
 
 def check_arm_options(paths: Iterable[str]) -> None:
