@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -110,14 +111,31 @@ def test_which_arms_are_controls() -> None:
         verdict(rows, controls=["c"])
 
 
-@pytest.mark.parametrize("slot", ["method", "filter", "schedule", "readout"])
-def test_other_methods_are_no_control(slot: str) -> None:
-    """An arm that is more than momentum SGD is none without momentum, whatever the option outer.momentum says."""
-    more = {f"outer.{slot}": {"method": "sgd", "filter": "none", "schedule": "constant", "readout": "last"}[slot]}
+@pytest.mark.parametrize(
+    ("path", "usual", "other"),
+    [
+        ("outer.method", "sgd", "another"),
+        ("outer.filter", "none", "another"),
+        ("outer.schedule", "constant", "another"),
+        ("outer.readout", "last", "another"),
+        ("outer.restart", "3", "auto"),
+        ("outer.restart", "never", "unknown-here"),
+        ("sync.restart", "none", "a=3,b=probe:keep,average"),
+        ("sync.restart", ("a=3", "b=never"), ("a=3", "b=auto")),
+    ],
+)
+def test_other_methods_are_no_control(path: str, usual: Any, other: Any) -> None:
+    """An arm that is more than momentum SGD is none without momentum, whatever the option outer.momentum says.
+
+    So is one whose restart policy takes steps of its own.
+    """
+    more = {path: usual}
     rows = [row("a", 8.0), row("free", 8.2, momentum=0.0), row("other", 8.1, momentum=0.0)]
     rows = [replace(each, values=dict(each.values) | more) for each in rows]
-    rows[2] = replace(rows[2], values=dict(rows[2].values) | {f"outer.{slot}": "another"})
-    assert [arm.control for arm in verdict(rows).arms] == ["", "momentum-free", ""]
+    rows[2] = replace(rows[2], values=dict(rows[2].values) | {path: other})
+    judged = verdict(rows)
+    assert [arm.control for arm in judged.arms] == ["", "momentum-free", ""]
+    assert [(pair.arm, pair.control) for pair in judged.comparisons] == [("a", "free"), ("other", "free")]
 
 
 def test_pairs_agree_with_the_sweeps_own_table() -> None:

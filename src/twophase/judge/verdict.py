@@ -4,8 +4,8 @@ A verdict counts and compares; it has no rule for what is large enough to matter
 was better and gives intervals (`twophase.judge.bootstrap` says what those of a few seeds are worth), no more.
 
 Three kinds of arms are controls: those whose cells are linked to the cells that they control (`control_of`), those that
-are named, and those of momentum SGD alone without momentum (`outer.momentum` 0 throughout). Every other arm is compared
-with every control.
+are named, and those of momentum SGD alone without momentum (`outer.momentum` 0 throughout, and no restart policy that
+takes steps of its own). Every other arm is compared with every control.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from twophase.base.config import UsageError
 from twophase.judge.bootstrap import LEVEL
 from twophase.judge.cells import outcomes
 from twophase.judge.comparison import Arm, Comparison, compare
+from twophase.policies.text import parse
 from twophase.shelf.outer import USUAL
+from twophase.sweeps.grid import words_of
 from twophase.sweeps.table import Row, Setting, arm_name, geometric_mean, settings
 
 WITHIN = (0.01, 0.02, 0.05, 0.1, 0.25)
@@ -179,10 +181,21 @@ def _why_control(group: Sequence[Setting], paired: bool, named: bool) -> str:
     momentum_free = all(
         setting.values.get("outer.momentum") == 0
         and all(setting.values.get(f"outer.{slot}", usual) == usual for slot, usual in USUAL.items())
+        and not _takes_steps(setting.values)
         for setting in group
     )
     reasons = {"paired": paired, "named": named, "momentum-free": momentum_free}
     return ", ".join(reason for reason, holds in reasons.items() if holds)
+
+
+def _takes_steps(values: Mapping[str, Any]) -> bool:
+    """Whether a restart policy takes steps of its own, as one may that this process does not know."""
+    words = values.get("sync.restart", ())
+    texts = [word.partition("=")[2] for word in (words_of(words) if isinstance(words, str) else words)]
+    try:
+        return any(parse(str(text)).takes_steps for text in texts or [values.get("outer.restart", "never")])
+    except ValueError:
+        return True
 
 
 def _judge(arm: Arm, control: str, best: Setting | None, within: Sequence[float]) -> ArmVerdict:
