@@ -354,6 +354,19 @@ def test_a_paired_control_stands_with_its_pairs(tmp_path: Path) -> None:
     assert re.findall(r"<small>lr ([^<]*)<", heatmap) == ["0.27", "0.63", "0.15", "0.35"]
 
 
+def test_a_part_of_a_sweep_has_a_page_of_its_own(tmp_path: Path) -> None:
+    """It says first which cells it is of, and the page of the whole stays as it was."""
+    (tmp_path / "cells.csv").write_text(
+        "arm,run,outer.lr,seed,perplexity,validation_loss,diverged,state,seconds,control_of,twin_of\n"
+        + "".join(f"a,r{seed}{lr},{lr},{seed},8.5,2.1,false,finished,1,,\n" for seed in range(3) for lr in (1, 2, 3))
+    )
+    whole = written(tmp_path)
+    assert "Only the cells" not in whole
+    assert written(tmp_path, "--where", "seed=1") == whole
+    part = harmless((tmp_path / "report-seed=1.html").read_text(encoding="utf-8"))
+    assert "Only the cells with seed=1: 3 of 9. A sweep of" in part.partition("In short")[0]
+
+
 def test_runs_that_are_gone_or_damaged(sweep_folder: Path) -> None:
     """The page of a sweep counts the runs with a result and no sound folder, and names the first."""
     names = [row.run for row in read_rows(sweep_folder / "cells.csv") if row.state == "finished"]

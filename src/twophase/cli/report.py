@@ -26,7 +26,10 @@ def _parser() -> Parser:
     add = parser.add_argument
     what = "folder of the run or sweep, its --out; several runs are laid over each other"
     add("folders", type=Path, metavar="RUN|SWEEP", nargs="+", help=what)
-    page = f"the page to write ({REPORT} in the folder, or for several runs {COMPARE} in the folder that holds all)"
+    page = (
+        f"the page to write ({REPORT} in the folder, with --where named after it; for several runs {COMPARE} in the "
+        "folder that holds all)"
+    )
     add("--out", type=Path, metavar="FILE", help=page)
     watch = (
         f"write the page again every so many seconds while the run goes on ({WATCH_SECONDS:g}); it then shows the "

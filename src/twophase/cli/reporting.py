@@ -15,7 +15,7 @@ from twophase.base.files import write_atomic
 from twophase.base.progress import meter
 from twophase.cli.commands import config_paths
 from twophase.judge.verdict import WITHIN, verdict
-from twophase.judge.verdict_text import describe, write
+from twophase.judge.verdict_text import describe, part_stem, write
 from twophase.report.overlay import MOST_RUNS, common_folder, overlay
 from twophase.report.page import counted, relative
 from twophase.report.run import result_words, run_report
@@ -33,7 +33,9 @@ def write_pages(options: argparse.Namespace) -> None:
     """Write the page, with `--watch` again and again until nothing goes on."""
     _check(options)
     several = len(options.folders) > 1
-    page = options.out or (common_folder(options.folders) / COMPARE if several else options.folders[0] / REPORT)
+    usual = common_folder(options.folders) / COMPARE if several else options.folders[0] / REPORT
+    # A part of a sweep has a page of its own, as it has a verdict.
+    page = options.out or usual.with_name(part_stem(usual.stem, _where(options)) + usual.suffix)
     states: _States = {}
     if options.watch is not None:
         print(f"watching {' '.join(map(str, options.folders))}; the page is {page}, Ctrl-C ends the watch", flush=True)
@@ -64,6 +66,10 @@ def _check(options: argparse.Namespace) -> None:
     for name in ("runs", "where", "controls", "within") if not is_sweep(folders[0]) else ():
         if getattr(options, name):
             raise UsageError(f"--{name} is for sweeps, and {folders[0]} is not the folder of one; leave it out")
+
+
+def _where(options: argparse.Namespace) -> dict[str, str]:
+    return dict(word.split("=", 1) for word in options.where)
 
 
 def _write(path: Path, text: str) -> None:
@@ -111,7 +117,7 @@ def _back(record: RunRecord, page: Path) -> str | None:
 
 def _sweep(options: argparse.Namespace, page: Path, refresh: float, states: _States) -> bool:
     """Write a sweep's page, and those of its runs if they are asked for; return whether it goes on."""
-    folder, where = options.folders[0], dict(word.split("=", 1) for word in options.where)
+    folder, where = options.folders[0], _where(options)
     record = read_sweep(folder, where, page.parent)
     if options.runs:
         record.problems += _write_runs(folder / RUNS, page, states)

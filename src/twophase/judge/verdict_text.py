@@ -59,7 +59,7 @@ def write(judged: Verdict, folder: Path, where: Mapping[str, str] | None = None)
     Raises:
         UsageError: the folder cannot be written.
     """
-    stem = "-".join(["verdict", *(f"{path}={text}".replace("/", "_") for path, text in (where or {}).items())])
+    stem = part_stem("verdict", where or {})
     contents = {
         f"{stem}.md": describe(judged, markdown=True) + "\n",
         f"{stem}.json": json.dumps(_plain(judged), indent=1, allow_nan=False, ensure_ascii=False) + "\n",
@@ -70,6 +70,11 @@ def write(judged: Verdict, folder: Path, where: Mapping[str, str] | None = None)
     except OSError as error:
         raise UsageError(f"{folder}: the verdict cannot be written ({error.strerror}); check the folder") from None
     return [folder / name for name in contents]
+
+
+def part_stem(name: str, where: Mapping[str, str]) -> str:
+    """Return the name of a file about the cells with some values, without its suffix: `verdict-inner_steps=20`."""
+    return "-".join([name, *(f"{path}={text}".replace("/", "_") for path, text in where.items())])
 
 
 _SAVED_NAMES = {"result": "perplexity", "results": "perplexities"}

@@ -43,8 +43,8 @@ def sweep_report(
     shown = Shown(record, judged, cells, numbers)
     return page(
         record.path.resolve().name,
-        f"A sweep of {counted(len(cells), 'setting')} ({words}) over {counted(len(judged.arms), 'arm')}, "
-        f"{record.forms}.",
+        f"{record.part} A sweep of {counted(len(cells), 'setting')} ({words}) over "
+        f"{counted(len(judged.arms), 'arm')}, {record.forms}.".lstrip(),
         section("In short", *_in_short(first), anchor="short"),
         section(
             "Map and curves" if is_map(judged) else "Settings and curves",

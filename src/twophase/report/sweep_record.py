@@ -31,6 +31,7 @@ class SweepRecord:
         rows: a row a cell.
         problems: what is missing or wrong, a sentence each.
         forms: the forms of the outer rules that occur, in words.
+        part: of a part of the sweep a sentence that says which; else empty.
     """
 
     path: Path
@@ -38,6 +39,7 @@ class SweepRecord:
     rows: list[Row]
     problems: list[str]
     forms: str
+    part: str = ""
 
     @property
     def going(self) -> bool:
@@ -78,7 +80,9 @@ def read_sweep(path: Path, where: Mapping[str, str] | None = None, page_folder: 
     rows = read_rows(path / TABLE)
     _check_cells(path, rows, spec)
     lost = _lost_runs(path, rows)
-    rows = select(rows, where or {})
+    count, rows = len(rows), select(rows, where or {})
+    chosen = ", ".join(f"{name}={text}" for name, text in (where or {}).items())
+    part = f"Only the cells with {chosen}: {len(rows):,} of {count:,}." if chosen else ""
     missing, failed = (sum(row.state == state for row in rows) for state in ("missing", "failed"))
     if missing:
         problems.append(f"{missing:,} of {len(rows):,} cells have no result yet; the sweep's command continues it.")
@@ -88,7 +92,7 @@ def read_sweep(path: Path, where: Mapping[str, str] | None = None, page_folder: 
     forms = {str(row.values["outer.form"]) for row in rows if "outer.form" in row.values}
     forms = forms or {str(spec.get("base", {}).get("outer.form", ""))}
     words = " and ".join(FORM_WORDS.get(form, "form unknown") for form in sorted(forms))
-    return SweepRecord(path, page_folder or path, rows, problems, words)
+    return SweepRecord(path, page_folder or path, rows, problems, words, part)
 
 
 def _description(path: Path) -> dict[str, Any]:
