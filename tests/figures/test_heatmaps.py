@@ -136,6 +136,16 @@ def test_title_of_a_sweep_is_its_result(values: Sequence[Any], title: str) -> No
     assert overview._finding(settings(rows)) == title
 
 
+def test_losses_below_0_are_said() -> None:
+    """A sweep of a task whose loss is not above 0 has no result, and says why and what to do."""
+    rows = [Row("", str(lr), {"outer.lr": lr}, "finished", None, loss) for lr, loss in ((1, -3.0), (2, 0.0), (3, 0.5))]
+    words = overview.describe(rows)
+    assert "best 1 of 3 settings, 2 missing." in words
+    assert words.splitlines()[-1].startswith("2 finished cells have a validation loss of 0 or below, and so no ")
+    assert words.endswith("the task's loss must be above 0: add a constant to it.")
+    assert "validation loss of 0" not in overview.describe(rows[2:])
+
+
 @pytest.mark.parametrize("path", ["a", "c"])
 def test_patterns_are_no_formulas(path: str) -> None:
     """Two dollar signs in a value of an axis, as of patterns of parameters, stand in the figure as they are."""

@@ -185,6 +185,10 @@ def test_pairs_agree_with_the_sweeps_own_table() -> None:
             ],
             ["1 setting with a missing run", "nothing finished in the control"],
         ),
+        (
+            [replace(row("a", None), validation_loss=-3.0), row("free", None, momentum=0.0, state="missing")],
+            ["1 finished cell has a validation loss of 0 or below", "add a constant to it"],
+        ),
     ],
 )
 def test_words_where_numbers_lack(rows: list[Row], words: list[str]) -> None:

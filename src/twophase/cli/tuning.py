@@ -25,7 +25,7 @@ from twophase.runs.folder import check_place, list_some, lock_folder
 from twophase.sweeps.bracket import Point, Search
 from twophase.sweeps.grid import Sweep
 from twophase.sweeps.run import TABLE
-from twophase.sweeps.table import Row, format_table, measure_of, read_rows, readable, result, with_unit
+from twophase.sweeps.table import ABOVE_ZERO, Row, format_table, measure_of, read_rows, readable, result, with_unit
 from twophase.tasks.named import check
 
 SPEC, RESULT, FRESH = "tune.json", "verdict.json", "fresh"
@@ -351,8 +351,8 @@ class _Stages:
         for row in by_run.values():
             if row.state != "diverged" and row.perplexity != math.inf and result(row) is None:
                 raise RunError(
-                    f"{place}: run {row.run} is {row.state} with a validation loss of {row.validation_loss}; ratios "
-                    "are compared, so that the task's loss must be above 0: add a constant to it"
+                    f"{place}: run {row.run} is {row.state} with a validation loss of {row.validation_loss}; "
+                    f"{ABOVE_ZERO}"
                 )
         return rows
 

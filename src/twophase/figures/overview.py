@@ -11,7 +11,18 @@ from typing import TYPE_CHECKING, Any
 from twophase.figures.heatmaps import Panel, draw_heatmaps, heatmaps, scale_of, tile
 from twophase.figures.style import styled
 from twophase.sweeps.grid import MOMENTUM_FREE
-from twophase.sweeps.table import LOSS, Row, Setting, arm_name, cell_text, format_table, measure_of, readable, settings
+from twophase.sweeps.table import (
+    LOSS,
+    Row,
+    Setting,
+    arm_name,
+    cell_text,
+    format_table,
+    measure_of,
+    readable,
+    settings,
+    without_ratio,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -127,9 +138,9 @@ def describe(rows: Sequence[Row]) -> str:
     shown = f"best {len(table)} of {len(by_setting)} settings" + "".join(
         f", {n} {state}" for state, n in counts.items() if n
     )
-    return f"{shown}. {_seeds_note(by_setting)}\n" + format_table(
-        [*(["arm"] if arms else []), *by_setting[0].values, measure_of(by_setting)], table
-    )
+    header = [*(["arm"] if arms else []), *by_setting[0].values, measure_of(by_setting)]
+    lines = [f"{shown}. {_seeds_note(by_setting)}", format_table(header, table), *without_ratio(rows)]
+    return "\n".join(lines)
 
 
 def _grid(rows: Sequence[Row]) -> list[Row]:

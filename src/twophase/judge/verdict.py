@@ -22,7 +22,7 @@ from twophase.judge.comparison import Arm, Comparison, compare
 from twophase.policies.text import parse
 from twophase.shelf.outer import USUAL
 from twophase.sweeps.grid import words_of
-from twophase.sweeps.table import Row, Setting, arm_name, geometric_mean, settings
+from twophase.sweeps.table import Row, Setting, arm_name, geometric_mean, settings, without_ratio
 
 WITHIN = (0.01, 0.02, 0.05, 0.1, 0.25)
 """Distances from the best of all, relative, that robustness areas are given for."""
@@ -145,7 +145,7 @@ def verdict(rows: Sequence[Row], within: Sequence[float] = WITHIN, controls: Col
         if why[control] and not why[name]
     )
     judged = tuple(_judge(arm, why[name], best, distances) for name, arm in arms.items())
-    return Verdict(distances, LEVEL, best, judged, comparisons, _notes(judged))
+    return Verdict(distances, LEVEL, best, judged, comparisons, (*_notes(judged), *without_ratio(rows)))
 
 
 def select(rows: Sequence[Row], where: Mapping[str, str]) -> list[Row]:

@@ -30,6 +30,7 @@ State = Literal["finished", "diverged", "missing", "failed"]
 STATES: tuple[State, ...] = get_args(State)
 SEED = "seed"
 PERPLEXITY, LOSS = "perplexity", "validation loss"
+ABOVE_ZERO = "ratios are compared, so that the task's loss must be above 0: add a constant to it"
 _BEFORE = ("arm", "run")
 _AFTER = ("perplexity", "validation_loss", "diverged", "state", "seconds", "control_of", "twin_of")
 
@@ -332,6 +333,14 @@ def result(row: Row) -> float | None:
     """Return the perplexity of a run that finished with one; the validation loss where the task has no perplexity."""
     number = row.validation_loss if row.perplexity is None else row.perplexity
     return number if row.state == "finished" and number is not None and 0 < number < math.inf else None
+
+
+def without_ratio(rows: Iterable[Row]) -> list[str]:
+    """Return a sentence on finished runs whose loss is not above 0, so that they have no result; empty without any."""
+    losses = [row.validation_loss for row in rows if row.state == "finished" and row.perplexity is None]
+    count = sum(loss is not None and loss <= 0 for loss in losses)
+    cells = "finished cell has" if count == 1 else "finished cells have"
+    return [f"{count:,} {cells} a validation loss of 0 or below, and so no result; {ABOVE_ZERO}."] if count else []
 
 
 def perplexity_of(summary: Mapping[str, Any]) -> float | None:
