@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from twophase.base.config import RunError, UsageError, flatten, overlaid
+from twophase.base.config import RunError, UsageError, flatten, overlaid, to_tree
 from twophase.cli.sweeping import complete
 from twophase.cli.train import default_folder, finished, train_run
 from twophase.cli.tuning import TuneResults, Tuning, run_tuning
@@ -17,7 +17,6 @@ from twophase.recipes.arms import ARMS, check_arm_options
 from twophase.recipes.controls import grid_of
 from twophase.report.results import Run, load
 from twophase.report.results import Sweep as SweepResults
-from twophase.shelf.outer import RULE_OPTIONS
 from twophase.sweeps.grid import Axis, Sweep
 from twophase.tasks.named import LM, TASK, check, check_is_called_by_a_program, config_class, name_of
 from twophase.training.config import RunConfig, check_rule_options
@@ -181,7 +180,7 @@ def _configuration(task: Any, config: RunConfig | Mapping[str, Any] | None) -> R
 
 def _is_whole(flat: Mapping[str, Any]) -> bool:
     """Whether values are a run's whole configuration, such as `Run.config`, in place of what the user has chosen."""
-    return {f"outer.{name}" for name in ("method", *RULE_OPTIONS)} <= flat.keys()
+    return flatten(to_tree(RunConfig())).keys() <= flat.keys()
 
 
 def _options(task: Any) -> dict[str, Any]:

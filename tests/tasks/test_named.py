@@ -226,6 +226,14 @@ def test_a_run_is_repeated_with_its_whole_configuration() -> None:
     assert again.config == {**run.config, "seed": 1}
 
 
+def test_a_whole_configuration_is_the_base_of_a_sweep() -> None:
+    """An axis takes the place of its value there, as it does in a configuration."""
+    run = twophase.train("rings:Rings", SHORT, "first", quiet=True)
+    assert run.config is not None
+    sweep = twophase.sweep("rings:Rings", {"outer.lr": [0.5, 1.0]}, run.config, "sweep", workers=1, quiet=True)
+    assert [cell.values["outer.lr"] for cell in sweep.record.rows] == [0.5, 1.0]
+
+
 CALL = """
 import twophase
 config = {"steps": 4, "inner_steps": 2}
