@@ -18,14 +18,13 @@ from twophase.judge.verdict import WITHIN, verdict
 from twophase.judge.verdict_text import describe, part_stem, write
 from twophase.report.overlay import MOST_RUNS, common_folder, overlay
 from twophase.report.page import counted, relative
-from twophase.report.run import result_words, run_report
+from twophase.report.run import FILES, result_words, run_report
 from twophase.report.sweep import sweep_report
 from twophase.report.sweep_record import is_sweep, read_sweep
-from twophase.runs.folder import COMPARE, CONFIG, ENV, METRICS, REPORT, ROUNDS, STEPS, SUMMARY, weights_fault
+from twophase.runs.folder import COMPARE, REPORT, weights_fault
 from twophase.runs.record import RunRecord, is_run, read_record
 from twophase.sweeps.work import RUNS
 
-_FILES = (CONFIG, ENV, METRICS, ROUNDS, STEPS, SUMMARY)
 _States = dict[Path, list[tuple[int, int]]]
 
 
@@ -138,7 +137,7 @@ def _write_runs(runs: Path, page: Path, states: _States) -> list[str]:
     for folder in filter(is_run, sorted(runs.iterdir()) if runs.is_dir() else []):
         if folder.is_symlink():  # its page would be written somewhere else
             continue
-        files = [(folder / name).stat() for name in _FILES if (folder / name).exists()]
+        files = [(folder / name).stat() for name in FILES if (folder / name).exists()]
         state = [(file.st_size, file.st_mtime_ns) for file in files]
         if states.get(folder) != state:
             changed[folder] = state

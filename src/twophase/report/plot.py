@@ -3,9 +3,9 @@
     loss = figure(Chart("loss", "Loss", "step", "loss (nats)", [Curve("run", steps, losses)]))
     page(title, subtitle, loss, scripts=[script()])
 
-`style` and `script` are what a page needs once, whatever the number of its charts; `page.page` has the style. A chart
-shows its values under the pointer and by arrow keys, follows light and dark and the width, and prints. Some of its
-numbers are also in a folded table, which needs no script.
+`script` is what a page needs once, whatever the number of its charts; `page.page` has their style. A chart shows its
+values under the pointer and by arrow keys, follows light and dark and the width, and prints. Some of its numbers are
+also in a folded table, which needs no script.
 """
 
 from __future__ import annotations
@@ -72,14 +72,6 @@ class Chart:
     names: Sequence[str] = ()
     shown: Sequence[int] | None = None
     points: int = MOST_POINTS
-
-
-def style() -> str:
-    """Return the looks that charts need, and the page's colours as CSS variables (`--ink`, `--paper`, `--c0`, ...).
-
-    A page of `page.page` has them already.
-    """
-    return asset("uplot/uPlot.min.css") + asset("plot.css")
 
 
 def script() -> str:

@@ -33,10 +33,12 @@ from twophase.report.page import (
 )
 from twophase.report.plot import Chart, Curve, figure, script
 from twophase.report.rounds import MOST_BLOCKS, block_name, finite, round_record, rounds
-from twophase.runs.folder import RECORDED
+from twophase.runs.folder import CONFIG, ENV, LOGS, RECORDED, SUMMARY
 from twophase.runs.record import LARGEST, RunRecord
 from twophase.theory.advice import Advice
 
+FILES = (CONFIG, ENV, *LOGS, SUMMARY)
+"""Files of a run that its page is made of."""
 _MOST_FINDINGS, _MOST_LINES = 20, 100
 
 

@@ -23,10 +23,10 @@ from twophase.base.reading import read_json_object
 from twophase.report.maps import perplexity_text
 from twophase.report.overlay import MOST_RUNS, overlay
 from twophase.report.page import Html, asset, counted, link, page, section, table, tag
-from twophase.report.run import result_words, run_report
+from twophase.report.run import FILES, result_words, run_report
 from twophase.report.sweep import sweep_report
 from twophase.report.sweep_record import is_sweep, read_sweep
-from twophase.runs.folder import CONFIG, ENV, LOCK, METRICS, ROUNDS, STEPS, SUMMARY
+from twophase.runs.folder import CONFIG, LOCK, METRICS, SUMMARY
 from twophase.runs.log import read_log
 from twophase.runs.record import RunRecord, is_run, read_record
 from twophase.sweeps.run import SPEC, TABLE
@@ -38,7 +38,6 @@ SECONDS = 5.0
 VIEW = "/view/"
 """Address below which a folder has its page."""
 _MOST_ENTRIES, _MOST_PAGES, _DEEPEST = 1_000, 32, 5
-_FILES = (CONFIG, ENV, METRICS, ROUNDS, STEPS, SUMMARY)
 _Stamp = tuple[Any, ...]
 
 
@@ -165,7 +164,7 @@ _STATES = ("any state", "finished", "unfinished", "diverged", "damaged")
 
 def _is_begun(folder: Path) -> bool:
     """Tell a run from a folder with a configuration that a user has put there."""
-    return is_run(folder) and any((folder / name).exists() for name in (LOCK, *_FILES[1:]))
+    return is_run(folder) and any((folder / name).exists() for name in (LOCK, *FILES[1:]))
 
 
 def _changed_at(folder: Path) -> int:
@@ -184,7 +183,7 @@ def _stamp(folder: Path) -> _Stamp:
     folders = [folder]
     if is_sweep(folder) and (folder / RUNS).is_dir():
         folders += sorted((folder / RUNS).iterdir())
-    files = [each / name for each in folders for name in (*_FILES, SPEC, TABLE)]
+    files = [each / name for each in folders for name in (*FILES, SPEC, TABLE)]
     states = []
     for file in files:
         with suppress(OSError):  # not there, or gone since
