@@ -121,6 +121,8 @@ MISTAKES = [
     ("sweep --axis sync.restart 3 loss", "--axis sync.restart"),
     ("sweep --sync.fragments 2 --axis sync.restart 0=3 1=5", "--sync.restart"),
     ("sweep --sync.fragments 2 --sync.restart 0=2 1=2 --axis outer.restart never 3", "--axis outer.restart"),
+    ("sweep --axis outer.filter orthogonal none orthogonal:steps=5", "orthogonal:steps=5 is given twice"),
+    ("sweep --axis outer.method adamw:lr=1 adamw:lr=1.0", "adamw:lr=1.0 is given twice"),
     ("sweep --axis sync.fragments none 2", "--sync.fragments"),
     ("sweep --axis outer.lr 1 --in-memory -1", "--in-memory"),
     ("sweep --axis outer.lr 0_1 1", "'0_1'"),

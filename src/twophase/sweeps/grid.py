@@ -7,6 +7,7 @@ import math
 import re
 import typing
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -25,6 +26,9 @@ from twophase.base.config import (
 from twophase.number import did_you_mean
 from twophase.policies.base import RestartPolicy
 from twophase.policies.text import parse
+from twophase.shelf.base import SLOTS
+from twophase.shelf.base import parse as parse_value
+from twophase.shelf.outer import USUAL
 
 MOMENTUM_FREE = "momentum-free"
 """Name of the arm of outer SGD without momentum."""
@@ -252,7 +256,7 @@ def _fitted(base: Any, path: str, values: Sequence[Any]) -> list[Any]:
             except ValueError as error:
                 raise UsageError(f"--axis {path}: {error}") from None
         # The policies of blocks are the same in any order.
-        alike.append(sorted(fitted[-1]) if hint == _WORDS and fits_policies else fitted[-1])
+        alike.append(sorted(fitted[-1]) if hint == _WORDS and fits_policies else _of_shelf(path, fitted[-1]))
         if alike[-1] in alike[:-1]:
             text = text_of(fitted[-1]) if hint == _WORDS else fitted[-1]
             raise UsageError(f"--axis {path}: the value {text} is given twice; leave one out")
@@ -290,6 +294,18 @@ def _fitted_words(path: str, words: Any, *, fits_policies: bool) -> tuple[str, .
             )
         pairs.append(f"{name}={_canonical(path, rest)}" if fits_policies else word)
     return tuple(pairs)
+
+
+def _of_shelf(path: str, value: Any) -> Any:
+    """Return the value of the shelf that a text stands for, however it is written; of other paths the value as it is.
+
+    The text itself stays in the configuration, whose fingerprint names the run.
+    """
+    slot = path.removeprefix("outer.")
+    if slot in SLOTS and str(value).partition(":")[0] != USUAL["method"]:  # which has numbers of other options
+        with suppress(ValueError):  # refused where the cell is checked
+            return parse_value(slot, value)
+    return value
 
 
 def _canonical(path: str, policy: str | int | RestartPolicy) -> str:
