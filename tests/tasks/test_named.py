@@ -26,7 +26,7 @@ from twophase.cli.main import main
 from twophase.diloco.communicator import SingleProcess
 from twophase.report.results import Run, Sweep
 from twophase.runs.folder import read_lines
-from twophase.tasks import build, digits, named
+from twophase.tasks import build, digits, hf, named
 from twophase.tasks.named import config_class, name_of
 from twophase.training import session
 from twophase.training.config import inner_lr
@@ -170,6 +170,7 @@ def test_shipped_tasks_train(tmp_path: Path) -> None:
     for run in (fresh, loaded):
         assert summary_of(run)["perplexity"] < 256
     assert summary_of(fresh)["checksum"] != summary_of(loaded)["checksum"]
+    assert all(hf.HuggingFace("tiny", weights=weights).model(0).training for weights in (False, True))  # with dropout
     assert twophase.train("hf:tiny", values, quiet=True).summary == fresh.summary
     torch.manual_seed(2)  # weights of the same sizes under the same name
     transformers.AutoModelForCausalLM.from_config(tiny).save_pretrained(tmp_path / "tiny")

@@ -93,10 +93,10 @@ class HuggingFace:
         return corpus
 
     def model(self, seed: int) -> nn.Module:
-        """Return the model in float32, on the CPU."""
+        """Return the model in float32, on the CPU, in training mode."""
         config = self._config
         if self.weights:
-            return copy.deepcopy(self._pretrained)
+            return copy.deepcopy(self._pretrained).train()  # from_pretrained switches dropout off
         from transformers import AutoModelForCausalLM  # noqa: PLC0415 - an extra, which `_config` has checked
 
         torch.manual_seed(seed)
