@@ -25,7 +25,7 @@ from twophase.base.config import UsageError
 from twophase.text import prepare as module
 from twophase.text import sources
 from twophase.text.meta import TOKEN_BYTES, TOKENIZER, TRAIN, VALIDATION, Meta, read_meta
-from twophase.text.prepare import STATE, Request, is_held_out, prepare
+from twophase.text.prepare import STATE, Request, _planned, is_held_out, prepare
 from twophase.text.tokenizer import load_tokenizer
 
 pytest.importorskip("tokenizers", reason="the extra 'data' is not installed")
@@ -158,6 +158,13 @@ def test_validation_of_its_own(corpus: Path, tmp_path: Path):
     link.symlink_to(corpus / "c4-train.00000-of-01024.json.gz")  # two names of one file are one file
     with pytest.raises(UsageError, match=r"--validation .*link.json.gz: is also trained on"):
         prepare(request(corpus, tmp_path / "no", validation=(str(link),)))
+
+
+def test_c4_as_validation_is_its_validation_split(corpus: Path, tmp_path: Path):
+    """The word c4 names both splits on the hub; beside training files of one's own its training split is not read."""
+    planned = _planned(request(corpus, tmp_path / "out", validation=("c4",))).validation
+    names = [file.path.rpartition("/")[2] for file in planned]
+    assert names == [f"c4-validation.{number:05d}-of-00008.json.gz" for number in range(8)]
 
 
 def test_large_vocabularies_take_four_bytes(corpus: Path, tmp_path: Path):

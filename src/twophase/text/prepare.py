@@ -166,7 +166,8 @@ def _planned(request: Request) -> _Plan:
         )
     train, validation = find(request.sources, request.kind, outside=request.out)
     if request.validation:
-        validation = [file for files in find(request.validation, request.kind, outside=request.out) for file in files]
+        others, official = find(request.validation, request.kind, outside=request.out)
+        validation = [*(file for file in others if not file.remote), *official]  # of the word c4 its validation split
     if not train:
         raise UsageError("the sources are validation files of C4 only; name its c4-train files as well")
     trained = {file.place for file in train}
