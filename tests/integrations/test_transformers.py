@@ -118,6 +118,13 @@ def test_record_is_a_run(tmp_path: Path):
     assert run.summary["steps"] == STEPS
 
 
+def test_a_checkpoint_without_optimizer_is_refused(tmp_path: Path):
+    """The Trainer would go on with fresh moments and the schedule's beginning, without a word."""
+    make_trainer(tmp_path, [make_callback()], steps=10, save_only_model=True).train()
+    with pytest.raises(ValueError, match=r"checkpoint-10 has no optimizer\.pt.*save_only_model=False"):
+        make_trainer(tmp_path, [make_callback()]).train(resume_from_checkpoint=True)
+
+
 def test_an_engine_of_another_run_is_refused(tmp_path: Path):
     """Resumed from a checkpoint that does not lie in output_dir, where another run has one of the same step."""
     for name, scale in (("a", 1.0), ("b", 2.0)):

@@ -35,7 +35,7 @@ class DiLoCoCallback(Rounds, TrainerCallback):
 
     Raises:
         ValueError: a Trainer over several processes or GPUs, `load_best_model_at_end`, or a checkpoint that was written
-            without this callback; when the training begins.
+            without this callback or the optimizer; when the training begins.
     """
 
     def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
@@ -62,6 +62,11 @@ class DiLoCoCallback(Rounds, TrainerCallback):
                 raise ValueError(
                     f"DiLoCoCallback: {path} is missing: the checkpoint was written without this callback, its writing "
                     "was interrupted, or it lies elsewhere; resume from an earlier checkpoint of output_dir"
+                )
+            if not any(path.parent.glob("*optimizer*")):  # the Trainer begins with a fresh one, and says nothing
+                raise ValueError(
+                    f"DiLoCoCallback: {path.parent} has no optimizer.pt, so the inner optimizer and its schedule would "
+                    "begin anew; resume from a checkpoint with save_only_model=False, or train anew from its weights"
                 )
             saved = parts.read(path, sealed=True)
             if saved.get("weights", (here := _digits(kwargs["model"]))) != here:
