@@ -297,6 +297,7 @@ MISTAKES = {
     "no loss in the evaluation": ('{"loss": loss.item(), ', "{", "loss"),
     "a loss without a gradient": ("batch[0]), batch[1])", "batch[0]), batch[1]).detach()", "gradient"),
     "a NaN in the evaluation": ('{"loss": loss.item()', '{"loss": np.nan', "nan"),
+    "a column of the record's own": ('"accuracy": ', '"restarts": ', "restarts, a column"),
     "no inner optimizer": (
         "    def evaluate",
         "    def inner(self, model, config):\n        pass\n\n    def evaluate",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import weakref
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,13 +15,13 @@ from torch import Tensor, nn
 
 from twophase.base.config import UsageError, with_values
 from twophase.diloco.communicator import SingleProcess
-from twophase.runs.folder import RunFolder, read_lines
+from twophase.runs.folder import SUMMARY, RunFolder, read_lines
 from twophase.tasks.lm.config import TrainConfig
 from twophase.training import device
 from twophase.training.preflight import preflight
 from twophase.training.task import PlainStep, step_of
 from twophase.training.train import train
-from twophase.training.trainer import Trainer
+from twophase.training.trainer import RESERVED, Trainer
 
 TRUTH = torch.tensor([[1.0, -2.0, 3.0]])
 
@@ -75,6 +76,8 @@ def test_another_task_is_trained(config: TrainConfig, tmp_path: Path) -> None:
     assert whole["validation_loss"] < 0.1 < Regression().evaluate(Regression().model(0))["loss"]
     assert (whole["largest"], whole["tokens"], whole["rounds"]) == (3.0, 0, 10)
     assert "batches_per_second" in read_lines(tmp_path / "whole" / "steps.jsonl")[0]
+    lines = [*read_lines(tmp_path / "whole" / "metrics.jsonl"), json.loads((tmp_path / "whole" / SUMMARY).read_text())]
+    assert set().union(*lines) - {"perplexity", "largest"} == RESERVED
     calls = iter(range(100))
     assert run(config, tmp_path / "parts", should_stop=lambda: next(calls) == 20)["exit_reason"] == "stopped"
     assert run(config, tmp_path / "parts")["checksum"] == whole["checksum"]

@@ -21,6 +21,7 @@ from twophase.base.errors import is_out_of_memory
 from twophase.base.source import source_digest
 from twophase.training.config import InnerConfig
 from twophase.training.device import first_line, moved
+from twophase.training.trainer import RESERVED
 
 _METHODS = ("model", "batch", "loss", "evaluate")
 
@@ -106,6 +107,8 @@ class OwnTask:
             raise self._refusal(f"evaluate() returned {numbers!r:.80}; return numbers by name") from None
         if "loss" not in numbers:
             raise self._refusal(f"evaluate() returned {', '.join(numbers) or 'nothing'}; `loss` must be among them")
+        if taken := sorted(RESERVED & set(numbers)):
+            raise self._refusal(f"evaluate() returned {', '.join(taken)}, a column of the run's own; name it otherwise")
         return numbers
 
     def describe(self) -> dict[str, Any]:

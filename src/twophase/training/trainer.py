@@ -43,6 +43,11 @@ the next.)"""
 _NOTHING: dict[str, float] = dict.fromkeys((LOSS, STOP, *FOR_POLICIES), 0.0)
 """Signals of a replica without weight."""
 RUNNING, STOPPED, FINISHED, DIVERGED = "running", "stopped", "finished", "diverged"
+RESERVED = frozenset(
+    "step round train_loss validation_loss inner_lr tokens seconds engine_share diverged exit_reason steps rounds "
+    "restarts checksum execution config weights_sha256 summary_sha256".split()
+)
+"""Columns of a line of metrics (`Trainer.end_round`) and of the summary, of which a task's evaluation may have none."""
 
 
 class Trainer:
