@@ -39,6 +39,7 @@ MISTAKES = [
     ("train --outer.method muon:rest=0", "--outer.method muon:rest=0"),
     ("train --outer.method torch:optimizer=Adamm", "Adamm"),
     ("train --outer.method torch:optimizer=Adagrad:options=lr=0.1 --outer.restart 3", "--outer.method torch"),
+    ("train --outer.method torch:optimizer=Muon:options=lr=0.1", "Muon only supports 2D parameters"),
     ("sweep --axis outer.method adamw adamx", "adamx"),
     ("train --outer.lrr 1", "'--outer.lrr' is no option; did you mean --outer.lr?"),
     ("train --outer.learning_rate 1", "'--outer.learning_rate' is no option; did you mean --outer.lr?"),

@@ -314,6 +314,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "no argument": (built("torch:optimizer=Adam:options=rate=1"), "rate"),
     "no optimizer": (built("torch:optimizer=collections.OrderedDict:options="), "OrderedDict"),
     "closure": (built("torch:optimizer=LBFGS:options=lr=1"), "closure"),
+    "a shape of a torch optimizer": (built("torch:optimizer=Muon:options=lr=0.1"), r"refuses .* of shape \(6,\)"),
     "sparse": (built("torch:optimizer=SparseAdam:options=lr=1"), "dense"),
     "another slot's": (lambda: parse("method", parse("filter", "none")), "method"),
     "group's method": (lambda: OuterOptimizer([{"params": parameters(0), "method": "gpa"}], "sgd", 3), "none"),

@@ -23,6 +23,7 @@ from twophase.optim.methods import (
     new_buffer,
     resets_second,
     restarted,
+    torch_optimizer,
     torch_step,
 )
 from twophase.optim.outer import OuterSGD, Part
@@ -360,6 +361,14 @@ def check_slots(group: Mapping[str, Any], context: Context) -> None:
         value.check_restart(policy, first_moment=first_moment_key(method) is not None)
     except ValueError as error:
         raise ValueError(f"OuterOptimizer: {error}") from None
+    for p in group["params"] if isinstance(method, TorchMethod) else ():
+        try:
+            torch_optimizer(method, [p.detach()])  # as in a round, each parameter by itself: some allocate their state
+        except ValueError as error:  # not the arguments, with which the first moment was looked up
+            raise ValueError(
+                f"OuterOptimizer: method {method} refuses a parameter of shape {tuple(p.shape)} ({error.__cause__}); "
+                "give such parameters a group with another method, or take one for all shapes, such as adamw"
+            ) from error
     if value.filter.replicas and not context.weighs:
         raise ValueError(
             f"OuterOptimizer: filter {value.filter.name} compares the replicas of an engine; give it to the engine, as "
