@@ -205,15 +205,20 @@ def test_rules_alone_have_a_matched_gain(values: dict[str, object], rule: OuterR
         assert control.config.outer == expected.config.outer
 
 
-def test_methods_without_a_first_moment_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("restarted", "other"), [("adamw", "gpa"), ("nesterov", "torch:optimizer=Adagrad:options=lr=0.1")]
+)
+def test_methods_without_a_first_moment_are_left_out(
+    caplog: pytest.LogCaptureFixture, restarted: str, other: str
+) -> None:
     """In a grid of methods and restarts the impossible cells are left out and told of; alone such a cell is refused."""
-    methods, restarts = Axis("outer.method", ("adamw", "gpa")), Axis("outer.restart", ("never", "3"))
+    methods, restarts = Axis("outer.method", (restarted, other)), Axis("outer.restart", ("never", "3"))
     cells = grid_of(TrainConfig(), [methods, restarts], controls=False)
     assert [(cell.values["outer.method"], cell.values["outer.restart"]) for cell in cells] == [
-        ("adamw", "never"),
-        ("adamw", "3"),
-        ("gpa", "never"),
+        (restarted, "never"),
+        (restarted, "3"),
+        (other, "never"),
     ]
     assert "1 cells are left out" in caplog.text
     with pytest.raises(UsageError, match="first moment"):
-        grid_of(with_values(TrainConfig(), {"outer.restart": "3"}), [methods], controls=False)
+        grid_of(with_values(TrainConfig(), {"outer.restart": "3"}), [Axis("outer.method", ("gpa",))], controls=False)

@@ -18,7 +18,7 @@ from typing import Any
 from twophase.base.config import UsageError, with_values
 from twophase.policies.base import RestartPolicy
 from twophase.policies.text import parse as parse_policy
-from twophase.recipes.controls import BLOCKS, RESTART
+from twophase.recipes.controls import BLOCKS, RESTART, has_first_moment
 from twophase.shelf.base import Method, Slot, parse, registered
 from twophase.shelf.outer import USUAL
 from twophase.sweeps.bracket import Scale
@@ -156,7 +156,7 @@ def _method_or_policy(text: str) -> Method | RestartPolicy:
 
 def _check_restart(method: Method, policy: RestartPolicy) -> None:
     """Refuse a restart that changes nothing, or that makes the method's numbers change nothing."""
-    if not method.first_moment and str(policy) != "never":
+    if str(policy) != "never" and not has_first_moment(method):
         raise ValueError(f"{method.name} has no first moment, so that a restart changes nothing; leave @ out")
     if method.plain and _needs_no_rule(policy):
         raise ValueError(f"{policy} takes steps of its own, whatever the method; write {policy.name} alone")

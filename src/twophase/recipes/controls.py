@@ -20,12 +20,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 from twophase.base.config import UsageError, get, with_values
 from twophase.policies.base import Never, RestartPolicy, RoundSignal, ask
 from twophase.policies.gain import mean_outer_gain
 from twophase.rule import OuterRule
+from twophase.shelf.base import Method
+from twophase.shelf.methods import TorchMethod
 from twophase.shelf.outer import USUAL, Outer
 from twophase.sweeps.grid import MOMENTUM_FREE, Axis, Cell, product, text_of
 from twophase.tasks.named import check
@@ -232,13 +235,27 @@ def _with_first_moment(cells: list[Cell], varied: Collection[str]) -> list[Cell]
     left_out = [
         (cell, value.method.name)
         for cell, value in values
-        if isinstance(value, Outer) and not value.method.first_moment and cell.config.outer.policy() != Never()
+        if isinstance(value, Outer) and cell.config.outer.policy() != Never() and not has_first_moment(value.method)
     ]
     if left_out:
         names = ", ".join(dict.fromkeys(name for _, name in left_out))
         _log.warning("%d cells are left out: %s, with restarts, have no first moment", len(left_out), names)
     outside = {id(cell) for cell, _ in left_out}
     return [cell for cell in cells if id(cell) not in outside]
+
+
+def has_first_moment(method: Method) -> bool:
+    """Return whether a restart has a buffer to act on; of a torch optimizer a step tells, which alone needs torch.
+
+    Raises:
+        UsageError: a torch optimizer that cannot be built.
+    """
+    if not isinstance(method, TorchMethod):
+        return method.first_moment
+    try:
+        return import_module("twophase.optim.methods").first_moment_key(method) is not None
+    except ValueError as error:
+        raise UsageError(f"--{METHOD}: {error}") from None
 
 
 def _has_no_momentum(outer: Any) -> bool:
