@@ -680,6 +680,7 @@ def usual() -> nn.Module:
         (usual, blocks, {"restart": 3}, ["restart goes with an OuterRule", "outer builds"]),
         (usual, OuterSGD([torch.zeros(1)], 0.1), {}, ["outer is OuterSGD", "OuterRule", "lambda"]),
         (usual, 0.7, {}, ["outer is float", "OuterRule", "lambda"]),
+        (usual, "nesterov", {}, ["the name of a method", 'twophase.outer("nesterov")']),
         (
             lambda: nn.Linear(2, 2),
             lambda params: OuterSGD([p for name, p in params if name == "weight"], 0.1),

@@ -263,7 +263,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "field": (built("adamw:beta3=1"), "did you mean beta2"),
     "field of a rule": (lambda: outer(OuterRule(0.7, 0.9), momentun=0.5), "^outer: 'momentun'.*did you mean momentum"),
     "field of a value": (lambda: outer(parse("method", "adamw"), beta3=0.5), "^outer: .beta3..*did you mean beta2"),
-    "field twice": (built("adamw:lr=1:lr=2"), "lr"),
+    "field twice": (lambda: outer("nesterov:lr=0.5", lr=0.7), "lr stands there twice"),
     "no equals": (built("adamw:0.3"), "adamw:lr=FLOAT"),
     "no number": (built("adamw:lr=fast"), "'fast'"),
     "no whole number": (built("muon:steps=2.5"), "steps"),

@@ -40,7 +40,7 @@ from twophase.policies.base import AGREEMENT, MEASURED, PROBES, Never, RestartPo
 from twophase.policies.checks import check_count
 from twophase.policies.text import parse
 from twophase.rule import OuterRule
-from twophase.shelf.base import Method
+from twophase.shelf.base import Method, registered
 from twophase.shelf.outer import Outer
 
 OuterFactory = Callable[[list[tuple[str, Tensor]]], Optimizer]
@@ -363,6 +363,8 @@ def _build_outers(
 ) -> None:
     """Give each fragment its optimizer: a shared optimizer would step on the gradients of the fragments at rest."""
     if isinstance(outer, str | RestartPolicy):
+        if str(outer).partition(":")[0] in registered("method"):
+            raise ValueError(f'DiLoCo: outer is {outer}, the name of a method; give twophase.outer("{outer}")')
         if restart is not None:
             raise ValueError(
                 f"DiLoCo: outer is {outer}, a policy, and restart {restart}; give an OuterRule, or one of the two"
@@ -382,9 +384,8 @@ def _build_outers(
     is_value = isinstance(outer, OuterRule | Outer | Method)
     if isinstance(outer, Optimizer) or not (is_value or callable(outer)):
         raise ValueError(
-            f"DiLoCo: outer is {type(outer).__name__}; pass an OuterRule, a twophase.outer(...), or a "
-            "function of the engine's anchor "
-            "parameters such as lambda params: OuterSGD(params, lr=0.7, momentum=0.9, nesterov=True)"
+            f"DiLoCo: outer is {type(outer).__name__}; pass an OuterRule, a twophase.outer(...), or a function "
+            "of the engine's anchor parameters, lambda params: OuterSGD(params, lr=0.7, momentum=0.9, nesterov=True)"
         )
     for fragment in fragments:
         policy = policies[fragment.name]
@@ -406,8 +407,7 @@ def _build_outers(
         if unused:
             raise ValueError(
                 f"DiLoCo: the optimizer that outer built does not hold {', '.join(unused[:3])}"
-                f"{' …' * (len(unused) > 3)}; parameters that no group takes would be set back in every round, so give "
-                "it all that outer receives"
+                f"{' …' * (len(unused) > 3)}; parameters without a group would be set back in every round: give it all"
             )
 
 

@@ -163,8 +163,9 @@ class RestartPolicy(ABC):
         rules = {self.canonical(OuterRule(lr, momentum)) for lr, momentum in ((1.0, 0.9), (0.7, 0.0))}
         if len(rules) > 1:
             raise ValueError(
-                f"restart policy {self} restarts the momentum of a rule, and there is none; give one, such as "
-                "OuterRule(0.7, 0.9, nesterov=True), or take auto, which needs none"
+                f"restart policy {self} restarts the momentum of a rule, and there is none; give "
+                "OuterSGD an lr, such as lr=0.7, and DiLoCo an OuterRule(0.7, 0.9, nesterov=True), or take auto, which "
+                "needs none"
             )
         return rules.pop()
 

@@ -245,7 +245,9 @@ def _parse_text(slot: Slot, text: str, defaults: tuple[tuple[str, Any], ...]) ->
     values: dict[str, Any] = {}
     for word in words:
         field, equals, value = word.partition("=")
-        if not equals or field not in hints or field in values:
+        if field in values:
+            raise ValueError(f"{slot} {shortened(text)!r}: {field} stands there twice; give it once")
+        if not equals or field not in hints:
             remedy = did_you_mean(field, hints, f"write {usage}") if equals else f"write {usage}"
             raise ValueError(f"{slot} {shortened(text)!r}: {shortened(word)!r} is no field of {name}; {remedy}")
         try:
