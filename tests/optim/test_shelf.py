@@ -204,6 +204,17 @@ def test_muon_takes_tensors_as_matrices():
     assert same_bits(kernel[0].view(4, 6), matrix[0])
 
 
+@pytest.mark.parametrize("nesterov", ["true", "false"])
+def test_muons_rest_follows_a_momentum_schedule(nesterov: str):
+    """In the first round of a momentum that rises from 0 a bias moves by rest times g, as momentum SGD would."""
+    matrix, bias = parameters(0, [(3, 2), (2,)])
+    optimizer = OuterOptimizer([matrix, bias], outer(f"muon:rest=0.4:nesterov={nesterov}", schedule="momentum"))
+    give_round(0, [matrix, bias])
+    expected = bias.detach() - 0.4 * bias.grad
+    optimizer.step()
+    torch.testing.assert_close(bias.detach(), expected, rtol=1e-12, atol=1e-12)
+
+
 def test_lookahead_and_slow_momentum_in_the_engine():
     """One replica with a preset is the optimizer that wraps the inner one: pytorch-optimizer's Lookahead over SGD."""
     package = pytest.importorskip("pytorch_optimizer", reason="the package pytorch-optimizer is not installed")

@@ -178,8 +178,8 @@ def muon(method: Muon, round_: Round, x: Tensor, g: Tensor, state: State) -> Ten
     m = mix(rule, g, state[FIRST])
     direction = m * rule.momentum + g * rule.injection if rule.nesterov else m
     if x.ndim < 2:
-        # `rest` is meant in sum form, whose buffer is 1 / (1 - b) times this one. A schedule acts on both alike.
-        return direction * (method.rest / (1 - method.momentum) * (rule.lr / method.lr if method.lr else 1.0))
+        # `rest` is meant in sum form, whose buffer is 1 / (1 - b) times this one, with the b of the round.
+        return direction * (method.rest / (1 - rule.momentum) * (rule.lr / method.lr if method.lr else 1.0))
     if not x.numel():
         return torch.zeros_like(direction)
     matrix = direction.flatten(1)
