@@ -298,6 +298,13 @@ MISTAKES = {
     "a loss without a gradient": ("batch[0]), batch[1])", "batch[0]), batch[1]).detach()", "gradient"),
     "a NaN in the evaluation": ('{"loss": loss.item()', '{"loss": np.nan', "nan"),
     "a column of the record's own": ('"accuracy": ', '"restarts": ', "restarts, a column"),
+    "a batch of words": (
+        "(seed, step, replica), 16)",
+        "(seed, step, replica), 16), np.array(['a'])",
+        "cannot be moved",
+    ),
+    "weights without a shape": ("nn.Linear(2, self.width)", "nn.LazyLinear(self.width)", "run a batch through"),
+    "a type for checkers alone": ("width: int = 8", "width: 'Table' = 8", "TYPE_CHECKING"),
     "no inner optimizer": (
         "    def evaluate",
         "    def inner(self, model, config):\n        pass\n\n    def evaluate",

@@ -147,7 +147,8 @@ def config_class(name: str) -> type[RunConfig]:
     """Return the class of a configuration of a task's runs: `RunConfig` with the task's values below `task`.
 
     Raises:
-        UsageError: as `task_class`, or a field without a default, or of a type that no option can hold.
+        UsageError: as `task_class`, or a field without a default, or of a type that no option can hold or that
+            cannot be read.
     """
     if name == LM:
         return TrainConfig
@@ -169,7 +170,13 @@ def _fields(name: str, kind: type) -> list[tuple[str, Any, Any]]:
     """Return a task's fields as those of its values."""
     if not dataclasses.is_dataclass(kind):
         return []
-    hints = typing.get_type_hints(kind)
+    try:
+        hints = typing.get_type_hints(kind)
+    except Exception as error:  # of the class's own annotations
+        raise UsageError(
+            f"--task {name}: an annotation of {kind.__name__} cannot be read ({type(error).__name__}: {error}); import "
+            "what it names outside of `if TYPE_CHECKING:`"
+        ) from error
     fields = []
     for field in dataclasses.fields(kind):
         if not field.init or field.name == REPLICAS or (name.startswith(HF) and field.name == "source"):

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from twophase.base.config import RunError, UsageError, to_tree
@@ -148,19 +149,23 @@ class OwnTask:
             UsageError: naming what is missing, not deterministic, or not a finite scalar.
         """
         model, again = self.model(0), self.model(0)
+        if any(map(is_lazy, [*model.parameters(), *model.buffers()])):
+            raise self._refusal(
+                "model(0) has parameters without a shape, as of nn.LazyLinear; run a batch through the model in model()"
+            )
         state, repeated = model.state_dict(), again.state_dict()
         if list(state) != list(repeated) or not all(_alike(state[name], repeated[name]) for name in state):
             raise self._refusal("model(0) returned other weights the second time; seed everything that it draws")
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise self._refusal("model(0) has no parameter that requires a gradient")
-        batch = self.batch(0, 0, 0)
-        if not _alike(batch, self.batch(0, 0, 0)):
+        batch, repeated_batch = (self._moved(self.batch(0, 0, 0), device) for _ in range(2))
+        if not _alike(batch, repeated_batch):
             raise self._refusal(
                 "batch(0, 0, 0) returned another batch the second time; draw it from (seed, step, replica) alone, as "
                 "by numpy.random.default_rng((seed, step, replica))"
             )
         self.describe()
-        loss = self.loss(model.to(device), self._moved(batch, device))
+        loss = self.loss(model.to(device), batch)
         if not loss.requires_grad:
             raise self._refusal("loss() returned a tensor without a gradient; compute it from the model's output")
         if not math.isfinite(value := loss.item()):
@@ -180,7 +185,7 @@ class OwnTask:
     def _moved(self, batch: Any, device: torch.device) -> Any:
         try:
             return moved(batch, device)
-        except (AttributeError, TypeError) as error:
+        except (AttributeError, TypeError, ValueError) as error:
             raise self._refusal(
                 f"batch() returned what cannot be moved to a device ({error}); return tensors, NumPy arrays, or "
                 "tuples, lists and dictionaries of them"
