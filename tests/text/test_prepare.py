@@ -400,6 +400,15 @@ def test_too_little_text_is_told(tmp_path: Path, documents: list[str], share: fl
         assert set(prepare(asked).splits) == {TRAIN}
 
 
+def test_validation_without_text_is_told(tmp_path: Path):
+    """A validation file without text is named, at the first call and when it is repeated, and nothing is declared."""
+    empty, train = write(tmp_path / "empty.jsonl", ["", " "]), write(tmp_path / "a.jsonl", texts(3))
+    for _ in range(2):
+        with pytest.raises(UsageError, match=r"--validation empty\.jsonl: holds no text; .* with another --out"):
+            prepare(request(train, tmp_path / "out", validation=(str(empty),)))
+    assert not (tmp_path / "out" / "meta.json").exists()
+
+
 def test_two_at_once_are_refused(original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A second process on the same folder is sent away, and the first is not disturbed."""
     asked = request(original, tmp_path / "out")

@@ -261,6 +261,9 @@ class _Preparation:
                 self.place = {"stage": stage, "file": 0, "record": 0}
                 self._save()
             split, files = self.plan.stages[stage]
+            if split == TRAIN and self.plan.validation and not self.splits.tokens(VALIDATION):
+                names = _few([file.name for file in self.plan.validation])
+                raise UsageError(f"--validation {names}: holds no text; name files that do, with another --out")
             if self._is_full(split):
                 continue
             place = {"file": self.place["file"], "record": self.place["record"]}
