@@ -184,7 +184,12 @@ def test_replicas_may_hide_all_gpus(monkeypatch: pytest.MonkeyPatch, visible: st
     ("call", "options", "error", "words"),
     [
         (hf, {"load_best_model_at_end": True}, ValueError, "load_best_model_at_end is True"),
-        (hf, {"_n_gpu": 2}, ValueError, "join_replicas"),
+        (
+            hf,
+            {"_n_gpu": 2},
+            ValueError,
+            r"torchrun --nproc-per-node 2 and call join_replicas\(\).*CUDA_VISIBLE_DEVICES=0",
+        ),
         (hf_without_state, {}, ValueError, r"checkpoint-10/twophase\.safetensors is missing"),
         (pl, {"world_size": 2}, ValueError, "join_replicas"),
         (pl, {"automatic_optimization": False}, ValueError, "automatic_optimization is False"),

@@ -41,10 +41,12 @@ class DiLoCoCallback(Rounds, TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Build the engine; the Trainer has placed the model and, when it resumes, loaded weights and optimizer."""
         if args.world_size > 1 or args.n_gpu > 1:
+            remedy = "call join_replicas() before TrainingArguments are made, so that each process has its own Trainer"
+            if args.world_size == 1:  # without torchrun, join_replicas() does nothing
+                remedy = f"use torchrun --nproc-per-node {args.n_gpu} and {remedy}, or set CUDA_VISIBLE_DEVICES=0"
             raise ValueError(
                 f"DiLoCoCallback: this Trainer spans {args.world_size} processes with {args.n_gpu} GPUs each, and "
-                "averages every gradient; it must be 1 process with at most 1 GPU: call join_replicas() before "
-                "TrainingArguments are made, so that each process is a Trainer of its own"
+                f"averages every gradient; it must be 1 process with at most 1 GPU: {remedy}"
             )
         if args.load_best_model_at_end:
             raise ValueError(
