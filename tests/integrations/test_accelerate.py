@@ -68,6 +68,15 @@ def test_resumed_is_uninterrupted(tmp_path: Path, at: int):
     assert trainers.same_weights(rest[1], model)
 
 
+def test_more_replicas_than_were_saved_are_refused(tmp_path: Path):
+    """A process without a replica's state is told how many were saved; nothing of the engine has changed."""
+    start()[0].save_state(str(tmp_path))
+    (tmp_path / "twophase_replica_0.safetensors").rename(tmp_path / "twophase_replica_1.safetensors")
+    rest = start()
+    with pytest.raises(ValueError, match=r"replica_0\.safetensors is missing: replicas saved: 1, now: 1;"):
+        rest[0].load_state(str(tmp_path))
+
+
 def test_record_and_disabled(tmp_path: Path):
     """`twophase.record` of its engine is a standard run; with enabled=False the loop trains alone."""
     parts = start()

@@ -108,9 +108,15 @@ class DiLoCo:
         """Continue from `accelerator.load_state`, which has loaded process 0's replica into all of them."""
         if self.engine is None:
             return
-        self.engine.load_state_dict(state)
         if self._folder is None:
             raise ValueError("DiLoCo.load_state_dict: it needs each replica's own state; use accelerator.load_state")
+        if not (self._folder / self._file).exists():
+            saved = len(list(self._folder.glob("twophase_replica_*.safetensors")))
+            raise ValueError(
+                f"DiLoCo.load_state_dict: {self._folder / self._file} is missing: replicas saved: {saved}, "
+                f"now: {self._accelerator.num_processes}; start {saved} processes, or put the file back"
+            )
+        self.engine.load_state_dict(state)
         replica = parts.read(self._folder / self._file, sealed=True)
         self.engine.load_wire_state_dict(replica["wire"])
         self.engine.replicas[0].load_state_dict(replica["model"])
