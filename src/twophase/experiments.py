@@ -158,13 +158,18 @@ def tune(
 def _configuration(task: Any, config: RunConfig | Mapping[str, Any] | None) -> RunConfig:
     """Return the checked configuration of a task, given by name or as an object, with some values."""
     check_is_called_by_a_program()
-    if isinstance(config, RunConfig):
+    if isinstance(config, RunConfig) and task in (None, LM):  # LM: the task that train() has where it is left out
         return check(config)
     if isinstance(task, type):
         raise UsageError(
             f"the task is the class {task.__name__}; give an object, such as {task.__name__}(), or its name"
         )
     name, values = (task, {}) if isinstance(task, str) else (name_of(type(task)), _options(task))
+    if isinstance(config, RunConfig):
+        other = getattr(getattr(config, TASK, None), "name", LM)
+        if name != other:
+            raise UsageError(f"the task is {name}, and config is one of {other}; leave the task out, or config")
+        return check(config)
     base = config_class(name)()
     names = {field.name for field in dataclasses.fields(getattr(base, TASK))} if hasattr(base, TASK) else set()
     tree = {TASK: {path: value for path, value in values.items() if path in names}} if values else {}

@@ -27,6 +27,7 @@ from twophase.diloco.communicator import SingleProcess
 from twophase.report.results import Run, Sweep
 from twophase.runs.folder import read_lines
 from twophase.tasks import build, digits, hf, named
+from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.named import config_class, name_of
 from twophase.training import session
 from twophase.training.config import inner_lr
@@ -353,6 +354,8 @@ def test_python_values() -> None:
     for task in (kind, None):
         with pytest.raises(UsageError):
             twophase.train(task, SHORT, quiet=True)
+    with pytest.raises(UsageError, match="the task is digits, and config is one of lm; leave the task out"):
+        twophase.train("digits", TrainConfig(), quiet=True)
     wrong: Any
     for wrong in ("never", 3):
         with pytest.raises(UsageError, match="axes"):
