@@ -40,7 +40,7 @@ def values(method: str) -> Iterator[Outer]:
     value: Method = parse("method", method)
     for readout in ["last"] if value.reads_out else registered("readout"):
         for name in registered("schedule"):
-            if name != "transient" or value.plain or value.grows:
+            if {"transient": value.plain or value.grows, "momentum": value.first_moment}.get(name, True):
                 schedule = parse("schedule", name).over(12)
                 made = outer(value, schedule=schedule, readout=readout, filter="clip:norm=3")
                 assert isinstance(made, Outer)
@@ -296,6 +296,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "auto": (built("adamw", restart="auto"), "auto"),
     "probe": (lambda: OuterOptimizer(parameters(0), "lion", "probe:keep,drop", signals=["probes"]), "probe"),
     "two readouts": (built("gpa", readout="ema"), "readout"),
+    "momentum of averaging": (built("averaging", schedule="momentum"), "averaging has none"),
+    "momentum of GPA": (built("gpa", schedule="momentum"), "gpa has none"),
     "transient of AdamW": (built("adamw", schedule="transient"), "transient"),
     "transient of Lion": (built("lion", schedule="transient"), "transient"),
     "decay without rounds": (built("adamw", schedule="linear"), "rounds"),

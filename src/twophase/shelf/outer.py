@@ -26,7 +26,7 @@ class Outer:
         filter, schedule, readout: the other slots.
 
     Raises:
-        ValueError: a readout beside that of the method, or a bias correction that is not the method's.
+        ValueError: a readout beside that of the method, or a schedule of what the method has not.
     """
 
     method: Method
@@ -44,6 +44,12 @@ class Outer:
             raise ValueError(
                 f"schedule transient makes up for the short updates of a momentum that begins at 0, and method "
                 f"{self.method.name} has none; take constant, or a method of momentum SGD or FedOpt"
+            )
+
+        if self.schedule.name == "momentum" and not self.method.first_moment:
+            raise ValueError(
+                f"schedule momentum raises a momentum, and method {self.method.name} has none; take constant, or a "
+                "method with a momentum (`twophase methods` shows which)"
             )
 
     @property
