@@ -254,14 +254,10 @@ class Sign(Method):
     equation = "m <- b m + (1-b) g;  x <- x - lr sign(m)"
     source = "signSGD, arXiv 1802.04434"
     form = "ema"
-    users = ""
     test = f"{_GOLDEN}::test_sign"
 
     lr: float = 0.01
     momentum: float = 0.9
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
 
 
 @register("lion")
@@ -299,7 +295,6 @@ class Muon(Method):
 
     equation = "m <- b m + (1-b) g;  x <- x - lr NS(m)  (nesterov: NS((1-b) g + b m))"
     source = "Muon, github.com/KellerJordan/Muon; torch.optim.Muon"
-    users = ""
     form = "ema"
     matrices = True
     test = f"{_GOLDEN}::test_muon"
@@ -336,7 +331,6 @@ class DelayedNesterov(Method):
     equation = "every n-th: m <- b m + mean g, x <- x - lr ((1-cn+c) b m + g/n);  else x <- x - lr (c b m + g/n)"
     source = "arXiv 2401.09135"
     ahead = True
-    users = ""
     linear = True
     buffers = (FIRST, "pending")
     test = f"{_GOLDEN}::test_delayed_nesterov"
@@ -357,7 +351,6 @@ class _Averages(Method):
 
     first_moment = False
     reads_out = True
-    users = ""
     buffers = ("iterate", AVERAGE)
 
 
