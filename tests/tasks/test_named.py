@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +179,20 @@ def test_shipped_tasks_train(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="changed"):
         twophase.train("hf:tiny", values | {"task.weights": True}, quiet=True)
     assert twophase.train("hf:tiny", values, quiet=True).summary == fresh.summary
+
+
+@pytest.mark.parametrize(("kind", "learned"), [("GPT2", True), ("OPT", True), ("Llama", False)])
+def test_a_sequence_longer_than_the_learned_positions(tmp_path: Path, kind: str, learned: bool) -> None:
+    """It is refused before a run, by the option and the model's number; rotary positions go on."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 16}
+    more = {"word_embed_proj_dim": 16, "ffn_dim": 24} if kind == "OPT" else {}
+    getattr(transformers, f"{kind}Config")(vocab_size=256, **sizes, **more).save_pretrained(tmp_path / "tiny")
+    hf.HuggingFace("tiny", sequence_length=16).model(0)
+    with (
+        pytest.raises(UsageError, match=r"--task\.sequence-length is 17, .* 16 positions") if learned else nullcontext()
+    ):
+        hf.HuggingFace("tiny", sequence_length=17).model(0)
 
 
 def test_token_shards_of_a_model_of_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -100,14 +100,28 @@ class HuggingFace:
         from transformers import AutoModelForCausalLM  # noqa: PLC0415 - an extra, which `_config` has checked
 
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return self._fitting(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+
+    def _fitting(self, model: Any) -> nn.Module:
+        """Return a model that has a position for each token of a sequence; rotary ones go beyond what they name."""
+        limit = getattr(self._config, "max_position_embeddings", None)
+        if limit and self.sequence_length > limit:
+            tables = [part for part in model.modules() if isinstance(part, nn.Embedding)]
+            # Some models learn one or two positions more, such as that of padding.
+            if any(limit <= t.num_embeddings <= limit + 2 for t in tables if t is not model.get_input_embeddings()):
+                raise UsageError(
+                    f"--task.sequence-length is {self.sequence_length}, and hf:{self.source} has learned {limit} "
+                    f"positions (its max_position_embeddings); give at most {limit}"
+                )
+        return model
 
     @cached_property
     def _pretrained(self) -> nn.Module:
         from transformers import AutoModelForCausalLM  # noqa: PLC0415 - as above
 
         with torch.device("cpu"):
-            return AutoModelForCausalLM.from_pretrained(self.source, config=self._config, dtype=torch.float32)
+            model = AutoModelForCausalLM.from_pretrained(self.source, config=self._config, dtype=torch.float32)
+        return self._fitting(model)
 
     def batch(self, seed: int, step: int, replica: int) -> Any:
         """Read tokens and targets of a replica's inner step, each (batch, length) int64."""
@@ -126,7 +140,7 @@ class HuggingFace:
         tokens, targets = self._corpus.validation()
         batch = max(1, min(64, _EVALUATED_LOGITS // (tokens.shape[1] * self._config.vocab_size)))
         inputs, wanted = moved((tokens, targets), next(model.parameters()).device)
-        result = numbers(total_nats(_Logits(model), inputs, wanted, batch), targets, self._corpus.token_bytes)
+        result = numbers(total_nats(partial(_logits, model), inputs, wanted, batch), targets, self._corpus.token_bytes)
         return {name: value for name, value in result.items() if not math.isnan(value) or name == "loss"}
 
     def describe(self) -> dict[str, Any]:
@@ -169,15 +183,6 @@ def _task_options() -> Iterator[None]:
         yield
     except UsageError as error:
         raise UsageError(str(error).replace("--data.", "--task.")) from None
-
-
-class _Logits(nn.Module):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return _logits(self.model, tokens)
 
 
 def _logits(model: nn.Module, tokens: Tensor) -> Tensor:

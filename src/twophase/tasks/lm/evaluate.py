@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own custom
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 
 @torch.no_grad()
-def total_nats(model: nn.Module, tokens: Tensor, targets: Tensor, batch: int) -> float:
+def total_nats(model: Callable[[Tensor], Tensor], tokens: Tensor, targets: Tensor, batch: int) -> float:
     """Return the cross-entropy summed over all targets, -sum_i log softmax(logits_i)[target_i].
 
     Args:
