@@ -102,7 +102,6 @@ STATES = {
     "unstable": State(3.0, 0.9, True, "sum", 2, 40, "list", sigmas=(1.0, 0.4, 0.1), mode=0),
     "no momentum": State(0.7, 0.0, False, "sum", 0, 30, "list", sigmas=(0.9, 0.2), mode=1),
     "curvature": State(0.7, 0.9, True, "sum", 4, 60, "curvature", curvatures=(10, 3, 0.1), inner_steps=50, mode=2),
-    "some that do not": (State(sigmas=(0.5, 0), mode=0), None, "1 mode has σ 0 and is left out: nothing moves it."),
     "hardly any momentum": State(0.7, 1e-300, False, "sum", 0, 30, "list", sigmas=(0.9, 0.2), mode=1),
     "short": State(0.7, 0.9, True, "sum", 3, 1, "list", mode=0),
 }
@@ -346,6 +345,7 @@ def test_policies_are_read_as_the_package_reads_them(view: View) -> None:
 SAID = {
     "nothing moves": (State(sigmas=(0, 0), mode=0), "never", "Nothing moves, with or without restarts: every σ is 0."),
     "one that does not": (State(spectrum="one", sigma=0, mode=0), "never", "Nothing moves"),
+    "some that do not": (State(sigmas=(0.5, 0), mode=0), None, "1 mode has σ 0 and is left out: nothing moves it."),
     "hardly any momentum": (State(momentum=1e-300), "never", "every restart slows every mode down."),
     "none": (State(momentum=0.0), "never", "Without momentum there is nothing to restart."),
     "all diverge": (State(lr=50.0), "never", "6 of 6 modes diverge, and a restart cannot make them stable:"),

@@ -182,18 +182,13 @@ def test_an_inner_optimizer_of_another_kind_is_resumed(
     assert run(config, tmp_path / "parts")["checksum"] == whole["checksum"]
 
 
-@dataclass(frozen=True)
 class Broken(Regression):
-    """A bad batch for one replica, and none after the last step."""
-
-    bad: tuple[int, int] = (5, 1)
-    steps: int = 12
+    """A bad batch for one replica."""
 
     def batch(self, seed: int, step: int, replica: int) -> Any:
-        """Return a batch, of the bad one without a number."""
-        assert step < self.steps
+        """Return a batch, the bad one without a number."""
         batch = super().batch(seed, step, replica)
-        return batch | {"targets": batch["targets"] * float("nan")} if (step, replica) == self.bad else batch
+        return batch | {"targets": batch["targets"] * float("nan")} if (step, replica) == (5, 1) else batch
 
 
 def test_a_replica_that_a_filter_leaves_out_ends_no_run(config: TrainConfig, tmp_path: Path) -> None:
@@ -206,13 +201,6 @@ def test_a_replica_that_a_filter_leaves_out_ends_no_run(config: TrainConfig, tmp
             ends[name] = train(Broken(), case, folder)
     assert [end["exit_reason"] for end in ends.values()] == ["diverged", "finished"]
     assert ends["edit"]["validation_loss"] < float("inf")
-
-
-def test_no_batch_is_asked_for_after_the_last(config: TrainConfig, tmp_path: Path) -> None:
-    """A policy that probes weighs the last round's candidates on a batch that the run has, unless the task repeats."""
-    case = with_values(config, {"steps": 12})
-    with RunFolder.claim(tmp_path, case) as folder:
-        assert train(Broken(bad=(-1, 0)), case, folder)["exit_reason"] == "finished"
 
 
 class Frozen(Regression):

@@ -309,4 +309,4 @@ def _percent(share: float) -> str:
 
 
 def _item(text: str) -> str:
-    return textwrap.fill(text, 100, initial_indent="  - ", subsequent_indent="    ")
+    return textwrap.fill(text, 100, initial_indent="  - ", subsequent_indent="    ", break_on_hyphens=False)

@@ -123,9 +123,7 @@ class Trainer:
     def _probe(self, model: nn.Module, number: int, _round: int) -> float:
         """Compute the loss of a candidate on the first examples of a replica's next batch."""
         # By this configuration and not the replica's, which in a forest is that of the first run.
-        # And without repetition the run's last batch may be the last that there is.
-        step = min(self.done.step, self.config.steps - (not self.config.repeat))
-        return self.replicas[number].probe(model, step, self.config.outer.probe_sequences)
+        return self.replicas[number].probe(model, self.done.step, self.config.outer.probe_sequences)
 
     def _replica_state(self) -> dict[str, Any]:
         """Return what a late joiner needs beside the engine's state."""
