@@ -140,11 +140,13 @@ def test_mid_round_and_counts_are_told() -> None:
     assert "2 replicas" in count
 
 
-def test_replicas_at_the_anchor_with_mixing() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_replicas_at_the_anchor_with_mixing(dtype: torch.dtype) -> None:
     """Before the first round and after the end they are the anchor; in between the modules hold their own weights."""
-    engine = DiLoCo([model(), model()], RULE, inner_steps=4, mixing=0.5)
+    engine = DiLoCo([model().to(dtype), model().to(dtype)], RULE, inner_steps=4, mixing=0.5)
     assert engine.check(strict=True) == ()
-    rounds(engine, [torch.optim.SGD(m.parameters(), lr=0.1) for m in engine.replicas], [batches(0), batches(1)], 4)
+    data: list[Iterator[Tensor]] = [(x.to(dtype) for x in batches(number)) for number in range(2)]
+    rounds(engine, [torch.optim.SGD(m.parameters(), lr=0.1) for m in engine.replicas], data, 4)
     assert "0 of 4 inner steps" in engine.check()[0]
     engine.finish()
     assert engine.check(strict=True) == ()
@@ -155,6 +157,7 @@ def test_parameters_that_are_unfrozen_later_are_told() -> None:
     module = model()
     module[0].requires_grad_(requires_grad=False)  # type: ignore[index]
     engine = DiLoCo(module, RULE, inner_steps=4)
+    module[1] = nn.Sequential(module[1])  # type: ignore[index, operator] # the same parameters by other names
     assert engine.check() == ()
     module.requires_grad_(requires_grad=True)
     (finding,) = engine.check()

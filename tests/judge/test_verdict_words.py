@@ -120,8 +120,10 @@ def test_which_arms_are_controls() -> None:
         ("outer.readout", "last", "another"),
         ("outer.restart", "3", "auto"),
         ("outer.restart", "never", "unknown-here"),
+        ("outer.restart", None, "auto"),  # a blank cell of the table
         ("sync.restart", "none", "a=3,b=probe:keep,average"),
         ("sync.restart", ("a=3", "b=never"), ("a=3", "b=auto")),
+        ("sync.restart", None, ("a=auto",)),
     ],
 )
 def test_other_methods_are_no_control(path: str, usual: Any, other: Any) -> None:

@@ -221,6 +221,7 @@ def test_a_last_round_that_is_taken_again(tmp_path: Path, fragments: int) -> Non
         state = copy.deepcopy(loop.state())
         for _ in range(2):
             loop.engine.finish({"loss": loss})
+            run.log(validation_loss=loss, fragments=3)
             loop.load(state)
         loop.engine.finish({"loss": loss})
         raise ZeroDivisionError
@@ -232,7 +233,9 @@ def test_a_last_round_that_is_taken_again(tmp_path: Path, fragments: int) -> Non
     lines = read_lines(tmp_path / "run" / "rounds.jsonl")
     numbers = [(part["name"], part["round"]) for line in lines for part in line["fragments"]]
     assert len(set(numbers)) == len(numbers) == fragments * math.ceil(STEPS / INNER_STEPS)
-    assert all(line["step"] > 3 for line in read_lines(tmp_path / "run" / "metrics.jsonl"))
+    metrics = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert all(line["step"] > 3 for line in metrics)
+    assert sum("validation_loss" in line for line in metrics) == 1
     assert read_record(tmp_path / "run").problems == []
 
 

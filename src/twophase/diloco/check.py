@@ -135,8 +135,10 @@ class Watch:
 
     def _look(self, engine: Engine, inner: Sequence[Optimizer]) -> Iterator[str]:
         """Yield what is wrong now."""
-        late = [name for name, p in engine.replicas[0].named_parameters() if p.requires_grad]
-        if late := [name for name in late if name not in engine.anchor]:
+        # By identity: a module that is wrapped later, as by torch.compile, gives the same parameters other names.
+        synchronized = {id(p) for fragment in engine.fragments for p in fragment.params[0]}
+        named = engine.replicas[0].named_parameters()
+        if late := [name for name, p in named if p.requires_grad and id(p) not in synchronized]:
             yield (
                 f"{_some(late)} are trained since the engine was built, which does not synchronize them; build the "
                 "engine again when parameters are unfrozen"
@@ -183,9 +185,10 @@ class Watch:
 def _is_anchor(engine: Engine) -> bool:
     """Tell by their values whether the replicas are the anchor, as with mixing at the beginning and at the end."""
     return not engine.communicator.sharded and all(
-        torch.equal(view, parameters[name].detach().to(view.device))
-        for parameters in (dict(module.named_parameters()) for module in engine.replicas)
-        for name, view in engine.anchor.items()
+        torch.equal(view.to(p.dtype), p.detach().to(view.device))
+        for fragment in engine.fragments
+        for parameters in fragment.params
+        for view, p in zip(fragment.anchor_views, parameters, strict=True)
     )
 
 

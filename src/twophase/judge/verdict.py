@@ -190,10 +190,10 @@ def _why_control(group: Sequence[Setting], paired: bool, named: bool) -> str:
 
 def _takes_steps(values: Mapping[str, Any]) -> bool:
     """Whether a restart policy takes steps of its own, as one may that this process does not know."""
-    words = values.get("sync.restart", ())
+    words = values.get("sync.restart") or ()  # a blank cell of a table is None
     texts = [word.partition("=")[2] for word in (words_of(words) if isinstance(words, str) else words)]
     try:
-        return any(parse(str(text)).takes_steps for text in texts or [values.get("outer.restart", "never")])
+        return any(parse(str(text)).takes_steps for text in texts or [values.get("outer.restart") or "never"])
     except ValueError:
         return True
 

@@ -78,13 +78,17 @@ class Log:
 
     def cut(self, step: int, rounds: Mapping[str, int]) -> None:
         """Keep the lines before the first one after an inner step, or after that many rounds of a fragment."""
-        end = 0
+        newest, end = max(rounds.values(), default=math.inf), 0
         for line in self._read().splitlines(keepends=True):
             record = _record(line)
             if record is None or not record.get("step", 0) <= step:
                 break
-            if any(part["round"] > rounds.get(part["name"], math.inf) for part in record.get("fragments") or ()):
-                break  # the last, shorter round, which ends without an inner step
+            parts = record.get("fragments")  # of a round; metrics may have a number of that name
+            limits = [(record, newest)]
+            if isinstance(parts, list) and parts:
+                limits = [(part, rounds.get(part["name"], math.inf)) for part in parts]
+            if any(part.get("round", 0) > limit for part, limit in limits):
+                break  # of the last, shorter round, which ends without an inner step
             end += len(line)
         self.rewind(end)
 
