@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from outers import parameters
 from policies import each_rule
+from reference_outer import ReferenceOuter
 from replicas import Run, drift, network, same_bits, start, through_file, unlike
 from twophase.cli.main import main
 from twophase.diloco.engine import DiLoCo
 from twophase.diloco.report import RoundReport
 from twophase.optim.optimizer import OuterOptimizer
-from twophase.optim.reference import ReferenceOuter
 from twophase.restart import Restart, RestartPolicy, RoundSignal, State, register
 from twophase.restart import parse as parse_policy
 from twophase.rule import OuterRule

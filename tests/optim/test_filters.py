@@ -11,11 +11,11 @@ from torch import Tensor
 
 from outers import flat, give, parameters, randoms, run
 from policies import each_rule
+from reference_outer import ReferenceOuter
 from replicas import same_bits, through_file
 from twophase.optim.filters import Context, filtered
 from twophase.optim.methods import orthogonalized
 from twophase.optim.optimizer import OuterOptimizer
-from twophase.optim.reference import ReferenceOuter
 from twophase.restart import parse as parse_policy
 from twophase.rule import Form, OuterRule
 from twophase.shelf.base import Filter, parse, registered

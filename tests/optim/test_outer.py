@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from outers import SHAPES, flat, give, parameters, randoms, run, scalar
 from policies import SCHEDULED, each_rule, simulate
+from reference_outer import ReferenceOuter
 from replicas import same_bits, through_file
 from twophase.optim.outer import OuterSGD
 from twophase.optim.products import dot
-from twophase.optim.reference import ReferenceOuter
 from twophase.restart import Restart, RestartPolicy, RoundSignal, State, parse
 from twophase.rule import OuterRule
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from outers import buffers, counters, flat, give, parameters, randoms
 from policies import ALL, PROBING, RULES, SCHEDULED, SUPPLIED, each_rule
+from reference_outer import ReferenceOuter
 from replicas import same_bits, through_file
 from twophase.optim.optimizer import OuterOptimizer
 from twophase.optim.outer import BUFFER, OuterSGD
-from twophase.optim.reference import ReferenceOuter
 from twophase.restart import MEASURED, convert, parse
 from twophase.rule import OuterRule
 from twophase.shelf.outer import outer

@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies import ALL, each_rule, fired, simulate
+from reference_outer import ReferenceOuter
 from twophase.optim.outer import OuterSGD
-from twophase.optim.reference import ReferenceOuter
 from twophase.restart import (
     Answer,
     AtRounds,

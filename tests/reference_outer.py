@@ -1,7 +1,4 @@
-"""A slow twin in the paper's letters: everything is copied, every equation stands as printed.
-
-For readers and tests. The fast optimizer must agree with it.
-"""
+"""A slow twin of the outer optimizer in the paper's letters: everything is copied, every equation stands as printed."""
 
 from __future__ import annotations
 
