@@ -161,7 +161,7 @@ def test_parameters_that_are_unfrozen_later_are_told() -> None:
     assert engine.check() == ()
     module.requires_grad_(requires_grad=True)
     (finding,) = engine.check()
-    assert finding.startswith("0.weight, 0.bias are trained since the engine was built")
+    assert finding.startswith("0.weight, 0.bias were unfrozen after the engine was built")
 
 
 def test_buffers_where_processes_come_and_go() -> None:

@@ -349,6 +349,7 @@ def sharded(rank: int, mesh: Any) -> dict[str, Any]:
     results["cut matrices"] = cut_matrices(group, shard)
     run = train("patterns", replica, group, shard)
     run.go(range(9))
+    results["unfrozen"] = [finding for finding in run.engine.check() if "unfrozen" in finding]
     state = through_file(run.engine.state_dict())
     models, inners = [
         copy.deepcopy([module.state_dict() for module in some])
@@ -617,6 +618,11 @@ def test_values_of_whole_matrices_are_refused(brought: list[dict[str, Any]]):
     """Muon and orthogonalized pseudo-gradients would take each shard for a matrix, given as values or by a function."""
     for answers in brought:
         assert ["sharded" in message for message in answers["sharded"]["cut matrices"]] == [True] * 3
+
+
+def test_shards_are_not_taken_for_unfrozen_parameters(brought: list[dict[str, Any]]):
+    """`check()` looks for parameters that are trained only since the engine was built; shards stand for whole ones."""
+    assert [answers["sharded"]["unfrozen"] for answers in brought] == [[]] * len(brought)
 
 
 def test_signals_are_means_over_shards_and_replicas(brought: list[dict[str, Any]]):

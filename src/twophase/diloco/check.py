@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from twophase.diloco.communicator import Communicator
-from twophase.diloco.fragment import Fragment
+from twophase.diloco.fragment import Fragment, slots_of
 from twophase.diloco.report import RoundReport
 from twophase.optim.outer import OuterSGD
 
@@ -136,12 +136,11 @@ class Watch:
     def _look(self, engine: Engine, inner: Sequence[Optimizer]) -> Iterator[str]:
         """Yield what is wrong now."""
         # By identity: a module that is wrapped later, as by torch.compile, gives the same parameters other names.
-        synchronized = {id(p) for fragment in engine.fragments for p in fragment.params[0]}
-        named = engine.replicas[0].named_parameters()
-        if late := [name for name, p in named if p.requires_grad and id(p) not in synchronized]:
+        synchronized = {id(slot.parameter) for fragment in engine.fragments for slot in fragment.slots[0]}
+        if late := [slot.name for slot in slots_of(engine.replicas[0]) if id(slot.parameter) not in synchronized]:
             yield (
-                f"{_some(late)} are trained since the engine was built, which does not synchronize them; build the "
-                "engine again when parameters are unfrozen"
+                f"{_some(late)} were unfrozen after the engine was built, which does not synchronize them; build the "
+                "engine again"
             )
         if not (engine.at_anchor or (engine.inner_step == 0 and _is_anchor(engine))):
             yield (
