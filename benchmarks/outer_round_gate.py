@@ -98,7 +98,8 @@ def figures() -> dict[str, float]:
         mock.patch.object(device_sweep, "_launch", launch),
         mock.patch.object(FakeTensor, "tolist", to_host),
         mock.patch.object(device_sweep, "kernels", return_value=names),
-        mock.patch.object(device_sweep, "_address", id),  # these tensors lie nowhere, and hold no table
+        # These tensors lie nowhere, and hold no table.
+        mock.patch.object(device_sweep, "_addresses", lambda params: [*map(id, params)]),
         mock.patch.object(device_sweep, "tables", one_table),
         # The first round's watch compares values, which these tensors have not; later rounds have no watch.
         mock.patch.object(Watch, "begin"),

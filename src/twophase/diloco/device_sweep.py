@@ -54,16 +54,15 @@ def kernels(device: torch.device) -> ModuleType | None:
 def is_usable(fragment: Fragment) -> bool:
     """Whether the kernels know a fragment: float32 on an accelerator, replicas that are few and contiguous."""
     flat, replicas = fragment.flat, fragment.params
+    dtypes = [[theta.dtype for theta in params] for params in replicas]
     return (
         flat.device.type in _DEVICES
         and flat.dtype == torch.float32
         and len(replicas) <= _MOST_REPLICAS
-        and all(
-            theta.device == flat.device and theta.dtype in _TYPES and theta.is_contiguous()
-            for params in replicas
-            for theta in params
-        )
-        and all(len({theta.dtype for theta in thetas}) == 1 for thetas in zip(*replicas, strict=True))
+        and set(dtypes[0]) <= set(_TYPES)
+        and all(types == dtypes[0] for types in dtypes)
+        and {theta.device for params in replicas for theta in params} == {flat.device}
+        and all(all(map(Tensor.is_contiguous, params)) for params in replicas)
         and kernels(flat.device) is not None
     )
 
@@ -128,7 +127,7 @@ class DeviceSweep:
         g: the sum or mean of pseudo-gradients, (n,).
         m: the momentum buffer, (n,); None at momentum 0.
         buffers: views of `m` in the parameters' shapes.
-        slots: offset and number of elements of each parameter.
+        bounds: first element of each parameter, and the one after its last.
         replicas: the parameters of each replica; none where they are not to be set to the anchor.
         divisor: what g is still to be divided by.
         prove: whether the digest of the buffer is wanted too.
@@ -141,7 +140,7 @@ class DeviceSweep:
     g: Tensor
     m: Tensor | None
     buffers: Sequence[Tensor]
-    slots: Sequence[tuple[int, int]]
+    bounds: Sequence[tuple[int, int]]
     replicas: Sequence[Sequence[Tensor]]
     divisor: float
     prove: bool
@@ -240,11 +239,9 @@ class DeviceSweep:
         )
 
     def _tables(self) -> tuple[Table, ...]:
-        dtypes = [theta.dtype for theta in self.replicas[0]] if self.replicas else [self.x.dtype] * len(self.slots)
-        rows = [
-            (offset, offset + numel, *(_address(params[number]) for params in self.replicas))
-            for number, (offset, numel) in enumerate(self.slots)
-        ]
+        # The host's part of a round, while the device waits: in few calls.
+        dtypes = [theta.dtype for theta in self.replicas[0]] if self.replicas else [self.x.dtype] * len(self.bounds)
+        rows = zip(*zip(*self.bounds, strict=True), *map(_addresses, self.replicas), strict=True)
         return tables(self.x.device, tuple(dtypes), tuple(rows))
 
     def _of(self, table: Table) -> list[Tensor]:
@@ -276,7 +273,7 @@ def sweep_of(fragment: Fragment, momentum: Tensor | None, *, restore: bool, prov
         g=fragment.gradient,
         m=momentum,
         buffers=fragment.momentum_views,
-        slots=[(slot.offset, slot.numel) for slot in fragment.layout.slots],
+        bounds=fragment.bounds,
         replicas=fragment.params if restore else [],
         divisor=divisor,
         prove=prove,
@@ -288,8 +285,7 @@ def sweep_on(fragment: Fragment, x: Tensor, m: Tensor | None, buffers: Sequence[
     """Return the sweep of a copy of a fragment's anchor, with its divided pseudo-gradient and another buffer."""
     module = kernels(fragment.flat.device)
     assert module is not None, "the fragment's own round was theirs"
-    slots = [(slot.offset, slot.numel) for slot in fragment.layout.slots]
-    return DeviceSweep(module, x, fragment.gradient, m, buffers, slots, [], 1, prove=False, measure=True)
+    return DeviceSweep(module, x, fragment.gradient, m, buffers, fragment.bounds, [], 1, prove=False, measure=True)
 
 
 def coefficients(update: Update) -> tuple[float, float, float, float, float]:
@@ -304,8 +300,8 @@ def coefficients(update: Update) -> tuple[float, float, float, float, float]:
     return 0.0, 0.0, update.lr, c, d
 
 
-def _address(tensor: Tensor) -> int:
-    return tensor.data_ptr()
+def _addresses(params: Sequence[Tensor]) -> list[int]:
+    return [theta.data_ptr() for theta in params]
 
 
 def _launch(

@@ -218,7 +218,7 @@ class Fragment:
         self.anchor_views = layout.views(anchor)
         self.gradient_views = layout.views(gradient)
         self.gaps = layout.gaps(gradient)
-        self.ends = [slot.end for slot in layout.slots]
+        self.bounds = [(slot.offset, slot.end) for slot in layout.slots]
         self.anchor_digest = Digest(anchor) if anchor.is_cpu else None
         kinds = {(slot.dtype, slot.device) for slots_of_replica in slots for slot in slots_of_replica}
         self._is_plain = kinds == {(anchor.dtype, anchor.device)} and layout.numel <= SMALL

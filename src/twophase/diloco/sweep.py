@@ -184,7 +184,8 @@ class FlatSweep:
             torch._foreach_zero_(inside)
         if self._restores:
             # Whole tensors, in one call for many: they are mostly still in a cache that the parts share.
-            first, self._restored = self._restored, bisect_right(self._fragment.ends, stop)
+            first = self._restored
+            self._restored = bisect_right(self._fragment.bounds, stop, key=operator.itemgetter(1))
             if first < self._restored:
                 anchors = self._fragment.anchor_views[first : self._restored]
                 for params in self._fragment.params:
