@@ -22,6 +22,7 @@ import textmaker
 from commands import SMALL, snapshot
 from forked import Forked, call
 from twophase.base.config import fingerprint, with_values
+from twophase.base.options import Parser
 from twophase.cli import main as cli
 from twophase.cli.commands import COMMANDS
 from twophase.cli.train import default_folder
@@ -145,6 +146,22 @@ def test_config_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert all(line in text for line in ("lr: 0.1", "nesterov: false", "restart: '3'", "schedule: wsd", "seed: 7"))
     (tmp_path / "c.yaml").write_text(text)
     assert output(capsys, "train", "--config", tmp_path / "c.yaml", "--print-config") == text
+
+
+@pytest.mark.parametrize(
+    ("words", "values"),
+    [
+        ("", ["a"]),
+        ("--arms b c", ["b", "c"]),
+        ("--arms b --arms c d", ["b", "c", "d"]),
+        ("--arms=b --arms=a", ["b", "a"]),
+    ],
+)
+def test_a_list_grows_where_its_option_is_repeated(words: str, values: list[str]) -> None:
+    """The default is no part of it, and no option that was given is dropped."""
+    parser = Parser("twophase tune")
+    parser.add_argument_group("the comparison").add_argument("--arms", nargs="+", default=["a"])
+    assert parser.parse_args(words.split()).arms == values
 
 
 def test_booleans_may_be_spelt_out(capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,6 +39,7 @@ class Parser(argparse.ArgumentParser):
             return argparse.HelpFormatter(prog, max_help_position=30)
 
         super().__init__(prog, allow_abbrev=False, formatter_class=formatter, add_help=not on_demand, **options)
+        self.register("action", None, _Store)
         self.on_demand = set(on_demand)
         if on_demand:
             text = "show this help, that of a group that it leaves out, or all, and stop"
@@ -76,6 +77,16 @@ class Parser(argparse.ArgumentParser):
         """Raise argparse's message as a UsageError that begins with the option."""
         remedy = "" if message.endswith("?") else f"; {self.prog} --help lists the options"
         raise UsageError(message.removeprefix("argument ") + remedy)
+
+
+class _Store(argparse.Action):
+    """Keep an option's value; a list grows where its option is repeated."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        del parser
+        earlier = getattr(namespace, self.dest, self.default)
+        grows = option_string and self.nargs == "+" and earlier is not self.default
+        setattr(namespace, self.dest, [*earlier, *values] if grows else values)
 
 
 class _Help(argparse.Action):

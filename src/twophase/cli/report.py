@@ -45,5 +45,5 @@ def _parser() -> Parser:
     controls = "of a sweep: further arms to compare the others with, besides linked and momentum-free ones"
     add("--controls", nargs="+", default=(), metavar="ARM", help=controls)
     where = "of a sweep: judge only the cells with these values, such as inner_steps=20"
-    add("--where", nargs="+", action="extend", default=[], metavar="PATH=VALUE", help=where)
+    add("--where", nargs="+", default=[], metavar="PATH=VALUE", help=where)
     return parser
