@@ -17,7 +17,7 @@ CASES = [
     (200, f"{TRAIN} --data.validation-windows 700000", 1, "the memory is full"),
     (200, f"{TRAIN} --data.validation-windows 30000000", 2, "--data.validation-windows"),
     (200, f"{TRAIN} --model.intermediate-size 1000000", 2, "a smaller model"),
-    (100, f"{TRAIN} --model.layers 900 --model.hidden-size 64", 2, "a smaller model"),
+    (100, f"{TRAIN} --model.layers 900 --model.hidden-size 128", 2, "a smaller model"),
     (200, f"{TRAIN} --replicas 1500 --model.hidden-size 128", 2, "fewer --replicas"),
     (100, f"{TRAIN} --data.batch-size 100000", 1, "--data.batch-size"),
     (2, TRAIN, 1, "memory"),  # wherever it runs out first
