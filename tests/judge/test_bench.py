@@ -9,6 +9,7 @@ import pytest
 from twophase.cli.tuning import Tuned
 from twophase.judge.bench import Against, Card, PlaceCard, behind, decided, results_of
 from twophase.judge.decision import decide
+from twophase.recipes.bench import short
 
 SEEDS = range(100, 106)
 BETTER = {seed: 1.0 + 0.001 * (seed % 3) for seed in SEEDS}
@@ -24,6 +25,20 @@ def test_rows_of_a_table() -> None:
         {"place": "here", "arm": "lost", "seed": "", "result": ""},
     ]
     assert results_of(rows) == {("here", "arm"): {100: 2.5, 101: math.inf}, ("here", "lost"): {}}
+
+
+@pytest.mark.parametrize(
+    ("arm", "label"),
+    [
+        ("nesterov:momentum=~0.6@K", "nesterov@K"),
+        ("nesterov:momentum=~0.65", "nesterov:momentum=C"),
+        ("ramp:~0.5+filter=orthogonal", "ramp:C+orthogonal"),
+        ("along:~1e-3+readout=tail:rounds=3", "along:C+tail average"),
+    ],
+)
+def test_labels(arm: str, label: str) -> None:
+    """Where a search begins is left out, and nothing else."""
+    assert short(arm) == label
 
 
 def test_a_pair_is_decided_on_common_seeds() -> None:

@@ -72,10 +72,9 @@ def test_seeds_in_which_both_diverged(arm: float, word: str) -> None:
     assert (decision.word, decision.mean, decision.seeds) == ("undecided", None, 7)
 
 
-@pytest.mark.parametrize("options", [{"comparisons": 0}, {"margin": 0.0}, {"alpha": 1.0}])
-def test_impossible_arguments(options: dict) -> None:
-    """Arguments out of their range, and a NaN, are refused."""
+def test_impossible_arguments() -> None:
+    """No comparisons, and a NaN, are refused."""
     with pytest.raises(ValueError, match="decide"):
-        decide([0.1, 0.2], **options)
+        decide([0.1, 0.2], comparisons=0)
     with pytest.raises(ValueError, match="NaN"):
         decide([math.nan, 0.2])

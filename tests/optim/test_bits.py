@@ -246,6 +246,19 @@ def test_a_step_rounds_16_bit_parameters_once(dtype: torch.dtype, step: tuple[fl
         assert x.numel() == 1 or not bool((x.double() == exact).all())  # there was something to round
 
 
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
+def test_a_step_has_the_bits_of_each_type_alone(dtypes: tuple[torch.dtype, torch.dtype]):
+    """In a group of several types none is rounded as its neighbour is."""
+    update = Update(9.0, 0.9, True, "sum", step=Step(0.7, 0.21))
+    columns = [[*randoms(seed, dtype=dtypes[0]), *randoms(seed + 5, dtype=dtypes[1])] for seed in range(2)]
+    columns.append([m.float() for m in randoms(2) * 2])
+    alone = [[column[place].clone() for column in columns] for place in range(len(columns[0]))]
+    outer_step_(columns[0], columns[1], columns[2], update)
+    for place, (x, g, m) in enumerate(alone):
+        outer_step_([x], [g], [m], update)
+        assert same_bits(x, columns[0][place])
+
+
 @pytest.mark.parametrize("along_g", [1.0, 0.7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_a_step_that_keeps_nothing_of_the_buffer(dtype: torch.dtype, along_g: float):

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from outers import flat, give, parameters, randoms, run
 from policies import each_rule
 from reference_outer import ReferenceOuter
 from replicas import same_bits, through_file
+from twophase.diloco.engine import DiLoCo
 from twophase.optim.filters import Context, filtered
 from twophase.optim.methods import orthogonalized
 from twophase.optim.optimizer import OuterOptimizer
@@ -246,6 +248,21 @@ def test_groups_filter_by_themselves_and_resume(filters: Sequence[str]):
     assert all(map(same_bits, params, others))
 
 
+@pytest.mark.parametrize("fragments", [1, 2, 4, {"vectors": "[13]", "rest": "."}])
+def test_orthogonal_leaves_vectors_in_groups_and_fragments_of_their_own(fragments: Any):
+    """Where vectors stand alone, each round has the bits of one that takes them beside the matrices."""
+    params, others = parameters(0, SHAPES), parameters(0, SHAPES)
+    value = outer("averaging", filter="orthogonal")
+    optimizers = [OuterOptimizer(params, value), OuterOptimizer([{"params": [p]} for p in others], value)]
+    for number in range(3):
+        for group, optimizer in zip((params, others), optimizers, strict=True):
+            give(group, randoms(number, SHAPES))
+            optimizer.step()
+    assert all(map(same_bits, params, others))
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+    DiLoCo(model, value, inner_steps=4, fragments=fragments)
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -262,7 +279,6 @@ def test_groups_filter_by_themselves_and_resume(filters: Sequence[str]):
         ("cgad:cutoff=-1", "sgd", SHAPES, "cutoff"),
         ("orthogonal:steps=0", "nesterov", SHAPES, "steps"),
         ("orthogonal:steps=21", "nesterov", SHAPES, "at most 20"),
-        ("orthogonal", "nesterov", [(7,), (3,)], "matrices"),
         ("helocos", "nesterov", SHAPES, "heloco"),
     ],
 )

@@ -230,6 +230,24 @@ def test_the_candidate_that_keeps_is_the_step_taken(filtering: str, schedule: st
         torch.testing.assert_close(flat(params), seen[0], rtol=0, atol=1e-14)
 
 
+@pytest.mark.parametrize("method", ["adamw:lr=0.1", "muon", "delayed-nesterov", "gpa", "torch:optimizer=NAdam"])
+def test_a_candidate_moves_groups_of_other_methods_too(method: str):
+    """Beside a group that probes, each other group goes where its round ends: losses are of the point that follows."""
+    params, seen = parameters(0, [(3, 5), (4, 2)]), []
+    groups = [{"params": params[:1], "restart": "probe:keep,average"}, {"params": params[1:], "method": method}]
+    optimizer = OuterOptimizer(groups, RULES[0], signals=["probes"])
+
+    def probe() -> float:
+        seen.append(flat(params))
+        return float(len(seen))  # the first, which keeps, is the best
+
+    for number in range(4):
+        give(params, randoms(number, [(3, 5), (4, 2)]))
+        seen.clear()
+        optimizer.step(probe=probe)
+        torch.testing.assert_close(flat(params), seen[0], rtol=0, atol=1e-12)
+
+
 def test_a_probe_that_fails_changes_nothing():
     """An exception in the probe leaves the parameters and counters as they were."""
     params = parameters(0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -19,9 +20,11 @@ from replicas import Run, same_bits, start, through_file, unlike
 from twophase.optim.methods import first_moment_key
 from twophase.optim.optimizer import OuterOptimizer
 from twophase.optim.outer import OuterSGD
+from twophase.restart import parse as parse_policy
 from twophase.rule import OuterRule
-from twophase.shelf.base import parse, registered
-from twophase.shelf.methods import Method
+from twophase.shelf.base import parse, register, registered
+from twophase.shelf.filters import Clip
+from twophase.shelf.methods import AdamW, Method
 from twophase.shelf.outer import Outer, outer
 
 OTHERS = [f"torch:optimizer={name}:options=lr=0.1" for name in ("Adagrad", "NAdam")]
@@ -32,7 +35,8 @@ each_method = pytest.mark.parametrize("method", METHODS)
 
 def restart_of(method: str) -> str:
     """A policy that the method can serve."""
-    return "soft:3:0.4:0.2" if first_moment_key(parse("method", method)) else "never"
+    value = parse("method", method)
+    return "soft:3:0.4:0.2" if first_moment_key(value) and value.restarts else "never"
 
 
 def values(method: str) -> Iterator[Outer]:
@@ -40,7 +44,7 @@ def values(method: str) -> Iterator[Outer]:
     value: Method = parse("method", method)
     for readout in ["last"] if value.reads_out else registered("readout"):
         for name in registered("schedule"):
-            if {"transient": value.plain or value.grows, "momentum": value.first_moment}.get(name, True):
+            if {"transient": value.plain or value.grows, "momentum": value.rule().momentum}.get(name, True):
                 schedule = parse("schedule", name).over(12)
                 made = outer(value, schedule=schedule, readout=readout, filter="clip:norm=3")
                 assert isinstance(made, Outer)
@@ -297,6 +301,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "probe": (lambda: OuterOptimizer(parameters(0), "lion", "probe:keep,drop", signals=["probes"]), "probe"),
     "two readouts": (built("gpa", readout="ema"), "readout"),
     "momentum of averaging": (built("averaging", schedule="momentum"), "averaging has none"),
+    "momentum that is not named": (built("torch:optimizer=Adam", schedule="momentum"), "names none.*betas=0.9/0.999"),
+    "restart at momentum 0": (built("fedadagrad", restart=3), "fedadagrad has none that outlasts a round"),
+    "an Outer": (lambda: outer(outer("adamw", filter="clip")), "already.*dataclasses.replace"),  # type: ignore[arg-type]
     "momentum of GPA": (built("gpa", schedule="momentum"), "gpa has none"),
     "transient of AdamW": (built("adamw", schedule="transient"), "transient"),
     "transient of Lion": (built("lion", schedule="transient"), "transient"),
@@ -329,6 +336,37 @@ def test_refused(name: str):
     build, match = REFUSED[name]
     with pytest.raises(ValueError, match=match):
         build()
+
+
+@pytest.mark.parametrize("policy", ["auto", parse_policy("auto"), parse_policy("probe:keep,drop")])
+def test_a_policy_that_is_put_into_a_group_is_checked(policy: Any):
+    """A step refuses what the constructor would, before anything has changed."""
+    params = parameters(0)
+    optimizer = OuterOptimizer(params, "adamw", signals=["probes"])
+    run(optimizer, range(2))
+    before = [p.detach().clone() for p in params]
+    optimizer.param_groups[0]["restart"] = policy
+    give(params, randoms(2))
+    with pytest.raises(ValueError, match="takes steps of momentum SGD"):
+        optimizer.step(probe=lambda: 1.0)
+    assert all(map(same_bits, before, params))
+    assert optimizer.param_groups[0]["rounds"] == 2
+
+
+@pytest.mark.parametrize("key", ["method", "filter"])
+def test_values_of_an_earlier_definition_are_named(key: Any):
+    """A notebook's cell that runs again makes a new class; what was made by the old one says so."""
+
+    def define() -> Any:
+        base = {"method": AdamW, "filter": Clip}[key]
+        return register("again")(dataclass(frozen=True)(type("Again", (base,), {"__module__": __name__})))
+
+    try:
+        old, _ = define()(), define()
+        with pytest.raises(ValueError, match="earlier definition of Again; make it anew"):
+            parse(key, old)
+    finally:
+        del registered(key)["again"]  # type: ignore[attr-defined]
 
 
 def test_step_hooks_run_once():

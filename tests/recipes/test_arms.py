@@ -62,9 +62,9 @@ def test_arms(text: str, tuned: set[str], values: dict[str, Any]) -> None:
 
 BAD = (
     " @3 nesterv nesterov@ nesterov@0 nesterov@k nesterov@auto memoryless@3 gpa@3 averaging@K auto@3 3 never loss "
-    "torch:optimizer=Adagrad:options=lr=0.1@3 nesterov:lr=0.7:lr=1 nesterov:rate=1 nesterov+ nesterov+lr=1 "
-    "nesterov+readout nesterov+readout=tial nesterov+readout=tail+readout=ema adamw:beta2=~0.9 nesterov:momentum=~ "
-    "nesterov:momentum=~2 along:~ nesterov@~3"
+    "torch:optimizer=Adagrad:options=lr=0.1@3 fedadagrad@3 nesterov:lr=0.7:lr=1 nesterov:rate=1 nesterov+ "
+    "nesterov+lr=1 nesterov+readout nesterov+readout=tial nesterov+readout=tail+readout=ema adamw:beta2=~0.9 "
+    "nesterov:momentum=~ nesterov:momentum=~2 along:~ nesterov@~3"
 ).split(" ")
 
 

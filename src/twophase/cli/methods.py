@@ -14,7 +14,7 @@ from twophase.base.errors import UsageError
 from twophase.base.files import write_atomic
 from twophase.cli.commands import plain_parser
 from twophase.number import did_you_mean
-from twophase.shelf.base import SLOTS, Slot, Value, registered
+from twophase.shelf.base import SLOTS, Method, Slot, Value, registered
 from twophase.shelf.outer import as_outer, outer
 
 _TITLES: dict[Slot, str] = {
@@ -90,6 +90,10 @@ def _cost(slot: Slot, cls: type[Value]) -> tuple[float, float]:
     return cost(outer(value[slot]) if slot == "method" else replace(as_outer("nesterov"), **value))
 
 
+def _restarts(method: Method) -> str:
+    return "yes" if method.restarts else "with momentum" if method.first_moment else "no"
+
+
 def _table(slot: Slot) -> str:
     costs, restarts = slot != "schedule", slot == "method"
     head = [slot, *["restarts"] * restarts, "theory", *["passes", "bytes"] * costs, "fields", "source, *used by*, test"]
@@ -98,7 +102,7 @@ def _table(slot: Slot) -> str:
         # Each part of an equation on a line of its own, which does not break.
         parts = [f"`{part}`".replace(" ", "\N{NO-BREAK SPACE}") for part in cls.equation.split(";  ")]
         cells = ["<br>".join([f"**{cls.name}**", *parts])]
-        cells += ["yes" if getattr(cls, "first_moment", True) else "no"] * restarts
+        cells += [_restarts(value)] if isinstance(value := cls(), Method) else []
         cells += ["yes" if cls.linear else "no"]
         cells += [f"{number:.0f}" for number in _cost(slot, cls)] if costs else []
         cells += ["<br>".join(f"`{word}`" for word in str(cls()).split(":")[1:])]

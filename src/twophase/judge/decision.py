@@ -26,8 +26,9 @@ from scipy import stats
 
 Word = Literal["better", "equivalent", "worse", "undecided"]
 MARGIN = math.log(1.01)
-"""A difference below 1 % makes no choice."""
+"""A difference below 1 % makes no choice: m."""
 ALPHA = 0.05
+"""Chance of a wrong word among all comparisons."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,31 +51,26 @@ class Decision:
     diverged: int = 0
 
 
-def decide(
-    differences: Sequence[float], *, comparisons: int = 1, margin: float = MARGIN, alpha: float = ALPHA
-) -> Decision:
+def decide(differences: Sequence[float], *, comparisons: int = 1) -> Decision:
     """Decide a comparison.
 
     Args:
         differences: one a seed; `-inf` where the arm alone diverged, `inf` where its control alone did.
         comparisons: number of comparisons that the registration names, >= 1.
-        margin: of equivalence, > 0, a natural logarithm.
-        alpha: chance of a wrong word among all comparisons, in (0, 1).
 
     Raises:
-        ValueError: an argument out of its range, or a NaN.
+        ValueError: fewer comparisons than 1, or a NaN.
 
     >>> decide([0.05, 0.06, 0.04, 0.05, 0.055]).word
     'better'
     >>> decide([0.001, -0.002, 0.0005, 0.001, -0.001]).word
     'equivalent'
     """
-    if comparisons < 1 or margin <= 0 or not 0 < alpha < 1 or any(math.isnan(d) for d in differences):
+    if comparisons < 1 or any(math.isnan(d) for d in differences):
         raise ValueError(
-            f"decide: comparisons {comparisons}, margin {margin}, alpha {alpha} or a NaN among the differences; they "
-            "must be at least 1, above 0, between 0 and 1, and numbers"
+            f"decide: comparisons is {comparisons}, or a difference a NaN; give at least 1, and numbers alone"
         )
-    count, level = len(differences), alpha / comparisons
+    count, level = len(differences), ALPHA / comparisons
     infinite = [d for d in differences if math.isinf(d)]
     if infinite:
         # A sign test: all seeds on one side, none of them equal, and enough of them.
@@ -87,7 +83,7 @@ def decide(
     error = math.sqrt(math.fsum((d - mean) ** 2 for d in differences) / (count - 1) / count)
     half, narrow = (float(stats.t.ppf(1 - share, count - 1)) * error for share in (level / 2, level))
     low, high = mean - half, mean + half
-    if abs(mean) + narrow < margin:
+    if abs(mean) + narrow < MARGIN:
         word = "equivalent"
     else:
         word = "better" if low > 0 else "worse" if high < 0 else "undecided"

@@ -117,8 +117,8 @@ def outer_step_(
         # A restart follows while the piece is in the cache.
         for x, g, m in [columns] if update.restart is None else batches(*columns, limit=_PIECE_FUSED):
             round_(x, g, m, update, {}, fused=True)
-    if others:
-        x, g, m = _columns(others)
+    for dtype in {row[0].dtype for row in others}:  # 16-bit ones are rounded in their own way
+        x, g, m = _columns([row for row in others if row[0].dtype == dtype])
         round_(x, g, m, update, {}, fused=False)
 
 

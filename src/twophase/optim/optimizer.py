@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -146,10 +146,24 @@ class OuterOptimizer(OuterSGD):
         for group in self.param_groups:
             self._schedule(group)
         try:
-            return super().candidate(number)
+            moved = super().candidate(number)
+            others = {id(x): new for part in self._parts() for x, new in self._rehearsed(part)}
+            return [(p, others.get(id(p), new)) for p, new in moved]
         finally:  # a sync that is taken anew filters with the same momentum again
             for group, numbers in zip(self.param_groups, before, strict=True):
                 group.update(numbers)
+
+    def _rehearsed(self, part: Part) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield where a method that is not momentum SGD takes its parameters in this round, and change nothing."""
+        method, group = method_of(part.group), part.group
+        for x, g in zip(part.params, part.gradients, strict=True) if not method.plain else ():
+            rule = rule_of(group)
+            weights = advance(method, rule, {name: group[name] for name in WEIGHTS})
+            round_ = Round(group["rounds"] + 1, rule, Answer({}), weights)
+            state = {key: value.clone() for key, value in self.state.get(x, {}).items() if key != READOUT}
+            new = x.to(buffer_dtype(x), copy=True)
+            update = function_of(method)(method, round_, x, g.to(new.dtype), _completed(method, x, state))
+            yield x, new.sub_(update)
 
     def _parts(self) -> list[Part]:
         if self._parts_of_round is None:
@@ -165,6 +179,10 @@ class OuterOptimizer(OuterSGD):
         context = replace(self.context, scale=(1 - rule.momentum) / rule.injection)
         gradients = filtered(filter_of_group(part.group), part.gradients, buffers, context)
         return part._replace(gradients=gradients, buffers=buffers)
+
+    def _check(self, group: Mapping[str, Any]) -> None:
+        super()._check(group)
+        _check_restart(group)
 
     def _schedule(self, group: dict[str, Any]) -> None:
         """Set a group's learning rate and momentum to those of its next round."""
@@ -200,7 +218,7 @@ class OuterOptimizer(OuterSGD):
         round_ = Round(group["rounds"] + 1, rule, answer, weights)
         function, products = function_of(method), []
         for x, gradient in zip(part.params, part.gradients, strict=True):
-            state, g = self._state(method, x), gradient.to(buffer_dtype(x))
+            state, g = _completed(method, x, self.state[x]), gradient.to(buffer_dtype(x))
             average = state.pop(READOUT, None)  # no part of the state of torch's optimizer
             if restart is not None and restart.before:
                 self._restart(method, state, g, restart)
@@ -215,15 +233,6 @@ class OuterOptimizer(OuterSGD):
         if restart is not None and not restart.before:
             weights = restarted(method, restart, weights)
         group |= weights
-
-    def _state(self, method: Method, x: Tensor) -> dict[str, Tensor]:
-        """Return a parameter's buffers, made where they lack."""
-        state = self.state[x]
-        if first_moment_key(method) == FIRST or not method.first_moment:  # a torch optimizer makes its own
-            for key in method.buffers:
-                if key not in state:
-                    state[key] = new_buffer(method, key, x)
-        return state
 
     def _restart(self, method: Method, state: dict[str, Tensor], g: Tensor, restart: Restart) -> None:
         if FIRST in state:
@@ -291,7 +300,7 @@ class OuterOptimizer(OuterSGD):
             method = method_of(part.group)
             round_ = Round(0, rule_of(part.group), Answer({}), {})
             for x, g in zip(part.params, part.gradients, strict=True):
-                state = self._state(method, x)
+                state = _completed(method, x, self.state[x])
                 if isinstance(method, TorchMethod):  # it makes its buffers anew in round 1
                     torch_step(method, round_, x, g.to(buffer_dtype(x)), state)
             self._read_out(part)
@@ -325,6 +334,15 @@ def outer_optimizer(
     return OuterOptimizer(params, outer, restart, signals=signals, context=context)
 
 
+def _completed(method: Method, x: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return a parameter's buffers, made where they lack."""
+    if first_moment_key(method) == FIRST or not method.first_moment:  # a torch optimizer makes its own
+        for key in method.buffers:
+            if key not in state:
+                state[key] = new_buffer(method, key, x)
+    return state
+
+
 def method_of(group: Mapping[str, Any]) -> Method:
     """Return a group's method."""
     return parse("method", group["method"])
@@ -342,9 +360,19 @@ def outer_of(group: Mapping[str, Any]) -> Outer:
     return Outer(*(parse(slot, group[slot]) for slot in SLOTS))
 
 
+def _check_restart(group: Mapping[str, Any]) -> None:
+    """Refuse a restart policy that the group's method cannot serve."""
+    value = outer_of(group)
+    try:
+        first_moment = first_moment_key(value.method) is not None
+        value.check_restart(parse_policy(group["restart"]), first_moment=first_moment)
+    except ValueError as error:
+        raise ValueError(f"OuterOptimizer: {error}") from None
+
+
 def check_slots(group: Mapping[str, Any], context: Context) -> None:
     """Refuse values that do not go together, or not with the group's parameters or surroundings."""
-    value, policy = outer_of(group), parse_policy(group["restart"])
+    value = outer_of(group)
     method = value.method
     if not method.plain:
         function_of(method)
@@ -356,9 +384,9 @@ def check_slots(group: Mapping[str, Any], context: Context) -> None:
                 f"OuterOptimizer: {part.slot} {part.name} takes real parameters, and one is complex; take method sgd "
                 "without a filter"
             )
+    _check_restart(group)
     try:
         value.schedule.at(value.rule(), 1, 1)
-        value.check_restart(policy, first_moment=first_moment_key(method) is not None)
     except ValueError as error:
         raise ValueError(f"OuterOptimizer: {error}") from None
     for p in group["params"] if isinstance(method, TorchMethod) else ():
@@ -386,9 +414,10 @@ def check_slots(group: Mapping[str, Any], context: Context) -> None:
                 f"OuterOptimizer: {whole.slot} {whole.name} needs whole matrices, and the parameters are sharded; take "
                 "a value that works on elements, such as adamw"
             )
-        flat = [tuple(p.shape) for p in group["params"] if p.ndim < 2]
-        if flat and (len(flat) == len(group["params"]) or getattr(method, "rest", 1.0) == 0):
+        flat = [tuple(p.shape) for p in group["params"] if p.ndim < 2 and method.matrices]  # a filter leaves them
+        has_rate = getattr(method, "rest", 1.0) != 0
+        if flat and (len(flat) == len(group["params"]) or not has_rate):
             raise ValueError(
-                f"OuterOptimizer: {whole.slot} {whole.name} needs matrices, and a parameter has shape {flat[0]}; give "
-                "such parameters a group with another method, or a learning rate of their own (rest=0.7)"
+                f"OuterOptimizer: method {method.name} needs matrices, and a parameter has shape {flat[0]}; give such "
+                "parameters a group with another method" + ("" if has_rate else ", or a rate of their own (rest=0.7)")
             )

@@ -199,7 +199,7 @@ class OuterSGD(Optimizer):
             return loss
         supplied = set(signals or ()) | (set() if probe is None and probes is None else {PROBES})
         for part in parts:  # all of them before any: a round that is refused has not happened
-            check_group(part.group)  # a scheduler may have changed it
+            self._check(part.group)  # a scheduler may have changed it, or a user its policy
             check_needs(part.group, supplied)
         if signals is not None:  # a tensor would go into the policies' memory as it is, and may change there
             needed = frozenset().union(*(parse(part.group["restart"]).needs for part in parts))
@@ -215,6 +215,8 @@ class OuterSGD(Optimizer):
             angles = None if measured is None else Angles.of(measured[index])
             self._step_group(part, signals, losses, measure=measure, angles=angles, sweep=sweep)
         return loss
+
+    _check, _report = staticmethod(check_group), staticmethod(GroupRound.of)  # of a group
 
     def _parts(self) -> list[Part]:
         parts = []
@@ -293,9 +295,6 @@ class OuterSGD(Optimizer):
                 RuntimeWarning,
                 stacklevel=3,
             )
-
-    def _report(self, group: Mapping[str, Any], angles: Angles, answer: Answer) -> GroupRound:
-        return GroupRound.of(group, angles, answer)
 
     def _apply(self, part: Part, answer: Answer, sweep: Sweep | None) -> Dots | None:
         """Take a group's update and restart; return the inner products before them, where a sweep measures them."""

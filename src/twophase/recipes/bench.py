@@ -242,7 +242,7 @@ def protocol_fingerprint() -> str:
 def short(arm: str) -> str:
     """Return an arm's text for a table: without where searches begin, and its parts in words."""
     return (
-        re.sub(r"~[\d.e+-]+", "C", arm.replace(":momentum=~0.6", ""))
+        re.sub(r"~[\d.]+(e[+-]?\d+)?", "C", re.sub(r":momentum=~0\.6(?![\d.e])", "", arm))
         .replace("filter=", "")
         .replace("schedule=linear:final=2", "rising rate")
         .replace("schedule=momentum:warmup=0", "momentum ramp")

@@ -251,7 +251,7 @@ def has_first_moment(method: Method) -> bool:
         UsageError: a torch optimizer that cannot be built.
     """
     if not isinstance(method, TorchMethod):
-        return method.first_moment
+        return method.restarts
     try:
         return import_module("twophase.optim.methods").first_moment_key(method) is not None
     except ValueError as error:

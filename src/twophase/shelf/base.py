@@ -105,6 +105,11 @@ class Method(Value):
         except ValueError as error:
             raise ValueError(str(error).replace("OuterRule:", f"method {self.name}:", 1)) from None
 
+    @property
+    def restarts(self) -> bool:
+        """Whether a restart changes anything: a first moment outlasts its round."""
+        return self.first_moment
+
     def rule(self) -> OuterRule:
         """Return learning rate (1 without such a field) and momentum (0), and of a plain method the whole update."""
         values: dict[str, Any] = {"lr": 1.0, "momentum": 0.0, "nesterov": self.ahead, "form": self.form}
@@ -229,7 +234,10 @@ def parse(slot: Slot, text: str | Value, defaults: Mapping[str, Any] | None = No
     0.99
     """
     if isinstance(text, Value):
-        if text.slot != slot or type(text) is not registered(slot).get(text.name):
+        cls = registered(slot).get(getattr(text, "name", "")) if text.slot == slot else None
+        if cls is not type(text):
+            if cls and (cls.__module__, cls.__qualname__) == (type(text).__module__, type(text).__qualname__):
+                raise ValueError(f"{slot} {text!r} is of an earlier definition of {cls.__name__}; make it anew")
             raise ValueError(f'{slot} {text!r} is no {slot} of the shelf; decorate its class with @register("name")')
         return text
     return _parse_text(slot, str(text).strip(), tuple((defaults or {}).items()))

@@ -155,6 +155,11 @@ class _Moments(Method):
         super().__post_init__()
         self.choose("second", "keep", "restart")
 
+    @property
+    def restarts(self) -> bool:
+        """Whether a restart changes anything."""
+        return self.rule().momentum != 0 or getattr(self, "second", "") == "restart"
+
 
 @register("adamw")
 @dataclass(frozen=True)
@@ -163,7 +168,8 @@ class AdamW(_Moments):
 
     A restart takes the first moment's bias correction back, too: `W`, the weight that m holds, restarts with m, so the
     step after it is as long as the first one. Of a soft restart `W <- |retain| W + |inject|`. W counts the rounds of
-    the param group: a parameter whose first pseudo-gradient comes later begins with shorter steps.
+    the param group: the steps of a parameter whose first pseudo-gradient comes later are not corrected, and with the
+    defaults up to twice as long for some tens of rounds.
 
     Args:
         lr, momentum: learning rate and beta_1.

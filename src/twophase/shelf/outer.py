@@ -46,10 +46,11 @@ class Outer:
                 f"{self.method.name} has none; take constant, or a method of momentum SGD or FedOpt"
             )
 
-        if self.schedule.name == "momentum" and not self.method.first_moment:
+        if self.schedule.name == "momentum" and self.rule().momentum == 0:
             raise ValueError(
-                f"schedule momentum raises a momentum, and method {self.method.name} has none; take constant, or a "
-                "method with a momentum (`twophase methods` shows which)"
+                f"schedule momentum raises a momentum, and method {self.method.name} has none, or names none; take "
+                "constant, or a method with a momentum (`twophase methods` shows which; of a torch optimizer write it "
+                "out, such as betas=0.9/0.999)"
             )
 
     @property
@@ -82,10 +83,11 @@ class Outer:
                     f"{self.schedule} would change nothing; take schedule constant, or another policy"
                 )
             return
-        if not first_moment and policy != Never():
+        if not (first_moment and method.restarts) and policy != Never():
             raise ValueError(
-                f"restart policy {policy} restarts a first moment, and method {method.name} has none; use never, or a "
-                "method with a momentum (`twophase methods` shows which)"
+                f"restart policy {policy} restarts a first moment, and method {method.name} has none"
+                + (" that outlasts a round at momentum 0" if first_moment else "")
+                + "; use never, or a method with a momentum (`twophase methods` shows which)"
             )
         if policy.takes_steps or PROBES in policy.needs:
             raise ValueError(
@@ -178,13 +180,15 @@ def outer(
         An `OuterRule` where that says it all (heavy ball, Nesterov and their presets), else an `Outer`.
 
     Raises:
-        ValueError: a name, a field or a value that is not known, or out of its range.
+        ValueError: a name, a field or a value that is not known, or out of its range; an `Outer`.
 
     >>> outer("nesterov", lr=0.7, momentum=0.9)
     OuterRule(lr=0.7, momentum=0.9, nesterov=True, form='sum')
     >>> outer("adamw", lr=0.3).method.momentum
     0.9
     """
+    if isinstance(method, Outer):
+        raise ValueError("outer: this is an Outer already; give all its parts in one call, or use dataclasses.replace")
     if isinstance(method, str) and fields_of_method:
         method = ":".join([method, *(f"{name}={value_text(value)}" for name, value in fields_of_method.items())])
     elif fields_of_method:
