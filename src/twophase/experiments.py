@@ -55,7 +55,13 @@ def train(
             lighthouse=None, start_timeout=600.0, sync_timeout=None, run_record=None, accept_logs=False, verify=False,
             track=[track] if isinstance(track, str) else list(track), quiet=quiet,
         )  # fmt: skip
-        summary = train_run(folder, resolved, options)
+        import torch  # noqa: PLC0415 - as in the commands, which say what is wrong before it is loaded
+
+        threads = torch.get_num_threads()
+        try:
+            summary = train_run(folder, resolved, options)
+        finally:  # the caller's own training goes on with as many as before
+            torch.set_num_threads(threads)
         if summary["exit_reason"] == "stopped":
             raise RunError(f"{folder}: the run was stopped at step {summary['steps']}; the same call resumes it")
     results = load(folder)

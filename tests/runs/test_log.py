@@ -88,6 +88,22 @@ def test_lost_and_altered_logs(tmp_path: Path, harm: str) -> None:
     assert kept_files == ([damaged] if damaged else [])
 
 
+def test_a_second_gap_leaves_the_first(tmp_path: Path) -> None:
+    """Each log that was altered is told, for the lines before it are still not those that were written."""
+    folder, _ = filled(tmp_path)
+    log = tmp_path / "rounds.jsonl"
+    for step, word in ((12, b'"round": 1'), (20, b'"round": 4')):
+        position = folder.position()
+        folder.release()
+        log.write_bytes(log.read_bytes().replace(word, b'"round": 9'))
+        folder = RunFolder.claim(tmp_path, Config(), accept_logs=True)
+        folder.rewind(position, step)
+        for number in (4, 5):
+            folder.log_round({"step": step + 4 * (number - 3), "round": number})
+    folder.release()
+    assert [gap["step"] for gap in read_log(log)[1]] == [12, 20]
+
+
 @pytest.mark.parametrize("accepts", [[True, True], [True, False, False]])
 def test_a_log_is_accepted_once(tmp_path: Path, accepts: list[bool]) -> None:
     """A kill before the next checkpoint asks no second time; the gap stays marked once, and no line is written twice.

@@ -16,7 +16,7 @@ from runmaker import EMA, config_of, write_lines, write_run
 from twophase.advice.text import describe
 from twophase.advice.verdict import diagnose
 from twophase.base.config import UsageError, dump_yaml
-from twophase.runs.record import LARGEST, RunRecord, _columns, read_record
+from twophase.runs.record import LARGEST, RunRecord, _columns, read_record, run_config
 
 Lines = list[dict[str, Any]]
 
@@ -33,6 +33,14 @@ def put(lines: Lines, **values: Any) -> Lines:
     """The lines with the sixth changed."""
     lines[5] |= values
     return lines
+
+
+@pytest.mark.parametrize("read", [read_record, lambda path: run_config(path, dict)])
+def test_the_folder_of_replicas_names_one(tmp_path: Path, read: Callable[[Path], Any]) -> None:
+    """Elastic replicas have a folder each, whatever is to be read of their run."""
+    write_run(tmp_path / "replica-1", EMA, [0.3] * 3, 20)
+    with pytest.raises(UsageError, match=r"a folder of its own; give .*replica-1$"):
+        read(tmp_path)
 
 
 def test_missing_rounds_are_named(tmp_path: Path) -> None:

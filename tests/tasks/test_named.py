@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -342,6 +345,80 @@ def test_mistakes_are_named_and_leave_nothing(rings: Path, mistake: str) -> None
         twophase.train("rings:Rings", SHORT, "run", quiet=True)
     assert named_part in str(refusal.value)
     assert not Path("run").exists()
+
+
+UNSAVED = """
+class Odd(torch.optim.SGD):
+    def step(self):
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["helper"] = object()
+"""
+
+
+def test_an_optimizer_that_no_checkpoint_can_hold(rings: Path) -> None:
+    """Said after the first step, and not at the first checkpoint, when what was trained would be lost."""
+    inner = "    def inner(self, model, config):\n        return Odd(model.parameters(), config.lr)\n\n    def evaluate"
+    head, dataclass_line, rest = RINGS.partition("@dataclass")
+    rings.write_text(head + UNSAVED.lstrip() + "\n\n" + dataclass_line + rest.replace("    def evaluate", inner, 1))
+    with pytest.raises(UsageError, match=r"cannot be saved: a checkpoint cannot hold .*helper, of type object"):
+        twophase.train("rings:Rings", SHORT | {"checkpoint_every": 5}, "run", quiet=True)
+    assert not read_lines(Path("run/rounds.jsonl"))
+
+
+def test_training_in_a_thread(tmp_path: Path) -> None:
+    """Where Python takes no signals, all else is as ever; and torch's threads are as many as before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            run = pool.submit(twophase.train, "rings:Rings", SHORT, tmp_path / "run", quiet=True).result()
+        twophase.train("rings:Rings", SHORT | {"seed": 1}, tmp_path / "another", quiet=True)
+        assert torch.get_num_threads() == before + 1
+    finally:
+        torch.set_num_threads(before)
+    assert summary_of(run)["exit_reason"] == "finished"
+
+
+@pytest.mark.parametrize("numbers", [(signal.SIGINT, signal.SIGTERM), (signal.SIGTERM, signal.SIGINT)])
+def test_a_second_signal_of_either_kind_acts(numbers: tuple[signal.Signals, signal.Signals]) -> None:
+    """The first asks for a good end; then both are as they were in a program that asks for nothing."""
+    before = [signal.getsignal(number) for number in numbers]
+    with session.signals() as stop:
+        os.kill(os.getpid(), numbers[0])
+        assert stop.wait(1)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert [signal.getsignal(number) for number in numbers] == before
+
+
+def test_a_state_from_a_peer_brings_its_time() -> None:
+    """A replica that begins with a peer's state has trained as long; rates are of its own steps in any case."""
+    config = overlaid(config_class("rings:Rings")(), SHORT, "test")
+    peer, late = (Trainer(build.task_of(config), config, SingleProcess()) for _ in range(2))
+    peer.inner_step()
+    late.inner_step()
+    state = peer._replica_state() | {"step": 4000, "seconds": 50.0, "engine_seconds": 2.0}
+    late._load_replica_state(state)
+    assert (late.done.seconds, late._last_line, late.done.recent_losses) == (0.0, None, 0)  # of its own, which it had
+    late.done.step = 0
+    late._load_replica_state(state)
+    assert (late.done.seconds, late.done.engine_seconds) == (50.0, 2.0)
+
+
+def test_an_elastic_replica_needs_room_for_itself_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of eight replicas is not asked of the process of one."""
+    asked: list[int] = []
+
+    def preflight(config: Any, _: Any, processes: int) -> None:
+        asked.append(config.replicas // processes)
+        raise UsageError("enough")
+
+    monkeypatch.setattr("twophase.training.preflight.preflight", preflight)
+    elastic = ["--lighthouse", "http://127.0.0.1:1", "--replica", "0"]
+    assert main(["train", "--task", "rings:Rings", "--replicas", "8", "--out", "run", *elastic]) == 2
+    assert asked == [1]
 
 
 def test_a_task_of_several_files(tmp_path: Path, rings: Path) -> None:

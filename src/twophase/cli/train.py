@@ -205,7 +205,8 @@ def train_run(out: Path, config: RunConfig, options: argparse.Namespace) -> dict
     task = task_of(config)
     if options.verify and (verify_data := getattr(task, "verify_data", None)):
         verify_data()
-    preflight(config, task, world_size())  # before a folder is made for what cannot be run
+    processes = world_size() if options.lighthouse is None else config.replicas
+    preflight(config, task, processes)  # before a folder is made for what cannot be run
     ending = None if options.lighthouse is None else Ending(options.run_record or out.parent / "run.json")
     with (
         communication(config, options, ending) as communicator,

@@ -155,7 +155,8 @@ def _readable(data: bytes, step: int) -> Iterator[dict[str, Any]]:
     for line in data[: end_of_lines(data)].splitlines():
         record = _record(line) or {}
         at = record.get("step")
-        if isinstance(at, int) and last < at <= step and not (at == step and _is_gap(record)):
+        # A gap has the step of the line before it; that of this very step is written anew.
+        if isinstance(at, int) and (last <= at < step if _is_gap(record) else last < at <= step):
             last = at
             yield record
 

@@ -189,9 +189,7 @@ def read_record(path: Path, paths: Collection[str] = ()) -> RunRecord:
         what = "is a file" if path.exists() else "does not exist"
         raise UsageError(f"{path}: {what}; give the folder of a run, its --out")
     if not is_run(path):
-        replicas = sorted(entry.name for entry in path.glob("replica-*") if is_run(entry))
-        if replicas:
-            raise UsageError(f"{path}: each replica of this run has a folder of its own; give {path / replicas[0]}")
+        _check_elastic(path)
         raise UsageError(
             f"{path}: is not the folder of a run (it has no {CONFIG}, {ROUNDS}, {METRICS} or {SUMMARY}); "
             "give the --out of `twophase train`, or (for reports) a folder below runs/ of a sweep"
@@ -234,6 +232,7 @@ def run_config(run: Path, parse: Callable[[Mapping[str, Any]], Config]) -> tuple
     """
     path = run / CONFIG
     if not path.is_file():
+        _check_elastic(run)
         what = "there is no such folder" if not run.is_dir() else f"holds no {CONFIG}, so it is not the folder of a run"
         raise UsageError(f"{run}: {what}; give the --out of `twophase train`, or the folder of one run of a sweep")
     try:
@@ -245,6 +244,12 @@ def run_config(run: Path, parse: Callable[[Mapping[str, Any]], Config]) -> tuple
             fault = fault.partition("; ")[0]
             remedy = "put the task's file back, or repeat the command in the folder that the run was trained from"
         raise UsageError(f"{path} cannot be used ({fault}); {remedy}") from None
+
+
+def _check_elastic(path: Path) -> None:
+    replicas = sorted(entry.name for entry in path.glob("replica-*") if is_run(entry))
+    if replicas:
+        raise UsageError(f"{path}: each replica of this run has a folder of its own; give {path / replicas[0]}")
 
 
 def _json_object(path: Path) -> dict[str, Any]:

@@ -35,13 +35,20 @@ class Stop(threading.Event):
 
 @contextmanager
 def signals() -> Iterator[Stop]:
-    """Let the first SIGINT or SIGTERM ask for a checkpoint and a good end; a second one acts at once."""
+    """Let the first SIGINT or SIGTERM ask for a checkpoint and a good end; a second one of either acts at once.
+
+    Outside of the main thread no signal can be taken.
+    """
     stop = Stop()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
 
     def ask(number: int, _frame: object) -> None:
         stop.number = number
         stop.set()
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

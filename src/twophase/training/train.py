@@ -61,7 +61,7 @@ def train(
     """
     communicator = communicator or SingleProcess()
     check(config)
-    preflight(config, task, 1 if communicator.elastic else communicator.size)
+    preflight(config, task, config.replicas if communicator.elastic else communicator.size)
     run = Trainer(task, config, communicator)
     with in_agreement(run.files), disk(folder):
         if run.lead:
@@ -104,7 +104,7 @@ def _go(
     config = run.config
     joined = _begin(run, folder)
     done = run.done
-    before, started = done.seconds, time.perf_counter()
+    before, started, first = done.seconds, time.perf_counter(), done.step
     saved: int | None = done.step
 
     def stopping() -> bool:
@@ -123,6 +123,8 @@ def _go(
         while (joined is not None or done.step < config.steps) and done.exit_reason == RUNNING:
             if joined is None:
                 run.inner_step()
+                if done.step == first + 1:  # not only at the first checkpoint, with all that was trained until then
+                    run.check_states()
                 report = run.synchronize(stopping)
                 _log_step(run, folder, on_step)
             else:  # a late joiner, at the end of its peers' round

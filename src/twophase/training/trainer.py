@@ -30,6 +30,7 @@ from twophase.diloco.report import RoundReport, merged
 from twophase.training.config import RunConfig, inner_lr
 from twophase.training.device import environment, make_repeatable, peak_bytes, room_for
 from twophase.training.inner import Replica
+from twophase.training.parts import take_apart
 from twophase.training.task import Task, step_of
 
 _REMEMBERED = 1000
@@ -133,10 +134,15 @@ class Trainer:
             "exit_reason": self.done.exit_reason,  # not "running" where a run is taken up at its end
             "replica": self.replicas[0].state_dict(),
             "history": self.done.history,
+            "seconds": self.done.seconds,
+            "engine_seconds": self.done.engine_seconds,
         }
 
     def _load_replica_state(self, state: dict[str, Any]) -> None:
         self._losses.clear()
+        self._last_line, self.done.recent_loss, self.done.recent_losses = None, 0.0, 0  # not over its peers' steps
+        if self.done.step == 0:  # the tokens of the run so far are counted, and so is its time
+            self.done.seconds, self.done.engine_seconds = state["seconds"], state["engine_seconds"]
         self.replicas[0].load_state_dict(state["replica"])
         self.done.step, self.done.round_steps, self.replicas[0].round_losses = state["step"], 0, []
         self.done.begun = {fragment.name: state["step"] for fragment in self.engine.fragments}
@@ -177,6 +183,14 @@ class Trainer:
         self._losses += [replica.step(self.done.step, lr) for replica in self.replicas]
         self.done.step += 1
         self.validation = None
+
+    def check_states(self) -> None:
+        """Refuse an inner optimizer of one's own whose state no checkpoint can hold."""
+        try:
+            for replica in self.replicas:
+                take_apart(replica.state_dict())
+        except ValueError as error:
+            raise UsageError(f"the inner optimizer remembers what cannot be saved: {error}") from None
 
     def data_fault(self, *, wait: bool = False) -> str:
         """Return what the task's check in the background has found wrong with its data; `wait` for the end of it."""
