@@ -110,8 +110,9 @@ def test_notebooks_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     notebook = json.loads((FOLDER / name).read_text(encoding="utf-8"))
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert all(cell["outputs"] == [] for cell in cells)
-    names: dict[str, Any] = {"__name__": "__main__"}
-    for cell in cells:
-        exec(compile("".join(cell["source"]), name, "exec"), names)  # noqa: S102 - a file of this project
-    assert names["figure"].axes
+    for _ in range(2):  # a notebook that is run again finds its folders there
+        names: dict[str, Any] = {"__name__": "__main__"}
+        for cell in cells:
+            exec(compile("".join(cell["source"]), name, "exec"), names)  # noqa: S102 - a file of this project
+        assert names["figure"].axes
     assert "nan" not in capsys.readouterr().out

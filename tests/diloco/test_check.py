@@ -164,6 +164,37 @@ def test_parameters_that_are_unfrozen_later_are_told() -> None:
     assert finding.startswith("0.weight, 0.bias were unfrozen after the engine was built")
 
 
+def test_what_begins_or_ceases_to_train_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """By the next round, without `check`: replicas would part in silence, and momentum moves what is frozen."""
+    modules = [model() for _ in range(2)]
+    for module in modules:
+        module[0].requires_grad_(requires_grad=False)  # type: ignore[index]
+    engine = DiLoCo(modules, RULE, inner_steps=4)
+    inner: list[torch.optim.Optimizer] = [torch.optim.SGD(m.parameters(), lr=0.1) for m in modules]
+    data = [batches(number) for number in range(2)]
+    rounds(engine, inner, data, 8)
+    assert caplog.messages == []
+    for module in modules:
+        for layer, trains in enumerate((True, False)):
+            module[layer].requires_grad_(requires_grad=trains)  # type: ignore[index]
+    rounds(engine, inner, data, 8)
+    unfrozen, frozen, _ = caplog.messages  # once each; and nothing that is synchronized has moved
+    assert "0.weight, 0.bias were unfrozen after the engine was built" in unfrozen
+    assert "1.weight, 1.bias were frozen after the engine was built" in frozen
+
+
+def test_optimizers_of_a_part_or_with_frozen_parameters_are_sound() -> None:
+    """One replica may have several, and frozen parameters do no harm in one."""
+    module = model()
+    module[0].requires_grad_(requires_grad=False)  # type: ignore[index]
+    engine = DiLoCo(module, RULE, inner_steps=4)
+    assert engine.check(torch.optim.AdamW(module.parameters()), strict=True) == ()
+    parts = [torch.optim.SGD([p], lr=0.1) for p in module[1].parameters()]  # type: ignore[index, union-attr]
+    assert engine.check(parts, strict=True) == ()
+    (finding,) = engine.check([parts[0], torch.optim.SGD([torch.zeros(1)], lr=0.1)])[:-1]
+    assert finding == "the inner optimizers do not hold 1.bias, which the engine synchronizes and nothing trains"
+
+
 def test_buffers_where_processes_come_and_go() -> None:
     """The engine cannot average them there, and says what helps in its place."""
     engine = DiLoCo(model(norm=True), RULE, inner_steps=1, communicator=Meeting())

@@ -183,8 +183,8 @@ def test_signals_are_kept_as_plain_numbers():
     x, end = scalar(1.0), torch.tensor(1.0)
     outer = OuterSGD([x], lr=0.5, momentum=0.9, restart="loss", signals=["loss_start", "loss_end"])
     x.grad = torch.ones(1)
-    first_signals: dict[str, Any] = {"loss_start": torch.tensor(3.0), "loss_end": end}
-    outer.step(signals=first_signals)
+    first_signals: dict[str, Any] = {"loss_start": torch.tensor(3.0, requires_grad=True), "loss_end": end}
+    outer.step(signals=first_signals)  # without torch's warning of a number that needs a gradient
     end += 9
     outer.step(signals={"loss_start": np.float64(2.0), "loss_end": np.float64(1.5)})
     assert outer.param_groups[0]["restarts"] == 1  # 2 after an end at 1: the outer step made it worse

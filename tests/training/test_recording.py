@@ -353,6 +353,7 @@ def test_refusals(tmp_path: Path) -> None:
             ("new", {"config": {"inner_steps": 5}}, ValueError, "inner_steps = 5, and the engine 4"),
             ("new", {"config": 3}, ValueError, "a mapping"),
             ("new", {"track": "no-such"}, UsageError, "no such tracker"),
+            ("new", {"inner": [torch.optim.SGD(nn.Linear(1, 1).parameters())]}, ValueError, "inner is a list"),
         ):
             with pytest.raises(error, match=words), record(engine, tmp_path / folder, **options):  # type: ignore[arg-type]
                 pass

@@ -84,6 +84,8 @@ class Watch:
                 raise ValueError('DiLoCo: buffers is "mean", and the replicas have other buffers; build them alike')
             self.alike = {"averaged buffers": shapes[0] if shapes else [], "numbers of replicas": len(replicas)}
         self.findings: list[str] = []
+        named = replicas[0].parameters() if replicas and isinstance(replicas[0], nn.Module) else ()
+        self._frozen = [p for p in named if not p.requires_grad]
         self._first_buffers = {} if buffers == "mean" or not replicas else _on_cpu(replicas[0])
         """Those that training does not change, as of a rotary embedding, are alike in all replicas."""
         self._names: list[str] = []
@@ -95,6 +97,10 @@ class Watch:
         self._names, self._before = [], []  # a first sync that failed is noted anew
         if not engine.syncs and (finding := self._of_buffers(engine)):
             self._warn(finding)
+        slots = [slot for fragment in engine.fragments for slot in fragment.slots[0]]
+        if any(p.requires_grad for p in self._frozen) or not all(slot.parameter.requires_grad for slot in slots):
+            for finding in _of_parameters(engine):
+                self._warn(finding)
         if engine.syncs or not _is_comparable(engine):
             return
         first, *others = [dict(module.named_parameters()) for module in engine.replicas]
@@ -135,21 +141,17 @@ class Watch:
 
     def _look(self, engine: Engine, inner: Sequence[Optimizer]) -> Iterator[str]:
         """Yield what is wrong now."""
-        # By identity: a module that is wrapped later, as by torch.compile, gives the same parameters other names.
-        synchronized = {id(slot.parameter) for fragment in engine.fragments for slot in fragment.slots[0]}
-        if late := [slot.name for slot in slots_of(engine.replicas[0]) if id(slot.parameter) not in synchronized]:
-            yield (
-                f"{_some(late)} were unfrozen after the engine was built, which does not synchronize them; build the "
-                "engine again"
-            )
+        yield from _of_parameters(engine)
         if not (engine.at_anchor or (engine.inner_step == 0 and _is_anchor(engine))):
             yield (
                 f"the modules hold the replicas' own weights, {engine.inner_step} of {engine.inner_steps} inner steps "
                 "into a round; to save or evaluate the shared ones, use `with engine.anchored() as module:`"
             )
-        for number, (module, optimizer) in enumerate(zip(engine.replicas, inner, strict=False)):
-            yield from _of_inner(module, optimizer, f"the inner optimizer of replica {number}")
-        if inner and len(inner) != len(engine.replicas):
+        # One replica may have several, as Muon for matrices and AdamW for the rest.
+        shares = [inner] if len(engine.replicas) == 1 else [[optimizer] for optimizer in inner]
+        for number, (module, share) in enumerate(zip(engine.replicas, shares if inner else (), strict=False)):
+            yield from _of_inner(module, share, number)
+        if inner and len(shares) != len(engine.replicas):
             yield f"there are {len(engine.replicas)} replicas in this process and {len(inner)} inner optimizers"
         counts = Counter(id(p) for optimizer in inner for group in optimizer.param_groups for p in group["params"])
         for number, module in enumerate(engine.replicas):
@@ -181,6 +183,23 @@ class Watch:
             _log.warning("DiLoCo: %s", finding)
 
 
+def _of_parameters(engine: Engine) -> Iterator[str]:
+    """Yield which parameters have begun or ceased to train since the engine was built."""
+    slots = [slot for fragment in engine.fragments for slot in fragment.slots[0]]
+    # By identity: a module that is wrapped later, as by torch.compile, gives the same parameters other names.
+    synchronized = {id(slot.parameter) for slot in slots}
+    if late := [slot.name for slot in slots_of(engine.replicas[0]) if id(slot.parameter) not in synchronized]:
+        yield (
+            f"{_some(late)} were unfrozen after the engine was built, which does not synchronize them; build the "
+            "engine again"
+        )
+    if frozen := [slot.name for slot in slots if not slot.parameter.requires_grad]:
+        yield (
+            f"{_some(frozen)} were frozen after the engine was built, and outer momentum goes on to move them; build "
+            "the engine again"
+        )
+
+
 def _is_anchor(engine: Engine) -> bool:
     """Tell by their values whether the replicas are the anchor, as with mixing at the beginning and at the end."""
     return not engine.communicator.sharded and all(
@@ -203,14 +222,18 @@ def _is_comparable(engine: Engine) -> bool:
     )
 
 
-def _of_inner(module: nn.Module, optimizer: Optimizer, name: str) -> Iterator[str]:
-    """Compare the parameters of an optimizer with those of a module that are trained."""
-    optimized = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-    trained = {id(p): key for key, p in module.named_parameters() if p.requires_grad}
-    if missing := [key for identity, key in trained.items() if identity not in optimized]:
-        yield f"{name} does not hold {_some(missing)}, which the engine synchronizes and nothing trains"
-    if foreign := sum(identity not in trained for identity in optimized):
-        yield f"{name} holds {foreign} parameters that are not the module's, as after a copy or a move of the module"
+def _of_inner(module: nn.Module, optimizers: Sequence[Optimizer], number: int) -> Iterator[str]:
+    """Compare the parameters of a replica's optimizers with those of its module; frozen ones do no harm in them."""
+    several = len(optimizers) > 1
+    name = "the inner optimizers" if several else f"the inner optimizer of replica {number}"
+    optimized = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    params = {id(p): (key, p) for key, p in module.named_parameters()}
+    if missing := [key for identity, (key, p) in params.items() if p.requires_grad and identity not in optimized]:
+        lacks = "do not hold" if several else "does not hold"
+        yield f"{name} {lacks} {_some(missing)}, which the engine synchronizes and nothing trains"
+    if foreign := len(optimized - params.keys()):
+        holds = "hold" if several else "holds"
+        yield f"{name} {holds} {foreign} parameters that are not the module's, as after a copy or a move of the module"
 
 
 def _some(names: Iterable[str]) -> str:

@@ -292,7 +292,7 @@ class DiLoCo:
         """Return a sentence for each mistake of the loop that no error shows (`twophase.diloco.check`).
 
         Args:
-            inner: the inner optimizer, or one for each replica of this process.
+            inner: the inner optimizer, or one for each replica of this process; several of a single replica.
             strict: raise a ValueError where there are some.
         """
         return self._watch.check(self, [inner] if isinstance(inner, Optimizer) else list(inner), strict=strict)

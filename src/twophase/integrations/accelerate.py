@@ -32,7 +32,8 @@ class DiLoCo:
     Inside the block each process is a replica: gradients stay its own. At the end of the block the last, shorter round
     is taken. `accelerator.save_state` and `load_state` include the engine and each replica's own weights and
     optimizers, so that a resumed training equals an uninterrupted one bit for bit; load before the block. For a
-    standard run folder, put `twophase.record(rounds.engine, "runs/mine")` around the loop.
+    standard run folder make it first, and record around the block, at whose end the last round comes:
+    `with twophase.record(rounds.engine, "runs/mine"), rounds:`.
 
     Args:
         accelerator: of one process or several, on CPUs or GPUs.

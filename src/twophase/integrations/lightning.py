@@ -21,9 +21,9 @@ class DiLoCoCallback(Rounds, Callback):
         trainer.fit(module, data, ckpt_path=...)
 
     An inner step is a step of the optimizer: under `accumulate_grad_batches` several batches. Lightning's checkpoints
-    hold the engine's state, from which a resumed training equals an uninterrupted one bit for bit, in the middle of a
-    round as well. Of several replicas each is a Trainer of its own: call `join_replicas()` first, and give each a
-    `default_root_dir`.
+    hold the engine's state, in the middle of a round as well, so that a resumed training equals an uninterrupted one as
+    far as Lightning's part does: it saves neither random state nor the place in an epoch. Of several replicas each is a
+    Trainer of its own: call `join_replicas()` first, and give each a `default_root_dir`.
 
     Arguments, attributes: see `Rounds`. With `record`, training losses and logged metrics go into the run too;
     `val_loss` is the validation loss.

@@ -140,7 +140,7 @@ def loaded_groups(
 def as_number(what: str, value: Any) -> float:
     """Return a loss or signal as a float; raise a ValueError where it is no number."""
     try:
-        return float(value)
+        return float(value.detach() if hasattr(value, "detach") else value)
     except (TypeError, ValueError, RuntimeError):  # the last of tensors with several elements
         raise ValueError(f"{what} is {value!r}; give a single number") from None
 

@@ -159,10 +159,14 @@ def record(
     Raises:
         UsageError: a folder of another run or of something else, a finished run, a folder in which another process is
             at work, or a tracker that is not installed; nothing is changed then.
-        ValueError: no engine, or a configuration that contradicts it.
+        ValueError: no engine, no optimizer, or a configuration that contradicts the engine.
     """
     if not isinstance(engine, DiLoCo | OuterSGD):
         raise ValueError(f"record: {type(engine).__name__} is no engine; give a DiLoCo or an OuterSGD")
+    if inner is not None and not hasattr(inner, "param_groups"):
+        raise ValueError(
+            f"record: inner is a {type(inner).__name__}; give one optimizer, of several the first replica's"
+        )
     trackers = check([track] if isinstance(track, str) else track)
     tree, path, started = setting(engine, config), Path(folder), time.perf_counter()
     files = _processes(engine)
