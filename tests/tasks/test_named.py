@@ -480,7 +480,7 @@ def test_names_that_lead_nowhere(name: str) -> None:
 def test_a_changed_file_does_not_go_on(rings: Path) -> None:
     """Where the task's file has changed, neither a stopped nor a finished run nor a sweep goes on.
 
-    A finished run's damaged `env.json` cannot say so, and the remedy that the message names helps.
+    A finished run's damaged `env.json` cannot say so, and the remedy that the message names helps, for good.
     """
     checksum = summary_of(twophase.train("rings:Rings", SHORT, "finished", quiet=True))["checksum"]
     axes = {"outer.lr": [0.3, 0.7]}
@@ -504,8 +504,36 @@ def test_a_changed_file_does_not_go_on(rings: Path) -> None:
             Path("finished", "env.json").write_text(damaged)
         with pytest.raises(RunError, match=r"env\.json, .* delete summary\.json and repeat"):
             twophase.train("rings:Rings", SHORT, "finished", quiet=True)
-    Path("finished", "summary.json").unlink()
-    assert summary_of(twophase.train("rings:Rings", SHORT, "finished", quiet=True))["checksum"] == checksum
+        Path("finished", "summary.json").unlink()
+        for _ in range(2):
+            assert summary_of(twophase.train("rings:Rings", SHORT, "finished", quiet=True))["checksum"] == checksum
+
+
+def test_a_first_attempt_that_left_nothing(rings: Path) -> None:
+    """A task that raises before the first checkpoint and is corrected is the one that the finished run is of.
+
+    A task that a checkpoint refuses is not, although `env.json` is damaged then.
+    """
+    batch = "    def batch(self, seed, step, replica):\n"
+    assert batch in RINGS
+    rings.write_text(RINGS.replace(batch, f"{batch}        if step == 3:\n            raise ValueError\n"))
+    with pytest.raises(UsageError, match=r"batch\(\) failed at rings\.py"):
+        twophase.train("rings:Rings", SHORT, "run", quiet=True)
+    assert Path("run", "env.json").is_file()
+    rings.write_text(RINGS)
+    forget()
+    first, second = (summary_of(twophase.train("rings:Rings", SHORT, "run", quiet=True)) for _ in range(2))
+    assert first == second
+    Path("run", "summary.json").unlink()
+    Path("run", "env.json").write_text("{")
+    rings.write_text(RINGS.replace("GELU", "Sigmoid"))
+    forget()
+    with pytest.raises(UsageError, match="is not the one that this run began with"):
+        twophase.train("rings:Rings", SHORT, "run", quiet=True)
+    rings.write_text(RINGS)
+    forget()
+    for _ in range(2):
+        assert summary_of(twophase.train("rings:Rings", SHORT, "run", quiet=True))["checksum"] == first["checksum"]
 
 
 def test_a_stop_that_reached_another_process(monkeypatch: pytest.MonkeyPatch) -> None:

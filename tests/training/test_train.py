@@ -235,7 +235,7 @@ def test_an_elastic_replica_notices_lost_lines_before_it_joins(config: TrainConf
 def test_full_disk_elsewhere(config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Whatever file of the run the disk refuses, the message names the folder and the remedy."""
 
-    def full(*_: Any) -> None:
+    def full(*_: Any, **__: Any) -> None:
         raise FULL
 
     monkeypatch.setattr(RunFolder, name, full)

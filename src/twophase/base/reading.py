@@ -46,6 +46,14 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return json_object(read_bytes(path))
 
 
+def json_object_or_none(path: Path) -> dict[str, Any] | None:
+    """Return the JSON object that a file holds; None where it is missing, cannot be read, or holds no such object."""
+    try:
+        return read_json_object(path)
+    except (OSError, ValueError):
+        return None
+
+
 def json_object(text: str | bytes) -> dict[str, Any]:
     """Return the object that JSON writes, of at most 100 levels, so that what reads it may recurse.
 

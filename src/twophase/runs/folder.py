@@ -3,7 +3,7 @@
 | file            | holds                                                            | written            |
 |-----------------|------------------------------------------------------------------|--------------------|
 | `config.yaml`   | the resolved configuration; says which run the folder belongs to | first, atomically  |
-| `env.json`      | versions and machine                                             | once, atomically   |
+| `env.json`      | versions, machine and data                                       | once, atomically   |
 | `metrics.jsonl` | one line an evaluation or log step                               | appended           |
 | `rounds.jsonl`  | one line a round                                                 | appended           |
 | `steps.jsonl`   | one line every `log_every` steps: loss, speed, memory            | appended           |
@@ -30,7 +30,7 @@ from typing import Any
 
 from twophase.base.config import Tree, UsageError, differences, dump_yaml, fingerprint, load_yaml, to_tree
 from twophase.base.files import TEMPORARY, file_sha256, make_folder, remove_leftovers, sync_folder, write_atomic
-from twophase.base.reading import read_json_object
+from twophase.base.reading import json_object_or_none, read_json_object
 from twophase.runs.log import Log, Mark, read_log, standard
 
 CONFIG, ENV, SUMMARY, WEIGHTS = "config.yaml", "env.json", "summary.json", "weights.safetensors"
@@ -160,11 +160,12 @@ class RunFolder:
         record["summary_sha256"] = _digest(record)
         write_atomic(self.path / SUMMARY, json.dumps(record, indent=2, allow_nan=False) + "\n")
 
-    def write_env(self, env: Mapping[str, Any]) -> None:
-        """Record versions and machine in `env.json`, unless an earlier part of this run has done so."""
-        if not (self.path / ENV).exists():
-            text = json.dumps(standard(env), indent=2, allow_nan=False) + "\n"
-            write_atomic(self.path / ENV, text, durable=False)  # nothing depends on it
+    def write_env(self, env: Mapping[str, Any], *, anew: bool = False) -> None:
+        """Record versions, machine and data in `env.json`; a sound record of the same data stays, unless `anew`."""
+        text = json.dumps(standard(env), indent=2, allow_nan=False) + "\n"
+        earlier = json_object_or_none(self.path / ENV)
+        if anew or earlier is None or earlier.get("corpus") != json.loads(text).get("corpus"):
+            write_atomic(self.path / ENV, text, durable=False)  # damaged, it is written again
 
     def log_metrics(self, record: Mapping[str, Any]) -> None:
         """Append one line to `metrics.jsonl`; numbers that are not finite become null."""

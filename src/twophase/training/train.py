@@ -65,7 +65,6 @@ def train(
     run = Trainer(task, config, communicator)
     with in_agreement(run.files), disk(folder):
         if run.lead:
-            folder.write_env(run.environment())
             checkpoint.clean(folder.checkpoint_dir)
     if ending is not None and (record := ending.read()):
         return _take(run, folder, ending, record)
@@ -103,6 +102,9 @@ def _go(
     """Train to the end, or until it should stop, and have the last checkpoint written; arguments as of `train`."""
     config = run.config
     joined = _begin(run, folder)
+    with in_agreement(run.files), disk(folder):
+        if run.lead:
+            _write_env(run, folder)
     done = run.done
     before, started, first = done.seconds, time.perf_counter(), done.step
     saved: int | None = done.step
@@ -185,6 +187,7 @@ def _take(run: Trainer, folder: RunFolder, ending: Ending, record: dict[str, Any
                 f"{record['host']} has no such weights that can be read here; copy {WEIGHTS} from there to "
                 f"{here} and repeat the command, or move {ending.path} away for a new run"
             )
+        _write_env(run, folder)
         folder.write_weights(run.weights(run.config))
         folder.finish(summary)
     _log.warning("the run had ended without this replica: its result, checksum %s, is %s's", record["checksum"], source)
@@ -197,6 +200,11 @@ def _adopted(run: Trainer, weights: Path, checksum: str) -> bool:
         return run.adopt(read_bytes(weights), checksum)
     except OSError:
         return False
+
+
+def _write_env(run: Trainer, folder: RunFolder) -> None:
+    """Record machine and data, once it is known that a checkpoint is of the same data; without one, begin anew."""
+    folder.write_env(run.environment(), anew=checkpoint.latest(folder.checkpoint_dir) is None)
 
 
 def _log_step(run: Trainer, folder: RunFolder, on_step: Callable[[dict[str, Any]], None]) -> None:

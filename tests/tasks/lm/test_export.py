@@ -31,6 +31,7 @@ from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
 from twophase.tasks.lm.export import RECORD, describe
 from twophase.tasks.lm.export import export as export_record
 from twophase.tasks.lm.export_tokenizer import text_tokenizer
+from twophase.tasks.lm.task import corpus_of
 from twophase.tasks.lm.tokens import decode, encode
 from twophase.tasks.named import config_class
 from twophase.text.meta import read_meta, write_meta
@@ -236,6 +237,21 @@ def test_other_shards(shards: Path, tmp_path: Path) -> None:
     write_meta(shards, dataclasses.replace(read_meta(shards), tokenizer_sha256="cd" * 32))
     with pytest.raises(UsageError, match=r"cdcdcdcd.*01234567"):
         export(run, tmp_path / "hf")
+
+
+def test_shards_that_were_prepared_anew(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokenizer is the one that the run was trained with, not that of an attempt without a checkpoint."""
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(RunFolder, "log_round", killed)
+    with pytest.raises(KeyboardInterrupt):
+        shard_run(shards, tmp_path / "run")
+    monkeypatch.undo()
+    write_meta(shards, dataclasses.replace(read_meta(shards), tokenizer_sha256="cd" * 32))
+    corpus_of.cache_clear()
+    assert (export(shard_run(shards, tmp_path / "run"), tmp_path / "hf") / "tokenizer.json").is_file()
 
 
 def test_bin_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
