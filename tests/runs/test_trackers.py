@@ -6,14 +6,17 @@ import sys
 import threading
 import types
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 import textmaker
 from commands import scalars
+from twophase import DiLoCo, OuterRule, record
 from twophase.base.config import UsageError, to_tree, with_values
 from twophase.runs import trackers as tracking
 from twophase.runs.folder import RunFolder, read_lines
@@ -168,6 +171,30 @@ def test_logged_steps_are_not_sent_again(name: str, backends: dict[str, Backend]
         tracker.log({"x": 1.0}, step)
     tracker.close()
     assert [step for step, _ in backends[name].lines] == [4, 5]
+
+
+def test_a_loop_that_begins_anew_is_a_run_of_its_own(
+    backends: dict[str, Backend], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tracker gets all of its lines under another id, and none among those of the first attempt."""
+    shown: dict[str, list[tuple[int, dict[str, float]]]] = {}
+
+    def init(*, name: str, **_: Any) -> Backend:  # a server, which knows its runs by their names
+        backend = Backend()
+        backend.lines = shown.setdefault(name, [])
+        backend._next_step = max((step + 1 for step, _ in backend.lines), default=0)
+        return backend
+
+    assert "trackio" in backends
+    monkeypatch.setattr(sys.modules["trackio"], "init", init)
+    for loss, steps in ((9.0, 8), (1.0, 12)):
+        engine = DiLoCo(nn.Linear(2, 2), OuterRule(0.7, 0.9), inner_steps=2)
+        with suppress(ZeroDivisionError), record(engine, tmp_path / "run", track="trackio"):
+            for _ in range(steps):
+                engine.step({"loss": loss})
+            raise ZeroDivisionError
+    losses = [[(step, line["loss/train"]) for step, line in lines if "loss/train" in line] for lines in shown.values()]
+    assert losses == [[(step, 9.0) for step in range(2, 9, 2)], [(step, 1.0) for step in range(2, 13, 2)]]
 
 
 def test_numbers_only() -> None:

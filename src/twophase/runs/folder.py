@@ -36,7 +36,7 @@ from twophase.runs.log import Log, Mark, read_log, standard
 CONFIG, ENV, SUMMARY, WEIGHTS = "config.yaml", "env.json", "summary.json", "weights.safetensors"
 CHECKPOINTS = "checkpoint"
 METRICS, ROUNDS, STEPS = "metrics.jsonl", "rounds.jsonl", "steps.jsonl"
-LOCK = ".lock"
+LOCK, TRACKING = ".lock", "tracking.json"
 REPORT, COMPARE = "report.html", "compare.html"
 """Names of the page of a run or sweep in its folder, and of the page of several runs."""
 USER = "user"
@@ -241,12 +241,12 @@ class RunFolder:
         return records[-1] if records else None
 
     def set_aside(self, name: str) -> Path:
-        """Move logs and checkpoints into a folder of that name, or the first free number of it, and return that."""
+        """Move logs, checkpoints and trackers' id to a folder of that name, or its first free number; return it."""
         places = (self.path / (f"{name}-{number}" if number > 1 else name) for number in itertools.count(1))
         place = next(place for place in places if not place.exists())
         place.mkdir()
-        # The checkpoint first: without its logs it would be refused, and no command would help after a kill here.
-        for path in (self.checkpoint_dir, *(self.path / log for log in LOGS)):
+        # First the id, lest a tracker show two runs as one; then the checkpoint: without its logs it would be refused.
+        for path in (self.path / TRACKING, self.checkpoint_dir, *(self.path / log for log in LOGS)):
             if path.exists():
                 path.rename(place / path.name)
         self._logs = {name: Log(self.path / name) for name in LOGS}

@@ -28,6 +28,7 @@ from twophase.base.config import Tree, UsageError, flatten
 from twophase.base.files import write_atomic
 from twophase.base.reading import read_json_object
 from twophase.number import did_you_mean
+from twophase.runs.folder import TRACKING
 
 NAMES = ("none", "tensorboard", "trackio", "wandb")
 PROJECT = "twophase"
@@ -36,7 +37,6 @@ START_SECONDS = 10.0
 CLOSE_SECONDS = 60.0
 """How long the end of a run waits for a tracker to send its last lines."""
 _WAITING = 100_000  # lines that a slow tracker may be behind
-_IDENTITY = "tracking.json"
 _METRICS = {
     "train_loss": "loss/train",
     "validation_loss": "loss/validation",
@@ -73,7 +73,7 @@ def check(names: Sequence[str]) -> tuple[str, ...]:
 
 def identity(folder: Path) -> str:
     """Return the id under which trackers know the run of a folder, the same after resuming or moving it."""
-    path = folder / _IDENTITY
+    path = folder / TRACKING
     # A power cut may leave an empty file, since it is not synced; the trackers then see a new run.
     with contextlib.suppress(FileNotFoundError, ValueError, KeyError):
         return str(read_json_object(path)["id"])
