@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -85,12 +86,17 @@ def restore(run: Path) -> Restored:
             changed.
     """
     config, identity = run_config(run, config_of)
-    newest = checkpoint.latest(run / CHECKPOINTS)
-    if newest is None:
+    restored = checkpoint.read_latest(run / CHECKPOINTS, partial(_restored, run, config, identity))
+    if restored is None:
         raise UsageError(
             f"{run}: has no checkpoint, which holds the weights and the inner optimizer's moments; train it with "
             "`twophase train` (the cells of a sweep keep none)"
         )
+    return restored
+
+
+def _restored(run: Path, config: RunConfig, identity: str, newest: Path) -> Restored:
+    """Read a run at a checkpoint."""
     saved = checkpoint.Checkpoint(newest, identity)
     progress, weights = saved.progress(), saved.anchor()
     if progress.get("exit_reason") == DIVERGED or not all(bool(weight.isfinite().all()) for weight in weights.values()):

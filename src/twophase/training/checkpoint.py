@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -42,6 +42,8 @@ _PREFIX = "step-"
 _NAME = re.compile(rf"{_PREFIX}\d{{8,}}")
 _WRITING = ".writing-"
 _MANIFEST, _PROGRESS = "manifest.json", "progress.json"
+
+T = TypeVar("T")
 
 
 def replica_file(replica: int) -> str:
@@ -257,6 +259,21 @@ def latest_step(folder: Path) -> int | None:
     return None if newest is None else _step(newest)
 
 
+def read_latest(folder: Path, read: Callable[[Path], T]) -> T | None:
+    """Return what `read` makes of the newest complete checkpoint, or None where there is none.
+
+    A run that goes on removes its older checkpoints: one that it removes while it is read is not damaged, and the one
+    that is the newest by then is read instead.
+    """
+    while (newest := latest(folder)) is not None:
+        try:
+            return read(newest)
+        except (UsageError, OSError):
+            if latest(folder) in (newest, None):
+                raise
+    return None
+
+
 def counted_logs(path: Path) -> dict[str, Any]:
     """Return what a checkpoint counts of the logs; nothing where that cannot be read, which loading then refuses."""
     try:
@@ -286,7 +303,7 @@ class Checkpoint:
         self.path = path
         try:
             manifest = read_json_object(path / _MANIFEST)
-            entries = dict(manifest["files"])
+            self._entries = entries = dict(manifest["files"])
             self.step: int = manifest["step"]
             owner, version = manifest["config"], manifest.get("format", 1)
             if type(self.step) is not int or any(Path(name).name != name for name in entries):
@@ -330,7 +347,7 @@ class Checkpoint:
 
     def holds(self, name: str) -> bool:
         """Tell whether there is such a part."""
-        return (self.path / name).exists()
+        return name in self._entries
 
     def anchor(self) -> dict[str, Tensor]:
         """Read the anchor as weights by name."""

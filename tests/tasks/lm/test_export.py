@@ -22,6 +22,7 @@ import textmaker
 import trained as trainings
 from commands import snapshot
 from twophase.base.config import UsageError, with_values
+from twophase.base.files import file_sha256
 from twophase.cli.export import main
 from twophase.diloco.communicator import SingleProcess
 from twophase.runs.folder import RunFolder
@@ -34,7 +35,9 @@ from twophase.tasks.lm.export_tokenizer import text_tokenizer
 from twophase.tasks.lm.task import corpus_of
 from twophase.tasks.lm.tokens import decode, encode
 from twophase.tasks.named import config_class
+from twophase.tasks.restored import restore
 from twophase.text.meta import read_meta, write_meta
+from twophase.training import checkpoint
 from twophase.training.trainer import Trainer
 
 pytest.importorskip("transformers", reason="the extra hf is not installed")
@@ -146,6 +149,31 @@ def test_unfinished(corpus: Path, tmp_path: Path) -> None:
     assert "checkpoint step-00000002 of a run that is not finished" in describe(
         out, json.loads((out / RECORD).read_text())
     )
+
+
+@pytest.mark.parametrize("reader", [lambda run: export_record(run, run / "hf")["steps"], lambda run: restore(run).step])
+def test_a_run_that_goes_on_meanwhile(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: Callable[[Path], int]
+) -> None:
+    """A checkpoint that the run removes while it is read is not damaged: the newer one is read; a damaged one is."""
+    run = trained(make_config(corpus, checkpoint_every=1), tmp_path / "run")
+    for name in ("summary.json", "weights.safetensors"):
+        (run / name).unlink()
+    older, newer = sorted((run / "checkpoint").iterdir())
+    newer.rename(tmp_path / "newer")
+
+    def read_too_late(path: Path) -> str:
+        if older.exists():
+            shutil.rmtree(older)
+            (tmp_path / "newer").rename(newer)
+        return file_sha256(path)
+
+    monkeypatch.setattr(checkpoint, "file_sha256", read_too_late)
+    assert reader(run) == 4
+    shutil.rmtree(run / "hf", ignore_errors=True)
+    (newer / "progress.json").unlink()
+    with pytest.raises(UsageError, match=r"step-00000004 is damaged: progress\.json is missing"):
+        reader(run)
 
 
 def test_finished_without_its_weights(run: Path, tmp_path: Path) -> None:

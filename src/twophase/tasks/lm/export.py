@@ -121,7 +121,12 @@ def _weights(run: Path, identity: str) -> tuple[dict[str, Tensor], str, int]:
     path = run / _WEIGHTS
     if path.is_file():
         return _final(path, identity)
-    newest = checkpoint.latest(run / CHECKPOINTS)
+
+    def read(newest: Path) -> tuple[dict[str, Tensor], str, int]:
+        saved = checkpoint.Checkpoint(newest, identity)
+        return saved.weights(), newest.name, saved.step
+
+    newest = checkpoint.read_latest(run / CHECKPOINTS, read)
     has_ended = _json(run / SUMMARY).get("config") == identity
     if newest is None and has_ended:  # a sweep's run keeps no checkpoints
         raise UsageError(
@@ -133,8 +138,8 @@ def _weights(run: Path, identity: str) -> tuple[dict[str, Tensor], str, int]:
             f"{run}: the run is not finished and has no checkpoint yet; repeat its `twophase train` command first"
         )
     state = f"has ended and has no {_WEIGHTS} any more" if has_ended else "is not finished"
-    saved = checkpoint.Checkpoint(newest, identity)
-    return saved.weights(), f"checkpoint {newest.name} of a run that {state}", saved.step
+    weights, name, step = newest
+    return weights, f"checkpoint {name} of a run that {state}", step
 
 
 def _model(config: TrainConfig, weights: Mapping[str, Tensor], run: Path) -> Llama:
