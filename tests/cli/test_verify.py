@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import shardmaker
+import textmaker
 from commands import SMALL
 from twophase.cli.main import main
 from twophase.tasks.lm.task import corpus_of
@@ -42,6 +43,38 @@ def test_damaged_shards(
     assert said.count("\n") == 1
     assert out.exists() == (status == 1)
     assert not (out / "summary.json").exists()
+
+
+def test_shards_of_a_finished_run(shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--verify` reads them although there is nothing to train; without it the result is the run's, moved or not."""
+    words = ["train", *SMALL, "--data.corpus", f"tokens:{shards}", "--out", str(tmp_path / "run"), "--quiet"]
+    assert main([*words, "--verify"]) == 0
+    result = capsys.readouterr().out
+    shardmaker.flip(shards / "train-00000.bin")
+    assert main([*words, "--verify"]) == 2
+    assert "train-00000.bin" in capsys.readouterr().err
+    shards.rename(tmp_path / "moved")
+    assert main(words) == 0
+    assert capsys.readouterr().out == result
+
+
+def test_a_finished_run_answers_for_its_own_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where its text file is another one now, the same command is refused; one that is gone cannot be compared."""
+    text = textmaker.write(tmp_path / "text.txt")
+    words = ["train", *SMALL, "--data.corpus", f"file:{text}", "--out", str(tmp_path / "run"), "--quiet"]
+    assert main(words) == 0
+    result = capsys.readouterr().out
+    textmaker.write(text, seed=1)
+    corpus_of.cache_clear()
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert f"--data.corpus file:{text}: its file or data has changed since the run" in said
+    assert "choose another --out" in said
+    textmaker.write(text)
+    assert main(words) == 0
+    text.unlink()
+    assert main(words) == 0
+    assert capsys.readouterr().out == 2 * result
 
 
 def test_sound_shards(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:

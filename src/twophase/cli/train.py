@@ -27,6 +27,7 @@ from twophase.cli.commands import (
 )
 from twophase.number import number
 from twophase.runs.folder import ENV, SUMMARY, read_summary, weights_fault
+from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.named import TASK
 from twophase.training.config import MOST_REPLICAS, RunConfig
 
@@ -61,6 +62,8 @@ def main(words: list[str]) -> int:
     _check_elastic(options)
     if options.lighthouse is not None:
         out = out / f"replica-{options.replica}"  # each is a run of its own, wherever its machine is
+    if options.verify:  # before a finished run's result, too
+        _verify(config)
     summary = finished(out, config) or train_run(out, config, options)
     lead = os.environ.get("RANK", "0") == "0"
     if summary["exit_reason"] == "stopped":
@@ -76,31 +79,45 @@ def finished(out: Path, config: RunConfig) -> dict[str, Any] | None:
     """Return the summary of a finished run, or None where the folder has none.
 
     Raises:
-        RunError: its weights are damaged, or the file that says what its task was.
-        UsageError: the file or data of its task has changed since.
+        RunError: its weights are damaged, or the file that says what it was trained on.
+        UsageError: its text file, or the file or data of its task, has changed since.
     """
     summary = read_summary(out, fingerprint(config))
     if summary is None:
         return None
     if fault := weights_fault(out, summary):
         raise RunError(fault)
-    if hasattr(config, TASK):  # an edited file and the same command: another run, not this result
-        from twophase.tasks.build import task_of
-
+    option, fingerprint_now = _trained_on(config)
+    if fingerprint_now is not None:  # an edited file and the same command: another run, not this result
         try:
             before = read_json_object(out / ENV)["corpus"]["fingerprint"]
         except (OSError, ValueError, LookupError, TypeError):
             raise RunError(
-                f"{out / ENV}, which says what the finished run's task was, is missing or damaged; put it back, or "
+                f"{out / ENV}, which says what the finished run was trained on, is missing or damaged; put it back, or "
                 f"delete {SUMMARY} and repeat the command, which goes on from the last checkpoint"
             ) from None
-        if before != task_of(config).describe()["fingerprint"]:
-            name = config.task.name  # type: ignore[attr-defined]
+        if before != fingerprint_now:
             raise UsageError(
-                f"--task {name}: its file or data has changed since the run in {out} was finished; choose another "
-                "--out for a new run, or put the old ones back"
+                f"{option}: its file or data has changed since the run in {out} was finished; choose another --out for "
+                "a new run, or put the old ones back"
             )
     return summary
+
+
+def _trained_on(config: RunConfig) -> tuple[str, str | None]:
+    """Return the option that names a run's data, and their fingerprint now.
+
+    None stands for data that may be others by right: Python's own texts, and those that were moved away. Token shards
+    have checksums of their own.
+    """
+    if isinstance(config, TrainConfig):
+        from twophase.tasks.lm.corpus import text_fingerprint
+
+        return f"--data.corpus {config.data.corpus}", text_fingerprint(config.data.corpus)
+    from twophase.tasks.build import task_of
+
+    name = config.task.name  # type: ignore[attr-defined]
+    return f"--task {name}", task_of(config).describe()["fingerprint"]
 
 
 _NAMED = ("outer.", "inner_steps", "seed", f"{TASK}.name", "sync.restart")
@@ -191,6 +208,14 @@ def _check_elastic(options: argparse.Namespace) -> None:
         )
 
 
+def _verify(config: RunConfig) -> None:
+    """Read all data of a run and compare them with their checksums, where its task has such."""
+    from twophase.tasks.build import task_of
+
+    if verify_data := getattr(task_of(config), "verify_data", None):
+        verify_data()
+
+
 def train_run(out: Path, config: RunConfig, options: argparse.Namespace) -> dict[str, Any]:
     """Train what is not finished yet."""
     from twophase.runs.trackers import check, tracked
@@ -203,8 +228,6 @@ def train_run(out: Path, config: RunConfig, options: argparse.Namespace) -> dict
     check(options.track)
     take_device(config)
     task = task_of(config)
-    if options.verify and (verify_data := getattr(task, "verify_data", None)):
-        verify_data()
     processes = world_size() if options.lighthouse is None else config.replicas
     preflight(config, task, processes)  # before a folder is made for what cannot be run
     ending = None if options.lighthouse is None else Ending(options.run_record or out.parent / "run.json")

@@ -184,8 +184,7 @@ def load_documents(corpus: str) -> tuple[list[str], str]:
     if corpus in ("python", "python-code"):
         kind = "documentation and docstrings" if corpus == "python" else "functions and classes of the library"
         source, texts = f"{kind} of Python {platform.python_version()}", library_documents(corpus)
-    elif corpus.startswith("file:") and corpus != "file:":
-        path = Path(os.path.expanduser(corpus.removeprefix("file:")))  # noqa: PTH111 - Path's raises for unknown users
+    elif path := _text_file(corpus):
         source, texts = f"text of {path.name}", documents(path, named)
     else:
         raise UsageError(
@@ -200,6 +199,24 @@ def load_documents(corpus: str) -> tuple[list[str], str]:
             "text each"
         )
     return texts, f"{source}: {len(texts):,} documents, {sum(map(len, texts)):,} characters"
+
+
+def _text_file(corpus: str) -> Path | None:
+    """Return the file of a corpus `file:PATH`; None for another one."""
+    name = corpus.removeprefix("file:")
+    return Path(os.path.expanduser(name)) if name and name != corpus else None  # noqa: PTH111 - Path's may raise
+
+
+def text_fingerprint(corpus: str) -> str | None:
+    """Return the fingerprint that a run on a text file would have now; None for another corpus or a file that is gone.
+
+    Nothing is encoded, so it takes about as long as reading the file.
+
+    Raises:
+        UsageError: a file that holds no text any more.
+    """
+    path = _text_file(corpus)
+    return fingerprint(load_documents(corpus)[0]) if path and path.exists() else None
 
 
 def _text_corpus(data: DataConfig, replicas: int, named: str) -> Corpus:
