@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import threading
 import types
@@ -176,7 +177,10 @@ def test_logged_steps_are_not_sent_again(name: str, backends: dict[str, Backend]
 def test_a_loop_that_begins_anew_is_a_run_of_its_own(
     backends: dict[str, Backend], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tracker gets all of its lines under another id, and none among those of the first attempt."""
+    """A tracker gets all of its lines under another id, and none among those of the first attempt.
+
+    One that loads its state inside of the block has not begun anew.
+    """
     shown: dict[str, list[tuple[int, dict[str, float]]]] = {}
 
     def init(*, name: str, **_: Any) -> Backend:  # a server, which knows its runs by their names
@@ -187,14 +191,19 @@ def test_a_loop_that_begins_anew_is_a_run_of_its_own(
 
     assert "trackio" in backends
     monkeypatch.setattr(sys.modules["trackio"], "init", init)
-    for loss, steps in ((9.0, 8), (1.0, 12)):
+    state: dict[str, Any] = {}
+    for loss, steps in ((9.0, 8), (1.0, 12), (2.0, 4)):
         engine = DiLoCo(nn.Linear(2, 2), OuterRule(0.7, 0.9), inner_steps=2)
         with suppress(ZeroDivisionError), record(engine, tmp_path / "run", track="trackio"):
+            if loss == 2.0:
+                engine.load_state_dict(state)
             for _ in range(steps):
                 engine.step({"loss": loss})
+            state = copy.deepcopy(engine.state_dict())
             raise ZeroDivisionError
     losses = [[(step, line["loss/train"]) for step, line in lines if "loss/train" in line] for lines in shown.values()]
-    assert losses == [[(step, 9.0) for step in range(2, 9, 2)], [(step, 1.0) for step in range(2, 13, 2)]]
+    second = [*((step, 1.0) for step in range(2, 13, 2)), (14, 2.0), (16, 2.0)]
+    assert losses == [[(step, 9.0) for step in range(2, 9, 2)], second]
 
 
 def test_numbers_only() -> None:

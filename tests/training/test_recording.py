@@ -211,6 +211,41 @@ def test_a_state_that_is_loaded_inside_of_the_block(tmp_path: Path) -> None:
     assert (read_summary(tmp_path / "parts") or {})["exit_reason"] == "recorded"
 
 
+@pytest.mark.parametrize("is_bare", [False, True])
+def test_a_new_process_that_loads_its_state_inside_of_the_block(tmp_path: Path, is_bare: bool) -> None:
+    """It goes on with the folder as one that loads before; until its first line nothing is moved or cut."""
+    path, states = tmp_path / "run", [list[Any]()]
+
+    def lines() -> list[dict[str, Any]]:
+        return timeless(read_lines(path / "rounds.jsonl"))
+
+    def go(rounds: range, *loaded: list[Any]) -> None:
+        loop, x = Loop(), nn.Parameter(torch.ones(3))
+        outer = OuterSGD([x], 0.7, 0.9)
+        config = {"inner_steps": INNER_STEPS}
+        with suppress(ZeroDivisionError), record(outer if is_bare else loop.engine, path, config) as run:
+            for state in loaded:
+                loop.load(state[:-1])
+                outer.load_state_dict(state[-1])
+            assert run.step == INNER_STEPS * rounds.start
+            for _ in rounds:
+                x.grad = torch.ones(3)
+                outer.step()
+                for loss in loop.train(range(INNER_STEPS)):
+                    loop.engine.step({"loss": loss})
+                states.append(copy.deepcopy([*loop.state(), outer.state_dict()]))
+            raise ZeroDivisionError
+
+    go(range(6))
+    for start, loaded in ((4, [4]), (3, [1, 3]), (2, [3, 2])):
+        before = lines()
+        go(range(start, start), *(states[number] for number in loaded))
+        assert lines() == before, "a loop that fails before its first line"
+        go(range(start, start + 1), *(states[number] for number in loaded))
+        assert lines() == before[: start + 1]
+    assert not (path / "begun-anew").exists()
+
+
 @pytest.mark.parametrize("fragments", [1, 2])
 def test_a_last_round_that_is_taken_again(tmp_path: Path, fragments: int) -> None:
     """`finish()` ends a shorter round without an inner step: a loop that goes back to before it writes it once."""

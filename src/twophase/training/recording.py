@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,11 +47,27 @@ class Recorder:
         round: rounds that have ended.
     """
 
-    def __init__(self, folder: Any, engine: DiLoCo | OuterSGD, step: int, lead: bool, inner: Optimizer | None) -> None:
-        self.path: Path = folder.path
+    def __init__(
+        self,
+        folder: RunFolder,
+        engine: DiLoCo | OuterSGD,
+        step: int,
+        lead: bool,
+        inner: Optimizer | None,
+        *,
+        opened: Callable[[], Any],
+    ) -> None:
+        self.path = folder.path
         self.step = step
-        self._folder, self._engine, self._lead, self._inner = folder, engine, lead, inner
+        self._folder, self._engine, self._lead, self._inner, self._opened = folder, engine, lead, inner, opened
+        self._lines: Any = None
+        """The folder with its trackers, opened by the first line."""
+        self._place: tuple[int, int, dict[str, int]] | None = None
+        """Inner steps, rounds, and rounds by fragment, from which the next line goes on."""
+        self._is_begun = False
         self.round = _rounds(engine)
+        if not _is_absent(engine):
+            self.go_on()
         self._newest: dict[str, float] = {}
         self._is_finite = self._round_is_finite = True
 
@@ -78,27 +94,52 @@ class Recorder:
             raise ValueError(f"record.log: tokens is {line['tokens']}; give their number so far")
         self._newest |= line
         self._is_finite = math.isfinite(self._newest.get("train_loss", 0.0))
-        self._folder.log_metrics(line)
+        self.lines().log_metrics(line)
 
     def end_round(self, report: Mapping[str, Any], signals: Mapping[str, float], finite: bool) -> None:
         """Write a round: the engine's report to `rounds.jsonl`, signals and inner learning rate to the metrics."""
         self.round = report["round"]
         if not self._lead:
             return
-        self._folder.log_round({"step": self.step, **report})
+        self.lines().log_round({"step": self.step, **report})
         values = {name: value for name, value in signals.items() if name not in ("step", "round")}  # the line's own
         if self._inner is not None:
             values["inner_lr"] = max(float(group["lr"]) for group in self._inner.param_groups)
         self.log(None, **values)
         self._round_is_finite = finite
 
+    def go_on(self, newest: Collection[str] = ()) -> None:
+        """Have the next line go on from where the engine is, before the newest round of some fragments."""
+        self._place = self.step, _rounds(self._engine), _fragment_rounds(self._engine, newest)
+
+    def lines(self) -> Any:
+        """Return what takes lines, in process 0: first the folder loses its lines from where the loop goes on.
+
+        Not earlier, for until then the loop may load the state that says where that is. A loop that begins anew in the
+        folder of an unfinished run leaves what that has written in a folder beside.
+        """
+        if self._place is not None:
+            (step, rounds, parts), folder = self._place, self._folder
+            is_anew = not (self._is_begun or step or rounds) and _has_lines(folder)
+            if is_anew:
+                aside = folder.set_aside("begun-anew")
+                _log.warning("record: the loop begins with round 1; %s keeps what was recorded before", aside)
+            folder.cut(step, parts)
+            device = _outers(self._engine)[0].param_groups[0]["params"][0].device
+            folder.write_env(environment(device), anew=is_anew)
+            self._place, self._is_begun = None, True
+        if self._lines is None:  # after the folder was set aside, and with it the trackers' id
+            self._lines = self._opened()
+        return self._lines
+
     def rewind(self, step: int) -> None:
-        """Go on from a state after `step` inner steps that was loaded: cut the lines after it off the logs."""
+        """Go on from a state after `step` inner steps that was loaded: the next line cuts those after it."""
         rounds = _rounds(self._engine)
         is_back, self.step, self.round = (step, rounds) < (self.step, self.round), step, rounds
-        if is_back and self._lead:  # a later state, as a late replica is given, takes nothing away
+        if is_back:  # a later state, as a late replica is given, takes nothing away
             self._newest, self._is_finite, self._round_is_finite = {}, True, True
-            self._folder.cut(step, _fragment_rounds(self._engine))
+        if is_back or self._place is not None:
+            self.go_on()
 
     def summary(self, seconds: float) -> dict[str, Any]:
         """Return the run in numbers, as `summary.json` holds them; `seconds` are those of its last part."""
@@ -141,9 +182,10 @@ def record(
     Each round becomes a line of `rounds.jsonl`. When the block ends, `summary.json` says how the run went: with the
     last `validation_loss` that was logged, and as diverged where the last loss or pseudo-gradient is not finite. When
     the block raises, the run stays unfinished. A loop that has loaded an earlier state of the engine, before or inside
-    of the block, goes on with its folder: rounds after that state are cut off, for they will be written again. A loop
-    that changes the outer learning rate by hand puts the first one into the param group's `initial_lr`, as torch's
-    schedulers do; by it the folder knows its run.
+    of the block, goes on with its folder: its next line cuts off rounds after that state, which will be written again.
+    A loop that begins anew leaves what its folder holds of an unfinished run in a folder beside. A loop that changes
+    the outer learning rate by hand puts the first one into the param group's `initial_lr`, as torch's schedulers do; by
+    it the folder knows its run.
 
     Of several processes, process 0 writes. Replicas that come and go each write, and each gives a folder of its own.
 
@@ -173,11 +215,15 @@ def record(
     lead = files.rank == 0
     with claimed(path, tree, files) as claim:
         step = _begin(claim, engine, files)  # refuse before a tracker begins
-        with tracked(claim, trackers, run_name=path.name, config=tree, lead=lead) as target:
-            run, size = Recorder(target, engine, step, lead, inner), int(tree.get("inner_steps", 1))
-            begin = partial(_begin, claim, engine, files)
-            with _observed(engine, run, begin) if isinstance(engine, DiLoCo) else _hooked(engine, run, size):
+        with ExitStack() as open_trackers:
+            target = tracked(claim, trackers, run_name=path.name, config=tree, lead=lead)
+            run = Recorder(claim, engine, step, lead, inner, opened=partial(open_trackers.enter_context, target))
+            size = int(tree.get("inner_steps", 1))
+            check_folder = partial(_begin, claim, engine, files)
+            with _observed(engine, run, check_folder) if isinstance(engine, DiLoCo) else _hooked(engine, run, size):
                 yield run
+            if lead:
+                run.lines()  # of a loop without any, too
         if lead:
             claim.finish(run.summary(time.perf_counter() - started))
 
@@ -273,20 +319,19 @@ def _is_absent(engine: DiLoCo | OuterSGD) -> bool:
     return isinstance(engine, DiLoCo) and engine.communicator.elastic and not engine.run
 
 
-def _begin(folder: RunFolder, engine: DiLoCo | OuterSGD, files: Communicator, newest: Collection[str] = ()) -> int:
-    """Cut the logs back to the engine's position; return the inner steps up to there.
+def _has_lines(folder: RunFolder) -> bool:
+    return bool(read_rounds(folder.path) or read_lines(folder.path / METRICS))
 
-    A loop that begins anew in the folder of an unfinished run leaves what that has written in a folder beside.
+
+def _begin(folder: RunFolder, engine: DiLoCo | OuterSGD, files: Communicator) -> int:
+    """Refuse a folder that cannot go on, without changing it; return the inner steps up to the engine's position.
 
     Args:
         folder: the run's.
         engine: as of `record`; while it is absent only a finished folder is refused.
         files: the processes that share the folder.
-        newest: the fragments of a round that is still to be written.
     """
-    rounds, taken = _rounds(engine), engine.taken if isinstance(engine, DiLoCo) else None
-    device = _outers(engine)[0].param_groups[0]["params"][0].device
-    step = 0
+    rounds, step = _rounds(engine), 0
     with in_agreement(files):
         if files.rank == 0:
             if folder.summary() is not None:
@@ -295,20 +340,14 @@ def _begin(folder: RunFolder, engine: DiLoCo | OuterSGD, files: Communicator, ne
                 )
             if _is_absent(engine):
                 return 0
-            logged = read_rounds(folder.path)
-            if not (rounds or taken) and (logged or read_lines(folder.path / METRICS)):
-                place = folder.set_aside("begun-anew")
-                _log.warning("record: the loop begins with round 1; %s keeps what was recorded before", place)
-                logged = []
-            step = max((line["step"] for line in logged if line["round"] <= rounds), default=0)
-            step = step if taken is None else taken
-            folder.cut(step, _fragment_rounds(engine, newest))
-            folder.write_env(environment(device))
+            _has_lines(folder)  # one that is damaged
+            step = max((line["step"] for line in read_rounds(folder.path) if line["round"] <= rounds), default=0)
+            step = engine.taken if isinstance(engine, DiLoCo) else step
     return files.gather(step, int)[0]
 
 
 @contextmanager
-def _observed(engine: DiLoCo, run: Recorder, begin: Callable[..., int]) -> Iterator[None]:
+def _observed(engine: DiLoCo, run: Recorder, check_folder: Callable[[], int]) -> Iterator[None]:
     """Note what an engine's calls report; until the record ends the instance's attributes hide the methods."""
     inside, absent = False, _is_absent(engine)
 
@@ -325,7 +364,8 @@ def _observed(engine: DiLoCo, run: Recorder, begin: Callable[..., int]) -> Itera
             run.step = engine.taken  # of a replica that has come late, its peers' steps
             if absent:  # `join` has brought it to where it goes on
                 absent = False
-                begin([fragment.name for fragment in report.fragments] if report else ())
+                check_folder()
+                run.go_on([fragment.name for fragment in report.fragments] if report else ())
             if report is not None:
                 run.end_round(report.as_dict(), report.signals, _is_finite(report))
             return report
