@@ -230,7 +230,10 @@ def test_the_candidate_that_keeps_is_the_step_taken(filtering: str, schedule: st
         torch.testing.assert_close(flat(params), seen[0], rtol=0, atol=1e-14)
 
 
-@pytest.mark.parametrize("method", ["adamw:lr=0.1", "muon", "delayed-nesterov", "gpa", "torch:optimizer=NAdam"])
+@pytest.mark.parametrize(
+    "method",
+    ["adamw:lr=0.1", "muon", "delayed-nesterov", "gpa", "torch:optimizer=NAdam", "torch:optimizer=SGD:options=lr=0.1"],
+)
 def test_a_candidate_moves_groups_of_other_methods_too(method: str):
     """Beside a group that probes, each other group goes where its round ends: losses are of the point that follows."""
     params, seen = parameters(0, [(3, 5), (4, 2)]), []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -160,7 +161,8 @@ class OuterOptimizer(OuterSGD):
             rule = rule_of(group)
             weights = advance(method, rule, {name: group[name] for name in WEIGHTS})
             round_ = Round(group["rounds"] + 1, rule, Answer({}), weights)
-            state = {key: value.clone() for key, value in self.state.get(x, {}).items() if key != READOUT}
+            # Not all are tensors: torch's SGD without momentum remembers None.
+            state = copy.deepcopy({key: value for key, value in self.state.get(x, {}).items() if key != READOUT})
             new = x.to(buffer_dtype(x), copy=True)
             update = function_of(method)(method, round_, x, g.to(new.dtype), _completed(method, x, state))
             yield x, new.sub_(update)
