@@ -39,12 +39,16 @@ def restart_of(method: str) -> str:
     return "soft:3:0.4:0.2" if first_moment_key(value) and value.restarts else "never"
 
 
+def _rises(value: Method) -> bool:
+    return value.first_moment and not (value.name == "torch" and value.rule().momentum == 0)
+
+
 def values(method: str) -> Iterator[Outer]:
     """The method with each readout and schedule that goes with it, and with a filter."""
     value: Method = parse("method", method)
     for readout in ["last"] if value.reads_out else registered("readout"):
         for name in registered("schedule"):
-            if {"transient": value.plain or value.grows, "momentum": value.rule().momentum}.get(name, True):
+            if {"transient": value.plain or value.grows, "momentum": _rises(value)}.get(name, True):
                 schedule = parse("schedule", name).over(12)
                 made = outer(value, schedule=schedule, readout=readout, filter="clip:norm=3")
                 assert isinstance(made, Outer)

@@ -46,7 +46,9 @@ class Outer:
                 f"{self.method.name} has none; take constant, or a method of momentum SGD or FedOpt"
             )
 
-        if self.schedule.name == "momentum" and self.rule().momentum == 0:
+        # Elsewhere a momentum of 0 is a choice, as a value of an axis; a torch optimizer may hide its own.
+        unnamed = self.method.name == "torch" and self.rule().momentum == 0
+        if self.schedule.name == "momentum" and (unnamed or not self.method.first_moment):
             raise ValueError(
                 f"schedule momentum raises a momentum, and method {self.method.name} has none, or names none; take "
                 "constant, or a method with a momentum (`twophase methods` shows which; of a torch optimizer write it "
