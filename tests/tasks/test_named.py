@@ -395,13 +395,19 @@ def test_a_second_signal_of_either_kind_acts(numbers: tuple[signal.Signals, sign
 
 def test_a_state_from_a_peer_brings_its_time() -> None:
     """A replica that begins with a peer's state has trained as long; rates are of its own steps in any case."""
-    config = overlaid(config_class("rings:Rings")(), SHORT, "test")
+    config = overlaid(config_class("rings:Rings")(), SHORT | {"log_every": 5}, "test")
     peer, late = (Trainer(build.task_of(config), config, SingleProcess()) for _ in range(2))
     peer.inner_step()
     late.inner_step()
     state = peer._replica_state() | {"step": 4000, "seconds": 50.0, "engine_seconds": 2.0}
     late._load_replica_state(state)
-    assert (late.done.seconds, late._last_line, late.done.recent_losses) == (0.0, None, 0)  # of its own, which it had
+    assert (late.done.seconds, late.done.recent_losses) == (0.0, 0)  # of its own, which it had
+    assert late.step_line() is None  # due, and without a step to tell of
+    for _ in range(5):
+        late.inner_step()
+    line = late.step_line()
+    assert line is not None
+    assert (line["step"], line["train_loss"] > 0) == (4005, True)
     late.done.step = 0
     late._load_replica_state(state)
     assert (late.done.seconds, late.done.engine_seconds) == (50.0, 2.0)

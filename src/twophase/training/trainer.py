@@ -222,7 +222,8 @@ class Trainer:
         if not self.lead or config.log_every == 0 or done.step % config.log_every:
             return None
         self.settle()  # before the clock is read: it waits for the device
-        assert self._last_line is not None
+        if self._last_line is None:  # no step of its own since a peer's state was taken over
+            return None
         (step, clock), self._last_line = self._last_line, (done.step, time.perf_counter())
         loss = done.recent_loss / max(done.recent_losses, 1)
         done.recent_loss, done.recent_losses = 0.0, 0
