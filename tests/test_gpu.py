@@ -213,28 +213,31 @@ def test_failed_unit(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: 
 
 
 def test_the_page_has_what_was_measured():
-    """Figures, tables and perplexities of docs/performance.md are those of the files that the H100's calls left."""
+    """Figures, tables and perplexities of docs/performance.md are those of the files that the GPUs' calls left."""
     page, folder = (gpu.HERE.parent / "docs" / name for name in ("performance.md", "gpu"))
     text = page.read_text(encoding="utf-8")
-    records = [json.loads((folder / f"{part}.json").read_text()) for part in ("probe", "engine")]
+    records = [json.loads((folder / f"{part}.json").read_text()) for part in ("probe", "engine", "run")]
     figures = {k: v for record in records for unit in record["units"].values() for k, v in unit["figures"].items()}
-    for name, shown in {"rho": 3, "compiled_ratio": 2, "eager_ratio": 2, "tokens_ratio_s1": 3}.items():
+    for name, shown in {"rho": 3, "compiled_ratio": 2, "eager_ratio": 2, "tokens_ratio_s1": 5}.items():
         assert f"| {figures[name]:.{shown}f} |" in next(
             line for line in text.splitlines() if line.startswith(f"| `{name}`")
         )
-    assert f"| peak memory, GB | {figures['peak_memory_gb']:.1f} |" in text
+    assert f"| peak memory, GB | {figures['peak_memory_gb']:.1f} | H100 |" in text
     assert f"{figures['gpu_tests']:.0f} of {figures['gpu_tests'] + figures['gpu_tests_failed']:.0f} pass" in text
     for row in table(folder / "probe-sum.csv"):
         assert f"{row['part']:>25}  {float(row['ms']):5.4g}  {float(row['share']):8.4g}" in text
-    cells = {row["cell"]: f"{float(row['perplexity']):.2f}" for row in table(folder / "nano.csv")}
-    heavy, nesterov = "heavy_ball-0.7", "nesterov-0.7"
-    assert f"| heavy ball | {cells[f'{heavy}-never']} | {cells[f'{heavy}-3']} | {cells[f'{heavy}-2']} |" in text
-    assert f"| Nesterov | {cells[f'{nesterov}-never']} | {cells[f'{nesterov}-3']} | – |" in text
-    assert f"| averaging | {cells['averaging-1-never']} |" in text
-    assert f"| `auto` | {cells['auto-1-auto']} |" in text
-    assert len(cells) == 7
+    cells: dict[tuple[str, str, str], list[str]] = {}
+    for row in table(folder / "nano.csv"):
+        place = row["rule"], f"{float(row['lr']):g}", row["restart"].replace("auto", "never")
+        cells.setdefault(place, []).append(f"{float(row['perplexity']):.2f}")
+    assert sum(map(len, cells.values())) == 40
+    names = {"heavy_ball": "heavy ball", "nesterov": "Nesterov", "averaging": "averaging", "auto": "`auto`"}
+    for rule, lr in {place[:2] for place in cells}:
+        shown = [", ".join(cells.get((rule, lr, restart), ["–"])) for restart in ("never", "7", "5", "3", "2")]
+        assert f"| {names[rule]} | {lr} | {' | '.join(shown)} |" in text
     rates = [float(row["tokens_per_second"]) for row in table(folder / "run.csv") if row["tokens_per_second"]]
-    assert f"{statistics.median(rates):,.0f} tokens" in text
+    assert f"{statistics.median(rates):,.0f} tokens a second (median) in {figures['run_peak_memory_gb']:.1f} GB" in text
+    assert f"validation loss of {figures['run_validation_loss']:.3f}" in text
 
 
 def test_the_tests_that_need_a_gpu_are_there():

@@ -305,7 +305,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "probe": (lambda: OuterOptimizer(parameters(0), "lion", "probe:keep,drop", signals=["probes"]), "probe"),
     "two readouts": (built("gpa", readout="ema"), "readout"),
     "momentum of averaging": (built("averaging", schedule="momentum"), "averaging has none"),
-    "momentum that is not named": (built("torch:optimizer=Adam", schedule="momentum"), "names none.*betas=0.9/0.999"),
+    "momentum that is not named": (
+        built("torch:optimizer=Adam:options=lr=0.1", schedule="momentum"),
+        "names none.*betas=0.9/0.999",
+    ),
     "restart at momentum 0": (built("fedadagrad", restart=3), "fedadagrad has none that outlasts a round"),
     "an Outer": (lambda: outer(outer("adamw", filter="clip")), "already.*dataclasses.replace"),  # type: ignore[arg-type]
     "momentum of GPA": (built("gpa", schedule="momentum"), "gpa has none"),
