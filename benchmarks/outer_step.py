@@ -1,15 +1,17 @@
 """One outer step on 100M float32 parameters: `OuterSGD` against torch's own SGD, fused and foreach, in one run.
 
 Once with a fixed restart period, and once with the policy `auto`, which has norms measured in every round before the
-step and then takes its own (plain averaging here, for the pseudo-gradients do not shrink); `gradient` has the angle
-measured too and takes the rule's.
+step and then takes its own. The pseudo-gradients shrink by a hundredth a round, as under a decaying inner learning
+rate; for `auto, averaging` they do not, and it averages, as in every round whose pseudo-gradient is the largest so far:
+then it writes a buffer that it has not read, which takes longer. `gradient` has the angle measured too and takes the
+rule's step.
 
 Time: medians of interleaved steps; CPU time with one thread, so that other programs count less, else wall time.
-`time_ratio`, `auto_ratio` and `gradient_ratio` are those of the worse rule over `torch.optim.SGD(fused=True)`, the
-fastest that torch has; `foreach_ratio` is that over `foreach=True`. Rounds that restart, every third one, write the
-buffer twice: `time_ratio` and `foreach_ratio` are of the others, and `restart_ratio` is of these. Memory: growth of the
-process's peak resident set during the first step from a fresh process each (that is where buffers and scratch appear).
-Last line: one JSON object.
+`time_ratio`, `auto_ratio`, `averaging_ratio` and `gradient_ratio` are those of the worse rule over
+`torch.optim.SGD(fused=True)`, the fastest that torch has; `foreach_ratio` is that over `foreach=True`. Rounds that
+restart, every third one, write the buffer twice: `time_ratio` and `foreach_ratio` are of the others, and
+`restart_ratio` is of these. Memory: growth of the process's peak resident set during the first step from a fresh
+process each (that is where buffers and scratch appear). Last line: one JSON object.
 """
 
 from __future__ import annotations
@@ -40,8 +42,10 @@ def tensors() -> list[torch.nn.Parameter]:
 
 
 PERIOD = 3
-OURS = {"ours": str(PERIOD), "gradient": "gradient", "auto": "auto"}
+AVERAGING = "auto, averaging"
+OURS = {"ours": str(PERIOD), "gradient": "gradient", "auto": "auto", AVERAGING: "auto"}
 RESTARTS = "at a restart"
+SHRINK = 0.99  # of a pseudo-gradient from round to round
 
 
 def build(name: str, params: list[torch.nn.Parameter], nesterov: bool) -> torch.optim.Optimizer:
@@ -79,6 +83,8 @@ def times(nesterov: bool, rounds: int) -> dict[str, float]:
     seconds: dict[str, list[float]] = {name: [] for name in optimizers}
     for number in range(rounds + 2):
         for name, optimizer in optimizers.items():
+            for p in optimizer.param_groups[0]["params"] if name != AVERAGING else ():
+                p.grad.mul_(SHRINK)
             start = clock()
             optimizer.step()
             taken = clock() - start
@@ -101,25 +107,26 @@ def main() -> None:
     figures: dict[str, float] = {}
     count = sum(torch.Size(shape).numel() for shape in SHAPES)
     print(f"{count / 1e6:.1f}M float32 parameters in {len(SHAPES)} tensors, {options.threads} thread(s)")
-    print(f"{'':14}{'s':>8}{'of fused':>10}{'of foreach':>12}{'MB':>8}")
+    print(f"{'':18}{'s':>8}{'of fused':>10}{'of foreach':>12}{'MB':>8}")
     for kind, nesterov in KINDS.items():
         seconds = times(nesterov, options.rounds)
         peak = {name: peak_in_process(name, nesterov) for name in ("ours", "foreach")}
         print(kind)
         for name, value in seconds.items():
             memory = f"{peak[name] / 1e6:8.0f}" if name in peak else ""
-            print(f"  {name:12}{value:8.3f}{value / seconds['fused']:10.2f}{value / seconds['foreach']:12.2f}{memory}")
+            print(f"  {name:16}{value:8.3f}{value / seconds['fused']:10.2f}{value / seconds['foreach']:12.2f}{memory}")
         short = kind.replace(" ", "_")
         for figure, name, other in (
             ("time_ratio", "ours", "fused"),
             ("restart_ratio", RESTARTS, "fused"),
             ("auto_ratio", "auto", "fused"),
+            ("averaging_ratio", AVERAGING, "fused"),
             ("gradient_ratio", "gradient", "fused"),
             ("foreach_ratio", "ours", "foreach"),
         ):
             figures[f"{figure}_{short}"] = round(seconds[name] / seconds[other], 3)
         figures[f"memory_ratio_{short}"] = round(peak["ours"] / peak["foreach"], 3)
-    ratios = ("time_ratio", "restart_ratio", "auto_ratio", "gradient_ratio", "foreach_ratio", "memory_ratio")
+    ratios = [f"{name}_ratio" for name in ("time", "restart", "auto", "averaging", "gradient", "foreach", "memory")]
     worst = {ratio: max(value for name, value in figures.items() if name.startswith(ratio)) for ratio in ratios}
     sys.exit(finish("outer_step", worst | figures))
 
