@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -154,12 +154,11 @@ class FlatSweep:
         fused = flat.is_cpu and fused_is_exact(flat.dtype, update)
         scratch: Scratch = {}
         products: list[Tensor] = []
-        for start, stop in self._parts():
-            x, g = flat[start:stop], gradient[start:stop]
-            m = None if momentum is None else momentum[start:stop]
+        for start, stop, x, g, *m in self._parts([flat, gradient] if momentum is None else [flat, gradient, momentum]):
             if self.measure:
-                products += dots_of_batch(g, m, angle=True) if m is not None and remembers else [torch.dot(g, g)]
-            round_([x], [g], [] if m is None else [m], update, scratch, fused=fused)
+                pairs = ((g, g), (m[0], m[0]), (g, m[0])) if remembers else ((g, g),)
+                products += [torch.dot(*pair) for pair in pairs]
+            round_([x], [g], m, update, scratch, fused=fused)
             self._follow(start, stop)
         if not self.measure:
             return None
@@ -167,15 +166,15 @@ class FlatSweep:
         gg, mm, gm = totals if remembers else (totals[0], 0.0, 0.0)
         return gg, mm, gm
 
-    def _parts(self) -> Iterator[tuple[int, int]]:
-        """Yield start and stop of each part as soon as its pseudo-gradient is there, divided."""
+    def _parts(self, vectors: Sequence[Tensor]) -> Iterator[tuple[Any, ...]]:
+        """Yield start and stop of each part, and its views of the vectors, as soon as its g is there, divided."""
         arrived = [(0, self._fragment.layout.numel)] if self._transfer is None else self._transfer.parts()
-        for begin, stop in arrived:
-            for start in range(begin, stop, _PART_ELEMENTS):
-                end = min(start + _PART_ELEMENTS, stop)
+        for begin, end in arrived:
+            views = zip(*(vector[begin:end].split(_PART_ELEMENTS) for vector in vectors), strict=True)
+            for start, parts in zip(range(begin, end, _PART_ELEMENTS), views, strict=True):
                 if self._divisor > 1:
-                    self._fragment.gradient[start:end].div_(self._divisor)
-                yield start, end
+                    parts[1].div_(self._divisor)
+                yield start, start + len(parts[0]), *parts
 
     def _follow(self, start: int, stop: int) -> None:
         """Restore and digest a part that holds the values of the next round."""
