@@ -273,6 +273,7 @@ def test_controls(rule: OuterRule) -> None:
 
     lr, ema_lr = rule.to("sum").lr, rule.to("ema").lr
     grid = [OuterRule(ema_lr, float(b), rule.nesterov, "ema") for b in np.linspace(0, 0.995, 200)]
+    grid.append(rule.to("ema"))
     best = max(grid, key=lambda other: float(np.min(asymptotic_rate(other, SIX))))
     for period, rounds in itertools.product((None, 1, 3, 7), (None, 2, 25)):
         gain = ema_lr
@@ -281,8 +282,17 @@ def test_controls(rule: OuterRule) -> None:
         assert controls(rule, SIX, period, rounds) == {
             f"no momentum, the same step (lr {lr:.4g})": slowest(OuterRule(lr, 0.0)),
             f"no momentum, the same mean gain (lr {gain:.4g})": slowest(OuterRule(gain, 0.0)),
-            f"momentum tuned to {best.momentum:.3g} at EMA lr {ema_lr:.4g}, no restart": slowest(best),
+            f"momentum tuned to {best.momentum:.6g} at EMA lr {ema_lr:.4g}, no restart": slowest(best),
         }
+
+
+def test_a_tuned_momentum_is_not_worse_than_the_rules_own() -> None:
+    """Above 0.995, too, where the best momentum of a rule with a large EMA lr lies."""
+    for rule in (OuterRule(1.0, 0.999), OuterRule(0.7, 0.999, True)):
+        values = [1.0, 0.95, 0.3]
+        (tuned,) = [rate for name, rate in controls(rule, values, 3).items() if name.startswith("momentum tuned")]
+        assert tuned >= float(np.min(asymptotic_rate(rule, values)))
+        assert tuned > 0
 
 
 def gain_of(rule: OuterRule, period: int | None, rounds: int | None) -> float:

@@ -193,16 +193,16 @@ const compute = (() => {
     const ema = kernel.converted(rule, "ema"),
       same = kernel.converted(rule, "sum").lr;
     let best = { momentum: 0, rate: -Infinity };
-    for (let i = 0; i < 200; i++) {
-      const momentum = (i * 0.995) / 199,
-        rate = slowest({ ...ema, momentum });
+    const momenta = Array.from({ length: 240 }, (_, i) => (i < 200 ? (i * 0.995) / 199 : 1 - 0.005 / 1.25 ** (i - 199)));
+    for (const momentum of [...momenta.slice(0, 239), rule.momentum].sort((a, b) => a - b)) {
+      const rate = slowest({ ...ema, momentum });
       if (rate > best.rate) best = { momentum, rate };
     }
     const known = Number.isFinite(gains.restart); // not that of a policy that measures first
     return [
       [sameStep(plain(same)), bare(same)],
       ...(known ? [[sameGain(plain(gains.restart)), bare(gains.restart)]] : []),
-      [tuned(plain(best.momentum, 3), plain(ema.lr)), best.rate],
+      [tuned(plain(best.momentum, 6), plain(ema.lr)), best.rate],
     ];
   }
 
@@ -210,7 +210,7 @@ const compute = (() => {
     sameGain = (lr) => `no momentum, the same mean gain (sum lr ${lr})`,
     tuned = (momentum, lr) => `momentum tuned to ${momentum} at EMA lr ${lr}`,
     LONG = "1.234e−5";
-  const LONGEST_CONTROLS = [sameStep(LONG), sameGain(LONG), tuned("0.123", LONG)].map((words) => `${LONG} ${words}`);
+  const LONGEST_CONTROLS = [sameStep(LONG), sameGain(LONG), tuned("0.999123", LONG)].map((words) => `${LONG} ${words}`);
 
   /** The same numbers in the other form: another rule. */
   function swapped(model) {

@@ -172,7 +172,7 @@ def controls(rule: OuterRule, sigma: ArrayLike, period: int | None, rounds: int 
     A restart lowers the mean outer gain, so it is also a smaller step; and a gain at a badly tuned momentum is no gain
     over a tuned one. Three controls, at the rule's own kind: no momentum at the same step `lr` (sum form); no momentum
     with the mean outer gain that the period has over `rounds` rounds (in the long run when None); and the best momentum
-    of a fine grid on [0, 1) at the same EMA lr.
+    of a fine grid on [0, 1), with the rule's own, at the same EMA lr.
 
     Source: theory note R25 and R31; paper error E11.
 
@@ -185,12 +185,13 @@ def controls(rule: OuterRule, sigma: ArrayLike, period: int | None, rounds: int 
     rounds = None if rounds is None else check_count("controls", "rounds", rounds)
     same = rule.to("sum").lr
     gain = _mean_gain(rule, period, rounds)
-    grid = rule_grid(rule.to("ema").lr, np.linspace(0, 0.995, 200), rule.nesterov, "ema")
+    momenta = np.unique([*np.linspace(0, 0.995, 200), *(1 - 0.005 / 1.25 ** np.arange(1, 40)), rule.momentum])
+    grid = rule_grid(rule.to("ema").lr, momenta, rule.nesterov, "ema")
     tuned = grid[np.argmax(asymptotic_rate(grid[:, None], values).min(axis=1))]
     others = {
         f"no momentum, the same step (lr {same:.4g})": OuterRule(same, 0.0),
         f"no momentum, the same mean gain (lr {gain:.4g})": OuterRule(gain, 0.0),
-        f"momentum tuned to {tuned.momentum:.3g} at EMA lr {tuned.lr:.4g}, no restart": tuned,
+        f"momentum tuned to {tuned.momentum:.6g} at EMA lr {tuned.lr:.4g}, no restart": tuned,
     }
     return {name: float(np.min(asymptotic_rate(other, values))) for name, other in others.items()}
 
