@@ -88,7 +88,7 @@ REFUSED: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
     ("soft_restart", (OuterRule(1.0, 0.0), 0.5, 3), {}, ".*momentum is 0"),
     ("soft_restart", (OuterRule(0.0, 0.5), 0.5, 3), {}, ".*lr is 0"),
     ("soft_restart", (HB, [0.5, 0.0], 3), {}, ".*sigma is 0"),
-    ("soft_restart", (OuterRule(2.0, 0.5, True, "ema"), 1.0, 2), {}, ".*leaves no trace"),
+    ("soft_restart", (OuterRule(3.0, 0.5, False, "ema"), 1.0, 2), {}, ".*leaves no trace"),
     ("soft_restart", (HB, [0.5, 0.6], [1, 2, 3]), {}, "shapes do not broadcast: modes \\(2,\\), period \\(3,\\)"),
     ("chebyshev_rate", ([0.1, 0.2], [0.5, 0.6, 0.7]), {}, "shapes do not broadcast: sigma_min \\(2,\\), sigma_max"),
     ("chebyshev_rate", ([0.1, 0.2], 0.5, [1, 2, 3]), {}, "shapes do not broadcast: .*rounds \\(3,\\)"),

@@ -249,3 +249,12 @@ def test_warm_restart_is_what_torch_does(period: int, warm: bool) -> None:
         optimizer.step()
     factor = (warm_restart_factor if warm else restart_factor)(OuterRule(lr, b, form="ema"), sigma, period)
     assert float(x.detach()) == pytest.approx(float(factor) ** 3, rel=1e-12, abs=1e-14)
+
+
+def test_a_mode_that_is_gone_needs_no_restart() -> None:
+    """Sigma 1 at lr 1 is nilpotent: after two rounds there is nothing to remove, in an array as by itself."""
+    rule = OuterRule(1.0, 0.5, True)
+    assert soft_restart(rule, 1.0, 3) == (0, 0)
+    retain, inject = soft_restart(rule, [1.0, 0.5], 3)
+    assert (retain[0], inject[0]) == (0, 0)
+    assert (retain[1], inject[1]) == soft_restart(rule, 0.5, 3)

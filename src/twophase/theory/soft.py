@@ -43,7 +43,7 @@ def soft_restart(rule: Rules, sigma: ArrayLike, period: ArrayLike) -> tuple[Any,
         (retain, inject), for `Soft(period, retain, inject)` with a rule of this form.
 
     Raises:
-        ValueError: momentum, lr or sigma 0, or p_R = 0 (no such restart exists).
+        ValueError: momentum, lr or sigma 0, or p_R = 0 where chi_R is not (no such restart exists).
 
     Source: theory note R26 and R27; paper appendix on soft restarts.
 
@@ -60,9 +60,11 @@ def soft_restart(rule: Rules, sigma: ArrayLike, period: ArrayLike) -> tuple[Any,
     shape = common_shape(where, modes=every.shape, period=periods.shape)
     mode = every.each(lambda array: np.broadcast_to(array, shape).ravel())
     state = power(mode, np.broadcast_to(periods, shape).ravel())
-    if np.any(state.p.hi == 0):
+    gone = (state.p.hi == 0) & (state.x.hi == 0)  # no restart is needed to remove what is 0
+    if np.any((state.p.hi == 0) & ~gone):
         raise ValueError(f"{where}: after period {period} this mode leaves no trace in the buffer; use another period")
-    ratio = state.x.hi / state.p.hi  # they bear the same power of 2, which underflows where their quotient does not
+    # They bear the same power of 2, which underflows where their quotient does not.
+    ratio = state.x.hi / np.where(gone, 1.0, state.p.hi)
     injection = np.broadcast_to(rules.injection, shape).reshape(-1)
     with np.errstate(over="ignore", divide="ignore"):
         retain = -ratio / mode.momentum
