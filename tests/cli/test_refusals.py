@@ -300,6 +300,16 @@ def odd_file(kind: str) -> Path:
     return path
 
 
+def test_a_figures_numbers_replace_no_other_table(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A spectrum beside the picture of the same name stays; the numbers of an earlier picture are written anew."""
+    table = tmp_path / "modes.csv"
+    table.write_text("sigma,weight\n0.9,1\n0.5,2\n")
+    check(f"period --spectrum {table} --plot {table.with_suffix('.png')}", str(table), capfd)
+    assert table.read_text().startswith("sigma,weight")
+    for _ in range(2):
+        assert cli.main(["period", "--spectrum", str(table), "--plot", str(tmp_path / "other.png")]) == 0
+
+
 @pytest.mark.parametrize("kind", ["pipe", "folder", "socket", "/dev/full", "/dev/zero", "/dev/null"])
 @pytest.mark.parametrize(
     "words",

@@ -12,7 +12,7 @@ def main(words: list[str]) -> int:
     from twophase.advice.period import Question, answer, describe, to_json
     from twophase.base.config import with_values
     from twophase.base.options import add_values, values_given
-    from twophase.figures.period import check_ending, draw
+    from twophase.figures.period import check_files, draw
 
     parser = plain_parser("period")
     parser.add_argument(
@@ -25,7 +25,7 @@ def main(words: list[str]) -> int:
     add_values(parser, Question(), "the question")
     options = parser.parse_args(words)
     if options.plot:
-        check_ending(options.plot)
+        check_files(options.plot)
     advice = answer(with_values(Question(), values_given(options, Question())))
     print(to_json(advice) if options.json else describe(advice), flush=True)
     if options.plot:

@@ -22,12 +22,18 @@ _MOST_ROUNDS = 400  # drawn of a trajectory
 _MOST_MODES = 12  # drawn one by one
 _MOST_PERIODS = 2000
 _ENDINGS = (".png", ".pdf")
+_HEADER = b"panel,x,series,y\n"  # of the table of numbers
 
 
-def check_ending(path: Path) -> None:
-    """Refuse a name that ends neither with .png nor with .pdf."""
+def check_files(path: Path) -> None:
+    """Refuse a name that ends neither with .png nor with .pdf, or whose numbers would replace another table."""
     if path.suffix not in _ENDINGS:
         raise UsageError(f"--plot {path}: the name must end with {' or '.join(_ENDINGS)}")
+    table = path.with_suffix(".csv")
+    if table.exists() and not (table.is_file() and table.read_bytes().startswith(_HEADER)):
+        raise UsageError(
+            f"--plot {path}: its numbers go into {table}, which is there and holds something else; choose another name"
+        )
 
 
 def draw(advice: Advice, path: Path) -> list[Path]:
@@ -36,7 +42,7 @@ def draw(advice: Advice, path: Path) -> list[Path]:
     Raises:
         UsageError: another ending, matplotlib missing, or files that cannot be written.
     """
-    check_ending(path)
+    check_files(path)
     parts = [_motion, _rates, *([_losses] if advice.rounds is not None else [])]
     rows: Rows = []
     with styled():
