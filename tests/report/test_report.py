@@ -507,6 +507,22 @@ def test_runs_over_each_other(tmp_path: Path, capsys: Output) -> None:
     assert Reader(text).links == ["a/report.html", "b", "%3Ci%3E"]
 
 
+def test_a_metric_named_as_a_rounds_number_is_no_curve_of_it(tmp_path: Path) -> None:
+    """A task may evaluate a cosine of its own; and without a perplexity the last validation loss is the result."""
+    for name in ("a", "b"):
+        metrics = write_run(tmp_path / name, NESTEROV, [0.3], 9, finished=False) / "metrics.jsonl"
+        lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+        for line in lines:
+            line |= {"cosine": 77.5, "validation_loss": 0.625}
+            line.pop("perplexity", None)
+        metrics.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    assert main(["report", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    text = (tmp_path / "compare.html").read_text(encoding="utf-8")
+    assert "77.5" not in text
+    assert "last validation loss 0.625" in text
+    assert re.search("0.625[^<]*, the last one measured", page_of(tmp_path / "a"))
+
+
 def test_hostile_names_in_a_sweep(sweep_folder: Path) -> None:
     """Names of arms, runs and values are text, and a run's name leads to no place outside of the sweep."""
     (sweep_folder / "sweep.json").unlink()  # which says the names, too

@@ -91,18 +91,18 @@ def _curves(names: Sequence[str], records: Sequence[RunRecord]) -> Iterator[Html
     for column, title, label, log in _CHARTS:
         y_label = f"{label} ({min(units)})" if label == _LOSS and len(units) == 1 and min(units) else label
         of_rounds = column not in ("train_loss", "validation_loss")
-        curves = [Curve(name, *_points(record, column)) for name, record in zip(names, records, strict=True)]
+        curves = [Curve(name, *_points(record, column, of_rounds)) for name, record in zip(names, records, strict=True)]
         x_label = "round" if of_rounds else "inner steps of each replica"
         yield figure(Chart(column, title, x_label, y_label, curves, log=log, bulk=column == "gain"))
 
 
-def _points(record: RunRecord, column: str) -> tuple[Column, Column]:
+def _points(record: RunRecord, column: str, of_rounds: bool) -> tuple[Column, Column]:
     """Return places and values of a column; nothing where the run does not have it."""
-    if column in record.metrics and "step" in record.metrics:
-        return record.metrics["step"], record.metrics[column]
-    rounds = record.rounds
-    if column not in rounds:
+    rounds = record.rounds if of_rounds else record.metrics  # a task may name a metric of its own as a round's number
+    if column not in rounds or not (of_rounds or "step" in rounds):
         return np.array([]), np.array([])
+    if not of_rounds:
+        return rounds["step"], rounds[column]
     # Without a buffer there is nothing that a cosine is measured against.
     measured = np.where(rounds["buffer_norm"] > 0, rounds[column], np.nan) if column == "cosine" else rounds[column]
     return rounds["round"], measured

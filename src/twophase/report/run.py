@@ -103,7 +103,7 @@ def result_words(record: RunRecord) -> str:
     ]
     if words:
         return f"{record.state}: {', '.join(words)}"
-    for name in ("perplexity", "train_loss"):
+    for name in ("perplexity", "validation_loss", "train_loss"):
         if values := finite(record.metrics.get(name, np.array([]))):
             unit = " a token" if record.unit else ""
             return f"{record.state}: last {name.replace('_', ' ')} {values[-1]:.4g}{unit}"
@@ -115,8 +115,10 @@ def _summary(record: RunRecord, diagnosis: Diagnosis) -> Html:
     steps, replicas = record.count("inner_steps"), record.count("replicas")
     planned = f" of {diagnosis.planned:,}" if diagnosis.planned else ""
     size = counted(int(steps), "inner step") if math.isfinite(steps) else "an unknown number of inner steps"
-    perplexities = finite(record.metrics.get("perplexity", np.array([])))
-    last = f"{perplexities[-1]:.4g} a token, the last one measured" if perplexities else "unknown"
+
+    def last(name: str, unit: str) -> str:
+        values = finite(record.metrics.get(name, np.array([])))
+        return f"{values[-1]:.4g}{unit}, the last one measured" if values else "unknown"
 
     def quantity(name: str, unit: str = "", factor: float = 1.0, spec: str = ".4g") -> str:
         """Return a value of the summary, nothing for what is no number, or none that a float holds."""
@@ -125,6 +127,7 @@ def _summary(record: RunRecord, diagnosis: Diagnosis) -> Html:
             return ""
         return written(factor * value, ",.0f" if isinstance(value, int) else spec, unit)
 
+    perplexity = quantity("perplexity", " a token") or last("perplexity", " a token")
     is_recorded = record.config.get(RECORDED) is True
     has_tokens = bool(record.unit) or "perplexity" in summary
     facts: dict[str, Any] = {
@@ -133,8 +136,8 @@ def _summary(record: RunRecord, diagnosis: Diagnosis) -> Html:
         "Rounds": f"{record.recorded:,}{planned}, of {size}",
         "Restarts": f"{int(np.nansum(record.rounds['restarted'])):,}",
         "Replicas": written(replicas, ",.0f") or "an unknown number",
-        "Validation perplexity": (quantity("perplexity", " a token") or last) if has_tokens else "",
-        "Validation loss": quantity("validation_loss", record.unit) or "unknown",
+        "Validation perplexity": perplexity if has_tokens else "",
+        "Validation loss": quantity("validation_loss", record.unit) or last("validation_loss", record.unit),
         "Tokens": (quantity("tokens") or "unknown") if has_tokens else "",
         "Time": quantity("seconds", " s") or "unknown",
         "Share of time in the engine": quantity("engine_share", " %", 100.0, ".2g") or "unknown" * (not is_recorded),
