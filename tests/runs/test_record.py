@@ -43,6 +43,13 @@ def test_the_folder_of_replicas_names_one(tmp_path: Path, read: Callable[[Path],
         read(tmp_path)
 
 
+def test_a_recorded_loop_is_named(tmp_path: Path) -> None:
+    """What needs its model says that the run is of another program, and not that its configuration is damaged."""
+    (tmp_path / "config.yaml").write_text("recorded: true\nsteps: 8\n")
+    with pytest.raises(UsageError, match="recorded from another program's loop"):
+        run_config(tmp_path, dict)
+
+
 def test_missing_rounds_are_named(tmp_path: Path) -> None:
     """Nothing is said of a sound folder; a gap, as a late joiner leaves it, is a sentence with its length and place."""
     record = changed(tmp_path / "sound", lambda lines: lines)
@@ -56,6 +63,7 @@ def test_missing_rounds_are_named(tmp_path: Path) -> None:
 
 DAMAGE: dict[str, Callable[[Lines], Lines]] = {
     "rounds that come twice": lambda lines: lines[:5] + lines[4:],
+    "seconds that are none": lambda lines: put(lines, seconds=3),
     "a round that goes back": lambda lines: [*lines[:4], lines[6], *lines[4:6]],
     "a list for a round": lambda lines: put(lines, round=[1], fragments=[]),
     "a float for a round": lambda lines: put(lines, round=6.5, fragments=[]),

@@ -237,13 +237,18 @@ def run_config(run: Path, parse: Callable[[Mapping[str, Any]], Config]) -> tuple
         raise UsageError(f"{run}: {what}; give the --out of `twophase train`, or the folder of one run of a sweep")
     try:
         tree = load_yaml(path)
-        return parse(tree), fingerprint(tree)
+        if not tree.get(RECORDED):
+            return parse(tree), fingerprint(tree)
     except (UsageError, TypeError, ValueError, AttributeError) as error:
         fault, remedy = str(error).removeprefix(f"--config {path}: "), f"put the run's own {CONFIG} back"
         if fault.startswith("--task "):  # the remedy in it is for training
             fault = fault.partition("; ")[0]
             remedy = "put the task's file back, or repeat the command in the folder that the run was trained from"
         raise UsageError(f"{path} cannot be used ({fault}); {remedy}") from None
+    raise UsageError(
+        f"{run}: was recorded from another program's loop, whose model and data are not known here; save or measure "
+        "the model there"
+    )
 
 
 def _check_elastic(path: Path) -> None:
@@ -307,6 +312,8 @@ def _read_rounds(record: RunRecord) -> None:
                 if not isinstance(number, int) or number <= max(rounds[-1:], default=0):
                     raise ValueError(f"round {number}{name} does not come after the round before")
                 rounds.append(number)
+            if not isinstance(line.get("seconds") or {}, dict):
+                raise TypeError(f"seconds are {line['seconds']!r}")
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise UsageError(
                 f"{record.path / ROUNDS}: line {index + 1} is no round as twophase writes it ({error}); the file is "
