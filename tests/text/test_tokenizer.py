@@ -167,6 +167,27 @@ def test_others_folders_are_used_as_they_are(general: Path, tmp_path: Path, end:
     assert ids[0].dtype == tokenizer.dtype == ("uint16" if largest == 399 else "uint32")
 
 
+def test_a_class_of_another_does_not_change_the_ids(tmp_path: Path):
+    """Some classes of transformers build parts of `tokenizer.json` anew: digits one by one would come out together."""
+    auto = pytest.importorskip("transformers", reason="the extra 'hf' is not installed").AutoTokenizer
+    pre = tokenizers.pre_tokenizers
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = pre.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["<stop>"], initial_alphabet=pre.ByteLevel.alphabet(), show_progress=False
+    )
+    made.train_from_iterator(["12 34 1234 " * 50], trainer)
+    made.pre_tokenizer = pre.Sequence([pre.Digits(individual_digits=True), pre.ByteLevel(add_prefix_space=False)])
+    made.save(str(tmp_path / TOKENIZER_JSON))
+    (tmp_path / CONFIG_JSON).write_text(json.dumps({"eos_token": "<stop>", "tokenizer_class": "GPT2Tokenizer"}))
+    tokenizer = load_tokenizer(str(tmp_path))
+    tokenizer.save(tmp_path / "saved")
+    text = "in 1234 and 4321"
+    there = auto.from_pretrained(tmp_path / "saved", local_files_only=True)(text)["input_ids"]
+    assert there == tokenizer.encode([text])[0].tolist()
+
+
 # What goes wrong
 
 

@@ -22,6 +22,8 @@ from twophase.text import mistral
 Ids = NDArray[np.unsignedinteger]
 
 TOKENIZER_JSON, CONFIG_JSON = "tokenizer.json", "tokenizer_config.json"
+AS_WRITTEN = {"tokenizer_class": "PreTrainedTokenizerFast"}
+"""The class that reads `tokenizer.json` as it is; others, such as GPT2Tokenizer, build parts of it anew."""
 END_OF_TEXT = "<|endoftext|>"
 ENDS = ("</s>", END_OF_TEXT, "<|end_of_text|>")
 """Names that the end of a text usually has, where a tokenizer's own configuration names none."""
@@ -174,7 +176,7 @@ def _bytes() -> Tokenizer:
 
 def _config(**tokens: str) -> dict[str, str]:
     """Return `tokenizer_config.json`: special tokens, and that their names in a text are text."""
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "split_special_tokens": True}
+    settings = AS_WRITTEN | {"split_special_tokens": True}
     return {CONFIG_JSON: json.dumps(settings | {"clean_up_tokenization_spaces": False} | tokens, indent=1) + "\n"}
 
 
@@ -208,7 +210,7 @@ def _from_folder(folder: Path, name: str, end_of_text: str | None) -> Tokenizer:
         )
     # A run never sees what its post-processor adds, nor names of special tokens in a text.
     made.post_processor = None
-    config = json_object(files.get(CONFIG_JSON, "{}")) | {"eos_token": end, "split_special_tokens": True}
+    config = json_object(files.get(CONFIG_JSON, "{}")) | {"eos_token": end, "split_special_tokens": True} | AS_WRITTEN
     return _wrap(made, name, end, _config() | files | {CONFIG_JSON: json.dumps(config, indent=1) + "\n"})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -10,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from twophase.base.config import UsageError
+from twophase.base.files import write_atomic
+from twophase.base.reading import read_json_object
 from twophase.tasks.lm.config import VOCABULARY_SIZES, TrainConfig
 from twophase.tasks.lm.corpus import TOKENS
 from twophase.tasks.lm.tokens import decode
 from twophase.text.meta import META, TOKENIZER, read_meta
-from twophase.text.tokenizer import byte_characters
+from twophase.text.tokenizer import AS_WRITTEN, CONFIG_JSON, byte_characters
 
 
 def text_tokenizer(name: str, max_length: int) -> Any:
@@ -97,6 +100,8 @@ def write_tokenizer(folder: Path, config: TrainConfig, source: Path | None, rows
             "of the run's own token shards with --data DIR"
         )
     shutil.copytree(source / TOKENIZER, folder, dirs_exist_ok=True)
+    if (settings := folder / CONFIG_JSON).is_file():  # those of an earlier version name the class that was there
+        write_atomic(settings, json.dumps(read_json_object(settings) | AS_WRITTEN, indent=1) + "\n")
     from transformers import AutoTokenizer  # noqa: PLC0415 - an optional package, and slow to import
 
     try:
