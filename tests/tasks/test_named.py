@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -182,6 +183,20 @@ def test_shipped_tasks_train(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="changed"):
         twophase.train("hf:tiny", values | {"task.weights": True}, quiet=True)
     assert twophase.train("hf:tiny", values, quiet=True).summary == fresh.summary
+
+
+def test_a_multimodal_configuration_has_its_language_models_sizes(tmp_path: Path) -> None:
+    """Its vocabulary is that of its text part."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {"vocab_size": 256, "num_key_value_heads": 1, "head_dim": 8} | sizes
+    vision = {"image_size": 32, "patch_size": 16} | sizes
+    transformers.Gemma3Config(text_config=text, vision_config=vision).save_pretrained(tmp_path / "gemma")
+    task = hf.HuggingFace(str(tmp_path / "gemma"), sequence_length=16, batch_size=2, validation_windows=4)
+    model = task.model(0)
+    tokens, targets = map(torch.from_numpy, task.batch(0, 0, 0))
+    assert math.isfinite(task.loss(model, (tokens, targets)).item())
+    assert task.evaluate(model)["perplexity"] > 1
 
 
 @pytest.mark.parametrize(("kind", "learned"), [("GPT2", True), ("OPT", True), ("Llama", False)])

@@ -69,6 +69,11 @@ class HuggingFace:
             ) from None
 
     @property
+    def _sizes(self) -> Any:
+        """The part of the configuration with vocabulary and positions: of a multimodal model, its language model's."""
+        return self._config.get_text_config()
+
+    @property
     def _data(self) -> DataConfig:
         names = ("corpus", "vocabulary", "sequence_length", "batch_size", "validation_windows")
         return DataConfig(**{name: getattr(self, name) for name in names})
@@ -77,16 +82,16 @@ class HuggingFace:
     def _ids(self) -> int:
         """How many ids .bin files may hold, which do not say it; 0 where the data does."""
         path = Path(os.path.expanduser(self.corpus.removeprefix(TOKENS)))  # noqa: PTH111 - Path's may raise
-        return 0 if not self.corpus.startswith(TOKENS) or is_prepared(path) else self._config.vocab_size
+        return 0 if not self.corpus.startswith(TOKENS) or is_prepared(path) else self._sizes.vocab_size
 
     @cached_property
     def _corpus(self) -> Corpus:
         with _task_options():
             corpus = build(self._data, self.replicas, self._ids)
-        if corpus.vocabulary_size > self._config.vocab_size:
+        if corpus.vocabulary_size > self._sizes.vocab_size:
             raise UsageError(
                 f"--task.corpus {self.corpus}: its {corpus.vocabulary_size:,} tokens are more than the "
-                f"{self._config.vocab_size:,} of hf:{self.source}; prepare the text with the model's own tokenizer"
+                f"{self._sizes.vocab_size:,} of hf:{self.source}; prepare the text with the model's own tokenizer"
             )
         if corpus.verification:
             corpus.verification.start()
@@ -104,7 +109,7 @@ class HuggingFace:
 
     def _fitting(self, model: Any) -> nn.Module:
         """Return a model that has a position for each token of a sequence; rotary ones go beyond what they name."""
-        limit = getattr(self._config, "max_position_embeddings", None)
+        limit = getattr(self._sizes, "max_position_embeddings", None)
         if limit and self.sequence_length > limit:
             tables = [part for part in model.modules() if isinstance(part, nn.Embedding)]
             # Some models learn one or two positions more, such as that of padding.
@@ -138,7 +143,7 @@ class HuggingFace:
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Compute loss and perplexity on the held-out text."""
         tokens, targets = self._corpus.validation()
-        batch = max(1, min(64, _EVALUATED_LOGITS // (tokens.shape[1] * self._config.vocab_size)))
+        batch = max(1, min(64, _EVALUATED_LOGITS // (tokens.shape[1] * self._sizes.vocab_size)))
         inputs, wanted = moved((tokens, targets), next(model.parameters()).device)
         result = numbers(total_nats(partial(_logits, model), inputs, wanted, batch), targets, self._corpus.token_bytes)
         return {name: value for name, value in result.items() if not math.isnan(value) or name == "loss"}
