@@ -100,7 +100,9 @@ def test_the_array_is_what_was_asked_for(tmp_path: Path, cluster: Path) -> None:
         "memory": "16GB",
         "partition": "short",
         "account": "lab",
-        "parallel": 2,
+        "parallel": "2",  # as the command line has it
+        "nodes": "1",
+        "ntasks-per-node": "1",
         "qos": "low",
         "licenses": "x:1",
         "cpu-freq": "high",
@@ -219,6 +221,8 @@ def test_times_are_read_as_sbatch_does(text: Any, minutes: int) -> None:
         (1, {"time": "1:2:3:4"}, r"--slurm-time 1:2:3:4: not a time"),
         (1, {"time": 1, "array": "0-9"}, r"--slurm-array cannot be given"),
         (1, {"time": 1, "open-mode": "append"}, r"--slurm-open-mode cannot be given"),
+        (1, {"time": 1, "parallel": "many"}, r"--slurm-parallel is 'many'; it must be a whole number"),
+        (1, {"time": 1, "setup": "module load x"}, r"--slurm-setup is no option of sbatch; leave it out"),
     ],
 )
 @pytest.mark.usefixtures("cluster")

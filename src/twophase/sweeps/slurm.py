@@ -30,6 +30,12 @@ _GRACE_SECONDS = 60.0
 _LINGER_SECONDS = 120.0
 _NAMES = {"cpus": "cpus_per_task", "gpus": "gpus_per_node", "memory": "mem", "parallel": "array_parallelism"}
 """Our words for what submitit calls otherwise."""
+_WHOLE = frozenset({"nodes", "ntasks_per_node", "cpus_per_task", "array_parallelism"})
+"""What submitit computes with; the rest it hands on as it is."""
+_NOT_SBATCH = frozenset(
+    "setup teardown srun_args use_srun stderr_to_stdout map_count additional_parameters signal_delay_s".split()
+)
+"""What submitit takes beside the options of sbatch."""
 _RESTARTS = 1000
 """How often a job may start again after its time was up; a worker without work left ends by itself."""
 
@@ -159,7 +165,14 @@ def _parameters(options: Mapping[str, Any]) -> dict[str, Any]:
             )
     if "time" not in sbatch:
         raise UsageError("--slurm-time is missing; write how long a job may take, in minutes or as 8:00:00")
+    if others := sorted(sbatch.keys() & _NOT_SBATCH):
+        raise UsageError(f"--slurm-{others[0].replace('_', '-')} is no option of sbatch; leave it out")
     parameters = {_NAMES.get(name, name): value for name, value in sbatch.items()}
+    for name, value in sbatch.items():
+        if (theirs := _NAMES.get(name, name)) in _WHOLE and not isinstance(value, int):
+            if not str(value).isdecimal():
+                raise UsageError(f"--slurm-{name.replace('_', '-')} is {value!r}; it must be a whole number")
+            parameters[theirs] = int(value)
     return {"job_name": "twophase-sweep"} | parameters | {"time": _minutes(parameters["time"])}
 
 
