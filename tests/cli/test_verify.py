@@ -77,6 +77,20 @@ def test_a_finished_run_answers_for_its_own_text(tmp_path: Path, capsys: pytest.
     assert capsys.readouterr().out == 2 * result
 
 
+def test_a_finished_sweep_answers_for_its_own_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As a run does: refused where the text is another one, shown where it is gone."""
+    text = textmaker.write(tmp_path / "text.txt")
+    words = ["sweep", *SMALL, "--data.corpus", f"file:{text}", "--axis", "seed", "1", "2", "--workers", "1", "--quiet"]
+    words += ["--out", str(tmp_path / "sweep")]
+    assert main(words) == 0
+    textmaker.write(text, seed=1)
+    corpus_of.cache_clear()
+    assert main(words) == 2
+    assert "the text is not the one that this sweep was begun with" in capsys.readouterr().err
+    text.unlink()
+    assert main(words) == 0
+
+
 def test_sound_shards(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`data info --verify` says that all shards were read."""
     assert main(["data", "info", str(shards), "--verify"]) == 0

@@ -42,6 +42,11 @@ Picture = Callable[[list[Row]], "RenderableType"]
 """Makes what a terminal shows of a sweep while it runs."""
 
 
+def _is_text_file(corpus: str) -> bool:
+    path = corpus.removeprefix("file:")
+    return path != corpus and os.path.isfile(os.path.expanduser(path))  # noqa: PTH111, PTH113 - Path's may raise
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options that every command around a sweep has."""
     add_workers(parser, "; 0 starts none and only writes the plan, for workers elsewhere")
@@ -203,9 +208,9 @@ def run(
     devices = devices_of(sweep.runs.values()) if options.launcher == "local" else []
     workers = (len(devices) or _cores()) if options.workers is None else options.workers
     work, texts = read_plan(sweep, out), None
-    # An edited task and the same command must not give the old table in silence.
-    is_own = any(hasattr(config, TASK) for config in sweep.runs.values())
-    if options.dry_run or is_own or work is None or not all(map(work.finished, work.runs)):
+    # An edited task or text and the same command must not give the old table in silence.
+    may_change = any(hasattr(config, TASK) or _is_text_file(config.data.corpus) for config in sweep.runs.values())
+    if options.dry_run or may_change or work is None or not all(map(work.finished, work.runs)):
         from twophase.tasks.build import preflight_all
 
         # Refuses what cannot be used here before a folder is made.
