@@ -277,7 +277,7 @@ def _refusals(file: File) -> Iterator[None]:
             f"{file.name}: is read with the package {error.name}; run `pip install 'twophase[data]'`"
         ) from None
     except UnicodeDecodeError:
-        raise UsageError(f"{file.name}: is not UTF-8; convert it, for example with iconv -t utf-8") from None
+        raise UsageError(f"{file.name}: is not UTF-8; convert it, for example with iconv -f latin1 -t utf-8") from None
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise UsageError(
             f"{file.name}: is not a whole gzip file ({error}); fetch it again under the same name and repeat the "

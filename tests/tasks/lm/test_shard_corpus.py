@@ -131,6 +131,9 @@ def test_a_batch_larger_than_a_share_is_refused(folder: Path):
     with pytest.raises(UsageError, match=r"use --data\.batch-size 16 or less, or"):
         build(data(folder, batch_size=17), 2).check_enough(1)
     build(data(folder, batch_size=16), 2).check_enough(1)
+    with pytest.raises(UsageError, match=r"use --data\.batch-size 5 or less, or"):
+        build(data(folder, batch_size=17), 2).check_enough(3)
+    build(data(folder, batch_size=5), 2).check_enough(3)
 
 
 # What a corpus says of itself, and what is refused

@@ -122,7 +122,8 @@ class Corpus:
         if not self.in_epochs or wanted <= available:
             return
         length, possible, replicas = self.sequence_length, available // self.batch_size, self.replicas
-        fewer = f"--steps {possible}" if possible else f"--data.batch-size {available} or less"
+        batch = max(available // steps, 1)
+        fewer = f"--steps {possible}" if possible else f"--data.batch-size {batch} or less"
         more = "prepare more tokens" if "tokenizer_sha256" in self.description else "use a larger file"
         raise UsageError(
             f"--data.corpus {self.description['corpus']}: the run takes {wanted * replicas * length:,} training tokens "
