@@ -12,7 +12,7 @@ from twophase.advice.verdict import LEAST_ROUNDS, Diagnosis, Finding, step_alone
 from twophase.policies.gain import mean_outer_gain
 from twophase.policies.text import parse
 from twophase.rule import FORM_WORDS, OuterRule
-from twophase.theory.advice import Advice
+from twophase.runs.record import WHOLE
 
 _WIDTH = 100
 HEADLINES = {
@@ -116,7 +116,7 @@ def suggestions(diagnosis: Diagnosis, finding: Finding) -> list[str]:
             gain = mean_outer_gain(rule, policy, max(min(diagnosis.planned or diagnosis.rounds, MANY_ROUNDS), 1))
     sentences = list(_step_advice(rule, finding, gain))
     if finding.advice:
-        sentences.append(_period_words(finding.advice, finding.restarts))
+        sentences.append(_period_words(finding))
         warnings = {warning for advice in finding.advice for warning in advice.warnings}
         sentences += sorted(warning for warning in warnings if "slows" not in warning)
     if rule.momentum > 0 and finding.latest.evidence.rounds >= LEAST_ROUNDS:
@@ -124,18 +124,20 @@ def suggestions(diagnosis: Diagnosis, finding: Finding) -> list[str]:
     return [*sentences, *_form_advice(rule, finding)]
 
 
-def _period_words(advice: tuple[Advice, ...], now: str) -> str:
+def _period_words(finding: Finding) -> str:
     """Return the period that the theory chooses over the interval of sigma, beside the present policy."""
+    advice, option = finding.advice, "--outer.restart "
+    if finding.block != WHOLE:  # a fragment of its own, of which `--outer.restart` may say nothing
+        option = f"--sync.restart {finding.block}="
     low, middle, high = (item.recommended.period for item in advice)
     ends = f"sigma {float(advice[0].sigma[0]):.3g} to {float(advice[2].sigma[0]):.3g}"
     horizon = f"over {advice[1].rounds} rounds" if advice[1].rounds else "in a long run"
     if low == middle == high:
-        chosen = "no restart" if middle is None else f"a restart every {middle} rounds (--outer.restart {middle})"
+        chosen = "no restart" if middle is None else f"a restart every {middle} rounds ({option}{middle})"
     else:
         words = ["none" if item is None else str(item) for item in (low, middle, high)]
-        option = "never" if middle is None else middle
-        chosen = f"period {words[0]}, {words[1]} or {words[2]} from low to high sigma (--outer.restart {option})"
-    return f"Period for a single mode of {ends}, {horizon}: {chosen}; now it is {now}."
+        chosen = f"period {words[0]}, {words[1]} or {words[2]} from low to high sigma ({option}{middle or 'never'})"
+    return f"Period for a single mode of {ends}, {horizon}: {chosen}; now it is {finding.restarts}."
 
 
 def _step_advice(rule: OuterRule, finding: Finding, gain: float | None) -> Iterator[str]:
