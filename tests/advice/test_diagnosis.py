@@ -115,11 +115,14 @@ def test_reasons_of_silence(tmp_path: Path, silence: str) -> None:
 
 
 def test_blocks_are_judged_apart(tmp_path: Path) -> None:
-    """Each fragment has a finding of its own, under its name, with its own restart policy."""
+    """Each fragment has a finding of its own, under its name, with its own restart policy and period."""
     config = TrainConfig(outer=config_of(EMA).outer, steps=60, inner_steps=1)
     write_run(tmp_path, EMA, [], blocks={"ends": [0.95] * 3, "blocks": [0.002] * 3}, config=config)
     verdicts = {finding.block: finding.verdict for finding in judged(tmp_path).findings}
     assert verdicts == {"ends": "oscillates", "blocks": "lags"}
+    text = " ".join(describe(judged(tmp_path), "run").split())
+    assert "(--sync.restart ends=" in text  # --outer.restart would be that of all
+    assert "(--outer.restart" not in text
 
 
 def test_missing_numbers(tmp_path: Path) -> None:

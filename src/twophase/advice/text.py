@@ -127,7 +127,9 @@ def suggestions(diagnosis: Diagnosis, finding: Finding) -> list[str]:
 def _period_words(finding: Finding) -> str:
     """Return the period that the theory chooses over the interval of sigma, beside the present policy."""
     advice, option = finding.advice, "--outer.restart "
-    if finding.block != WHOLE:  # a fragment of its own, of which `--outer.restart` may say nothing
+    if finding.block.startswith("param group "):  # of an optimizer in another program's loop
+        option = "restart="
+    elif finding.block != WHOLE:  # a fragment, of which `--outer.restart` may say nothing
         option = f"--sync.restart {finding.block}="
     low, middle, high = (item.recommended.period for item in advice)
     ends = f"sigma {float(advice[0].sigma[0]):.3g} to {float(advice[2].sigma[0]):.3g}"

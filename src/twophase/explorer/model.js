@@ -193,8 +193,8 @@ const compute = (() => {
     const ema = kernel.converted(rule, "ema"),
       same = kernel.converted(rule, "sum").lr;
     let best = { momentum: 0, rate: -Infinity };
-    const momenta = Array.from({ length: 240 }, (_, i) => (i < 200 ? (i * 0.995) / 199 : 1 - 0.005 / 1.25 ** (i - 199)));
-    for (const momentum of [...momenta.slice(0, 239), rule.momentum].sort((a, b) => a - b)) {
+    const momenta = Array.from({ length: 239 }, (_, i) => (i < 200 ? (i * 0.995) / 199 : 1 - 0.005 / 1.25 ** (i - 199)));
+    for (const momentum of [...momenta, rule.momentum].sort((a, b) => a - b)) {
       const rate = slowest({ ...ema, momentum });
       if (rate > best.rate) best = { momentum, rate };
     }
