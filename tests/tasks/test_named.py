@@ -185,6 +185,15 @@ def test_shipped_tasks_train(tmp_path: Path) -> None:
     assert twophase.train("hf:tiny", values, quiet=True).summary == fresh.summary
 
 
+def test_a_package_of_the_working_directory_is_a_workers_too(rings: Path) -> None:
+    """Python's -P, with which workers start, takes the working directory from the path."""
+    (rings.parent / "beside").mkdir()
+    rings.rename(rings.parent / "beside" / "tasks.py")
+    program = "from twophase.tasks.named import task_class; print(task_class('beside.tasks:Rings').__name__)"
+    done = subprocess.run([sys.executable, "-P", "-c", program], check=True, capture_output=True, text=True)
+    assert done.stdout == "Rings\n"
+
+
 def test_a_multimodal_configuration_has_its_language_models_sizes(tmp_path: Path) -> None:
     """Its vocabulary is that of its text part."""
     transformers = pytest.importorskip("transformers")

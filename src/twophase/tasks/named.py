@@ -80,11 +80,14 @@ def _attribute(name: str, module: str, kind: str) -> type:
 
 @cache
 def _module(name: str, module: str) -> ModuleType:
-    """Import a module by its name, or a file; a module's name also means a file in the working directory."""
+    """Import a module by its name, or a file; a name also means a file or package in the working directory."""
     file = Path(module if module.endswith(".py") else f"{module}.py")
     _under_import.append(name)
     try:
         if not (module.endswith(".py") or file.is_file()):
+            # A package of the working directory, which a worker process does not search; last, as below.
+            if Path(module.partition(".")[0]).is_dir() and (folder := str(Path.cwd())) not in sys.path:
+                sys.path.append(folder)
             return importlib.import_module(module)
         if not file.is_file():
             raise UsageError(f"--task {name}: there is no file {file.absolute()}; give its path")
