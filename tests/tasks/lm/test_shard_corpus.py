@@ -134,6 +134,9 @@ def test_a_batch_larger_than_a_share_is_refused(folder: Path):
     with pytest.raises(UsageError, match=r"use --data\.batch-size 5 or less, or"):
         build(data(folder, batch_size=17), 2).check_enough(3)
     build(data(folder, batch_size=5), 2).check_enough(3)
+    with pytest.raises(UsageError, match=r"use --steps 16 or less with --data\.batch-size 1, or"):
+        build(data(folder, batch_size=17), 2).check_enough(20)
+    build(data(folder, batch_size=1), 2).check_enough(16)
 
 
 # What a corpus says of itself, and what is refused

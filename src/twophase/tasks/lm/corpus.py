@@ -122,8 +122,9 @@ class Corpus:
         if not self.in_epochs or wanted <= available:
             return
         length, possible, replicas = self.sequence_length, available // self.batch_size, self.replicas
-        batch = max(available // steps, 1)
-        fewer = f"--steps {possible}" if possible else f"--data.batch-size {batch} or less"
+        fewer = f"--steps {possible}" if possible else f"--data.batch-size {available // steps} or less"
+        if available < min(steps, self.batch_size):
+            fewer = f"--steps {available} or less with --data.batch-size 1"
         more = "prepare more tokens" if "tokenizer_sha256" in self.description else "use a larger file"
         raise UsageError(
             f"--data.corpus {self.description['corpus']}: the run takes {wanted * replicas * length:,} training tokens "
