@@ -7,7 +7,7 @@ import math
 import pytest
 
 from twophase.cli.tuning import Tuned
-from twophase.judge.bench import Against, Card, PlaceCard, behind, decided, results_of
+from twophase.judge.bench import Against, Card, PlaceCard, behind, beside, decided, results_of
 from twophase.judge.decision import decide
 from twophase.recipes.bench import short
 
@@ -91,6 +91,20 @@ def test_distances_behind_the_best() -> None:
     assert distances["x"] == pytest.approx([0.0, math.inf])
     assert distances["y"] == pytest.approx([0.0, 10.0])
     assert distances["z"] == [math.inf, math.inf]
+
+
+def test_another_bench_beside_this_one() -> None:
+    """Its ratios to its own control stay; seeds and places in which a side has no control are left out."""
+    theirs = {
+        ("a", "control"): {1: 2.0, 2: 4.0, 3: 1.0, 4: 1.0},
+        ("a", "x"): {1: 1.0, 2: 6.0, 3: 5.0, 4: 5.0},
+        ("a", "lost"): {},
+        ("a", "elsewhere"): {9: 1.0},
+        ("b", "x"): {1: 1.0},
+    }
+    mine = {("a", "control"): {1: 20.0, 2: 30.0, 3: math.inf, 4: 1.0}}
+    placed = beside(theirs, mine, "control", (1, 2, 3))
+    assert placed == {("a", "control"): {1: 20.0, 2: 30.0}, ("a", "x"): {1: 10.0, 2: 45.0}, ("a", "lost"): {}}
 
 
 def test_a_cards_sentence() -> None:

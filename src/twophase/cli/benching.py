@@ -16,11 +16,10 @@ from typing import Any
 from twophase.base.config import RunError, UsageError, differences
 from twophase.base.files import table_text, write_atomic
 from twophase.base.reading import read_json_object
-from twophase.cli.sweeping import complete
 from twophase.cli.tuning import FRESH, TuneResults, Tuning, run_tuning
 from twophase.figures.style import styled
-from twophase.judge.bench import Against, Card, PlaceCard, behind, results_of
-from twophase.recipes.arms import CONTROL, INNER_LR, Arm
+from twophase.judge.bench import Against, Card, PlaceCard, behind, beside, results_of
+from twophase.recipes.arms import CONTROL, Arm
 from twophase.recipes.bench import (
     CANDIDATES,
     FACTS,
@@ -38,11 +37,7 @@ from twophase.recipes.bench import (
 from twophase.report.card import contents
 from twophase.runs.folder import check_place, list_some
 from twophase.runs.log import standard
-from twophase.sweeps.grid import Sweep
-from twophase.sweeps.run import TABLE
-from twophase.sweeps.table import read_rows, result
 from twophase.sweeps.work import PLAN
-from twophase.tasks.build import preflight_all
 
 SPEC, RESULTS = "bench.json", "results.csv"
 SETTINGS = ("inner.lr", "method.lr", "method.momentum", "method.mu_x", "method.beta", "policy.share", "period")
@@ -175,20 +170,18 @@ def bench_arm(
     with styled():  # What cannot be drawn, or is no arm anywhere, is refused before hours of runs.
         _check_arm(arm)
     rows, refused = run_bench(SIZES[size_name], out, [arm], code=code, places=places, workers=workers, quiet=quiet)
-    references, note = references_of(PROTOCOL, protocol_fingerprint())
+    references, facts, note = references_of(PROTOCOL, protocol_fingerprint())
     mine = results_of(rows)
     ended = [place for place in places if (place.name, arm) in mine]
-    notes = {place.name: note for place in ended}
-    if not note:
-        notes = {place.name: _difference(place, references, out, workers, quiet) for place in ended}
+    notes = {place.name: note or _difference(place, facts, out) for place in ended}
     fresh = SIZES[size_name].fresh  # a mean over other seeds would be of other luck
     theirs = {
-        key: {seed: value for seed, value in by_seed.items() if seed in fresh}
-        for key, by_seed in results_of(references).items()
-        if not notes.get(key[0], "-") and key[1] != arm
+        key: by_seed
+        for key, by_seed in beside(results_of(references), mine, CONTROL, fresh).items()
+        if key[1] not in (arm, CONTROL)
     }
     results = {**theirs, **mine}
-    others = {place.name: [other for at, other in theirs if at == place.name and other != CONTROL] for place in ended}
+    others = {place.name: [other for at, other in theirs if at == place.name] for place in ended}
     comparisons = {CONTROL: len(ended), "stored": sum(map(len, others.values()))}
     by_place = [
         _place_card(
@@ -266,12 +259,7 @@ def write_reference(out: Path, into: Path) -> None:
     for place in dict.fromkeys(row["place"] for row in merged):
         by_place[place] = there = dict(facts["places"].get(place, {}))
         if place in places:
-            here = {
-                "python": platform.python_version(),
-                "torch": version("torch"),
-                # Of what the runs trained on: another Python has another text.
-                "texts": sorted(read_json_object(out / place / FRESH / PLAN)["texts"].values()),
-            }
+            here = _facts_here(out, place)
             if there and spec["arms"]:
                 different = differences(here, {name: there[name] for name in here})
                 if different or not _repeats(rows, _rows(into / REFERENCE), place):
@@ -292,43 +280,41 @@ def _repeats(rows: Sequence[Mapping[str, str]], others: Sequence[Mapping[str, st
     return all(math.isclose(here[seed], there[seed], rel_tol=_SAME) for seed in here.keys() & there.keys())
 
 
-def references_of(protocol: int, fingerprint: str) -> tuple[list[dict[str, str]], str]:
-    """Return the stored rows, or none and why there is no comparing with them."""
+def references_of(protocol: int, fingerprint: str) -> tuple[list[dict[str, str]], dict[str, Any], str]:
+    """Return the stored rows and their facts, or none and why there is no comparing with them."""
     try:
         rows, facts = stored(REFERENCE), stored_facts()
     except UsageError as error:
-        return [], f"Compared with averaging alone: {error}"
+        return [], {}, f"Compared with averaging alone: {error}"
     if (facts.get("protocol"), facts.get("fingerprint")) != (protocol, fingerprint):
-        return [], (
+        why = (
             f"Compared with averaging alone: the stored arms are of protocol {facts.get('protocol')} "
             f"({facts.get('fingerprint')}), and this is {protocol} ({fingerprint}); make them anew with twophase bench "
             "--reference"
         )
-    return rows, ""
+        return [], {}, why
+    return rows, facts, ""
 
 
-def _difference(
-    place: Place, references: Sequence[Mapping[str, str]], out: Path, workers: int | None, quiet: bool
-) -> str:
-    """Repeat a stored run of averaging; return why the stored arms of a place cannot be compared with, or nothing."""
-    row = next((r for r in references if r["place"] == place.name and r["arm"] == CONTROL and r["result"]), None)
-    if row is None:
-        return "The stored table lacks this place."
-    base = place.base()
-    cell = Arm(CONTROL, base.inner.lr).cell(base, {INNER_LR: float(row[INNER_LR])}, int(row["seed"]))
-    # The folder's name is that of the run: a newer stored table may have another.
-    sweep, folder = Sweep("repeated", base, [cell]), out / place.name / f"repeated-{cell.run_id}"
-    try:
-        complete(sweep, folder, texts=preflight_all([cell.config]), workers=workers, quiet=quiet)
-    except RunError as error:
-        return f"{place.name}: a stored run could not be repeated, so that its stored arms are left out. {error}"
-    here, there = result(read_rows(folder / TABLE)[0]), float(row["result"])
-    if here is not None and math.isclose(here, there, rel_tol=_SAME):
-        return ""
-    return (
-        f"{place.name}: averaging with seed {row['seed']} came to {here} here, and to {there} in the stored table: "
-        "another text, machine or version of torch. Its stored arms are left out."
-    )
+def _facts_here(out: Path, place: str) -> dict[str, Any]:
+    """Return what tells runs of a place apart but for the processor."""
+    return {
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        # Of what the runs trained on: another Python has another text.
+        "texts": sorted(read_json_object(out / place / FRESH / PLAN)["texts"].values()),
+    }
+
+
+def _difference(place: Place, facts: Mapping[str, Any], out: Path) -> str:
+    """Return a note on what a place and its stored arms differ in; nothing where they do not."""
+    there = facts["places"].get(place.name)
+    if there is None:
+        return f"{place.name}: there are no stored arms."
+    here = _facts_here(out, place.name)
+    parts = [f"{name} {there[name]} for {here[name]}" for name in ("python", "torch") if there[name] != here[name]]
+    parts += ["another text"] * (there["texts"] != here["texts"])
+    return f"{place.name}: the stored arms ran with {', '.join(parts)}." if parts else ""
 
 
 def _place_card(

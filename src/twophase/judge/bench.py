@@ -24,6 +24,32 @@ def results_of(rows: Iterable[Mapping[str, Any]]) -> Results:
     return results
 
 
+def beside(theirs: Results, mine: Results, control: str, seeds: Collection[int]) -> Results:
+    """Return another bench's results as they would stand beside this one's: over its control, times this one's.
+
+    What another processor, text or budget does to both arms of a bench alike drops out. A seed in which either control
+    diverged or was not run says nothing, and an arm without any other seed is left out.
+
+    Args:
+        theirs: results of the other bench, its control among them.
+        mine: results of this one.
+        control: the arm that both have.
+        seeds: those that are compared.
+    """
+    placed: Results = {}
+    for (place, arm), by_seed in theirs.items():
+        here, there = (results.get((place, control), {}) for results in (mine, theirs))
+        scales = {
+            seed: here[seed] / there[seed]
+            for seed in seeds
+            if max(here.get(seed, math.inf), there.get(seed, math.inf)) < math.inf
+        }
+        scaled = {seed: value * scales[seed] for seed, value in by_seed.items() if seed in scales}
+        if scaled or (scales and not by_seed):
+            placed[place, arm] = scaled
+    return placed
+
+
 def decided(mine: Mapping[int, float], other: Mapping[int, float], comparisons: int) -> Decision:
     """Decide between two arms on the seeds that both have; positive differences are the first one's."""
     pairs = [(mine[seed], other[seed]) for seed in sorted(mine.keys() & other.keys())]
@@ -74,8 +100,8 @@ class PlaceCard:
         seconds: of one of its runs, in the mean.
         seconds_of_control: of one run of averaging in the same bench.
         control: against averaging, tuned with the same budget in the same bench.
-        stored: against the stored arms.
-        note: why there are no stored arms; may be empty.
+        stored: against the stored arms, each over the averaging of its own bench.
+        note: why there are no stored arms, or what their runs differ in; may be empty.
     """
 
     place: str

@@ -45,7 +45,8 @@ def picture(card: Card, labels: Mapping[str, str]) -> bytes:
     """
     with styled():
         figure = new_page(max(2.6, 1.4 + 0.22 * len(card.places)))
-        ratios, shares = figure.subplots(1, 2, width_ratios=(1, 1.1))
+        # Without stored arms there is nothing to draw on the right.
+        ratios, *right = figure.subplots(1, 2, width_ratios=(1, 1.1)) if card.behind else [figure.subplots()]
         controls = [place.control for place in reversed(card.places)]
         ahead = [abs(100 * (c.ratio - 1)) for c in controls if c and c.ratio is not None]
         # Of two or three seeds an interval may be a hundred times as long as what is to be seen.
@@ -66,17 +67,18 @@ def picture(card: Card, labels: Mapping[str, str]) -> bytes:
         ratios.set_ylim(-0.5, len(controls) - 0.5)
         ratios.set_yticks(range(len(controls)), [place.place for place in reversed(card.places)])
         ratios.set_xlabel("% ahead of averaging")
-        if card.behind:
+        for shares in right:
             draw_profiles(shares, card.behind, labels)
-            share_legend(figure, [shares], columns=3)
-        else:
-            shares.axis("off")
+            share_legend(figure, right, columns=3)
+        reading = "mean and interval, an arrowhead where it goes on"
+        if right:
+            reading = f"left: {reading}\nright: the higher the nearer to the best arm, each over its bench's averaging"
         counts = card.counts()
         headline(
             figure,
             f"{labels.get(card.arm, card.arm)}: better than averaging at {counts['better']} of {len(card.places)} "
             f"places, worse at {counts['worse']}",
-            "left: mean and interval, an arrowhead where it goes on; right: the higher the nearer to the best arm",
+            reading,
         )
         return rendered(figure, [".png"])[".png"]
 
@@ -127,9 +129,10 @@ def document(card: Card, png: bytes, labels: Mapping[str, str], untuned: Collect
             else tag("p", "There are no stored arms to compare with."),
             tag(
                 "p",
-                f"Words are corrected for the {card.comparisons['stored']} comparisons of this table. Not named: "
-                "undecided. The stored arms were tuned with the budget of the size full, this one with that of "
-                f"the size {card.size}.",
+                "Each side's result is divided by that of averaging in its own bench with the same seed, since another "
+                "processor rounds otherwise and the stored arms were tuned with the budget of the size full, this one "
+                f"with that of the size {card.size}. Words are corrected for the {card.comparisons['stored']} "
+                "comparisons of this table. Not named: undecided.",
             ),
             anchor="stored",
         ),
