@@ -104,6 +104,14 @@ def test_paragraphs_are_gathered_to_documents(sizes: list[int], blank: str):
         assert all(len("".join(text.split("\n\n")[:-1])) < 1000 for text in texts[:-1])
 
 
+@pytest.mark.parametrize("end", ["\r", "\r\n"])
+def test_ends_of_lines_are_alike(tmp_path: Path, end: str):
+    """A file with another system's ends of lines has the same documents, streamed and read as a whole."""
+    text = "\n\n".join(f"{i} " + "word " * 150 for i in range(9))
+    path = write(tmp_path / "a.txt", BOM + text.replace("\n", end).encode())
+    assert read(path) == sources.documents(path, "a.txt") == list(sources.paragraphs(io.StringIO(text)))
+
+
 @pytest.mark.parametrize("text", ["word " * 40_000, "x" * 100_000, "a line of words\n" * 20_000, "x" * 9999 + " y" * 9])
 def test_text_without_blank_lines_stays_in_bounds(text: str):
     """A file without blank lines, or without ends of lines, or without blanks, comes in pieces, without loss."""

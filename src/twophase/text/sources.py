@@ -259,7 +259,7 @@ def documents(path: Path, name: str) -> list[str]:
     if is_json:
         return [text for text in _records(file, "text", 0) if text and text.strip()]
     with _refusals(file), _opened(file) as lines:
-        text = bytes(lines.buffer.read()).decode("utf-8-sig").replace("\r\n", "\n")
+        text = lines.read()
     texts = _gathered(re.split(r"\n(?:[^\S\n]*\n)+", text), _SEPARATOR)
     by_lines = _gathered(text.split("\n"), "\n") if len(texts) == 1 else []
     return by_lines if len(by_lines) > 1 else texts
@@ -277,7 +277,10 @@ def _refusals(file: File) -> Iterator[None]:
             f"{file.name}: is read with the package {error.name}; run `pip install 'twophase[data]'`"
         ) from None
     except UnicodeDecodeError:
-        raise UsageError(f"{file.name}: is not UTF-8; convert it, for example with iconv -f latin1 -t utf-8") from None
+        raise UsageError(
+            f"{file.name}: is not UTF-8; convert it, for example with iconv -f latin1 -t utf-8, or -f utf-16 if it "
+            "begins with the bytes ff fe"
+        ) from None
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise UsageError(
             f"{file.name}: is not a whole gzip file ({error}); fetch it again under the same name and repeat the "
