@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 
 from twophase.base.errors import UsageError
-from twophase.judge.bootstrap import percentile_interval
-from twophase.judge.cells import ARM, BOTH, CONTROL, MISSING, Paired, alike, fate, logs, means, outcomes, paired, worst
+from twophase.judge.cells import ARM, BOTH, CONTROL, MISSING, Paired, fate, logs, means, outcomes, worst
 from twophase.sweeps.table import Row, settings
-from verdict_tables import LR, MOMENTUM, TABLES, finished, row
+from verdict_tables import LR, MOMENTUM, TABLES, finished
 
 PLACE = (LR, MOMENTUM)
 
@@ -40,31 +39,20 @@ def test_the_table_has_the_states_and_results_of_the_settings(rows: list[Row]) -
 
 
 def test_pairs_are_over_equal_settings_and_seeds() -> None:
-    """Log ratios are averaged over equal settings for each seed that both have, then over the seeds."""
-    arm = finished("a", (8.0, 9.0, 7.0)) + finished("a", (6.0, 6.0, 6.0), lr=0.7)
-    control = finished("b", (4.0, 3.0)) + finished("b", (3.0, 12.0), lr=0.7) + finished("b", (1.0, 1.0), lr=1.1)
-    pairs = paired(table(arm), table(control, "b"))
-    assert pairs is not None
+    """Log ratios are averaged over the settings for each seed, then over the seeds."""
+    arm = finished("a", (8.0, 9.0)) + finished("a", (6.0, 6.0), lr=0.7)
+    control = finished("b", (3.0, 12.0), lr=0.7) + finished("b", (4.0, 3.0))
+    pairs = Paired.over(table(arm) - table(control, "b"))
     assert pairs.ratios == pytest.approx([2.0, math.sqrt(1.5)])
     assert pairs.ratio == pytest.approx(math.sqrt(2 * math.sqrt(1.5)))
-    assert pairs.interval == percentile_interval(pairs.by_seed)
     assert pairs.error == pytest.approx(abs(pairs.by_seed[0] - pairs.by_seed[1]) / 2)
     assert pairs.error is not None
     assert pairs.ends(2.0) == pytest.approx((pairs.mean - 2 * pairs.error, pairs.mean + 2 * pairs.error))
-    same = paired(alike(table(arm), table(arm).iloc[1]), table(arm))
-    assert same is not None
-    assert same.ratio == pytest.approx(fmean([1, 1]) * (6**3 / (8 * 9 * 7)) ** (1 / 6))
 
 
-def test_what_cannot_be_paired() -> None:
-    """A diverged run takes the comparison away, a missing one its seed; nothing in common is nothing."""
-    whole = finished("b", (4.0, 3.0))
-    assert paired(table([row("a", 8.0), row("a", None, seed=1, state="diverged")]), table(whole, "b")) is None
-    missing = paired(table([row("a", 8.0), row("a", None, seed=1, state="missing")]), table(whole, "b"))
-    assert missing is not None
-    assert (missing.seeds, missing.ratio) == (1, pytest.approx(2.0))
-    assert (missing.error, missing.interval, missing.ends(2.0)) == (None, None, (None, None))
-    assert paired(table([row("a", 8.0, lr=0.7)]), table(whole, "b")) is None
+def test_one_seed_has_no_error() -> None:
+    """Nor has it ends; two equal differences have an error of 0."""
+    assert (Paired((0.5,)).error, Paired((0.5,)).ends(2.0)) == (None, (None, None))
     assert Paired((0.0, 0.0)).error == 0
 
 

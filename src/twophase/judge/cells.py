@@ -16,7 +16,6 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from twophase.base.errors import UsageError
-from twophase.judge.bootstrap import Interval, percentile_interval
 from twophase.sweeps.table import Setting, State
 
 DataFrame: TypeAlias = Any
@@ -76,12 +75,6 @@ def means(table: DataFrame) -> Series:
     return pd.Series([statistics.fmean(line) if line else math.nan for line in ended], table.index, dtype=float)
 
 
-def finished(table: DataFrame) -> Series:
-    """Average the settings in which no seed has diverged."""
-    each = means(table)
-    return each[each < math.inf]
-
-
 def worst(table: DataFrame) -> Series:
     """Return the largest outcome of each setting: inf when a seed diverged, else NaN when one is missing."""
     largest = table.max(axis=1)
@@ -117,11 +110,6 @@ class Paired:
         return cls(tuple(statistics.fmean(gaps[seed].dropna()) for seed in gaps))
 
     @property
-    def seeds(self) -> int:
-        """How many seeds there are."""
-        return len(self.by_seed)
-
-    @property
     def mean(self) -> float:
         """The mean over the seeds."""
         return statistics.fmean(self.by_seed)
@@ -139,40 +127,10 @@ class Paired:
     @property
     def error(self) -> float | None:
         """The standard error of the mean, s / sqrt(n); None for one seed."""
-        return statistics.stdev(self.by_seed) / math.sqrt(self.seeds) if self.seeds > 1 else None
+        seeds = len(self.by_seed)
+        return statistics.stdev(self.by_seed) / math.sqrt(seeds) if seeds > 1 else None
 
     def ends(self, errors: float) -> tuple[float, float] | tuple[None, None]:
         """Return the mean less and plus so many standard errors; None for one seed."""
         error = self.error
         return (None, None) if error is None else (self.mean - errors * error, self.mean + errors * error)
-
-    @property
-    def interval(self) -> Interval | None:
-        """The exact percentile bootstrap's interval of the mean; None for one seed."""
-        return percentile_interval(self.by_seed)
-
-
-def paired(arm: DataFrame, control: DataFrame) -> Paired | None:
-    """Compare an arm with a control over equal settings: mean log ratio arm / control of each seed.
-
-    Only seeds count for which every run that is needed has ended.
-
-    Args:
-        arm: of `logs`.
-        control: of `logs`, indexed alike.
-
-    Returns:
-        The differences, or None when nothing matches, or when a run that is needed has diverged.
-    """
-    places = control.index.intersection(arm.index)
-    arm, control = arm.loc[places].dropna(axis=1), control.loc[places].dropna(axis=1)
-    seeds = [seed for seed in control if seed in arm]
-    gaps = arm[seeds] - control[seeds]
-    return Paired.over(gaps) if gaps.size and (gaps.abs() < math.inf).all(axis=None) else None
-
-
-def alike(places: DataFrame, by_seed: Series) -> DataFrame:
-    """Give every setting of a table the same logarithms, such as those of a control without hyperparameters."""
-    import pandas as pd  # noqa: PLC0415 - as above
-
-    return pd.DataFrame([by_seed.to_dict()] * len(places), index=places.index)
