@@ -70,11 +70,3 @@ def test_seeds_in_which_both_diverged(arm: float, word: str) -> None:
     assert decide_pairs(pairs, comparisons=1).word == word
     decision = decide_pairs([*pairs, (math.inf, math.inf)], comparisons=1)
     assert (decision.word, decision.mean, decision.seeds) == ("undecided", None, 7)
-
-
-def test_impossible_arguments() -> None:
-    """No comparisons, and a NaN, are refused."""
-    with pytest.raises(ValueError, match="decide"):
-        decide([0.1, 0.2], comparisons=0)
-    with pytest.raises(ValueError, match="NaN"):
-        decide([math.nan, 0.2])

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 LEVEL = 0.95
+"""Nominal coverage; the module's text says what a percentile interval really covers."""
 EXACT_SEEDS = 8
 """Up to so many differences every resample is enumerated; 8 have 8^8 resamples, which are 6,435 different ones."""
 _DRAWS = 10_000
@@ -44,29 +45,28 @@ class Interval(NamedTuple):
     high: float
 
 
-def percentile_interval(differences: Sequence[float], level: float = LEVEL) -> Interval | None:
+def percentile_interval(differences: Sequence[float]) -> Interval | None:
     """The percentile bootstrap interval of a mean: n of the n differences are drawn with replacement, and averaged.
 
-    `low` is the smallest v with P(resampled mean <= v) >= (1 - level) / 2, `high` the largest v with
-    P(resampled mean >= v) >= (1 - level) / 2. Up to `EXACT_SEEDS` differences the probabilities are exact: the n^n
+    `low` is the smallest v with P(resampled mean <= v) >= (1 - LEVEL) / 2, `high` the largest v with
+    P(resampled mean >= v) >= (1 - LEVEL) / 2. Up to `EXACT_SEEDS` differences the probabilities are exact: the n^n
     resamples are enumerated as multisets with their multinomial weights. For more, 20,000 resamples are drawn from a
     fixed generator, in mirrored pairs. Both ways, the order of the differences does not matter, and the interval of
     the negated differences is the negated interval.
 
     Args:
         differences: one a seed, any unit, finite.
-        level: nominal coverage, 0 < level < 1; the module's text says what it really covers.
 
     Returns:
         The interval, or None for fewer than two differences.
 
     Raises:
-        ValueError: a level outside (0, 1) or a difference that is not finite.
+        ValueError: a difference that is not finite.
 
     >>> percentile_interval([1.0, 2.0, 4.0])
     Interval(low=1.0, high=4.0)
     """
-    values = _checked("percentile_interval", differences, level)
+    values = _sorted("percentile_interval", differences)
     if len(values) < 2:
         return None
     counts, weights = _resamples(len(values))
@@ -75,7 +75,7 @@ def percentile_interval(differences: Sequence[float], level: float = LEVEL) -> I
     order = np.argsort(means, kind="stable")
     means, weights = means[order], weights[order]
     # Weights are whole numbers, so that no rounding decides which resample stands at the border.
-    needed = math.ceil((1 - level) / 2 * int(weights.sum()) * (1 - 1e-12))
+    needed = math.ceil((1 - LEVEL) / 2 * int(weights.sum()) * (1 - 1e-12))
     low = means[np.searchsorted(np.cumsum(weights), needed)]
     high = means[::-1][np.searchsorted(np.cumsum(weights[::-1]), needed)]
     return Interval(float(low), float(high))
@@ -92,7 +92,7 @@ def t_interval(differences: Sequence[float], level: float = LEVEL) -> Interval |
         The interval, or None for fewer than two differences.
 
     Raises:
-        ValueError: a level outside (0, 1) or a difference that is not finite.
+        ValueError: a difference that is not finite.
 
     >>> low, high = t_interval([0.1, 0.2, 0.4])
     >>> round(low, 3), round(high, 3)
@@ -100,7 +100,7 @@ def t_interval(differences: Sequence[float], level: float = LEVEL) -> Interval |
     """
     from scipy.special import stdtrit  # noqa: PLC0415 - a third of a second, for which --help must not wait
 
-    values = _checked("t_interval", differences, level)
+    values = _sorted("t_interval", differences)
     if len(values) < 2:
         return None
     mean = math.fsum(values) / len(values)
@@ -118,10 +118,8 @@ def largest_coverage(count: int) -> float:
     return 1 - 2.0 ** (1 - count)
 
 
-def _checked(call: str, differences: Sequence[float], level: float) -> Any:
+def _sorted(call: str, differences: Sequence[float]) -> Any:
     """The differences in ascending order, so that their own order cannot matter."""
-    if not 0 < level < 1:
-        raise ValueError(f"{call}: level is {level}; it must lie between 0 and 1")
     if not all(map(math.isfinite, differences)):
         raise ValueError(f"{call}: differences are {list(differences)}; leave out what is not finite")
     return np.sort(np.asarray(differences, dtype=np.float64))

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from scipy import stats
+from twophase.judge.bootstrap import t_interval
 
 Word = Literal["better", "equivalent", "worse", "undecided"]
 MARGIN = math.log(1.01)
@@ -58,18 +58,11 @@ def decide(differences: Sequence[float], *, comparisons: int = 1) -> Decision:
         differences: one a seed; `-inf` where the arm alone diverged, `inf` where its control alone did.
         comparisons: number of comparisons that the registration names, >= 1.
 
-    Raises:
-        ValueError: fewer comparisons than 1, or a NaN.
-
     >>> decide([0.05, 0.06, 0.04, 0.05, 0.055]).word
     'better'
     >>> decide([0.001, -0.002, 0.0005, 0.001, -0.001]).word
     'equivalent'
     """
-    if comparisons < 1 or any(math.isnan(d) for d in differences):
-        raise ValueError(
-            f"decide: comparisons is {comparisons}, or a difference a NaN; give at least 1, and numbers alone"
-        )
     count, level = len(differences), ALPHA / comparisons
     infinite = [d for d in differences if math.isinf(d)]
     if infinite:
@@ -77,17 +70,14 @@ def decide(differences: Sequence[float], *, comparisons: int = 1) -> Decision:
         signs = {(d > 0) - (d < 0) for d in differences} if 2.0 ** (1 - count) <= level else set()
         word: Word = "better" if signs == {1} else "worse" if signs == {-1} else "undecided"
         return Decision(word, None, None, None, count, sum(-1 if d > 0 else 1 for d in infinite))
-    if count < 2:
+    interval, narrow = (t_interval(differences, 1 - share) for share in (level, 2 * level))
+    if interval is None or narrow is None:
         return Decision("undecided", None, None, None, count)
-    mean = math.fsum(differences) / count
-    error = math.sqrt(math.fsum((d - mean) ** 2 for d in differences) / (count - 1) / count)
-    half, narrow = (float(stats.t.ppf(1 - share, count - 1)) * error for share in (level / 2, level))
-    low, high = mean - half, mean + half
-    if abs(mean) + narrow < MARGIN:
+    if narrow.low > -MARGIN and narrow.high < MARGIN:
         word = "equivalent"
     else:
-        word = "better" if low > 0 else "worse" if high < 0 else "undecided"
-    return Decision(word, mean, low, high, count)
+        word = "better" if interval.low > 0 else "worse" if interval.high < 0 else "undecided"
+    return Decision(word, math.fsum(differences) / count, *interval, count)
 
 
 def decide_pairs(pairs: Sequence[tuple[float, float]], *, comparisons: int) -> Decision:
