@@ -14,6 +14,7 @@ from twophase.judge.decision import decide
 from twophase.recipes.arms import CONTROL
 from twophase.recipes.bench import PLACES, families
 from twophase.studies import bench
+from twophase.studies.study import Result
 
 ORTHOGONAL = "averaging+filter=orthogonal"
 EXPECTED = {"candidates against averaging": 24, "candidates against schedule controls": 144,
@@ -22,11 +23,11 @@ EXPECTED = {"candidates against averaging": 24, "candidates against schedule con
 """Of docs/bench/registration-1.md."""
 
 
-def rows_of(gains: Mapping[str, float], places: int = len(PLACES), noise: float = 0.01) -> list[dict[str, str]]:
+def rows_of(gains: Mapping[str, float], noise: float = 0.01) -> list[dict[str, str]]:
     """Rows in which an arm is ahead of averaging by its gain, a natural logarithm, everywhere."""
     random = np.random.default_rng(3)
     rows = []
-    for place in PLACES[:places]:
+    for place in PLACES:
         base = random.normal(2.0, 0.1, 10)
         for arm in (CONTROL, *place.arms):
             for seed in range(5 if place.few else 10):
@@ -36,9 +37,15 @@ def rows_of(gains: Mapping[str, float], places: int = len(PLACES), noise: float 
     return rows
 
 
-def holds(rows: list[dict[str, str]]) -> dict[str, bool | None]:
+def table_of(monkeypatch: pytest.MonkeyPatch, rows: list[dict[str, str]]) -> Result:
+    """The study of other rows than the stored ones."""
+    monkeypatch.setattr(bench, "stored", lambda _name: rows)
+    return bench.table()
+
+
+def holds(monkeypatch: pytest.MonkeyPatch, gains: Mapping[str, float]) -> dict[str, bool]:
     """Whether each expectation holds, by its number."""
-    expectations = bench.table(rows=rows).numbers["expectations"]
+    expectations = table_of(monkeypatch, rows_of(gains)).numbers["expectations"]
     return {claim.split()[0]: fact["holds"] for claim, fact in expectations.items()}
 
 
@@ -49,11 +56,11 @@ def test_the_families_are_those_of_the_registration() -> None:
     assert len(set(pairs)) == len(pairs)
 
 
-def test_words_are_corrected_for_their_family() -> None:
+def test_words_are_corrected_for_their_family(monkeypatch: pytest.MonkeyPatch) -> None:
     """A line's word and interval are those of `decide` on common seeds, with its family's number of comparisons."""
     rows = rows_of({"auto": 0.02})
     results = results_of(rows)
-    for line in bench.table(rows=rows).rows:
+    for line in table_of(monkeypatch, rows).rows:
         mine, other = (results[line["place"], line[side]] for side in ("arm", "control"))
         logs = [math.log(other[seed] / mine[seed]) for seed in mine]
         decision = decide(logs, comparisons=EXPECTED[line["family"]])
@@ -61,38 +68,26 @@ def test_words_are_corrected_for_their_family() -> None:
         assert math.log(line["low"]) == pytest.approx(decision.low)
 
 
-def test_expectations() -> None:
+def test_expectations(monkeypatch: pytest.MonkeyPatch) -> None:
     """The moonshot holds where a candidate is far ahead of all, and not where a schedule is level with it."""
     ahead = {ORTHOGONAL: 0.15, "auto+filter=orthogonal": 0.2, "auto": 0.05}
-    assert holds(rows_of(ahead))["6"] is True
-    assert holds(rows_of({**ahead, "ramp:~0.5": 0.2}))["6"] is False
-    every = holds(rows_of(ahead))
+    every = holds(monkeypatch, ahead)
+    assert every["6"] is True
+    assert holds(monkeypatch, {**ahead, "ramp:~0.5": 0.2})["6"] is False
     assert (every["3"], every["4"], every["5"], every["7"]) == (False, True, True, True)  # better than ramp
-    assert holds(rows_of({"nesterov:momentum=~0.6": 0.1}))["5"] is False
-    assert holds(rows_of({"adamw@3": 0.1}))["4"] is False
+    assert holds(monkeypatch, {"nesterov:momentum=~0.6": 0.1})["5"] is False
+    assert holds(monkeypatch, {"adamw@3": 0.1})["4"] is False
 
 
-def test_nothing_is_judged_before_its_places_have_been_run() -> None:
-    """With a part of the places the expectations are open, missing comparisons are counted, and the text says so."""
-    result = bench.table(rows=rows_of({ORTHOGONAL: 0.1}, places=3))
-    assert {fact["holds"] for fact in result.numbers["expectations"].values()} == {None}
-    assert result.numbers["words"]["places for a trend, against averaging"]["missing"] == 28
-    assert bench.answer(result).startswith("Places that have been run so far: 3 of 8")
-
-
-def test_an_arm_that_diverged_everywhere() -> None:
-    """An arm without a surviving setting is no missing one, and no place counts for it; diverged seeds are worst."""
-    rows = [row for row in rows_of({}) if row["arm"] != "adamw" or row["place"] not in ("short", "code")]
+def test_an_arm_that_diverged_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An arm without a surviving setting has a word of its own and no ratio; diverged seeds are worst."""
+    rows = [row for row in rows_of({}) if row["arm"] != "adamw" or row["place"] != "short"]
     rows += [{"place": "short", "arm": "adamw", "seed": "", "result": "", "seconds": "1"}]
     rows = [{**row, "result": ""} if row["arm"] == "muon" and row["place"] == "long" else row for row in rows]
-    words = {(line["place"], line["arm"], line["control"]): line["word"] for line in bench.table(rows=rows).rows}
+    result = table_of(monkeypatch, rows)
+    words = {(line["place"], line["arm"], line["control"]): line["word"] for line in result.rows}
     assert words["short", "adamw", CONTROL] == "all diverged"
-    assert words["code", "adamw", CONTROL] == "missing"
     assert words["long", "muon", CONTROL] in ("worse", "undecided")
-
-
-@pytest.mark.parametrize("places", [1, len(PLACES)])
-def test_the_figure_can_be_drawn(places: int) -> None:
-    """Of a part of the places and of all."""
+    assert result.numbers["arms"]["adamw"]["mean_ratio"] is None
     with styled():
-        assert rendered(bench.draw(bench.table(rows=rows_of({}, places=places))), [".png"])[".png"]
+        assert rendered(bench.draw(result), [".png"])[".png"]

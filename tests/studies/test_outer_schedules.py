@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from twophase.figures.style import rendered, styled
+from twophase.figures.style import rendered, signed, styled
 from twophase.recipes.arms import CONTROL
 from twophase.recipes.bench import ARMS as OF_BENCH
 from twophase.recipes.bench import PLACES as OF_PROTOCOL
@@ -42,8 +42,8 @@ def rows(gains: dict[str, dict[str, float]]) -> list[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def computed() -> Result:
-    """The quick study, without results of the bench."""
-    return outer_schedules.table(quick=True, rows=[])
+    """The quick study."""
+    return outer_schedules.table(quick=True)
 
 
 def test_arms_and_places_are_those_of_the_protocol() -> None:
@@ -109,7 +109,7 @@ def test_measured_gains_and_ranks() -> None:
     measured = measured_gains(rows(gains))
     assert measured["short"] == pytest.approx({CONTROL: 0.0, "memoryless": 0.02, RISING: -0.01})
     assert measured["long"]["memoryless"] == -math.inf
-    predicted = {place: {CONTROL: 0.0, "memoryless": 0.1, RISING: -0.2} for place in ("short", "long", "code")}
+    predicted = {place: {CONTROL: 0.0, "memoryless": 0.1, RISING: -0.2} for place in ("short", "long")}
     ranks = rank_correlations(predicted, measured)
     by_hand = {"short": 1.0, "long": -1.0, "all": -4 / math.sqrt(16 * 17)}
     assert {place: f["rho"] for place, f in ranks.items()} == pytest.approx(by_hand)
@@ -120,13 +120,10 @@ def test_measured_gains_and_ranks() -> None:
 
 @pytest.mark.slow
 def test_answer_and_figure_follow_the_results(computed: Result) -> None:
-    """Without results the answer says so; with those of a place it has their rank correlation, and the figure, too."""
-    assert "None of these places has been measured yet." in outer_schedules.answer(computed)
-    predicted = computed.numbers["predicted"]["1"]["short"]
-    result = outer_schedules.table(quick=True, rows=rows({"short": predicted}))
-    assert "short 1.00 (8; " in outer_schedules.answer(result)
+    """The answer has the rank correlation at each place, and the figure that over all."""
+    ranks = computed.numbers["ranks"]["1"]
+    assert f"short {ranks['short']['rho']:.2f} (8; " in outer_schedules.answer(computed)
     with styled():
-        for each, words in ((computed, "not known yet"), (result, "with the bench 1.00")):
-            figure = outer_schedules.draw(each)
-            assert words in " ".join(figure.get_suptitle().split())
-            assert rendered(figure, [".png"])[".png"]
+        figure = outer_schedules.draw(computed)
+        assert f"with the bench {signed(ranks['all']['rho'], 2)}" in " ".join(figure.get_suptitle().split())
+        assert rendered(figure, [".png"])[".png"]

@@ -9,6 +9,7 @@ import pytest
 from twophase.figures.style import rendered, styled
 from twophase.recipes.bench import FITTED, PLACES, TREATMENTS, regime_cells
 from twophase.studies import regimes
+from twophase.studies.study import Result
 from twophase.tasks.named import check
 
 MAIN = [place.name for place in PLACES if not place.few]
@@ -28,12 +29,18 @@ def rows_of(flipped: bool = False) -> list[dict[str, str]]:
     return rows
 
 
-def test_a_rule_is_judged_on_other_places() -> None:
+def table_of(monkeypatch: pytest.MonkeyPatch, rows: list[dict[str, str]]) -> Result:
+    """The study of other rows than the stored ones."""
+    monkeypatch.setattr(regimes, "stored", lambda _name: rows)
+    return regimes.table()
+
+
+def test_a_rule_is_judged_on_other_places(monkeypatch: pytest.MonkeyPatch) -> None:
     """What holds everywhere is usable; what holds only where it was chosen is not."""
-    rule = regimes.table(rows=rows_of()).numbers["rules"]["momentum"]
+    rule = table_of(monkeypatch, rows_of()).numbers["rules"]["momentum"]
     assert (rule["rule"], rule["share"], rule["majority"], rule["usable"]) == ("cosine above 0.5", 1.0, 0.5, True)
     assert rule["clear"] == rule["cells"] == 8
-    flipped = regimes.table(rows=rows_of(flipped=True)).numbers["rules"]["momentum"]
+    flipped = table_of(monkeypatch, rows_of(flipped=True)).numbers["rules"]["momentum"]
     assert (flipped["fitted"], flipped["share"], flipped["usable"]) == (1.0, 0.0, False)
 
 
@@ -55,11 +62,9 @@ def test_runs_of_every_place_are_possible() -> None:
             assert len({check(cell.config) and cell.run_id for cell in cells}) == len(cells)
 
 
-@pytest.mark.parametrize("count", [12, len(rows_of())])
-def test_words_and_figure(count: int) -> None:
-    """Of a part of the rows and of all; the table has a line a treatment."""
-    result = regimes.table(rows=rows_of()[:count])
-    text = regimes.answer(result)
-    assert ("cosine above 0.5" in text) == (count > 12)
+def test_words_and_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table has a line a treatment, and the figure a panel."""
+    result = table_of(monkeypatch, rows_of())
+    assert "cosine above 0.5" in regimes.answer(result)
     with styled():
         assert rendered(regimes.draw(result), [".png"])[".png"]

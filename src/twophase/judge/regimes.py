@@ -45,15 +45,10 @@ def fit(cells: Sequence[Cell], gains: Sequence[float], quantities: Sequence[str]
     """Return the rule with the most right signs; of equals the one with the widest gap at its threshold.
 
     Args:
-        cells: what was measured.
+        cells: what was measured, at least one.
         gains: what the change gave in each, positive where it helped; natural logarithms.
         quantities: names to choose from; those that are missing in a cell are left out.
-
-    Raises:
-        ValueError: no cells, or other numbers of cells and gains.
     """
-    if not cells or len(cells) != len(gains):
-        raise ValueError(f"fit: {len(cells)} cells and {len(gains)} gains; give as many of both, at least one")
     majority = Rule("", 0.0, sum(gain > 0 for gain in gains) * 2 > len(gains))
     best, most, widest = majority, right(majority, cells, gains), 0.0
     for quantity in quantities:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,23 +30,24 @@ def draw(result: Result) -> Figure:
     _map(upper, result)
     _profile(lower, result)
     share_legend(figure, [lower], columns=4)
-    arms, ended = result.numbers["arms"], sum(place in MAIN for place in result.numbers["places"])
-    most = max((facts["better"] for facts in arms.values()), default=0)
+    arms, count = result.numbers["arms"], len(MAIN)
+    most = max(facts["better"] for facts in arms.values())
     first = [short(arm) for arm, facts in arms.items() if facts["better"] == most]
-    finding = f"{', '.join(first)}: better than averaging at {most} of {ended}" if most else "no arm is better anywhere"
-    headline(figure, finding, f"{ended} of {len(MAIN)} places; every arm tuned with the same budget, held-out seeds")
+    finding = f"{', '.join(first)}: better than averaging at {most} of {count}" if most else "no arm is better anywhere"
+    headline(figure, finding, f"{count} of {count} places; every arm tuned with the same budget, held-out seeds")
     return figure
+
+
+def ranked(arms: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Order arms by the number of places at which they are better, then by their mean ratio."""
+    return sorted(arms, key=lambda arm: (-arms[arm]["better"], -(arms[arm]["mean_ratio"] or 0)))
 
 
 def _map(axes: Axes, result: Result) -> None:
     from matplotlib import colormaps  # noqa: PLC0415 - an extra
 
     lines = {(line["arm"], line["place"]): line for line in result.rows if line["control"] == CONTROL}
-    arms = sorted(
-        (arm for arm, facts in result.numbers["arms"].items() if facts["places"]),
-        key=lambda arm: (-result.numbers["arms"][arm]["better"], -(result.numbers["arms"][arm]["mean_ratio"] or 0)),
-    )
-    places = result.numbers["places"]
+    arms, places = ranked(result.numbers["arms"]), result.numbers["places"]
     values = np.full((len(arms), len(places)), math.nan)
     for i, arm in enumerate(arms):
         for j, place in enumerate(places):

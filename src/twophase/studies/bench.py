@@ -1,42 +1,33 @@
 """Which outer optimizer is better than averaging, each tuned? The comparisons that registration 1 of the bench names.
 
-No run is made here: the rows are those of the stored reference table, of places that are whole. Families, words and
-expectations are those of docs/bench/registration-1.md. An expectation is judged only if all places that it names have
-been run.
+No run is made here: the rows are those of the stored reference table. Families, words and expectations are those of
+docs/bench/registration-1.md.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from twophase.judge.bench import Against, Results, behind, results_of
 from twophase.judge.decision import MARGIN
 from twophase.recipes.arms import CONTROL, Arm
-from twophase.recipes.bench import ARMS, CANDIDATES, families, short, stored, whole_places
+from twophase.recipes.bench import ARMS, CANDIDATES, PLACES, families, short, stored
 from twophase.studies._bench_expected import MAIN, candidate, expectations
-from twophase.studies._bench_figure import SIGNS, draw
+from twophase.studies._bench_figure import SIGNS, draw, ranked
 from twophase.studies.study import Result
 from twophase.sweeps.bracket import Scale
-from twophase.sweeps.table import format_table
+from twophase.sweeps.table import format_table, geometric_mean
 
 __all__ = ["QUESTION", "answer", "draw", "table"]
 QUESTION = "Which outer optimizer is better than plain averaging, if both are tuned?"
 
 
-def table(*, quick: bool = False, rows: Sequence[Mapping[str, str]] | None = None) -> Result:
-    """Judge the stored rows.
-
-    Args:
-        quick: of no meaning here.
-        rows: in the place of the stored ones.
-    """
+def table(*, quick: bool = False) -> Result:
+    """Judge the stored rows; `quick` is of no meaning here."""
     del quick
-    rows = stored("reference.csv") if rows is None else rows
-    whole = whole_places(rows)
-    rows = [row for row in rows if row["place"] in whole]  # of another place some arms have been run, at best
+    rows = stored("reference.csv")
     results = results_of(rows)
     lines = [
         {"family": family.title, **_line(pair, results, len(family.pairs))}
@@ -44,15 +35,14 @@ def table(*, quick: bool = False, rows: Sequence[Mapping[str, str]] | None = Non
         for pair in family.pairs
     ]
     words = {(line["place"], line["arm"], line["control"]): line for line in lines}
-    ended = [place for place in whole if place in MAIN]
     searches = {(row["place"], row["arm"]): row.get("interior") for row in rows}
     numbers = {
-        "places": ended + [place for place in whole if place not in MAIN],
+        "places": [place.name for place in PLACES],
         "words": {family.title: _counts(lines, family.title) for family in families()},
-        "arms": {arm: _summary(arm, words, ended) for arm in dict.fromkeys(line["arm"] for line in lines)},
-        "candidates": {arm: candidate(arm, words, ended) for arm in CANDIDATES},
-        "behind": behind(results, ended, dict.fromkeys([CONTROL, *ARMS])),
-        "expectations": expectations(words, ended),
+        "arms": {arm: _summary(arm, words) for arm in dict.fromkeys(line["arm"] for line in lines)},
+        "candidates": {arm: candidate(arm, words) for arm in CANDIDATES},
+        "behind": behind(results, MAIN, dict.fromkeys([CONTROL, *ARMS])),
+        "expectations": expectations(words),
         "searches": len(searches),
         "cut": sum(value == "false" for value in searches.values()),
         **_momenta(rows),
@@ -63,9 +53,10 @@ def table(*, quick: bool = False, rows: Sequence[Mapping[str, str]] | None = Non
 
 
 def _line(pair: tuple[str, str, str], results: Results, comparisons: int) -> dict[str, Any]:
-    """Hold an arm against another at a place; the word is `missing` where either has not been run."""
+    """Hold an arm against another at a place."""
     place, arm, control = pair
-    against = Against.of(results, *pair, comparisons) or Against(control, "missing")
+    against = Against.of(results, *pair, comparisons)
+    assert against is not None, f"the stored table lacks {pair}"
     ends = {name: getattr(against, name) for name in ("ratio", "low", "high")}
     return {"place": place, "arm": arm, "control": control, "word": against.word, **ends}
 
@@ -86,41 +77,30 @@ def _counts(lines: Sequence[Mapping[str, Any]], family: str) -> dict[str, int]:
     return {word: words.count(word) for word in dict.fromkeys([*SIGNS, *words])}
 
 
-def _summary(arm: str, words: Mapping[Any, Mapping[str, Any]], ended: Sequence[str]) -> dict[str, Any]:
+def _summary(arm: str, words: Mapping[Any, Mapping[str, Any]]) -> dict[str, Any]:
     """Return how an arm did against averaging in the places of the full list."""
-    lines = [words[place, arm, CONTROL] for place in ended if (place, arm, CONTROL) in words]
+    lines = [words[place, arm, CONTROL] for place in MAIN if (place, arm, CONTROL) in words]
     ratios = [line["ratio"] for line in lines]
-    finite = [ratio for ratio in ratios if ratio is not None]
+    is_whole = None not in ratios
     return {
         "places": len(lines),
         **{word: sum(line["word"] == word for line in lines) for word in SIGNS},
-        "mean_ratio": math.exp(math.fsum(map(math.log, finite)) / len(finite))
-        if len(finite) == len(lines) > 0
-        else None,
-        "worst_ratio": min(finite) if len(finite) == len(lines) > 0 else None,
+        "mean_ratio": geometric_mean(ratios) if is_whole else None,
+        "worst_ratio": min(ratios) if is_whole else None,
     }
 
 
 def answer(result: Result) -> str:
     """Say what came out of each expectation, then arm by arm."""
     numbers = result.numbers
-    ended = [place for place in numbers["places"] if place in MAIN]
     moon = next(fact for claim, fact in numbers["expectations"].items() if claim.startswith("6"))
-    verdict = {True: "holds", False: "does not hold", None: "open"}
-    said = "outer method is better than averaging and every schedule control, all tuned, in six of eight places."
-    first = {
-        True: f"A parameter-free {said}",
-        False: f"No parameter-free {said}",
-        None: f"Places that have been run so far: {len(ended)} of {len(MAIN)}.",
-    }[moon["holds"]]
     head = ["arm", "better", "equivalent", "undecided", "worse", "mean ratio", "least ratio"]
-    arms = sorted(numbers["arms"].items(), key=lambda item: (-item[1]["better"], -(item[1]["mean_ratio"] or 0)))
     body = [
         [
             short(arm), *(str(facts[word]) for word in ("better", "equivalent", "undecided", "worse")),
             *("" if facts[key] is None else f"{facts[key]:.3f}" for key in ("mean_ratio", "worst_ratio")),
         ]
-        for arm, facts in arms if facts["places"]
+        for arm in ranked(numbers["arms"]) for facts in [numbers["arms"][arm]]
     ]  # fmt: skip
     families_head = ["family", "comparisons", *SIGNS]
     by_family = [
@@ -129,12 +109,13 @@ def answer(result: Result) -> str:
     ]
     return "\n".join(
         [
-            first,
-            f"Against averaging at {', '.join(ended)}, ratio above 1 where the arm is better:",
+            f"{'A' if moon['holds'] else 'No'} parameter-free outer method is better than averaging and every schedule "
+            "control, all tuned, in six of eight places.",
+            f"Against averaging at {', '.join(MAIN)}, ratio above 1 where the arm is better:",
             format_table(head, body),
             format_table(families_head, by_family),
             *(
-                f"{claim}: {verdict[fact['holds']]} ({fact['fact']})."
+                f"{claim}: {'holds' if fact['holds'] else 'does not hold'} ({fact['fact']})."
                 for claim, fact in numbers["expectations"].items()
             ),
             f"Searches whose best has a neighbour that was not tried: {numbers['cut']} of {numbers['searches']}. "

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from scipy.stats import spearmanr
 
-from twophase.base.config import UsageError, with_values
+from twophase.base.config import with_values
 from twophase.figures.style import headline, look, name_panels, new_figure, signed, span
 from twophase.judge.bench import results_of
 from twophase.recipes.arms import CONTROL
 from twophase.recipes.bench import PLACES as BENCH
-from twophase.recipes.bench import short, stored, whole_places
+from twophase.recipes.bench import short, stored
 from twophase.rule import OuterRule
 from twophase.studies._model import dot_chart
 from twophase.studies.study import Result, select
@@ -132,15 +132,14 @@ class Model:
         return {"loss": least, "inner_lr": 2.0 ** best[0], "lr": 2.0 ** best[1], "momentum": 1 - 2.0 ** best[2]}
 
 
-def table(*, quick: bool = False, rows: Sequence[Mapping[str, str]] | None = None) -> Result:
+def table(*, quick: bool = False) -> Result:
     """Best outer rates, predicted gains, and their rank correlation with measured ones.
 
     Args:
         quick: 12 modes, one noise level, two places, and one number of replicas.
-        rows: of the bench's table, in the place of the stored ones.
     """
     modes, noises = (12, (NOISE,)) if quick else (MODES, NOISES)
-    measured = measured_gains(_stored() if rows is None else rows)
+    measured = measured_gains(stored("reference.csv"))
     lines: list[dict[str, Any]] = []
     schedules: dict[str, Any] = {}
     bases = {place.name: place.base() for place in BENCH if place.name in PLACES}
@@ -158,14 +157,14 @@ def table(*, quick: bool = False, rows: Sequence[Mapping[str, str]] | None = Non
             by_place[place] = {arm: math.log(best[CONTROL]["loss"] / at["loss"]) for arm, at in best.items()}
             lines += [
                 {"panel": "gains", "noise": noise, "place": place, "arm": arm, "predicted": by_place[place][arm],
-                 "measured": measured.get(place, {}).get(arm), **at}
+                 "measured": measured[place][arm], **at}
                 for arm, at in best.items()
             ]  # fmt: skip
     ranks = {noise: rank_correlations(by_place, measured) for noise, by_place in predicted.items()}
     settings = {
         "spectrum": f"lambda_i = i^-{EXPONENT}, {modes} modes, E x^2 = 1; noise level times sqrt(lambda_i)",
         "gains": "natural logarithm of averaging's expected final loss over the arm's, each tuned",
-        "measured_places": [place for place in PLACES if place in measured],
+        "measured_places": PLACES,
     }
     return Result(lines, {"schedules": schedules, "predicted": predicted, "ranks": ranks}, settings)
 
@@ -207,15 +206,6 @@ def _schedule(model: Model) -> tuple[dict[str, float], np.ndarray]:
 # ------------------------------------------------------------------------------------------------ the bench's results
 
 
-def _stored() -> list[dict[str, str]]:
-    """Read the stored table; predictions stand without one."""
-    try:
-        rows = stored("reference.csv")
-        return [row for row in rows if row["place"] in whole_places(rows)]
-    except UsageError:
-        return []
-
-
 def measured_gains(rows: Sequence[Mapping[str, str]]) -> dict[str, dict[str, float]]:
     """Return the mean logarithmic gain over averaging by place and arm, over the seeds that both have.
 
@@ -223,9 +213,9 @@ def measured_gains(rows: Sequence[Mapping[str, str]]) -> dict[str, dict[str, flo
     """
     results, gains = results_of(rows), {}
     for (place, arm), by_seed in results.items():
-        control = {seed: value for seed, value in results.get((place, CONTROL), {}).items() if math.isfinite(value)}
+        control = {seed: value for seed, value in results[place, CONTROL].items() if math.isfinite(value)}
         logs = [math.log(control[seed]) - math.log(value) for seed, value in by_seed.items() if seed in control]
-        if arm in ARMS and control and (logs or not by_seed):
+        if arm in ARMS:
             gains.setdefault(place, {})[arm] = sum(logs) / len(logs) if logs else -math.inf
     return gains
 
@@ -239,11 +229,10 @@ def rank_correlations(
     Predictions that agree to 1e-4 are level.
     """
     pairs = {
-        place: [(round(gain, 4), measured[place][arm], arm) for arm, gain in gains.items() if arm in measured[place]]
+        place: [(round(gain, 4), measured[place][arm], arm) for arm, gain in gains.items()]
         for place, gains in predicted.items()
-        if place in measured
     }
-    pairs |= {"all": [pair for some in pairs.values() for pair in some]} if len(pairs) > 1 else {}
+    pairs["all"] = [pair for some in pairs.values() for pair in some]
     return {place: _correlation(some) for place, some in pairs.items()}
 
 
@@ -252,7 +241,7 @@ def _correlation(pairs: Sequence[tuple[float, float, str]]) -> dict[str, float]:
     level = len(set(x)) < 2 or len(set(y)) < 2  # no order, of which SciPy warns
     signs = [(a > 0) == (b > 0) for a, b, arm in pairs if arm != CONTROL]
     rho = math.nan if level else float(spearmanr(x, y).statistic)  # type: ignore[union-attr]
-    return {"rho": rho, "arms": len(pairs), "signs": sum(signs) / len(signs) if signs else math.nan}
+    return {"rho": rho, "arms": len(pairs), "signs": sum(signs) / len(signs)}
 
 
 # ------------------------------------------------------------------------------------------------ answer and figure
@@ -288,8 +277,6 @@ def answer(result: Result) -> str:
         f"The momentum that is best is 0 in {sum(momentum == 0 for momentum in momenta)} of {len(momenta)} cases (arms "
         f"with one, places, noise {levels}), and at most {max(momenta):.2f}."
     )
-    if not any(ranks.values()):
-        return "\n".join([*lines, "None of these places has been measured yet."])
     lines.append("Spearman's rank correlation with the bench (arms; share of signs that agree):")
     for noise, by_place in ranks.items():
         words = [f"{place} {f['rho']:.2f} ({f['arms']}; {f['signs']:.0%})" for place, f in by_place.items()]
@@ -306,11 +293,10 @@ def _line(name: str, facts: Mapping[str, float]) -> str:
 
 
 def draw(result: Result) -> Figure:
-    """The best rates by round, and the predicted gains by arm, beside the measured ones where there are any."""
+    """The best rates by round, and the predicted gains by arm, beside the measured ones."""
     rows = [row for row in result.rows if row["noise"] == NOISE]
     gains = select(rows, panel="gains")
-    measured = [row for row in gains if row["measured"] is not None]
-    figure, grid = new_figure(3.6, 1, 3 if measured else 2)
+    figure, grid = new_figure(3.6, 1, 3)
     for number, kind in enumerate(SCHEDULES):
         some = select(rows, panel="rates", schedule=kind, replicas=2)
         grid[0][0].plot([row["round"] for row in some], [row["rate"] for row in some], label=kind, **look(number))
@@ -320,24 +306,19 @@ def draw(result: Result) -> Figure:
         values = [100 * row["predicted"] for row in select(gains, place=place)]
         style = look(number, every=1) | {"linestyle": "none"}
         grid[0][1].plot(values, range(len(values)), label=place, markersize=4, **style)
-        finite = [row for row in measured if row["place"] == place and math.isfinite(row["measured"])]
+        finite = [row for row in select(gains, place=place) if math.isfinite(row["measured"])]
         pairs = [[100 * row[kind] for row in finite] for kind in ("predicted", "measured")]
-        grid[0][-1].plot(*pairs, markersize=4, **style)
+        grid[0][2].plot(*pairs, markersize=4, **style)
     dot_chart(grid[0][1], [short(arm) for arm in ARMS], xlabel="predicted gain, %")
     grid[0][1].legend(fontsize=6.5, ncols=2, loc="upper center", bbox_to_anchor=(0.4, -0.2))
-    titles = ["2 replicas", "each tuned"]
-    finding = "what the bench says of it is not known yet"
-    if measured:
-        grid[0][2].set(xlabel="predicted gain, %", ylabel="measured gain, %")
-        titles.append("against the bench")
-        rank = result.numbers["ranks"][f"{NOISE:g}"]
-        finding = "rank correlation with the bench " + signed(list(rank.values())[-1]["rho"], 2)
-    name_panels(grid[0], titles)
+    grid[0][2].set(xlabel="predicted gain, %", ylabel="measured gain, %")
+    rank = list(result.numbers["ranks"][f"{NOISE:g}"].values())[-1]
+    name_panels(grid[0], ["2 replicas", "each tuned", "against the bench"])
     cosine = result.numbers["schedules"][f"noise {NOISE:g}, cosine, R=2"]
     headline(
         figure,
         f"Under a cosine the best outer rate falls from {cosine['full']:.1f} to {cosine['least']:.1f}, then rises to "
-        f"{cosine['last']:.1f}; {finding}",
+        f"{cosine['last']:.1f}; rank correlation with the bench {signed(rank['rho'], 2)}",
         f"linear model with gradient noise {NOISE:g}; gains in expected loss over averaging, higher is better",
     )
     return figure

@@ -31,22 +31,20 @@ GOAL = 0.8
 """Share of the signs that a rule must have right, and more than the majority sign has."""
 
 
-def table(*, quick: bool = False, rows: Sequence[Mapping[str, str]] | None = None) -> Result:
+def table(*, quick: bool = False) -> Result:
     """Choose a rule for each treatment on the fitted places, and judge it on the others; hold each arm at its best.
 
-    Args:
-        quick: of no meaning here.
-        rows: in the place of the stored ones.
+    `quick` is of no meaning here.
     """
     del quick
-    rows = stored("regimes.csv") if rows is None else rows
+    rows = stored("regimes.csv")
     cells = cells_of(rows)
     lines: list[dict[str, Any]] = []
     rules: dict[str, Any] = {}
     for treatment in TREATMENTS:
         there = [cell for cell in cells if cell.get(treatment) is not None]
         half, other = ([cell for cell in there if (cell["place"] in FITTED) == fitted] for fitted in (True, False))
-        rules[treatment] = _judged(treatment, half, other) if half and other else None
+        rules[treatment] = _judged(treatment, half, other)
         lines += [
             {
                 "treatment": treatment,
@@ -149,7 +147,7 @@ def _judged(treatment: str, half: Sequence[Mapping[str, Any]], other: Sequence[M
 
 def answer(result: Result) -> str:
     """Say which signs can be predicted."""
-    rules = {name: facts for name, facts in result.numbers["rules"].items() if facts}
+    rules = result.numbers["rules"]
     usable = [name for name, facts in rules.items() if facts["usable"]]
     head = ["change", "it helps where", "right", "majority sign", "of clear ones", "helps in"]
     body = [
@@ -165,7 +163,7 @@ def answer(result: Result) -> str:
             f"Signs that can be predicted ({GOAL:.0%} right on places that took no part, and more than the majority "
             f"sign): {', '.join(usable) or 'none'}.",
             f"Chosen on {', '.join(p for p in result.numbers['places'] if p in FITTED)}; judged on "
-            f"{', '.join(p for p in result.numbers['places'] if p not in FITTED) or 'no place yet'}:",
+            f"{', '.join(p for p in result.numbers['places'] if p not in FITTED)}:",
             format_table(head, body),
             "Averaging's result over the arm's, each at the best of four inner learning rates, with fixed outer "
             "numbers; means of two seeds; above 1 the arm is better. *: it, or averaging, is best at the largest rate.",
@@ -211,7 +209,7 @@ def draw(result: Result) -> Figure:
     panels[0].legend(fontsize=6.5)
     figure.supxlabel("cosine of successive pseudo-gradients, second half of the run", fontsize=8)
     figure.supylabel("gain, %", fontsize=8)
-    usable = [name for name, facts in result.numbers["rules"].items() if facts and facts["usable"]]
+    usable = [name for name, facts in result.numbers["rules"].items() if facts["usable"]]
     headline(
         figure,
         f"predicted from averaging's own run: {', '.join(usable) or 'no sign'}",
