@@ -240,7 +240,7 @@ def test_a_seed_that_diverges_on_one_side_decides_its_difference(
     lines = _lm.lines_of(rows(robustness_heatmaps(SEEDS), value), SEEDS)
     pair = (_lm.first(lines, arm=arm, lr=1.1) for arm in ("sum, heavy ball, K=3", "momentum-free"))
     facts = _lm.difference(*pair)
-    assert (_lm.lower(facts), _lm.difference_words(facts)) == (lower, words)
+    assert (_lm.lower(facts), _lm.difference_words(facts, "+.2f")) == (lower, words)
 
 
 def test_divergence_counts_for_the_side_that_did_not() -> None:
@@ -277,7 +277,7 @@ def test_divergence_counts_for_the_side_that_did_not() -> None:
 )
 def test_a_claim_says_where_it_holds(answers: dict[str, bool | None], head: str) -> None:
     """The beginning of a claim is computed from where it holds, and what is not known is never counted as either."""
-    assert _lm.tally("it is", answers).startswith(f"{head}'it is'")
+    assert _lm.tally("it is", answers, dict.fromkeys(answers, "")).startswith(f"{head}'it is'")
 
 
 # ------------------------------------------------------------------------------------------- what is shown and written

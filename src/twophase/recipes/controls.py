@@ -56,11 +56,7 @@ def with_averaging(lrs: Iterable[float]) -> tuple[float, ...]:
 
 
 def momentum_free(
-    base: Any,
-    axes: Sequence[Axis],
-    lrs: Sequence[float],
-    fixed: Mapping[str, Any] | None = None,
-    arm: str = MOMENTUM_FREE,
+    base: Any, axes: Sequence[Axis], lrs: Sequence[float], fixed: Mapping[str, Any] | None = None
 ) -> list[Cell]:
     """Outer SGD without momentum and restarts, over learning rates.
 
@@ -71,16 +67,15 @@ def momentum_free(
         axes: what else varies, such as the seed.
         lrs: outer learning rates; with 1 among them (`with_averaging`) there is plain averaging too.
         fixed: further values that all of them share, from dotted path to value.
-        arm: name of the arm.
 
     Returns:
-        The cells; the learning rate runs fastest.
+        The cells, of the arm `MOMENTUM_FREE`; the learning rate runs fastest.
 
     Raises:
         UsageError: as for `grid.product`.
     """
     shared = {NESTEROV: False, MOMENTUM: 0.0, RESTART: "never"} | dict(fixed or {})
-    return product(base, [*axes, Axis(LR, tuple(lrs))], arm, shared)
+    return product(base, [*axes, Axis(LR, tuple(lrs))], MOMENTUM_FREE, shared)
 
 
 def gain_matched(cell: Cell, arm: str) -> Cell | None:

@@ -278,14 +278,15 @@ def verdict(rows: Sequence[Row], sweep: Sweep) -> str:
 
 def _momentum_free(rows: Sequence[Row]) -> str:
     """Describe the momentum-free control in one sentence, empty when the sweep has none."""
-    free = [setting for setting in settings(rows) if setting.arm == MOMENTUM_FREE]
-    by_lr = {setting.values[LR]: setting.result for setting in free if setting.result is not None}
-    if not by_lr:
-        return "Momentum-free control: nothing finished yet." if free else ""
-    lr = min(by_lr, key=lambda lr: by_lr[lr])
-    averaging = readable(by_lr.get(AVERAGING_LR)) or "missing"
-    best = f"best {readable(by_lr[lr])} (lr {lr:g})"
-    return f"Momentum-free control: {best}; plain averaging (lr {AVERAGING_LR:g}) {averaging}."
+    best, averaging, _ = beside(rows).values()
+    if averaging is None:
+        return ""
+    if best is None:
+        return "Momentum-free control: nothing finished yet."
+    return (
+        f"Momentum-free control: best {readable(best.result)} (lr {best.values[LR]:g}); plain averaging (lr "
+        f"{AVERAGING_LR:g}) {readable(averaging.result) or 'missing'}."
+    )
 
 
 def _spread_words(rows: Sequence[Row], bound: float) -> str:

@@ -216,7 +216,7 @@ def perplexity_words(facts: Mapping[str, Any] | None) -> str:
 _ALONE = {"diverged": "div.", "diverged_other": "div. of the other"}
 
 
-def difference_words(facts: Mapping[str, Any] | None, form: str = "+.2f") -> str:
+def difference_words(facts: Mapping[str, Any] | None, form: str) -> str:
     """Return `-0.12 [-0.20, -0.03], 1 div.`: the mean over the seeds, their range, and what is in neither."""
     if facts is None:
         return "not known"
@@ -262,17 +262,16 @@ def lower(facts: Mapping[str, Any] | None) -> bool | None:
     return "diverged" not in facts and (facts["seeds"] == 0 or facts["max"] < 0)
 
 
-def tally(claim: str, holds: Mapping[str, bool | None], detail: Mapping[str, str] | None = None) -> str:
+def tally(claim: str, holds: Mapping[str, bool | None], detail: Mapping[str, str]) -> str:
     """Say in which places a claim holds, with the numbers: `Holds in 2 of 3: 'claim' (sum HB yes -0.12; ...)`."""
     answers = [answer for answer in holds.values() if answer is not None]
     mixed = any(answers) and not all(answers)
     words = {True: "yes", False: "no", None: "not known"}
     parts = [
-        " ".join(part for part in (place, words[answer] if mixed else "", (detail or {}).get(place, "")) if part)
+        " ".join(part for part in (place, words[answer] if mixed else "", detail[place]) if part)
         for place, answer in holds.items()
     ]
-    listed = f" ({'; '.join(parts)})" if mixed or detail else ""
-    return f"{_head(list(holds.values()))}: '{claim}'{listed}."
+    return f"{_head(list(holds.values()))}: '{claim}' ({'; '.join(parts)})."
 
 
 def tally_lower(claim: str, differences: Mapping[str, Mapping[str, Any] | None], form: str) -> str:

@@ -18,9 +18,8 @@ A study that also holds `sweep` is a *sweep study*: its numbers come from runs t
 A sweep study whose cells vary values that every task has, and whose words name its measure by `_lm.judged`, holds
 `TAKES_TASK = True`: it can be asked of a task in place of the built-in model.
 
-A study that chooses its later cells by the results of earlier ones holds `CHOOSES_RUNS = True`: its answer for a part
-of its runs would rest on another choice. Its `sweep(scale, rows)` is called with more rows until it adds no cell, and
-must begin each time with the cells that it had before.
+A study that chooses its later cells by the results of earlier ones holds `CHOOSES_RUNS = True`. Its `sweep(scale,
+rows)` is called with more rows until it adds no cell, and must begin each time with the cells that it had before.
 
 One of these whose later cells depend on the trained runs themselves also holds
 
@@ -240,9 +239,9 @@ def _pictures(study: Any, result: Result) -> dict[str, bytes]:
     }
 
 
-def _folder(name: str, out: Path, scale: Scale | None) -> Path:
+def _folder(name: str, out: Path, scale: Scale) -> Path:
     """Return the folder of a study's sweep."""
-    return out / (name if scale is None or scale.name == LAPTOP.name else f"{name}-{scale.name}")
+    return out / (name if scale.name == LAPTOP.name else f"{name}-{scale.name}")
 
 
 def _scale(name: str, study: Any, quick: bool, scale: str | Scale | None) -> Scale | None:
