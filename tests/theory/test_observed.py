@@ -33,7 +33,7 @@ def seeds_of(
 @pytest.mark.parametrize("restart", ["never", "5", "soft:5:0.3:0.1"])
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_exact_without_noise(rule: OuterRule, restart: str) -> None:
-    """One sigma without noise is seen to rounding, under every rule, form, restart and scale; no round is left out."""
+    """R29: one sigma without noise is seen to rounding, for every rule, form, restart and scale; no round is lost."""
     for sigma, scale in ((1e-3, 1.0), (0.1, 1e-290), (0.5, 1e280), (0.95, 1.0)):
         g, m, cosine, restarted = columns_of(rule, [sigma, sigma], restart=restart)
         seen = observe(rule, g * scale, m * scale, cosine, restarted)

@@ -53,10 +53,6 @@ from twophase.theory.schedules import (
     single_mode_rates,
 )
 from twophase.theory.soft import cycle_matrix, soft_restart
-from twophase.theory.spectrum import (
-    ProgressEstimate,
-    estimate_progress,
-)
 
 __all__ = [
     "Advice",
@@ -67,7 +63,6 @@ __all__ = [
     "Mixture",
     "Moments",
     "OuterRates",
-    "ProgressEstimate",
     "Rollout",
     "Schedule",
     "advise",
@@ -83,7 +78,6 @@ __all__ = [
     "effective_progress",
     "effective_step",
     "envelope",
-    "estimate_progress",
     "heuristic_period",
     "hurt_share",
     "inner_phases",

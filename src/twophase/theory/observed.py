@@ -1,8 +1,8 @@
 """Estimate effective progress from what every run records: norms of pseudo-gradient and buffer, and their angle.
 
-`spectrum.py` needs the vectors; a finished run has kept three numbers a round. They are enough along one direction,
-that of the buffer. With `m_t` the buffer after round t and `dx_t` the step taken in it, both known combinations of g_t
-and m_{t-1}, the mode model `g = sigma x + noise` gives
+A finished run has kept three numbers a round. They are enough along one direction, that of the buffer. With `m_t` the
+buffer after round t and `dx_t` the step taken in it, both known combinations of g_t and m_{t-1}, the mode model `g =
+sigma x + noise` gives
 
     y_t = <g_t, m_t> - <g_{t+1}, m_t> = sigma d_t + w N + (mean zero),      d_t = -<dx_t, m_t>,
 
@@ -18,6 +18,8 @@ Limits. Sigma is the mean over the modes, weighted by their share of `|m|^2`. N 
 learning rate's square, if that is given), and the noise white between rounds. What a restart cycle begins with stays in
 all of its rounds, so the standard error is clustered by cycle. Where restarts are frequent and the data noisy, an
 estimate that looks significant is mostly one that chance has made large; so `shown_interval` asks for more.
+
+Source: theory note R29, there with vectors.
 """
 
 from __future__ import annotations
