@@ -1,4 +1,4 @@
-"""The policies and rules that tests run over, two of them made here; one number under a rule; answers to rounds."""
+"""The policies and rules that tests run over, three of them made here; one number under a rule; answers to rounds."""
 
 from __future__ import annotations
 
@@ -55,10 +55,28 @@ class Half(RestartPolicy):
         return state, Restart(step=step) if signal.round % self.period == 0 else step
 
 
-MEASURING = ("gradient", "cosine:0.2", "norm:1.5", "tracked", "tracked:5", "auto", "gain:1")
+@register("test-longer")
+@dataclass(frozen=True, slots=True)
+class Longer(RestartPolicy):
+    """Restart after `first` rounds, and from then on after one more each time: the period is a memory."""
+
+    first: int
+
+    def initial_state(self) -> State:
+        """Return the first period."""
+        return {"period": float(self.first)}
+
+    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
+        """Restart at the end of the cycle."""
+        if signal.rounds_since_restart < state["period"]:
+            return state, None
+        return {"period": state["period"] + 1}, Restart()
+
+
+MEASURING = ("gradient", "norm:1.5", "auto", "gain:1")
 SUPPLIED = ("loss:0.0", "loss:0.5", "ramp:0.5", "test-shrink")
 PROBING = ("probe:keep,average", "probe:keep,drop,average", "probe:drop,half,fresh,1.3")
-ALL = tuple(text + ":3" * (text == "tracked") for text in (*MEASURING, *SUPPLIED, "test-half:3", *PROBING))
+ALL = (*MEASURING, *SUPPLIED, "test-half:3", "test-longer:3", *PROBING)
 SCHEDULED = ("3", "cycle:2,3,1", "at:4,9", "soft:3:0.2:0.1", "soft:2:-0.3:0.6")
 
 SUM, EMA = OuterRule(0.1, 0.9), OuterRule(1.0, 0.9, form="ema")

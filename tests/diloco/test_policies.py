@@ -42,8 +42,8 @@ CASES = [
     *((POLICIES[0], options) for options in ("whole", "streaming")),
     *((POLICIES[1], options) for options in OPTIONS),
     *((POLICIES[2], options) for options in ("streaming", "int8")),
-    # By what a sync measures; `auto` and `tracked` from memory, which would show in these if it were lost.
-    *((policy, "streaming") for policy in ("auto", "tracked:3")),
+    # `auto` by what a sync measures; both from memory, which would show in these if it were lost.
+    *((policy, "streaming") for policy in ("auto", "test-longer:3")),
     *((policy, "int8") for policy in ("norm:1.5", "gain:1")),
 ]
 STEPPING = ("probe", "auto", "gain")

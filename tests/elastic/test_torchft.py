@@ -43,7 +43,7 @@ RULE = OuterRule(0.5, 0.9, nesterov=True)
 URL = "http://127.0.0.1:1"
 
 SCENARIOS: dict[str, dict[str, Any]] = {
-    "plain": {"inner_steps": 3, "restart": "tracked:3"},  # which decides by what it remembers
+    "plain": {"inner_steps": 3, "restart": "test-longer:3"},  # which decides by what it remembers
     "streams": {"inner_steps": 4, "restart": 3, "fragments": 2, "delay": 1, "mixing": 0.25, "wire": "int8"},
     "sparse": {"inner_steps": 4, "restart": 3, "fragments": 2, "wire": "topk:8:2bit"},
     "weighed": {"inner_steps": 3, "restart": 3, "outer": outer(RULE, filter="edit:temperature=0.1:clip=0.1")},

@@ -116,7 +116,7 @@ def test_text_there_and_back(policy: RestartPolicy):
     "text",
     [
         *("soft:3:1:0", "soft:3:1.0:0.0", "soft:3:-1:2", "soft:1:100000000000000000000:0"),
-        *("norm:2", "norm:2.0", "cosine:0", "norm:100000000000000000000"),
+        *("norm:2", "norm:2.0", "norm:100000000000000000000"),
         "probe:keep,1,1.0,1.30",
     ],
 )
@@ -177,13 +177,11 @@ def test_coefficients_that_no_integer_of_a_tensor_holds(number: str):
         ("cycle", "'cycle' has the wrong number of values"),
         ("cycle:5,,6", "'cycle:5,,6': '' is not a number"),
         ("cycle:5,0", "period is 0; .* >= 1"),
-        ("cosine:1.5", "Cosine: threshold is 1.5; .* from -1 to 1, for example cosine:0.2"),
         ("norm:0", "NormRatio: ratio is 0; .* above 0, for example norm:1.5"),
         ("norm:1" + 310 * "0", "'1000+…' is not a number"),
         ("norm:inf", "'inf' is not a number"),
         ("loss:", "'loss:': '' is not a number such as .*; write loss:RETAIN"),
         ("loss:1", "LossTest: retain is 1; .*loss:0.5"),
-        ("tracked:1", "Tracked: first is 1; .*whole number >= 2"),
         ("probe:keep", "Probe: candidates are keep; .*two different ones, for example probe:keep,average"),
         ("probe:keep,keep", "Probe: candidates are keep,keep; .*two different"),
         ("probe:keep,often", "candidate 'often' is not known; choose from keep, drop, half, average, fresh, or .*1.3"),

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from commands import outcome
+from policies import Longer
 from trained import run, run_in_parts, stop_after
 from twophase.base.config import with_values
 from twophase.runs.folder import read_lines
@@ -36,7 +37,7 @@ MEMORY, LOSSES, ROUNDS = "policy_state", "round_losses", "begun"
         # Each stop is inside a round; those of `loss` inside one at whose end it fires.
         ("loss", STEEP | {"inner_steps": 4}, (6, 18), True, (MEMORY,)),
         ("loss", STEEP | {"sync.fragments": ("2",)}, (8, 13), True, (MEMORY, LOSSES, ROUNDS)),
-        ("tracked", {"inner_steps": 3}, (5, 14), True, (MEMORY,)),  # after the third round it knows a longer period
+        (str(Longer(3)), {"inner_steps": 3}, (5, 14), True, (MEMORY,)),
         ("auto", {"inner_steps": 3}, (5, 14), False, (MEMORY,)),
         ("ramp:0.5", {}, (8, 13), False, ()),
         ("probe:drop,average", {}, (8, 13), True, ()),
