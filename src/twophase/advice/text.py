@@ -47,10 +47,10 @@ def describe(diagnosis: Diagnosis, name: str, *, verbose: bool = False) -> str:
     for finding in diagnosis.findings:
         lines += ["", *_finding_lines(diagnosis, finding)]
     if diagnosis.change is not None:
-        lines += ["", "one change", *_items(change_sentences(diagnosis), whole=diagnosis.command)]
-    lines += ["", "limits", *_items(LIMITS)] if verbose else ["", _SHORT_LIMITS]
+        lines += ["", "one change", *items(change_sentences(diagnosis), whole=diagnosis.command)]
+    lines += ["", "limits", *items(LIMITS)] if verbose else ["", _SHORT_LIMITS]
     if diagnosis.problems:
-        lines += ["", "what is missing or wrong in the folder", *_items(diagnosis.problems)]
+        lines += ["", "what is missing or wrong in the folder", *items(diagnosis.problems)]
     return "\n".join(lines)
 
 
@@ -82,7 +82,7 @@ def _finding_lines(diagnosis: Diagnosis, finding: Finding) -> Iterator[str]:
     yield f"{finding.block} (restart {finding.restarts}): {finding.verdict.upper()}"
     if finding.verdict != "cannot tell":  # the headline would only repeat the word
         yield textwrap.fill(HEADLINES[finding.verdict], _WIDTH)
-    yield from _items(finding.reasons)
+    yield from items(finding.reasons)
     if len(finding.thirds) > 1:
         yield "over the run"
         for stage in finding.thirds:
@@ -94,7 +94,7 @@ def _finding_lines(diagnosis: Diagnosis, finding: Finding) -> Iterator[str]:
     advised = suggestions(diagnosis, finding)
     if advised:
         yield "what the theory suggests"
-        yield from _items(advised)
+        yield from items(advised)
 
 
 def suggestions(diagnosis: Diagnosis, finding: Finding) -> list[str]:
@@ -209,7 +209,7 @@ def _form_advice(rule: OuterRule, finding: Finding) -> Iterator[str]:
         )
 
 
-def _items(texts: Iterable[str], whole: str = "") -> Iterator[str]:
+def items(texts: Iterable[str], whole: str = "") -> Iterator[str]:
     """Yield list items; the text `whole`, a command to paste, is on one line."""
     for text in texts:
         # Options and paths are not broken either.

@@ -9,7 +9,6 @@ import argparse
 import dataclasses
 import json
 import math
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from twophase.advice.evidence import outside
+from twophase.advice.text import items
 from twophase.base.config import UsageError
 from twophase.base.files import table_text
 from twophase.base.progress import meter
@@ -216,10 +216,9 @@ def describe(
             [*head, "rounds: sigma", "K"], [_row(block, rounds.get(block.curvature.name)) for block in forecasts]
         ),
         "",
-        *map(_item, remarks),
+        *items(remarks),
         "limits",
-        *map(_item, LIMITS),
-        *([] if kind is GaussNewton else [_item(NEGATIVE)]),
+        *items(LIMITS if kind is GaussNewton else (*LIMITS, NEGATIVE)),
     ]
     return "\n".join(lines)
 
@@ -306,7 +305,3 @@ def _round_remarks(forecasts: Sequence[Forecast], rounds: Mapping[str, Seen], se
 
 def _percent(share: float) -> str:
     return f"{100 * share:.2g} %" if share < 0.995 else "100 %"  # which .2g would write as 1e+02
-
-
-def _item(text: str) -> str:
-    return textwrap.fill(text, 100, initial_indent="  - ", subsequent_indent="    ", break_on_hyphens=False)

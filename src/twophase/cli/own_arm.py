@@ -13,7 +13,8 @@ from pathlib import Path
 from twophase.base.errors import UsageError
 from twophase.base.files import file_sha256
 from twophase.policies.base import RestartPolicy
-from twophase.policies.text import POLICIES_VARIABLE, parse
+from twophase.policies.text import POLICIES_VARIABLE
+from twophase.recipes.arms import needs_no_rule
 from twophase.recipes.bench import NESTEROV
 from twophase.shelf.base import SHELF_VARIABLE, Method
 
@@ -58,15 +59,6 @@ def read_arm(arm: str, environment: MutableMapping[str, str]) -> tuple[str, str]
     variable = POLICIES_VARIABLE if is_policy else SHELF_VARIABLE
     environment[variable] = ",".join(dict.fromkeys(filter(None, [*environment.get(variable, "").split(","), module])))
     text = f"{member.name}{rest}"
-    if is_policy and not _stands_alone(text.partition("+")[0].replace("~", "")):
+    if is_policy and not needs_no_rule(text.partition("+")[0].replace("~", "")):
         text = f"{NESTEROV}@{text}"
     return text, file_sha256(Path(inspect.getfile(member)))[:12]
-
-
-def _stands_alone(policy: str) -> bool:
-    """Whether nothing of a rule enters a policy's updates, so that it is an arm by itself."""
-    try:
-        parse(policy).own_rule()
-    except ValueError:
-        return False
-    return True

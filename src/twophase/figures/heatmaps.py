@@ -267,9 +267,7 @@ def draw_tiles(
     axes.spines[:].set_visible(False)
 
 
-def draw_colour_bar(
-    figure: Figure, colours: ScalarMappable, scale: Scale, label: str, worst: float, **where: Any
-) -> None:
+def draw_colour_bar(figure: Figure, colours: ScalarMappable, scale: Scale, label: str, worst: float) -> None:
     """The colour bar of a page; its tip says that something that is shown lies beyond its end.
 
     Args:
@@ -278,11 +276,10 @@ def draw_colour_bar(
         scale: their ends, and the bound, which is marked if it lies inside.
         label: what the numbers are.
         worst: the largest number shown.
-        where: further arguments of `Figure.colorbar`.
     """
     clipped = worst > scale.high * (1 + 1e-9)
-    where = {"ax": figure.axes, "aspect": 32, "fraction": 0.05, "pad": 0.02} | where
-    bar = figure.colorbar(colours, extend="max" if clipped else "neither", **where)
+    place: dict[str, Any] = {"ax": figure.axes, "aspect": 32, "fraction": 0.05, "pad": 0.02}
+    bar = figure.colorbar(colours, extend="max" if clipped else "neither", **place)
     ticks = log_ticks(scale.low, scale.high)
     bar.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
     bar.minorticks_off()

@@ -22,7 +22,7 @@ from twophase.judge.comparison import Arm, Comparison, compare
 from twophase.policies.text import parse
 from twophase.shelf.outer import USUAL
 from twophase.sweeps.grid import words_of
-from twophase.sweeps.table import Row, Setting, arm_name, geometric_mean, settings, without_ratio
+from twophase.sweeps.table import Row, Setting, arm_name, cell_text, geometric_mean, settings, without_ratio
 
 WITHIN = (0.01, 0.02, 0.05, 0.1, 0.25)
 """Distances from the best of all, relative, that robustness areas are given for."""
@@ -156,18 +156,14 @@ def select(rows: Sequence[Row], where: Mapping[str, str]) -> list[Row]:
         if not there:
             paths = ", ".join(rows[0].values) if rows else "none"
             raise UsageError(f"--where {path}={text}: the sweep does not vary {path}; it varies {paths}")
-        wanted = {value for value in there if _as_text(value) == text or _as_number(value) == _as_number(text)}
+        wanted = {value for value in there if cell_text(value) == text or _as_number(value) == _as_number(text)}
         if not wanted:
-            values = ", ".join(map(_as_text, there))
+            values = ", ".join(map(cell_text, there))
             raise UsageError(f"--where {path}={text}: no cell has that value; there are {values}")
         chosen = [row for row in chosen if row.values.get(path) in wanted]
     if not chosen:
         raise UsageError(f"--where: no cell has all of {', '.join(f'{path}={text}' for path, text in where.items())}")
     return chosen
-
-
-def _as_text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _as_number(value: Any) -> float | str:

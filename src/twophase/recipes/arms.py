@@ -158,13 +158,14 @@ def _check_restart(method: Method, policy: RestartPolicy) -> None:
     """Refuse a restart that changes nothing, or that makes the method's numbers change nothing."""
     if str(policy) != "never" and not has_first_moment(method):
         raise ValueError(f"{method.name} has no first moment, so that a restart changes nothing; leave @ out")
-    if method.plain and _needs_no_rule(policy):
+    if method.plain and needs_no_rule(policy):
         raise ValueError(f"{policy} takes steps of its own, whatever the method; write {policy.name} alone")
 
 
-def _needs_no_rule(policy: RestartPolicy) -> bool:
+def needs_no_rule(policy: RestartPolicy | str) -> bool:
+    """Whether nothing of a rule enters a policy's updates, so that it is an arm by itself; False for an unknown one."""
     try:
-        policy.own_rule()
+        parse_policy(policy).own_rule()
     except ValueError:
         return False
     return True

@@ -75,10 +75,10 @@ class Library:
         with self._lock:
             rows = [self._remembered(self._rows, folder, _row) for folder in folders]
         ordered = sorted(zip(folders, rows, strict=True), key=lambda pair: str(pair[1][-1]), reverse=True)
-        lines = []
+        lines, root_link = [], tag("a", "this folder", href=VIEW)
         for folder, row in ordered:
             path = folder.relative_to(self.root).as_posix()
-            target = Html(link(path, path).replace('href="', f'href="{VIEW}', 1)) if path != "." else _root_link()
+            target = Html(link(path, path).replace('href="', f'href="{VIEW}', 1)) if path != "." else root_link
             box = tag("input", type="checkbox", name="run", value=quote(os.fsencode(path)), aria_label=f"choose {path}")
             lines.append([target, box if row[0] == "run" else None, *row])
         header = ["folder", "choose", "kind", "state", "result", "outer optimizer", "restart", "changed"]
@@ -172,10 +172,6 @@ def _changed_at(folder: Path) -> int:
     with suppress(OSError):  # gone since
         return max((entry.stat(follow_symlinks=False).st_mtime_ns for entry in os.scandir(folder)), default=0)
     return 0
-
-
-def _root_link() -> Html:
-    return tag("a", "this folder", href=VIEW)
 
 
 def _stamp(folder: Path) -> _Stamp:

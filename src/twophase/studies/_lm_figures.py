@@ -59,8 +59,7 @@ def heatmap_page(
     figure.supxlabel(x_label, fontsize=8)
     low, high = colours.get_clim()
     scale = Scale(low, high, bound=low)  # what is outlined differs from panel to panel: no mark on the bar
-    where = {"ax": list(panels.ravel()), "aspect": 32, "fraction": 0.05, "pad": 0.02}
-    draw_colour_bar(figure, colours, scale, measure, max(values, default=low), **where)
+    draw_colour_bar(figure, colours, scale, measure, max(values, default=low))
     headline(figure, finding, f"{measure}, lower is better and lighter; {reading}\n{words}")
     return figure
 
