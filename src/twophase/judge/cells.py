@@ -13,8 +13,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-import numpy as np
-
 from twophase.base.errors import UsageError
 from twophase.sweeps.table import Setting, State
 
@@ -39,7 +37,7 @@ def outcomes(settings: Iterable[Setting], *place: str) -> DataFrame:
 
     Args:
         settings: of a sweep, by `sweep.table.settings`.
-        place: what names a setting, `arm` or the dotted path of an axis; without any, settings are numbered.
+        place: dotted paths of the axes that name a setting; without any, settings are numbered.
 
     Returns:
         A line a setting, indexed by `place`, and a column a seed: perplexity, inf for a diverged run, NaN for a missing
@@ -53,26 +51,10 @@ def outcomes(settings: Iterable[Setting], *place: str) -> DataFrame:
     except ModuleNotFoundError:
         raise UsageError("comparing arms needs pandas, which is not installed; pip install 'twophase[sweep]'") from None
     cells = list(settings)
-    keys = [tuple(cell.arm if name == "arm" else cell.values[name] for name in place) for cell in cells]
-    index = (
-        pd.MultiIndex.from_arrays(list(zip(*keys, strict=True)) or [[]] * len(place), names=place) if place else None
-    )
+    keys = [tuple(cell.values[name] for name in place) for cell in cells]
+    index = pd.MultiIndex.from_tuples(keys, names=place) if place else None
     lines = [dict(zip(cell.seeds, map(outcome, cell.states, cell.results), strict=True)) for cell in cells]
     return pd.DataFrame(lines, index, dtype=float)
-
-
-def logs(table: DataFrame) -> DataFrame:
-    """Return the logarithms of outcomes, without the settings of which no run has ended."""
-    return table.map(math.log).dropna(how="all")
-
-
-def means(table: DataFrame) -> Series:
-    """Average each setting over the seeds that have ended: inf when one of them diverged."""
-    import pandas as pd  # noqa: PLC0415 - as above
-
-    # fmean adds exactly: equal settings tie whatever the order of their seeds.
-    ended = (line[~np.isnan(line)].tolist() for line in table.to_numpy())
-    return pd.Series([statistics.fmean(line) if line else math.nan for line in ended], table.index, dtype=float)
 
 
 def worst(table: DataFrame) -> Series:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from twophase.judge.cells import ARM, BOTH, CONTROL, MISSING, Paired, fate, means, outcome, outcomes
+from twophase.judge.cells import ARM, BOTH, CONTROL, MISSING, Paired, fate, outcome, outcomes
 from twophase.policies.text import parse
 from twophase.recipes.controls import AVERAGING_LR, MOMENTUM_FREE, restarts_that_count
 from twophase.recipes.paper import RULES, Scale
@@ -167,7 +167,7 @@ def contrast(pairs: Sequence[tuple[Line, Line | None]]) -> dict[str, Any]:
     if ended:
         restarted, others = map(outcomes, zip(*ended, strict=True))
         gaps = np.log(others / restarted)
-        each, ratios = means(gaps).tolist(), Paired.over(gaps).ratios
+        each, ratios = gaps.mean(axis=1).tolist(), Paired.over(gaps).ratios
     return {
         "pairs": len(pairs),
         "seeds": len(ratios),

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from twophase.figures.style import MUTED, PAPER, headline, look, name_panels, new_figure
-from twophase.judge.cells import Paired, logs, outcomes
+from twophase.judge.cells import Paired, outcomes
 from twophase.recipes.paper import Scale
 from twophase.studies import _blockwise_cells as cells
 from twophase.studies._blockwise_cells import ALL, FREE, MEAN, NEVER, ONE, ORACLE, ROUNDS, SHUFFLED, Place
@@ -114,7 +114,7 @@ class Arm:
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.periods = list(dict.fromkeys(_periods(row) for row in rows))
-        whole = logs(outcomes(settings(rows))) if rows else None
+        whole = outcomes(settings(rows)).map(math.log).dropna(how="all") if rows else None
         self.logs: dict[int, float] = {}
         if whole is not None and len(whole) == len(self.periods):
             self.logs = {seed: statistics.fmean(whole[seed]) for seed in whole if np.isfinite(whole[seed]).all()}

@@ -65,14 +65,10 @@ def at_best(rows: Sequence[Mapping[str, str]]) -> dict[str, dict[str, dict[str, 
     `ratio` is above 1 where the arm is better, `inner.lr` the arm's best rate, and `at_edge` says whether that or
     averaging's is the largest that was tried. An arm is left out where it, or averaging, diverged at every rate.
     """
-    grouped: dict[tuple[str, str, float], list[Mapping[str, str]]] = {}
-    for row in rows:
-        grouped.setdefault((row["place"], row["arm"], float(row["inner.lr"])), []).append(row)
     best: dict[tuple[str, str], tuple[float, float]] = {}
     largest: dict[str, float] = {}
-    for (place, arm, lr), group in grouped.items():
-        mean = _mean_log(group)
-        if mean is not None and math.isfinite(mean):
+    for (place, lr, arm), mean in _mean_logs(rows).items():
+        if math.isfinite(mean):
             best[place, arm] = min(best.get((place, arm), (math.inf, lr)), (mean, lr))
         largest[place] = max(largest.get(place, lr), lr)
     by_place: dict[str, dict[str, dict[str, Any]]] = {}
@@ -95,34 +91,34 @@ def cells_of(rows: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
     """Return for each place and inner learning rate what was measured, and the gain of each treatment.
 
     Both are means over the seeds; a gain is a natural logarithm, infinite where one side alone diverged, and missing
-    where a side has not been run or both diverged.
+    where both did.
     """
-    grouped: dict[tuple[str, float], list[Mapping[str, str]]] = {}
+    means, cells = _mean_logs(rows), []
+    observed: dict[tuple[str, float], list[Mapping[str, str]]] = {}
     for row in rows:
-        grouped.setdefault((row["place"], float(row["inner.lr"])), []).append(row)
-    cells = []
-    for (place, lr), group in grouped.items():
-        observed = [row for row in group if row["arm"] == "observe"]
+        if row["arm"] == "observe":
+            observed.setdefault((row["place"], float(row["inner.lr"])), []).append(row)
+    for (place, lr), group in observed.items():
         cell: dict[str, Any] = {"place": place, "inner.lr": lr}
         for name in QUANTITIES:
-            values = [float(row[name]) for row in observed if row.get(name)]
-            if observed and len(values) == len(observed):
+            values = [float(row[name]) for row in group if row[name]]
+            if len(values) == len(group):
                 cell[name] = math.fsum(values) / len(values)
-        logs = {
-            arm: _mean_log([row for row in group if row["arm"] == arm]) for pair in TREATMENTS.values() for arm in pair
-        }
         for treatment, (arm, control) in TREATMENTS.items():
-            mine, other = logs[arm], logs[control]
-            if mine is not None and other is not None and (math.isfinite(mine) or math.isfinite(other)):
+            mine, other = means[place, lr, arm], means[place, lr, control]
+            if math.isfinite(mine) or math.isfinite(other):
                 cell[treatment] = other - mine
         cells.append(cell)
     return cells
 
 
-def _mean_log(rows: Sequence[Mapping[str, str]]) -> float | None:
-    if not rows:
-        return None
-    return math.fsum(math.log(float(row["result"])) if row["result"] else math.inf for row in rows) / len(rows)
+def _mean_logs(rows: Sequence[Mapping[str, str]]) -> dict[tuple[str, float, str], float]:
+    """Average the logarithms of results by place, inner learning rate and arm, infinite where a run diverged."""
+    logs: dict[tuple[str, float, str], list[float]] = {}
+    for row in rows:
+        value = math.log(float(row["result"])) if row["result"] else math.inf
+        logs.setdefault((row["place"], float(row["inner.lr"]), row["arm"]), []).append(value)
+    return {key: math.fsum(values) / len(values) for key, values in logs.items()}
 
 
 def _judged(treatment: str, half: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
