@@ -22,7 +22,7 @@ import torch
 from bounds import finish
 from twophase.diloco.communicator import SingleProcess
 from twophase.recipes.pretraining import RECIPES
-from twophase.tasks.build import build_task
+from twophase.tasks.lm.task import LanguageTask
 from twophase.training.checkpoint import ENGINE, Writer, replica_file
 from twophase.training.trainer import Trainer
 
@@ -41,7 +41,7 @@ def main() -> int:
         data = replace(data, batch_size=2, sequence_length=128)
     compute = replace(config.compute, compile=cuda, precision=config.compute.precision if cuda else "float32")
     config = replace(config, data=data, compute=compute, device=options.device, inner_steps=1)
-    run = Trainer(build_task(config), config, SingleProcess())
+    run = Trainer(LanguageTask(config), config, SingleProcess())
 
     def step() -> float:
         begin = time.perf_counter()

@@ -31,8 +31,8 @@ from twophase.diloco.engine import DiLoCo
 from twophase.diloco.report import RoundReport
 from twophase.recipes.pretraining import RECIPES
 from twophase.restart import Periodic
-from twophase.tasks.build import build_task
 from twophase.tasks.lm.config import TrainConfig
+from twophase.tasks.lm.task import LanguageTask
 from twophase.training.inner import Replica
 from twophase.training.preflight import preflight
 
@@ -60,7 +60,7 @@ class Loop:
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
-        task, self.device = build_task(config), torch.device(config.device)
+        task, self.device = LanguageTask(config), torch.device(config.device)
         preflight(config, task)
         compute = task.step(self.device, config.replicas, SingleProcess())
         self.replicas = [Replica(config, number, task, compute) for number in range(config.replicas)]

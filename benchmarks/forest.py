@@ -28,8 +28,8 @@ from twophase.diloco.communicator import SingleProcess
 from twophase.sweeps.forest import Grower
 from twophase.sweeps.grid import Axis, Sweep, product
 from twophase.sweeps.plan import Plan, plan
-from twophase.tasks.build import build_task
 from twophase.tasks.lm.config import TrainConfig
+from twophase.tasks.lm.task import LanguageTask
 from twophase.training.trainer import Trainer
 
 LRS, MOMENTA = (0.1, 0.3, 0.5, 0.7, 0.9, 1.1), (0.1, 0.3, 0.5, 0.7, 0.9)
@@ -89,7 +89,7 @@ def main() -> int:
     ]
     made = plan(Sweep("small", base, product(base, axes)))
     # What happens once a process: reading the text, loading libraries.
-    Trainer(build_task(base), base, SingleProcess()).inner_step()
+    Trainer(LanguageTask(base), base, SingleProcess()).inner_step()
     grower, seconds = walk(made)
     tally = grower.tally
     middle = statistics.median(tally.step_seconds)

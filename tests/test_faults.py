@@ -40,8 +40,8 @@ from namespaces import Hub, Place, Refused, joined
 from twophase.base.config import dump_yaml, with_values
 from twophase.cli.main import main
 from twophase.runs.folder import RunFolder, read_lines, read_summary
-from twophase.tasks.build import build_task
 from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
+from twophase.tasks.lm.task import LanguageTask
 from twophase.training.checkpoint import latest_step
 from twophase.training.train import train
 
@@ -97,7 +97,7 @@ def undisturbed(base: TrainConfig, tmp_path_factory: pytest.TempPathFactory) -> 
             path = tmp_path_factory.mktemp("undisturbed")
             config = with_values(base, {**KINDS[kind], "seed": seed})
             with RunFolder.claim(path, config) as folder:
-                train(build_task(config), config, folder)
+                train(LanguageTask(config), config, folder)
             made[kind, seed] = path
         return made[kind, seed]
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from forked import Program
 from twophase.runs.folder import RunFolder
-from twophase.tasks.build import build_task
 from twophase.tasks.lm.config import TrainConfig
+from twophase.tasks.lm.task import LanguageTask
 from twophase.training import checkpoint
 from twophase.training.train import train
 
@@ -19,7 +19,7 @@ from twophase.training.train import train
 def run(config: TrainConfig, path: Path, **options: Any) -> dict[str, Any]:
     """Train in a folder; returns the summary without its times."""
     with RunFolder.claim(path, config) as folder:
-        summary = train(build_task(config), config, folder, **options)
+        summary = train(LanguageTask(config), config, folder, **options)
     return {key: value for key, value in summary.items() if key not in ("seconds", "engine_share")}
 
 

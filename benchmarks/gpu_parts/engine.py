@@ -25,8 +25,8 @@ from gpu_parts.records import Figures, Record, Settings, toy, write_csv
 from twophase.base.config import RunError, from_tree, to_tree
 from twophase.recipes.pretraining import RECIPES
 from twophase.runs.folder import RunFolder, read_summary
-from twophase.tasks.build import build_task
 from twophase.tasks.lm.config import TrainConfig
+from twophase.tasks.lm.task import LanguageTask
 from twophase.training import checkpoint
 from twophase.training.train import train
 
@@ -99,7 +99,7 @@ def child(folder: Path, config: TrainConfig, kill_after: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     with RunFolder.claim(folder, config) as run:
-        train(build_task(config), config, run, on_round=on_round)
+        train(LanguageTask(config), config, run, on_round=on_round)
 
 
 def tests(settings: Settings, record: Record) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 
 from gpu_parts.records import Figures, Record, Settings, Unfinished, write_csv
 from twophase.runs.folder import RunFolder
-from twophase.tasks.build import build_task
 from twophase.tasks.lm.config import TrainConfig
+from twophase.tasks.lm.task import LanguageTask
 from twophase.training.train import train
 
 SEEDS = (0, 1)
@@ -77,7 +77,7 @@ def grid(settings: Settings, record: Record, *, seed: int) -> None:
         config, path = cell.config(settings), settings.work / f"nano-{seed}-{cell.name}"
         shutil.rmtree(path, ignore_errors=True)  # of a call that was cut off
         with RunFolder.claim(path, config) as folder:
-            summary = train(build_task(config), config, folder)
+            summary = train(LanguageTask(config), config, folder)
         shutil.rmtree(path)
         seconds = time.perf_counter() - begin
         longest = max(longest, seconds)

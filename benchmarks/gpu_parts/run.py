@@ -14,8 +14,8 @@ from typing import Any
 from gpu_parts.records import Figures, Record, Settings, Unfinished, write_csv
 from twophase.base.config import fingerprint
 from twophase.runs.folder import METRICS, STEPS, RunFolder, read_lines
-from twophase.tasks.build import build_task
 from twophase.tasks.lm.config import TrainConfig
+from twophase.tasks.lm.task import LanguageTask
 from twophase.training.train import train
 
 RESERVE = 0.1
@@ -54,7 +54,7 @@ def curve(settings: Settings, record: Record) -> None:
         return replace(settings, deadline=stop_at).remaining() < 0
 
     with RunFolder.claim(path, config) as folder:
-        summary = train(build_task(config), config, folder, on_step=on_step, should_stop=should_stop)
+        summary = train(LanguageTask(config), config, folder, on_step=on_step, should_stop=should_stop)
     rows = rows_of(path)
     write_csv(target, rows)
     draw(rows, settings.out / "run.png")

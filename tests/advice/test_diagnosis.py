@@ -26,8 +26,8 @@ from twophase.cli.main import main
 from twophase.rule import OuterRule
 from twophase.runs.folder import RunFolder
 from twophase.runs.record import read_record
-from twophase.tasks.build import build_task
 from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
+from twophase.tasks.lm.task import LanguageTask
 from twophase.training.config import OuterConfig
 
 
@@ -217,7 +217,7 @@ def test_a_language_models_run(tmp_path: Path) -> None:
         inner_steps=2,
     )  # fmt: skip
     with RunFolder.claim(tmp_path / "run", config) as folder:
-        train(build_task(config), config, folder)
+        train(LanguageTask(config), config, folder)
     diagnosis = judged(tmp_path / "run")
     assert diagnosis.rounds == diagnosis.planned == 30
     (finding,) = diagnosis.findings

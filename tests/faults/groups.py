@@ -22,8 +22,8 @@ from faults.interruptions import bad_end, worker_pids
 from faults.scenes import Scene, Stage
 from twophase.base.config import dump_yaml, with_values
 from twophase.runs.folder import RunFolder
-from twophase.tasks.build import build_task
 from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
+from twophase.tasks.lm.task import LanguageTask
 from twophase.training.train import train
 
 PERIOD, ROUNDS, HOLD = 3, 16, 45
@@ -248,7 +248,7 @@ class Elastic:
         path = self.place / f"undisturbed-{size}"
         if not (path / "summary.json").exists():
             with RunFolder.claim(path, config) as folder:
-                train(build_task(config), config, folder)
+                train(LanguageTask(config), config, folder)
         return path
 
     def _lighthouse(self, folder: Path) -> tuple[Child, str]:

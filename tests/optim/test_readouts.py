@@ -23,8 +23,8 @@ from twophase.optim.methods import from_torch
 from twophase.optim.optimizer import OuterOptimizer
 from twophase.optim.outer import OuterSGD
 from twophase.shelf.outer import outer
-from twophase.tasks.build import build_task
 from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
+from twophase.tasks.lm.task import LanguageTask
 from twophase.training import device
 from twophase.training.config import OuterConfig
 from twophase.training.preflight import preflight
@@ -152,7 +152,7 @@ def test_memory_for_averages_is_asked_first(monkeypatch: pytest.MonkeyPatch):
     """A run whose outer buffers do not fit beside everything else is refused before it begins, a readout's included."""
     data = DataConfig(sequence_length=16, batch_size=4, validation_windows=8)
     config = TrainConfig(model=ModelConfig(layers=2, hidden_size=64, intermediate_size=96), data=data)
-    task = build_task(config)
+    task = LanguageTask(config)
     numel = sum(p.numel() for p in task.model(0).parameters())
     # Of each of two replicas weights, gradient and AdamW's moments; anchor, pseudo-gradient and momentum buffer.
     monkeypatch.setattr(device, "machine_bytes", lambda: 4 * numel * (2 * 4 + 3))
@@ -188,7 +188,7 @@ def test_a_run_evaluates_and_exports_the_average(tmp_path: Path, monkeypatch: py
         np.testing.assert_allclose(weights[name].flatten().double().numpy(), mean, rtol=1e-5, atol=1e-7)
     config = from_tree(TrainConfig, load_yaml(tmp_path / "average" / "config.yaml"))
     assert config.outer.readout == "tail:rounds=3"
-    task = build_task(config)
+    task = LanguageTask(config)
     model = task.model(0)
     model.load_state_dict(weights)
     assert task.evaluate(model)["loss"] == pytest.approx(average["summary"]["validation_loss"], rel=1e-12)

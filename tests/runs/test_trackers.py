@@ -22,8 +22,8 @@ from twophase.base.config import UsageError, to_tree, with_values
 from twophase.runs import trackers as tracking
 from twophase.runs.folder import RunFolder, read_lines
 from twophase.runs.trackers import Tracker, check, identity, numbers, tracked
-from twophase.tasks.build import build_task
 from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
+from twophase.tasks.lm.task import LanguageTask
 from twophase.training.train import train
 
 
@@ -102,7 +102,7 @@ def run(config: TrainConfig, path: Path, *names: str, **options: Any) -> dict[st
         RunFolder.claim(path, config) as folder,
         tracked(folder, names, run_name=path.name, config=to_tree(config)) as recorder,
     ):
-        return train(build_task(config), config, recorder, **options)
+        return train(LanguageTask(config), config, recorder, **options)
 
 
 def logs(path: Path) -> list[list[dict[str, Any]]]:

@@ -34,9 +34,8 @@ from twophase.spectrum import (
     seen,
     setting_of,
 )
-from twophase.tasks.build import build_task
 from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
-from twophase.tasks.lm.task import corpus_of
+from twophase.tasks.lm.task import LanguageTask, corpus_of
 from twophase.tasks.restored import inverse_scale, restore
 from twophase.theory.modes import effective_progress
 from twophase.theory.periods import best_period, rounded_period
@@ -73,7 +72,7 @@ def config_of(text: Path, **values: Any) -> TrainConfig:
 
 def trained(folder: Path, config: TrainConfig) -> Path:
     with RunFolder.claim(folder, config) as claimed:
-        train(build_task(config), config, claimed)
+        train(LanguageTask(config), config, claimed)
     return folder
 
 

@@ -29,9 +29,8 @@ from twophase.sweeps.forest import Grower, Stopped
 from twophase.sweeps.grid import Axis, Cell, Sweep, product
 from twophase.sweeps.plan import Node, Plan, plan
 from twophase.sweeps.states import FORMAT, States
-from twophase.tasks.build import build_task
 from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
-from twophase.tasks.lm.task import corpus_of
+from twophase.tasks.lm.task import LanguageTask, corpus_of
 from twophase.training import parts
 from twophase.training.train import train
 from twophase.training.trainer import Trainer
@@ -62,7 +61,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Plan], dict[str
         for run, config in made.runs.items():
             if run not in outcomes:
                 with RunFolder.claim(place / run, config) as folder:
-                    train(build_task(config), config, folder)
+                    train(LanguageTask(config), config, folder)
                 outcomes[run] = outcome(place / run)
         return {run: outcomes[run] for run in made.runs}
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from twophase.base.config import UsageError, dump_yaml, fingerprint, from_tree, load_yaml, to_tree, with_values
-from twophase.tasks.build import build_task, preflight_all
+from twophase.tasks.build import preflight_all
 from twophase.tasks.lm.config import TrainConfig, check
+from twophase.tasks.lm.task import LanguageTask
 from twophase.training.config import RunConfig, inner_lr
 from twophase.training.preflight import preflight
 
@@ -77,7 +78,7 @@ def test_impossible_values(short_run: TrainConfig, values: dict[str, Any], messa
     """Each is refused before a folder is made, alone and among other runs."""
     wrong = with_values(short_run, values)
     with pytest.raises(UsageError, match=message):
-        preflight(wrong, build_task(wrong))
+        preflight(check(wrong), LanguageTask(wrong))
     with pytest.raises(UsageError, match=message):
         preflight_all(map(check, [short_run, wrong, replace(short_run, steps=23)]))
 
@@ -85,7 +86,7 @@ def test_impossible_values(short_run: TrainConfig, values: dict[str, Any], messa
 def test_replicas_and_processes(short_run: TrainConfig) -> None:
     """Replicas that the processes cannot share evenly are refused with both numbers."""
     with pytest.raises(UsageError, match=r"--replicas is 2 and there are 3 processes.*--replicas 3"):
-        preflight(short_run, build_task(short_run), processes=3)
+        preflight(short_run, LanguageTask(short_run), processes=3)
 
 
 def test_defaults() -> None:

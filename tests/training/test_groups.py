@@ -20,8 +20,8 @@ from trained import run, stop_after
 from twophase.base.config import dump_yaml, with_values
 from twophase.base.leash import GRACE
 from twophase.runs.folder import WEIGHTS, RunFolder, read_lines
-from twophase.tasks.build import build_task
 from twophase.tasks.lm.config import TrainConfig
+from twophase.tasks.lm.task import LanguageTask
 from twophase.text.shards import open_shards
 from twophase.training.train import train
 
@@ -39,7 +39,7 @@ def config(short_run: TrainConfig) -> TrainConfig:
 def weights(config: TrainConfig, tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """The result of one process."""
     with RunFolder.claim(tmp_path_factory.mktemp("alone"), config) as folder:
-        train(build_task(config), config, folder)
+        train(LanguageTask(config), config, folder)
     return (folder.path / WEIGHTS).read_bytes()
 
 

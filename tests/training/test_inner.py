@@ -18,9 +18,9 @@ from trained import newest, run, run_in_parts, stop_after
 from twophase.base.config import UsageError, fingerprint, with_values
 from twophase.diloco.communicator import SingleProcess
 from twophase.runs.folder import RunFolder
-from twophase.tasks.build import build_task
 from twophase.tasks.lm.config import ModelConfig, TrainConfig
 from twophase.tasks.lm.model import Llama
+from twophase.tasks.lm.task import LanguageTask
 from twophase.training import checkpoint
 from twophase.training.config import InnerConfig, inner_lr
 from twophase.training.content import check_moments, check_tree
@@ -118,7 +118,7 @@ def test_a_checkpoint_without_a_memory_is_refused(short_run: TrainConfig, tmp_pa
 def test_a_setting_that_another_version_lacks(short_run: TrainConfig, method: str) -> None:
     """A saved param group without one of its entries is refused, or loaded with the value that the run has."""
     config = valued(short_run, method)
-    trainer = Trainer(build_task(config), config, SingleProcess())
+    trainer = Trainer(LanguageTask(config), config, SingleProcess())
     trainer.inner_step()
     replica = trainer.replicas[0]
     state, fresh = replica.state_dict(), {"inner": inner_optimizer(replica.model, config.inner).state_dict()}

@@ -29,9 +29,8 @@ from twophase.cli.main import main
 from twophase.diloco.communicator import SingleProcess
 from twophase.runs.folder import RunFolder, read_lines
 from twophase.runs.log import read_log
-from twophase.tasks.build import build_task
 from twophase.tasks.lm.config import TrainConfig
-from twophase.tasks.lm.task import corpus_of
+from twophase.tasks.lm.task import LanguageTask, corpus_of
 from twophase.training import checkpoint, parts
 from twophase.training.config import inner_lr
 from twophase.training.train import _begin, _restore, train
@@ -41,7 +40,7 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
 def trainer_of(config: TrainConfig) -> Trainer:
-    return Trainer(build_task(config), config, SingleProcess())
+    return Trainer(LanguageTask(config), config, SingleProcess())
 
 
 def checkpoints(path: Path) -> list[str]:
@@ -175,7 +174,7 @@ def test_a_round_begun_by_one_process_is_ended_by_several(config: TrainConfig, t
 
     run(config, tmp_path, should_stop=stop_after(3))
     with RunFolder.claim(tmp_path, config) as folder:
-        alone, other = trainer_of(config), Trainer(build_task(config), config, Second())
+        alone, other = trainer_of(config), Trainer(LanguageTask(config), config, Second())
         del other.replicas[0]
         other.replicas[0].number = 1
         for trainer in (alone, other):
@@ -183,7 +182,7 @@ def test_a_round_begun_by_one_process_is_ended_by_several(config: TrainConfig, t
     assert alone.done.round_steps == other.done.round_steps == 3
     first, second = (replica.round_losses for replica in alone.replicas)
     assert first != second == other.replicas[0].round_losses
-    assert sum(first) / 3 == pytest.approx(math.log(build_task(config).vocabulary_size), rel=0.1)
+    assert sum(first) / 3 == pytest.approx(math.log(LanguageTask(config).vocabulary_size), rel=0.1)
 
 
 def test_changed_text_is_refused(config: TrainConfig, tmp_path: Path) -> None:
@@ -298,7 +297,7 @@ def tokens(config: TrainConfig, tmp_path: Path) -> TrainConfig:
     ids = [np.arange(size, dtype=np.uint16) * 7 % 90 for size in (4000, 600)]
     folder = shardmaker.prepared(tmp_path / "tokens", ids[:1], ids[1:], 90)
     values = with_values(config, {"data.corpus": f"tokens:{folder}"})
-    build_task(values).corpus.batch(0, 0, 0)
+    LanguageTask(values).corpus.batch(0, 0, 0)
     corpus_of.cache_clear()
     return values
 
@@ -325,7 +324,7 @@ def test_damage_that_is_seen_early_ends_a_run_early(tokens: TrainConfig, tmp_pat
     """The fault is asked for after every step."""
     shardmaker.flip(tmp_path / "tokens" / "validation-00000.bin")
     rounds: list[int] = []
-    task = build_task(tokens)
+    task = LanguageTask(tokens)
     assert task.corpus.verification is not None
     task.corpus.verification.start()
     task.corpus.verification.finish()

@@ -7,22 +7,13 @@ from functools import lru_cache
 from typing import Any
 
 from twophase.base.config import fingerprint, to_tree
-from twophase.tasks.lm.config import TrainConfig, check, text_name
+from twophase.tasks.lm.config import TrainConfig, text_name
 from twophase.tasks.lm.task import LanguageTask
 from twophase.tasks.named import instance_of
 from twophase.tasks.own import OwnTask
 from twophase.training.config import RunConfig
 from twophase.training.preflight import preflight
 from twophase.training.task import Task
-
-
-def build_task(config: TrainConfig) -> LanguageTask:
-    """Return the task of a configuration of the language model.
-
-    Raises:
-        UsageError: an impossible configuration.
-    """
-    return LanguageTask(check(config))
 
 
 def task_of(config: RunConfig) -> Task:

@@ -26,13 +26,12 @@ from twophase.base.files import file_sha256
 from twophase.cli.export import main
 from twophase.diloco.communicator import SingleProcess
 from twophase.runs.folder import RunFolder
-from twophase.tasks.build import build_task
 from twophase.tasks.lm import export as module
 from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
 from twophase.tasks.lm.export import RECORD, describe
 from twophase.tasks.lm.export import export as export_record
 from twophase.tasks.lm.export_tokenizer import text_tokenizer
-from twophase.tasks.lm.task import corpus_of
+from twophase.tasks.lm.task import LanguageTask, corpus_of
 from twophase.tasks.lm.tokens import decode, encode
 from twophase.tasks.named import config_class
 from twophase.tasks.restored import restore
@@ -98,7 +97,7 @@ def test_same_loss(corpus: Path, tmp_path: Path, tied: bool, kv_heads: int) -> N
     config = make_config(corpus, **values)
     run = trained(config, tmp_path / "run")
     out = export(run, tmp_path / "hf")
-    model = build_task(config).model(config.seed)
+    model = LanguageTask(config).model(config.seed)
     model.load_state_dict(load_file(run / "weights.safetensors"))
     windows = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (3, 17)))
     tokens, targets = windows[:, :-1], windows[:, 1:]
@@ -140,7 +139,7 @@ def test_unfinished(corpus: Path, tmp_path: Path) -> None:
     run = trained(config, tmp_path / "run", should_stop=lambda: next(calls) >= 1)
     assert not (run / "weights.safetensors").exists()
     out = export(run, tmp_path / "hf")
-    trainer = Trainer(build_task(config), config, SingleProcess())
+    trainer = Trainer(LanguageTask(config), config, SingleProcess())
     for _ in range(2):
         trainer.inner_step()
         trainer.synchronize()

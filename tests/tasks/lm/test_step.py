@@ -14,12 +14,12 @@ from torch import Tensor
 
 from twophase.base.config import RunError, UsageError, with_values
 from twophase.diloco.communicator import SingleProcess
-from twophase.tasks.build import build_task
 from twophase.tasks.lm import step as step_module
 from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.evaluate import total_nats
 from twophase.tasks.lm.model import Llama
 from twophase.tasks.lm.step import Step, activation_bytes, compiled_loss, divisors, drawn
+from twophase.tasks.lm.task import LanguageTask
 from twophase.training.config import ComputeConfig
 from twophase.training.device import room_for
 from twophase.training.trainer import Trainer
@@ -332,7 +332,7 @@ def test_compiled_training_is_the_same_training():
     plain = with_values(TrainConfig(), {"steps": 30, "inner_steps": 10, "model.layers": 1})
     losses = []
     for config in (plain, with_values(plain, {"compute.compile": True})):
-        trainer = Trainer(build_task(config), config, SingleProcess())
+        trainer = Trainer(LanguageTask(config), config, SingleProcess())
         losses.append([])
         for _ in range(30):
             trainer.inner_step()
