@@ -327,8 +327,7 @@ def dry_run(sweep: Sweep, out: Path, *, workers: int, merge: bool) -> str:
     return (
         f"{format_table(['', ''], table).lstrip()}\n\n"
         f"Merging leaves {len(made.runs)} of {len(sweep.runs)} runs, sharing leaves {made.steps} of "
-        f"{sum(config.steps for config in made.runs.values())} inner steps (exact arithmetic would allow "
-        f"{made.steps_algebra}).\n"
+        f"{sum(config.steps for config in made.runs.values())} inner steps.\n"
         f"Estimated time: {duration(seconds)} with {workers} worker{'s' * (workers > 1)} "
         f"({1e3 * step_seconds:.1f} ms an inner step of all replicas, {1e3 * run_seconds:.0f} ms a run for validation; "
         f"measured here on one run's first {_TIMED_STEPS} steps)."

@@ -15,8 +15,7 @@ share; its children differ in the outer update at its end:
                         | lr 0.3, all periods          | ...
 
 Runs share a stretch only if their updates are the same floating-point operations (`history.bits`), so that
-each comes out bit for bit as if it had been run alone. Exact arithmetic would allow a little more sharing;
-`Plan.steps_algebra` counts it, for comparison.
+each comes out bit for bit as if it had been run alone. Exact arithmetic would allow a little more sharing.
 
 What is known of a run's updates supposes one outer optimizer for the whole model at a round's end. A run that is
 synchronised otherwise (in fragments, with a policy each, with a delay) is a tree by itself, and no other's twin.
@@ -25,7 +24,7 @@ synchronised otherwise (in fragments, with a policy each, with a delay) is a tre
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -146,7 +145,6 @@ class Plan:
         forest: what the runs share.
         cells: number of cells asked for.
         steps_asked: inner steps of all cells, each alone.
-        steps_algebra: inner steps of the forest that exact arithmetic would allow.
     """
 
     runs: Mapping[str, Any]
@@ -154,7 +152,6 @@ class Plan:
     forest: Forest = field(repr=False)
     cells: int
     steps_asked: int
-    steps_algebra: int
 
     @property
     def steps(self) -> int:
@@ -164,8 +161,7 @@ class Plan:
     @property
     def counts(self) -> dict[str, int]:
         """Cells, runs and steps, for people."""
-        names = ("cells", "steps_asked", "steps", "steps_algebra")
-        return {"runs": len(self.runs)} | {name: getattr(self, name) for name in names}
+        return {"runs": len(self.runs), "cells": self.cells, "steps_asked": self.steps_asked, "steps": self.steps}
 
 
 def plan(sweep: Sweep, *, merge: bool = True, finished: Collection[str] = ()) -> Plan:
@@ -192,10 +188,9 @@ def plan(sweep: Sweep, *, merge: bool = True, finished: Collection[str] = ()) ->
     return Plan(
         runs=canonical_runs,
         stands_for={run: other for run, other in chosen.items() if run != other},
-        forest=Forest(_grow(canonical_runs, histories, lambda history: history.bits)),
+        forest=Forest(_grow(canonical_runs, histories)),
         cells=len(sweep.cells),
         steps_asked=sum(cell.config.steps for cell in sweep.cells),
-        steps_algebra=sum(node.steps for node in _grow(canonical_runs, histories, lambda history: history.algebra)),
     )
 
 
@@ -231,9 +226,7 @@ class _History:
         )
 
 
-def _grow(
-    runs: Iterable[str], histories: Mapping[str, _History], updates_of: Callable[[_History], Updates]
-) -> Iterator[Node]:
+def _grow(runs: Iterable[str], histories: Mapping[str, _History]) -> Iterator[Node]:
     """The nodes of the forest of some runs, parents first."""
     trunks: dict[str, list[str]] = {}
     for run in runs:
@@ -244,7 +237,7 @@ def _grow(
     ]
     while waiting:
         group, taken, name, parent, start = waiting.pop()
-        updates = [updates_of(histories[run]) for run in group]
+        updates = [histories[run].bits for run in group]
         first = updates[0]
         while taken < len(first) and all(other[taken : taken + 1] == first[taken : taken + 1] for other in updates):
             name = _digest(name, *first[taken])
