@@ -24,8 +24,6 @@ from twophase.training import parts
 State = dict[str, Any]
 """Everything that a stretch of inner steps starts from: a tree that `twophase.training.parts` takes."""
 FORMAT = 6
-_OLD_ENDING = ".pt"
-"""Of the pickles that earlier versions wrote, which are not read."""
 
 
 @dataclass(slots=True)
@@ -162,15 +160,12 @@ class States:
             why = error.strerror or error
             raise OSError(f"a state cannot be written into {self.folder} ({why}); free space there") from error
         if what == "end":
-            self._remove(node, "part")
+            self.path(node, "part").unlink(missing_ok=True)
 
     def read(self, node: Node, what: str, runs: Sequence[str]) -> State | None:
         """Return a saved state that covers the runs, or None."""
         path = self.path(node, what)
         if not path.exists():
-            old = path.with_suffix(_OLD_ENDING)
-            if old.exists():
-                self.on_progress(f"{old.name} was written by an earlier version; that part is done again")
             return None
         try:
             check_regular(path)
@@ -186,17 +181,12 @@ class States:
     def forget(self, node: Node) -> None:
         """Remove the states of a node below which everything is done."""
         for what in ("end", "part"):
-            self._remove(node, what)
+            self.path(node, what).unlink(missing_ok=True)
 
     def clear(self) -> None:
         """Remove all states."""
         for path in self.folder.glob(f"*{parts.ENDING}"):
             path.unlink(missing_ok=True)
-
-    def _remove(self, node: Node, what: str) -> None:
-        path = self.path(node, what)
-        for file in (path, path.with_suffix(_OLD_ENDING)):
-            file.unlink(missing_ok=True)
 
 
 def _cloned(value: Any, device: str | None = None) -> Any:
