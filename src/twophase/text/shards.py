@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from twophase.base.config import UsageError
 from twophase.base.files import file_sha256, write_atomic
 from twophase.base.progress import meter
-from twophase.base.reading import check_regular, read_json_object
+from twophase.base.reading import check_regular, json_object_or_none
 from twophase.text.meta import DTYPES, META, SHARD, TOKEN_BYTES, TRAIN, VALIDATION, Meta, read_meta
 
 VERIFIED = ".verified.json"
@@ -209,7 +209,7 @@ def digests(folder: Path, expected: Mapping[str, str | None], *, trust: bool) ->
     Returns:
         The hashes by name, and by path those that are remembered ones.
     """
-    remembered = _remembered(folder) if trust else {}
+    remembered = (json_object_or_none(folder / VERIFIED) or {}) if trust else {}
     facts = {}
     for name in expected:
         status = (folder / name).stat()
@@ -235,7 +235,7 @@ def digests(folder: Path, expected: Mapping[str, str | None], *, trust: bool) ->
                     f"file was changed or damaged since it was prepared; copy it again, or prepare the folder again"
                 )
             # Several processes may write at once; an entry that one of them overwrites is merely made once more.
-            entries = _remembered(folder) | {name: facts[name] | {"sha256": result[name]}}
+            entries = (json_object_or_none(folder / VERIFIED) or {}) | {name: facts[name] | {"sha256": result[name]}}
             with contextlib.suppress(OSError):  # a folder that cannot be written is checked each time
                 write_atomic(folder / VERIFIED, json.dumps(entries, indent=1) + "\n", durable=False)
         show(done // 10**6, "")
@@ -251,17 +251,10 @@ def _sha256(path: Path) -> str:
 
 def forget(path: Path) -> None:
     """Have a file read the next time that its folder is opened."""
-    entries = _remembered(path.parent)
+    entries = json_object_or_none(path.parent / VERIFIED) or {}
     if entries.pop(path.name, None) is not None:
         with contextlib.suppress(OSError):
             write_atomic(path.parent / VERIFIED, json.dumps(entries, indent=1) + "\n", durable=False)
-
-
-def _remembered(folder: Path) -> dict[str, Any]:
-    try:
-        return read_json_object(folder / VERIFIED)
-    except (OSError, ValueError):
-        return {}
 
 
 def _check_size(file: TokenFile, because: str) -> None:

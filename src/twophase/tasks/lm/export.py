@@ -23,8 +23,8 @@ from torch import Tensor
 
 from twophase.base.config import UsageError, from_tree
 from twophase.base.files import replacing, sync_folder, write_atomic
-from twophase.base.reading import read_json_object
-from twophase.runs.folder import CHECKPOINTS, CONFIG, ENV, SUMMARY, weights_fault
+from twophase.base.reading import json_object_or_none
+from twophase.runs.folder import CHECKPOINTS, CONFIG, ENV, SUMMARY, WEIGHTS, weights_fault
 from twophase.runs.record import run_config
 from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.export_tokenizer import Ids, tokenizer_source, write_tokenizer
@@ -33,7 +33,6 @@ from twophase.training import checkpoint
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 RECORD = "twophase.json"
-_WEIGHTS = "weights.safetensors"
 
 
 def export(
@@ -68,7 +67,7 @@ def export(
         raise UsageError(f"{run}: its task is {config}, and export is for --task lm alone")
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UsageError(f"{out}: is there already and not an empty folder; remove it, or choose another DIR")
-    source = tokenizer_source(config, _json(run / ENV), data) if tokenizer else None
+    source = tokenizer_source(config, json_object_or_none(run / ENV) or {}, data) if tokenizer else None
     weights, origin, steps = _weights(run, identity)
     if not all(bool(weight.isfinite().all()) for weight in weights.values()):
         raise UsageError(
@@ -118,7 +117,7 @@ def _config_or_task(tree: Mapping[str, Any]) -> TrainConfig | str:
 
 def _weights(run: Path, identity: str) -> tuple[dict[str, Tensor], str, int]:
     """Return the weights that are evaluated, by name, where they come from, and the inner steps taken."""
-    path = run / _WEIGHTS
+    path = run / WEIGHTS
     if path.is_file():
         return _final(path, identity)
 
@@ -127,17 +126,17 @@ def _weights(run: Path, identity: str) -> tuple[dict[str, Tensor], str, int]:
         return saved.weights(), newest.name, saved.step
 
     newest = checkpoint.read_latest(run / CHECKPOINTS, read)
-    has_ended = _json(run / SUMMARY).get("config") == identity
+    has_ended = (json_object_or_none(run / SUMMARY) or {}).get("config") == identity
     if newest is None and has_ended:  # a sweep's run keeps no checkpoints
         raise UsageError(
-            f"{run}: the run has ended, but there is neither its {_WEIGHTS} nor a checkpoint; put that file back, or "
+            f"{run}: the run has ended, but there is neither its {WEIGHTS} nor a checkpoint; put that file back, or "
             f"delete {SUMMARY} and repeat the run's command, or its sweep's, which then trains it again"
         )
     if newest is None:
         raise UsageError(
             f"{run}: the run is not finished and has no checkpoint yet; repeat its `twophase train` command first"
         )
-    state = f"has ended and has no {_WEIGHTS} any more" if has_ended else "is not finished"
+    state = f"has ended and has no {WEIGHTS} any more" if has_ended else "is not finished"
     weights, name, step = newest
     return weights, f"checkpoint {name} of a run that {state}", step
 
@@ -165,7 +164,7 @@ def _final(path: Path, identity: str) -> tuple[dict[str, Tensor], str, int]:
         raise _damaged(path, str(error)) from None
     if owner != identity:
         raise UsageError(f"{path} belongs to another run ({owner}, here {identity}); put the run's own file back")
-    summary = _json(path.with_name(SUMMARY))
+    summary = json_object_or_none(path.with_name(SUMMARY)) or {}
     if fault := weights_fault(path.parent, summary):
         raise UsageError(fault)
     steps = summary.get("steps", 0)
@@ -175,14 +174,6 @@ def _final(path: Path, identity: str) -> tuple[dict[str, Tensor], str, int]:
             "repeat the run's `twophase train` command, which writes it again from the last checkpoint"
         )
     return weights, "the end of the run", steps
-
-
-def _json(path: Path) -> dict[str, Any]:
-    """Return what a JSON file holds; nothing when it is missing or damaged."""
-    try:
-        return read_json_object(path)
-    except (OSError, ValueError):
-        return {}
 
 
 def _damaged(path: Path, why: str) -> UsageError:
