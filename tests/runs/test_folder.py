@@ -63,13 +63,11 @@ def test_claim_makes_the_folder(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b"
     with RunFolder.claim(path, Config()) as folder:
         assert load_yaml(path / "config.yaml") == to_tree(Config())
-        assert not folder.resumed
         assert folder.fingerprint == fingerprint(Config())
         assert folder.checkpoint_dir == path / "checkpoint"
         assert folder.summary() is None
     before = contents(tmp_path)
-    with RunFolder.claim(path, Config()) as folder:
-        assert folder.resumed
+    RunFolder.claim(path, Config()).release()
     assert contents(tmp_path) == before
 
 
@@ -78,8 +76,8 @@ def test_claim_takes_an_empty_folder(tmp_path: Path, leftover: list[str]) -> Non
     """A folder that holds only our own leftovers counts as empty."""
     for name in leftover:
         (tmp_path / name).touch()
-    with RunFolder.claim(tmp_path, Config()) as folder:
-        assert not folder.resumed
+    with RunFolder.claim(tmp_path, Config()):
+        assert (tmp_path / "config.yaml").exists()
 
 
 OTHER = Config(outer=Outer(lr=0.9), steps=20)
@@ -330,7 +328,7 @@ def test_rewind_of_missing_and_torn_logs(tmp_path: Path) -> None:
         (tmp_path / "rounds.jsonl").write_bytes(b'{"round": 0}\n{"rou')
         folder.rewind({"rounds.jsonl": 17})
         assert (tmp_path / "rounds.jsonl").read_bytes() == b'{"round": 0}\n'
-        folder.rewind()
+        folder.rewind({})
         assert (tmp_path / "rounds.jsonl").read_bytes() == b""
 
 

@@ -225,7 +225,7 @@ def train_run(out: Path, config: RunConfig, options: argparse.Namespace) -> dict
     from twophase.training.session import claimed, communication, signals, take_device, world_size
     from twophase.training.train import train
 
-    check(options.track)
+    trackers = check(options.track)  # before a folder is made
     take_device(config)
     task = task_of(config)
     processes = world_size() if options.lighthouse is None else config.replicas
@@ -235,9 +235,7 @@ def train_run(out: Path, config: RunConfig, options: argparse.Namespace) -> dict
         communication(config, options, ending) as communicator,
         signals() as stopped,
         claimed(out, config, communicator, accept_logs=options.accept_logs) as folder,
-        tracked(
-            folder, options.track, run_name=out.name, config=to_tree(config), lead=communicator.rank == 0
-        ) as recorder,
+        tracked(folder, trackers, run_name=out.name, config=to_tree(config), lead=communicator.rank == 0) as recorder,
     ):
         with meter("train", config.steps, quiet=options.quiet or communicator.rank > 0) as show:
             summary = train(

@@ -63,14 +63,12 @@ class RunFolder:
     Attributes:
         path: the folder.
         fingerprint: of the configuration in its `config.yaml`.
-        resumed: whether the folder held this run's `config.yaml` before the claim.
         accept_logs: whether `rewind` goes on with logs that were lost or altered, and marks the gap.
     """
 
-    def __init__(self, path: Path, identity: str, lock: int, *, resumed: bool, accept_logs: bool = False) -> None:
+    def __init__(self, path: Path, identity: str, lock: int, *, accept_logs: bool = False) -> None:
         self.path = path
         self.fingerprint = identity
-        self.resumed = resumed
         self.accept_logs = accept_logs
         self._lock: int | None = lock
         self._logs = {name: Log(path / name) for name in LOGS}
@@ -109,8 +107,7 @@ class RunFolder:
             if isinstance(error, OSError):
                 raise _unwritable(path, error) from None
             raise
-        identity = fingerprint(tree if saved is None else saved)
-        return cls(path, identity, lock, resumed=saved is not None, accept_logs=accept_logs)
+        return cls(path, fingerprint(tree if saved is None else saved), lock, accept_logs=accept_logs)
 
     def __enter__(self) -> RunFolder:
         return self
@@ -189,19 +186,19 @@ class RunFolder:
             log.sync()
         sync_folder(self.path)
 
-    def rewind(self, position: Mapping[str, Mark | int] | None = None, step: int = 0) -> None:
+    def rewind(self, position: Mapping[str, Mark | int], step: int = 0) -> None:
         """Cut the logs back to where a checkpoint was taken, so that a resumed run repeats no line.
 
         Args:
-            position: what `position()` returned at the checkpoint; None, or a missing name, means from the start.
+            position: what `position()` returned at the checkpoint; a missing name means from the start.
             step: inner steps of the checkpoint.
 
         Raises:
             UsageError: a log that was lost or altered since, unless `accept_logs`; nothing is changed then.
         """
-        self.check_logs(position or {}, step)
+        self.check_logs(position, step)
         for name, log in self._logs.items():
-            log.rewind((position or {}).get(name), step)
+            log.rewind(position.get(name), step)
 
     def cut(self, step: int, rounds: Mapping[str, int]) -> None:
         """Cut from each log the lines after an inner step, and after the rounds that fragments have ended by then.
@@ -269,7 +266,7 @@ def read_summary(path: Path, expected: str | None = None) -> dict[str, Any] | No
         record = read_json_object(path / SUMMARY)
         wanted = fingerprint(load_yaml(path / CONFIG)) if expected is None else expected
         return record if _fault(record, wanted) is None else None
-    except (OSError, ValueError, RecursionError):  # unreadable, no JSON, or (UsageError) no sound config.yaml
+    except (OSError, ValueError):  # unreadable, no JSON, or (UsageError) no sound config.yaml
         return None
 
 
@@ -407,10 +404,8 @@ def _saved_tree(path: Path, tree: Tree) -> Tree | None:
     return saved
 
 
-def _fault(record: Any, wanted: str) -> str | None:
+def _fault(record: Mapping[str, Any], wanted: str) -> str | None:
     """Return what keeps a summary from being valid, or None."""
-    if not isinstance(record, dict):
-        return "the summary is not a JSON object"
     # A run that has blown up may have no loss to report; a run that has not must have one.
     may_lack_loss = record.get("diverged") is True or record.get("exit_reason") == RECORDED
     optional = type(None) if may_lack_loss else float

@@ -132,20 +132,16 @@ def tracked(folder: Any, names: Sequence[str], *, run_name: str, config: Tree, l
 
     Args:
         folder: a claimed run folder.
-        names: of the trackers; without any the folder itself is yielded.
+        names: of the trackers, as `check` has returned them; without any the folder itself is yielded.
         run_name: the run's name for people.
         config: the configuration, for the record.
         lead: whether this is process 0; the others track nothing.
-
-    Raises:
-        UsageError: as `check`; call that before the folder is made.
     """
-    asked = check(names)
-    if not asked or not lead:
+    if not names or not lead:
         yield folder
         return
     run_id = identity(folder.path)
-    trackers = [Tracker(name, run_name=run_name, run_id=run_id, folder=folder.path, config=config) for name in asked]
+    trackers = [Tracker(name, run_name=run_name, run_id=run_id, folder=folder.path, config=config) for name in names]
     try:
         yield Tracked(folder, trackers)
     finally:

@@ -109,7 +109,7 @@ class Work:
             return None
         except UsageError:
             raise
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise unusable(folder, error) from None
 
     def write(self) -> None:

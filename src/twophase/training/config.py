@@ -403,8 +403,6 @@ def check(config: RunConfig) -> None:
             parse_value(slot, getattr(config.outer, slot))
         path = "outer.method"
         value = config.outer.value(config.rounds)
-        path = "outer.restart"
-        config.outer.policy()
         path = "sync.restart"
         policies = sync.policies()
         if isinstance(value, Outer):

@@ -263,7 +263,7 @@ def claimed(out: Path, config: Any, communicator: Communicator, *, accept_logs: 
         if communicator.rank == 0:
             folder = RunFolder.claim(out, config, accept_logs=accept_logs)
     try:
-        yield folder or RunFolder(out, "", -1, resumed=True)  # the others read checkpoints and write no logs
+        yield folder or RunFolder(out, "", -1)  # the others read checkpoints and write no logs
     finally:
         if folder:
             folder.release()
