@@ -14,16 +14,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from commands import outcome
-from trained import newest, run, run_in_parts, stop_after
-from twophase.base.config import UsageError, fingerprint, with_values
+from trained import run, run_in_parts, stop_after
+from twophase.base.config import UsageError, with_values
 from twophase.diloco.communicator import SingleProcess
 from twophase.runs.folder import RunFolder
 from twophase.tasks.lm.config import ModelConfig, TrainConfig
 from twophase.tasks.lm.model import Llama
 from twophase.tasks.lm.task import LanguageTask
-from twophase.training import checkpoint
 from twophase.training.config import InnerConfig, inner_lr
-from twophase.training.content import check_moments, check_tree
 from twophase.training.inner import MuonAdamW, hidden_matrices, inner_optimizer
 from twophase.training.train import train
 from twophase.training.trainer import Trainer
@@ -93,48 +91,20 @@ def test_resumed_equals_uninterrupted(short_run: TrainConfig, tmp_path: Path, me
     assert outcome(tmp_path / "parts") == outcome(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_checkpoint_without_a_memory_is_refused(short_run: TrainConfig, tmp_path: Path, method: str) -> None:
-    """A parameter's memory that is gone, lacks a moment or has another shape is noticed before it is loaded."""
-    config = valued(short_run, method)
-    run(config, tmp_path, should_stop=stop_after(12))
-    inner = checkpoint.Checkpoint(newest(tmp_path), fingerprint(config)).part(checkpoint.replica_file(0))["inner"]
-    fresh = inner_optimizer(Llama(config.model, 96, seed=0), config.inner)
-    check_tree({"inner": inner}, {"inner": fresh.state_dict()})
-    assert check_moments(inner["state"], fresh, 12) == []
-    assert len(check_moments({}, fresh, 12)) == len(inner["state"])
-    (name, moment), *others = ((key, value) for key, value in inner["state"][0].items() if value.dim())
-    for memory in (dict(others) | {"other": 0}, dict(others) | {name: moment[:1, :1].repeat(2, 2)}):
-        with pytest.raises(ValueError, match=name):
-            check_moments(inner["state"] | {0: memory}, fresh, 12)
-    group = inner["param_groups"][0] | {"weight_decay": 0.5}
-    with pytest.raises(ValueError, match="weight_decay"):
-        check_tree(
-            {"inner": inner | {"param_groups": [group, *inner["param_groups"][1:]]}}, {"inner": fresh.state_dict()}
-        )
-
-
 @pytest.mark.parametrize("method", ["adamw", *METHODS])
 def test_a_setting_that_another_version_lacks(short_run: TrainConfig, method: str) -> None:
-    """A saved param group without one of its entries is refused, or loaded with the value that the run has."""
+    """A saved param group without one of its entries is loaded with the value that the run has."""
     config = valued(short_run, method)
     trainer = Trainer(LanguageTask(config), config, SingleProcess())
     trainer.inner_step()
     replica = trainer.replicas[0]
-    state, fresh = replica.state_dict(), {"inner": inner_optimizer(replica.model, config.inner).state_dict()}
+    state = replica.state_dict()
     groups = state["inner"]["param_groups"]
-    refused = set()
-    for key in groups[0]:
+    for key in groups[0].keys() - {"params"}:
         without = state["inner"] | {"param_groups": [{k: v for k, v in group.items() if k != key} for group in groups]}
-        try:
-            check_tree({"inner": without}, fresh)
-        except ValueError:
-            refused.add(key)
-            continue
         replica.load_state_dict(state | {"inner": without})
         loaded = replica.inner.state_dict()["param_groups"]
         assert [group.get(key) for group in loaded] == [group.get(key) for group in groups]
-    assert {"params", "lr", "weight_decay"} <= refused < set(groups[0])
 
 
 # ----------------------------------------------------------------------------------------------------------- reductions

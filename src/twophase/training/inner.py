@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -82,11 +82,6 @@ class Replica:
         groups = [now | group for now, group in zip(fresh, saved, strict=True)]
         self.inner.load_state_dict(state["inner"] | {"param_groups": groups})
         self.round_losses = list(map(float, state.get("round_losses", ())))  # older states have their sum
-
-    def has_moved(self, places: Collection[int]) -> bool:
-        """Tell whether one of some parameters, by their places in the model, differs from its first value."""
-        pairs = zip(self.model.parameters(), self.task.model(self.config.seed).parameters(), strict=True)
-        return any(not torch.equal(now.cpu(), first) for n, (now, first) in enumerate(pairs) if n in places)
 
 
 class MuonAdamW(Optimizer):

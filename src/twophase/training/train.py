@@ -14,10 +14,9 @@ from twophase.base.config import RunError, UsageError, fingerprint
 from twophase.base.reading import read_bytes
 from twophase.diloco.communicator import Communicator, SingleProcess, in_agreement
 from twophase.diloco.report import RoundReport
-from twophase.runs.folder import LOGS, WEIGHTS, RunFolder
+from twophase.runs.folder import WEIGHTS, RunFolder
 from twophase.training import checkpoint
 from twophase.training.config import RunConfig, check
-from twophase.training.content import check_moments, check_position, check_progress, check_tree, is_standard
 from twophase.training.ending import Ending
 from twophase.training.preflight import preflight
 from twophase.training.task import Task
@@ -265,7 +264,6 @@ def _read(run: Trainer, newest: Path) -> dict[str, Any]:
     saved = checkpoint.Checkpoint(newest, fingerprint(run.config))
     numbers = saved.progress()
     with saved.content("progress.json"):
-        check_progress(numbers, saved.step, LOGS)
         logs, text, execution = (numbers.pop(key) for key in ("logs", "text", "execution"))
         processes = numbers.pop("processes")
         done = Progress(**numbers)
@@ -275,7 +273,7 @@ def _read(run: Trainer, newest: Path) -> dict[str, Any]:
             f"{run.compute.data_name}: {what} is not the one that this run began with "
             f"(fingerprint {run.text[:12]}, at {newest} {text[:12]}); put the old one back, or choose another --out"
         )
-    _load(run, saved, done.step, processes)
+    _load(run, saved, processes)
     run.restore_execution(execution[run.files.rank % len(execution)])
     run.done = done
     if run.done.exit_reason == STOPPED:
@@ -283,13 +281,10 @@ def _read(run: Trainer, newest: Path) -> dict[str, Any]:
     return logs
 
 
-def _load(run: Trainer, saved: checkpoint.Checkpoint, step: int, processes: int) -> None:
-    """Load a checkpoint's states into a fresh run, each checked before it is loaded."""
+def _load(run: Trainer, saved: checkpoint.Checkpoint, processes: int) -> None:
+    """Load a checkpoint's states into a fresh run."""
     state = saved.part(checkpoint.ENGINE)
     with saved.content(checkpoint.ENGINE):
-        check_tree(state, run.engine.state_dict())
-        if run.config.shares_steps and not run.comm.elastic:
-            check_position(state, run.config, step)
         run.engine.load_state_dict(state)  # at a round's end it also sets the models
     owed = checkpoint.wire_file(run.files.rank)
     # With other processes, the residuals belong to no process.
@@ -297,22 +292,11 @@ def _load(run: Trainer, saved: checkpoint.Checkpoint, step: int, processes: int)
         residuals = saved.part(owed)
         with saved.content(owed):
             run.engine.load_wire_state_dict(residuals)
-    unmet: list[set[int]] = []
     for replica in run.replicas:
         name = checkpoint.replica_file(replica.number)
         part = saved.part(name)
         with saved.content(name):
-            fresh = replica.state_dict()
-            part = {"model": fresh["model"]} | part
-            check_tree(part, fresh, settings=is_standard(replica.inner))
-            without = set(map(id, check_moments(part["inner"]["state"], replica.inner, step)))
-            replica.load_state_dict(part)
-            unmet.append({place for place, p in enumerate(replica.model.parameters()) if id(p) in without})
-    # One that another replica has met, too, is moved by the outer step.
-    nowhere = set.intersection(*unmet) if step and len(unmet) == run.config.replicas else set()
-    if nowhere and any(replica.has_moved(nowhere) for replica in run.replicas):
-        with saved.content(checkpoint.replica_file(run.replicas[0].number)):
-            raise ValueError("inner.state has nothing of a parameter that has been trained")
+            replica.load_state_dict({"model": replica.model.state_dict()} | part)
 
 
 def _save(run: Trainer, folder: RunFolder, writer: checkpoint.Writer) -> None:

@@ -193,11 +193,6 @@ class Step:
             self.chosen["attention"] = choose(self.config, shape, self.device, self.comm, self._refused)
 
     def _choose_micro_batch(self, batch: int) -> None:
-        if batch % self.chosen.get("micro_batch", 1):
-            raise UsageError(
-                f"--data.batch-size {batch} is no multiple of the {self.chosen['micro_batch']} sequences at a time "
-                "that the run began with; its checkpoint is damaged: choose another --out, or remove it"
-            )
         if "micro_batch" not in self.chosen:
             self.chosen["micro_batch"] = self.config.compute.micro_batch or self._largest_that_fits(batch)
 
