@@ -147,7 +147,6 @@ def test_sets_of_words_and_back(pairs: list[tuple[str, str]]) -> None:
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        ([[]], ["--axis is empty", "--axis outer.lr 0.3 0.7"]),
         ([["outer.lr"]], ["--axis outer.lr", "has no values"]),
         ([["outer.lrr", "1"]], ["--axis outer.lrr", "no such", "did you mean outer.lr"]),
         ([["momentum", "1"]], ["no such", "did you mean outer.momentum"]),

@@ -180,7 +180,7 @@ def parse_axes(words: Sequence[Sequence[str]], base: Any) -> list[Axis]:
     """Parse axes of the command line: each entry is `[path, value, value, ...]`, from `--axis outer.lr 0.3 0.7`.
 
     Args:
-        words: one entry an `--axis`.
+        words: one entry an `--axis`, not empty.
         base: the configuration that gives the types; a path that ends in `restart` takes policies. A setting of
             several words takes sets of words, each set as one text (`words_of`).
 
@@ -189,8 +189,6 @@ def parse_axes(words: Sequence[Sequence[str]], base: Any) -> list[Axis]:
     """
     axes: dict[str, Axis] = {}
     for entry in words:
-        if not entry:
-            raise UsageError("--axis is empty; write a path and its values, for example --axis outer.lr 0.3 0.7")
         path = entry[0].replace("-", "_")
         if path in axes:
             raise UsageError(f"--axis {path} is given twice; put all its values behind one --axis")
