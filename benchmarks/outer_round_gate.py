@@ -106,7 +106,7 @@ def figures() -> dict[str, float]:
     ]
     config = paper_150m()
     with FakeTensorMode(), torch.device("cuda"):
-        models = [Llama(config.model, config.model.vocabulary_size) for _ in range(config.replicas)]
+        models = [Llama(config.model, config.model.vocabulary_size, seed=0) for _ in range(config.replicas)]
         for patch in patches:
             patch.start()
         engine = DiLoCo(models, config.outer.rule(), restart=Periodic(3), inner_steps=1)

@@ -78,7 +78,7 @@ def test_gradients_are_those_of_transformers(config: ModelConfig):
     expected = torch.nn.functional.cross_entropy(theirs(tokens).logits.flatten(0, 1), targets.flatten())
     expected.backward()
     assert_close(loss, expected)
-    gradients = Llama(config, VOCABULARY)  # holds gradients in place of weights, to have them under their names
+    gradients = Llama(config, VOCABULARY, seed=0)  # holds gradients in place of weights, to have them under their names
     for holder, weight in zip(gradients.parameters(), model.parameters(), strict=True):
         assert weight.grad is not None
         holder.data.copy_(weight.grad)
@@ -215,19 +215,15 @@ def test_a_seed_decides_the_weights_and_nothing_else():
     """Equal seeds give equal weights in any type, others different ones; the global generator is not touched."""
     state = torch.get_rng_state()
     first, again, other = (Llama(DEMO, 96, seed=seed) for seed in (5, 5, 6))
-    loose = [Llama(DEMO, 96) for _ in range(2)]
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
     assert not torch.equal(first.embedding, other.embedding)
-    assert not torch.equal(loose[0].embedding, loose[1].embedding)
     torch.set_default_dtype(torch.float64)
     try:
         double = Llama(DEMO, 96, seed=5)
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(double.embedding, first.embedding.double())
-    first.reset_parameters(6)
-    assert torch.equal(first.blocks[1].down, other.blocks[1].down)  # type: ignore[arg-type]
 
 
 def test_initial_weights_have_the_stated_spread():

@@ -37,7 +37,7 @@ class Llama(nn.Module):
         config: sizes and constants.
         vocabulary_size: number of tokens.
         seed: seeds the initial weights through a private generator, so that the global one is left alone; the same
-            seed gives the same weights on every device. None takes a fresh seed from the operating system.
+            seed gives the same weights on every device.
         compute_dtype: what products, attention and the residual stream are computed in; None means the weights' type.
             bfloat16 with float32 weights is mixed precision: gradients are cast to float32 before they are summed.
         recompute: keep only each block's input for the backward pass, and compute the rest again.
@@ -55,7 +55,7 @@ class Llama(nn.Module):
         config: ModelConfig,
         vocabulary_size: int,
         *,
-        seed: int | None = None,
+        seed: int,
         compute_dtype: torch.dtype | None = None,
         recompute: bool = False,
     ) -> None:
@@ -71,20 +71,12 @@ class Llama(nn.Module):
         # A tied head is absent rather than a second name for the embedding, so that no file holds a matrix twice.
         self.head = None if config.tie_embeddings else nn.Parameter(torch.empty(vocabulary_size, size))
         self._rotation: tuple[Any, tuple[Tensor, Tensor]] | None = None
-        self.reset_parameters(seed)
+        self._draw(seed)
 
     @torch.no_grad()
-    def reset_parameters(self, seed: int | None = None) -> None:
-        """Draw the initial weights anew.
-
-        Args:
-            seed: as for the constructor.
-        """
-        generator = torch.Generator()
-        if seed is None:
-            generator.seed()
-        else:
-            generator.manual_seed(seed)
+    def _draw(self, seed: int) -> None:
+        """Draw the initial weights."""
+        generator = torch.Generator().manual_seed(seed)
         for name, weight in self.named_parameters():
             if weight.dim() == 1:
                 weight.fill_(1.0)
