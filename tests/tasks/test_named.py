@@ -261,6 +261,21 @@ def test_python_refuses_what_the_command_refuses() -> None:
         twophase.sweep("digits", {"outer.lr": [0.3, 0.7]}, SHORT | {"outer.lr": 0.5}, quiet=True)
 
 
+@pytest.mark.parametrize("method", ["loss", "evaluate"])
+def test_a_task_that_does_not_repeat(rings: Path, method: str) -> None:
+    """A loss or an evaluation that draws without a seed would be compared as if it were the arm's."""
+    text = rings.read_text()
+    head = next(line for line in text.splitlines() if f"def {method}(" in line)
+    rest = "    " + head.strip().replace(f"def {method}", f"def quiet_{method}")
+    drawn = "1 + random.random()"
+    body = f"self.quiet_loss(model, batch) * ({drawn})"
+    if method == "evaluate":
+        body = f"{{name: value * ({drawn}) for name, value in self.quiet_evaluate(model).items()}}"
+    rings.write_text("import random\n" + text.replace(head, f"{head}\n        return {body}\n\n{rest}"))
+    with pytest.raises(UsageError, match=rf"{method}\(\) of a fresh model was .* the second time"):
+        twophase.train("rings:Rings", SHORT, "run", quiet=True)
+
+
 def test_a_run_is_repeated_with_its_whole_configuration() -> None:
     """It names options that its method does not look at; they are no choice of the user."""
     run = twophase.train("rings:Rings", SHORT | {"outer.method": "adamw"}, "first", quiet=True)

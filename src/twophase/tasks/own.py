@@ -143,7 +143,7 @@ class OwnTask:
             return type(self.task).__qualname__
 
     def check(self, device: torch.device) -> None:
-        """Try the task: twice the same model, twice the same batch, a finite scalar loss, an evaluation.
+        """Try the task: twice the same model, batch, loss and evaluation, the last two finite.
 
         Raises:
             UsageError: naming what is missing, not deterministic, or not a finite scalar.
@@ -165,13 +165,24 @@ class OwnTask:
                 "by numpy.random.default_rng((seed, step, replica))"
             )
         self.describe()
-        loss = self.loss(model.to(device), batch)
+        loss, again = (self.loss(model.to(device), self._moved(self.batch(0, 0, 0), device)) for _ in range(2))
         if not loss.requires_grad:
             raise self._refusal("loss() returned a tensor without a gradient; compute it from the model's output")
         if not math.isfinite(value := loss.item()):
             raise self._refusal(f"the loss of a fresh model is {value}; correct loss(), or the first batch")
-        if not math.isfinite(value := self.evaluate(model)["loss"]):  # now, and not after hours of training
+        self._check_repeated("loss() of a fresh model", value, again.item())
+        value = self.evaluate(model)["loss"]  # now, and not after hours of training
+        if not math.isfinite(value):
             raise self._refusal(f"evaluate() of a fresh model returned the loss {value}; correct it, or its data")
+        self._check_repeated("evaluate() of a fresh model", value, self.evaluate(model)["loss"])
+
+    def _check_repeated(self, what: str, value: float, again: float) -> None:
+        # Sums of many threads need not have the same last bits.
+        if not math.isclose(value, again, rel_tol=1e-4):
+            raise self._refusal(
+                f"{what} was {value:.6g}, and {again:.6g} the second time; draw all that it draws from its arguments, "
+                "or with a generator that it seeds anew"
+            )
 
     def _inner(self, model: nn.Module, config: InnerConfig) -> Optimizer:
         made = self._call("inner", model, config)
