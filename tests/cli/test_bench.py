@@ -99,6 +99,16 @@ def test_references_and_a_card(bench: Bench, tmp_path: Path, capsys: pytest.Capt
     assert "another text" in first["note"]
     assert second["note"] == "second: there are no stored arms."
 
+    # Rows of another protocol are not compared with, nor an arm that diverged everywhere.
+    stored.write_text(stored.read_text().replace("\n1,first,", "\n2,first,"))
+    first, second = card(bench("memoryless:lr=1e30", out="lost"))["places"]
+    assert first["stored"] == []
+    assert first["note"] == "first: there are no stored arms."
+    assert {other["word"] for other in second["stored"]} == {"all diverged"}
+    page = (tmp_path / "lost" / "card.html").read_text()
+    assert "diverged at every setting" in page
+    assert "Not named: undecided" not in page
+
     # Another protocol: none is compared with.
     (tmp_path / "stored" / "reference.json").write_text(json.dumps({**facts, "protocol": 0}))
     other = card(bench("heavy-ball", out="card"))
@@ -145,6 +155,7 @@ def test_a_card_without_references(bench: Bench, monkeypatch: pytest.MonkeyPatch
     (place,) = made["places"]
     assert place["control"]["word"] == "all diverged"
     assert place["result"] is None
+    assert place["seconds"] > place["seconds_of_control"] / 100
     assert "reference.csv is not here" in place["note"]
     assert "nowhere" in made["refused"]["broken"]
 
@@ -161,8 +172,12 @@ def test_what_is_no_arm(bench: Bench, tmp_path: Path, text: str) -> None:
 def test_other_folders(bench: Bench, tmp_path: Path) -> None:
     """A folder of another arm or size, and a table of a bench that has not begun, are refused."""
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "bench.json").write_text('{"protocol": 1, "arms": ["x"]}')
+    spec = tmp_path / "out" / "bench.json"
+    spec.write_text('{"protocol": 1, "arms": ["x"]}')
     with pytest.raises(UsageError, match="another bench"):
+        bench("memoryless")
+    spec.write_text("{")
+    with pytest.raises(UsageError, match="damaged"):
         bench("memoryless")
     with pytest.raises(UsageError, match="no place"):
         bench("--reference", "--into", str(tmp_path / "stored"), out="none")
@@ -217,6 +232,17 @@ def test_arms_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     for text in ("bench_policies:Nameless", "bench_policies:Missing", "no_such_module:Often"):
         with pytest.raises(UsageError, match=text.rpartition(":")[2]):
             read_arm(text, {})
+    (tmp_path / "a folder").mkdir()
+    (tmp_path / "a folder" / "bench_lower.py").write_text(MODULE.replace("Often", "often").replace("test-", "lower-"))
+    assert read_arm(f"{tmp_path}/a folder/bench_lower.py:often", {})[0].endswith("@lower-bench-often")
+    (tmp_path / "statistics.py").write_text(MODULE)
+    for text, match in (
+        ("statistics.py:Often", "rename the file"),
+        ("bench_missing.py:Often", "there is no file"),
+        ("bench_policies.py", "name of a class"),
+    ):
+        with pytest.raises(UsageError, match=match):
+            read_arm(f"{tmp_path}/{text}", {})
 
 
 def test_numbers_of_an_arm_of_ones_own() -> None:

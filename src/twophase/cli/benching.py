@@ -82,7 +82,9 @@ def run_bench(
         "points": size.points,
     }
     if check_place(out, SPEC, "bench"):
-        different = differences(spec, {"code": "", **read_json_object(out / SPEC)})
+        if (out / RESULTS).is_file():
+            _rows(out / RESULTS)  # is refused now, if it is damaged, and not after hours of runs
+        different = differences(spec, {"code": "", **_spec(out)})
         if different:
             raise UsageError(f"--out {out}: holds another bench: {list_some(different)}; choose another --out")
     out.mkdir(parents=True, exist_ok=True)
@@ -108,6 +110,13 @@ def run_bench(
     return rows, refused
 
 
+def _spec(out: Path) -> dict[str, Any]:
+    try:
+        return read_json_object(out / SPEC)
+    except ValueError:
+        raise UsageError(f"--out {out}: its {SPEC} is damaged; put it back or choose another --out") from None
+
+
 def _with_others(rows: Sequence[Mapping[str, Any]], path: Path) -> list[Mapping[str, Any]]:
     """Return rows and those that a table has of other places and arms, in the protocol's order of places."""
     here = {(row["place"], row["arm"]) for row in rows}
@@ -117,7 +126,10 @@ def _with_others(rows: Sequence[Mapping[str, Any]], path: Path) -> list[Mapping[
 
 
 def _rows(path: Path) -> list[dict[str, str]]:
-    return list(csv.DictReader(io.StringIO(path.read_text(encoding="utf-8"))))
+    rows = list(csv.DictReader(io.StringIO(path.read_text(encoding="utf-8"))))
+    if rows and not {"place", "arm", "seed", "result"} <= rows[0].keys():
+        raise UsageError(f"{path}: is damaged; put it back, or delete it: the places that have ended are not run again")
+    return rows
 
 
 def rows_of(place: str, outcome: TuneResults) -> list[dict[str, Any]]:
@@ -173,7 +185,9 @@ def bench_arm(
     references, facts, note = references_of(PROTOCOL, protocol_fingerprint())
     mine = results_of(rows)
     ended = [place for place in places if (place.name, arm) in mine]
-    notes = {place.name: note or _difference(place, facts, out) for place in ended}
+    there = {row["place"] for row in references}
+    facts = {name: fact for name, fact in facts.get("places", {}).items() if name in there}
+    notes = {place.name: note or _difference(place, facts.get(place.name), out) for place in ended}
     fresh = SIZES[size_name].fresh  # a mean over other seeds would be of other luck
     theirs = {
         key: by_seed
@@ -206,7 +220,10 @@ def bench_arm(
         comparisons,
         behind(results, everywhere, named) if everywhere else {},
     )
-    for ending, content in contents(card, {name: short(name) for name in named}, CANDIDATES).items():
+    labels = {name: short(name) for name in named}
+    if list(labels.values()).count(labels[arm]) > 1:  # beside a stored arm that differs in where its search begins
+        labels[arm] = f"{arm} (this one)"
+    for ending, content in contents(card, labels, CANDIDATES).items():
         write_atomic(out / f"card{ending}", content)
     plain = {**asdict(card), "line": card.line(), "protocol": PROTOCOL}
     write_atomic(out / "card.json", json.dumps(standard(plain), indent=1, allow_nan=False) + "\n")
@@ -241,7 +258,7 @@ def write_reference(out: Path, into: Path) -> None:
             f"--out {out}: no place of a bench has ended there; run twophase bench --reference --size full"
         )
     protocol = {"protocol": PROTOCOL, "fingerprint": protocol_fingerprint(), "points": SIZES["full"].points}
-    spec = read_json_object(out / SPEC)
+    spec = _spec(out)
     strange = {*spec["arms"]} - {arm for place in PLACES for arm in place.arms}
     if strange or differences(protocol, {name: spec[name] for name in protocol}):
         raise UsageError(
@@ -293,7 +310,7 @@ def references_of(protocol: int, fingerprint: str) -> tuple[list[dict[str, str]]
             "--reference"
         )
         return [], {}, why
-    return rows, facts, ""
+    return [row for row in rows if row["protocol"] == str(protocol)], facts, ""
 
 
 def _facts_here(out: Path, place: str) -> dict[str, Any]:
@@ -306,9 +323,8 @@ def _facts_here(out: Path, place: str) -> dict[str, Any]:
     }
 
 
-def _difference(place: Place, facts: Mapping[str, Any], out: Path) -> str:
+def _difference(place: Place, there: Mapping[str, Any] | None, out: Path) -> str:
     """Return a note on what a place and its stored arms differ in; nothing where they do not."""
-    there = facts["places"].get(place.name)
     if there is None:
         return f"{place.name}: there are no stored arms."
     here = _facts_here(out, place.name)
@@ -334,8 +350,10 @@ def _place_card(
     logs = [
         math.log(r["result"] or math.inf) for r in rows if (r["place"], r["arm"]) == (place.name, arm) and r["seed"]
     ]
+    # An arm without a setting that survived has no held-out run.
     seconds, of_control = (
-        r["seconds"] / (r["settings"] * len(size.seeds) + len(size.fresh)) for r in (row, by_arm[CONTROL])
+        r["seconds"] / (r["settings"] * len(size.seeds) + len(size.fresh) * (r["seed"] is not None))
+        for r in (row, by_arm[CONTROL])
     )
     return PlaceCard(
         place.name,

@@ -18,7 +18,7 @@ from twophase.recipes.arms import needs_no_rule
 from twophase.recipes.bench import NESTEROV
 from twophase.shelf.base import SHELF_VARIABLE, Method
 
-_OWN = re.compile(r"(?P<module>[\w./-]+):(?P<name>[A-Z]\w*)(?P<rest>.*)")
+_OWN = re.compile(r"(?P<module>.+\.py|[\w.]+(?=:[A-Z])):(?P<name>[A-Za-z_]\w*)(?P<rest>.*)")
 
 
 def read_arm(arm: str, environment: MutableMapping[str, str]) -> tuple[str, str]:
@@ -36,20 +36,27 @@ def read_arm(arm: str, environment: MutableMapping[str, str]) -> tuple[str, str]
     """
     match = _OWN.fullmatch(arm)
     if match is None:
+        if arm.endswith(".py"):
+            raise UsageError(f"{arm}: give the name of a class behind it, {arm}:CLASS")
         return arm, ""
     module, name, rest = match["module"], match["name"], match["rest"]
-    if module.endswith(".py"):
-        file = Path(module).absolute()
+    file = Path(module).absolute() if module.endswith(".py") else None
+    if file is not None:
+        if not file.is_file():
+            raise UsageError(f"{arm}: there is no file {module}; give the path of the class's file")
         module, folder = file.stem, str(file.parent)
         sys.path.insert(0, folder)
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, environment.get("PYTHONPATH", "")]))
     try:
-        member = getattr(importlib.import_module(module), name, None)
+        imported = importlib.import_module(module)
     except Exception as error:  # of the module's own code
         raise UsageError(
-            f"{arm}: {module} cannot be imported ({type(error).__name__}: {error}); mend it, or give its path as "
-            "FILE.py:CLASS"
+            f"{arm}: {module} cannot be imported ({type(error).__name__}: {error}); mend it"
+            f"{'' if file else ', or give its path as FILE.py:CLASS'}"
         ) from error
+    if file is not None and not file.samefile(imported.__file__ or ""):
+        raise UsageError(f"{arm}: Python has another module {module}, {imported.__file__}; rename the file")
+    member = getattr(imported, name, None)
     if not isinstance(member, type) or not issubclass(member, (RestartPolicy, Method)):
         raise UsageError(f"{arm}: {module} has no class {name} that is a RestartPolicy or a Method; name one")
     is_policy = issubclass(member, RestartPolicy)

@@ -222,7 +222,10 @@ def stored_facts() -> dict[str, Any]:
     Raises:
         UsageError: this copy has none.
     """
-    return read_json_object(_stored(FACTS))
+    try:
+        return read_json_object(_stored(FACTS))
+    except ValueError as error:
+        raise UsageError(f"{FACTS} of this copy is damaged ({error}); install it anew") from None
 
 
 def _stored(name: str) -> Path:

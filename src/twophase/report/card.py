@@ -74,10 +74,11 @@ def picture(card: Card, labels: Mapping[str, str]) -> bytes:
         if right:
             reading = f"left: {reading}\nright: the higher the nearer to the best arm, each over its bench's averaging"
         counts = card.counts()
+        lost = f", diverged at {counts['all diverged']}" if "all diverged" in counts else ""
         headline(
             figure,
             f"{labels.get(card.arm, card.arm)}: better than averaging at {counts['better']} of {len(card.places)} "
-            f"places, worse at {counts['worse']}",
+            f"places, worse at {counts['worse']}{lost}",
             reading,
         )
         return rendered(figure, [".png"])[".png"]
@@ -99,8 +100,9 @@ def document(card: Card, png: bytes, labels: Mapping[str, str], untuned: Collect
             _best(place.stored, labels),
         ]
         for place in card.places
-        if place.stored
+        if place.stored and place.setting
     ]
+    nowhere = ", ".join(place.place for place in card.places if not place.setting)
     problems = [f"{name}: not run here. {why}" for name, why in card.refused.items()]
     problems += dict.fromkeys(place.note for place in card.places if place.note)
     return page(
@@ -126,14 +128,17 @@ def document(card: Card, png: bytes, labels: Mapping[str, str], untuned: Collect
                 caption="Words for each stored arm, seed by seed",
             )
             if against
-            else tag("p", "There are no stored arms to compare with."),
+            else tag("p", "There is nothing to compare with stored arms."),
+            tag("p", f"At {nowhere} this arm diverged at every setting that was tried.") if nowhere else "",
             tag(
                 "p",
                 "Each side's result is divided by that of averaging in its own bench with the same seed, since another "
                 "processor rounds otherwise and the stored arms were tuned with the budget of the size full, this one "
                 f"with that of the size {card.size}. Words are corrected for the {card.comparisons['stored']} "
                 "comparisons of this table. Not named: undecided.",
-            ),
+            )
+            if against
+            else "",
             anchor="stored",
         ),
         what="bench",
