@@ -66,20 +66,14 @@ class Layout:
         return [[slot.name, list(slot.shape)] for slot in self.slots]
 
 
-def plan(named_shapes: Iterable[tuple[str, tuple[int, ...]]], alignment: int = ALIGNMENT) -> Layout:
-    """Lay parameters one after the other, each starting at a multiple of `alignment` elements.
-
-    Raises:
-        ValueError: a name that occurs twice.
-    """
-    slots: dict[str, Slot] = {}
+def plan(named_shapes: Iterable[tuple[str, tuple[int, ...]]]) -> Layout:
+    """Lay parameters one after the other, each starting at a multiple of `ALIGNMENT` elements."""
+    slots: list[Slot] = []
     end = 0
     for name, shape in named_shapes:
-        if name in slots:
-            raise ValueError(f"plan: two parameters are named {name!r}; names must differ")
-        slots[name] = Slot(name, tuple(shape), end)
-        end += -(-slots[name].numel // alignment) * alignment
-    return Layout(tuple(slots.values()), end)
+        slots.append(Slot(name, tuple(shape), end))
+        end += -(-slots[-1].numel // ALIGNMENT) * ALIGNMENT
+    return Layout(tuple(slots), end)
 
 
 def checksum(flat: Tensor) -> str:

@@ -40,18 +40,8 @@ DECAY = 0.95
 class SparseChannel(LossyChannel):
     """The channel of `topk:RATIO:BITS`; arguments as of `LossyChannel`, and always transactional."""
 
-    def __init__(
-        self,
-        name: str,
-        numel: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        senders: int,
-        transactional: bool = True,
-    ) -> None:
-        del transactional
-        super().__init__(name, numel, dtype=dtype, device=device, senders=senders, transactional=True)
+    def __init__(self, name: str, numel: int, **options: Any) -> None:
+        super().__init__(name, numel, **{**options, "transactional": True})
         sparse = TopK.of(name)
         assert sparse is not None, "the name of a sparse wire"
         self._bits, self._word_bits, self._most = sparse.bits, sparse.word_bits, 2 ** (sparse.bits - 1) - 1
