@@ -49,23 +49,26 @@ class Warmup(Schedule):
         return replace(rule, lr=rule.lr * (self.start + (1 - self.start) * min(1.0, number / self.warmup)))
 
 
+@dataclass(frozen=True)
 class _Decay(Schedule):
+    rounds: int = 0
+    warmup: int = 0
+    final: float = 0.0
+
     def __post_init__(self) -> None:
-        check_count(f"schedule {self.name}", "rounds", self.rounds, 0)  # type: ignore[attr-defined]
-        check_count(f"schedule {self.name}", "warmup", self.warmup, 0)  # type: ignore[attr-defined]
+        check_count(f"schedule {self.name}", "rounds", self.rounds, 0)
+        check_count(f"schedule {self.name}", "warmup", self.warmup, 0)
         self.check("final", 0.0, 100.0, "0.1")  # above 1 it rises
 
     def at(self, rule: OuterRule, number: int, age: int) -> OuterRule:
         """Return the rule of a round."""
         del age
-        if not self.rounds:  # type: ignore[attr-defined]
+        if not self.rounds:
             raise ValueError(f"schedule {self}: rounds is 0, the run's own, which is not known here; give rounds=N")
-        if number <= self.warmup:  # type: ignore[attr-defined]
-            return replace(rule, lr=rule.lr * number / self.warmup)  # type: ignore[attr-defined]
-        length = max(1, self.rounds - self.warmup)  # type: ignore[attr-defined]
-        share = min(1.0, (number - 1 - self.warmup) / length)  # type: ignore[attr-defined]
-        final: float = self.final  # type: ignore[attr-defined]
-        return replace(rule, lr=rule.lr * (final + (1 - final) * self._shape(share)))
+        if number <= self.warmup:
+            return replace(rule, lr=rule.lr * number / self.warmup)
+        share = min(1.0, (number - 1 - self.warmup) / max(1, self.rounds - self.warmup))
+        return replace(rule, lr=rule.lr * (self.final + (1 - self.final) * self._shape(share)))
 
     def _shape(self, share: float) -> float:
         raise NotImplementedError
@@ -80,10 +83,6 @@ class Cosine(_Decay):
     source = "torch.optim.lr_scheduler.CosineAnnealingLR"
     test = _TEST
 
-    rounds: int = 0
-    warmup: int = 0
-    final: float = 0.0
-
     def _shape(self, share: float) -> float:
         return (1 + math.cos(math.pi * share)) / 2
 
@@ -96,10 +95,6 @@ class Linear(_Decay):
     equation = "lr_t = lr (1 - (1 - final) (t-1) / T)"
     source = "torch.optim.lr_scheduler.LinearLR"
     test = _TEST
-
-    rounds: int = 0
-    warmup: int = 0
-    final: float = 0.0
 
     def _shape(self, share: float) -> float:
         return 1 - share
