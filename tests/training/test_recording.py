@@ -511,3 +511,10 @@ def test_a_schedule_is_recorded_with_the_methods_own_rate() -> None:
     assert outer.param_groups[0]["lr"] < 0.3
     assert setting(outer) == before
     assert before["outer"]["lr"] == 0.3
+
+
+def test_a_set_of_the_configuration_has_one_order() -> None:
+    """Equal sets make one run: the order of a set follows the hash seed, or how it was filled."""
+    engine = Loop().engine
+    for layers in ({8, 0}, {0, 8}, frozenset([8, 0])):
+        assert setting(engine, {"layers": layers})["user"] == {"layers": [0, 8]}

@@ -282,7 +282,9 @@ def _plain(config: Any) -> Tree:
     def plain(value: Any) -> Any:
         if isinstance(value, Mapping):
             return {str(key): plain(item) for key, item in value.items()}
-        if isinstance(value, list | tuple | set):
+        if isinstance(value, set | frozenset):  # whose order follows the hash seed
+            return sorted(map(plain, value), key=repr)
+        if isinstance(value, list | tuple):
             return [plain(item) for item in value]
         if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:  # a NumPy number or a tensor
             value = value.item()
