@@ -518,3 +518,17 @@ def test_a_set_of_the_configuration_has_one_order() -> None:
     engine = Loop().engine
     for layers in ({8, 0}, {0, 8}, frozenset([8, 0])):
         assert setting(engine, {"layers": layers})["user"] == {"layers": [0, 8]}
+
+
+def test_a_momentum_that_a_scheduler_cycles_is_recorded_as_it_began() -> None:
+    """A loop under a scheduler that writes momenta, too, has the same configuration at its start and later."""
+    x = nn.Parameter(torch.ones(3))
+    outer = OuterSGD([x], 0.7, 0.9)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(outer, max_lr=0.7, total_steps=20)
+    before = setting(outer)
+    for _ in range(4):
+        x.grad = 0.5 * x.detach()
+        outer.step()
+        schedule.step()
+    assert outer.param_groups[0]["momentum"] < before["outer"]["momentum"] == 0.95
+    assert setting(outer) == before
