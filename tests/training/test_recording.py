@@ -532,3 +532,13 @@ def test_a_momentum_that_a_scheduler_cycles_is_recorded_as_it_began() -> None:
         schedule.step()
     assert outer.param_groups[0]["momentum"] < before["outer"]["momentum"] == 0.95
     assert setting(outer) == before
+
+
+@pytest.mark.parametrize("values", [{"x": 10**400}, {"step": "x"}, {"step": math.inf}], ids=["large", "word", "inf"])
+def test_what_is_no_number_is_not_logged(tmp_path: Path, values: dict[str, Any]) -> None:
+    """A value that no float holds, and a step that is no whole number, are refused by name."""
+    with (
+        record(Loop().engine, tmp_path / "run") as run,
+        pytest.raises(ValueError, match=f"log: {next(iter(values))} is"),
+    ):
+        run.log(**values)

@@ -84,11 +84,12 @@ class Recorder:
         """
         if not self._lead:
             return
-        line: dict[str, Any] = {"step": self.step if step is None else int(step), "round": self.round}
-        for name, value in values.items():
+        line: dict[str, Any] = {"step": self.step, "round": self.round}
+        for name, value in values.items() if step is None else {"step": step, **values}.items():
             try:
-                line[_NAMES.get(name, name)] = float(value.detach() if isinstance(value, Tensor) else value)
-            except (TypeError, ValueError, RuntimeError):  # the last of tensors with several elements
+                number = float(value.detach() if isinstance(value, Tensor) else value)
+                line[_NAMES.get(name, name)] = int(value) if name == "step" else number
+            except (TypeError, ValueError, OverflowError, RuntimeError):  # the last of tensors with several elements
                 raise ValueError(f"record.log: {name} is {value!r}; give a single number") from None
         if not math.isfinite(line.get("tokens", 0)):
             raise ValueError(f"record.log: tokens is {line['tokens']}; give their number so far")
