@@ -408,3 +408,10 @@ def test_a_groups_learning_rate_beside_its_method_counts():
         [{"params": [x], "method": "adamw", "lr": 0.5}, {"params": [y], "lr": 0.5}], "adamw:lr=0.1"
     )
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("method", ["gpa", "sign:momentum=0"])
+def test_a_policy_that_takes_steps_beside_another_method(method: str):
+    """The refusal is of the method, and does not ask for a momentum, which that may not have."""
+    with pytest.raises(ValueError, match=r"restart policy auto .*method"):
+        OuterOptimizer([torch.nn.Parameter(torch.ones(2))], outer(method), "auto")

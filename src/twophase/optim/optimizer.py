@@ -105,6 +105,7 @@ class OuterOptimizer(OuterSGD):
                 "begins at the numbers of the group's method; write them there, such as "
                 '"method": "heavy-ball:lr=0.1", or give the group "schedule": "constant"'
             )
+        _check_restart({"restart": self.defaults["restart"], **group})  # before a remedy that not all methods can take
         super().add_param_group(group)
         try:
             check_slots(self.param_groups[-1], self.context)
