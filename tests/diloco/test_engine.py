@@ -19,6 +19,7 @@ from replicas import Run, drift, network, same_bits, start, through_file, unlike
 from twophase.diloco.communicator import Done, SingleProcess
 from twophase.diloco.engine import DiLoCo
 from twophase.diloco.flat import checksum
+from twophase.optim.methods import from_torch
 from twophase.optim.outer import OuterSGD
 from twophase.restart import Periodic, Restart, RestartPolicy, RoundSignal, State
 from twophase.rule import OuterRule
@@ -881,3 +882,13 @@ def test_signals_without_names_are_refused_at_once(signals: Any):
     with pytest.raises(ValueError, match="DiLoCo: signals are"):
         engine.finish(signals)
     assert engine.inner_step == 0
+
+
+def test_an_optimizer_that_counts_rounds_is_no_torch_method():
+    """Built anew in each round it would never restart; both refusals name what does."""
+    with pytest.raises(ValueError, match=r"is built anew .*lambda params: OuterSGD\(params"):
+        from_torch(OuterSGD, lr=0.7, momentum=0.9, restart=2)
+    with pytest.raises(ValueError, match=r"the class OuterSGD; give an OuterRule.*, or a function"):
+        DiLoCo(nn.Linear(2, 2), OuterSGD, inner_steps=1)
+    with pytest.raises(ValueError, match=r"the class SGD; give from_torch\(SGD, lr=\.\.\.\), or a function"):
+        DiLoCo(nn.Linear(2, 2), torch.optim.SGD, inner_steps=1)

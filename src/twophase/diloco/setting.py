@@ -378,9 +378,8 @@ def _build_outers(
             f"the fragments are {', '.join(names)}: give each its policy"
         )
     if isinstance(outer, type) and issubclass(outer, Optimizer):
-        raise ValueError(
-            f"DiLoCo: outer is the class {outer.__name__}; give from_torch({outer.__name__}, lr=...), or a function"
-        )
+        value = "an OuterRule" if issubclass(outer, OuterSGD) else f"from_torch({outer.__name__}, lr=...)"
+        raise ValueError(f"DiLoCo: outer is the class {outer.__name__}; give {value}, or a function of parameters")
     is_value = isinstance(outer, OuterRule | Outer | Method)
     if isinstance(outer, Optimizer) or not (is_value or callable(outer)):
         raise ValueError(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from twophase.optim.functional import buffer_dtype
+from twophase.optim.outer import OuterSGD
 from twophase.policies.base import Answer, Restart
 from twophase.rule import OuterRule
 from twophase.shelf.base import Method, Value
@@ -270,12 +271,18 @@ def torch_optimizer(method: TorchMethod, params: list[Tensor]) -> torch.optim.Op
         options = {key: _value(word) for key, _, word in (w.partition("=") for w in method.options.split(",") if w)}
         if "foreach" in inspect.signature(cls).parameters:
             options.setdefault("foreach", False)
-        return cls(params, **options)
+        optimizer: torch.optim.Optimizer = cls(params, **options)
     except Exception as error:
         raise ValueError(
             f"method torch: {method.optimizer}({method.options}) cannot be built ({type(error).__name__}: {error}); "
             "give a torch.optim class, or package.module.Class, with its arguments as options=lr=0.1,betas=0.9/0.99"
         ) from error
+    if isinstance(optimizer, OuterSGD):  # whose rounds and restarts are counted in its param groups
+        raise ValueError(
+            f"method torch: {method.optimizer} is built anew in each round, and would never restart; give DiLoCo a "
+            "function, lambda params: OuterSGD(params, ...), or an OuterRule with restart="
+        )
+    return optimizer
 
 
 def _value(word: str) -> Any:
