@@ -542,3 +542,11 @@ def test_what_is_no_number_is_not_logged(tmp_path: Path, values: dict[str, Any])
         pytest.raises(ValueError, match=f"log: {next(iter(values))} is"),
     ):
         run.log(**values)
+
+
+@pytest.mark.parametrize("config", [{"a": {"b": 1}, "a.b": 2}, {"a": "\ud800"}], ids=["path", "surrogate"])
+def test_a_configuration_that_no_folder_can_hold(tmp_path: Path, config: dict[str, Any]) -> None:
+    """It is refused before there is a folder, which no later loop could take."""
+    with pytest.raises(ValueError, match="record: config"), record(Loop().engine, tmp_path / "run", config):
+        pass
+    assert not (tmp_path / "run").exists()

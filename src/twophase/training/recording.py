@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import logging
 import math
 import time
@@ -16,7 +17,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from twophase.base.config import Tree, UsageError
+from twophase.base.config import Tree, UsageError, flatten
 from twophase.diloco.comm import default_communicator
 from twophase.diloco.communicator import Communicator, SingleProcess, in_agreement
 from twophase.diloco.engine import DiLoCo
@@ -156,9 +157,7 @@ class Recorder:
             "exit_reason": "diverged" if diverged else RECORDED,
             "steps": self.step,
             "rounds": self.round,
-            "restarts": sum(
-                group.get("restarts", 0) for outer in _outers(self._engine) for group in outer.param_groups
-            ),
+            "restarts": sum(g.get("restarts", 0) for outer in _outers(self._engine) for g in outer.param_groups),
         }
 
 
@@ -212,8 +211,7 @@ def record(
         )
     trackers = check([track] if isinstance(track, str) else track)
     tree, path, started = setting(engine, config), Path(folder), time.perf_counter()
-    files = _processes(engine)
-    lead = files.rank == 0
+    lead = (files := _processes(engine)).rank == 0
     with claimed(path, tree, files) as claim:
         step = _begin(claim, engine, files)  # refuse before a tracker begins
         with ExitStack() as open_trackers:
@@ -259,8 +257,7 @@ def setting(engine: DiLoCo | OuterSGD, config: Any = None) -> Tree:
             names = [fragment.name for fragment in engine.fragments]
             restarts = [str(outer.param_groups[0].get("restart", "never")) for outer in outers]
             sync |= {"fragments": names, "restart": [f"{n}={r}" for n, r in zip(names, restarts, strict=True)]}
-        if sync:
-            tree["sync"] = sync
+        tree |= {"sync": sync} if sync else {}
     values = _plain(config)
     for name in _PLAN:
         if name in values:
@@ -284,16 +281,20 @@ def _plain(config: Any) -> Tree:
     def plain(value: Any) -> Any:
         if isinstance(value, Mapping):
             return {str(key): plain(item) for key, item in value.items()}
-        if isinstance(value, set | frozenset):  # whose order follows the hash seed
-            return sorted(map(plain, value), key=repr)
-        if isinstance(value, list | tuple):
-            return [plain(item) for item in value]
+        if isinstance(value, list | tuple | set | frozenset):
+            items = [plain(item) for item in value]  # of a set, in an order that follows the hash seed
+            return items if isinstance(value, list | tuple) else sorted(items, key=repr)
         if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:  # a NumPy number or a tensor
             value = value.item()
         is_plain = value is None or type(value) in (bool, int, str)
         return value if is_plain or (type(value) is float and math.isfinite(value)) else str(value)
 
-    return plain(config)
+    tree: Tree = plain(config)
+    try:  # what config.yaml could not give back
+        json.dumps(flatten(tree), ensure_ascii=False).encode()
+    except ValueError as error:
+        raise ValueError(f"record: config cannot be written ({error})") from None
+    return tree
 
 
 def _processes(engine: DiLoCo | OuterSGD) -> Communicator:
