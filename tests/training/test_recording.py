@@ -550,3 +550,32 @@ def test_a_configuration_that_no_folder_can_hold(tmp_path: Path, config: dict[st
     with pytest.raises(ValueError, match="record: config"), record(Loop().engine, tmp_path / "run", config):
         pass
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("stagger", [True, False])
+def test_blocks_of_fragments_with_several_groups(tmp_path: Path, stagger: bool) -> None:
+    """Each group of each fragment is a block of its own, also where fragments end their rounds in turn.
+
+    Of fragments that always end theirs together, no line shows which group is whose.
+    """
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1))
+
+    def halves(named: Any) -> OuterSGD:
+        groups = [{"params": [parameter]} for _, parameter in named]
+        return OuterSGD(groups, lr=0.7, momentum=0.9)
+
+    engine = DiLoCo(model, halves, inner_steps=2, fragments=2, stagger=stagger)
+    with record(engine, tmp_path / "run") as run:
+        for step in range(8):
+            with torch.no_grad():
+                for number, parameter in enumerate(model.parameters()):
+                    parameter.sub_(0.1 * (number + 1) * (step + 1))
+            engine.step()
+        run.log(validation_loss=1.0)
+    blocks = read_record(tmp_path / "run").blocks
+    (first, second) = (len(fragment.named) for fragment in engine.fragments)
+    assert (first, second) == (1, 3)
+    names = ["0", *(f"param group {group} of fragment 1" for group in range(second))]
+    assert sorted(block.name for block in blocks) == (names if stagger else [f"param group {n}" for n in range(4)])
+    for block in blocks:
+        assert block.number.tolist() == [1, 2, 3, 4]

@@ -302,9 +302,11 @@ def _read_rounds(record: RunRecord) -> None:
     lines = _log(record, ROUNDS)
     rows: dict[str, list[tuple[int, Line]]] = {}
     numbers: dict[str, list[int]] = {}
+    sizes: dict[str, int] = {}
+    several = len(record.config.get("sync.fragments") or ()) > 1
     for index, line in enumerate(lines):
         try:
-            for name, row in _block_rows(line):
+            for name, row in _block_rows(line, sizes, several=several):
                 rows.setdefault(name, []).append((index, row))
             for part in line.get("fragments") or [{}]:
                 name = f" of fragment {part['name']}" if part else ""
@@ -340,12 +342,31 @@ def _read_rounds(record: RunRecord) -> None:
     record.recorded = min(map(len, numbers.values()), default=0)
 
 
-def _block_rows(line: Line) -> Iterator[tuple[str, Line]]:
-    """Yield name and numbers of each block of a line: a fragment, or a param group where there are several."""
+def _block_rows(line: Line, sizes: dict[str, int], *, several: bool) -> Iterator[tuple[str, Line]]:
+    """Yield name and numbers of each block of a line: a fragment, or a param group where one has several.
+
+    Args:
+        line: of `rounds.jsonl`.
+        sizes: numbers of param groups by fragment, as lines of one fragment have shown them; filled here.
+        several: whether there are several fragments.
+    """
     groups, parts = line.get("groups") or [], line.get("fragments") or []
     if len(groups) < len(parts):  # a filter left all of a fragment's replicas out, and which group is whose is unknown
         return
+    if len(parts) == 1:
+        sizes[parts[0]["name"]] = len(groups)
+    owners = [(part, place) for part in parts for place in range(sizes.get(part["name"], 0))]
+    are_known = several and len(owners) == len(groups)
     for place, group in enumerate(groups):
-        part = parts[place] if len(parts) == len(groups) else {}
-        name = f"fragment {part['name']}" if part else f"param group {place}"
+        part: Line = {}
+        if len(parts) == len(groups):
+            part = parts[place]
+            name = f"fragment {part['name']}"
+        elif are_known:  # fragments take turns, and the first group of each is another block
+            part, number = owners[place]
+            name = f"fragment {part['name']}"
+            if sizes[part["name"]] > 1:
+                name = f"param group {number} of {name}"
+        else:
+            name = f"param group {place}"
         yield name, {**group, "round": part.get("round", line["round"])}
