@@ -44,7 +44,7 @@ def picture(card: Card, labels: Mapping[str, str]) -> bytes:
         UsageError: matplotlib is not installed.
     """
     with styled():
-        figure = new_page(max(2.6, 1.4 + 0.22 * len(card.places)))
+        figure = new_page(max(3.2, 1.4 + 0.22 * len(card.places)))
         # Without stored arms there is nothing to draw on the right.
         ratios, *right = figure.subplots(1, 2, width_ratios=(1, 1.1)) if card.behind else [figure.subplots()]
         controls = [place.control for place in reversed(card.places)]
