@@ -80,6 +80,7 @@ def test_plain_loop_in_two_processes(tmp_path: Path):
     log = tmp_path / "log"
     words = ["--standalone", "--nproc-per-node", "2", str(FOLDER / "plain_loop.py"), "--steps", "150"]
     for _ in range(3):
+        log.unlink(missing_ok=True)
         process = Program([str(torch.distributed.run.__file__), *words], log, log, ONE_THREAD)
         try:
             code = process.wait(timeout=150)
