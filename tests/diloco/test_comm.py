@@ -6,6 +6,7 @@ Run as a program, this file is one of the three processes of its own tests, whic
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -144,6 +145,26 @@ def test_with_torch_distributed():
     for timeout in (0.0, -1.0, float("inf"), float("nan")):
         with pytest.raises(ValueError, match=r"timeout is .*; it must be a positive number of seconds"):
             ProcessGroup(timeout=timeout)
+
+
+def test_a_destroyed_group_leaves_no_threads(tmp_path: Path):
+    """A process ends without gloo's threads, which would abort it if they freed a tensor as Python ends."""
+    program = f"""
+import os
+import torch, torch.distributed as dist
+from twophase import DiLoCo, OuterRule
+dist.init_process_group("gloo", init_method={tmp_path.as_uri() + "/store"!r}, rank=0, world_size=1)
+model = torch.nn.Linear(2, 2)
+torch.optim.AdamW(model.parameters())
+engine = DiLoCo(model, OuterRule(0.7, 0.9), inner_steps=1)
+engine.step()
+dist.destroy_process_group()
+print([open(f"/proc/self/task/{{task}}/comm").read() for task in os.listdir("/proc/self/task")])
+"""
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert "gloo" not in ended.stdout
+    assert "python" in ended.stdout
 
 
 # --- NCCL, by what it does and not with it ------------------------------------------------------------------------

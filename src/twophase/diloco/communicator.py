@@ -19,6 +19,12 @@ from torch import Tensor
 
 from twophase.base.errors import RunError, UsageError, message_of
 
+if torch.distributed.is_available():
+    # Its functions have the default group of this moment as default arguments. Torch's optimizers import it as well;
+    # where that comes after init_process_group(), destroy_process_group() leaves gloo's threads behind, and one that
+    # frees a tensor as Python ends aborts the process.
+    import torch.distributed.nn
+
 _LONGEST = 1 << 24
 """Bytes of one process's JSON at most: a peer must not make this process reserve any amount of memory."""
 
