@@ -681,6 +681,8 @@ def usual() -> nn.Module:
         (usual, blocks, {"restart": 3}, ["restart goes with an OuterRule", "outer builds"]),
         (usual, OuterSGD([torch.zeros(1)], 0.1), {}, ["outer is OuterSGD", "OuterRule", "lambda"]),
         (usual, 0.7, {}, ["outer is float", "OuterRule", "lambda"]),
+        (usual, lambda _: None, {}, ["NoneType that outer built", "does not hold"]),
+        (lambda: nn.Linear(2, 2, device="meta"), OuterRule(0.7, 0.9), {}, ["'weight'", "on meta"]),
         (usual, "nesterov", {}, ["the name of a method", 'twophase.outer("nesterov")']),
         (
             lambda: nn.Linear(2, 2),

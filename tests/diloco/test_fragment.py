@@ -66,6 +66,7 @@ def test_the_first_pattern_takes(names: list[str]):
         ({}, ["'a.x'", "no fragment's pattern"]),
         ({"a": "a", "again": "a.x", "rest": "."}, ["'again' takes no parameter", "'a.x'", "named like 'a.x'"]),
         ({"a": "(", "rest": "."}, ["'('", "'a'", "no regular expression"]),
+        ({"a": 1}, ["pattern 1", "no regular expression"]),
     ],
 )
 def test_impossible_cuts_say_what_to_do(fragments: object, words: list[str]):

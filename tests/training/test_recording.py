@@ -24,7 +24,7 @@ from twophase.base.config import UsageError, load_yaml
 from twophase.cli.main import main
 from twophase.diloco.communicator import Communicator
 from twophase.optim.optimizer import OuterOptimizer
-from twophase.runs.folder import read_lines, read_summary
+from twophase.runs.folder import read_lines, read_rounds, read_summary
 from twophase.runs.log import standard
 from twophase.runs.record import read_record
 from twophase.training.recording import Recorder, setting
@@ -532,6 +532,19 @@ def test_a_momentum_that_a_scheduler_cycles_is_recorded_as_it_began() -> None:
         schedule.step()
     assert outer.param_groups[0]["momentum"] < before["outer"]["momentum"] == 0.95
     assert setting(outer) == before
+
+
+def test_param_groups_that_take_rounds_in_turn_are_refused(tmp_path: Path) -> None:
+    """A round's number would stand twice in the folder, and nothing could read it."""
+    x, y = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    outer = OuterSGD([{"params": [x]}, {"params": [y]}], 0.7, 0.9)
+    with record(outer, tmp_path / "run"):
+        x.grad = torch.ones(3)
+        outer.step()
+        x.grad, y.grad = None, torch.ones(3)
+        with pytest.raises(ValueError, match="round 1 ends again"):
+            outer.step()
+    assert [line["round"] for line in read_rounds(tmp_path / "run")] == [1]
 
 
 @pytest.mark.parametrize("values", [{"x": 10**400}, {"step": "x"}, {"step": math.inf}], ids=["large", "word", "inf"])

@@ -69,7 +69,7 @@ def _by_pattern(names: list[str], patterns: Mapping[str, str]) -> dict[str, list
     for fragment, pattern in patterns.items():
         try:
             re.compile(pattern)
-        except re.error as error:
+        except (re.error, TypeError) as error:
             raise ValueError(
                 f"partition: the pattern {pattern!r} of fragment {fragment!r} is no regular expression ({error})"
             ) from None

@@ -238,9 +238,9 @@ def _collect_slots(replicas: list[nn.Module], communicator: Communicator) -> lis
         raise ValueError("DiLoCo: a replica's parameters lie on several devices; put each replica on one device")
     for slot in [slot for slots in collected for slot in slots]:
         check_placement(slot.name, slot.parameter, communicator.sharded)
-        if not slot.parameter.is_floating_point():
+        if slot.parameter.is_meta or not slot.parameter.is_floating_point():
             raise ValueError(
-                f"DiLoCo: parameter {slot.name!r} is {slot.dtype}; only floating-point parameters can train"
+                f"DiLoCo: parameter {slot.name!r} is {slot.dtype} on {slot.device}; it needs floating-point values"
             )
     communicator.bind(collected[0][0].device)
     return collected
@@ -401,11 +401,11 @@ def _build_outers(
         fragment.outer = outer(fragment.named)
         if isinstance(fragment.outer, OuterOptimizer):
             fragment.outer.take_place_in(context)
-        taken = {id(p) for group in fragment.outer.param_groups for p in group["params"]}
+        taken = {id(p) for group in getattr(fragment.outer, "param_groups", []) for p in group["params"]}
         unused = [name for name, p in fragment.named if id(p) not in taken]
         if unused:
             raise ValueError(
-                f"DiLoCo: the optimizer that outer built does not hold {', '.join(unused[:3])}"
+                f"DiLoCo: the {type(fragment.outer).__name__} that outer built does not hold {', '.join(unused[:3])}"
                 f"{' …' * (len(unused) > 3)}; parameters without a group would be set back in every round: give it all"
             )
 

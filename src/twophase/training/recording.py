@@ -145,13 +145,12 @@ class Recorder:
 
     def summary(self, seconds: float) -> dict[str, Any]:
         """Return the run in numbers, as `summary.json` holds them; `seconds` are those of its last part."""
-        newest = self._newest
-        loss = newest.get("validation_loss")
+        loss = self._newest.get("validation_loss")
         diverged = not (self._is_finite and self._round_is_finite) or not math.isfinite(loss or 0.0)
         return {
-            **({"perplexity": newest["perplexity"]} if "perplexity" in newest else {}),
+            **{name: value for name, value in self._newest.items() if name == "perplexity"},
             "validation_loss": loss,
-            "tokens": int(newest.get("tokens", 0)),
+            "tokens": int(self._newest.get("tokens", 0)),
             "seconds": seconds,
             "diverged": diverged,
             "exit_reason": "diverged" if diverged else RECORDED,
@@ -201,7 +200,7 @@ def record(
     Raises:
         UsageError: a folder of another run or of something else, a finished run, a folder in which another process is
             at work, or a tracker that is not installed; nothing is changed then.
-        ValueError: no engine, no optimizer, or a configuration that contradicts the engine.
+        ValueError: no engine, no optimizer, a configuration that contradicts the engine, or groups that take turns.
     """
     if not isinstance(engine, DiLoCo | OuterSGD):
         raise ValueError(f"record: {type(engine).__name__} is no engine; give a DiLoCo or an OuterSGD")
@@ -407,8 +406,11 @@ def _hooked(outer: OuterSGD, run: Recorder, inner_steps: int) -> Iterator[None]:
         if outer.last_round:
             run.step += inner_steps
             line = _line(outer, outer.last_round, inner_steps, time.perf_counter() - begun)
-            finite = all(map(_is_finite, outer.last_round))
-            run.end_round(line, options.get("signals") or {}, finite)
+            if line["round"] <= run.round:
+                raise ValueError(
+                    f"record: round {run.round} ends again; param groups that take rounds in turn need an OuterSGD each"
+                )
+            run.end_round(line, options.get("signals") or {}, all(map(_is_finite, outer.last_round)))
 
     def loaded(_: Any) -> None:
         run.rewind(max(0, run.step - inner_steps * (run.round - _rounds(outer))))
@@ -428,8 +430,7 @@ def _is_finite(of: RoundReport | GroupRound) -> bool:
 
 def _line(outer: OuterSGD, groups: Sequence[GroupRound], inner_steps: int, seconds: float) -> dict[str, Any]:
     """Return an outer step in the words of a round's report; replicas and checksums are the caller's."""
-    restarted = any(group.restarted for group in groups)
-    report = RoundReport(
+    return RoundReport(
         round=max(group["rounds"] for group in outer.param_groups),
         inner_steps=inner_steps,
         partial=False,
@@ -438,7 +439,7 @@ def _line(outer: OuterSGD, groups: Sequence[GroupRound], inner_steps: int, secon
         newcomers=0,
         attempts=1,
         minority=False,
-        restarted=restarted,
+        restarted=any(group.restarted for group in groups),
         fragments=(),
         groups=tuple(groups),
         pseudo_gradient_norm=math.hypot(*(group.pseudo_gradient_norm for group in groups)),
@@ -446,5 +447,4 @@ def _line(outer: OuterSGD, groups: Sequence[GroupRound], inner_steps: int, secon
         bytes_sent=0,
         seconds={"outer": seconds},
         checksum="",
-    )
-    return report.as_dict()
+    ).as_dict()
