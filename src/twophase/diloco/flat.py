@@ -90,6 +90,13 @@ def checksum(flat: Tensor) -> str:
     return digest.digits()
 
 
+def divide_(vector: Tensor, count: float) -> None:
+    """Divide a sum of so many in place; by a power of two with its reciprocal: the same bits in half the time."""
+    if count > 1:
+        is_power = math.frexp(count)[0] == 0.5
+        vector.mul_(1 / count) if is_power else vector.div_(count)
+
+
 class Digest:
     """The `checksum` of a vector on the CPU, taken piece by piece while the pieces are in the cache.
 

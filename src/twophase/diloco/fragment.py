@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from twophase.diloco.flat import Digest, Layout, checksum
+from twophase.diloco.flat import Digest, Layout, checksum, divide_
 from twophase.diloco.transfer import Channel
 from twophase.optim.optimizer import OuterOptimizer, outer_of
 from twophase.optim.outer import BUFFER, OuterSGD
@@ -364,8 +364,7 @@ class Fragment:
 
     def divide(self) -> None:
         """Make the sum of pseudo-gradients their mean."""
-        if self.divisor > 1:
-            self.gradient.div_(self.divisor)
+        divide_(self.gradient, self.divisor)
         self.divisor = 1
 
     def set_age(self, rounds: float) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from twophase.diloco.communicator import Communicator
-from twophase.diloco.flat import Digest
+from twophase.diloco.flat import Digest, divide_
 from twophase.diloco.fragment import SMALL, Fragment, progress_of
 from twophase.diloco.transfer import PartTransfer
 from twophase.optim.functional import Scratch, Update, fused_is_exact, piece_length, round_
@@ -172,8 +172,7 @@ class FlatSweep:
         for begin, end in arrived:
             views = zip(*(vector[begin:end].split(_PART_ELEMENTS) for vector in vectors), strict=True)
             for start, parts in zip(range(begin, end, _PART_ELEMENTS), views, strict=True):
-                if self._divisor > 1:
-                    parts[1].div_(self._divisor)
+                divide_(parts[1], self._divisor)
                 yield start, start + len(parts[0]), *parts
 
     def _follow(self, start: int, stop: int) -> None:

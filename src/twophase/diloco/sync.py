@@ -77,6 +77,8 @@ class Sync:
 
     def __init__(self, setting: Setting, members: Members, parts: list[Part], *, at_once: bool) -> None:
         self.setting, self.members, self.parts = setting, members, parts
+        self.fragments = [part.fragment for part in parts]
+        """In their order."""
         self.age = 0
         """Inner steps since the launch."""
         self.bytes_before = 0
@@ -137,11 +139,6 @@ class Sync:
         device().write(fragment, self.members.replicas if alone else 1)
         fragment.divisor = 1 if alone else self.members.replicas
         return None
-
-    @property
-    def fragments(self) -> list[Fragment]:
-        """The fragments, in their order."""
-        return [part.fragment for part in self.parts]
 
     @property
     def accepted(self) -> list[bool]:
