@@ -112,14 +112,33 @@ def manager(
     *,
     replica: int,
     replicas: int,
-    state_dict: Callable[[], Any] | None,
-    load_state_dict: Callable[[Any], None] | None,
-    host: str,
-    timeout: float,
-    quorum_timeout: float,
-    connect_timeout: float,
+    state_dict: Callable[[], Any] | None = None,
+    load_state_dict: Callable[[Any], None] | None = None,
+    host: str = "127.0.0.1",
+    timeout: float = 120.0,
+    quorum_timeout: float = 3600.0,
+    connect_timeout: float = 10.0,
 ) -> Iterator[Manager]:
-    """Yield a manager whose listeners are bound to one address, and leave the others at the end."""
+    """Yield torchft's `Manager` for a replica of one process, and leave the others at its end.
+
+    Its store, its server and the transfer of states listen on `host` alone, and what a peer sends is never unpickled.
+
+    Args:
+        lighthouse: its address, such as `http://10.0.0.1:29510`.
+        replica: number of this replica, from 0.
+        replicas: their number; a round needs all of them, so give the lighthouse `--min_replicas` alike.
+        state_dict: returns what a replica that comes back needs beside model and optimizers, such as the place in the
+            data, in tensors, numbers and text.
+        load_state_dict: takes it over.
+        host: this machine's name or address in a trusted network, which the others and the lighthouse reach.
+        timeout: seconds for a reduction, more than a heal takes.
+        quorum_timeout: seconds for the slowest replica's inner steps.
+        connect_timeout: seconds to reach the lighthouse.
+
+    Raises:
+        ValueError: an address that is none or means every network, or variables that override these arguments.
+        ImportError: another release of torchft than 0.2.0.
+    """
     parts.check_installed()
     parts.check_environment()
     url, (lighthouse_host, _) = parts.lighthouse(lighthouse)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -11,11 +10,14 @@ from torch.optim import Optimizer
 from torchft.manager import Manager
 
 from twophase.elastic import native
+from twophase.elastic.native import manager
 from twophase.integrations.rounds import USUAL
 from twophase.optim.optimizer import outer_optimizer
 from twophase.policies.base import Never, RestartPolicy
 from twophase.rule import OuterRule
 from twophase.shelf.outer import Outer
+
+__all__ = ["diloco", "manager"]
 
 
 def diloco(
@@ -73,48 +75,3 @@ def diloco(
     # Without both, a healed replica trains on from old weights, and its next pseudo-gradient poisons the round of all.
     manager.register_state_dict_fn("twophase", load, save)
     return rounds
-
-
-def manager(
-    lighthouse: str,
-    *,
-    replica: int,
-    replicas: int,
-    state_dict: Callable[[], Any] | None = None,
-    load_state_dict: Callable[[Any], None] | None = None,
-    host: str = "127.0.0.1",
-    timeout: float = 120.0,
-    quorum_timeout: float = 3600.0,
-    connect_timeout: float = 10.0,
-) -> AbstractContextManager[Manager]:
-    """Return a context that yields torchft's `Manager` for a replica of one process, and leaves the others at its end.
-
-    Its store, its server and the transfer of states listen on `host` alone, and what a peer sends is never unpickled.
-
-    Args:
-        lighthouse: its address, such as `http://10.0.0.1:29510`.
-        replica: number of this replica, from 0.
-        replicas: their number; a round needs all of them, so give the lighthouse `--min_replicas` alike.
-        state_dict: returns what a replica that comes back needs beside model and optimizers, such as the place in the
-            data, in tensors, numbers and text.
-        load_state_dict: takes it over.
-        host: this machine's name or address in a trusted network, which the others and the lighthouse reach.
-        timeout: seconds for a reduction, more than a heal takes.
-        quorum_timeout: seconds for the slowest replica's inner steps.
-        connect_timeout: seconds to reach the lighthouse.
-
-    Raises:
-        ValueError: an address that is none or means every network, or variables that override these arguments.
-        ImportError: another release of torchft than 0.2.0.
-    """
-    return native.manager(
-        lighthouse,
-        replica=replica,
-        replicas=replicas,
-        state_dict=state_dict,
-        load_state_dict=load_state_dict,
-        host=host,
-        timeout=timeout,
-        quorum_timeout=quorum_timeout,
-        connect_timeout=connect_timeout,
-    )
