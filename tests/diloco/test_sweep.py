@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import sys
 import types
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from twophase.diloco import device_sweep, fragment, sweep, transfer
 from twophase.diloco import sync as sync_module
@@ -210,3 +212,28 @@ def test_a_hook_of_the_outer_optimizer_sees_the_whole_gradient(monkeypatch: pyte
     engine.step()
     for p, old in zip(module.parameters(), before, strict=True):
         torch.testing.assert_close(p.detach(), old + 0.5)
+
+
+def test_what_looks_at_a_step_sees_that_of_an_engine():
+    """Hooks, a scheduler and a profiler notice each outer step, though without them it goes past torch's wrapper."""
+    module = model()
+    engine = DiLoCo(module, OuterRule(1.0, 0.9), inner_steps=1, communicator=Twins())
+    seen: list[str] = []
+    hooks = [
+        engine.outer.register_step_post_hook(lambda *_: seen.append("own")),
+        register_optimizer_step_pre_hook(lambda *_: seen.append("all")),
+        register_optimizer_step_post_hook(lambda *_: seen.append("all")),
+    ]
+    for hook in hooks:
+        engine.step()
+        hook.remove()
+    assert seen == ["all", "own", "all", "all", "all", "all"]
+    with torch.profiler.profile() as profiler:
+        engine.step()
+    assert "Optimizer.step#OuterSGD.step" in {event.key for event in profiler.key_averages()}
+    schedule = torch.optim.lr_scheduler.ExponentialLR(engine.outer, 0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of a scheduler before its optimizer
+        engine.step()
+        schedule.step()
+    assert len(seen) == 6

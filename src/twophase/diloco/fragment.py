@@ -375,8 +375,9 @@ class Fragment:
     def hand_over(self, *, nothing: bool = False) -> None:
         """Give the pseudo-gradient, or nothing, to the outer optimizer, as `.grad` of the anchor's parameters."""
         for anchor, gradient in zip(self.anchor_views, self.gradient_views, strict=True):
-            # Anew in every round: a user's zero_grad() may have taken it away.
-            anchor.grad = None if nothing else gradient
+            # Looked at in every round: a user's zero_grad() may have taken it away.
+            if anchor.grad is not (wanted := None if nothing else gradient):
+                anchor.grad = wanted
 
     def restore(self, mixing: float = 0.0) -> None:
         """Set theta_r <- mixing theta_r + (1 - mixing) a, for the tensors in `params`."""

@@ -10,22 +10,25 @@ from __future__ import annotations
 import math
 import operator
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import optimizer
 
 from twophase.diloco.communicator import Communicator
 from twophase.diloco.flat import Digest, divide_
 from twophase.diloco.fragment import SMALL, Fragment, progress_of
 from twophase.diloco.transfer import PartTransfer
-from twophase.optim.functional import Scratch, Update, fused_is_exact, piece_length, round_
+from twophase.optim.functional import PIECE_CPU, Scratch, Update, fused_is_exact, round_
 from twophase.optim.outer import BUFFER, OuterSGD
-from twophase.optim.products import Dots, dots_of_batch
+from twophase.optim.products import Dots
 from twophase.policies.base import AGREEMENT, MEASURED, PROBES
 
+_GLOBAL_HOOKS = optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks
 _PART_ELEMENTS = 1 << 18
 """Elements of a part: few enough for a cache, enough to pay for the calls."""
 
@@ -57,6 +60,18 @@ def goes_in_parts(fragment: Fragment) -> bool:
         and not fragment.needs & (MEASURED | {PROBES, AGREEMENT})
         and all(theta.is_contiguous() and theta.is_cpu for params in fragment.params for theta in params)
     )
+
+
+def step_of(outer: OuterSGD) -> Callable[..., Any]:
+    """Return an optimizer's step; past torch's wrapper, a twelfth of a small model's round, where it has nothing to do.
+
+    That is where no hook, scheduler or profiler looks at it.
+    """
+    hooks = [outer._optimizer_step_pre_hooks, outer._optimizer_step_post_hooks, *_GLOBAL_HOOKS]
+    if any(hooks) or "step" in vars(outer) or torch.autograd.profiler._is_profiler_enabled:
+        return outer.step
+    step = type(outer).step
+    return partial(getattr(step, "__wrapped__", step), outer)
 
 
 def _is_sweepable(fragment: Fragment) -> bool:
@@ -138,13 +153,12 @@ class FlatSweep:
 
     def dots(self, *, fresh: bool, angle: bool) -> Dots | None:
         """Return the inner products, where one operation on the vectors has the bits of `dots` of the tensors."""
-        g = self._fragment.gradient
-        if self._fragment.gaps or len(g) > piece_length(g):
+        g, m = self._fragment.gradient, self._momentum
+        if self._fragment.gaps or self._fragment.layout.numel > PIECE_CPU:
             return None
-        if fresh or self._momentum is None:
+        if fresh or m is None:
             return float(torch.dot(g, g)), 0.0, 0.0
-        gg, mm, *gm = map(float, dots_of_batch(g, self._momentum, angle))
-        return gg, mm, gm[0] if gm else math.nan
+        return float(torch.dot(g, g)), float(torch.dot(m, m)), float(torch.dot(g, m)) if angle else math.nan
 
     def run(self, update: Update) -> Dots | None:
         """Take the round; return `<g, g>`, `<m, m>` and `<g, m>` before all of it, where the sweep measures."""
@@ -170,10 +184,12 @@ class FlatSweep:
         """Yield start and stop of each part, and its views of the vectors, as soon as its g is there, divided."""
         arrived = [(0, self._fragment.layout.numel)] if self._transfer is None else self._transfer.parts()
         for begin, end in arrived:
-            views = zip(*(vector[begin:end].split(_PART_ELEMENTS) for vector in vectors), strict=True)
+            # Of a small model, where calls are what costs, and those that torch has in Python cost most.
+            is_one = end - begin == self._fragment.layout.numel <= _PART_ELEMENTS
+            views = [vectors] if is_one else zip(*(v[begin:end].split(_PART_ELEMENTS) for v in vectors), strict=True)
             for start, parts in zip(range(begin, end, _PART_ELEMENTS), views, strict=True):
                 divide_(parts[1], self._divisor)
-                yield start, start + len(parts[0]), *parts
+                yield start, min(start + _PART_ELEMENTS, end), *parts
 
     def _follow(self, start: int, stop: int) -> None:
         """Restore and digest a part that holds the values of the next round."""

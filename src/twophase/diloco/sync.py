@@ -23,7 +23,7 @@ from twophase.diloco.fragment import Fragment
 from twophase.diloco.membership import Members
 from twophase.diloco.report import FragmentRound, RoundReport, merged
 from twophase.diloco.setting import Setting
-from twophase.diloco.sweep import device, goes_in_parts, goes_on_device, round_sweep, transfer_in_parts
+from twophase.diloco.sweep import device, goes_in_parts, goes_on_device, round_sweep, step_of, transfer_in_parts
 from twophase.diloco.transfer import PartTransfer, Transfer
 from twophase.diloco.weighing import Weighing, weigh
 from twophase.optim.groups import GroupRound
@@ -279,7 +279,7 @@ class Sync:
             return
         transfer = part.transfer if isinstance(part.transfer, PartTransfer) else None
         swept = round_sweep(fragment, transfer, restore=restores, prove=not self.setting.alone)
-        fragment.outer.step(
+        step_of(fragment.outer)(
             signals=shared.shown(index),
             measure=True,
             measured=measured,

@@ -20,7 +20,7 @@ from torch import Tensor
 from twophase.policies.base import Answer, Restart, Step
 from twophase.rule import Form, OuterRule
 
-_PIECE_CPU = 1 << 17  # elements: four float32 streams of a piece are 2 MiB, about what a second-level cache holds
+PIECE_CPU = 1 << 17  # elements: four float32 streams of a piece are 2 MiB, about what a second-level cache holds
 _PIECE_DEVICE = 1 << 24  # elements: enough to fill an accelerator, and a scratch of 64 MiB
 _PIECE_FUSED = 1 << 18  # elements: of three streams that one operation has read; calls cost more than the cache gives
 _LANES = 16  # elements: a multiple of every vector register's length
@@ -257,7 +257,7 @@ def _pieces(row: Row, limit: int) -> Iterator[Row]:
 
 def piece_length(tensor: Tensor) -> int:
     """Return the elements of a piece on a tensor's device."""
-    return _PIECE_CPU if tensor.device.type == "cpu" else _PIECE_DEVICE
+    return PIECE_CPU if tensor.device.type == "cpu" else _PIECE_DEVICE
 
 
 def is_plain(tensor: Tensor) -> bool:

@@ -91,10 +91,11 @@ def parse(text: str | int | RestartPolicy) -> RestartPolicy:
     >>> parse("3"), str(parse("soft:3:0.2:0.1"))
     (Periodic(period=3), 'soft:3:0.2:0.1')
     """
-    if (cls := _REGISTRY.get(getattr(text, "name", ""))) is type(text):  # isinstance() of an abstract class is slow
-        return text
-    if not isinstance(text, RestartPolicy):
+    if isinstance(text, str) or not isinstance(text, RestartPolicy):  # of an abstract class it takes ten times as long
         return _parse_text(str(text).strip(" \t\r\n"))
+    cls = _class_of(text.name)
+    if cls is type(text):
+        return text
     if cls is not None and _is_redefined(cls, type(text)):
         raise ValueError(f"restart {text!r} is of an earlier definition of {cls.__name__}; make it anew")
     # Its text form would be that of another policy, or of none.
