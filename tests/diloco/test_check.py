@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from forked import in_processes
 from meeting import Meeting
+from rounds import Pair
 from twophase.diloco.check import ALIKE, STILL
-from twophase.diloco.communicator import SingleProcess
 from twophase.diloco.engine import DiLoCo
 from twophase.rule import OuterRule
 
@@ -76,30 +76,10 @@ def test_the_same_batches_are_noticed(caplog: pytest.LogCaptureFixture) -> None:
     assert len(caplog.records) == 2
 
 
-class _Pair(SingleProcess):
-    """The second process of two that do the same: every sum is twice this process's."""
-
-    size: int = 2  # type: ignore[override]
-
-    def launch_sum(self, tensor: Tensor) -> Any:
-        tensor.mul_(2)
-        return super().launch_sum(tensor)
-
-    def launch_scatter(self, received: Tensor, sent: Tensor) -> Any:
-        half = sent[: len(sent) // 2]
-        return super().launch_scatter(received, torch.cat([half, half]))
-
-    def launch_gather(self, received: Tensor, sent: Tensor) -> Any:
-        return super().launch_gather(received, torch.cat([sent, sent]))
-
-    def exchange_bytes(self, sent: bytes, *, in_replica: bool = False) -> list[bytes]:
-        return [sent] if in_replica else [sent, sent]
-
-
 def test_the_same_batches_in_other_processes_are_noticed() -> None:
     """With one replica a process, the anchor's first step tells: it is along this replica's own progress."""
     module = model()
-    engine = DiLoCo(module, RULE, inner_steps=4, communicator=_Pair())
+    engine = DiLoCo(module, RULE, inner_steps=4, communicator=Pair())
     rounds(engine, [torch.optim.AdamW(module.parameters(), lr=0.01)], [batches(0)], 8)
     assert engine.check() == (ALIKE,)
 
@@ -107,7 +87,7 @@ def test_the_same_batches_in_other_processes_are_noticed() -> None:
 def test_one_number_is_no_evidence() -> None:
     """Replicas of one parameter always move along a line, which says nothing of their batches."""
     module = nn.Linear(1, 1, bias=False)
-    engine = DiLoCo(module, RULE, inner_steps=1, communicator=_Pair())
+    engine = DiLoCo(module, RULE, inner_steps=1, communicator=Pair())
     rounds(engine, [torch.optim.SGD(module.parameters(), lr=0.01)], [iter([torch.ones(1, 1)])], 1)
     assert engine.check() == ()
 
@@ -256,7 +236,7 @@ def test_average_of_buffers_is_exact() -> None:
     modules = [model(norm=True) for _ in range(2)]
     for number, module in enumerate(modules):
         module.get_buffer("1.running_var").fill_(1.0 + number)
-    average_buffers(modules, _Pair())
+    average_buffers(modules, Pair())
     assert torch.equal(modules[0].get_buffer("1.running_var"), torch.full((8,), 1.5))
     assert modules[1].get_buffer("1.num_batches_tracked") == 0
 

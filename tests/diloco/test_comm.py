@@ -8,9 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,8 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import threads
 from channels import channel, contribution, contributions, simulate
 from forked import in_processes
+from threads import Member
 from twophase.base.config import RunError, UsageError
 from twophase.diloco import comm
 from twophase.diloco import transfer as transfer_module
@@ -70,32 +70,6 @@ def check_alone(communicator: Communicator) -> None:
     assert communicator.gather({"a": [1, "b"]}, dict) == [{"a": [1, "b"]}]
 
 
-class Meeting(Communicator):
-    """One of several threads that meet at a barrier."""
-
-    def __init__(self, rank: int, rows: list[bytes], barrier: threading.Barrier) -> None:
-        self.rows, self.barrier, self._rank = rows, barrier, rank
-
-    @property
-    def rank(self) -> int:
-        """This thread's number."""
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        """Number of threads."""
-        return len(self.rows)
-
-    def exchange_bytes(self, sent: bytes, *, in_replica: bool = False) -> list[bytes]:
-        """All-gather."""
-        assert not in_replica
-        self.rows[self.rank] = sent
-        self.barrier.wait(10)
-        received = list(self.rows)
-        self.barrier.wait(10)
-        return received
-
-
 @pytest.mark.parametrize(
     ("failures", "ends"),
     [
@@ -108,19 +82,13 @@ class Meeting(Communicator):
 )
 def test_all_end_as_the_first_that_fails(failures: list[Exception | None], ends: list[type | None]):
     """Each process raises the failure of the lowest rank that has one, with its words and its exit status."""
-    rows, barrier = [b""] * 3, threading.Barrier(3)
 
-    def part(rank: int) -> Exception | None:
-        try:
-            with in_agreement(Meeting(rank, rows, barrier)):
-                if (failure := failures[rank]) is not None:
-                    raise failure
-        except Exception as error:
-            return error
-        return None
+    def part(member: Member) -> None:
+        with in_agreement(member):
+            if (failure := failures[member.rank]) is not None:
+                raise failure
 
-    with ThreadPoolExecutor(3) as pool:
-        raised = list(pool.map(part, range(3)))
+    raised = threads.together(3, part)
     assert [error and type(error) for error in raised] == ends
     texts = {str(error) for error in raised if error and not isinstance(error, MemoryError)}
     assert texts <= {"full"} or "the memory is full" in texts.pop()
@@ -215,28 +183,19 @@ def test_the_host_waits_for_a_sum_on_a_gpu(on_gpus: ProcessGroup, monkeypatch: p
     assert len(work.limits) == 1
 
 
-FAULTS = [
-    (
-        0,
-        "NCCL error: remote process exited\nmore",
-        r"is lost \(NCCL error: remote process exited\).*repeat the command",
-    ),
-    (
-        3,
-        "NCCL error: remote process exited\nmore",
-        r"is lost \(NCCL error: remote process exited\).*repeat the command",
-    ),
-    (
-        0,
-        "NCCL error in: init.cpp\nDuplicate GPU detected : rank 1 and rank 0",
-        r"one GPU; call torch\.cuda\.set_device",
-    ),
-    (None, "", r"no answer for 0\.05 s"),
-    (None, "timed out in blocking wait", "timed out in blocking wait"),
-]
+LOST = "NCCL error: remote process exited"
+TWICE = "NCCL error in: init.cpp\nDuplicate GPU detected : rank 1 and rank 0"
 
 
-@pytest.mark.parametrize(("looks", "fault", "message"), FAULTS)
+@pytest.mark.parametrize(
+    ("looks", "fault", "message"),
+    [
+        *((looks, f"{LOST}\nmore", rf"is lost \({LOST}\).*repeat the command") for looks in (0, 3)),
+        (0, TWICE, r"one GPU; call torch\.cuda\.set_device"),
+        (None, "", r"no answer for 0\.05 s"),
+        (None, "timed out in blocking wait", "timed out in blocking wait"),
+    ],
+)
 def test_a_failed_sum_is_one_message(
     on_gpus: ProcessGroup, monkeypatch: pytest.MonkeyPatch, looks: int | None, fault: str, message: str
 ):

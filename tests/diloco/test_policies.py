@@ -23,6 +23,7 @@ from torch import nn
 from forked import in_processes
 from policies import Shrink
 from replicas import NAMES, Run, drift, network, of_one_process, same_bits, start, through_file, unlike
+from rounds import report_of, shift
 from twophase import restart as restart_module
 from twophase.diloco.engine import DiLoCo
 from twophase.diloco.report import RoundReport
@@ -258,13 +259,9 @@ def test_agreement_is_reported(moves: tuple[float, float], expected: float):
     for policy in ("test-agreeing:0.1", "3"):
         models = [network(0) for _ in moves]
         engine = DiLoCo(models, RULE, inner_steps=1, restart=policy)
-        with torch.no_grad():
-            for model, move in zip(models, moves, strict=True):
-                for parameter in model.parameters():
-                    parameter.add_(move)
-        report = engine.step()
-        assert report is not None
-        fragment = report.as_dict()["fragments"][0]
+        for model, move in zip(models, moves, strict=True):
+            shift(model, by=move)
+        fragment = report_of(engine).as_dict()["fragments"][0]
         assert ("agreement" in fragment) == (policy != "3")
         assert fragment.get("agreement", expected) == pytest.approx(expected, abs=1e-6)
 

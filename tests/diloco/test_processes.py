@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from forked import in_processes
 from replicas import NAMES, Run, network, of_one_process, same_bits, start, through_file, unlike
+from rounds import blocks
 from twophase import restart as restart_module
 from twophase.diloco.agreement import Disagreement
 from twophase.diloco.comm import ProcessGroup
@@ -53,15 +54,6 @@ class Below(RestartPolicy):
         """Compare the length."""
         assert signal.pseudo_gradient_norm is not None
         return state, Restart() if signal.pseudo_gradient_norm < self.limit else None
-
-
-def blocks(params: list[tuple[str, Tensor]]) -> OuterSGD:
-    """An outer optimizer with a rule and a restart period for each of two blocks."""
-    groups = [
-        {"params": [p for n, p in params if n.startswith("0.")], "restart": "2", "nesterov": True},
-        {"params": [p for n, p in params if not n.startswith("0.")], "restart": "cycle:1,3", "form": "ema", "lr": 0.7},
-    ]
-    return OuterSGD(groups, lr=0.3, momentum=0.9)
 
 
 # --- what the processes do ----------------------------------------------------------------------------------------

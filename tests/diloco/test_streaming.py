@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,16 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from replicas import NAMES, drift, network, same_bits, start, through_file, unlike
-from twophase.diloco.communicator import Done, SingleProcess
+from replicas import NAMES, drift, network, same_bits, start, unlike
+from rounds import blocks, holds_anchor
 from twophase.diloco.engine import DiLoCo
-from twophase.diloco.report import RoundReport
 from twophase.restart import Periodic
 from twophase.rule import OuterRule
 
 HEAVY_BALL = OuterRule(0.3, 0.9)
 NESTEROV = OuterRule(0.3, 0.9, nesterov=True)
-SPARSE = "topk:8:2bit"
 EMA = OuterRule(1.0, 0.9, nesterov=True, form="ema")
 each_rule = pytest.mark.parametrize("rule", [HEAVY_BALL, NESTEROV, EMA], ids=["heavy ball", "nesterov", "ema"])
 
@@ -37,8 +35,11 @@ class Part:
     names: list[str]
     offset: int
     """The inner step of a round, from 1, after which its pseudo-gradient is taken."""
-    period: int
-    """Its momentum restarts after every so many of its rounds; 0 means never."""
+    rule: OuterRule
+    due: Callable[[int], bool] = lambda _: False
+    """After which of its rounds its momentum becomes `retain` m + `inject` g."""
+    retain: float = 0.0
+    inject: float = 0.0
     rounds: int = 0
     steps: int = 0
     momentum: dict[str, Tensor] = field(default_factory=dict)
@@ -50,9 +51,8 @@ class Part:
 class Plain:
     """Streaming DiLoCo of two replicas, as one would write it down."""
 
-    def __init__(self, parts: list[Part], rule: OuterRule, *, inner_steps: int, delay: int, mixing: float) -> None:
-        self.parts, self.rule = parts, rule
-        self.inner_steps, self.delay, self.mixing = inner_steps, delay, mixing
+    def __init__(self, parts: list[Part], inner_steps: int, delay: int = 0, mixing: float = 0.0) -> None:
+        self.parts, self.inner_steps, self.delay, self.mixing = parts, inner_steps, delay, mixing
         self.models = [network(0), network(0)]
         self.anchor = {name: p.detach().clone() for name, p in self.models[0].named_parameters()}
         self.time = 0
@@ -105,16 +105,18 @@ class Plain:
 
     def outer_step(self, part: Part, name: str, g: Tensor) -> None:
         """One parameter's."""
-        b, ema = self.rule.momentum, self.rule.form == "ema"
+        b, ema = part.rule.momentum, part.rule.form == "ema"
         weight = 1 - b if ema else 1.0
         m = part.momentum.get(name)
         m = weight * g if m is None else m.mul(b).add(g, alpha=weight)
         update = m
-        if self.rule.nesterov:
+        if part.rule.nesterov:
             update = m.mul(b).add(g, alpha=weight) if ema else g.add(m, alpha=b)
-        self.anchor[name] = self.anchor[name].add(update, alpha=-self.rule.lr)
-        restarts = part.period and part.rounds % part.period == 0
-        part.momentum[name] = torch.zeros_like(m) if restarts else m
+        self.anchor[name] = self.anchor[name].add(update, alpha=-part.rule.lr)
+        if part.due(part.rounds):
+            m = m.mul(part.retain) if part.retain else torch.zeros_like(m)
+            m = m.add(g, alpha=part.inject) if part.inject else m
+        part.momentum[name] = m
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -170,10 +172,15 @@ class Schedule:
     def plain(self, rule: OuterRule, periods: tuple[int, ...] = (0,) * 6) -> Plain:
         """Two replicas in plain torch."""
         parts = [
-            Part(names, offset, period)
+            Part(names, offset, rule, every(period))
             for names, offset, period in zip(CUTS[len(self.offsets)], self.offsets, periods, strict=False)
         ]
-        return Plain(parts, rule, inner_steps=self.inner_steps, delay=self.delay, mixing=self.mixing)
+        return Plain(parts, self.inner_steps, self.delay, self.mixing)
+
+
+def every(period: int) -> Callable[[int], bool]:
+    """A restart after every so many rounds; 0 means never."""
+    return lambda number: period > 0 and number % period == 0
 
 
 CUTS = {
@@ -205,11 +212,7 @@ each_schedule = pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 @each_schedule
 @each_rule
 def test_equals_a_plain_loop_at_every_step(schedule: Schedule, rule: OuterRule):
-    """Anchors, buffers and replicas have the bits of the plain loop after each inner step of some three rounds.
-
-    After finish() too. A report is announced and comes exactly when a sync ends there, and each fragment restarts by
-    its own rounds.
-    """
+    """After each inner step, and finish(), all has the bits of the plain loop, and reports come when its syncs end."""
     count = len(schedule.offsets)
     periods = (2, 0, 3, 1, 2, 0)[:count]
     policies = {str(number): Periodic(period) if period else "never" for number, period in enumerate(periods)}
@@ -236,13 +239,27 @@ def test_equals_a_plain_loop_at_every_step(schedule: Schedule, rule: OuterRule):
     assert [(int(fragment.name), fragment.round) for fragment in (last.fragments if last else ())] == rest
 
 
+def test_equals_a_plain_loop_with_a_rule_per_block():
+    """Param groups with rules, forms and restarts of their own have the bits of the plain loop."""
+    parts = [
+        Part(NAMES[:2], 3, OuterRule(0.3, 0.9, nesterov=True), every(2)),
+        Part(NAMES[2:4], 3, OuterRule(0.7, 0.9, form="ema"), lambda number: number in (1, 4, 5, 8, 9)),
+        Part(NAMES[4:], 3, OuterRule(0.3, 0.5), every(3), 0.5, 0.25),
+    ]
+    run, plain = start(blocks, inner_steps=3), Plain(parts, inner_steps=3)
+    for step in range(29):
+        run.step(step)
+        plain.step()
+        assert unlike(run.tensors(), plain.tensors()) == []
+    run.engine.finish()
+    plain.finish()
+    assert unlike(run.tensors(), plain.tensors()) == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", [s for s in SCHEDULES if s.inner_steps > 1][::2], ids=str)
 def test_finish_in_every_position(schedule: Schedule):
-    """Ended after any number of inner steps, a run has the bits of the plain loop, and so it has if it goes on.
-
-    All replicas are the anchor then, whatever the mixing, and nothing is left.
-    """
+    """Ended after any number of inner steps, a run has the bits of the plain loop, and so it has if it goes on."""
     for steps in range(2 * schedule.inner_steps + 2):
         run, plain = schedule.engine(NESTEROV), schedule.plain(NESTEROV)
         for step in range(steps):
@@ -252,8 +269,7 @@ def test_finish_in_every_position(schedule: Schedule):
         syncs = len(plain.ended)
         plain.finish()
         assert unlike(run.tensors(), plain.tensors()) == [], steps
-        for model in run.models:
-            assert all(same_bits(p.detach(), run.engine.anchor[name]) for name, p in model.named_parameters())
+        assert holds_anchor(run)
         assert (report is None) == (len(plain.ended) == syncs)
         if report is not None:
             assert report.complete
@@ -278,10 +294,7 @@ def test_finish_in_every_position(schedule: Schedule):
     ids=str,
 )
 def test_fragments_together_are_the_whole(rule: OuterRule, restart: int | None, fragments: Any):
-    """Fragments that are synchronised together, by count or by pattern, have the bits of the model in one fragment.
-
-    Their norms together are the same to rounding.
-    """
+    """Fragments that are synchronised together have the bits of the model in one, and its norms to rounding."""
     cut = start(rule, fragments=fragments, stagger=False, restart=restart)
     whole = start(rule, restart=restart)
     for step in range(26):
@@ -309,14 +322,10 @@ def test_fragments_together_are_the_whole(rule: OuterRule, restart: int | None, 
 
 
 @pytest.mark.parametrize(
-    ("wire", "rule"), [("float32", HEAVY_BALL), ("bfloat16", EMA), ("int8", NESTEROV), (SPARSE, EMA)]
+    ("wire", "rule"), [("float32", HEAVY_BALL), ("bfloat16", EMA), ("int8", NESTEROV), ("topk:8:2bit", EMA)]
 )
 def test_each_block_is_as_if_alone(rule: OuterRule, wire: str):
-    """A staggered fragment with a restart period of its own has the bits of a model whose other blocks are frozen.
-
-    That model's first round is as much shorter as the fragment's offset says. It is no matter what other fragments
-    sent, on a lossy wire either.
-    """
+    """A staggered fragment has the bits of a model whose other blocks are frozen and whose first round is shorter."""
     policies = {"first": 2, "norm": "cycle:1,3", "last": "soft:3:0.5:0.25"}
     run = start(rule, fragments=BLOCKS, restart=policies, wire=wire)
     run.go(range(38))
@@ -335,166 +344,6 @@ def test_each_block_is_as_if_alone(rule: OuterRule, wire: str):
         for name, tensor in alone.tensors().items():
             if name.split()[-1] in alone.engine.anchor:
                 assert same_bits(tensors[name], tensor), (block, name)
-
-
-# --- resumed ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("schedule", "wire"),
-    [
-        (Schedule((4,), 4, delay=2, mixing=0.5), "int8"),
-        (Schedule((2, 4, 6), 6), "int8"),
-        (Schedule((2, 4, 6), 6, delay=1), "bfloat16"),
-        (Schedule((2, 4, 6), 6, delay=5, mixing=0.5), "int8"),
-        (Schedule((3, 5, 7), 7, delay=3), "float32"),
-        (Schedule((5, 5, 5), 5, delay=2, mixing=0.5, stagger=False), "int8"),
-        (Schedule((2, 4, 6), 6), SPARSE),
-        (Schedule((5, 5, 5), 5, delay=2, mixing=0.5, stagger=False), SPARSE),
-    ],
-    ids=str,
-)
-def test_resumed_anywhere_equals_uninterrupted(schedule: Schedule, wire: str):
-    """Saved after any inner step, with reductions under way and owed digits too, a run goes on with the same bits.
-
-    Its reports say the same.
-    """
-    options: dict[str, Any] = {"wire": wire, "restart": 2}
-    steps = 2 * schedule.inner_steps + schedule.delay + 2
-    whole = schedule.engine(NESTEROV, **options)
-    states = [through_file(whole.state())]
-    reports: dict[int, RoundReport] = {}
-    ends = []
-    for step in range(steps):
-        report = whole.step(step)
-        if report is not None:
-            reports[step] = report
-        states.append(through_file(whole.state()))
-        ends.append({name: tensor.clone() for name, tensor in whole.tensors().items()})
-    last = whole.engine.finish()
-    for saved in range(steps + 1):
-        resumed = schedule.engine(NESTEROV, seed=50, **options)
-        resumed.load(states[saved])
-        for step in range(saved, steps):
-            report = resumed.step(step)
-            assert unlike(resumed.tensors(), ends[step]) == [], (saved, step)
-            assert (report is None) == (step not in reports)
-            if report is not None:
-                assert without_times(report) == without_times(reports[step])
-        final = resumed.engine.finish()
-        assert (final is None) == (last is None)
-        if final is not None and last is not None:
-            assert without_times(final) == without_times(last)
-        assert unlike(resumed.tensors(), whole.tensors()) == []
-
-
-def without_times(report: RoundReport) -> dict[str, Any]:
-    """What does not depend on the machine, NaN-safe."""
-    slots = (name for name in RoundReport.__dataclass_fields__ if name != "seconds")
-    return {name: str(getattr(report, name)) for name in slots}
-
-
-def test_loading_ends_what_is_under_way():
-    """A run that is set back while it reduces goes on as the state says, on a lossy wire too."""
-    schedule = Schedule((4,), 4, delay=2, mixing=0.5)
-    run = schedule.engine(NESTEROV, wire="int8")
-    run.go(range(4))
-    state = through_file(run.state())
-    run.go(range(4, 13))
-    ends = {name: tensor.clone() for name, tensor in run.tensors().items()}
-    run.load(state)
-    run.go(range(4, 13))
-    assert unlike(run.tensors(), ends) == []
-
-
-def test_a_sum_is_divided_by_those_that_made_it():
-    """A sum of two replicas that is under way in a state counts as two's, also where one replica goes on from it."""
-    two = start(NESTEROV, delay=2)
-    two.go(range(7))
-    single = start(NESTEROV, [0], delay=2, seed=3)
-    single.engine.load_state_dict(through_file(two.engine.state_dict()))
-    (pair_report,), (single_report,) = two.go([7]), single.go([7])
-    assert single_report.checksum == pair_report.checksum
-    assert single_report.pseudo_gradient_norm == pair_report.pseudo_gradient_norm
-
-
-def test_bytes_of_a_sum_are_told_once():
-    """Bytes sent before a run was set down, in mid-delay, are in the report of the run that ends the sync."""
-
-    class Sending(SingleProcess):
-        """Two processes that hold the same."""
-
-        size = 2
-
-        def gather(self, value: Any, kind: Any) -> list[Any]:
-            """The value twice."""
-            del kind
-            return [value, value]
-
-        def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
-            """The numbers twice."""
-            return [list(numbers)] * 2
-
-        def launch_sum(self, tensor: Tensor) -> Done:
-            """Leave it as it is."""
-            del tensor
-            return Done(bytes_sent=7)
-
-    run = start(NESTEROV, delay=3, communicator=Sending())
-    run.go(range(6))
-    for step in (6, 7):  # twice in one delay
-        state = through_file(run.state())
-        run = start(NESTEROV, delay=3, communicator=Sending(), seed=9)
-        run.load(state)
-        assert run.step(step) is None
-    (report,) = run.go([8])
-    assert report.bytes_sent == 7
-    (report,) = run.go(range(9, 15))
-    assert report.bytes_sent == 7
-
-
-def under_way(**options: Any) -> dict[str, Any]:
-    """A state with a reduction under way."""
-    usual: dict[str, Any] = {"inner_steps": 6, "fragments": 3, "delay": 1}
-    run = start(NESTEROV, **(usual | options))
-    run.go(range(6))
-    return run.engine.state_dict()
-
-
-@pytest.mark.parametrize(
-    ("state", "options", "words"),
-    [
-        (lambda: under_way(fragments=2), {}, ["fragments differ", "(3 of them)", "(2)", "checkpoint's"]),
-        (lambda: under_way(fragments={"a": "[03]", "b": "."}), {"fragments": 2}, ["fragments differ", "(0)", "(a)"]),
-        (lambda: under_way(delay=3), {"delay": 1, "inner_steps": 7}, ["reduction under way", "the checkpoint's"]),
-        (under_way, {"delay": 0}, ["reduction under way", "the checkpoint's"]),
-        (under_way, {"stagger": False}, ["reduction under way", "the checkpoint's"]),
-        (under_way, {"inner_steps": 9}, ["reduction under way", "the checkpoint's"]),
-    ],
-)  # fmt: skip
-def test_states_of_other_schedules_are_refused(state: Callable[[], Any], options: dict[str, Any], words: list[str]):
-    """Other fragments, and another schedule while reductions are under way, are refused; nothing has changed."""
-    usual: dict[str, Any] = {"inner_steps": 6, "fragments": 3, "delay": 1}
-    engine = start(NESTEROV, **(usual | options)).engine
-    before = engine.checksum()
-    with pytest.raises(ValueError, match=r"^DiLoCo\.load_state_dict: ") as caught:
-        engine.load_state_dict(state())
-    assert all(word in str(caught.value) for word in words), caught.value
-    assert engine.checksum() == before
-    assert (engine.round, engine.inner_step, engine.syncs) == (0, 0, 0)
-
-
-def test_another_schedule_may_follow_a_rounds_end():
-    """With nothing under way, a run may go on with another number of inner steps, another delay and unstaggered."""
-    run = start(NESTEROV, fragments=3, delay=1)
-    run.go(range(6))
-    run.engine.finish()
-    other = start(NESTEROV, fragments=3, delay=2, inner_steps=4, stagger=False, seed=9)
-    other.engine.load_state_dict(through_file(run.engine.state_dict()))
-    assert other.engine.checksum() == run.engine.checksum()
-    reports = other.go(range(6))
-    assert [report.round for report in reports] == [run.engine.round + 1]
 
 
 # --- what is reported ---------------------------------------------------------------------------------------------
@@ -581,10 +430,7 @@ def test_signals_of_the_step_that_reports():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_anchored_and_back(dtype: torch.dtype):
-    """At any step the replica under `anchored()` is the anchor and comes back bit for bit, after an error too.
-
-    The other replicas stay as they are, and the run goes on as if it had not been read.
-    """
+    """At any step a replica is the anchor under `anchored()` alone, then itself again, and the run goes on."""
     options: dict[str, Any] = {"fragments": 3, "delay": 3, "mixing": 0.5, "inner_steps": 6}
     models = [network(0, dtype), network(1, dtype)]
     engine = DiLoCo(models, NESTEROV, **options)
@@ -612,18 +458,7 @@ def test_anchored_and_back(dtype: torch.dtype):
 
 
 def test_when_the_replicas_are_the_anchor():
-    """`at_anchor` says so at the beginning, after a sync of all fragments and after finish(), and at no other moment.
-
-    Where it says so the replicas are the anchor's bits.
-    """
-
-    def is_anchor(run: Any) -> bool:
-        return all(
-            same_bits(p.detach(), run.engine.anchor[name])
-            for model in run.models
-            for name, p in model.named_parameters()
-        )
-
+    """`at_anchor` is true of the anchor's bits: at first, after a sync of all fragments, and after finish()."""
     cases: list[tuple[dict[str, Any], set[int]]] = [
         ({}, {6, 12}),
         ({"fragments": 3, "stagger": False}, {6, 12}),
@@ -639,13 +474,13 @@ def test_when_the_replicas_are_the_anchor():
             run.step(step)
             if run.engine.at_anchor:
                 seen.add(step)
-                assert is_anchor(run)
+                assert holds_anchor(run)
         assert seen == places, options
         run.step(13)
         assert not run.engine.at_anchor
         run.engine.finish()
         assert run.engine.at_anchor == ("mixing" not in options)
-        assert is_anchor(run)
+        assert holds_anchor(run)
 
 
 # --- memory -------------------------------------------------------------------------------------------------------
@@ -663,10 +498,7 @@ def test_when_the_replicas_are_the_anchor():
     ],
 )
 def test_fragments_that_never_meet_share_a_room(options: dict[str, Any], rooms: int):
-    """Pseudo-gradients of fragments that are never reduced at the same time lie in one room, as long as the longest.
-
-    Those of others never overlap.
-    """
+    """Pseudo-gradients never reduced at the same time lie in one room, as long as the longest; others lie apart."""
     engine = start(NESTEROV, fragments=3, **options).engine
     gradients = [fragment.gradient for fragment in engine.fragments]
     assert len({gradient.data_ptr() for gradient in gradients}) == rooms
@@ -677,37 +509,6 @@ def test_fragments_that_never_meet_share_a_room(options: dict[str, Any], rooms: 
     assert sum(fragment.flat.numel() for fragment in engine.fragments) == engine._setting.anchor.numel()
     spans = sorted((g.data_ptr(), g.data_ptr() + g.nbytes) for g in gradients)
     assert rooms == 1 or all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
-
-
-# --- mistakes -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"delay": -1}, ["DiLoCo: delay is -1", "from 0 to inner_steps - 1 = 5"]),
-        ({"delay": 6}, ["DiLoCo: delay is 6", "from 0 to inner_steps - 1 = 5"]),
-        ({"delay": 1.0}, ["DiLoCo: delay is 1.0", "whole number"]),
-        ({"delay": True}, ["DiLoCo: delay is True", "whole number"]),
-        ({"stagger": "no"}, ["DiLoCo: stagger is 'no'", "True", "False"]),
-        ({"mixing": 1.0}, ["DiLoCo: mixing is 1.0", "[0, 1)"]),
-        ({"mixing": -0.1}, ["DiLoCo: mixing is -0.1", "[0, 1)"]),
-        ({"mixing": float("nan")}, ["DiLoCo: mixing is nan", "[0, 1)"]),
-        ({"fragments": 7}, ["fragments is 7", "number of parameters, 6"]),
-        ({"fragments": {"a": "nothing"}}, ["'0.weight'", "no fragment's pattern"]),
-        ({"wire": "float16"}, ["wire is 'float16'", "float32, bfloat16, int8"]),
-        ({"fragments": 2, "wire": "topk:64:2bit"}, ["topk:64:2bit", "the smallest fragment has 48", "at most 48"]),
-        ({"fragments": BLOCKS, "restart": {"first": 2, "norm": 3}}, ["(last)", "first, norm, last"]),
-        ({"fragments": BLOCKS, "restart": {"first": 2, "norm": 3, "last": 1, "x": 1}}, ["(x)", "give each its policy"]),
-        ({"restart": {"1": 2}}, ["(0, 1)", "the fragments are 0"]),
-        ({"fragments": 2, "restart": {"0": 2, "1": "sometimes"}}, ["'sometimes'"]),
-    ],
-)
-def test_mistakes_say_what_to_do(options: dict[str, Any], words: list[str]):
-    """Each impossible schedule is refused with its value, the range and the remedy."""
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the words are matched below
-        start(NESTEROV, **options)
-    assert all(word in str(caught.value) for word in words), caught.value
 
 
 def test_one_outer_optimizer_of_several_is_asked_for_by_fragment():

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from rounds import Pair, report_of, shift
 from twophase.diloco import device_sweep, fragment, sweep, transfer
 from twophase.diloco import sync as sync_module
-from twophase.diloco.communicator import Pending, SingleProcess
+from twophase.diloco.communicator import Pending
 from twophase.diloco.engine import DiLoCo
 from twophase.rule import OuterRule
 
@@ -37,18 +38,12 @@ class Sum:
         self.tensor = None
 
 
-class Twins(SingleProcess):
-    """Two processes that hold the same; of each pair of messages one is this process's own."""
-
-    size = 2
+class Twins(Pair):
+    """Two processes that hold the same, whose sums come when they are waited for."""
 
     def launch_sum(self, tensor: Tensor) -> Pending:
         """Twice the tensor, later."""
         return Sum(tensor)
-
-    def exchange_bytes(self, sent: bytes, *, in_replica: bool = False) -> list[bytes]:
-        """The bytes twice."""
-        return [sent] if in_replica else [sent, sent]
 
 
 def model(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -78,9 +73,7 @@ def rounds(way: str, monkeypatch: pytest.MonkeyPatch, *, replicas: int, dtype: t
                 with torch.no_grad():
                     for p in module.parameters():
                         p.add_(0.1 * torch.randn(p.shape, generator=generator))
-            report = engine.step()
-            assert report is not None
-            reports.append(report)
+            reports.append(report_of(engine))
         state = engine.fragments[0].outer.state
         buffers = [state[p].get("momentum_buffer", torch.zeros(())) for p in engine.anchor.values()]
         trained = [p for module in models for p in module.parameters()]
@@ -150,10 +143,9 @@ def test_an_interrupted_sweep_is_refused(arrived: int, monkeypatch: pytest.Monke
         if len(waits) > arrived:
             raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, torch.no_grad():
+    with monkeypatch.context() as patch:
         patch.setattr(Sum, "wait", interrupted)
-        for p in module.parameters():
-            p.add_(1.0)
+        shift(module)
         with pytest.raises(KeyboardInterrupt):
             engine.step()
     assert all(map(torch.equal, before, engine.anchor.values())) == (arrived == 0)
@@ -206,9 +198,7 @@ def test_a_hook_of_the_outer_optimizer_sees_the_whole_gradient(monkeypatch: pyte
 
     engine.outer.register_step_pre_hook(halve)
     before = [p.detach().clone() for p in module.parameters()]
-    with torch.no_grad():
-        for p in module.parameters():
-            p.add_(1.0)
+    shift(module)
     engine.step()
     for p, old in zip(module.parameters(), before, strict=True):
         torch.testing.assert_close(p.detach(), old + 0.5)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,9 +19,9 @@ from outers import parameters
 from policies import each_rule
 from reference_outer import ReferenceOuter
 from replicas import Run, drift, network, same_bits, start, through_file, unlike
+from rounds import fill, report_of, shift
 from twophase.cli.main import main
 from twophase.diloco.engine import DiLoCo
-from twophase.diloco.report import RoundReport
 from twophase.optim.optimizer import OuterOptimizer
 from twophase.restart import Restart, RestartPolicy, RoundSignal, State, register
 from twophase.restart import parse as parse_policy
@@ -129,11 +128,10 @@ def test_equals_its_slow_twin(rule: OuterRule, restart: str):
         for replica, model in enumerate(models):
             drift(model, 2 * number + 1, replica)
         if number % 5 == 4:
-            jump(models[: 3 if number == 14 else 1])
+            shift(*models[: 3 if number == 14 else 1], by=10.0)  # a bad batch
         gradients = [twin.x - moved(model) for model in models]
-        report = engine.step()
+        report = report_of(engine)
         weights, memory = value.weigh([float(g.norm()) for g in gradients], memory)
-        assert report is not None
         rejections.append(report.rejected)
         assert report.rejected == weights.count(0.0)
         if any(weights):
@@ -148,14 +146,6 @@ def test_equals_its_slow_twin(rule: OuterRule, restart: str):
         torch.testing.assert_close(anchor, twin.x, rtol=1e-12, atol=1e-12)
         assert all(torch.equal(moved(model), anchor) for model in models)
     assert {0, 1, 3} <= set(rejections)
-
-
-@torch.no_grad()
-def jump(models: Sequence[nn.Module]) -> None:
-    """Some replicas have a bad batch."""
-    for model in models:
-        for p in model.parameters():
-            p.add_(10.0)
 
 
 SCENES: dict[str, dict[str, Any]] = {
@@ -181,9 +171,7 @@ def test_a_diverged_replica_leaves_the_mean_of_the_others(name: str):
     """With one of three not a number in every round, the anchor has the bits of a run of the two others."""
     run, others = start(edit(), (0, 1, 2), **SCENES[name]), start(RULE, (0, 1), **SCENES[name])
     for step in range(23):
-        with torch.no_grad():
-            for p in run.models[2].parameters():
-                p.fill_(math.nan)
+        fill(run.models[2], math.nan)
         report, other = run.step(step), others.step(step)
         if report is not None and other is not None:
             assert report.checksum == other.checksum
@@ -236,12 +224,9 @@ def test_all_rejected_is_no_outer_step():
     fragment = run.engine.fragments[0]
     before = {name: tensor.clone() for name, tensor in run.tensors().items()}
     group = dict(fragment.outer.param_groups[0])
-    with torch.no_grad():
-        for model in run.models:
-            for p in model.parameters():
-                p.fill_(math.nan)
-    report = run.engine.step()
-    assert report is not None
+    for model in run.models:
+        fill(model, math.nan)
+    report = report_of(run.engine)
     assert (report.rejected, report.replicas, report.pseudo_gradient_norm, report.groups) == (2, 2, 0.0, ())
     assert "2 rejected" in str(report)
     assert math.isnan(report.gain)
@@ -253,28 +238,6 @@ def test_all_rejected_is_no_outer_step():
     assert next(iter(run.go([4]))).rejected == 0
 
 
-@pytest.mark.parametrize("name", SCENES)
-def test_resumes_after_every_step(name: str):
-    """Set down and taken up after each inner step, with a weighed reduction under way: bits and reports as without."""
-    value = edit("edit:threshold=0.5:warmup=1:clip=2")
-    whole = start(value, restart=2, **SCENES[name])
-    expected = whole.go(range(23))
-    run, reports = start(value, restart=2, **SCENES[name]), []
-    for step in range(23):
-        reports += run.go([step])
-        state = through_file(run.state())
-        run = start(value, restart=2, seed=40, **SCENES[name])
-        run.load(state)
-    assert unlike(run.tensors(), whole.tensors()) == []
-    assert list(map(numbers, reports)) == list(map(numbers, expected))
-    assert any(report.rejected for report in reports)
-
-
-def numbers(report: RoundReport) -> str:
-    """What a report says but for seconds."""
-    return str({key: value for key, value in report.as_dict().items() if key != "seconds"})
-
-
 def test_sixteen_bit_replicas_are_measured_from_where_they_began():
     """Replicas that stand still have norm 0 and weight 1, though the anchor is between the numbers that they hold."""
     models = [network(0, torch.bfloat16) for _ in range(2)]
@@ -283,7 +246,7 @@ def test_sixteen_bit_replicas_are_measured_from_where_they_began():
         for view in engine.anchor.values():
             view.add_(1e-4 * view)
     engine._setting.restore()
-    assert (report := engine.step()) is not None
+    report = report_of(engine)
     assert (report.pseudo_gradient_norm, report.rejected) == (0.0, 0)
 
 
