@@ -41,11 +41,11 @@ def simulate(alone: Channel, parts: Sequence[Tensor]) -> Tensor:
 
 
 def residuals(channels: Sequence[Channel]) -> list[Tensor]:
-    """Copies of all that is owed; int8's sums owe as well, and a wire without state nothing."""
-    owed: list[Tensor] = []
-    for state in filter(None, (channel.state_dict() for channel in channels)):
-        owed += [*state["sent"], *([state["returned"]] if state["wire"] == "int8" else [])]
-    return [x.clone() for x in owed]
+    """Copies of what each sender owes, and int8's sum, of which each process has a part; a wire may have no state."""
+    states = [state for channel in channels if (state := channel.state_dict())]
+    returned = [state["returned"] for state in states if state["wire"] == "int8"]
+    owed = [x.clone() for state in states for x in state["sent"]]
+    return owed + ([torch.cat(returned)] if returned else [])
 
 
 def same_bits(first: Tensor, second: Tensor) -> bool:
