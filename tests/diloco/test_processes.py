@@ -174,17 +174,19 @@ WHATS = (*WHATS, *3 * ("schedules",), "wires", "parameters", "orders of paramete
 WHATS = (*WHATS, "texts", "seeds", "seeds")
 
 
+def refusal(attempt: Callable[[], Any]) -> str:
+    """What is said of an attempt."""
+    try:
+        attempt()
+    except (ValueError, Disagreement) as error:
+        return str(error)
+    return "nothing"
+
+
 def refusals(rank: int, pair: Communicator) -> list[str]:
     """What the pair is told."""
-    messages = []
-    for build in unlike_pairs(rank):
-        try:
-            with forced(pair):
-                build()
-            messages.append("nothing")
-        except ValueError as error:
-            messages.append(str(error))
-    return messages
+    with forced(pair):
+        return [refusal(build) for build in unlike_pairs(rank)]
 
 
 @contextmanager
@@ -228,11 +230,7 @@ def signals(rank: int, pair: Communicator) -> list[tuple[dict[str, float], int]]
 def unlike_signals(rank: int, pair: Communicator) -> str:
     """Each gives a signal of its own: what it is told."""
     run = start(RULE, [rank], inner_steps=1, communicator=pair)
-    try:
-        run.engine.step({["loss", "norm"][rank]: 1.0})
-    except ValueError as error:
-        return str(error)
-    return "nothing"
+    return refusal(lambda: run.engine.step({["loss", "norm"][rank]: 1.0}))
 
 
 # --- shards -------------------------------------------------------------------------------------------------------
@@ -333,10 +331,7 @@ def sharded(rank: int, mesh: Any) -> dict[str, Any]:
     group = ProcessGroup.of_mesh(mesh)
     replica = [rank // 2]
     results: dict[str, Any] = {name: trained(name, replica, group, shard) for name in SHARDED}
-    try:
-        train("whole", replica, None, shard)
-    except ValueError as error:
-        results["refused"] = str(error)
+    results["refused"] = refusal(lambda: train("whole", replica, None, shard))
     results["not shards"] = not_shards(mesh, group)
     results["cut matrices"] = cut_matrices(group, shard)
     run = train("patterns", replica, group, shard)
@@ -359,24 +354,16 @@ def sharded(rank: int, mesh: Any) -> dict[str, Any]:
     with torch.no_grad():
         if rank == 3:
             run.engine.anchor["3.weight"].add_(1.0)
-    try:
-        run.go(range(6, 18))
-    except Disagreement as error:
-        results["tampered"] = str(error)
+    results["tampered"] = refusal(lambda: run.go(range(6, 18)))
     return results
 
 
 def cut_matrices(group: Communicator, shard: Callable[[nn.Module], Any]) -> list[str]:
     """What is said of outer optimizers that would orthogonalize shards."""
-    model, messages = network(0), []
+    model = network(0)
     shard(model)
     values: list[Any] = [outer("muon"), lambda params: OuterOptimizer(params, "muon"), outer(RULE, filter="orthogonal")]
-    for value in values:
-        try:
-            DiLoCo(model, value, inner_steps=6, communicator=group)
-        except ValueError as error:
-            messages.append(str(error))
-    return messages
+    return [refusal(lambda value=value: DiLoCo(model, value, inner_steps=6, communicator=group)) for value in values]
 
 
 def not_shards(mesh: Any, group: Communicator) -> list[str]:
@@ -388,14 +375,8 @@ def not_shards(mesh: Any, group: Communicator) -> list[str]:
     fully_shard(in_part[0], mesh=mesh["shard"])  # type: ignore[index]
     fully_shard(short, mesh=mesh["shard"])
     copied = nn.Parameter(distribute_tensor(torch.zeros(4, 2), mesh["shard"], [Replicate()]))
-    messages = []
-    for model in (network(0), in_part, nn.ParameterDict({"w": copied}), short):
-        try:
-            DiLoCo(model, RULE, inner_steps=2, communicator=group)
-            messages.append("nothing")
-        except ValueError as error:
-            messages.append(str(error))
-    return messages
+    models = (network(0), in_part, nn.ParameterDict({"w": copied}), short)
+    return [refusal(lambda model=model: DiLoCo(model, RULE, inner_steps=2, communicator=group)) for model in models]
 
 
 def worker(rank: int, folder: Path) -> None:
@@ -417,7 +398,7 @@ def worker(rank: int, folder: Path) -> None:
     if rank < 2:
         two = ProcessGroup(pair)
         results["two"] = {name: scenario(name, [rank], two) for name in SCENARIOS}
-        results["two each"] = scenario("float32", [2 * rank, 2 * rank + 1], two)
+        results["two each"] = {"float32": scenario("float32", [2 * rank, 2 * rank + 1], two)}
         results["resumed"] = {name: scenario(name, [rank], two, resumed=True) for name in RESUMED}
         results["refused"] = refusals(rank, two)
         results["threshold"] = at_the_threshold(rank, two)
@@ -450,27 +431,21 @@ def test_two_processes_are_one(brought: list[dict[str, Any]], name: str):
 
 @pytest.mark.parametrize("name", RESUMED)
 def test_two_processes_resume_after_every_step(brought: list[dict[str, Any]], name: str):
-    """Two processes that are set down and taken up after every inner step end with the bits and reports of two others.
-
-    What is under way and what is owed is taken up too.
-    """
+    """Two processes that are set down and taken up after every step end with the bits and reports of two others."""
     for answers in brought[:2]:
         assert str(answers["resumed"][name]["reports"]) == str(answers["two"][name]["reports"])
         assert unlike(answers["resumed"][name]["tensors"], answers["two"][name]["tensors"]) == []
 
 
-@pytest.mark.parametrize("name", TOGETHER)
-def test_four_processes_agree(brought: list[dict[str, Any]], name: str):
-    """Four replicas hold the same bits after every round and at the end, and four in one process the same to rounding.
-
-    On a lossy wire, to the steps of its scales.
-    """
-    first, *others = (answers["four"][name] for answers in brought)
+@pytest.mark.parametrize(("where", "name"), [*(("four", name) for name in TOGETHER), ("two each", "float32")])
+def test_four_replicas_agree(brought: list[dict[str, Any]], where: str, name: str):
+    """In four processes or two they hold the same bits at every round's end, and those in one process nearly so."""
+    first, *others = (answers[where][name] for answers in brought[: 4 if where == "four" else 2])
     here = scenario(name, [0, 1, 2, 3], None)
     for other in others:
         assert other["reports"] == first["reports"]
         assert unlike(other["tensors"], first["tensors"]) == []
-    tolerance = 1e-5 if SCENARIOS[name]["wire"] == "float32" else 0.1
+    tolerance = 1e-5 if SCENARIOS[name]["wire"] == "float32" else 0.1  # rounding, or the steps of its scales
     for key, value in first["tensors"].items():
         torch.testing.assert_close(here["tensors"][key], value, rtol=tolerance, atol=tolerance)
     for actual, expected in zip(here["reports"], first["reports"], strict=True):
@@ -479,29 +454,13 @@ def test_four_processes_agree(brought: list[dict[str, Any]], name: str):
         assert actual["replicas"] == expected["replicas"] == 4
 
 
-def test_two_replicas_in_each_of_two_processes(brought: list[dict[str, Any]]):
-    """They agree with one another in bits, and with four replicas in one process to rounding."""
-    first, second = (answers["two each"] for answers in brought[:2])
-    here = scenario("float32", [0, 1, 2, 3], None)
-    assert first["reports"] == second["reports"]
-    for name in NAMES:
-        assert same_bits(first["tensors"][f"anchor {name}"], second["tensors"][f"anchor {name}"])
-        torch.testing.assert_close(
-            here["tensors"][f"anchor {name}"], first["tensors"][f"anchor {name}"], rtol=1e-5, atol=1e-5
-        )
-    assert {report["replicas"] for report in [*here["reports"], *first["reports"]]} == {4}
-
-
 # --- agreement ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("harm", ["anchor", "momentum buffer", "counters"])
 def test_a_harmed_process_is_caught_by_all(brought: list[dict[str, Any]], harm: str, delay: int):
-    """One process's anchor, buffer or counters are touched: every process is told at that fragment's very next round.
-
-    By a Disagreement with the fragment's name, what differs, between which processes, and what to do.
-    """
+    """One process's anchor, buffer or counters are touched: at that fragment's next round all say what differs."""
     shows = "anchor" if harm == "momentum buffer" else harm  # the harmed buffer has moved the anchor by then
     for answers in brought:
         message, step = answers["tampered"][harm, delay]
@@ -524,10 +483,7 @@ def test_unlike_processes_are_refused_by_both(brought: list[dict[str, Any]]):
 
 
 def test_machines_that_measure_unlike_decide_alike(brought: list[dict[str, Any]]):
-    """A norm at a policy's threshold, which comes out 1e-7 shorter on one of two processes, restarts both or none.
-
-    All decide by process 0's.
-    """
+    """A norm at a policy's threshold that is 1e-7 shorter on process 1 restarts none: all decide by process 0's."""
     first, second = (answers["threshold"] for answers in brought[:2])
     assert first == second
     assert not any(first[1])  # process 1 by itself would have restarted
@@ -550,14 +506,13 @@ def test_signals_are_means_over_the_replicas(brought: list[dict[str, Any]]):
 
 @pytest.mark.parametrize("name", SHARDED)
 def test_shards_equal_the_whole(brought: list[dict[str, Any]], name: str):
-    """Two replicas of two shards each are two unsharded replicas, to rounding (on int8, to the steps of its scales).
+    """Two replicas of two shards each are nearly two unsharded ones; shards of both have the same bits and reports.
 
-    On the sparse wire roughly, since a shard has chunks of its own. Shards have the same bits in both replicas after
-    every round, and all four processes report the same numbers, though an evaluation has unsharded the model before
-    every call of the engine.
+    An evaluation has unsharded the model before every call of the engine.
     """
     here = trained(name, [0, 1], None, lambda _: None)
     there = [answers["sharded"][name] for answers in brought]
+    # To rounding, to the steps of int8's scales, and roughly where a shard has chunks of its own.
     tolerance = {"int8": 0.05, "sparse": 0.2}.get(name, 2e-5)
     checksums = [[report["checksum"] for report in answers["reports"]] for answers in there]
     assert checksums[0] == checksums[2] != checksums[1] == checksums[3]
@@ -587,29 +542,20 @@ def test_shards_resume(brought: list[dict[str, Any]]):
         assert resumed == answers["sharded"]["patterns"]["reports"][-1 - len(resumed) : -1]
 
 
-def test_shards_need_their_mesh(brought: list[dict[str, Any]]):
-    """A sharded model without the groups of its mesh is refused with the remedy."""
-    for answers in brought:
-        assert "is sharded (a DTensor); pass communicator=ProcessGroup.of_mesh(mesh)" in answers["sharded"]["refused"]
+def test_what_cannot_be_in_shards_is_refused(brought: list[dict[str, Any]]):
+    """All four say so of shards without their mesh, of parameters that are not in shards, and of what needs matrices.
 
-
-def test_what_is_not_in_shards_is_refused(brought: list[dict[str, Any]]):
-    """On a mesh, a parameter that is whole everywhere, in part or by a DTensor, or that leaves a process without any.
-
-    The first would be counted once a process, the last has nothing to sum: all four are told.
+    A whole parameter would be counted once a process, a process without any has nothing to sum, and Muon and
+    orthogonalized pseudo-gradients would take each shard for a matrix.
     """
-    for answers in brought:
-        *whole, empty = answers["sharded"]["not shards"]
+    for answers in (answers["sharded"] for answers in brought):
+        assert "is sharded (a DTensor); pass communicator=ProcessGroup.of_mesh(mesh)" in answers["refused"]
+        *whole, empty = answers["not shards"]
         for name, message in zip(("0.weight", "2.weight", "w"), whole, strict=True):
             assert f"parameter {name!r} is whole on every process of the mesh's shard axis" in message
             assert "fully_shard(module, mesh=mesh['shard'])" in message
         assert "or on one of the processes that share a replica" in empty
-
-
-def test_values_of_whole_matrices_are_refused(brought: list[dict[str, Any]]):
-    """Muon and orthogonalized pseudo-gradients would take each shard for a matrix, given as values or by a function."""
-    for answers in brought:
-        assert ["sharded" in message for message in answers["sharded"]["cut matrices"]] == [True] * 3
+        assert ["sharded" in message for message in answers["cut matrices"]] == [True] * 3
 
 
 def test_shards_are_not_taken_for_unfrozen_parameters(brought: list[dict[str, Any]]):
