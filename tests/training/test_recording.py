@@ -6,7 +6,7 @@ import argparse
 import copy
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from twophase.optim.optimizer import OuterOptimizer
 from twophase.runs.folder import read_lines, read_rounds, read_summary
 from twophase.runs.log import standard
 from twophase.runs.record import read_record
-from twophase.training.recording import Recorder, setting
+from twophase.training.recording import setting
 
 RULE = OuterRule(0.7, 0.9, nesterov=True)
 WIDTH, INNER_STEPS, STEPS = 4, 4, 50
@@ -89,10 +89,12 @@ def recorded(loop: Loop, folder: Path, steps: range = range(STEPS), config: Any 
     """Train and record; return the reports."""
     reports, loss = [], math.nan
     with record(loop.engine, folder, config, inner=loop.inners[0]) as run:
+        assert run.step == steps.start
         for step, loss in zip(steps, loop.train(steps), strict=True):
             reports.append(loop.engine.step({"loss": loss}))
             if reports[-1] is not None:
                 loop.end_round()
+            run.log(mark=step + 1)
             if step == 20:
                 run.log(loss=torch.tensor(loss), temperature=3)
         if steps.stop == STEPS:
@@ -165,20 +167,25 @@ def test_pages_and_commands_work_on_it(
     assert "twophase train --config" not in page
 
 
-@pytest.mark.parametrize("falling", ["", "by a scheduler", "by hand"])
-def test_an_interrupted_loop_goes_on(tmp_path: Path, falling: str) -> None:
-    """A loop that was killed after its last save writes the lines after that again, and once.
+@pytest.mark.parametrize(
+    ("options", "saved_at"),
+    [
+        *(({"falling": falling}, 18) for falling in ("", "by a scheduler", "by hand")),
+        *(({"delay": 2, "mixing": 0.5}, saved_at) for saved_at in range(16, 21)),
+    ],
+)
+def test_an_interrupted_loop_goes_on(tmp_path: Path, options: dict[str, Any], saved_at: int) -> None:
+    """A loop that was killed after its last save writes the lines after that again, and once, as an undisturbed one.
 
-    Times apart, the logs are those of an undisturbed one, with an outer learning rate that falls as well. An unfinished
-    run has no summary.
+    Also where the outer learning rate falls, and where a sync's line comes after its round's end.
     """
-    whole, loop, again = (Loop(falling=falling) for _ in range(3))
+    whole, loop, again = (Loop(**options) for _ in range(3))
     recorded(whole, tmp_path / "whole")
-    assert (whole.engine.outer.param_groups[0]["lr"] < RULE.lr / 2) == bool(falling)
-    recorded_until(loop, tmp_path / "parts", saved_at=18, killed_at=33)
-    assert read_summary(tmp_path / "parts") is None
+    assert (whole.engine.outer.param_groups[0]["lr"] < RULE.lr / 2) == bool(options.get("falling"))
+    recorded_until(loop, tmp_path / "parts", saved_at=saved_at, killed_at=33)
+    assert read_summary(tmp_path / "parts") is None, "an unfinished run"
     again.load(torch.load(tmp_path / "state.pt", weights_only=True))
-    recorded(again, tmp_path / "parts", range(18, STEPS))
+    recorded(again, tmp_path / "parts", range(saved_at, STEPS))
     for name in ("rounds.jsonl", "metrics.jsonl"):
         assert timeless(read_lines(tmp_path / "parts" / name)) == timeless(read_lines(tmp_path / "whole" / name)), name
     assert read_record(tmp_path / "parts").problems == []
@@ -274,13 +281,6 @@ def test_a_last_round_that_is_taken_again(tmp_path: Path, fragments: int) -> Non
     assert read_record(tmp_path / "run").problems == []
 
 
-def test_the_replicas_of_a_loop_whose_processes_come_and_go() -> None:
-    """The engine knows its own alone, so the number is the caller's to say."""
-    engine = Loop(Meeting(), replicas=1).engine
-    assert "replicas" not in setting(engine)
-    assert setting(engine, {"replicas": 2})["replicas"] == 2
-
-
 @pytest.mark.parametrize("saved_at", [None, 9, 10])
 def test_a_loop_that_joins_others_goes_on(tmp_path: Path, saved_at: int | None) -> None:
     """Its place is where `join` has brought it: by its own state, or to the beginning, with the old lines beside."""
@@ -303,53 +303,15 @@ def test_a_loop_that_joins_others_goes_on(tmp_path: Path, saved_at: int | None) 
     assert read_record(tmp_path / "run").problems == []
 
 
-def test_the_syncs_of_a_recorded_loop() -> None:
-    """What the estimate of progress must know is there where it is unusual."""
-    assert "sync" not in setting(Loop().engine)
-    engine = Loop(delay=1, mixing=0.5, wire="bfloat16").engine
-    assert setting(engine)["sync"] == {"delay": 1, "mixing": 0.5, "wire": "bfloat16"}
-
-
-@pytest.mark.parametrize("saved_at", [5, 6, 7, 8, 9])
-def test_a_loop_with_a_delay_goes_on_at_its_step(tmp_path: Path, saved_at: int) -> None:
-    """A sync's line comes after its round's end, so the engine's count of inner steps says where the loop goes on."""
-
-    def engine() -> tuple[nn.Linear, DiLoCo]:
-        model = nn.Linear(4, 4)
-        return model, DiLoCo(model, RULE, inner_steps=4, delay=2, mixing=0.5)
-
-    def go(model: nn.Linear, engine: DiLoCo, run: Recorder, steps: range) -> None:
-        for step in steps:
-            with torch.no_grad():
-                model.weight -= 0.1
-            engine.step()
-            run.log(mark=step)
-            if step == saved_at:
-                torch.save((engine.state_dict(), model.state_dict()), tmp_path / "state.pt")
-
-    model, first = engine()
-    with suppress(ZeroDivisionError), record(first, tmp_path / "run") as run:
-        go(model, first, run, range(1, 12))
-        raise ZeroDivisionError
-    model, second = engine()
-    states = torch.load(tmp_path / "state.pt", weights_only=True)
-    model.load_state_dict(states[1])
-    second.load_state_dict(states[0])
-    with record(second, tmp_path / "run") as run:
-        assert run.step == saved_at
-        go(model, second, run, range(saved_at + 1, 12))
-    marks = [(line["step"], line["mark"]) for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "mark" in line]
-    assert marks == [(step, step) for step in range(1, 12)]
-
-
 def recorded_until(loop: Loop, folder: Path, saved_at: int, killed_at: int) -> None:
     """Record a loop that saves itself once and ends by an error later."""
-    with suppress(ZeroDivisionError), record(loop.engine, folder, inner=loop.inners[0]):
+    with suppress(ZeroDivisionError), record(loop.engine, folder, inner=loop.inners[0]) as run:
         for step, loss in enumerate(loop.train(range(STEPS))):
             if step == killed_at:
                 raise ZeroDivisionError
             if loop.engine.step({"loss": loss}) is not None:
                 loop.end_round()
+            run.log(mark=step + 1)
             if step + 1 == saved_at:
                 torch.save(loop.state(), folder.parent / "state.pt")
 
@@ -387,6 +349,8 @@ def test_refusals(tmp_path: Path) -> None:
             ("open", {}, UsageError, "another process"),
             ("new", {"config": {"inner_steps": 5}}, ValueError, "inner_steps = 5, and the engine 4"),
             ("new", {"config": 3}, ValueError, "a mapping"),
+            ("new", {"config": {"a": {"b": 1}, "a.b": 2}}, ValueError, "record: config"),
+            ("new", {"config": {"a": "\ud800"}}, ValueError, "record: config"),
             ("new", {"track": "no-such"}, UsageError, "no such tracker"),
             ("new", {"inner": [torch.optim.SGD(nn.Linear(1, 1).parameters())]}, ValueError, "inner is a list"),
         ):
@@ -394,10 +358,15 @@ def test_refusals(tmp_path: Path) -> None:
                 pass
         with pytest.raises(ValueError, match="give a DiLoCo"), record(nn.Linear(1, 1), tmp_path / "new"):  # type: ignore[arg-type]
             pass
-        with pytest.raises(ValueError, match="single number"):
-            run.log(loss=torch.zeros(2))  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="tokens is nan; give their number"):
-            run.log(tokens=math.nan)
+        for name, value, words in (
+            ("loss", torch.zeros(2), "single number"),
+            ("tokens", math.nan, "log: tokens is nan; give their number"),
+            ("x", 10**400, "log: x is"),
+            ("step", "x", "log: step is"),
+            ("step", math.inf, "log: step is"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                run.log(**{name: value})
         assert len(vars(engine)) == len(vars(Loop().engine)) + 4, "a refused record leaves the open one's calls"
     assert not (tmp_path / "new").exists()
     assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == files
@@ -500,37 +469,43 @@ if __name__ == "__main__":
     _in_a_process(int(sys.argv[1]), Path(sys.argv[2]))
 
 
-def test_a_schedule_is_recorded_with_the_methods_own_rate() -> None:
-    """The configuration of a recorded loop is the same at the start and in the middle of a schedule."""
-    x = nn.Parameter(torch.ones(3))
-    outer = OuterOptimizer([x], twophase.outer("nesterov", lr=0.3, schedule="linear:rounds=9", readout="ema"))
-    before = setting(outer)
-    for _ in range(5):
-        x.grad = 0.5 * x.detach()
-        outer.step()
-    assert outer.param_groups[0]["lr"] < 0.3
-    assert setting(outer) == before
-    assert before["outer"]["lr"] == 0.3
-
-
-def test_a_set_of_the_configuration_has_one_order() -> None:
-    """Equal sets make one run: the order of a set follows the hash seed, or how it was filled."""
-    engine = Loop().engine
+def test_the_setting_of_a_loop() -> None:
+    """Syncs are there where they are unusual, replicas where the engine knows them, and equal sets have one order."""
+    assert "sync" not in setting(Loop().engine)
+    engine = Loop(delay=1, mixing=0.5, wire="bfloat16").engine
+    assert setting(engine)["sync"] == {"delay": 1, "mixing": 0.5, "wire": "bfloat16"}
+    engine = Loop(Meeting(), replicas=1).engine  # among processes that come and go
+    assert "replicas" not in setting(engine)
+    assert setting(engine, {"replicas": 2})["replicas"] == 2
     for layers in ({8, 0}, {0, 8}, frozenset([8, 0])):
         assert setting(engine, {"layers": layers})["user"] == {"layers": [0, 8]}
 
 
-def test_a_momentum_that_a_scheduler_cycles_is_recorded_as_it_began() -> None:
-    """A loop under a scheduler that writes momenta, too, has the same configuration at its start and later."""
-    x = nn.Parameter(torch.ones(3))
+SCHEDULED = twophase.outer("nesterov", lr=0.3, schedule="linear:rounds=9", readout="ema")
+
+
+def cycled(x: nn.Parameter) -> tuple[OuterSGD, torch.optim.lr_scheduler.LRScheduler]:
+    """An outer optimizer under a scheduler that writes momenta, too."""
     outer = OuterSGD([x], 0.7, 0.9)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(outer, max_lr=0.7, total_steps=20)
+    return outer, torch.optim.lr_scheduler.OneCycleLR(outer, max_lr=0.7, total_steps=20)
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "value"),
+    [(lambda x: (OuterOptimizer([x], SCHEDULED), None), "lr", 0.3), (cycled, "momentum", 0.95)],
+    ids=["schedule", "scheduler"],
+)
+def test_a_schedule_is_recorded_as_it_began(make: Callable[..., Any], name: str, value: float) -> None:
+    """The configuration of a recorded loop is the same at the start and in the middle of a schedule."""
+    x = nn.Parameter(torch.ones(3))
+    outer, scheduler = make(x)
     before = setting(outer)
-    for _ in range(4):
+    for _ in range(5):
         x.grad = 0.5 * x.detach()
         outer.step()
-        schedule.step()
-    assert outer.param_groups[0]["momentum"] < before["outer"]["momentum"] == 0.95
+        if scheduler is not None:
+            scheduler.step()
+    assert outer.param_groups[0][name] < value == before["outer"][name]
     assert setting(outer) == before
 
 
@@ -545,24 +520,6 @@ def test_param_groups_that_take_rounds_in_turn_are_refused(tmp_path: Path) -> No
         with pytest.raises(ValueError, match="round 1 ends again"):
             outer.step()
     assert [line["round"] for line in read_rounds(tmp_path / "run")] == [1]
-
-
-@pytest.mark.parametrize("values", [{"x": 10**400}, {"step": "x"}, {"step": math.inf}], ids=["large", "word", "inf"])
-def test_what_is_no_number_is_not_logged(tmp_path: Path, values: dict[str, Any]) -> None:
-    """A value that no float holds, and a step that is no whole number, are refused by name."""
-    with (
-        record(Loop().engine, tmp_path / "run") as run,
-        pytest.raises(ValueError, match=f"log: {next(iter(values))} is"),
-    ):
-        run.log(**values)
-
-
-@pytest.mark.parametrize("config", [{"a": {"b": 1}, "a.b": 2}, {"a": "\ud800"}], ids=["path", "surrogate"])
-def test_a_configuration_that_no_folder_can_hold(tmp_path: Path, config: dict[str, Any]) -> None:
-    """It is refused before there is a folder, which no later loop could take."""
-    with pytest.raises(ValueError, match="record: config"), record(Loop().engine, tmp_path / "run", config):
-        pass
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("stagger", [True, False])

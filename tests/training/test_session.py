@@ -17,6 +17,13 @@ from twophase.training import session
 from twophase.training.session import _meeting, process_group, take_device
 
 
+def set_place(monkeypatch: pytest.MonkeyPatch, **values: Any) -> None:
+    """The environment of the first of two processes of torchrun."""
+    place = {"WORLD_SIZE": 2, "RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1} | values
+    for name, value in place.items():
+        monkeypatch.setenv(name, str(value))
+
+
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Devices that were set, on a machine that seems to have two GPUs."""
@@ -67,10 +74,9 @@ def test_world_sizes_that_are_no_numbers(monkeypatch: pytest.MonkeyPatch, size: 
 
 def test_an_environment_that_is_not_torchruns(monkeypatch: pytest.MonkeyPatch):
     """Some variables of torchrun's without the others: they are named, with what sets them."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.delenv("MASTER_PORT", raising=False)
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    set_place(monkeypatch)
+    monkeypatch.delenv("RANK")
+    monkeypatch.delenv("MASTER_PORT")
     with (
         pytest.raises(UsageError, match="WORLD_SIZE=2 but no RANK, MASTER_PORT; start the processes with torchrun"),
         process_group(TrainConfig()),
@@ -85,12 +91,8 @@ def test_an_environment_that_is_not_torchruns(monkeypatch: pytest.MonkeyPatch):
 def test_a_group_has_timeouts_and_its_own_gpu(
     monkeypatch: pytest.MonkeyPatch, device: str, timeout: float | None, place: str | None, seconds: float
 ):
-    """It forms within the first timeout, and the second one holds from then on.
-
-    NCCL is bound to the rank's GPU and reports errors instead of aborting.
-    """
-    for name, value in {"WORLD_SIZE": 2, "RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
-        monkeypatch.setenv(name, str(value))
+    """It forms within the first timeout, the second holds from then on; NCCL has the rank's GPU and reports errors."""
+    set_place(monkeypatch)
     monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "")  # so that it is put back
     monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT")
     joined: dict[str, Any] = {}
@@ -130,9 +132,7 @@ def test_the_first_process_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatc
     port = store.port
     if not agent:
         del store
-    place = {"WORLD_SIZE": 2, "RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    for name, value in (place | {"TORCHELASTIC_USE_AGENT_STORE": agent}).items():
-        monkeypatch.setenv(name, str(value))
+    set_place(monkeypatch, MASTER_PORT=port, TORCHELASTIC_USE_AGENT_STORE=agent)
     with (
         pytest.raises(RunError, match=f"the processes cannot meet at 127.0.0.1:{port} .process 1 has not come in 1 s"),
         process_group(TrainConfig(), patience=1.0),

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from trained import stop_after
 from twophase.base.config import UsageError, with_values
 from twophase.diloco.communicator import SingleProcess
 from twophase.runs.folder import SUMMARY, RunFolder, read_lines
@@ -24,6 +25,7 @@ from twophase.training.train import train
 from twophase.training.trainer import RESERVED, Trainer
 
 TRUTH = torch.tensor([[1.0, -2.0, 3.0]])
+SHORT = {"steps": 12, "inner_steps": 4, "outer.restart": "never"}
 
 
 @dataclass(frozen=True)
@@ -65,9 +67,9 @@ def config() -> TrainConfig:
     return with_values(TrainConfig(steps=60, inner_steps=6, checkpoint_every=2), values)
 
 
-def run(config: TrainConfig, path: Path, **options: Any) -> dict[str, Any]:
+def run(config: TrainConfig, path: Path, task: Any = None, **options: Any) -> dict[str, Any]:
     with RunFolder.claim(path, config) as folder:
-        return train(Regression(), config, folder, **options)
+        return train(task or Regression(), config, folder, **options)
 
 
 def test_another_task_is_trained(config: TrainConfig, tmp_path: Path) -> None:
@@ -78,20 +80,15 @@ def test_another_task_is_trained(config: TrainConfig, tmp_path: Path) -> None:
     assert "batches_per_second" in read_lines(tmp_path / "whole" / "steps.jsonl")[0]
     lines = [*read_lines(tmp_path / "whole" / "metrics.jsonl"), json.loads((tmp_path / "whole" / SUMMARY).read_text())]
     assert set().union(*lines) - {"perplexity", "largest"} == RESERVED
-    calls = iter(range(100))
-    assert run(config, tmp_path / "parts", should_stop=lambda: next(calls) == 20)["exit_reason"] == "stopped"
+    assert run(config, tmp_path / "parts", should_stop=stop_after(21))["exit_reason"] == "stopped"
     assert run(config, tmp_path / "parts")["checksum"] == whole["checksum"]
 
 
 def test_other_data_is_refused(config: TrainConfig, tmp_path: Path) -> None:
     """A run goes on only with the data that it began with; the message names the task."""
-    calls = iter(range(100))
-    run(config, tmp_path, should_stop=lambda: next(calls) == 20)
-    with (
-        RunFolder.claim(tmp_path, config) as folder,
-        pytest.raises(UsageError, match=r"Regression: .* is not the one that this run began with"),
-    ):
-        train(Regression(points=8), config, folder)
+    run(config, tmp_path, should_stop=stop_after(21))
+    with pytest.raises(UsageError, match=r"Regression: .* is not the one that this run began with"):
+        run(config, tmp_path, Regression(points=8))
 
 
 def test_the_plain_step_is_autograd(config: TrainConfig) -> None:
@@ -130,13 +127,9 @@ class Experts(Regression):
 
 def test_a_parameter_that_one_replica_has_not_met(config: TrainConfig, tmp_path: Path) -> None:
     """Its optimizer has no moments of what the outer step has moved already; the run goes on all the same."""
-    config, calls = with_values(config, {"steps": 12, "inner_steps": 4, "outer.restart": "never"}), iter(range(100))
-    stops: list[Any] = [lambda: next(calls) == 5, lambda: False]
-    ends = []
-    for stop in stops:
-        with RunFolder.claim(tmp_path, config) as folder:
-            ends.append(train(Experts(), config, folder, should_stop=stop)["exit_reason"])
-    assert ends == ["stopped", "finished"]
+    config = with_values(config, SHORT)
+    assert run(config, tmp_path, Experts(), should_stop=stop_after(6))["exit_reason"] == "stopped"
+    assert run(config, tmp_path, Experts())["exit_reason"] == "finished"
 
 
 class DualAveraging(torch.optim.Optimizer):
@@ -174,11 +167,11 @@ def test_an_inner_optimizer_of_another_kind_is_resumed(
     kind: Any, config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may remember other things than torch's, and change its settings: the bits are those of a run in one go."""
-    config = with_values(config, {"steps": 12, "inner_steps": 4, "outer.restart": "never", "inner.lr": 0.01})
+    config = with_values(config, SHORT | {"inner.lr": 0.01})
     inner = lambda _, model, config: kind(model.parameters(), lr=config.lr)  # noqa: E731
     monkeypatch.setattr(Regression, "inner", inner, raising=False)
-    whole, calls = run(config, tmp_path / "whole"), iter(range(100))
-    assert run(config, tmp_path / "parts", should_stop=lambda: next(calls) == 5)["exit_reason"] == "stopped"
+    whole = run(config, tmp_path / "whole")
+    assert run(config, tmp_path / "parts", should_stop=stop_after(6))["exit_reason"] == "stopped"
     assert run(config, tmp_path / "parts")["checksum"] == whole["checksum"]
 
 
@@ -193,14 +186,10 @@ class Broken(Regression):
 
 def test_a_replica_that_a_filter_leaves_out_ends_no_run(config: TrainConfig, tmp_path: Path) -> None:
     """Its loss is no number, and the anchor is that of the others; without the filter the run has diverged."""
-    base = with_values(config, {"steps": 12, "inner_steps": 4, "outer.restart": "never", "replicas": 3})
-    ends = {}
-    for name in ("none", "edit"):
-        case = with_values(base, {"outer.filter": name})
-        with RunFolder.claim(tmp_path / name, case) as folder:
-            ends[name] = train(Broken(), case, folder)
-    assert [end["exit_reason"] for end in ends.values()] == ["diverged", "finished"]
-    assert ends["edit"]["validation_loss"] < float("inf")
+    cases = [with_values(config, SHORT | {"replicas": 3, "outer.filter": name}) for name in ("none", "edit")]
+    plain, edited = (run(case, tmp_path / case.outer.filter, Broken()) for case in cases)
+    assert (plain["exit_reason"], edited["exit_reason"]) == ("diverged", "finished")
+    assert edited["validation_loss"] < float("inf")
 
 
 class Frozen(Regression):
