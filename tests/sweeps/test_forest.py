@@ -305,10 +305,7 @@ def test_a_killed_walk_loses_little(
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["none", "lost states"])
 def test_jobs_in_any_order(base: TrainConfig, tmp_path: Path, alone: Alone, fault: str) -> None:
-    """Jobs done by several growers in any order take the same steps to the same runs.
-
-    A job whose states are gone, torn, altered or of other runs goes back as far as it must; the result is the same.
-    """
+    """Jobs done by several growers in any order make the same runs, in the same steps unless states are damaged."""
     made = plan(grid(base, momentum=(0.5, 0.9), restart=("never", "2", "3")))
     jobs = made.forest.jobs(40)
     assert len(jobs) > 2
@@ -574,10 +571,7 @@ def test_few_states_are_held(base: TrainConfig, tmp_path: Path) -> None:
 def test_states_stay_on_the_device_while_there_is_room(
     base: TrainConfig, tmp_path: Path, alone: Alone, monkeypatch: pytest.MonkeyPatch, room: str
 ) -> None:
-    """Copies on the device are the runs alone, too, so nothing that trains goes on writing to them.
-
-    What finds no room is in main memory; and nothing is written to disk in a walk that is shorter than `save_seconds`.
-    """
+    """Copies on the device, or in main memory without room there, are the runs alone, too; a short walk writes none."""
     made = plan(grid(base, lr=(0.3, 0.7, 1.1), restart=("never", "2", "4")))  # three ways at the first branch
     on_device, written, copied = [], [], []
     usual = states._cloned

@@ -175,10 +175,7 @@ def test_numbers_are_what_they_print_as(number: float, other: float, same: bool)
 
 
 def floats(run: Run, rounds: int, seed: int = 0) -> list[tuple[bytes, bytes, torch.Tensor | None]]:
-    """A run in float32 on pseudo-gradients of a seed.
-
-    After each round: the anchor, what the update makes of a fixed anchor, and the buffer.
-    """
+    """After each round in float32: the anchor, what the update makes of a fixed anchor, and the buffer."""
     generator = torch.Generator().manual_seed(seed)
     start = torch.randn(37, generator=generator)
     moving, fixed = start.clone().requires_grad_(), start.clone().requires_grad_()
@@ -220,10 +217,7 @@ def check_floats(runs: list[Run], rounds: int, seed: int = 0) -> None:
 
 @pytest.mark.slow
 def test_equal_names_are_equal_bits() -> None:
-    """On a whole grid, as long as the names of two runs agree, so do the bits of their anchors.
-
-    An update of the same name does the same to any anchor, and buffers of the same name are equal.
-    """
+    """On a whole grid, equal names mean equal bits: of updates, of anchors after a history of them, and of buffers."""
     runs = [run for run in GRID if run[0].lr in (0.3, 0.6, 3.0)]
     check_floats(runs, ROUNDS)
     # Not in vain: most runs have a twin, and hundreds of pairs that part later share three updates or more.
@@ -268,10 +262,7 @@ def test_bits_imply_algebra() -> None:
 
 
 def test_bits_are_not_finer_than_need_be() -> None:
-    """Among runs of one form at momentum 0.9, what bits tell apart exact arithmetic tells apart.
-
-    The exception is heavy ball and Nesterov at period 1: plain SGD by different operations.
-    """
+    """Among runs of one form at momentum 0.9, bits tell apart no more than exact arithmetic, plain SGD aside."""
     for form in FORMS:
         runs = [
             (OuterRule(lr, 0.9, nesterov, form), policy)
@@ -281,7 +272,7 @@ def test_bits_are_not_finer_than_need_be() -> None:
         by_algebra = {run: tuple(algebra(*run, ROUNDS)) for run in runs}
         for run, other in itertools.combinations(runs, 2):
             if by_algebra[run] == by_algebra[other] and by_bits[run] != by_bits[other]:
-                assert {run[1], other[1]} == {Periodic(1)}
+                assert {run[1], other[1]} == {Periodic(1)}  # heavy ball and Nesterov, by different operations
                 assert run[0].nesterov != other[0].nesterov
 
 
@@ -363,10 +354,7 @@ def test_first_update_of_heavy_ball() -> None:
 @pytest.mark.parametrize("nesterov", BOTH, ids=["hb", "nag"])
 @pytest.mark.parametrize("period", [1, 2, 11])
 def test_a_period_shares_its_first_rounds(period: int, nesterov: bool, form: str) -> None:
-    """A run of period K has the updates 1 ... K of its sibling without restarts and none of the later ones.
-
-    The buffer differs after round K already.
-    """
+    """A run of period K has the updates 1 ... K of its sibling without restarts, the buffers before, and none later."""
     rule = OuterRule(0.7, 0.9, nesterov, form)  # type: ignore[arg-type]
     restarted, sibling = bits(rule, Periodic(period), 12), bits(rule, Never(), 12)
     names = list(zip(algebra(rule, Periodic(period), 12), algebra(rule, Never(), 12), strict=True))

@@ -62,15 +62,13 @@ TABLE_1 = {  # form and momenta: asked over executed rounds, and distinct runs, 
 @pytest.mark.parametrize("rounds", [12, 25, 63])
 @pytest.mark.parametrize(("form", "momenta"), TABLE_1, ids=["sum-0", "sum", "ema-0", "ema"])
 def test_counts_of_grid_1(rounds: int, form: str, momenta: Any) -> None:
-    """Distinct runs, and asked over executed rounds, are those of the table, which counts in exact arithmetic.
-
-    In sum form the bits share as much; in EMA form a little less, where coefficients agree on paper only.
-    """
+    """Distinct runs, and asked over executed rounds, are those of the table, which counts in exact arithmetic."""
     base = with_values(TrainConfig(steps=rounds, inner_steps=1), {"outer.form": form})
     made = plan(grid(base, momentum=momenta, nesterov=BOTH, **GRID_1))
     assert (made.cells, made.steps_asked) == (420, 420 * rounds)
     saving, runs = TABLE_1[form, momenta][rounds].split()
     assert len(made.runs) == int(runs)
+    # In EMA form bits share a little less: there some coefficients agree on paper only.
     assert made.steps_asked / made.steps == pytest.approx(float(saving), abs=0.005, rel=0 if form == "sum" else 0.005)
 
 
@@ -97,10 +95,7 @@ def grid_2(form: str, *inner_steps: int) -> Plan:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("inner_steps", TABLE_2)
 def test_counts_of_grid_2(inner_steps: int, form: str) -> None:
-    """The paper's grid at 12,500 inner steps, the last round shorter: runs and steps are those of the table.
-
-    Bits share as much as exact arithmetic, in which the table counts, in sum form, and a little less in EMA form.
-    """
+    """The paper's grid at 12,500 inner steps, the last round shorter: runs and steps are those of the table."""
     made = grid_2(form, inner_steps)
     runs, executed, in_sum = TABLE_2[inner_steps]
     assert (made.steps_asked, len(made.runs)) == (420 * 12_500, runs)
@@ -112,12 +107,9 @@ def test_counts_of_grid_2(inner_steps: int, form: str) -> None:
 
 @pytest.mark.slow
 def test_counts_of_grid_2_all_together() -> None:
-    """Of several lengths of a round in one plan, any two share the steps before the first update of the shorter.
-
-    So the trunks become one as long as the longest.
-    """
+    """Of several lengths of a round in one plan, any two share the steps before the first update of the shorter."""
     together, apart = grid_2("ema", *TABLE_2), [grid_2("ema", inner_steps) for inner_steps in TABLE_2]
-    trunks = sum(TABLE_2) - max(TABLE_2)
+    trunks = sum(TABLE_2) - max(TABLE_2)  # they become one, as long as the longest
     assert len(together.runs) == sum(len(made.runs) for made in apart)
     assert together.steps == sum(made.steps for made in apart) - trunks
     path = together.forest.roots
@@ -222,10 +214,7 @@ def path_to(forest: Forest, leaf: Node) -> list[Node]:
 
 @given(CELLS, st.booleans())
 def test_the_forest_is_the_prefix_tree(drawn: list[dict[str, Any]], merge: bool) -> None:
-    """A node has all runs whose updates up to its start are its own; its children differ in the update at its end.
-
-    Each run is below one root and in one leaf, and the stretches between are its steps, each once.
-    """
+    """A node has all runs whose updates to its start are its; children differ in the next; a path has a run's steps."""
     made = plan(sweep_of(cells_of(drawn)), merge=merge)
     forest, histories = made.forest, histories_of(made.runs)
     for node in forest.nodes.values():
@@ -251,14 +240,11 @@ def test_the_forest_is_the_prefix_tree(drawn: list[dict[str, Any]], merge: bool)
 
 @given(CELLS, st.booleans())
 def test_counts_by_brute_force(drawn: list[dict[str, Any]], merge: bool) -> None:
-    """The steps to execute are the distinct pairs of history and step; exact arithmetic would need no more.
-
-    A node's total is its own and its descendants' steps.
-    """
+    """The steps to execute are the distinct pairs of history and step; a node's total is of it and what is below."""
     cells = cells_of(drawn)
     made = plan(sweep_of(cells), merge=merge)
     assert made.steps == made.forest.steps == brute_steps(histories_of(made.runs))
-    assert brute_steps(histories_of(made.runs, "exact")) <= made.steps
+    assert brute_steps(histories_of(made.runs, "exact")) <= made.steps  # exact arithmetic would need no more
     assert made.steps <= made.steps_asked == sum(cell.config.steps for cell in cells)
     assert made.cells == len(cells)
     for node in made.forest.nodes.values():
@@ -310,10 +296,7 @@ def test_nodes_are_in_order(drawn: list[dict[str, Any]], merge: bool) -> None:
 
 @given(CELLS, st.one_of(st.integers(1, 40), st.integers(1, 300)))
 def test_jobs_cover_the_forest(drawn: list[dict[str, Any]], most: int) -> None:
-    """Every node is in one job, after the job that ends where it begins.
-
-    A job that is cut no further is within the limit or cannot be cut.
-    """
+    """Every node is in one job, after the job that ends where it begins; whole trees are within the limit."""
     forest = plan(sweep_of(cells_of(drawn)), merge=False).forest
     jobs = forest.jobs(most)
     covered: Counter[str] = Counter()
@@ -370,10 +353,7 @@ def check_merge(sweep: Sweep, made: Plan) -> dict[History, list[str]]:
 @pytest.mark.slow
 @given(TWINS, st.data())
 def test_merging_is_equality_of_coefficients(drawn: list[dict[str, Any]], data: st.DataObject) -> None:
-    """Runs become one if and only if all else is equal and the exact coefficients of every update are.
-
-    The one that is kept is one of them, is finished if any is, and is otherwise the plainest.
-    """
+    """Runs become one, a finished one or the plainest, if all else and the exact coefficients of every update agree."""
     sweep = sweep_of(cells_of(drawn))
     event(f"{len(plan(sweep).stands_for)} twins")
     finished = {run for run in sweep.runs if data.draw(st.booleans())}
@@ -421,10 +401,7 @@ OTHER_VALUES = {
 
 @pytest.mark.parametrize("path", OTHER_VALUES)
 def test_nothing_else_is_shared(path: str) -> None:
-    """Runs that differ in anything but the outer optimizer have a tree for each value, as if planned apart.
-
-    They are not each other's twins even where their outer optimizers are.
-    """
+    """Runs that differ in more than the outer optimizer have a tree for each value, and twins, as if planned apart."""
     values = OTHER_VALUES[path]
     base, outer = TrainConfig(steps=40, inner_steps=4), {"momentum": (0.0, 0.9), "restart": ("never", "2")}
     made = plan(grid(base, **{path: values}, **outer))

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +195,12 @@ def finish(path: Path, config: Config) -> None:
         folder.finish(numbers | {"diverged": False, "exit_reason": "end"})
 
 
+def work_of(folder: Path) -> Work:
+    made = Work.read(folder)
+    assert made is not None
+    return made
+
+
 def must_not(*_: Any, **__: Any) -> Any:
     raise AssertionError("this must not be called")
 
@@ -245,8 +252,7 @@ def test_shared_stretches_are_done_once(tmp_path: Path, command: list[str]) -> N
     """Every piece above a branch is done once, before what needs its state; every run below is done once."""
     sweep = grid(lr=(0.3, 0.5, 0.7), momentum=(0.5, 0.9), restart=("never", "3", "4"))
     assert counts(run_sweep(sweep, tmp_path, workers=2, command=command)) == (18, 0, 0, 0)
-    made = Work.read(tmp_path)
-    assert made is not None
+    made = work_of(tmp_path)
     wanted = [job.node for job in made.jobs.values() if not job.deep]
     assert len(wanted) >= 2
     assert sorted(lines(tmp_path / "trunks")) == sorted(wanted)
@@ -273,8 +279,7 @@ def test_failures_of_workers_elsewhere_are_told(tmp_path: Path) -> None:
     """A call that starts no worker, only to look, says what has failed and why; the next call tries it again."""
     sweep, folder = sweep_of("ok", "ok"), tmp_path / "out"
     run_sweep(sweep, folder, workers=0)
-    work, queue = Work.read(folder), Queue(folder)
-    assert work is not None
+    work, queue = work_of(folder), Queue(folder)
     for name in work.jobs:
         claim = queue.take(queue.look([name]))
         assert claim is not None
@@ -287,10 +292,7 @@ def test_failures_of_workers_elsewhere_are_told(tmp_path: Path) -> None:
 
 
 def test_devices_are_dealt_out(tmp_path: Path, command: list[str]) -> None:
-    """Each worker sees the device that it was given, and one that replaces it sees the same.
-
-    A slow run holds up one worker only: the other takes all the rest.
-    """
+    """A worker and its replacement see one device; a slow run holds up one worker, and the other takes the rest."""
     sweep = sweep_of("waits for 12", "killed once", *["ok"] * 12)
     run_sweep(sweep, tmp_path, workers=2, command=command, devices=["5", "7"])
     seen = [device for _, _, device in started(tmp_path)]
@@ -342,48 +344,30 @@ def test_every_run_is_a_trial(tmp_path: Path, command: list[str]) -> None:
     assert [arm for arm, _ in trials_of(tmp_path)] == ["diverges", "fails once", "ok", "ok"]
 
 
-@pytest.mark.parametrize("failures", [1, 99])
+@pytest.mark.parametrize(("failures", "torn"), [(1, b""), (1, b'{"op_code": 4, "wor'), (99, b"")])
 def test_trials_that_cannot_be_written(
-    tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch, failures: int
+    tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch, failures: int, torn: bytes
 ) -> None:
-    """A journal that cannot be written does not stop the runs; it is tried again, at the latest by the next call."""
+    """A disk that is full, also inside of a line of the journal, stops no run: trials are written later, each once."""
     record, calls = Trials.record, iter(range(failures))
 
     def flaky(*words: Any) -> None:
         if next(calls, None) is not None:
+            with (tmp_path / TRIALS).open("ab") as file:
+                file.write(torn)
             raise OSError("no space left")
         record(*words)
 
     sweep = sweep_of("ok", "diverges")
-    with monkeypatch.context() as patch:
+    refused = pytest.raises(RuntimeError, match=r"the trials cannot be written \(no space left\)")
+    with monkeypatch.context() as patch, refused if failures == 99 else nullcontext():
         patch.setattr(Trials, "record", flaky)
-        if failures == 99:
-            with pytest.raises(RuntimeError, match=r"the trials cannot be written \(no space left\)"):
-                run_sweep(sweep, tmp_path, workers=1, command=command)
-        else:
-            run_sweep(sweep, tmp_path, workers=1, command=command)
+        run_sweep(sweep, tmp_path, workers=1, command=command)
     assert states(tmp_path) == ["finished", "diverged"]
+    wanted = [("diverges", "diverged"), ("ok", "finished")]
+    assert failures == 99 or trials_of(tmp_path) == wanted
     assert run_sweep(sweep, tmp_path, workers=1, command=["/nonexistent"]).skipped == 2
-    assert trials_of(tmp_path) == [("diverges", "diverged"), ("ok", "finished")]
-
-
-def test_a_journal_with_half_a_line_is_written_anew(
-    tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A disk that fills up inside a line of the journal costs no trial, and none is glued to that half."""
-    record = Trials.record
-    calls = iter([True])
-
-    def flaky(trials: Trials, *words: Any) -> None:
-        if next(calls, False):
-            with (tmp_path / TRIALS).open("ab") as file:
-                file.write(b'{"op_code": 4, "wor')
-            raise OSError("no space left")
-        record(trials, *words)
-
-    monkeypatch.setattr(Trials, "record", flaky)
-    run_sweep(sweep_of("ok", "diverges"), tmp_path, workers=1, command=command)
-    assert trials_of(tmp_path) == [("diverges", "diverged"), ("ok", "finished")]
+    assert trials_of(tmp_path) == wanted
 
 
 def test_leftovers_of_killed_processes_go(tmp_path: Path, command: list[str]) -> None:
@@ -587,10 +571,7 @@ except KeyboardInterrupt:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["ctrl-c", "kill"])
 def test_workers_of_a_parent_that_ends(tmp_path: Path, command: list[str], how: str) -> None:
-    """SIGINT to the parent's process group, as a terminal sends it, or its death: the workers save and end.
-
-    The next call goes on.
-    """
+    """SIGINT to the parent's group, as of a terminal, or its death: the workers save and end, the next call goes on."""
     sweep = sweep_of("hang", "hang")
     words = [sys.executable, "-c", PARENT, str(Path(__file__).parent), str(tmp_path), *command]
     with subprocess.Popen(words, start_new_session=True) as process:
@@ -632,8 +613,7 @@ def test_finished_run_stays_canonical(tmp_path: Path, command: list[str]) -> Non
 def test_extension_of_a_stopped_sweep(tmp_path: Path, command: list[str]) -> None:
     """Jobs of the former plan that still wait are dropped, and states that say nothing about added runs removed."""
     run_sweep(grid(lr=(0.3, 0.5, 0.7), momentum=(0.5, 0.9)), tmp_path, workers=0)
-    old = Work.read(tmp_path)
-    assert old is not None
+    old = work_of(tmp_path)
     (root,) = old.forest.roots
     old.state(root.id).parent.mkdir()
     old.state(root.id).touch()

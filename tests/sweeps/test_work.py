@@ -45,6 +45,12 @@ def unfinished(plan: Work, runs: Sequence[str] | None = None) -> list[str]:
     return [run for run in runs or plan.runs if not plan.finished(run)]
 
 
+def read(folder: Path) -> Work:
+    made = Work.read(folder)
+    assert made is not None
+    return made
+
+
 def finish(plan: Work, run: str) -> None:
     config = with_values(from_tree(Config, plan.base), plan.runs[run])
     with RunFolder.claim(plan.run_folder(run), config) as folder:
@@ -93,7 +99,7 @@ def test_a_link_in_the_place_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "sweep").mkdir()
     made = written(tmp_path / "sweep")
     (tmp_path / "sweep" / "runs").symlink_to(tmp_path / "shared")
-    assert Work.read(tmp_path / "sweep") is not None
+    read(tmp_path / "sweep")
     run = next(iter(made.runs))
     (tmp_path / "shared" / run).symlink_to(tmp_path)
     with pytest.raises(UsageError, match=f"runs/{run} is a link"):
@@ -121,9 +127,7 @@ def never() -> bool:
 
 
 def errors(folder: Path) -> dict[str, str]:
-    plan = Work.read(folder)
-    assert plan is not None
-    standings = Queue(folder).look(plan.jobs)
+    standings = Queue(folder).look(read(folder).jobs)
     return {job: standing.error for job, standing in standings.items() if standing.state == "failed"}
 
 
@@ -131,8 +135,7 @@ def test_plan_survives_the_disk(tmp_path: Path) -> None:
     """`read` gives back what `write` wrote; each run's configuration is the base with its values."""
     sweep = grid(momentum=(0.0, 0.9), restart=("never", "2"))
     made = written(tmp_path, sweep)
-    again = Work.read(tmp_path)
-    assert again is not None
+    again = read(tmp_path)
     assert replace(again, forest=made.forest) == made
     assert again.forest.nodes == made.forest.nodes
     assert len(again.stands_for) == 1
@@ -322,7 +325,5 @@ def test_plan_that_changes_under_a_worker(tmp_path: Path) -> None:
             written(tmp_path, large, most=14)
 
     work(tmp_path, execute, stopped=never)
-    newer = Work.read(tmp_path)
-    assert newer is not None
-    assert unfinished(newer) == []
+    assert unfinished(read(tmp_path)) == []
     assert errors(tmp_path) == {}
