@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from twophase.advice.evidence import within
+from twophase.figures.matplotlib_types import Axes, Figure
 from twophase.figures.style import INK, MUTED, headline, look, name_panels, new_page
 from twophase.spectrum import PLACES, Forecast, Seen, Setting, loss_curve
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 Rows = list[dict[str, Any]]
 

@@ -7,11 +7,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from twophase.base.files import table_text
+from twophase.figures.matplotlib_types import Axes, Figure, ScalarMappable
 from twophase.figures.style import (
     DIVERGED,
     HATCH,
@@ -26,11 +27,6 @@ from twophase.figures.style import (
     write_files,
 )
 from twophase.sweeps.table import Setting, State, readable
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.figure import Figure
 
 WIDEST_RANGE = 3.0
 """The colour scale ends at this multiple of the best value; a blow-up beyond it must not flatten the rest."""

@@ -6,9 +6,10 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from twophase.figures.heatmaps import Panel, draw_heatmaps, heatmaps, scale_of, tile
+from twophase.figures.matplotlib_types import Figure
 from twophase.figures.style import styled
 from twophase.sweeps.grid import MOMENTUM_FREE
 from twophase.sweeps.table import (
@@ -23,9 +24,6 @@ from twophase.sweeps.table import (
     settings,
     without_ratio,
 )
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _MOST_PANELS = 24
 _TOP = 10

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from twophase.figures.matplotlib_types import Axes
 from twophase.figures.style import MUTED, look
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 _FARTHEST = 30
 """Per cent behind the best."""

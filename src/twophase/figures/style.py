@@ -12,14 +12,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from textwrap import wrap
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from twophase.base.config import UsageError
 from twophase.base.files import write_atomic
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from twophase.figures.matplotlib_types import Axes, Figure
 
 WIDTH_INCHES = 6.75
 """The text width of a two-column journal page."""

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from twophase.figures.matplotlib_types import Axes, Figure
 from twophase.figures.profiles import draw_profiles
 from twophase.figures.style import INK, PAPER, headline, new_page, share_legend
 from twophase.recipes.arms import CONTROL
 from twophase.recipes.bench import CANDIDATES, NESTEROV, short
 from twophase.studies._bench_expected import MAIN
 from twophase.studies.study import Result
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 SIGNS = {"better": "+", "worse": "\N{MINUS SIGN}", "equivalent": "=", "undecided": ""}
 """What a word looks like in the map."""

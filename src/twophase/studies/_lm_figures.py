@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from twophase.figures.heatmaps import Scale, colours_of, draw_colour_bar, draw_tiles, scale_of
+from twophase.figures.matplotlib_types import Axes, Figure, ScalarMappable
 from twophase.figures.style import headline, new_page
 from twophase.sweeps.table import readable
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.figure import Figure
 
 LineAt = Callable[[Any, Any], Mapping[str, Any] | None]
 """From the values of the horizontal and the vertical axis to the line there, None where the design has no run."""

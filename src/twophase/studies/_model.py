@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from twophase.figures.matplotlib_types import Axes
 from twophase.figures.style import look, signed
 from twophase.policies.base import RestartPolicy
 from twophase.policies.gain import mean_outer_gain
@@ -21,9 +22,6 @@ from twophase.theory.rollout import Block, rollout, rollout_blocks
 
 Curve: TypeAlias = tuple[str, OuterRule, "RestartPolicy | str | int | tuple[int, ...]"]
 """A curve's name, rule, and restarts: one policy for all modes, or a period for each block."""
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 LOG_10 = float(np.log(10))
 SIX = (0.95, 0.85, 0.75, 0.60, 0.45, 0.30)
 """The paper's six modes (its figure 1b)."""

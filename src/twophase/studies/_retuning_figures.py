@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from twophase.figures.matplotlib_types import Axes, Figure
 from twophase.figures.style import MUTED, PAPER, headline, look, new_figure, share_legend, span
 from twophase.recipes.paper import BETA_SWEEP, BOTH_FORMS, K_SWEEP, OWN_K_SWEEP, RULES, arm_name, control_name
 from twophase.rule import FORM_WORDS
@@ -17,10 +18,6 @@ from twophase.studies._lm_figures import never_fires
 from twophase.studies.study import Result, select
 from twophase.sweeps.grid import MOMENTUM_FREE
 from twophase.sweeps.table import readable
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 HIGHEST = 1.7
 """A panel ends at this multiple of the best of its row; what lies above is written at its upper edge."""

@@ -20,10 +20,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from twophase.figures.matplotlib_types import Axes, Figure
 from twophase.figures.style import MUTED, PAPER, headline, look, name_panels, new_figure
 from twophase.judge.cells import Paired, outcomes
 from twophase.recipes.paper import Scale
@@ -33,10 +34,6 @@ from twophase.studies._lm import change_words, tally
 from twophase.studies.study import Result
 from twophase.sweeps.grid import words_of
 from twophase.sweeps.table import SEED, Row, format_table, readable, settings
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 QUESTION = "Do restart periods by block, from curvature or from a run, beat one period for all blocks?"
 CHOOSES_RUNS = True

@@ -17,18 +17,15 @@ linear: at least as width^-1/2 (arXiv 1902.06720), as 1/width in an expansion (a
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from twophase.figures.matplotlib_types import Axes, Figure
 from twophase.figures.style import MUTED, headline, look, name_panels, new_figure, signed
 from twophase.studies._model import AVERAGING, HEAVY_BALL, USUAL
 from twophase.studies.study import Result, select
 from twophase.theory.contraction import restart_factor
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 QUESTION = "Does the mode theory, restarts included, hold in the training of a network?"
 

@@ -9,10 +9,11 @@ Source: theory notes R22 to R25, anchors A2 and A3.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
+from twophase.figures.matplotlib_types import Axes, Figure
 from twophase.figures.style import HATCH, INK, headline, look, new_figure, share_legend, signed, span
 from twophase.rule import OuterRule
 from twophase.studies._model import (
@@ -38,10 +39,6 @@ from twophase.theory.inputs import rule_grid
 from twophase.theory.mixing import best_schedule, chebyshev_rate, mixed_periods
 from twophase.theory.modes import asymptotic_rate
 from twophase.theory.periods import best_period
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 QUESTION = "What do mixed restart periods gain, and is it more than tuning the rule gains?"
 

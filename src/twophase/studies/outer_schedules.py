@@ -13,12 +13,13 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from scipy.stats import spearmanr
 
 from twophase.base.config import with_values
+from twophase.figures.matplotlib_types import Figure
 from twophase.figures.style import headline, look, name_panels, new_figure, signed, span
 from twophase.judge.bench import results_of
 from twophase.recipes.arms import CONTROL
@@ -29,12 +30,7 @@ from twophase.studies._model import dot_chart
 from twophase.studies.study import Result, select
 from twophase.theory.inputs import rule_grid
 from twophase.theory.schedules import InnerPhases, best_rates, inner_phases, moments
-from twophase.training.config import inner_lr
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-    from twophase.training.config import RunConfig
+from twophase.training.config import RunConfig, inner_lr
 
 QUESTION = "What should an outer schedule do for a given inner one, and does the bench rank arms likewise?"
 

@@ -9,20 +9,17 @@ Source: paper section 3 and its choice of K, appendix A.9; theory notes E1, E2, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from scipy.special import logsumexp
 
+from twophase.figures.matplotlib_types import Axes, Figure
 from twophase.figures.style import HATCH, headline, in_words, look, name_panels, new_figure, share_legend, span
 from twophase.studies._model import LOG_10, dot_chart, log_residuals, verdict
 from twophase.studies.study import Result, select
 from twophase.theory.inputs import rule_grid
 from twophase.theory.periods import heuristic_period
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 QUESTION = "How much does each criterion for the restart period lose against the best period?"
 

@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from twophase.figures.matplotlib_types import Figure
 from twophase.figures.style import MUTED, headline, look, new_page, signed
 from twophase.judge.decision import MARGIN
 from twophase.judge.regimes import Rule, fit, right
 from twophase.recipes.bench import FITTED, TREATMENTS, stored
 from twophase.studies.study import Result
 from twophase.sweeps.table import format_table
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 QUESTION = "Does averaging's own run say what a momentum, a restart or a rising outer rate would give?"
 AVERAGING = "averaging"

@@ -8,10 +8,11 @@ Source: paper figure 1 and its details in the appendix; theory notes E1, E15, E1
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
+from twophase.figures.matplotlib_types import Axes, Figure
 from twophase.figures.style import INK, MUTED, headline, look, name_panels, new_figure, new_page, share_legend
 from twophase.rule import OuterRule
 from twophase.studies._model import (
@@ -37,10 +38,6 @@ from twophase.theory.inputs import rule_grid
 from twophase.theory.modes import asymptotic_rate, envelope
 from twophase.theory.periods import best_period, block_periods, cancellation_periods, heuristic_period
 from twophase.theory.rollout import rollout
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 QUESTION = "Does restarting the outer momentum near its cancellations speed up quadratic modes (paper figure 1)?"
 

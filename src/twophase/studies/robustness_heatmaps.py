@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import twophase.studies._lm as lm
+from twophase.figures.matplotlib_types import Figure
 from twophase.figures.style import region_words
 from twophase.recipes.paper import BOTH_FORMS, PERIOD, RULES, Scale, arm_name, control_name, robustness_heatmaps
 from twophase.rule import FORM_WORDS
@@ -22,9 +23,6 @@ from twophase.studies._lm_figures import LineAt, PageRow, heatmap_page
 from twophase.studies.study import Result, select
 from twophase.sweeps.grid import MOMENTUM_FREE
 from twophase.sweeps.table import Row, format_table, readable
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 QUESTION = "Do restarts enlarge the good region of outer learning rate and momentum of a language model?"
 _NEVER, _RESTARTED = "never", f"K={PERIOD}"

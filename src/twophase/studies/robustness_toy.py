@@ -9,10 +9,11 @@ Source: paper figure 2; theory notes E15, E16, R18, R20, R31, anchor A5.
 from __future__ import annotations
 
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from twophase.figures.matplotlib_types import Axes, Figure
 from twophase.figures.style import DIVERGED, HATCH, INK, headline, look, new_figure, region_words, share_legend, signed
 from twophase.policies.gain import mean_outer_gain
 from twophase.policies.scheduled import Periodic
@@ -20,10 +21,6 @@ from twophase.rule import FORM_WORDS, FORMS, Form, OuterRule
 from twophase.studies._model import KINDS, SIX, WIDE, dot_chart, log10_loss, verdict
 from twophase.studies.study import Result, select
 from twophase.theory.inputs import rule_grid
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 QUESTION = "Do restarts enlarge the region of good outer learning rates and momenta (paper figure 2)?"
 

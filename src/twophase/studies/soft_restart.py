@@ -10,9 +10,10 @@ Source: paper appendix, the soft restart sweeps; theory notes R26, R27, E14.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import twophase.studies._lm as lm
+from twophase.figures.matplotlib_types import Figure
 from twophase.figures.style import in_words
 from twophase.recipes.paper import (
     BOTH_FORMS,
@@ -30,9 +31,6 @@ from twophase.studies._lm import MARGIN, Line, perplexity_words
 from twophase.studies._lm_figures import NEVER_FIRES, LineAt, PageRow, heatmap_page, never_fires
 from twophase.studies.study import Result, select
 from twophase.sweeps.table import Row, format_table
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 QUESTION = "Is a soft restart of the outer momentum worth its two more hyperparameters?"
 SMALL = 0.01

@@ -23,13 +23,14 @@ import statistics
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from itertools import product as product_of
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from scipy.special import stdtr
 
 import twophase.studies._lm as lm
 from twophase.diloco.formats import WIRES, TopK
+from twophase.figures.matplotlib_types import Axes, Figure
 from twophase.figures.style import MUTED, headline, look, name_panels, new_page, share_legend
 from twophase.judge.cells import ARM, BOTH, CONTROL, MISSING, DataFrame, Paired, fate, outcomes, worst
 from twophase.recipes.paper import PERIOD, RULES, Scale, arm_name
@@ -39,10 +40,6 @@ from twophase.sweeps.grid import Axis, Cell, Sweep, product
 from twophase.sweeps.table import SEED, Row, format_table
 from twophase.sweeps.table import arm_name as shown_name
 from twophase.tasks.lm.config import VOCABULARY_SIZES, TrainConfig
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 QUESTION = "Does sending pseudo-gradients in fewer bytes change what a language model reaches?"
 EXACT, *LOSSY = WIRES
