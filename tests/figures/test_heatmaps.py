@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from twophase.base.config import UsageError
 from twophase.figures import heatmaps as plot
 from twophase.figures import overview
-from twophase.figures.heatmaps import Panel, Scale, heatmaps, readable_on, scale_of
+from twophase.figures.heatmaps import Heatmaps, Panel, Scale, readable_on, scale_of
 from twophase.figures.style import INK, log_ticks
 from twophase.sweeps.table import Row, State, settings
 
@@ -45,7 +45,7 @@ def panel(*rows: Sequence[float | State]) -> Panel:
 def test_the_files(tmp_path: Path) -> None:
     """A figure is a PNG of the promised size, a PDF, and a CSV with a line a cell; same input, same bytes."""
     pytest.importorskip("matplotlib")
-    paths = heatmaps([[PANEL, PANEL]], path_stem=tmp_path / "a.b", note="outlined: good", **LABELS)
+    paths = Heatmaps([[PANEL, PANEL]], note="outlined: good", **LABELS).write(tmp_path / "a.b")
     assert [path.name for path in paths] == ["a.b.png", "a.b.pdf", "a.b.csv"]
     assert {path.name for path in tmp_path.iterdir()} == {path.name for path in paths}
     png, pdf, table = (path.read_bytes() for path in paths)
@@ -61,7 +61,7 @@ def test_the_files(tmp_path: Path) -> None:
         "one,1.1,0.9,,missing,false",
     ]
     assert table.decode().splitlines() == [*lines, *lines[1:]]
-    again = heatmaps([[PANEL, PANEL]], path_stem=tmp_path / "again", note="outlined: good", **LABELS)
+    again = Heatmaps([[PANEL, PANEL]], note="outlined: good", **LABELS).write(tmp_path / "again")
     assert [path.read_bytes() for path in again] == [png, pdf, table]
 
 
@@ -70,8 +70,8 @@ def test_other_shapes(tmp_path: Path) -> None:
     """Many cells, panels of different shapes, and figures without a single number are drawn without a warning."""
     pytest.importorskip("matplotlib")
     big = panel(*([8.0 + i + j for i in range(11)] for j in range(9)))
-    assert heatmaps([[big, PANEL], [PANEL, big]], path_stem=tmp_path / "f", **LABELS)
-    assert heatmaps([[panel(["diverged", "missing", "failed"])]], path_stem=tmp_path / "f", **LABELS)
+    assert Heatmaps([[big, PANEL], [PANEL, big]], **LABELS).write(tmp_path / "f")
+    assert Heatmaps([[panel(["diverged", "missing", "failed"])]], **LABELS).write(tmp_path / "f")
 
 
 def shown(figure: Any) -> list[str]:
@@ -202,5 +202,5 @@ def test_missing_matplotlib_has_a_remedy(tmp_path: Path, monkeypatch: pytest.Mon
     """Without matplotlib the message says what to install, and nothing is written."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(UsageError, match=r"pip install 'twophase\[plot\]'"):
-        heatmaps([[PANEL]], path_stem=tmp_path / "f", **LABELS)
+        Heatmaps([[PANEL]], **LABELS).write(tmp_path / "f")
     assert not list(tmp_path.iterdir())

@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -182,8 +183,12 @@ def test_titles_follow_the_numbers(
     """Each title says what the numbers say, whichever way; below it stand form and seeds; the maps share a scale."""
     seen: list[dict[str, Any]] = []
     form, seeds, reading = setting
-    for name in ("heatmaps", "thresholds"):
-        monkeypatch.setattr(f"twophase.studies._demo.{name}", lambda _, **rest: [seen.append(rest)])
+
+    def drawn(_: object, **rest: Any) -> Any:
+        return SimpleNamespace(write=lambda _: [seen.append(rest)])
+
+    monkeypatch.setattr("twophase.studies._demo.Heatmaps", drawn)
+    monkeypatch.setattr("twophase.studies._demo.thresholds", lambda _, **rest: [seen.append(rest)])
     sweep = demo(quick=True, seeds=seeds, base=with_values(TrainConfig(), {"outer.form": form}))
     draw(rows(sweep, value), sweep, Path("nowhere"))
     for page, part in zip(seen, words, strict=True):

@@ -94,22 +94,12 @@ def scale_of(values: Sequence[float], within: float = 0.25) -> Scale:
     return Scale(low, max(min(high, WIDEST_RANGE * low), 1.05 * low), low * (1 + within))
 
 
-def heatmaps(
-    panels: Sequence[Sequence[Panel]],
-    *,
-    x_label: str,
-    y_label: str,
-    colour_label: str,
-    title: str,
-    path_stem: Path,
-    reading: str = "",
-    note: str = "",
-    scale: Scale | None = None,
-) -> list[Path]:
-    """Draw rows of heatmaps on one logarithmic colour scale and write them as `.png`, `.pdf` and `.csv`.
+@dataclass(frozen=True, slots=True)
+class Heatmaps:
+    """Rows of heatmaps on one logarithmic colour scale; lower is better.
 
-    Lower is better. Every finished cell shows its number; diverged cells are hatched, cells without a result grey, and
-    the region within the scale's bound is outlined. The files are byte for byte the same for the same input.
+    Every finished cell shows its number; diverged cells are hatched, cells without a result grey, and the region within
+    the scale's bound is outlined.
 
     Args:
         panels: rows of panels, at least one, all rows of one length.
@@ -117,58 +107,61 @@ def heatmaps(
         y_label: name of the vertical axis.
         colour_label: what the numbers are, with their unit.
         title: what the numbers say.
-        path_stem: the files' path without their endings; its folder must exist.
         reading: below the title, in which setting and over which seeds.
         note: a line below the panels, for what a reader must know to read them.
         scale: the colour scale; `scale_of` everything that the panels show when None.
-
-    Returns:
-        The paths written.
-
-    Raises:
-        UsageError: matplotlib is not installed, or the files cannot be written.
     """
-    scale = scale or scale_of(_shown(panels))
-    words = {"x_label": x_label, "y_label": y_label, "colour_label": colour_label}
-    with styled():
-        pictures = rendered(draw_heatmaps(panels, scale, title=title, reading=reading, note=note, **words))
-    rows = [
-        {
-            "panel": panel.title,
-            x_label: _setting_text(panel.x[i]),
-            y_label: _setting_text(panel.y[j]),
-            "value": None if value is None else repr(value),
-            "state": state,
-            "outlined": value is not None and value <= scale.bound,
-        }
-        for panel in itertools.chain(*panels)
-        for i, j, state, value in panel.tiles()
-    ]
-    return write_files(path_stem, pictures | {".csv": table_text(rows)})
 
+    panels: Sequence[Sequence[Panel]]
+    x_label: str
+    y_label: str
+    colour_label: str
+    title: str
+    reading: str = ""
+    note: str = ""
+    scale: Scale | None = None
 
-def draw_heatmaps(
-    panels: Sequence[Sequence[Panel]],
-    scale: Scale | None = None,
-    *,
-    x_label: str,
-    y_label: str,
-    colour_label: str,
-    title: str,
-    reading: str = "",
-    note: str = "",
-) -> Figure:
-    """Draw what `heatmaps` writes, in the present style."""
-    scale = scale or scale_of(_shown(panels))
-    figure, colours = _draw(panels, scale, x_label, y_label)
-    draw_colour_bar(figure, colours, scale, colour_label, max(_shown(panels), default=0.0))
-    headline(figure, title, f"{colour_label}, lower is better and lighter{reading and '; '}{reading}")
-    figure.supxlabel(note, fontsize=7.5, color="#444444")
-    return figure
+    def draw(self) -> Figure:
+        """Draw them, in the present style."""
+        scale = self._scale()
+        figure, colours = _draw(self.panels, scale, self.x_label, self.y_label)
+        draw_colour_bar(figure, colours, scale, self.colour_label, max(self._values(), default=0.0))
+        reading = f"{self.reading and '; '}{self.reading}"
+        headline(figure, self.title, f"{self.colour_label}, lower is better and lighter{reading}")
+        figure.supxlabel(self.note, fontsize=7.5, color="#444444")
+        return figure
 
+    def write(self, path_stem: Path) -> list[Path]:
+        """Write `.png`, `.pdf` and the `.csv` of what they show, byte for byte the same for the same panels and words.
 
-def _shown(panels: Sequence[Sequence[Panel]]) -> list[float]:
-    return [value for row in panels for panel in row for *_, value in panel.tiles() if value is not None]
+        Args:
+            path_stem: the files' path without their endings; its folder must exist.
+
+        Raises:
+            UsageError: matplotlib is not installed, or the files cannot be written.
+        """
+        with styled():
+            pictures = rendered(self.draw())
+        bound = self._scale().bound
+        rows = [
+            {
+                "panel": panel.title,
+                self.x_label: _setting_text(panel.x[i]),
+                self.y_label: _setting_text(panel.y[j]),
+                "value": None if value is None else repr(value),
+                "state": state,
+                "outlined": value is not None and value <= bound,
+            }
+            for panel in itertools.chain(*self.panels)
+            for i, j, state, value in panel.tiles()
+        ]
+        return write_files(path_stem, pictures | {".csv": table_text(rows)})
+
+    def _scale(self) -> Scale:
+        return self.scale or scale_of(self._values())
+
+    def _values(self) -> list[float]:
+        return [value for row in self.panels for panel in row for *_, value in panel.tiles() if value is not None]
 
 
 def _draw(panels: Sequence[Sequence[Panel]], scale: Scale, x_label: str, y_label: str) -> tuple[Figure, ScalarMappable]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from twophase.figures.heatmaps import Panel, draw_heatmaps, heatmaps, scale_of, tile
+from twophase.figures.heatmaps import Heatmaps, Panel, scale_of, tile
 from twophase.figures.matplotlib_types import Figure
 from twophase.figures.style import styled
 from twophase.sweeps.grid import MOMENTUM_FREE
@@ -84,21 +84,19 @@ def draw(rows: Sequence[Row], form: str, folder: Path) -> list[Path]:
     Returns:
         The paths written; none when the other axes would make more panels than a page holds (`cells.csv` has all).
     """
-    words = _words(rows, form)
-    return heatmaps(**words, path_stem=folder / "sweep") if words else []
+    page = _page(rows, form)
+    return page.write(folder / "sweep") if page else []
 
 
 def figure(rows: Sequence[Row], form: str) -> Figure | None:
     """Return the figure that `draw` writes; None where it writes none."""
-    words = _words(rows, form)
-    if words is None:
-        return None
+    page = _page(rows, form)
     with styled():
-        return draw_heatmaps(**words)
+        return page and page.draw()
 
 
-def _words(rows: Sequence[Row], form: str) -> dict[str, Any] | None:
-    """Return panels and labels, the arguments of `heatmaps`; None where there are too many panels."""
+def _page(rows: Sequence[Row], form: str) -> Heatmaps | None:
+    """Return the grid's heatmaps; None where there are too many panels."""
     by_setting = settings(_grid(rows))
     axes = {path: list(dict.fromkeys(setting.values[path] for setting in by_setting)) for path in by_setting[0].values}
     maps = cut([(setting.values, setting) for setting in by_setting], axes)
@@ -115,15 +113,15 @@ def _words(rows: Sequence[Row], form: str) -> dict[str, Any] | None:
         for each in maps
     ]
     width = len(axes[others[-1]]) if others else 1
-    return {
-        "panels": [panels[start : start + width] for start in range(0, len(panels), width)],
-        "x_label": across or "seed",
-        "y_label": up,
-        "colour_label": LOSS if measure_of(by_setting) == LOSS else "validation perplexity a token",
-        "title": _finding(by_setting),
-        "reading": f"{form}; {_seeds_note(by_setting).lower().rstrip('.')}",
-        "note": f"Axes: {', '.join(axes) or 'seeds'}. Outlined: within 25 % of the best.",
-    }
+    return Heatmaps(
+        [panels[start : start + width] for start in range(0, len(panels), width)],
+        x_label=across or "seed",
+        y_label=up,
+        colour_label=LOSS if measure_of(by_setting) == LOSS else "validation perplexity a token",
+        title=_finding(by_setting),
+        reading=f"{form}; {_seeds_note(by_setting).lower().rstrip('.')}",
+        note=f"Axes: {', '.join(axes) or 'seeds'}. Outlined: within 25 % of the best.",
+    )
 
 
 def describe(rows: Sequence[Row]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from twophase.figures.heatmaps import Panel, Scale, heatmaps, scale_of, tile
+from twophase.figures.heatmaps import Heatmaps, Panel, Scale, scale_of, tile
 from twophase.figures.terminal import text_maps
 from twophase.figures.thresholds import thresholds
 from twophase.judge.cells import CONTROL, MISSING, fate, outcome
@@ -70,17 +70,17 @@ def draw(rows: Sequence[Row], sweep: Sweep, folder: Path) -> list[Path]:
         ),
     ):
         if panels:
-            paths += heatmaps(
+            page = Heatmaps(
                 panels,
-                title=title,
-                reading=form,
-                note=note,
-                path_stem=folder / name,
                 x_label="outer learning rate",
                 y_label="outer momentum",
                 colour_label="validation perplexity a token",
+                title=title,
+                reading=form,
+                note=note,
                 scale=scale(rows),
             )
+            paths += page.write(folder / name)
     curves = {kind: curves_of(rows, cells, kind) for kind in RULES}
     averaging = beside(rows)["plain averaging"]
     distance = averaging.result / min(finished) - 1 if averaging and averaging.result else None
