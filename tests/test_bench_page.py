@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from twophase.recipes.arms import CONTROL
-from twophase.recipes.bench import FULL, PLACES, PROTOCOL, protocol_fingerprint, stored, stored_facts, whole_places
+from twophase.recipes.bench import FULL, PLACES, PROTOCOL, protocol_fingerprint, stored, stored_facts
 from twophase.studies import study
 
 PAGE = Path(__file__).parents[1] / "docs" / "bench.md"
@@ -20,6 +21,14 @@ def test_blocks_are_printed_by_the_studies(name: str) -> None:
     """Each study's answer stands on the page, line by line."""
     module = study.load(name)
     assert study.folded(module.answer(module.table())) in PAGE.read_text(encoding="utf-8")
+
+
+def whole_places(rows: Iterable[Mapping[str, str]]) -> list[str]:
+    """The places that have rows of averaging and of every arm of the protocol, in its order."""
+    arms: dict[str, set[str]] = {}
+    for row in rows:
+        arms.setdefault(row["place"], set()).add(row["arm"])
+    return [place.name for place in PLACES if {CONTROL, *place.arms} <= arms.get(place.name, set())]
 
 
 def test_the_stored_table_is_of_this_protocol() -> None:

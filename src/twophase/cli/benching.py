@@ -8,7 +8,7 @@ import json
 import math
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -181,41 +181,33 @@ def bench_arm(
     """
     with styled():  # What cannot be drawn, or is no arm anywhere, is refused before hours of runs.
         _check_arm(arm)
-    rows, refused = run_bench(SIZES[size_name], out, [arm], code=code, places=places, workers=workers, quiet=quiet)
+    size = SIZES[size_name]
+    rows, refused = run_bench(size, out, [arm], code=code, places=places, workers=workers, quiet=quiet)
     references, facts, note = references_of(PROTOCOL, protocol_fingerprint())
     mine = results_of(rows)
     ended = [place for place in places if (place.name, arm) in mine]
     there = {row["place"] for row in references}
     facts = {name: fact for name, fact in facts.get("places", {}).items() if name in there}
     notes = {place.name: note or _difference(place, facts.get(place.name), out) for place in ended}
-    fresh = SIZES[size_name].fresh  # a mean over other seeds would be of other luck
-    theirs = {
-        key: by_seed
-        for key, by_seed in beside(results_of(references), mine, CONTROL, fresh).items()
-        if key[1] not in (arm, CONTROL)
-    }
+    placed = beside(results_of(references), mine, CONTROL, size.fresh)  # a mean over others is of other luck
+    theirs = {key: by_seed for key, by_seed in placed.items() if key[1] not in (arm, CONTROL)}
     results = {**theirs, **mine}
     others = {place.name: [other for at, other in theirs if at == place.name] for place in ended}
     comparisons = {CONTROL: len(ended), "stored": sum(map(len, others.values()))}
-    by_place = [
-        _place_card(
-            place,
-            SIZES[size_name].at(place),
-            arm,
-            rows,
-            [
-                Against.of(results, place.name, arm, CONTROL, comparisons[CONTROL]),
-                *(Against.of(results, place.name, arm, other, comparisons["stored"]) for other in others[place.name]),
-            ],
-        )
-        for place in ended
-    ]
+
+    def against(place: str, other: str) -> Against | None:
+        return Against.of(results, place, arm, other, comparisons[CONTROL if other == CONTROL else "stored"])
+
+    by_place = []
+    for place in ended:
+        words = [against(place.name, other) for other in (CONTROL, *others[place.name])]
+        by_place.append(_place_card(place, size.at(place), arm, rows, words, note=notes[place.name]))
     everywhere = [place.name for place in ended if others[place.name]]
     named = dict.fromkeys([CONTROL, *(other for _, other in theirs), arm])
     card = Card(
         arm,
         size_name,
-        tuple(replace(each, note=notes[each.place]) for each in by_place),
+        tuple(by_place),
         refused,
         comparisons,
         behind(results, everywhere, named) if everywhere else {},
@@ -334,22 +326,19 @@ def _difference(place: Place, there: Mapping[str, Any] | None, out: Path) -> str
 
 
 def _place_card(
-    place: Place, size: Size, arm: str, rows: Sequence[Mapping[str, Any]], against: Sequence[Against | None]
+    place: Place,
+    size: Size,
+    arm: str,
+    rows: Sequence[Mapping[str, Any]],
+    against: Sequence[Against | None],
+    *,
+    note: str = "",
 ) -> PlaceCard:
-    """Return how an arm did at a place.
-
-    Args:
-        place: where.
-        size: what was spent there.
-        arm: its text.
-        rows: of `run_bench`.
-        against: averaging first, then the stored arms.
-    """
-    by_arm = {row["arm"]: row for row in rows if row["place"] == place.name}
+    """Return how an arm did at a place, by the rows of `run_bench`, against averaging first, then the stored arms."""
+    here = [row for row in rows if row["place"] == place.name]
+    by_arm = {row["arm"]: row for row in here}
     row = by_arm[arm]
-    logs = [
-        math.log(r["result"] or math.inf) for r in rows if (r["place"], r["arm"]) == (place.name, arm) and r["seed"]
-    ]
+    logs = [math.log(r["result"] or math.inf) for r in here if r["arm"] == arm and r["seed"]]
     # An arm without a setting that survived has no held-out run.
     seconds, of_control = (
         r["seconds"] / (r["settings"] * len(size.seeds) + len(size.fresh) * (r["seed"] is not None))
@@ -366,6 +355,7 @@ def _place_card(
         of_control,
         against[0],
         tuple(other for other in against[1:] if other is not None),
+        note,
     )
 
 

@@ -275,12 +275,7 @@ class _Stages:
     quiet: bool
 
     def compare(self, points: int | None, spent: float | None) -> TuneResults:
-        """Run all stages; return and write what came out.
-
-        Args:
-            points: settings that each arm may try; None where the first stage is to tell.
-            spent: seconds of the first stage, if it has ended in an earlier call.
-        """
+        """Run all stages, from what `_noted` returned; return and write what came out."""
         arms, stage = self.tuning.arms, 0
         results: dict[str, dict[Point, float]] = {arm.text: {} for arm in arms}
         seconds = dict.fromkeys(results, 0.0)

@@ -208,14 +208,6 @@ def stored(name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def whole_places(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return the places that have rows of averaging and of every arm of the protocol, in its order."""
-    arms: dict[str, set[str]] = {}
-    for row in rows:
-        arms.setdefault(row["place"], set()).add(row["arm"])
-    return [place.name for place in PLACES if {CONTROL, *place.arms} <= arms.get(place.name, set())]
-
-
 def stored_facts() -> dict[str, Any]:
     """Return what is known of the reference table: protocol, and by place versions, texts and time.
 

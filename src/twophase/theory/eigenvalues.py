@@ -46,16 +46,13 @@ def lanczos(product: Product, start: Floats, steps: int) -> tuple[Floats, Floats
     return np.array(diagonal), np.array(off_diagonal)
 
 
-def largest_eigenpairs(
-    product: Product, size: int, count: int, seed: int = 0, *, floor: float = 0.0
-) -> tuple[Floats, Floats]:
+def largest_eigenpairs(product: Product, size: int, count: int, *, floor: float = 0.0) -> tuple[Floats, Floats]:
     """Return the largest eigenvalues of a symmetric matrix, to about 0.1 %, and their vectors.
 
     Args:
         product: with the matrix.
         size: of the matrix, >= 1.
         count: of eigenvalues, >= 1; fewer come back where the matrix has fewer, or where ARPACK does not converge.
-        seed: of the starting vector.
         floor: what lower values count as; -inf for a matrix that is not positive semidefinite, which none counts as.
 
     Returns:
@@ -64,7 +61,7 @@ def largest_eigenpairs(
     if size <= _SMALL:
         values, vectors = np.linalg.eigh(_matrix(product, size))
         return np.maximum(values[::-1][:count], floor), vectors[:, ::-1][:, :count]
-    image = product(np.random.default_rng(seed).standard_normal(size))
+    image = product(np.random.default_rng(0).standard_normal(size))
     count = min(count, size - 1)
     if not np.any(image):  # ARPACK refuses a matrix of zeros
         return np.zeros(count), np.eye(size, count)
