@@ -16,6 +16,7 @@ from twophase.base.files import write_atomic
 from twophase.judge.bootstrap import Interval, largest_coverage
 from twophase.judge.comparison import Comparison, Difference, ratio_of
 from twophase.judge.verdict import ArmVerdict, Verdict
+from twophase.runs.log import standard
 from twophase.sweeps.grid import MOMENTUM_FREE
 from twophase.sweeps.table import PERPLEXITY, Setting, arm_name, format_table, place_words, readable, with_unit
 
@@ -62,7 +63,7 @@ def write(judged: Verdict, folder: Path, where: Mapping[str, str] | None = None)
     stem = part_stem("verdict", where or {})
     contents = {
         f"{stem}.md": describe(judged, markdown=True) + "\n",
-        f"{stem}.json": json.dumps(_plain(judged), indent=1, allow_nan=False, ensure_ascii=False) + "\n",
+        f"{stem}.json": json.dumps(judged, default=_fields, indent=1, allow_nan=False, ensure_ascii=False) + "\n",
     }
     try:
         for name, content in contents.items():
@@ -81,20 +82,13 @@ _SAVED_NAMES = {"result": "perplexity", "results": "perplexities"}
 """Fields of a setting under other names in `verdict.json`, whose readers know these."""
 
 
-def _plain(item: Any) -> Any:
-    """Return nested results as plain JSON values; a number that JSON has no word for becomes None."""
-    if dataclasses.is_dataclass(item):
-        computed = ("ratio", "seeds") if isinstance(item, Difference) else ()
-        names = _SAVED_NAMES if isinstance(item, Setting) else {}
-        fields = (*(field.name for field in dataclasses.fields(item)), *computed)
-        item = {names.get(name, name): getattr(item, name) for name in fields}
-    elif isinstance(item, Interval):
-        item = item._asdict()
-    if isinstance(item, Mapping):
-        return {str(key): _plain(value) for key, value in item.items()}
-    if isinstance(item, (list, tuple)):
-        return [_plain(value) for value in item]
-    return None if isinstance(item, float) and not math.isfinite(item) else item
+def _fields(item: Any) -> dict[str, Any]:
+    """Return one of the results as JSON has it; a number that JSON has no word for becomes None."""
+    computed = ("ratio", "seeds") if isinstance(item, Difference) else ()
+    names = _SAVED_NAMES if isinstance(item, Setting) else {}
+    fields = (*(field.name for field in dataclasses.fields(item)), *computed)
+    values = {names.get(name, name): getattr(item, name) for name in fields}
+    return standard({k: value._asdict() if isinstance(value, Interval) else value for k, value in values.items()})
 
 
 Section = tuple[str, str, Sequence[str], list[list[Any]], Sequence[str]]
