@@ -91,8 +91,10 @@ def draw(rows: Sequence[Row], form: str, folder: Path) -> list[Path]:
 def figure(rows: Sequence[Row], form: str) -> Figure | None:
     """Return the figure that `draw` writes; None where it writes none."""
     page = _page(rows, form)
+    if page is None:
+        return None
     with styled():
-        return page and page.draw()
+        return page.draw()
 
 
 def _page(rows: Sequence[Row], form: str) -> Heatmaps | None:
