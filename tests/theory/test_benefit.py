@@ -14,13 +14,7 @@ import oracle
 from amount import amount
 from oracle import HB, NAG
 from twophase.rule import FORMS, OuterRule
-from twophase.theory.contraction import (
-    hurt_share,
-    log_restart_factor,
-    restart_can_help,
-    restart_factor,
-    restart_table,
-)
+from twophase.theory.contraction import hurt_share, log_restart_factor, restart_can_help, restart_factor, restart_table
 from twophase.theory.modes import asymptotic_rate, oscillatory_interval, phase_shift, stable_limit
 
 KINDS = pytest.mark.parametrize("nesterov", [False, True], ids=["heavy ball", "Nesterov"])
@@ -110,14 +104,6 @@ def test_hurt_share_at_the_ends() -> None:
     for sigma, period in itertools.product(([0.3, 0.6], [1.0, 1e-9], [1.0]), (1, 2, 7)):
         assert hurt_share(OuterRule(1.0, 0.0), sigma, period) == 0
     assert [hurt_share(oracle.NILPOTENT[0], 1.0, period) for period in (1, 2, 3)] == [1, 0, 0]
-
-
-@pytest.mark.parametrize(("period", "sigma"), [(3, 0.267), (5, 0.184), (7, 0.143)])
-def test_anchor_lowest_sigma_that_gains(period: int, sigma: float) -> None:
-    """A4: heavy ball b .9, EMA lr 1: from .267, .184, .143 up K = 3, 5, 7 beat no restart; slower modes always lose."""
-    grid = np.linspace(oscillatory_interval(HB)[0] * 1.0001, sigma - 0.0006, 300)
-    assert hurt_share(HB, grid, period) == pytest.approx(1)
-    assert hurt_share(HB, sigma + 0.0006, period) == 0
 
 
 # --- R19: what restarts make unstable -----------------------------------------------------------------------------

@@ -122,11 +122,8 @@ SETS: dict[str, Callable[[], list[Case]]] = {
 
 
 def rules() -> st.SearchStrategy[OuterRule]:
-    """Rules of both kinds and forms, momentum 0 and next to 1 among them.
-
-    A momentum b below 1e-10 is left to the sets: with lr sigma = 2 Nesterov's chi is then 1 to 2 b^2, which is nothing
-    even to 32 digits.
-    """
+    """Rules of both kinds and forms, momentum 0 and next to 1 among them."""
+    # Below 1e-10 it is left to the sets: with lr sigma = 2 Nesterov's chi is then 1 to 2 b^2, nothing to 32 digits.
     momentum = st.one_of(
         st.floats(1e-9, 0.999), st.integers(2, 53).map(lambda k: 1 - 2.0**-k), st.sampled_from([0.0, 0.25, 0.5])
     )
@@ -247,10 +244,7 @@ def test_exact_zeros(rule: OuterRule, sigma: float, period: int):
 
 @pytest.mark.parametrize(("momentum", "first"), [(0.75, 3), (0.5, 2)])
 def test_zeros_of_a_turn_that_divides_the_circle(momentum: float, first: int):
-    """R7 at lr sigma = 1 (EMA): chi_K = rho^K cos(K phi) with phi = pi/6, pi/4 is exactly 0 every 6th, every 4th K.
-
-    Exactly so while twice a double's digits hold T^K; afterwards 0 to 1e-30 of the envelope.
-    """
+    """R7 at lr sigma = 1 (EMA), phi = pi/6 or pi/4: 0 every 6th or 4th K, exactly while T^K has digits."""
     rule = OuterRule(1.0, momentum, False, "ema")
     periods = np.arange(first, 1000, 2 * first)
     signs, logs = restart_table(rule, 1.0, 1000)
@@ -483,10 +477,7 @@ def test_restarts_strictly_hurt(name: str):
 
 
 def test_restarts_cannot_stabilise():
-    """R18 (Theorem 2): radius > 1 gives |chi_K| > 1 for every K, in thousands of unstable modes of both kinds.
-
-    At radius 1 exactly (heavy ball, s = 2 (1+b)) |chi_K| >= 1, and > 1 with momentum.
-    """
+    """R18 (Theorem 2): radius > 1 gives |chi_K| > 1 for every K; radius 1 gives |chi_K| >= 1, > 1 with momentum."""
     rng = np.random.default_rng(18)
     count = 3000
     momentum = np.where(rng.random(count) < 0.3, 1 - 10.0 ** -rng.uniform(1, 8, count), rng.uniform(0, 0.99, count))
@@ -497,7 +488,7 @@ def test_restarts_cannot_stabilise():
     assert np.all(asymptotic_rate(rule, sigma) < 0)
     assert np.all(restart_table(rule, sigma, 30)[1] > 0)
     assert np.all(log_restart_factor(rule, sigma, 1000)[1] > 0)
-    for b in (0.0, 0.25, 0.5, 0.75):
+    for b in (0.0, 0.25, 0.5, 0.75):  # heavy ball at s = 2 (1 + b)
         logs = restart_table(OuterRule(2 * (1 + b), b), 1.0, 100)[1]
         assert asymptotic_rate(OuterRule(2 * (1 + b), b), 1.0) == 0
         assert np.all(logs > 0 if b else logs == 0)
@@ -530,14 +521,10 @@ def assert_table_is_singles(points: list[oracle.Point], rounds: int, pick: Any =
 
 
 @pytest.mark.parametrize(
-    ("modes", "rounds"),
-    [(1, 500), (7, 300), (8200, 66), *itertools.product([1, 33], [1, 2, 63, 64, 65, 193])],
+    ("modes", "rounds"), [(1, 500), (7, 300), (8200, 66), *itertools.product([1, 33], [1, 2, 63, 64, 65, 193])]
 )
 def test_table_of_mixed_rules(modes: int, rounds: int):
-    """Rules of both kinds, forms and all regimes in one array: each entry of the table is that of the single period.
-
-    Nothing is seen of the stretches that a table is made of, nor of the chunks in which many modes are done.
-    """
+    """Of all rules and regimes in one array each entry is that of the single period, across stretches and chunks."""
     points = mixed(min(modes, 100), rounds)
     pick = np.random.default_rng(modes).integers(0, 100, modes) if modes > 100 else slice(None)
     assert_table_is_singles(points, rounds, pick)

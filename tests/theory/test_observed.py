@@ -46,10 +46,7 @@ def test_exact_without_noise(rule: OuterRule, restart: str) -> None:
 @pytest.mark.parametrize("restart", ["never", "5"])
 @pytest.mark.parametrize("rule", [EMA, SUM, NESTEROV], ids=["ema", "sum", "nesterov"])
 def test_the_interval_covers(rule: OuterRule, restart: str) -> None:
-    """Two standard errors hold the true sigma in at least four of five noisy runs; the plain ratio is too large.
-
-    Noise looks like progress: where there is nothing else, the interval reaches zero.
-    """
+    """Two standard errors hold the true sigma in four of five noisy runs, and 0 where there is only noise."""
     seen = seeds_of(rule, [0.3] * 100, restart, seeds=30, noise=0.1)
     assert np.mean([run.interval[0] <= 0.3 <= run.interval[1] for run in seen]) >= 0.8
     assert np.mean([run.ceiling > 0.3 for run in seen]) >= 0.95
@@ -61,10 +58,7 @@ def test_the_interval_covers(rule: OuterRule, restart: str) -> None:
 
 @pytest.mark.slow
 def test_what_is_shown_holds() -> None:
-    """Where restarts are frequent and the data noisy hardly an interval is shown, and of those that are few miss.
-
-    An interval that is shown only where it is significant is mostly one that chance has made so, unless more is asked.
-    """
+    """Where restarts are frequent and the data noisy hardly an interval is shown, and of those that are few miss."""
     rule, sigma = OuterRule(0.35, 0.9, nesterov=True), np.linspace(0.01, 0.1, 40).tolist()
     runs = [run for rounds, noise in ((20, 0.05), (60, 0.05), (150, 0.05), (60, 0.2))
             for run in seeds_of(rule, sigma, "3", seeds=200, noise=noise, rounds=rounds)]  # fmt: skip
@@ -101,36 +95,34 @@ def test_a_buffer_that_keeps_its_length_determines_nothing() -> None:
     assert seen.why_not.endswith("but do not determine it")
 
 
+def decaying(rule: OuterRule, sigma: float, rates: Any, *, noise: float = 0.0, seed: int = 0) -> list[Any]:
+    """The record of 100 modes whose progress, and whose noise, is proportional to the inner rate."""
+    generator, x, m, rows = np.random.default_rng(seed), np.ones(100), np.zeros(100), []
+    for rate in rates:
+        g = sigma * rate * x + noise * rate * generator.standard_normal(100)
+        norms = np.linalg.norm(g), np.linalg.norm(m)
+        rows.append((*norms, g @ m / (norms[0] * norms[1]) if norms[1] else 0.0))
+        m = rule.momentum * m + g
+        x = x - rule.lr * m
+    return [*np.array(rows).T, np.zeros(len(rates), dtype=bool)]
+
+
 def test_a_decaying_inner_rate_is_divided_out() -> None:
     """Pseudo-gradients that shrink with the inner learning rate look like progress unless the rate is given."""
-    rates = 0.98 ** np.arange(60)
-    x, m, columns = np.ones(3), np.zeros(3), []
-    for rate in rates:  # sigma is proportional to the inner rate
-        g = 0.01 * rate * x
-        norms = np.linalg.norm(g), np.linalg.norm(m)
-        columns.append((*norms, g @ m / (norms[0] * norms[1]) if norms[1] else 0.0))
-        m = 0.9 * m + g
-        x = x - 0.1 * m
-    record = [OuterRule(0.1, 0.9), *np.array(columns).T, np.zeros(60, dtype=bool)]
-    with_rates = observe(*record, inner_lr=rates)  # type: ignore[arg-type]
+    rates, rule = 0.98 ** np.arange(60), OuterRule(0.1, 0.9)
+    record = decaying(rule, 0.01, rates)
+    with_rates = observe(rule, *record, inner_lr=rates)
     assert with_rates.ceiling == pytest.approx(0.01 * rates.mean(), rel=0.5)
-    assert observe(*record).ceiling > 3 * with_rates.ceiling  # type: ignore[arg-type]
+    assert observe(rule, *record).ceiling > 3 * with_rates.ceiling
 
 
 def test_progress_that_falls_with_the_inner_rate_is_covered() -> None:
     """Under a cosine sigma falls with the rate: the estimate is that of the mean rate, and the intervals hold it."""
-    rates = 0.5 * (1 + np.cos(np.pi * np.arange(150) / 150))
+    rates, rule = 0.5 * (1 + np.cos(np.pi * np.arange(150) / 150)), OuterRule(0.7, 0.9)
     usable = np.append(rates[1:] / rates[:-1] >= 0.8, False)
     truth, ratios, covered = 0.3 * rates[usable].mean(), [], []
     for seed in range(20):
-        generator, x, m, columns = np.random.default_rng(seed), np.ones(100), np.zeros(100), []
-        for rate in rates:
-            g = 0.3 * rate * x + 0.003 * rate * generator.standard_normal(100)
-            norms = np.linalg.norm(g), np.linalg.norm(m)
-            columns.append((*norms, g @ m / (norms[0] * norms[1]) if norms[1] else 0.0))
-            m = 0.9 * m + g
-            x = x - 0.7 * m
-        seen = observe(OuterRule(0.7, 0.9), *np.array(columns).T, np.zeros(150, dtype=bool), inner_lr=rates)  # type: ignore[arg-type]
+        seen = observe(rule, *decaying(rule, 0.3, rates, noise=0.003, seed=seed), inner_lr=rates)
         ratios.append(seen.sigma / truth)
         covered.append(seen.interval[0] <= truth <= seen.interval[1])
     assert np.median(ratios) == pytest.approx(1, abs=0.05)
@@ -174,10 +166,7 @@ class AverageLate(Never):
 
 @pytest.mark.parametrize(("restart", "foreign"), [("never", 0), (AverageLate(), 29), ("auto", 59)])
 def test_steps_of_a_policy_are_left_out(restart: Any, foreign: int) -> None:
-    """Rounds whose gain is not the rule's tell nothing of it; with the rule's own gains nothing is lost.
-
-    While a policy averages, the buffer is the rule's, so that without the gains a wrong sigma would come out.
-    """
+    """Rounds whose gain is not the rule's tell nothing of it; with the rule's own gains nothing is lost."""
     rule, sigma = OuterRule(0.7, 0.9, nesterov=True), 0.3
     run = observed(rule, [sigma, sigma], 60, restart)
     columns = [run[name] for name in COLUMNS]
@@ -185,5 +174,5 @@ def test_steps_of_a_policy_are_left_out(restart: Any, foreign: int) -> None:
     assert seen.foreign == pytest.approx(foreign, abs=3)
     if restart != "auto":
         assert seen.sigma == pytest.approx(sigma, rel=1e-6)
-    if isinstance(restart, AverageLate):
+    if isinstance(restart, AverageLate):  # its buffer is the rule's all along
         assert observe(rule, *columns).sigma != pytest.approx(sigma, rel=0.01)

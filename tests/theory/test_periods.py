@@ -62,10 +62,7 @@ def cancellation_of(rule: OuterRule, sigma: float, number: int = 0) -> Any:
 
 
 def test_cancellations_are_the_zeros_of_the_bracket() -> None:
-    """R13: `cos t phi + C sin t phi = 0` at every cancellation, the first at l = 0; 15 digits are right.
-
-    The sign of chi_K is -1 to the number of cancellations before K: none is missed, none invented.
-    """
+    """R13: `cos t phi + C sin t phi = 0` at every cancellation to 15 digits; none is missed, none invented."""
     for rule, sigma in oscillating(amount(60, 200), seed=1):
         times = cancellation_periods(rule, sigma, 40)
         with mpmath.workdps(oracle.DIGITS):
@@ -462,10 +459,7 @@ def test_anchor_six_modes() -> None:
 
 
 def test_smallest_factor_is_not_the_largest_rate() -> None:
-    """E1 and E2: argmin |chi_K| is 5, 15, 35, 75 as its range grows; argmax r_K stays at 5.
-
-    For random oscillating modes the two differ in about 33, 60 and 89 % of cases for ranges 11, 20 and 60.
-    """
+    """E1 and E2: argmin |chi_K| moves as its range grows, argmax r_K stays; of random modes most differ at last."""
     for largest, period in ((10, 5), (20, 15), (40, 35), (80, 75)):
         assert best_period(HB, 0.95, max_period=largest, objective="factor") == period
         assert best_period(HB, 0.95, max_period=largest, objective="rate") == 5

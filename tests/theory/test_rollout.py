@@ -168,10 +168,7 @@ def test_cosines_stay_in_their_range():
 
 
 def test_what_is_not_needed_is_not_measured():
-    """A policy without needs sees rule and counters only, and is asked once a round for all trajectories of a rule.
-
-    At momentum 0 the optimizer keeps no buffer: a policy that measures sees 0, also where other rules have momentum.
-    """
+    """A policy without needs sees rule and counters, once a round and rule; one that measures sees 0 at momentum 0."""
     policy = Blind({2: Restart(), 5: Restart(before=True)})
     run = rollout(rule_grid([0.1, 0.2], 0.9), SIX, 6, policy, noise=0.1, seeds=3)
     ages = [(signal.round, signal.rounds_since_restart) for signal in policy.signals]

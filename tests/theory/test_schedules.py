@@ -43,11 +43,8 @@ def sampled(rule: OuterRule, replicas: int, period: int, final: float, samples: 
 @pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize("rule", [OuterRule(0.8, 0.6), OuterRule(2.0, 0.5, nesterov=True, form="ema")])
 def test_moments_are_those_of_simulated_replicas(rule: OuterRule, replicas: int) -> None:
-    """Means, second moments and loss lie within five standard errors of 20,000 simulations of every inner step.
-
-    The rate of the rule rises, and its buffer restarts every four rounds. Five errors: all 64 comparisons lie within
-    them but for one seed in about 27,000.
-    """
+    """Means, second moments and loss lie within five standard errors of 20,000 simulations of every inner step."""
+    # Within five errors lie all 64 comparisons but for one seed in about 27,000.
     phases = inner_phases(EIGENVALUES, RATES, NOISE, replicas)
     exact_moments = moments(rule, phases, 4, schedule="linear:final=2", initial=1.0, spread=0.5)
     x, m = sampled(rule, replicas, 4, 2.0, samples := 20_000)

@@ -71,17 +71,14 @@ def assert_optimum(rule: OuterRule, sigma: float, period: int, within: float) ->
 @FORM
 @KINDS
 def test_soft_restart_is_the_formula_to_the_last_digits(nesterov: bool, form: Form) -> None:
-    """R26 at 50 digits: relative error below 1e-14 in every regime, next to cancellations and to s = 1 too.
-
-    Whenever chi_R is not 0 (Nesterov: and s < 1) one of the two is negative, outside the paper's [0, 1]^2.
-    """
+    """R26 at 50 digits: relative error below 1e-14 in every regime, next to cancellations and to s = 1 too."""
     rng = random.Random(f"{nesterov} {form}")
     for _ in range(amount(40, 150)):
         rule, sigma, period = draw(rng, nesterov, form)
         assert_optimum(rule, sigma, period, 1e-14)
         if not nesterov or effective_step(rule, sigma) < 1:
             retain, inject = soft_restart(rule, sigma, period)
-            assert (retain < 0) != (inject < 0)
+            assert (retain < 0) != (inject < 0)  # outside the paper's [0, 1]^2
     for sign, power, period in itertools.product((-1, 1), (1, 4, 8, 12, 14), (1, 2, 3)):
         assert_optimum(*oracle.at(1 + sign * 10.0**-power, 0.6, nesterov, form, 0.7), period, 1e-14)
     for power in (3, 30, 200):
