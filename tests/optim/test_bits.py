@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -56,10 +57,7 @@ def sgd_tensors(seed: int) -> list[Tensor]:
     ("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)], ids=["plain", "heavy ball", "nesterov"]
 )
 def test_equals_torch_sgd_bit_for_bit(momentum: float, nesterov: bool, foreach: bool):
-    """With Never() in sum form, parameters and buffers of several groups are torch.optim.SGD's over 8 steps.
-
-    Every other step the gradients lie differently in memory than the parameters, and some are missing.
-    """
+    """With Never() in sum form, parameters and buffers are torch.optim.SGD's, however gradients lie in memory."""
     outer_params, sgd_params = ([nn.Parameter(x) for x in sgd_tensors(0)] for _ in range(2))
 
     def groups(params: list[Any]) -> list[dict[str, Any]]:
@@ -81,10 +79,7 @@ def test_equals_torch_sgd_bit_for_bit(momentum: float, nesterov: bool, foreach: 
 
 @pytest.fixture
 def fused(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Torch's fused kernel as it is, rounding in another way, gone, and with other arguments.
-
-    Yields the numbers of tensors of the calls that it took as it is.
-    """
+    """The numbers of tensors in calls of torch's fused kernel as it is; or it rounds otherwise, is gone, or changed."""
     threads = torch.get_num_threads()
     torch.set_num_threads(2 if "2" in request.param else 1)
     kernel, calls = torch._fused_sgd_, []
@@ -132,10 +127,7 @@ def test_every_path_has_the_bits_of_torch_sgd(nesterov: bool, form: Any, dtype: 
 
     outer_params, plain = ([x.clone() for x in draw(0)] for _ in range(2))
     sgd_params = [nn.Parameter(x.clone()) for x in draw(0)]
-    momenta, plain_momenta = (
-        [torch.full_like(x, math.nan) for x in outer_params],
-        [torch.empty_like(x) for x in outer_params],
-    )
+    momenta, plain_momenta = ([torch.full_like(x, math.nan) for x in outer_params] for _ in range(2))
     sgd = torch.optim.SGD(sgd_params, lr=0.7, momentum=0.9, nesterov=nesterov, foreach=True)
     for step in range(2):
         gradients = draw(step + 1)
@@ -194,9 +186,7 @@ def test_equals_torch_sgd_under_a_scheduler():
     """Learning-rate schedulers drive it as they drive torch.optim.SGD, momentum cycling included, in bits."""
     outer_params, sgd_params = parameters(0, dtype=torch.float32), parameters(0, dtype=torch.float32)
     outer, sgd = OuterSGD(outer_params, 0.7, 0.9), torch.optim.SGD(sgd_params, 0.7, 0.9)
-    schedules = [
-        torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=20) for optimizer in (outer, sgd)
-    ]
+    schedules = [torch.optim.lr_scheduler.OneCycleLR(each, max_lr=0.5, total_steps=20) for each in (outer, sgd)]
     rates = set()
     for step in range(20):
         give(outer_params, randoms(step + 1, dtype=torch.float32))
@@ -265,9 +255,8 @@ def test_a_step_that_keeps_nothing_of_the_buffer(dtype: torch.dtype, along_g: fl
     """`x <- x - a g, m <- g`, as of `auto` where |g| has not shrunk: SGD's bits, and nothing of the old m is read."""
     outer_params, plain, gradients = randoms(0, dtype=dtype), parameters(0, dtype=dtype), randoms(1, dtype=dtype)
     momenta = [torch.full_like(g, math.nan, dtype=torch.promote_types(dtype, torch.float32)) for g in gradients]
-    outer_step_(
-        outer_params, gradients, momenta, Update(9.0, 0.9, True, "ema", step=Step(along_g, 0.0, mix=(0.0, 1.0)))
-    )
+    step = Step(along_g, 0.0, mix=(0.0, 1.0))
+    outer_step_(outer_params, gradients, momenta, Update(9.0, 0.9, True, "ema", step=step))
     give(plain, gradients)
     torch.optim.SGD(plain, lr=along_g).step()
     assert all_same(outer_params, plain)
@@ -322,13 +311,9 @@ def test_angles_at_the_edges():
             cosine = Angles.of(dots(x, [factor * x[0]])).cosine
             assert cosine == pytest.approx(sign, abs=1e-6)
             assert abs(cosine) <= 1
-    for size in (1e-150, 1e-90, 1e90, 1e150):  # whose squares' product is no double any more
-        for sign in (1, -1):
-            a, b = (
-                torch.tensor([3.0, 4.0], dtype=torch.float64) * size,
-                torch.tensor([sign * size], dtype=torch.float64),
-            )
-            assert Angles.of(dots([a], [b.repeat(2) * torch.tensor([3.0, 4.0])])).cosine == pytest.approx(sign)
+    for size, sign in itertools.product((1e-150, 1e-90, 1e90, 1e150), (1, -1)):  # squares whose product is no double
+        a = torch.tensor([3.0, 4.0], dtype=torch.float64) * size
+        assert Angles.of(dots([a], [sign * a])).cosine == pytest.approx(sign)
     poisoned = Angles.of(dots([torch.tensor([1.0, math.nan])], [torch.ones(2)]))
     assert math.isnan(poisoned.pseudo_gradient_norm)
     assert math.isnan(poisoned.cosine)

@@ -200,10 +200,7 @@ def test_a_round_at_learning_rate_zero_is_a_round():
 
 @pytest.mark.parametrize("new", ["norm-ratio:0.1:2", "object", 2, "2"], ids=str)
 def test_policy_may_be_changed_between_rounds(norm_ratio: type[RestartPolicy], new: Any):
-    """A policy, text or period written into a param group holds from the next round on, with its own memory.
-
-    A policy object starts without memory, also where an equal one was there.
-    """
+    """A policy, text or period written into a param group holds from the next round on, with a memory that begins."""
     policy = norm_ratio(0.1, 2) if new == "object" else parse(new)  # type: ignore[call-arg]
     outer = OuterSGD(parameters(0), 0.1, 0.9)
     run(outer, range(3))
@@ -248,10 +245,7 @@ def test_named_parameters_and_late_groups():
     ],
 )
 def test_impossible_values_say_what_to_do(arguments: dict[str, Any], message: str):
-    """A value outside its range, for all parameters or in one group, is a ValueError with value, range and remedy.
-
-    A param group that is refused is not there, and may be added once it is mended.
-    """
+    """A value outside its range is refused with the remedy, for all or in a group, which may be added once mended."""
     everywhere: dict[str, Any] = {"lr": 0.1} | arguments
     with pytest.raises(ValueError, match=message):
         OuterSGD(parameters(0), **everywhere)
@@ -337,20 +331,17 @@ def test_auto_keeps_its_buffer():
 @pytest.mark.parametrize("policy", ["never", "1", "3", "soft:2:0.3:0.5", "norm:0.5"])
 @pytest.mark.parametrize("momentum", [0.9, 0.0])
 def test_reported_round_is_the_measured_one(rule: OuterRule, policy: str, momentum: float):
-    """Norms, cosine and gain of each group equal what is measured from outside: <update, g> / <g, g> and so on.
-
-    Parameters that join later have a buffer of 0, and one that is left over from a larger momentum takes no part.
-    """
+    """Norms, cosine and gain of each group equal what is measured from outside: <update, g> / <g, g> and so on."""
     blocks = [parameters(0, SHAPES[:4]), parameters(1, SHAPES[4:])]
     groups = [{"params": blocks[0]}, {"params": blocks[1], "lr": 0.3, "form": "sum"}]
     outer = OuterSGD(groups, rule.lr, momentum, nesterov=rule.nesterov, form=rule.form, restart=policy)
     restarts = 0
     for number in range(8):
-        if momentum and number == 7:
+        if momentum and number == 7:  # a buffer that is left over takes no part
             outer.param_groups[1]["momentum"] = 0.0
         for index, params in enumerate(blocks):
             give(params, randoms(2 * number + index, [tuple(p.shape) for p in params]))
-        if number == 0:
+        if number == 0:  # a parameter that joins later has a buffer of 0
             blocks[0][-1].grad = None
         before = [[p.detach().clone() for p in params] for params in blocks]
         momenta = [[outer.state.get(p, {}).get("momentum_buffer", 0 * p).clone() for p in ps] for ps in blocks]

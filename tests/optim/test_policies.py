@@ -43,13 +43,8 @@ def half_square(params: list[Any]) -> float:
 
 def signals(params: list[Any], pulls: list[Tensor], number: int) -> dict[str, float]:
     ends = half_square([p.detach() - g for p, g in zip(params, pulls, strict=True)])
-    inner_lr = 0.1 * (1 + math.cos(number)) + 0.01
-    return {
-        "loss_start": half_square(params),
-        "loss_end": ends,
-        "inner_lr": inner_lr,
-        "progress": (number + 1) / ROUNDS,
-    }
+    inner_lr, progress = 0.1 * (1 + math.cos(number)) + 0.01, (number + 1) / ROUNDS
+    return {"loss_start": half_square(params), "loss_end": ends, "inner_lr": inner_lr, "progress": progress}
 
 
 def take(outer: OuterSGD, params: list[Any], number: int, **options: Any) -> list[Tensor]:
@@ -114,10 +109,7 @@ def test_resumed_is_uninterrupted(text: str, stop: int):
 )
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_distributed_checkpoints_carry_the_memory(rule: OuterRule, text: str, tmp_path: Path):
-    """`torch.distributed.checkpoint`, which restores the leaves that a fresh state has, brings back all of it.
-
-    To learn what a state holds, torch takes a step of its own, which is no round.
-    """
+    """`torch.distributed.checkpoint` brings back all of it; the step that it takes to see what there is is no round."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
@@ -159,10 +151,7 @@ def test_steps_along_g_are_plain_averaging(rule: OuterRule, dtype: torch.dtype):
 
 @each_rule
 @pytest.mark.parametrize(
-    ("text", "plain"),
-    [
-        *(("norm:1e30", "never"), ("probe:keep,1e-30", "never"), ("probe:1e-30,drop", "1")),
-    ],
+    ("text", "plain"), [("norm:1e30", "never"), ("probe:keep,1e-30", "never"), ("probe:1e-30,drop", "1")]
 )
 def test_reductions_are_exact(rule: OuterRule, text: str, plain: str):
     """Rules at their edge have the bits of the simpler rule that they then are."""
@@ -202,11 +191,8 @@ def test_candidates_are_tried_from_the_same_place():
     assert len(seen) == 6
     for p, x in zip(params, seen[0], strict=True):  # it has come out as it was, and taken the candidate's step
         torch.testing.assert_close(p.detach(), x, rtol=0, atol=1e-12)
-    for place, (retain, along_g, along_m) in zip(
-        seen,
-        [(1, 0.3, 0.27), (0, 0.3, 0.27), (0.5, 0.3, 0.27), (1, 1, 0), (0, 1, 0), (1, 1.3, 0)],
-        strict=True,
-    ):
+    steps = [(1, 0.3, 0.27), (0, 0.3, 0.27), (0.5, 0.3, 0.27), (1, 1, 0), (0, 1, 0), (1, 1.3, 0)]
+    for place, (retain, along_g, along_m) in zip(seen, steps, strict=True):
         for x, old, g, m in zip(place, before, randoms(7), buffers, strict=True):
             torch.testing.assert_close(x, old - along_g * g - along_m * (0.9 * retain * m + g), rtol=0, atol=1e-12)
 
@@ -300,10 +286,7 @@ def test_what_is_not_promised_is_refused(text: str):
 
 @pytest.mark.parametrize("text", [text for text in ALL if parse(text).needs])
 def test_a_broken_signal_is_a_divergence(text: str):
-    """What is not finite warns in a bare optimizer, is named where it is measured, and is never a silent decision.
-
-    The rule's own update is taken, the memory stays, and the next round is as usual.
-    """
+    """What is not finite warns, or is named where it is measured; the rule's own update is taken, and memory stays."""
     rule, (name, *_) = OuterRule(0.1, 0.9), sorted(parse(text).needs)
     ends = []
     for measure in (False, True):

@@ -225,23 +225,21 @@ def sgd(**options: Any) -> OuterSGD:
     return OuterSGD(parameters(0, SHAPES), 0.7, 0.9, **options)
 
 
-ADAMW = outer("adamw")
+def adamw() -> OuterOptimizer:
+    return optimizer_of("adamw", "3")
+
+
+def vector() -> OuterOptimizer:
+    return OuterOptimizer(parameters(0, [(16,)]), "adamw")
+
+
 REFUSED_STATES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
-    "AdamW into OuterSGD": (lambda: optimizer_of("adamw", "3"), sgd),
-    "OuterSGD into AdamW": (sgd, lambda: optimizer_of("adamw", "3")),
-    "torch SGD into AdamW": (
-        lambda: torch.optim.SGD(parameters(0, SHAPES), 0.1, 0.9),
-        lambda: optimizer_of("adamw", "3"),
-    ),
-    "torch Adam into AdamW": (lambda: torch.optim.Adam(parameters(0, SHAPES)), lambda: optimizer_of("adamw", "3")),
-    "Muon into vectors": (
-        lambda: OuterOptimizer(parameters(0, [(4, 4)]), "muon"),
-        lambda: OuterOptimizer(parameters(0, [(16,)]), "adamw"),
-    ),
-    "other shapes": (
-        lambda: OuterOptimizer(parameters(0, [(4, 4)]), "adamw"),
-        lambda: OuterOptimizer(parameters(0, [(16,)]), "adamw"),
-    ),
+    "AdamW into OuterSGD": (adamw, sgd),
+    "OuterSGD into AdamW": (sgd, adamw),
+    "torch SGD into AdamW": (lambda: torch.optim.SGD(parameters(0, SHAPES), 0.1, 0.9), adamw),
+    "torch Adam into AdamW": (lambda: torch.optim.Adam(parameters(0, SHAPES)), adamw),
+    "Muon into vectors": (lambda: OuterOptimizer(parameters(0, [(4, 4)]), "muon"), vector),
+    "other shapes": (lambda: OuterOptimizer(parameters(0, [(4, 4)]), "adamw"), vector),
 }
 
 
@@ -265,6 +263,8 @@ def built(method: Any, shapes: Any = tuple(SHAPES), restart: Any = "never", **sl
     return lambda: OuterOptimizer(parameters(0, shapes), outer(method, **slots), restart=restart)
 
 
+ADAM = "torch:optimizer=Adam:options=lr"
+COMPLEX = torch.zeros(3, dtype=torch.complex64)
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "name": (built("adamx"), "did you mean adamw"),
     "own name": (built("fancy"), "TWOPHASE_SHELF"),
@@ -294,21 +294,17 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "every": (built("delayed-nesterov:every=0"), "every"),
     "muon on vectors": (built("muon", [(6,), (3,)]), "matrices"),
     "muon without rest": (built("muon:rest=0"), r"\(6,\)"),
-    "complex": (lambda: OuterOptimizer([torch.zeros(3, dtype=torch.complex64)], "adamw"), "complex"),
-    "complex filter": (
-        lambda: OuterOptimizer([torch.zeros(3, dtype=torch.complex64)], outer("sgd", filter="clip")),
-        "clip",
-    ),
+    "complex": (lambda: OuterOptimizer([COMPLEX], "adamw"), "complex"),
+    "complex filter": (lambda: OuterOptimizer([COMPLEX], outer("sgd", filter="clip")), "clip"),
     "restart of an average": (built("gpa", restart=3), "no|none"),
     "restart of Adagrad": (built("torch:optimizer=Adagrad:options=lr=0.1", restart=3), "none"),
     "auto": (built("adamw", restart="auto"), "auto"),
+    "auto beside a method without momentum": (built("gpa", restart="auto"), "restart policy auto .*method"),
+    "auto beside a momentum of 0": (built("sign:momentum=0", restart="auto"), "restart policy auto .*method"),
     "probe": (lambda: OuterOptimizer(parameters(0), "lion", "probe:keep,drop", signals=["probes"]), "probe"),
     "two readouts": (built("gpa", readout="ema"), "readout"),
     "momentum of averaging": (built("averaging", schedule="momentum"), "averaging has none"),
-    "momentum that is not named": (
-        built("torch:optimizer=Adam:options=lr=0.1", schedule="momentum"),
-        "names none.*betas=0.9/0.999",
-    ),
+    "momentum without a name": (built(f"{ADAM}=0.1", schedule="momentum"), "names none.*betas=0.9/0.999"),
     "restart at momentum 0": (built("fedadagrad", restart=3), "fedadagrad has none that outlasts a round"),
     "an Outer": (lambda: outer(outer("adamw", filter="clip")), "already.*dataclasses.replace"),  # type: ignore[arg-type]
     "momentum of GPA": (built("gpa", schedule="momentum"), "gpa has none"),
@@ -323,10 +319,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "filter": (built("adamw", filter="clip:norm=0"), "norm"),
     "no class": (built("torch:optimizer=Adamm"), "Adamm"),
     "no module": (built("torch:optimizer=no_such_package.Adam"), "no_such_package"),
-    "lr of a torch optimizer": (built("torch:optimizer=Adam:options=lr=fast"), "Adam"),
+    "lr of a torch optimizer": (built(f"{ADAM}=fast"), "Adam"),
     "momentum of a torch optimizer": (built("torch:optimizer=SGD:options=lr=0.1,momentum=None"), "SGD"),
-    "lr below 0 of a torch optimizer": (built("torch:optimizer=Adam:options=lr=-0.1"), "lr"),
-    "no option": (built("torch:optimizer=Adam:options=lr"), "Adam"),
+    "lr below 0 of a torch optimizer": (built(f"{ADAM}=-0.1"), "lr"),
+    "no option": (built(ADAM), "Adam"),
     "no argument": (built("torch:optimizer=Adam:options=rate=1"), "rate"),
     "no optimizer": (built("torch:optimizer=collections.OrderedDict:options="), "OrderedDict"),
     "closure": (built("torch:optimizer=LBFGS:options=lr=1"), "closure"),
@@ -408,10 +404,3 @@ def test_a_groups_learning_rate_beside_its_method_counts():
         [{"params": [x], "method": "adamw", "lr": 0.5}, {"params": [y], "lr": 0.5}], "adamw:lr=0.1"
     )
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
-
-
-@pytest.mark.parametrize("method", ["gpa", "sign:momentum=0"])
-def test_a_policy_that_takes_steps_beside_another_method(method: str):
-    """The refusal is of the method, and does not ask for a momentum, which that may not have."""
-    with pytest.raises(ValueError, match=r"restart policy auto .*method"):
-        OuterOptimizer([torch.nn.Parameter(torch.ones(2))], outer(method), "auto")

@@ -62,11 +62,7 @@ def distributed_run(wrap: Callable[[Tensor, str], Tensor], policy: str, method: 
         outer.step(measure=True)
         angles += [outer.last_round[0].cosine, outer.last_round[0].gain]
     whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in params]  # type: ignore[operator]
-    return {
-        "x": [p.detach().clone() for p in whole],
-        "angles": angles,
-        "counters": counters(outer),
-    }
+    return {"x": [p.detach().clone() for p in whole], "angles": angles, "counters": counters(outer)}
 
 
 def sharded(mesh: Any) -> Callable[[Tensor, str], Tensor]:
