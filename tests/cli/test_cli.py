@@ -38,12 +38,12 @@ def corpus(tmp_path: Path) -> str:
 
 @pytest.mark.slow
 def test_help_without_torch() -> None:
-    """`--help`, of the program and of each command, loads no torch."""
+    """`--help`, of the program and of each command, loads no torch, nor do the questions of all studies."""
     code = (
         "import sys, contextlib, json; from twophase.cli.main import main\n"
         "for words in json.loads(sys.argv[1]):\n"
         "    with contextlib.suppress(SystemExit): main(words)\n"
-        "    assert not {'torch', 'matplotlib', 'transformers'} & set(sys.modules), words"
+        "    assert not {'torch', 'matplotlib', 'transformers', 'pandas', 'sklearn'} & set(sys.modules), words"
     )
     commands = [["--help"], ["--version"], ["study", "--list"], *([command, "--help"] for command in COMMANDS)]
     done = subprocess.run(
@@ -171,25 +171,17 @@ def test_booleans_may_be_spelt_out(capsys: pytest.CaptureFixture[str]) -> None:
     assert "nesterov: true" in output(capsys, "train", "--outer.nesterov", "True", "--print-config")
 
 
+NESTEROV = "Nesterov-lr-0.7-momentum-0.9-sum-form-restart"
 DEFAULT_FOLDERS = [
     # changes, and what the name of the folder begins with
-    ({}, "Nesterov-lr-0.7-momentum-0.9-sum-form-restart-never-S-16-seed-0-"),
-    (
-        {"outer.nesterov": False, "outer.form": "ema", "seed": 3},
-        "heavy-ball-lr-0.7-momentum-0.9-EMA-form-restart-never",
-    ),
+    ({}, f"{NESTEROV}-never-S-16-seed-0-"),
+    ({"outer.nesterov": False, "outer.form": "ema"}, "heavy-ball-lr-0.7-momentum-0.9-EMA-form-restart-never"),
     (
         {"outer.momentum": 0.0, "outer.restart": "cycle:5,6"},
         "momentum-free-lr-0.7-momentum-0-sum-form-restart-cycle-5-6-",
     ),
-    (
-        {"sync.fragments": ("2",), "sync.restart": ("0=3", "1=at:4,9")},
-        "Nesterov-lr-0.7-momentum-0.9-sum-form-restart-0-3-1",
-    ),
-    (
-        {"steps": 320},
-        "Nesterov-lr-0.7-momentum-0.9-sum-form-restart-never-S-16-seed-0-steps-320-",
-    ),
+    ({"sync.fragments": ("2",), "sync.restart": ("0=3", "1=at:4,9")}, f"{NESTEROV}-0-3-1"),
+    ({"steps": 320, "seed": 3}, f"{NESTEROV}-never-S-16-seed-3-steps-320-"),
     ({"sync.fragments": ("60",), "sync.restart": tuple(f"{i}=3" for i in range(60))}, "Nesterov"),
 ]
 
@@ -215,10 +207,7 @@ def test_a_run_without_a_folder_has_its_setting_as_name(
 
 @pytest.mark.slow
 def test_repeating_a_finished_run(tmp_path: Path, corpus: str) -> None:
-    """A repeated command prints the same result, trains nothing and changes no file.
-
-    Another run's folder is refused with what differs, and left as it was; so is a folder of other files.
-    """
+    """A repeated command prints the same and changes no file; a folder of another run or of other files is refused."""
     words = ["train", *SMALL, "--outer.lr", "0.7", "--data.corpus", corpus, "--out", tmp_path / "run"]
     first = call(*words)
     assert first.returncode == 0, first.stderr

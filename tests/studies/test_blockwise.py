@@ -173,18 +173,14 @@ def test_runs_differ_in_periods_seed_and_place_alone(scale: Scale) -> None:
 def small(tmp_path: Path) -> Scale:
     corpus = textmaker.write(tmp_path / "text.txt")
     values = {"data.corpus": f"file:{corpus}", "data.sequence_length": 16, "data.batch_size": 2}
-    return replace(
-        QUICK, base=with_values(QUICK.base, values | {"model.hidden_size": 8, "model.intermediate_size": 12})
-    )
+    values |= {"model.hidden_size": 8, "model.intermediate_size": 12}
+    return replace(QUICK, base=with_values(QUICK.base, values))
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_workers")
 def test_it_really_trains_and_measures_and_is_resumed(small: Scale, tmp_path: Path) -> None:
-    """Quick, end to end: the files are there, every run is finished once, and a repeated call trains nothing.
-
-    So does a call in a folder of before these runs were a sweep, which holds the table alone.
-    """
+    """Quick, end to end: the files are there, every run is finished once, and a repeated call trains nothing."""
     seen: list[Status] = []
     outcome = study.run("blockwise", tmp_path / "out", scale=small, progress=seen.append)
     facts = json.loads((tmp_path / "out" / "blockwise.json").read_text())
@@ -198,7 +194,7 @@ def test_it_really_trains_and_measures_and_is_resumed(small: Scale, tmp_path: Pa
     assert len(trained) == len(set(trained)) == len(list((tmp_path / "out" / "runs").iterdir()))
     before = {path: path.read_bytes() for path in outcome.paths}
     folder = tmp_path / "out" / f"blockwise-{small.name}"
-    for names in ((), ("sweep.json", "plan.json", "runs")):
+    for names in ((), ("sweep.json", "plan.json", "runs")):  # the latter is a folder of before these runs were a sweep
         for name in names:
             (folder / name).unlink()
         again: list[Status] = []

@@ -35,11 +35,7 @@ def made_up(cell: Cell) -> float:
 
 
 def test_runs() -> None:
-    """A main grid of 4 arms, 5 momenta x 3 learning rates, in sum form; 4 momentum-free, 18 gain-matched, and `auto`.
-
-    Nothing else differs from the default run, and every run can be run. Without controls there is the main grid alone.
-    The first two runs are the pair that is shown round by round, which differs in the restart only.
-    """
+    """A main grid of 4 arms, 5 momenta x 3 learning rates; 4 momentum-free, 18 gain-matched, and `auto`."""
     sweep = demo()
     arms = Counter(cell.arm for cell in sweep.cells)
     assert arms == dict.fromkeys(MAIN, 15) | {"momentum-free": 4, "auto": 1} | dict.fromkeys(MATCHED, 9)
@@ -57,7 +53,7 @@ def test_runs() -> None:
     assert main.cells == sweep.cells[:60]
     axes = main.spec()["axes"]
     assert (sorted(axes["outer.lr"]), sorted(axes["outer.momentum"])) == ([0.3, 0.7, 1.1], [0.1, 0.3, 0.5, 0.7, 0.9])
-    never, restarted = sweep.cells[:2]
+    never, restarted = sweep.cells[:2]  # the pair that is shown round by round
     assert {**never.values, "outer.restart": "3"} == restarted.values
     assert (never.values["outer.momentum"], never.values["outer.lr"], never.arm) == (0.9, 0.7, "heavy ball, never")
 
@@ -76,11 +72,8 @@ def test_matched_gain(quick: bool, form: str) -> None:
         assert of.arm == cell.arm.replace("never, gain of ", "")
         assert with_values(cell.config, {"outer.lr": of.config.outer.lr, "outer.restart": "3"}) == of.config
         assert cell.config.outer.restart == "never"
-        gains = [
-            mean_outer_gain(config.outer.rule(), config.outer.policy(), config.rounds)
-            for config in (cell.config, of.config)
-        ]
-        assert gains[0] == pytest.approx(gains[1], rel=1e-5)
+        gain, other = (mean_outer_gain(c.outer.rule(), c.outer.policy(), c.rounds) for c in (cell.config, of.config))
+        assert gain == pytest.approx(other, rel=1e-5)
 
 
 def test_quick_form_is_small_and_short() -> None:
@@ -314,11 +307,7 @@ def diverging(arms: str) -> Callable[[Cell], float | str]:
 TOLD: list[tuple[dict[str, Any], Value, list[str]]] = [
     ({}, lowered(0.6), ["restarts more settings work. 24 of 30", "(4.80); without, 0 of 30", "too: the best result: "]),
     ({}, lowered(0.6), ["ends at 1.67 (heavy ball) and 1.67 (Nesterov) times", "with restarts 4.80, without 8.00"]),
-    (
-        {},
-        lowered(1.5),
-        ["restarts fewer settings work. 0 of 30", "without, 24 of 30", "the best result did not improve: "],
-    ),
+    ({}, lowered(1.5), ["restarts fewer settings work. 0 of 30", "without, 24 of 30", "best result did not improve: "]),
     ({}, lowered(1.5), ["At momentum 0.9 a run without restarts ends at 0.67 (heavy ball) and 0.67 (Nesterov)"]),
     ({}, lowered(0.97), ["the best result hardly improved: with restarts 7.76, without 8.00, no momentum 8.00"]),
     ({}, lowered(1.0), ["restarts as many settings work. 24 of 30", "1.00 (heavy ball) and 1.00 (Nesterov) times"]),

@@ -509,23 +509,19 @@ def tiny(tmp_path: Path) -> Scale:
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_workers")
 def test_tiny_studies_really_train_and_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All are trained by real workers, all stages; a second call trains nothing and writes the same bytes.
-
-    The tuning's runs are those of the heatmaps, which lie in the same folder: its first stage finds them finished. That
-    the pictures of one table are the same bytes is shown above, with made-up runs. Each wire gives another result.
-    """
+    """All are trained by real workers, all stages; a second call trains nothing and writes the same bytes."""
     scale, out = tiny(tmp_path), tmp_path / "out"
     for name in ("robustness_heatmaps", "soft_restart", "retuning", "wires"):
         seen: list[launch.Status] = []
         first = study.run(name, out, scale=scale, workers=1, progress=seen.append)
         begun = [status for status in seen if status.event == "begun"]
         assert len(begun) == (2 if name == "retuning" else 1)
-        assert (begun[0].skipped == begun[0].total) == (name == "retuning")
+        assert (begun[0].skipped == begun[0].total) == (name == "retuning")  # whose first runs are the heatmaps'
         assert seen[-1].done == seen[-1].total
         files = {path: path.read_bytes() for path in first.paths}
         seen.clear()
         with monkeypatch.context() as patch:
-            patch.setattr(study, "rendered", lambda *_, **__: {})
+            patch.setattr(study, "rendered", lambda *_, **__: {})  # pictures of one table are the same bytes, as above
             again = study.run(name, out, scale=scale, progress=seen.append)
         assert {status.event for status in seen} <= {"begun"}
         assert [path.suffix for path in again.paths] == [".csv", ".json"]
@@ -533,4 +529,4 @@ def test_tiny_studies_really_train_and_resume(tmp_path: Path, monkeypatch: pytes
         with first.paths[-2].open(newline="") as file:
             lines = list(csv.DictReader(file))
         assert {line["state"] for line in lines} <= {"finished", "diverged"}
-    assert len(lines) == len({line["perplexity"] for line in lines}) == 4 * len(wires_study.WIRES)
+    assert len(lines) == len({line["perplexity"] for line in lines}) == 4 * len(wires_study.WIRES)  # of the wires

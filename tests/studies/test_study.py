@@ -74,13 +74,6 @@ def test_a_study_is_its_file(toy: Any) -> None:
     assert study.questions() == {"toy": toy.QUESTION} == {"toy": "Is it so?"}
 
 
-def test_a_list_of_studies_loads_no_torch() -> None:
-    """Every study can be imported, and asked its question, without torch, matplotlib and pandas."""
-    code = "import sys; from twophase.studies.study import questions; assert len(questions()) > 9; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert not {"torch", "matplotlib", "pandas", "sklearn"} & set(done.stdout.split())
-
-
 def test_every_study_is_complete() -> None:
     """Each module of the folder has its parts, and a question of one line with a question mark."""
     questions = study.questions()
@@ -180,10 +173,7 @@ def test_folder_that_cannot_be_made(toy: Any, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_theory_studies_need_no_torch_and_repeat(tmp_path: Path) -> None:
-    """Every theory study, run from the command line, loads no torch; in another process it repeats bit for bit.
-
-    Two of them are repeated: one with random draws, one with pictures in the PDF.
-    """
+    """Every theory study, run from the command line, loads no torch; in another process it repeats bit for bit."""
     code = (
         "import sys; from twophase.cli.main import main\n"
         "for name in sys.argv[2:]: assert main(['study', name, '--quick', '--out', sys.argv[1]]) == 0\n"
@@ -202,6 +192,6 @@ def test_theory_studies_need_no_torch_and_repeat(tmp_path: Path) -> None:
         facts = json.loads((tmp_path / "a" / f"{name}.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
         assert study.folded("\n".join(facts["answer"])) in done.stdout, name
         assert facts["settings"]["quick"] is True
-    for name in ("period_criteria", "robustness_toy"):
+    for name in ("period_criteria", "robustness_toy"):  # with random draws, and with pictures in the PDF
         for path in study.run(name, tmp_path / "b", quick=True).paths:
             assert path.read_bytes() == (tmp_path / "a" / path.name).read_bytes(), path.name
