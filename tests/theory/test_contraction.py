@@ -497,16 +497,16 @@ def test_restarts_cannot_stabilise():
 # --- arrays -----------------------------------------------------------------------------------------------------------
 
 
-def mixed(count: int, seed: int) -> list[oracle.Point]:
-    """Modes of both kinds and forms, and of every set that tests here draw from."""
-    drawn = [point for name in oracle.DRAWS for point in oracle.points(name, -(-count // len(oracle.DRAWS)))]
-    random.Random(seed).shuffle(drawn)
-    return drawn[:count]
-
-
-def assert_table_is_singles(points: list[oracle.Point], rounds: int, pick: Any = slice(None)) -> None:
-    """Every entry of a table (of some of the points) agrees with the single period, or is within what is required."""
+@pytest.mark.parametrize(
+    ("modes", "rounds"), [(1, 500), (7, 300), (8200, 66), *itertools.product([1, 33], [1, 2, 63, 64, 65, 193])]
+)
+def test_table_of_mixed_rules(modes: int, rounds: int):
+    """Of all rules and regimes in one array each entry is that of the single period, across stretches and chunks."""
+    points = [point for name in oracle.DRAWS for point in oracle.points(name, 8)]
+    random.Random(rounds).shuffle(points)
+    points = points[: min(modes, 100)]
     rule, sigma = columns(points)
+    pick = np.random.default_rng(modes).integers(0, 100, modes) if modes > 100 else slice(None)
     signs, logs = restart_table(rule[pick], sigma[pick], rounds)
     assert signs.dtype == np.int8
     assert not np.isnan(logs).any()
@@ -518,16 +518,6 @@ def assert_table_is_singles(points: list[oracle.Point], rounds: int, pick: Any =
     for k, j in np.argwhere(~((logs == single_logs) | near) | (signs != single_signs)):
         exact = Exact(*points[places[j]][:2], int(k) + 1)
         assert exact.error_required(int(signs[k, j]), float(logs[k, j])) <= REQUIRED, exact.case
-
-
-@pytest.mark.parametrize(
-    ("modes", "rounds"), [(1, 500), (7, 300), (8200, 66), *itertools.product([1, 33], [1, 2, 63, 64, 65, 193])]
-)
-def test_table_of_mixed_rules(modes: int, rounds: int):
-    """Of all rules and regimes in one array each entry is that of the single period, across stretches and chunks."""
-    points = mixed(min(modes, 100), rounds)
-    pick = np.random.default_rng(modes).integers(0, 100, modes) if modes > 100 else slice(None)
-    assert_table_is_singles(points, rounds, pick)
 
 
 @pytest.mark.parametrize("call", [log_restart_factor, restart_factor, restart_rate])

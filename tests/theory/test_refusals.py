@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 from oracle import HB, NAG, SIX
+from policies import Half
 from twophase import outer, theory
 from twophase.rule import OuterRule
 
-PHASES = theory.inner_phases([1.0, 0.5], [[0.1, 0.1]] * 3, noise=1.0)
+RATES = [[0.1, 0.1]] * 3
+PHASES = theory.inner_phases([1.0, 0.5], RATES, noise=1.0)
 OF_A_MODE: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("effective_step", "transition", "regime", "asymptotic_rate", "phase", "phase_shift"), ()),
     **dict.fromkeys(("heuristic_period", "restart_can_help"), ()),
@@ -119,6 +121,19 @@ REFUSED: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
         (name, arguments, {"initial": [1.0, 2.0, 3.0]}, "shapes do not broadcast: .*initial \\(3,\\)")
         for name, arguments in (("moments", (HB, PHASES)), ("best_rates", (PHASES, [1.0, 0.5])))
     ],
+    ("inner_phases", ([1, -1], RATES), {}, "eigenvalue\\[1\\] is -1"),
+    ("inner_phases", ([1], [0.1]), {}, ".*inner_lrs"),
+    ("inner_phases", ([1], RATES, -1), {}, "noise is"),
+    ("inner_phases", ([1, 2], RATES, [1, 2, 3]), {}, ".*noise"),
+    ("inner_phases", ([1], RATES, 1, 0), {}, "replicas is"),
+    ("moments", (HB, PHASES, "auto"), {}, "restart policy auto"),
+    ("moments", (0.7, PHASES), {}, "rule is"),
+    ("moments", ([HB, NAG], PHASES, Half(3)), {}, "restart policy test-half:3 treats the rules unlike"),
+    ("moments", (HB, PHASES), {"spread": -1}, "spread is"),
+    ("best_rates", (PHASES, [1.0]), {}, ".*eigenvalue"),
+    ("best_rates", (PHASES, [1.0, 0.5]), {"initial": -1}, "initial is"),
+    ("single_mode_rates", (theory.inner_phases([1.0], RATES),), {}, "variance"),
+    ("single_mode_rates", (PHASES,), {"initial": 0}, "initial"),
     ("single_mode_rates", (PHASES,), {"initial": [1.0, 2.0, 3.0]}, "shapes do not broadcast: .*initial \\(3,\\)"),
     ("moments", (HB, PHASES), {"spread": [1.0, 2.0, 3.0]}, "shapes do not broadcast: .*spread \\(3,\\)"),
     ("advise", (HB, [0.0, 0.0]), {}, "no mode moves"),

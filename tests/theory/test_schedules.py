@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from policies import Half
 from twophase.rule import OuterRule
 from twophase.shelf.outer import outer
 from twophase.theory.inputs import rule_grid
@@ -150,26 +149,3 @@ def test_the_rate_rises_where_the_inner_one_falls_fast(falls: bool) -> None:
     assert np.allclose(rates, expected, rtol=2e-3)
     assert np.all(np.diff(rates) > 0) == falls
     assert np.all(np.diff(rates) < 0) != falls
-
-
-def test_refusals() -> None:
-    """Arguments out of range and policies that measure are refused by the function's name and the argument."""
-    phases, two_rules = inner_phases(EIGENVALUES, RATES), rule_grid([0.7, 1.0], 0.9)
-    calls: list[tuple[str, Any]] = [
-        (r"inner_phases: eigenvalue\[1\] is -1", lambda: inner_phases([1, -1], RATES)),
-        ("inner_phases: .*inner_lrs", lambda: inner_phases([1], [0.1])),
-        ("inner_phases: noise is", lambda: inner_phases([1], RATES, -1)),
-        ("inner_phases: .*noise", lambda: inner_phases([1, 2], RATES, [1, 2, 3])),
-        ("inner_phases: replicas is", lambda: inner_phases([1], RATES, 1, 0)),
-        ("moments: restart policy auto", lambda: moments(OuterRule(0.7, 0.9), phases, "auto")),
-        ("moments: rule is", lambda: moments(0.7, phases)),  # type: ignore[arg-type]
-        ("moments: restart policy test-half:3 treats the rules unlike", lambda: moments(two_rules, phases, Half(3))),
-        ("moments: spread is", lambda: moments(OuterRule(0.7, 0.9), phases, spread=-1)),
-        ("best_rates: .*eigenvalue", lambda: best_rates(phases, [1.0])),
-        ("best_rates: initial is", lambda: best_rates(phases, EIGENVALUES, initial=-1)),
-        ("single_mode_rates: variance", lambda: single_mode_rates(phases)),
-        ("single_mode_rates: initial", lambda: single_mode_rates(inner_phases([1], RATES, 1), initial=0)),
-    ]
-    for message, call in calls:
-        with pytest.raises(ValueError, match=f"^{message}"):
-            call()
