@@ -60,6 +60,12 @@ def forget() -> None:
     sys.modules.pop("rings", None)
 
 
+def rewrite(path: Path, text: str) -> None:
+    """Change the file of a task, and import it anew."""
+    path.write_text(text)
+    forget()
+
+
 def summary_of(run: Run) -> dict[str, Any]:
     assert run.summary is not None
     return run.summary
@@ -83,10 +89,7 @@ def test_killed_and_resumed_byte_for_byte(tmp_path: Path) -> None:
 
 
 def test_buffers_are_averaged(rings: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """BatchNorm's statistics are those of all replicas, in a sweep as in one run, and lie beside the weights.
-
-    A late replica that takes a finished run's weights over writes the same statistics.
-    """
+    """BatchNorm's statistics are those of all replicas, in runs, sweeps and late replicas, beside the weights."""
     rings.write_text(RINGS.replace("nn.GELU()", "nn.BatchNorm1d(self.width)"))
     caplog.set_level("WARNING", logger="twophase")
     alone = twophase.train("rings:Rings", SHORT, "run", quiet=True)
@@ -276,20 +279,14 @@ def test_a_task_that_does_not_repeat(rings: Path, method: str) -> None:
         twophase.train("rings:Rings", SHORT, "run", quiet=True)
 
 
-def test_a_run_is_repeated_with_its_whole_configuration() -> None:
-    """It names options that its method does not look at; they are no choice of the user."""
+def test_a_whole_configuration_is_taken() -> None:
+    """Options that its method does not look at are no choice; an axis takes the place of its value there."""
     run = twophase.train("rings:Rings", SHORT | {"outer.method": "adamw"}, "first", quiet=True)
     assert run.config is not None
     again = twophase.train("rings:Rings", {**run.config, "seed": 1}, "second", quiet=True)
     assert again.config == {**run.config, "seed": 1}
-
-
-def test_a_whole_configuration_is_the_base_of_a_sweep() -> None:
-    """An axis takes the place of its value there, as it does in a configuration."""
-    run = twophase.train("rings:Rings", SHORT, "first", quiet=True)
-    assert run.config is not None
-    sweep = twophase.sweep("rings:Rings", {"outer.lr": [0.5, 1.0]}, run.config, "sweep", workers=1, quiet=True)
-    assert [cell.values["outer.lr"] for cell in sweep.record.rows] == [0.5, 1.0]
+    sweep = twophase.sweep("rings:Rings", {"inner.lr": [0.5, 1.0]}, run.config, "sweep", workers=1, quiet=True)
+    assert [cell.values["inner.lr"] for cell in sweep.record.rows] == [0.5, 1.0]
 
 
 CALL = """
@@ -327,46 +324,29 @@ def test_a_module_that_trains_when_it_is_imported(tmp_path: Path, monkeypatch: p
 
 def test_data_that_may_be_read_again_where_the_task_says_so(rings: Path) -> None:
     """A task of one's own whose data end refuses more steps, and its remedy is no option that is refused."""
-    check = (
-        '    def check_data(self, steps):\n        raise UsageError("4 steps of rows; --repeat reads them again")\n\n'
-    )
-    text = "from twophase.base.config import UsageError\n" + RINGS.split('"""', 2)[2]
-    rings.write_text(text.replace("    def evaluate", check + "    def evaluate"))
+    error = 'twophase.base.config.UsageError("4 steps of rows; --repeat reads them again")'
+    text = "import twophase.base.config\n" + RINGS.split('"""', 2)[2]
+    rings.write_text(text + f"\n    def check_data(self, steps):\n        raise {error}\n")
     with pytest.raises(UsageError, match="--repeat reads them again"):
         twophase.train("rings:Rings", SHORT, "run", quiet=True)
     assert twophase.train("rings:Rings", SHORT | {"repeat": True}, "run", quiet=True).summary
 
 
+POINTS = "self.points((seed, step, replica), 16)"
 MISTAKES = {
     "no evaluate": ("def evaluate", "def judge", "evaluate"),
-    "loss of a shape": (
-        "return nn.functional.cross_entropy(model(batch[0]), batch[1])",
-        "return model(batch[0])",
-        "loss",
-    ),
-    "loss is NaN": (
-        "self.points((seed, step, replica), 16)",
-        "(np.full((16, 2), np.nan, np.float32), np.zeros(16, int))",
-        "nan",
-    ),
-    "random batches": ("self.points((seed, step, replica), 16)", "self.points(None, 16)", "batch"),
+    "loss of a shape": ("nn.functional.cross_entropy(model(batch[0]), batch[1])", "model(batch[0])", "loss"),
+    "loss is NaN": (POINTS, "(np.full((16, 2), np.nan, np.float32), np.zeros(16, int))", "nan"),
+    "random batches": (POINTS, "self.points(None, 16)", "batch"),
     "random weights": ("torch.manual_seed(seed)", "torch.seed()", "model"),
     "no loss in the evaluation": ('{"loss": loss.item(), ', "{", "loss"),
     "a loss without a gradient": ("batch[0]), batch[1])", "batch[0]), batch[1]).detach()", "gradient"),
     "a NaN in the evaluation": ('{"loss": loss.item()', '{"loss": np.nan', "nan"),
     "a column of the record's own": ('"accuracy": ', '"restarts": ', "restarts, a column"),
-    "a batch of words": (
-        "(seed, step, replica), 16)",
-        "(seed, step, replica), 16), np.array(['a'])",
-        "cannot be moved",
-    ),
+    "a batch of words": (POINTS, f"{POINTS}, np.array(['a'])", "cannot be moved"),
     "weights without a shape": ("nn.Linear(2, self.width)", "nn.LazyLinear(self.width)", "run a batch through"),
     "a type for checkers alone": ("width: int = 8", "width: 'Table' = 8", "TYPE_CHECKING"),
-    "no inner optimizer": (
-        "    def evaluate",
-        "    def inner(self, model, config):\n        pass\n\n    def evaluate",
-        "inner",
-    ),
+    "no inner optimizer": ("    def evaluate", "    def inner(self, model, config): ...\n\n    def evaluate", "inner"),
     "a field without a default": ("width: int = 8", "width: int", "width"),
     "a field of two types": ("width: int = 8", "width: int = 8\n    sizes: tuple[int, float] = (3, 0.5)", "sizes"),
     "an error of its own": ("nn.Linear(2, self.width)", "nn.Linear(3, self.width)", "rings.py"),
@@ -473,8 +453,7 @@ def test_a_task_of_several_files(tmp_path: Path, rings: Path) -> None:
     (tmp_path / "own" / "rings.py").write_text("from base_of_rings import Rings as Base\nclass Rings(Base): pass\n")
     before = twophase.train("own/rings.py:Rings", SHORT, "run", quiet=True)
     assert len(twophase.sweep("own/rings.py:Rings", {"outer.lr": [0.3]}, SHORT, "sweep", quiet=True).runs) == 1
-    base.write_text(RINGS.replace("nn.GELU()", "nn.ReLU()"))
-    forget()
+    rewrite(base, RINGS.replace("nn.GELU()", "nn.ReLU()"))
     sys.modules.pop("base_of_rings")
     with pytest.raises(UsageError, match="changed"):
         twophase.train("own/rings.py:Rings", SHORT, before.path, quiet=True)
@@ -523,16 +502,12 @@ def test_names_that_lead_nowhere(name: str) -> None:
 
 
 def test_a_changed_file_does_not_go_on(rings: Path) -> None:
-    """Where the task's file has changed, neither a stopped nor a finished run nor a sweep goes on.
-
-    A finished run's damaged `env.json` cannot say so, and the remedy that the message names helps, for good.
-    """
+    """Where the task's file has changed, no run or sweep goes on; a damaged `env.json` has a remedy."""
     checksum = summary_of(twophase.train("rings:Rings", SHORT, "finished", quiet=True))["checksum"]
     axes = {"outer.lr": [0.3, 0.7]}
     twophase.sweep("rings:Rings", axes, SHORT, "sweep", workers=1, quiet=True)
     (Path("finished") / "summary.json").rename("summary.json")
-    rings.write_text(RINGS.replace("GELU", "Sigmoid"))
-    forget()
+    rewrite(rings, RINGS.replace("GELU", "Sigmoid"))
     with pytest.raises(UsageError, match="rings:Rings"):
         twophase.train("rings:Rings", SHORT, "finished", quiet=True)
     Path("summary.json").rename(Path("finished") / "summary.json")
@@ -540,8 +515,7 @@ def test_a_changed_file_does_not_go_on(rings: Path) -> None:
         twophase.train("rings:Rings", SHORT, "finished", quiet=True)
     with pytest.raises(UsageError, match="sweep"):
         twophase.sweep("rings:Rings", axes, SHORT, "sweep", workers=1, quiet=True)
-    rings.write_text(RINGS)
-    forget()
+    rewrite(rings, RINGS)
     twophase.train("rings:Rings", SHORT, "finished", quiet=True)
     for damaged in ("", "{", "{}", '{"corpus": 3}', None):
         Path("finished", "env.json").unlink(missing_ok=True)
@@ -555,28 +529,22 @@ def test_a_changed_file_does_not_go_on(rings: Path) -> None:
 
 
 def test_a_first_attempt_that_left_nothing(rings: Path) -> None:
-    """A task that raises before the first checkpoint and is corrected is the one that the finished run is of.
-
-    A task that a checkpoint refuses is not, although `env.json` is damaged then.
-    """
+    """A task that is corrected before the first checkpoint is the run's; one that a checkpoint refuses is not."""
     batch = "    def batch(self, seed, step, replica):\n"
     assert batch in RINGS
     rings.write_text(RINGS.replace(batch, f"{batch}        if step == 3:\n            raise ValueError\n"))
     with pytest.raises(UsageError, match=r"batch\(\) failed at rings\.py"):
         twophase.train("rings:Rings", SHORT, "run", quiet=True)
     assert Path("run", "env.json").is_file()
-    rings.write_text(RINGS)
-    forget()
+    rewrite(rings, RINGS)
     first, second = (summary_of(twophase.train("rings:Rings", SHORT, "run", quiet=True)) for _ in range(2))
     assert first == second
     Path("run", "summary.json").unlink()
     Path("run", "env.json").write_text("{")
-    rings.write_text(RINGS.replace("GELU", "Sigmoid"))
-    forget()
+    rewrite(rings, RINGS.replace("GELU", "Sigmoid"))
     with pytest.raises(UsageError, match="is not the one that this run began with"):
         twophase.train("rings:Rings", SHORT, "run", quiet=True)
-    rings.write_text(RINGS)
-    forget()
+    rewrite(rings, RINGS)
     for _ in range(2):
         assert summary_of(twophase.train("rings:Rings", SHORT, "run", quiet=True))["checksum"] == first["checksum"]
 

@@ -176,10 +176,7 @@ def reference_starts(seed: int, step: int, replica: int, batch: int, count: int)
     st.integers(0, 60),
 )
 def test_batches_are_those_of_the_counter(call: tuple[int, int, int], batch: int, length: int, extra: int):
-    """Starts equal a plain Python Philox of (seed, step, replica), down to a share with room for a single window.
-
-    Each window is contiguous and within its replica's share, its targets one place on.
-    """
+    """Starts equal a plain Python Philox of (seed, step, replica); windows lie whole within their replica's share."""
     size = length + 1 + extra
     training = (np.arange(size) + 200 * np.arange(4)[:, None]).astype(np.uint16)
     tokens, targets = ready(training, length, batch).batch(*call)

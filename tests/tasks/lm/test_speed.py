@@ -19,16 +19,11 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("config", SHAPES)
-def test_parameters(config: ModelConfig):
-    """The formula counts what the model holds."""
-    assert parameter_count(config, 77) == sum(p.numel() for p in Llama(config, 77, seed=0).parameters())
-
-
-@pytest.mark.parametrize("config", SHAPES)
-def test_operations(config: ModelConfig):
-    """Forward and backward by torch's own counter: 3 times the products' forward, and attention's whole square."""
+def test_parameters_and_operations(config: ModelConfig):
+    """What the model holds, and torch's own count: 3 times the products' forward, and attention's whole square."""
     length = 24
     model = Llama(config, 77, seed=0)
+    assert parameter_count(config, 77) == sum(p.numel() for p in model.parameters())
     tokens = torch.zeros(2, length, dtype=torch.int64)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as forward:  # others are not counted on CPUs
         model(tokens)

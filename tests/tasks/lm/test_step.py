@@ -245,11 +245,7 @@ def test_the_first_evaluation_chooses_for_the_batch():
 
 
 def test_the_estimate_of_the_paper_model():
-    """Within 5 % of the peaks of fake CUDA tensors (as in benchmarks/cuda_gate.py), less gradients, in GB.
-
-    Emitted code: the recipe; with 3 layers also fewer sequences, float32, grouped heads, recomputation.
-    The model as written: with and without recomputation, and in float32.
-    """
+    """Within 5 % of the peaks of fake CUDA tensors (as in benchmarks/cuda_gate.py), less gradients, compiled or not."""
     from twophase.recipes.pretraining import paper_150m
 
     def gigabytes(sequences: int = 64, **values: Any) -> float:
