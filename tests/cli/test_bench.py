@@ -56,21 +56,27 @@ def card(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "card.json").read_text(encoding="utf-8"))
 
 
+def store(bench: Bench, folder: Path, **options: str) -> tuple[Path, Path]:
+    """Put a bench's references into a folder; their table and their facts."""
+    bench("--reference", "--into", str(folder), **options)
+    return folder / "reference.csv", folder / "reference.json"
+
+
+def read_table(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
 @pytest.mark.slow
 def test_references_and_a_card(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A card holds an arm against averaging and against the stored arms, of the seeds that both have."""
-    folder = bench("--reference")
-    bench("--reference", "--into", str(tmp_path / "stored"))
-    with (tmp_path / "stored" / "reference.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    folder, (stored, stored_facts) = bench("--reference"), store(bench, tmp_path / "stored")
+    rows, whole, facts = read_table(stored), stored.read_bytes(), json.loads(stored_facts.read_text())
     assert len(rows) == 2 * 3 * 3  # places, arms with averaging, seeds
-    assert (folder / "results.csv").read_bytes() == (tmp_path / "stored" / "reference.csv").read_bytes()
-    facts = json.loads((tmp_path / "stored" / "reference.json").read_text())
+    assert (folder / "results.csv").read_bytes() == whole
     assert facts["protocol"] == recipe.PROTOCOL
     assert set(facts["places"]) == {"first", "second"}
     lucky = rows[-1] | {"seed": "999", "result": "0.001"}  # of a seed that this size has not
-    stored = tmp_path / "stored" / "reference.csv"
-    whole = stored.read_bytes()
     stored.write_text(f"{stored.read_text()}{','.join(lucky.values())}\n")
     made = card(bench("heavy-ball", out="card"))
     assert max(made["behind"][lucky["arm"]]) < 1  # and not a thousand times better there
@@ -89,7 +95,7 @@ def test_references_and_a_card(bench: Bench, tmp_path: Path, capsys: pytest.Capt
     larger = [row | {"result": repr(1.1 * float(row["result"]))} for row in rows if row["place"] == "first"]
     stored.write_text(table_text(larger + [row for row in rows if row["place"] == "second"]))
     there = {"first": facts["places"]["first"] | {"torch": "0", "texts": ["x"]}}
-    (tmp_path / "stored" / "reference.json").write_text(json.dumps({**facts, "places": there}))
+    stored_facts.write_text(json.dumps({**facts, "places": there}))
     changed = card(bench("heavy-ball", out="card"))
     first, second = changed["places"]
     for before, after in zip(made["places"][0]["stored"], first["stored"], strict=True):
@@ -110,7 +116,7 @@ def test_references_and_a_card(bench: Bench, tmp_path: Path, capsys: pytest.Capt
     assert "Not named: undecided" not in page
 
     # Another protocol: none is compared with.
-    (tmp_path / "stored" / "reference.json").write_text(json.dumps({**facts, "protocol": 0}))
+    stored_facts.write_text(json.dumps({**facts, "protocol": 0}))
     other = card(bench("heavy-ball", out="card"))
     assert [place["stored"] for place in other["places"]] == [[], []]
     assert other["behind"] == {}
@@ -121,26 +127,22 @@ def test_references_and_a_card(bench: Bench, tmp_path: Path, capsys: pytest.Capt
 def test_a_table_in_parts(bench: Bench, tmp_path: Path) -> None:
     """Some arms of one place leave all others as they are; those that do not repeat are refused."""
     bench("--reference")
-    bench("--reference", "--into", str(tmp_path / "stored"))
-    facts = json.loads((tmp_path / "stored" / "reference.json").read_text())
-    with (tmp_path / "stored" / "reference.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    whole = (tmp_path / "stored" / "reference.csv").read_bytes()
+    stored, stored_facts = store(bench, tmp_path / "stored")
+    rows, whole, facts = read_table(stored), stored.read_bytes(), json.loads(stored_facts.read_text())
     bench("--reference", "--places", "second", "--arms", "memoryless", out="part")
-    bench("--reference", "--into", str(tmp_path / "stored"), out="part")
-    again = (tmp_path / "stored" / "reference.csv").read_text()
+    store(bench, tmp_path / "stored", out="part")
+    again = stored.read_text()
     assert [row.split(",")[:5] for row in again.splitlines()] == [row.split(",")[:5] for row in whole.decode().split()]
-    (tmp_path / "stored" / "reference.csv").write_bytes(whole)
-    (tmp_path / "stored" / "reference.json").write_text(
-        json.dumps({**facts, "places": {"second": {**facts["places"]["second"], "torch": "0"}}})
-    )
+    stored.write_bytes(whole)
+    other_torch = {**facts["places"]["second"], "torch": "0"}
+    stored_facts.write_text(json.dumps({**facts, "places": {"second": other_torch}}))
     with pytest.raises(UsageError, match="another text, Python or torch"):
-        bench("--reference", "--into", str(tmp_path / "stored"), out="part")
-    (tmp_path / "stored" / "reference.json").write_text(json.dumps(facts))
+        store(bench, tmp_path / "stored", out="part")
+    stored_facts.write_text(json.dumps(facts))
     first = next(row for row in rows if (row["place"], row["arm"]) == ("second", "averaging"))
-    (tmp_path / "stored" / "reference.csv").write_bytes(whole.replace(first["result"].encode(), b"99.5"))
+    stored.write_bytes(whole.replace(first["result"].encode(), b"99.5"))
     with pytest.raises(UsageError, match="averaging does not repeat"):
-        bench("--reference", "--into", str(tmp_path / "stored"), out="part")
+        store(bench, tmp_path / "stored", out="part")
 
 
 @pytest.mark.slow
@@ -180,7 +182,7 @@ def test_other_folders(bench: Bench, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="damaged"):
         bench("memoryless")
     with pytest.raises(UsageError, match="no place"):
-        bench("--reference", "--into", str(tmp_path / "stored"), out="none")
+        store(bench, tmp_path / "stored", out="none")
     for words in ([], ["memoryless", "--reference"], ["memoryless", "--into", "x"], ["--reference", "--arms", "lion"]):
         with pytest.raises(UsageError, match=r"ARM|--into|--arms"):
             bench(*words)

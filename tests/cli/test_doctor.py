@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -67,19 +66,17 @@ def test_a_needed_package_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: py
         assert f"pip install '{name}>=" in out
 
 
-BROKEN: dict[str, Any] = {
-    "not installed": lambda *a, **_: subprocess.CompletedProcess(
-        a, 1, "", "ModuleNotFoundError: No module named 'torch'"
-    ),
-    "killed": lambda *a, **_: subprocess.CompletedProcess(a, -11, "", ""),
-    "silent": lambda *a, **_: subprocess.CompletedProcess(a, 0, "", ""),
+BROKEN = {
+    "not installed": (1, "", "ModuleNotFoundError: No module named 'torch'"),
+    "killed": (-11, "", ""),
+    "silent": (0, "", ""),
 }
 
 
 @pytest.mark.parametrize("answer", BROKEN.values(), ids=BROKEN)
-def test_torch_is_broken(monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
+def test_torch_is_broken(monkeypatch: pytest.MonkeyPatch, answer: tuple[int, str, str]) -> None:
     """A torch that is missing, dies or says nothing is told as broken, with what to do; the rest is still answered."""
-    monkeypatch.setattr(subprocess, "run", answer)
+    monkeypatch.setattr(subprocess, "run", lambda *a, **_: subprocess.CompletedProcess(a, *answer))
     checks = doctor.examine()
     torch = next(check for check in checks if check.group == "torch")
     assert torch.state == "broken"

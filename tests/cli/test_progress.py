@@ -63,30 +63,15 @@ def test_a_terminal_has_the_map(monkeypatch: pytest.MonkeyPatch, width: int, col
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
     monkeypatch.setattr("sys.stdout", io.StringIO())
-    for name, value in {
-        "COLUMNS": f"{width}",
-        "LINES": "40",
-        "TERM": "xterm-256color",
-        "COLORTERM": "truecolor",
-    }.items():
+    settings = {"COLUMNS": f"{width}", "LINES": "40", "TERM": "xterm-256color", "COLORTERM": "truecolor"}
+    for name, value in settings.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("NO_COLOR", "" if coloured else "1")
     shown(demo())
     written = terminal.getvalue()
     lines = RESTORED.sub("", written).replace("\r", "\n").splitlines()
-    last = lines[
-        len(lines) - lines[::-1].index(next(line for line in lines[::-1] if line.startswith("Heavy ball"))) - 1 :
-    ]
-    assert last[3].split() == [
-        "0.9",
-        "\N{MIDDLE DOT}",
-        "15.9",
-        "\N{MIDDLE DOT}",
-        "0.9",
-        "\N{MIDDLE DOT}",
-        "div.",
-        "\N{MIDDLE DOT}",
-    ]
+    last = lines[max(place for place, line in enumerate(lines) if line.startswith("Heavy ball")) :]
+    assert last[3].replace("\N{MIDDLE DOT}", "-").split() == "0.9 - 15.9 - 0.9 - div. -".split()
     assert "4/83" in "".join(last)
     assert max(map(len, lines)) <= width
     assert ("\x1b[38;2" in written) == coloured

@@ -92,10 +92,7 @@ MISTAKES = [
     ("period --sigma 0.5 --plot figure.svg", "--plot figure.svg"),
     ("period --sigma 0.5 --max-period inf", "--max-period"),
     ("period --sigma 0_5", "--sigma"),
-    (
-        "period --sigma 1.5",
-        "error: --sigma is 1.5; effective progress lies in [0, 1]; for curvatures write --eig",
-    ),
+    ("period --sigma 1.5", "error: --sigma is 1.5; effective progress lies in [0, 1]; for curvatures write --eig"),
     ("report . --watch 0", "--watch: is 0"),
     ("report . --within -1", "--within: is -1"),
     ("train --outer.lr 0_7", "--outer.lr: '0_7' is not a number such as 3, 0.25"),
@@ -127,10 +124,7 @@ MISTAKES = [
     ("sweep --axis sync.fragments none 2", "--sync.fragments"),
     ("sweep --axis outer.lr 1 --in-memory -1", "--in-memory"),
     ("sweep --axis outer.lr 0_1 1", "'0_1'"),
-    (
-        "sweep" + f" --axis seed {' '.join(map(str, range(400)))} --axis steps {' '.join(map(str, range(1, 400)))}",
-        "cells",
-    ),
+    (f"sweep --axis seed {' '.join(map(str, range(400)))} --axis steps {' '.join(map(str, range(1, 400)))}", "cells"),
     ("demo --in-memory -1 --dry-run", "--in-memory"),
     ("sweep --axis outer.lr 1 --workers -1", "--workers"),
     ("sweep --axis outer.lr 1 --slurm-time 60", "--slurm-time is given without --launcher slurm"),

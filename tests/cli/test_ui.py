@@ -99,10 +99,7 @@ ANSWERS: dict[str, tuple[int, str]] = {
 
 
 def test_answers(root: Path, server: ThreadingHTTPServer) -> None:
-    """Runs and sweeps have pages, and their links lead on; all else, and all outside of the folder, has a message.
-
-    Nothing on the disk changes.
-    """
+    """Runs and sweeps have pages, and their links lead on; all else has a message; nothing on the disk changes."""
     before = snapshot(root.parent)
     for path, (status, words) in ANSWERS.items():
         answer = ask(server, path)

@@ -47,6 +47,8 @@ def test_damaged_shards(
 
 def test_shards_of_a_finished_run(shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`--verify` reads them although there is nothing to train; without it the result is the run's, moved or not."""
+    assert main(["data", "info", str(shards), "--verify"]) == 0
+    assert "every shard has the SHA-256" in capsys.readouterr().out
     words = ["train", *SMALL, "--data.corpus", f"tokens:{shards}", "--out", str(tmp_path / "run"), "--quiet"]
     assert main([*words, "--verify"]) == 0
     result = capsys.readouterr().out
@@ -58,43 +60,33 @@ def test_shards_of_a_finished_run(shards: Path, tmp_path: Path, capsys: pytest.C
     assert capsys.readouterr().out == result
 
 
-def test_a_finished_run_answers_for_its_own_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("train", "--data.corpus file:{}: its file or data has changed since the run"),
+        ("sweep --axis seed 1 2 --workers 1", "the text is not the one that this sweep was begun with"),
+    ],
+)
+def test_what_is_finished_answers_for_its_own_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, message: str
+) -> None:
     """Where its text file is another one now, the same command is refused; one that is gone cannot be compared."""
     text = textmaker.write(tmp_path / "text.txt")
-    words = ["train", *SMALL, "--data.corpus", f"file:{text}", "--out", str(tmp_path / "run"), "--quiet"]
+    words = [*command.split(), *SMALL, "--data.corpus", f"file:{text}", "--out", str(tmp_path / "out"), "--quiet"]
     assert main(words) == 0
     result = capsys.readouterr().out
     textmaker.write(text, seed=1)
     corpus_of.cache_clear()
     assert main(words) == 2
     said = capsys.readouterr().err
-    assert f"--data.corpus file:{text}: its file or data has changed since the run" in said
+    assert message.format(text) in said
     assert "choose another --out" in said
     textmaker.write(text)
-    assert main(words) == 0
-    text.unlink()
-    assert main(words) == 0
-    assert capsys.readouterr().out == 2 * result
-
-
-def test_a_finished_sweep_answers_for_its_own_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As a run does: refused where the text is another one, shown where it is gone."""
-    text = textmaker.write(tmp_path / "text.txt")
-    words = ["sweep", *SMALL, "--data.corpus", f"file:{text}", "--axis", "seed", "1", "2", "--workers", "1", "--quiet"]
-    words += ["--out", str(tmp_path / "sweep")]
-    assert main(words) == 0
-    textmaker.write(text, seed=1)
     corpus_of.cache_clear()
-    assert main(words) == 2
-    assert "the text is not the one that this sweep was begun with" in capsys.readouterr().err
+    assert main(words) == 0
     text.unlink()
     assert main(words) == 0
-
-
-def test_sound_shards(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`data info --verify` says that all shards were read."""
-    assert main(["data", "info", str(shards), "--verify"]) == 0
-    assert "every shard has the SHA-256" in capsys.readouterr().out
+    assert capsys.readouterr().out == 2 * result or command != "train"
 
 
 def test_damaged_weights(shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
