@@ -23,12 +23,7 @@ def opened(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture
 def view(opened: View, request: pytest.FixtureRequest) -> Iterator[View]:
-    """A page on a desk, perhaps as another test left it: `open` or `show` a state first.
-
-    A test file with a HEIGHT has a window of that height.
-
-    Afterwards it must have complained of nothing and asked for nothing but its own file.
-    """
+    """A page on a desk, as high as the file's HEIGHT and perhaps as another test left it: `open` or `show` a state."""
     opened.complaints.clear()
     opened.requests.clear()
     opened.sized(1280, getattr(request.module, "HEIGHT", 900))

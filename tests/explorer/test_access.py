@@ -19,13 +19,11 @@ pytestmark = pytest.mark.browser
 
 @pytest.mark.slow
 def test_everyone_can_use_it(browser: Browser, tmp_path: Path) -> None:
-    """On a phone, a tablet and a desk, in both themes: axe-core finds no violation of WCAG's levels A and AA, with a
-    message about a mistake in sight and all settings open. The theme is the system's until it is chosen.
-    """  # noqa: D205
+    """At every width and in both themes, with a mistake and all settings in sight: no violation of WCAG AA."""
     view = View(browser, tmp_path, color_scheme="dark", reduced_motion="reduce")
     page = view.open()
     page.wait_for_selector("#forms tbody tr")
-    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"  # the system's until it is chosen
     for theme, width in (("dark", 1280), ("dark", 360), ("light", 390), ("light", 768)):
         view.sized(width, 800)
         if page.evaluate("document.documentElement.dataset.theme") != theme:
@@ -43,10 +41,7 @@ def test_everyone_can_use_it(browser: Browser, tmp_path: Path) -> None:
 
 
 def test_tables_are_tables_on_a_phone(view: View) -> None:
-    """The rows of the table of the two forms look like cards, yet have the roles of a table and its heads.
-
-    Some browsers take the roles away where the looks are others.
-    """
+    """The rows of the two forms look like cards, yet have the roles of a table, which some browsers take away then."""
     page = view.open()
     view.sized(360, 740)
     page.wait_for_selector("#forms tbody tr")
@@ -62,9 +57,7 @@ def test_tables_are_tables_on_a_phone(view: View) -> None:
 
 
 def test_tab_goes_down_the_phones_page(view: View) -> None:
-    """The order of the Tab key is that of the eye, from the sliders to the figures; none that has the focus is hidden,
-    neither under the sliders that stay on top nor under a message at the foot.
-    """  # noqa: D205
+    """The order of the Tab key is that of the eye; neither sliders on top nor a message below hide the focus."""
     page = view.open()
     view.sized(360, 740)
     page.evaluate("app.say('The link is damaged.')")

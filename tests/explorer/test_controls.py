@@ -147,30 +147,11 @@ def test_a_rule_without_place_in_the_other_form_stays(view: View, state: State, 
 
 
 def test_state_survives_the_address(view: View) -> None:
-    """What the address says after a change opens the same view; the link can be copied."""
+    """What the address says after changes opens the same view; newer fields may be missing; the link can be copied."""
     page = view.open()
     view.act("fill", "#field-lr", "0.123")
     view.act("select_option", "#spectrum", "range")
     view.act("check", "input[name=nesterov][value=yes]")
-    view.settled()
-    fragment = page.evaluate("location.hash")
-    assert fragment.startswith("#v=1&lr=0.123&")
-    shown = view.readouts()
-    page = view.open(State(), fragment)
-    assert view.readouts() == shown
-    assert page.input_value("#field-lr") == "0.123"
-    assert not page.is_visible("#notice")
-    view.act("click", "#copy")
-    assert page.inner_text("#copy").startswith("Cop")
-    state = page.evaluate(
-        "f => store.fromFragment(f, JSON.parse(document.getElementById('given').textContent)).state", fragment[1:]
-    )
-    assert State(**state | {"sigmas": tuple(state["sigmas"]), "curvatures": tuple(state["curvatures"])}).lr == 0.123
-
-
-def test_addresses_of_before_open(view: View) -> None:
-    """An address without the newer fields means their first values; with them it holds policy, schedule and noise."""
-    page = view.open()
     view.act("select_option", "#policy", "cycle:5,6,10")
     view.act("fill", "#field-policy", "cycle:4,7")
     view.act("select_option", "#schedule", "cosine")
@@ -178,15 +159,29 @@ def test_addresses_of_before_open(view: View) -> None:
     view.act("fill", "#field-seed", "12")
     view.settled()
     fragment = page.evaluate("location.hash")
+    assert fragment.startswith("#v=1&lr=0.123&")
     assert fragment.endswith("&policy=cycle:4,7&schedule=cosine&noise=0.05&seed=12")
     shown = view.readouts()
     page = view.open(State(), fragment)
     assert view.readouts() == shown
+    assert page.input_value("#field-lr") == "0.123"
     assert page.input_value("#field-policy") == "cycle:4,7"
     assert page.input_value("#policy") == "cycle:5,6,10"  # the choice of its kind
+    assert not page.is_visible("#notice")
+    view.act("click", "#copy")
+    assert page.inner_text("#copy").startswith("Cop")
+    state = page.evaluate(
+        "f => store.fromFragment(f, JSON.parse(document.getElementById('given').textContent)).state", fragment[1:]
+    )
+    assert State(**state | {"sigmas": tuple(state["sigmas"]), "curvatures": tuple(state["curvatures"])}).lr == 0.123
     page = view.open(State(), fragment.partition("&policy")[0])
     assert page.evaluate("[app.state.policy, app.state.schedule, app.state.noise]") == ["", "constant", 0]
     assert not page.is_visible("#notice")
+
+
+def test_policies_by_hand(view: View) -> None:
+    """A text that is none is refused with what to write, and a period takes the policy's place."""
+    page = view.open()
     view.act("select_option", "#policy", "auto")
     view.act("fill", "#field-policy", "automatic")
     view.press("Tab")

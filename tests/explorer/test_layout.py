@@ -26,10 +26,7 @@ def test_ticks_keep_their_distance(view: View) -> None:
             assert len(boxes) > 10
             for i, (start, end, top, bottom) in enumerate(boxes):
                 for other in boxes[:i]:
-                    assert start >= other[1] or end <= other[0] or top >= other[3] or bottom <= other[2], (
-                        state,
-                        width,
-                    )
+                    assert start >= other[1] or end <= other[0] or top >= other[3] or bottom <= other[2], (state, width)
     labels = page.eval_on_selector_all("input[type=radio]", "all => all.map(r => r.getBoundingClientRect().height)")
     assert min(labels) >= 24
 
@@ -51,12 +48,9 @@ KINDS = {
 
 
 def test_nothing_moves_away(view: View) -> None:
-    """Whatever the values are, all that can be pressed stays where it is, with warnings above it or without; and
-    nothing is wider than the window.
-
-    Modes of another kind bring other fields, by choice: the settings below these are left out.
-    """  # noqa: D205
+    """Whatever the values and warnings are, all that can be pressed stays where it is, and nothing is too wide."""
     page = view.open()
+    # Left out are the settings below the modes, of which another kind brings other fields, by choice.
     code = """states => states.map(state => {
         app.take(state);
         app.render();

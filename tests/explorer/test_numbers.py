@@ -39,10 +39,7 @@ def close(shown: str, true: float) -> bool:
 
 @pytest.mark.slow
 def test_thousands_of_points_agree_with_the_theory(view: View) -> None:
-    """log|chi| to a relative 1e-12 (1e-9 is promised), its sign, the regime, rates, phases and cancellations.
-
-    Random and nasty points in every regime, exact zeros and 10,000 rounds included.
-    """
+    """log|chi| to a relative 1e-12 (1e-9 is promised), its sign, the regime, rates, phases and cancellations."""
     view.open()
     points = [*random_points(2000), *nasty_points()]
     code = """points => points.map(p => {
@@ -260,10 +257,7 @@ RUNS = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_simulated_runs_are_rollouts(view: View, name: str) -> None:
-    """Residuals, losses, restarts and outer gains of policies, schedules and noise equal `theory.rollout`'s.
-
-    The noise is the page's own draw, handed to the rollout.
-    """
+    """Residuals, losses, restarts and gains under policies, schedules and the page's noise are `rollout`'s."""
     state = RUNS[name]
     page, rule, sigma = view.show(state), rule_of(state), modes_of(state)
     shown = page.evaluate(

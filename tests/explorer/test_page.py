@@ -234,10 +234,7 @@ LACKING = {
 
 
 def test_runs_whose_rounds_lack_numbers_are_refused(capsys: Capture, tmp_path: Path) -> None:
-    """Norms, cosines, param groups or the inner learning rate missing: one sentence names them, and nothing is assumed.
-
-    The gain is not needed, and `--run` still gives the rule, the period and the rounds where a spectrum is given.
-    """
+    """Numbers that are missing are named, not assumed; the gain is not needed, nor they beside a spectrum."""
     rule, out = OuterRule(0.5, 0.8), tmp_path / "page.html"
     run = write_run(tmp_path / "run", rule, [0.3])
     for name, (file, lost, said) in LACKING.items():
