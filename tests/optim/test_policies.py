@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import re
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -171,44 +172,45 @@ def test_reductions_are_exact(rule: OuterRule, text: str, plain: str):
 # --- candidates -------------------------------------------------------------------------------------------------------
 
 
+def probed(params: list[Any]) -> tuple[list[Tensor], Callable[[], float]]:
+    """The places that are probed, and the probe, to which the first of them is the best."""
+    seen: list[Tensor] = []
+
+    def probe() -> float:
+        seen.append(flat(params))
+        return float(len(seen))
+
+    return seen, probe
+
+
 def test_candidates_are_tried_from_the_same_place():
     """Each candidate is probed where it would lead to from the round's start, and the best is taken from there."""
-    params, seen = parameters(0), []
+    params = parameters(0)
+    seen, probe = probed(params)
     words = "probe:keep,drop,half,average,fresh,1.3"
     outer = OuterSGD(params, 0.3, 0.9, nesterov=True, restart=words, signals=["probes"])
     for number in range(2):
         give(params, randoms(number))
         outer.step(probes=[0, 1, 1, 1, 1, 1])  # keeps
     give(params, randoms(7))
-    before = [p.detach().clone() for p in params]
-    buffers = [outer.state[p]["momentum_buffer"].clone() for p in params]
-
-    def probe() -> float:
-        seen.append([p.detach().clone() for p in params])
-        return float(len(seen))
-
-    outer.step(probe=probe)  # of which the first is the best
+    before, g, m = flat(params), flat(randoms(7)), flat(buffers(outer))
+    outer.step(probe=probe)
     assert len(seen) == 6
-    for p, x in zip(params, seen[0], strict=True):  # it has come out as it was, and taken the candidate's step
-        torch.testing.assert_close(p.detach(), x, rtol=0, atol=1e-12)
+    torch.testing.assert_close(flat(params), seen[0], rtol=0, atol=1e-12)  # out as it was, then the candidate's step
     steps = [(1, 0.3, 0.27), (0, 0.3, 0.27), (0.5, 0.3, 0.27), (1, 1, 0), (0, 1, 0), (1, 1.3, 0)]
     for place, (retain, along_g, along_m) in zip(seen, steps, strict=True):
-        for x, old, g, m in zip(place, before, randoms(7), buffers, strict=True):
-            torch.testing.assert_close(x, old - along_g * g - along_m * (0.9 * retain * m + g), rtol=0, atol=1e-12)
+        step = along_g * g + along_m * (0.9 * retain * m + g)
+        torch.testing.assert_close(place, before - step, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("schedule", ["momentum:warmup=6", "warmup:warmup=4"])
 @pytest.mark.parametrize("filtering", ["none", "heloco"])
 def test_the_candidate_that_keeps_is_the_step_taken(filtering: str, schedule: str):
     """Behind a filter and under a schedule, too: the probed place is where the round ends."""
-    params, seen = parameters(0), []
+    params = parameters(0)
+    seen, probe = probed(params)
     value = outer(RULES[0], filter=filtering, schedule=schedule)
     optimizer = OuterOptimizer(params, value, "probe:keep,average", signals=["probes"])
-
-    def probe() -> float:
-        seen.append(flat(params))
-        return float(len(seen))
-
     for number in range(8):
         give(params, [g * (1 - 3 * (number % 3 == 2)) for g in randoms(number)])
         seen.clear()
@@ -222,14 +224,10 @@ def test_the_candidate_that_keeps_is_the_step_taken(filtering: str, schedule: st
 )
 def test_a_candidate_moves_groups_of_other_methods_too(method: str):
     """Beside a group that probes, each other group goes where its round ends: losses are of the point that follows."""
-    params, seen = parameters(0, [(3, 5), (4, 2)]), []
+    params = parameters(0, [(3, 5), (4, 2)])
+    seen, probe = probed(params)
     groups = [{"params": params[:1], "restart": "probe:keep,average"}, {"params": params[1:], "method": method}]
     optimizer = OuterOptimizer(groups, RULES[0], signals=["probes"])
-
-    def probe() -> float:
-        seen.append(flat(params))
-        return float(len(seen))  # the first, which keeps, is the best
-
     for number in range(4):
         give(params, randoms(number, [(3, 5), (4, 2)]))
         seen.clear()

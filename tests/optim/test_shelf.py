@@ -46,15 +46,19 @@ def give_round(number: int, params: Sequence[Any]) -> None:
     give(params, [0.3 * p.detach() + n for p, n in zip(params, noise, strict=True)])
 
 
-def assert_golden(text: str) -> None:
-    reference = REFERENCES[text]
-    actual, expected = (parameters(0, reference.shapes) for _ in range(2))
-    optimizer, oracle = OuterOptimizer(actual, text), reference.build(expected)
-    for number in range(ROUNDS):
+def assert_alike(actual: Any, optimizer: Any, expected: Any, oracle: Any, rounds: range = range(ROUNDS)) -> None:
+    """An optimizer and its oracle go the same way, each with its own parameters."""
+    for number in rounds:
         for params, each in ((actual, optimizer), (expected, oracle)):
             give_round(number, params)
             each.step()
         torch.testing.assert_close(flat(actual), flat(expected), rtol=1e-12, atol=1e-12)
+
+
+def assert_golden(text: str) -> None:
+    reference = REFERENCES[text]
+    actual, expected = (parameters(0, reference.shapes) for _ in range(2))
+    assert_alike(actual, OuterOptimizer(actual, text), expected, reference.build(expected))
 
 
 def golden(*names: str) -> Any:
@@ -173,14 +177,7 @@ def test_from_torch_is_the_class():
     package = pytest.importorskip("pytorch_optimizer", reason="the package pytorch-optimizer is not installed")
     method = from_torch(package.Lion, lr=0.02, betas=(0.8, 0.99))
     actual, expected = (parameters(0) for _ in range(2))
-    for params, optimizer in (
-        (actual, OuterOptimizer(actual, method)),
-        (expected, package.Lion(expected, 0.02, (0.8, 0.99))),
-    ):
-        for number in range(ROUNDS):
-            give_round(number, params)
-            optimizer.step()
-    torch.testing.assert_close(flat(actual), flat(expected), rtol=1e-12, atol=1e-12)
+    assert_alike(actual, OuterOptimizer(actual, method), expected, package.Lion(expected, 0.02, (0.8, 0.99)))
 
 
 def test_muon_takes_tensors_as_matrices():
@@ -292,14 +289,9 @@ def test_adamw_restarts_as_a_new_one():
     """With its second moment restarted, each cycle is that of a new torch.optim.AdamW."""
     actual, expected = (parameters(0) for _ in range(2))
     optimizer = OuterOptimizer(actual, "adamw:lr=0.1:second=restart", restart=PERIOD)
-    oracle: Any = None
-    for number in range(ROUNDS):
-        if number % PERIOD == 0:
-            oracle = torch.optim.Adam(expected, 0.1, (0.9, 0.99))
-        for params, each in ((actual, optimizer), (expected, oracle)):
-            give_round(number, params)
-            each.step()
-        torch.testing.assert_close(flat(actual), flat(expected), rtol=1e-12, atol=1e-12)
+    for start in range(0, ROUNDS, PERIOD):
+        new = torch.optim.Adam(expected, 0.1, (0.9, 0.99))
+        assert_alike(actual, optimizer, expected, new, range(start, start + PERIOD))
 
 
 @pytest.mark.parametrize("text", [f"adamw:second={second}" for second in ("keep", "restart")])
