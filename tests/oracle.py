@@ -10,6 +10,7 @@ from typing import Any
 
 import mpmath
 import numpy as np
+import pytest
 
 from twophase.rule import FORMS, OuterRule
 
@@ -160,6 +161,7 @@ def oscillation(rule: OuterRule, sigma: float) -> tuple[Any, Any, Any, Any]:
 # --- modes ----------------------------------------------------------------------------------------------------------
 
 HB, NAG = OuterRule(1.0, 0.9, False, "ema"), OuterRule(1.0, 0.9, True, "ema")
+KINDS = pytest.mark.parametrize("nesterov", [False, True], ids=["heavy ball", "Nesterov"])
 SIX = [0.95, 0.85, 0.75, 0.60, 0.45, 0.30]
 """The six modes of A2."""
 BLOCKS = [np.linspace(low, high, 9) for low, high in [(0.92, 1), (0.55, 0.65), (0.18, 0.26)]]

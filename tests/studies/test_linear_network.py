@@ -142,19 +142,14 @@ def test_jacobian(data, model: Linearised):
 
 
 @pytest.mark.slow
-def test_departure_decreases_with_width(result: Result):
-    """In every run the median departure falls from width to width, and the fitted exponent is clearly negative."""
+def test_a_wider_network_is_closer_to_the_linear_model(result: Result):
+    """Departures fall from width to width, with clearly negative exponents; gains come closer to what is promised."""
     runs = result.numbers["network"]["runs"]
     assert len(runs) == 6
     for run in runs:
         medians = [run["median_departure"][width] for width in result.settings["widths"]]
         assert all(wide < narrow for narrow, wide in pairwise(medians)), run
         assert run["departure"]["exponent"] < -2 * run["departure"]["standard_error"]
-
-
-@pytest.mark.slow
-def test_wide_network_keeps_the_promise_of_restarts(result: Result):
-    """At the largest width the benefit of restarts is closer to what the linear model promises than at the smallest."""
     gains = result.numbers["network"]["benefit"]
     for rule in (PAPER, USUAL):
         first, *_, last = (gain for gain in gains if gain["rule"] == rule.describe())
@@ -252,8 +247,8 @@ def test_the_same_every_time(data):
 
 
 @pytest.mark.slow
-def test_answer(result: Result):
-    """The answer is what the numbers say: change one, and its line changes."""
+def test_answer_and_figures(result: Result):
+    """The answer is what the numbers say: change one, and its line changes; all six panels have data and names."""
     text = linear_network.answer(result)
     assert "chi_K(sigma)" in text
     assert "Not covered" in text
@@ -261,11 +256,6 @@ def test_answer(result: Result):
     changed = linear_network.answer(replace(result, numbers=result.numbers | {"linear": other}))
     assert [a != b for a, b in zip(text.splitlines(), changed.splitlines(), strict=True)].count(True) == 1
     assert "to 2e-01" in changed
-
-
-@pytest.mark.slow
-def test_figure(result: Result):
-    """Six panels in titled figures, each with data and with names on both axes."""
     with styled():
         figures = [linear_network.draw(result), *linear_network.details(result).values()]
     assert all(figure.get_suptitle() for figure in figures)

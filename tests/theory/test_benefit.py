@@ -12,12 +12,10 @@ import pytest
 
 import oracle
 from amount import amount
-from oracle import HB, NAG
+from oracle import HB, KINDS, NAG
 from twophase.rule import FORMS, OuterRule
 from twophase.theory.contraction import hurt_share, log_restart_factor, restart_can_help, restart_factor, restart_table
 from twophase.theory.modes import asymptotic_rate, oscillatory_interval, phase_shift, stable_limit
-
-KINDS = pytest.mark.parametrize("nesterov", [False, True], ids=["heavy ball", "Nesterov"])
 
 
 def modes(seed: int, count: int) -> list[oracle.Point]:

@@ -353,10 +353,7 @@ def test_the_notes_formula_of_each_regime(name: str):
     st.one_of(st.integers(1, 60), st.integers(1, 10**6)),
 )
 def test_explicit_formulas_at_critical_damping(q: float, upper: bool, period: int):
-    """R8: at b = q^2 and s = (1 -+ q)^2 chi_K is q^K (1 + K(1-q)) below and (-q)^K (1 + K(1+q)) above, at any K.
-
-    Nesterov's lower edge: (2b/(1+b))^K (1 + K(1-b)/2), to the rounding of lr that keeps it from the edge.
-    """
+    """R8: at b = q^2 and s = (1 -+ q)^2 chi_K is q^K (1 + K(1-q)) below and (-q)^K (1 + K(1+q)) above, at any K."""
     rule = OuterRule((1 + q) ** 2 if upper else (1 - q) ** 2, q * q)
     assert regime(rule, 1.0) == "critical"
     sign, log = log_restart_factor(rule, 1.0, period)
@@ -364,7 +361,7 @@ def test_explicit_formulas_at_critical_damping(q: float, upper: bool, period: in
         exact = period * mpmath.log(mpmath.mpf(q)) + mpmath.log(1 + period * (1 + mpmath.mpf(q if upper else -q)))
         assert abs(mpmath.mpf(float(log)) - exact) <= SHARP * max(abs(exact), 1e-15)
     assert sign == (-1 if upper and period % 2 else 1)
-    for b in (0.25, 0.9, 0.99):
+    for b in (0.25, 0.9, 0.99):  # Nesterov's lower edge, to the rounding of lr that keeps it from the edge
         point = oracle.at(oracle.edge("lower", b, True), b, True, "sum", 1.0)
         for rounds in (1, 7, 30):
             exact = (2 * b / (1 + b)) ** rounds * (1 + rounds * (1 - b) / 2)

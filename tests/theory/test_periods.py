@@ -13,7 +13,7 @@ import pytest
 
 import oracle
 from amount import amount
-from oracle import BLOCKS, HB, NAG, SIX
+from oracle import BLOCKS, HB, KINDS, NAG, SIX
 from twophase.rule import FORMS, Form, OuterRule
 from twophase.theory.contraction import restart_factor
 from twophase.theory.inputs import rule_grid
@@ -31,7 +31,6 @@ from twophase.theory.periods import (
 
 LOG_10 = math.log(10)
 NEVER_SKIPPED = 0.03  # share of the comparisons with exhaustive search that may be too close to call
-KINDS = pytest.mark.parametrize("nesterov", [False, True], ids=["heavy ball", "Nesterov"])
 
 
 def interval(momentum: float, nesterov: bool) -> tuple[float, float]:

@@ -391,23 +391,16 @@ def test_decisions_do_not_depend_on_the_units(rule: OuterRule, restart: str):
 # --- mistakes -----------------------------------------------------------------------------------------------------
 
 
-class NeedsLoss(Scripted):
-    """A policy that the model cannot serve."""
-
-    needs: ClassVar[frozenset[str]] = frozenset({"cosine", "validation_loss"})
-
-
-class NeedsAgreement(Scripted):
-    """A policy that a single replica cannot serve."""
-
-    needs: ClassVar[frozenset[str]] = frozenset({AGREEMENT})
+def needing(*names: str) -> RestartPolicy:
+    """A policy with these needs."""
+    return type("Needing", (Scripted,), {"needs": frozenset(names)})()
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rule": 0.7}, r"rule is 0\.7; .*OuterRule\(0\.7, 0\.9\)"),
     ({"sigma": [0.5, 1.5]}, r"sigma\[1\] is 1\.5; .*\[0, 1\]"),
-    ({"restart": NeedsLoss()}, "restart policy NeedsLoss.* needs validation_loss.*cosine"),
-    ({"restart": NeedsAgreement()}, "needs the agreement of the replicas.*replicas=2"),
+    ({"restart": needing("cosine", "validation_loss")}, "restart policy Needing.* needs validation_loss.*cosine"),
+    ({"restart": needing(AGREEMENT)}, "needs the agreement of the replicas.*replicas=2"),
     ({"weights": [1.0]}, r"weights have shape \(1,\); .*\(2,\)"),
     ({"initial": [1.0, np.nan]}, r"initial\[1\] is nan; .*finite"),
     ({"initial": [1.0, 1.0, 1.0]}, "initial has 3 modes; .*all 2 values"),
@@ -439,7 +432,7 @@ def test_refused(changes: dict[str, Any], message: str):
         ([Block([0.5], [HB] * 2), Block([0.5], [HB] * 3)], {}, r".*blocks\[0\] \(2,\), blocks\[1\] \(3,\)"),
         ([Block(SIX, HB), Block([0.5], HB)], {"initial": [1.0] * 6}, ": initial has 6 modes; .*all 7 values"),
         ([Block(SIX, HB)], {"noise": np.zeros((5, 1, 5))}, r": noise has shape \(5, 1, 5\); .*\(5, replicas, 6\)"),
-        ([Block(SIX, HB, NeedsLoss())], {}, r": blocks\[0\]: restart policy NeedsLoss.* needs validation_loss"),
+        ([Block(SIX, HB, needing("loss"))], {}, r": blocks\[0\]: restart policy Needing.* needs loss"),
     ],
 )
 def test_refused_blocks(blocks: Any, options: dict[str, Any], message: str):

@@ -14,14 +14,13 @@ import torch
 
 import oracle
 from amount import amount
-from oracle import HB, NAG
+from oracle import HB, KINDS, NAG
 from twophase.rule import FORMS, Form, OuterRule
 from twophase.theory.contraction import restart_factor
 from twophase.theory.inputs import rule_grid
 from twophase.theory.modes import effective_step
 from twophase.theory.soft import cycle_matrix, soft_restart
 
-KINDS = pytest.mark.parametrize("nesterov", [False, True], ids=["heavy ball", "Nesterov"])
 FORM = pytest.mark.parametrize("form", FORMS)
 
 
