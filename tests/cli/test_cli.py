@@ -8,9 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from datetime import date
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -236,37 +234,25 @@ def test_divergence_ends_with_status_1(tmp_path: Path, corpus: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple[list[str], Path]]:
-    """The words of a run with a seed that is never stopped, and its folder; made once for all tests."""
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
+    """The words of a run that is never stopped, and its folder."""
     folder = tmp_path_factory.mktemp("uninterrupted")
-    text = textmaker.write(folder / "text.txt")
-
-    @cache
-    def train(seed: int) -> tuple[list[str], Path]:
-        size = ["--steps", "150", "--data.corpus", f"file:{text}", "--outer.restart", "3", "--seed", str(seed)]
-        out = folder / str(seed)
-        assert call("train", *SMALL, *size, "--out", out).returncode == 0
-        return ["train", *SMALL, *size], out
-
-    return train
-
-
-def wait_for(path: Path, process: Forked, pattern: str = "*") -> None:
-    """Return as soon as something that matches is in the folder, or the process has ended."""
-    while process.poll() is None and not any(path.glob(pattern)):
-        time.sleep(0.0005)
+    corpus = f"file:{textmaker.write(folder / 'text.txt')}"
+    words = ["train", *SMALL, "--steps", "150", "--data.corpus", corpus, "--outer.restart", "3"]
+    assert call(*words, "--out", folder / "run").returncode == 0
+    return words, folder / "run"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_stopped_by_a_signal(
-    tmp_path: Path, uninterrupted: Callable[[int], tuple[list[str], Path]], number: signal.Signals, status: int
+    tmp_path: Path, uninterrupted: tuple[list[str], Path], number: signal.Signals, status: int
 ) -> None:
     """Ctrl-C and SIGTERM save, print the command that resumes, and that command ends as if nothing had happened."""
-    words, whole = uninterrupted(0)
-    words = [*words, "--out", str(tmp_path / "run")]
+    words, whole = [*uninterrupted[0], "--out", str(tmp_path / "run")], uninterrupted[1]
     process = Forked(*words)
-    wait_for(tmp_path / "run" / "checkpoint", process, "step-*")
+    while process.poll() is None and not any((tmp_path / "run" / "checkpoint").glob("step-*")):
+        time.sleep(0.0005)
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == status, errors

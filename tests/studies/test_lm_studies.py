@@ -501,16 +501,12 @@ def test_an_impossible_run_is_refused_before_a_folder_is_made(tmp_path: Path) ->
     assert not list((tmp_path / "out").iterdir())
 
 
-def tiny(tmp_path: Path) -> Scale:
-    """Width 16, one layer, 24 steps and as few runs as a study can have."""
-    return replace(small(tmp_path), lrs=(0.7,), momenta=(0.9,), periods=(3, 5), inject=(0.0, 0.5), retain=(0.0,))
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_workers")
 def test_tiny_studies_really_train_and_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All are trained by real workers, all stages; a second call trains nothing and writes the same bytes."""
-    scale, out = tiny(tmp_path), tmp_path / "out"
+    few: dict[str, Any] = {"lrs": (0.7,), "momenta": (0.9,), "periods": (3, 5), "inject": (0.0, 0.5), "retain": (0.0,)}
+    scale, out = replace(small(tmp_path), **few), tmp_path / "out"
     for name in ("robustness_heatmaps", "soft_restart", "retuning", "wires"):
         seen: list[launch.Status] = []
         first = study.run(name, out, scale=scale, workers=1, progress=seen.append)

@@ -50,17 +50,12 @@ def optimum(rule: OuterRule, sigma: float, period: int) -> tuple[Any, Any]:
     return -chi / (b * p), inject / (1 if rule.form == "ema" else 1 - b)
 
 
-def off(value: Any, exact: Any) -> float:
-    """Relative error."""
-    return abs(float((mpmath.mpf(float(value)) - exact) / exact))
-
-
 def assert_optimum(rule: OuterRule, sigma: float, period: int, within: float) -> None:
-    """The two numbers are those of the formula."""
+    """The two numbers are those of the formula, to a relative error."""
     values = soft_restart(rule, sigma, period)
     with mpmath.workdps(oracle.digits_for(rule, sigma)):
         for value, exact in zip(values, optimum(rule, sigma, period), strict=True):
-            assert off(value, exact) < within, (rule, sigma, period)
+            assert abs(float((mpmath.mpf(float(value)) - exact) / exact)) < within, (rule, sigma, period)
 
 
 # --- the soft restart that removes a mode (R26) -------------------------------------------------------------------

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own custom
@@ -84,19 +82,13 @@ class Largest(TorchDispatchMode):
         return out
 
 
-@contextmanager
-def watched():
-    with Largest() as mode:
-        yield mode
-
-
 @pytest.mark.parametrize("grad", [True, False])
 def test_the_whole_batchs_logits_never_exist(monkeypatch: pytest.MonkeyPatch, grad: bool):
     """Forward and backward make no tensor as large as the logits: at most one piece of them, or the head."""
     monkeypatch.setattr(loss, "PIECE", {"cpu": 64 * 500, "cuda": 0})
     monkeypatch.setattr(loss, "WHOLE", 0)
     x, weight, targets = case(1024, 8, 500, torch.float32)
-    with watched() as seen, torch.set_grad_enabled(grad):
+    with Largest() as seen, torch.set_grad_enabled(grad):
         value = cross_entropy(x, weight, targets)
         if grad:
             value.backward()
