@@ -477,7 +477,7 @@ def test_replicas_that_cannot_be_trained(replicas: Callable[[], Any], words: lis
 def test_mistakes_say_what_to_do(options: dict[str, Any], words: list[str]):
     """Each impossible option is refused with its value, the range and the remedy."""
     with pytest.raises(ValueError, match=r"DiLoCo|restart|Periodic|partition") as caught:
-        start(**({"outer": RULE} | options))
+        start(**({"outer": RULE} | options))  # type: ignore[arg-type]
     assert all(word in str(caught.value) for word in words), caught.value
 
 
@@ -564,7 +564,8 @@ def test_a_sync_that_fails_before_its_outer_step_is_undone(wire: str, fault: str
             if step == 4 and fault == "refused":
                 patch.setitem(engine.outer.param_groups[0], "lr", math.nan)
             elif step == 4:
-                patch.setattr(*places[fault], interrupt)
+                target, name = places[fault]
+                patch.setattr(target, name, interrupt)
             with pytest.raises((KeyboardInterrupt, ValueError)) if step == 4 else nullcontext():
                 engine.step()
         if step == 4:
