@@ -91,6 +91,18 @@ def test_loading_ends_what_is_under_way():
     assert unlike(run.tensors(), ends) == []
 
 
+@pytest.mark.parametrize("wire", ["int8", SPARSE])
+def test_what_a_state_does_not_name_is_owed_no_longer(wire: str):
+    """An older state than the wire's leaves no residual of later rounds behind."""
+    run = start(outer=NESTEROV, restart=2, inner_steps=2, wire=wire)
+    for step in range(4):
+        run.step(step)
+    (owed,) = run.engine.wire_state_dict().values()
+    assert any(residual.any() for residual in owed["sent"])
+    run.engine.load_wire_state_dict({})
+    assert not any(residual.any() for residual in owed["sent"])
+
+
 def test_a_sum_is_divided_by_those_that_made_it():
     """A sum of two replicas that is under way in a state counts as two's, also where one replica goes on from it."""
     two = start(NESTEROV, delay=2)
