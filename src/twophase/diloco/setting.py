@@ -420,7 +420,8 @@ def check_needs(groups: Iterable[Mapping[str, Any]], supplied: Collection[str]) 
                 "filter away (none), or clip"
             )
     for policy in [group["restart"] for group in groups]:
-        missing = parse(policy).needs - MEASURED - set(supplied)
+        if not (missing := parse(policy).needs - MEASURED - set(supplied)):
+            continue
         ways = []
         if PROBES in missing:
             ways.append("give the engine a function that evaluates the loss on a probe batch, DiLoCo(..., probe=...)")
@@ -428,9 +429,8 @@ def check_needs(groups: Iterable[Mapping[str, Any]], supplied: Collection[str]) 
             ways.append("train two or more replicas: it compares them, and there is 1")
         if names := sorted(missing - {PROBES, AGREEMENT}):
             ways.append(f"pass them to step(signals=...), and promise them with DiLoCo(signals={names!r})")
-        if ways:
-            lacking = [*names, *sorted(missing & {PROBES, AGREEMENT}, reverse=True)]
-            raise ValueError(f"DiLoCo: restart policy {policy} needs {', '.join(lacking)}; {', and '.join(ways)}")
+        lacking = [*names, *sorted(missing & {PROBES, AGREEMENT}, reverse=True)]
+        raise ValueError(f"DiLoCo: restart policy {policy} needs {', '.join(lacking)}; {', and '.join(ways)}")
 
 
 def check_kind(signals: Signals) -> None:
