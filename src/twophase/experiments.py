@@ -157,7 +157,7 @@ def tune(
     """
     if isinstance(config, Mapping):
         check_arm_options(flatten(config))
-    tuning = Tuning(_configuration(task, config), [str(arm) for arm in arms], points, budget, seeds, fresh)
+    tuning = Tuning(_configuration(task, config), arms, points, budget, seeds, fresh)
     return run_tuning(tuning, Path(out), workers=workers, quiet=quiet)
 
 

@@ -17,6 +17,7 @@ from forked import Forked, call
 from twophase.base.config import RunError, UsageError
 from twophase.cli import tuning as room
 from twophase.cli.tuning import TuneResults, Tuning, run_tuning
+from twophase.policies.scheduled import Periodic
 from twophase.report.ui import Library
 from twophase.shelf.base import parse
 from twophase.sweeps.grid import Sweep
@@ -224,6 +225,7 @@ IMPOSSIBLE: list[dict[str, Any]] = [
     {"texts": "nesterov"},
     {"texts": ("nesterov:momentum=1",)},
     {"texts": ("gpa+readout=tail",)},
+    {"texts": (Periodic(3),)},
 ]
 
 

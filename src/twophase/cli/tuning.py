@@ -86,7 +86,7 @@ class Tuning:
                 f"--fresh {' '.join(map(str, self.fresh))}: give two or more seeds that are not among --seeds "
                 f"{' '.join(map(str, self.seeds))}, which choose the settings"
             )
-        texts = [CONTROL, *(text for text in self.texts if text != CONTROL)]
+        texts = [CONTROL, *(str(text) for text in self.texts if text != CONTROL)]  # a policy is an arm by its text
         object.__setattr__(self, "arms", tuple(Arm(text, self.base.inner.lr) for text in texts))
         for arm in self.arms:
             try:
