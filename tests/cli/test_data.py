@@ -93,7 +93,7 @@ def test_counts_read_as_people_write_them(word: str, value: int):
     ("words", "message"),
     [
         (["", "many", "-3", "1.5.2", "10X", "nan"], "write for example"),
-        (["1e400", "9e999b", "10000000000t"], "too large"),
+        (["1e400", "9e999b", "10000000000t"], "is too large"),
     ],
 )
 def test_other_counts_are_refused(words: list[str], message: str):

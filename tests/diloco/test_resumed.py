@@ -45,9 +45,10 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("norm_ratio")
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if "fragments" in RUNS[name] else []) for name in RUNS]
+)
 def test_resumed_anywhere_equals_uninterrupted(name: str):
     """Saved after any inner step, with what is under way and owed, a run goes on with the same bits and reports."""
     options = {"outer": NESTEROV, "restart": 2, "inner_steps": 4} | RUNS[name]
