@@ -148,7 +148,7 @@ class Recorder:
         loss = self._newest.get("validation_loss")
         diverged = not (self._is_finite and self._round_is_finite) or not math.isfinite(loss or 0.0)
         return {
-            **{name: value for name, value in self._newest.items() if name == "perplexity"},
+            **({"perplexity": self._newest["perplexity"]} if "perplexity" in self._newest else {}),
             "validation_loss": loss,
             "tokens": int(self._newest.get("tokens", 0)),
             "seconds": seconds,
