@@ -12,6 +12,7 @@ _FULL = (
     "can't start new thread",
     "failed to map segment",
 )
+_TORCH = "[enforce fail at alloc_cpu"  # torch builds its message in a full memory too, and it may be cut short
 
 
 class UsageError(ValueError):
@@ -24,7 +25,9 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     if isinstance(error, ImportError) and error.__cause__ is not None:  # SciPy's, which says that it is broken
         return is_out_of_memory(error.__cause__)
-    return isinstance(error, FULL) and any(words in str(error) for words in _FULL)
+    text = str(error)
+    cut = len(text) >= len("[enforce fail") and _TORCH.startswith(text)
+    return isinstance(error, FULL) and (cut or any(words in text for words in (*_FULL, _TORCH)))
 
 
 def message_of(error: BaseException) -> str:
