@@ -20,7 +20,6 @@ CASES = [
     (100, f"{TRAIN} --model.layers 900 --model.hidden-size 128", 2, "a smaller model"),
     (200, f"{TRAIN} --replicas 1500 --model.hidden-size 128", 2, "fewer --replicas"),
     (100, f"{TRAIN} --data.batch-size 100000", 1, "--data.batch-size"),
-    (2, TRAIN, 1, "memory"),  # wherever it runs out first
     (30, "sweep --out sweep --axis outer.lr 0.3 0.7 --dry-run --model.intermediate-size 100000", 1, "smaller model"),
     (10, "study robustness_toy --quick", 1, "the memory is full"),
     (2, "data prepare text.txt --out tokens --tokenizer bytes", 1, "the memory is full"),
