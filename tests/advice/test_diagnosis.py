@@ -200,6 +200,9 @@ def test_suggestions(tmp_path: Path, case: str) -> None:
     assert [word for word in absent if word in text] == []
     endless = dataclasses.replace(diagnosis, planned=1 << 53)  # a loop over its rounds would not end
     assert bool(suggestions(endless, endless.findings[0])) == bool(text)
+    by_text = dataclasses.replace(diagnosis, method="heavy-ball:lr=0.7:momentum=0.9")
+    pasted = "".join(suggestions(by_text, by_text.findings[0])[-1:])
+    assert ("beside --outer.method sgd" in pasted) == ("--outer.lr" in text)
 
 
 def test_a_language_models_run(tmp_path: Path) -> None:

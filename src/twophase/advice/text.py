@@ -13,6 +13,7 @@ from twophase.policies.gain import mean_outer_gain
 from twophase.policies.text import parse
 from twophase.rule import FORM_WORDS, OuterRule
 from twophase.runs.record import WHOLE
+from twophase.shelf.outer import USUAL
 
 _WIDTH = 100
 HEADLINES = {
@@ -106,10 +107,11 @@ def suggestions(diagnosis: Diagnosis, finding: Finding) -> list[str]:
     with contextlib.suppress(ValueError):  # unknown to this process
         policy = parse(finding.restarts)
     if policy is not None and policy.takes_steps:
-        return [
+        sentences = [
             f"The policy {finding.restarts} takes steps of its own, to which nothing here applies. Hold it against "
             "plain averaging (--outer.restart never --outer.momentum 0 --outer.lr 1)."
         ]
+        return [*sentences, *_method_advice(diagnosis, sentences)]
     gain = None
     if policy is not None:
         with contextlib.suppress(ValueError):  # an adaptive policy
@@ -121,7 +123,8 @@ def suggestions(diagnosis: Diagnosis, finding: Finding) -> list[str]:
         sentences += sorted(warning for warning in warnings if "slows" not in warning)
     if rule.momentum > 0 and finding.latest.evidence.rounds >= LEAST_ROUNDS:
         sentences += _control_advice(finding, rule, gain)
-    return [*sentences, *_form_advice(rule, finding)]
+    sentences += _form_advice(rule, finding)
+    return [*sentences, *_method_advice(diagnosis, sentences)]
 
 
 def _period_words(finding: Finding) -> str:
@@ -206,6 +209,15 @@ def _form_advice(rule: OuterRule, finding: Finding) -> Iterator[str]:
             f"Check the form: if lr {rule.lr:g} was taken from torch.optim.SGD or a DiLoCo engine, which write the "
             f"sum form, its step here is {factor:.3g} times too small; it would be --outer.lr {rule.lr * factor:.3g} "
             f"in EMA form, or --outer.form sum. As it stands it equals lr {_other_form(rule).lr:.3g} in sum form."
+        )
+
+
+def _method_advice(diagnosis: Diagnosis, sentences: Iterable[str]) -> Iterator[str]:
+    """Name the method that the options of the sentences are of, where the run has another, which refuses them."""
+    if diagnosis.method not in ("", USUAL["method"]) and any("--outer.lr" in sentence for sentence in sentences):
+        yield (
+            f"Give these options beside --outer.method {USUAL['method']}, with the rule's other numbers: "
+            f"{diagnosis.method} takes none of them."
         )
 
 

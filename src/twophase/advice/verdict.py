@@ -89,6 +89,7 @@ class Diagnosis:
     change: Change | None = None  # the one that the evidence supports
     command: str = ""  # that makes the changed run
     outer: str = ""  # the outer optimizer in words; empty if it is not known
+    method: str = ""  # the run's `outer.method`; empty of a loop that is not the engine's
 
 
 def diagnose(record: RunRecord) -> Diagnosis:
@@ -128,6 +129,7 @@ def diagnose(record: RunRecord) -> Diagnosis:
         changed,
         command,
         record.outer_words,
+        str(record.config.get("outer.method", "")),
     )
 
 
