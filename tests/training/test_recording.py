@@ -172,6 +172,7 @@ def test_pages_and_commands_work_on_it(
     [
         *(({"falling": falling}, 18) for falling in ("", "by a scheduler", "by hand")),
         *(({"delay": 2, "mixing": 0.5}, saved_at) for saved_at in range(16, 21)),
+        *(({"fragments": 2}, saved_at) for saved_at in (18, 19, 20)),
     ],
 )
 def test_an_interrupted_loop_goes_on(tmp_path: Path, options: dict[str, Any], saved_at: int) -> None:
@@ -181,7 +182,7 @@ def test_an_interrupted_loop_goes_on(tmp_path: Path, options: dict[str, Any], sa
     """
     whole, loop, again = (Loop(**options) for _ in range(3))
     recorded(whole, tmp_path / "whole")
-    assert (whole.engine.outer.param_groups[0]["lr"] < RULE.lr / 2) == bool(options.get("falling"))
+    assert (whole.engine.fragments[0].outer.param_groups[0]["lr"] < RULE.lr / 2) == bool(options.get("falling"))
     recorded_until(loop, tmp_path / "parts", saved_at=saved_at, killed_at=33)
     assert read_summary(tmp_path / "parts") is None, "an unfinished run"
     again.load(torch.load(tmp_path / "state.pt", weights_only=True))

@@ -89,7 +89,7 @@ class Recorder:
         for name, value in values.items() if step is None else {"step": step, **values}.items():
             try:
                 number = float(value.detach() if isinstance(value, Tensor) else value)
-                line[_NAMES.get(name, name)] = int(value) if name == "step" else number
+                line[_NAMES.get(name, name)] = int(value) if name in ("step", "round") else number
             except (TypeError, ValueError, OverflowError, RuntimeError):  # the last of tensors with several elements
                 raise ValueError(f"record.log: {name} is {value!r}; give a single number") from None
         if not math.isfinite(line.get("tokens", 0)):
@@ -100,14 +100,14 @@ class Recorder:
 
     def end_round(self, report: Mapping[str, Any], signals: Mapping[str, float], finite: bool) -> None:
         """Write a round: the engine's report to `rounds.jsonl`, signals and inner learning rate to the metrics."""
-        self.round = report["round"]
+        self.round = _rounds(self._engine)  # as after a resume: of several fragments, those that all have ended
         if not self._lead:
             return
         self.lines().log_round({"step": self.step, **report})
-        values = {name: value for name, value in signals.items() if name not in ("step", "round")}  # the line's own
+        values = {**signals, "step": self.step, "round": report["round"]}  # the line's own
         if self._inner is not None:
             values["inner_lr"] = max(float(group["lr"]) for group in self._inner.param_groups)
-        self.log(None, **values)
+        self.log(**values)
         self._round_is_finite = finite
 
     def go_on(self, newest: Collection[str] = ()) -> None:
