@@ -271,7 +271,7 @@ def test_layers():
         ({"outer": {"form": "mean"}}, "--outer.form: 'mean' is not known; choose from sum, ema"),
         ({"betas": 0.9}, "--betas: 0.9 is not a list of 2 values"),
         ({"betas": [0.9]}, "--betas: [0.9] is not a list of 2 values"),
-        ({"outer": {"deep": {"periods": "5"}}}, "--outer.deep.periods: '5' is not a list"),
+        ({"outer": {"deep": {"periods": "5"}}}, "--outer.deep.periods: '5' is not a list; write [5]"),
         ({"outer": {"deep": {"periods": [5, 1.5]}}}, "--outer.deep.periods: '1.5' is not a whole number"),
     ],
 )

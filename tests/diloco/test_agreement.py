@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -84,6 +85,11 @@ def test_a_long_description_is_compared_by_its_digest(monkeypatch: pytest.Monkey
     monkeypatch.setattr(communicator, "_LONGEST", 100)
     names = {"parameters": [f"experts.{number}.weight" for number in range(100)]}
     assert together(*[lambda member: same_start(member, names, 1 + member.rank)] * 2) == [[1, 2], [1, 2]]
+
+
+def test_what_json_cannot_hold_is_refused():
+    with pytest.raises(ValueError, match=r"DiLoCo: alike: .*Tensor.*; give numbers, texts, lists and dicts"):
+        same_start(SingleProcess(), {"seed": torch.ones(2)}, 1)
 
 
 def together(*calls: Callable[[Communicator], Any]) -> list[Any]:

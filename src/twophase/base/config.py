@@ -135,9 +135,9 @@ def fit(hint: Any, value: Any) -> Any:
     """
     kinds = typing.get_args(hint)
     if typing.get_origin(hint) is tuple:
-        count = "" if Ellipsis in kinds else f" of {len(kinds)} values"
-        if not isinstance(value, list | tuple) or (count and len(value) != len(kinds)):
-            raise ValueError(f"{value!r} is not a list{count}")
+        count = None if Ellipsis in kinds else len(kinds)
+        if not isinstance(value, list | tuple) or count not in (None, len(value)):
+            raise ValueError(f"{value!r} is not a list" + (f" of {count} values" if count else f"; write [{value}]"))
         return tuple(fit(kinds[0], part) for part in value)
     if hint is bool:
         if str(value).lower() not in _TRUTHS:

@@ -54,9 +54,13 @@ def same_start(communicator: Communicator, description: Mapping[str, Any], repli
         How many each process has.
 
     Raises:
-        ValueError: naming the first difference.
+        ValueError: naming the first difference, or what JSON cannot hold.
     """
-    rows = communicator.exchange([replicas, *halves(short_hash(json.dumps(description, sort_keys=True)))])
+    try:
+        text = json.dumps(description, sort_keys=True)
+    except TypeError as error:  # of what a program gave as `alike`
+        raise ValueError(f"DiLoCo: alike: {error}; give numbers, texts, lists and dicts of them") from None
+    rows = communicator.exchange([replicas, *halves(short_hash(text))])
     if any(row[1:] != rows[0][1:] for row in rows):  # else not sent: of many parameters it may be very long
         here = json.loads(json.dumps(description))
         for other, there in enumerate(communicator.gather(here, dict)):
