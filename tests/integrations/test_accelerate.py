@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import trainers
 import twophase
@@ -75,6 +76,35 @@ def test_more_replicas_than_were_saved_are_refused(tmp_path: Path):
     rest = start()
     with pytest.raises(ValueError, match=r"replica_0\.safetensors is missing: replicas saved: 1, now: 1;"):
         rest[0].load_state(str(tmp_path))
+
+
+def test_a_damaged_replica_is_refused(tmp_path: Path):
+    """A file that was cut short or altered is named, with the remedy."""
+    start()[0].save_state(str(tmp_path))
+    path = tmp_path / "twophase_replica_0.safetensors"
+    data = path.read_bytes()
+    for damaged in (data[: len(data) // 2], data[:-1] + bytes([data[-1] ^ 1])):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"replica_0\.safetensors is damaged \(.*\); put it back"):
+            start()[0].load_state(str(tmp_path))
+
+
+def test_each_of_two_models_has_its_own_replicas(tmp_path: Path):
+    """Two engines on one accelerator save and load their own weights."""
+    from twophase.integrations.accelerate import DiLoCo
+
+    def build() -> tuple[Any, list[torch.nn.Module], list[DiLoCo]]:
+        accelerator, model, _, rounds = start()
+        other = accelerator.prepare(torch.nn.Linear(3, 1))
+        return accelerator, [model, other], [rounds, DiLoCo(accelerator, other, inner_steps=4)]
+
+    accelerator, models, rounds = build()
+    for each in rounds:
+        each.step()
+    accelerator.save_state(str(tmp_path))
+    accelerator, others, rounds = build()
+    accelerator.load_state(str(tmp_path))
+    assert all(map(trainers.same_weights, models, others))
 
 
 def test_record_and_disabled(tmp_path: Path):

@@ -74,6 +74,8 @@ class DiLoCo:
         self.engine = engine.DiLoCo(
             accelerator.unwrap_model(model), outer, inner_steps=inner_steps, restart=restart, **options
         )
+        others = sum(isinstance(other, DiLoCo) for other in accelerator._custom_objects)
+        self._prefix = f"twophase_model_{others}_replica_" if others else "twophase_replica_"
         accelerator.register_for_checkpointing(self)
         accelerator.register_save_state_pre_hook(self._save_replica)
         accelerator.register_load_state_pre_hook(self._note_folder)
@@ -112,13 +114,13 @@ class DiLoCo:
         if self._folder is None:
             raise ValueError("DiLoCo.load_state_dict: it needs each replica's own state; use accelerator.load_state")
         if not (self._folder / self._file).exists():
-            saved = len(list(self._folder.glob("twophase_replica_*.safetensors")))
+            saved = len(list(self._folder.glob(f"{self._prefix}*.safetensors")))
             raise ValueError(
                 f"DiLoCo.load_state_dict: {self._folder / self._file} is missing: replicas saved: {saved}, "
                 f"now: {self._accelerator.num_processes}; start {saved} processes, or put the file back"
             )
         self.engine.load_state_dict(state)
-        replica = parts.read(self._folder / self._file, sealed=True)
+        replica = parts.load(self._folder / self._file, "DiLoCo.load_state_dict")
         self.engine.load_wire_state_dict(replica["wire"])
         self.engine.replicas[0].load_state_dict(replica["model"])
         for optimizer, saved in zip(self._optimizers, replica["optimizers"], strict=True):
@@ -126,7 +128,7 @@ class DiLoCo:
 
     @property
     def _file(self) -> str:
-        return f"twophase_replica_{self._accelerator.process_index}.safetensors"
+        return f"{self._prefix}{self._accelerator.process_index}.safetensors"
 
     @property
     def _optimizers(self) -> list[Any]:

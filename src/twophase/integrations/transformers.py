@@ -70,7 +70,7 @@ class DiLoCoCallback(Rounds, TrainerCallback):
                     f"DiLoCoCallback: {path.parent} has no optimizer.pt, so the inner optimizer and its schedule would "
                     "begin anew; resume from a checkpoint with save_only_model=False, or train anew from its weights"
                 )
-            saved = parts.read(path, sealed=True)
+            saved = parts.load(path, "DiLoCoCallback")
             if saved.get("weights", (here := _digits(kwargs["model"]))) != here:
                 raise ValueError(
                     f"DiLoCoCallback: {path} belongs to other weights than those that the Trainer has loaded; set "

@@ -124,7 +124,7 @@ def write(path: Path, part: Part, *, sealed: bool = False) -> None:
 
 
 def save(path: Path, tree: Any) -> None:
-    """Write a tree as a sealed file, atomically and durably; `read` with `sealed` returns it.
+    """Write a tree as a sealed file, atomically and durably; `load` returns it.
 
     Raises:
         OSError: the file cannot be written, or the disk is full.
@@ -158,6 +158,22 @@ def read(path: Path, *, sealed: bool = False) -> Any:
     if sealed and metadata.get(_DIGEST) != _digest(part):
         raise ValueError("its content differs from its SHA-256")
     return put_together(part)
+
+
+def load(path: Path, whose: str) -> Any:
+    """Read what `save` has written.
+
+    Args:
+        path: the file.
+        whose: the call that reads, for the message.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    try:
+        return read(path, sealed=True)
+    except (SafetensorError, ValueError) as error:
+        raise ValueError(f"{whose}: {path} is damaged ({error}); put it back, or resume from another one") from None
 
 
 def _digest(part: Part) -> str:
