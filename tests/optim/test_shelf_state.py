@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from outers import give, parameters, randoms, run
 from replicas import Run, same_bits, start, through_file, unlike
-from twophase.optim.methods import first_moment_key
+from twophase.optim.methods import first_moment_key, from_torch
 from twophase.optim.optimizer import OuterOptimizer
 from twophase.optim.outer import OuterSGD
 from twophase.restart import parse as parse_policy
@@ -143,7 +143,11 @@ def test_distributed_checkpoints_take_no_round(method: str):
             optimizer.step()
 
     (model, first), (asked, second), (other, third) = build(), build(), build()
+    weights = {name: value.clone() for name, value in asked.state_dict().items()}
+    for p in asked.parameters():
+        p.data.zero_()
     shown: Any = get_optimizer_state_dict(asked, second)
+    asked.load_state_dict(weights)
     assert [group["rounds"] for group in shown["param_groups"]] == [0]
     for each in ((model, first), (asked, second)):
         go(*each, range(5))
@@ -206,6 +210,47 @@ def test_groups_have_methods_of_their_own():
     assert numbers(resumed) == numbers(together)
 
 
+@pytest.mark.parametrize("make", [
+    lambda p: torch.optim.SGD(p, lr=1.0),
+    lambda p: OuterSGD(p, lr=1.0),
+    lambda p: OuterOptimizer(p, outer("sgd", momentum=0.0, filter="clip")),
+])  # fmt: skip
+def test_a_flattened_state_of_sgd_without_momentum_loads(make: Callable[[Any], Any]):
+    """No buffer is made up on the way that no round makes: torch would look for it in the saved state."""
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    optimizer, twin = make(model.parameters()), make(other.parameters())
+    give([*model.parameters()], randoms(0, [(2, 3), (2,)], torch.float32))
+    optimizer.step()
+    state = get_optimizer_state_dict(model, optimizer, options=options)
+    set_optimizer_state_dict(other, twin, copy.deepcopy(state), options=options)
+    assert [g["lr"] for g in twin.param_groups] == [g["lr"] for g in optimizer.param_groups]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("SGD", {"momentum": 0.9, "dampening": 0.9}), ("RMSprop", {"momentum": 0.5}), ("SGD", {"momentum": 0.9})],
+)
+def test_a_first_gradient_after_round_1_is_torchs_own(name: str, options: dict[str, float]):
+    """A torch optimizer makes its own buffers, whenever a parameter's first gradient comes."""
+    cls = getattr(torch.optim, name)
+    ours, theirs = parameters(0, [(3,), (3,)]), parameters(0, [(3,), (3,)])
+    optimizer, peer = OuterOptimizer(ours, from_torch(cls, lr=0.1, **options)), cls(theirs, lr=0.1, **options)
+    for number in range(4):
+        for params in (ours, theirs):
+            give(params, randoms(number, [(3,), (3,)], params[0].dtype))
+            params[1].grad = params[1].grad if number else None
+        optimizer.step()
+        peer.step()
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
 # ------------------------------------------------------------------------------------------- states of other kinds
 
 
@@ -219,6 +264,26 @@ def test_a_state_of_momentum_sgd_goes_on_beside_other_slots():
     assert (group["rounds"], group["readout"]) == (3, "tail:rounds=10")
     run(other, range(3, 5))
     assert (group["restarts"], other.reads_out) == (1, True)
+
+
+def test_a_schedule_begins_at_the_numbers_of_the_loaded_state():
+    """Learning rate, momentum, Nesterov's or not, and form are the state's; a group's own two count as well."""
+    first = OuterSGD(parameters(0, SHAPES), 0.1, 0.5)
+    run(first, range(3))
+    params = parameters(0, SHAPES)
+    other = OuterOptimizer(params, outer("nesterov", lr=0.7, momentum=0.9, schedule="warmup:warmup=1"))
+    other.load_state_dict(first.state_dict())
+    run(other, range(3, 5))
+    (group,) = other.param_groups
+    assert [group[name] for name in ("lr", "momentum", "nesterov", "form")] == [0.1, 0.5, False, "sum"]
+    (x,), (y,) = parameters(0, [(3,)]), parameters(0, [(3,)])
+    both = (
+        OuterOptimizer([{"params": [x], "nesterov": False}], outer("nesterov", lr=0.7, schedule="transient")),
+        OuterOptimizer([y], outer("heavy-ball", lr=0.7, schedule="transient")),
+    )
+    for optimizer in both:
+        run(optimizer, range(3))
+    assert same_bits(x, y)
 
 
 def sgd(**options: Any) -> OuterSGD:

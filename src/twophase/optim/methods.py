@@ -226,6 +226,9 @@ def delayed_nesterov(method: DelayedNesterov, round_: Round, x: Tensor, g: Tenso
 def averages(method: GPA | ScheduleFree, round_: Round, x: Tensor, g: Tensor, state: State) -> Tensor:
     """Return x minus the next point of the gradients, between the iterate and its average."""
     z, average = state["iterate"], state[AVERAGE]
+    if round_.number == 1:  # a rehearsal has made them, perhaps before the weights were loaded
+        z.copy_(x)
+        average.copy_(x)
     z.sub_(g, alpha=round_.rule.lr)
     if isinstance(method, GPA):
         weight, share = 1 - method.mu_x, method.mu_y

@@ -192,7 +192,9 @@ class OuterOptimizer(OuterSGD):
         schedule: Schedule = parse("schedule", group["schedule"])
         if schedule.name != "constant":
             method, policy = method_of(group), parse_policy(group["restart"])
-            rule = policy.effective(method.rule()) if method.plain else method.rule()
+            rule = method.rule()
+            if method.plain:  # these two may have come with the group, or with a state
+                rule = policy.effective(replace(rule, nesterov=group["nesterov"], form=group["form"]))
             rule = schedule.at(rule, group["rounds"] + 1, group["rounds_since_restart"] + 1)
             group |= {"lr": rule.lr, "momentum": rule.momentum}
 
@@ -266,7 +268,8 @@ class OuterOptimizer(OuterSGD):
             return
         weight = readout.weight(part.group["rounds"] + 1)
         for x in part.group["params"]:
-            if x.grad is None and not x.requires_grad:  # frozen: it is its own average
+            # Frozen, it is its own average; an anchor may lack `requires_grad` and have gradients in other rounds.
+            if x.grad is None and not x.requires_grad and READOUT not in self.state.get(x, {}):
                 continue
             state = self.state[x]
             if weight == 1 or READOUT not in state:
@@ -302,7 +305,7 @@ class OuterOptimizer(OuterSGD):
         for part in parts:
             method = method_of(part.group)
             round_ = Round(0, rule_of(part.group), Answer({}), {})
-            for x, g in zip(part.params, part.gradients, strict=True):
+            for x, g in zip(part.params, part.gradients, strict=True) if not method.plain else ():
                 state = _completed(method, x, self.state[x])
                 if isinstance(method, TorchMethod):  # it makes its buffers anew in round 1
                     torch_step(method, round_, x, g.to(buffer_dtype(x)), state)
@@ -316,6 +319,8 @@ class OuterOptimizer(OuterSGD):
                     f"OuterOptimizer: the loaded state is of momentum SGD, and this optimizer's method is "
                     f"{here['method']}; build it with the state's method, or start anew"
                 )
+            if "method" not in group:  # what a schedule begins at
+                group["method"] = str(as_outer(rule_of(group)).method)
             for name in (*SLOTS, *WEIGHTS):
                 group.setdefault(name, here[name])
             for name in filter_of_group(group).memory:
@@ -339,7 +344,7 @@ def outer_optimizer(
 
 def _completed(method: Method, x: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return a parameter's buffers, made where they lack."""
-    if first_moment_key(method) == FIRST or not method.first_moment:  # a torch optimizer makes its own
+    if not isinstance(method, TorchMethod):  # a torch optimizer makes its own
         for key in method.buffers:
             if key not in state:
                 state[key] = new_buffer(method, key, x)
