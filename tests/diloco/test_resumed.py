@@ -201,6 +201,7 @@ UNDER_WAY = "reduction under way.* the checkpoint's"
             r"param groups differ between this engine \(1\) and the state \(2\)",
         ),
         (streaming, lambda: streaming(6, fragments=2).state_dict(), r"\(3 of them\).*\(2\).*checkpoint's"),
+        (lambda: streaming(fragments=1), lambda: streaming(1).state_dict(), r"fragments differ .*\(1 of.*\(3\)"),
         (
             lambda: streaming(fragments=2),
             lambda: streaming(6, fragments={"a": "[03]", "b": "."}).state_dict(),

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -238,6 +239,27 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], words
     steps = change.get("inner_steps", 12)
     with pytest.raises((ValueError, ImportError), match=words):
         diloco(group, model, trainers.optimizer(model), inner_steps=steps, fragments=fragments)
+
+
+def test_a_state_of_other_fragments_is_refused():
+    """The first difference is named, and no anchor has changed."""
+    from twophase.integrations.torchft import diloco
+
+    def build(value: float, *, is_split: bool) -> Any:
+        group = MagicMock(_init_sync=False, _use_async_quorum=False)
+        model = nn.Sequential(*[nn.Linear(3, 3) for _ in range(3)])
+        for p in model.parameters():
+            nn.init.constant_(p, value)
+        parts = [*model] if is_split else [model[:2], model[2:]]
+        return diloco(group, model, torch.optim.SGD(model.parameters(), lr=0.1), inner_steps=6, fragments=parts)
+
+    two, three = build(1.0, is_split=False), build(2.0, is_split=True)
+    for rounds, other in ((two, three), (three, two)):
+        before = rounds.state_dict()["anchors"]
+        with pytest.raises(ValueError, match=r"diloco: fragments differ between these rounds .* give the checkpoint's"):
+            rounds.load_state_dict(other.state_dict())
+        assert before[0].keys() == rounds.state_dict()["anchors"][0].keys()
+        assert all(float(p.mean()) == (1.0 if rounds is two else 2.0) for p in before[0].values())
 
 
 if __name__ == "__main__":

@@ -118,7 +118,6 @@ def check(state: Mapping[str, Any], setting: Setting, schedule: Schedule) -> Non
         raise ValueError(
             f"DiLoCo.load_state_dict: the state lacks {', '.join(sorted(missing))}; pass what state_dict() returned"
         )
-    _check_values(state, setting)
     here: dict[str, Any] = {
         "fragments": [fragment.name for fragment in setting.fragments],
         "parameters of the model": _layout(setting),
@@ -140,6 +139,7 @@ def check(state: Mapping[str, Any], setting: Setting, schedule: Schedule) -> Non
             f"DiLoCo.load_state_dict: {difference}; build the engine with the checkpoint's model, fragments, param "
             "groups and schedule, or start a new run"
         )
+    _check_values(state, setting)
     if state["inner_step"] >= schedule.inner_steps:
         raise ValueError(
             f"DiLoCo.load_state_dict: the state was saved after {state['inner_step']} inner steps of its round, but "

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torchft.local_sgd import DiLoCo
 from torchft.manager import Manager
 
+from twophase.diloco.agreement import first_unlike
 from twophase.elastic import parts
 from twophase.elastic.healing import Healing
 from twophase.optim.outer import OuterSGD
@@ -57,7 +58,18 @@ class Native(DiLoCo):
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict()`, before the first step; model and inner optimizer are loaded by the caller."""
+        """Continue from `state_dict()`, before the first step; model and inner optimizer are loaded by the caller.
+
+        Raises:
+            ValueError: a state of other fragments or parameters; nothing has been changed.
+        """
+        here, there = (
+            {"fragments": [[[name, list(values.shape)] for name, values in anchor.items()] for anchor in anchors]}
+            for anchors in ([fragment.original_parameters for fragment in self._fragments], state["anchors"])
+        )
+        difference = first_unlike(here, there, ("these rounds", "the state"))
+        if difference is not None:
+            raise ValueError(f"diloco: {difference}; give the checkpoint's model and fragments")
         for fragment, outer, anchor, saved in zip(
             self._fragments, self.outers, state["anchors"], state["outers"], strict=True
         ):
