@@ -240,15 +240,15 @@ def test_a_flattened_state_of_sgd_without_momentum_loads(make: Callable[[Any], A
 def test_a_first_gradient_after_round_1_is_torchs_own(name: str, options: dict[str, float]):
     """A torch optimizer makes its own buffers, whenever a parameter's first gradient comes."""
     cls = getattr(torch.optim, name)
-    ours, theirs = parameters(0, [(3,), (3,)]), parameters(0, [(3,), (3,)])
-    optimizer, peer = OuterOptimizer(ours, from_torch(cls, lr=0.1, **options)), cls(theirs, lr=0.1, **options)
+    actual, expected = parameters(0, [(3,), (3,)]), parameters(0, [(3,), (3,)])
+    optimizer, peer = OuterOptimizer(actual, from_torch(cls, lr=0.1, **options)), cls(expected, lr=0.1, **options)
     for number in range(4):
-        for params in (ours, theirs):
+        for params in (actual, expected):
             give(params, randoms(number, [(3,), (3,)], params[0].dtype))
             params[1].grad = params[1].grad if number else None
         optimizer.step()
         peer.step()
-    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 # ------------------------------------------------------------------------------------------- states of other kinds
