@@ -163,7 +163,9 @@ def test_memory_for_averages_is_asked_first(monkeypatch: pytest.MonkeyPatch):
             preflight(replace(config, outer=outer_config), task)
 
 
-def test_a_run_evaluates_and_exports_the_average(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_evaluates_and_exports_the_average(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     """`--outer.readout` trains as without it; what it evaluates and exports is the average, resumed bit for bit."""
     anchors: dict[str, list[Any]] = {}
     end_round = Trainer.end_round
@@ -187,6 +189,8 @@ def test_a_run_evaluates_and_exports_the_average(tmp_path: Path, monkeypatch: py
     for name, path in anchors.items():
         mean = averaged("tail:rounds=3", path)
         np.testing.assert_allclose(weights[name].flatten().double().numpy(), mean, rtol=1e-5, atol=1e-7)
+    assert main(["export", str(tmp_path / "average"), str(tmp_path / "out")]) == 0
+    assert "the readout tail:rounds=3 after" in capsys.readouterr().out
     config = from_tree(TrainConfig, load_yaml(tmp_path / "average" / "config.yaml"))
     assert config.outer.readout == "tail:rounds=3"
     task = LanguageTask(config)

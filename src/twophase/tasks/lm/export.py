@@ -84,6 +84,7 @@ def export(
             "run": identity,
             "steps": steps,
             "source": origin,
+            "readout": config.outer.readout,
             "dtype": dtype,
             "parameters": sum(weight.numel() for weight in model.parameters()),
             "corpus": config.data.corpus,
@@ -100,8 +101,9 @@ def describe(out: Path, record: Mapping[str, Any]) -> str:
     text = f"no tokenizer: {record['corpus']} does not say what its ids mean, or it was not asked for"
     if record["tokenizer"]:
         text = f"tokenizer: {record['tokenizer']}, {record['tokenizer_ids']:,} ids"
+    what = "the anchor" if record["readout"] == "last" else f"the readout {record['readout']}"
     return (
-        f"{out}: LlamaForCausalLM, {record['parameters']:,} parameters in {record['dtype']}, the anchor after "
+        f"{out}: LlamaForCausalLM, {record['parameters']:,} parameters in {record['dtype']}, {what} after "
         f"{record['steps']:,} inner steps ({record['source']})\n{text}"
     )
 
