@@ -27,6 +27,8 @@ MISTAKES = [
     ("train --outer.method lion:lr=-1", "--outer.method"),
     ("train --outer.method gpa --outer.restart 3", "--outer.restart"),
     ("train --outer.method adamw --outer.lr 1", "such as --outer.method adamw:lr=VALUE"),
+    ("train --outer.method sgd:lr=0.3 --outer.lr 0.2", "--outer.lr is in --outer.method sgd:lr=0.3 too"),
+    ("sweep --axis outer.method sgd:lr=0.3 --axis outer.lr 0.1 1", "--outer.lr is in --outer.method sgd:lr=0.3 too"),
     ("train --outer.method averaging --outer.lr 1", "averaging has no lr, take sgd, or leave it out"),
     ("sweep --axis outer.lr 0.3 0.7 --outer.lr 0.5", "--outer.lr is an axis of the grid, too"),
     ("data prepare ~nosuchuser/x.txt --out tokens", "~nosuchuser/x.txt"),
@@ -292,6 +294,17 @@ def odd_file(kind: str) -> Path:
     else:
         path.symlink_to(kind)
     return path
+
+
+def test_a_page_replaces_no_file_of_a_run(capfd: pytest.CaptureFixture[str]) -> None:
+    """`--out` of a report is a page's name: one that is mistaken for a folder's, or a file there, stays as it is."""
+    assert cli.main("train --task digits --steps 4 --inner-steps 2 --quiet --out run".split()) == 0
+    before = {path: path.read_bytes() for path in Path("run").iterdir() if path.is_file()}
+    for name in ("config.yaml", "summary.json", "rounds.jsonl"):
+        check(f"report run --out run/{name}", "holds something else than a page", capfd)
+    assert {path: path.read_bytes() for path in Path("run").iterdir() if path.is_file()} == before
+    for _ in range(2):
+        assert cli.main("report run --out page.html".split()) == 0
 
 
 def test_a_figures_numbers_replace_no_other_table(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

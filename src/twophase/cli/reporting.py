@@ -17,7 +17,7 @@ from twophase.cli.commands import config_paths
 from twophase.judge.verdict import WITHIN, verdict
 from twophase.judge.verdict_text import describe, part_stem, write
 from twophase.report.overlay import MOST_RUNS, common_folder, overlay
-from twophase.report.page import counted, relative
+from twophase.report.page import DOCTYPE, counted, relative
 from twophase.report.run import FILES, result_words, run_report
 from twophase.report.sweep import sweep_report
 from twophase.report.sweep_record import is_sweep, read_sweep
@@ -47,6 +47,8 @@ def write_pages(options: argparse.Namespace) -> None:
 
 
 def _check(options: argparse.Namespace) -> None:
+    if (out := options.out) is not None and out.is_file() and not _may_be_replaced(out):
+        raise UsageError(f"--out {out}: holds something else than a page, such as a file of the run; name a new file")
     for word in options.where:
         if "=" not in word:
             raise UsageError(f"--where {word}: write a path and a value, such as inner_steps=20")
@@ -65,6 +67,12 @@ def _check(options: argparse.Namespace) -> None:
     for name in ("runs", "where", "controls", "within") if not is_sweep(folders[0]) else ():
         if getattr(options, name):
             raise UsageError(f"--{name} is for sweeps, and {folders[0]} is not the folder of one; leave it out")
+
+
+def _may_be_replaced(path: Path) -> bool:
+    """Return whether a file is empty or a page: one of a run's own would be lost."""
+    with path.open("rb") as file:
+        return file.read(len(DOCTYPE)) in (b"", DOCTYPE.encode())
 
 
 def _where(options: argparse.Namespace) -> dict[str, str]:

@@ -21,6 +21,8 @@ from pathlib import Path, PurePosixPath
 from urllib.parse import quote
 
 STYLES = ("uplot/uPlot.min.css", "plot.css", "page.css")
+DOCTYPE = "<!doctype html>"
+"""What a page begins with."""
 LONGEST = 4000
 """Characters of a text that are shown."""
 # Characters that have no picture, or turn the direction of those after them; a lone surrogate cannot be written at all.
@@ -247,7 +249,7 @@ def page(
         ),
         *(tag("script", Html(script)) for script in scripts),
     )
-    return f'<!doctype html>\n<html lang="en"><head>{head}</head>{body}</html>\n'
+    return f'{DOCTYPE}\n<html lang="en"><head>{head}</head>{body}</html>\n'
 
 
 def _watch(what: str, refresh: float) -> Html:
