@@ -141,6 +141,19 @@ def test_the_same_number_of_settings(tune: Run, points: int) -> None:
     assert not any(tuned.interior for tuned in outcome.arms)
 
 
+def test_a_search_that_more_points_would_go_on_with_is_named(tune: Run, tmp_path: Path) -> None:
+    """The last line names the arms that try more where they may, those between whole steps and midpoints too."""
+    whole = {tuned.arm: tuned.settings for tuned in tune("memoryless").arms}
+    assert max(whole.values()) < 40
+    for points in range(1, max(whole.values()) + 1):
+        shutil.rmtree(tmp_path / "tune")
+        outcome = tune("memoryless", points=points)
+        ended = {arm for arm, settings in whole.items() if settings > points}
+        assert {tuned.arm for tuned in outcome.arms if not tuned.interior} == ended
+        (line,) = [line for line in str(outcome).splitlines() if "by its budget" in line] or [""]
+        assert all((arm in line) == (arm in ended) for arm in whole)
+
+
 @pytest.mark.parametrize("limit", [{"points": 12}, {"points": None, "budget": 500.0}])
 def test_interrupted_anywhere(tune: Run, stages: Stages, tmp_path: Path, limit: Mapping[str, Any]) -> None:
     """Wherever a comparison stops, the same call goes on and ends with the same file."""

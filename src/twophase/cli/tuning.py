@@ -117,6 +117,12 @@ class Tuning:
         scales = {n: replace(s, kind="complement", low=0.0) if s.kind == "odds" else s for n, s in arm.scales.items()}
         return Search(scales, points, self.refinements, passes_equal=False)
 
+    def is_interior(self, search: Search, results: Mapping[Point, float]) -> bool:
+        """Whether a search ended by itself: with one more point it would ask for nothing."""
+        if self.is_first:  # as the stored rows have it: whole steps on all sides are enough
+            return search.is_interior(results)
+        return not replace(search, most=search.most + 1).pending(results)
+
 
 @dataclass(frozen=True)
 class Tuned:
@@ -125,7 +131,7 @@ class Tuned:
     Args:
         arm: its text.
         numbers: its best setting; None where every setting diverged.
-        interior: whether all neighbours of that were tried: mostly False where the budget ended the search.
+        interior: whether all neighbours of that were tried, the midpoints too: False where the budget ended the search.
         settings: how many were tried.
         seconds: of all its runs, those of the fresh seeds included.
         tuned: geometric mean of the best setting's results over the tuning seeds; None where every setting diverged.
@@ -370,7 +376,7 @@ class _Stages:
         return Tuned(
             arm.text,
             search.values(point),
-            search.is_interior(results),
+            self.tuning.is_interior(search, results),
             len(results),
             seconds + _seconds(rows),
             results[point],
