@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -290,11 +291,29 @@ def test_losses_that_have_no_ratio(tune: Run, stages: Stages) -> None:
         tune("nesterov")
 
 
-def test_one_rule_in_two_texts(tune: Run) -> None:
-    """Arms whose settings are the same runs have the same results."""
-    outcome = tune("nesterov", "nesterov@never")
-    plain, never = (tuned for tuned in outcome.arms if tuned.arm.startswith("nesterov"))
-    assert (plain.numbers, plain.results, plain.word) == (never.numbers, never.results, never.word)
+@pytest.mark.parametrize(
+    ("arm", "other"),
+    [
+        ("nesterov", "nesterov@never"),
+        ("nesterov@3", "nesterov@periodic:3"),
+        ("nesterov:momentum=0.9", "nesterov:momentum=0.90"),
+        ("averaging", "averaging@never"),
+        ("averaging", "averaging+filter=none"),
+    ],
+)
+def test_one_arm_in_two_texts(arm: str, other: str) -> None:
+    """An arm counts once, however it is written: twice, it would widen every interval."""
+    remedy = "which is always there" if arm == "averaging" else "give it once"
+    with pytest.raises(UsageError, match=re.escape(f"--arms: {other} is ") + f".*{re.escape(arm)}[,;] {remedy}"):
+        Tuning(base(), ("adamw", *{arm: None, other: None}))
+
+
+def test_arms_that_begin_alike() -> None:
+    """Arms are others where they tune other numbers, also where their searches begin with the same run."""
+    texts = ("nesterov", "nesterov@3", "nesterov@K", "nesterov:momentum=0.9:lr=0.7", "nesterov:momentum=~0.6")
+    assert [arm.text for arm in Tuning(base(), texts).arms[1:]] == list(texts)
+    filtered = replace(base(), outer=replace(base().outer, filter="orthogonal"))
+    assert len(Tuning(filtered, ("averaging+filter=none+readout=tail", "averaging+filter=orthogonal")).arms) == 3
 
 
 RINGS = (Path(__file__).parents[2] / "examples" / "rings.py").read_text(encoding="utf-8")

@@ -12,16 +12,17 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from twophase.base.config import RunError, UsageError, differences, to_tree
+from twophase.base.config import RunError, UsageError, differences, fingerprint, to_tree, with_values
 from twophase.base.files import write_atomic
 from twophase.base.progress import duration
 from twophase.base.reading import read_json_object
 from twophase.cli.sweeping import complete, devices_of, workers_of
 from twophase.judge.comparison import ratio_of
 from twophase.judge.decision import Decision, decide_pairs
-from twophase.recipes.arms import ARMS, CONTROL, Arm
+from twophase.recipes.arms import ARMS, CONTROL, METHOD, Arm
 from twophase.report.results import DataFrame, Table
 from twophase.runs.folder import check_place, list_some, lock_folder
+from twophase.shelf.base import parse
 from twophase.sweeps.bracket import Point, Search
 from twophase.sweeps.grid import Sweep
 from twophase.sweeps.run import TABLE
@@ -88,11 +89,17 @@ class Tuning:
             )
         texts = [CONTROL, *(str(text) for text in self.texts if text != CONTROL)]  # a policy is an arm by its text
         object.__setattr__(self, "arms", tuple(Arm(text, self.base.inner.lr) for text in texts))
+        texts_by_start: dict[tuple[str, ...], str] = {}
         for arm in self.arms:
             try:
-                check(self.first(arm, self.seeds[0]))
+                start = check(self.first(arm, self.seeds[0]))
             except UsageError as error:  # of what the arm has changed
                 raise UsageError(f"--arms {arm.text}: {error}") from None
+            plain = with_values(start, {METHOD: str(parse("method", start.outer.method))})  # 0.90 is 0.9
+            other = texts_by_start.setdefault((*arm.scales, fingerprint(plain)), arm.text)
+            if other != arm.text:  # counted twice, an arm would widen all intervals
+                why = f"{CONTROL}, which is always there" if other == CONTROL else f"the arm {other}; give it once"
+                raise UsageError(f"--arms: {arm.text} is {why}")
 
     @property
     def comparisons(self) -> int:
