@@ -155,8 +155,8 @@ def tune(
         UsageError: values that cannot be run, a folder of another comparison, or a budget that does not reach.
         RunError: a run could not be done, and the same call tries it again; or every setting of every arm diverged.
     """
-    if isinstance(config, Mapping):
-        check_arm_options(flatten(config))
+    if isinstance(config, Mapping) and not _is_whole(flat := flatten(config)):
+        check_arm_options(flat)
     tuning = Tuning(_configuration(task, config), arms, points, budget, seeds, fresh)
     return run_tuning(tuning, Path(out), workers=workers, quiet=quiet)
 
@@ -166,6 +166,8 @@ def _configuration(task: Any, config: RunConfig | Mapping[str, Any] | None) -> R
     check_is_called_by_a_program()
     if isinstance(config, RunConfig) and task in (None, LM):  # LM: the task that train() has where it is left out
         return check(config)
+    if isinstance(config, Mapping) and task == LM:
+        task = flatten(config).get(f"{TASK}.name", LM)
     if isinstance(task, type):
         raise UsageError(
             f"the task is the class {task.__name__}; give an object, such as {task.__name__}(), or its name"

@@ -280,13 +280,20 @@ def test_a_task_that_does_not_repeat(rings: Path, method: str) -> None:
 
 
 def test_a_whole_configuration_is_taken() -> None:
-    """Options that its method does not look at are no choice; an axis takes the place of its value there."""
+    """It names its task; options that its method does not look at are no choice; axes and arms have their own."""
     run = twophase.train("rings:Rings", SHORT | {"outer.method": "adamw"}, "first", quiet=True)
     assert run.config is not None
     again = twophase.train("rings:Rings", {**run.config, "seed": 1}, "second", quiet=True)
     assert again.config == {**run.config, "seed": 1}
     sweep = twophase.sweep("rings:Rings", {"inner.lr": [0.5, 1.0]}, run.config, "sweep", workers=1, quiet=True)
     assert [cell.values["inner.lr"] for cell in sweep.record.rows] == [0.5, 1.0]
+    assert twophase.train(config=run.config, out="first", quiet=True).config == run.config
+    limits: dict[str, Any] = {"points": 1, "seeds": [0], "fresh": [1, 2]}
+    twophase.tune("rings:Rings", ["nesterov"], run.config, "tune", **limits, workers=1, quiet=True)
+    options = "--arms nesterov --points 1 --seeds 0 --fresh 1 2 --workers 1 --quiet --out tune".split()
+    assert main(["tune", "--config", "first/config.yaml", *options]) == 0  # the same comparison
+    with pytest.raises(UsageError, match=r"outer\.method.*--arms"):
+        twophase.tune("rings:Rings", ["nesterov"], SHORT | {"outer.method": "adamw"}, "other", **limits)
 
 
 CALL = """
