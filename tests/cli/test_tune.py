@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from forked import Forked, call
@@ -240,6 +241,11 @@ IMPOSSIBLE: list[dict[str, Any]] = [
     {"texts": ("nesterov:momentum=1",)},
     {"texts": ("gpa+readout=tail",)},
     {"texts": (Periodic(3),)},
+    {"texts": 3},
+    {"points": 1.0},
+    {"seeds": 0},
+    {"seeds": ["0"]},
+    {"fresh": (5, 6.5)},
 ]
 
 
@@ -248,6 +254,14 @@ def test_impossible_comparisons(options: dict[str, Any]) -> None:
     """What cannot be compared is refused by the name of its option."""
     with pytest.raises(UsageError, match=r"--(points|budget|seeds|fresh|arms)"):
         Tuning(base(), **options)
+
+
+def test_arrays_and_generators() -> None:
+    """From Python lists may be anything with values in an order, and whole numbers those of arrays."""
+    plain = Tuning(base(), ["nesterov", "auto"], 3, seeds=[0, 1], fresh=[5, 6])
+    options: dict[str, Any] = {"points": np.int64(3), "seeds": np.arange(2), "fresh": np.arange(5, 7)}
+    arrays = Tuning(base(), **options, texts=(text for text in ("nesterov", "auto")))  # type: ignore[arg-type]
+    assert json.dumps(arrays.spec()) == json.dumps(plain.spec())
 
 
 def test_divergence_is_shown(tune: Run, stages: Stages) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -68,11 +69,16 @@ class Tuning:
     """The control and the others."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.texts, str) or not set(self.texts) - {CONTROL} or len(set(self.texts)) < len(self.texts):
+        is_list = isinstance(self.texts, Iterable) and not isinstance(self.texts, str)
+        texts = [str(text) for text in (self.texts if is_list else [self.texts])]  # a policy is an arm by its text
+        if not is_list or not set(texts) - {CONTROL} or len(set(texts)) < len(texts):
             raise UsageError(
-                f"--arms {self.texts if isinstance(self.texts, str) else ' '.join(self.texts)}: give a list of one or "
-                f"more arms, each once; {CONTROL} is always there"
+                f"--arms {' '.join(texts)}: give a list of one or more arms, each once; {CONTROL} is always there"
             )
+        if self.points is not None:
+            object.__setattr__(self, "points", *_whole("points", [self.points]))
+        for name in ("seeds", "fresh"):
+            object.__setattr__(self, name, _whole(name, getattr(self, name)))
         if not isinstance(self.budget, int | float | None):
             raise UsageError(f"--budget is {self.budget!r}; from Python give seconds, such as budget=7200")
         if self.points is not None and self.budget is not None:
@@ -87,7 +93,8 @@ class Tuning:
                 f"--fresh {' '.join(map(str, self.fresh))}: give two or more seeds that are not among --seeds "
                 f"{' '.join(map(str, self.seeds))}, which choose the settings"
             )
-        texts = [CONTROL, *(str(text) for text in self.texts if text != CONTROL)]  # a policy is an arm by its text
+        texts = [CONTROL, *(text for text in texts if text != CONTROL)]
+        object.__setattr__(self, "texts", tuple(texts[1:]))
         object.__setattr__(self, "arms", tuple(Arm(text, self.base.inner.lr) for text in texts))
         texts_by_start: dict[tuple[str, ...], str] = {}
         for arm in self.arms:
@@ -404,6 +411,15 @@ def _affordable(tuning: Tuning, seconds: float) -> int:
             "in another --out fewer arms, seeds or steps"
         )
     return points
+
+
+def _whole(name: str, values: Any) -> tuple[int, ...]:
+    """Return what Python gave for an option as whole numbers, such as those of an array."""
+    try:
+        return tuple(map(operator.index, values))
+    except TypeError:
+        value, remedy = (values, "a list of whole numbers") if name != "points" else (values[0], "a whole number")
+        raise UsageError(f"--{name} is {value!r}; from Python give {remedy}") from None
 
 
 def _values(rows: Sequence[Row]) -> list[float]:
