@@ -206,7 +206,13 @@ def test_rules_alone_have_a_matched_gain(values: dict[str, object], rule: OuterR
 
 
 @pytest.mark.parametrize(
-    ("restarted", "other"), [("adamw", "gpa"), ("nesterov", "torch:optimizer=Adagrad:options=lr=0.1")]
+    ("restarted", "other"),
+    [
+        ("adamw", "gpa"),
+        ("nesterov", "torch:optimizer=Adagrad:options=lr=0.1"),
+        ("nesterov", "averaging"),
+        ("sgd:momentum=0.5", "heavy-ball:lr=0.7:momentum=0"),
+    ],
 )
 def test_methods_without_a_first_moment_are_left_out(
     caplog: pytest.LogCaptureFixture, restarted: str, other: str

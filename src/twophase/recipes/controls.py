@@ -226,17 +226,20 @@ def _with_first_moment(cells: list[Cell], varied: Collection[str]) -> list[Cell]
     """Leave out restarts of methods that have nothing to restart, and say so, where both are axes."""
     if not {METHOD, RESTART} <= set(varied):
         return cells
-    values = [(cell, cell.config.outer.value(cell.config.rounds)) for cell in cells]
-    left_out = [
-        (cell, value.method.name)
-        for cell, value in values
-        if isinstance(value, Outer) and cell.config.outer.policy() != Never() and not has_first_moment(value.method)
-    ]
+    left_out = [cell for cell in cells if _restarts_nothing(cell.config)]
     if left_out:
-        names = ", ".join(dict.fromkeys(name for _, name in left_out))
+        names = ", ".join(dict.fromkeys(cell.config.outer.method.partition(":")[0] for cell in left_out))
         _log.warning("%d cells are left out: %s, with restarts, have no first moment", len(left_out), names)
-    outside = {id(cell) for cell, _ in left_out}
+    outside = set(map(id, left_out))
     return [cell for cell in cells if id(cell) not in outside]
+
+
+def _restarts_nothing(config: Any) -> bool:
+    value, policy = config.outer.value(config.rounds), config.outer.policy()
+    if policy == Never() or isinstance(value, Outer):
+        return policy != Never() and not has_first_moment(value.method)
+    # Momentum 0 as an option, and no method of its own, may be the control of a grid.
+    return config.outer.method != USUAL["method"] and policy.effective(value).momentum == 0
 
 
 def has_first_moment(method: Method) -> bool:
