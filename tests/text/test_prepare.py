@@ -315,6 +315,26 @@ def test_another_tokenizer_is_refused(original: Path, tmp_path: Path, monkeypatc
         prepare(asked)
 
 
+@pytest.mark.parametrize("edit", [lambda text: text.replace("a", "A"), lambda text: text.replace("\n", " ")])
+def test_a_source_that_was_edited_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, edit: Callable[[str], str]
+):
+    """Another text of the same name and size is not mixed with what has been prepared; the first one completes it."""
+    monkeypatch.setattr(module, "SAVE_SECONDS", -1.0)
+    monkeypatch.setattr(sources, "BATCH_DOCUMENTS", 5)
+    source = tmp_path / "lines.jsonl"
+    text = "".join(json.dumps({"text": f"a text, number {number:03}"}) + "\n" for number in range(40))
+    source.write_text(text)
+    asked = Request((str(source),), tmp_path / "out", tokenizer="bytes", held_out=0.0)
+    interrupted(asked, monkeypatch, "_save", 4)
+    source.write_text(edit(text))
+    with pytest.raises(UsageError, match=r"lines\.jsonl: is not the file of which a part"):
+        prepare(asked)
+    source.write_text(text)
+    whole = replace(asked, out=tmp_path / "whole")
+    assert snapshot(prepared(asked)) == snapshot(prepared(whole))
+
+
 def test_a_damaged_source_is_resumed_when_it_is_whole(corpus: Path, whole: Callable[..., Path], tmp_path: Path):
     """A cut file stops with its name; what came before stays, and the whole file (of the same size) completes it."""
     path = sorted(corpus.glob("c4*"))[2]

@@ -223,6 +223,8 @@ class _Preparation:
         self.tokenizer = self._tokenizer(state.get("tokenizer_sha256"))
         self.splits = Splits(folder, self.tokenizer.dtype, plan.request.shard_tokens)
         self.place: dict[str, int] = {"stage": 0, "file": 0, "record": 0}
+        self.before = str(state.get("before", ""))
+        """Digest of the record before the place: the file may have changed since."""
         try:
             self.splits.resume(state.get("splits", {"closed": {}, "parts": {}}))
             place = state.get("place", self.place)
@@ -258,7 +260,7 @@ class _Preparation:
         """Write the rest of all stages; yields the bytes of text of each batch."""
         for stage in range(self.place["stage"], len(self.plan.stages)):
             if stage > self.place["stage"]:
-                self.place = {"stage": stage, "file": 0, "record": 0}
+                self.place, self.before = {"stage": stage, "file": 0, "record": 0}, ""
                 self._save()
             split, files = self.plan.stages[stage]
             if split == TRAIN and self.plan.validation and not self.splits.tokens(VALIDATION):
@@ -267,10 +269,11 @@ class _Preparation:
             if self._is_full(split):
                 continue
             place = {"file": self.place["file"], "record": self.place["record"]}
-            with closing(batches(files, self.plan.request.column, **place)) as stream:
+            with closing(batches(files, self.plan.request.column, **place, before=self.before)) as stream:
                 for batch in stream:
                     has_closed = self._batch(split, batch)
                     self.place = {"stage": stage, "file": batch.file, "record": batch.record}
+                    self.before = batch.before
                     if has_closed or time.monotonic() - self.saved > SAVE_SECONDS:
                         self._save()
                     yield sum(batch.sizes)
@@ -308,7 +311,7 @@ class _Preparation:
     def _save(self) -> None:
         self.splits.flush()
         facts = {"request": self.plan.record(), "tokenizer_sha256": self.tokenizer.sha256}
-        self._write(facts | {"place": self.place, "splits": self.splits.state()})
+        self._write(facts | {"place": self.place, "before": self.before, "splits": self.splits.state()})
         self.saved = time.monotonic()
 
     def _damaged(self, error: Exception) -> UsageError:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
+from twophase.base.config import fingerprint
 from twophase.base.errors import UsageError, is_out_of_memory
 from twophase.base.reading import check_regular, json_object
 
@@ -78,13 +79,15 @@ class File:
 class Batch:
     """Documents in order, none blank, without lone surrogates; their UTF-8 bytes; and the place after them.
 
-    `file` and `record` are the numbers of the file and of the record in it with which reading goes on.
+    `file` and `record` are the numbers of the file and of the record in it with which reading goes on; `before` is the
+    digest of the record before that, empty at a file's beginning.
     """
 
     texts: list[str]
     sizes: list[int]
     file: int
     record: int
+    before: str = ""
 
 
 # ------------------------------------------------------------------------------------------------------- which files
@@ -172,7 +175,7 @@ def _file(path: Path, kind: str) -> File | None:
 
 
 def batches(
-    files: Sequence[File], column: str = "text", *, file: int = 0, record: int = 0
+    files: Sequence[File], column: str = "text", *, file: int = 0, record: int = 0, before: str = ""
 ) -> Generator[Batch, None, None]:
     """Yield the documents of some files from a place on, read ahead in a thread.
 
@@ -183,16 +186,27 @@ def batches(
         column: name of the text in JSON objects and Parquet tables.
         file: number of the first file to read.
         record: number of its first record to read.
+        before: digest that the record before it has in the same file, as a batch has noted it; empty: not compared.
+
+    Raises:
+        UsageError: the file has changed, or cannot be read.
     """
-    return ahead(_batches(files, column, file, record))
+    return ahead(_batches(files, column, file, record, before))
 
 
-def _batches(files: Sequence[File], column: str, first: int, record: int) -> Generator[Batch, None, None]:
+def _batches(files: Sequence[File], column: str, first: int, record: int, before: str) -> Generator[Batch, None, None]:
     for number in range(first, len(files)):
         texts: list[str] = []
         sizes: list[int] = []
         pending = 0
-        for text in _records(files[number], column, record):
+        records = _records(files[number], column, record - bool(before))
+        if before and fingerprint(next(records, None) or "") != before:
+            raise UsageError(
+                f"{files[number].path}: is not the file of which a part has been prepared; put that back, or prepare "
+                "this one in another folder"
+            )
+        before = ""
+        for text in records:
             record += 1
             for part in _cut(text):
                 whole, size = _clean(part)
@@ -200,7 +214,7 @@ def _batches(files: Sequence[File], column: str, first: int, record: int) -> Gen
                 sizes.append(size)
                 pending += size
             if pending >= BATCH_BYTES or len(texts) >= BATCH_DOCUMENTS:
-                yield Batch(texts, sizes, number, record)
+                yield Batch(texts, sizes, number, record, fingerprint(text or ""))
                 texts, sizes, pending = [], [], 0
         record = 0
         yield Batch(texts, sizes, number + 1, 0)
