@@ -88,7 +88,7 @@ class Run:
 
     @property
     def config(self) -> dict[str, Any]:
-        """Every value of the configuration by its dotted path."""
+        """What `config.yaml` holds, by dotted path; docs/getting-started.md lists what it leaves out at its default."""
         return self.record.config
 
     @property
