@@ -8,11 +8,13 @@ import pickle
 import re
 import socket
 import threading
+from collections import namedtuple
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -51,6 +53,14 @@ def test_a_state_arrives_as_it_is(giver: Healing):
     assert bytes_of(state) == 24 + 6 + 40 + 20000
     with pytest.raises(ConnectionError, match="no state of step 8"):
         fetch(giver, 8)
+
+
+@pytest.mark.parametrize("value", [np.float64(1), namedtuple("Pair", "a b")(1, 2), {1, 2}, object()])
+def test_what_a_receiver_would_refuse_is_refused_at_the_giver(value: object):
+    """Only what torch reads without running code may be sent; sizes are such tuples, named tuples are not."""
+    assert bytes_of({"size": torch.Size([2]), "pair": (1, "b")}) == 0
+    with pytest.raises(ValueError, match=r"TorchFT.attach: state\['x'\]\[0\] is a .* turn it into these"):
+        bytes_of({"x": [value]})
 
 
 def test_a_slow_reader_is_cut_off(giver: Healing):

@@ -42,7 +42,7 @@ def bytes_of(value: Any, path: str = "state") -> int:
         return value.nbytes
     if type(value) in (dict, OrderedDict):
         return sum(bytes_of(key, f"{path}'s key") + bytes_of(item, f"{path}[{key!r}]") for key, item in value.items())
-    if isinstance(value, list | tuple):
+    if type(value) in (list, tuple, torch.Size):
         return sum(bytes_of(item, f"{path}[{index}]") for index, item in enumerate(value))
     if type(value) not in _PLAIN:
         raise ValueError(
