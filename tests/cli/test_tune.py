@@ -246,6 +246,7 @@ IMPOSSIBLE: list[dict[str, Any]] = [
     {"seeds": 0},
     {"seeds": ["0"]},
     {"fresh": (5, 6.5)},
+    {"fresh": (-1, 5)},
 ]
 
 

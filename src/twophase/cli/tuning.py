@@ -88,6 +88,8 @@ class Tuning:
         for name, seeds in (("seeds", self.seeds), ("fresh", self.fresh)):
             if len(set(seeds)) < max(len(seeds), 1):
                 raise UsageError(f"--{name} {' '.join(map(str, seeds))}: give one or more seeds, each once")
+            if wrong := [seed for seed in seeds if not 0 <= seed < 2**63]:
+                raise UsageError(f"--{name} {wrong[0]}: must be a whole number >= 0 and below 2^63")
         if len(self.fresh) < 2 or set(self.fresh) & set(self.seeds):
             raise UsageError(
                 f"--fresh {' '.join(map(str, self.fresh))}: give two or more seeds that are not among --seeds "
