@@ -664,6 +664,7 @@ def test_other_places_are_refused(tmp_path: Path) -> None:
         (folder, {}, r"notes\.txt.*not the folder of a sweep"),
         (file, {}, "is a file"),
         (busy, {"workers": -1}, "--workers is -1; it must be a whole number"),
+        (busy, {"workers": 1.0}, "--workers is 1.0; it must be a whole number"),
     ):
         chosen: dict[str, Any] = {"workers": 1} | options
         with pytest.raises(UsageError, match=message):

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -251,7 +252,7 @@ def run_tuning(tuning: Tuning, folder: Path, *, workers: int | None = None, quie
     """
     from twophase.tasks.build import preflight_all
 
-    if workers is not None and workers < 1:
+    if workers is not None and not (isinstance(workers, Integral) and workers >= 1):
         raise UsageError(f"--workers is {workers}; a comparison waits for its runs: give 1 or more")
     # All that can be refused is, before there is a folder. Later settings differ from these in their numbers alone.
     seeds = (*tuning.seeds, *tuning.fresh)

@@ -29,6 +29,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal
 
@@ -166,7 +167,7 @@ def run_sweep(
         RunError: the workers cannot be started, or die one after the other, or the trials cannot be written.
         KeyboardInterrupt: after the workers have been told to stop and have ended.
     """
-    if workers < 0:
+    if not isinstance(workers, Integral) or workers < 0:
         raise UsageError(f"--workers is {workers}; it must be a whole number >= 1, or 0 to start none here")
     folder = Path(folder).absolute()
     check_place(folder, SPEC, "sweep")  # refuse before anything is touched
