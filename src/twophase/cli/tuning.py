@@ -87,10 +87,10 @@ class Tuning:
         if not (self.points is None or self.points >= 1) or not (self.budget is None or 0 < self.budget < math.inf):
             raise UsageError(f"--points {self.points}, --budget {self.budget}: must be 1 or more, or a time above 0")
         for name, seeds in (("seeds", self.seeds), ("fresh", self.fresh)):
-            if len(set(seeds)) < max(len(seeds), 1):
-                raise UsageError(f"--{name} {' '.join(map(str, seeds))}: give one or more seeds, each once")
-            if wrong := [seed for seed in seeds if not 0 <= seed < 2**63]:
-                raise UsageError(f"--{name} {wrong[0]}: must be a whole number >= 0 and below 2^63")
+            if len(set(seeds)) < max(len(seeds), 1) or not all(0 <= seed < 1 << 63 for seed in seeds):
+                raise UsageError(
+                    f"--{name} {' '.join(map(str, seeds))}: give one or more seeds from 0 to below 2^63, each once"
+                )
         if len(self.fresh) < 2 or set(self.fresh) & set(self.seeds):
             raise UsageError(
                 f"--fresh {' '.join(map(str, self.fresh))}: give two or more seeds that are not among --seeds "
