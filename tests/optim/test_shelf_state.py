@@ -305,6 +305,10 @@ REFUSED_STATES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "torch Adam into AdamW": (lambda: torch.optim.Adam(parameters(0, SHAPES)), adamw),
     "Muon into vectors": (lambda: OuterOptimizer(parameters(0, [(4, 4)]), "muon"), vector),
     "other shapes": (lambda: OuterOptimizer(parameters(0, [(4, 4)]), "adamw"), vector),
+    "other shapes of an average": (
+        lambda: OuterOptimizer(parameters(0, [(3,)]), "gpa"),
+        lambda: OuterOptimizer(parameters(0, [(4,)]), "gpa"),
+    ),
 }
 
 

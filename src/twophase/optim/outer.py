@@ -30,6 +30,7 @@ from twophase.rule import Form, OuterRule, check_rule
 _NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 """Entries of a parameter's state that are no tensors of its shape, though a parameter without axes looks like one."""
 BUFFER = "momentum_buffer"  # torch.optim.SGD's key, so that its checkpoints load here
+_SHAPED = (BUFFER, "iterate", "average", "pending", "readout")  # of a parameter's shape, here or in a subclass
 
 
 class Part(NamedTuple):
@@ -391,12 +392,12 @@ class OuterSGD(Optimizer):
         self._check_loaded(groups)
         for group, loaded in zip(self.param_groups, groups, strict=False):  # the base class counts them
             for param, index in zip(group["params"], loaded["params"], strict=False):
-                saved = state_dict["state"].get(index, {}).get(BUFFER)
-                if saved is not None and saved.shape != param.shape:
-                    raise ValueError(
-                        f"OuterSGD: the loaded buffer of parameter {index} has shape {tuple(saved.shape)}, the "
-                        f"parameter {tuple(param.shape)}; load the state of an optimizer of these parameters"
-                    )
+                for saved in map(state_dict["state"].get(index, {}).get, _SHAPED):
+                    if saved is not None and saved.shape != param.shape:
+                        raise ValueError(
+                            f"OuterSGD: the loaded buffer of parameter {index} has shape {tuple(saved.shape)}, the "
+                            f"parameter {tuple(param.shape)}; load the state of an optimizer of these parameters"
+                        )
         super().load_state_dict(state_dict | {"param_groups": groups})
         # The base class has just cast every buffer to its parameter's dtype (and shares the others with the caller's
         # dictionary), so the buffers are put back from the original: as they were, and our own copy.
