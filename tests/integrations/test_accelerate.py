@@ -99,7 +99,10 @@ def test_each_of_two_models_has_its_own_replicas(tmp_path: Path):
         return accelerator, [model, other], [rounds, DiLoCo(accelerator, other, inner_steps=4)]
 
     accelerator, models, rounds = build()
-    for each in rounds:
+    for number, (model, each) in enumerate(zip(models, rounds, strict=True), start=1):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(number)
         each.step()
     accelerator.save_state(str(tmp_path))
     accelerator, others, rounds = build()

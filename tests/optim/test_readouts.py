@@ -69,14 +69,16 @@ def test_averages(readout: str):
 
 @pytest.mark.parametrize("readout", READOUTS[1:])
 @pytest.mark.parametrize("method", ["memoryless", from_torch(torch.optim.Adam, lr=0.1)], ids=["memoryless", "torch"])
-@pytest.mark.parametrize("is_leaf", [True, False])
-def test_a_parameter_that_rests_is_averaged_all_the_same(is_leaf: bool, method: Any, readout: str):
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_a_parameter_that_rests_is_averaged_all_the_same(requires_grad: bool, method: Any, readout: str):
     """A round in which it has no gradient counts: its anchor stood still there. An anchor needs no `requires_grad`."""
-    resting, moving = (p.requires_grad_(is_leaf) for p in parameters(0, [(5,), (5,)]))
+    resting, moving = (p.requires_grad_(requires_grad) for p in parameters(0, [(5,), (5,)]))
     optimizer = OuterOptimizer([resting, moving], outer(method, readout=readout))
     path = []
+    # Without `requires_grad` an anchor looks frozen until its first gradient, which therefore comes in round 1.
+    turn = 1 if requires_grad else 0
     for number in range(10):
-        resting.grad = torch.ones_like(resting) if number % 3 == is_leaf else None
+        resting.grad = torch.ones_like(resting) if number % 3 == turn else None
         moving.grad = torch.ones_like(moving)
         optimizer.step()
         path.append(resting.detach().numpy().copy())

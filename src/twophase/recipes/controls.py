@@ -235,9 +235,12 @@ def _with_first_moment(cells: list[Cell], varied: Collection[str]) -> list[Cell]
 
 
 def _restarts_nothing(config: Any) -> bool:
+    """Whether a configuration has a restart, and its method no first moment that it could act on."""
     value, policy = config.outer.value(config.rounds), config.outer.policy()
-    if policy == Never() or isinstance(value, Outer):
-        return policy != Never() and not has_first_moment(value.method)
+    if policy == Never():
+        return False
+    if isinstance(value, Outer):
+        return not has_first_moment(value.method)
     # Momentum 0 as an option, and no method of its own, may be the control of a grid.
     return config.outer.method != USUAL["method"] and policy.effective(value).momentum == 0
 

@@ -290,7 +290,7 @@ def check_rule_options(config: RunConfig, paths: Iterable[str]) -> None:
     """
     unused = [f"outer.{name}" for name in RULE_OPTIONS if f"outer.{name}" in paths]
     if twice := [name for name in unused if f":{name.removeprefix('outer.')}=" in config.outer.method]:
-        raise UsageError(f"--{twice[0]} is in --outer.method {config.outer.method} too; give it in one of them")
+        raise UsageError(f"--{twice[0]} is in --outer.method {config.outer.method} too; leave the option out")
     if unused and config.outer.method.partition(":")[0] != USUAL["method"]:
         name = unused[0].removeprefix("outer.")
         has_it = False
