@@ -127,7 +127,8 @@ const rates = (() => {
             ...more,
           }),
         );
-      p.add(el("path", { d: `M${p.box.left},${fix(p.y(without.rate))}H${p.box.right}`, ...legend[2][1] }));
+      if (Number.isFinite(without.rate))
+        p.add(el("path", { d: `M${p.box.left},${fix(p.y(without.rate))}H${p.box.right}`, ...legend[2][1] }));
       line(mean, legend[1][1]);
       line(slow, legend[0][1]);
       if (most < 80)
@@ -164,7 +165,7 @@ const rates = (() => {
         scores.minimax[i],
         scores.rate[i],
         -scores.factor[i],
-        -scores.loss[i] / LN10,
+        (-scores.loss[i] - Math.LN2) / LN10,
       ]),
     ],
   };
