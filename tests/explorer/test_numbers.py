@@ -101,6 +101,8 @@ STATES = {
     "curvature": State(0.7, 0.9, True, "sum", 4, 60, "curvature", curvatures=(10, 3, 0.1), inner_steps=50, mode=2),
     "hardly any momentum": State(0.7, 1e-300, False, "sum", 0, 30, "list", sigmas=(0.9, 0.2), mode=1),
     "short": State(0.7, 0.9, True, "sum", 3, 1, "list", mode=0),
+    "hardly any progress": State(1e-6, 0.999999, False, "ema", 0, 3, "list", sigmas=(0.9, 0.6), mode=0),
+    "gone": State(1.0, 0.9, True, "sum", 3, 20, "list", sigmas=(1.0, 1.0), mode=0),
 }
 
 

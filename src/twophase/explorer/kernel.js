@@ -247,8 +247,11 @@ const kernel = (() => {
     return k === 0 ? 0 : Math.floor(t / k) * log[k] + log[t % k];
   }
 
-  /** Natural log of the loss after t rounds; a period at or above t is no restart. */
-  const logLoss = (logs, t, period) => logMeanSquare(logs.map((log) => logResidual(log, t, period))) - Math.LN2;
+  /** Natural log of the share of the initial loss after t rounds; a period at or above t is no restart. */
+  const logShare = (logs, t, period) => logMeanSquare(logs.map((log) => logResidual(log, t, period)));
+
+  /** Natural log of the loss itself, which begins at 1/2. */
+  const logLoss = (logs, t, period) => logShare(logs, t, period) - Math.LN2;
 
   /** Rate of the slowest mode with a restart every `period` rounds, nats a round. */
   const slowestRate = (logs, period) => Math.min(...logs.map((log) => -log[period] / period)) + 0;
@@ -259,7 +262,7 @@ const kernel = (() => {
     for (const name of ["loss", "minimax", "rate", "factor"]) found[name] = new Float64Array(rounds);
     for (let k = 1; k <= rounds; k++) {
       const cycle = logMeanSquare(logs.map((log) => log[k]));
-      found.loss[k - 1] = -logLoss(logs, rounds, k);
+      found.loss[k - 1] = -logShare(logs, rounds, k); // beside log 2 the differences of slow modes would count as ties
       found.minimax[k - 1] = slowestRate(logs, k);
       found.rate[k - 1] = -cycle / (2 * k);
       found.factor[k - 1] = -cycle;
