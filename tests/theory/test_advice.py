@@ -275,9 +275,13 @@ def test_controls(rule: OuterRule) -> None:
 
 
 def test_a_tuned_momentum_is_not_worse_than_the_rules_own() -> None:
-    """Above 0.995, too, where the best momentum of a rule with a large EMA lr lies."""
-    for rule in (OuterRule(1.0, 0.999), OuterRule(0.7, 0.999, True)):
-        values = [1.0, 0.95, 0.3]
+    """Above 0.995, too, where the best momentum of a rule with a large EMA lr lies, and where a mode is nilpotent."""
+    slow = [1.0, 0.95, 0.3]
+    for rule, values in (
+        (OuterRule(1.0, 0.999), slow),
+        (OuterRule(0.7, 0.999, True), slow),
+        (oracle.NILPOTENT[2], [1.0]),
+    ):
         (tuned,) = [rate for name, rate in controls(rule, values, 3).items() if name.startswith("momentum tuned")]
         assert tuned >= float(np.min(asymptotic_rate(rule, values)))
         assert tuned > 0

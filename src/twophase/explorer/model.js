@@ -195,7 +195,7 @@ const compute = (() => {
     let best = { momentum: 0, rate: -Infinity };
     const momenta = Array.from({ length: 239 }, (_, i) => (i < 200 ? (i * 0.995) / 199 : 1 - 0.005 / 1.25 ** (i - 199)));
     for (const momentum of [...momenta, rule.momentum].sort((a, b) => a - b)) {
-      const rate = slowest({ ...ema, momentum });
+      const rate = slowest(momentum === rule.momentum ? rule : { ...ema, momentum }); // its lr is not rounded twice
       if (rate > best.rate) best = { momentum, rate };
     }
     const known = Number.isFinite(gains.restart); // not that of a policy that measures first

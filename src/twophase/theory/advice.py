@@ -186,12 +186,14 @@ def controls(rule: OuterRule, sigma: ArrayLike, period: int | None, rounds: int 
     same = rule.to("sum").lr
     gain = _mean_gain(rule, period, rounds)
     momenta = np.unique([*np.linspace(0, 0.995, 200), *(1 - 0.005 / 1.25 ** np.arange(1, 40)), rule.momentum])
-    grid = rule_grid(rule.to("ema").lr, momenta, rule.nesterov, "ema")
+    ema_lr = rule.to("ema").lr
+    grid = rule_grid(ema_lr, momenta, rule.nesterov, "ema")
+    grid[momenta == rule.momentum] = rule  # itself: next to a nilpotent mode the rounding of its lr would show
     tuned = grid[np.argmax(asymptotic_rate(grid[:, None], values).min(axis=1))]
     others = {
         f"no momentum, the same step (lr {same:.4g})": OuterRule(same, 0.0),
         f"no momentum, the same mean gain (lr {gain:.4g})": OuterRule(gain, 0.0),
-        f"momentum tuned to {tuned.momentum:.6g} at EMA lr {tuned.lr:.4g}, no restart": tuned,
+        f"momentum tuned to {tuned.momentum:.6g} at EMA lr {ema_lr:.4g}, no restart": tuned,
     }
     return {name: float(np.min(asymptotic_rate(other, values))) for name, other in others.items()}
 
