@@ -122,11 +122,13 @@ def test_spectrum_file(name: str, tmp_path: Path, capsys: Capture) -> None:
         ("", "no modes in it"),
         ("\n \n", "no modes in it"),
         ("sigma,weight\n", "no modes in it"),
+        ("sigma,weight\n0.9,-1\n0.5,1\n", "weights is -1.0; a weight is a finite number >= 0"),
+        ("0.9,0\n0.5,0\n", "weights are all 0; at least one must be positive"),
         (b"\xff\xfe0\x00", "cannot be read"),
     ],
 )
 def test_bad_spectrum_files(text: str | bytes, message: str, tmp_path: Path, capsys: Capture) -> None:
-    """What is no table of modes is refused with the file's name and the row, counted as an editor counts lines."""
+    """What is no table of modes, or weighs none, is refused with the file's name and the row as an editor counts it."""
     path = tmp_path / "spectrum.csv"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     refused(capsys, ["--spectrum", path], f"--spectrum {path}: {message}")

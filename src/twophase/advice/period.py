@@ -121,14 +121,15 @@ def answer(question: Question) -> Advice:
     except UsageError:
         raise
     except ValueError as error:
-        raise UsageError(_in_options(str(error), option)) from None
+        of_weights = "--weights" if question.weights is not None else f"--spectrum {question.spectrum}: weights"
+        raise UsageError(_in_options(str(error), option, of_weights)) from None
 
 
-def _in_options(message: str, spectrum: str) -> str:
-    """Put options, that of the spectrum among them, in the place of the arguments in a message of the theory."""
+def _in_options(message: str, spectrum: str, weights: str) -> str:
+    """Put options, those of the spectrum and its weights among them, in the place of the theory's arguments."""
     text = re.sub(r"^\w+: |\[\d+\]", "", message).replace("inner_lr", "--inner-lr")
     text = text.replace("effective_progress computes it from eigenvalues", _FROM_CURVATURES)
-    options = {"sigma": spectrum, "eigenvalue": spectrum, "max_period": "--max-period", "weights": "--weights"}
+    options = {"sigma": spectrum, "eigenvalue": spectrum, "max_period": "--max-period", "weights": weights}
     word = text.partition(" ")[0]
     if word in options:
         return options[word] + text.removeprefix(word)
