@@ -119,6 +119,16 @@ def test_options_become_the_first_state(capsys: Capture, tmp_path: Path) -> None
     assert asked(capsys, out, "--outer.restart", "soft:3:0.2:0.1")["policy"] == "soft:3:0.2:0.1"
 
 
+@pytest.mark.parametrize("steepest", [3, 6, 7, 49])
+def test_an_inner_rate_that_overshoots_is_refused_with_one_that_does_not(
+    capsys: Capture, tmp_path: Path, steepest: float
+) -> None:
+    """The learning rate that the message names is taken."""
+    words = ["--out", tmp_path / "page.html", "--eigenvalues", steepest, "--inner-steps", 5, "--inner-lr"]
+    limit = refused(capsys, *words, 2 / steepest).split("lower --inner-lr to ")[1].split(" ")[0]
+    assert main(["explore", *map(str, words), limit]) == 0
+
+
 def test_only_a_page_asked_for_without_words_is_guided(capsys: Capture, tmp_path: Path) -> None:
     """Options ask for a view of their own, in which the guided steps are folded away."""
     out = tmp_path / "page.html"

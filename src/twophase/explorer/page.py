@@ -14,6 +14,7 @@ import base64
 import hashlib
 import html
 import json
+import math
 import re
 from dataclasses import asdict, dataclass
 from importlib.resources import files
@@ -206,9 +207,11 @@ def check(state: State, run: RunSpectrum | None = None) -> None:
         raise UsageError("the spectrum of a run needs the run, and a run is shown by its spectrum")
     steepest = max(state.curvatures)
     if state.spectrum == "curvature" and state.inner_lr * steepest > 1:
+        limit = 1 / steepest
+        limit = math.nextafter(limit, 0) if limit * steepest > 1 else limit  # so that the remedy works
         raise UsageError(
             f"--inner-lr {state.inner_lr:g} times the largest eigenvalue {steepest:g} exceeds 1, where "
-            f"gradient descent overshoots; lower --inner-lr to {1 / steepest:g} or less"
+            f"gradient descent overshoots; lower --inner-lr to {limit!r} or less"
         )
 
 
