@@ -123,6 +123,21 @@ def test_strokes_are_those_of_the_figures() -> None:
 
 
 @pytest.mark.browser
+def test_numbers_of_a_chart_keep_their_digits(browser: Browser, tmp_path: Path) -> None:
+    """Four figures of any value, all of a step's: neither ticks a thousandth apart nor steps become one text."""
+    chart = figure(Chart("n", "t", "step", "y", [Curve("c", [1_234_566, 1_234_567], [0.0015, 0.012345])]))
+    (tmp_path / "page.html").write_text(page("chart", "", chart, scripts=[script()]), encoding="utf-8")
+    shown = browser.new_page()
+    shown.goto((tmp_path / "page.html").as_uri())
+    texts = {0.0015: "0.0015", 0.012345: "0.01235", 12345: "12,345", -2.34567: "−2.346", 2e7: "2e7", 1.23e-5: "1.23e−5"}
+    assert shown.evaluate("values => values.map(plots.text)", list(texts)) == list(texts.values())
+    box = shown.locator("figure.plot > div")
+    box.press("End")
+    assert box.locator("[aria-live]").text_content() == "step 1,234,567: c 0.01235"
+    shown.close()
+
+
+@pytest.mark.browser
 @pytest.mark.slow
 @pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1280, "light")])
 def test_charts_in_a_browser(browser: Browser, tmp_path: Path, width: int, scheme: Any) -> None:

@@ -17,7 +17,8 @@ const plots = (() => {
   const text = value => {
     if (value == null) return "–"
     const large = value !== 0 && (Math.abs(value) < 1e-3 || Math.abs(value) >= 1e6)
-    const shown = large ? value.toExponential(2).replace(/\.?0+e\+?/, "e") : Number(value.toPrecision(4)).toLocaleString("en")
+    const digits = {maximumSignificantDigits: Number.isInteger(value) ? 6 : 4}  // steps are counted, not rounded
+    const shown = large ? value.toExponential(2).replace(/(\.?0+)?e\+?/, "e") : value.toLocaleString("en", digits)
     return shown.replace(/-/g, "−")
   }
   const stroke = number => `--c${number % 8}`
@@ -134,7 +135,8 @@ const plots = (() => {
   const draw = (figure, data) => {
     drawn.get(figure)?.end()
     const [box, legend] = [figure.querySelector(":scope > div"), figure.querySelector(".legend")]
-    const x_name = value => data.names ? data.names[Math.round(value)] : `${data.x} ${text(value)}`
+    const place_text = value => Number.isInteger(value) ? value.toLocaleString("en") : text(value)
+    const x_name = value => data.names ? data.names[Math.round(value)] : `${data.x} ${place_text(value)}`
     const place = make("li", {class: "place"}), values = data.series.map(() => make("output"))
     const live = make("p", {class: "quiet", "aria-live": "polite"})
     const at = u => u.cursor.idx == null ? [] : data.series.map((_, k) => nearest(u.data[k + 1], u.cursor.idx))
