@@ -119,6 +119,8 @@ def test_forms_and_spectra(view: View) -> None:
     loss = view.readouts()["log₁₀ loss, no restart"]
     view.act("fill", "#field-inner_steps", "200")
     assert view.readouts()["log₁₀ loss, no restart"] != loss
+    view.act("fill", "#field-inner_lr", "0")
+    assert page.input_value("#slider-inner_lr") == "0"  # a logarithm has no place for it
     view.act("fill", "#field-inner_lr", "0.5")  # times the largest curvature it exceeds 1
     view.press("Tab")
     assert "overshoots" in page.inner_text("#field-inner_lr-wrong")

@@ -38,7 +38,7 @@ const controls = (() => {
       });
       slider.addEventListener("keydown", (event) => nudge(event, name, ends, whole));
       slider.place = (value) => {
-        slider.value = Math.round(1000 * ends.to(value));
+        slider.value = Math.max(0, Math.round(1000 * ends.to(value))); // not -Infinity, which it would put in the middle
       };
       box.append(slider);
     }
