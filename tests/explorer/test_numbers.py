@@ -305,6 +305,21 @@ def test_the_map_of_simulated_runs(view: View) -> None:
             assert value == pytest.approx(true, rel=1e-9, abs=1e-9)
 
 
+@pytest.mark.parametrize("state", [State(), State(rounds=1), State(rounds=3, sigmas=(1.0, 1e-3))])
+def test_the_colour_bar_of_the_map_is_named_where_its_colours_are(view: View, state: State) -> None:
+    """Between the start, log10 of 1/2, and the lowest number, which ends it, every number stands in proportion."""
+    page = view.show(state)
+    page.evaluate("() => { while (lossMap.work(1000)); app.later(); }")
+    view.drawn()
+    texts = "all => all.map(text => [Number(text.getAttribute('x')), text.textContent])"
+    start, *named = page.eval_on_selector_all("#map-bar text", texts)[:-1]  # the last is of what is worse
+    assert start[1] == "start: loss ½"
+    end, lowest = named[-1][0], number(named[-1][1].removeprefix("≤ "))
+    for x, words in named[:-1]:
+        share = (number(words) - math.log10(0.5)) / (lowest - math.log10(0.5))
+        assert x == pytest.approx(start[0] + share * (end - start[0]), abs=0.1)
+
+
 def test_noise_is_white_and_normal(view: View) -> None:
     """Draws have the moments and distribution of white noise, and are the same whatever the horizon and the modes."""
     page = view.open()

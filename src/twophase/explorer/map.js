@@ -30,7 +30,8 @@ const lossMap = (() => {
   const lrAt = (range, share) => 10 ** place(range.map(Math.log10), share);
   const momentumAt = (range, share) => 1 - 10 ** -place(range, share);
 
-  const DEEPEST = -16;
+  const START = Math.log10(0.5),
+    DEEPEST = -16;
   /** log10 loss of the brightest colour, a whole number: the lowest of all cells, or where lower ones look alike. */
   function floorOf() {
     let low = -1;
@@ -108,7 +109,7 @@ const lossMap = (() => {
   }
 
   function colour(value, floor, theme) {
-    if (!(value <= Math.log10(0.5) + 1e-12)) return WORSE[theme];
+    if (!(value <= START + 1e-12)) return WORSE[theme];
     const share = Math.min(1, value / floor) * (VIRIDIS.length - 1),
       at = Math.min(VIRIDIS.length - 2, Math.floor(share));
     return VIRIDIS[at].map((low, i) => low + (share - at) * (VIRIDIS[at + 1][i] - low));
@@ -125,7 +126,7 @@ const lossMap = (() => {
       const [r, g, b] = colour(value, floor, theme);
       const row = Math.floor(at / COLUMNS),
         column = at % COLUMNS;
-      const hatch = value > Math.log10(0.5) && (row + column) % 3 === 0 ? 0.82 : 1; // worse than at the start: striped
+      const hatch = value > START && (row + column) % 3 === 0 ? 0.82 : 1; // worse than at the start: striped
       image.data.set([r * hatch, g * hatch, b * hatch, 255], 4 * at);
     });
     canvas.getContext("2d").putImageData(image, 0, 0);
@@ -216,7 +217,7 @@ const lossMap = (() => {
     const count = 48,
       rgb = (value) => `rgb(${colour(value, floor, theme).map(Math.round).join(",")})`;
     for (let i = 0; i < count; i++) {
-      const value = Math.log10(0.5) + ((i + 0.5) / count) * (floor - Math.log10(0.5));
+      const value = START + ((i + 0.5) / count) * (floor - START);
       svg.append(
         draw.el("rect", {
           x: draw.fix(4 + (i * wide) / count),
@@ -227,16 +228,13 @@ const lossMap = (() => {
         }),
       );
     }
-    for (const share of wide > 300 ? [0, 0.25, 0.5, 0.75, 1] : [0, 0.5, 1]) {
+    svg.append(draw.text(4, 28, "start: loss ½", { fill: look.muted }));
+    for (const share of wide > 300 ? [0.25, 0.5, 0.75, 1] : [0.5, 1]) {
       const value = share * floor,
-        lowest = `${floor === DEEPEST ? "≤ " : ""}${plain(value)}`,
-        words = share === 1 ? lowest : share === 0 ? "start: loss ½" : plain(value);
-      svg.append(
-        draw.text(draw.fix(4 + share * wide), 28, words, {
-          "text-anchor": share ? "middle" : "start",
-          fill: look.muted,
-        }),
-      );
+        along = (value - START) / (floor - START); // of the bar, which begins at the start
+      if (along * wide < 95) continue; // the words there have the room
+      const words = `${value === DEEPEST ? "≤ " : ""}${plain(value)}`;
+      svg.append(draw.text(draw.fix(4 + along * wide), 28, words, { "text-anchor": "middle", fill: look.muted }));
     }
     svg.append(draw.el("rect", { x: wide + 30, y: 2, width: 18, height: 11, fill: `rgb(${WORSE[theme].join(",")})` }));
     svg.append(draw.text(wide + 52, 12, "above ½", { fill: look.muted }));
