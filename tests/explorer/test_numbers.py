@@ -305,6 +305,17 @@ def test_the_map_of_simulated_runs(view: View) -> None:
             assert value == pytest.approx(true, rel=1e-9, abs=1e-9)
 
 
+def test_a_gain_below_zero_is_in_sight(view: View) -> None:
+    """A soft restart with a negative share turns the buffer round: no point of the curve lies below the frame."""
+    page = view.show(State(0.7, 0.9, False, "sum", 0, 12, policy="soft:3:-1:0"))
+    ends = page.evaluate("app.model.gainAt.restart(3)")
+    assert ends == pytest.approx(0.7 * (1 - 0.9 * 2.71))
+    page.evaluate("stage.show()")
+    *_, curve = page.eval_on_selector_all("#gain svg g[clip-path] path", "all => all.map(one => one.getAttribute('d'))")
+    bottom = page.evaluate("Number(document.querySelector('#gain svg').getAttribute('height')) - 40")
+    assert max(float(y) for y in re.findall(r",([\d.e+-]+)", curve)) <= bottom
+
+
 @pytest.mark.parametrize("state", [State(), State(rounds=1), State(rounds=3, sigmas=(1.0, 1e-3))])
 def test_the_colour_bar_of_the_map_is_named_where_its_colours_are(view: View, state: State) -> None:
     """Between the start, log10 of 1/2, and the lowest number, which ends it, every number stands in proportion."""

@@ -274,11 +274,12 @@ const trajectories = (() => {
         look = draw.THEMES[theme],
         mark = lines(look);
       const some = Math.min(rounds, 200),
-        sizes = Array.from({ length: some }, (_, i) => [gainAt.none(i), gainAt.restart(i)]).flat(),
-        top = 1.08 * Math.max(1e-9, gains.none, ...sizes.filter(Number.isFinite));
+        sizes = Array.from({ length: some }, (_, i) => [gainAt.none(i), gainAt.restart(i)]).flat().filter(Number.isFinite),
+        top = 1.08 * Math.max(1e-9, gains.none, ...sizes),
+        low = 1.08 * Math.min(0, ...sizes); // a soft restart may turn the buffer round
       const axis = {
         x: { from: 0, to: some, label: some < rounds ? `round (the first ${some})` : "round" },
-        y: { from: 0, to: top, label: "displacement a round" },
+        y: { from: low, to: top, label: "displacement a round" },
       };
       const label = `Outer gain: a mean of ${plain(gains.restart)} a round with restarts, ${plain(gains.none)} without`;
       const p = plot({
