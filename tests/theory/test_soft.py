@@ -147,6 +147,12 @@ def test_shapes() -> None:
     for i, j in np.ndindex(2, 3):
         np.testing.assert_allclose(matrices[i, j], cycle_matrix(rules[i, 0], sigma[j], 4, 0.2, 0.1), rtol=1e-14)
     assert matrices.shape == (2, 3, 2, 2)
+    few = sigma[:2]  # as many as a matrix has columns
+    cycles = cycle_matrix(rules, few, 3, *soft_restart(rules, few, 3))
+    for i, j in np.ndindex(2, 2):
+        single = cycle_matrix(rules[i, 0], few[j], 3, *soft_restart(rules[i, 0], few[j], 3))
+        np.testing.assert_allclose(cycles[i, j], single, rtol=1e-13, atol=1e-15)
+    assert cycle_matrix(HB, 0.5, 3, [0.1, 0.2, 0.3]).shape == (3, 2, 2)
     assert cycle_matrix(HB, [], 3).shape == (0, 2, 2)
 
 

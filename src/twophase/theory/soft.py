@@ -73,11 +73,13 @@ def soft_restart(rule: Rules, sigma: ArrayLike, period: ArrayLike) -> tuple[Any,
     return (retain + 0.0).reshape(shape)[()], (inject + 0.0).reshape(shape)[()]
 
 
-def cycle_matrix(rule: Rules, sigma: ArrayLike, period: int, retain: float = 0.0, inject: float = 0.0) -> Floats:
+def cycle_matrix(
+    rule: Rules, sigma: ArrayLike, period: int, retain: ArrayLike = 0.0, inject: ArrayLike = 0.0
+) -> Floats:
     """Return the matrix of a cycle, R rounds and a soft restart: `(x, m) -> C (x, m)`, m of the rule's own form.
 
     `C = [[T^R]_1 ; retain [T^R]_2 + inject sigma [T^(R-1)]_1]`, rows of the powers of T. A hard restart is retain 0,
-    inject 0: C has chi_R in its corner and 0 below.
+    inject 0: C has chi_R in its corner and 0 below. Both broadcast with rule and sigma, as `soft_restart` returns them.
 
     A buffer that is dropped (set to None) under PyTorch's `dampening = momentum` begins as g and not (1-b) g: the cycle
     then leaves `C_11 + sigma C_12` of the mode (EMA form), which may exceed 1. `OuterSGD` zeroes its buffer.
@@ -96,5 +98,6 @@ def cycle_matrix(rule: Rules, sigma: ArrayLike, period: int, retain: float = 0.0
     t, values = transition(rule, sigma), check_sigma(where, sigma)
     before = np.linalg.matrix_power(t, rounds - 1)
     last = t @ before
-    below = share * last[..., 1, :] + weight * values[..., None] * before[..., 0, :]
-    return np.stack([last[..., 0, :], below], axis=-2)
+    common_shape(where, modes=t.shape[:-2], retain=share.shape, inject=weight.shape)
+    below = share[..., None] * last[..., 1, :] + (weight * values)[..., None] * before[..., 0, :]
+    return np.stack(np.broadcast_arrays(last[..., 0, :], below), axis=-2)
