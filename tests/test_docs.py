@@ -15,6 +15,7 @@ import tomllib
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 
@@ -300,3 +301,13 @@ def test_theory_page_names_what_exists() -> None:
         assert places, number
         for path, name in places:
             assert f"def {name}(" in (ROOT / "tests" / path).read_text(encoding="utf-8"), f"{number}: {path}::{name}"
+
+
+def test_names_of_the_theory_exist() -> None:
+    """What a page calls `theory.NAME` is there; logs and changelogs name what was."""
+    pages = [page for page in PAGES if page.name not in {"CHANGELOG.md", "log.md"}]
+    texts = (page.read_text(encoding="utf-8") for page in pages)
+    names = {name for text in texts for name in re.findall(r"`theory\.([a-zA-Z_.]+)\b(?!/)[^`]*`", text)}
+    assert len(names) >= 5
+    for name in names:
+        resolve_name(f"twophase.theory.{name}")
