@@ -169,6 +169,8 @@ def test_the_whole_says_no_more_than_its_parts(tmp_path: Path) -> None:
     weak = dataclasses.replace(latest, evidence=unclear)
     assert weighed(weak, finding.thirds).verdict == "lags"
     assert weighed(weak, blind).verdict == "cannot tell"
+    turning = tuple(dataclasses.replace(stage, verdict="oscillates") for stage in finding.thirds)
+    assert weighed(weak, (*turning, *blind)).verdict == "cannot tell"
 
 
 ADVICE: dict[str, tuple[OuterRule, float, str, list[str], list[str]]] = {

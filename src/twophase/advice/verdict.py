@@ -158,7 +158,7 @@ def _stage(rule: OuterRule, evidence: Evidence, *, ended: bool) -> Stage:
 
 def weighed(latest: Stage, thirds: tuple[Stage, ...]) -> Stage:
     """Return the stage, or "cannot tell" where it alone says `lags`, and not clearly."""
-    alone = bool(thirds) and all(stage.verdict == "cannot tell" for stage in thirds)
+    alone = bool(thirds) and all(stage.verdict != "lags" for stage in thirds)
     if latest.verdict != "lags" or not alone or latest.evidence.cosine > _CLEAR * latest.evidence.cosine_error:
         return latest
     reason = f"No third of the run shows that by itself, and the mean cosine is not {_CLEAR:g} standard errors above 0."
