@@ -75,7 +75,7 @@ const draw = (() => {
     given.reduce((kept, one) => (kept.every((other) => apart(one, other)) ? [...kept, one] : kept), []);
 
   /**
-   * An empty plot with axes: {svg, x(value), y(value), box, add(...)}; what is added to `inside` is cut at the frame.
+   * An empty plot with axes: {svg, x(value), y(value), box, look, add(...), over(...)}; what is added is cut at the frame.
    * `axis.x` and `axis.y` are {from, to, label, log, ticks: [[value, words]]}.
    */
   function plot({ width, height, axis, theme, legend = [], label, id, grid: lined = true }) {
@@ -137,7 +137,6 @@ const draw = (() => {
       y,
       box,
       look,
-      inside,
       add: (...nodes) => inside.append(...nodes),
       over: (...nodes) => svg.append(...nodes),
     };
@@ -227,7 +226,6 @@ const draw = (() => {
     diamond: (x, y, r = 4.5) => `M${fix(x)},${fix(y - r)}l${r},${r}l${-r},${r}l${-r},${-r}z`,
     down: (x, y, r = 4.5) => `M${fix(x - r)},${fix(y - r)}h${2 * r}l${-r},${1.6 * r}z`,
     dot: (x, y, r = 3.5) => `M${fix(x - r)},${fix(y)}a${r},${r} 0 1 0 ${2 * r},0a${r},${r} 0 1 0 ${-2 * r},0z`,
-    square: (x, y, r = 3.5) => `M${fix(x - r)},${fix(y - r)}h${2 * r}v${2 * r}h${-2 * r}z`,
   };
 
   return { THEMES, WIDE, el, text, plot, path, fix, shapes };
