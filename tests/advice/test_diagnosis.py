@@ -138,6 +138,21 @@ def test_missing_numbers(tmp_path: Path) -> None:
 REVIEWED = OuterRule(0.35, 0.9, nesterov=True)
 
 
+@pytest.mark.parametrize("missing", [("gain",), ("gain", "cosine", "buffer_norm", "pseudo_gradient_norm")])
+def test_what_was_not_measured_is_no_number(tmp_path: Path, missing: tuple[str, ...]) -> None:
+    """Rounds without gains, or without anything finite, are told in words, not as nan."""
+    folder = write_run(tmp_path, SUM, [0.5] * 3)
+    lines = round_facts(folder)
+    for line in lines[30:]:
+        for place in (line, line["groups"][0]):
+            place.update(dict.fromkeys(missing))
+    write_lines(folder / "rounds.jsonl", lines)
+    words = describe(judged(folder), "run", verbose=True)
+    assert "no gains" in words
+    assert "nan" not in words.split()
+    assert "nan." not in words
+
+
 @pytest.mark.slow
 def test_what_restarts_hide_is_not_judged(tmp_path: Path) -> None:
     """Where restarts drop every buffer before it could turn, noisy runs are neither lagging nor held, nor told to grow.

@@ -90,7 +90,8 @@ def _finding_lines(diagnosis: Diagnosis, finding: Finding) -> Iterator[str]:
             part = stage.evidence
             cosine = "no cosines" if math.isnan(part.cosine) else f"mean cosine {part.cosine:.2f}"
             sigma = "sigma unknown" if stage.sigma is None else f"sigma {stage.sigma[0]:.3g} to {stage.sigma[2]:.3g}"
-            words = f"{stage.verdict}; {cosine}, {sigma}, median gain {part.gain:.3g}"
+            gain = "no gains" if math.isnan(part.gain) else f"median gain {part.gain:.3g}"
+            words = f"{stage.verdict}; {cosine}, {sigma}, {gain}"
             yield f"  rounds {part.first} to {part.last}: {words}"
     advised = suggestions(diagnosis, finding)
     if advised:

@@ -173,7 +173,8 @@ def _judge(rule: OuterRule, latest: Evidence, sigma: Range | None, *, ended: boo
     reasons = [
         f"Rounds {latest.first} to {latest.last}: the mean cosine between pseudo-gradient and buffer is "
         f"{latest.cosine:.2f} (standard error {latest.cosine_error:.2f}), and negative in "
-        f"{100 * latest.against:.0f} % of {latest.cosines} rounds; the median gain is {latest.gain:.3g}."
+        f"{100 * latest.against:.0f} % of {latest.cosines} rounds"
+        + ("." if math.isnan(latest.gain) else f"; the median gain is {latest.gain:.3g}.")
     ]
     if latest.turns is None:
         return "cannot tell", [*reasons, "Chance would give such signs as well: noise hides what the buffer does."]
