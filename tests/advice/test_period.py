@@ -15,6 +15,7 @@ import pytest
 
 from twophase.advice.period import Question, Rule, answer, describe, read_spectrum, to_json
 from twophase.cli.main import main
+from twophase.figures import period as period_figure
 from twophase.figures.period import draw
 from twophase.rule import OuterRule
 from twophase.theory.advice import advise
@@ -341,6 +342,21 @@ def test_figures_of_extreme_answers(rule: OuterRule, sigma: list[float], rounds:
     """Growth, no oscillation, exact zeros, infinite rates and a single round are drawn like all else."""
     for path in draw(advise(rule, sigma, rounds=rounds), tmp_path / "figure.png"):
         assert path.stat().st_size > 0
+
+
+def test_what_is_exactly_zero_is_in_sight(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Periods that leave nothing, the recommended one among them, are marked inside the panels of rate and loss."""
+    figures: list[Any] = []
+    monkeypatch.setattr(period_figure, "rendered", lambda figure, _endings: figures.append(figure) or {})
+    draw(advise(OuterRule(1.0, 0.5), [1.0], rounds=9), tmp_path / "figure.png")
+    figures[0].draw_without_rendering()
+    for axes, gone in zip(figures[0].axes[1:], ([1], [1, 2, 4, 8]), strict=True):
+        lines = {line.get_label(): line for line in axes.lines}
+        assert lines["exactly zero"].get_xdata().tolist() == gone
+        ring = lines["recommended: 1"]
+        place = ring.get_transform().transform(np.column_stack(ring.get_data()))
+        assert np.isfinite(place).all()
+        assert axes.bbox.padded(1).contains(*place[0])
 
 
 # --- without torch ------------------------------------------------------------------------------------------------

@@ -136,7 +136,8 @@ def _rates(axes: Any, advice: Advice, rows: Rows) -> str:
     without = float(np.min(asymptotic_rate(advice.rule, advice.sigma)))
     if np.isfinite(without):
         axes.axhline(without, **look(1), label="no restart, slowest")
-    _ring(axes, advice.recommended.period, advice.recommended.rate)
+    _gone(axes, periods[slowest == np.inf], edge=1)
+    _ring(axes, advice.recommended.period, advice.recommended.rate, edge=1)
     rows += _points("rate", periods, "slowest mode", slowest)
     rows.append({"panel": "rate", "series": "no restart", "y": without})
     finite = np.append(slowest, without)
@@ -155,18 +156,29 @@ def _losses(axes: Any, advice: Advice, rows: Rows) -> str:
     without = (advice.without.log_loss or 0.0) / np.log(10)
     axes.plot(periods, losses, **look(2), label="restart every K")
     axes.axhline(without, **look(1), label="no restart")
+    _gone(axes, periods[losses == -np.inf], edge=0)
     if advice.recommended.log_loss is not None:
-        _ring(axes, advice.recommended.period, advice.recommended.log_loss / np.log(10))
+        _ring(axes, advice.recommended.period, advice.recommended.log_loss / np.log(10), edge=0)
     rows += _points("loss", periods, "log10 loss", losses)
     rows.append({"panel": "loss", "series": "no restart", "y": without})
     axes.set(xlabel="restart period K", ylabel="log10 final loss")
     return f"loss after {advice.rounds} rounds"
 
 
-def _ring(axes: Any, period: int | None, height: float) -> None:
-    """Mark the recommended period."""
+def _gone(axes: Any, periods: Any, edge: int) -> None:
+    """Mark periods that leave nothing at the edge, 0 or 1, that the curve lies beyond there."""
+    if periods.size:
+        marks = {"marker": "^" if edge else "v", "color": INK, "linestyle": "none", "clip_on": False}
+        height = np.full(periods.size, edge)
+        axes.plot(periods, height, transform=axes.get_xaxis_transform(), label="exactly zero", **marks)
+
+
+def _ring(axes: Any, period: int | None, height: float, edge: int) -> None:
+    """Mark the recommended period; at an edge if its height is infinite."""
     if period is not None:
         marks = {"marker": "o", "markersize": 6, "markerfacecolor": "none", "color": INK, "linestyle": "none"}
+        if not np.isfinite(height):
+            height, marks = edge, marks | {"transform": axes.get_xaxis_transform(), "clip_on": False}
         axes.plot([period], [height], label=f"recommended: {period}", **marks)
 
 
