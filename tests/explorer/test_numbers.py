@@ -348,7 +348,8 @@ def test_noise_is_white_and_normal(view: View) -> None:
 TEXTS = """auto auto:1 loss loss:0.5 loss:1 loss:-0.1 loss:x cycle:5,6,10 cycle:5 cycle: cycle:0,3 cycle:1.5 cycle
 at:4,9 at:9,4 at:4,4 at:0 soft:3:0.2:0.1 soft:3:-0.4:0.8 soft:3:0.2 soft:0:1:1 soft:3:1e31:0 soft:3:nan:0
 probe:keep,drop probe:keep probe:keep,keep probe:keep,average,1.3 probe:keep,-1 probe:keep,toString probe:half,fresh
-nothing constructor""".split()
+nothing constructor cycle:3.0,4 cycle:+3 cycle:1e3 at:1e1 at:03 soft:3.0:0.2:0.1 soft:3:+1:0 soft:3:.2:-0 soft:3:1e-1:2.
+probe:keep,+1 probe:keep,1. probe:keep,1e0 loss:.5 loss:+0""".split()
 
 
 def test_policies_are_read_as_the_package_reads_them(view: View) -> None:

@@ -56,13 +56,14 @@ const simulation = (() => {
     return choices[losses.indexOf(Math.min(...losses))];
   };
 
-  const isCount = (v) => Number.isInteger(v) && v >= 1 && v <= 1e9;
+  const isCount = (word) => /^\d+$/.test(word) && Number(word) >= 1 && Number(word) <= 1e9;
 
   /** What makes a policy from its text form, as on the command line, or null; `measures` if its gain is unknown before. */
   function read(text) {
     const [name, ...words] = text.trim().split(":"),
       lists = words.map((word) => word.split(","));
-    const numbers = lists.flat().map((word) => (store.NUMBER.test(word) ? Number(word) : NaN)),
+    const all = lists.flat(), // as the package reads them: counts are digits alone, and no number has a plus
+      numbers = all.map((word) => (store.NUMBER.test(word) && word[0] !== "+" ? Number(word) : NaN)),
       [first, second, third] = numbers;
     const plan = (make, measures = false) => ({ make, measures });
     if (numbers.length > 64) return null;
@@ -74,10 +75,10 @@ const simulation = (() => {
       if (lists[0].every(isKnown)) return plan(() => probe(choices.map((c, i) => (lists[0][i] === "keep" ? null : c))), true);
     }
     if (name === "soft" && words.length === 3 && numbers.length === 3) {
-      const fits = isCount(first) && Math.abs(second) <= MOST && Math.abs(third) <= MOST;
+      const fits = isCount(all[0]) && Math.abs(second) <= MOST && Math.abs(third) <= MOST;
       return fits ? plan(() => after((t) => t % first === 0, { retain: second, inject: third })) : null;
     }
-    if (words.length !== 1 || !numbers.every(isCount)) return null;
+    if (words.length !== 1 || !all.every(isCount)) return null;
     if (name === "at" && numbers.every((v, i) => !i || v > numbers[i - 1])) return plan(() => after((t) => numbers.includes(t)));
     if (name !== "cycle") return null;
     const ends = numbers.map((_, i) => sum(numbers.slice(0, i + 1))),
