@@ -197,6 +197,26 @@ def test_an_interrupted_loop_goes_on(tmp_path: Path, options: dict[str, Any], sa
     ]
 
 
+@pytest.mark.parametrize("saved_at", [16, 28, STEPS])
+def test_the_newest_numbers_outlive_a_restart(tmp_path: Path, saved_at: int) -> None:
+    """A loop resumed behind its last validation, or at its very end, has the summary of an uninterrupted one."""
+    summaries = []
+    for parts in ([range(STEPS)], [range(saved_at), range(saved_at, STEPS)]):
+        loop, folder = Loop(), tmp_path / str(len(parts))
+        for steps in parts:
+            with suppress(KeyboardInterrupt), record(loop.engine, folder) as run:
+                for step, loss in zip(steps, loop.train(steps), strict=True):
+                    loop.engine.step({"loss": loss})
+                    run.log(tokens=step + 1)
+                    if step == 12:
+                        run.log(validation_loss=2.0, perplexity=math.nan)
+                if steps is not parts[-1]:
+                    raise KeyboardInterrupt
+        summaries.append({**(read_summary(folder) or {}), "seconds": 0, "summary_sha256": ""})
+    assert summaries[1] == summaries[0]
+    assert (summaries[0]["validation_loss"], summaries[0]["perplexity"], summaries[0]["tokens"]) == (2.0, None, STEPS)
+
+
 def test_a_state_that_is_loaded_inside_of_the_block(tmp_path: Path) -> None:
     """A loop that goes back in its process, as after an interrupted outer step, has the logs of an undisturbed one."""
     recorded(Loop(), tmp_path / "whole")

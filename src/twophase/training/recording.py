@@ -69,8 +69,7 @@ class Recorder:
         self.round = _rounds(engine)
         if not _is_absent(engine):
             self.go_on()
-        self._newest: dict[str, float] = {}
-        self._is_finite = self._round_is_finite = True
+        self._newest, self._round_is_finite = dict[str, float](), True
 
     def log(self, step: int | None = None, **values: float | Tensor) -> None:
         """Add a line to `metrics.jsonl`; in process 0, the others may call it as well.
@@ -95,7 +94,6 @@ class Recorder:
         if not math.isfinite(line.get("tokens", 0)):
             raise ValueError(f"record.log: tokens is {line['tokens']}; give their number so far")
         self._newest |= line
-        self._is_finite = math.isfinite(self._newest.get("train_loss", 0.0))
         self.lines().log_metrics(line)
 
     def end_round(self, report: Mapping[str, Any], signals: Mapping[str, float], finite: bool) -> None:
@@ -117,8 +115,8 @@ class Recorder:
     def lines(self) -> Any:
         """Return what takes lines, in process 0: first the folder loses its lines from where the loop goes on.
 
-        Not earlier, for until then the loop may load the state that says where that is. A loop that begins anew in the
-        folder of an unfinished run leaves what that has written in a folder beside.
+        Not earlier, for until then the loop may load the state that says where that is. The lines that stay count in
+        the summary. A loop that begins anew in the folder of an unfinished run leaves what that has written beside.
         """
         if self._place is not None:
             (step, rounds, parts), folder = self._place, self._folder
@@ -127,6 +125,8 @@ class Recorder:
                 aside = folder.set_aside("begun-anew")
                 _log.warning("record: the loop begins with round 1; %s keeps what was recorded before", aside)
             folder.cut(step, parts)
+            logged = [item for line in read_lines(folder.path / METRICS) for item in line.items()]
+            self._newest = {name: math.nan if value is None else value for name, value in logged} | self._newest
             device = _outers(self._engine)[0].param_groups[0]["params"][0].device
             folder.write_env(environment(device), anew=is_anew)
             self._place, self._is_begun = None, True
@@ -139,14 +139,14 @@ class Recorder:
         rounds = _rounds(self._engine)
         is_back, self.step, self.round = (step, rounds) < (self.step, self.round), step, rounds
         if is_back:  # a later state, as a late replica is given, takes nothing away
-            self._newest, self._is_finite, self._round_is_finite = {}, True, True
+            self._newest, self._round_is_finite = {}, True
         if is_back or self._place is not None:
             self.go_on()
 
     def summary(self, seconds: float) -> dict[str, Any]:
         """Return the run in numbers, as `summary.json` holds them; `seconds` are those of its last part."""
-        loss = self._newest.get("validation_loss")
-        diverged = not (self._is_finite and self._round_is_finite) or not math.isfinite(loss or 0.0)
+        loss, trained = map(self._newest.get, ("validation_loss", "train_loss"))
+        diverged = not (self._round_is_finite and all(math.isfinite(value or 0.0) for value in (loss, trained)))
         return {
             **({"perplexity": self._newest["perplexity"]} if "perplexity" in self._newest else {}),
             "validation_loss": loss,
