@@ -77,7 +77,7 @@ def test_a_sweep(tmp_path: Path) -> None:
     made = make_sweep(tmp_path)
     sweep = twophase.load(tmp_path)
     assert isinstance(sweep, Sweep)
-    pd.testing.assert_frame_equal(sweep.frame(), pd.read_csv(tmp_path / "cells.csv"))
+    pd.testing.assert_frame_equal(sweep.frame(), pd.read_csv(tmp_path / "cells.csv"), check_dtype=False)
     rows = read_rows(tmp_path / "cells.csv")
     judged = verdict(rows)
     assert sweep.best() == judged.best is not None
@@ -89,6 +89,20 @@ def test_a_sweep(tmp_path: Path) -> None:
     for pair in (("no arm", "momentum-free"), ("heavy ball", "heavy ball"), ("momentum-free", "heavy ball")):
         with pytest.raises(ValueError, match=r"Sweep\.compare: "):
             sweep.compare(*pair)
+
+
+def test_a_frame_keeps_the_texts(tmp_path: Path) -> None:
+    """An arm without a name, words that pandas takes for missing, and run ids of digits stay; a number may lack."""
+    values = {"task.augment": "None", "outer.lr": 0.3}
+    rows = [Row("", "012345678901", values, "finished", None, 2.5), Row("", "1e2345678901", values, "missing")]
+    write_rows(tmp_path / "cells.csv", rows)
+    sweep = twophase.load(tmp_path)
+    assert isinstance(sweep, Sweep)
+    frame = sweep.frame()
+    assert frame["run"].tolist() == [row.run for row in rows]
+    assert frame.groupby(["arm", "task.augment"])["validation_loss"].mean().to_dict() == {("", "None"): 2.5}
+    assert frame[["perplexity", "control_of", "twin_of"]].isna().all(axis=None)
+    assert frame["diverged"].isna().tolist() == [False, True]
 
 
 def test_areas_are_near_the_best_of_all_arms(tmp_path: Path) -> None:

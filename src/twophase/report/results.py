@@ -21,7 +21,7 @@ from twophase.report.run import result_words
 from twophase.report.sweep_record import SweepRecord, is_sweep, read_sweep
 from twophase.runs.record import Column, RunRecord, is_run, read_record
 from twophase.sweeps.run import TABLE
-from twophase.sweeps.table import Setting, arm_name
+from twophase.sweeps.table import AFTER, Setting, arm_name
 from twophase.sweeps.work import RUNS
 
 if TYPE_CHECKING:
@@ -181,7 +181,10 @@ class Sweep:
 
     def frame(self) -> DataFrame:
         """Return `cells.csv`, a row a cell and seed, as a pandas table."""
-        return _pandas().read_csv(self.path / TABLE)
+        texts = dict.fromkeys(("arm", "run", "control_of", "twin_of"), str)
+        # By itself pandas takes the arm without a name, and words such as None, for missing: groupby would drop them.
+        missing = {name: [""] for name in AFTER}
+        return _pandas().read_csv(self.path / TABLE, dtype=texts, keep_default_na=False, na_values=missing)
 
     def best(self) -> Setting | None:
         """Return the setting of the lowest mean perplexity in which every seed has finished; None where none has."""

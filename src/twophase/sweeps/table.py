@@ -32,7 +32,7 @@ SEED = "seed"
 PERPLEXITY, LOSS = "perplexity", "validation loss"
 ABOVE_ZERO = "ratios are compared, so that the task's loss must be above 0: add a constant to it"
 _BEFORE = ("arm", "run")
-_AFTER = ("perplexity", "validation_loss", "diverged", "state", "seconds", "control_of", "twin_of")
+AFTER = ("perplexity", "validation_loss", "diverged", "state", "seconds", "control_of", "twin_of")
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ def write_rows(path: Path, rows: Sequence[Row]) -> bool:
     paths = list(dict.fromkeys(name for row in rows for name in row.values))
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow([*_BEFORE, *paths, *_AFTER])
+    writer.writerow([*_BEFORE, *paths, *AFTER])
     for row in rows:
         diverged = None if row.state in {"missing", "failed"} else row.state == "diverged"
         after = [row.perplexity, row.validation_loss, diverged, row.state, row.seconds, row.control_of, row.twin_of]
@@ -177,7 +177,7 @@ def read_rows(path: Path) -> list[Row]:
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UsageError(f"{path}: cannot be read ({error}); repeat the sweep's command to write it again") from None
     is_table = tuple(header[: len(_BEFORE)]) == _BEFORE
-    if not is_table or not any(tuple(header[-len(after) :]) == after for after in (_AFTER, _AFTER[:-1])):
+    if not is_table or not any(tuple(header[-len(after) :]) == after for after in (AFTER, AFTER[:-1])):
         raise UsageError(f"{path}: is not a table of cells; repeat the sweep's command to write it again")
     if not lines:  # a sweep has cells, and a table has a line for each from its beginning
         raise UsageError(f"{path}: holds no cells, only their header; repeat the sweep's command to write it again")
@@ -370,7 +370,7 @@ def _row(record: dict[str, str]) -> Row:
     if record["state"] not in STATES:
         raise ValueError(f"the state {record['state']!r} is not one of {', '.join(STATES)}")
     state = cast(State, record["state"])
-    axes = {path: _value(path, text) for path, text in record.items() if path not in {*_BEFORE, *_AFTER}}
+    axes = {path: _value(path, text) for path, text in record.items() if path not in {*_BEFORE, *AFTER}}
     perplexity, loss, seconds = (_number(record[name]) for name in ("perplexity", "validation_loss", "seconds"))
     control_of, twin_of = record["control_of"] or None, record.get("twin_of") or None
     return Row(record["arm"], record["run"], axes, state, perplexity, loss, seconds, control_of, twin_of)
