@@ -89,6 +89,19 @@ def test_a_damaged_replica_is_refused(tmp_path: Path):
             start()[0].load_state(str(tmp_path))
 
 
+def test_files_of_two_steps_are_refused(tmp_path: Path):
+    """A folder that was written over, and of which a kill left one replica's older file, is refused before it loads."""
+    parts, rest = start(), start()
+    for at in (range(5), range(5, 9)):
+        older = (tmp_path / "twophase_replica_0.safetensors").read_bytes() if at.start else b""
+        train(parts, at)
+        parts[0].save_state(str(tmp_path))
+    (tmp_path / "twophase_replica_0.safetensors").write_bytes(older)
+    with pytest.raises(ValueError, match=r"replica_0\.safetensors is of inner step 5, and the engine's state of 9"):
+        rest[0].load_state(str(tmp_path))
+    assert rest[3].engine.taken == 0
+
+
 def test_each_of_two_models_has_its_own_replicas(tmp_path: Path):
     """Two engines on one accelerator save and load their own weights."""
     from twophase.integrations.accelerate import DiLoCo

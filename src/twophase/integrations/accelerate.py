@@ -119,8 +119,15 @@ class DiLoCo:
                 f"DiLoCo.load_state_dict: {self._folder / self._file} is missing: replicas saved: {saved}, "
                 f"now: {self._accelerator.num_processes}; start {saved} processes, or put the file back"
             )
-        self.engine.load_state_dict(state)
         replica = parts.load(self._folder / self._file, "DiLoCo.load_state_dict")
+        # A kill while a folder is written over leaves files of two steps, which no later comparison would notice.
+        if replica.get("taken", taken := state.get("taken")) != taken:
+            raise ValueError(
+                f"DiLoCo.load_state_dict: {self._folder / self._file} is of inner step {replica['taken']}, and the "
+                f"engine's state of {taken}: saving was interrupted; load another folder, and save into a new one each "
+                "time"
+            )
+        self.engine.load_state_dict(state)
         self.engine.load_wire_state_dict(replica["wire"])
         self.engine.replicas[0].load_state_dict(replica["model"])
         for optimizer, saved in zip(self._optimizers, replica["optimizers"], strict=True):
@@ -139,6 +146,7 @@ class DiLoCo:
         del models, weights
         assert self.engine is not None
         state = {
+            "taken": self.engine.taken,
             "wire": self.engine.wire_state_dict(),
             "model": self.engine.replicas[0].state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
