@@ -186,6 +186,14 @@ def test_finished_without_its_weights(run: Path, tmp_path: Path) -> None:
         export(copy, tmp_path / "none")
 
 
+def test_weights_without_a_summary(run: Path, tmp_path: Path) -> None:
+    """A run that was killed between its weights and its summary gives its newest checkpoint, with its steps."""
+    copy = shutil.copytree(run, tmp_path / "run")
+    (copy / "summary.json").unlink()
+    record = export_record(copy, tmp_path / "hf")
+    assert (record["steps"], record["source"]) == (4, "checkpoint step-00000004 of a run that is not finished")
+
+
 # --- the tokenizer ------------------------------------------------------------------------------------------------
 
 ODD = "a\tb\r\n\r\rnaïve 😀 </s><s>  e\u0301 \x00\x7f\x85\u2028 [UNK] Ġ \n\n "
@@ -352,9 +360,11 @@ def changed_weights(path: Path, *, owner: str | None = None, **weights: torch.Te
     save_file(load_file(path) | weights, path, metadata={"config": owner} if owner else None)
 
 
-def no_summary(run: Path) -> None:
-    (run / "summary.json").unlink()
+def not_finite(run: Path) -> None:
     changed_weights(run / "weights.safetensors", norm=torch.full((16,), float("nan")))
+    path = run / "summary.json"
+    summary = json.loads(path.read_text())
+    path.write_text(json.dumps({name: value for name, value in summary.items() if not name.endswith("sha256")}))
 
 
 def replaced(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
@@ -372,7 +382,7 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "foreign": (lambda run: changed_weights(run / WEIGHTS, owner="0" * 12), "belongs to another run"),
     "other shape": (lambda run: changed_weights(run / WEIGHTS, norm=torch.ones(3)), "is damaged: its SHA-256"),
     "few": (lambda run: save_file({"norm": torch.zeros(16)}, run / WEIGHTS), "is damaged: its SHA-256"),
-    "diverged": (no_summary, "has diverged"),
+    "diverged": (not_finite, "has diverged"),
     **{steps: (steps_are(steps), r"summary\.json is damaged: its steps is .*; delete it") for steps in ODD_STEPS},
 }
 
@@ -395,6 +405,9 @@ def test_what_is_evaluated_is_exported(corpus: Path, tmp_path: Path, values: dic
         assert export_record(run, out)["source"].startswith(source)
         embedding = load(out).get_input_embeddings().weight
         assert torch.equal(embedding, weights["embedding"])
+        average = values.get("outer.readout") or values.get("outer.method")
+        words = f"the readout {average}" if average else "the anchor"
+        assert f"{words} after 4 inner steps" in describe(out, json.loads((out / RECORD).read_text()))
         (run / WEIGHTS).unlink(missing_ok=True)
 
 

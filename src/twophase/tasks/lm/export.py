@@ -26,6 +26,7 @@ from twophase.base.files import replacing, sync_folder, write_atomic
 from twophase.base.reading import json_object_or_none
 from twophase.runs.folder import CHECKPOINTS, CONFIG, ENV, SUMMARY, WEIGHTS, weights_fault
 from twophase.runs.record import run_config
+from twophase.shelf.base import registered
 from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.export_tokenizer import Ids, tokenizer_source, write_tokenizer
 from twophase.tasks.lm.model import Llama
@@ -75,6 +76,7 @@ def export(
             "another run"
         )
     model = _model(config, weights, run)
+    method = registered("method").get(config.outer.method.partition(":")[0])
     out.parent.mkdir(parents=True, exist_ok=True)
     with replacing(out.resolve()) as folder:  # an empty folder there gives way
         folder.mkdir()
@@ -84,7 +86,7 @@ def export(
             "run": identity,
             "steps": steps,
             "source": origin,
-            "readout": config.outer.readout,
+            "readout": config.outer.method if getattr(method, "reads_out", False) else config.outer.readout,
             "dtype": dtype,
             "parameters": sum(weight.numel() for weight in model.parameters()),
             "corpus": config.data.corpus,
@@ -119,16 +121,16 @@ def _config_or_task(tree: Mapping[str, Any]) -> TrainConfig | str:
 
 def _weights(run: Path, identity: str) -> tuple[dict[str, Tensor], str, int]:
     """Return the weights that are evaluated, by name, where they come from, and the inner steps taken."""
-    path = run / WEIGHTS
-    if path.is_file():
-        return _final(path, identity)
+    has_ended = (json_object_or_none(run / SUMMARY) or {}).get("config") == identity
+    # Weights without a summary are those of a run that a kill has cut, or that begins its end anew.
+    if has_ended and (run / WEIGHTS).is_file():
+        return _final(run / WEIGHTS, identity)
 
     def read(newest: Path) -> tuple[dict[str, Tensor], str, int]:
         saved = checkpoint.Checkpoint(newest, identity)
         return saved.weights(), newest.name, saved.step
 
     newest = checkpoint.read_latest(run / CHECKPOINTS, read)
-    has_ended = (json_object_or_none(run / SUMMARY) or {}).get("config") == identity
     if newest is None and has_ended:  # a sweep's run keeps no checkpoints
         raise UsageError(
             f"{run}: the run has ended, but there is neither its {WEIGHTS} nor a checkpoint; put that file back, or "
