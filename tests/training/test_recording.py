@@ -490,6 +490,20 @@ if __name__ == "__main__":
     _in_a_process(int(sys.argv[1]), Path(sys.argv[2]))
 
 
+def test_each_param_group_has_its_own_period(tmp_path: Path) -> None:
+    """Groups that restart at different times are judged and described by their own policies; alike ones as before."""
+    x, y = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    outer = OuterSGD([{"params": [x], "restart": 3}, {"params": [y], "restart": 4}], 0.7, 0.9)
+    with record(outer, tmp_path / "run"):
+        for _ in range(12):
+            x.grad, y.grad = 0.1 * x.detach(), 0.1 * y.detach()
+            outer.step()
+    run: Any = twophase.load(tmp_path / "run")
+    assert [finding.restarts for finding in run.diagnosis().findings] == ["3", "4"]
+    assert run.record.restart == "param group 0=3, param group 1=4"
+    assert "sync" not in setting(OuterSGD([{"params": [x]}, {"params": [y]}], 0.7, 0.9, restart=3))
+
+
 def test_the_setting_of_a_loop() -> None:
     """Syncs are there where they are unusual, replicas where the engine knows them, and equal sets have one order."""
     assert "sync" not in setting(Loop().engine)

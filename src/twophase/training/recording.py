@@ -58,15 +58,13 @@ class Recorder:
         *,
         opened: Callable[[], Any],
     ) -> None:
-        self.path = folder.path
-        self.step = step
+        self.path, self.step, self.round = folder.path, step, _rounds(engine)
         self._folder, self._engine, self._lead, self._inner, self._opened = folder, engine, lead, inner, opened
         self._lines: Any = None
         """The folder with its trackers, opened by the first line."""
         self._place: tuple[int, int, dict[str, int]] | None = None
         """Inner steps, rounds, and rounds by fragment, from which the next line goes on."""
         self._is_begun = False
-        self.round = _rounds(engine)
         if not _is_absent(engine):
             self.go_on()
         self._newest, self._round_is_finite = dict[str, float](), True
@@ -240,23 +238,25 @@ def setting(engine: DiLoCo | OuterSGD, config: Any = None) -> Tree:
             tree["replicas"] = engine.replica_count
     if isinstance(outers[0], OuterSGD):
         group = outers[0].param_groups[0]
-        tree["outer"] = {name: group[name] for name in ("lr", "momentum", "nesterov", "form")}
         rate = group.get("initial_lr", group["lr"])  # of a schedule, the rate that the run began with
         momentum = group.get("max_momentum", group["momentum"])  # of one that cycles it
-        tree["outer"] |= {"lr": float(rate), "momentum": momentum, "restart": str(group["restart"])}
+        tree["outer"] = {"lr": float(rate), "momentum": momentum, "nesterov": group["nesterov"], "form": group["form"]}
         value = outer_of(group)
         if value.schedule.name != "constant":  # which writes into the group in every round
-            rule = value.rule()
-            tree["outer"] |= {"lr": rule.lr, "momentum": rule.momentum}
-        tree["outer"] |= value.unusual()
+            tree["outer"] |= {"lr": value.rule().lr, "momentum": value.rule().momentum}
+        tree["outer"] |= {"restart": str(group["restart"]), **value.unusual()}
+    sync: Tree = {}
+    groups = {f"param group {number}": group for number, group in enumerate(outers[0].param_groups)}
     if isinstance(engine, DiLoCo):
         syncs = {"delay": engine.schedule.delay, "mixing": float(engine.schedule.mixing), "wire": engine.wire}
-        sync: Tree = {name: value for name, value in syncs.items() if value not in (0, "float32")}
+        sync |= {name: value for name, value in syncs.items() if value not in (0, "float32")}
         if len(outers) > 1:
-            names = [fragment.name for fragment in engine.fragments]
-            restarts = [str(outer.param_groups[0].get("restart", "never")) for outer in outers]
-            sync |= {"fragments": names, "restart": [f"{n}={r}" for n, r in zip(names, restarts, strict=True)]}
-        tree |= {"sync": sync} if sync else {}
+            groups = {fragment.name: fragment.outer.param_groups[0] for fragment in engine.fragments}
+            sync["fragments"] = [*groups]
+    restarts = {name: str(group.get("restart", "never")) for name, group in groups.items()}
+    if len(outers) > 1 or len({*restarts.values()}) > 1:  # of blocks, by the names that a record has for them
+        sync["restart"] = [f"{name}={restart}" for name, restart in restarts.items()]
+    tree |= {"sync": sync} if sync else {}
     values = _plain(config)
     for name in _PLAN:
         if name in values:
