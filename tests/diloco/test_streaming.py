@@ -511,6 +511,17 @@ def test_fragments_that_never_meet_share_a_room(options: dict[str, Any], rooms: 
     assert rooms == 1 or all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
 
 
+@pytest.mark.parametrize(("options", "count"), [({"delay": 3}, 4), ({}, 1)], ids=str)
+def test_fragments_that_share_a_room_never_come_to_meet(options: dict[str, Any], count: int):
+    """Fewer inner steps, with which two reductions would write into the same room, are refused; more are taken."""
+    engine = start(NESTEROV, fragments=2, inner_steps=8, **options).engine
+    with pytest.raises(ValueError, match=f"at inner_steps = {count} the fragments' syncs lie .* apart, and delay is"):
+        engine.inner_steps = count
+    assert engine.inner_steps == 8
+    engine.inner_steps = 16
+    assert [fragment.offset for fragment in engine.fragments] == [8, 16]
+
+
 def test_one_outer_optimizer_of_several_is_asked_for_by_fragment():
     """`engine.outer` is the optimizer of one fragment; of several it says where they are."""
     engine = start(NESTEROV).engine

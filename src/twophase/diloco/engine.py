@@ -306,7 +306,7 @@ class DiLoCo:
 
     @inner_steps.setter
     def inner_steps(self, count: int) -> None:
-        self.schedule = replace(self.schedule, inner_steps=count)
+        self.schedule = self._membership.checked(replace(self.schedule, inner_steps=count))
         for fragment in self.fragments:
             fragment.offset = self.schedule.offset(fragment.number, len(self.fragments))
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from twophase.diloco.agreement import REMEDY, Disagreement, all_halves, first_difference, halves, same_start
 from twophase.diloco.communicator import Interrupted
 from twophase.diloco.fragment import short_hash
-from twophase.diloco.setting import Setting
+from twophase.diloco.setting import Schedule, Setting
 
 
 @dataclass(slots=True)
@@ -119,6 +119,16 @@ class Membership:
         if not self.changes:
             counts = same_start(self._communicator, setting.describe(), self._replicas)
             self._members = Members(self._replicas, sum(counts))
+
+    def checked(self, schedule: Schedule) -> Schedule:
+        """Return a schedule of other inner steps; refuse overlapping syncs of fragments that have no room for them."""
+        gap = schedule.gap(len(self._setting.fragments))
+        if gap <= schedule.delay < self._setting.gap:  # else two reductions would write into the same buffer
+            raise ValueError(
+                f"DiLoCo: at inner_steps = {schedule.inner_steps} the fragments' syncs lie {gap} inner steps apart, "
+                f"and delay is {schedule.delay}; build the engine with these inner_steps, or take more of them"
+            )
+        return schedule
 
     @property
     def replicas(self) -> int | None:
