@@ -358,6 +358,20 @@ def test_a_damaged_line_is_refused(tmp_path: Path) -> None:
     assert log.read_bytes() == before
 
 
+def test_a_damaged_metric_costs_no_others(tmp_path: Path) -> None:
+    """A line of metrics that cannot be read is refused; a loop that goes on would cut all lines after it."""
+    recorded_until(loop := Loop(), tmp_path / "run", saved_at=6, killed_at=15)
+    log = tmp_path / "run" / "metrics.jsonl"
+    log.write_text(log.read_text().replace(":", "", 1))
+    before = log.read_bytes()
+    with (
+        pytest.raises(UsageError, match=r"metrics\.jsonl: line 1 is not a JSON object"),
+        record(loop.engine, log.parent),
+    ):
+        pass
+    assert log.read_bytes() == before
+
+
 def test_refusals(tmp_path: Path) -> None:
     """A finished run, another run's folder, one in use, a contradiction, no engine, an odd value: nothing changes."""
     recorded(Loop(), tmp_path / "run")

@@ -324,7 +324,7 @@ def _is_absent(engine: DiLoCo | OuterSGD) -> bool:
 
 
 def _has_lines(folder: RunFolder) -> bool:
-    return bool(read_rounds(folder.path) or read_lines(folder.path / METRICS))
+    return any([read_rounds(folder.path), read_lines(folder.path / METRICS)])  # both: a damaged one is refused
 
 
 def _begin(folder: RunFolder, engine: DiLoCo | OuterSGD, files: Communicator) -> int:
