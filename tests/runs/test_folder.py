@@ -6,10 +6,7 @@ import itertools
 import json
 import math
 import os
-import signal
-import subprocess
-import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,28 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fakerun import Config, Outer
 from twophase.base.config import UsageError, fingerprint, load_yaml, to_tree
 from twophase.base.files import write_atomic
-from twophase.runs.folder import RunFolder, lock_folder, read_lines, read_summary, weights_fault
-
-
-@dataclass(frozen=True)
-class Outer:
-    """A group of values."""
-
-    lr: float = 0.7
-    restart: str = "never"
-
-
-@dataclass(frozen=True)
-class Config:
-    """A small configuration."""
-
-    outer: Outer = field(default_factory=Outer)
-    betas: tuple[float, float] = (0.9, 1e-5)
-    steps: int = 10
-    nesterov: bool = True
-
+from twophase.runs.folder import RunFolder, read_lines, read_summary, weights_fault
 
 GOOD = {
     "validation_loss": 2.0,
@@ -58,9 +37,13 @@ def contents(folder: Path) -> dict[str, bytes]:
     }
 
 
-def test_claim_makes_the_folder(tmp_path: Path) -> None:
-    """A missing folder is made, and config.yaml holds the configuration; the same run claims it again, unchanged."""
+@pytest.mark.parametrize("leftovers", [[], [".tmp-config.yaml-1-ab"], [".lock"], [".lock", ".tmp-x"]])
+def test_claim_makes_the_folder(tmp_path: Path, leftovers: list[str]) -> None:
+    """A folder that is missing, or holds our own leftovers alone, gets config.yaml; a second claim changes nothing."""
     path = tmp_path / "a" / "b"
+    for name in leftovers:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / name).touch()
     with RunFolder.claim(path, Config()) as folder:
         assert load_yaml(path / "config.yaml") == to_tree(Config())
         assert folder.fingerprint == fingerprint(Config())
@@ -71,22 +54,13 @@ def test_claim_makes_the_folder(tmp_path: Path) -> None:
     assert contents(tmp_path) == before
 
 
-@pytest.mark.parametrize("leftover", [[".tmp-config.yaml-1-ab"], [".lock"], [".lock", ".tmp-x"]])
-def test_claim_takes_an_empty_folder(tmp_path: Path, leftover: list[str]) -> None:
-    """A folder that holds only our own leftovers counts as empty."""
-    for name in leftover:
-        (tmp_path / name).touch()
-    with RunFolder.claim(tmp_path, Config()):
-        assert (tmp_path / "config.yaml").exists()
-
-
 OTHER = Config(outer=Outer(lr=0.9), steps=20)
 
 
 @pytest.mark.parametrize(
     ("name", "text", "config", "message"),
     [
-        ("", b"", OTHER, "another run: outer.lr is 0.7 there, 0.9 here; steps is 10 there, 20 here; choose another"),
+        ("", b"", OTHER, "another run: outer.lr is 0.7 there, 0.9 here; steps is 12 there, 20 here; choose another"),
         ("thesis.tex", b"all of it", Config(), r"holds 'thesis\.tex' but no config\.yaml"),
         *(
             ("config.yaml", text, Config(), r"config\.yaml is damaged")
@@ -139,21 +113,6 @@ def test_second_claim_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         with pytest.raises(ZeroDivisionError):
             RunFolder.claim(tmp_path, Config())
     RunFolder.claim(tmp_path, Config()).release()
-
-
-def test_death_releases_the_lock(tmp_path: Path) -> None:
-    """A process that is killed by SIGKILL leaves a folder that can be locked at once."""
-    script = (
-        "import sys, time; from pathlib import Path; from twophase.runs.folder import lock_folder\n"
-        "lock_folder(Path(sys.argv[1]), 'is training'); print('locked', flush=True); time.sleep(60)"
-    )
-    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"locked\n"
-        with pytest.raises(UsageError, match="another process is training"):
-            lock_folder(tmp_path, "is training")
-        process.send_signal(signal.SIGKILL)
-    os.close(lock_folder(tmp_path, "is training"))
 
 
 def test_finished_run(tmp_path: Path) -> None:

@@ -9,12 +9,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fakerun import Config
 from twophase.base.config import UsageError
 from twophase.base.files import append_line, remove_leftovers, write_atomic
 from twophase.runs.folder import RunFolder, read_lines
@@ -23,13 +23,6 @@ from twophase.runs.record import read_record
 
 STEPS = (4, 8, 12)
 SUMMARY = {"validation_loss": 2.0, "tokens": 640, "seconds": 1.5, "diverged": False, "exit_reason": "finished"}
-
-
-@dataclass(frozen=True)
-class Config:
-    """A small configuration."""
-
-    steps: int = 20
 
 
 def filled(path: Path, steps: tuple[int, ...] = STEPS) -> tuple[RunFolder, dict[str, Any]]:

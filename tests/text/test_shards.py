@@ -196,19 +196,6 @@ def test_a_folder_that_cannot_be_written_is_read_each_time(folder: Path):
 # Files that say nothing of themselves
 
 
-def test_nanogpt_files(tmp_path: Path):
-    """train.bin and val.bin, bare uint16, by their folder or by the training file: the same tokens."""
-    train, val = ids(0, 90), ids(1, 33)
-    train.tofile(tmp_path / "train.bin")
-    val.tofile(tmp_path / "val.bin")
-    by_folder, by_file = open_bin(tmp_path, VOCABULARY), open_bin(tmp_path / "train.bin", VOCABULARY)
-    assert (by_folder.splits, by_folder.fingerprint) == (by_file.splits, by_file.fingerprint)
-    assert by_folder.meta is by_folder.token_bytes is None
-    for split, array in ((TRAIN, train), (VALIDATION, val)):
-        windows = by_folder.windows(split, 8)
-        assert windows[np.arange(len(windows))].tolist() == slow_windows([array], 8)
-
-
 @pytest.mark.parametrize(("magic", "version", "dtype"), [(20240520, 1, "uint16"), (20240801, 7, "uint32")])
 def test_headed_files(tmp_path: Path, magic: int, version: int, dtype: str):
     """Several training files in the order of their names, without their headers; other files of the folder stay out."""

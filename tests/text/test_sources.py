@@ -207,13 +207,6 @@ def test_links_are_what_their_names_say(tmp_path: Path):
         find([str(tmp_path / "snapshot"), str(tmp_path / "again.json.gz")])
 
 
-def test_c4_on_the_hub_is_known_by_its_files():
-    """The word c4 names the hub's files of both splits, without asking the hub."""
-    train, official = find(["c4"])
-    assert (len(train), len(official)) == (1024, 8)
-    assert train[1].path == "hf://datasets/allenai/c4/en/c4-train.00001-of-01024.json.gz"
-
-
 @pytest.mark.parametrize(
     ("word", "message"),
     [

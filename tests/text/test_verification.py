@@ -46,15 +46,6 @@ def test_damage_behind_an_old_time_is_seen(folder: Path, name: str) -> None:
         open_shards(folder)
 
 
-def test_without_trust_all_is_read(folder: Path) -> None:
-    """`trust=False` refuses what a remembered hash would hide, and takes nothing on trust."""
-    assert open_shards(folder, trust=False).trusted == {}
-    shardmaker.flip(folder / "train-00000.bin")
-    open_shards(folder)
-    with pytest.raises(ValueError, match="its SHA-256 is"):
-        open_shards(folder, trust=False)
-
-
 def test_files_that_are_gone_are_a_fault(folder: Path) -> None:
     """A file that cannot be read back is named."""
     verification = Verification(open_shards(folder).trusted)

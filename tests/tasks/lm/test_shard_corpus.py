@@ -209,11 +209,14 @@ def test_nanogpt_files_are_a_corpus(tmp_path: Path):
     """By folder or by file; the vocabulary is the model's, and what is unknown is None."""
     counting(0, 101).tofile(tmp_path / "train.bin")
     counting(500, 46).tofile(tmp_path / "val.bin")
+    fingerprints = set()
     for path in (tmp_path, tmp_path / "train.bin"):
         corpus = build(data(path), 2, 50_304)
+        fingerprints.add(corpus.description["fingerprint"])
         assert sorted(starts(corpus, 1, 10)) == list(range(50, 100, 5))
         assert corpus.validation()[0][0, 0] == 500
         assert (corpus.vocabulary_size, corpus.token_bytes) == (50_304, None)
         assert corpus.description["vocabulary"] == "unknown"
         with pytest.raises(UsageError, match=r"use a larger file, use --steps 3"):
             corpus.check_enough(4)
+    assert len(fingerprints) == 1
