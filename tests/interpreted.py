@@ -14,14 +14,12 @@ import torch
 from torch import Tensor, nn
 
 import textmaker
-from twophase.base.config import with_values
 from twophase.diloco import device_sweep
 from twophase.diloco.engine import DiLoCo
 from twophase.rule import OuterRule
 from twophase.sweeps.forest import Grower
 from twophase.sweeps.grid import Axis, Sweep, product
 from twophase.sweeps.plan import plan
-from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
 
 CASES = [
     (OuterRule(0.7, 0.9, nesterov=True), "3", 2, torch.float32, 0.0),
@@ -75,15 +73,9 @@ def rounds(
 
 def shared(rule: OuterRule, folder: Path, device: str = "cpu") -> int:
     """Grow a sweep whose runs share their first rounds; return how many. It refuses bits that are not equal."""
-    config = TrainConfig(
-        model=ModelConfig(layers=1, hidden_size=8, intermediate_size=8, heads=1),
-        data=DataConfig(corpus=f"file:{textmaker.write(folder / 'text.txt')}", sequence_length=8, batch_size=2),
-        steps=10,
-        inner_steps=2,
-        device=device,
-    )
-    values = {"outer.lr": rule.lr, "outer.momentum": rule.momentum, "outer.nesterov": rule.nesterov}
-    base = with_values(config, values | {"data.validation_windows": 4})
+    values = {"outer.lr": rule.lr, "outer.momentum": rule.momentum, "outer.nesterov": rule.nesterov, "device": device}
+    text = textmaker.write(folder / "text.txt")
+    base = textmaker.small_run(text, 8, steps=10, inner_steps=2, **values | {"model.heads": 1})
     made = plan(Sweep("grid", base, product(base, [Axis("outer.restart", ("never", "2"))])))
     grower = Grower(made.forest, made.runs, folder / "runs", folder / "states")
     for root in made.forest.roots:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
+
+from twophase.base.config import with_values
+from twophase.tasks.lm.config import TrainConfig
 
 _WORDS = "the outer loop keeps a buffer of what the inner steps have done and it may forget after some rounds".split()
 
@@ -18,3 +22,17 @@ def write(path: Path, **options: int) -> Path:
     """Write such a text to a file."""
     path.write_text(text(**options), encoding="utf-8")
     return path
+
+
+def small_run(corpus: Path, size: int = 16, **values: Any) -> TrainConfig:
+    """A run of a moment on a text: one layer, widths and windows of about a size, and what `values` say by path."""
+    small = {
+        "model.layers": 1,
+        "model.hidden_size": size,
+        "model.intermediate_size": size * 3 // 2,
+        "data.corpus": f"file:{corpus}",
+        "data.sequence_length": size,
+        "data.batch_size": size // 4,
+        "data.validation_windows": size // 2,
+    }
+    return with_values(TrainConfig(), small | values)

@@ -26,9 +26,8 @@ from twophase.cli.main import main
 from twophase.rule import OuterRule
 from twophase.runs.folder import RunFolder
 from twophase.runs.record import read_record
-from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
+from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.task import LanguageTask
-from twophase.training.config import OuterConfig
 
 
 def judged(folder: Path) -> Diagnosis:
@@ -226,16 +225,8 @@ def test_a_language_models_run(tmp_path: Path) -> None:
     """A run that was really trained gives words, a sigma or a reason for none, and JSON that can be read back."""
     from twophase.training.train import train
 
-    config = TrainConfig(
-        model=ModelConfig(layers=1, hidden_size=16, intermediate_size=24),
-        data=DataConfig(
-            corpus=f"file:{textmaker.write(tmp_path / 'text.txt')}", sequence_length=16, batch_size=4,
-            validation_windows=8,
-        ),
-        outer=OuterConfig(restart="5"),
-        steps=60,
-        inner_steps=2,
-    )  # fmt: skip
+    text = textmaker.write(tmp_path / "text.txt")
+    config = textmaker.small_run(text, steps=60, inner_steps=2, **{"outer.restart": "5"})
     with RunFolder.claim(tmp_path / "run", config) as folder:
         train(LanguageTask(config), config, folder)
     diagnosis = judged(tmp_path / "run")
@@ -245,8 +236,8 @@ def test_a_language_models_run(tmp_path: Path) -> None:
     assert finding.latest is not None
     assert finding.latest.evidence.observed.foreign == 0  # the buffer of every round is the rule's
     assert finding.latest.evidence.observed.pairs > 10
-    text = json.dumps(as_json(diagnosis), allow_nan=False)
-    assert json.loads(text)["findings"][0]["verdict"] == finding.verdict
+    answer = json.dumps(as_json(diagnosis), allow_nan=False)
+    assert json.loads(answer)["findings"][0]["verdict"] == finding.verdict
     assert finding.verdict.upper() in describe(diagnosis, "run")
 
 

@@ -29,7 +29,7 @@ from twophase.sweeps.plan import Plan, plan
 from twophase.sweeps.run import Outcome
 from twophase.sweeps.table import Row, read_rows, write_rows
 from twophase.sweeps.work import DONE_LOG, Work
-from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
+from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.task import corpus_of
 from twophase.training.trainer import Trainer
 
@@ -101,13 +101,8 @@ def numbers(rows: list[Row]) -> list[tuple[Any, ...]]:
 
 def planned(corpus: str, axes: Sequence[str], **options: Any) -> Plan:
     """The plan of a grid of small runs."""
-    base = TrainConfig(
-        model=ModelConfig(layers=1, hidden_size=16, intermediate_size=24),
-        data=DataConfig(corpus=corpus, sequence_length=16, batch_size=4, validation_windows=8),
-        steps=22,
-        inner_steps=6,
-        checkpoint_every=1,
-    )
+    text = Path(corpus.removeprefix("file:"))
+    base = textmaker.small_run(text, steps=22, inner_steps=6, checkpoint_every=1)
     entries = [entry.split() for entry in " ".join(axes).split("--axis ")[1:]]
     return plan(Sweep("sweep", base, product(base, parse_axes(entries, base))), **options)
 

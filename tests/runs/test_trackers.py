@@ -18,11 +18,11 @@ from torch import nn
 import textmaker
 from commands import scalars
 from twophase import DiLoCo, OuterRule, record
-from twophase.base.config import UsageError, to_tree, with_values
+from twophase.base.config import UsageError, to_tree
 from twophase.runs import trackers as tracking
 from twophase.runs.folder import RunFolder, read_lines
 from twophase.runs.trackers import Tracker, check, identity, numbers, tracked
-from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
+from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.task import LanguageTask
 from twophase.training.train import train
 
@@ -88,13 +88,7 @@ def wandb(backends: dict[str, Backend]) -> Backend:
 def config(tmp_path: Path) -> TrainConfig:
     """A run of a second: 3 rounds, the last one shorter."""
     corpus = textmaker.write(tmp_path / "text.txt")
-    base = TrainConfig(
-        model=ModelConfig(layers=1, hidden_size=8, intermediate_size=8),
-        data=DataConfig(corpus=f"file:{corpus}", sequence_length=8, batch_size=2, validation_windows=4),
-        steps=5,
-        inner_steps=2,
-    )
-    return with_values(base, {"outer.restart": "2", "checkpoint_every": 1})
+    return textmaker.small_run(corpus, 8, steps=5, inner_steps=2, checkpoint_every=1, **{"outer.restart": "2"})
 
 
 def run(config: TrainConfig, path: Path, *names: str, **options: Any) -> dict[str, Any]:

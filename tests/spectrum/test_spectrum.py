@@ -16,7 +16,7 @@ import torch
 
 import runmaker
 import textmaker
-from twophase.base.config import fingerprint, with_values
+from twophase.base.config import fingerprint
 from twophase.cli.block_report import describe
 from twophase.cli.main import main
 from twophase.rule import OuterRule
@@ -34,13 +34,13 @@ from twophase.spectrum import (
     seen,
     setting_of,
 )
-from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
+from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.task import LanguageTask, corpus_of
 from twophase.tasks.restored import inverse_scale, restore
 from twophase.theory.modes import effective_progress
 from twophase.theory.periods import best_period, rounded_period
 from twophase.training import checkpoint
-from twophase.training.config import InnerConfig, inner_lr
+from twophase.training.config import inner_lr
 from twophase.training.train import train
 
 FRAGMENTS = ("ends=embedding|head", "rest=.")
@@ -59,15 +59,8 @@ def few_products(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config_of(text: Path, **values: Any) -> TrainConfig:
-    base = TrainConfig(
-        model=ModelConfig(layers=1, hidden_size=8, intermediate_size=12),
-        data=DataConfig(corpus=f"file:{text}", sequence_length=16, batch_size=2, validation_windows=8),
-        inner=InnerConfig(lr=4e-3),
-        steps=36,
-        inner_steps=3,
-        checkpoint_every=100,
-    )
-    return with_values(base, values)
+    base = {"data.sequence_length": 16, "data.validation_windows": 8, "inner.lr": 4e-3, "checkpoint_every": 100}
+    return textmaker.small_run(text, 8, **base | {"steps": 36, "inner_steps": 3} | values)
 
 
 def trained(folder: Path, config: TrainConfig) -> Path:

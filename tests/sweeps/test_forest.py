@@ -29,7 +29,7 @@ from twophase.sweeps.forest import Grower, Stopped
 from twophase.sweeps.grid import Axis, Cell, Sweep, product
 from twophase.sweeps.plan import Node, Plan, plan
 from twophase.sweeps.states import FORMAT, States
-from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
+from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.task import LanguageTask, corpus_of
 from twophase.training import parts
 from twophase.training.train import train
@@ -40,12 +40,8 @@ from twophase.training.trainer import Trainer
 def base(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
     """A run of a moment."""
     corpus = textmaker.write(tmp_path_factory.mktemp("text") / "text.txt")
-    return TrainConfig(
-        model=ModelConfig(layers=1, hidden_size=8, intermediate_size=8, heads=1),
-        data=DataConfig(corpus=f"file:{corpus}", sequence_length=8, batch_size=2, validation_windows=4),
-        steps=26,
-        inner_steps=4,
-    )
+    sizes = {"model.heads": 1, "model.intermediate_size": 8}
+    return textmaker.small_run(corpus, 8, steps=26, inner_steps=4, **sizes)
 
 
 Outcome = dict[str, Any]

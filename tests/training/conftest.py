@@ -8,7 +8,7 @@ import pytest
 
 import textmaker
 from trained import run
-from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
+from twophase.tasks.lm.config import TrainConfig
 from twophase.training.config import OuterConfig
 
 
@@ -16,13 +16,7 @@ from twophase.training.config import OuterConfig
 def short_run(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
     """A run of a third of a second: 3 full rounds and a shorter one, with a checkpoint every 2 rounds."""
     corpus = textmaker.write(tmp_path_factory.mktemp("text") / "text.txt")
-    return TrainConfig(
-        model=ModelConfig(layers=1, hidden_size=16, intermediate_size=24),
-        data=DataConfig(corpus=f"file:{corpus}", sequence_length=16, batch_size=4, validation_windows=8),
-        steps=22,
-        inner_steps=6,
-        checkpoint_every=2,
-    )
+    return textmaker.small_run(corpus, steps=22, inner_steps=6, checkpoint_every=2)
 
 
 @pytest.fixture(scope="session")

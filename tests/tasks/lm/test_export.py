@@ -27,7 +27,7 @@ from twophase.cli.export import main
 from twophase.diloco.communicator import SingleProcess
 from twophase.runs.folder import RunFolder
 from twophase.tasks.lm import export as module
-from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
+from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.export import RECORD, describe
 from twophase.tasks.lm.export import export as export_record
 from twophase.tasks.lm.export_tokenizer import text_tokenizer
@@ -43,13 +43,9 @@ pytest.importorskip("transformers", reason="the extra hf is not installed")
 
 
 def make_config(corpus: Path, **values: Any) -> TrainConfig:
-    base = TrainConfig(
-        model=ModelConfig(layers=2, hidden_size=16, intermediate_size=24, heads=4),
-        data=DataConfig(corpus=f"file:{corpus}", sequence_length=16, batch_size=2, validation_windows=8),
-        steps=4,
-        inner_steps=2,
+    return textmaker.small_run(
+        corpus, **{"model.layers": 2, "data.batch_size": 2, "steps": 4, "inner_steps": 2} | values
     )
-    return with_values(base, values)
 
 
 def trained(config: TrainConfig, path: Path, **options: Any) -> Path:
