@@ -226,16 +226,12 @@ def test_other_folders(tune: Run, tmp_path: Path) -> None:
 
 
 IMPOSSIBLE: list[dict[str, Any]] = [
-    {"points": 3, "budget": 60.0},
-    {"points": 0},
     {"budget": 0.0},
     {"points": None, "budget": "10m"},
     {"seeds": ()},
     {"seeds": (1, 1)},
     {"fresh": (5,)},
     {"fresh": (5, 5)},
-    {"fresh": (1, 5)},
-    {"texts": ("averaging",)},
     {"texts": ("nesterov", "nesterov")},
     {"texts": "nesterov"},
     {"texts": ("nesterov:momentum=1",)},

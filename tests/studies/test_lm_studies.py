@@ -481,17 +481,6 @@ def test_scales_are_chosen_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert (tmp_path / folder / "cells.csv").is_file()
 
 
-def test_scales_that_cannot_be_chosen(tmp_path: Path) -> None:
-    """An unknown scale, two at once, or one for a study that trains nothing is one clear message."""
-    with pytest.raises(UsageError, match="--scale 'huge' is not known; choose from laptop, paper, quick"):
-        study.run("soft_restart", tmp_path, scale="huge")
-    with pytest.raises(UsageError, match="--quick is a scale of its own; leave out either it or --scale paper"):
-        study.run("soft_restart", tmp_path, quick=True, scale="paper")
-    with pytest.raises(UsageError, match="--scale: the study robustness_toy trains nothing"):
-        study.run("robustness_toy", tmp_path, scale="laptop")
-    assert not list(tmp_path.iterdir())
-
-
 def test_an_impossible_run_is_refused_before_a_folder_is_made(tmp_path: Path) -> None:
     """A text that is not there is told at once, with the remedy's option, and no sweep folder appears."""
     scale = small(tmp_path)

@@ -176,27 +176,6 @@ def test_a_study_without_tasks_names_those_with(name: str, tmp_path: Path) -> No
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (["--outer.lr", "0.3"], "--outer.lr"),
-        (["--seed", "3"], "--seed"),
-        (["--sync.restart", "0=3"], "--sync.restart"),
-        (["--sync.wire", "int8"], "--sync.wire"),
-        (["--task", "absent.py:Pull"], "absent.py"),
-        (["--task.nose", "0.3"], "--task.noise"),
-        (["--steps", "1"], "--inner-steps is 5"),
-        (["--steps", "10"], "--inner-steps is 20"),
-        (["--scale", "labtop"], "laptop"),
-    ],
-)
-def test_refusals(words: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """What the study varies itself, what the task lacks, and periods longer than the run: one message, no folder."""
-    assert main([*COMMAND, *words]) == 2
-    assert named in capsys.readouterr().err
-    assert not list(Path("runs").rglob("cells.csv"))
-
-
 def test_help_has_the_options_of_the_task(capsys: pytest.CaptureFixture[str]) -> None:
     """With a task, help shows its values and the run's; groups stay on demand. Without one it is as short as ever."""
     for words, is_there in ((COMMAND, True), (["study"], False)):
