@@ -76,14 +76,6 @@ def test_the_same_batches_are_noticed(caplog: pytest.LogCaptureFixture) -> None:
     assert len(caplog.records) == 2
 
 
-def test_the_same_batches_in_other_processes_are_noticed() -> None:
-    """With one replica a process, the anchor's first step tells: it is along this replica's own progress."""
-    module = model()
-    engine = DiLoCo(module, RULE, inner_steps=4, communicator=Pair())
-    rounds(engine, [torch.optim.AdamW(module.parameters(), lr=0.01)], [batches(0)], 8)
-    assert engine.check() == (ALIKE,)
-
-
 def test_one_number_is_no_evidence() -> None:
     """Replicas of one parameter always move along a line, which says nothing of their batches."""
     module = nn.Linear(1, 1, bias=False)

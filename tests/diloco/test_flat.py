@@ -67,20 +67,22 @@ def test_plan_written_out():
 # --- checksum -----------------------------------------------------------------------------------------------------
 
 LARGE = 300_000  # elements: several internal pieces
+LENGTHS = [65535, 65536, 65537, LARGE, LARGE + 1]
 GOLDEN_DIGITS = "bf4388083f6b4f05"
 KINDS = pytest.mark.parametrize("kind", [checksum, weighted_checksum])
 
 
 def vectors(draw: Callable[..., Any], min_size: int) -> Tensor:
-    """A vector of random bits, float32 or float64: every pattern, NaN and infinities included."""
+    """A vector of random bits, float32 or float64, within a piece or longer: every pattern, NaN and infinities too."""
     dtype, width = draw(st.sampled_from([(torch.float32, 32), (torch.float64, 64)]))
     words = st.integers(-(2 ** (width - 1)), 2 ** (width - 1) - 1)
     short = draw(st.lists(words, min_size=min_size, max_size=20))
     integer = torch.int32 if width == 32 else torch.int64
     flat = torch.tensor(short, dtype=integer)
     if draw(st.booleans()):  # a long one, with the random words at random places
-        long = torch.arange(LARGE, dtype=integer) * 2654435761
-        places = draw(st.lists(st.integers(0, LARGE - 1), min_size=len(short), max_size=len(short), unique=True))
+        length = draw(st.sampled_from(LENGTHS))
+        long = torch.arange(length, dtype=integer) * 2654435761
+        places = draw(st.lists(st.integers(0, length - 1), min_size=len(short), max_size=len(short), unique=True))
         long[torch.tensor(places, dtype=torch.int64)] = flat
         flat = long
     return flat.view(dtype)
@@ -93,11 +95,11 @@ def as_words(flat: Tensor) -> Tensor:
 @KINDS
 @given(data=st.data())
 def test_equal_bits_have_equal_checksums(kind: Callable[[Tensor], str], data: st.DataObject):
-    """The checksum is a function of the bits: a copy, elsewhere in memory, has the same sixteen digits."""
+    """The checksum is a function of the bits: a copy at any place in memory has the same sixteen digits."""
     flat = vectors(data.draw, 0)
-    elsewhere = torch.cat([torch.zeros(3, dtype=flat.dtype), flat])[3:]
     digits = kind(flat)
-    assert digits == kind(elsewhere)
+    for start in range(1, 4):
+        assert digits == kind(torch.cat([torch.zeros(start, dtype=flat.dtype), flat])[start:])
     assert len(digits) == 16
     assert int(digits, 16) >= 0
 
@@ -171,17 +173,6 @@ def test_no_two_signs_of_a_piece_cancel():
     sums = {(place * golden + extra) % 2**64 for place in range(2 * piece) for extra in (0, 1, 2)}
     differences = {(place * golden + extra) % 2**64 for place in range(piece) for extra in (-1, 0, 1)}
     assert all(value % 2**29 for value in (sums | differences) - {0})
-
-
-@pytest.mark.parametrize("count", [0, 1, 2, 3, 7, 65535, 65536, 65537, LARGE + 1])
-def test_digits_are_the_same_wherever_the_tensor_lies(count: int):
-    """Odd lengths and odd places in memory give the digits of an aligned tensor."""
-    values, room = torch.randn(count, generator=torch.Generator().manual_seed(1)), torch.zeros(count + 4)
-    digits = set()
-    for start in range(4):
-        there = room[start : start + count].copy_(values)
-        digits.add((checksum(there), weighted_checksum(there)))
-    assert len(digits) == 1
 
 
 def test_checksum_is_the_same_on_every_machine():

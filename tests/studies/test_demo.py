@@ -133,26 +133,6 @@ def test_figures_show_every_cell(tmp_path: Path) -> None:
         assert line["state"] == "finished"
 
 
-@pytest.mark.slow
-def test_figures_show_means_and_gaps(tmp_path: Path) -> None:
-    """With several seeds a cell is the mean; one diverged seed makes it diverged, one missing seed missing."""
-    sweep = demo(quick=True, seeds=(0, 1))
-
-    def value(cell: Cell) -> float | str | None:
-        place = (cell.arm, cell.values["outer.momentum"], cell.values["outer.lr"], cell.config.seed)
-        special = {("heavy ball, never", 0.9, 1.1, 1): "diverged", ("Nesterov, K=3", 0.1, 0.3, 0): None}
-        return special.get(place, 8.0 + cell.config.seed)
-
-    draw(rows(sweep, value), sweep, tmp_path)
-    lines = figure(tmp_path / "demo.csv")
-    assert Counter((line["state"], line["value"]) for line in lines) == {
-        ("finished", "8.5"): 22,
-        ("diverged", ""): 1,
-        ("missing", ""): 1,
-    }
-    assert len(figure(tmp_path / "controls.csv")) == 8
-
-
 def worse(arm: str) -> Any:
     """Make a world in which one arm of each rule is worse at momentum 0.9."""
     return lambda cell: 20.0 if cell.arm.endswith(arm) and cell.values["outer.momentum"] == 0.9 else 8.0

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from functools import cache
 from typing import Any, NamedTuple
 
 import pytest
@@ -85,18 +84,13 @@ TABLE_2 = {  # inner steps a round: distinct runs, executed steps in EMA form, s
 }
 
 
-@cache
-def grid_2(form: str, *inner_steps: int) -> Plan:
-    base = with_values(TrainConfig(steps=12_500), {"outer.form": form})
-    return plan(grid(base, inner_steps=inner_steps, **GRID_2))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("inner_steps", TABLE_2)
 def test_counts_of_grid_2(inner_steps: int, form: str) -> None:
     """The paper's grid at 12,500 inner steps, the last round shorter: runs and steps are those of the table."""
-    made = grid_2(form, inner_steps)
+    base = with_values(TrainConfig(steps=12_500, inner_steps=inner_steps), {"outer.form": form})
+    made = plan(grid(base, **GRID_2))
     runs, executed, in_sum = TABLE_2[inner_steps]
     assert (made.steps_asked, len(made.runs)) == (420 * 12_500, runs)
     if form == "ema":
@@ -105,36 +99,12 @@ def test_counts_of_grid_2(inner_steps: int, form: str) -> None:
         assert f"{made.steps_asked / made.steps:.2f}" == in_sum
 
 
-@pytest.mark.slow
-def test_counts_of_grid_2_all_together() -> None:
-    """Of several lengths of a round in one plan, any two share the steps before the first update of the shorter."""
-    together, apart = grid_2("ema", *TABLE_2), [grid_2("ema", inner_steps) for inner_steps in TABLE_2]
-    trunks = sum(TABLE_2) - max(TABLE_2)  # they become one, as long as the longest
-    assert len(together.runs) == sum(len(made.runs) for made in apart)
-    assert together.steps == sum(made.steps for made in apart) - trunks
-    path = together.forest.roots
-    while len(path) < len(TABLE_2):
-        path = [*path, max(together.forest.below(path[-1]), key=lambda node: len(node.runs))]
-    assert [node.stop for node in path] == list(TABLE_2)
-
-
 def test_rule_of_thumb() -> None:
     """A sweep of the paper's periods around one rule executes 7T - 43 rounds for T > 11; 43 is the sum of K + 1."""
     for rounds, form, nesterov in itertools.product((12, 13, 40), FORMS, BOTH):
         base = with_values(TrainConfig(steps=rounds, inner_steps=1), {"outer.form": form, "outer.nesterov": nesterov})
         made = plan(grid(base, restart=GRID_2["restart"]))
         assert made.steps == 7 * rounds - 43
-
-
-def test_picture_of_the_docstring() -> None:
-    """All runs share 16 steps, those of a learning rate three rounds more, then period 3 leaves the longer ones."""
-    base = with_values(TrainConfig(steps=480, inner_steps=16), {"outer.nesterov": False})
-    forest = plan(grid(base, lr=(0.7, 0.3), restart=("3", "5", "never"))).forest
-    (root,) = forest.roots
-    assert (root.start, root.stop, len(root.runs)) == (0, 16, 6)
-    for node in forest.below(root):
-        assert (node.start, node.stop, len(node.runs)) == (16, 64, 3)
-        assert [(below.start, len(below.runs)) for below in forest.below(node)] == [(64, 1), (64, 2)]
 
 
 # --- random sweeps ------------------------------------------------------------------------------------------------
@@ -411,13 +381,6 @@ def test_nothing_else_is_shared(path: str) -> None:
     assert made.steps == sum(alone.steps for alone in apart)
     assert made.stands_for == {run: other for alone in apart for run, other in alone.stands_for.items()}
     assert len(made.runs) == 3 * len(values)
-
-
-def test_an_adaptive_run_shares_its_first_round() -> None:
-    """A policy that measures shares the inner steps before its first update, and has no twin."""
-    base = TrainConfig(steps=40, inner_steps=4)
-    made = plan(grid(base, momentum=(0.5, 0.9), restart=("never", "measured:1.5", "measured:2")))
-    assert (len(made.runs), made.steps) == (6, 6 * 40 - 5 * 4)
 
 
 PROBING = {"restart": ("probe:keep,average", "probe:keep,drop")}

@@ -85,25 +85,6 @@ def test_a_study_of_an_earlier_version_is_written_anew(tmp_path: Path) -> None:
     assert [trial.value for trial in study(tmp_path).trials] == [math.exp(3.0)]
 
 
-def test_each_run_is_recorded_once(tmp_path: Path) -> None:
-    """However often a sweep is repeated, a run has one trial; one that failed and then ended has both."""
-    for _ in range(2):
-        trials = Trials(SMALL, tmp_path)
-        for _ in range(2):
-            trials.record({FIRST: summary(3.0)}, {SECOND: "no data"})
-    Trials(SMALL, tmp_path).record({FIRST: summary(3.0), SECOND: summary(2.0)}, {})
-    states = [(trial.user_attrs["run"], trial.state.name) for trial in study(tmp_path).trials]
-    assert states == [(FIRST, "COMPLETE"), (SECOND, "FAIL"), (SECOND, "COMPLETE")]
-
-
-def test_an_extended_sweep_has_a_study_of_its_own(tmp_path: Path) -> None:
-    """New values on an axis are new choices, which Optuna takes in a new study only; the former one is deleted."""
-    large = sweep_of(0.3, 0.9)
-    for sweep in (SMALL, large):
-        Trials(sweep, tmp_path).record(dict.fromkeys(sweep.runs, summary(3.0)), {})
-        assert len(study(tmp_path, sweep).trials) == len(sweep.runs)
-
-
 def test_another_study_in_the_journal_stays(tmp_path: Path) -> None:
     """A study that a user has put into the journal is not deleted with those of the sweep."""
     optuna.create_study(study_name="mine", storage=open_storage(tmp_path))

@@ -84,13 +84,6 @@ def test_another_task_is_trained(config: TrainConfig, tmp_path: Path) -> None:
     assert run(config, tmp_path / "parts")["checksum"] == whole["checksum"]
 
 
-def test_other_data_is_refused(config: TrainConfig, tmp_path: Path) -> None:
-    """A run goes on only with the data that it began with; the message names the task."""
-    run(config, tmp_path, should_stop=stop_after(21))
-    with pytest.raises(UsageError, match=r"Regression: .* is not the one that this run began with"):
-        run(config, tmp_path, Regression(points=8))
-
-
 def test_the_plain_step_is_autograd(config: TrainConfig) -> None:
     """Without a step of its own a task is differentiated as a whole, and its loss has no bound but a finite number."""
     task, device = Regression(), torch.device("cpu")
