@@ -178,19 +178,6 @@ def test_a_diverged_replica_leaves_the_mean_of_the_others(name: str):
             assert (report.rejected, report.replicas, other.replicas) == (1, 3, 2)
 
 
-def test_one_outlier_leaves_the_mean_of_the_others():
-    """A replica that is far away in the round after the warmup: the anchor is that of the others from there."""
-    run = start(edit(f"{EQUAL}:warmup=3:threshold=9"), (0, 1, 2), inner_steps=1)
-    run.go(range(3))
-    others = start(edit(OFF), (0, 1), inner_steps=1)
-    others.load(through_file(run.state()) | {"models": [model.state_dict() for model in run.models[:2]]})
-    with torch.no_grad():
-        next(run.models[2].parameters()).add_(1e4)
-    (report,), (other,) = run.go([3]), others.go([3])
-    assert report.checksum == other.checksum
-    assert (report.rejected, other.rejected) == (1, 0)
-
-
 @pytest.mark.parametrize(("diverged", "expected"), [([2], [0.5, 0.5, 0.5]), ([0, 1, 2], [0.0, 1.0, 2.0])])
 @pytest.mark.parametrize("delay", [0, 1])
 def test_buffers_are_the_mean_of_accepted_replicas(delay: int, diverged: list[int], expected: list[float]):

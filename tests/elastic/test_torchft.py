@@ -278,12 +278,17 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_equals_a_run_in_one_process(processes: list[dict[str, Any]], name: str):
-    """12 rounds of two processes have the checksums, norms, restarts and final states of both replicas in one."""
+    """12 rounds of two processes have the checksums, norms, restarts and final states of both replicas in one.
+
+    Store, manager, healing and gloo listen on 127.0.0.1 alone.
+    """
     reports, digests = simulated(SCENARIOS[name])
     here = processes[0][name]
     assert here["reports"] == [report | {"replicas": 2, "newcomers": 0} for report in reports]
     assert here["digests"] == digests
     assert here["bytes"] == 32
+    assert len(here["listening"]) >= 4
+    assert {address.partition(":")[0] for address in here["listening"]} == {"0100007F"}
     assert [f[2] for r in here["reports"] for f in r["fragments"] if f[1] == 3] == [True] * len(digests)
 
 
@@ -335,16 +340,6 @@ def test_what_the_survivor_says(processes: list[dict[str, Any]]):
     assert results["alone"] == (1, 0)
     for word in (f"the lighthouse at {results['url']} cannot be reached", "checkpoints are intact"):
         assert word in results["error"]
-
-
-@pytest.mark.dist
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_nothing_listens_on_a_wildcard(processes: list[dict[str, Any]], name: str):
-    """Store, manager, healing and gloo listen on 127.0.0.1 alone."""
-    results = processes[0][name]["listening"]
-    assert len(results) >= 4
-    assert {address.partition(":")[0] for address in results} == {"0100007F"}
 
 
 # --- in this process --------------------------------------------------------------------------------------------------

@@ -372,17 +372,6 @@ def test_measuring_changes_nothing():
     assert (len(measured.last_round), plain.last_round) == (1, [])
 
 
-def test_zero_gradient_has_no_gain():
-    """With g = 0 the gain is NaN, the cosine 0, and nothing fails."""
-    x = nn.Parameter(torch.ones(3))
-    outer = OuterSGD([x], 0.1, 0.9)
-    x.grad = torch.zeros(3)
-    outer.step(measure=True)
-    (report,) = outer.last_round
-    assert (report.pseudo_gradient_norm, report.buffer_norm, report.cosine) == (0, 0, 0)
-    assert math.isnan(report.gain)
-
-
 def test_norms_of_complex_parameters():
     """|z| counts, as in torch's norm: both parts of a coordinate."""
     x = nn.Parameter(torch.zeros(2, dtype=torch.complex64))

@@ -225,17 +225,6 @@ def test_modes_of_shards(model: Linearised, inner: Inner):
     np.testing.assert_allclose(split.inverse @ split.basis, np.eye(12), rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("rule", RULES, ids=OuterRule.describe)
-def test_different_data_follow_their_own_modes(model: Linearised, inner: Inner, rule: OuterRule):
-    """Halves follow `modes_of_shards` under every rule, restarted or not, and not the pooled modes."""
-    split, pooled = modes_of_shards(model, HALVES, inner), modes_of(model, inner)
-    for restart in ("never", "2", "3"):
-        path = train(model, rule, restart, 8, inner, *(model.some(half) for half in HALVES))
-        size = np.linalg.norm(path[0])
-        assert np.abs(path - split.predict(rule, restart, 8)).max() < 1e-12 * size
-        assert np.abs(path - pooled.predict(rule, restart, 8)).max() > 1e-3 * size
-
-
 # --- the study as a whole -----------------------------------------------------------------------------------------
 
 

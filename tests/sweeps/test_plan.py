@@ -402,17 +402,6 @@ def test_probes_of_several_sizes_share_their_first_round(momentum: float) -> Non
         assert eight.restart == none.restart
 
 
-@pytest.mark.parametrize("restart", ["never", "3", "measured:1.5", "auto"])
-@pytest.mark.parametrize("numbers", [(0, 1, 2), (2, 1, 0)])
-def test_the_size_of_a_probe_that_is_not_taken(restart: str, numbers: tuple[int, ...]) -> None:
-    """Without a policy that probes all numbers of sequences are one run, that without a number; or one history."""
-    base = with_values(TrainConfig(steps=40, inner_steps=4), {"outer.restart": restart})
-    made = plan(grid(base, probe_sequences=numbers))
-    assert [config.outer.probe_sequences for config in made.runs.values()] == [0]
-    each = plan(grid(base, probe_sequences=numbers), merge=False)
-    assert (len(each.runs), each.steps, len(each.forest.nodes)) == (3, 40, 1)
-
-
 def test_states_of_before_are_found() -> None:
     """Runs that are shown whole batches have the nodes and jobs that they had before there was a choice."""
     base = TrainConfig(steps=12, inner_steps=4)

@@ -176,18 +176,6 @@ def test_any_order_completes_the_sweep(tmp_path: Path, seed: int) -> None:
     assert unfinished(made) == []
 
 
-def test_one_worker_does_everything_once(tmp_path: Path) -> None:
-    """The loop does every job once, trunks before what needs them, and ends; then there is nothing left to do."""
-    made, hands = written(tmp_path), Hands()
-    assert work(tmp_path, hands, stopped=never) == len(made.jobs)
-    assert sorted(hands.done) == sorted(made.jobs)
-    for job in made.jobs.values():
-        assert job.after is None or hands.done.index(job.after) < hands.done.index(job.id)
-    assert unfinished(made) == []
-    assert work(tmp_path, hands, stopped=never) == 0
-    assert list((tmp_path / "claims").iterdir()) == []
-
-
 @pytest.mark.parametrize("when", ["while it works", "while it claims"])
 def test_stopped_worker_gives_its_job_back(tmp_path: Path, when: str) -> None:
     """A job that was stopped is neither done nor failed, however often: the next worker takes it."""
