@@ -24,7 +24,7 @@ def write(path: Path, **options: int) -> Path:
     return path
 
 
-def small_run(corpus: Path, size: int = 16, **values: Any) -> TrainConfig:
+def small_run(corpus: Path, size: int = 16, /, **values: Any) -> TrainConfig:
     """A run of a moment on a text: one layer, widths and windows of about a size, and what `values` say by path."""
     small = {
         "model.layers": 1,

@@ -16,7 +16,6 @@ import pytest
 from madeup import Value, rows
 from twophase.base.config import UsageError, with_values
 from twophase.recipes.demo import demo
-from twophase.restart import mean_outer_gain
 from twophase.studies._demo import draw, findings, terminal_maps, verdict
 from twophase.sweeps.grid import Cell
 from twophase.sweeps.table import arm_name as shown_name
@@ -56,24 +55,6 @@ def test_runs() -> None:
     never, restarted = sweep.cells[:2]  # the pair that is shown round by round
     assert {**never.values, "outer.restart": "3"} == restarted.values
     assert (never.values["outer.momentum"], never.values["outer.lr"], never.arm) == (0.9, 0.7, "heavy ball, never")
-
-
-@pytest.mark.parametrize("quick", [False, True])
-@pytest.mark.parametrize("form", ["sum", "ema"])
-def test_matched_gain(quick: bool, form: str) -> None:
-    """A gain-matched control is its restarted cell without restarts, at the learning rate of equal mean gain."""
-    sweep = demo(quick, seeds=(0, 1), base=with_values(TrainConfig(), {"outer.form": form}))
-    by_run = {cell.run_id: cell for cell in sweep.cells}
-    matched = [cell for cell in sweep.cells if cell.control_of]
-    assert {cell.arm for cell in matched} == set(MATCHED)
-    assert len({cell.control_of for cell in matched}) == len(matched)
-    for cell in matched:
-        of = by_run[cell.control_of or ""]
-        assert of.arm == cell.arm.replace("never, gain of ", "")
-        assert with_values(cell.config, {"outer.lr": of.config.outer.lr, "outer.restart": "3"}) == of.config
-        assert cell.config.outer.restart == "never"
-        gain, other = (mean_outer_gain(c.outer.rule(), c.outer.policy(), c.rounds) for c in (cell.config, of.config))
-        assert gain == pytest.approx(other, rel=1e-5)
 
 
 def test_quick_form_is_small_and_short() -> None:
