@@ -253,16 +253,6 @@ def test_shown_output(page: str, command: str, output: str, monkeypatch: pytest.
 # --- what pages say of others ---------------------------------------------------------------------------------------
 
 
-def test_links() -> None:
-    """Every relative link and picture leads to a file of the repository."""
-    for page in PAGES:
-        text = BLOCK.sub("", page.read_text(encoding="utf-8"))
-        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
-            assert re.match(r"https?://", target) or (page.parent / target).exists(), (
-                f"{page.name}: {target} is missing"
-            )
-
-
 def test_quotes_are_what_was_printed() -> None:
     """Every line of numbers in docs/restarts*.md is a line of the page where its command stands."""
     sources = [ROOT / "docs" / name for name in ("log.md", "reproduce.md", "performance.md")]

@@ -173,15 +173,16 @@ def anchors(path: Path) -> set[str]:
     return {anchor(heading) for heading in re.findall(r"^#+ (.+)$", read(path), re.MULTILINE)}
 
 
-PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md")), *(ROOT / "examples").glob("*.md")]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_links_lead_to_headings(page: Path) -> None:
-    """A link to a place on a page of the documentation leads to a heading there."""
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    """A relative link or picture leads to a file of the repository, and one to a place on a page to a heading there."""
     for _, target in LINK.findall(read(page)):
         path, _, place = target.partition("#")
         other = (page.parent / path).resolve() if path else page
+        assert "://" in target or other.exists(), f"{page.name}: {target} is missing"
         if place and "://" not in target and other.suffix == ".md" and "api" not in other.parts:
             assert place in anchors(other), f"{page.name}: {target}"
 
