@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 
 import bounds
+from modules import load
 
 FOLDER = Path(str(bounds.__file__)).parent
 
@@ -18,12 +18,7 @@ FOLDER = Path(str(bounds.__file__)).parent
 @pytest.fixture
 def runner() -> Any:
     """`python benchmarks`."""
-    spec = importlib.util.spec_from_file_location("benchmarks_main", FOLDER / "__main__.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load(FOLDER / "__main__.py")
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
 import shutil
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,20 +14,11 @@ import torch
 import torch.distributed.run
 
 from forked import Program
+from modules import load
 from replicas import same_bits
 
 FOLDER = Path(__file__).parents[1] / "examples"
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-
-
-def load(name: str) -> ModuleType:
-    """An example as a module."""
-    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def losses(printed: str) -> list[float]:
@@ -42,14 +31,14 @@ def losses(printed: str) -> list[float]:
 @pytest.mark.parametrize("restart", ["never", "3", "soft:2:0.3:0.1"])
 def test_single_worker_by_hand_is_the_engine(restart: str):
     """Rounds written out around a bare `OuterSGD` have the bits of the engine's, the shorter last round included."""
-    example = load("single_worker")
+    example = load(FOLDER / "single_worker.py")
     engine, hand = example.with_engine(77, restart), example.by_hand(77, restart)
     assert all(map(same_bits, engine.parameters(), hand.parameters()))
 
 
 def test_single_worker_restarts_and_prints(capsys: pytest.CaptureFixture[str]):
     """Restarts change the weights; every line has a loss, and the two ways of writing it the same."""
-    example = load("single_worker")
+    example = load(FOLDER / "single_worker.py")
     example.main(["--steps", "80"])
     printed = [float(number) for number in re.findall(r"^ +(\d\.\d+)  ", capsys.readouterr().out, re.M)]
     assert len(printed) == 5
@@ -65,7 +54,7 @@ def test_single_worker_restarts_and_prints(capsys: pytest.CaptureFixture[str]):
 def test_plain_loop_alone(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     """One process: the loss goes down, and every third round restarts."""
     monkeypatch.delenv("RANK", raising=False)
-    load("plain_loop").main(["--steps", "150"])
+    load(FOLDER / "plain_loop.py").main(["--steps", "150"])
     printed = capsys.readouterr().out
     values = losses(printed)
     assert values[-1] < 0.5 * values[0]

@@ -5,13 +5,12 @@ Run as a program under torchrun, this file is one of the two processes.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ import torch.distributed.run
 
 import trainers
 from forked import Program
+from modules import load
 from twophase.base.config import UsageError
 from twophase.diloco.communicator import SingleProcess
 from twophase.diloco.flat import checksum
@@ -28,18 +28,9 @@ for package in ("transformers", "accelerate", "lightning"):
     pytest.importorskip(package, reason="the extras trainer and lightning are not installed")
 
 STEPS = 26
+HERE = Path(__file__).parent
 TESTS = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": TESTS}
-
-
-def load(name: str) -> ModuleType:
-    """A test module of this folder."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def digest(model: torch.nn.Module) -> str:
@@ -50,7 +41,7 @@ def worker(folder: Path) -> None:
     """Train as one replica of two with accelerate, interrupted and resumed, then with both Trainers."""
     torch.set_num_threads(1)
     replica, ends = int(os.environ["RANK"]), {}
-    local = load("test_accelerate")
+    local = load(HERE / "test_accelerate.py")
     rounds = []
     for begin, end in ((0, 10), (10, STEPS)):  # step 10 is in the middle of a round
         parts = local.start()
@@ -65,7 +56,7 @@ def worker(folder: Path) -> None:
     from twophase.integrations.rounds import join_replicas
 
     assert [join_replicas(), join_replicas()] == [replica, replica]
-    local = load("test_transformers")
+    local = load(HERE / "test_transformers.py")
     out, callback = folder / f"transformers {replica}", local.make_callback()
     local.make_trainer(out, [callback], replica=replica).train()
     for step in (20, STEPS):  # leaves that of step 10, in the middle of a round
@@ -73,7 +64,7 @@ def worker(folder: Path) -> None:
     trainer = local.make_trainer(out, [local.make_callback(record=folder / "run")], replica=replica)
     trainer.train(resume_from_checkpoint=True)
     ends["transformers"] = digest(trainer.model)
-    local = load("test_lightning")
+    local = load(HERE / "test_lightning.py")
     ends["lightning"] = digest(local.fit(folder / f"lightning {replica}", [local.make_callback()], 1, replica))
     (folder / f"{replica}.json").write_text(json.dumps(ends))
     torch.distributed.destroy_process_group()
@@ -109,7 +100,7 @@ def test_two_processes_are_two_replicas(ends: list[dict[str, str]], name: str, s
 
 def hf(out: Path, **options: Any) -> None:
     """Train with transformers, where an argument of the Trainer is another."""
-    local = load("test_transformers")
+    local = load(HERE / "test_transformers.py")
     trainer = local.make_trainer(out, [local.make_callback()], steps=12)
     vars(trainer.args).update(options)
     trainer.train()
@@ -118,7 +109,7 @@ def hf(out: Path, **options: Any) -> None:
 def hf_without_state(out: Path) -> None:
     hf(out)
     (out / "checkpoint-10" / "twophase.safetensors").unlink()
-    local = load("test_transformers")
+    local = load(HERE / "test_transformers.py")
     local.make_trainer(out, [local.make_callback()]).train(resume_from_checkpoint=str(out / "checkpoint-10"))
 
 
@@ -127,7 +118,7 @@ def pl(out: Path, **options: Any) -> None:
     del out
     trainer: Any = SimpleNamespace(**{"world_size": 1, "global_step": 0, **options})
     module: Any = SimpleNamespace(automatic_optimization=options.get("automatic_optimization", True))
-    callback = load("test_lightning").make_callback()
+    callback = load(HERE / "test_lightning.py").make_callback()
     callback.setup(trainer, module, "fit")
     callback.on_train_start(trainer, module)
 
@@ -151,7 +142,7 @@ def elsewhere(out: Path) -> None:
         def gather(self, value: Any, kind: Any) -> list[Any]:
             return [20, 10] if value == 20 else super().gather(value, kind)
 
-    callback = load("test_transformers").make_callback(communicator=Pair())
+    callback = load(HERE / "test_transformers.py").make_callback(communicator=Pair())
     model = trainers.build()
     callback.begin(model, trainers.optimizer(model), 20, STEPS)
 

@@ -1,0 +1,17 @@
+"""Files of tests, examples and benchmarks as modules."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+
+def load(path: Path) -> ModuleType:
+    """Run a file as a module of its own, which no other import gets."""
+    spec = importlib.util.spec_from_file_location(f"loaded_{path.stem}", path)  # never "__main__"
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
