@@ -163,6 +163,7 @@ MISTAKES = [
     ("study robustness_heatmaps --task digits --task.widht 8", "--task.width"),
     ("study robustness_heatmaps --task digits --steps 1", "--inner-steps is 5"),
     ("study robustness_heatmaps --task digits --steps 10", "--inner-steps is 20"),
+    ("study robustness_heatmaps --task digits --scale labtop", "did you mean laptop?"),
     ("study robustness_toy --fast", "--fast"),
     ("study robustness_toy --redraw", "needs no runs"),
     ("study wires --redraw --out none", "name their folder by --out"),
