@@ -14,11 +14,12 @@ ARGS ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev setup-torchtitan demo test coverage check bench gate faults docs clean
+.PHONY: help setup setup-dev setup-torchtitan demo test test-oldest coverage check bench gate faults docs clean
 
 help:
 	@echo "make demo    set up, train the demo's runs and draw them (runs/demo/figures)"
 	@echo "make test    set up and run the tests"
+	@echo "make test-oldest  the quick tests with the oldest releases that pyproject.toml allows, in an environment of their own"
 	@echo "make coverage  the same, and the branch coverage of each module"
 	@echo "make check   set up and run ruff and pyright"
 	@echo "make bench   set up and run the benchmarks, each held against its bounds (ARGS=\"sync loader\": some of them)"
@@ -89,6 +90,18 @@ demo: setup
 test: setup-dev
 	@$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
+# without torchft, which wants a later torch
+OLDEST := .venv-oldest
+test-oldest: $(OLDEST)/.installed
+	@$(OLDEST)/bin/python -m pytest -n 2 --dist worksteal -m "not slow" --ignore tests/elastic --ignore tests/test_house.py $(ARGS)
+$(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
+	@echo "making $(OLDEST)"
+	@$(PYTHON) -m venv $(OLDEST)
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(OLDEST)/bin/python -m pip install --quiet $(PIP_FLAGS) -c constraints-oldest.txt \
+	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) gmpy2 hypothesis mpmath pytest pytest-timeout pytest-xdist \
+	  pytorch-optimizer -e '.[plot,sweep,slurm,studies,data,hf,trainer,lightning,schedulefree,tensorboard]'
+	@touch $@
+
 coverage: setup-dev
 	@$(BIN)/python -m pytest -n 2 --dist worksteal --cov=twophase --cov-branch $(ARGS)
 
@@ -113,4 +126,4 @@ docs: $(VENV)/.installed $(VENV)/.installed-docs
 	@$(BIN)/python tests/sitecheck.py site
 
 clean:
-	rm -rf $(VENV) $(TITAN) site .cache
+	rm -rf $(VENV) $(TITAN) $(OLDEST) site .cache

@@ -207,8 +207,20 @@ def test_values_are_understood(line: str, monkeypatch: pytest.MonkeyPatch, tmp_p
     assert status == 0, text
 
 
-EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+EXTRAS = PROJECT["optional-dependencies"]
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+
+
+def test_the_oldest_releases_are_those_that_are_allowed() -> None:
+    """What `make test-oldest` installs of our requirements is the lower bound of each."""
+    listed = dict(
+        re.findall(r"^(\S+)==(\S+)$", (ROOT / "constraints-oldest.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    )
+    (installed,) = re.findall(r"-c constraints-oldest\.txt [^@]*-e '\.\[([a-z,]+)\]'", MAKEFILE)
+    wanted = [*PROJECT["dependencies"], *(each for extra in installed.split(",") for each in EXTRAS[extra])]
+    bounds = dict(word.split(">=") for word in wanted if ">=" in word)
+    assert {name: listed.get(name) for name in bounds} == bounds
 
 
 def test_other_commands_name_what_exists() -> None:

@@ -109,6 +109,7 @@ def test_resumed_is_uninterrupted(text: str, stop: int):
     ],
 )
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")  # torch 2.9's own
 def test_distributed_checkpoints_carry_the_memory(rule: OuterRule, text: str, tmp_path: Path):
     """`torch.distributed.checkpoint` brings back all of it; the step that it takes to see what there is is no round."""
     import torch.distributed.checkpoint as dcp

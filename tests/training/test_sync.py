@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -152,11 +151,11 @@ def test_stopped_with_a_sync_under_way(config: TrainConfig, tmp_path: Path) -> N
 
 
 @pytest.mark.dist
-@pytest.mark.skipif(sys.platform != "linux", reason="torchft is for Linux")
 def test_a_late_joiner_of_the_last_sync_is_finished(
     config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A replica that comes into the last sync, or is given the state of a run's end, has a whole run with that end."""
+    pytest.importorskip("torchft", reason="the extra ft is not installed")
     from twophase.elastic.torchft import TorchFT
 
     config = replace(config, steps=12)
@@ -194,11 +193,11 @@ def test_a_late_joiner_of_the_last_sync_is_finished(
 
 
 @pytest.mark.dist
-@pytest.mark.skipif(sys.platform != "linux", reason="torchft is for Linux")
 def test_a_newer_checkpoint_is_not_mixed_with_a_run_that_began_without_it(
     config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The replica that holds it ends with what can be done, its folder untouched, and the run goes on without it."""
+    pytest.importorskip("torchft", reason="the extra ft is not installed")
     from twophase.elastic.torchft import TorchFT
 
     late = tmp_path / "1"

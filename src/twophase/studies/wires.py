@@ -214,7 +214,7 @@ def _spread(logs: DataFrame) -> float | None:
 def _gain_facts(logs: Mapping[str, DataFrame], rule: tuple[bool, float]) -> dict[str, Any]:
     """Say what a restart gains on each wire (never over K), and how that differs from float32's, seed by seed."""
     sides = {
-        wire: [every.xs((*rule, restart), drop_level=False).droplevel("outer.restart") for restart in RESTARTS]
+        wire: [every.loc[[(*rule, restart)]].reset_index(drop=True) for restart in RESTARTS]
         for wire, every in logs.items()
     }
     gains = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -307,6 +308,7 @@ def test_compiled_code_takes_the_kernel_that_was_chosen():
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("traced_only")
+@pytest.mark.skipif("recompile_limit" not in inspect.signature(torch.compile).parameters, reason="torch is too old")
 @torch._dynamo.config.patch(recompile_limit=2)
 def test_many_shapes_in_one_process():
     """More shapes than torch compiles by default for one function go through, as a sweep over sizes needs."""
