@@ -75,6 +75,7 @@ def test_a_sweep_shares_rounds_on_a_gpu(nesterov: bool, tmp_path: Path):
 @pytest.mark.parametrize(
     ("kernel", "restart"), [("pseudo_gradient", 0), ("inner_products", 0), ("outer_round", 1), ("outer_round", 2)]
 )
+@pytest.mark.filterwarnings("ignore:AnnAssign:DeprecationWarning")  # Triton's own, from Python 3.13 on
 def test_kernels_compile_for_a_gpu(kernel: str, restart: int):
     """Triton makes machine code of every kernel for an H100, on a machine without one, and rounds each product."""
     compiler = importlib.import_module("triton.compiler")
