@@ -43,10 +43,17 @@ def test_a_run(tmp_path: Path) -> None:
 
 
 def test_two_runs(tmp_path: Path) -> None:
-    """What differs is listed with both values, and nothing else; a run differs from itself in nothing."""
+    """What differs is listed with both values, and nothing else; a run differs from itself in nothing.
+
+    A default that `config.yaml` leaves out is a value as well, but not where a loop's own values were recorded.
+    """
     run, other = run_of(tmp_path / "run"), run_of(tmp_path / "other", rounds=30)
     table = run.compare(other)
     assert table.loc["steps"].tolist() == [run.config["steps"], other.config["steps"]]
+    other.record.config["inner.schedule"] = "wsd"
+    assert run.compare(other).loc["inner.schedule"].tolist() == ["cosine", "wsd"]
+    del run.record.config["inner.warmup"]
+    assert run.compare(other).loc["inner.schedule"].isna().tolist() == [True, False]
     assert "outer.lr" not in table.index
     assert run.compare(run).empty
     with pytest.raises(ValueError, match=r"Run\.compare: "):

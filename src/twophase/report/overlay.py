@@ -12,7 +12,7 @@ from twophase.advice.text import HEADLINES, outer_words
 from twophase.advice.verdict import diagnose
 from twophase.report.page import Html, counted, link, page, relative, section, table, tag
 from twophase.report.plot import Chart, Curve, figure, script
-from twophase.report.run import plain, result_words
+from twophase.report.run import plain, result_words, settings
 from twophase.runs.folder import REPORT
 from twophase.runs.record import Column, RunRecord
 
@@ -74,16 +74,13 @@ def _results(names: Sequence[str], records: Sequence[RunRecord], page_folder: Pa
 
 def _differences(names: Sequence[str], records: Sequence[RunRecord]) -> Html:
     """Return the settings in which the runs differ, a column a run."""
-    paths = dict.fromkeys(path for record in records for path in record.config)
-    lines = [[path, *(_value(record, path) for record in records)] for path in paths]
+    configs = [settings(record) for record in records]
+    paths = dict.fromkeys(path for config in configs for path in config)
+    lines = [[path, *(plain(config[path]) if path in config else "–" for config in configs)] for path in paths]
     lines = [line for line in lines if len(set(line[1:])) > 1]
     if not lines:
         return tag("p", "Their configurations are the same.")
     return table(["setting", *names], lines, caption=f"Settings that differ: {len(lines)} of {len(paths)}.")
-
-
-def _value(record: RunRecord, path: str) -> str:
-    return plain(record.config[path]) if path in record.config else "–"
 
 
 def _curves(names: Sequence[str], records: Sequence[RunRecord]) -> Iterator[Html | None]:

@@ -17,7 +17,7 @@ from twophase.figures.style import headline, look, new_figure, styled
 from twophase.judge.comparison import Comparison
 from twophase.judge.verdict import Verdict, verdict
 from twophase.judge.verdict_text import finding
-from twophase.report.run import result_words
+from twophase.report.run import result_words, settings
 from twophase.report.sweep_record import SweepRecord, is_sweep, read_sweep
 from twophase.runs.record import Column, RunRecord, is_run, read_record
 from twophase.sweeps.run import TABLE
@@ -114,7 +114,7 @@ class Run:
         """Return the results of two runs and the values in which they differ, as a pandas table with a column each."""
         if not isinstance(other, Run):
             raise ValueError(f"Run.compare: other is a {type(other).__name__}; give another run, as load() returns it")
-        here, there = (_plain(run.summary or {}) | run.config for run in (self, other))
+        here, there = (_plain(run.summary or {}) | settings(run.record) for run in (self, other))
         names = [name for name in dict.fromkeys([*here, *there]) if here.get(name) != there.get(name)]
         values = [[here.get(name), there.get(name)] for name in names]
         return _pandas().DataFrame(values, names, [str(self.path), str(other.path)])

@@ -15,7 +15,7 @@ import numpy as np
 
 from twophase.advice.text import HEADLINES, LIMITS, change_sentences, outer_words, suggestions
 from twophase.advice.verdict import Diagnosis, Finding, Stage
-from twophase.base.config import flatten
+from twophase.base.config import flatten, to_tree, values_of
 from twophase.report.page import (
     Html,
     counted,
@@ -35,11 +35,26 @@ from twophase.report.plot import Chart, Curve, figure, script
 from twophase.report.rounds import MOST_BLOCKS, block_name, finite, round_record, rounds
 from twophase.runs.folder import CONFIG, ENV, LOGS, RECORDED, SUMMARY
 from twophase.runs.record import LARGEST, RunRecord
+from twophase.tasks.lm.config import TrainConfig
 from twophase.theory.advice import Advice
 
 FILES = (CONFIG, ENV, *LOGS, SUMMARY)
 """Files of a run that its page is made of."""
 _MOST_FINDINGS, _MOST_LINES = 20, 100
+
+
+def settings(record: RunRecord) -> dict[str, Any]:
+    """Return a run's values by path, also those that `config.yaml` leaves out where they are the default.
+
+    The groups of a recorded loop's own values may lack others; to these nothing is added.
+    """
+    default, config = TrainConfig(), dict(record.config)
+    written = flatten(to_tree(default))
+    for path, value in values_of(default).items():
+        group = path.rpartition(".")[0]
+        if path not in written and all(each in config for each in written if each.rpartition(".")[0] == group):
+            config.setdefault(path, value)
+    return config
 
 
 def run_report(record: RunRecord, diagnosis: Diagnosis, *, refresh: float = 0, back: str | None = None) -> str:
