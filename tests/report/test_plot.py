@@ -96,6 +96,17 @@ def test_long_curves_are_thinned() -> None:
     assert "Of 100,000 points the extremes" in made
 
 
+def test_a_thinned_curve_keeps_its_gaps() -> None:
+    """Missing values as wide as a stretch interrupt a long curve; single ones within a stretch do not."""
+    nan = float("nan")
+    values = [nan if 40_000 <= x < 50_000 or x % 50 == 7 else 1.0 + x % 3 for x in range(100_000)]
+    (curve,) = data_of(drawn(values))["series"]
+    assert len(curve["x"]) <= MOST_POINTS
+    gap = [x for x, y in zip(curve["x"], curve["y"], strict=True) if y is None]
+    assert 28 <= len(gap) <= 31
+    assert (min(gap) >= 40_000, max(gap) < 50_000) == (True, True)
+
+
 def test_the_axis_ends_with_the_bulk() -> None:
     """Few points far away do not flatten the others: the axis ends before them and they are counted; else not."""
     values = [1.0 + 0.1 * (x % 3) for x in range(40)]

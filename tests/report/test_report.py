@@ -243,6 +243,24 @@ def test_a_huge_run_is_thinned(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_losses_that_are_measured_now_and_then_are_lines(tmp_path: Path) -> None:
+    """A line of metrics without a loss is no gap in its curve, and takes no point from it; one with null is a gap."""
+    folder = write_run(tmp_path / "run", NESTEROV, sigma=(0.3,), rounds=8)
+    lines: list[dict[str, Any]] = [{"step": step, "train_loss": 9.0 - step} for step in range(1, 9)]
+    for step, loss in ((3, 5.0), (5, None), (8, 4.0)):
+        lines.append({"step": step, "validation_loss": loss})
+    write_lines(folder / "metrics.jsonl", sorted(lines, key=lambda line: line["step"]))
+    both = overlay([read_record(folder)] * 2, tmp_path)
+    series = [curve for data in re.findall(r"json\">(.*?)</script>", page_of(folder) + both) for curve in _curves(data)]
+    assert series.count((list(range(1, 9)), [8, 7, 6, 5, 4, 3, 2, 1])) == 2
+    assert series.count(([3, 5, 8], [5, None, 4])) == 2
+
+
+def _curves(data: str) -> list[tuple[list[float], list[float | None]]]:
+    """Return places and values of the curves that name their places."""
+    return [(curve["x"], curve["y"]) for curve in json.loads(data)["series"] if "x" in curve]
+
+
 def test_watch_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
     """While a run goes on its page shows its newest self; the last one does not; Ctrl-C ends the watch well."""
     folder = write_run(tmp_path, EMA, [0.95] * 3, 20, finished=False)

@@ -94,12 +94,10 @@ def _curves(names: Sequence[str], records: Sequence[RunRecord]) -> Iterator[Html
 
 
 def _points(record: RunRecord, column: str, of_rounds: bool) -> tuple[Column, Column]:
-    """Return places and values of a column; nothing where the run does not have it."""
-    rounds = record.rounds if of_rounds else record.metrics  # a task may name a metric of its own as a round's number
-    if column not in rounds or not (of_rounds or "step" in rounds):
-        return np.array([]), np.array([])
-    if not of_rounds:
-        return rounds["step"], rounds[column]
+    """Return places and values of a column; none where the run does not have it."""
+    if not of_rounds:  # a task may name a metric of its own as a round's number
+        return record.curve(column)
+    rounds = record.rounds
     # Without a buffer there is nothing that a cosine is measured against.
     measured = np.where(rounds["buffer_norm"] > 0, rounds[column], np.nan) if column == "cosine" else rounds[column]
     return rounds["round"], measured

@@ -161,14 +161,15 @@ def _points(curve: Curve, *, log: bool) -> _Floats:
 
 
 def _thinned(points: _Floats, most: int) -> _Floats:
-    """Return at most about so many points: of each stretch the lowest and the highest, in their order."""
+    """Return at most about so many points: of each stretch the lowest and the highest, in their order, or its gap."""
     if len(points) <= most:
         return points
     places: list[int] = []
     for stretch in np.array_split(np.arange(len(points)), most // 2):
         y = points[stretch, 1]
-        if np.isfinite(y).any():
-            places += sorted({int(stretch[np.nanargmin(y)]), int(stretch[np.nanargmax(y)])})
+        # Without a number in it, any place of a stretch interrupts the curve.
+        extremes = (np.nanargmin(y), np.nanargmax(y)) if np.isfinite(y).any() else (0,)
+        places += sorted({int(stretch[place]) for place in extremes})
     return points[places]
 
 

@@ -164,17 +164,15 @@ def _summary(record: RunRecord, diagnosis: Diagnosis) -> Html:
 
 def _losses(record: RunRecord) -> Html:
     steps = record.rounds["step"]
-    sources = {
-        "training loss inside rounds": (record.steps, "train_loss"),
-        # A recorded loop logs what it likes.
-        f"training loss{'' if record.config.get(RECORDED) else ', mean over a round'}": (record.metrics, "train_loss"),
-        "validation loss": (record.metrics, "validation_loss"),
-    }
     curves = [
-        Curve(name, columns["step"], columns[column])
-        for name, (columns, column) in sources.items()
-        if column in columns and "step" in columns
+        # A recorded loop logs what it likes.
+        Curve(
+            f"training loss{'' if record.config.get(RECORDED) else ', mean over a round'}", *record.curve("train_loss")
+        ),
+        Curve("validation loss", *record.curve("validation_loss")),
     ]
+    if {"step", "train_loss"} <= record.steps.keys():
+        curves.insert(0, Curve("training loss inside rounds", record.steps["step"], record.steps["train_loss"]))
     chart = Chart(
         "loss",
         "Loss over the run",

@@ -75,6 +75,7 @@ class RunRecord:
         phases: seconds of each phase, the same length.
         blocks: in order of appearance.
         metrics: columns of `metrics.jsonl`.
+        measured: which rows of each of these columns have an entry, be it none that is finite.
         steps: columns of `steps.jsonl`.
         problems: what is missing, a sentence each.
     """
@@ -88,6 +89,7 @@ class RunRecord:
     phases: dict[str, Column] = field(default_factory=dict)
     blocks: list[Block] = field(default_factory=list)
     metrics: dict[str, Column] = field(default_factory=dict)
+    measured: dict[str, NDArray[np.bool_]] = field(default_factory=dict)
     steps: dict[str, Column] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
@@ -158,6 +160,13 @@ class RunRecord:
         steps, inner = self.count("steps"), self.count("inner_steps")
         return math.ceil(steps / inner) if steps >= 1 and inner >= 1 else None
 
+    def curve(self, name: str) -> tuple[Column, Column]:
+        """Return steps and values of the lines of metrics that have a value of this name; none if no line has both."""
+        if not {name, "step"} <= self.metrics.keys():
+            return np.array([]), np.array([])
+        rows = self.measured[name]
+        return self.metrics["step"][rows], self.metrics[name][rows]
+
     def inner_lr(self, index: NDArray[np.int64]) -> Column | None:
         """Return the inner learning rate at the end of each of some rounds; None where the metrics do not have it."""
         steps, rates = self.metrics.get("step"), self.metrics.get("inner_lr")
@@ -199,7 +208,9 @@ def read_record(path: Path, paths: Collection[str] = ()) -> RunRecord:
     record.config = flatten(load_yaml(path / CONFIG)) if (path / CONFIG).is_file() else {}
     record.environment = _json_object(path / ENV)
     _read_rounds(record)
-    record.metrics, record.steps = _columns(_log(record, METRICS)), _columns(_log(record, STEPS))
+    lines = _log(record, METRICS)
+    record.metrics, record.steps = _columns(lines), _columns(_log(record, STEPS))
+    record.measured = {name: np.array([name in line for line in lines]) for name in record.metrics}
     record.summary = _json_object(path / SUMMARY) or None
     if record.summary is None:
         record.problems.append("The run has not finished: there is no summary.json yet.")
