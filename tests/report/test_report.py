@@ -600,7 +600,7 @@ def test_mistakes(sweep_folder: Path, tmp_path: Path, capsys: Output, message: s
 
 @pytest.fixture(scope="session")
 def pages(tmp_path_factory: pytest.TempPathFactory, made: tuple[Path, Sweep]) -> dict[str, Path]:
-    """The pages of a run, of a hostile one, of several, of a sweep with maps, and of one along one axis."""
+    """The pages of a run, of a hostile one, of one far down, of several, of a sweep with maps, and along one axis."""
     base = tmp_path_factory.mktemp("pages")
     blocks = {"ends": [0.3] * 3, "blocks": [0.6] * 3}
     run = write_run(base / "run", NESTEROV, [], blocks=blocks, rounds=12, restart="5", noise=0.01)
@@ -608,6 +608,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory, made: tuple[Path, Sweep]) ->
     sweep = read_sweep(made[0])
     texts = {
         "run": page_of(run),
+        "far down": page_of(write_run(base / ("far_down_" * 20), NESTEROV, [0.3], 30)),
         "watched evil": page_of(evil, refresh=10),
         "watched sweep": sweep_report(sweep, refresh=10),
         "several": overlay([read_record(run), read_record(evil)], base),
@@ -627,6 +628,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory, made: tuple[Path, Sweep]) ->
         ("watched evil", 360, "dark"),
         ("run", 1280, "light"),
         ("run", 390, "dark"),
+        ("far down", 320, "light"),
         ("watched sweep", 390, "light"),
         ("watched sweep", 1280, "dark"),
         ("several", 390, "dark"),
