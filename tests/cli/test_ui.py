@@ -6,6 +6,8 @@ import http.client
 import os
 import re
 import shutil
+import socket
+import struct
 import threading
 from collections.abc import Iterator
 from http.server import ThreadingHTTPServer
@@ -118,6 +120,19 @@ def test_answers_to_this_machine_alone(server: ThreadingHTTPServer) -> None:
         assert (status, "In short" in text) == (403, False)
     for method in ("POST", "PUT", "DELETE"):
         assert ask(server, "/", method)[0] == 501
+
+
+def test_a_connection_that_is_closed_prints_nothing(server: ThreadingHTTPServer, capsys: Any) -> None:
+    """A browser that loads anew drops its connection; the terminal then shows no traceback, and the server goes on."""
+    dropped = socket.create_connection(("127.0.0.1", server.server_port))
+    dropped.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset, at once
+    dropped.sendall(b"GET")
+    dropped.close()
+    assert ask(server, "/view/a%20b/")[0] == 200
+    threads = [thread for thread in threading.enumerate() if "process_request" in thread.name]
+    for thread in threads:
+        thread.join()
+    assert capsys.readouterr().err == ""
 
 
 def test_the_list(server: ThreadingHTTPServer) -> None:

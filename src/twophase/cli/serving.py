@@ -7,8 +7,10 @@ to lead here (DNS rebinding), gets nothing. It writes nothing.
 from __future__ import annotations
 
 import os
+import sys
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 from urllib.parse import parse_qs, unquote, unquote_to_bytes, urlsplit
 
 import twophase.studies.policies  # noqa: F401 - the runs of a study may name policies of it
@@ -36,9 +38,16 @@ def serve(library: Library, port: int) -> ThreadingHTTPServer:
     """
     handler = type("Handler", (_Handler,), {"library": library})
     try:
-        return ThreadingHTTPServer((HOST, port), handler)
+        return _Server((HOST, port), handler)
     except OSError as error:
         raise UsageError(f"--port {port}: cannot be used ({error.strerror}); choose another, or 0") from None
+
+
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print what went wrong, but not for a browser that has closed its connection, as one does to load anew."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):
