@@ -149,6 +149,56 @@ def test_numbers_of_a_chart_keep_their_digits(browser: Browser, tmp_path: Path) 
 
 
 @pytest.mark.browser
+def test_every_axis_tells_its_places_apart(browser: Browser, tmp_path: Path) -> None:
+    """No axis is without numbers, or has a number twice: not of values near each other, and not without a decade."""
+    near = {True: ([1.25, 1.45], [3.301, 3.302]), False: ([0.6931, 0.69311], [-1234567.0, -1234560.0], [2.0, 3.0])}
+    made = [
+        figure(Chart("n", "t", "step", "y", [Curve("c", [5_000_000, 5_001_000], values)], log=log))
+        for log, several in near.items()
+        for values in several
+    ]
+    (tmp_path / "page.html").write_text(page("axes", "", *made, scripts=[script()]), encoding="utf-8")
+    shown = browser.new_page(bypass_csp=True)
+    # The texts are drawn: note them on their way.
+    shown.add_init_script(
+        "const write = CanvasRenderingContext2D.prototype.fillText; window.drawn = []\n"
+        "CanvasRenderingContext2D.prototype.fillText = function (text, ...place) {"
+        " drawn.push([this.canvas, text]); return write.call(this, text, ...place) }"
+    )
+    shown.goto((tmp_path / "page.html").as_uri())
+    shown.wait_for_function("document.querySelectorAll('canvas').length === 5")
+    texts = shown.evaluate(
+        "[...document.querySelectorAll('canvas')].map(c => drawn.filter(d => d[0] === c).map(d => d[1]))"
+    )
+    for numbers in texts:
+        last = numbers[-(len(numbers) // numbers.count("step")) :]  # of the last drawing
+        assert len(set(last)) == len(last) >= 8, last
+    shown.close()
+
+
+@pytest.mark.browser
+def test_keys_move_over_what_is_in_view(browser: Browser, tmp_path: Path) -> None:
+    """In a part of a chart that the reader has drawn out, keys read that part: from its first place to its last."""
+    made = figure(Chart("n", "t", "round", "y", [Curve("c", range(101), range(101))]))
+    (tmp_path / "page.html").write_text(page("keys", "", made, scripts=[script()]), encoding="utf-8")
+    shown = browser.new_page()
+    shown.goto((tmp_path / "page.html").as_uri())
+    area, box = shown.locator(".u-over").bounding_box(), shown.locator("figure.plot > div")
+    assert area is not None
+    x, y = area["x"], area["y"] + 50
+    shown.mouse.move(x + 0.402 * area["width"], y)
+    shown.mouse.down()
+    shown.mouse.move(x + 0.598 * area["width"], y, steps=4)
+    shown.mouse.up()
+    keys = {"Home": 41, "ArrowRight": 42, "End": 59, "Escape": None, "ArrowRight ": 41, "ArrowLeft": 41}
+    for key, place in keys.items():
+        box.press(key.strip())
+        if place:
+            assert box.locator("[aria-live]").text_content() == f"round {place}: c {place}"
+    shown.close()
+
+
+@pytest.mark.browser
 @pytest.mark.slow
 @pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1280, "light")])
 def test_charts_in_a_browser(browser: Browser, tmp_path: Path, width: int, scheme: Any) -> None:

@@ -14,12 +14,19 @@ const plots = (() => {
     element.append(...children)
     return element
   }
-  const text = value => {
+  const text = (value, digits = 4) => {
     if (value == null) return "–"
     const large = value !== 0 && (Math.abs(value) < 1e-3 || Math.abs(value) >= 1e6)
-    const digits = {maximumSignificantDigits: Number.isInteger(value) ? 6 : 4}  // steps are counted, not rounded
-    const shown = large ? value.toExponential(2).replace(/(\.?0+)?e\+?/, "e") : value.toLocaleString("en", digits)
+    // Steps are counted, not rounded.
+    const most = {maximumSignificantDigits: Number.isInteger(value) ? Math.max(6, digits) : digits}
+    const shown = large ? value.toExponential(digits - 2).replace(/(\.?0+)?e\+?/, "e") : value.toLocaleString("en", most)
     return shown.replace(/-/g, "−")
+  }
+  // As many digits as tell neighbours on an axis apart.
+  const texts = values => {
+    const gaps = values.slice(1).map((value, k) => value - values[k]), farthest = Math.max(...values.map(Math.abs))
+    const digits = Math.ceil(Math.log10(farthest / Math.min(...gaps))) + 2
+    return values.map(value => text(value, Math.max(4, Math.min(12, digits || 4))))
   }
   const stroke = number => `--c${number % 8}`
   const dash = number => DASHES[number % 8]
@@ -66,8 +73,15 @@ const plots = (() => {
   const axis = (label, more) => ({
     label, labelSize: 18, font: FONT, labelFont: FONT, stroke: () => colour("--soft"),
     grid: {stroke: () => colour("--hair"), width: 1}, ticks: {show: false}, size: 24,
-    values: (u, splits) => splits.map(value => value == null ? "" : text(value)), ...more,
+    values: (u, splits) => texts(splits), ...more,
   })
+  // Round numbers at equal distances, where a logarithmic axis is too short for those of decades.
+  const even = (low, high) => {
+    const unit = 10 ** Math.floor(Math.log10((high - low) / 4))
+    const step = [1, 2, 5, 10].map(digit => digit * unit).find(step => (high - low) / step < 6)
+    const first = Math.ceil(low / step), count = Math.floor(high / step) - first + 1
+    return Array.from({length: count}, (_, k) => Number(((first + k) * step).toPrecision(12)))
+  }
   // Round numbers of one, two or three a decade, as many as fit.
   const decades = (u, number, low, high) => {
     const all = digits => {
@@ -79,7 +93,7 @@ const plots = (() => {
     }
     const finest = [1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9]
     const choices = [[1], [1, 3], [1, 2, 5], [1, 1.5, 2, 3, 5, 7], finest].map(all)
-    const places = choices.find(places => places.length >= 4) ?? choices.at(-1)
+    const places = choices.find(places => places.length >= 4) ?? (choices.at(-1).length > 1 ? choices.at(-1) : even(low, high))
     return places.filter((_, k) => k % Math.ceil(places.length / 7) === 0)
   }
   const whole = Array.from({length: 12}, (_, power) => [1, 2, 5].map(digit => digit * 10 ** power)).flat()
@@ -190,15 +204,15 @@ const plots = (() => {
     box.setAttribute("aria-roledescription", "chart; arrow keys read its values")
     box.append(live)
     box.onkeydown = event => {
-      const last = x.length - 1, now = u.cursor.idx, page = Math.ceil(last / 10)
+      const [first, last] = u.series[0].idxs, now = u.cursor.idx, page = Math.ceil((last - first) / 10)  // of what is in view
       const to = {
-        ArrowRight: (now ?? -1) + 1, ArrowLeft: (now ?? last + 1) - 1, PageUp: (now ?? 0) + page, PageDown: (now ?? last) - page,
-        Home: 0, End: last,
+        ArrowRight: (now ?? first - 1) + 1, ArrowLeft: (now ?? last + 1) - 1,
+        PageUp: (now ?? first) + page, PageDown: (now ?? last) - page, Home: first, End: last,
       }[event.key]
       if (to === undefined && event.key !== "Escape") return
       event.preventDefault()
       if (to === undefined) return u.setCursor({left: -10, top: -10})
-      u.setCursor({left: u.valToPos(x[Math.max(0, Math.min(last, to))], "x"), top: 10})
+      u.setCursor({left: u.valToPos(x[Math.max(first, Math.min(last, to))], "x"), top: 10})
       live.textContent = words()
     }
     box.onblur = () => u.setCursor({left: -10, top: -10})
@@ -240,5 +254,5 @@ const plots = (() => {
   const printing = on => () => { document.documentElement.classList.toggle("printed", on); redraw() }
   addEventListener("beforeprint", printing(true))
   addEventListener("afterprint", printing(false))
-  return {draw, redraw, text}
+  return {draw, redraw, text: value => text(value)}
 })()
