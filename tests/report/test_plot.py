@@ -177,6 +177,18 @@ def test_every_axis_tells_its_places_apart(browser: Browser, tmp_path: Path) -> 
 
 
 @pytest.mark.browser
+def test_the_legend_says_of_which_marks_some_are_drawn(browser: Browser, tmp_path: Path) -> None:
+    """Of more restarts or syncs than a chart has room for some are drawn, and a reader can see that by the legend."""
+    chart = Chart("n", "t", "round", "y", [Curve("c", range(101), range(101))], restarts=range(61), syncs=range(60))
+    (tmp_path / "page.html").write_text(page("marks", "", figure(chart), scripts=[script()]), encoding="utf-8")
+    shown = browser.new_page()
+    shown.goto((tmp_path / "page.html").as_uri())
+    marks = shown.locator(".legend li:not(.place):not(:has(button))").all_text_contents()
+    assert marks == ["sync (outer step)", "restart, some of them"]
+    shown.close()
+
+
+@pytest.mark.browser
 def test_keys_move_over_what_is_in_view(browser: Browser, tmp_path: Path) -> None:
     """In a part of a chart that the reader has drawn out, keys read that part: from its first place to its last."""
     made = figure(Chart("n", "t", "round", "y", [Curve("c", range(101), range(101))]))

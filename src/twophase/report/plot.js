@@ -107,11 +107,13 @@ const plots = (() => {
     return axis(data.x, x.every(Number.isInteger) ? {incrs: whole} : {})
   }
 
-  // Restarts, syncs and the level, which are no curves.
+  // Restarts, syncs and the level, which are no curves. Of many marks some are drawn, and the legend says so.
+  const skipped = places => Math.ceil(places.length / MOST_MARKS)
+  const marked = (name, places) => skipped(places) > 1 ? `${name}, some of them` : name
   const marks = data => u => {
     const {left, top, width, height} = u.bbox, ratio = devicePixelRatio
     const line = (places, name, strokes, path) => {
-      const step = Math.ceil(places.length / MOST_MARKS)
+      const step = skipped(places)
       u.ctx.save()
       u.ctx.beginPath()
       u.ctx.rect(left, top, width, height)
@@ -189,8 +191,8 @@ const plots = (() => {
       return make("li", {}, button, values[k])
     })
     if (data.level) toggles.push(make("li", {}, swatch(data.series.length), data.level[0]))
-    if (data.syncs?.length) toggles.push(make("li", {}, swatch(0, "sync"), "sync (outer step)"))
-    if (data.restarts?.length) toggles.push(make("li", {}, swatch(0, "restart"), "restart"))
+    if (data.syncs?.length) toggles.push(make("li", {}, swatch(0, "sync"), marked("sync (outer step)", data.syncs)))
+    if (data.restarts?.length) toggles.push(make("li", {}, swatch(0, "restart"), marked("restart", data.restarts)))
     legend.replaceChildren(place, ...toggles)
     const link = figure.querySelector("a[download]")
     if (link) {
