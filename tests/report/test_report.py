@@ -402,6 +402,7 @@ AXES: dict[str, tuple[list[Axis], list[str]]] = {
         ["no restart", "K=3"],
     ),
     "seeds": ([Axis("seed", (0, 1, 2))], ["the setting"]),
+    "learning rates near each other": ([Axis("outer.lr", (0.3, 0.30000001))], ["lr 0.3", "lr 0.3"]),
     "a learning rate": ([Axis("outer.lr", (0.3, 0.7))], ["lr 0.3", "lr 0.7"]),
 }
 """Axes of a sweep, and its settings."""

@@ -220,19 +220,21 @@ def points(shown: Shown) -> Chart:
 
     The settings of a categorical axis, such as the restart policy, are arms of their own and have no map.
     """
-    columns: dict[str, list[tuple[Any, float]]] = {}
+    names: list[str] = []
+    columns: list[list[tuple[Any, float]]] = []
     for setting in shown.cells:
         varied = next(arm.varied for arm in shown.judged.arms if arm.arm == setting.arm)
         results = zip(setting.seeds, setting.results, strict=True)
-        columns[place_text(setting, varied)] = [(seed, value) for seed, value in results if value is not None]
-    seeds = list(dict.fromkeys(seed for results in columns.values() for seed, _ in results))
+        names.append(place_text(setting, varied))  # of settings near each other the same
+        columns.append([(seed, value) for seed, value in results if value is not None])
+    seeds = list(dict.fromkeys(seed for results in columns for seed, _ in results))
     curves = []
     for number, seed in enumerate(seeds):
         # Beside each other, or equal results would hide one another.
         aside = 0.3 * (number / (len(seeds) - 1) - 0.5) if len(seeds) > 1 else 0.0
         places = [
             (column + aside, value)
-            for column, results in enumerate(columns.values())
+            for column, results in enumerate(columns)
             for other, value in results
             if other == seed
         ]
@@ -243,6 +245,6 @@ def points(shown: Shown) -> Chart:
         "setting",
         with_unit(measure_of(shown.cells)),
         curves,
-        names=list(columns),
+        names=names,
         note="A point for each run; lower is better.",
     )
