@@ -295,12 +295,15 @@ def test_another_request_is_refused(corpus: Path, tmp_path: Path, monkeypatch: p
 
 
 def test_a_slip_does_not_block_the_folder(original: Path, whole: Callable[..., Path], tmp_path: Path):
-    """A tokenizer that is not there, or cannot be learnt, leaves the folder to another request."""
+    """A tokenizer that is not there, or cannot be learnt, or a wrong column, leaves the folder to another request."""
     asked = request(original, tmp_path / "out")
     with pytest.raises(UsageError, match="--tokenizer nonsense"):
         prepare(replace(asked, tokenizer="nonsense"))
     with pytest.raises(UsageError, match="has no 'body'"):
         prepare(replace(asked, column="body", tokenizer="bpe:300", held_out=0.0, tokens=9))
+    with pytest.raises(UsageError, match="has no 'body'"):
+        prepare(replace(asked, column="body", held_out=0.0))
+    (asked.out / "tokenizer" / "added_tokens.json").write_text("{}")  # as of a tokenizer with more files
     assert snapshot(prepared(asked)) == snapshot(whole())
 
 

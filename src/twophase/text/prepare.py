@@ -17,6 +17,7 @@ import io
 import json
 import os
 import re
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -119,7 +120,7 @@ def prepare(request: Request, *, quiet: bool = True) -> Meta:
 
     Raises:
         UsageError: a value out of range; a source or tokenizer that is missing or damaged; a folder that holds
-            something else, cannot be written, or was begun with another request.
+            something else, cannot be written, or has tokens of another request.
         OSError: the disk is full. Either way what was complete stays, and repeating the call goes on from there.
     """
     plan = _planned(request)
@@ -332,11 +333,15 @@ class _Preparation:
             changed = differences(self.plan.record(), state["request"])
         except (OSError, ValueError, KeyError, AttributeError) as error:
             raise self._damaged(error) from None
-        if changed:
+        if changed and any(self.folder.glob("*.bin")):
             raise UsageError(
                 f"--out {self.folder}: was begun with another request ({_few(changed)}); repeat that one, name another "
                 f"folder, or delete this one"
             )
+        if changed:  # nothing has been prepared, as after a slip in an option: the folder is this request's
+            self._write({"request": self.plan.record()})
+            shutil.rmtree(self.folder / TOKENIZER, ignore_errors=True)  # another one may have fewer files
+            return {}
         return state
 
     def _tokenizer(self, expected: str | None) -> Tokenizer:
