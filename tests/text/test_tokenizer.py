@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -115,6 +116,18 @@ def test_token_bytes_add_up_to_the_text(name: str):
     assert tokenizer.token_bytes[tokenizer.end_of_text] == 0
     assert tokenizer.token_bytes.dtype == np.int64
     assert tokenizer.token_bytes.shape == (tokenizer.vocabulary_size,)
+
+
+def test_the_mark_of_a_words_end_is_a_blank(tmp_path: Path):
+    """Of a tokenizer that marks the ends of words, a token has its letters and the blank that decoding writes."""
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(end_of_word_suffix="</w>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    options: dict[str, Any] = {"special_tokens": ["</s>"], "show_progress": False}
+    text = "the cat sat on the mät"
+    made.train_from_iterator([text] * 9, tokenizers.trainers.BpeTrainer(end_of_word_suffix="</w>", **options))
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert tokenizer.token_bytes[tokenizer.encode([text])[0]].sum() == len(f"{text} ".encode())
 
 
 def test_bytes_are_bytes():

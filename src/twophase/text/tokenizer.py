@@ -273,19 +273,21 @@ def _token_bytes(content: Mapping[str, Any], vocabulary: Mapping[str, int], size
     """Return UTF-8 bytes that each id stands for."""
     kinds = {*_kinds(content.get("pre_tokenizer")), *_kinds(content.get("decoder"))}
     byte_level, fallback = "ByteLevel" in kinds, bool(content["model"].get("byte_fallback"))
-    prefix = content["model"].get("continuing_subword_prefix") or ""
+    prefix, suffix = (content["model"].get(name) or "" for name in ("continuing_subword_prefix", "end_of_word_suffix"))
     added = {entry["content"]: entry["special"] for entry in content.get("added_tokens") or ()}
     alphabet = set(byte_characters())
     sizes = np.zeros(size, np.int64)
     for token, number in vocabulary.items():
+        stem = token.removesuffix(suffix)
+        blank = int(stem != token)  # which decoders write at the end of a word
         if token in added:
             sizes[number] = 0 if added[token] else len(token.encode())
         elif fallback and re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", token):
             sizes[number] = 1
-        elif byte_level and alphabet.issuperset(token):
-            sizes[number] = len(token)  # one character a byte
+        elif byte_level and alphabet.issuperset(stem):
+            sizes[number] = len(stem) + blank  # one character a byte
         elif token != content["model"].get("unk_token"):
-            sizes[number] = len(token.removeprefix(prefix).replace(mistral.SPACE, " ").encode())
+            sizes[number] = len(stem.removeprefix(prefix).replace(mistral.SPACE, " ").encode()) + blank
     return sizes
 
 
