@@ -202,11 +202,14 @@ def test_keys_move_over_what_is_in_view(browser: Browser, tmp_path: Path) -> Non
     shown.mouse.down()
     shown.mouse.move(x + 0.598 * area["width"], y, steps=4)
     shown.mouse.up()
-    keys = {"Home": 41, "ArrowRight": 42, "End": 59, "Escape": None, "ArrowRight ": 41, "ArrowLeft": 41}
+    keys = {"Home": 41, "ArrowRight": 42, "End": 59, "Escape": None, "ArrowRight ": 41, "End ": 59}
     for key, place in keys.items():
         box.press(key.strip())
         if place:
             assert box.locator("[aria-live]").text_content() == f"round {place}: c {place}"
+    for key in ("Alt+ArrowLeft", "Control+Home", "Meta+ArrowRight"):  # the browser's own
+        box.press(key)
+        assert box.locator("[aria-live]").text_content() == "round 59: c 59"
     shown.close()
 
 

@@ -206,6 +206,7 @@ const plots = (() => {
     box.setAttribute("aria-roledescription", "chart; arrow keys read its values")
     box.append(live)
     box.onkeydown = event => {
+      if (event.altKey || event.ctrlKey || event.metaKey) return  // the browser's: back, the end of the page
       const [first, last] = u.series[0].idxs, now = u.cursor.idx, page = Math.ceil((last - first) / 10)  // of what is in view
       const to = {
         ArrowRight: (now ?? first - 1) + 1, ArrowLeft: (now ?? last + 1) - 1,
