@@ -48,7 +48,7 @@ def write_json(path: Path, texts: list[str], column: str = "text") -> Path:
     return write(path, "".join(line + "\n" for line in lines).encode())
 
 
-def write_parquet(path: Path, texts: list, column: str = "text") -> Path:
+def write_parquet(path: Path, texts: Any, column: str = "text") -> Path:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -251,6 +251,15 @@ def test_damaged_files_are_named(tmp_path: Path, case: str, capfd: pytest.Captur
     with pytest.raises(UsageError, match=f"{name}: {message}"):
         read(tmp_path / name)
     assert capfd.readouterr().err == ""
+
+
+def test_text_of_parquet_may_be_categories(tmp_path: Path):
+    """A column of categories, as pandas writes them, is read like one of text, from any row on."""
+    pa = pytest.importorskip("pyarrow")
+    column = pa.array(["a b", None, "c", "a b"]).dictionary_encode()
+    files, _ = find([str(write_parquet(tmp_path / "a.parquet", column))])
+    assert documents(files) == ["a b", "c", "a b"]
+    assert documents(files, record=2) == ["c", "a b"]
 
 
 @pytest.mark.parametrize(

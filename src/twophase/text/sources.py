@@ -370,7 +370,8 @@ def _parquet_records(file: File, column: str, start: int) -> Iterator[str | None
         types = {field.name: str(field.type) for field in table.schema_arrow}
         if column not in types:
             raise UsageError(f"{file.name}: has no column {column!r}, but {', '.join(types)}; choose with --column")
-        if types[column] not in ("string", "large_string"):
+        kind = types[column].removeprefix("dictionary<values=").partition(",")[0]  # categories, as pandas writes them
+        if kind not in ("string", "large_string", "string_view"):
             raise UsageError(f"{file.name}: the column {column!r} is {types[column]}, not text; choose with --column")
         for rows in table.iter_batches(BATCH_DOCUMENTS, columns=[column]):
             skipped = min(start, len(rows))
