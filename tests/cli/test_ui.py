@@ -235,6 +235,7 @@ def test_in_a_browser(browser: Browser, root: Path, server: ThreadingHTTPServer,
     write_run(root / "new", NESTEROV, [0.3], 9)
     page.clock.run_for(6_000)
     page.get_by_role("link", name="new").wait_for()
+    assert (page.locator("caption").text_content() or "").startswith("5 folders below")
     assert page.get_by_label("choose a b").is_checked()
     page.get_by_role("button", name="Lay the chosen runs").click()
     page.wait_for_selector("canvas")

@@ -15,8 +15,10 @@ const renew = async () => {
   if (document.hidden || body.contains(document.activeElement)) return
   const answer = await fetch("/").catch(() => null)
   if (!answer?.ok) return
-  const fresh = new DOMParser().parseFromString(await answer.text(), "text/html").querySelector("tbody")
+  const page = new DOMParser().parseFromString(await answer.text(), "text/html")
+  const [title, fresh] = ["caption", "tbody"].map(name => page.querySelector(name))
   const chosen = new Set([...body.querySelectorAll("input:checked")].map(box => box.value))
+  document.querySelector("caption").replaceWith(title)  // the number of folders
   body.replaceChildren(...fresh.rows)
   for (const box of body.querySelectorAll("input")) box.checked = chosen.has(box.value)
   filter()
