@@ -149,6 +149,15 @@ def test_the_list(server: ThreadingHTTPServer) -> None:
         assert all(f">{word}" in rows[path] for word in words), path
 
 
+def test_the_list_has_the_results_of_the_pages(root: Path, server: ThreadingHTTPServer) -> None:
+    """An unfinished run has the last loss that it has measured, whatever its last lines hold."""
+    lines: list[dict[str, Any]] = [{"step": 1, "train_loss": 3.0}, {"step": 1, "validation_loss": 2.5}]
+    lines += [{"step": 2, "train_loss": 2.25}, {"step": 2, "round": 1, "inner_lr": 0.1}]
+    write_lines(root / "deep" / "<i>" / "metrics.jsonl", lines)
+    for path in ("/", "/view/deep/%3Ci%3E/"):
+        assert "last validation loss 2.5" in ask(server, path)[1], path
+
+
 def test_of_many_folders_the_newest_are_listed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit is kept wherever the folders lie, and the page says that there are more."""
     monkeypatch.setattr("twophase.report.ui._MOST_ENTRIES", 2)

@@ -28,7 +28,7 @@ from twophase.report.sweep import sweep_report
 from twophase.report.sweep_record import is_sweep, read_sweep
 from twophase.runs.folder import CONFIG, LOCK, METRICS, SUMMARY
 from twophase.runs.log import read_log
-from twophase.runs.record import RunRecord, is_run, read_record
+from twophase.runs.record import LARGEST, RunRecord, is_run, read_record
 from twophase.sweeps.run import SPEC, TABLE
 from twophase.sweeps.table import arm_name, read_rows, settings
 from twophase.sweeps.work import RUNS
@@ -201,13 +201,14 @@ def _row(folder: Path) -> list[object]:
 
 def _run_row(folder: Path) -> list[object]:
     """Return state, result, rule and restart of a run, from the few files that hold them."""
-    record = RunRecord(folder)
+    record, newest = RunRecord(folder), dict[str, float]()
     if (folder / CONFIG).is_file():
         record.config = flatten(load_yaml(folder / CONFIG))
     if (folder / SUMMARY).is_file():
         record.summary = read_json_object(folder / SUMMARY)
-    for line in read_log(folder / METRICS)[0][-1:]:
-        record.metrics = {name: np.array([v]) for name, v in line.items() if isinstance(v, (int, float))}
+    for line in read_log(folder / METRICS)[0]:
+        newest |= {name: v for name, v in line.items() if isinstance(v, (int, float)) and abs(v) <= LARGEST}
+    record.metrics = {name: np.array([value]) for name, value in newest.items()}
     return [record.state, result_words(record).partition(": ")[2], record.outer_words, record.restart]
 
 
