@@ -118,9 +118,12 @@ def steps_done(folder: Path) -> int:
 def test_seeds_alone(tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sweep whose only axis is the seed is one setting with a mean. Its worker is a real one, nothing is forked."""
     monkeypatch.setattr(launch, "subprocess", subprocess)
-    done = call("sweep", "--axis", "seed", "0", "1", "--out", tmp_path / "sweep", "--workers", "1")
+    out = tmp_path / "a sweep"
+    done = call("sweep", "--axis", "seed", "0", "1", "--out", out, "--workers", "1")
     assert "Mean over 2 seeds" in done.out
-    assert (tmp_path / "sweep" / "figures" / "sweep.png").exists()
+    assert (out / "figures" / "sweep.png").exists()
+    (next_command,) = (line.partition(": ")[2] for line in done.out.splitlines() if "twophase report" in line)
+    assert shlex.split(next_command) == ["twophase", "report", str(out)]  # a folder with a blank is one word
 
 
 @pytest.mark.slow

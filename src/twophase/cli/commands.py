@@ -176,6 +176,11 @@ def interrupted(words: Sequence[str]) -> int:
     return 130
 
 
+def report_command(folder: Path) -> str:
+    """Return the command that reports on a folder, as a shell takes it."""
+    return shlex.join([PROGRAM, "report", str(folder)])
+
+
 def command_line(words: Sequence[str]) -> str:
     """Return the command line as it can be repeated from here."""
     script = Path(sys.argv[0])

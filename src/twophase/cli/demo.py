@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from twophase.base.errors import UsageError
-from twophase.cli.commands import PROGRAM, between, command_line, run_parser
+from twophase.cli.commands import PROGRAM, between, command_line, report_command, run_parser
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -149,7 +149,7 @@ def _parser() -> argparse.ArgumentParser:
 def _following(out: Path) -> dict[str, str]:
     """Return the commands that come next, and what each is for."""
     return {
-        f"{PROGRAM} report {out}": "every comparison, with intervals",
+        report_command(out): "every comparison, with intervals",
         f"{PROGRAM} explore --open": "the explorer in a window of its own",
         f"{PROGRAM} period --help": "advice for a setting of your own",
     }

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from twophase.base.config import UsageError
-from twophase.cli.commands import PROGRAM, command_line, config_options, print_config, run_parser, train_config
+from twophase.cli.commands import command_line, config_options, print_config, report_command, run_parser, train_config
 
 if TYPE_CHECKING:
     from twophase.sweeps.grid import Sweep
@@ -62,7 +62,7 @@ def _results(rows: list[Row], sweep: Sweep, out: Path) -> str:
 
     forms = sorted({config.outer.form for config in sweep.runs.values()})
     form = " and ".join(FORM_WORDS[form] for form in forms)
-    more = f"what each arm is worth, and against the controls: {PROGRAM} report {out}"
+    more = f"what each arm is worth, and against the controls: {report_command(out)}"
     return f"{describe(rows)}\n{list_figures(draw(rows, form, out / 'figures'), out)}\n{more}"
 
 

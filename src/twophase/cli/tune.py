@@ -7,7 +7,15 @@ import re
 from pathlib import Path
 
 from twophase.base.options import values_given
-from twophase.cli.commands import PROGRAM, between, config_options, print_config, run_parser, train_config
+from twophase.cli.commands import (
+    PROGRAM,
+    between,
+    config_options,
+    print_config,
+    report_command,
+    run_parser,
+    train_config,
+)
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _LONGEST = 1e9
@@ -60,7 +68,7 @@ def main(words: list[str]) -> int:
     tuning = Tuning(base, options.arms, options.points, options.budget, options.seeds, options.fresh)
     out = options.out or Path("runs") / "tune"
     outcome = run_tuning(tuning, out, workers=options.workers, quiet=options.quiet)
-    print(f"{outcome}\n\nverdict {out / RESULT}\nevery fresh run: {PROGRAM} report {out / FRESH}")
+    print(f"{outcome}\n\nverdict {out / RESULT}\nevery fresh run: {report_command(out / FRESH)}")
     return 0
 
 

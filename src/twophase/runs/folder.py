@@ -23,6 +23,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -227,7 +228,8 @@ class RunFolder:
             raise UsageError(
                 f"{self.path / name}: is not the log that the checkpoint of step {step} counts ({fault}); put the file "
                 "back, or go on with what is there, the gap marked: repeat the command with --accept-logs (for a run "
-                f"of a sweep or study: twophase train --config {self.path / CONFIG} --out {self.path} --accept-logs)"
+                f"of a sweep or study: twophase train --config {shlex.quote(str(self.path / CONFIG))} --out "
+                f"{shlex.quote(str(self.path))} --accept-logs)"
             )
         for name, fault in faults.items():
             self._logs[name].mend(step, fault)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,7 @@ def _train_sweep(sweep: Sweep, folder: Path, **options: Any) -> list[Row]:
     if missing:  # an answer from a part of its runs would be another one
         raise RunError(
             f"{missing} of the {len(runs)} runs of {sweep.name} have not ended, and no worker was started here; start "
-            f"some with `twophase sweep-worker --out {folder}`, and repeat the command when they are done"
+            f"some with `twophase sweep-worker --out {shlex.quote(str(folder))}`, and repeat the command when they are "
+            "done"
         )
     return rows
