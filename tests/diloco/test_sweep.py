@@ -204,6 +204,25 @@ def test_a_hook_of_the_outer_optimizer_sees_the_whole_gradient(monkeypatch: pyte
         torch.testing.assert_close(p.detach(), old + 0.5)
 
 
+def test_what_a_hook_makes_of_the_anchor_counts():
+    """A hook after the outer step, such as a decay, changes what the replicas are given and what is compared."""
+    module = model()
+    engine = DiLoCo(module, OuterRule(1.0, 0.9), inner_steps=1, communicator=Twins())
+
+    def decay(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        with torch.no_grad():
+            torch._foreach_mul_(optimizer.param_groups[0]["params"], 0.5)
+
+    engine.outer.register_step_post_hook(decay)
+    for _ in range(2):
+        shift(module)
+        report = engine.step()
+        assert report is not None
+        assert report.checksum == engine.checksum()
+        for p, anchor in zip(module.parameters(), engine.anchor.values(), strict=True):
+            assert torch.equal(p, anchor)
+
+
 def test_what_looks_at_a_step_sees_that_of_an_engine():
     """Hooks, a scheduler and a profiler notice each outer step, though without them it goes past torch's wrapper."""
     module = model()

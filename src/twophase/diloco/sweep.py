@@ -84,8 +84,9 @@ def _is_sweepable(fragment: Fragment) -> bool:
 
 def _holds_all_in_order(fragment: Fragment) -> bool:
     outer = fragment.outer
-    # A subclass may step in its own way, and a hook may change the gradients that a sweep does not look at.
-    if type(outer) is not OuterSGD or len(outer.param_groups) != 1 or outer._optimizer_step_pre_hooks:
+    # A subclass may step in its own way; a hook may change gradients before a sweep, or the anchor that it has copied.
+    hooks = outer._optimizer_step_pre_hooks or outer._optimizer_step_post_hooks
+    if type(outer) is not OuterSGD or len(outer.param_groups) != 1 or hooks:
         return False
     (group,) = outer.param_groups
     params, views = group["params"], fragment.anchor_views
