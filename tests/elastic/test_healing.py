@@ -59,7 +59,7 @@ def test_a_state_arrives_as_it_is(giver: Healing):
 def test_what_a_receiver_would_refuse_is_refused_at_the_giver(value: object):
     """Only what torch reads without running code may be sent; sizes are such tuples, named tuples are not."""
     assert bytes_of({"size": torch.Size([2]), "pair": (1, "b")}) == 0
-    with pytest.raises(ValueError, match=r"TorchFT.attach: state\['x'\]\[0\] is a .* turn it into these"):
+    with pytest.raises(ValueError, match=r"TorchFT: state\['x'\]\[0\] is a .* turn it into these"):
         bytes_of({"x": [value]})
 
 

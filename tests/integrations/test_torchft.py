@@ -262,5 +262,21 @@ def test_a_state_of_other_fragments_is_refused():
         assert all(float(p.mean()) == (1.0 if rounds is two else 2.0) for p in before[0].values())
 
 
+def test_a_state_that_cannot_be_given_is_refused():
+    """What no replica that comes back could be given is named at the start, not when all wait for it in each round."""
+    from twophase.elastic.healing import Healing
+    from twophase.integrations.torchft import diloco
+
+    transport = Healing("127.0.0.1", 1.0)
+    group = MagicMock(_init_sync=False, _use_async_quorum=False, _checkpoint_transport=transport)
+    group._manager_state_dict.return_value = {"user": {"default": {"seen": {1, 2}}}}
+    model = trainers.build()
+    try:
+        with pytest.raises(ValueError, match=r"the state\['user'\]\['default'\]\['seen'\] is a builtins.set; a state"):
+            diloco(group, model, trainers.optimizer(model), inner_steps=4)
+    finally:
+        transport.shutdown()
+
+
 if __name__ == "__main__":
     worker(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

@@ -46,7 +46,7 @@ def bytes_of(value: Any, path: str = "state") -> int:
         return sum(bytes_of(item, f"{path}[{index}]") for index, item in enumerate(value))
     if type(value) not in _PLAIN:
         raise ValueError(
-            f"TorchFT.attach: {path} is a {type(value).__module__}.{type(value).__qualname__}; a state may hold "
+            f"TorchFT: {path} is a {type(value).__module__}.{type(value).__qualname__}; a state may hold "
             "tensors, numbers, text, and dictionaries, lists and tuples of them, so turn it into these"
         )
     return 0

@@ -20,7 +20,7 @@ from torchft.manager import Manager
 
 from twophase.diloco.agreement import first_unlike
 from twophase.elastic import parts
-from twophase.elastic.healing import Healing
+from twophase.elastic.healing import Healing, bytes_of
 from twophase.optim.outer import OuterSGD
 
 _BUCKETS = "TORCHFT_USE_BUCKETIZATION"
@@ -111,6 +111,12 @@ def check(manager: Manager, model: nn.Module, fragments: Sequence[nn.Module], st
             f"diloco: the fragments {what}, so replicas would differ; give modules that together hold every trainable "
             "parameter of the model once"
         )
+
+
+def check_state(manager: Manager) -> None:
+    """Refuse a state that a replica which comes back could not be given: all would wait for it in every round."""
+    if isinstance(manager._checkpoint_transport, Healing):  # another one sends pickles
+        bytes_of(manager._manager_state_dict(), "the state")
 
 
 def begin_alike(manager: Manager) -> None:

@@ -349,7 +349,11 @@ class _Quiet:
     def info(self, msg: str) -> None:
         _log.debug("%s", msg)
 
-    warn = exception = info
+    warn = info
+
+    def exception(self, msg: str) -> None:
+        # A heal that fails is tried again in every round, in which all others wait: no other word says why.
+        _log.log(logging.WARNING if "recovery" in msg else logging.DEBUG, "torchft %s", msg)
 
 
 class Hush:

@@ -55,8 +55,8 @@ def diloco(
         fragments: modules that together hold every trainable parameter once; None means the model.
 
     Raises:
-        ValueError: fragments that leave out or share parameters, a manager with `init_sync` or `use_async_quorum`, or
-            buckets in the environment.
+        ValueError: fragments that leave out or share parameters, a manager with `init_sync` or `use_async_quorum`,
+            buckets in the environment, or a state with more than tensors, numbers and text.
         ImportError: another release of torchft than 0.2.0.
     """
     modules = [model] if fragments is None else [*fragments]
@@ -74,4 +74,5 @@ def diloco(
 
     # Without both, a healed replica trains on from old weights, and its next pseudo-gradient poisons the round of all.
     manager.register_state_dict_fn("twophase", load, save)
+    native.check_state(manager)
     return rounds
