@@ -204,6 +204,25 @@ def test_buffers_are_the_mean_of_accepted_replicas(delay: int, diverged: list[in
     assert [float(model.get_buffer("seen")) for model in run.models] == expected
 
 
+def test_buffers_of_another_number_of_replicas():
+    """A reduction that three replicas began and two resume from ends with the mean of the two."""
+    models = [network(0) for _ in range(3)]
+    for number, model in enumerate(models):
+        model.register_buffer("seen", torch.tensor(float(number)))
+
+    def run(count: int) -> Run:
+        numbers = tuple(range(count))
+        engine = DiLoCo(models[:count], edit(), inner_steps=2, delay=1, buffers="mean")
+        return Run(engine, models[:count], numbers)
+
+    first = run(3)
+    first.go(range(2))
+    second = run(2)
+    second.engine.load_state_dict(first.engine.state_dict())
+    assert second.step(2) is not None
+    assert [float(model.get_buffer("seen")) for model in models[:2]] == [0.5, 0.5]
+
+
 def test_all_rejected_is_no_outer_step():
     """Anchor, momentum and counters stay, the replicas are set back, and the report says so; then it goes on."""
     run = start(edit(f"{EQUAL}:warmup=1:threshold=3"), (0, 1), inner_steps=1, restart=2)

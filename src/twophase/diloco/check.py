@@ -263,12 +263,14 @@ def average_buffers(replicas: Sequence[nn.Module], communicator: Communicator, a
     Args:
         replicas: of this process, as many as of every other.
         communicator: the processes.
-        accepted: whether each replica counts in the mean, in order of rank; empty means that all do.
+        accepted: whether each replica counts in the mean, in order of rank; of other replicas than these, all do.
     """
     buffers = [[buffer for _, buffer in float_buffers(module)] for module in replicas]
-    accepted = accepted or [True] * (len(replicas) * communicator.size)
-    if not buffers[0] or not any(accepted):
+    if not buffers[0] or (accepted and not any(accepted)):
         return
+    count = len(replicas) * communicator.size
+    if len(accepted) != count:  # no filter; or a sync that was begun, and saved, with another number of replicas
+        accepted = [True] * count
     device = buffers[0][0].device  # a replica may be elsewhere
     total = torch.zeros(sum(buffer.numel() for buffer in buffers[0]), dtype=torch.float64, device=device)
     for of_one, counts in zip(buffers, accepted[len(replicas) * communicator.rank :], strict=False):
