@@ -191,3 +191,15 @@ def test_what_is_under_way_cannot_be_saved():
     run.go(range(4, 6))
     assert not run.engine.under_way
     assert run.engine.state_dict()["round"] == 1
+
+
+def test_what_is_under_way_cannot_be_brought_along():
+    """Nor is such a state of another kind of run taken over: a replica that lacks it could not be healed."""
+    run = start(RULE, [0], inner_steps=4, delay=2)
+    run.go(range(4))
+    assert run.engine.under_way
+    other = start(RULE, [0], inner_steps=4, delay=2, communicator=Meeting())
+    before = other.engine.checksum()
+    with pytest.raises(ValueError, match=r"has a reduction under way.* until engine\.under_way is False"):
+        other.engine.load_state_dict(run.engine.state_dict())
+    assert other.engine.checksum() == before

@@ -130,6 +130,11 @@ def check(state: Mapping[str, Any], setting: Setting, schedule: Schedule) -> Non
         "elements of the anchor": state["anchor"].numel(),
         "param groups": [_group_sizes(saved["outer"]) for saved in state["fragments"]],
     }
+    if state["under_way"] and setting.communicator.elastic:  # nor could it be given to a replica that lacks it
+        raise ValueError(
+            "DiLoCo.load_state_dict: the state has a reduction under way, whose result may never be where processes "
+            "come and go; save it in the run that it is of, after steps until engine.under_way is False"
+        )
     if state["under_way"]:  # a reduction, which ends by the schedule that it began in
         here["schedules of the reduction under way"] = _saved_schedule(schedule)
         there["schedules of the reduction under way"] = state["schedule"]
