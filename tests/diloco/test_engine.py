@@ -185,6 +185,21 @@ def test_data_parallel_replicas_are_refused():
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use")
+def test_replicas_in_shards_that_do_not_say_so_are_refused():
+    """The first FSDP keeps its shards in plain parameters, which would be averaged as if each were the whole model."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        wrapped = FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))
+        for replica in (wrapped, [nn.Sequential(wrapped)]):
+            with pytest.raises(ValueError, match="holds a FullyShardedDataParallel; shard it by FSDP2's fully_shard"):
+                DiLoCo(replica, OuterRule(0.7, 0.9), inner_steps=2)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 @pytest.mark.parametrize("outer", [OuterRule(0.3, 0.9, nesterov=True), OuterRule(1.0, 0.9, form="ema"), blocks])
 def test_report_is_what_is_measured(outer: Any):
     """Norms, cosine and gain, over all and per group, equal what is measured on the tensors from outside."""

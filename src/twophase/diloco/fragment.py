@@ -177,6 +177,8 @@ def fsdp_modules(replica: nn.Module) -> list[Any]:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:  # not imported means not used; importing it costs 50 MB
         return []
+    if any(isinstance(module, fsdp.FullyShardedDataParallel) for module in replica.modules()):  # shards as if whole
+        raise ValueError("DiLoCo: replicas holds a FullyShardedDataParallel; shard it by FSDP2's fully_shard instead")
     return [module for module in replica.modules() if isinstance(module, fsdp.FSDPModule)]
 
 
