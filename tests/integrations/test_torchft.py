@@ -262,6 +262,23 @@ def test_a_state_of_other_fragments_is_refused():
         assert all(float(p.mean()) == (1.0 if rounds is two else 2.0) for p in before[0].values())
 
 
+def test_a_state_of_another_method_is_refused():
+    """An outer optimizer that cannot take its part of a state refuses before any anchor has changed."""
+    from twophase.integrations.torchft import diloco
+
+    def build(value: float, method: Any) -> Any:
+        model = nn.Linear(3, 3)
+        for p in model.parameters():
+            nn.init.constant_(p, value)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        return diloco(MagicMock(_init_sync=False, _use_async_quorum=False), model, inner, method, inner_steps=6)
+
+    rounds, other = build(1.0, twophase.outer("adamw", lr=0.1)), build(2.0, trainers.RULE)
+    with pytest.raises(ValueError, match="state is of momentum SGD"):
+        rounds.load_state_dict(other.state_dict())
+    assert all(float(p.mean()) == 1.0 for p in rounds.state_dict()["anchors"][0].values())
+
+
 def test_a_state_that_cannot_be_given_is_refused():
     """What no replica that comes back could be given is named at the start, not when all wait for it in each round."""
     from twophase.elastic.healing import Healing

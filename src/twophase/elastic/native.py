@@ -61,7 +61,7 @@ class Native(DiLoCo):
         """Continue from `state_dict()`, before the first step; model and inner optimizer are loaded by the caller.
 
         Raises:
-            ValueError: a state of other fragments or parameters; nothing has been changed.
+            ValueError: a state of other fragments, parameters or outer methods; nothing has been changed.
         """
         here, there = (
             {"fragments": [[[name, list(values.shape)] for name, values in anchor.items()] for anchor in anchors]}
@@ -70,12 +70,11 @@ class Native(DiLoCo):
         difference = first_unlike(here, there, ("these rounds", "the state"))
         if difference is not None:
             raise ValueError(f"diloco: {difference}; give the checkpoint's model and fragments")
-        for fragment, outer, anchor, saved in zip(
-            self._fragments, self.outers, state["anchors"], state["outers"], strict=True
-        ):
+        for outer, saved in zip(self.outers, state["outers"], strict=True):
+            outer.load_state_dict(saved)  # first: it may refuse
+        for fragment, anchor in zip(self._fragments, state["anchors"], strict=True):
             for name, values in anchor.items():
                 fragment.original_parameters[name].copy_(values)
-            outer.load_state_dict(saved)
         self._local_step = state["inner_step"]
         self._manager.load_state_dict(state["manager"])
 
