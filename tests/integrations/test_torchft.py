@@ -295,5 +295,15 @@ def test_a_state_that_cannot_be_given_is_refused():
         transport.shutdown()
 
 
+def test_a_heal_that_fails_says_why(caplog: pytest.LogCaptureFixture):
+    """Torchft tries it again in every round, while all others wait, and its log is the only place with the reason."""
+    from twophase.elastic.native import _tell
+
+    with caplog.at_level("WARNING", "twophase"):
+        _tell("got exception in pg configure: a process has gone")
+        _tell("got exception in recovery: no more of another replica's state came for 2 s")
+    assert caplog.messages == ["torchft got exception in recovery: no more of another replica's state came for 2 s"]
+
+
 if __name__ == "__main__":
     worker(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

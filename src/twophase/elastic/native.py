@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from twophase.elastic.healing import Healing, bytes_of
 from twophase.optim.outer import OuterSGD
 
 _BUCKETS = "TORCHFT_USE_BUCKETIZATION"
+_log = logging.getLogger("twophase")
 
 
 class Native(DiLoCo):
@@ -179,6 +181,7 @@ def manager(
             checkpoint_transport=healing,
             quorum_retries=math.ceil(quorum_timeout / parts.ASK_EVERY),  # a lighthouse may be away for seconds
         )
+        made._logger.exception = _tell
         yield made
     finally:
         if made is None:
@@ -186,3 +189,8 @@ def manager(
         else:
             made.shutdown(wait=False)  # stops healing as well
         group.abort(errored=False)
+
+
+def _tell(msg: str) -> None:
+    """Log an error of torchft; a heal that fails is tried again in every round, and no other word says why."""
+    _log.log(logging.WARNING if "recovery" in msg else logging.DEBUG, "torchft %s", msg)

@@ -349,11 +349,7 @@ class _Quiet:
     def info(self, msg: str) -> None:
         _log.debug("%s", msg)
 
-    warn = info
-
-    def exception(self, msg: str) -> None:
-        # A heal that fails is tried again in every round, in which all others wait: no other word says why.
-        _log.log(logging.WARNING if "recovery" in msg else logging.DEBUG, "torchft %s", msg)
+    warn = exception = info
 
 
 class Hush:
