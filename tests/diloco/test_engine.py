@@ -641,6 +641,30 @@ def test_a_policy_that_raises_after_a_group_has_stepped_leaves_no_half_round(reg
         engine.step()
 
 
+def test_an_interrupted_outer_step_is_mended_with_what_is_owed():
+    """The refusal names all that goes back to a checkpoint, after which the run has the bits of an undisturbed one."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    def begin() -> Run:
+        return start(OuterRule(1.0, 0.0), [0], inner_steps=2, wire="topk:8:2bit")
+
+    run, whole = begin(), begin()
+    run.go(range(4))
+    state = copy.deepcopy(run.state())
+    hook = run.engine.outer.register_step_post_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run.go(range(4, 8))
+    hook.remove()
+    with pytest.raises(ValueError, match=r"load_state_dict\(\), on a lossy wire load_wire_state_dict\(\) as well"):
+        run.step(6)
+    run.load(state)
+    run.go(range(4, 8))
+    whole.go(range(8))
+    assert run.engine.checksum() == whole.engine.checksum()
+
+
 @pytest.mark.parametrize("signals", [0.5, torch.tensor(0.5), [1.0]])
 def test_signals_without_names_are_refused_at_once(signals: Any):
     """A bare number is refused in the first step, not where a round ends."""

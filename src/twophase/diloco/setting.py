@@ -167,7 +167,7 @@ class Setting:
         if any(fragment.torn for fragment in self.fragments):
             raise ValueError(
                 "DiLoCo: the last outer step was interrupted, and a part of the anchor is ahead of the others; go back "
-                "to the newest checkpoint with load_state_dict()"
+                "to the newest checkpoint with load_state_dict(), on a lossy wire load_wire_state_dict() as well"
             )
 
     def look_up(self, fragments: Sequence[Fragment]) -> None:
