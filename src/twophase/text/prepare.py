@@ -330,8 +330,15 @@ class _Preparation:
             state = read_json_object(path)
             if state.pop("fingerprint", None) not in (None, fingerprint(state)):  # earlier versions wrote none
                 raise ValueError("it has changed since it was written")
-            changed = differences(self.plan.record(), state["request"])
-        except (OSError, ValueError, KeyError, AttributeError) as error:
+            request, place = state["request"], state.get("place", {"stage": 0, "file": 0})
+            # A file that has not been read to its end may be another one, as after a download that was cut: what was
+            # read of it is held to the record before the place.
+            for number, (split, files) in enumerate(self.plan.stages[place["stage"] :]):
+                sizes = request["validation_files" if split == VALIDATION else "files"]
+                first = 0 if number else place["file"]
+                sizes |= {file.name: file.size for file in files[first:] if file.name in sizes}
+            changed = differences(self.plan.record(), request)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise self._damaged(error) from None
         if changed and any(self.folder.glob("*.bin")):
             raise UsageError(
