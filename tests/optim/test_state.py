@@ -246,3 +246,39 @@ def test_loaded_buffers_lie_on_their_parameters_device(build: Any, shape: Any, d
     saved.step()
     outer.load_state_dict(saved.state_dict())
     assert {key: value.device.type for key, value in outer.state[there].items() if key in places} == places
+
+
+@pytest.mark.parametrize(
+    "build", [lambda named: OuterSGD(named, 0.1, 0.9), lambda named: OuterOptimizer(named, "adamw")]
+)
+def test_hooks_around_loading_have_the_last_word(build: Any):
+    """Torch's hooks work: one that matches by name, from fewer parameters, and one that changes what was loaded."""
+
+    def by_name(optimizer: OuterSGD, state: dict[str, Any]) -> dict[str, Any]:
+        (group,), (here,) = state["param_groups"], optimizer.param_groups
+        places = {name: place for place, name in enumerate(here["param_names"])}
+        indices = dict(zip(group["param_names"], group["params"], strict=True))
+        numbers = {places[name]: state["state"][index] for name, index in indices.items()}
+        whole = {"params": list(places.values()), "param_names": list(places)}
+        return {"state": numbers, "param_groups": [group | whole]}
+
+    def doubled(optimizer: OuterSGD) -> None:
+        for entries in optimizer.state.values():
+            entries["momentum_buffer"] = 2 * entries["momentum_buffer"]
+
+    saved, loaded = (
+        [(name, nn.Parameter(torch.full((2,), float(len(name))))) for name in names]
+        for names in (("a", "bb"), ("new", "bb", "a"))
+    )
+    outer, other = build(saved), build(loaded)
+    for _, x in saved:
+        x.grad = x.detach().clone()
+    outer.step()
+    other.register_load_state_dict_pre_hook(by_name)
+    other.register_load_state_dict_post_hook(doubled)
+    other.load_state_dict(outer.state_dict())
+    expected = {name: 2 * outer.state[x]["momentum_buffer"] for name, x in saved}
+    actual = {name: other.state[x]["momentum_buffer"] for name, x in loaded if x in other.state}
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    assert [copy.deepcopy(optimizer).begun for optimizer in (outer, other)] == [False, False]

@@ -16,6 +16,7 @@ from twophase.policies.checks import check_count
 from twophase.policies.text import parse
 from twophase.rule import OuterRule, check_rule
 
+_SHAPED = ("momentum_buffer", "iterate", "average", "pending", "readout")  # of a parameter's shape, in all methods
 COUNTERS = ("rounds", "rounds_since_restart", "restarts")
 
 
@@ -134,6 +135,14 @@ def loaded_groups(
                 raise ValueError(f"OuterSGD: the loaded policy's {name} is not a number; load what was saved")
         check_needs(loaded[-1], promised, "the loaded state's ")
     count_candidates(loaded)
+    for group, here in zip(loaded, groups, strict=False):  # torch counts them
+        for index, param in zip(group["params"], here["params"], strict=False):
+            for saved in map(state["state"].get(index, {}).get, _SHAPED):
+                if saved is not None and saved.shape != param.shape:
+                    raise ValueError(
+                        f"OuterSGD: the loaded buffer of parameter {index} has shape {tuple(saved.shape)}, the "
+                        f"parameter {tuple(param.shape)}; load the state of an optimizer of these parameters"
+                    )
     return loaded
 
 

@@ -30,7 +30,6 @@ from twophase.rule import Form, OuterRule, check_rule
 _NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 """Entries of a parameter's state that are no tensors of its shape, though a parameter without axes looks like one."""
 BUFFER = "momentum_buffer"  # torch.optim.SGD's key, so that its checkpoints load here
-_SHAPED = (BUFFER, "iterate", "average", "pending", "readout")  # of a parameter's shape, here or in a subclass
 
 
 class Part(NamedTuple):
@@ -388,19 +387,20 @@ class OuterSGD(Optimizer):
             ValueError: groups that do not fit, values that this optimizer cannot honour, or a policy that needs what is
                 not promised; nothing has been changed.
         """
-        groups = loaded_groups(state_dict, self.param_groups, self.promised)  # refuse before anything is loaded
-        self._check_loaded(groups)
-        for group, loaded in zip(self.param_groups, groups, strict=False):  # the base class counts them
-            for param, index in zip(group["params"], loaded["params"], strict=False):
-                for saved in map(state_dict["state"].get(index, {}).get, _SHAPED):
-                    if saved is not None and saved.shape != param.shape:
-                        raise ValueError(
-                            f"OuterSGD: the loaded buffer of parameter {index} has shape {tuple(saved.shape)}, the "
-                            f"parameter {tuple(param.shape)}; load the state of an optimizer of these parameters"
-                        )
-        super().load_state_dict(state_dict | {"param_groups": groups})
-        # The base class has just cast every buffer to its parameter's dtype (and shares the others with the caller's
-        # dictionary), so the buffers are put back from the original: as they were, and our own copy.
+        saved: dict[str, Any] = {}
+
+        def check(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+            saved.update(state, param_groups=loaded_groups(state, self.param_groups, self.promised))
+            self._check_loaded(saved["param_groups"])
+            return saved
+
+        # Between the user's own hooks, which may change what is loaded, and what has been.
+        after = self.register_load_state_dict_post_hook(lambda _: self._put_back(saved), prepend=True)
+        with self.register_load_state_dict_pre_hook(check), after:
+            super().load_state_dict(state_dict)
+
+    def _put_back(self, state_dict: Mapping[str, Any]) -> None:
+        """Put back the buffers, which torch has cast to the parameters' dtypes or shares with the caller's state."""
         for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
             for param, index in zip(group["params"], loaded["params"], strict=True):
                 self.state.pop(param, None)  # not left empty: a state saved again has the bytes of the first one
@@ -421,7 +421,7 @@ class OuterSGD(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Fill in what states of other versions, or of torch.optim.SGD, do not have."""
         super().__setstate__(state)
-        self.last_round = []
+        self.last_round, self.begun = [], False
         for group in self.param_groups:
             complete_(group)
 
