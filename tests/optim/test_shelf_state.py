@@ -164,6 +164,27 @@ def test_distributed_checkpoints_take_no_round(method: str):
     assert numbers(first) == numbers(third)
 
 
+@pytest.mark.parametrize("method", ["gpa", "schedule-free", "torch"])
+def test_a_parameter_that_begins_after_round_1_forgets_the_rehearsal(method: str):
+    """Weights loaded after a state was asked for stay, in a parameter whose first gradient comes later, too."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    ends = []
+    for asks in (False, True):
+        model = nn.ParameterList([nn.Parameter(torch.full((2,), 5.0)) for _ in range(2)])
+        optimizer = OuterOptimizer(model.parameters(), method)
+        if asks:
+            get_optimizer_state_dict(model, optimizer)
+        with torch.no_grad():
+            for x in model:
+                x.fill_(1.0)
+        for number in range(3):
+            model[0].grad, model[1].grad = torch.full((2,), 0.1), torch.full((2,), 0.1) if number else None
+            optimizer.step()
+        ends.append([x.tolist() for x in model])
+    assert ends[0] == ends[1]
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_the_engine_resumes_inside_a_cycle(method: str):
     """Set down inside a round and inside a cycle of restarts, an engine goes on to the same bits and reports."""

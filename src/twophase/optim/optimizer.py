@@ -216,6 +216,9 @@ class OuterOptimizer(OuterSGD):
     def _take(self, method: Method, part: Part, answer: Answer) -> None:
         """Take the update and the restart of a group whose method is not momentum SGD."""
         group, rule, restart = part.group, rule_of(part.group), answer.restart
+        for x in group["params"] if not group["rounds"] else ():
+            if x.grad is None:  # its state is of a rehearsal, perhaps from before the weights were loaded
+                self.state.pop(x, None)
         weights = {name: group[name] for name in WEIGHTS}
         if restart is not None and restart.before:
             weights = restarted(method, restart, weights)
