@@ -23,6 +23,7 @@ from twophase.optim.methods import from_torch
 from twophase.optim.optimizer import OuterOptimizer
 from twophase.restart import Restart, RestartPolicy, RoundSignal, State
 from twophase.shelf.base import SLOTS, Method, parse, registered
+from twophase.shelf.methods import DelayedNesterov
 from twophase.shelf.outer import outer
 
 ROUNDS = 24
@@ -178,6 +179,13 @@ def test_from_torch_is_the_class():
     method = from_torch(package.Lion, lr=0.02, betas=(0.8, 0.99))
     actual, expected = (parameters(0) for _ in range(2))
     assert_alike(actual, OuterOptimizer(actual, method), expected, package.Lion(expected, 0.02, (0.8, 0.99)))
+
+
+def test_values_take_numpys_numbers():
+    """Numbers of a NumPy array, as of a grid, have the text form of plain ones, in a pair too."""
+    method = from_torch(torch.optim.Adam, lr=np.float64(0.1), betas=tuple(np.array([0.8, 0.9])))
+    assert method == from_torch(torch.optim.Adam, lr=0.1, betas=(0.8, 0.9))
+    assert str(DelayedNesterov(every=np.int64(2))) == str(DelayedNesterov(every=2))
 
 
 def test_muon_takes_tensors_as_matrices():

@@ -260,7 +260,7 @@ def from_torch(cls: type[torch.optim.Optimizer], **options: Any) -> TorchMethod:
 
 
 def _text(key: str, value: Any) -> str:
-    text = "/".join(map(repr, value)) if isinstance(value, tuple) else str(value)
+    text = "/".join(map(str, value)) if isinstance(value, tuple) else str(value)
     if not isinstance(value, bool | int | float | str | tuple) or set(text) & set(",:="):
         raise ValueError(f"from_torch: {key} is {value!r}, which has no text form; give a number, a word or a tuple")
     return text

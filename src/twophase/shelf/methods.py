@@ -348,8 +348,8 @@ class DelayedNesterov(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count(f"method {self.name}", "every", self.every)
-        self.check("share", 0.0, 1 / self.every, "0")
+        every = check_count(f"method {self.name}", "every", self.every)
+        self.check("share", 0.0, 1 / every, "0")
 
 
 class _Averages(Method):
