@@ -75,6 +75,14 @@ def test_impossible_arms(text: str) -> None:
         Arm(text, 0.002)
 
 
+@pytest.mark.parametrize("policy", ["loss", "3"])
+def test_a_policy_of_a_rule_stands_behind_a_method(policy: str) -> None:
+    """The remedy for a policy that needs a rule is an arm."""
+    with pytest.raises(UsageError, match=rf"write it behind one, such as nesterov@{policy}$"):
+        Arm(policy, 0.002)
+    Arm(f"nesterov@{policy}", 0.002)
+
+
 @pytest.mark.parametrize("path", ["outer.lr", "outer.restart", "outer.method", "sync.restart", "seed"])
 def test_options_that_arms_have(path: str) -> None:
     """An option that would be looked at by no arm is refused; others are not."""

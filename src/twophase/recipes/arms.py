@@ -150,7 +150,8 @@ def _method_or_policy(text: str) -> Method | RestartPolicy:
             policy = None
         if policy is None:
             raise
-    policy.own_rule()  # refuses one whose updates are those of a rule
+    if not needs_no_rule(policy):
+        raise ValueError(f"{text} restarts the momentum of a method; write it behind one, such as nesterov@{text}")
     return policy
 
 
