@@ -121,10 +121,10 @@ def sgd_state(**options: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        (sgd_state(dampening=0.9), "the loaded state has dampening=0.9"),
-        (sgd_state(weight_decay=0.1), "the loaded state has weight_decay=0.1"),
-        (sgd_state(maximize=True), "the loaded state has maximize=True"),
-        ({"state": {}, "param_groups": [{"momentum": 0.9, "together": True}]}, "the loaded state has together=True"),
+        (sgd_state(dampening=0.9), "a param group has dampening=0.9"),
+        (sgd_state(weight_decay=0.1), "a param group has weight_decay=0.1"),
+        (sgd_state(maximize=True), "a param group has maximize=True"),
+        ({"state": {}, "param_groups": [{"momentum": 0.9, "together": True}]}, "a param group has together=True"),
         ({}, r"no state of an OuterSGD or a torch.optim.SGD.*state_dict\(\) of one"),
         ({"state": {}}, "no state of an OuterSGD or a torch.optim.SGD"),
         (torch.optim.Adam([scalar(0.0)]).state_dict(), "no state of an OuterSGD or a torch.optim.SGD"),
@@ -282,3 +282,20 @@ def test_hooks_around_loading_have_the_last_word(build: Any):
     assert actual.keys() == expected.keys()
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
     assert [copy.deepcopy(optimizer).begun for optimizer in (outer, other)] == [False, False]
+
+
+@pytest.mark.parametrize(
+    "build", [lambda groups: OuterSGD(groups, 0.1, 0.9), lambda groups: OuterOptimizer(groups, "adamw")]
+)
+@pytest.mark.parametrize("option", [{"weight_decay": 0.1}, {"dampening": 0.5}, {"maximize": True}])
+def test_a_group_with_what_no_outer_step_has_is_refused(build: Any, option: dict[str, Any]):
+    """What a group asks for in vain is refused at construction and in a step: its own state would not load either."""
+    with pytest.raises(ValueError, match=r"a param group has .*leave it out"):
+        build([{"params": [scalar(0.0)], **option}])
+    x = scalar(0.0)
+    outer = build([{"params": [x], **dict.fromkeys(option, 0)}])
+    outer.param_groups[0] |= option
+    x.grad = torch.ones_like(x)
+    with pytest.raises(ValueError, match=r"a param group has .*leave it out"):
+        outer.step()
+    assert x == 0

@@ -72,7 +72,13 @@ def complete_(group: dict[str, Any]) -> None:
 
 
 def check_group(group: Mapping[str, Any]) -> None:
-    """Refuse values that make no rule, and a policy that the rule cannot serve."""
+    """Refuse what no outer step has, values that make no rule, and a policy that the rule cannot serve."""
+    for key in ("dampening", "weight_decay", "maximize", "together"):
+        if group.get(key):
+            raise ValueError(
+                f"OuterSGD: a param group has {key}={group[key]}; an outer step has no {key} but what its "
+                "method's text says: leave it out"
+            )
     rule, policy = rule_of(group), parse(group["restart"])
     if policy.effective(rule).momentum != rule.momentum:
         raise ValueError(
@@ -122,9 +128,6 @@ def loaded_groups(
         )
     loaded = []
     for index, group in enumerate(state["param_groups"]):
-        for key in ("dampening", "weight_decay", "maximize", "together"):
-            if group.get(key):
-                raise ValueError(f"OuterSGD: the loaded state has {key}={group[key]}; an outer step has no {key}")
         here = groups[index] if index < len(groups) else {}
         loaded.append({"restart": here.get("restart", "never")} | group)
         complete_(loaded[-1])
