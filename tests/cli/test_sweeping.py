@@ -11,6 +11,7 @@ import resource
 import shlex
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +69,18 @@ def call(corpus: str, capsys: pytest.CaptureFixture[str]) -> Call:
         return Said(str(said.out), str(said.err))
 
     return run
+
+
+@pytest.mark.parametrize(("package", "extra"), [("matplotlib", "plot"), ("optuna", "sweep")])
+def test_a_missing_extra_is_refused_before_the_first_run(
+    call: Call, package: str, extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sweep that cannot draw, or record its trials, ends with one message and makes no folder."""
+    monkeypatch.setitem(sys.modules, package, None)
+    said = call("sweep", *GRID, "--workers", "1", "--out", tmp_path / "sweep", status=2)
+    assert package in said.err
+    assert f"twophase[{extra}]" in said.err
+    assert not (tmp_path / "sweep").exists()
 
 
 def test_a_plan_with_an_odd_value(call: Call, tmp_path: Path) -> None:

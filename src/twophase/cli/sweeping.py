@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from twophase.base.config import RunError, UsageError
 from twophase.base.progress import duration, meter
 from twophase.cli.commands import between, verify_option
+from twophase.figures.style import check_drawing
 from twophase.runs.folder import list_some
 from twophase.sweeps.grid import Sweep
 from twophase.sweeps.plan import plan
@@ -218,6 +219,7 @@ def run(
     if options.dry_run:
         print(dry_run(sweep, out, workers=max(workers, 1), merge=not options.no_merge))
         return 0
+    check_drawing()  # what cannot be drawn is refused before hours of runs
     launched: list[str] = []
 
     def launch(command: Sequence[str]) -> None:

@@ -10,6 +10,7 @@ import io
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -60,6 +61,16 @@ _LOOKS: tuple[tuple[str, Any, str], ...] = (
 )
 
 
+def check_drawing() -> None:
+    """Check that figures can be drawn, without loading what draws them.
+
+    Raises:
+        UsageError: matplotlib is not installed.
+    """
+    if find_spec("matplotlib") is None:
+        raise UsageError("drawing needs matplotlib, which is not installed; pip install 'twophase[plot]'")
+
+
 @contextmanager
 def styled() -> Iterator[None]:
     """Within it, figures are drawn in the house's style, whatever the user's own matplotlib settings are.
@@ -67,10 +78,9 @@ def styled() -> Iterator[None]:
     Raises:
         UsageError: matplotlib is not installed.
     """
-    try:
-        import matplotlib as mpl  # noqa: PLC0415 - an extra, and half a second that `import twophase` should not cost
-    except ModuleNotFoundError:
-        raise UsageError("drawing needs matplotlib, which is not installed; pip install 'twophase[plot]'") from None
+    check_drawing()
+    import matplotlib as mpl  # noqa: PLC0415 - an extra, and half a second that `import twophase` should not cost
+
     with mpl.rc_context():
         mpl.rcdefaults()
         mpl.rcParams.update(_STYLE)

@@ -42,7 +42,7 @@ from twophase.sweeps.grid import Sweep, extends, spec_differences
 from twophase.sweeps.plan import plan
 from twophase.sweeps.queue import CLAIMS, Queue
 from twophase.sweeps.table import LOSS, PERPLEXITY, Row, readable, rows_of, titles, write_rows
-from twophase.sweeps.trials import Trials
+from twophase.sweeps.trials import Trials, check_optuna
 from twophase.sweeps.work import RUNS, STATES, Work
 
 SPEC, TABLE, FIGURES = "sweep.json", "cells.csv", "figures"
@@ -163,12 +163,13 @@ def run_sweep(
         What this call did.
 
     Raises:
-        UsageError: workers < 0, or a folder of another sweep, in use, or not writable; nothing is overwritten.
+        UsageError: no Optuna, workers < 0, or a folder of another sweep, in use or not writable; all stays as it is.
         RunError: the workers cannot be started, or die one after the other, or the trials cannot be written.
         KeyboardInterrupt: after the workers have been told to stop and have ended.
     """
     if not isinstance(workers, Integral) or workers < 0:
         raise UsageError(f"--workers is {workers}; it must be a whole number >= 1, or 0 to start none here")
+    check_optuna()
     folder = Path(folder).absolute()
     check_place(folder, SPEC, "sweep")  # refuse before anything is touched
     lock = lock_folder(folder, "is running a sweep")

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -144,10 +145,19 @@ def _damage_named(path: Path) -> Iterator[None]:
         raise UsageError(text) from None
 
 
+def check_optuna() -> None:
+    """Check that trials can be recorded, without loading Optuna.
+
+    Raises:
+        UsageError: Optuna is not installed.
+    """
+    if find_spec("optuna") is None:
+        raise UsageError("a sweep needs optuna, which is not installed; pip install 'twophase[sweep]'")
+
+
 def _optuna() -> Any:
-    try:
-        import optuna  # noqa: PLC0415 - an extra, and a second that `import twophase` should not cost
-    except ModuleNotFoundError:
-        raise UsageError("a sweep needs optuna, which is not installed; pip install 'twophase[sweep]'") from None
+    check_optuna()
+    import optuna  # noqa: PLC0415 - an extra, and a second that `import twophase` should not cost
+
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     return optuna
