@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,3 +40,22 @@ def test_every_value_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_unknown_names(words: list[str]) -> None:
     """A name that no slot has, or not this one, is a mistake."""
     assert main(["methods", *words]) == 2
+
+
+def test_values_of_the_user_s_modules_are_listed(tmp_path: Path) -> None:
+    """A module that TWOPHASE_SHELF names adds its values to the list; one that is not there is named, with status 2."""
+    text = "@register('cubic')\n@dataclass(frozen=True)\nclass Cubic(Method):\n    equation = 'x <- x - g^3'\n"
+    head = "from dataclasses import dataclass\n\nfrom twophase.shelf.base import Method, register\n\n\n"
+    (tmp_path / "cubes.py").write_text(head + text, encoding="utf-8")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+
+    def listed(module: str) -> subprocess.CompletedProcess[str]:
+        environment = os.environ | {"TWOPHASE_SHELF": module, "PYTHONPATH": path}
+        command = [sys.executable, "-m", "twophase", "methods"]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+    assert "  cubic " in listed("cubes").stdout
+    missing = listed("spheres")
+    assert missing.returncode == 2
+    assert "spheres" in missing.stderr
+    assert "Traceback" not in missing.stderr

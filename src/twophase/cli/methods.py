@@ -1,4 +1,4 @@
-"""`twophase methods`: what stands on the shelf, one line each, or one value with its fields."""
+"""`twophase methods`: what stands on the shelf, values of `TWOPHASE_SHELF` too: a line each, or one with its fields."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from twophase.base.errors import UsageError
 from twophase.base.files import write_atomic
 from twophase.cli.commands import plain_parser
 from twophase.number import did_you_mean
-from twophase.shelf.base import SLOTS, Method, Slot, Value, registered
+from twophase.policies.text import load_modules
+from twophase.shelf.base import SHELF_VARIABLE, SLOTS, Method, Slot, Value, registered
 from twophase.shelf.outer import as_outer, outer
 
 _TITLES: dict[Slot, str] = {
@@ -40,9 +41,13 @@ def main(words: Sequence[str]) -> int:
     slots: Sequence[Slot] = [options.slot] if options.slot else SLOTS
     if options.name and options.into:
         parser.error("--into fills in whole tables; leave NAME or --into out")
-    if options.name:
-        print(_named(slots, options.name))
-    elif options.into:
+    if not options.into:  # pages hold what is in the package
+        try:
+            load_modules(SHELF_VARIABLE)
+            print(_named(slots, options.name) if options.name else "\n\n".join(map(_lines, slots)))
+        except ValueError as error:  # of a user's value without arithmetic, too
+            raise UsageError(str(error)) from None
+    else:
         try:
             page = options.into.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -50,8 +55,6 @@ def main(words: Sequence[str]) -> int:
         for slot in slots:
             page = re.sub(rf"(<!-- {slot}s -->\n)(\|.*\n)*", lambda match, slot=slot: match[1] + _table(slot), page)
         write_atomic(options.into, page)
-    else:
-        print("\n\n".join(_lines(slot) for slot in slots))
     return 0
 
 
