@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import csv
 import json
 import os
@@ -149,14 +148,7 @@ def test_unknown_name() -> None:
 
 def test_missing_matplotlib_is_said_before_the_work(toy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without matplotlib the message says what to install, nothing is computed and nothing written."""
-    real = builtins.__import__
-
-    def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name.partition(".")[0] == "matplotlib":
-            raise ModuleNotFoundError(name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", refuse)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(UsageError, match=r"pip install 'twophase\[plot\]'"):
         study.run("toy", tmp_path / "out")
     assert toy.CALLS == []
