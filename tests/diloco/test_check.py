@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import sys
 from collections.abc import Iterator
@@ -133,7 +134,7 @@ def test_parameters_that_are_unfrozen_later_are_told() -> None:
     assert engine.check() == ()
     module.requires_grad_(requires_grad=True)
     (finding,) = engine.check()
-    assert finding.startswith("0.weight, 0.bias were unfrozen after the engine was built")
+    assert finding.startswith("0.weight, 0.bias were unfrozen or put in after the engine was built")
 
 
 def test_what_begins_or_ceases_to_train_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
@@ -151,8 +152,17 @@ def test_what_begins_or_ceases_to_train_is_warned_of(caplog: pytest.LogCaptureFi
             module[layer].requires_grad_(requires_grad=trains)  # type: ignore[index]
     rounds(engine, inner, data, 8)
     unfrozen, frozen, _ = caplog.messages  # once each; and nothing that is synchronized has moved
-    assert "0.weight, 0.bias were unfrozen after the engine was built" in unfrozen
+    assert "0.weight, 0.bias were unfrozen or put in after the engine was built" in unfrozen
     assert "1.weight, 1.bias were frozen after the engine was built" in frozen
+
+
+def test_a_module_that_takes_the_place_of_another_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """The engine goes on with the parameters of the one that is gone, and replicas would part in silence."""
+    module = model()
+    engine = DiLoCo(module, RULE, inner_steps=4)
+    module[1] = copy.deepcopy(module[1])  # type: ignore[index, operator]
+    rounds(engine, [torch.optim.SGD(module.parameters(), lr=0.1)], [batches(0)], 4)
+    assert "1.weight, 1.bias were unfrozen or put in after the engine was built" in caplog.messages[0]
 
 
 def test_optimizers_of_a_part_or_with_frozen_parameters_are_sound() -> None:

@@ -84,8 +84,6 @@ class Watch:
                 raise ValueError('DiLoCo: buffers is "mean", and the replicas have other buffers; build them alike')
             self.alike = {"averaged buffers": shapes[0] if shapes else [], "numbers of replicas": len(replicas)}
         self.findings: list[str] = []
-        named = replicas[0].parameters() if replicas and isinstance(replicas[0], nn.Module) else ()
-        self._frozen = [p for p in named if not p.requires_grad]
         self._first_buffers = {} if buffers == "mean" or not replicas else _on_cpu(replicas[0])
         """Those that training does not change, as of a rotary embedding, are alike in all replicas."""
         self._names: list[str] = []
@@ -98,7 +96,8 @@ class Watch:
         if not engine.syncs and (finding := self._of_buffers(engine)):
             self._warn(finding)
         slots = [slot for fragment in engine.fragments for slot in fragment.slots[0]]
-        if any(p.requires_grad for p in self._frozen) or not all(slot.parameter.requires_grad for slot in slots):
+        training = {id(p) for p in engine.replicas[0].parameters() if p.requires_grad}
+        if training != {id(slot.parameter) for slot in slots}:
             for finding in _of_parameters(engine):
                 self._warn(finding)
         if engine.syncs or not _is_comparable(engine):
@@ -190,8 +189,8 @@ def _of_parameters(engine: Engine) -> Iterator[str]:
     synchronized = {id(slot.parameter) for slot in slots}
     if late := [slot.name for slot in slots_of(engine.replicas[0]) if id(slot.parameter) not in synchronized]:
         yield (
-            f"{_some(late)} were unfrozen after the engine was built, which does not synchronize them; build the "
-            "engine again"
+            f"{_some(late)} were unfrozen or put in after the engine was built, which does not synchronize them; "
+            "build the engine again"
         )
     if frozen := [slot.name for slot in slots if not slot.parameter.requires_grad]:
         yield (
