@@ -338,6 +338,25 @@ def test_unregistered_policies_are_refused(register_policy):
     assert parse("test-odd:3") == OddPeriodic(3) != Periodic(3)
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [None, ({}, True), (None, None), ({"all": [1, 2]}, None), ({"mean": math.nan}, None), ({1: 2.0}, None)],
+    ids=str,
+)
+def test_answers_that_no_state_could_hold_are_refused(answer: Any, register_policy):
+    """By the policy's name and in the first round: a checkpoint with such a memory could not be loaded."""
+
+    @register_policy("test-slip")
+    @dataclass(frozen=True, slots=True)
+    class Slip(RestartPolicy):
+        def decide(self, state: State, signal: RoundSignal) -> Any:
+            del state, signal
+            return answer
+
+    with pytest.raises(ValueError, match=r"restart policy test-slip answers .* in round 1; its decide"):
+        ask(Slip(), {}, RoundSignal(1, 1))
+
+
 def test_modules_with_policies_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, register_policy):
     """`TWOPHASE_POLICIES` makes another program's policies known, when a text first names one."""
     (tmp_path / "theirs.py").write_text(
