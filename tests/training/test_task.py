@@ -7,8 +7,9 @@ import json
 import weakref
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -82,6 +83,21 @@ def test_another_task_is_trained(config: TrainConfig, tmp_path: Path) -> None:
     assert set().union(*lines) - {"perplexity", "largest"} == RESERVED
     assert run(config, tmp_path / "parts", should_stop=stop_after(21))["exit_reason"] == "stopped"
     assert run(config, tmp_path / "parts")["checksum"] == whole["checksum"]
+
+
+class Points(NamedTuple):
+    """A batch by names."""
+
+    inputs: Any
+    targets: Any
+
+
+def test_a_batch_of_named_tuples_keeps_its_kind() -> None:
+    """They are tuples, whose classes take their values one by one."""
+    batch = {"points": [Points(np.ones((3, 2)), (torch.ones(3),))]}
+    first = device.first_examples(device.moved(batch, torch.device("cpu")), 2)
+    (points,) = first["points"]
+    assert (type(points), points.inputs.shape, points.targets[0].shape) == (Points, (2, 2), (2,))
 
 
 def test_the_plain_step_is_autograd(config: TrainConfig) -> None:

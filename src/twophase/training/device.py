@@ -69,7 +69,8 @@ def _mapped(function: Callable[[Any], Any], batch: Any) -> Any:
     if isinstance(batch, dict):
         return {key: _mapped(function, part) for key, part in batch.items()}
     if isinstance(batch, (tuple, list)):
-        return type(batch)([_mapped(function, part) for part in batch])
+        make = getattr(batch, "_make", type(batch))  # a named tuple's
+        return make([_mapped(function, part) for part in batch])
     return function(batch)
 
 
