@@ -448,7 +448,7 @@ def test_a_policy_that_is_put_into_a_group_is_checked(policy: Any):
 
 @pytest.mark.parametrize("key", ["method", "filter"])
 def test_values_of_an_earlier_definition_are_named(key: Any):
-    """A notebook's cell that runs again makes a new class; what was made by the old one says so."""
+    """A notebook's cell that runs again makes a new class; what the old one made says so, and a bare class, too."""
 
     def define() -> Any:
         base = {"method": AdamW, "filter": Clip}[key]
@@ -458,6 +458,9 @@ def test_values_of_an_earlier_definition_are_named(key: Any):
         old, _ = define()(), define()
         with pytest.raises(ValueError, match="earlier definition of Again; make it anew"):
             parse(key, old)
+        registered(key)["again"] = bare = type("Bare", (), {})  # type: ignore[index]
+        with pytest.raises(ValueError, match=f"make {bare.__name__} a frozen dataclass"):
+            parse(key, "again:lr=0.5")
     finally:
         del registered(key)["again"]  # type: ignore[attr-defined]
 

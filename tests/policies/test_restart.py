@@ -338,6 +338,27 @@ def test_unregistered_policies_are_refused(register_policy):
     assert parse("test-odd:3") == OddPeriodic(3) != Periodic(3)
 
 
+def test_a_forgotten_decorator_or_base_is_named(register_policy):
+    """What parse meets is the class alone: without fields, or without what every policy has."""
+    bare = type("Bare", (RestartPolicy,), {"decide": Never.decide})
+    for name, cls in {"test-bare": bare, "test-other": dataclass(frozen=True)(type("Other", (), {}))}.items():
+        with pytest.raises(ValueError, match=f"derive {register_policy(name)(cls).__name__} from RestartPolicy, and"):
+            parse(name)
+    with pytest.raises(ValueError, match="make it a frozen dataclass"):
+        OuterSGD([torch.zeros(1)], 0.1, restart=bare())
+
+
+def test_an_empty_tuple_there_and_back(register_policy):
+    """Nothing after a colon is no word, which would be another value."""
+
+    @register_policy("test-words")
+    @dataclass(frozen=True, slots=True)
+    class Words(Never):
+        words: tuple[str, ...] = ("some",)
+
+    assert parse(str(Words(()))) == Words(())
+
+
 @pytest.mark.parametrize(
     "answer",
     [None, ({}, True), (None, None), ({"all": [1, 2]}, None), ({"mean": math.nan}, None), ({1: 2.0}, None)],

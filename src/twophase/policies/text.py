@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from importlib import import_module
 from typing import Any, TypeVar
@@ -64,7 +64,10 @@ def _class_of(name: str) -> type[RestartPolicy] | None:
         list(map(import_module, _MODULES))
     if name not in _REGISTRY:
         load_modules(POLICIES_VARIABLE)
-    return _REGISTRY.get(name)
+    cls = _REGISTRY.get(name)
+    if cls is not None and not (is_dataclass(cls) and issubclass(cls, RestartPolicy)):
+        raise ValueError(f"restart {name!r}: derive {cls.__name__} from RestartPolicy, and make it a frozen dataclass")
+    return cls
 
 
 def load_modules(variable: str) -> None:
@@ -132,5 +135,5 @@ def _value(word: str, kind: str) -> Any:
     """Return the value of a field of some type: a number, or a tuple of numbers or of texts."""
     if "tuple" not in kind:
         return number(word)
-    items = word.split(",")
+    items = word.split(",") if word else []
     return tuple(items if "str" in kind else map(number, items))

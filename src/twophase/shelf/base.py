@@ -16,7 +16,7 @@ axes of a sweep, and entries of a state.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import lru_cache
 from importlib import import_module
 from typing import Any, ClassVar, Literal, Self, TypeVar, get_args, get_type_hints
@@ -247,7 +247,9 @@ def parse(slot: Slot, text: str | Value, defaults: Mapping[str, Any] | None = No
 def _parse_text(slot: Slot, text: str, defaults: tuple[tuple[str, Any], ...]) -> Value:
     name, *words = text.split(":")
     cls = registered(slot).get(name) or _from_elsewhere(slot, name)
-    names = {field.name for field in fields(cls)}  # type: ignore[arg-type]
+    if not is_dataclass(cls):
+        raise ValueError(f"{slot} {name!r}: make {cls.__name__} a frozen dataclass")
+    names = {field.name for field in fields(cls)}
     hints = {name: hint for name, hint in get_type_hints(cls).items() if name in names}
     usage = ":".join([name, *(f"{field}={hint.__name__.upper()}" for field, hint in hints.items())])
     values: dict[str, Any] = {}
