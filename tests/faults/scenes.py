@@ -74,7 +74,7 @@ def contents(out: Path) -> dict[str, bytes]:
         if path.suffix in (".json", ".jsonl") and "tokenizer" not in path.parts:
             lines = data.splitlines() if path.suffix == ".jsonl" else [data]
             data = json.dumps([_timeless(json.loads(line)) for line in lines]).encode()
-        elif path.suffix == ".safetensors" and path.name != "weights.safetensors":
+        elif path.suffix == ".safetensors" and path.name not in ("weights.safetensors", "model.safetensors"):
             size = int.from_bytes(data[:8], "little")
             header = json.loads(data[8 : 8 + size])
             tree = _timeless(json.loads(header.pop("__metadata__")["tree"]))

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,28 @@ def test_second_claim_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         with pytest.raises(ZeroDivisionError):
             RunFolder.claim(tmp_path, Config())
     RunFolder.claim(tmp_path, Config()).release()
+
+
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_a_folder_that_was_moved_away_is_not_written(tmp_path: Path, is_taken: bool) -> None:
+    """A run whose folder was moved or removed ends, also where another process has a run of that name by then."""
+    path, moved = tmp_path / "run", tmp_path / "moved"
+    with RunFolder.claim(path, Config()) as first, ExitStack() as stack:
+        first.log_round({"step": 1})
+        path.rename(moved)
+        if is_taken:
+            stack.enter_context(RunFolder.claim(path, Config())).log_round({"step": 1})
+        before = contents(tmp_path)
+        for write in (first.log_round, first.log_metrics, first.log_step, lambda _: first.finish(GOOD)):
+            with pytest.raises(FileNotFoundError, match="moved, removed or replaced"):
+                write({"step": 2})
+        assert contents(tmp_path) == before
+    with RunFolder.claim(moved, Config()) as folder:
+        (moved / "rounds.jsonl").rename(moved / "old")
+        folder.log_round({"step": 2})
+        (moved / "rounds.jsonl").unlink()
+        with pytest.raises(FileNotFoundError, match=r"rounds\.jsonl"):
+            folder.log_round({"step": 3})
 
 
 def test_finished_run(tmp_path: Path) -> None:

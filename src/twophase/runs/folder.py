@@ -26,6 +26,7 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,6 @@ class RunFolder:
             UsageError: the folder belongs to another run, holds other files or a damaged `config.yaml`, is a file,
                 cannot be written, or another process is training in it.
         """
-        path = Path(path)
         tree = config if isinstance(config, dict) else to_tree(config)
         _saved_tree(path, tree)  # refuse before anything is touched
         lock = lock_folder(path, "is training")
@@ -149,9 +149,9 @@ class RunFolder:
             ValueError: a required value is missing or of the wrong type.
         """
         record = standard({**summary, "config": self.fingerprint})
-        fault = _fault(record, self.fingerprint)
-        if fault is not None:
+        if fault := _fault(record, self.fingerprint):
             raise ValueError(f"RunFolder.finish: {fault}")
+        self._here()
         self.sync_logs()  # a power cut must not leave a finished run without its last lines
         if self._weights_sha256:
             record["weights_sha256"] = self._weights_sha256
@@ -167,15 +167,22 @@ class RunFolder:
 
     def log_metrics(self, record: Mapping[str, Any]) -> None:
         """Append one line to `metrics.jsonl`; numbers that are not finite become null."""
-        self._logs[METRICS].append(record)
+        self._here()[METRICS].append(record)
 
     def log_round(self, record: Mapping[str, Any]) -> None:
         """Append one line to `rounds.jsonl`; numbers that are not finite become null."""
-        self._logs[ROUNDS].append(record)
+        self._here()[ROUNDS].append(record)
 
     def log_step(self, record: Mapping[str, Any]) -> None:
         """Append one line to `steps.jsonl`; numbers that are not finite become null."""
-        self._logs[STEPS].append(record)
+        self._here()[STEPS].append(record)
+
+    def _here(self) -> dict[str, Log]:
+        """Return the logs; refuse a folder that was moved or removed, for its name may be another process's by now."""
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(self._lock or -1), (self.path / LOCK).stat()):
+                return self._logs
+        raise FileNotFoundError(errno.ENOENT, "it was moved, removed or replaced while the run went on", str(self.path))
 
     def position(self) -> dict[str, Mark]:
         """Return the present length and SHA-256 of each log; a checkpoint keeps them for `rewind`."""
@@ -202,10 +209,7 @@ class RunFolder:
             log.rewind(position.get(name), step)
 
     def cut(self, step: int, rounds: Mapping[str, int]) -> None:
-        """Cut from each log the lines after an inner step, and after the rounds that fragments have ended by then.
-
-        A loop that went back to it writes them again.
-        """
+        """Cut the lines after an inner step and after the rounds of fragments; a loop that went back repeats them."""
         for log in self._logs.values():
             log.cut(step, rounds)
 
@@ -221,8 +225,7 @@ class RunFolder:
         Raises:
             UsageError: a log was lost or altered and is not accepted; nothing is changed then.
         """
-        marks = {name: log.fault(position.get(name), step) for name, log in self._logs.items()}
-        faults = {name: fault for name, fault in marks.items() if fault is not None}
+        faults = {name: fault for name, log in self._logs.items() if (fault := log.fault(position.get(name), step))}
         if faults and not self.accept_logs:
             name, fault = next(iter(faults.items()))
             raise UsageError(
@@ -236,8 +239,7 @@ class RunFolder:
 
     def last_round(self) -> dict[str, Any] | None:
         """Return the newest whole line of `rounds.jsonl`; None where there is none."""
-        records = read_rounds(self.path)
-        return records[-1] if records else None
+        return next(reversed(read_rounds(self.path)), None)
 
     def set_aside(self, name: str) -> Path:
         """Move logs, checkpoints and trackers' id to a folder of that name, or its first free number; return it."""

@@ -38,6 +38,8 @@ class Log:
     def append(self, record: Mapping[str, Any]) -> None:
         """Append a line; numbers that are not finite become null."""
         self._open()
+        if self._bytes:
+            self.path.stat()  # a log that was removed meanwhile must not begin anew in silence
         line = (json.dumps(standard(record), allow_nan=False) + "\n").encode()
         append_line(self.path, line)
         self._bytes += len(line)

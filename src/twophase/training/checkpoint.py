@@ -134,7 +134,8 @@ class Writer:
         if self.comm.rank == 0:
             try:
                 shutil.rmtree(self._writing, ignore_errors=True)
-                self._writing.mkdir(parents=True)
+                self.folder.mkdir(exist_ok=True)
+                self._writing.mkdir()  # without the run's folder, lest one that was moved away begin anew here
             except OSError as error:
                 failure = self._unwritable(error)
         self._agree(failure)  # and no process writes before the folder exists
