@@ -175,6 +175,7 @@ def test_replicas_may_hide_all_gpus(monkeypatch: pytest.MonkeyPatch, visible: st
     ("call", "options", "error", "words"),
     [
         (hf, {"load_best_model_at_end": True}, ValueError, "load_best_model_at_end is True"),
+        (hf, {"save_total_limit": 1}, ValueError, "save_total_limit is 1.*give 2 or more"),
         (
             hf,
             {"_n_gpu": 2},

@@ -97,6 +97,20 @@ def test_resumed_is_uninterrupted(tmp_path: Path, at: int):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("times", [1, 2])
+def test_resumed_at_the_end_adds_no_step(tmp_path: Path, times: int):
+    """A kill after the last checkpoint: the Trainer resumes with a step beyond the end, which changes nothing."""
+    _, (model,), reports = trainers.by_hand(STEPS)
+    make_trainer(tmp_path, [make_callback()]).train()
+    for _ in range(times):
+        rest = make_callback()
+        resumed = make_trainer(tmp_path, [rest], save_strategy="steps")
+        resumed.train(resume_from_checkpoint=True)
+        assert trainers.same_weights(resumed.model, model)
+        assert trainers.facts(rest.reports) in (trainers.facts(reports)[-1:], [])
+
+
+@pytest.mark.slow
 def test_record_is_a_run(tmp_path: Path):
     """`record` writes a standard run, an interrupted one goes on in its folder, and losses come from the Trainer.
 

@@ -34,8 +34,8 @@ class DiLoCoCallback(Rounds, TrainerCallback):
     Arguments, attributes: see `Rounds`. With `record`, logged and evaluation losses go into the run too.
 
     Raises:
-        ValueError: a Trainer over several processes or GPUs, `load_best_model_at_end`, or a checkpoint that was written
-            without this callback or the optimizer; when the training begins.
+        ValueError: a Trainer over several processes or GPUs, `load_best_model_at_end`, `save_total_limit=1`, or a
+            checkpoint that was written without this callback or the optimizer; when the training begins.
     """
 
     def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
@@ -52,6 +52,11 @@ class DiLoCoCallback(Rounds, TrainerCallback):
             raise ValueError(
                 "DiLoCoCallback: load_best_model_at_end is True, but a round cannot end from older weights; it must be "
                 "False: pick the model among the checkpoints afterwards"
+            )
+        if args.save_total_limit == 1:
+            raise ValueError(
+                "DiLoCoCallback: save_total_limit is 1, and the Trainer removes the earlier checkpoint before the "
+                "engine's state is in the new one: a kill in between would leave none to resume from; give 2 or more"
             )
         if getattr(args, "enable_jit_checkpoint", False) or state.is_hyper_param_search:
             raise ValueError(
@@ -77,10 +82,19 @@ class DiLoCoCallback(Rounds, TrainerCallback):
                     "output_dir to the folder of the checkpoint that you resume from"
                 )
         self.begin(kwargs["model"], kwargs["optimizer"], state.global_step, state.max_steps, saved)
+        self._final = []
+        if state.global_step >= state.max_steps:  # in the middle of an epoch, the Trainer takes a step beyond the end
+            self.end()
+            self._final = [p.detach().clone() for p in kwargs["model"].parameters()]
 
     def on_step_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Count an inner step; this comes before the Trainer logs, evaluates and saves."""
-        self.step()
+        if not self._final:
+            return self.step()
+        with torch.no_grad():
+            for p, final in zip(kwargs["model"].parameters(), self._final, strict=True):
+                p.copy_(final)
+        return None
 
     def on_log(  # noqa: D102 - the Trainer's
         self,
@@ -104,7 +118,8 @@ class DiLoCoCallback(Rounds, TrainerCallback):
 
     def on_train_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Take the last round, if it was cut short."""
-        self.end()
+        if not self._final:
+            self.end()
 
 
 def _digits(model: nn.Module) -> str:
