@@ -97,15 +97,18 @@ def test_rounds_are_those_of_a_hand_written_loop(tmp_path: Path, parts: int):
     assert trainers.same_weights(module, model)
 
 
-@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize("epochs", [1, 2, EPOCHS])
 def test_resumed_is_uninterrupted(tmp_path: Path, epochs: int):
-    """Resumed after 10 steps, in the middle of a round, or after 20, at its end, a training ends with the same bits."""
+    """Resumed in the middle of a round, at its end, or after all steps, a training ends with the same bits."""
     from lightning.pytorch import Callback
 
     class Stop(Callback):
         def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
             if trainer.current_epoch == epochs:
                 raise RuntimeError("interrupted")
+
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+            raise RuntimeError("interrupted")
 
     with pytest.raises(RuntimeError, match="interrupted"):
         fit(tmp_path, [make_callback(), Stop()])

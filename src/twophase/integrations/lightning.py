@@ -90,6 +90,12 @@ class DiLoCoCallback(Rounds, Callback):
         """Take the last round, if it was cut short."""
         self.end()
 
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take the last round of a training that was resumed at its end, which Lightning does not start."""
+        if self._loaded is not None:
+            self.on_train_start(trainer, pl_module)
+            self.end()
+
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:  # noqa: ARG002
         """Leave the record unfinished."""
         self.abandon()
