@@ -185,6 +185,23 @@ def test_a_round_begun_by_one_process_is_ended_by_several(config: TrainConfig, t
     assert sum(first) / 3 == pytest.approx(math.log(LanguageTask(config).vocabulary_size), rel=0.1)
 
 
+def test_a_checkpoint_that_one_process_does_not_see(config: TrainConfig, tmp_path: Path) -> None:
+    """A process whose folder lacks process 0's newest checkpoint says so, and not that it is damaged."""
+
+    class Second(SingleProcess):
+        """The second process of two, which is told of a later step."""
+
+        rank, size = 1, 2
+
+        def gather(self, value: Any, kind: Any) -> list[Any]:  # noqa: ARG002
+            return [12, value] if type(value) is int else [value]
+
+    run(config, tmp_path, should_stop=stop_after(8))
+    words = r"step-00000012 is not in the folder that process 1 sees.*an --out that all"
+    with RunFolder.claim(tmp_path, config) as folder, pytest.raises(UsageError, match=words):
+        _restore(Trainer(LanguageTask(config), config, Second()), folder)
+
+
 def test_changed_text_is_refused(config: TrainConfig, tmp_path: Path) -> None:
     """A run goes on only with the text that it began with; with the old one back it does."""
     path = textmaker.write(tmp_path / "text.txt")

@@ -261,6 +261,11 @@ def _restore(run: Trainer, folder: RunFolder) -> None:
 
 def _read(run: Trainer, newest: Path) -> dict[str, Any]:
     """Set a fresh run to a checkpoint; return what that counts of the logs. No collective may be called in here."""
+    if run.files.size > 1 and not newest.is_dir():
+        raise UsageError(
+            f"checkpoint {newest} is not in the folder that process {run.files.rank} sees, and process 0 has it; "
+            "choose an --out that all processes see"
+        )
     saved = checkpoint.Checkpoint(newest, fingerprint(run.config))
     numbers = saved.progress()
     with saved.content("progress.json"):
