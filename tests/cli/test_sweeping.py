@@ -358,10 +358,13 @@ def test_figures_of_a_killed_command_are_drawn(
     )
     with pytest.raises(KeyboardInterrupt):
         room.run(sweep, tmp_path, options, repeat="", results=draw)
-    for said in ("drawn", "nothing has changed"):
+    for said in ("drawn", "nothing has changed", "drawn"):
         assert room.run(sweep, tmp_path, options, repeat="", results=draw) == 0
         assert said in capsys.readouterr().out
-    assert drawn == ["map", "map", "curves"]
+        if said != "drawn":  # a kill after another table, and the clock was set back before
+            write_rows(tmp_path / "cells.csv", [Row(c.arm, c.run_id, sweep.values(c), "missing") for c in sweep.cells])
+            os.utime(tmp_path / "cells.csv", (0, 0))
+    assert drawn == ["map", "map", "curves", "map", "curves"]
 
 
 @pytest.mark.slow

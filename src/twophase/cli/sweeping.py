@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from twophase.base.config import RunError, UsageError
+from twophase.base.files import file_sha256
 from twophase.base.progress import duration, meter
 from twophase.cli.commands import between, verify_option
 from twophase.figures.style import check_drawing
@@ -35,7 +36,7 @@ MOST_CELLS = 1000
 MOST_WORKERS = 10_000
 _TIMED_STEPS = 12
 _DRAWN = ".drawn"
-"""Name of an empty file that is as old as the last figure of a sweep's folder."""
+"""Name of the file with the SHA-256 of the table that the last figure of a sweep's folder was drawn of."""
 
 Results = Callable[[list[Row], Sweep, Path], str]
 """Draws a sweep and says what came out, from its rows."""
@@ -249,7 +250,7 @@ def run(
     try:
         print(results(read_rows(out / TABLE), sweep, out))
         with suppress(OSError):  # on a full disk all is drawn again the next time
-            (out / _DRAWN).touch()
+            (out / _DRAWN).write_text(file_sha256(out / TABLE))
     except UsageError as error:
         if not outcome.errors:
             raise
@@ -258,13 +259,12 @@ def run(
 
 
 def _is_drawn(out: Path) -> bool:
-    """Return whether there are figures, and the last of them was drawn after the table was written.
+    """Return whether there are figures, and the last of them was drawn of this table.
 
-    A figure that is newer than the table does not tell: a command may end between two of them.
+    A figure that is newer than the table does not tell: a command may end between two of them, or the clock go back.
     """
-    stamp = out / _DRAWN
-    has_figures = stamp.exists() and any((out / "figures").glob("*.csv"))
-    return has_figures and stamp.stat().st_mtime_ns >= (out / TABLE).stat().st_mtime_ns
+    has_figures = (out / _DRAWN).exists() and any((out / "figures").glob("*.csv"))
+    return has_figures and (out / _DRAWN).read_bytes() == file_sha256(out / TABLE).encode()
 
 
 def _counts_text(outcome: Outcome) -> str:
