@@ -21,6 +21,8 @@ SCENES = {
     "train streaming": 3,
     "train probing": 2,
     "tokens": 1,
+    "task digits": 1,
+    "tune digits": 1,
     "sweep 1": 3,
     "sweep 2": 3,
     "data bytes": 2,

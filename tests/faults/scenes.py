@@ -24,10 +24,11 @@ KINDS = {
     "streaming": "--sync.fragments 2 --sync.delay 1 --sync.mixing 0.5 --sync.wire int8 --inner-steps 4".split(),
     "probing": ["--outer.restart", "probe:keep,drop,average", "--checkpoint-every", "2"],
 }
+_TASK = "--task.width 2 --task.batch-size 4 --steps 8 --inner-steps 2 --checkpoint-every 1 --quiet".split()
 TIMES = re.compile(r".*seconds?|engine_share|flops_per_second_palm|mfu|peak_memory_bytes|logs|summary_sha256")
 """Keys of JSON that differ between equal runs: durations, speeds, and what is known of logs that hold such."""
 _UNLIKE = re.compile(
-    r"\.lock|forest|verdict\..*|env\.json|.*\.log|\.verified\.json|trials\.journal|jobs\.jsonl|report\.html|manifest\.json"
+    r"\.lock|\.drawn|forest|verdict\..*|env\.json|.*\.log|\.verified\.json|trials\.journal|jobs\.jsonl|report\.html|manifest\.json"
 )
 _TEMPORARY = re.compile(r"\.(tmp|writing)-.*|.*\.(tmp|part\.\w+|lock\d.*)|\.preparing\.json")
 
@@ -172,6 +173,13 @@ class Stage:
             return [planned, ["sweep-worker", "--out", str(out), "--in-memory", "1"], planned]
 
         return Scene(name, lambda out: [*words, kind, "--out", str(out)], steps, _draw_nothing)
+
+    def _task(self, name: str, kind: str) -> Scene:
+        return Scene(name, lambda out: ["train", "--task", kind, *_TASK, "--replicas", "2", "--out", str(out)])
+
+    def _tune(self, name: str, kind: str) -> Scene:
+        words = ["tune", kind, *_TASK, *"--arms nesterov@2 --points 3 --seeds 0 --fresh 5 6 --workers 1".split()]
+        return Scene(name, lambda out: [*words, "--out", str(out)])
 
     def _data(self, name: str, kind: str) -> Scene:
         words = ["data", "prepare", str(self.records), "--tokenizer", kind, "--held-out", "0.1", "--shard-tokens", "3k"]
