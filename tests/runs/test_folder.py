@@ -126,7 +126,8 @@ def test_a_folder_that_was_moved_away_is_not_written(tmp_path: Path, is_taken: b
         if is_taken:
             stack.enter_context(RunFolder.claim(path, Config())).log_round({"step": 1})
         before = contents(tmp_path)
-        for write in (first.log_round, first.log_metrics, first.log_step, lambda _: first.finish(GOOD)):
+        ends = (lambda _: first.write_weights(b""), lambda _: first.finish(GOOD))
+        for write in (first.log_round, first.log_metrics, first.log_step, *ends):
             with pytest.raises(FileNotFoundError, match="moved, removed or replaced"):
                 write({"step": 2})
         assert contents(tmp_path) == before

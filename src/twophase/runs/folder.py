@@ -133,6 +133,7 @@ class RunFolder:
 
     def write_weights(self, weights: bytes) -> None:
         """Write the final weights, `weights.safetensors`; `finish` then records their SHA-256."""
+        self._here()
         write_atomic(self.path / WEIGHTS, weights)
         self._weights_sha256 = hashlib.sha256(weights).hexdigest()
 
