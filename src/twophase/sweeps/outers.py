@@ -85,12 +85,8 @@ class Outers:
         (group,) = outer.param_groups
         rule = dataclasses.asdict(config.rule())
         group.update(rule | {"restart": str(config.policy())} | self.counters[run])
-        buffer = self.buffers.get(self._names[run])
-        for index, param in enumerate(group["params"]):
-            if buffer is None:
-                outer.state[param].pop(BUFFER, None)
-            else:
-                outer.state[param][BUFFER] = buffer[index].clone()  # other runs may have the same buffer
+        for param, buffer in zip(group["params"], self.buffers.get(self._names[run], ()), strict=False):
+            outer.state[param][BUFFER] = buffer.clone()  # other runs may have the same buffer
 
     def unload(self, outer: OuterSGD, members: Iterable[str], number: int) -> dict[str, list[Tensor]]:
         """Take counters and buffer back after a class's outer step; the new buffer by its name."""
