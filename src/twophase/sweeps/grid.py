@@ -24,7 +24,6 @@ from twophase.base.config import (
     with_values,
 )
 from twophase.number import did_you_mean
-from twophase.policies.base import RestartPolicy
 from twophase.policies.text import parse
 from twophase.shelf.base import SLOTS
 from twophase.shelf.base import parse as parse_value
@@ -247,7 +246,7 @@ def _fitted(base: Any, path: str, values: Sequence[Any]) -> list[Any]:
             words = words_of(value) if isinstance(value, str) else value
             fitted.append(_fitted_words(path, words, fits_policies=fits_policies))
         elif fits_policies:
-            fitted.append(_canonical(path, value if isinstance(value, (int, RestartPolicy)) else str(value)))
+            fitted.append(_canonical(path, str(value)))
         else:
             try:
                 fitted.append(fit(hint, value))
@@ -306,7 +305,7 @@ def _of_shelf(path: str, value: Any) -> Any:
     return value
 
 
-def _canonical(path: str, policy: str | int | RestartPolicy) -> str:
+def _canonical(path: str, policy: str) -> str:
     """Return a restart policy in its one writing."""
     try:
         return str(parse(policy))
