@@ -16,6 +16,8 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from coefficients import Early, Twice, Vector, coefficients, decimal, registered
+from policies import Half
+from twophase.base.errors import UsageError
 from twophase.optim.outer import BUFFER, OuterSGD
 from twophase.restart import AtRounds, Cycle, Never, Periodic, RestartPolicy, RoundSignal, Soft, parse
 from twophase.rule import FORMS, OuterRule
@@ -367,10 +369,10 @@ def test_a_period_shares_its_first_rounds(period: int, nesterov: bool, form: str
 # --- adaptive policies --------------------------------------------------------------------------------------------
 
 
-def test_adaptive_policies_are_opaque() -> None:
-    """A policy that measures is like itself only: not like another value, rule, round, or any schedule."""
+def test_adaptive_policies_are_opaque(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy that measures or takes steps is like itself only: not like another value, rule, round, or a schedule."""
     rules = [OuterRule(lr, b, n, form) for lr, b, n, form in itertools.product((0.3, 0.7), (0.5, 0.9), BOTH, FORMS)]
-    policies = [parse(text) for text in ("measured:1.5", "measured:2")]
+    policies = [parse("measured:1.5"), parse("measured:2"), Half(3)]
     seen_bits = {name.update for rule in rules for policy in SIMPLE for name in bits(rule, policy, 5)}
     seen_algebra = {name for rule in rules for policy in SIMPLE for name in algebra(rule, policy, 5)}
     for run in itertools.product(rules, policies):
@@ -383,6 +385,9 @@ def test_adaptive_policies_are_opaque() -> None:
         assert not {name.buffer for name in in_bits} & {ABSENT, ZERO}
         seen_algebra |= set(names)
         seen_bits |= {name.update for name in in_bits}
+    monkeypatch.setattr(Half, "takes_steps", False)
+    with pytest.raises(UsageError, match="takes_steps"):
+        algebra(rules[0], Half(3), 5)
 
 
 SIMPLE = (Never(), Periodic(1), Periodic(2))

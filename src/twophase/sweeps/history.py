@@ -22,7 +22,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from twophase.policies.base import PROBES, Answer, Restart, RestartPolicy, RoundSignal, Step, ask
+from twophase.base.errors import UsageError
+from twophase.policies.base import PROBES, Answer, Restart, RestartPolicy, RoundSignal, ask
 from twophase.rule import OuterRule
 
 ABSENT = "-"
@@ -48,8 +49,8 @@ class Round:
 
 
 def is_scheduled(rule: OuterRule, policy: RestartPolicy) -> bool:
-    """Whether the updates are known in advance: the policy measures nothing, or there is no momentum to forget."""
-    return not policy.needs or (rule.momentum == 0 and not policy.takes_steps)
+    """Whether the updates are known in advance: the rule's own, with restarts from no measurement or without effect."""
+    return not policy.takes_steps and (not policy.needs or rule.momentum == 0)
 
 
 def answers(rule: OuterRule, policy: RestartPolicy, rounds: int) -> Iterator[Answer]:
@@ -57,6 +58,8 @@ def answers(rule: OuterRule, policy: RestartPolicy, rounds: int) -> Iterator[Ans
     state, age = policy.initial_state(), 0
     for number in range(1, rounds + 1):
         answer = ask(policy, state, RoundSignal(number, age + 1, rule=rule))
+        if answer.step is not None:
+            raise UsageError(f"restart policy {policy} takes a step in round {number}; its class must say takes_steps")
         state, age = answer.state, answer.age(age + 1)
         yield answer
 
@@ -87,14 +90,8 @@ def algebra(rule: OuterRule, policy: RestartPolicy, rounds: int, probed: int = 0
         rewritten = None if restart is None else (_residue(restart.retain), _residue(restart.inject))
         if rewritten and restart and restart.before:
             buffer = (rewritten[0] * buffer + rewritten[1] * gradient) % _PRIME
-        retain, added = momentum, weight
-        if answer.step is not None and answer.step.mix is not None:
-            retain, added = map(_residue, answer.step.mix)
-        old, buffer = buffer, (retain * buffer + added * gradient) % _PRIME
-        if answer.step is None:
-            update = lr * (momentum * buffer + weight * gradient if rule.nesterov else buffer)
-        else:
-            update = _residue(answer.step.along_g) * gradient + _residue(answer.step.along_m) * old
+        buffer = (momentum * buffer + weight * gradient) % _PRIME
+        update = lr * (momentum * buffer + weight * gradient if rule.nesterov else buffer)
         names.append(f"{update % _PRIME:x}")
         if rewritten and restart and not restart.before:
             buffer = (rewritten[0] * buffer + rewritten[1] * gradient) % _PRIME
@@ -116,19 +113,17 @@ def bits(rule: OuterRule, policy: RestartPolicy, rounds: int, probed: int = 0) -
         names = [_opaque(rule, policy, number, probed) for number in range(1, rounds + 1)]
         return [Round(name, f"m{name}" if rule.momentum else ABSENT) for name in names]
     if rule.momentum == 0:
-        of = answers(rule, policy, rounds) if not policy.needs else [Answer({})] * rounds
-        lrs = [rule.lr if answer.step is None else answer.step.along_g for answer in of]
-        return [Round(_name("step", lr, _scaled(1.0, t)), ABSENT) for t, lr in enumerate(lrs, start=1)]
+        return [Round(_name("step", rule.lr, _scaled(1.0, t)), ABSENT) for t in range(1, rounds + 1)]
     buffer, history = ABSENT, []
     for number, answer in enumerate(answers(rule, policy, rounds), start=1):
         restart = answer.restart
         if restart is not None and restart.before:
             buffer = _rewritten(buffer, restart, number)
-        old, buffer = buffer, _mixed(buffer, *answer.mixing(rule), number)
+        buffer = _mixed(buffer, rule.momentum, rule.injection, number)
         direction = buffer
         if rule.nesterov:
             direction = _name("ahead", rule.form, rule.momentum, buffer, number)
-        update = _name("step", rule.lr, direction) if answer.step is None else _taken(answer.step, old, number)
+        update = _name("step", rule.lr, direction)
         if restart is not None and not restart.before:
             buffer = _rewritten(buffer, restart, number)
         history.append(Round(update, buffer))
@@ -152,15 +147,6 @@ def _rewritten(buffer: str, restart: Restart, number: int) -> str:
         return retained
     weight = float(restart.inject)
     return _scaled(weight, number) if retained == ZERO else _name("add", retained, weight, number)
-
-
-def _taken(step: Step, buffer: str, number: int) -> str:
-    """`a g + b m`, as `outer_step_` takes it; with a = 0 or b = 0 (or no m) it is one product."""
-    if step.along_m == 0 or buffer == ABSENT:
-        return _name("step", step.along_g, _scaled(1.0, number))
-    if step.along_g == 0:
-        return _name("step", step.along_m, buffer)
-    return _name("both", step.along_g, step.along_m, buffer, number)
 
 
 def _scaled(weight: float, number: int) -> str:
