@@ -107,7 +107,6 @@ def test_the_array_is_what_was_asked_for(tmp_path: Path, cluster: Path) -> None:
         "licenses": "x:1",
         "cpu-freq": "high",
         "requeue": True,
-        "constraint": None,
     }
     ids = submit(tmp_path / "sweep", ["twophase", "sweep-worker"], 3, options)
     assert ids == ["42_0", "42_1", "42_2"]
@@ -128,7 +127,6 @@ def test_the_array_is_what_was_asked_for(tmp_path: Path, cluster: Path) -> None:
         "output": f"{tmp_path}/sweep/slurm/%A_%a_0_log.out",
     }.items():
         assert options_of_sbatch[name] == value, name
-    assert "constraint" not in options_of_sbatch
 
 
 @pytest.mark.slow
@@ -212,24 +210,24 @@ def test_times_are_read_as_sbatch_does(text: Any, minutes: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("workers", "options", "message"),
+    ("options", "message"),
     [
-        (0, {"time": 1}, r"--workers is 0; it must be a whole number >= 1"),
-        (1, {}, r"--slurm-time is missing; write how long"),
-        (1, {"time": "soon"}, r"--slurm-time soon: not a time; write minutes"),
-        (1, {"time": 0}, r"--slurm-time 0: not a time"),
-        (1, {"time": "1:2:3:4"}, r"--slurm-time 1:2:3:4: not a time"),
-        (1, {"time": 1, "array": "0-9"}, r"--slurm-array cannot be given"),
-        (1, {"time": 1, "open-mode": "append"}, r"--slurm-open-mode cannot be given"),
-        (1, {"time": 1, "parallel": "many"}, r"--slurm-parallel is 'many'; it must be a whole number"),
-        (1, {"time": 1, "setup": "module load x"}, r"--slurm-setup is no option of sbatch; leave it out"),
+        ({}, r"--slurm-time is missing; write how long"),
+        ({"time": "soon"}, r"--slurm-time soon: not a time; write minutes"),
+        ({"time": 0}, r"--slurm-time 0: not a time"),
+        ({"time": "1:2:3:4"}, r"--slurm-time 1:2:3:4: not a time"),
+        ({"time": 1, "array": "0-9"}, r"--slurm-array cannot be given"),
+        ({"time": 1, "open-mode": "append"}, r"--slurm-open-mode cannot be given"),
+        ({"time": 1, "nodes": True}, r"--slurm-nodes is True; it must be a whole number"),  # without a value
+        ({"time": 1, "parallel": "many"}, r"--slurm-parallel is 'many'; it must be a whole number"),
+        ({"time": 1, "setup": "module load x"}, r"--slurm-setup is no option of sbatch; leave it out"),
     ],
 )
 @pytest.mark.usefixtures("cluster")
-def test_impossible_requests_are_refused(tmp_path: Path, workers: int, options: dict[str, Any], message: str) -> None:
+def test_impossible_requests_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     """What cannot be submitted is refused with the option, the value and the remedy, before anything is written."""
     with pytest.raises(UsageError, match=message):
-        submit(tmp_path / "sweep", ["true"], workers, options)
+        submit(tmp_path / "sweep", ["true"], 1, options)
     assert not (tmp_path / "sweep").exists()
 
 

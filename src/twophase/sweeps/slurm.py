@@ -113,11 +113,9 @@ def submit(folder: Path, command: Sequence[str], workers: int, options: Mapping[
         The jobs' ids, `ARRAY_INDEX` each (a single job has no index).
 
     Raises:
-        UsageError: workers < 1, no time or one that is not written so, an option that the array needs itself; submitit
+        UsageError: no time or one that is not written so, an option that the array needs itself; submitit
             or Slurm's commands are not installed; Slurm refuses the jobs, or the folder cannot be written.
     """
-    if workers < 1:
-        raise UsageError(f"--workers is {workers}; it must be a whole number >= 1")
     parameters = _parameters(options)
     try:
         import submitit  # noqa: PLC0415 - an extra, and half a second that `import twophase` should not cost
@@ -157,7 +155,7 @@ def submit(folder: Path, command: Sequence[str], workers: int, options: Mapping[
 
 def _parameters(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options by submitit's names; what submitit does not know keeps sbatch's."""
-    sbatch = {name.replace("-", "_"): value for name, value in options.items() if value is not None}
+    sbatch = {name.replace("-", "_"): value for name, value in options.items()}
     for name in ("array", "output", "error", "signal", "open_mode"):
         if name in sbatch:
             raise UsageError(
@@ -169,7 +167,7 @@ def _parameters(options: Mapping[str, Any]) -> dict[str, Any]:
         raise UsageError(f"--slurm-{others[0].replace('_', '-')} is no option of sbatch; leave it out")
     parameters = {_NAMES.get(name, name): value for name, value in sbatch.items()}
     for name, value in sbatch.items():
-        if (theirs := _NAMES.get(name, name)) in _WHOLE and not isinstance(value, int):
+        if (theirs := _NAMES.get(name, name)) in _WHOLE:
             if not str(value).isdecimal():
                 raise UsageError(f"--slurm-{name.replace('_', '-')} is {value!r}; it must be a whole number")
             parameters[theirs] = int(value)
