@@ -159,10 +159,7 @@ def test_failures_have_a_reason(tmp_path: Path) -> None:
     assert (first.state, first.error) == ("failed", ("no data " * 1000)[:2000])
     assert second.state == "failed"
     assert second.error.endswith("was killed (attempt 3 of 3)")
-    for failed_only, claims in (
-        (True, ["c.1", "c.2"]),
-        (False, ["c.2"]),
-    ):  # of a call that only looks, deaths still count
+    for failed_only, claims in (True, ["c.1", "c.2"]), (False, ["c.2"]):  # of a look, deaths still count
         queue.begin_call(failed_only=failed_only)
         assert states(queue) == "wwr"  # no job is taken from a worker that lives
         assert sorted(path.name for path in queue.folder.iterdir()) == claims
