@@ -204,7 +204,7 @@ def _judge(rule: OuterRule, latest: Evidence, sigma: Range | None, *, ended: boo
 def _turning(rule: OuterRule, latest: Evidence, sigma: Range) -> tuple[Verdict, list[str]]:
     names = [str(regime(rule, value)) for value in sigma]
     alone = [step_alone(rule, value) for value in sigma]
-    if alone[1] >= 1 or names[1] in ("real_above", "negative_determinant", "nilpotent"):
+    if alone[1] >= 1:
         reasons = [
             f"The part of the step that does not come from the momentum covers {alone[1]:.3g} of the way to the "
             "minimum; from 1 on it goes past it."

@@ -101,11 +101,9 @@ def sections(judged: Verdict) -> Iterator[Section]:
     Args:
         judged: the verdict.
     """
-    opening, *others = finding(judged) or [""]
+    opening, *others = finding(judged)
     words = name_words(judged)
     yield "Verdict", opening, (), [], [*others, *([words] if words else []), *judged.notes]
-    if not judged.arms:
-        return
     reached, over_settings, areas = [], [], []
     for arm in judged.arms:
         name, best = arm_name(arm.arm), arm.best
@@ -150,11 +148,11 @@ def finding(judged: Verdict) -> list[str]:
     """Say in sentences what a sweep shows: how much of each arm works, the best of each, and the paired controls.
 
     Args:
-        judged: the verdict. Without arms there is nothing to say.
+        judged: the verdict.
     """
     best = judged.best
     if best is None or best.result is None:
-        return ["Nothing has finished."] if judged.arms else []
+        return ["Nothing has finished."]
     sentences = []
     several = [arm for arm in judged.arms if arm.settings > 1]
     if len(several) > 1:

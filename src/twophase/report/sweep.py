@@ -69,7 +69,7 @@ def sweep_report(
 def _in_short(first: tuple[Any, ...]) -> Iterator[Html | None]:
     """Yield the finding, in the words that the terminal has."""
     _, words, _, _, remarks = first
-    yield tag("div", tag("p", words), class_="verdict") if words else None
+    yield tag("div", tag("p", words), class_="verdict")
     yield notes(remarks)
 
 
@@ -156,10 +156,8 @@ def _verdict(parts: Sequence[tuple[Any, ...]]) -> Iterator[Html | None]:
     for heading, words, header, lines, remarks in parts:
         yield tag("h3", heading)
         yield tag("p", words) if words else None
-        yield table(header, lines, caption=heading, hide_caption=True) if header else None
+        yield table(header, lines, caption=heading, hide_caption=True)
         yield notes(remarks)
-    if not parts:
-        yield tag("p", "There is nothing to compare yet.")
 
 
 def _cells(record: SweepRecord) -> Html:
