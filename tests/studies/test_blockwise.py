@@ -193,11 +193,7 @@ def test_it_really_trains_and_measures_and_is_resumed(small: Scale, tmp_path: Pa
     trained = [status.run for status in seen if status.event == "finished"]
     assert len(trained) == len(set(trained)) == len(list((tmp_path / "out" / "runs").iterdir()))
     before = {path: path.read_bytes() for path in outcome.paths}
-    folder = tmp_path / "out" / f"blockwise-{small.name}"
-    for names in ((), ("sweep.json", "plan.json", "runs")):  # the latter is a folder of before these runs were a sweep
-        for name in names:
-            (folder / name).unlink()
-        again: list[Status] = []
-        study.run("blockwise", tmp_path / "out", scale=small, progress=again.append)
-        assert {status.event for status in again} == {"begun"}
-        assert {path: path.read_bytes() for path in outcome.paths} == before
+    again: list[Status] = []
+    study.run("blockwise", tmp_path / "out", scale=small, progress=again.append)
+    assert {status.event for status in again} == {"begun"}
+    assert {path: path.read_bytes() for path in outcome.paths} == before

@@ -13,7 +13,7 @@ from twophase.base.reading import read_json_object
 from twophase.recipes.paper import Scale
 from twophase.studies.policies import share_with_workers
 from twophase.sweeps.grid import Sweep
-from twophase.sweeps.run import SPEC, TABLE, read_summaries, run_sweep
+from twophase.sweeps.run import TABLE, read_summaries, run_sweep
 from twophase.sweeps.table import Row, read_rows, rows_of
 from twophase.tasks.named import check
 
@@ -66,8 +66,6 @@ def _train_sweep(sweep: Sweep, folder: Path, **options: Any) -> list[Row]:
     for config in sweep.runs.values():
         check(config)
     texts = preflight_all(sweep.runs.values())  # refuse what cannot be run here before a folder is made for it
-    if (folder / TABLE).is_file() and not (folder / SPEC).exists():  # of when these runs were no sweep
-        write_atomic(folder / SPEC, json.dumps(sweep.spec()) + "\n")
     share_with_workers()
     threads = max(config.threads for config in sweep.runs.values())
     outcome = run_sweep(sweep, folder, **({"threads": threads, "texts": texts} | options))
