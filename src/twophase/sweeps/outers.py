@@ -85,6 +85,7 @@ class Outers:
         (group,) = outer.param_groups
         rule = dataclasses.asdict(config.rule())
         group.update(rule | {"restart": str(config.policy())} | self.counters[run])
+        outer.state.clear()  # of a step that has failed
         for param, buffer in zip(group["params"], self.buffers.get(self._names[run], ()), strict=False):
             outer.state[param][BUFFER] = buffer.clone()  # other runs may have the same buffer
 
