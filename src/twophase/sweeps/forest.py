@@ -248,11 +248,10 @@ class Grower:
             run.done.seconds = before + time.perf_counter() - started
             if leaf:
                 self._finish(logs)
-        if run.done.exit_reason == DIVERGED:
+        if run.done.exit_reason == DIVERGED and not leaf:
             for name in runs:  # below a shared stretch all of them have diverged
-                if not self._is_finished(name):
-                    with ExitStack() as claims:
-                        self._finish({name: self._log(claims, name)})
+                with ExitStack() as claims:
+                    self._finish({name: self._log(claims, name)})
         self._at = node.id
         if leaf or run.done.exit_reason != RUNNING:
             self.states.path(node, "part").unlink(missing_ok=True)
