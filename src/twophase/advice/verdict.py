@@ -113,7 +113,7 @@ def diagnose(record: RunRecord) -> Diagnosis:
         findings = (Finding("whole model", "cannot tell", (reason,), None, (), (), record.restart),)
     else:
         findings = tuple(_finding(record, block, rule) for block in record.blocks)
-    norms = np.asarray(record.rounds.get("pseudo_gradient_norm", ()), dtype=float)
+    norms = record.rounds["pseudo_gradient_norm"]
     ended = record.state == "finished" and len(norms) > 0 and bool(np.isfinite(norms).all())
     verdicts = [finding.verdict for finding in findings]
     fallen = shrunk(norms) if ended and len(record.blocks) == 1 else None

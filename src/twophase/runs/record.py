@@ -170,11 +170,10 @@ class RunRecord:
     def inner_lr(self, index: NDArray[np.int64]) -> Column | None:
         """Return the inner learning rate at the end of each of some rounds; None where the metrics do not have it."""
         steps, rates = self.metrics.get("step"), self.metrics.get("inner_lr")
-        ends = self.rounds.get("step")
-        if steps is None or rates is None or ends is None:
+        if steps is None or rates is None:
             return None
         by_step = {step: rate for step, rate in zip(steps.tolist(), rates.tolist(), strict=True) if rate > 0}
-        shown = np.array([by_step.get(step, math.nan) for step in ends[index].tolist()])
+        shown = np.array([by_step.get(step, math.nan) for step in self.rounds["step"][index].tolist()])
         return shown if np.isfinite(shown).any() else None
 
 
