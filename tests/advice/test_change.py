@@ -37,6 +37,8 @@ CASES: dict[str, tuple[OuterRule, dict[str, Any], str, dict[str, Any]]] = {
     "no momentum, a large lr": (OuterRule(2.5, 0.0), {}, "cannot tell", {"outer.lr": 1.0}),
     "no momentum, a small lr": (OuterRule(0.5, 0.0), {}, "cannot tell", {"outer.lr": 1.0}),
     "auto": (OuterRule(1.0, 0.5), {"outer.restart": "auto"}, "cannot tell", {}),
+    "restarts of fragments": (NESTEROV, {"sync.restart": ["head=3", "rest=never"]}, "held", {}),
+    "a policy from elsewhere": (NESTEROV, {"outer.restart": "theirs:3"}, "held", {}),
     "auto that diverges": (OuterRule(1.0, 0.5), {"outer.restart": "auto"}, "diverges", {}),
 }
 
