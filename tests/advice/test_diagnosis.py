@@ -51,6 +51,7 @@ TRUTHS = {
     "so does a spectrum": (EMA, SPECTRUM, "never", 0.0, "oscillates"),
     "a restart at the zero holds it": (EMA, [0.95] * 3, "5", 0.0, "held"),
     "one far too early does not": (EMA, [0.1] * 3, "3", 0.0, "lags"),
+    "a seldom restart changes nothing": (OuterRule(1.0, 0.95, form="ema"), [0.3] * 3, "20", 0.0, "oscillates"),
     "a slow mode lags": (SLOW, [0.02] * 30, "never", 0.0, "lags"),
     "with noise as well": (SLOW, [0.02] * 30, "never", 0.001, "lags"),
     "a long step overshoots": (WILD, [0.9] * 3, "never", 0.0, "overshoots"),

@@ -42,6 +42,7 @@ class Evidence:
     last: int
     rounds: int
     restarts: int  # rounds in which the momentum restarted
+    every: float  # rounds from one restart to the next, in the mean; nan without a restart
     oldest: int  # rounds that the oldest measured buffer had gathered since the last restart
     rates_known: bool  # whether the inner learning rate of the rounds is known
     cosines: int  # rounds with an informative cosine: the buffer was there and had not just been dropped
@@ -95,6 +96,8 @@ def _evidence(name: str, block: Block, rule: OuterRule, lr: Column | None, part:
     # Where the inner learning rate is unknown, its change may hide the noise.
     quiet = rates is not None and observed.noise_share + 2 * observed.noise_error < _QUIET
     gains = gain[np.isfinite(gain)]
+    # Whole cycles: what a stretch holds of its first and last one would make them look shorter or longer.
+    cycles = np.diff(np.flatnonzero([True, *block.restarted[: part.stop]]))[-max(int(restarted.sum()), 1) :]
     first, last = (int(end) if math.isfinite(end) else 0 for end in number[[0, -1]]) if len(number) else (0, 0)
     with np.errstate(over="ignore"):
         median_gain = float(np.median(gains)) if len(gains) else math.nan
@@ -104,6 +107,7 @@ def _evidence(name: str, block: Block, rule: OuterRule, lr: Column | None, part:
         last=last,
         rounds=len(g),
         restarts=int(restarted.sum()),
+        every=float(cycles.mean()) if restarted.any() else math.nan,
         oldest=int(_ages(restarted)[informative].max(initial=0)),
         rates_known=rates is not None,
         cosines=len(cosines),

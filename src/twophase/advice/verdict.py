@@ -228,14 +228,13 @@ def _not_turning(rule: OuterRule, latest: Evidence, sigma: Range) -> tuple[Verdi
     is_complex = str(regime(rule, sigma[1])) in _COMPLEX
     first = float(cancellation_periods(rule, sigma[1], 1)[0]) if is_complex else math.nan
     if latest.restarts and first > 0:
-        every = latest.rounds / latest.restarts
-        if every >= _TOO_SOON * first:
+        if latest.every >= _TOO_SOON * first:
             return "held", [
-                f"It would turn after {first:.1f} rounds; its restarts, every {every:.3g} rounds, come before that or "
-                "soon after."
+                f"It would turn after {first:.1f} rounds; its restarts, every {latest.every:.3g} rounds, come before "
+                "that or soon after."
             ]
         return "lags", [
-            f"It would turn only after {first:.1f} rounds, and restarts come every {every:.3g}: they take away "
+            f"It would turn only after {first:.1f} rounds, and restarts come every {latest.every:.3g}: they take away "
             "momentum that is still of use."
         ]
     if is_complex:
@@ -299,7 +298,7 @@ def _noise(rule: OuterRule, latest: Evidence, sigma: float) -> str:
     """Return why the motion is not the model's, or an empty text: it does not shrink where the model's would."""
     rate = float(asymptotic_rate(rule, sigma))
     if latest.restarts:
-        rate = float(restart_rate(rule, sigma, max(1, round(latest.rounds / latest.restarts))))
+        rate = float(restart_rate(rule, sigma, round(latest.every)))
     rate = min(rate, 1.0)
     if not rate > 0 or -latest.growth + 2 * latest.growth_error >= 0.5 * rate:
         return ""
