@@ -54,6 +54,7 @@ TRUTHS = {
     "a seldom restart changes nothing": (OuterRule(1.0, 0.95, form="ema"), [0.3] * 3, "20", 0.0, "oscillates"),
     "a slow mode lags": (SLOW, [0.02] * 30, "never", 0.0, "lags"),
     "with noise as well": (SLOW, [0.02] * 30, "never", 0.001, "lags"),
+    "so does a slow swing": (OuterRule(1.1, 0.85, True, "ema"), [0.05] * 3, "never", 0.0, "lags"),
     "a long step overshoots": (WILD, [0.9] * 3, "never", 0.0, "overshoots"),
     "so does the look-ahead": (NESTEROV, [0.95] * 3, "never", 0.0, "overshoots"),
     "too long a step diverges": (HUGE, [0.99] * 3, "never", 0.0, "diverges"),
@@ -66,6 +67,7 @@ def test_simulated_truths(tmp_path: Path, truth: str) -> None:
     rule, sigma, restart, noise, verdict = TRUTHS[truth]
     finding = finding_of(write_run(tmp_path, rule, sigma, restart=restart, noise=noise))
     assert finding.verdict == verdict, finding.reasons
+    assert "many slower modes" not in " ".join(finding.reasons)
     if not noise and len(set(sigma)) == 1:
         assert finding.sigma == pytest.approx([sigma[0]] * 3, rel=1e-6)
 
@@ -197,6 +199,9 @@ ADVICE: dict[str, tuple[OuterRule, float, str, list[str], list[str]]] = {
         "10 times too small; it would be --outer.lr 7 in EMA form",
         "hold it against half the learning rate (--outer.lr 0.35)",
     ], []),
+    "lags, a slow swing": (OuterRule(0.9, 0.85, True, "ema"), 0.06, "never", [
+        "goes from side to side in 80 rounds", "Whether a larger or a smaller step is better the record does not tell",
+    ], ["is faster"]),
     "steps of its own": (SUM, 0.5, "auto", [
         "auto takes steps of its own", "plain averaging (--outer.restart never --outer.momentum 0 --outer.lr 1)",
     ], ["Controls"]),
@@ -211,7 +216,7 @@ def test_suggestions(tmp_path: Path, case: str) -> None:
     """A run is given the period of the theory, the controls and the form mistake that would look so."""
     rule, sigma, restart, words, absent = ADVICE[case]
     diagnosis = judged(write_run(tmp_path, rule, [sigma] * 3, restart=restart))
-    text = " ".join(suggestions(diagnosis, diagnosis.findings[0]))
+    text = " ".join([*diagnosis.findings[0].reasons, *suggestions(diagnosis, diagnosis.findings[0])])
     assert diagnosis.findings[0].verdict in case or restart != "never"
     assert [word for word in words if word not in text] == []
     assert [word for word in absent if word in text] == []

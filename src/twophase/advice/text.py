@@ -14,6 +14,7 @@ from twophase.policies.text import parse
 from twophase.rule import FORM_WORDS, OuterRule
 from twophase.runs.record import WHOLE
 from twophase.shelf.outer import USUAL
+from twophase.theory.contraction import restart_can_help
 
 _WIDTH = 100
 HEADLINES = {
@@ -161,9 +162,9 @@ def _step_advice(rule: OuterRule, finding: Finding, gain: float | None) -> Itera
         )
     if finding.verdict != "lags":
         return
-    if sigma is not None and gain is not None and gain <= 1:
+    if sigma is not None and gain is not None and gain <= 1 and not restart_can_help(rule, sigma).any():
         yield (
-            "In the linear model a larger learning rate or momentum is faster, and a restart slows this motion down; "
+            "In the linear model a larger learning rate is faster, and a restart slows this motion down; "
             f"hold it against half the learning rate (--outer.lr {rule.lr / 2:.3g})."
         )
     elif gain is None or gain <= LARGE_GAIN:

@@ -238,6 +238,11 @@ def _not_turning(rule: OuterRule, latest: Evidence, sigma: Range) -> tuple[Verdi
             "momentum that is still of use."
         ]
     if is_complex:
+        turn = math.pi / float(phase(rule, sigma[1]))
+        if turn > latest.rounds:
+            return "lags", [
+                f"In the model a mode of this sigma goes from side to side in {turn:.0f} rounds, not sooner."
+            ]
         return "lags", [
             "A single mode of this sigma would oscillate, and this run does not: its motion is that of many slower "
             "modes, which sigma along the buffer does not show. Trust the cosine."
