@@ -518,6 +518,20 @@ def test_each_param_group_has_its_own_period(tmp_path: Path) -> None:
     assert "sync" not in setting(OuterSGD([{"params": [x]}, {"params": [y]}], 0.7, 0.9, restart=3))
 
 
+def test_param_groups_of_several_rules_have_none(tmp_path: Path) -> None:
+    """Nothing is said of a run by the rule of its first param group where another group has another rule."""
+    x, y = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    outer = OuterSGD([{"params": [x]}, {"params": [y], "momentum": 0.5}], 0.7, 0.9)
+    with record(outer, tmp_path / "run"):
+        for _ in range(12):
+            x.grad, y.grad = 0.1 * x.detach(), 0.1 * y.detach()
+            outer.step()
+    run: Any = twophase.load(tmp_path / "run")
+    assert run.record.rule is None
+    assert all(f"momentum {momentum}" in run.record.outer_words for momentum in (0.9, 0.5))
+    assert run.diagnosis().change is None
+
+
 def test_the_setting_of_a_loop() -> None:
     """Syncs are there where they are unusual, replicas where the engine knows them, and equal sets have one order."""
     assert "sync" not in setting(Loop().engine)

@@ -371,6 +371,17 @@ def outer_of(group: Mapping[str, Any]) -> Outer:
     return Outer(*(parse(slot, group[slot]) for slot in SLOTS))
 
 
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what stands in a group's slots as a run's configuration names it, under a schedule as it began."""
+    rate = group.get("initial_lr", group["lr"])
+    momentum = group.get("max_momentum", group["momentum"])  # of a scheduler that cycles it
+    value = outer_of(group)
+    if value.schedule.name != "constant":  # which writes into the group in every round
+        rate, momentum = value.rule().lr, value.rule().momentum
+    numbers = {"lr": float(rate), "momentum": momentum, "nesterov": group["nesterov"], "form": group["form"]}
+    return {**numbers, "restart": str(group["restart"]), **value.unusual()}
+
+
 def _check_restart(group: Mapping[str, Any]) -> None:
     """Refuse a restart policy that the group's method cannot serve."""
     value = outer_of(group)

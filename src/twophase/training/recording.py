@@ -23,10 +23,11 @@ from twophase.diloco.communicator import Communicator, SingleProcess, in_agreeme
 from twophase.diloco.engine import DiLoCo
 from twophase.diloco.report import RoundReport
 from twophase.optim.groups import GroupRound
-from twophase.optim.optimizer import outer_of
+from twophase.optim.optimizer import options_of
 from twophase.optim.outer import OuterSGD
 from twophase.runs.folder import METRICS, RECORDED, SUMMARY, USER, RunFolder, read_lines, read_rounds
 from twophase.runs.trackers import check, tracked
+from twophase.shelf.outer import described
 from twophase.training.device import environment
 from twophase.training.session import claimed
 
@@ -236,15 +237,14 @@ def setting(engine: DiLoCo | OuterSGD, config: Any = None) -> Tree:
         tree["inner_steps"] = engine.inner_steps
         if not engine.communicator.elastic:  # else it sees its own replicas alone
             tree["replicas"] = engine.replica_count
-    if isinstance(outers[0], OuterSGD):
-        group = outers[0].param_groups[0]
-        rate = group.get("initial_lr", group["lr"])  # of a schedule, the rate that the run began with
-        momentum = group.get("max_momentum", group["momentum"])  # of one that cycles it
-        tree["outer"] = {"lr": float(rate), "momentum": momentum, "nesterov": group["nesterov"], "form": group["form"]}
-        value = outer_of(group)
-        if value.schedule.name != "constant":  # which writes into the group in every round
-            tree["outer"] |= {"lr": value.rule().lr, "momentum": value.rule().momentum}
-        tree["outer"] |= {"restart": str(group["restart"]), **value.unusual()}
+    if all(isinstance(outer, OuterSGD) for outer in outers):
+        options = [options_of(group) for outer in outers for group in outer.param_groups]
+        tree["outer"] = options[0]
+        if len(words := dict.fromkeys(map(described, options))) > 1:  # no rule is that of all
+            tree["outer"] = {
+                "method": f"OuterSGD whose param groups are {'; '.join(words)}",
+                "restart": options[0]["restart"],
+            }
     sync: Tree = {}
     groups = {f"param group {number}": group for number, group in enumerate(outers[0].param_groups)}
     if isinstance(engine, DiLoCo):
