@@ -537,6 +537,7 @@ def test_the_setting_of_a_loop() -> None:
     assert "sync" not in setting(Loop().engine)
     engine = Loop(delay=1, mixing=0.5, wire="bfloat16").engine
     assert setting(engine)["sync"] == {"delay": 1, "mixing": 0.5, "wire": "bfloat16"}
+    assert setting(Loop(fragments=2).engine)["sync"] == {"fragments": ["0", "1"]}  # which restart alike
     engine = Loop(Meeting(), replicas=1).engine  # among processes that come and go
     assert "replicas" not in setting(engine)
     assert setting(engine, {"replicas": 2})["replicas"] == 2

@@ -254,7 +254,7 @@ def setting(engine: DiLoCo | OuterSGD, config: Any = None) -> Tree:
             groups = {fragment.name: fragment.outer.param_groups[0] for fragment in engine.fragments}
             sync["fragments"] = [*groups]
     restarts = {name: str(group.get("restart", "never")) for name, group in groups.items()}
-    if len(outers) > 1 or len({*restarts.values()}) > 1:  # of blocks, by the names that a record has for them
+    if len({*restarts.values()}) > 1:  # of blocks, by the names that a record has for them
         sync["restart"] = [f"{name}={restart}" for name, restart in restarts.items()]
     tree |= {"sync": sync} if sync else {}
     values = _plain(config)
