@@ -32,6 +32,7 @@ CASES: dict[str, tuple[OuterRule, dict[str, Any], str, dict[str, Any]]] = {
     "averaging that diverges": (OuterRule(1.0, 0.0), {}, "diverges", {}),
     "a larger step without momentum": (OuterRule(1.1, 0.0), {}, "cannot tell", {"outer.filter": "orthogonal"}),
     "diverges": (NESTEROV, {}, "diverges", {"outer.lr": 0.35}),
+    "diverges with restarts": (NESTEROV, {"outer.restart": "2"}, "diverges", {"outer.lr": 0.35}),
     "averaging under a cosine": (OuterRule(1.0, 0.0), {}, "cannot tell", {"outer.filter": "orthogonal"}),
     "averaging with inner Muon": (OuterRule(1.0, 0.0), {"inner.method": "muon"}, "cannot tell", {}),
     "no momentum, a large lr": (OuterRule(2.5, 0.0), {}, "cannot tell", {"outer.lr": 1.0}),
@@ -50,6 +51,7 @@ def test_which_change(case: str) -> None:
     advised = change(rule, [verdict], 60, config)
     assert advised is not None
     assert dict(advised.values) == values
+    assert advised.words.endswith("without restarts.") == (case == "diverges with restarts")  # these may be the cause
     assert bool(advised.command("runs/one", config)) == bool(values)
 
 

@@ -58,6 +58,7 @@ TRUTHS = {
     "a long step overshoots": (WILD, [0.9] * 3, "never", 0.0, "overshoots"),
     "so does the look-ahead": (NESTEROV, [0.95] * 3, "never", 0.0, "overshoots"),
     "too long a step diverges": (HUGE, [0.99] * 3, "never", 0.0, "diverges"),
+    "so does a restart at the wrong time": (OuterRule(3.5, 0.9), [0.95] * 3, "3", 0.0, "diverges"),
 }
 
 
@@ -67,7 +68,9 @@ def test_simulated_truths(tmp_path: Path, truth: str) -> None:
     rule, sigma, restart, noise, verdict = TRUTHS[truth]
     finding = finding_of(write_run(tmp_path, rule, sigma, restart=restart, noise=noise))
     assert finding.verdict == verdict, finding.reasons
-    assert "many slower modes" not in " ".join(finding.reasons)
+    words = " ".join(finding.reasons)
+    assert "many slower modes" not in words
+    assert "outside of it" not in words
     if not noise and len(set(sigma)) == 1:
         assert finding.sigma == pytest.approx([sigma[0]] * 3, rel=1e-6)
 

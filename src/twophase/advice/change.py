@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from twophase.policies.base import RestartPolicy
+from twophase.policies.base import Never, RestartPolicy
 from twophase.policies.gain import mean_outer_gain
 from twophase.policies.text import parse
 from twophase.rule import OuterRule
@@ -104,7 +104,10 @@ def change(
         if stable_limit(rule) <= 1:
             words = f"Halve the outer learning rate: {shown} diverges, and no restart stabilizes a mode that does."
         elif rule.momentum > 0 or rule.lr > 1:  # effective progress is at most 1: no mode of the theory diverges
-            words = f"Lower the inner learning rate, or halve the outer one: under {shown} no linear mode diverges."
+            more = "" if policy == Never() else " without restarts"
+            words = (
+                f"Lower the inner learning rate, or halve the outer one: under {shown} no linear mode diverges{more}."
+            )
         else:
             words, half = "Lower the inner learning rate: averaging makes no linear mode diverge.", {}
         return Change(words, "whether it is enough, the run shows", half)

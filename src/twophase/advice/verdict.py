@@ -291,6 +291,10 @@ def _growth(rule: OuterRule, latest: Evidence, sigma: Range | None, *, ended: bo
                 f"Modes of sigma {limit:.3g} or more are unstable under this rule; no restart schedule can stabilise "
                 "them (Theorem 2)."
             )
+        elif latest.restarts and np.min(restart_rate(rule, sigma, round(latest.every))) < 0:
+            reasons.append(
+                f"In the linear model this sigma is stable, and restarts every {latest.every:.3g} rounds make it grow."
+            )
         else:
             reasons.append(
                 "In the linear model this sigma is stable, so the cause lies outside of it: the inner optimizer, the "
