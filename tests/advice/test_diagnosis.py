@@ -195,13 +195,13 @@ def test_the_whole_says_no_more_than_its_parts(tmp_path: Path) -> None:
 
 ADVICE: dict[str, tuple[OuterRule, float, str, list[str], list[str]]] = {
     "oscillates": (SUM, 0.5, "never", [
-        "--outer.restart 2", "--outer.momentum 0 --outer.lr 1)", "half the learning rate",
-        "10 times too large; it would be --outer.lr 0.07",
+        "--outer.restart 2", "the period's own rate is 1.12)", "--outer.momentum 0 --outer.lr 1)",
+        "half the learning rate", "10 times too large; it would be --outer.lr 0.07",
     ], []),
     "lags, sigma known, mean gain below 1": (OuterRule(0.7, 0.9, form="ema"), 0.001, "never", [
         "10 times too small; it would be --outer.lr 7 in EMA form",
-        "hold it against half the learning rate (--outer.lr 0.35)",
-    ], []),
+        "hold it against half the learning rate (--outer.lr 0.35)", "sigma 0.001; without restarts it is 0.0007",
+    ], ["the period's own rate"]),
     "lags, a slow swing": (OuterRule(0.9, 0.85, True, "ema"), 0.06, "never", [
         "goes from side to side in 80 rounds", "Whether a larger or a smaller step is better the record does not tell",
     ], ["is faster"]),

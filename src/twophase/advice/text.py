@@ -183,10 +183,11 @@ def _step_advice(rule: OuterRule, finding: Finding, gain: float | None) -> Itera
 def _control_advice(finding: Finding, rule: OuterRule, gain: float | None) -> Iterator[str]:
     if finding.advice:
         names = [f"{name}: rate {rate:.3g}" for name, rate in finding.advice[1].controls.items()]
-        with_restart = finding.advice[1].recommended.rate
+        chosen = finding.advice[1].recommended
+        whose = "without restarts it is" if chosen.period is None else "the period's own rate is"
         yield (
-            f"Hold a restart against (nats a round at sigma {finding.advice[1].sigma[0]:.3g}; the period's own rate is "
-            f"{with_restart:.3g}): {'; '.join(names)}."
+            f"Hold a restart against (nats a round at sigma {finding.advice[1].sigma[0]:.3g}; {whose} "
+            f"{chosen.rate:.3g}): {'; '.join(names)}."
         )
     if gain is not None:
         yield (
