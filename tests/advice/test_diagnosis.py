@@ -203,8 +203,12 @@ ADVICE: dict[str, tuple[OuterRule, float, str, list[str], list[str]]] = {
         "hold it against half the learning rate (--outer.lr 0.35)", "sigma 0.001; without restarts it is 0.0007",
     ], ["the period's own rate"]),
     "lags, a slow swing": (OuterRule(0.9, 0.85, True, "ema"), 0.06, "never", [
-        "goes from side to side in 80 rounds", "Whether a larger or a smaller step is better the record does not tell",
+        "goes from side to side in 80 rounds", "a restart slows such a motion down",
+        "Whether a larger or a smaller step is better the record does not tell",
     ], ["is faster"]),
+    "lags, restarts too soon": (EMA, 0.1, "3", [
+        "take away momentum that is still of use", "a restart every 23 rounds (--outer.restart 23)",
+    ], ["a restart slows such a motion down"]),
     "steps of its own": (SUM, 0.5, "auto", [
         "auto takes steps of its own", "plain averaging (--outer.restart never --outer.momentum 0 --outer.lr 1)",
     ], ["Controls"]),

@@ -167,16 +167,19 @@ def _step_advice(rule: OuterRule, finding: Finding, gain: float | None) -> Itera
             "In the linear model a larger learning rate is faster, and a restart slows this motion down; "
             f"hold it against half the learning rate (--outer.lr {rule.lr / 2:.3g})."
         )
-    elif gain is None or gain <= LARGE_GAIN:
+        return
+    has_period = any(advice.recommended.period is not None for advice in finding.advice)
+    slows = "" if has_period else "In the linear model a restart slows such a motion down. "
+    if gain is None or gain <= LARGE_GAIN:
         yield (
-            "In the linear model a restart slows such a motion down. Whether a larger or a smaller step is better the "
-            "record does not tell; half the learning rate is one of the controls."
+            f"{slows}Whether a larger or a smaller step is better the record does not tell; half the learning rate is "
+            "one of the controls."
         )
     else:
         yield (
-            f"In the linear model a restart slows such a motion down. But the mean gain of this rule is {gain:.3g}, "
-            "where plain averaging has 1: in the small language models measured for this project, runs with a gain as "
-            "large as that became better with a smaller step, whether by a restart, less momentum or a lower lr."
+            f"{slows}The mean gain of this rule is {gain:.3g}, where plain averaging has 1: in the small language "
+            "models measured for this project, runs with a gain as large as that became better with a smaller step, "
+            "whether by a restart, less momentum or a lower lr."
         )
 
 
