@@ -118,7 +118,7 @@ def test_a_run(tmp_path: Path, capsys: Output) -> None:
 @pytest.mark.slow
 def test_blocks_have_rows_and_curves_of_their_own(tmp_path: Path) -> None:
     """Each fragment has its own estimate, period and curve, and a number alone is no name; of turns of one each too."""
-    write_run(tmp_path, EMA, [], blocks={"ends": [0.95] * 3, "1": [0.3] * 3})
+    write_run(tmp_path, EMA, [], blocks={"ends": [0.95] * 3, "1": [0.3] * 3}, restart="20")
     together = harmless(page_of(tmp_path))
     lines = []
     for line in map(json.loads, (tmp_path / "rounds.jsonl").read_text().splitlines()):
@@ -127,13 +127,14 @@ def test_blocks_have_rows_and_curves_of_their_own(tmp_path: Path) -> None:
             lines.append(line | single | line["groups"][part] | {"step": 2 * line["step"] - 1 + part})
     write_lines(tmp_path / "rounds.jsonl", lines)
     for text in (together, harmless(page_of(tmp_path))):
+        assert "<dt>Restarts</dt><dd>6</dd>" in text
         charts = [json.loads(data)["series"] for data in re.findall(r'application/json">(.*?)</script>', text)]
         assert len(charts) == 5
         for chart in charts[1:]:
             assert [curve["name"] for curve in chart] == ["ends", "fragment 1"]
         assert '<th scope="row">ends</th>' in text
         assert '<th scope="row">fragment 1</th>' in text
-        assert "<h3>fragment 1 (restart never)</h3>" in text
+        assert "<h3>fragment 1 (restart 20)</h3>" in text
     assert "0.95 (0.95 to 0.95)" in together
     assert "0.3 (0.3 to 0.3)" in together
 

@@ -149,7 +149,7 @@ def _summary(record: RunRecord, diagnosis: Diagnosis) -> Html:
         "Outer optimizer": outer_words(diagnosis) or "unknown",
         "Restart policy": record.restart,
         "Rounds": f"{record.recorded:,}{planned}, of {size}",
-        "Restarts": f"{int(np.nansum(record.rounds['restarted'])):,}",
+        "Restarts": f"{sum(int(block.restarted.sum()) for block in record.blocks):,}",  # of each fragment
         "Replicas": written(replicas, ",.0f") or "an unknown number",
         "Validation perplexity": perplexity if has_tokens else "",
         "Validation loss": quantity("validation_loss", record.unit) or last("validation_loss", record.unit),
