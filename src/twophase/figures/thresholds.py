@@ -35,8 +35,8 @@ class Curve:
         name: of the arm, for the legend.
         settings: how many it has; diverged and missing ones are near at no threshold.
         within: how many are near at each of `THRESHOLDS`, by their means over the seeds.
-        least: fewest of a single seed, each seed held against its own best; those of `within` with one seed.
-        most: most of a single seed.
+        least: fewest of `within` and of the single seeds, each held against its own best.
+        most: most of them.
     """
 
     name: str
