@@ -124,7 +124,7 @@ class SparseChannel(LossyChannel):
 
     def _rows(self) -> Iterator[tuple[int, int]]:
         """Yield first chunk and end of each piece that is encoded or decoded at once."""
-        ends = [-(-stop // self._length) for _, stop in self._pieces(self._numel)]
+        ends = sorted({-(-stop // self._length) for _, stop in self._pieces(self._numel)})
         yield from zip([0, *ends], ends, strict=False)
 
     # ------------------------------------------------------------------------------------------------------- state
