@@ -178,6 +178,8 @@ def _dots(fragment: Fragment) -> list[Dots]:
 
 def averaged(communicator: Communicator, weight: float, values: Sequence[Sequence[float]]) -> list[list[float]]:
     """Average lists of numbers, as many on every process, over the replicas (and over the shards of each)."""
+    if not any(values):  # no message has no bytes
+        return [[] for _ in values]
     rows = _rows(communicator, weight, [number for numbers in values for number in numbers])
     means = iter(_weighted_mean(rows))
     return [[next(means) for _ in numbers] for numbers in values]
