@@ -1,4 +1,7 @@
-"""Take inner products of pseudo-gradients and buffers, accumulated in float64, and the angles that follow from them."""
+"""Take inner products of pseudo-gradients and buffers, and the angles that follow from them.
+
+On plain tensors a piece is summed in float32 (or the tensors' own float64), and the pieces in float64.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ class Angles:
 
 
 def dots(pseudo_gradients: Sequence[Tensor], buffers: Sequence[Tensor], *, angle: bool = True) -> Dots:
-    """Return `<g, g>`, `<m, m>` and `<g, m>` over all tensors together, accumulated in float64.
+    """Return `<g, g>`, `<m, m>` and `<g, m>` over all tensors together.
 
     An empty `buffers` counts as m = 0. Without `angle` the last one is not computed where it costs time, and is a NaN.
     """
@@ -59,7 +62,7 @@ def dots(pseudo_gradients: Sequence[Tensor], buffers: Sequence[Tensor], *, angle
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
-    """Return the inner product of two tensors of a shape and dtype in float64, of DTensors over all of their shards."""
+    """Return the inner product of two like tensors as a float64, of DTensors over all of their shards."""
     if is_plain(a) and is_plain(b):
         pieces = zip(a.reshape(-1).split(_PIECE_DOTS), b.reshape(-1).split(_PIECE_DOTS), strict=True)
         return torch.stack([torch.dot(*pair) for pair in pieces]).sum(dtype=torch.float64)
