@@ -10,7 +10,7 @@ import pytest
 
 from meeting import Meeting
 from replicas import start
-from twophase.diloco.communicator import SingleProcess
+from twophase.diloco.communicator import Interrupted, SingleProcess
 from twophase.rule import OuterRule
 
 RULE = OuterRule(0.5, 0.9, nesterov=True)
@@ -178,6 +178,34 @@ def test_weightlessness_outlives_a_stop():
     again.engine.join(restore=lambda: again.load(state))
     reports = again.go(steps)
     assert [(report.fragments[0].name, report.newcomers) for report in reports[:3]] == [("1", 1), ("0", 0), ("1", 0)]
+
+
+class Torn(Meeting):
+    """Its collectives fail until the next vote."""
+
+    torn = False
+
+    def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Fail, or as ever."""
+        if self.torn:
+            raise Interrupted
+        return super().exchange(numbers)
+
+    def commit(self) -> bool:
+        """End the attempt."""
+        torn, self.torn = self.torn, False
+        return not torn
+
+
+def test_a_roll_call_that_fails_here_alone():
+    """With a delay the others may have heard all, and train on: the sync is tried again when it is due, with them."""
+    group = Torn()
+    run = start(RULE, [0], inner_steps=4, delay=2, communicator=group)
+    run.engine.join()
+    run.go(range(3))
+    group.torn = True
+    reports = [run.step(step) for step in range(3, 6)]
+    assert [report and (report.attempts, report.inner_steps) for report in reports] == [None, None, (2, 6)]
 
 
 def test_what_is_under_way_cannot_be_saved():

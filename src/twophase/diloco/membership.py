@@ -151,6 +151,8 @@ class Membership:
             try:
                 members, _, _ = self._call_roll(position, weight, running=True, ready=True)
             except Interrupted:
+                if not position.at_once:  # others may have heard all, and train on: the sync fails when it is due
+                    return Members(weight, self._replicas, attempts=attempts)
                 self._communicator.commit()  # ends the failed attempt, so that the next `begin` starts another
                 attempts += 1
             else:
