@@ -400,8 +400,8 @@ class _Preparation:
             )
         if self.plan.held_out and not self.splits.closed.get(VALIDATION):
             raise UsageError(
-                f"--held-out {self.plan.held_out}: holds out none of so few documents; give --validation FILES, or a "
-                f"larger share with another --out"
+                f"--held-out {self.plan.held_out}: holds out none of so few documents; with another --out give "
+                f"--validation FILES or a larger share"
             )
         meta = Meta(
             tokenizer=self.tokenizer.name,
