@@ -277,11 +277,13 @@ FILES = {
         ("Some words in a line.\n\n" * 200, "--data.sequence-length"),
     ],
     "page.html": [("mine", "--out page.html")],
+    "mine": [("mine", "mine: is a file, not a folder; choose another --out")],
 }
 WORDS = {
     "a.yaml": "train --config a.yaml",
     "text.txt": "train --data.corpus file:text.txt --data.sequence-length 4000 --out run",
     "page.html": "explore --out page.html",
+    "mine": "sweep --axis outer.lr 1 --out mine",
 }
 
 
@@ -340,6 +342,7 @@ def test_a_figures_numbers_replace_no_other_table(tmp_path: Path, capfd: pytest.
         "period --spectrum odd.txt",
         "explore --out odd.txt",
         "report odd.txt",
+        "sweep-worker --out odd.txt",
     ],
 )
 def test_what_is_no_file(capfd: pytest.CaptureFixture[str], kind: str, words: str) -> None:

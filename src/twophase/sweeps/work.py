@@ -105,7 +105,7 @@ class Work:
             values.setdefault("texts", {})  # older plans have none
             _check_names(folder, {*forest.nodes, *(job.id for job in jobs)}, values)
             return cls(folder, forest, {job.id: job for job in jobs}, **values)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except UsageError:
             raise
@@ -266,7 +266,7 @@ def _do(plan: Work, claim: Claim, execute: Execute) -> bool:
 
 def _version(folder: Path) -> tuple[int, ...]:
     """Return what changes when `plan.json` is written anew."""
-    with suppress(FileNotFoundError):
+    with suppress(FileNotFoundError, NotADirectoryError):
         check_regular(folder / PLAN)
         with (folder / PLAN).open("rb") as file:  # opened: NFS then asks the server
             status = os.fstat(file.fileno())
