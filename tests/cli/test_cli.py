@@ -269,6 +269,7 @@ def test_a_bare_train_averages(capsys: pytest.CaptureFixture[str]) -> None:
     for words, lr, momentum, schedule in (
         ([], 1.0, 0.0, "wsd"),
         (["--inner.schedule", "linear"], 1.0, 0.0, "linear"),
+        (["--inner.decay", "0.1"], 1.0, 0.0, "wsd"),
         (["--outer.restart", "3"], 0.7, 0.9, "cosine"),
         (["--recipe", "nano"], 0.9, 0.7, "cosine"),
     ):

@@ -124,7 +124,7 @@ def train_config(
     values = values_given(options, config)
     if untuned and not (files or options.recipe or any(path.startswith(("outer.", "sync.restart")) for path in values)):
         # The decay that averaging is best with, unless another schedule is asked for.
-        values = {**untuned, **({} if "inner.decay" in values else {"inner.schedule": "wsd"}), **values}
+        values = {**untuned, "inner.schedule": "wsd", **values}
     config = with_values(config, values)
     check_rule_options(config, values)
     if options.recipe:
