@@ -58,6 +58,7 @@ MISTAKES = [
     ("train --device cuda:77", "--device cuda:77"),
     ("train --recipe large", "--recipe large: there is no such recipe; choose from paper_150m, small, nano"),
     ("train --recipe nanno", "did you mean nano?"),
+    ("train --recipe=", "--recipe : there is no such recipe"),
     ("train --recipe paper_150m --device cpu", "tokens:data/c4"),
     ("train --model.vocabulary-size 50", "--model.vocabulary-size"),
     ("train --compute.micro-batch 3", "--compute.micro-batch"),

@@ -113,9 +113,9 @@ def train_config(
     add_values(parser, default, "run")
     parser.on_demand |= {name for name, part in vars(default).items() if is_dataclass(part) and name != TASK}
     options = parser.parse_args(words)
-    if options.recipe and name != LM:
+    if options.recipe is not None and name != LM:
         raise UsageError(f"--recipe {options.recipe} is for --task {LM}; with --task {name} leave it out")
-    config: RunConfig = recipe(options.recipe) if options.recipe else default
+    config: RunConfig = default if options.recipe is None else recipe(options.recipe)
     paths: list[str] = []
     for path, tree in files.items():
         config = overlaid(config, tree, f"--config {path}")
