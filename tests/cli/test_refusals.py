@@ -278,12 +278,14 @@ FILES = {
         ("Some words in a line.\n\n" * 200, "--data.sequence-length"),
     ],
     "page.html": [("mine", "--out page.html")],
+    "page.md": [("# A page\n", "has no line <!-- methods -->")],
     "mine": [("mine", "mine: is a file, not a folder; choose another --out")],
 }
 WORDS = {
     "a.yaml": "train --config a.yaml",
     "text.txt": "train --data.corpus file:text.txt --data.sequence-length 4000 --out run",
     "page.html": "explore --out page.html",
+    "page.md": "methods --into page.md",
     "mine": "sweep --axis outer.lr 1 --out mine",
 }
 
@@ -344,6 +346,7 @@ def test_a_figures_numbers_replace_no_other_table(tmp_path: Path, capfd: pytest.
         "explore --out odd.txt",
         "report odd.txt",
         "sweep-worker --out odd.txt",
+        "methods --into odd.txt",
     ],
 )
 def test_what_is_no_file(capfd: pytest.CaptureFixture[str], kind: str, words: str) -> None:

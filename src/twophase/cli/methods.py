@@ -12,6 +12,7 @@ from typing import Any
 
 from twophase.base.errors import UsageError
 from twophase.base.files import write_atomic
+from twophase.base.reading import read_bytes
 from twophase.cli.commands import plain_parser
 from twophase.number import did_you_mean
 from twophase.policies.text import load_modules
@@ -49,9 +50,13 @@ def main(words: Sequence[str]) -> int:
             raise UsageError(str(error)) from None
     else:
         try:
-            page = options.into.read_text(encoding="utf-8")
+            page = read_bytes(options.into).decode()
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"--into {options.into}: cannot be read ({error}); name a page that is there") from None
+        if not any(f"<!-- {slot}s -->\n" in page for slot in slots):
+            raise UsageError(
+                f"--into {options.into}: has no line <!-- {slots[0]}s -->, below which a table goes; add it"
+            )
         for slot in slots:
             page = re.sub(rf"(<!-- {slot}s -->\n)(\|.*\n)*", lambda match, slot=slot: match[1] + _table(slot), page)
         write_atomic(options.into, page)
