@@ -181,6 +181,8 @@ MISTAKES = [
     ("explore --sigma 0.5 1.5", "--sigma is 1.5"),
     ("explore --sigma 0.5 --eigenvalues 3", "--sigma and --eigenvalues"),
     ("explore --sigma-range 0.9 0.1", "--sigma-range 0.9 0.1"),
+    ("explore --sigma-range 0.1 1.5", "--sigma-range is 1.5"),
+    ("explore --eigenvalues 1e13 --inner-lr 1e-14 --inner-steps 4", "--eigenvalues is 1e+13"),
     ("explore --sigma-range 0.1 0.9 100", "--sigma-range is 100"),
     ("explore --sigma-range 0.1 0.9 2.5", "--sigma-range 0.1 0.9 2.5"),
     ("explore --inner-steps 4", "--eigenvalues"),

@@ -128,6 +128,7 @@ _OPTIONS = {
     "momentum": "--outer.momentum",
     "restart": "--outer.restart",
     "count": "--sigma-range",
+    "curvature": "--eigenvalues",
 }
 
 
@@ -197,6 +198,8 @@ def check(state: State, run: RunSpectrum | None = None) -> None:
     sigmas = (state.sigma, *state.sigmas, state.low, state.high)
     for name, (low, high) in LIMITS.items():
         option = _OPTIONS.get(name, f"--{name.replace('_', '-')}")
+        if name == "sigma" and state.spectrum == "range":  # whose ends are low and high
+            option = "--sigma-range"
         for value in {"sigma": sigmas, "curvature": state.curvatures}.get(name) or [getattr(state, name)]:
             if not low <= value <= high:  # nan, too
                 words = f"{high:,.6f}".rstrip("0").rstrip(".")
