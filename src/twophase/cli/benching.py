@@ -249,7 +249,7 @@ def write_reference(out: Path, into: Path) -> None:
     """
     if not check_place(out, SPEC, "bench") or not (out / RESULTS).is_file():
         raise UsageError(
-            f"--out {out}: no place of a bench has ended there; run twophase bench --reference --size full"
+            f"--out {out}: no place of a bench has ended there; run twophase bench --reference --out {out}"
         )
     protocol = {"protocol": PROTOCOL, "fingerprint": protocol_fingerprint(), "points": SIZES["full"].points}
     spec = _spec(out)
