@@ -146,6 +146,7 @@ MISTAKES = [
     ("tune --seed 3", "--seed"),
     ("tune --task digits --workers 0", "--workers is 0"),
     ("tune digts", "--task digts: there is no such task; did you mean digits?"),
+    ("bench nesterov --workers 0", "--workers is 0"),
     ("sweep-worker", "--out"),
     ("sweep-worker --out absent", "plan.json"),
     ("sweep-worker --out absent --in-memory -1", "--in-memory"),

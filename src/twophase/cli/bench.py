@@ -42,6 +42,8 @@ def main(words: list[str]) -> int:
         parser.error("give an ARM, --reference for the protocol's own, or --regimes")
     if (options.into or options.arms) and not options.reference:
         parser.error("--into and --arms are for --reference")
+    if options.workers == 0 and not options.regimes:  # before there is a folder
+        parser.error("--workers is 0; a comparison waits for its runs: give 1 or more")
 
     from twophase.cli.benching import bench_arm, run_bench, write_reference
     from twophase.cli.own_arm import read_arm
