@@ -110,6 +110,7 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "flipped": (change("validation-00000.bin", flip_a_bit), r"validation-00000\.bin: its SHA-256 is .* copy it again"),
     "other hash": (lambda f: damage_meta(f, sha256="cd" * 32), r"and meta\.json says cdcdcdcdcdcdcdcd"),
     "no meta": (lambda f: (f / META).unlink(), r"holds no meta\.json; .*twophase data prepare"),
+    "unreadable": (lambda f: ((f / META).unlink(), (f / META).mkdir()), r"meta\.json cannot be read \(it is a folder"),
     "no object": (lambda f: (f / META).write_text("[]"), r"meta\.json is damaged"),
     "no dtype": (
         lambda f: write_meta(f, dataclasses.replace(read_meta(f), dtype="int8")),

@@ -153,8 +153,10 @@ def read_meta(folder: Path) -> Meta:
         ) from None
     except NotADirectoryError:
         raise UsageError(f"{folder} is a file; name the folder that `twophase data prepare` made") from None
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read ({error.strerror}); check the folder") from None
     except UsageError:
         raise
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UsageError(f"{path} is damaged ({error}); prepare the folder again") from None
     return meta
