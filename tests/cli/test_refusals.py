@@ -132,6 +132,7 @@ MISTAKES = [
     ("sweep --axis outer.lr 1 --workers -1", "--workers"),
     ("sweep --axis outer.lr 1 --slurm-time 60", "--slurm-time is given without --launcher slurm"),
     ("sweep --axis outer.lr 1 --launcher slurm", "--launcher slurm needs --workers"),
+    ("sweep --axis outer.lr 1 --launcher slurm --workers 2", "--slurm-time is missing"),
     ("sweep --axis outer.lr 1 -1", "--outer.lr is -1"),
     ("sweep --axis outer.lr 1 --launcher pbs", "--launcher"),
     ("tune --points 3 --budget 2h", "--points 3 and --budget 7200 s"),

@@ -222,6 +222,11 @@ def run(
         return 0
     check_drawing()  # what cannot be drawn is refused before hours of runs
     launched: list[str] = []
+    has_jobs = options.launcher == "slurm" and workers > 0
+    if has_jobs:
+        from twophase.sweeps.slurm import checked
+
+        checked(slurm or {})  # before a folder is made
 
     def launch(command: Sequence[str]) -> None:
         from twophase.sweeps.slurm import submit
@@ -236,7 +241,7 @@ def run(
             threads=max(config.threads for config in sweep.runs.values()),
             merge=not options.no_merge,
             devices=devices,
-            launch=launch if options.launcher == "slurm" and workers > 0 else None,
+            launch=launch if has_jobs else None,
             texts=texts,
             in_memory=options.in_memory,
             progress=progress,

@@ -116,7 +116,7 @@ def submit(folder: Path, command: Sequence[str], workers: int, options: Mapping[
         UsageError: no time or one that is not written so, an option that the array needs itself; submitit
             or Slurm's commands are not installed; Slurm refuses the jobs, or the folder cannot be written.
     """
-    parameters = _parameters(options)
+    parameters = checked(options)
     try:
         import submitit  # noqa: PLC0415 - an extra, and half a second that `import twophase` should not cost
         from submitit.core.utils import FailedJobError, FailedSubmissionError  # noqa: PLC0415
@@ -153,8 +153,12 @@ def submit(folder: Path, command: Sequence[str], workers: int, options: Mapping[
     return [job.job_id for job in jobs]
 
 
-def _parameters(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options by submitit's names; what submitit does not know keeps sbatch's."""
+def checked(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options by submitit's names; what submitit does not know keeps sbatch's.
+
+    Raises:
+        UsageError: no time or one that is not written so, or an option that the array needs itself.
+    """
     sbatch = {name.replace("-", "_"): value for name, value in options.items()}
     for name in ("array", "output", "error", "signal", "open_mode"):
         if name in sbatch:
