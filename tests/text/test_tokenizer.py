@@ -213,8 +213,6 @@ def test_what_is_no_tokenizer_is_refused(general: Path, tmp_path: Path):
         "--tokenizer nonsense: there is no such folder": lambda: load_tokenizer("nonsense"),
         r"holds no tokenizer.json; save it from transformers": lambda: load_tokenizer(str(tmp_path / "empty")),
         "cannot be read": lambda: load_tokenizer(str(tmp_path / "damaged")),
-        "is learnt by `twophase data prepare`": lambda: load_tokenizer("bpe:300"),
-        "the size must be 257": lambda: train_bpe([], 100),
         r"no token </s>, .* with --end-of-text TOKEN": lambda: load_tokenizer(str(general)),
         "has no token <none>": lambda: load_tokenizer(str(general), end_of_text="<none>"),
     }

@@ -85,8 +85,6 @@ def load_tokenizer(name: str, *, end_of_text: str | None = None) -> Tokenizer:
     Raises:
         UsageError: an unknown name; a tokenizer that is missing, damaged, or cannot be fetched; no end of text.
     """
-    if name.startswith("bpe:"):
-        raise UsageError(f"--tokenizer {name}: is learnt by `twophase data prepare`; load its folder instead")
     if name == "bytes":
         return _bytes()
     if name == "mistral":
@@ -110,15 +108,8 @@ def train_bpe(texts: Iterable[str], size: int) -> Tokenizer:
 
     Args:
         texts: documents; only their words are held in memory, not the documents.
-        size: number of ids, 257 to 1,000,000; fewer come out where the texts hold too few pairs.
-
-    Raises:
-        UsageError: a size outside the range.
+        size: number of ids, from `SMALLEST_BPE` to `LARGEST_BPE`; fewer come out where the texts hold too few pairs.
     """
-    if not SMALLEST_BPE <= size <= LARGEST_BPE:
-        raise UsageError(
-            f"--tokenizer bpe:{size}: the size must be {SMALLEST_BPE} to {LARGEST_BPE}, for example bpe:8000"
-        )
     hf = _tokenizers(f"--tokenizer bpe:{size}")
     made = hf.Tokenizer(hf.models.BPE())
     pre = hf.pre_tokenizers
