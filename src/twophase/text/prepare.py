@@ -31,7 +31,6 @@ from twophase.base.config import UsageError, differences, fingerprint
 from twophase.base.files import TEMPORARY, write_atomic
 from twophase.base.progress import meter
 from twophase.base.reading import read_bytes, read_json_object
-from twophase.policies.checks import check_count
 from twophase.text.meta import META, TOKEN_BYTES, TOKENIZER, TRAIN, VALIDATION, Meta, read_meta, write_meta
 from twophase.text.sources import BATCH_BYTES, Batch, File, batches, find
 from twophase.text.tokenizer import BUILT_IN, LARGEST_BPE, SMALLEST_BPE, Ids, Tokenizer, load_tokenizer, train_bpe
@@ -223,17 +222,10 @@ class _Preparation:
         state = self._begun()
         self.tokenizer = self._tokenizer(state.get("tokenizer_sha256"))
         self.splits = Splits(folder, self.tokenizer.dtype, plan.request.shard_tokens)
-        self.place: dict[str, int] = {"stage": 0, "file": 0, "record": 0}
-        self.before = str(state.get("before", ""))
+        self.place: dict[str, int] = state.get("place", {"stage": 0, "file": 0, "record": 0})
+        self.before: str = state.get("before", "")
         """Digest of the record before the place: the file may have changed since."""
-        try:
-            self.splits.resume(state.get("splits", {"closed": {}, "parts": {}}))
-            place = state.get("place", self.place)
-            self.place = {name: check_count(STATE, name, place[name], 0) for name in self.place}
-        except UsageError:
-            raise
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise self._damaged(error) from None
+        self.splits.resume(state.get("splits", {"closed": {}, "parts": {}}))
         self.saved = time.monotonic()
 
     def run(self, *, quiet: bool) -> Meta:
@@ -315,9 +307,6 @@ class _Preparation:
         self._write(facts | {"place": self.place, "before": self.before, "splits": self.splits.state()})
         self.saved = time.monotonic()
 
-    def _damaged(self, error: Exception) -> UsageError:
-        return UsageError(f"{self.folder / STATE} is damaged ({error}); delete {self.folder} and prepare it again")
-
     def _write(self, state: dict[str, Any]) -> None:
         write_atomic(self.folder / STATE, json.dumps(state | {"fingerprint": fingerprint(state)}))
 
@@ -328,7 +317,7 @@ class _Preparation:
             return {}
         try:
             state = read_json_object(path)
-            if state.pop("fingerprint", None) not in (None, fingerprint(state)):  # earlier versions wrote none
+            if state.pop("fingerprint") != fingerprint(state):
                 raise ValueError("it has changed since it was written")
             request, place = state["request"], state.get("place", {"stage": 0, "file": 0})
             # A file that has not been read to its end may be another one, as after a download that was cut: what was
@@ -339,7 +328,7 @@ class _Preparation:
                 sizes |= {file.name: file.size for file in files[first:] if file.name in sizes}
             changed = differences(self.plan.record(), request)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise self._damaged(error) from None
+            raise UsageError(f"{path} is damaged ({error}); delete {self.folder} and prepare it again") from None
         if changed and any(self.folder.glob("*.bin")):
             raise UsageError(
                 f"--out {self.folder}: was begun with another request ({_few(changed)}); repeat that one, name another "

@@ -121,7 +121,7 @@ class Splits:
                 os.truncate(path, size)
                 with path.open("rb") as file:
                     digest = hashlib.file_digest(file, "sha256")  # an open part goes on with it
-                if digest.hexdigest() != shard.sha256 and shard.sha256:  # earlier versions had none of an open part
+                if digest.hexdigest() != shard.sha256:
                     fault = "has changed since it was written"
             if fault:
                 raise UsageError(
