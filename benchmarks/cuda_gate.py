@@ -92,8 +92,10 @@ class Text:
     """A corpus of one token, as far as a replica asks for one."""
 
     def __init__(self, config: TrainConfig) -> None:
+        from twophase.text.verification import Verification
+
         self.shape = (config.data.batch_size, config.data.sequence_length)
-        self.vocabulary_size, self.token_bytes, self.verification = VOCABULARY, None, None
+        self.vocabulary_size, self.token_bytes, self.verification = VOCABULARY, None, Verification({})
 
     def batch(self, *_: int) -> tuple[Any, Any]:
         """The tokens and targets of an inner step."""

@@ -342,7 +342,6 @@ def test_damage_that_is_seen_early_ends_a_run_early(tokens: TrainConfig, tmp_pat
     shardmaker.flip(tmp_path / "tokens" / "validation-00000.bin")
     rounds: list[int] = []
     task = LanguageTask(tokens)
-    assert task.corpus.verification is not None
     task.corpus.verification.start()
     task.corpus.verification.finish()
     with RunFolder.claim(tmp_path / "run", tokens) as folder, pytest.raises(RunError, match=r"-00000\.bin was damaged"):

@@ -93,8 +93,7 @@ class HuggingFace:
                 f"--task.corpus {self.corpus}: its {corpus.vocabulary_size:,} tokens are more than the "
                 f"{self._sizes.vocab_size:,} of hf:{self.source}; prepare the text with the model's own tokenizer"
             )
-        if corpus.verification:
-            corpus.verification.start()
+        corpus.verification.start()
         return corpus
 
     def model(self, seed: int) -> nn.Module:
@@ -178,7 +177,7 @@ class HuggingFace:
     def data_fault(self, *, wait: bool = False) -> str:
         """Return what is wrong with token files that were taken on trust; `wait` until all are read."""
         verification = self._corpus.verification
-        return (verification.finish() if wait else verification.fault) if verification else ""
+        return verification.finish() if wait else verification.fault
 
 
 @contextmanager

@@ -34,7 +34,7 @@ class Verification:
 
     def start(self) -> None:
         """Begin, unless that was done; of the processes that torchrun started on a machine, the first does it."""
-        if self._thread is None and os.environ.get("LOCAL_RANK", "0") == "0":
+        if self._expected and self._thread is None and os.environ.get("LOCAL_RANK", "0") == "0":
             # A daemon: a command that fails or is interrupted need not wait for it.
             self._thread = threading.Thread(target=self._read, name="verify-tokens", daemon=True)
             self._thread.start()
@@ -44,15 +44,12 @@ class Verification:
         self._hurry.set()
         if self._thread is not None and self._thread.is_alive():
             self._thread.join(1.0)
-            with meter("checking token files (MB)", self._total // 10**6, quiet=not self._thread.is_alive()) as show:
+            total = sum(path.stat().st_size for path in self._expected if path.exists())
+            with meter("checking token files (MB)", total // 10**6, quiet=not self._thread.is_alive()) as show:
                 while self._thread.is_alive():
                     show(self._done_bytes // 10**6, "")
                     self._thread.join(0.5)
         return self.fault
-
-    @property
-    def _total(self) -> int:
-        return sum(path.stat().st_size for path in self._expected if path.exists())
 
     def _read(self) -> None:
         for path, expected in self._expected.items():

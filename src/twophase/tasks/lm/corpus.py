@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -58,7 +58,7 @@ class Corpus:
         batch_size: windows of a batch.
         validation_windows: windows of a validation.
         description: facts for the record of a run, as plain values.
-        verification: of token files that were taken on trust; None where all was read.
+        verification: of token files that were taken on trust.
     """
 
     vocabulary_size: int
@@ -72,7 +72,7 @@ class Corpus:
     batch_size: int
     validation_windows: int
     description: dict[str, Any]
-    verification: Verification | None = None
+    verification: Verification = field(default_factory=lambda: Verification({}))
 
     def batch(self, seed: int, step: int, replica: int) -> tuple[Ids, Ids]:
         """Return a replica's windows at a step: a pure function of (seed, step, replica).
@@ -331,7 +331,7 @@ def _shard_corpus(data: DataConfig, replicas: int, vocabulary_size: int, named: 
         batch_size=data.batch_size,
         validation_windows=data.validation_windows,
         description=facts,
-        verification=Verification(shards.trusted) if shards.trusted else None,
+        verification=Verification(shards.trusted),
     )
 
 

@@ -78,12 +78,11 @@ class LanguageTask:
     def data_fault(self, *, wait: bool = False) -> str:
         """Return what is wrong with token files that were taken on trust; `wait` until all are read."""
         verification = self.corpus.verification
-        return (verification.finish() if wait else verification.fault) if verification else ""
+        return verification.finish() if wait else verification.fault
 
     def step(self, device: torch.device, replicas: int, communicator: Communicator) -> LanguageStep:
         """Make what computes in pieces, with compiled code and chosen attention kernels; begin to verify the data."""
-        if self.corpus.verification:
-            self.corpus.verification.start()
+        self.corpus.verification.start()
         return LanguageStep(self, device, replicas, communicator)
 
     def check(self, device: torch.device) -> None:
