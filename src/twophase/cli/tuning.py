@@ -52,7 +52,6 @@ class Tuning:
         budget: seconds for the whole, from which the first stage finds the number of points, in the place of points.
         seeds: tuning seeds, of which a setting's results are averaged.
         fresh: seeds of the final comparison, at least 2 and none of the tuning seeds.
-        refinements: how often the steps are halved once the best is interior.
         is_first: whether to search as the bench's first protocol does, whose numbers stay comparable that way.
 
     Raises:
@@ -65,7 +64,6 @@ class Tuning:
     budget: float | None = None
     seeds: Sequence[int] = (0, 1)
     fresh: Sequence[int] = (100, 101, 102, 103, 104)
-    refinements: int = 1
     is_first: bool = False
     arms: tuple[Arm, ...] = field(init=False)
     """The control and the others."""
@@ -124,16 +122,16 @@ class Tuning:
     def spec(self) -> dict[str, Any]:
         """Return what identifies the comparison."""
         values = {name: list(getattr(self, name)) for name in ("seeds", "fresh")}
-        values |= {name: getattr(self, name) for name in ("points", "budget", "refinements")}
+        values |= {"points": self.points, "budget": self.budget, "refinements": Search.refinements}
         values |= {} if self.is_first else {"search": 2}
         return {"base": to_tree(self.base), "arms": [arm.text for arm in self.arms], **values}
 
     def search(self, arm: Arm, points: int) -> Search:
         """Return the search of an arm."""
         if not self.is_first:
-            return Search(arm.scales, points, self.refinements)
+            return Search(arm.scales, points)
         scales = {n: replace(s, kind="complement", low=0.0) if s.kind == "odds" else s for n, s in arm.scales.items()}
-        return Search(scales, points, self.refinements, passes_equal=False)
+        return Search(scales, points, passes_equal=False)
 
     def is_interior(self, search: Search, results: Mapping[Point, float]) -> bool:
         """Whether a search ended by itself: with one more point it would ask for nothing."""
@@ -318,7 +316,8 @@ class _Stages:
                 seconds[arm.text] += _seconds(rows)
             if points is None:
                 # Of a stage that was interrupted this process has seen the rest alone.
-                worked = sum(seconds.values()) / min(self._workers(), len(wanted) * len(self.tuning.seeds))
+                workers = self.workers or len(devices_of([self.tuning.base])) or workers_of(None)
+                worked = sum(seconds.values()) / min(workers, len(wanted) * len(self.tuning.seeds))
                 spent = spent or max(time.monotonic() - began, worked)
                 self._note(None, spent)
                 points = _affordable(self.tuning, spent)
@@ -347,9 +346,6 @@ class _Stages:
         }
         write_atomic(self.folder / RESULT, json.dumps(plain, indent=1, allow_nan=False) + "\n")
         return outcome
-
-    def _workers(self) -> int:
-        return self.workers or len(devices_of([self.tuning.base])) or workers_of(None)
 
     def _note(self, points: int | None, spent: float | None) -> None:
         """Write what is compared, with the settings that an arm may try and what the first of them took."""
