@@ -98,10 +98,6 @@ def _cost(slot: Slot, cls: type[Value]) -> tuple[float, float]:
     return cost(outer(value[slot]) if slot == "method" else replace(as_outer("nesterov"), **value))
 
 
-def _restarts(method: Method) -> str:
-    return "yes" if method.restarts else "with momentum" if method.first_moment else "no"
-
-
 def _table(slot: Slot) -> str:
     costs, restarts = slot != "schedule", slot == "method"
     head = [slot, *["restarts"] * restarts, "theory", *["passes", "bytes"] * costs, "fields", "source, *used by*, test"]
@@ -110,7 +106,8 @@ def _table(slot: Slot) -> str:
         # Each part of an equation on a line of its own, which does not break.
         parts = [f"`{part}`".replace(" ", "\N{NO-BREAK SPACE}") for part in cls.equation.split(";  ")]
         cells = ["<br>".join([f"**{cls.name}**", *parts])]
-        cells += [_restarts(value)] if isinstance(value := cls(), Method) else []
+        if isinstance(value := cls(), Method):
+            cells.append("yes" if value.restarts else "with momentum" if value.first_moment else "no")
         cells += ["yes" if cls.linear else "no"]
         cells += [f"{number:.0f}" for number in _cost(slot, cls)] if costs else []
         cells += ["<br>".join(f"`{word}`" for word in str(cls()).split(":")[1:])]

@@ -63,10 +63,5 @@ def _results(rows: list[Row], sweep: Sweep, out: Path) -> str:
     forms = sorted({config.outer.form for config in sweep.runs.values()})
     form = " and ".join(FORM_WORDS[form] for form in forms)
     more = f"what each arm is worth, and against the controls: {report_command(out)}"
-    return f"{describe(rows)}\n{list_figures(draw(rows, form, out / 'figures'), out)}\n{more}"
-
-
-def list_figures(paths: list[Path], out: Path) -> str:
-    """List the table and the pictures of a sweep, a line each."""
-    pictures = [str(path) for path in paths if path.suffix == ".png"]
-    return f"table {out / 'cells.csv'}" + "".join(f"\nfigure {picture}" for picture in pictures)
+    pictures = [f"figure {path}" for path in draw(rows, form, out / "figures") if path.suffix == ".png"]
+    return "\n".join([describe(rows), f"table {out / 'cells.csv'}", *pictures, more])

@@ -63,7 +63,10 @@ def main(words: list[str]) -> int:
     if options.lighthouse is not None:
         out = out / f"replica-{options.replica}"  # each is a run of its own, wherever its machine is
     if options.verify:  # before a finished run's result, too
-        _verify(config)
+        from twophase.tasks.build import task_of
+
+        if verify_data := getattr(task_of(config), "verify_data", None):
+            verify_data()
     summary = finished(out, config) or train_run(out, config, options)
     lead = os.environ.get("RANK", "0") == "0"
     if summary["exit_reason"] == "stopped":
@@ -206,14 +209,6 @@ def _check_elastic(options: argparse.Namespace) -> None:
             f"--run-record {options.run_record}: its folder is missing or cannot be written; make it, or name a "
             "file in another one"
         )
-
-
-def _verify(config: RunConfig) -> None:
-    """Read all data of a run and compare them with their checksums, where its task has such."""
-    from twophase.tasks.build import task_of
-
-    if verify_data := getattr(task_of(config), "verify_data", None):
-        verify_data()
 
 
 def train_run(out: Path, config: RunConfig, options: argparse.Namespace) -> dict[str, Any]:
