@@ -341,6 +341,8 @@ def _place_card(
     by_arm = {row["arm"]: row for row in here}
     row = by_arm[arm]
     logs = [math.log(r["result"] or math.inf) for r in here if r["arm"] == arm and r["seed"]]
+    columns = [name for name in row if name in SETTINGS or name.startswith(("method.", "policy."))]
+    tuned = {name: row[name] for name in columns if row[name] is not None}
     # An arm without a setting that survived has no held-out run.
     seconds, of_control = (
         r["seconds"] / (r["settings"] * len(size.seeds) + len(size.fresh) * (r["seed"] is not None))
@@ -349,7 +351,7 @@ def _place_card(
     return PlaceCard(
         place.name,
         place.title,
-        {name: value for name, value in row.items() if _is_tuned(name) and value is not None},
+        tuned,
         math.exp(math.fsum(logs) / len(logs)) if logs and math.isfinite(math.fsum(logs)) else None,
         row["settings"],
         row["interior"],
@@ -359,7 +361,3 @@ def _place_card(
         tuple(other for other in against[1:] if other is not None),
         note,
     )
-
-
-def _is_tuned(column: str) -> bool:
-    return column in SETTINGS or column.startswith(("method.", "policy."))
