@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -28,12 +27,8 @@ def _images() -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         raise UsageError("--task digits needs scikit-learn; install twophase[studies]")
     # The file that `load_digits` reads: to import scikit-learn for it would take every process two seconds.
     path = Path(package.submodule_search_locations[0], "datasets", "data", "digits.csv.gz")
-    if path.exists():
-        pixels, digits = np.hsplit(np.loadtxt(path, delimiter=","), [-1])
-    else:  # another release may have it elsewhere
-        pixels, digits = import_module("sklearn.datasets").load_digits(return_X_y=True)
-    images = (np.asarray(pixels) / 16).astype(np.float32).reshape(-1, 1, 8, 8)
-    return images, np.asarray(digits).astype(np.int64).reshape(-1)
+    pixels, digits = np.hsplit(np.loadtxt(path, delimiter=","), [-1])
+    return (pixels / 16).astype(np.float32).reshape(-1, 1, 8, 8), digits.astype(np.int64).reshape(-1)
 
 
 @dataclass(frozen=True)
