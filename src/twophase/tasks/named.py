@@ -137,9 +137,7 @@ def name_of(kind: type) -> str:
         raise UsageError(
             f"the task {kind.__qualname__} cannot be found by another process; define its class at the top of a file"
         )
-    if kind.__module__ != "__main__" and "." in kind.__module__:
-        return f"{kind.__module__}:{kind.__name__}"
-    if file is None:
+    if file is None or "." in kind.__module__:
         return f"{kind.__module__}:{kind.__name__}"
     place = Path(file).absolute()
     return f"{place.relative_to(Path.cwd()) if place.is_relative_to(Path.cwd()) else place}:{kind.__name__}"

@@ -236,7 +236,7 @@ def _seed(seed: int) -> None:
 
 def _alike(first: Any, second: Any) -> bool:
     """Tell whether two trees of tensors and arrays are the same bits."""
-    if isinstance(first, Tensor) or hasattr(first, "dtype"):
+    if hasattr(first, "dtype"):
         tensor, other = torch.as_tensor(first), torch.as_tensor(second)
         return tensor.dtype == other.dtype and torch.equal(tensor.nan_to_num(), other.nan_to_num())
     if isinstance(first, Mapping):
