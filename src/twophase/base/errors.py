@@ -30,6 +30,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, FULL) and (cut or any(words in text for words in (*_FULL, _TORCH)))
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an exception's message, or its type where it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
 def message_of(error: BaseException) -> str:
     """Return what to say of an error: its own message, with the remedy where this machine's memory is full."""
     if isinstance(error, UsageError | RunError) or not is_out_of_memory(error):

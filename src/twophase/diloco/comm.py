@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from twophase.base.errors import RunError
+from twophase.base.errors import RunError, first_line
 from twophase.diloco.communicator import Communicator, Pending, SingleProcess
 
 TIMEOUT = 480.0
@@ -34,10 +34,9 @@ def _explained() -> Iterator[None]:
                 "two ranks of this machine have their parameters on one GPU; call torch.cuda.set_device(local_rank) "
                 "before the model is made, with the LOCAL_RANK that torchrun sets"
             ) from error
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise RunError(
-            f"the connection to the other processes is lost ({reason}); see what they have said: one may have ended or "
-            "been cut off. Checkpoints are intact: repeat the command to resume"
+            f"the connection to the other processes is lost ({first_line(error)}); see what they have said: one may "
+            "have ended or been cut off. Checkpoints are intact: repeat the command to resume"
         ) from error
 
 

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.distributed import TCPStore
 
-from twophase.base.errors import RunError
+from twophase.base.errors import RunError, first_line
 from twophase.diloco.agreement import first_unlike
 from twophase.diloco.communicator import Interrupted
 from twophase.elastic import parts
@@ -331,7 +331,7 @@ class TorchFT(Collectives):
             )
         return (
             f"TorchFT: the other replicas did not come to a sync within {self.quorum_timeout:g} s "
-            f"({_first_line(error)}); see whether they hang, or pass a quorum_timeout (twophase train: "
+            f"({first_line(error)[:300]}); see whether they hang, or pass a quorum_timeout (twophase train: "
             "--quorum-timeout) longer than their inner steps take"
         )
 
@@ -395,8 +395,8 @@ class TorchFT(Collectives):
             self.close()
             raise RunError(
                 f"TorchFT: the lighthouse at {self.lighthouse} cannot be reached for {self.connect_timeout:g} s "
-                f"({_first_line(error)}); start it (torchft_lighthouse), see that its address is right, and repeat the "
-                "command"
+                f"({first_line(error)[:300]}); start it (torchft_lighthouse), see that its address is right, and "
+                "repeat the command"
             ) from None
         return self._manager
 
@@ -444,7 +444,3 @@ def _outer_bytes(engine: DiLoCo) -> tuple[int, int]:
 def _facts(engine: DiLoCo) -> dict[str, Any]:
     """Return what a late replica must have in common with its run; the state brings the outer settings."""
     return {key: value for key, value in engine.description().items() if key != "outer settings"}
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0][:300]

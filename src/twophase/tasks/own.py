@@ -18,10 +18,10 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from twophase.base.config import RunError, UsageError, to_tree
-from twophase.base.errors import is_out_of_memory
+from twophase.base.errors import first_line, is_out_of_memory
 from twophase.base.source import source_digest
 from twophase.training.config import InnerConfig
-from twophase.training.device import first_line, moved
+from twophase.training.device import moved
 from twophase.training.trainer import RESERVED
 
 _METHODS = ("model", "batch", "loss", "evaluate")

@@ -24,8 +24,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_map
 
-from twophase.base.errors import UsageError, is_out_of_memory
-from twophase.training.device import first_line
+from twophase.base.errors import UsageError, first_line, is_out_of_memory
 
 Function = Callable[[nn.Module, Any], Tensor]
 Product = Callable[[Sequence[Tensor]], Sequence[Tensor]]

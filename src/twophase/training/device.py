@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils import deterministic
 
 import twophase
-from twophase.base.errors import FULL, RunError, UsageError, is_out_of_memory
+from twophase.base.errors import FULL, RunError, UsageError, first_line, is_out_of_memory
 
 
 def usable_device(name: str) -> torch.device:
@@ -112,12 +112,6 @@ def room_for(what: str, device: torch.device | str) -> Iterator[None]:
             f"--device {device}: out of memory for {what} ({first_line(error)}); use a device with more memory, "
             "a smaller model, or more processes with fewer replicas each. What the run has saved is intact"
         ) from error
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an exception's message, or its type where it has none."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 def device_name(device: torch.device) -> str:

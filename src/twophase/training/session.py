@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from twophase.base.config import RunError, UsageError
+from twophase.base.errors import RunError, UsageError, first_line
 from twophase.diloco.comm import ProcessGroup
 from twophase.diloco.communicator import Communicator, SingleProcess, in_agreement
 from twophase.runs.folder import RunFolder
@@ -176,7 +176,7 @@ def process_group(config: RunConfig, patience: float = 600.0, timeout: float | N
     try:
         communicator = _within(patience + 1, form)  # of the limits within, most end with a better reason
     except (RuntimeError, ValueError) as error:
-        reason = str(error.__cause__ or error).splitlines()[0]
+        reason = first_line(error.__cause__ or error)
         raise RunError(
             f"the processes cannot meet at {where} ({reason}); give torchrun an address that all machines reach and a "
             "free port (--master-addr, --master-port), and gloo its interface (GLOO_SOCKET_IFNAME)"

@@ -18,14 +18,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from twophase.base.errors import RunError, UsageError, is_out_of_memory
+from twophase.base.errors import RunError, UsageError, first_line, is_out_of_memory
 from twophase.diloco.communicator import Communicator, SingleProcess
 from twophase.tasks.lm.attention import DTYPES, activate, attention_kernel, choose
 from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.loss import pieces_bytes
 from twophase.tasks.lm.model import Llama
 from twophase.tasks.lm.speed import matrix_count, parameter_count
-from twophase.training.device import first_line
 
 T = TypeVar("T")
 Batch = tuple[Tensor, Tensor]
