@@ -148,6 +148,9 @@ def merged(reports: Sequence[RoundReport]) -> RoundReport:
         return reports[0]
     fragments = tuple(fragment for report in reports for fragment in report.fragments)
     phases = {phase for report in reports for phase in report.seconds}
+    checksum = 0  # it depends on all and on their order
+    for fragment in fragments:
+        checksum = (checksum * 0x100000001B3 + int(fragment.checksum, 16)) % (1 << 64)
     return replace(
         reports[-1],
         inner_steps=max(report.inner_steps for report in reports),
@@ -161,16 +164,6 @@ def merged(reports: Sequence[RoundReport]) -> RoundReport:
         pseudo_gradient_norm=sum(report.pseudo_gradient_norm**2 for report in reports) ** 0.5,
         bytes_sent=sum(report.bytes_sent for report in reports),
         seconds={phase: sum(report.seconds.get(phase, 0.0) for report in reports) for phase in sorted(phases)},
-        checksum=joined([fragment.checksum for fragment in fragments]),
+        checksum=f"{checksum:016x}",
         rejected=max(report.rejected for report in reports),
     )
-
-
-def joined(checksums: Sequence[str]) -> str:
-    """Join checksums: the only checksum itself, or sixteen digits that depend on all and on their order."""
-    if len(checksums) == 1:
-        return checksums[0]
-    value = int(checksums[0], 16)
-    for other in checksums[1:]:
-        value = (value * 0x100000001B3 + int(other, 16)) % (1 << 64)
-    return f"{value:016x}"
