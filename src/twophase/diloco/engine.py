@@ -277,7 +277,7 @@ class DiLoCo:
                     if not self._position.at_once:  # the state of a peer that begins a sync with a delay
                         return self._follow(sync, signals)
                 sync.apply()
-            except BaseException:
+            except BaseException:  # an error of the probe, or Ctrl-C
                 sync.withdraw()  # nothing where its outer step has begun, or where it is withdrawn already
                 raise
             self._position.borrowed.difference_update([fragment.number for fragment in sync.fragments])

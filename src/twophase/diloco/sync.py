@@ -95,7 +95,7 @@ class Sync:
         sync = cls(setting, members, [Part(fragment, 0) for fragment in fragments], at_once=at_once)
         try:
             sync._send()
-        except BaseException:  # as in `receive`
+        except BaseException:  # an error of a filter, or Ctrl-C
             sync.withdraw()
             raise
         return sync
@@ -194,18 +194,13 @@ class Sync:
         for fragment in self.fragments:
             fragment.set_age(self.age / inner_steps)
         agreed = False
-        try:
-            with suppress(Interrupted):
-                self._agree(signals)
-                agreed = True
-            agreed = self.setting.communicator.commit() and agreed  # every process must vote
-        except BaseException:  # an error of the probe, or Ctrl-C
-            self.withdraw()
-            raise
+        with suppress(Interrupted):
+            self._agree(signals)
+            agreed = True
+        agreed = self.setting.communicator.commit() and agreed  # every process must vote
         if not agreed:
             self.withdraw()
-            return False
-        return True
+        return agreed
 
     def _agree(self, signals: Mapping[str, float]) -> None:
         setting, weight = self.setting, self.members.weight
@@ -254,7 +249,6 @@ class Sync:
             # Refused before its first param group, so that nothing has changed; an optimizer of torch does not say.
             if not self._in_parts and len(fragments) == 1 and not getattr(fragments[0].outer, "begun", True):
                 fragments[0].torn = False
-                self.withdraw()
             raise
         with self._phase("restore"):
             for part in self.parts:
