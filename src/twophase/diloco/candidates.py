@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from twophase.diloco.agreement import averaged
 from twophase.diloco.fragment import Fragment
 from twophase.diloco.setting import Setting
@@ -39,10 +37,9 @@ def probe_candidates(setting: Setting, fragments: Sequence[Fragment], weight: in
                 for number in range(count_candidates(fragment)):
                     new = {id(p): value for p, value in fragment.outer_sgd.candidate(number)}
                     setting.write(0, [[new.get(id(view), view) for view in f.anchor_views] for f in setting.fragments])
-                    with torch.no_grad():
-                        answers = [
-                            setting.probe(model, replica, fragment.round + 1) for replica in range(len(setting.modules))
-                        ]
+                    answers = [
+                        setting.probe(model, replica, fragment.round + 1) for replica in range(len(setting.modules))
+                    ]
                     numbers = [as_number("DiLoCo: what the probe returned", answer) for answer in answers]
                     means.append(sum(numbers) / len(numbers))
                 losses.append(means)
