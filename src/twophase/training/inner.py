@@ -150,11 +150,8 @@ def check_inner(model: nn.Module, config: InnerConfig) -> None:
     """Refuse an inner optimizer that cannot be made; a model without memory for its weights will do.
 
     Raises:
-        UsageError: muon for a model without hidden weight matrices or in a torch without Muon; schedule-free without
-            its package.
+        UsageError: muon for a model without hidden weight matrices; schedule-free without its package.
     """
-    if config.method == "muon" and not hasattr(torch.optim, "Muon"):
-        raise UsageError(f"--inner.method is muon, and torch {torch.__version__} has none; take torch 2.9 or newer")
     if config.method == "muon" and not hidden_matrices(model):
         raise UsageError(
             "--inner.method is muon, and the model has no hidden weight matrix, which Muon is for; use "
