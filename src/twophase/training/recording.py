@@ -109,7 +109,9 @@ class Recorder:
 
     def go_on(self, newest: Collection[str] = ()) -> None:
         """Have the next line go on from where the engine is, before the newest round of some fragments."""
-        self._place = self.step, _rounds(self._engine), _fragment_rounds(self._engine, newest)
+        fragments = self._engine.fragments if isinstance(self._engine, DiLoCo) else ()
+        parts = {fragment.name: fragment.round - (fragment.name in newest) for fragment in fragments}
+        self._place = self.step, _rounds(self._engine), parts
 
     def lines(self) -> Any:
         """Return what takes lines, in process 0: first the folder loses its lines from where the loop goes on.
@@ -311,11 +313,6 @@ def _outers(engine: DiLoCo | OuterSGD) -> list[Optimizer]:
 def _rounds(engine: DiLoCo | OuterSGD) -> int:
     """Return the rounds that have ended."""
     return engine.round if isinstance(engine, DiLoCo) else max(group["rounds"] for group in engine.param_groups)
-
-
-def _fragment_rounds(engine: DiLoCo | OuterSGD, newest: Collection[str] = ()) -> dict[str, int]:
-    """Return the rounds that each fragment has ended, where there are fragments, without the newest of some."""
-    return {f.name: f.round - (f.name in newest) for f in engine.fragments} if isinstance(engine, DiLoCo) else {}
 
 
 def _is_absent(engine: DiLoCo | OuterSGD) -> bool:
