@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from twophase.diloco.fragment import (
     Fragment,
     Slot,
     check_placement,
+    checksum_of,
     fsdp_modules,
     local,
     partition,
@@ -326,7 +326,7 @@ def _constants(fragments: Sequence[Fragment], replica: nn.Module, communicator: 
     comparable = {} if communicator.sharded else {n: p for n, p in frozen.items() if p.device.type != "meta"}
     return {
         "frozen parameters": {name: f"{list(p.shape)} {p.dtype}" for name, p in frozen.items()},
-        "values of frozen parameters": {name: _digest(p) for name, p in comparable.items()},
+        "values of frozen parameters": {name: checksum_of(p.cpu()) for name, p in comparable.items()},
         "shapes of buffers": {name: str(list(buffer.shape)) for name, buffer in replica.named_buffers()},
         "numbers of fragments": len(fragments),
         "parameters": {slot.name: str(list(slot.shape)) for _, slot in slots},
@@ -334,10 +334,6 @@ def _constants(fragments: Sequence[Fragment], replica: nn.Module, communicator: 
         "types": {slot.name: str(slot.dtype) for fragment in fragments for slot in fragment.slots[0]},
         "fragments": {slot.name: fragment.name for fragment, slot in slots},
     }
-
-
-def _digest(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
 # ------------------------------------------------------------------------------------------------- outer optimizers
