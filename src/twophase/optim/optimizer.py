@@ -299,8 +299,7 @@ class OuterOptimizer(OuterSGD):
 
     def _has_buffers(self, part: Part) -> bool:
         method = method_of(part.group)
-        # A torch optimizer alone knows what it keeps.
-        has = part.group["momentum"] != 0 if method.plain else bool(method.buffers) or isinstance(method, TorchMethod)
+        has = part.group["momentum"] != 0 if method.plain else bool(method.buffers)
         return has or part.group["readout"] != "last"
 
     def _rehearse(self, parts: Sequence[Part]) -> None:
