@@ -61,10 +61,6 @@ class Layout:
             if begin < end:
                 yield number, begin, end
 
-    def describe(self) -> list[list[object]]:
-        """Return names and shapes as plain lists, to be saved and compared."""
-        return [[slot.name, list(slot.shape)] for slot in self.slots]
-
 
 def plan(named_shapes: Iterable[tuple[str, tuple[int, ...]]]) -> Layout:
     """Lay parameters one after the other, each starting at a multiple of `ALIGNMENT` elements."""

@@ -183,7 +183,7 @@ def _check_values(state: Mapping[str, Any], setting: Setting) -> None:
 
 def _layout(setting: Setting) -> list[list[object]]:
     """Return names and shapes of the parameters in the anchor, as plain lists."""
-    return [row for fragment in setting.fragments for row in fragment.layout.describe()]
+    return [[slot.name, list(slot.shape)] for fragment in setting.fragments for slot in fragment.layout.slots]
 
 
 def _group_sizes(outer: Mapping[str, Any]) -> list[int]:
