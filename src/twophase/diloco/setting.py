@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -149,18 +149,13 @@ class Setting:
         kernels = {f.name: goes_on_device(f) for f in self.fragments if not f.flat.is_cpu}
         return {**self.constants, "outer settings": settings, "kernels of the outer round": kernels}
 
-    @property
-    def groups(self) -> list[dict[str, Any]]:
-        """The param groups that have a restart policy."""
-        return [group for f in self.fragments if isinstance(f.outer, OuterSGD) for group in f.outer.param_groups]
-
     def promise(self, names: Collection[str]) -> None:
         """Name what restart policies may need from now on, and refuse a policy that needs more."""
         self.supplied = frozenset(names)
-        check_needs(self.groups, self.supplied)
-        for fragment in self.fragments:
-            if isinstance(fragment.outer, OuterSGD):
-                fragment.outer.promised |= self.supplied  # a state may bring another policy
+        outers = [fragment.outer for fragment in self.fragments if isinstance(fragment.outer, OuterSGD)]
+        check_needs([group for outer in outers for group in outer.param_groups], self.supplied)
+        for outer in outers:
+            outer.promised |= self.supplied  # a state may bring another policy
 
     def check_whole(self) -> None:
         """Refuse to go on from an outer step that was interrupted."""
@@ -406,9 +401,8 @@ def _build_outers(
             )
 
 
-def check_needs(groups: Iterable[Mapping[str, Any]], supplied: Collection[str]) -> None:
+def check_needs(groups: Sequence[Mapping[str, Any]], supplied: Collection[str]) -> None:
     """Refuse a restart policy or a filter of a param group that needs what will not be supplied."""
-    groups = list(groups)
     for group in groups:
         if "filter" in group and filter_of_group(group).replicas and AGREEMENT not in supplied:
             raise ValueError(
