@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from twophase.diloco.communicator import Communicator, Pending
-from twophase.diloco.formats import check_wire
 
 _SUM_PIECE_BYTES = 64 << 20
 _PART_BYTES = 32 << 20
@@ -109,7 +108,7 @@ class Channel:
     about.
 
     Args:
-        name: as of `check_wire`.
+        name: of the wire, checked (`formats.check_wire`).
         numel: elements of the fragment, >= 1.
         dtype: float32 or float64, of the tensors that are summed.
         device: of the tensors.
@@ -119,7 +118,7 @@ class Channel:
     """Whether digits are lost on the way."""
 
     def __init__(self, name: str, numel: int, *, dtype: torch.dtype, device: torch.device) -> None:
-        self.name = check_wire(name)
+        self.name = name
         assert numel >= 1, "an empty fragment has nothing to sum"
         assert dtype in (torch.float32, torch.float64), "a pseudo-gradient is float32 or float64"
         self._numel, self._dtype, self._device = numel, dtype, device
