@@ -102,9 +102,9 @@ def test_buffers_are_averaged(rings: Path, caplog: pytest.LogCaptureFixture) -> 
     module.Rings().model(0).load_state_dict(load_file(alone.path / "weights.safetensors"))
     config = named.config_class("rings:Rings")()
     late = Trainer(build.task_of(config), config, SingleProcess())
-    weights = (alone.path / "weights.safetensors").read_bytes()
+    weights = alone.path / "weights.safetensors"
     assert late.adopt(weights, summary_of(alone)["checksum"])
-    before, after = load(weights), load(late.weights(config))
+    before, after = load_file(weights), load(late.weights(config))
     assert before.keys() == after.keys()
     assert all(torch.equal(value, after[name]) for name, value in before.items())
 

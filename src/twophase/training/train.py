@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from twophase.base.config import RunError, UsageError, fingerprint
-from twophase.base.reading import read_bytes
 from twophase.diloco.communicator import Communicator, SingleProcess, in_agreement
 from twophase.diloco.report import RoundReport
 from twophase.runs.folder import WEIGHTS, RunFolder
@@ -180,7 +179,7 @@ def _take(run: Trainer, folder: RunFolder, ending: Ending, record: dict[str, Any
     summary, source, here = record["summary"], Path(record["folder"]), folder.path / WEIGHTS
     with disk(folder):
         # One that was brought here by hand, where the other replica's folder is out of reach.
-        if not any(_adopted(run, place, record["checksum"]) for place in (here, source / WEIGHTS)):
+        if not any(run.adopt(place, record["checksum"]) for place in (here, source / WEIGHTS)):
             raise RunError(
                 f"the run is over ({ending.path}), with checksum {record['checksum']}, but {source} on "
                 f"{record['host']} has no such weights that can be read here; copy {WEIGHTS} from there to "
@@ -191,14 +190,6 @@ def _take(run: Trainer, folder: RunFolder, ending: Ending, record: dict[str, Any
         folder.finish(summary)
     _log.warning("the run had ended without this replica: its result, checksum %s, is %s's", record["checksum"], source)
     return summary
-
-
-def _adopted(run: Trainer, weights: Path, checksum: str) -> bool:
-    """Take over a file of weights; return whether it is there and has the checksum."""
-    try:
-        return run.adopt(read_bytes(weights), checksum)
-    except OSError:
-        return False
 
 
 def _write_env(run: Trainer, folder: RunFolder) -> None:

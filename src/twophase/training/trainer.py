@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from twophase.base.config import RunError, UsageError, fingerprint, values_of
+from twophase.base.reading import read_bytes
 from twophase.base.source import source_digest
 from twophase.diloco.communicator import Communicator, SingleProcess
 from twophase.diloco.engine import DiLoCo, Signals
@@ -155,13 +156,13 @@ class Trainer:
         """Digits of what all replicas of a run have alike: the values of the configuration, and the texts."""
         return short_hash(json.dumps([self.text, _alike(self.config)], sort_keys=True, default=str))
 
-    def adopt(self, weights: bytes, checksum: str) -> bool:
-        """Set anchor and buffers to those of a finished replica; return whether the anchor has this checksum."""
+    def adopt(self, weights: Path, checksum: str) -> bool:
+        """Set anchor and buffers to those in a finished replica's file, if it is there and has this checksum."""
         try:
-            tensors = safetensors.torch.load(weights)
+            tensors = safetensors.torch.load(read_bytes(weights))
             for name, place in (self.engine.anchor | self._buffers()).items():
                 place.copy_(tensors[name].view_as(place))
-        except (safetensors.SafetensorError, KeyError, RuntimeError):  # damaged, or of another model
+        except (OSError, safetensors.SafetensorError, KeyError, RuntimeError):  # missing, damaged, or of another model
             return False
         return self.engine.checksum() == checksum
 
