@@ -15,7 +15,7 @@ import textwrap
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import UnionType
 from typing import Any, NoReturn
@@ -35,9 +35,7 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, prog: str, *, on_demand: Collection[str] = (), **options: Any) -> None:
-        def formatter(prog: str) -> argparse.HelpFormatter:
-            return argparse.HelpFormatter(prog, max_help_position=30)
-
+        formatter = partial(argparse.HelpFormatter, max_help_position=30)
         super().__init__(prog, allow_abbrev=False, formatter_class=formatter, add_help=not on_demand, **options)
         self.register("action", None, _Store)
         self.on_demand = set(on_demand)

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-_PLAIN_SECONDS = 10.0
-
 
 def duration(seconds: float) -> str:
     """Seconds for people: `42 s`, `3:07`, `1:02:03`."""
@@ -29,7 +27,7 @@ def meter(
     total: int,
     *,
     quiet: bool = False,
-    plain_seconds: float = _PLAIN_SECONDS,
+    plain_seconds: float = 10.0,
     picture: Callable[[], RenderableType] | None = None,
 ) -> Iterator[Callable[[int, str], None]]:
     """Show progress on stderr; yields `show(done, text)`.
