@@ -15,7 +15,7 @@ from torch import Tensor
 from twophase.optim.methods import arithmetic_of, orthogonalized
 from twophase.optim.products import Dots, dot
 from twophase.shelf.base import Filter
-from twophase.shelf.filters import Clip, EDiT, HeLoCo, NoFilter, Orthogonal
+from twophase.shelf.filters import Clip, EDiT, HeLoCo, Orthogonal
 
 Total = Callable[[Sequence[float]], list[float]]
 """Sums over the shards of a parameter, of numbers that each process has of its own shard."""
@@ -58,8 +58,6 @@ def filtered(
     value: Filter, gradients: Sequence[Tensor], buffers: Sequence[Tensor | None], context: Context
 ) -> list[Tensor]:
     """Return a group's pseudo-gradients as the method sees them; those given are only read."""
-    if isinstance(value, NoFilter):
-        return list(gradients)
     if value.linear:
         factor = value.factor(context.age)
         return list(gradients) if factor == 1 else [g * factor for g in gradients]
