@@ -29,7 +29,7 @@ def usable_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
         torch.zeros(1, device=device).item()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except (RuntimeError, AssertionError) as error:
         raise UsageError(f"--device {name} cannot be used here ({first_line(error)}); use --device cpu") from None
     return device
 
