@@ -183,6 +183,12 @@ def streaming(steps: int = 0, **options: Any) -> DiLoCo:
     return run.engine
 
 
+def with_short_sums() -> dict[str, Any]:
+    """A state whose sums under way have one element, which torch would spread over a whole fragment."""
+    state = streaming(6).state_dict()
+    return state | {"under_way": [sync | {"sums": [part[:1] for part in sync["sums"]]} for sync in state["under_way"]]}
+
+
 UNDER_WAY = "reduction under way.* the checkpoint's"
 
 
@@ -211,6 +217,7 @@ UNDER_WAY = "reduction under way.* the checkpoint's"
         (lambda: streaming(delay=0), lambda: streaming(6).state_dict(), UNDER_WAY),
         (lambda: streaming(stagger=False), lambda: streaming(6).state_dict(), UNDER_WAY),
         (lambda: streaming(inner_steps=9), lambda: streaming(6).state_dict(), UNDER_WAY),
+        (streaming, with_short_sums, r"of shape \(1,\) where this engine has"),
     ],
 )
 def test_a_state_of_another_engine_is_refused(

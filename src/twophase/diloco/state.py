@@ -174,7 +174,7 @@ def _check_values(state: Mapping[str, Any], setting: Setting) -> None:
     for sync in state["under_way"]:
         pairs += zip((setting.fragments[number].gradient for number in sync["fragments"]), sync["sums"], strict=True)
     for here, saved in pairs:
-        if (saved.shape, saved.dtype) != (here.shape, here.dtype) and saved.numel() == here.numel():
+        if (saved.shape, saved.dtype) != (here.shape, here.dtype):
             raise ValueError(
                 f"DiLoCo.load_state_dict: the state has {saved.dtype} of shape {tuple(saved.shape)} where this engine "
                 f"has {here.dtype} of shape {tuple(here.shape)}; pass what state_dict() returned"
