@@ -246,7 +246,14 @@ def parse(slot: Slot, text: str | Value, defaults: Mapping[str, Any] | None = No
 @lru_cache(maxsize=1024)
 def _parse_text(slot: Slot, text: str, defaults: tuple[tuple[str, Any], ...]) -> Value:
     name, *words = text.split(":")
-    cls = registered(slot).get(name) or _from_elsewhere(slot, name)
+    if name not in registered(slot):
+        load_modules(SHELF_VARIABLE)
+    if name not in _REGISTRY[slot]:
+        raise ValueError(
+            f"{slot} {shortened(name)!r} is not known; {did_you_mean(name, _REGISTRY[slot])} (`twophase methods` lists "
+            f"them; {SHELF_VARIABLE}, an environment variable, names modules with values of your own)"
+        )
+    cls = _REGISTRY[slot][name]
     if not is_dataclass(cls):
         raise ValueError(f"{slot} {name!r}: make {cls.__name__} a frozen dataclass")
     names = {field.name for field in fields(cls)}
@@ -265,16 +272,6 @@ def _parse_text(slot: Slot, text: str, defaults: tuple[tuple[str, Any], ...]) ->
         except ValueError as error:
             raise ValueError(f"{slot} {shortened(text)!r}: {field}: {error}; write {usage}") from None
     return cls(**{key: value for key, value in defaults if key in hints} | values)
-
-
-def _from_elsewhere(slot: Slot, name: str) -> type[Value]:
-    load_modules(SHELF_VARIABLE)
-    if name not in _REGISTRY[slot]:
-        raise ValueError(
-            f"{slot} {shortened(name)!r} is not known; {did_you_mean(name, _REGISTRY[slot])} (`twophase methods` lists "
-            f"them; {SHELF_VARIABLE}, an environment variable, names modules with values of your own)"
-        )
-    return _REGISTRY[slot][name]
 
 
 def _read(word: str, hint: type) -> Any:
