@@ -227,18 +227,15 @@ def in_agreement(communicator: Communicator) -> Iterator[None]:
         yield
     except Exception as error:  # whatever it is, the others must not wait for this process
         failure = error
-    codes = [row[0] for row in communicator.exchange([_code_of(failure)])]
+    code = 0.0 if failure is None else _MISTAKE if isinstance(failure, UsageError) else 1.0
+    codes = [row[0] for row in communicator.exchange([code])]
     if not any(codes):
         return
     texts = communicator.gather("" if failure is None else message_of(failure), str)
-    first = next(rank for rank, code in enumerate(codes) if code)
+    first = next(rank for rank, of_rank in enumerate(codes) if of_rank)
     if failure is not None and first == communicator.rank:
         raise failure
     raise (UsageError if codes[first] == _MISTAKE else RunError)(texts[first]) from failure
-
-
-def _code_of(failure: Exception | None) -> float:
-    return 0.0 if failure is None else _MISTAKE if isinstance(failure, UsageError) else 1.0
 
 
 def _packed(numbers: Sequence[float]) -> bytes:
