@@ -70,6 +70,13 @@ class Watch:
     """
 
     def __init__(self, buffers: str, replicas: Sequence[nn.Module], communicator: Communicator) -> None:
+        if not replicas:
+            raise ValueError("DiLoCo: replicas is empty; pass at least one module")
+        for replica in replicas:
+            if not isinstance(replica, nn.Module):
+                raise ValueError(
+                    f"DiLoCo: replicas holds a {type(replica).__name__}; pass the module itself, or a list of modules"
+                )
         if buffers not in ("local", "mean"):
             raise ValueError(f'DiLoCo: buffers is {buffers!r}; it must be "local" or "mean"')
         if buffers == "mean" and (communicator.elastic or communicator.sharded):
@@ -82,9 +89,9 @@ class Watch:
             shapes = [[[name, str(list(b.shape))] for name, b in float_buffers(module)] for module in replicas]
             if any(of_one != shapes[0] for of_one in shapes):
                 raise ValueError('DiLoCo: buffers is "mean", and the replicas have other buffers; build them alike')
-            self.alike = {"averaged buffers": shapes[0] if shapes else [], "numbers of replicas": len(replicas)}
+            self.alike = {"averaged buffers": shapes[0], "numbers of replicas": len(replicas)}
         self.findings: list[str] = []
-        self._first_buffers = {} if buffers == "mean" or not replicas else _on_cpu(replicas[0])
+        self._first_buffers = {} if buffers == "mean" else _on_cpu(replicas[0])
         """Those that training does not change, as of a rotary embedding, are alike in all replicas."""
         self._names: list[str] = []
         self._before: list[tuple[Tensor, Tensor]] = []
@@ -246,8 +253,6 @@ def _some(names: Iterable[str]) -> str:
 
 def float_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
     """Return the buffers that training changes by small amounts, such as BatchNorm's running statistics."""
-    if not isinstance(module, nn.Module):
-        return []  # `Setting` refuses it
     return [(name, buffer) for name, buffer in module.named_buffers() if buffer.is_floating_point()]
 
 

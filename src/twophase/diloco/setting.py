@@ -205,13 +205,7 @@ class Setting:
 
 def _collect_slots(replicas: list[nn.Module], communicator: Communicator) -> list[list[Slot]]:
     """Return the trainable parameters of each replica of this process, checked to be alike."""
-    if not replicas:
-        raise ValueError("DiLoCo: replicas is empty; pass at least one module")
     for replica in replicas:
-        if not isinstance(replica, nn.Module):
-            raise ValueError(
-                f"DiLoCo: replicas holds a {type(replica).__name__}; pass the module itself, or a list of modules"
-            )
         if any(isinstance(module, DistributedDataParallel) for module in replica.modules()):
             raise ValueError(
                 "DiLoCo: replicas holds a DistributedDataParallel, which averages the gradients of each inner step: no "
