@@ -171,6 +171,7 @@ def damaged(run: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         ("whole", "--blocks a=head a=.", "a name twice"),
         ("whole", "--blocks a=head", "add one at the end such as rest=."),
         ("whole", "--out FILE", "--out"),
+        ("whole", "--out TABLE", "would replace"),
         ("no checkpoint", "", "has no checkpoint"),
         ("no checkpoint", "", "cells of a sweep keep none"),
         ("cut short", "", "is damaged"),
@@ -181,12 +182,15 @@ def damaged(run: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 )
 def test_refusals(damaged: Path, capsys: pytest.CaptureFixture[str], folder: str, words: str, message: str) -> None:
     """What is no run, has no checkpoint, has diverged, lacks its text or blocks: status 2, the fault and the remedy."""
-    options = words.replace("FILE", str(damaged / "file")).split()
+    (damaged / "table").mkdir(exist_ok=True)
+    (damaged / "table" / "spectrum.csv").write_text("sigma,weight\n0.9,1\n")
+    options = words.replace("FILE", str(damaged / "file")).replace("TABLE", str(damaged / "table")).split()
     status, out, err = answer_of([str(damaged / folder), *options, "--quiet"], capsys)
     assert (status, out) == (2, "")
     (line,) = err.splitlines()
     assert line.startswith("twophase spectrum: error: ")
     assert message in line
+    assert [path.name for path in (damaged / "table").iterdir()] == ["spectrum.csv"]
 
 
 @pytest.mark.slow

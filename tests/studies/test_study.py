@@ -163,6 +163,17 @@ def test_folder_that_cannot_be_made(toy: Any, tmp_path: Path) -> None:
     assert toy.CALLS == []
 
 
+@pytest.mark.parametrize("ending", [".csv", ".json"])
+def test_files_of_something_else_stay(toy: Any, tmp_path: Path, ending: str) -> None:
+    """A table or JSON file of the study's name that no study has written is refused before anything is computed."""
+    foreign = tmp_path / f"toy{ending}"
+    foreign.write_text("{}")
+    with pytest.raises(UsageError, match=rf"--out .*: would replace .*toy\{ending}, .*choose another name or folder"):
+        study.run("toy", tmp_path)
+    assert toy.CALLS == []
+    assert foreign.read_text() == "{}"
+
+
 @pytest.mark.slow
 def test_theory_studies_need_no_torch_and_repeat(tmp_path: Path) -> None:
     """Every theory study, run from the command line, loads no torch; in another process it repeats bit for bit."""

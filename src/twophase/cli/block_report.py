@@ -22,7 +22,7 @@ from twophase.base.files import table_text
 from twophase.base.progress import meter
 from twophase.cli.block_figure import LEAST_SHARE, draw
 from twophase.cli.commands import config_paths
-from twophase.figures.style import rendered, styled, write_files
+from twophase.figures.style import check_numbers, rendered, styled, write_files
 from twophase.runs.folder import standard
 from twophase.runs.record import WHOLE, RunRecord, read_record
 from twophase.spectrum import (
@@ -75,6 +75,7 @@ def spectrum(options: argparse.Namespace, asked: Mapping[str, str] | None) -> in
             out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"--out {out}: cannot be made ({error.strerror}); choose another folder") from None
+        check_numbers([out / f"{NAME}.csv", out / f"{NAME}.json"], '{\n  "run": ', f"--out {out}")
         restored = restore(options.run)
         patterns, setting = patterns_of(restored, asked), setting_of(restored.config)
         batches = restored.batches(options.batches)

@@ -9,7 +9,18 @@ import numpy as np
 
 from twophase.base.config import UsageError
 from twophase.base.files import table_text
-from twophase.figures.style import INK, MUTED, headline, look, name_panels, new_figure, rendered, styled, write_files
+from twophase.figures.style import (
+    INK,
+    MUTED,
+    check_numbers,
+    headline,
+    look,
+    name_panels,
+    new_figure,
+    rendered,
+    styled,
+    write_files,
+)
 from twophase.rule import OuterRule
 from twophase.theory.advice import Advice
 from twophase.theory.contraction import log_restart_factor, restart_table
@@ -22,18 +33,14 @@ _MOST_ROUNDS = 400  # drawn of a trajectory
 _MOST_MODES = 12  # drawn one by one
 _MOST_PERIODS = 2000
 _ENDINGS = (".png", ".pdf")
-_HEADER = b"panel,x,series,y\n"  # of the table of numbers
+_HEADER = "panel,x,series,y\n"  # of the table of numbers
 
 
 def check_files(path: Path) -> None:
     """Refuse a name that ends neither with .png nor with .pdf, or whose numbers would replace another table."""
     if path.suffix not in _ENDINGS:
         raise UsageError(f"--plot {path}: the name must end with {' or '.join(_ENDINGS)}")
-    table = path.with_suffix(".csv")
-    if table.exists() and not (table.is_file() and table.read_bytes().startswith(_HEADER)):
-        raise UsageError(
-            f"--plot {path}: its numbers go into {table}, which is there and holds something else; choose another name"
-        )
+    check_numbers([path.with_suffix(".csv")], _HEADER, f"--plot {path}")
 
 
 def draw(advice: Advice, path: Path) -> list[Path]:

@@ -272,6 +272,22 @@ def rendered(figure: Figure, endings: Sequence[str] = (".png", ".pdf"), *, palet
     return files
 
 
+def check_numbers(paths: Sequence[Path], start: str, option: str) -> None:
+    """Refuse to replace files of numbers, unless the last of them begins as what is to be written does.
+
+    Args:
+        paths: the files, in the order in which they are written.
+        start: how the last one begins.
+        option: the option that names their place, with its value.
+    """
+    there = [path for path in paths if path.exists()]
+    if there and not (paths[-1].is_file() and paths[-1].read_bytes().startswith(start.encode())):
+        raise UsageError(
+            f"{option}: would replace {there[0]}, which is there and holds something else; choose another name or "
+            "folder, or move it away"
+        )
+
+
 def write_files(path_stem: Path, contents: Mapping[str, str | bytes]) -> list[Path]:
     """Write the files of one figure, each in one step: `contents` by ending, such as `.png`.
 

@@ -49,7 +49,7 @@ from twophase import __version__
 from twophase.base.config import UsageError
 from twophase.base.files import DIGITS, table_text
 from twophase.base.reading import read_json_object
-from twophase.figures.style import rendered, styled, write_files
+from twophase.figures.style import check_numbers, rendered, styled, write_files
 from twophase.number import did_you_mean
 from twophase.recipes.paper import LAPTOP, QUICK, SCALES, Scale
 from twophase.studies._training import train_in_stages
@@ -156,6 +156,7 @@ def run(
             out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"--out {out}: cannot be made ({error.strerror}); choose another folder") from None
+        check_numbers([out / f"{name}.csv", out / f"{name}.json"], f'{{\n  "study": "{name}"', f"--out {out}")
         if size is None:
             result = study.table(quick=quick)
         else:
