@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import re
 import shutil
 from collections import Counter
 from collections.abc import Sequence
@@ -450,6 +452,23 @@ def test_the_documentation_shows_what_is_drawn_today(
         assert drawn.shape == stored.shape
         changed = (np.abs(drawn - stored).max(axis=-1) > 0.2).mean()
         assert changed < 1e-3, f"{picture}: twophase study {name} --redraw --out docs"  # fonts differ a little
+
+
+@pytest.mark.parametrize("damage", ["pipe", "long cell", "large number"])
+def test_damaged_files_are_not_drawn(tmp_path: Path, damage: str) -> None:
+    """A table or numbers that cannot be read or drawn are refused by their names, with a remedy."""
+    for ending in (".csv", ".json"):
+        shutil.copy(DOCS / f"wires{ending}", tmp_path)
+    table, facts = tmp_path / "wires.csv", tmp_path / "wires.json"
+    if damage == "pipe":
+        table.unlink()
+        os.mkfifo(table)
+    elif damage == "long cell":
+        table.write_text("a\n" + "b" * 200_000)
+    else:
+        facts.write_text(re.sub(r'"high": [^,\s]+', '"high": 1e308', facts.read_text()))
+    with pytest.raises(UsageError, match=r"--redraw: .*wires\.csv and .*wires\.json do not hold this study .*--out"):
+        study.redraw("wires", tmp_path)
 
 
 def test_failed_runs_are_named_and_nothing_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

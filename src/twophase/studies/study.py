@@ -35,6 +35,7 @@ numbers, with settings, question and version), byte for byte the same for the sa
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 import pkgutil
@@ -48,7 +49,7 @@ from typing import Any
 from twophase import __version__
 from twophase.base.config import UsageError
 from twophase.base.files import DIGITS, table_text
-from twophase.base.reading import read_json_object
+from twophase.base.reading import read_bytes, read_json_object
 from twophase.figures.style import check_numbers, rendered, styled, write_files
 from twophase.number import did_you_mean
 from twophase.recipes.paper import LAPTOP, QUICK, SCALES, Scale
@@ -204,11 +205,10 @@ def redraw(name: str, folder: Path) -> list[Path]:
         try:
             names_here = {written: name for name, written in _LOSS_NAMES.items()}
             facts = _plain(read_json_object(stem.with_suffix(".json")), names_here)
-            with stem.with_suffix(".csv").open(encoding="utf-8", newline="") as file:
-                lines = list(csv.DictReader(file))
+            lines = list(csv.DictReader(io.StringIO(read_bytes(stem.with_suffix(".csv")).decode(), newline="")))
             rows = [{names_here.get(key, key): _value(key, word) for key, word in line.items()} for line in lines]
             pictures = _pictures(study, Result(rows, facts["numbers"], facts["settings"]))
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        except (OSError, csv.Error, ArithmeticError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise UsageError(
                 f"--redraw: {stem}.csv and {stem}.json do not hold this study ({type(error).__name__}: {error}); name "
                 "their folder by --out, or leave --redraw out to compute them"
