@@ -161,6 +161,20 @@ def test_read_rows_refuses(tmp_path: Path, content: bytes | None) -> None:
         read_rows(path)
 
 
+def test_a_table_that_cannot_be_read_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The remedy of `read_rows`, to repeat the sweep's command, works for a table that may not be read."""
+    path, rows = tmp_path / "cells.csv", [row("a", 8.0, lr=0.3)]
+    path.touch()
+
+    def denied(_: Path) -> bytes:
+        raise PermissionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", denied)
+        assert write_rows(path, rows)
+    assert read_rows(path) == rows
+
+
 def test_settings_take_seeds_together() -> None:
     """A setting is the mean over its seeds, diverged when one of them is, missing when one of them is."""
     rows = [

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from twophase.base.config import RunError, UsageError
-from twophase.base.files import file_sha256
+from twophase.base.files import file_sha256, write_atomic
 from twophase.base.progress import duration, meter
+from twophase.base.reading import read_bytes
 from twophase.cli.commands import between, verify_option
 from twophase.figures.style import check_drawing
 from twophase.runs.folder import list_some
@@ -255,7 +256,7 @@ def run(
     try:
         print(results(read_rows(out / TABLE), sweep, out))
         with suppress(OSError):  # on a full disk all is drawn again the next time
-            (out / _DRAWN).write_text(file_sha256(out / TABLE))
+            write_atomic(out / _DRAWN, file_sha256(out / TABLE), durable=False)
     except UsageError as error:
         if not outcome.errors:
             raise
@@ -268,8 +269,11 @@ def _is_drawn(out: Path) -> bool:
 
     A figure that is newer than the table does not tell: a command may end between two of them, or the clock go back.
     """
-    has_figures = (out / _DRAWN).exists() and any((out / "figures").glob("*.csv"))
-    return has_figures and (out / _DRAWN).read_bytes() == file_sha256(out / TABLE).encode()
+    try:
+        drawn = read_bytes(out / _DRAWN)
+    except OSError:
+        return False
+    return any((out / "figures").glob("*.csv")) and drawn == file_sha256(out / TABLE).encode()
 
 
 def _counts_text(outcome: Outcome) -> str:

@@ -155,8 +155,9 @@ def write_rows(path: Path, rows: Sequence[Row]) -> bool:
             [cell_text(item) for item in [row.arm, row.run, *(row.values.get(name) for name in paths), *after]]
         )
     text = buffer.getvalue()
-    if path.exists() and read_bytes(path) == text.encode():
-        return False
+    with suppress(OSError):  # missing, or not readable: it is replaced
+        if read_bytes(path) == text.encode():
+            return False
     write_atomic(path, text)
     return True
 
