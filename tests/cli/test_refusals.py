@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import sys
 from pathlib import Path
@@ -322,6 +323,12 @@ def test_a_page_replaces_no_file_of_a_run(capfd: pytest.CaptureFixture[str]) -> 
     before = {path: path.read_bytes() for path in Path("run").iterdir() if path.is_file()}
     for name in ("config.yaml", "summary.json", "rounds.jsonl"):
         check(f"report run --out run/{name}", "holds something else than a page", capfd)
+    for name, words in {"run/report.html": "run", "compare.html": "run other"}.items():
+        shutil.copytree("run", "other", dirs_exist_ok=True)
+        Path(name).write_text("mine")
+        check(f"report {words}", f"{name}: holds something else than a page", capfd)
+        assert Path(name).read_text() == "mine"
+        Path(name).unlink()
     assert {path: path.read_bytes() for path in Path("run").iterdir() if path.is_file()} == before
     for _ in range(2):
         assert cli.main("report run --out page.html".split()) == 0

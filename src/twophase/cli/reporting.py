@@ -35,6 +35,8 @@ def write_pages(options: argparse.Namespace) -> None:
     usual = common_folder(options.folders) / COMPARE if several else options.folders[0] / REPORT
     # A part of a sweep has a page of its own, as it has a verdict.
     page = options.out or usual.with_name(part_stem(usual.stem, _where(options)) + usual.suffix)
+    if page.is_file() and not _may_be_replaced(page):
+        raise UsageError(f"--out {page}: holds something else than a page, such as a file of the run; name a new file")
     states: _States = {}
     if options.watch is not None:
         print(f"watching {' '.join(map(str, options.folders))}; the page is {page}, Ctrl-C ends the watch", flush=True)
@@ -47,8 +49,6 @@ def write_pages(options: argparse.Namespace) -> None:
 
 
 def _check(options: argparse.Namespace) -> None:
-    if (out := options.out) is not None and out.is_file() and not _may_be_replaced(out):
-        raise UsageError(f"--out {out}: holds something else than a page, such as a file of the run; name a new file")
     for word in options.where:
         if "=" not in word:
             raise UsageError(f"--where {word}: write a path and a value, such as inner_steps=20")
