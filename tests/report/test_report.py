@@ -228,6 +228,8 @@ def test_hostile_text_is_text(tmp_path: Path) -> None:
     text = harmless(page_of(folder))
     assert "&lt;script&gt;alert(1)" in text
     assert "secret" not in text
+    (folder / "env.json").write_text('{"command": 3}')
+    assert "As it was started" not in page_of(folder)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 import twophase
-from runmaker import EMA, make_sweep, write_run
+from runmaker import EMA, make_sweep, write_lines, write_run
 from twophase.advice.verdict import diagnose
 from twophase.base.config import UsageError
 from twophase.judge.verdict import verdict
@@ -68,6 +68,12 @@ def test_a_run_that_has_begun(tmp_path: Path) -> None:
     assert isinstance(run, Run)
     assert (run.summary, list(run.metrics)) == (None, [])
     run.plot().savefig(tmp_path / "run.png")
+    write_lines(tmp_path / "run" / "metrics.jsonl", [{"train_loss": 3.0}])  # without a step it has no place
+    run = twophase.load(tmp_path / "run")
+    assert isinstance(run, Run)
+    run.rounds["restarted"][2] = 1
+    losses = run.plot().axes[0]
+    assert (len(losses.lines), losses.get_legend()) == (1, None)
 
 
 def test_a_drawn_run_shows_its_columns(tmp_path: Path) -> None:

@@ -257,7 +257,7 @@ def test_a_pipe_is_never_waited_for(tmp_path: Path) -> None:
         os.mkfifo(tmp_path / name)
     assert read_summary(tmp_path) is None
     assert "cannot be read (it is a pipe" in weights_fault(tmp_path, summary)
-    with pytest.raises(OSError, match="it is a pipe"):
+    with pytest.raises(UsageError, match="it is a pipe"):
         read_lines(tmp_path / "rounds.jsonl")
     with pytest.raises(IsADirectoryError):
         write_atomic(Path(), "text")

@@ -16,7 +16,7 @@ from runmaker import EMA, config_of, write_lines, write_run
 from twophase.advice.text import describe
 from twophase.advice.verdict import diagnose
 from twophase.base.config import UsageError, dump_yaml
-from twophase.runs.record import LARGEST, RunRecord, _columns, read_record, run_config
+from twophase.runs.record import LARGEST, WHOLE, RunRecord, _columns, read_record, run_config
 
 Lines = list[dict[str, Any]]
 
@@ -83,16 +83,38 @@ def test_damaged_rounds_are_refused(tmp_path: Path, damage: Callable[[Lines], Li
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "env.json", "summary.json", "metrics.jsonl", "rounds.jsonl"])
-def test_damaged_files_are_refused(tmp_path: Path, name: str) -> None:
+def test_damaged_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """A file with foreign bytes is refused by its name; a log's torn last line alone is left out and named."""
     path = write_run(tmp_path, EMA, [0.3] * 3, 20) / name
     whole = path.read_bytes()
     path.write_bytes(b"{{{\n" + whole)
-    with pytest.raises(UsageError, match=name.replace(".", r"\.")):
+    with pytest.raises(UsageError, match=rf"^{path}: .*put it back"):
         read_record(tmp_path)
+
+    def denied(read: Callable[..., Any]) -> Callable[..., Any]:
+        def answer(self: Path, *arguments: Any, **options: Any) -> Any:
+            if self == path:
+                raise PermissionError(13, "Permission denied", str(self))
+            return read(self, *arguments, **options)
+
+        return answer
+
+    with monkeypatch.context() as patch:
+        for method in ("read_bytes", "read_text"):
+            patch.setattr(Path, method, denied(getattr(Path, method)))
+        with pytest.raises(UsageError, match=rf"^{path}: .*Permission denied\).*; put it back, or move it"):
+            read_record(tmp_path)
     if name.endswith(".jsonl"):
         path.write_bytes(whole[:-30])
         assert read_record(tmp_path).problems == [f"The last line of {name} is cut in its middle; left out."]
+
+
+@pytest.mark.parametrize("fragments", ["3", ".inf", "{a: b}", "a text"])
+def test_fragments_that_are_no_list(tmp_path: Path, fragments: str) -> None:
+    """A configuration whose fragments are no list counts as one of a single fragment."""
+    write_run(tmp_path, EMA, [0.3] * 3, 20)
+    (tmp_path / "config.yaml").write_text(f"sync: {{fragments: {fragments}}}\n")
+    assert [block.name for block in read_record(tmp_path).blocks] == [WHOLE]
 
 
 @given(st.floats() | st.integers() | st.just(10**400) | st.booleans() | st.none() | st.text(max_size=3))

@@ -126,14 +126,14 @@ class Run:
             restarts = self.rounds["step"][self.rounds["restarted"] == 1]
             for axes, (label, source, names) in zip(grid[:, 0], _PANELS, strict=True):
                 columns: Table = getattr(self, source)
-                for number, name in enumerate(name for name in names if name in columns):
+                for number, name in enumerate(name for name in names if {name, "step"} <= columns.keys()):
                     there = np.isfinite(columns[name])
                     words = name.replace("_", " ")
                     axes.plot(columns["step"][there], columns[name][there], label=words, **look(number), markevery=0.2)
                 for step in restarts:
                     axes.axvline(step, color="#bbbbbb", linewidth=0.5, linestyle=":")
                 axes.set_ylabel(label)
-                if axes.lines:
+                if axes.get_legend_handles_labels()[0]:  # not of restarts alone
                     axes.legend()
             grid[-1, 0].set_xlabel("inner steps of each replica")
             headline(

@@ -294,7 +294,8 @@ def _repeat(record: RunRecord) -> Iterator[Html | None]:
     elif record.config:
         yield tag("p", "The same run from the beginning, in a new folder:")
         yield tag("pre", f"twophase train --config {config} --out NEW")
-    if words := list(map(str, record.environment.get("command") or [])):
+    command = record.environment.get("command")
+    if words := list(map(str, command)) if isinstance(command, list) else []:
         worker = "sweep-worker" in words
         yield tag("p", "A worker of a sweep trained it:" if worker else started)
         script = ["python"] * words[0].endswith(".py") + words[:1]

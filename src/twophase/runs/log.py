@@ -124,12 +124,16 @@ def read_log(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the records of a log without a torn last line, and apart from them the lines that mark gaps.
 
     Raises:
-        UsageError: a whole line that is not a JSON object.
+        UsageError: a file that cannot be read, or a whole line that is not a JSON object.
     """
     try:
         data = read_bytes(path)
     except FileNotFoundError:
         return [], []
+    except OSError as error:
+        raise UsageError(
+            f"{path}: cannot be read ({error.strerror}); put it back, or move it out of the folder"
+        ) from None
     records: list[dict[str, Any]] = []
     gaps: list[dict[str, Any]] = []
     for number, line in enumerate(data[: end_of_lines(data)].splitlines(), start=1):

@@ -204,7 +204,13 @@ def read_record(path: Path, paths: Collection[str] = ()) -> RunRecord:
         )
     record = RunRecord(path)
     record.problems += [f"{name} is missing." for name in (CONFIG, ENV, ROUNDS, METRICS) if not (path / name).is_file()]
-    record.config = flatten(load_yaml(path / CONFIG)) if (path / CONFIG).is_file() else {}
+    try:
+        record.config = flatten(load_yaml(path / CONFIG)) if (path / CONFIG).is_file() else {}
+    except UsageError as error:  # in whose words the file was an option
+        fault = str(error).removeprefix(f"--config {path / CONFIG}: ")
+        raise UsageError(
+            f"{path / CONFIG}: cannot be used ({fault}); put it back, or move it out of the folder"
+        ) from None
     record.environment = _json_object(path / ENV)
     _read_rounds(record)
     lines = _log(record, METRICS)
@@ -272,10 +278,13 @@ def _json_object(path: Path) -> dict[str, Any]:
         return {}
     try:
         return read_json_object(path)
-    except ValueError:
-        raise UsageError(
-            f"{path}: is damaged (it holds no JSON object); put it back, or move it out of the folder"
-        ) from None
+    except (OSError, ValueError) as error:
+        fault = (
+            f"cannot be read ({error.strerror})"
+            if isinstance(error, OSError)
+            else "is damaged (it holds no JSON object)"
+        )
+        raise UsageError(f"{path}: {fault}; put it back, or move it out of the folder") from None
 
 
 def _log(record: RunRecord, name: str) -> list[dict[str, Any]]:
@@ -313,7 +322,8 @@ def _read_rounds(record: RunRecord) -> None:
     rows: dict[str, list[tuple[int, Line]]] = {}
     numbers: dict[str, list[int]] = {}
     sizes: dict[str, int] = {}
-    several = len(record.config.get("sync.fragments") or ()) > 1
+    fragments = record.config.get("sync.fragments")
+    several = isinstance(fragments, list | tuple) and len(fragments) > 1
     for index, line in enumerate(lines):
         try:
             for name, row in _block_rows(line, sizes, several=several):
