@@ -288,13 +288,13 @@ def weights_fault(path: Path, summary: Mapping[str, Any]) -> str:
     try:
         if expected is None or file_sha256(weights) == expected:
             return ""
-        why = f"is damaged: its SHA-256 differs from the one in {SUMMARY}"
+        why = f"is damaged: its SHA-256 differs from the one in {SUMMARY};"
     except FileNotFoundError:
         return ""
     except OSError as error:
-        why = f"cannot be read ({error.strerror})"
+        why = f"cannot be read ({error.strerror}); make it readable, or"
     return (
-        f"{weights} {why}; delete it and {SUMMARY} and repeat the run's command, or its sweep's, which resumes from "
+        f"{weights} {why} delete it and {SUMMARY} and repeat the run's command, or its sweep's, which resumes from "
         "the last checkpoint, or trains the run again"
     )
 

@@ -418,6 +418,23 @@ def test_damaged_runs(run: Path, tmp_path: Path, case: str) -> None:
     assert not (tmp_path / "hf").exists()
 
 
+def test_weights_that_may_not_be_read_are_not_called_damaged(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The remedy of weights without a right to read them is not their removal alone."""
+
+    def denied(path: Path, **_: Any) -> None:
+        if path.name == WEIGHTS:
+            raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("twophase.runs.folder.file_sha256", denied)
+    monkeypatch.setattr("twophase.tasks.lm.export.safe_open", denied)
+    with pytest.raises(
+        UsageError, match=r"weights\.safetensors cannot be read \(Permission denied\); make it readable"
+    ):
+        export(run, tmp_path / "hf")
+
+
 def test_bad_options(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An unknown type, token shards for a run on text, and the extra that is missing, are refused by name."""
     with pytest.raises(UsageError, match=r"--dtype is 'int8'.*bfloat16"):

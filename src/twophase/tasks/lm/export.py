@@ -160,15 +160,17 @@ def _model(config: TrainConfig, weights: Mapping[str, Tensor], run: Path) -> Lla
 
 def _final(path: Path, identity: str) -> tuple[dict[str, Tensor], str, int]:
     """Read the final weights, checked against the SHA-256 in the run's summary."""
+    summary = json_object_or_none(path.with_name(SUMMARY)) or {}
     try:
         with safe_open(path, framework="pt") as file:
             owner = (file.metadata() or {}).get("config", identity)
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
     except (SafetensorError, OSError) as error:
-        raise _damaged(path, str(error)) from None
+        # For safetensors a file that may not be read is missing.
+        fault = weights_fault(path.parent, summary)
+        raise (UsageError(fault) if fault else _damaged(path, str(error))) from None
     if owner != identity:
         raise UsageError(f"{path} belongs to another run ({owner}, here {identity}); put the run's own file back")
-    summary = json_object_or_none(path.with_name(SUMMARY)) or {}
     if fault := weights_fault(path.parent, summary):
         raise UsageError(fault)
     steps = summary.get("steps", 0)
