@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
 import os
 import subprocess
@@ -14,6 +15,8 @@ import pytest
 
 import twophase
 from twophase.base.config import UsageError
+from twophase.base.files import write_atomic
+from twophase.figures import style
 from twophase.studies import study
 
 THEORY = ("mixed_periods", "outer_schedules", "period_criteria", "restart_mechanism", "robustness_toy")
@@ -172,6 +175,27 @@ def test_files_of_something_else_stay(toy: Any, tmp_path: Path, ending: str) -> 
         study.run("toy", tmp_path)
     assert toy.CALLS == []
     assert foreign.read_text() == "{}"
+
+
+@pytest.mark.parametrize("fit", [1, 2])
+@pytest.mark.usefixtures("toy")
+def test_files_that_a_full_disk_cut_short_are_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fit: int
+) -> None:
+    """However many of a study's files were written, they are its own when it is run again."""
+    written = iter([write_atomic] * fit)
+
+    def write(path: Path, content: str | bytes) -> None:
+        if (action := next(written, None)) is None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        action(path, content)
+
+    monkeypatch.setattr(style, "write_atomic", write)
+    with pytest.raises(UsageError, match="No space left"):
+        study.run("toy", tmp_path / "out")
+    assert len(list((tmp_path / "out").iterdir())) == fit
+    monkeypatch.setattr(style, "write_atomic", write_atomic)
+    assert all(path.is_file() for path in study.run("toy", tmp_path / "out").paths)
 
 
 @pytest.mark.slow

@@ -276,7 +276,7 @@ def check_numbers(paths: Sequence[Path], start: str, option: str) -> None:
     """Refuse to replace files of numbers, unless the last of them begins as what is to be written does.
 
     Args:
-        paths: the files, in the order in which they are written.
+        paths: the files, as `write_files` takes them.
         start: how the last one begins.
         option: the option that names their place, with its value.
     """
@@ -303,7 +303,8 @@ def write_files(path_stem: Path, contents: Mapping[str, str | bytes]) -> list[Pa
     """
     paths = [path_stem.with_name(path_stem.name + ending) for ending in contents]
     try:
-        for path, content in zip(paths, contents.values(), strict=True):
+        # The last one first: by it `check_numbers` knows the others again, also where a full disk ends this in between.
+        for path, content in reversed([*zip(paths, contents.values(), strict=True)]):
             write_atomic(path, content)
     except OSError as error:
         raise UsageError(f"{path_stem}: the figure cannot be written ({error.strerror}); check the folder") from None
