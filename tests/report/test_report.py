@@ -124,14 +124,18 @@ def test_blocks_have_rows_and_curves_of_their_own(tmp_path: Path) -> None:
     for line in map(json.loads, (tmp_path / "rounds.jsonl").read_text().splitlines()):
         for part in (0, 1):
             single = {name: [line[name][part]] for name in ("groups", "fragments")}
-            lines.append(line | single | line["groups"][part] | {"step": 2 * line["step"] - 1 + part})
+            single["fragments"][0]["round"] = line["round"]  # the line's is that of the fragment that is ahead
+            ahead = {"round": line["round"] + 1, "step": 2 * line["step"] - 1 + part}
+            lines.append(line | single | line["groups"][part] | ahead)
     write_lines(tmp_path / "rounds.jsonl", lines)
     for text in (together, harmless(page_of(tmp_path))):
         assert "<dt>Restarts</dt><dd>6</dd>" in text
-        charts = [json.loads(data)["series"] for data in re.findall(r'application/json">(.*?)</script>', text)]
+        charts = [json.loads(data) for data in re.findall(r'application/json">(.*?)</script>', text)]
         assert len(charts) == 5
         for chart in charts[1:]:
-            assert [curve["name"] for curve in chart] == ["ends", "fragment 1"]
+            assert [curve["name"] for curve in chart["series"]] == ["ends", "fragment 1"]
+            assert chart["series"][0]["x"][:2] == [1, 2]
+            assert chart["restarts"] == [20, 40, 60]
         assert '<th scope="row">ends</th>' in text
         assert '<th scope="row">fragment 1</th>' in text
         assert "<h3>fragment 1 (restart 20)</h3>" in text

@@ -36,13 +36,13 @@ def rounds(record: RunRecord) -> Iterator[Html | None]:
     shown = record.blocks[:MOST_BLOCKS]
     if len(record.blocks) > len(shown):
         yield tag("p", f"The charts show the first {len(shown)} of {len(record.blocks)} blocks.")
-    marks = finite(number[record.rounds["restarted"] == 1])
+    marks = sorted({number for block in record.blocks for number in finite(block.number[block.restarted])})
 
     def chart(name: str, title: str, y_label: str, curves: Sequence[Curve], **options: Any) -> Html | None:
         return figure(Chart(name, title, "round", y_label, curves, restarts=marks, **options))
 
     def curves(name: str) -> list[Curve]:
-        return [Curve(block_name(block.name), number[block.index], _measured(block, name)) for block in shown]
+        return [Curve(block_name(block.name), block.number, _measured(block, name)) for block in shown]
 
     if len(shown) < 2:
         both = [Curve(words, number, record.rounds[name]) for name, words in _NORMS.items()]
