@@ -6,6 +6,8 @@ import itertools
 import json
 import math
 import os
+import subprocess
+import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -137,6 +139,14 @@ def test_a_folder_that_was_moved_away_is_not_written(tmp_path: Path, is_taken: b
         (moved / "rounds.jsonl").unlink()
         with pytest.raises(FileNotFoundError, match=r"rounds\.jsonl"):
             folder.log_round({"step": 3})
+
+
+def test_a_run_without_standard_input(tmp_path: Path) -> None:
+    """The lock of the first run of a service has the descriptor 0, which counts as one."""
+    lines = "import os, pathlib; os.close(0)", "from twophase.runs.folder import RunFolder"
+    script = "\n".join([*lines, "RunFolder.claim(pathlib.Path('run'), {'steps': 1}).log_round({'step': 1})"])
+    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True)
+    assert (tmp_path / "run" / "rounds.jsonl").read_text() == '{"step": 1}\n'
 
 
 def test_finished_run(tmp_path: Path) -> None:

@@ -181,7 +181,7 @@ class RunFolder:
     def _here(self) -> dict[str, Log]:
         """Return the logs; refuse a folder that was moved or removed, for its name may be another process's by now."""
         with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(self._lock or -1), (self.path / LOCK).stat()):
+            if os.path.samestat(os.fstat(-1 if self._lock is None else self._lock), (self.path / LOCK).stat()):
                 return self._logs
         raise FileNotFoundError(errno.ENOENT, "it was moved, removed or replaced while the run went on", str(self.path))
 
