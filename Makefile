@@ -87,13 +87,14 @@ $(TITAN)/.installed: $(VENV)/.installed-dev constraints-torchtitan.txt
 demo: setup
 	@$(BIN)/twophase demo $(ARGS)
 
+# three, because tests wait for processes and pages in a third of their time: for two cores
 test: setup-dev
-	@$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+	@$(BIN)/python -m pytest -n 3 --dist worksteal $(ARGS)
 
 # without torchft, which wants a later torch, and without the palette's bound, which is that of matplotlib in constraints.txt
 OLDEST := .venv-oldest
 test-oldest: $(OLDEST)/.installed
-	@$(OLDEST)/bin/python -m pytest -n 2 --dist worksteal -m "not slow" --ignore tests/elastic --ignore tests/test_house.py \
+	@$(OLDEST)/bin/python -m pytest -n 3 --dist worksteal -m "not slow" --ignore tests/elastic --ignore tests/test_house.py \
 	  --deselect tests/figures/test_style.py::test_palette_keeps_pale_tiles $(ARGS)
 $(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
 	@echo "making $(OLDEST)"
@@ -104,7 +105,7 @@ $(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
 	@touch $@
 
 coverage: setup-dev
-	@$(BIN)/python -m pytest -n 2 --dist worksteal --cov=twophase --cov-branch $(ARGS)
+	@$(BIN)/python -m pytest -n 3 --dist worksteal --cov=twophase --cov-branch $(ARGS)
 
 check: setup-dev
 	@$(BIN)/ruff check .

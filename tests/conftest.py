@@ -36,9 +36,11 @@ QUICK_CASES = 5
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Call most cases of a test slow that has many, each of them quick: spread evenly, a few are left."""
+    """Call slow what starts processes or a browser, and most cases of a test that has many: a few are left."""
     alike: dict[str, list[pytest.Item]] = {}
     for item in items:
+        if {"dist", "browser"} & {mark.name for mark in item.iter_markers()}:
+            item.add_marker("slow")
         if item.get_closest_marker("slow") is None:
             alike.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in alike.values():

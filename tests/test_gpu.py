@@ -186,6 +186,7 @@ def test_parent_that_is_gone(tmp_path: Path, words: list[str]):
     assert process.returncode == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_unit_that_takes_too_long(tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]):
     """A unit is ended when its part's time is over, and left to the next call."""
     (tmp_path / "out").mkdir()

@@ -68,6 +68,7 @@ def test_schedules(schedule: str, rule: OuterRule, more: int):
     assert_same(built(str(as_outer(rule).method), schedule=schedule), policy, disturbances(1 + number % 3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", linear("method"))
 def test_methods(method: str):
     """Every linear method, restarted and under a schedule where it has a first moment; others refuse a restart."""
@@ -82,6 +83,7 @@ def test_methods(method: str):
                 rollout(value, SIGMA, ROUNDS, text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["never", "3", "gradient"])
 @pytest.mark.parametrize("slot", ["filter", "readout"])
 def test_filters_and_readouts(slot: Slot, policy: str):

@@ -334,6 +334,7 @@ def test_a_page_replaces_no_file_of_a_run(capfd: pytest.CaptureFixture[str]) -> 
         assert cli.main("report run --out page.html".split()) == 0
 
 
+@pytest.mark.slow
 def test_a_figures_numbers_replace_no_other_table(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A spectrum beside the picture of the same name stays; the numbers of an earlier picture are written anew."""
     table = tmp_path / "modes.csv"

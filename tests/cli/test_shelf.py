@@ -75,6 +75,7 @@ def test_the_changed_run_of_a_preset(runs: Path, tmp_path: Path, capsys: pytest.
     assert (rule.lr, rule.momentum, rule.nesterov) == (0.1, 0.9, True)
 
 
+@pytest.mark.slow
 def test_a_sweep_of_methods(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Arms by method and restart; controls are of momentum SGD, gain-matched ones of rules alone; all is judged."""
     out = tmp_path / "sweep"

@@ -34,6 +34,7 @@ def bowl(**optimum: float) -> Callable[[dict[str, float]], float]:
     return lambda values: sum((scaled(n, v) - scaled(n, optimum[n])) ** 2 for n, v in values.items())
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(lr=st.floats(1e-3, 1e3), momentum=st.floats(0.01, 0.999), refinements=st.integers(0, 3))
 def test_ends_within_half_a_step(lr: float, momentum: float, refinements: int) -> None:

@@ -202,6 +202,7 @@ def _policies(register_policy: Callable[[str], Callable[[type], type]]) -> None:
             return state, HARD if int(1e6 * first) % 2 else None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "schedule"), [("sgd", "wsd"), ("muon", "cosine"), ("schedule-free", "constant")])
 def test_inner_optimizers_are_forked(
     base: TrainConfig, tmp_path: Path, alone: Alone, method: str, schedule: str
@@ -528,6 +529,7 @@ def test_other_states_are_not_used(store: tuple[States, list[str]], case: str) -
     assert list(saved.folder.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_damaged_tokens_end_a_walk(base: TrainConfig, tmp_path: Path) -> None:
     """On a shard with a flipped bit no run finishes, and no state stays that the repaired sweep would use."""
     ids = [np.arange(size, dtype=np.uint16) * 7 % 90 for size in (4000, 600)]

@@ -460,6 +460,7 @@ def test_lingering_worker_is_ended(tmp_path: Path, command: list[str], monkeypat
     assert_all_ended(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message", "starts"),
     [
@@ -488,6 +489,7 @@ def test_broken_command_ends_the_sweep(tmp_path: Path, words: list[str], message
 # ------------------------------------------------------------------------------------------------------ interruptions
 
 
+@pytest.mark.slow
 def test_table_follows_the_runs(tmp_path: Path, command: list[str]) -> None:
     """The table on disk shows what has ended while others are still running."""
     sweep = sweep_of("waits for the table", "ok")

@@ -151,6 +151,7 @@ def test_one_worker_is_one_job(tmp_path: Path, cluster: Path) -> None:
     assert b"ended with status 3" in said
 
 
+@pytest.mark.slow
 def test_the_worker_saves_before_it_starts_again(tmp_path: Path, cluster: Path) -> None:
     """When Slurm announces the end to all processes, the worker is told once, saves, and the job is requeued then."""
     out = tmp_path / "out"
@@ -179,6 +180,7 @@ def test_a_worker_that_slurm_stops_keeps_its_job(monkeypatch: pytest.MonkeyPatch
         Payload(["/bin/false"])()
 
 
+@pytest.mark.slow
 def test_a_deaf_worker_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that does not end in time is killed, and the command can be sent to another machine meanwhile."""
     monkeypatch.setattr(slurm, "_GRACE_SECONDS", 0.1)

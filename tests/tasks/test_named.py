@@ -75,6 +75,7 @@ def words(values: dict[str, Any]) -> list[str]:
     return [word for path, value in values.items() for word in (f"--{path}", str(value))]
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_byte_for_byte(tmp_path: Path) -> None:
     """A run with dropout that is killed by SIGKILL ends with the bytes of one that was not."""
     command = ["train", "--task", "rings:Rings", *words(SHORT | {"steps": 400, "outer.restart": 3}), "--quiet"]
@@ -109,6 +110,7 @@ def test_buffers_are_averaged(rings: Path, caplog: pytest.LogCaptureFixture) -> 
     assert all(torch.equal(value, after[name]) for name, value in before.items())
 
 
+@pytest.mark.slow
 def test_a_sweep_is_its_runs_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Cells that share steps have the bits of runs alone; the task's values are axes; report and verdict work."""
     axes = {"outer.lr": [0.3, 0.7], "outer.restart": ["never", 2], "task.width": [8, 12]}
@@ -160,6 +162,7 @@ def test_digits_are_those_of_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> No
         digits._images.__wrapped__()
 
 
+@pytest.mark.slow
 def test_shipped_tasks_train(tmp_path: Path) -> None:
     """`digits` and `hf:` learn, from a configuration and from weights, tied ones included; both resume as finished."""
     pytest.importorskip("sklearn")
@@ -188,6 +191,7 @@ def test_shipped_tasks_train(tmp_path: Path) -> None:
     assert twophase.train("hf:tiny", values, quiet=True).summary == fresh.summary
 
 
+@pytest.mark.slow
 def test_a_package_of_the_working_directory_is_a_workers_too(rings: Path) -> None:
     """Python's -P, with which workers start, takes the working directory from the path."""
     (rings.parent / "beside").mkdir()
@@ -279,6 +283,7 @@ def test_a_task_that_does_not_repeat(rings: Path, method: str) -> None:
         twophase.train("rings:Rings", SHORT, "run", quiet=True)
 
 
+@pytest.mark.slow
 def test_a_whole_configuration_is_taken() -> None:
     """It names its task; options that its method does not look at are no choice; axes and arms have their own."""
     run = twophase.train("rings:Rings", SHORT | {"outer.method": "adamw"}, "first", quiet=True)
@@ -303,6 +308,7 @@ twophase.sweep(Rings(), {"outer.lr": [0.3, 0.7]}, config, "sweep", workers=1, qu
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pipe", [False, True])
 def test_a_program_without_a_guard(rings: Path, pipe: bool) -> None:
     """Workers import the file: the message names the guard. A class in a program from a pipe has no file at all."""
@@ -508,6 +514,7 @@ def test_names_that_lead_nowhere(name: str) -> None:
         twophase.sweep("rings:Rings", {"task.name": ["rings:Rings", name]}, SHORT, quiet=True)
 
 
+@pytest.mark.slow
 def test_a_changed_file_does_not_go_on(rings: Path) -> None:
     """Where the task's file has changed, no run or sweep goes on; a damaged `env.json` has a remedy."""
     checksum = summary_of(twophase.train("rings:Rings", SHORT, "finished", quiet=True))["checksum"]
