@@ -424,14 +424,16 @@ def test_a_diverged_loop(tmp_path: Path, broken: str, restart: str) -> None:
     assert summary["validation_loss"] is None
 
 
-def test_an_outer_optimizer_alone(tmp_path: Path) -> None:
+def test_an_outer_optimizer_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its steps are rounds with norms, cosine and gain, which it then measures; afterwards it does not.
 
-    The bits are the same. A step of torch's own, which makes a state, is no round.
+    The bits are the same. A step of torch's own, which makes a state, is no round. A loop may change its folder.
     """
+    monkeypatch.chdir(tmp_path)
     x, y = (nn.Parameter(torch.ones(3)) for _ in range(2))
     outer, bare = (OuterSGD([parameter], 0.7, 0.9, nesterov=True, restart=3) for parameter in (x, y))
-    with record(outer, tmp_path / "run", {"inner_steps": 8}) as run:
+    with record(outer, "run", {"inner_steps": 8}) as run:
+        monkeypatch.chdir("/")
         for round_ in range(7):
             for parameter, optimizer in ((x, outer), (y, bare)):
                 parameter.grad = parameter.detach() * 0.1 + round_

@@ -210,7 +210,8 @@ def record(
             f"record: inner is a {type(inner).__name__}; give one optimizer, of several the first replica's"
         )
     trackers = check([track] if isinstance(track, str) else track)
-    tree, path, started = setting(engine, config), Path(folder), time.perf_counter()
+    # Absolute, since the loop may change its working directory (a Trainer or Hydra does).
+    tree, path, started = setting(engine, config), Path(folder).absolute(), time.perf_counter()
     lead = (files := _processes(engine)).rank == 0
     with claimed(path, tree, files) as claim:
         step = _begin(claim, engine, files)  # refuse before a tracker begins
