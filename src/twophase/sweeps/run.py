@@ -328,7 +328,11 @@ class _Call:
                     self._report("replaced", error=death)
                 if self.ended != self.tabled and began - self.table_at > _TABLE_SECONDS:
                     self._write()
-                time.sleep(min(max(_LOOK_SECONDS, 49 * (time.monotonic() - began)), _LONGEST_SECONDS))
+                wait = min(max(_LOOK_SECONDS, 49 * (time.monotonic() - began)), _LONGEST_SECONDS)
+                until = time.monotonic() + wait
+                time.sleep(_LOOK_SECONDS)
+                while time.monotonic() < until and not crew.in_trouble():  # once all have ended, the results are there
+                    time.sleep(_LOOK_SECONDS)
             crew.finish()
         except BaseException:
             crew.stop(grace_seconds)
