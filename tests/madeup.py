@@ -12,7 +12,7 @@ Value = Callable[[Cell], float | str | None]
 """A perplexity, "diverged", or None for a run that is missing."""
 
 
-def rows(sweep: Sweep, value: Value) -> list[Row]:
+def rows(sweep: Sweep, value: Value, seconds: float = 1.0) -> list[Row]:
     """Return the rows of a sweep with made-up results."""
     summaries: dict[str, dict[str, Any]] = {}
     for cell in sweep.cells:
@@ -20,7 +20,7 @@ def rows(sweep: Sweep, value: Value) -> list[Row]:
         if result is not None:
             number = None if result == "diverged" else result
             losses = {"perplexity": number, "validation_loss": number}
-            summaries[cell.run_id] = losses | {"seconds": 1.0, "diverged": number is None}
+            summaries[cell.run_id] = losses | {"seconds": seconds, "diverged": number is None}
     return rows_of(sweep, summaries)
 
 

@@ -5,24 +5,28 @@ from __future__ import annotations
 import base64
 import csv
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import madeup
 from twophase.base.config import UsageError
 from twophase.base.files import file_sha256, table_text
 from twophase.cli import bench as command
-from twophase.cli import benching
+from twophase.cli import benching, tuning
 from twophase.cli.own_arm import read_arm
 from twophase.cli.tuning import Tuned, TuneResults
 from twophase.recipes import bench as recipe
 from twophase.recipes.bench import Place, Size
+from twophase.sweeps.grid import Cell, Sweep
+from twophase.sweeps.table import write_rows
 
 PLACES = (
-    Place("first", "digits, 2 replicas", {"replicas": 2, "inner_steps": 4, "steps": 16, "inner.lr": 0.01}, "digits"),
-    Place("second", "digits, alone", {"replicas": 1, "inner_steps": 4, "steps": 16, "inner.lr": 0.01}, "digits"),
+    Place("first", "digits, 2 replicas", {"replicas": 2, "inner_steps": 4, "steps": 8, "inner.lr": 0.01}, "digits"),
+    Place("second", "digits, alone", {"replicas": 1, "inner_steps": 4, "steps": 8, "inner.lr": 0.01}, "digits"),
 )
 ARMS = ("memoryless", "averaging+filter=orthogonal")
 Bench = Callable[..., Path]
@@ -31,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("forked_workers")
 
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
-    """The command with two places of sixteen steps, and stored tables in a folder of the test's own."""
+    """The command with two places of eight steps, and stored tables in a folder of the test's own."""
     for module in (recipe, benching):
         monkeypatch.setattr(module, "PLACES", PLACES)
         monkeypatch.setitem(recipe.SIZES, "full", Size(3, (0,), (100, 101, 102), ("first", "second")))
@@ -45,6 +49,22 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
         return folder
 
     return run
+
+
+@pytest.fixture
+def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results by a formula in place of those of runs, in the files that a sweep writes."""
+
+    def result(cell: Cell) -> float | str:
+        inner, chance = math.log(cell.config.inner.lr / 0.016), math.sin(cell.config.seed * len(cell.arm))
+        return "diverged" if "1e30" in cell.arm else (1 + inner**2) * (1 + 0.02 * chance)
+
+    def complete(sweep: Sweep, folder: Path, *, texts: Mapping[str, str], **_: Any) -> None:
+        folder.mkdir(exist_ok=True)
+        write_rows(folder / "cells.csv", madeup.rows(sweep, result))
+        (folder / "plan.json").write_text(json.dumps({"texts": texts}))
+
+    monkeypatch.setattr(tuning, "complete", complete)
 
 
 def card(folder: Path) -> dict[str, Any]:
@@ -68,6 +88,7 @@ def read_table(path: Path) -> list[dict[str, str]]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("made_up")
 def test_references_and_a_card(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A card holds an arm against averaging and against the stored arms, of the seeds that both have."""
     folder, (stored, stored_facts) = bench("--reference"), store(bench, tmp_path / "stored")
@@ -124,8 +145,9 @@ def test_references_and_a_card(bench: Bench, tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.slow
-def test_a_table_in_parts(bench: Bench, tmp_path: Path) -> None:
+def test_a_table_in_parts(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some arms of one place leave all others as they are; those that do not repeat are refused."""
+    monkeypatch.setitem(recipe.SIZES, "full", Size(1, (0,), (100, 101), ("first", "second")))
     bench("--reference")
     stored, stored_facts = store(bench, tmp_path / "stored")
     rows, whole, facts = read_table(stored), stored.read_bytes(), json.loads(stored_facts.read_text())
