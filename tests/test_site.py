@@ -205,6 +205,23 @@ def open_page(watched: Watched, path: Path) -> None:
     assert watched.troubles == [], path.name
 
 
+def swap_in(watched: Watched, path: Path) -> None:
+    """Put a page's article in the place of the open one's, as the theme itself does when a link is followed.
+
+    That takes a tenth of the time of an opening.
+    """
+    watched.page.evaluate(SWAP, path.read_text(encoding="utf-8"))
+    assert watched.troubles == [], path.name
+
+
+SWAP = """text => {
+    const page = new DOMParser().parseFromString(text, "text/html")
+    document.title = page.title
+    document.querySelector("article").replaceWith(page.querySelector("article"))
+    document$.next(document)
+}"""
+
+
 @pytest.mark.slow
 @pytest.mark.browser
 @pytest.mark.parametrize(
@@ -236,12 +253,10 @@ def test_what_scrolls_can_be_reached_by_keyboard(site: Path, watched: Watched) -
     pages = [path for path in pages if "api" not in path.parts]  # of the reference, all made alike, one will do
     assert len(pages) > 5
     watched.page.set_viewport_size({"width": 360, "height": 800})
-    index = "**/search.js"  # of the whole site, which each page would read again; the two pages at the end do
-    watched.page.route(index, lambda route: route.fulfill(body="", content_type="text/javascript"))
+    open_page(watched, site / "index.html")
     for path in pages:
-        open_page(watched, path)
+        swap_in(watched, path)
         assert watched.page.evaluate(UNREACHED) == [], path.name
-    watched.page.unroute(index)
     open_page(watched, site / "api" / "theory.html")
     assert watched.page.evaluate(UNREACHED) == []
     watched.page.set_viewport_size({"width": 1280, "height": 800})
@@ -266,8 +281,9 @@ UNREACHED = """async () => {
 def test_options_and_figures_are_as_they_were_written(site: Path, watched: Watched) -> None:
     """No option in a table is broken at its hyphens, and no figure changes its colours on a dark page."""
     watched.page.emulate_media(color_scheme="dark")
+    open_page(watched, site / "own-loop.html")
     for name in ("own-loop.html", "ports.html", "processes.html", "restarts.html", "demo.html"):
-        open_page(watched, site / name)
+        swap_in(watched, site / name)
         assert watched.page.evaluate(BROKEN) == [], name
     assert watched.page.evaluate("[...document.images].map(image => getComputedStyle(image).filter)") == ["none"]
 
