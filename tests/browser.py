@@ -75,3 +75,26 @@ class Watched:
 
     def _note(self, text: str, is_harmless: bool = False) -> None:
         self.troubles += [] if is_harmless else [text]
+
+    def show(self, file: Path, width: int = 1280, scheme: Any = "light") -> Page:
+        """Open a file, in a window of some width and in light or dark."""
+        self.page.set_viewport_size({"width": width, "height": 800})
+        self.page.emulate_media(color_scheme=scheme)
+        self.page.goto(file.as_uri())
+        return self.page
+
+
+@pytest.fixture(scope="session")
+def _open_page(browser: Browser) -> Iterator[Watched]:
+    """The page of `watched`, opened once, for that takes a third of a second."""
+    watched = Watched(browser.new_page(bypass_csp=True))
+    yield watched
+    watched.page.close()
+
+
+@pytest.fixture
+def watched(_open_page: Watched) -> Iterator[Watched]:
+    """A page to `show` files in, past whose own policy a test's scripts run."""
+    yield _open_page
+    _open_page.page.goto("about:blank")
+    _open_page.troubles.clear()

@@ -11,9 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
@@ -24,9 +22,6 @@ import twophase
 from browser import Watched, axe_violations
 from twophase import theory
 from twophase.cli.main import main
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Browser
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -190,18 +185,9 @@ def test_markdown_became_html(site: Path) -> None:
 # --- in a browser -------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def watched(browser: Browser) -> Iterator[Watched]:
-    """A page that is closed afterwards."""
-    page = browser.new_page(viewport={"width": 1280, "height": 900})
-    yield Watched(page)
-    page.close()
-
-
-def open_page(watched: Watched, path: Path) -> None:
+def open_page(watched: Watched, path: Path, width: int = 1280, scheme: str = "light") -> None:
     """Go to a file of the site; it must open without trouble, and its scripts must have begun."""
-    watched.page.goto(path.as_uri())
-    watched.page.wait_for_function("document.documentElement.classList.contains('js')")
+    watched.show(path, width, scheme).wait_for_function("document.documentElement.classList.contains('js')")
     assert watched.troubles == [], path.name
 
 
@@ -233,12 +219,10 @@ SWAP = """text => {
         ("explorer.html", 390, "dark"),
     ],
 )
-def test_pages_are_accessible(site: Path, watched: Watched, name: str, width: int, scheme: Any) -> None:
+def test_pages_are_accessible(site: Path, watched: Watched, name: str, width: int, scheme: str) -> None:
     """axe-core finds no violation of WCAG's levels A and AA, in both colours, on wide and narrow screens."""
-    watched.page.emulate_media(color_scheme=scheme)
-    watched.page.set_viewport_size({"width": width, "height": 800})
-    open_page(watched, site / name)
-    assert axe_violations(watched.page) == []  # (axe reads style sheets again, which a page from disk may not)
+    open_page(watched, site / name, width, scheme)
+    assert axe_violations(watched.page) == []
     assert watched.page.evaluate("document.documentElement.scrollWidth") <= width
 
 
@@ -252,14 +236,12 @@ def test_what_scrolls_can_be_reached_by_keyboard(site: Path, watched: Watched) -
     pages = [path for path in pages_in(site) if "<table" in path.read_text(encoding="utf-8")]
     pages = [path for path in pages if "api" not in path.parts]  # of the reference, all made alike, one will do
     assert len(pages) > 5
-    watched.page.set_viewport_size({"width": 360, "height": 800})
-    open_page(watched, site / "index.html")
+    open_page(watched, site / "index.html", 360)
     for path in pages:
         swap_in(watched, path)
         assert watched.page.evaluate(UNREACHED) == [], path.name
-    open_page(watched, site / "api" / "theory.html")
+    open_page(watched, site / "api" / "theory.html", 360)
     assert watched.page.evaluate(UNREACHED) == []
-    watched.page.set_viewport_size({"width": 1280, "height": 800})
     open_page(watched, site / "reproduce.html")
     assert watched.page.evaluate(UNREACHED) == []
 
@@ -280,8 +262,7 @@ UNREACHED = """async () => {
 @pytest.mark.browser
 def test_options_and_figures_are_as_they_were_written(site: Path, watched: Watched) -> None:
     """No option in a table is broken at its hyphens, and no figure changes its colours on a dark page."""
-    watched.page.emulate_media(color_scheme="dark")
-    open_page(watched, site / "own-loop.html")
+    open_page(watched, site / "own-loop.html", scheme="dark")
     for name in ("own-loop.html", "ports.html", "processes.html", "restarts.html", "demo.html"):
         swap_in(watched, site / name)
         assert watched.page.evaluate(BROKEN) == [], name

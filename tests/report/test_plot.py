@@ -134,18 +134,16 @@ def test_strokes_are_those_of_the_figures() -> None:
 
 
 @pytest.mark.browser
-def test_numbers_of_a_chart_keep_their_digits(browser: Browser, tmp_path: Path) -> None:
+def test_numbers_of_a_chart_keep_their_digits(watched: Watched, tmp_path: Path) -> None:
     """Four figures of any value, all of a step's: neither ticks a thousandth apart nor steps become one text."""
     chart = figure(Chart("n", "t", "step", "y", [Curve("c", [1_234_566, 1_234_567], [0.0015, 0.012345])]))
     (tmp_path / "page.html").write_text(page("chart", "", chart, scripts=[script()]), encoding="utf-8")
-    shown = browser.new_page()
-    shown.goto((tmp_path / "page.html").as_uri())
+    shown = watched.show(tmp_path / "page.html")
     texts = {0.0015: "0.0015", 0.012345: "0.01235", 12345: "12,345", -2.34567: "−2.346", 2e7: "2e7", 1.23e-5: "1.23e−5"}
     assert shown.evaluate("values => values.map(plots.text)", list(texts)) == list(texts.values())
     box = shown.locator("figure.plot > div")
     box.press("End")
     assert box.locator("[aria-live]").text_content() == "step 1,234,567: c 0.01235"
-    shown.close()
 
 
 @pytest.mark.browser
@@ -177,24 +175,21 @@ def test_every_axis_tells_its_places_apart(browser: Browser, tmp_path: Path) -> 
 
 
 @pytest.mark.browser
-def test_the_legend_says_of_which_marks_some_are_drawn(browser: Browser, tmp_path: Path) -> None:
+def test_the_legend_says_of_which_marks_some_are_drawn(watched: Watched, tmp_path: Path) -> None:
     """Of more restarts or syncs than a chart has room for some are drawn, and a reader can see that by the legend."""
     chart = Chart("n", "t", "round", "y", [Curve("c", range(101), range(101))], restarts=range(61), syncs=range(60))
     (tmp_path / "page.html").write_text(page("marks", "", figure(chart), scripts=[script()]), encoding="utf-8")
-    shown = browser.new_page()
-    shown.goto((tmp_path / "page.html").as_uri())
+    shown = watched.show(tmp_path / "page.html")
     marks = shown.locator(".legend li:not(.place):not(:has(button))").all_text_contents()
     assert marks == ["sync (outer step)", "restart, some of them"]
-    shown.close()
 
 
 @pytest.mark.browser
-def test_keys_move_over_what_is_in_view(browser: Browser, tmp_path: Path) -> None:
+def test_keys_move_over_what_is_in_view(watched: Watched, tmp_path: Path) -> None:
     """In a part of a chart that the reader has drawn out, keys read that part: from its first place to its last."""
     made = figure(Chart("n", "t", "round", "y", [Curve("c", range(101), range(101))]))
     (tmp_path / "page.html").write_text(page("keys", "", made, scripts=[script()]), encoding="utf-8")
-    shown = browser.new_page()
-    shown.goto((tmp_path / "page.html").as_uri())
+    shown = watched.show(tmp_path / "page.html")
     area, box = shown.locator(".u-over").bounding_box(), shown.locator("figure.plot > div")
     assert area is not None
     x, y = area["x"], area["y"] + 50
@@ -210,13 +205,12 @@ def test_keys_move_over_what_is_in_view(browser: Browser, tmp_path: Path) -> Non
     for key in ("Alt+ArrowLeft", "Control+Home", "Meta+ArrowRight"):  # the browser's own
         box.press(key)
         assert box.locator("[aria-live]").text_content() == "round 59: c 59"
-    shown.close()
 
 
 @pytest.mark.browser
 @pytest.mark.slow
 @pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1280, "light")])
-def test_charts_in_a_browser(browser: Browser, tmp_path: Path, width: int, scheme: Any) -> None:
+def test_charts_in_a_browser(watched: Watched, tmp_path: Path, width: int, scheme: str) -> None:
     """A chart is drawn, tells its values by arrow keys, hides a curve, follows the scheme, and breaks no WCAG rule."""
     rounds, nan = list(range(1, 9)), float("nan")
     charts = [
@@ -235,10 +229,7 @@ def test_charts_in_a_browser(browser: Browser, tmp_path: Path, width: int, schem
         ),
     ]
     (tmp_path / "page.html").write_text(page("charts", "", *map(figure, charts), scripts=[script()]), encoding="utf-8")
-    view: Any = {"viewport": {"width": width, "height": 800}, "color_scheme": scheme}
-    watched = Watched(browser.new_page(**view, bypass_csp=True))
-    shown = watched.page
-    shown.goto((tmp_path / "page.html").as_uri())
+    shown = watched.show(tmp_path / "page.html", width, scheme)
     boxes = shown.locator("figure.plot > div")
     assert shown.locator("canvas").count() == 3
     for _ in range(4):
@@ -264,4 +255,3 @@ def test_charts_in_a_browser(browser: Browser, tmp_path: Path, width: int, schem
     assert shown.pdf().startswith(b"%PDF")
     assert shown.locator("canvas").count() == 3
     assert watched.troubles == []
-    shown.close()
