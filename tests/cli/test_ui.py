@@ -100,6 +100,7 @@ ANSWERS: dict[str, tuple[int, str]] = {
 """Status and words of the answer to each address."""
 
 
+@pytest.mark.slow
 def test_answers(root: Path, server: ThreadingHTTPServer) -> None:
     """Runs and sweeps have pages, and their links lead on; all else has a message; nothing on the disk changes."""
     before = snapshot(root.parent)

@@ -86,7 +86,7 @@ def test_every_figure_has_a_headline() -> None:
 def test_colours_are_the_palettes() -> None:
     """A colour in a drawing module is of the palette that all eyes tell apart, or a grey."""
     palette = {look(number)["color"] for number in range(8)}
-    for name in (*DRAWING, HOME):
+    for name in (name for name in (*DRAWING, HOME) if re.search("#[0-9a-fA-F]{6}", SOURCES[name])):
         for text in texts(SOURCES[name]):
             if re.fullmatch(r"#[0-9a-fA-F]{6}", text):
                 assert text[1:3] == text[3:5] == text[5:7] or text.lower() in palette, f"{name}: {text}"
@@ -182,8 +182,9 @@ def test_last_digits_of_the_layout_do_not_reach_the_files() -> None:
             figure.draw_without_rendering = laid_out
             return rendered(figure)
 
-    assert nudged(0.0) == nudged(1e-9)
-    assert nudged(0.0) != nudged(1e-3)
+    plain = nudged(0.0)
+    assert plain == nudged(1e-9)
+    assert plain != nudged(1e-3)
 
 
 @pytest.mark.slow
@@ -208,6 +209,7 @@ def test_palette_keeps_the_curves_colours() -> None:
         assert np.abs(after[places] - colour).max() <= 16
 
 
+@pytest.mark.slow
 def test_palette_keeps_pale_tiles() -> None:
     """Reduced to 256 colours the pale tiles of a heatmap keep theirs, beside a large gradient and under text."""
     tiles = 0.9 + np.arange(48).reshape(4, 4, 3) / 480
@@ -219,7 +221,7 @@ def test_palette_keeps_pale_tiles() -> None:
             panels[1].text(i % 4, i // 4, "+1.5", ha="center", fontsize=5, color=look(i % 8)["color"])
 
     image = pytest.importorskip("PIL.Image")
-    pictures = (picture(draw, palette=palette)[".png"] for palette in (False, True))
+    pictures = (picture(draw, palette=palette, endings=(".png",))[".png"] for palette in (False, True))
     before, after = (np.asarray(image.open(io.BytesIO(png)).convert("RGB"), int) for png in pictures)
     for colour in (255 * tiles).reshape(-1, 3):
         places = (np.abs(before - colour) <= 1).all(axis=2)
