@@ -349,7 +349,7 @@ def test_killed_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """A command that is killed again and again ends as an undisturbed one; its last sweep is one as any other."""
     monkeypatch.chdir(tmp_path)
     Path("rings.py").write_text(RINGS, encoding="utf-8")
-    options = "--steps 8 --inner-steps 2 --points 3 --seeds 0 --fresh 5 6 --workers 1 --quiet".split()
+    options = "--steps 4 --inner-steps 2 --points 2 --seeds 0 --fresh 5 6 --workers 1 --quiet".split()
     words = ["tune", "rings.py:Rings", *options, "--arms", "averaging+filter=orthogonal", "auto"]
     done = call(*words, "--out", "whole")
     assert done.returncode == 0, done.stderr
