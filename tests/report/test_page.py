@@ -9,18 +9,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twophase.report.page import (
-    LONGEST,
-    clean,
-    counted,
-    link,
-    minus,
-    notes,
-    page,
-    table,
-    tag,
-    with_options,
-)
+from twophase.report.page import LONGEST, clean, counted, link, minus, notes, page, table, tag, with_options
 
 
 @given(st.text())

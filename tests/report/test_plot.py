@@ -19,7 +19,7 @@ from twophase.report.page import page
 from twophase.report.plot import MOST_POINTS, Chart, Curve, figure, script
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser
+    from playwright.sync_api import Browser, Page
 
 UPLOT = files("twophase.report").joinpath("uplot")
 
@@ -41,13 +41,16 @@ def data_of(made: str | None) -> dict[str, Any]:
 
 
 def drawn(values: list[float], *, x: Any = None, **options: Any) -> str:
-    made = figure(
-        Chart(
-            "n", "Title <t>", "x", "y", [Curve("=</script>", range(len(values)) if x is None else x, values)], **options
-        )
-    )
+    curve = Curve("=</script>", range(len(values)) if x is None else x, values)
+    made = figure(Chart("n", "Title <t>", "x", "y", [curve], **options))
     assert made is not None
     return made
+
+
+def opened(watched: Watched, folder: Path, *charts: Chart, width: int = 1280, scheme: str = "light") -> Page:
+    """Show a page of charts."""
+    (folder / "page.html").write_text(page("charts", "", *map(figure, charts), scripts=[script()]), encoding="utf-8")
+    return watched.show(folder / "page.html", width, scheme)
 
 
 @pytest.mark.parametrize("boom", [[1e150], [1e150] * 2 * MOST_POINTS, []])
@@ -136,9 +139,8 @@ def test_strokes_are_those_of_the_figures() -> None:
 @pytest.mark.browser
 def test_numbers_of_a_chart_keep_their_digits(watched: Watched, tmp_path: Path) -> None:
     """Four figures of any value, all of a step's: neither ticks a thousandth apart nor steps become one text."""
-    chart = figure(Chart("n", "t", "step", "y", [Curve("c", [1_234_566, 1_234_567], [0.0015, 0.012345])]))
-    (tmp_path / "page.html").write_text(page("chart", "", chart, scripts=[script()]), encoding="utf-8")
-    shown = watched.show(tmp_path / "page.html")
+    chart = Chart("n", "t", "step", "y", [Curve("c", [1_234_566, 1_234_567], [0.0015, 0.012345])])
+    shown = opened(watched, tmp_path, chart)
     texts = {0.0015: "0.0015", 0.012345: "0.01235", 12345: "12,345", -2.34567: "−2.346", 2e7: "2e7", 1.23e-5: "1.23e−5"}
     assert shown.evaluate("values => values.map(plots.text)", list(texts)) == list(texts.values())
     box = shown.locator("figure.plot > div")
@@ -178,8 +180,7 @@ def test_every_axis_tells_its_places_apart(browser: Browser, tmp_path: Path) -> 
 def test_the_legend_says_of_which_marks_some_are_drawn(watched: Watched, tmp_path: Path) -> None:
     """Of more restarts or syncs than a chart has room for some are drawn, and a reader can see that by the legend."""
     chart = Chart("n", "t", "round", "y", [Curve("c", range(101), range(101))], restarts=range(61), syncs=range(60))
-    (tmp_path / "page.html").write_text(page("marks", "", figure(chart), scripts=[script()]), encoding="utf-8")
-    shown = watched.show(tmp_path / "page.html")
+    shown = opened(watched, tmp_path, chart)
     marks = shown.locator(".legend li:not(.place):not(:has(button))").all_text_contents()
     assert marks == ["sync (outer step)", "restart, some of them"]
 
@@ -187,9 +188,7 @@ def test_the_legend_says_of_which_marks_some_are_drawn(watched: Watched, tmp_pat
 @pytest.mark.browser
 def test_keys_move_over_what_is_in_view(watched: Watched, tmp_path: Path) -> None:
     """In a part of a chart that the reader has drawn out, keys read that part: from its first place to its last."""
-    made = figure(Chart("n", "t", "round", "y", [Curve("c", range(101), range(101))]))
-    (tmp_path / "page.html").write_text(page("keys", "", made, scripts=[script()]), encoding="utf-8")
-    shown = watched.show(tmp_path / "page.html")
+    shown = opened(watched, tmp_path, Chart("n", "t", "round", "y", [Curve("c", range(101), range(101))]))
     area, box = shown.locator(".u-over").bounding_box(), shown.locator("figure.plot > div")
     assert area is not None
     x, y = area["x"], area["y"] + 50
@@ -213,23 +212,14 @@ def test_keys_move_over_what_is_in_view(watched: Watched, tmp_path: Path) -> Non
 def test_charts_in_a_browser(watched: Watched, tmp_path: Path, width: int, scheme: str) -> None:
     """A chart is drawn, tells its values by arrow keys, hides a curve, follows the scheme, and breaks no WCAG rule."""
     rounds, nan = list(range(1, 9)), float("nan")
+    losses = [Curve("<b>", rounds, [2.0, nan, *[2.5] * 6]), Curve("b", [4, 8], [1, 3])]
+    norms, dots = [Curve("g", rounds, [10.0**-k for k in rounds])], [Curve("seed 0", [0, 1], [8, 9], dots=True)]
     charts = [
-        Chart(
-            "loss",
-            "Loss </script>",
-            "round",
-            "loss",
-            [Curve("<b>", rounds, [2.0, nan, *[2.5] * 6]), Curve("b", [4, 8], [1, 3])],
-        ),
-        Chart(
-            "norm", "Norm", "round", "norm", [Curve("g", rounds, [10.0**-k for k in rounds])], log=True, restarts=[3]
-        ),
-        Chart(
-            "dots", "Dots", "restart", "perplexity", [Curve("seed 0", [0, 1], [8, 9], dots=True)], names=["never", "3"]
-        ),
+        Chart("loss", "Loss </script>", "round", "loss", losses),
+        Chart("norm", "Norm", "round", "norm", norms, log=True, restarts=[3]),
+        Chart("dots", "Dots", "restart", "perplexity", dots, names=["never", "3"]),
     ]
-    (tmp_path / "page.html").write_text(page("charts", "", *map(figure, charts), scripts=[script()]), encoding="utf-8")
-    shown = watched.show(tmp_path / "page.html", width, scheme)
+    shown = opened(watched, tmp_path, *charts, width=width, scheme=scheme)
     boxes = shown.locator("figure.plot > div")
     assert shown.locator("canvas").count() == 3
     for _ in range(4):

@@ -405,10 +405,7 @@ def test_runs_that_are_gone_or_damaged(sweep_folder: Path) -> None:
 
 
 AXES: dict[str, tuple[list[Axis], list[str]]] = {
-    "restarts": (
-        [Axis("outer.restart", ("never", "3")), Axis("seed", (0, 1))],
-        ["no restart", "K=3"],
-    ),
+    "restarts": ([Axis("outer.restart", ("never", "3")), Axis("seed", (0, 1))], ["no restart", "K=3"]),
     "seeds": ([Axis("seed", (0, 1, 2))], ["the setting"]),
     "learning rates near each other": ([Axis("outer.lr", (0.3, 0.30000001))], ["lr 0.3", "lr 0.3"]),
     "a learning rate": ([Axis("outer.lr", (0.3, 0.7))], ["lr 0.3", "lr 0.7"]),
