@@ -65,6 +65,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
         (folder / "plan.json").write_text(json.dumps({"texts": texts}))
 
     monkeypatch.setattr(tuning, "complete", complete)
+    monkeypatch.setattr("os.fsync", lambda _: None)
 
 
 def card(folder: Path) -> dict[str, Any]:

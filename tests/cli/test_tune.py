@@ -86,6 +86,7 @@ def stages(monkeypatch: pytest.MonkeyPatch) -> Stages:
     """The made-up sweeps."""
     made = Stages()
     monkeypatch.setattr(room, "complete", made.complete)
+    monkeypatch.setattr("os.fsync", lambda _: None)  # hundreds of small files that no power cut will meet
     monkeypatch.setattr(
         "twophase.tasks.build.preflight_all", lambda configs: dict.fromkeys(map(str, list(configs)[:0]))
     )
