@@ -70,7 +70,7 @@ def test_other_shapes(tmp_path: Path) -> None:
     """Many cells, panels of different shapes, and figures without a single number are drawn without a warning."""
     pytest.importorskip("matplotlib")
     big = panel(*([8.0 + i + j for i in range(11)] for j in range(9)))
-    assert Heatmaps([[big, PANEL], [PANEL, big]], **LABELS).write(tmp_path / "f")
+    assert Heatmaps([[big, PANEL], [PANEL, panel([8.0], [9.0])]], **LABELS).write(tmp_path / "f")
     assert Heatmaps([[panel(["diverged", "missing", "failed"])]], **LABELS).write(tmp_path / "f")
 
 
