@@ -46,11 +46,8 @@ def axe_violations(page: Page, *parts: str) -> list[str]:
     package = pytest.importorskip("axe_playwright_python", reason="no axe-playwright-python: make setup-dev brings it")
     if not page.evaluate("'axe' in window"):
         page.evaluate((Path(package.__file__).parent / "axe.min.js").read_text(encoding="utf-8"))
-    options = {
-        "runOnly": {"type": "tag", "values": LEVELS},
-        "resultTypes": ["violations"],
-        "preload": False,  # of style sheets, which none of these rules reads, and of sounds
-    }
+    # Without the preloading of style sheets, which none of these rules reads, and of sounds.
+    options = {"runOnly": {"type": "tag", "values": LEVELS}, "resultTypes": ["violations"], "preload": False}
     faults: list[dict[str, Any]] = page.evaluate(
         "([include, options]) => axe.run(include.length ? {include} : document, options).then(r => r.violations)",
         [parts, options],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ from twophase.sweeps.grid import Cell, Sweep
 from twophase.sweeps.table import Row, rows_of
 
 Value = Callable[[Cell], float | str | None]
-"""A perplexity, "diverged", or None for a run that is missing."""
+"""A perplexity, "diverged" or infinity, or None for a run that is missing."""
 
 
 def rows(sweep: Sweep, value: Value, seconds: float = 1.0) -> list[Row]:
@@ -18,7 +19,7 @@ def rows(sweep: Sweep, value: Value, seconds: float = 1.0) -> list[Row]:
     for cell in sweep.cells:
         result = value(cell)
         if result is not None:
-            number = None if result == "diverged" else result
+            number = None if result in ("diverged", math.inf) else result
             losses = {"perplexity": number, "validation_loss": number}
             summaries[cell.run_id] = losses | {"seconds": seconds, "diverged": number is None}
     return rows_of(sweep, summaries)

@@ -73,9 +73,7 @@ class Stages:
             raise KeyboardInterrupt
         self.names.append(folder.name)
         folder.mkdir(exist_ok=True)
-        results = {run: self.loss(config) for run, config in sweep.runs.items()}
-        values = {run: loss if math.isfinite(loss) else "diverged" for run, loss in results.items()}
-        write_rows(folder / "cells.csv", madeup.rows(sweep, lambda cell: values[cell.run_id], self.seconds))
+        write_rows(folder / "cells.csv", madeup.rows(sweep, lambda cell: self.loss(cell.config), self.seconds))
 
 
 Run = Callable[..., TuneResults]

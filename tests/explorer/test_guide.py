@@ -132,16 +132,15 @@ def test_the_steps_by_keyboard(view: View) -> None:
 
 
 def drag(view: View, slider: str, until: str) -> None:
-    """Drag a slider from its left end to the right until the step says something."""
+    """Drag a slider to its farther end until the step says something."""
     box = view.page.locator(slider).bounding_box()
     assert box
     y, mouse = box["y"] + box["height"] / 2, view.page.mouse
     at = view.page.evaluate("s => document.querySelector(s).value / 1000", slider)
-    ends = (at, 1.0) if at < 0.2 else (at, 0.0)
     mouse.move(box["x"] + 8 + at * (box["width"] - 16), y)
     mouse.down()
     for move in range(1, 26):
-        share = ends[0] + (ends[1] - ends[0]) * move / 25
+        share = at + ((1.0 if at < 0.2 else 0.0) - at) * move / 25
         mouse.move(box["x"] + 8 + share * (box["width"] - 16), y)
         if until in said(view):
             break

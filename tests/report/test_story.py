@@ -108,9 +108,7 @@ def test_no_controls_leave_no_table_beside_the_map(tmp_path: Path) -> None:
 def test_the_page_in_a_browser(
     browser: Browser, watched: Watched, tmp_path: Path, *, width: int, scheme: Any, motion: Any
 ) -> None:
-    """It plays unless motion is reduced, is steered by keys, frames the explorer with its curve in sight, clips
-    nothing, and breaks no WCAG rule.
-    """  # noqa: D205
+    """It plays unless motion is reduced, heeds keys, frames the explorer and its curve, clips nothing, obeys WCAG."""
     path = tmp_path / "story.html"
     path.write_text(page_of(pair_of(tmp_path, SUM)), encoding="utf-8")
     view: Any = {"viewport": {"width": width, "height": 800}, "color_scheme": scheme, "reduced_motion": motion}
