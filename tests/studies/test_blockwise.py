@@ -20,8 +20,8 @@ from twophase.recipes.paper import LAPTOP, PAPER, QUICK, Scale
 from twophase.studies import _blockwise_cells as cells
 from twophase.studies import blockwise, study
 from twophase.studies._blockwise_cells import ALL, MEAN, NEVER, ORACLE, ROUNDS, SEARCH, SHUFFLED
+from twophase.sweeps import run as launch
 from twophase.sweeps.grid import Cell, Sweep
-from twophase.sweeps.run import Status
 from twophase.sweeps.table import Row
 
 SEED_FACTOR = {0: 1.0, 1: 0.96, 2: 1.05, 3: 1.01}
@@ -179,9 +179,13 @@ def small(tmp_path: Path) -> Scale:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_workers")
-def test_it_really_trains_and_measures_and_is_resumed(small: Scale, tmp_path: Path) -> None:
+def test_it_really_trains_and_measures_and_is_resumed(
+    small: Scale, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Quick, end to end: the files are there, every run is finished once, and a repeated call trains nothing."""
-    seen: list[Status] = []
+    monkeypatch.setattr(launch, "_LONGEST_SECONDS", 0.5)
+    monkeypatch.setattr(study, "rendered", lambda *_, **__: {})  # its figure is drawn above
+    seen: list[launch.Status] = []
     outcome = study.run("blockwise", tmp_path / "out", scale=small, progress=seen.append)
     facts = json.loads((tmp_path / "out" / "blockwise.json").read_text())
     (place,) = facts["numbers"]["places"].values()
@@ -193,7 +197,7 @@ def test_it_really_trains_and_measures_and_is_resumed(small: Scale, tmp_path: Pa
     trained = [status.run for status in seen if status.event == "finished"]
     assert len(trained) == len(set(trained)) == len(list((tmp_path / "out" / "runs").iterdir()))
     before = {path: path.read_bytes() for path in outcome.paths}
-    again: list[Status] = []
+    again: list[launch.Status] = []
     study.run("blockwise", tmp_path / "out", scale=small, progress=again.append)
     assert {status.event for status in again} == {"begun"}
     assert {path: path.read_bytes() for path in outcome.paths} == before

@@ -14,9 +14,11 @@ import pytest
 from madeup import Value, rows
 from twophase.base.config import UsageError, with_values
 from twophase.cli.main import main
+from twophase.diloco.formats import WIRES
 from twophase.figures.style import styled
 from twophase.recipes.paper import LAPTOP, PAPER, QUICK, Scale
 from twophase.studies import study
+from twophase.sweeps import run as launch
 from twophase.tasks.named import config_class
 
 FILE = '''
@@ -88,6 +90,7 @@ def test_an_own_task_by_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     """A file's task is trained over the grid, in a folder of its own; words and files say loss; it is drawn again."""
     figures: list[Any] = []
     monkeypatch.setattr(study, "rendered", lambda figure, **_: figures.append(figure) or {})
+    monkeypatch.setattr(launch, "_LONGEST_SECONDS", 0.5)
     words = [*COMMAND, "--quick", "--steps", "8", "--inner-steps", "1", "--task.noise", "0.2", "--inner.lr", "0.1"]
     assert main([*words, "--workers", "1", "--quiet"]) == 0
     out = Path("runs", "studies", "Pull")
@@ -111,17 +114,22 @@ def test_an_own_task_by_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_workers")
-@pytest.mark.parametrize("name", STUDIES)
-def test_each_is_trained_on_digits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_is_trained_on_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every study that takes a task trains the shipped one, all stages, and judges every run by its loss."""
     monkeypatch.setattr(study, "rendered", lambda *_, **__: {})
+    monkeypatch.setattr(launch, "_LONGEST_SECONDS", 0.5)
     small = {"lrs": (0.7,), "momenta": (0.9,), "periods": (3, 5), "inject": (0.0, 0.5), "retain": (0.0,)}
-    outcome = study.run(name, tmp_path / "out", scale=replace(scale_of("digits"), **small), workers=1)
-    assert "oss of digits" in outcome.answer
-    with outcome.paths[-2].open(newline="") as file:
-        assert all(0 < float(line["validation_loss"]) < 5 for line in csv.DictReader(file))
+    losses: list[float] = []
+    for name in STUDIES:
+        outcome = study.run(name, tmp_path, scale=replace(scale_of("digits"), **small), workers=1)
+        assert "oss of digits" in outcome.answer
+        with outcome.paths[0].open(newline="") as file:
+            losses = [float(line["validation_loss"]) for line in csv.DictReader(file)]
+        assert all(0 < loss < 5 for loss in losses)
+    assert len(losses) == len(set(losses)) == 4 * len(WIRES)  # each wire has an effect
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STUDIES)
 def test_words_and_figures_name_task_and_measure(name: str) -> None:
     """Of a task without perplexity nothing says perplexity; of one that has it, the words are it and the task."""
