@@ -19,7 +19,7 @@ pytest.importorskip("matplotlib")
 from twophase.base.config import UsageError
 from twophase.figures.style import styled
 from twophase.rule import OuterRule
-from twophase.studies import linear_network
+from twophase.studies import _digits, linear_network
 from twophase.studies._digits import (
     QUICK,
     RULES,
@@ -46,8 +46,10 @@ HALVES = [slice(0, 6), slice(6, None)]
 
 @pytest.fixture(scope="module")
 def result() -> Result:
-    """The quick study, once for all tests."""
-    return linear_network.table(quick=True)
+    """A study smaller than the quick one, once for all tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_digits, "QUICK", replace(QUICK, images=20, inner_steps=8, rounds=12))
+        return linear_network.table(quick=True)
 
 
 @pytest.fixture(scope="module")
