@@ -19,6 +19,7 @@ import textmaker
 from twophase.base.config import fingerprint
 from twophase.cli.block_report import describe
 from twophase.cli.main import main
+from twophase.figures.style import rendered
 from twophase.rule import OuterRule
 from twophase.runs.folder import RunFolder
 from twophase.runs.record import read_record
@@ -53,9 +54,10 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def few_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Densities here need not be fine."""
+    """Densities here need not be fine, and one test looks at the figure."""
     monkeypatch.setattr("twophase.spectrum.STEPS", 8)
     monkeypatch.setattr("twophase.spectrum.PROBES", 1)
+    monkeypatch.setattr("twophase.cli.block_report.rendered", lambda _: {})
 
 
 def config_of(text: Path, **values: Any) -> TrainConfig:
@@ -92,8 +94,11 @@ def answer_of(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> tuple
 
 
 @pytest.mark.slow
-def test_a_run_is_measured_and_drawn(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_measured_and_drawn(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The five usual blocks in words and numbers, the four files, and progress on stderr."""
+    monkeypatch.setattr("twophase.cli.block_report.rendered", rendered)
     status, out, err = answer_of([str(run), "--out", str(tmp_path / "out"), "--batches", "2", "--top", "2"], capsys)
     assert status == 0
     assert "spectrum 5/5" in err

@@ -69,9 +69,10 @@ SHORT: dict[str, Any] = {"steps": 12, "inner_steps": 3, "inner.lr": 1e-2, "outer
 
 @pytest.fixture(autouse=True)
 def few_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Densities here need not be fine."""
+    """Densities here need not be fine, and nothing looks at the figures."""
     monkeypatch.setattr("twophase.spectrum.STEPS", 8)
     monkeypatch.setattr("twophase.spectrum.PROBES", 1)
+    monkeypatch.setattr("twophase.cli.block_report.rendered", lambda _: {})
 
 
 @pytest.fixture
