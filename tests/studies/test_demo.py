@@ -15,6 +15,8 @@ import pytest
 
 from madeup import Value, rows
 from twophase.base.config import UsageError, with_values
+from twophase.figures import heatmaps, thresholds
+from twophase.figures.style import rendered
 from twophase.recipes.demo import demo
 from twophase.studies._demo import draw, findings, terminal_maps, verdict
 from twophase.sweeps.grid import Cell
@@ -85,7 +87,15 @@ def figure(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@pytest.fixture
+def without_pdf(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave PDFs empty: they take longer than all the rest, and nothing here reads them."""
+    for module in (heatmaps, thresholds):
+        monkeypatch.setattr(module, "rendered", lambda figure: rendered(figure, [".png"]) | {".pdf": b""})
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("without_pdf")
 def test_figures_show_every_cell(tmp_path: Path) -> None:
     """`demo` shows the 60 cells of the main grid, `controls` each gain-matched run at its restarted cell's place."""
     sweep = demo()
@@ -152,6 +162,7 @@ def test_titles_follow_the_numbers(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("without_pdf")
 def test_without_controls(tmp_path: Path) -> None:
     """A sweep without controls draws and judges without them."""
     sweep = demo(quick=True, controls=False)
@@ -229,6 +240,7 @@ def test_a_ratio_below_the_bound_outweighs_what_is_missing() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("without_pdf")
 def test_nothing_run_yet(tmp_path: Path) -> None:
     """Before any run has ended, figures and verdict say so instead of failing."""
     sweep = demo(quick=True)
