@@ -79,6 +79,7 @@ def test_expectations(monkeypatch: pytest.MonkeyPatch) -> None:
     assert holds(monkeypatch, {"adamw@3": 0.1})["4"] is False
 
 
+@pytest.mark.slow
 def test_an_arm_that_diverged_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """An arm without a surviving setting has a word of its own and no ratio; diverged seeds are worst."""
     rows = [row for row in rows_of({}) if row["arm"] != "adamw" or row["place"] != "short"]

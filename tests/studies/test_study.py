@@ -177,6 +177,7 @@ def test_files_of_something_else_stay(toy: Any, tmp_path: Path, ending: str) -> 
     assert foreign.read_text() == "{}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fit", [1, 2])
 @pytest.mark.usefixtures("toy")
 def test_files_that_a_full_disk_cut_short_are_replaced(
