@@ -364,8 +364,7 @@ def test_nothing_known_yet(module: Any) -> None:
 @pytest.mark.parametrize(("name", "cells"), [("robustness_heatmaps", 8 * 3 * 4), ("soft_restart", 4 * 2 * 4)])
 def test_heatmaps_show_every_cell_of_the_table(name: str, cells: int) -> None:
     """Each number of the page is that of its row: distinct made-up values are the texts of the page."""
-    sweep = {"robustness_heatmaps": robustness_heatmaps, "soft_restart": soft_restart}[name](QUICK)
-    numbers = {run: 100.0 + place for place, run in enumerate(sweep.runs)}
+    numbers = {run: 100.0 + place for place, run in enumerate(MODULES[name].sweep(QUICK).runs)}
     result, _ = results(name, QUICK, lambda cell: numbers[cell.run_id])
     with styled():
         figures = pages(MODULES[name], result)
@@ -403,7 +402,7 @@ class Launcher:
 
 def without_layout(figure: Any, **_: Any) -> dict[str, bytes]:
     """Draw a figure as it was made, for a comparison: its layout takes longer than all the rest."""
-    figure.set_layout_engine("none")
+    figure.set_layout_engine(None)  # with "none" it would be drawn twice
     figure.savefig(picture := io.BytesIO(), format="png")
     return {".png": picture.getvalue(), ".pdf": b""}
 

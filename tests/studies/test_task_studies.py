@@ -91,6 +91,7 @@ def test_an_own_task_by_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     figures: list[Any] = []
     monkeypatch.setattr(study, "rendered", lambda figure, **_: figures.append(figure) or {})
     monkeypatch.setattr(launch, "_LONGEST_SECONDS", 0.5)
+    monkeypatch.setitem(study.SCALES, "quick", replace(QUICK, lrs=(0.7,), momenta=(0.9,)))  # 28 runs
     words = [*COMMAND, "--quick", "--steps", "8", "--inner-steps", "1", "--task.noise", "0.2", "--inner.lr", "0.1"]
     assert main([*words, "--workers", "1", "--quiet"]) == 0
     out = Path("runs", "studies", "Pull")
