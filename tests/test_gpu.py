@@ -101,6 +101,7 @@ class ForkedContestant:
         self.ends.append(self.stdin)
 
     def wait(self, _: float = 0.0) -> int:
+        """Its exit status once it has ended."""
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 

@@ -183,7 +183,6 @@ def test_it_really_trains_and_measures_and_is_resumed(
     small: Scale, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Quick, end to end: the files are there, every run is finished once, and a repeated call trains nothing."""
-    monkeypatch.setattr(launch, "_LONGEST_SECONDS", 0.5)
     monkeypatch.setattr(study, "rendered", lambda *_, **__: {})  # its figure is drawn above
     seen: list[launch.Status] = []
     outcome = study.run("blockwise", tmp_path / "out", scale=small, progress=seen.append)

@@ -517,7 +517,6 @@ def test_an_impossible_run_is_refused_before_a_folder_is_made(tmp_path: Path) ->
 def test_tiny_studies_really_train_and_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Real workers train all stages; a second call trains nothing and writes the same bytes."""
     monkeypatch.setattr(study, "rendered", lambda *_, **__: {})
-    monkeypatch.setattr(launch, "_LONGEST_SECONDS", 0.5)
     few: dict[str, Any] = {"lrs": (0.7,), "momenta": (0.9,), "periods": (3, 5)}
     scale, out = replace(small(tmp_path), **few), tmp_path / "out"
     for name in ("robustness_heatmaps", "retuning"):

@@ -18,7 +18,6 @@ from twophase.diloco.formats import WIRES
 from twophase.figures.style import styled
 from twophase.recipes.paper import LAPTOP, PAPER, QUICK, Scale
 from twophase.studies import study
-from twophase.sweeps import run as launch
 from twophase.tasks.named import config_class
 
 FILE = '''
@@ -90,7 +89,6 @@ def test_an_own_task_by_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     """A file's task is trained over the grid, in a folder of its own; words and files say loss; it is drawn again."""
     figures: list[Any] = []
     monkeypatch.setattr(study, "rendered", lambda figure, **_: figures.append(figure) or {})
-    monkeypatch.setattr(launch, "_LONGEST_SECONDS", 0.5)
     monkeypatch.setitem(study.SCALES, "quick", replace(QUICK, lrs=(0.7,), momenta=(0.9,)))  # 28 runs
     words = [*COMMAND, "--quick", "--steps", "8", "--inner-steps", "1", "--task.noise", "0.2", "--inner.lr", "0.1"]
     assert main([*words, "--workers", "1", "--quiet"]) == 0
@@ -118,7 +116,6 @@ def test_an_own_task_by_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 def test_others_are_trained_on_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every other study that takes a task trains the shipped one, all stages, and judges every run by its loss."""
     monkeypatch.setattr(study, "rendered", lambda *_, **__: {})
-    monkeypatch.setattr(launch, "_LONGEST_SECONDS", 0.5)
     small = {"lrs": (0.7,), "momenta": (0.9,), "periods": (3, 5), "inject": (0.0, 0.5), "retain": (0.0,)}
     losses: list[float] = []
     for name in ("retuning", "soft_restart", "wires"):

@@ -15,7 +15,7 @@ import pytest
 from twophase.figures.style import styled
 from twophase.rule import OuterRule
 from twophase.studies import mixed_periods, period_criteria, restart_mechanism, robustness_toy
-from twophase.studies._model import SIX, WIDE, log_residuals
+from twophase.studies._model import SIX, WIDE
 from twophase.studies.study import Result, folded, select
 from twophase.theory.inputs import rule_grid
 from twophase.theory.periods import best_period, log_final_loss
@@ -269,23 +269,9 @@ def test_fewer_spectra_are_the_first() -> None:
 
 @pytest.fixture(scope="module")
 def mixed() -> Result:
-    """The study on the theory note's grid; the finer one only costs time.
-
-    A rule that a few modes alone make slower than the best needs no others, which cost the most of the rest.
-    """
-
-    def screened(rules: np.ndarray, sigma: np.ndarray, rounds: int) -> tuple[None, np.ndarray]:
-        worst = log_residuals(rules, sigma[::12], rounds)[1].max(axis=-1)  # at least as fast as by all modes
-        for periods in (worst[-1:], worst):
-            best = [np.unravel_index(periods.argmin(), periods.shape)[1]]
-            least = log_residuals(rules[best], sigma, rounds)[1].max(axis=-1)[-len(periods) :].min()
-            rest = periods.min(axis=0) <= least + 1e-9
-            worst[:, rest] = log_residuals(rules[rest], sigma, rounds)[1].max(axis=-1)
-        return None, worst[..., None]
-
+    """The study on the theory note's grid; the finer one only costs time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mixed_periods, "GRIDS", {"coarse": mixed_periods.GRIDS["coarse"]})
-        patch.setattr(mixed_periods, "log_residuals", screened)
         return mixed_periods.table()
 
 
