@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from forked import Program
+from namespaces import Place, enter
 from twophase.runs.folder import read_lines, read_summary
 
 DRIVER = Path(__file__).with_name("faulty.py")
@@ -40,12 +42,20 @@ def until(what: str, true: Callable[[], Any]) -> None:
 
 
 @contextmanager
-def lighthouse(least: int = 1) -> Iterator[str]:
-    """One in this process that waits for so many replicas; the URL."""
+def lighthouse(least: int = 1, place: Place | None = None, port: int = 0) -> Iterator[str]:
+    """One in this process, in a namespace if one is named, that waits for so many replicas; the URL."""
     from torchft.coordination import LighthouseServer
 
-    server = LighthouseServer("127.0.0.1:0", least, **_LIGHTHOUSE)
-    yield f"http://127.0.0.1:{urlsplit(server.address()).port}"
+    host = "127.0.0.1" if place is None else place.address
+
+    def serve() -> LighthouseServer:
+        if place is not None:
+            enter(place.file)
+        return LighthouseServer(f"{host}:{port}", least, **_LIGHTHOUSE)
+
+    with ThreadPoolExecutor(1) as pool:  # a namespace is a thread's
+        server = pool.submit(serve).result()
+    yield f"http://{host}:{urlsplit(server.address()).port}"
     server.shutdown()
 
 
@@ -64,13 +74,6 @@ def listeners(process: int | str) -> list[str]:
             sockets.add(str(descriptor.readlink()))
     rows = [line.split() for name in ("tcp", "tcp6") for line in (place / "net" / name).read_text().splitlines()[1:]]
     return [row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets]
-
-
-def lighthouse_command(address: str) -> list[str]:
-    """The program."""
-    options = {"min_replicas": 1, "bind": address, **_LIGHTHOUSE}
-    program = str(Path(sys.executable).with_name("torchft_lighthouse"))
-    return [program, *(f"--{name}={value}" for name, value in options.items())]
 
 
 def listens(port: int) -> bool:
@@ -141,7 +144,7 @@ class Run(Processes):
         self.out = folder / "run"
         self.launched: dict[int, float] = {}
 
-    def replica(self, number: int, *faults: str, prefix: Sequence[str] = (), options: Sequence[str] = ()) -> Any:
+    def replica(self, number: int, *faults: str, options: Sequence[str] = ()) -> Any:
         """Start one, with words for `faulty`; files in them are relative to the folder."""
         others: list[str] = []
         if self.alone:
@@ -152,7 +155,7 @@ class Run(Processes):
         self.launched[number] = time.time()
         pairs = [word.partition("=") for word in (f"events={number}.events", *faults)]  # ACTION=FILE@MOMENT:COUNT
         words = [f"{what}={self.folder / file}" if equal else what for what, equal, file in pairs]
-        command = [*prefix, sys.executable, str(DRIVER), *words, "--", *self.words, "--replica", str(number), *options]
+        command = [sys.executable, str(DRIVER), *words, "--", *self.words, "--replica", str(number), *options]
         return self.start(str(number), command)
 
     def touch(self, file: str) -> None:
@@ -291,3 +294,8 @@ def side_by_side(monkeypatch: pytest.MonkeyPatch, *calls: Callable[[], Any]) -> 
             thread.join(PATIENCE)
         assert not any(thread.is_alive() for thread in threads), results
     return results
+
+
+if __name__ == "__main__":  # a lighthouse that can be killed
+    with lighthouse(port=int(sys.argv[1])):
+        signal.pause()

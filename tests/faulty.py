@@ -6,6 +6,7 @@
     connect=SECONDS            how long to wait for the first connection to a lighthouse
     unpickle=never             fail where anything is unpickled
     cd=FOLDER                  begin there, as on a machine with other files
+    net=FILE                   begin in that network namespace, as on a machine of its own
     ACTION@MOMENT:COUNT        do this when the moment comes for the COUNT-th time
 
 Actions: `kill` and `stop` (SIGKILL, SIGSTOP to itself), `kill=FILE` (only if the file is not there yet), `hold=FILE`
@@ -31,6 +32,7 @@ from typing import Any
 from torch.distributed import distributed_c10d
 from torchft.process_group import ProcessGroupGloo
 
+import namespaces
 from twophase.diloco.engine import DiLoCo
 from twophase.elastic import healing, torchft
 from twophase.elastic import parts as torchft_parts
@@ -76,6 +78,8 @@ class Faults:
             defaults["connect_timeout"] = float(value)
         elif name == "cd":
             os.chdir(value)
+        elif name == "net":
+            namespaces.enter(value)
         elif name == "unpickle":
             pickle.load = pickle.loads = pickle.Unpickler = distributed_c10d._unpickler = None  # type: ignore[assignment]
         else:
