@@ -13,6 +13,7 @@ import os
 import resource
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -42,6 +43,8 @@ _CONTEXT.set_forkserver_preload(
         "sqlalchemy.dialects.sqlite",
         "matplotlib.backends.backend_agg",
         "matplotlib.backends.backend_pdf",
+        "twophase.tasks.lm.task",
+        "opentelemetry.exporter.otlp.proto.http._log_exporter",  # most of torchft, which would change how commands end
     ]
 )
 
@@ -138,10 +141,12 @@ class Forked(_Process):
 class Program(_Process):
     """A Python program, or `-m twophase`, that appends what it says to two files; `-W error` may stand before it."""
 
-    def __init__(self, words: Sequence[str], out: Path, err: Path, env: Mapping[str, str]) -> None:
+    def __init__(
+        self, words: Sequence[str], out: Path, err: Path, env: Mapping[str, str], *, cwd: Path | None = None
+    ) -> None:
         for path in (out, err):
             path.touch()
-        super().__init__(list(words), [str(out), str(err)], env, program=True)
+        super().__init__(list(words), [str(out), str(err)], env, cwd=cwd, program=True)
 
 
 class Popen(_Process):
@@ -190,17 +195,31 @@ def call(*words: str | Path, cwd: Path | None = None) -> subprocess.CompletedPro
     return subprocess.CompletedProcess(list(words), process.wait(), out, err)
 
 
-def in_processes(program: str, folder: Path, size: int, *, seconds: float = 200) -> list[dict[str, Any]]:
-    """What the processes of a program bring home: each is given its rank and the folder, and leaves RANK.pt there."""
-    logs = [folder / f"{rank}.log" for rank in range(size)]
-    words = ["-W", "error", program]
-    processes = [Program([*words, str(rank), str(folder)], log, log, os.environ) for rank, log in enumerate(logs)]
+def places(size: int) -> list[dict[str, str]]:
+    """The variables of processes that meet over the loopback, as torchrun makes them."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size), "GLOO_SOCKET_IFNAME": "lo"}
+    return [{**os.environ, "OMP_NUM_THREADS": "1", **place, "RANK": r, "LOCAL_RANK": r} for r in map(str, range(size))]
+
+
+def finish(folder: Path, commands: Sequence[Sequence[str]], envs: Sequence[Mapping[str, str]]) -> None:
+    """Run programs side by side in a folder until all have ended well."""
+    logs = [folder / f"{rank}.log" for rank in range(len(commands))]
+    parts = zip(commands, logs, envs, strict=True)
+    processes = [Program(command, log, log, env, cwd=folder) for command, log, env in parts]
     try:
-        ends = [process.wait(seconds) for process in processes]
+        ends = [process.wait(200) for process in processes]
     finally:
         for process in processes:
             process.kill()
-    assert ends == [0] * size, "\n".join(log.read_text(encoding="utf-8")[-3000:] for log in logs)
+    assert ends == [0] * len(ends), "\n".join(log.read_text(encoding="utf-8")[-3000:] for log in logs)
+
+
+def in_processes(program: str, folder: Path, size: int) -> list[dict[str, Any]]:
+    """What the processes of a program bring home: each is given its rank and the folder, and leaves RANK.pt there."""
+    commands = [["-W", "error", program, str(rank), str(folder)] for rank in range(size)]
+    finish(folder, commands, [os.environ] * size)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(size)]
 
 
@@ -234,6 +253,7 @@ def _run(
         words = words[2:]
     if program and words[0] != "-m":
         sys.argv = words
+        sys.path.insert(0, str(Path(words[0]).parent))
         runpy.run_path(words[0], run_name="__main__")
         return
     sys.argv = [str(Path(twophase.__file__).with_name("__main__.py")), *(words[2:] if program else words)]

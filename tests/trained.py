@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from forked import Program
+from forked import Program, places
 from twophase.runs.folder import RunFolder
 from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.task import LanguageTask
@@ -48,16 +46,10 @@ def newest(path: Path) -> Path:
 
 def start_group(folder: Path, *words: Sequence[str | Path]) -> list[Program]:
     """Start a command in one process for each list of words; as under torchrun, they meet over the loopback."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    processes = []
-    for rank, command in enumerate(words):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": len(words), "MASTER_PORT": port}
-        env = os.environ | {key: str(value) for key, value in place.items()}
-        env |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-        files = (folder / f"output-{rank}", folder / f"errors-{rank}")
-        processes.append(Program(["-m", "twophase", *map(str, command)], *files, env))
-    return processes
+    return [
+        Program(["-m", "twophase", *map(str, command)], folder / f"output-{rank}", folder / f"errors-{rank}", env)
+        for rank, (command, env) in enumerate(zip(words, places(len(words)), strict=True))
+    ]
 
 
 def end_group(processes: Sequence[Program], folder: Path) -> list[tuple[int, str]]:

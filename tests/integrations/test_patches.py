@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import trainers
+from forked import finish, places
 
 PAGE = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text(encoding="utf-8")
-TESTS = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": TESTS}
 
 TRAIN = """\
 import os, sys
@@ -143,15 +140,6 @@ def script(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return path
 
 
-def run(script: Path, words: list[str], *, steps: int) -> None:
-    environment = {**ONE_THREAD, "PYTHONPATH": os.pathsep.join([str(script.parent), TESTS])}
-    command = [sys.executable, *words[:-1], str(script), words[-1], str(steps)]
-    done = subprocess.run(
-        command, cwd=script.parent, env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr[:2500]
-
-
 def check_end(script: Path, steps: int, replicas: int) -> None:
     """Every replica has ended with the bits of the hand-written loop."""
     _, models, _ = trainers.by_hand(steps, replicas)
@@ -170,8 +158,8 @@ def rounds_of_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("script", "steps"), [("nanoGPT", 300), ("nanochat", 350)], indirect=["script"])
 def test_two_processes_are_two_replicas(script: Path, steps: int):
-    """The patched loop under torchrun has the bits of two replicas; nanochat's ends with a shorter round."""
-    run(script, ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "scratch"], steps=steps)
+    """The patched loop in two processes has the bits of two replicas; nanochat's ends with a shorter round."""
+    finish(script.parent, [[str(script), "scratch", str(steps)]] * 2, places(2))
     check_end(script, steps, 2)
 
 
@@ -179,6 +167,6 @@ def test_two_processes_are_two_replicas(script: Path, steps: int):
 @pytest.mark.parametrize("script", ["nanoGPT", "nanochat"], indirect=True)
 def test_resumed_is_uninterrupted(script: Path):
     """Resumed from the checkpoint of step 200, the patched loop ends with the same bits."""
-    for start, steps in (("scratch", 250), ("resume", 300)):
-        run(script, [start], steps=steps)
+    for start, steps in (("scratch", "250"), ("resume", "300")):
+        finish(script.parent, [[str(script), start, steps]], [os.environ])
     check_end(script, 300, 1)

@@ -1,6 +1,6 @@
-"""Two processes of torchrun as replicas of each trainer, and what the integrations refuse.
+"""Two processes as replicas of each trainer, and what the integrations refuse.
 
-Run as a program under torchrun, this file is one of the two processes.
+Run as a program, this file is one of the two processes.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.run
 
 import trainers
-from forked import Program
+from forked import finish, places
 from modules import load
 from twophase.base.config import UsageError
 from twophase.diloco.communicator import SingleProcess
@@ -29,8 +28,6 @@ for package in ("transformers", "accelerate", "lightning"):
 
 STEPS = 26
 HERE = Path(__file__).parent
-TESTS = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": TESTS}
 
 
 def digest(model: torch.nn.Module) -> str:
@@ -73,15 +70,8 @@ def worker(folder: Path) -> None:
 @pytest.fixture(scope="session")
 def ends(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """Digests of the weights with which each of two processes ended."""
-    folder = tmp_path_factory.mktemp("torchrun")
-    command = [str(torch.distributed.run.__file__), "--standalone", "--nproc-per-node", "2", __file__, str(folder)]
-    process = Program(command, folder / "log", folder / "log", ONE_THREAD)  # torchrun need not import torch again
-    try:
-        code = process.wait(timeout=150)
-    finally:
-        process.terminate()  # not kill(): its two processes would live on
-        process.wait()
-    assert code == 0, (folder / "log").read_text()[-3000:]
+    folder = tmp_path_factory.mktemp("pair")
+    finish(folder, [[__file__, str(folder)]] * 2, places(2))
     assert (folder / "run" / "summary.json").exists()
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
