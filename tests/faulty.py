@@ -5,6 +5,7 @@
     events=FILE                append a line of JSON for each round that counts, each hold and each fault, with its time
     connect=SECONDS            how long to wait for the first connection to a lighthouse
     unpickle=never             fail where anything is unpickled
+    grace=SECONDS              how long a process may live on after its torchrun
     cd=FOLDER                  begin there, as on a machine with other files
     net=FILE                   begin in that network namespace, as on a machine of its own
     ACTION@MOMENT:COUNT        do this when the moment comes for the COUNT-th time
@@ -33,6 +34,7 @@ from torch.distributed import distributed_c10d
 from torchft.process_group import ProcessGroupGloo
 
 import namespaces
+from twophase.base import leash
 from twophase.diloco.engine import DiLoCo
 from twophase.elastic import healing, torchft
 from twophase.elastic import parts as torchft_parts
@@ -76,6 +78,8 @@ class Faults:
             defaults = torchft.TorchFT.__init__.__kwdefaults__
             assert defaults is not None
             defaults["connect_timeout"] = float(value)
+        elif name == "grace":
+            leash.GRACE = float(value)
         elif name == "cd":
             os.chdir(value)
         elif name == "net":

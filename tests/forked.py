@@ -28,6 +28,7 @@ from typing import IO, Any
 import torch
 
 import twophase
+from twophase.cli import main as cli
 from twophase.sweeps import crew as launch
 
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -248,6 +249,7 @@ def _run(
     os.environ.update(variables)
     _SERVER.ensure_running = lambda: None  # it runs; this process would start another, which imports torch again
     launch.subprocess = FORKING  # type: ignore[assignment]
+    cli.time = SimpleNamespace(sleep=lambda _: None)  # type: ignore[assignment] - no torchrun waits for the first to end
     if program and words[:2] == ["-W", "error"]:
         warnings.simplefilter("error")
         words = words[2:]

@@ -36,6 +36,7 @@ from elastic import (
     until,
     wake,
 )
+from forked import places
 from namespaces import Hub, Place, Refused, joined
 from twophase.base.config import dump_yaml, with_values
 from twophase.cli.main import main
@@ -605,22 +606,16 @@ def test_two_of_three_die_one_after_the_other(begin: Begin, good: Good) -> None:
 # --- torchrun's processes ---------------------------------------------------------------------------------------------
 
 
-def group(port: int, rank: int) -> dict[str, str]:
-    """What torchrun tells one of two processes."""
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": port}
-    return {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"} | {key: str(value) for key, value in place.items()}
-
-
 @pytest.mark.parametrize("moment", ["reduce:14"])
 def test_one_of_a_group_is_killed(base: TrainConfig, undisturbed: Undisturbed, tmp_path: Path, moment: str) -> None:
     """The other ends with status 1 and one message; the repeated command gives the bytes of an undisturbed run."""
     (tmp_path / "config.yaml").write_text(dump_yaml(base))
     words = ["train", "--config", str(tmp_path / "config.yaml"), "--out", str(tmp_path / "run"), "--quiet"]
     with Processes(tmp_path / "words") as processes:
-        port = free_port()
-        first = processes.start("0", [sys.executable, "-m", "twophase", *words], **group(port, 0))
+        env = places(2)
+        first = processes.start("0", [sys.executable, "-m", "twophase", *words], **env[0])
         command = [sys.executable, str(DRIVER), f"events={tmp_path / 'events'}", f"kill@{moment}", "--", *words]
-        second = processes.start("1", command, **group(port, 1))
+        second = processes.start("1", command, **env[1])
         processes.ended("1", second, -signal.SIGKILL)
         dead = time.time()
         processes.ended("0", first, 1)
@@ -628,8 +623,7 @@ def test_one_of_a_group_is_killed(base: TrainConfig, undisturbed: Undisturbed, t
         (line,) = processes.said("0")
         assert line.startswith("twophase train: failed: the connection to the other processes is lost (")
         assert "Checkpoints are intact: repeat the command to resume" in line
-        port = free_port()
-        again = [processes.start("again", [sys.executable, "-m", "twophase", *words], **group(port, r)) for r in (0, 1)]
+        again = [processes.start("again", [sys.executable, "-m", "twophase", *words], **env) for env in places(2)]
         for process in again:
             processes.ended("again", process)
     whole = undisturbed("two")
@@ -643,12 +637,10 @@ def test_one_of_a_group_stands_still(base: TrainConfig, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(dump_yaml(base))
     words = ["train", "--config", str(tmp_path / "config.yaml"), "--out", str(tmp_path / "run"), "--quiet"]
     with Processes(tmp_path / "words") as processes:
-        port = free_port()
-        first = processes.start(
-            "0", [sys.executable, "-m", "twophase", *words, "--sync-timeout", "2"], **group(port, 0)
-        )
+        env = places(2)
+        first = processes.start("0", [sys.executable, "-m", "twophase", *words, "--sync-timeout", "2"], **env[0])
         command = [sys.executable, str(DRIVER), f"events={tmp_path / 'events'}", "stop@reduce:2", "--", *words]
-        second = processes.start("1", command, **group(port, 1))
+        second = processes.start("1", command, **env[1])
         processes.ended("0", first, 1)
         (line,) = processes.said("0")
         assert line.startswith("twophase train: failed: the connection to the other processes is lost (")
@@ -663,15 +655,16 @@ def test_a_replica_that_cannot_begin_says_so_once(base: TrainConfig, tmp_path: P
     (tmp_path / "config.yaml").write_text(dump_yaml(base))
     words = ["train", "--config", str(tmp_path / "config.yaml"), "--quiet", "--start-timeout", "1"]
     command = [sys.executable, str(DRIVER), "connect=1", "--", *words]
-    nowhere = free_port()
     with Processes(tmp_path / "words") as processes, socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
+        first, second = places(2)
+        nowhere = second["MASTER_PORT"]
 
         def start(name: str, *more: str, **env: str) -> tuple[str, Any]:
             return name, processes.start(name, [*command, "--out", str(tmp_path / name), *more], **env)
 
         dark = start("dark", "--lighthouse", f"http://127.0.0.1:{nowhere}", "--replica", "0")
-        for name, process in (start("taken", **group(port, 0)), start("nowhere", **group(nowhere, 1)), dark):
+        for name, process in (start("taken", **first | {"MASTER_PORT": str(port)}), start("nowhere", **second), dark):
             processes.ended(name, process, 1)
         said = {name: processes.said(name) for name in ("taken", "nowhere", "dark")}
     for name, where in (("taken", port), ("nowhere", nowhere)):

@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed.run
 
 import shardmaker
 from elastic import DRIVER, Processes, Run, free_port, lighthouse, sizes, until
+from forked import places
 from trained import run, stop_after
 from twophase.base.config import dump_yaml, with_values
-from twophase.base.leash import GRACE
 from twophase.runs.folder import WEIGHTS, RunFolder, read_lines
 from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.task import LanguageTask
@@ -53,19 +54,17 @@ class Group(Processes):
         self.words = ["train", "--config", str(folder / "config.yaml"), "--out", str(self.out), "--quiet", *options]
 
     def both(self, faults: Sequence[Sequence[str]] = ((), ())) -> list[Any]:
-        """Start them."""
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-        place["GLOO_SOCKET_IFNAME"] = "lo"
+        """Start them, each as on a machine of its own."""
         return [
-            self.start(str(rank), [sys.executable, str(DRIVER), *words, "--", *self.words], RANK=str(rank), **place)
-            for rank, words in enumerate(faults)
+            self.start(str(rank), [sys.executable, str(DRIVER), *words, "--", *self.words], **env | {"LOCAL_RANK": "0"})
+            for rank, (words, env) in enumerate(zip(faults, places(2), strict=True))
         ]
 
 
 @pytest.fixture
 def group(config: TrainConfig, tmp_path: Path) -> Iterator[Group]:
-    """Processes that wait 3 seconds for one another."""
-    with Group(tmp_path, config, "--start-timeout", "3") as processes:
+    """Processes that wait 2 seconds for one another."""
+    with Group(tmp_path, config, "--start-timeout", "2") as processes:
         yield processes
 
 
@@ -157,12 +156,12 @@ def test_damaged_tokens_in_one_of_three_elastic_replicas(tmp_path: Path, config:
 def test_an_elastic_peer_is_lost_while_it_joins(config: TrainConfig, tmp_path: Path, fault: str):
     """The other waits for another one as long as its start timeout says; then one message, status 1, and no round."""
     (tmp_path / "config.yaml").write_text(dump_yaml(config))
-    with lighthouse() as url, Run(tmp_path, tmp_path / "config.yaml", url, "--start-timeout", "4") as run:
+    with lighthouse() as url, Run(tmp_path, tmp_path / "config.yaml", url, "--start-timeout", "2") as run:
         first = run.replica(0)
         second = run.replica(1, fault)
         run.ended("0", first, 1)
         (line,) = last_words(run, "0")
-        assert "failed: TorchFT: 1 of 2 replicas are here after 4 s" in line
+        assert "failed: TorchFT: 1 of 2 replicas are here after 2 s" in line
         assert not run.lines(0)
         second.kill()
 
@@ -187,10 +186,10 @@ def test_torchrun_restarts_its_workers_and_is_killed(group: Group, weights: byte
     The folder then resumes, to the bytes of one process.
     """
     hold = group.folder / "hold"
-    program = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
+    program = [sys.executable, torch.distributed.run.__file__, "--nproc-per-node", "2", "--max-restarts", "1"]
     program += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    command = [str(DRIVER), f"hold={hold}@inner:60", "--", *group.words, "--start-timeout", "60"]
-    agent = group.start("agent", ["env", *program, *command], GLOO_SOCKET_IFNAME="lo")
+    command = [str(DRIVER), "grace=1", f"hold={hold}@inner:60", "--", *group.words, "--start-timeout", "60"]
+    agent = group.start("agent", [*program, *command], GLOO_SOCKET_IFNAME="lo")
     rounds = group.out / "rounds.jsonl"
 
     def count() -> int:
@@ -207,7 +206,7 @@ def test_torchrun_restarts_its_workers_and_is_killed(group: Group, weights: byte
     try:
         until("they have ended", lambda: not any(map(running, second)))
         print(f"  the workers ended {time.monotonic() - killed:.2f} s after torchrun")
-        assert time.monotonic() - killed < GRACE + 10
+        assert time.monotonic() - killed < 11
     finally:
         for process in filter(running, second):
             os.kill(process, signal.SIGKILL)
