@@ -44,8 +44,6 @@ _CONTEXT.set_forkserver_preload(
         "sqlalchemy.dialects.sqlite",
         "matplotlib.backends.backend_agg",
         "matplotlib.backends.backend_pdf",
-        "twophase.tasks.lm.task",
-        "opentelemetry.exporter.otlp.proto.http._log_exporter",  # most of torchft, which would change how commands end
     ]
 )
 

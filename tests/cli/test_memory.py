@@ -14,12 +14,12 @@ MEGABYTE = 1_000_000
 TRAIN = "train --out run"
 # Megabytes beyond those of a process that has loaded its libraries, the command, its status, and what the message says.
 CASES = [
-    (200, f"{TRAIN} --data.validation-windows 700000", 1, "the memory is full"),
+    (200, f"{TRAIN} --data.validation-windows 1300000", 1, "the memory is full"),
     (200, f"{TRAIN} --data.validation-windows 30000000", 2, "--data.validation-windows"),
     (200, f"{TRAIN} --model.intermediate-size 1000000", 2, "a smaller model"),
     (100, f"{TRAIN} --model.layers 900 --model.hidden-size 128", 2, "a smaller model"),
     (200, f"{TRAIN} --replicas 1500 --model.hidden-size 128", 2, "fewer --replicas"),
-    (100, f"{TRAIN} --data.batch-size 100000", 1, "--data.batch-size"),
+    (100, f"{TRAIN} --data.batch-size 400000", 1, "--data.batch-size"),
     (30, "sweep --out sweep --axis outer.lr 0.3 0.7 --dry-run --model.intermediate-size 100000", 1, "smaller model"),
     (10, "study robustness_toy --quick", 1, "the memory is full"),
     (2, "data prepare text.txt --out tokens --tokenizer bytes", 1, "the memory is full"),
