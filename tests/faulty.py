@@ -156,6 +156,7 @@ def wrap(owner: Any, name: str, before: Callable[..., Any] | None = None, after:
 def prepare(faults: Faults) -> None:
     """Wrap what marks the moments."""
     give = healing._streaming_save
+    torchft._HEAL_MARGIN = 2.0  # timeouts that have to expire may be shorter then
 
     def step(trainer: Trainer) -> None:
         faults.at("inner")

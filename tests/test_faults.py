@@ -305,7 +305,7 @@ def test_a_history_of_its_own_is_set_aside(begin: Begin, good: Good) -> None:
 
     What it has then is the other's, so its own record does not go on, and is kept.
     """
-    run = begin("two", "--sync-timeout", "6", "--checkpoint-every", "1", alone=2)
+    run = begin("two", "--sync-timeout", "3", "--checkpoint-every", "1", alone=2)
     first = run.replica(0, "stop@reduce:6")
     second = run.replica(1, "hold=never@inner:26")
     until("stopped", lambda: stopped(first))
@@ -364,7 +364,7 @@ def test_killed_during_a_delayed_sync(begin: Begin, good: Good, kind: str) -> No
 
 def test_paused_for_longer_than_the_timeouts(begin: Begin, good: Good) -> None:
     """SIGSTOP between inner steps and in a reduction, longer than the timeouts: left behind, and healed afterwards."""
-    run = begin("two", "--sync-timeout", "6", alone=2)
+    run = begin("two", "--sync-timeout", "3", alone=2)
     paces = ("pace=back@inner:34", "pace=again@inner:66")  # else the first could end before the second is back
     first = run.replica(0, "hold=once@inner:33", "hold=twice@inner:65", *paces)
     second = run.replica(1, "stop@inner:14", "touch=back@healed:1", "stop@reduce:8", "touch=again@healed:2")
@@ -381,7 +381,7 @@ def test_paused_for_longer_than_the_timeouts(begin: Begin, good: Good) -> None:
     assert sizes(run, 0) == [2, 1, 2, 1, 2]
     assert max(line["attempts"] for line in run.lines(0)) > 1
     say(f"stopped in the inner phase: next round after {run.wait_after('stop at inner', 1, 0):.2f} s")
-    say(f"stopped in a reduction (timeout 6 s): next round after {run.wait_after('stop at reduce', 1, 0):.2f} s")
+    say(f"stopped in a reduction (timeout 3 s): next round after {run.wait_after('stop at reduce', 1, 0):.2f} s")
 
 
 def test_the_lighthouse_is_killed_and_comes_back(
@@ -444,7 +444,7 @@ def at_places(run: Run, places: list[Place], *faults: tuple[str, ...], options: 
 def test_a_link_is_cut_for_longer_than_the_timeout(begin: Begin, good: Good, link: Link) -> None:
     """With the link between two machines cut in a reduction, the one at the lighthouse goes on; the other is healed."""
     hub, (*places, _), url = link
-    run = begin("two", "--sync-timeout", "6", url=url, alone=2)
+    run = begin("two", "--sync-timeout", "3", url=url, alone=2)
     there = ("hold=cut@reduce:6", "touch=healed@healed:1")
     both = at_places(run, places, ("hold=cut@reduce:6", "hold=whole@inner:33", "pace=healed@inner:34"), there)
     for number in range(2):
@@ -462,7 +462,7 @@ def test_a_link_is_cut_for_longer_than_the_timeout(begin: Begin, good: Good, lin
     assert sizes(run, 0) == [2, 1, 2]
     assert run.lines(0)[5]["attempts"] > 1
     here, back = (min(e["time"] for e in run.events(n) if e["what"] == "round" and e["time"] > cut) for n in (0, 1))
-    say(f"cut in a reduction (timeout 6 s): next round after {here - cut:.2f} s")
+    say(f"cut in a reduction (timeout 3 s): next round after {here - cut:.2f} s")
     say(f"cut for {mended - cut:.2f} s: the other counted a round again {back - mended:.2f} s after that")
 
 

@@ -417,7 +417,7 @@ def test_a_run_that_cannot_begin_is_one_clear_error():
     """Without a lighthouse joining ends after connect_timeout; a run that two must begin ends after start_timeout."""
     with lighthouse() as url:
         cases: tuple[tuple[str, dict[str, Any], list[str]], ...] = (
-            (URL, {"connect_timeout": 1.0}, [f"the lighthouse at {URL} cannot be reached", "start it"]),
+            (URL, {"connect_timeout": 0.5}, [f"the lighthouse at {URL} cannot be reached", "start it"]),
             (url, {"start_timeout": 0.5}, ["1 of 2 replicas are here after 0.5 s"]),
         )
         for at, options, words in cases:
@@ -516,17 +516,17 @@ def test_a_lone_replica_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch, 
     with lighthouse(2) as url:
 
         def option() -> Any:
-            with communicator(url, quorum_timeout=2.0) as group:
+            with communicator(url, quorum_timeout=1.0) as group:
                 mine = Replica()
                 engine = DiLoCo(mine.model, RULE, communicator=group, inner_steps=1)
                 group.attach(engine, mine.save, mine.load)
                 return engine.join()
 
         (error,) = side_by_side(monkeypatch, option)
-    assert "the other replicas did not come to a sync within 2 s" in str(error)
+    assert "the other replicas did not come to a sync within 1 s" in str(error)
     (said,) = [message for message in caplog.messages if "waits at the lighthouse" in message]
     assert said.startswith(f"replica 0 waits at the lighthouse {url}: for the others to end their inner steps, or for ")
-    assert "--min_replicas; it gives up after 2 s (--quorum-timeout)" in said
+    assert "--min_replicas; it gives up after 1 s (--quorum-timeout)" in said
 
 
 @pytest.mark.dist
@@ -693,7 +693,8 @@ def test_a_newcomer_comes_into_a_delayed_sync_that_is_repeated(monkeypatch: pyte
         return reports, [(fragment.counters(), fragment.digest()) for fragment in engine.fragments]
 
     options = {"inner_steps": 6, "fragments": 2, "delay": 2, "mixing": 0.5, "restart": "auto"}
-    patience = {"min_replicas": 2, "timeout": 6.0}  # a thread that dies leaves its connections open
+    monkeypatch.setattr(torchft, "_HEAL_MARGIN", 2.0)
+    patience = {"min_replicas": 2, "timeout": 3.0}  # a thread that dies leaves its connections open
     (here, states), gone, (there, healed) = lives(monkeypatch, live, *[(patience, options)] * 3)
     assert isinstance(gone, Died)
     assert healed == states
