@@ -89,6 +89,7 @@ def test_plain_loop_in_two_processes(tmp_path: Path):
 # --- notebooks ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(path.name for path in FOLDER.glob("*.ipynb")))
 def test_notebooks_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """Every code cell of a notebook runs, one after the other, in a folder of its own."""

@@ -6,7 +6,6 @@ Run as a program, this file is one of the three processes of its own tests, whic
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
@@ -20,7 +19,7 @@ from torch import Tensor
 
 import threads
 from channels import channel, contribution, contributions, simulate
-from forked import in_processes
+from forked import finish, in_processes, places
 from threads import Member
 from twophase.base.config import RunError, UsageError
 from twophase.diloco import comm
@@ -117,7 +116,8 @@ def test_with_torch_distributed():
 
 def test_a_destroyed_group_leaves_no_threads(tmp_path: Path):
     """A process ends without gloo's threads, which would abort it if they freed a tensor as Python ends."""
-    program = f"""
+    program = tmp_path / "program.py"
+    program.write_text(f"""
 import os
 import torch, torch.distributed as dist
 from twophase import DiLoCo, OuterRule
@@ -128,11 +128,11 @@ engine = DiLoCo(model, OuterRule(0.7, 0.9), inner_steps=1)
 engine.step()
 dist.destroy_process_group()
 print([open(f"/proc/self/task/{{task}}/comm").read() for task in os.listdir("/proc/self/task")])
-"""
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    assert "gloo" not in ended.stdout
-    assert "python" in ended.stdout
+""")
+    finish(tmp_path, [[str(program)]], places(1))
+    printed = (tmp_path / "0.log").read_text()
+    assert "gloo" not in printed
+    assert "python" in printed
 
 
 # --- NCCL, by what it does and not with it ------------------------------------------------------------------------

@@ -28,6 +28,7 @@ def named(shapes: list[tuple[int, ...]]) -> list[tuple[str, tuple[int, ...]]]:
 # --- plan ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(SHAPES)
 def test_plan_covers_without_overlap(shapes: list[tuple[int, ...]]):
     """Slots keep order, names and shapes, start at multiples of the alignment, and pad less than one alignment each.

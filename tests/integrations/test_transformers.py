@@ -97,12 +97,11 @@ def test_resumed_is_uninterrupted(tmp_path: Path, at: int):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("times", [1, 2])
-def test_resumed_at_the_end_adds_no_step(tmp_path: Path, times: int):
+def test_resumed_at_the_end_adds_no_step(tmp_path: Path):
     """A kill after the last checkpoint: the Trainer resumes with a step beyond the end, which changes nothing."""
     _, (model,), reports = trainers.by_hand(STEPS)
     make_trainer(tmp_path, [make_callback()]).train()
-    for _ in range(times):
+    for _ in range(2):
         rest = make_callback()
         resumed = make_trainer(tmp_path, [rest], save_strategy="steps")
         resumed.train(resume_from_checkpoint=True)
@@ -132,6 +131,7 @@ def test_record_is_a_run(tmp_path: Path):
     assert run.summary["steps"] == STEPS
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_optimizer_is_refused(tmp_path: Path):
     """The Trainer would go on with fresh moments and the schedule's beginning, without a word."""
     make_trainer(tmp_path, [make_callback()], steps=10, save_only_model=True).train()
@@ -139,6 +139,7 @@ def test_a_checkpoint_without_optimizer_is_refused(tmp_path: Path):
         make_trainer(tmp_path, [make_callback()]).train(resume_from_checkpoint=True)
 
 
+@pytest.mark.slow
 def test_an_engine_of_another_run_is_refused(tmp_path: Path):
     """Resumed from a checkpoint that does not lie in output_dir, where another run has one of the same step."""
     for name, scale in (("a", 1.0), ("b", 2.0)):

@@ -165,6 +165,7 @@ def test_memory_for_averages_is_asked_first(monkeypatch: pytest.MonkeyPatch):
             preflight(replace(config, outer=outer_config), task)
 
 
+@pytest.mark.slow
 def test_a_run_evaluates_and_exports_the_average(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -39,6 +39,7 @@ def test_the_first_result_stays(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
 
 
+@pytest.mark.slow
 def test_weights_are_written_once(config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They come before the record, where a late replica looks for them, and the summary is last.
 

@@ -82,6 +82,7 @@ class Grouped(Tower):
 # -------------------------------------------------------------------------------------------------- stopped and resumed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_resumed_equals_uninterrupted(short_run: TrainConfig, tmp_path: Path, method: str) -> None:
     """Stopped inside and at the end of rounds and resumed, a run leaves the same bytes, numbers and log lines."""
