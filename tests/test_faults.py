@@ -606,20 +606,19 @@ def test_two_of_three_die_one_after_the_other(begin: Begin, good: Good) -> None:
 # --- torchrun's processes ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("moment", ["reduce:14"])
-def test_one_of_a_group_is_killed(base: TrainConfig, undisturbed: Undisturbed, tmp_path: Path, moment: str) -> None:
+def test_one_of_a_group_is_killed(base: TrainConfig, undisturbed: Undisturbed, tmp_path: Path) -> None:
     """The other ends with status 1 and one message; the repeated command gives the bytes of an undisturbed run."""
     (tmp_path / "config.yaml").write_text(dump_yaml(base))
     words = ["train", "--config", str(tmp_path / "config.yaml"), "--out", str(tmp_path / "run"), "--quiet"]
     with Processes(tmp_path / "words") as processes:
         env = places(2)
         first = processes.start("0", [sys.executable, "-m", "twophase", *words], **env[0])
-        command = [sys.executable, str(DRIVER), f"events={tmp_path / 'events'}", f"kill@{moment}", "--", *words]
+        command = [sys.executable, str(DRIVER), f"events={tmp_path / 'events'}", "kill@reduce:14", "--", *words]
         second = processes.start("1", command, **env[1])
         processes.ended("1", second, -signal.SIGKILL)
         dead = time.time()
         processes.ended("0", first, 1)
-        say(f"killed at {moment}: the other ended {time.time() - dead:.2f} s later")
+        say(f"killed: the other ended {time.time() - dead:.2f} s later")
         (line,) = processes.said("0")
         assert line.startswith("twophase train: failed: the connection to the other processes is lost (")
         assert "Checkpoints are intact: repeat the command to resume" in line

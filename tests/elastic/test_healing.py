@@ -80,6 +80,7 @@ def test_a_slow_reader_is_cut_off(giver: Healing):
         fetch(giver, 7, address)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("silent", [False, True])
 def test_a_slow_and_a_silent_giver(giver: Healing, monkeypatch: pytest.MonkeyPatch, silent: bool):
     """A steady stream inside one tensor ends with the time, and all that came counts; a silent giver is not slow."""
