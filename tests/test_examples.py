@@ -63,7 +63,6 @@ def test_plain_loop_alone(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
 
 
 @pytest.mark.dist
-@pytest.mark.slow
 def test_plain_loop_in_two_processes(tmp_path: Path):
     """Two processes of torchrun: the loss goes down on both, and both end with the same weights."""
     log = tmp_path / "log"

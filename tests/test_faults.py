@@ -47,7 +47,6 @@ from twophase.training.checkpoint import latest_step
 from twophase.training.train import train
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.dist,
     pytest.mark.timeout(240),
     pytest.mark.skipif(sys.platform != "linux", reason="torchft is for Linux"),

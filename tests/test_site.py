@@ -199,7 +199,6 @@ SWAP = """text => {
 }"""
 
 
-@pytest.mark.slow
 @pytest.mark.browser
 @pytest.mark.parametrize(
     ("name", "width", "scheme"),
@@ -217,7 +216,6 @@ def test_pages_are_accessible(site: Path, watched: Watched, name: str, width: in
     assert watched.page.evaluate("document.documentElement.scrollWidth") <= width
 
 
-@pytest.mark.slow
 @pytest.mark.browser
 def test_what_scrolls_can_be_reached_by_keyboard(site: Path, watched: Watched) -> None:
     """No page with a table has a part that scrolls and has no way in by keyboard; what fits is no stop.
@@ -249,7 +247,6 @@ UNREACHED = """async () => {
 }"""
 
 
-@pytest.mark.slow
 @pytest.mark.browser
 def test_options_and_figures_are_as_they_were_written(site: Path, watched: Watched) -> None:
     """No option in a table is broken at its hyphens, and no figure changes its colours on a dark page."""
@@ -277,7 +274,6 @@ BROKEN = """() => {
 }"""
 
 
-@pytest.mark.slow
 @pytest.mark.browser
 def test_search_works_from_disk(site: Path, watched: Watched) -> None:
     """The search of a site that was opened from disk finds a function by its name, and asks no server."""

@@ -421,7 +421,6 @@ def small_files(limit: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (usual, hard))
 
 
-@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize("what", ["states", "weights"])
 def test_full_disk(tmp_path: Path, call: Call, what: str) -> None:

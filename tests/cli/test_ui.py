@@ -221,7 +221,6 @@ def test_mistakes(
 
 
 @pytest.mark.browser
-@pytest.mark.slow
 @pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1280, "light")])
 def test_in_a_browser(browser: Browser, root: Path, server: ThreadingHTTPServer, width: int, scheme: Any) -> None:
     """The list filters, shows a run that has come, keeps what is chosen, and lays it over each other; no WCAG fault."""

@@ -243,7 +243,6 @@ def test_average_of_buffers_is_exact() -> None:
     assert modules[1].get_buffer("1.num_batches_tracked") == 0
 
 
-@pytest.mark.slow
 @pytest.mark.dist
 def test_two_processes(tmp_path: Path) -> None:
     """Over gloo the same batches are noticed in both processes, and others not; buffers become the same bits.

@@ -326,7 +326,6 @@ def heard(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.dist
-@pytest.mark.slow
 def test_three_processes_hear_the_same(heard: list[dict[str, Any]]):
     """Sum, broadcast and gather leave the same bits on all three, and they are the sum, process 0's, and everyone's."""
     whole = [answers["whole"] for answers in heard]
@@ -341,7 +340,6 @@ def test_three_processes_hear_the_same(heard: list[dict[str, Any]]):
 
 
 @pytest.mark.dist
-@pytest.mark.slow
 def test_group_of_two_counts_its_own_ranks(heard: list[dict[str, Any]]):
     """In a group of processes 1 and 2, ranks, sums, broadcasts (from process 1) and gathers are the group's own."""
     pair = [heard[rank]["pair"] for rank in SUBGROUP]
@@ -354,7 +352,6 @@ def test_group_of_two_counts_its_own_ranks(heard: list[dict[str, Any]]):
 
 
 @pytest.mark.dist
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "numel"), SUMS)
 def test_wires_of_three_processes(heard: list[dict[str, Any]], name: str, numel: int):
     """Each wire sums to the bits that one process with three replicas has; bytes reported are bytes handed over."""
@@ -374,7 +371,6 @@ def test_wires_of_three_processes(heard: list[dict[str, Any]], name: str, numel:
 
 
 @pytest.mark.dist
-@pytest.mark.slow
 def test_an_undone_round_repeats_itself(heard: list[dict[str, Any]]):
     """A round that was withdrawn and repeated gives the same bits, on all processes, beside another fragment's."""
     for answers in heard:

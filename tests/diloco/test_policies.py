@@ -200,7 +200,6 @@ each_case = pytest.mark.parametrize(("policy", "options"), CASES)
 
 
 @pytest.mark.dist
-@pytest.mark.slow
 @each_case
 def test_two_processes_decide_as_one(pair: list[dict[str, Any]], policy: str, options: str):
     """Two replicas here and one in each of two processes: the same decisions, bits, gains and counters everywhere."""
@@ -216,7 +215,6 @@ def test_two_processes_decide_as_one(pair: list[dict[str, Any]], policy: str, op
 
 
 @pytest.mark.dist
-@pytest.mark.slow
 @each_case
 def test_probes_are_means_and_leave_no_trace(pair: list[dict[str, Any]], policy: str, options: str):
     """What is decided by is the mean over both processes of their own losses; no tensor of either has changed."""
@@ -232,7 +230,6 @@ def test_probes_are_means_and_leave_no_trace(pair: list[dict[str, Any]], policy:
 
 
 @pytest.mark.dist
-@pytest.mark.slow
 @each_case
 def test_two_processes_resume(pair: list[dict[str, Any]], policy: str, options: str):
     """Set down in the middle of a round, with a reduction under way where there is a delay, and taken up: the same."""

@@ -35,7 +35,7 @@ from twophase.restart import Restart, RestartPolicy, RoundSignal, State
 from twophase.rule import OuterRule
 from twophase.shelf.outer import outer
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+pytestmark = pytest.mark.dist
 
 RULE = OuterRule(0.3, 0.9, nesterov=True)
 EDIT = "edit:threshold=1.2:warmup=1:temperature=2:clip=2"

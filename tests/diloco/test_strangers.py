@@ -76,7 +76,6 @@ def test_what_a_stranger_sends_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.dist
-@pytest.mark.slow
 def test_a_peer_that_sends_pickles(tmp_path: Path):
     """Over gloo: a member that exchanges objects as torch does, or that follows our lengths, runs no code here."""
     answers = in_processes(__file__, tmp_path, 2)

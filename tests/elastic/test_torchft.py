@@ -275,7 +275,6 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.dist
-@pytest.mark.slow
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_equals_a_run_in_one_process(processes: list[dict[str, Any]], name: str):
     """12 rounds of two processes have the checksums, norms, restarts and final states of both replicas in one.
@@ -293,7 +292,6 @@ def test_equals_a_run_in_one_process(processes: list[dict[str, Any]], name: str)
 
 
 @pytest.mark.dist
-@pytest.mark.slow
 def test_a_killed_process_comes_back(processes: list[dict[str, Any]]):
     """One of two is killed inside a round and started again: it comes in once, without weight, and both stay equal.
 
@@ -323,7 +321,6 @@ def test_a_killed_process_comes_back(processes: list[dict[str, Any]]):
 
 
 @pytest.mark.dist
-@pytest.mark.slow
 def test_what_the_survivor_says(processes: list[dict[str, Any]]):
     """Standard error has a line when a process goes and one when it comes, and nothing else.
 
@@ -664,7 +661,6 @@ def test_a_newcomer_has_no_weight_in_a_repeated_sync(monkeypatch: pytest.MonkeyP
             torch.testing.assert_close(mean, original)
 
 
-@pytest.mark.slow
 @pytest.mark.dist
 def test_a_newcomer_comes_into_a_delayed_sync_that_is_repeated(monkeypatch: pytest.MonkeyPatch):
     """A sum under way is lost with one of two, and when it is repeated a third is there: it ends for both at once.
@@ -712,7 +708,6 @@ def test_a_newcomer_comes_into_a_delayed_sync_that_is_repeated(monkeypatch: pyte
     assert {report.attempts for report in here[3:]} == {1}
 
 
-@pytest.mark.slow
 @pytest.mark.dist
 def test_a_heal_slower_than_the_timeout_ends_the_newcomer_alone(monkeypatch: pytest.MonkeyPatch):
     """Its first try tells it what had come and which timeout would do; the other goes on, whatever `max_attempts`."""

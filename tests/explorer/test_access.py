@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.browser
 
 
-@pytest.mark.slow
 def test_everyone_can_use_it(browser: Browser, tmp_path: Path) -> None:
     """At every width and in both themes, with a mistake and all settings in sight: no violation of WCAG AA."""
     view = View(browser, tmp_path, color_scheme="dark", reduced_motion="reduce")

@@ -195,7 +195,6 @@ def test_shared_views_open_without_the_steps(view: View) -> None:
     assert page.input_value("#field-rounds") == "120"
 
 
-@pytest.mark.slow
 def test_the_steps_are_for_everyone(browser: Browser, tmp_path: Path) -> None:
     """At both widths and themes, in every step: no violation of WCAG, nothing too wide, no button that moves."""
     for scheme, width, height in (("dark", 1280, 900), ("light", 390, 800)):

@@ -43,7 +43,6 @@ def quickly(view: View, code: str, argument: Any) -> Any:
     return json.loads(view.page.evaluate(f"text => JSON.stringify(({code})(JSON.parse(text)))", json.dumps(argument)))
 
 
-@pytest.mark.slow
 def test_thousands_of_points_agree_with_the_theory(view: View) -> None:
     """log|chi| to a relative 1e-12 (1e-9 is promised), its sign, the regime, rates, phases and cancellations."""
     view.open()

@@ -110,7 +110,6 @@ def ended_well(folder: Path) -> Any:
     return ended(Child(lambda: 0, folder / "well.out", folder / "well.err"), folder / "well")
 
 
-@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.timeout(900)
 def test_a_sample(tmp_path: Path) -> None:

@@ -155,7 +155,6 @@ def rounds_of_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.slow
 @pytest.mark.parametrize(("script", "steps"), [("nanoGPT", 300), ("nanochat", 350)], indirect=["script"])
 def test_two_processes_are_two_replicas(script: Path, steps: int):
     """The patched loop in two processes has the bits of two replicas; nanochat's ends with a shorter round."""

@@ -77,7 +77,6 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
 
 
 @pytest.mark.dist
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "steps"), [("accelerate", STEPS), ("transformers", STEPS), ("lightning", 10)])
 def test_two_processes_are_two_replicas(ends: list[dict[str, str]], name: str, steps: int):
     """Both end with the bits of two replicas in a hand-written loop, though one loop was resumed from mid-round."""

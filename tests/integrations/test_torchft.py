@@ -152,7 +152,7 @@ def load(results: tuple[Path, set[str]], name: str) -> list[dict[str, Any]]:
     return [torch.load(results[0] / f"{name} {number}.pt", weights_only=True) for number in range(2)]
 
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+pytestmark = pytest.mark.dist
 
 
 def test_rounds_are_those_of_our_engine(results: tuple[Path, set[str]]):

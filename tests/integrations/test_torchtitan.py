@@ -24,7 +24,6 @@ SETTING = "--fault_tolerance.group_size 2 --outer.lr 0.6 --outer.restart 3".spli
 
 pytestmark = [
     pytest.mark.dist,
-    pytest.mark.slow,
     pytest.mark.skipif(
         not (PYTHON.exists() and LIGHTHOUSE.exists()), reason="no .venv-torchtitan: make setup-torchtitan makes it"
     ),

@@ -124,7 +124,6 @@ def test_dtensor_state_round_trip(mesh_of_one: Any):
 
 
 @pytest.mark.dist
-@pytest.mark.slow
 def test_dtensors_in_two_processes(tmp_path: Path, register_policy: Callable[[str], Any]):
     """Two processes with half of each shard step like the whole tensor and decide alike, adaptive restarts included."""
     register_policy("test-turned")(Turned)

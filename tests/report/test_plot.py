@@ -207,7 +207,6 @@ def test_keys_move_over_what_is_in_view(watched: Watched, tmp_path: Path) -> Non
 
 
 @pytest.mark.browser
-@pytest.mark.slow
 @pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1280, "light")])
 def test_charts_in_a_browser(watched: Watched, tmp_path: Path, width: int, scheme: str) -> None:
     """A chart is drawn, tells its values by arrow keys, hides a curve, follows the scheme, and breaks no WCAG rule."""

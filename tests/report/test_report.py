@@ -628,7 +628,6 @@ def pages(tmp_path_factory: pytest.TempPathFactory, made: tuple[Path, Sweep]) ->
 
 
 @pytest.mark.browser
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "width", "scheme"),
     [
@@ -656,7 +655,6 @@ def test_in_a_browser(watched: Watched, pages: dict[str, Path], name: str, width
 
 
 @pytest.mark.browser
-@pytest.mark.slow
 def test_numbers_put_their_curves_on_the_chart(browser: Browser, pages: dict[str, Path]) -> None:
     """Pressing a number, by mouse or keyboard, adds its curve; again, or its name, takes it out; a watch keeps them."""
     watched = Watched(browser.new_page())
@@ -691,7 +689,6 @@ def test_numbers_put_their_curves_on_the_chart(browser: Browser, pages: dict[str
 
 
 @pytest.mark.browser
-@pytest.mark.slow
 def test_a_watched_page_keeps_the_place(browser: Browser, tmp_path: Path) -> None:
     """It shows its newest self with what was opened, scrolled to and focused as it was, and not while it is paused."""
     folder = write_run(tmp_path / "run", EMA, [0.95] * 3, 30, finished=False)
@@ -730,7 +727,6 @@ def test_a_watched_page_keeps_the_place(browser: Browser, tmp_path: Path) -> Non
 
 
 @pytest.mark.browser
-@pytest.mark.slow
 def test_the_policy_holds(browser: Browser, tmp_path: Path) -> None:
     """A script that had got into a page would not run: the browser refuses it by the page's own policy."""
     text = page_of(write_run(tmp_path / "a run", SUM, [0.3], 9, finished=False), refresh=10)

@@ -100,7 +100,6 @@ def test_no_controls_leave_no_table_beside_the_map(tmp_path: Path) -> None:
 
 
 @pytest.mark.browser
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("width", "scheme", "motion"),
     [(390, "dark", "no-preference"), (1280, "light", "no-preference"), (1280, "dark", "reduce")],
@@ -149,7 +148,6 @@ def test_the_page_in_a_browser(
 
 
 @pytest.mark.browser
-@pytest.mark.slow
 def test_the_picture_goes_on_after_the_page_loads_itself_again(browser: Browser, tmp_path: Path) -> None:
     """A page of a demo that is going on keeps its round when it is loaded again."""
     path = tmp_path / "story.html"

@@ -340,7 +340,6 @@ def start(script: str, *words: object, **options: Any) -> subprocess.Popen[Any]:
     return subprocess.Popen([sys.executable, "-c", script, *map(str, words)], **options)
 
 
-@pytest.mark.slow
 @pytest.mark.dist
 def test_killed_workers_lose_no_job_and_share_none(tmp_path: Path) -> None:
     """With workers killed at random times every job is done, and none by two living workers at once."""

@@ -26,7 +26,7 @@ from twophase.tasks.lm.task import LanguageTask
 from twophase.text.shards import open_shards
 from twophase.training.train import train
 
-pytestmark = [pytest.mark.slow, pytest.mark.dist, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 
 
 @pytest.fixture(scope="module")

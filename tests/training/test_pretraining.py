@@ -103,7 +103,6 @@ def test_lines_about_steps(whole: Path) -> None:
     assert means[0] == pytest.approx(means[1], rel=1e-12)
 
 
-@pytest.mark.slow
 @pytest.mark.dist
 def test_processes_come_and_go(tmp_path: Path, small: list[str], whole: Path) -> None:
     """Begun by one process up to the middle of a round, gone on with by two, and ended by one: the same bits."""

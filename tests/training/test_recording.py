@@ -472,7 +472,6 @@ def test_an_outer_optimizer_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert not (tmp_path / folder / "rounds.jsonl").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.dist
 def test_process_0_writes(tmp_path: Path) -> None:
     """Of two processes the first writes; a refusal is raised in both."""

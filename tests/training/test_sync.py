@@ -86,7 +86,6 @@ def test_the_words_on_a_run_have_its_fragments_policies(config: TrainConfig, tmp
 
 
 @pytest.mark.dist
-@pytest.mark.slow
 def test_two_processes_equal_one(config: TrainConfig, tmp_path: Path) -> None:
     """Streaming fragments on an int8 wire, and candidates probed: one replica a process, or two in one, same bytes."""
     probed = {"outer.restart": "probe:average,drop,1.3", "outer.probe_sequences": 3}
@@ -104,7 +103,6 @@ def test_two_processes_equal_one(config: TrainConfig, tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.slow
 def test_unlike_processes_are_refused(config: TrainConfig, tmp_path: Path) -> None:
     """Another rule in one process ends both with status 2 and the option's name, before any training."""
     (tmp_path / "config.yaml").write_text(dump_yaml(replace(config, threads=1)))
