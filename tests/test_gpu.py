@@ -87,17 +87,17 @@ class ForkedContestant:
     """Ours of the pipes to earlier ones: a process that held one of them would keep its reader waiting."""
 
     def __init__(self, words: list[str], **_: Any) -> None:
-        theirs, ours = os.pipe(), os.pipe()
+        requests, answers = os.pipe(), os.pipe()
         if (pid := os.fork()) == 0:
             for end in self.ends:
                 end.close()
-            os.close(theirs[1])
-            sys.stdin, sys.stdout = os.fdopen(theirs[0]), os.fdopen(ours[1], "w")
+            os.close(requests[1])
+            sys.stdin, sys.stdout = os.fdopen(requests[0]), os.fdopen(answers[1], "w")
             lm_throughput.work(words[3], from_tree(TrainConfig, json.loads(words[5])))
             os._exit(0)
-        os.close(theirs[0])
-        os.close(ours[1])
-        self.pid, self.stdin, self.stdout = pid, os.fdopen(theirs[1], "w"), os.fdopen(ours[0])
+        os.close(requests[0])
+        os.close(answers[1])
+        self.pid, self.stdin, self.stdout = pid, os.fdopen(requests[1], "w"), os.fdopen(answers[0])
         self.ends.append(self.stdin)
 
     def wait(self, _: float = 0.0) -> int:
