@@ -87,7 +87,7 @@ $(TITAN)/.installed: $(VENV)/.installed-dev constraints-torchtitan.txt
 demo: setup
 	@$(BIN)/twophase demo $(ARGS)
 
-# three, because tests wait for processes and pages in a third of their time: for two cores
+# three workers for two cores: for a third of their time tests wait for processes and pages
 test: setup-dev
 	@$(BIN)/python -m pytest -n 3 --dist worksteal $(ARGS)
 

@@ -247,7 +247,8 @@ def _run(
     os.environ.update(variables)
     _SERVER.ensure_running = lambda: None  # it runs; this process would start another, which imports torch again
     launch.subprocess = FORKING  # type: ignore[assignment]
-    cli.time = SimpleNamespace(sleep=lambda _: None)  # type: ignore[assignment] - no torchrun waits for the first to end
+    # No torchrun is here, for which processes but the first wait with their messages.
+    cli.time = SimpleNamespace(sleep=lambda _: None)  # type: ignore[assignment]
     if program and words[:2] == ["-W", "error"]:
         warnings.simplefilter("error")
         words = words[2:]

@@ -369,9 +369,8 @@ def test_paused_for_longer_than_the_timeouts(begin: Begin, good: Good) -> None:
     second = run.replica(1, "stop@inner:14", "touch=back@healed:1", "stop@reduce:8", "touch=again@healed:2")
     for number, file in enumerate(("once", "twice"), start=1):
         until("stopped", lambda: stopped(second))
-        run.await_event(
-            0, "hold at inner", number
-        )  # it has gone on alone: the heartbeat's time, then the sync's, is up
+        # It has gone on alone: first the time of the heartbeat was up, then that of the sync.
+        run.await_event(0, "hold at inner", number)
         wake(second)
         run.touch(file)
     all_end(run, [first, second])

@@ -175,18 +175,18 @@ def _tuned(place: Place, sizes: tuple[int, int], modes: int) -> dict[str, Any]:
     best: dict[str, dict[str, Any]] = {"none": {"rate": -np.inf}, "restart": {"rate": -np.inf}}
     for momentum in np.linspace(0, LARGEST_MOMENTUM, sizes[1]).tolist():
         rules = rule_grid(lrs, momentum, nesterov)
+        # The rate by every twelfth mode is an upper bound: rules below the best by it need no other modes.
         bound = -log_residuals(rules, sigma[::12], TUNED_ROUNDS)[1].max(axis=-1) / TUNED_ROUNDS
-        # A rule that a few modes alone make slower than the best needs no others, which take the most of the time.
-        rest = (bound[-1] >= best["none"]["rate"]) | (bound.max(axis=0) >= best["restart"]["rate"])
-        if not rest.any():
+        promising = (bound[-1] >= best["none"]["rate"]) | (bound.max(axis=0) >= best["restart"]["rate"])
+        if not promising.any():
             continue
-        worst = log_residuals(rules[rest], sigma, TUNED_ROUNDS)[1].max(axis=-1)
+        worst = log_residuals(rules[promising], sigma, TUNED_ROUNDS)[1].max(axis=-1)
         rates = -worst / TUNED_ROUNDS  # of shape (periods, learning rates); the last period is no restart
         for name, first in (("none", TUNED_ROUNDS - 1), ("restart", 0)):
             k, i = np.unravel_index(np.argmax(rates[first:]), rates[first:].shape)
             rate, period = float(rates[first + k, i]), first + int(k) + 1
             if rate > best[name]["rate"]:
-                best[name] = {"rate": rate, "lr": float(lrs[rest][i]), "momentum": momentum, "period": period}
+                best[name] = {"rate": rate, "lr": float(lrs[promising][i]), "momentum": momentum, "period": period}
     return {
         "none": best["none"]["rate"],
         "restart": best["restart"]["rate"],

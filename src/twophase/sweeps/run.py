@@ -328,10 +328,11 @@ class _Call:
                     self._report("replaced", error=death)
                 if self.ended != self.tabled and began - self.table_at > _TABLE_SECONDS:
                     self._write()
-                wait = min(max(_LOOK_SECONDS, 49 * (time.monotonic() - began)), _LONGEST_SECONDS)
-                until = time.monotonic() + wait
+                now = time.monotonic()
+                next_look = now + min(max(_LOOK_SECONDS, 49 * (now - began)), _LONGEST_SECONDS)
                 time.sleep(_LOOK_SECONDS)
-                while time.monotonic() < until and not crew.in_trouble():  # once all have ended, the results are there
+                # Workers that have all ended left the last results, for which a short sweep would wait seconds more.
+                while time.monotonic() < next_look and not crew.in_trouble():
                     time.sleep(_LOOK_SECONDS)
             crew.finish()
         except BaseException:

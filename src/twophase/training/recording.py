@@ -210,7 +210,7 @@ def record(
             f"record: inner is a {type(inner).__name__}; give one optimizer, of several the first replica's"
         )
     trackers = check([track] if isinstance(track, str) else track)
-    # Absolute, since the loop may change its working directory (a Trainer or Hydra does).
+    # Absolute, since the loop may change its working directory: lines would be looked for in the new one.
     tree, path, started = setting(engine, config), Path(folder).absolute(), time.perf_counter()
     lead = (files := _processes(engine)).rank == 0
     with claimed(path, tree, files) as claim:
