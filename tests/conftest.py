@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start, and for torch below
@@ -20,6 +21,7 @@ from twophase.policies import text
 from twophase.policies.base import Restart, RestartPolicy, RoundSignal, State
 from twophase.sweeps import crew as launch
 
+gc.set_threshold(50_000, 10, 10)  # half a million objects of the libraries stay: to look at them takes half a second
 torch.set_num_threads(1)  # sums are then made in one order, so that equal means equal bits
 
 # Derandomized, so that a newcomer's `make test` never meets a new example. To look for such examples:
@@ -47,6 +49,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for number, item in enumerate(cases):
             if number % -(-len(cases) // QUICK_CASES):
                 item.add_marker("slow")
+
+
+def pytest_collection_finish() -> None:
+    """Leave what tests and libraries are made of out of the collections that a library or a test asks for."""
+    gc.freeze()
 
 
 @pytest.fixture

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from extras import need
 from twophase.base.config import UsageError
 from twophase.cli import data as command
 from twophase.cli.data import main
 from twophase.text.meta import TRAIN, VALIDATION, read_meta
 
-pytest.importorskip("pyarrow", reason="the extra 'data' is not installed")
+need("pyarrow", "the extra 'data' is not installed")
 
 
 @pytest.fixture(autouse=True)

@@ -11,9 +11,10 @@ import torch
 
 import trainers
 import twophase
+from extras import need
 from twophase.runs.folder import ROUNDS, read_lines
 
-pytest.importorskip("lightning", reason="the extra lightning is not installed")
+need("lightning", "the extra lightning is not installed")
 
 pytestmark = [
     pytest.mark.slow,

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import trainers
+from extras import need
 from forked import finish, places
 from modules import load
 from twophase.base.config import UsageError
@@ -24,7 +25,7 @@ from twophase.diloco.communicator import SingleProcess
 from twophase.diloco.flat import checksum
 
 for package in ("transformers", "accelerate", "lightning"):
-    pytest.importorskip(package, reason="the extras trainer and lightning are not installed")
+    need(package, "the extras trainer and lightning are not installed")
 
 STEPS = 26
 HERE = Path(__file__).parent

@@ -14,11 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from extras import need
 from twophase.base.config import UsageError
 from twophase.text import sources
 from twophase.text.sources import File, ahead, batches, find
 
-pytest.importorskip("pyarrow", reason="the extra 'data' is not installed")
+need("pyarrow", "the extra 'data' is not installed")
 
 TEXTS = [f"document {i} \u2028 with\x85 odd\nlines \u6f22 {'x' * (i * 37 % 900)}" for i in range(60)]
 BOM = b"\xef\xbb\xbf"

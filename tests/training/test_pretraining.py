@@ -18,6 +18,7 @@ import yaml
 import shardmaker
 import textmaker
 from commands import SMALL, outcome
+from extras import need
 from trained import end_group, newest, run, start_group, stop_after
 from twophase.base.config import from_tree, load_yaml, to_tree
 from twophase.cli.main import main
@@ -30,7 +31,7 @@ from twophase.text.meta import TRAIN, VALIDATION, read_meta
 from twophase.training import checkpoint
 from twophase.training.config import ComputeConfig
 
-pytest.importorskip("pyarrow", reason="the extra 'data' is not installed")
+need("pyarrow", "the extra 'data' is not installed")
 
 T, BATCH, END = 16, 4, 256
 STEPS, LOG_EVERY = 84, 4
