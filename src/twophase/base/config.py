@@ -202,13 +202,20 @@ def with_values(config: C, values: Mapping[str, Any], prefix: str = "") -> C:
     Raises:
         UsageError: a path that the configuration does not have.
     """
+    names = {field.name for field in dataclasses.fields(config)} if dataclasses.is_dataclass(config) else set()
+    changes: dict[str, Any] = {}
+    below: dict[str, dict[str, Any]] = {}  # by group, so that each is replaced once
     for path, value in values.items():
         head, dot, rest = path.partition(".")
-        if not dataclasses.is_dataclass(config) or head not in {field.name for field in dataclasses.fields(config)}:
+        if head not in names:
             raise UsageError(f"there is no configuration value {prefix + path!r}")
-        inner = with_values(getattr(config, head), {rest: value}, f"{prefix}{head}.") if dot else value
-        config = dataclasses.replace(config, **{head: inner})  # type: ignore[type-var]
-    return config
+        if dot:
+            below.setdefault(head, {})[rest] = value
+        else:
+            changes[head] = value
+    for head, inner in below.items():
+        changes[head] = with_values(changes.get(head, getattr(config, head)), inner, f"{prefix}{head}.")
+    return dataclasses.replace(config, **changes) if changes else config  # type: ignore[type-var]
 
 
 def fingerprint(config: Any) -> str:
