@@ -99,12 +99,9 @@ def engine_run(
             (0.5 * curvatures * x * x).sum().backward()
         for inner in inners:
             inner.step()
-        signals = None
-        if engine.reports_next:
-            ends = half_square(np.mean([place(model) for model in models], axis=0))
-            signals = {"loss_start": half_square(places[-1]), "loss_end": ends, "inner_lr": 1.0}
-            signals["progress"] = len(places) / ROUNDS
-        report = engine.step(signals)
+        ends = half_square(np.mean([place(model) for model in models], axis=0))
+        signals = {"loss_start": half_square(places[-1]), "loss_end": ends}
+        report = engine.step(signals | {"inner_lr": 1.0, "progress": len(places) / ROUNDS})
         if report is not None:
             places.append(torch.cat([engine.anchor[name] for name in names]).numpy().copy())
             reports.append(report)

@@ -13,9 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("sklearn")
-pytest.importorskip("matplotlib")
-
+from extras import need
 from twophase.base.config import UsageError
 from twophase.figures.style import styled
 from twophase.rule import OuterRule
@@ -39,6 +37,9 @@ from twophase.studies._digits import (
 from twophase.studies._model import HEAVY_BALL as PAPER
 from twophase.studies.study import Result
 from twophase.theory.modes import transition
+
+need("sklearn", "the extra studies is not installed")
+need("matplotlib", "the extra plot is not installed")
 
 TINY = replace(QUICK, images=12, inner_steps=4, rounds=6, linear_width=16, widths=(16, 32), seeds=2)
 HALVES = [slice(0, 6), slice(6, None)]

@@ -196,7 +196,7 @@ def with_values(config: C, values: Mapping[str, Any], prefix: str = "") -> C:
 
     Args:
         config: the configuration.
-        values: from path to value.
+        values: from path to value; where a group is given as well as a value in it, the value wins.
         prefix: the path of the configuration, for messages.
 
     Raises:
