@@ -6,12 +6,14 @@ rate; for `auto, averaging` they do not, and it averages, as in every round whos
 then it writes a buffer that it has not read, which takes longer. `gradient` has the angle measured too and takes the
 rule's step.
 
-Time: medians of interleaved steps; CPU time with one thread, so that other programs count less, else wall time.
-`time_ratio`, `auto_ratio`, `averaging_ratio` and `gradient_ratio` are those of the worse rule over
-`torch.optim.SGD(fused=True)`, the fastest that torch has; `foreach_ratio` is that over `foreach=True`. Rounds that
-restart, every third one, write the buffer twice: `time_ratio` and `foreach_ratio` are of the others, and
-`restart_ratio` is of these. Memory: growth of the process's peak resident set during the first step from a fresh
-process each (that is where buffers and scratch appear). Last line: one JSON object.
+Time: medians of interleaved steps on the same parameters. Ours and fused take eight steps each a round, and exchange
+their buffers after it, because where tensors lie in memory made up to an eighth of a difference. CPU time with one
+thread, so that other programs count less, else wall time. `time_ratio`, `auto_ratio`, `averaging_ratio` and
+`gradient_ratio` are those of the worse rule over `torch.optim.SGD(fused=True)`, the fastest that torch has;
+`foreach_ratio` is that over `foreach=True`. Steps that restart, every third one, write the buffer twice: `time_ratio`
+and `foreach_ratio` are of the others, and `restart_ratio` is of these. Memory: growth of the process's peak resident
+set during the first step from a fresh process each (that is where buffers and scratch appear).
+Last line: one JSON object.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ PERIOD = 3
 AVERAGING = "auto, averaging"
 OURS = {"ours": str(PERIOD), "gradient": "gradient", "auto": "auto", AVERAGING: "auto"}
 RESTARTS = "at a restart"
+BUFFER = "momentum_buffer"
 SHRINK = 0.99  # of a pseudo-gradient from round to round
+PAIRS = 8  # of ours and fused a round: single steps vary by a tenth, and their ratio is to be known to a hundredth
 
 
 def build(name: str, params: list[torch.nn.Parameter], nesterov: bool) -> torch.optim.Optimizer:
@@ -77,26 +81,38 @@ def peak_resident() -> int:
 
 
 def times(nesterov: bool, rounds: int) -> dict[str, float]:
-    """Median seconds a step of each, taken in turn."""
+    """Median seconds a step of each, taken in turn on the same parameters."""
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-    optimizers = {name: build(name, tensors(), nesterov) for name in (*OURS, "fused", "foreach")}
+    params = tensors()
+    gradients = [p.grad for p in params]
+    constant = [g.clone() for g in gradients]
+    optimizers = {name: build(name, params, nesterov) for name in (*OURS, "fused", "foreach")}
+    others = [name for name in optimizers if name not in ("ours", "fused")]
     seconds: dict[str, list[float]] = {name: [] for name in optimizers}
+    count = 0  # of our own steps
     for number in range(rounds + 2):
-        for name, optimizer in optimizers.items():
-            for p in optimizer.param_groups[0]["params"] if name != AVERAGING else ():
-                p.grad.mul_(SHRINK)
+        torch._foreach_mul_(gradients, SHRINK)
+        turns = ["ours", "fused"] * PAIRS + others
+        # Every second time the other way round: what a step finds in the cache depends on the one before it.
+        for name in reversed(turns) if number % 2 else turns:
+            for p, gradient in zip(params, constant if name == AVERAGING else gradients, strict=True):
+                p.grad = gradient
             start = clock()
-            optimizer.step()
+            optimizers[name].step()
             taken = clock() - start
+            count += name == "ours"
             if number >= 2:  # the first steps allocate
-                row = RESTARTS if name == "ours" and (number + 1) % PERIOD == 0 else name
+                row = RESTARTS if name == "ours" and count % PERIOD == 0 else name
                 seconds.setdefault(row, []).append(taken)
+        for p in params:
+            first, second = optimizers["ours"].state[p], optimizers["fused"].state[p]
+            first[BUFFER], second[BUFFER] = second[BUFFER], first[BUFFER]
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=30, help="timed steps of each optimizer (default 30)")
+    parser.add_argument("--rounds", type=int, default=30, help="timed rounds of all optimizers (default 30)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default 1)")
     parser.add_argument("--peak", nargs=2, metavar=("NAME", "NESTEROV"), help=argparse.SUPPRESS)
     options = parser.parse_args()
