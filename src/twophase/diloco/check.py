@@ -103,7 +103,8 @@ class Watch:
         if not engine.syncs and (finding := self._of_buffers(engine)):
             self._warn(finding)
         slots = [slot for fragment in engine.fragments for slot in fragment.slots[0]]
-        training = {id(p) for p in engine.replicas[0].parameters() if p.requires_grad}
+        tables = [module._parameters for module in engine.replicas[0].modules()]  # `parameters()` takes far longer
+        training = {id(p) for table in tables for p in table.values() if p is not None and p.requires_grad}
         if training != {id(slot.parameter) for slot in slots}:
             for finding in _of_parameters(engine):
                 self._warn(finding)
