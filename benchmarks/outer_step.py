@@ -84,7 +84,7 @@ def times(nesterov: bool, rounds: int) -> dict[str, float]:
     """Median seconds a step of each, taken in turn on the same parameters."""
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     params = tensors()
-    gradients = [p.grad for p in params]
+    gradients = [p.grad for p in params if p.grad is not None]
     constant = [g.clone() for g in gradients]
     optimizers = {name: build(name, params, nesterov) for name in (*OURS, "fused", "foreach")}
     others = [name for name in optimizers if name not in ("ours", "fused")]
