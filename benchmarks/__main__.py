@@ -15,7 +15,7 @@ from bounds import BOUNDS
 
 FOLDER = Path(__file__).parent
 BENCHMARKS = {
-    "outer_step": ["--rounds", "9"],
+    "outer_step": ["--rounds", "12"],
     "sync": ["--rounds", "5"],
     "engine_overhead": ["--seconds", "10"],
     "lm_throughput": [],
