@@ -32,7 +32,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "twophase"))
 
 pytest_plugins = ["browser"]  # the session fixture of one headless Chromium
 
-QUICK_CASES = 5
+QUICK_CASES = 3
 """At most so many cases of a test are in the quick set, `-m "not slow"`."""
 
 

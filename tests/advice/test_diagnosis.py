@@ -119,6 +119,7 @@ def test_reasons_of_silence(tmp_path: Path, silence: str) -> None:
     assert any(why in reason for reason in finding.reasons), finding.reasons
 
 
+@pytest.mark.slow
 def test_blocks_are_judged_apart(tmp_path: Path) -> None:
     """Each fragment has a finding of its own, under its name, with its own restart policy and period."""
     config = TrainConfig(outer=config_of(EMA).outer, steps=60, inner_steps=1)
@@ -254,6 +255,7 @@ def test_a_language_models_run(tmp_path: Path) -> None:
     assert finding.verdict.upper() in describe(diagnosis, "run")
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Words or one JSON object, status 0; a folder that is no run's is a mistake with what to give."""
     folder = write_run(tmp_path / "run", EMA, [0.95] * 3)

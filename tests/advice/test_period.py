@@ -344,6 +344,7 @@ def test_figures_of_extreme_answers(rule: OuterRule, sigma: list[float], rounds:
         assert path.stat().st_size > 0
 
 
+@pytest.mark.slow
 def test_what_is_exactly_zero_is_in_sight(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Periods that leave nothing, the recommended one among them, are marked inside the panels of rate and loss."""
     figures: list[Any] = []

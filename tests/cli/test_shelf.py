@@ -39,6 +39,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", OUTERS)
+@pytest.mark.slow
 def test_a_run_is_named_and_judged_by_what_it_is(runs: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     """Headline, diagnosis and report name the outer optimizer; the theory speaks where a rule moves the anchors."""
     path, (words, shown) = runs / name, OUTERS[name]

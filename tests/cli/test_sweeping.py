@@ -83,6 +83,7 @@ def test_a_missing_extra_is_refused_before_the_first_run(
     assert not (tmp_path / "sweep").exists()
 
 
+@pytest.mark.slow
 def test_a_plan_with_an_odd_value(call: Call, tmp_path: Path) -> None:
     """A worker names the file, the value and the remedy."""
     call("sweep", "--axis", "outer.lr", "0.3", "0.7", "--workers", "0", "--out", tmp_path / "sweep")

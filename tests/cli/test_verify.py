@@ -67,6 +67,7 @@ def test_shards_of_a_finished_run(shards: Path, tmp_path: Path, capsys: pytest.C
         ("sweep --axis seed 1 2 --workers 1", "the text is not the one that this sweep was begun with"),
     ],
 )
+@pytest.mark.slow
 def test_what_is_finished_answers_for_its_own_text(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, message: str
 ) -> None:

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import re
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,6 +14,7 @@ from twophase.report.page import LONGEST, clean, counted, link, minus, notes, pa
 
 
 @given(st.text())
+@pytest.mark.slow
 def test_text_stays_text(text: str) -> None:
     """Whatever a text holds, an element of it has no other element and no attribute than its own."""
     made = tag("p", text, title=text)

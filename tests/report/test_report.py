@@ -514,6 +514,7 @@ def test_a_large_sweep_is_small_enough(tmp_path: Path) -> None:
     written(tmp_path)
 
 
+@pytest.mark.slow
 def test_runs_over_each_other(tmp_path: Path, capsys: Output) -> None:
     """Several runs share charts; the page says in which settings they differ, and leads to their own pages."""
     names = ["a", "b", "<i>"]

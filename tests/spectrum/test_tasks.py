@@ -94,6 +94,7 @@ def refusal(run: Path, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.parametrize(("kind", "matrix"), [("Net", Hessian), ("Logits", GaussNewton)])
+@pytest.mark.slow
 def test_an_own_task_end_to_end(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, matrix: type[Matrix]
 ) -> None:

@@ -93,6 +93,7 @@ def test_blocks_of_every_size_rank_the_same(mechanism: Result) -> None:
         assert mechanism.numbers["oscillation"][sigma]["largest_ratio_to_envelope"] <= 1 + 1e-12
 
 
+@pytest.mark.slow
 def test_momentum_that_beats_the_restart(mechanism: Result) -> None:
     """Up to the momentum stated every one on the grid beats K=5, and the next one does not (direct evaluation)."""
     mode = mechanism.numbers["single"]

@@ -145,6 +145,7 @@ def test_numbers_beside_the_recommendation() -> None:
 # --- warnings -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_warnings_come_when_they_are_due() -> None:
     """Each warning is there if and only if what it says is so, decided anew from the matrices in 50 digits."""
     counts: dict[str, int] = dict.fromkeys(WARNINGS, 0)

@@ -108,6 +108,7 @@ def test_bfloat16(run: Path, tmp_path: Path) -> None:
     assert load(half).dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 def test_larger_vocabulary(corpus: Path, tmp_path: Path) -> None:
     """The rows of the embedding come from the weights: a model may have more than its data's vocabulary."""
     config = make_config(corpus, **{"model.vocabulary_size": 128})
