@@ -29,7 +29,7 @@ import torch
 
 import twophase.studies.policies  # noqa: F401 - makes `gradient` known
 from bounds import finish
-from twophase.optim.outer import OuterSGD
+from twophase.optim.outer import BUFFER, OuterSGD
 
 KINDS = {"heavy ball": False, "nesterov": True}
 SHAPES = [(4096, 1024)] * 23 + [(1024, 1024)] * 3 + [(1024,)] * 400  # a transformer's mix: 100.0M parameters
@@ -47,7 +47,6 @@ PERIOD = 3
 AVERAGING = "auto, averaging"
 OURS = {"ours": str(PERIOD), "gradient": "gradient", "auto": "auto", AVERAGING: "auto"}
 RESTARTS = "at a restart"
-BUFFER = "momentum_buffer"
 SHRINK = 0.99  # of a pseudo-gradient from round to round
 PAIRS = 8  # of ours and fused a round: single steps vary by a tenth, and their ratio is to be known to a hundredth
 
@@ -88,11 +87,11 @@ def times(nesterov: bool, rounds: int) -> dict[str, float]:
     constant = [g.clone() for g in gradients]
     optimizers = {name: build(name, params, nesterov) for name in (*OURS, "fused", "foreach")}
     others = [name for name in optimizers if name not in ("ours", "fused")]
+    turns = ["ours", "fused"] * PAIRS + others
     seconds: dict[str, list[float]] = {name: [] for name in optimizers}
     count = 0  # of our own steps
     for number in range(rounds + 2):
         torch._foreach_mul_(gradients, SHRINK)
-        turns = ["ours", "fused"] * PAIRS + others
         # Every second time the other way round: what a step finds in the cache depends on the one before it.
         for name in reversed(turns) if number % 2 else turns:
             for p, gradient in zip(params, constant if name == AVERAGING else gradients, strict=True):
