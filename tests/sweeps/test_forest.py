@@ -20,6 +20,7 @@ import textmaker
 from amount import amount
 from commands import outcome
 from policies import Half, Shrink
+from toytask import Toy
 from twophase.base.config import RunError, with_values
 from twophase.diloco.formats import WIRES
 from twophase.restart import HARD, PROBES, RestartPolicy
@@ -29,16 +30,26 @@ from twophase.sweeps.forest import Grower, Stopped
 from twophase.sweeps.grid import Axis, Cell, Sweep, product
 from twophase.sweeps.plan import Node, Plan, plan
 from twophase.sweeps.states import FORMAT, States
+from twophase.tasks.build import task_of
 from twophase.tasks.lm.config import TrainConfig
-from twophase.tasks.lm.task import LanguageTask, corpus_of
+from twophase.tasks.lm.task import corpus_of
+from twophase.tasks.named import config_class, name_of
 from twophase.training import parts
+from twophase.training.config import RunConfig
 from twophase.training.train import train
 from twophase.training.trainer import Trainer
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
-    """A run of a moment."""
+def base() -> RunConfig:
+    """A run of a moment, of a task whose steps cost next to nothing."""
+    small = {"steps": 26, "inner_steps": 4, "inner.lr": 0.01}
+    return with_values(config_class(name_of(Toy))(), small)
+
+
+@pytest.fixture(scope="module")
+def lm(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+    """The same of the language model, for what depends on text, tokens or the sequences of a batch."""
     corpus = textmaker.write(tmp_path_factory.mktemp("text") / "text.txt")
     sizes = {"model.heads": 1, "model.intermediate_size": 8}
     return textmaker.small_run(corpus, 8, steps=26, inner_steps=4, **sizes)
@@ -57,7 +68,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Plan], dict[str
         for run, config in made.runs.items():
             if run not in outcomes:
                 with RunFolder.claim(place / run, config) as folder:
-                    train(LanguageTask(config), config, folder)
+                    train(task_of(config), config, folder)
                 outcomes[run] = outcome(place / run)
         return {run: outcomes[run] for run in made.runs}
 
@@ -102,14 +113,14 @@ PATHS = {name: f"outer.{name}" for name in ("lr", "momentum", "restart", "nester
 PATHS |= {"wire": "sync.wire"}
 
 
-def grid(base: TrainConfig, **values: tuple[Any, ...]) -> Sweep:
+def grid(base: RunConfig, **values: tuple[Any, ...]) -> Sweep:
     return Sweep("grid", base, product(base, [Axis(PATHS.get(name, name), column) for name, column in values.items()]))
 
 
 POLICIES = ("never", "1", "2", "3", "5", "cycle:2,1", "at:2,4", "soft:2:0.5:0.25", "soft:3:0:1", "soft:2:1:0")
 
 
-def draw(base: TrainConfig, generator: random.Random, *, count: int) -> Sweep:
+def draw(base: RunConfig, generator: random.Random, *, count: int) -> Sweep:
     """Random runs around few values, so that much is shared, in both forms and with several inner steps a round."""
     cells = {}
     for _ in range(count):
@@ -134,11 +145,11 @@ Alone = Callable[[Plan], dict[str, Outcome]]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(amount(2, 20)))
-def test_leaves_are_the_runs_alone(base: TrainConfig, tmp_path: Path, alone: Alone, seed: int) -> None:
+def test_leaves_are_the_runs_alone(base: RunConfig, lm: TrainConfig, tmp_path: Path, alone: Alone, seed: int) -> None:
     """On a random grid every leaf has the weights, logs and summary of its run done alone, and no step is repeated."""
     generator = random.Random(seed)
-    base = with_values(base, {"evaluate_every": generator.choice([0, 2])})
-    made = plan(draw(base, generator, count=10), merge=seed % 2 == 0)
+    config = with_values((lm, base)[seed % 2], {"evaluate_every": generator.choice([0, 2])})
+    made = plan(draw(config, generator, count=(6, 10)[seed % 2]), merge=seed % 2 == 0)
     walker = grow(made, tmp_path, in_memory=generator.choice([0, 1, 8]))
     assert walker.tally.steps == made.steps
     assert walker.states.branches == []
@@ -169,6 +180,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, ...]], bool]] = {
         True,
     ),
     "probes at momentum 0": ({}, {"momentum": (0.0,), "restart": ("never", "tries"), "probe_sequences": (0, 1)}, False),
+    # Whatever an inner optimizer remembers is part of a branch's state.
+    **{
+        method: ({"inner.method": method, "inner.schedule": schedule}, {"restart": ("never", "2")}, True)
+        for method, schedule in (("sgd", "wsd"), ("muon", "cosine"), ("schedule-free", "constant"))
+    },
     "divergence together": (
         {"divergence_loss": 5.0},
         {"lr": (1000.0, 0.7), "momentum": (0.5,), "restart": ("never", "3", "4", "5")},
@@ -203,24 +219,12 @@ def _policies(register_policy: Callable[[str], Callable[[type], type]]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("method", "schedule"), [("sgd", "wsd"), ("muon", "cosine"), ("schedule-free", "constant")])
-def test_inner_optimizers_are_forked(
-    base: TrainConfig, tmp_path: Path, alone: Alone, method: str, schedule: str
-) -> None:
-    """Whatever an inner optimizer remembers is part of a branch's state: two cells are the runs alone, steps once."""
-    base = with_values(base, {"inner.method": method, "inner.schedule": schedule})
-    made = plan(grid(base, restart=("never", "2")))
-    assert grow(made, tmp_path).tally.steps == made.steps < 2 * base.steps
-    check(made, tmp_path, alone(made))
-
-
-@pytest.mark.slow
 @pytest.mark.usefixtures("_policies")
 @pytest.mark.parametrize("case", CASES)
-def test_kinds_of_runs_are_as_alone(base: TrainConfig, tmp_path: Path, alone: Alone, case: str) -> None:
+def test_kinds_of_runs_are_as_alone(base: RunConfig, lm: TrainConfig, tmp_path: Path, alone: Alone, case: str) -> None:
     """Policies that measure, probe, take steps or keep a buffer come out of a sweep as if done alone, steps once."""
     changes, axes, merge = CASES[case]
-    made = plan(grid(with_values(base, changes), **axes), merge=merge)
+    made = plan(grid(with_values(lm if case == "probes of several sizes" else base, changes), **axes), merge=merge)
     walker = grow(made, tmp_path, in_memory=1)
     expected = alone(made)
     check(made, tmp_path, expected)
@@ -245,11 +249,13 @@ def test_kinds_of_runs_are_as_alone(base: TrainConfig, tmp_path: Path, alone: Al
     elif case == "probes at momentum 0":
         counts = [summary["restarts"] for some in by_policy.values() for summary in some]
         assert len(set(counts)) == 3  # never has none, and two sizes see other digits
-    else:
+    elif case in ("signals", "signals at momentum 0"):
         differing = {"1", "2", *ADAPTIVE} if case == "signals" else set(ADAPTIVE[-4:])
         assert not any(ends["never"] & ends[policy] for policy in differing)
         assert by_policy["loss:0.0"][0]["restarts"] > 0
         assert len(made.runs) == 3 + len(ADAPTIVE)  # none stands for another: their updates differ, or may
+    else:
+        assert made.steps == 2 * 26 - 3 * 4
 
 
 # ------------------------------------------------------------------------------------------------------- interruptions
@@ -257,7 +263,7 @@ def test_kinds_of_runs_are_as_alone(base: TrainConfig, tmp_path: Path, alone: Al
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["schedules", "a lossy wire", "signals"])
-def test_interrupted_again_and_again(base: TrainConfig, tmp_path: Path, alone: Alone, case: str) -> None:
+def test_interrupted_again_and_again(base: RunConfig, tmp_path: Path, alone: Alone, case: str) -> None:
     """Stopped inside stretches and at branches, and taken up anew, a walk repeats no step and changes no bit."""
     generator = random.Random(100)
     made = {
@@ -272,7 +278,7 @@ def test_interrupted_again_and_again(base: TrainConfig, tmp_path: Path, alone: A
 
 @pytest.mark.slow
 def test_a_killed_walk_loses_little(
-    base: TrainConfig, tmp_path: Path, alone: Alone, monkeypatch: pytest.MonkeyPatch
+    base: RunConfig, tmp_path: Path, alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed after any number of steps, it repeats no more than the steps of `save_seconds`; the ends are the same."""
     made = plan(grid(base, restart=("3", "4", "never")))  # a long trunk, and a branch within a branch
@@ -300,33 +306,37 @@ def test_a_killed_walk_loses_little(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["none", "lost states"])
-def test_jobs_in_any_order(base: TrainConfig, tmp_path: Path, alone: Alone, fault: str) -> None:
-    """Jobs done by several growers in any order make the same runs, in the same steps unless states are damaged."""
-    made = plan(grid(base, momentum=(0.5, 0.9), restart=("never", "2", "3")))
+@pytest.mark.parametrize("case", ["a process each", "lost states", "one process, several wires"])
+def test_jobs_in_any_order(base: RunConfig, tmp_path: Path, alone: Alone, case: str) -> None:
+    """Jobs in any order make the same runs, each with its own wire, in the same steps unless states are damaged."""
+    damaged, together = case == "lost states", "wires" in case
+    axes = {"wire": WIRES} if together else {"momentum": (0.5, 0.9)}
+    made = plan(grid(base, restart=("never", "2", "3"), **axes))
     jobs = made.forest.jobs(40)
     assert len(jobs) > 2
     done, steps = set(), 0
     generator = random.Random(0)
+    walker = grower(made, tmp_path)
     while len(done) < len(jobs):
         job = generator.choice([job for job in jobs if job.id not in done and (job.after is None or job.after in done)])
-        walker = grower(made, tmp_path)
+        walker = walker if together else grower(made, tmp_path)
+        before = walker.tally.steps
         walker.grow(job.node, deep=job.deep)
-        steps += walker.tally.steps
+        steps += walker.tally.steps - before
         done.add(job.id)
-        for number, path in enumerate(sorted((tmp_path / "states").glob("*.safetensors")) if fault != "none" else ()):
+        for number, path in enumerate(sorted((tmp_path / "states").glob("*.safetensors")) if damaged else ()):
             data = path.read_bytes()
             middle, kind = len(data) * 3 // 4, (number + len(done)) % 3
             if kind == 0:
                 path.unlink()
             else:
                 path.write_bytes((data[:1000], data[:middle] + b"\x01\x40" + data[middle + 2 :])[kind - 1])
-    assert (steps == made.steps) == (fault == "none")
-    check(made, tmp_path, alone(made), no_states=fault == "none")
+    assert (steps == made.steps) != damaged
+    check(made, tmp_path, alone(made), no_states=not damaged)
 
 
 @pytest.mark.slow
-def test_a_finished_run_that_gets_lost_is_made_again(base: TrainConfig, tmp_path: Path, alone: Alone) -> None:
+def test_a_finished_run_that_gets_lost_is_made_again(base: RunConfig, tmp_path: Path, alone: Alone) -> None:
     """States speak for the runs that were under way alone: one that was finished, and is lost, starts where it must."""
     made = plan(grid(base, momentum=(0.9,), restart=("never", "3", "4")))
     expected = alone(made)
@@ -340,7 +350,7 @@ def test_a_finished_run_that_gets_lost_is_made_again(base: TrainConfig, tmp_path
     check(made, tmp_path, expected)
 
 
-def test_one_bad_folder_does_not_starve_the_others(base: TrainConfig, tmp_path: Path) -> None:
+def test_one_bad_folder_does_not_starve_the_others(base: RunConfig, tmp_path: Path) -> None:
     """A run whose folder cannot be claimed is named at the end; all other runs are done."""
     made = plan(grid(base, restart=("never", "2", "3")))
     (bad,) = (run for run, config in made.runs.items() if config.outer.restart == "2")
@@ -352,10 +362,10 @@ def test_one_bad_folder_does_not_starve_the_others(base: TrainConfig, tmp_path: 
     assert [run for run in made.runs if read_summary(tmp_path / "runs" / run, run) is None] == [bad]
 
 
-def test_other_text_is_refused(base: TrainConfig, tmp_path: Path) -> None:
+def test_other_text_is_refused(lm: TrainConfig, tmp_path: Path) -> None:
     """States of another text are not continued: one clear message."""
     path = textmaker.write(tmp_path / "text.txt", seed=1)
-    made = plan(grid(with_values(base, {"data.corpus": f"file:{path}"}), restart=("never", "2")))
+    made = plan(grid(with_values(lm, {"data.corpus": f"file:{path}"}), restart=("never", "2")))
     calls = iter(range(1000))
     with pytest.raises(Stopped):
         grow(made, tmp_path, should_stop=lambda: next(calls) > 10)
@@ -365,26 +375,13 @@ def test_other_text_is_refused(base: TrainConfig, tmp_path: Path) -> None:
         grow(made, tmp_path)
 
 
-def test_a_wrong_plan_is_noticed(base: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_plan_is_noticed(base: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the plan calls two different updates the same, the walk stops instead of mixing the runs up."""
     made = plan(grid(base, lr=(0.3, 0.7), restart=("never", "2")))
     true = made.forest.roots[0]
     monkeypatch.setitem(made.forest.children, true.id, [])
     with pytest.raises(RuntimeError, match="does not take the update"):
         grower(made, tmp_path).grow(true.id)
-
-
-@pytest.mark.slow
-def test_jobs_of_several_wires_in_turn(base: TrainConfig, tmp_path: Path, alone: Alone) -> None:
-    """One process that takes jobs of several wires in turn has each run's own wire and residual, every time."""
-    made = plan(grid(base, wire=WIRES, restart=("never", "2")))
-    jobs = made.forest.jobs(1)
-    walker = grower(made, tmp_path)
-    for is_trunk in (True, False):  # the trunks, then their leaves
-        for job in (job for job in jobs if (job.after is None) == is_trunk):
-            walker.grow(job.node, deep=job.deep)
-    assert (len(jobs), walker.tally.steps) == (3 * len(WIRES), made.steps)
-    check(made, tmp_path, alone(made))
 
 
 # ------------------------------------------------------------------------------------------- runs that share no steps
@@ -396,11 +393,12 @@ ALONE: tuple[dict[str, Any], ...] = (
     IN_FRAGMENTS | {"sync.restart": ("ends=probe:keep,average", "rest=loss"), "outer.lr": 0.3},
     {"sync.fragments": ("1",), "sync.restart": ("0=2",)},
     {"sync.delay": 2, "sync.mixing": 0.25, "sync.wire": "int8"},
+    IN_FRAGMENTS | {"outer.lr": 1e4, "divergence_loss": 100.0},
 )
 """Ways of synchronising that share no steps."""
 
 
-def mixed(base: TrainConfig, *alone: dict[str, Any]) -> Plan:
+def mixed(base: RunConfig, *alone: dict[str, Any]) -> Plan:
     """Some that share nothing, the first of them with two rates, among three plain ones."""
     cells = [Cell("", values, with_values(base, values)) for values in (*alone, alone[0] | {"outer.lr": 0.3})]
     cells[1:1] = product(base, [Axis("outer.restart", ("never", "2", "3"))])
@@ -408,18 +406,24 @@ def mixed(base: TrainConfig, *alone: dict[str, Any]) -> Plan:
 
 
 @pytest.mark.slow
-def test_runs_that_share_nothing_are_the_runs_alone(base: TrainConfig, tmp_path: Path, alone: Alone) -> None:
-    """In fragments, with a policy each or a delay, a run is a tree of one with the bytes of `train`; others share."""
-    base = with_values(base, {"log_every": 5})
+def test_runs_that_share_nothing_are_the_runs_alone(base: RunConfig, tmp_path: Path, alone: Alone) -> None:
+    """In fragments, with a policy each or a delay, a run is a tree of one with the bytes of `train`; others share.
+
+    One that diverges ends early, as data.
+    """
+    base = with_values(base, {"log_every": 2})
     made = mixed(base, *ALONE)
     plain = [run for run, config in made.runs.items() if config.shares_steps]
     (shared,) = (root for root in made.forest.roots if len(root.runs) > 1)
     assert set(shared.runs) == set(plain)
     assert len(made.runs) == len(ALONE) + 1 + 3
     assert made.steps == (len(ALONE) + 1) * base.steps + made.forest.total[shared.id]
+    expected = alone(made)
     walker = grow(made, tmp_path)
-    assert walker.tally.steps == made.steps == len(walker.tally.step_seconds)
-    check(made, tmp_path, alone(made))
+    check(made, tmp_path, expected)
+    (early,) = (wanted["summary"] for wanted in expected.values() if wanted["summary"]["diverged"])
+    assert walker.tally.steps == made.steps - base.steps + early["steps"] == len(walker.tally.step_seconds)
+    assert early["steps"] < base.steps
     for run in made.runs:
         places = {path.name for path in (tmp_path / "runs" / run).iterdir()} & {"checkpoint", "steps.jsonl"}
         assert len(places) == (0 if run in plain else 2)
@@ -428,7 +432,7 @@ def test_runs_that_share_nothing_are_the_runs_alone(base: TrainConfig, tmp_path:
 @pytest.mark.slow
 @pytest.mark.parametrize("kill", [False, True])
 def test_a_run_that_shares_nothing_goes_on_from_its_checkpoint(
-    base: TrainConfig, tmp_path: Path, alone: Alone, monkeypatch: pytest.MonkeyPatch, kill: bool
+    base: RunConfig, tmp_path: Path, alone: Alone, monkeypatch: pytest.MonkeyPatch, kill: bool
 ) -> None:
     """Stopped again and again it repeats no step; killed, none before its checkpoint; it ends with the same bytes."""
     made = mixed(with_values(base, {"checkpoint_every": 1}), ALONE[1])
@@ -457,17 +461,6 @@ def test_a_run_that_shares_nothing_goes_on_from_its_checkpoint(
     # The newest checkpoint may not be whole yet.
     assert (0 < again <= breaks * 2 * base.inner_steps) if kill else (again == 0)
     check(made, tmp_path, expected)
-
-
-def test_divergence_of_a_run_that_shares_nothing(base: TrainConfig, tmp_path: Path) -> None:
-    """It ends early, as data; the others are done."""
-    wild = IN_FRAGMENTS | {"outer.lr": 1e4, "divergence_loss": 6.0}
-    cells = [Cell("", values, with_values(base, values)) for values in (wild, IN_FRAGMENTS)]
-    made = plan(Sweep("wild", base, cells))
-    walker = grow(made, tmp_path)
-    summaries = [read_summary(tmp_path / "runs" / run, run) or {} for run in made.runs]
-    assert [summary["diverged"] for summary in summaries] == [True, False]
-    assert walker.tally.steps == summaries[0]["steps"] + base.steps < made.steps
 
 
 # ------------------------------------------------------------------------------------------------------ states on disk
@@ -530,11 +523,11 @@ def test_other_states_are_not_used(store: tuple[States, list[str]], case: str) -
 
 
 @pytest.mark.slow
-def test_damaged_tokens_end_a_walk(base: TrainConfig, tmp_path: Path) -> None:
+def test_damaged_tokens_end_a_walk(lm: TrainConfig, tmp_path: Path) -> None:
     """On a shard with a flipped bit no run finishes, and no state stays that the repaired sweep would use."""
     ids = [np.arange(size, dtype=np.uint16) * 7 % 90 for size in (4000, 600)]
     tokens = shardmaker.prepared(tmp_path / "tokens", ids[:1], ids[1:], 90)
-    made = plan(grid(with_values(base, {"data.corpus": f"tokens:{tokens}"}), lr=(0.3, 0.7), restart=("never", "2")))
+    made = plan(grid(with_values(lm, {"data.corpus": f"tokens:{tokens}"}), lr=(0.3, 0.7), restart=("never", "2")))
     grow(made, tmp_path / "whole")
     expected = {run: outcome(tmp_path / "whole" / "runs" / run) for run in made.runs}
     shardmaker.flip(tokens / "train-00000.bin")
@@ -553,7 +546,7 @@ def test_damaged_tokens_end_a_walk(base: TrainConfig, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_few_states_are_held(base: TrainConfig, tmp_path: Path) -> None:
+def test_few_states_are_held(base: RunConfig, tmp_path: Path) -> None:
     """However the runs branch, at most log2(runs) + 1 states are held; a limit of 0 holds none."""
     base = with_values(base, {"steps": 64, "inner_steps": 1})
     policies = ["never", *(f"at:{64 - 4**level - extra}" for level in range(3) for extra in range(2))]
@@ -567,7 +560,7 @@ def test_few_states_are_held(base: TrainConfig, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("room", ["all", "some", "one piece too small"])
 def test_states_stay_on_the_device_while_there_is_room(
-    base: TrainConfig, tmp_path: Path, alone: Alone, monkeypatch: pytest.MonkeyPatch, room: str
+    base: RunConfig, tmp_path: Path, alone: Alone, monkeypatch: pytest.MonkeyPatch, room: str
 ) -> None:
     """Copies on the device, or in main memory without room there, are the runs alone, too; a short walk writes none."""
     made = plan(grid(base, lr=(0.3, 0.7, 1.1), restart=("never", "2", "4")))  # three ways at the first branch
