@@ -58,16 +58,6 @@ def test_stays_between_the_extremes(differences: list[float]) -> None:
         assert ends == pytest.approx((min(differences), max(differences)), abs=1e-12)
 
 
-def test_shift_and_scale() -> None:
-    """Intervals move and grow with the differences."""
-    differences = [0.3, -0.1, 0.7, 0.2]
-    for interval in (percentile_interval, t_interval):
-        ends = interval(differences)
-        assert ends is not None
-        moved = interval([5 + 3 * value for value in differences])
-        assert moved == pytest.approx((5 + 3 * ends.low, 5 + 3 * ends.high), rel=1e-12)
-
-
 def test_students_interval_against_its_table() -> None:
     """The half width is the tabulated quantile times the standard error: 12.706, 4.303 and 2.365 for 2, 3, 8."""
     for count, quantile in ((2, 12.7062), (3, 4.30265), (8, 2.36462)):

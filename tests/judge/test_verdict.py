@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-import random
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import settings as configure
-from hypothesis import strategies as st
 
 from twophase.judge.bootstrap import percentile_interval, t_interval
 from twophase.judge.comparison import Difference
-from twophase.judge.verdict import Verdict, verdict
+from twophase.judge.verdict import verdict
 from twophase.judge.verdict_text import describe, write
 from twophase.sweeps.table import Row
-from verdict_tables import FIRST, LR, MATCHED, MOMENTUM, SECOND, TABLES, WITHIN, measured, only, row, values
+from verdict_tables import FIRST, LR, MATCHED, MOMENTUM, SECOND, TABLES, WITHIN, measured, row, values
 
 # ------------------------------------------------------------------------------------------- a slow way to the same
 
@@ -226,76 +223,7 @@ def near(row: Row, best: float, x: float) -> bool:
     return row.state == "finished" and row.perplexity is not None and row.perplexity <= best * (1 + x)
 
 
-# ------------------------------------------------------------------------------------------------------ invariances
-
-
-def summary_of(judged: Verdict) -> dict[Any, Any]:
-    """Everything that must not depend on the order of rows or the names of seeds."""
-    arms = {
-        arm.arm: (arm.control, arm.areas, arm.best and arm.best.result, arm.geometric_mean, arm.held_out)
-        for arm in judged.arms
-    }
-    differences = {
-        (pair.arm, pair.control, d.measure, d.within): (d.better, d.worse, d.mean, d.bootstrap, d.t, d.note)
-        for pair in judged.comparisons
-        for d in pair.differences
-    }
-    return arms | differences
-
-
-@configure(deadline=None)
-@given(TABLES, st.integers(0, 1000))
-def test_order_does_not_matter(rows: list[Row], number: int) -> None:
-    """Permuting rows, or giving the seeds other numbers, changes nothing."""
-    rng = random.Random(number)
-    seeds = sorted({row.values["seed"] for row in rows})
-    renamed = dict(zip(seeds, rng.sample(range(100), len(seeds)), strict=True))
-    changed = [replace(row, values={**row.values, "seed": renamed[row.values["seed"]]}) for row in rows]
-    rng.shuffle(changed)
-    assert summary_of(verdict(changed, WITHIN)) == summary_of(verdict(rows, WITHIN))
-
-
-@pytest.mark.slow
-@configure(deadline=None)
-@given(TABLES)
-def test_scale_does_not_matter(rows: list[Row]) -> None:
-    """Perplexities four times as high (exactly, for a float) leave areas, ratios and intervals as they are."""
-    scaled = [replace(row, perplexity=row.perplexity and 4 * row.perplexity) for row in rows]
-    before, after = verdict(rows, WITHIN), verdict(scaled, WITHIN)
-    for arm, scaled_arm in zip(before.arms, after.arms, strict=True):
-        assert arm.areas == scaled_arm.areas
-        best = arm.best and 4 * (arm.best.result or 0)
-        assert (scaled_arm.best.result if scaled_arm.best else None) == best
-    for pair, scaled_pair in zip(before.comparisons, after.comparisons, strict=True):
-        for difference, other in zip(pair.differences, scaled_pair.differences, strict=True):
-            assert (difference.better, difference.worse, difference.note) == (other.better, other.worse, other.note)
-            assert values(other) == pytest.approx(values(difference), abs=1e-12, nan_ok=True)
-
-
-@configure(deadline=None)
-@given(TABLES)
-def test_exchanging_arm_and_control(rows: list[Row]) -> None:
-    """Which of two arms is called the control turns every sign and interval round, and inverts the ratio."""
-    two = [row for row in rows if row.arm in {FIRST, SECOND} and row.values[MOMENTUM] > 0]
-    there = only(verdict(two, WITHIN, controls=[FIRST]), SECOND, FIRST)
-    back = only(verdict(two, WITHIN, controls=[SECOND]), FIRST, SECOND)
-    for difference, other in zip(there.differences, back.differences, strict=True):
-        assert (difference.better, difference.worse, difference.equal) == (other.worse, other.better, other.equal)
-        assert [-value for value in values(difference)] == pytest.approx(values(other), abs=1e-12, nan_ok=True)
-        if difference.ratio is not None and other.ratio is not None:
-            assert difference.ratio * other.ratio == pytest.approx(1)
-        for interval, turned in ((difference.bootstrap, other.bootstrap), (difference.t, other.t)):
-            assert (interval is None) == (turned is None)
-            if interval and turned:
-                assert (-interval.high, -interval.low) == pytest.approx(turned, abs=1e-12)
-
-
-@configure(deadline=None)
-@given(TABLES, st.floats(1e-3, 1e3))
-def test_what_has_not_finished_enters_no_mean(rows: list[Row], junk: float) -> None:
-    """Whatever number stands in a row that diverged, failed or is missing, the verdict is the same."""
-    changed = [row if row.state == "finished" else replace(row, perplexity=junk) for row in rows]
-    assert verdict(changed, WITHIN) == verdict(rows, WITHIN)
+# ----------------------------------------------------------------------------------------------------- words and files
 
 
 @pytest.mark.slow

@@ -6,16 +6,15 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator
-from fractions import Fraction
 from functools import cache
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import event, given
+from hypothesis import given
 from hypothesis import strategies as st
 
-from coefficients import Early, Twice, Vector, coefficients, decimal, registered
+from coefficients import Early, Twice, Vector, coefficients, registered
 from policies import Half
 from twophase.base.errors import UsageError
 from twophase.optim.outer import BUFFER, OuterSGD
@@ -94,57 +93,6 @@ ANY_RULE = st.builds(
     st.booleans(),
     st.sampled_from(FORMS),
 )
-
-
-def times(*factors: float | Fraction) -> float:
-    """A product of decimals as the float that prints as the exact result."""
-    product = Fraction(1)
-    for factor in factors:
-        product *= factor if isinstance(factor, Fraction) else decimal(factor)
-    assert decimal(float(product)) == product
-    return float(product)
-
-
-def rewritten(run: Run, draw: st.DrawFn) -> Run:
-    """A run that is close to another: often the same in all or some rounds, sometimes not."""
-    rule, policy = run
-    shrink = 1 - decimal(rule.momentum)
-
-    def other(**changes: object) -> OuterRule:
-        values = {"lr": rule.lr, "momentum": rule.momentum, "nesterov": rule.nesterov, "form": rule.form}
-        return OuterRule(**(values | changes))  # type: ignore[arg-type]
-
-    near: list[Run] = [
-        (rule, draw(SCHEDULES)),
-        (rule, Never()),
-        (other(momentum=0.5), policy),
-        (other(nesterov=not rule.nesterov), policy),
-        (other(lr=times(rule.lr, shrink), momentum=0.0), policy),
-        (other(lr=times(rule.lr, 1 + decimal(rule.momentum)), nesterov=False), Periodic(1)),
-        (other(form="sum" if rule.form == "ema" else "ema"), policy),
-        (other(lr=times(rule.lr, shrink), form="sum"), policy),
-    ]
-    if isinstance(policy, Periodic):
-        near += [(rule, Soft(policy.period, 0, 0)), (rule, Cycle((policy.period,))), (rule, AtRounds((policy.period,)))]
-    return draw(st.sampled_from(near))
-
-
-@st.composite
-def pairs(draw: st.DrawFn) -> tuple[Run, Run, int]:
-    run = draw(ANY_RULE), draw(SCHEDULES)
-    other = run
-    for _ in range(draw(st.integers(0, 2))):
-        other = rewritten(other, draw)
-    return run, other, draw(st.integers(1, 14))
-
-
-@given(pairs())
-def test_names_of_two_runs(drawn: tuple[Run, Run, int]) -> None:
-    """Of any two runs, in any round, the names are equal if and only if the exact coefficients are."""
-    run, other, rounds = drawn
-    same = [a == b for a, b in zip(algebra(*run, rounds), algebra(*other, rounds), strict=True)]
-    assert same == [a == b for a, b in zip(coefficients(*run, rounds), coefficients(*other, rounds), strict=True)]
-    event("all rounds equal" if all(same) else "some rounds equal" if any(same) else "no round equal")
 
 
 @given(ANY_RULE, SCHEDULES, st.integers(1, 14), st.integers(1, 14))
@@ -228,19 +176,12 @@ def test_equal_names_are_equal_bits() -> None:
     assert sum(math.comb(count, 2) for count in Counter(history[:3] for history in histories).values()) > 400
 
 
-@given(pairs(), st.integers(0, 2**31))
-def test_equal_names_are_equal_bits_of_two_runs(drawn: tuple[Run, Run, int], seed: int) -> None:
-    """The same for any two runs that are often near relatives, on random pseudo-gradients."""
-    run, other, rounds = drawn
-    check_floats([run, other], rounds, seed)
-
-
 def test_different_bits_have_different_names() -> None:
     """Where rounding tells two runs of the same algebra apart, their names differ, from the first such round on."""
     told_apart = 0
-    for lr_ema, momentum in ((7.0, 0.9), (1.4, 0.5), (3.0, 0.9)):
+    for lr_ema, momentum, lr in ((7.0, 0.9, 0.7), (1.4, 0.5, 0.7), (3.0, 0.9, 0.3)):
         ema = OuterRule(lr_ema, momentum, form="ema"), Periodic(5)
-        plain = OuterRule(times(lr_ema, 1 - decimal(momentum)), momentum), Periodic(5)
+        plain = OuterRule(lr, momentum), Periodic(5)
         assert algebra(*ema, 12) == algebra(*plain, 12)
         for a, b, x, y in zip(bits(*ema, 12), bits(*plain, 12), floats(ema, 12), floats(plain, 12), strict=True):
             if x[1] != y[1]:
@@ -341,29 +282,6 @@ def test_period_one_is_plain_sgd(form: str, nesterov: bool, rate: float, in_bits
     half = OuterRule(0.7, 0.5, nesterov, form), Periodic(1)  # type: ignore[arg-type]
     assert same((rule, Periodic(1)), half) == (in_bits, in_bits)  # the rate depends on the momentum in all other cases
     assert {name.buffer for name in bits(rule, Periodic(1), 12)} == {ZERO}
-
-
-def test_first_update_of_heavy_ball() -> None:
-    """In sum form heavy ball's first update is the same for every momentum, in bits, and no later one is."""
-    first = {
-        (bits(OuterRule(0.7, b), Never(), 2)[0].update, algebra(OuterRule(0.7, b), Never(), 2)[0]) for b in MOMENTA
-    }
-    assert len(first) == 1
-    assert len({algebra(OuterRule(0.7, b), Never(), 2)[1] for b in MOMENTA}) == len(MOMENTA)
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("nesterov", BOTH, ids=["hb", "nag"])
-@pytest.mark.parametrize("period", [1, 2, 11])
-def test_a_period_shares_its_first_rounds(period: int, nesterov: bool, form: str) -> None:
-    """A run of period K has the updates 1 ... K of its sibling without restarts, the buffers before, and none later."""
-    rule = OuterRule(0.7, 0.9, nesterov, form)  # type: ignore[arg-type]
-    restarted, sibling = bits(rule, Periodic(period), 12), bits(rule, Never(), 12)
-    names = list(zip(algebra(rule, Periodic(period), 12), algebra(rule, Never(), 12), strict=True))
-    for t, (a, b, (x, y)) in enumerate(zip(restarted, sibling, names, strict=True), start=1):
-        assert (a.update == b.update) == (x == y) == (t <= period)
-        assert (a.buffer == b.buffer) == (t < period)
-        assert (a.buffer == ZERO) == (t % period == 0)
 
 
 # --- adaptive policies --------------------------------------------------------------------------------------------

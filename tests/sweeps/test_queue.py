@@ -8,11 +8,9 @@ import json
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -60,19 +58,6 @@ while waiting := [job for job in jobs if not (folder / f"done-{job}").exists()]:
         fcntl.flock(busy, fcntl.LOCK_UN)
 """
 
-# Takes job `a` and says so; ends its claim when a line comes.
-HOLDER = r"""
-import sys
-from pathlib import Path
-from twophase.sweeps import queue
-
-queue.BEAT_SECONDS = 0.05
-claims = queue.Queue(Path(sys.argv[1]))
-with claims.take(claims.look(["a"])) as claim:
-    print(claim.path.name, flush=True)
-    sys.stdin.readline()
-"""
-
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
@@ -106,6 +91,13 @@ def die(claim: Claim) -> None:
     claim._file = None
 
 
+def watch(queue: Queue, clock: Callable[[float], None]) -> None:
+    """Two minutes in which job `a` runs, for what an observer can tell."""
+    for _ in range(24):
+        assert states(queue, ["a"]) == "r"
+        clock(5.0)
+
+
 def names(queue: Queue) -> list[str]:
     return sorted(path.name for path in queue.folder.iterdir())
 
@@ -125,25 +117,6 @@ def test_jobs_are_taken_in_order_and_come_back(tmp_path: Path) -> None:
     assert (states(first), states(second)) == ("wwr", "wwr")
     assert names(first) == ["c.1"]
     assert take(second).path.name == "a.1"
-
-
-def test_threads_never_share_a_job(tmp_path: Path) -> None:
-    """Of many that ask at the same time each gets another job, and there is none for those that are too many."""
-    start, jobs = threading.Barrier(6), [str(number) for number in range(4)]
-    taken: list[Claim | None] = []
-
-    def race() -> None:
-        queue = Queue(tmp_path)
-        standings = queue.look(jobs)
-        start.wait()
-        taken.append(queue.take(standings))
-
-    threads = [threading.Thread(target=race) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(claim.job if claim else "" for claim in taken) == ["", "", *jobs]
 
 
 def test_failures_have_a_reason(tmp_path: Path) -> None:
@@ -182,13 +155,9 @@ def test_silence_is_death(tmp_path: Path, clock: Callable[[float], None], record
     die(claim)
     claim.path.write_text(record)
     os.utime(claim.path, (0, 0))  # however old it is by any other clock
-    for _ in range(24):
-        assert states(queue, ["a"]) == "r"
-        clock(5.0)
+    watch(queue, clock)
     os.utime(claim.path, (0, 1))  # a sign of life
-    for _ in range(24):
-        assert states(queue, ["a"]) == "r"
-        clock(5.0)
+    watch(queue, clock)
     assert states(Queue(tmp_path), ["a"]) == "r"  # another observer has to watch for itself
     assert states(queue, ["a"]) == "w"
 
@@ -202,10 +171,24 @@ def test_a_pause_of_the_observer_is_no_silence(tmp_path: Path, clock: Callable[[
     for _ in range(3):
         assert states(queue, ["a"]) == "r"
         clock(1000.0)
-    for _ in range(24):
-        assert states(queue, ["a"]) == "r"
-        clock(5.0)
+    watch(queue, clock)
     assert states(queue, ["a"]) == "w"
+
+
+def test_a_suspended_worker_loses_its_job(tmp_path: Path, clock: Callable[[float], None]) -> None:
+    """A worker that lives but gives no sign of life has lost its job after two minutes, for good."""
+    queue = Queue(tmp_path)
+    claim = take(queue, ["a"])
+    claim._ended.set()  # it still has its lock
+    claim._thread.join()
+    watch(queue, clock)
+    queue.begin_call()  # the command is repeated: the claim's name is free
+    other = take(queue, ["a"])
+    assert other.path == claim.path
+    claim.release()
+    assert names(queue) == ["a.1"]
+    assert states(queue, ["a"]) == "r"
+    other.release()
 
 
 def test_observers_do_not_take_each_other_for_the_worker(tmp_path: Path) -> None:
@@ -374,31 +357,6 @@ def read(path: Path) -> str:
         return path.read_text()
     except FileNotFoundError:
         return ""
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_killed_or_suspended_worker_loses_its_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
-) -> None:
-    """The job of a killed worker comes at the next look, that of a suspended one after silence, for good."""
-    monkeypatch.setattr(queue_module, "STALE_SECONDS", 0.5)
-    queue = Queue(tmp_path)
-    with start(HOLDER, tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"a.1\n"
-        assert states(queue, ["a"]) == "r"
-        process.send_signal(number)
-        if number == signal.SIGKILL:
-            process.wait()
-        else:
-            wait_until(lambda: states(queue, ["a"]) == "w")
-        assert take(queue, ["a"]).path.name == "a.2"
-        if number == signal.SIGSTOP:
-            process.send_signal(signal.SIGCONT)
-            process.communicate(b"\n", timeout=60)
-            assert names(queue) == ["a.2"]
-            assert states(queue, ["a"]) == "r"
 
 
 def test_a_claim_that_was_taken_meanwhile_is_not_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
