@@ -21,6 +21,7 @@ import pytest
 
 import textmaker
 from commands import SMALL, outcome, snapshot
+from twophase.base.config import fingerprint
 from twophase.cli import sweeping as room
 from twophase.cli.main import main
 from twophase.runs.folder import read_lines
@@ -89,8 +90,9 @@ def test_a_plan_with_an_odd_value(call: Call, tmp_path: Path) -> None:
     call("sweep", "--axis", "outer.lr", "0.3", "0.7", "--workers", "0", "--out", tmp_path / "sweep")
     path = tmp_path / "sweep" / "plan.json"
     changed = path.read_text().replace('"steps":22,"inner_steps":6', '"steps":"22","inner_steps":6')
-    earlier = json.dumps({name: value for name, value in json.loads(changed).items() if name != "fingerprint"})
-    for text, fault in ((changed, "it has changed"), (earlier, "steps is '22', which is not of the kind of ")):
+    plan = {name: value for name, value in json.loads(changed).items() if name != "fingerprint"}
+    signed = json.dumps(plan | {"fingerprint": fingerprint(plan)})
+    for text, fault in ((changed, "it has changed"), (signed, "steps is '22', which is not of the kind of ")):
         path.write_text(text)
         said = call("sweep-worker", "--out", tmp_path / "sweep", status=2)
         assert f"its plan.json cannot be used ({fault}" in said.err

@@ -280,7 +280,7 @@ def test_interrupted_again_and_again(base: RunConfig, tmp_path: Path, alone: Alo
 def test_a_killed_walk_loses_little(
     base: RunConfig, tmp_path: Path, alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed after any number of steps, it repeats no more than the steps of `save_seconds`; the ends are the same."""
+    """Killed after any number of steps, it repeats no more than the steps between two saves; the ends are the same."""
     made = plan(grid(base, restart=("3", "4", "never")))  # a long trunk, and a branch within a branch
     expected = alone(made)
     step, done, limit = Trainer.inner_step, 0, 0
@@ -293,14 +293,15 @@ def test_a_killed_walk_loses_little(
         done += 1
 
     monkeypatch.setattr(Trainer, "inner_step", killed)
+    monkeypatch.setattr(forest, "_SAVE_SECONDS", 2.0)
     monkeypatch.setattr(forest, "time", SimpleNamespace(perf_counter=lambda: float(done)))  # a step takes a second
     for kill in range(2, made.steps, 7):
         done, limit, path = 0, kill, tmp_path / str(kill)
-        options: dict[str, Any] = {"in_memory": (0, 8)[kill % 2], "save_seconds": 2.0}
+        in_memory = (0, 8)[kill % 2]
         with pytest.raises(KeyboardInterrupt):
-            grow(made, path, **options)
+            grow(made, path, in_memory=in_memory)
         limit = -1
-        grow(made, path, **options)
+        grow(made, path, in_memory=in_memory)
         assert 0 <= done - made.steps <= 3, kill
         check(made, path, expected)
 
@@ -448,11 +449,12 @@ def test_a_run_that_shares_nothing_goes_on_from_its_checkpoint(
         done += not self.config.shares_steps
 
     monkeypatch.setattr(Trainer, "inner_step", killed)
+    monkeypatch.setattr(forest, "_SAVE_SECONDS", 0.0 if kill else 60.0)
     while True:
         budget = iter(range(15))
         try:
             stop = lambda budget=budget: not kill and next(budget, None) is None  # noqa: E731
-            grow(made, tmp_path, save_seconds=0.0 if kill else 60.0, should_stop=stop)
+            grow(made, tmp_path, should_stop=stop)
             break
         except (Stopped, KeyboardInterrupt):
             breaks += 1
@@ -479,7 +481,7 @@ STATE: dict[str, Any] = {
 def store(tmp_path: Path) -> tuple[States, list[str]]:
     """States in an empty folder, and the lines that it prints."""
     lines: list[str] = []
-    return States(tmp_path, states.Tally(), in_memory=0, free=lambda _: 0, on_progress=lines.append), lines
+    return States(tmp_path, states.Tally(), in_memory=0, on_progress=lines.append), lines
 
 
 def test_damaged_states_are_never_used(store: tuple[States, list[str]]) -> None:
@@ -581,7 +583,8 @@ def test_states_stay_on_the_device_while_there_is_room(
 
     monkeypatch.setattr(states, "_cloned", cloned)
     monkeypatch.setattr(States, "write", lambda *_: written.append(1))
-    walker = grower(made, tmp_path, free=free)
+    monkeypatch.setattr(states, "free_memory", free)
+    walker = grower(made, tmp_path)
     for root in made.forest.roots:
         walker.grow(root.id)
     assert walker.tally.steps == made.steps

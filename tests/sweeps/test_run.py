@@ -386,21 +386,6 @@ def test_leftovers_of_killed_processes_go(tmp_path: Path, command: list[str]) ->
     assert snapshot(tmp_path).keys() == before
 
 
-def test_sweep_of_an_older_version(tmp_path: Path, command: list[str]) -> None:
-    """A sweep whose jobs an Optuna study handed out is resumed, and a finished one shows its runs as trials."""
-    sweep = sweep_of("ok", "fails once", "ok")
-    assert run_sweep(sweep, tmp_path, workers=1, command=command).finished == 2
-    plan = tmp_path / "plan.json"
-    content = json.loads(plan.read_text()) | {"format": 1, "study": "x", "storage": None}
-    del content["fingerprint"]
-    plan.write_text(json.dumps(content))
-    (tmp_path / "trials.journal").unlink()
-    (tmp_path / "queue.journal").write_text("{}\n")
-    (tmp_path / "claims" / "call").write_text("3\n")
-    assert counts(run_sweep(sweep, tmp_path, workers=1, command=command)) == (1, 0, 0, 2)
-    assert len(trials_of(tmp_path)) == 3
-
-
 # -------------------------------------------------------------------------------------------------- what goes wrong
 
 

@@ -78,13 +78,6 @@ def test_axes_of_numbers_are_lines(tmp_path: Path) -> None:
     assert trial.value == 3.0
 
 
-def test_a_study_of_an_earlier_version_is_written_anew(tmp_path: Path) -> None:
-    """Earlier versions had the loss as value: their study goes, every run is a trial of the new one."""
-    optuna.create_study(study_name=f"twophase-{SMALL.identity}", storage=open_storage(tmp_path))
-    Trials(SMALL, tmp_path).record({FIRST: summary(3.0)}, {})
-    assert [trial.value for trial in study(tmp_path).trials] == [math.exp(3.0)]
-
-
 def test_another_study_in_the_journal_stays(tmp_path: Path) -> None:
     """A study that a user has put into the journal is not deleted with those of the sweep."""
     optuna.create_study(study_name="mine", storage=open_storage(tmp_path))

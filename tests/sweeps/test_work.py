@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fakerun import Config
-from twophase.base.config import UsageError, from_tree, with_values
+from twophase.base.config import UsageError, fingerprint, from_tree, with_values
 from twophase.runs.folder import BusyError, RunFolder
 from twophase.sweeps import work as module
 from twophase.sweeps.grid import Axis, Sweep, product
@@ -68,14 +68,14 @@ def test_names_that_lead_elsewhere(tmp_path: Path, name: str, place: str) -> Non
     written(tmp_path)
     path = tmp_path / "plan.json"
     plan = json.loads(path.read_text())
-    del plan["fingerprint"]  # as in a plan of an earlier version
+    del plan["fingerprint"]
     if place == "runs":
         plan["runs"][name] = {}
     elif place == "stands_for":
         plan["stands_for"]["0" * 12] = name
     else:
         plan[place].append([name, *plan[place][0][1:]])
-    path.write_text(json.dumps(plan))
+    path.write_text(json.dumps(plan | {"fingerprint": fingerprint(plan)}))
     with pytest.raises(UsageError, match=r"its plan\.json cannot be used .*no name of a run, node or job.*remove that"):
         Work.read(tmp_path)
 

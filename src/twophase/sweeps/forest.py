@@ -32,13 +32,16 @@ from twophase.optim.outer import OuterSGD
 from twophase.runs.folder import RunFolder, read_summary
 from twophase.sweeps.outers import Outers
 from twophase.sweeps.plan import Forest, Node
-from twophase.sweeps.states import FORMAT, Branch, State, States, Tally, free_memory
+from twophase.sweeps.states import FORMAT, Branch, State, States, Tally
 from twophase.sweeps.work import Stopped
 from twophase.tasks.build import task_of
 from twophase.training import checkpoint
 from twophase.training.config import OuterConfig, RunConfig
 from twophase.training.train import disk, train
 from twophase.training.trainer import DIVERGED, RUNNING, STOPPED, Progress, Trainer, round_line
+
+_SAVE_SECONDS = 60.0
+"""Time between saves, and so about the most work that a kill can undo."""
 
 
 class Grower:
@@ -50,10 +53,8 @@ class Grower:
         runs: folder of the run folders, by run id.
         states: folder of the states on disk.
         in_memory: branch states held in main memory at most; those beyond are read back from disk.
-        save_seconds: time between saves, and so about the most work that a kill can undo.
         should_stop: asked after every inner step; true saves the state and raises `Stopped`.
         on_progress: called with a line of text a few times a minute at most.
-        free: bytes of a device's memory that copies of states may take.
     """
 
     def __init__(
@@ -64,19 +65,16 @@ class Grower:
         states: Path,
         *,
         in_memory: int = 8,
-        save_seconds: float = 60.0,
         should_stop: Callable[[], bool] = lambda: False,
         on_progress: Callable[[str], None] = lambda _: None,
-        free: Callable[[torch.device], int] = free_memory,
     ) -> None:
         self.tree = tree
         self.configs = configs
         self.runs = runs
-        self.save_seconds = save_seconds
         self.should_stop = should_stop
         self.on_progress = on_progress
         self.tally = Tally()
-        self.states = States(states, self.tally, in_memory=in_memory, free=free, on_progress=on_progress)
+        self.states = States(states, self.tally, in_memory=in_memory, on_progress=on_progress)
         self._ended: set[str] = set()
         """Runs that have been seen to be finished, which they then stay."""
         self._saved_at = time.perf_counter()
@@ -236,7 +234,7 @@ class Grower:
                     break
                 self._check_data()
                 stopping = self.should_stop()
-                if stopping or now - self._saved_at > self.save_seconds:
+                if stopping or now - self._saved_at > _SAVE_SECONDS:
                     self._save(node, "part")
                     self.on_progress(
                         f"step {run.done.step} of {node.start}..{node.stop} for {len(node.runs)} runs; holding "
@@ -255,7 +253,7 @@ class Grower:
         self._at = node.id
         if leaf or run.done.exit_reason != RUNNING:
             self.states.path(node, "part").unlink(missing_ok=True)
-        elif time.perf_counter() - self._saved_at > self.save_seconds:
+        elif time.perf_counter() - self._saved_at > _SAVE_SECONDS:
             self._save(node, "end")
 
     def _inner_step(self, node: Node) -> None:

@@ -73,30 +73,20 @@ class States:
         folder: folder of the states on disk.
         tally: what counts them.
         in_memory: branch states in main memory at most.
-        free: bytes of a device's memory that copies of states may take.
         on_progress: called with a line of text about a state that cannot be read.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        tally: Tally,
-        *,
-        in_memory: int,
-        free: Callable[[torch.device], int],
-        on_progress: Callable[[str], None],
-    ) -> None:
+    def __init__(self, folder: Path, tally: Tally, *, in_memory: int, on_progress: Callable[[str], None]) -> None:
         self.folder = folder
         self.tally = tally
         self.in_memory = in_memory
-        self.free = free
         self.on_progress = on_progress
         self.branches: list[Branch] = []
         """The branches with a state in memory."""
 
     def hold(self, branch: Branch, state: State, device: torch.device) -> bool:
         """Copy a branch's state into memory; False where that is full, and the state must go to disk."""
-        if 2 * _size_bytes(state) <= self.free(device):  # `leave` copies it once more
+        if 2 * _size_bytes(state) <= free_memory(device):  # `leave` copies it once more
             # A round of a small model takes less than a copy of its state through main memory.
             with suppress(torch.OutOfMemoryError):  # in pieces that are too small
                 branch.state, branch.on_device = _cloned(state), True

@@ -28,7 +28,6 @@ from twophase.sweeps.queue import Claim, Queue
 
 PLAN, RUNS, STATES, DONE_LOG = "plan.json", "runs", "forest", "jobs.jsonl"
 _FORMAT = 2
-"""In format 1 an Optuna study handed out the jobs."""
 _PAUSE_SECONDS = 0.3
 """Between two looks at a queue in which everything is taken; it grows to `_LONGEST_PAUSE_SECONDS`."""
 _LONGEST_PAUSE_SECONDS = 3.0
@@ -93,16 +92,15 @@ class Work:
         """
         try:
             data = read_json_object(folder / PLAN)
-            if data.pop("fingerprint", None) not in (None, fingerprint(data)):  # earlier versions wrote none
-                raise ValueError("it has changed since it was written")
-            if data["format"] not in (1, _FORMAT):
+            if data["format"] != _FORMAT:
                 raise ValueError(f"its format is {data['format']}, this version reads {_FORMAT}")
+            if data.pop("fingerprint", "") != fingerprint(data):
+                raise ValueError("it has changed since it was written, or an earlier version wrote it")
             forest = Forest(
                 Node(name, parent, start, stop, tuple(runs)) for name, parent, start, stop, runs in data["nodes"]
             )
             jobs = [Job(name, node, deep, forest.nodes[node].runs, after) for name, node, deep, after in data["jobs"]]
-            values: dict[str, Any] = {name: data[name] for name in _PLAIN if name in data or name != "texts"}
-            values.setdefault("texts", {})  # older plans have none
+            values: dict[str, Any] = {name: data[name] for name in _PLAIN}
             _check_names(folder, {*forest.nodes, *(job.id for job in jobs)}, values)
             return cls(folder, forest, {job.id: job for job in jobs}, **values)
         except (FileNotFoundError, NotADirectoryError):
