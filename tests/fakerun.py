@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
-from twophase.base.config import LATER
+from twophase.base.config import LATER, from_tree, with_values
 from twophase.policies.base import RestartPolicy
 from twophase.policies.text import parse
 from twophase.rule import OuterRule
+from twophase.runs.folder import RunFolder
+from twophase.sweeps.grid import Axis, Sweep, product
+from twophase.sweeps.work import Work
 
 
 @dataclass(frozen=True)
@@ -41,3 +46,23 @@ class Config:
     schedule: str = field(default="cosine", metadata=LATER)
     probed: ClassVar[int] = 0
     shares_steps: ClassVar[bool] = True
+
+
+def grid(**axes: Sequence[Any]) -> Sweep:
+    """A grid over values of the outer optimizer."""
+    return Sweep("fake", Config(), product(Config(), [Axis(f"outer.{name}", tuple(axes[name])) for name in axes]))
+
+
+def work_of(folder: Path) -> Work:
+    """The plan in a sweep's folder."""
+    made = Work.read(folder)
+    assert made is not None
+    return made
+
+
+def finish(plan: Work, run: str) -> None:
+    """Leave what a run leaves that ended well."""
+    config = with_values(from_tree(Config, plan.base), plan.runs[run])
+    with RunFolder.claim(plan.run_folder(run), config) as folder:
+        numbers = {"validation_loss": 2.0, "perplexity": 7.4, "tokens": 1, "seconds": 1.0}
+        folder.finish(numbers | {"diverged": False, "exit_reason": "end"})

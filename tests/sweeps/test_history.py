@@ -232,30 +232,6 @@ def same(run: Run, other: Run, rounds: int = 12) -> tuple[bool, bool]:
 
 # Policies that do the same in 12 rounds, whatever they are called: a restart after the last round never shows, one that
 # changes nothing is none, and one before the mixing is one after the round before.
-TWINS = {
-    "never": "12 13 at:12,30 cycle:12,1 soft:12:0.5:0.5 soft:3:1:0 early:3:1:0 early:13:0:0 twice:12:0",
-    "3": "soft:3:0:0 cycle:3 cycle:3,3",
-    "4": "at:4,8",
-    "at:2,6,8": "cycle:2,4",
-    "at:1,3,5,7,9,11": "early:2:0:0",
-    "at:3,6": "twice:3:0",
-    "at:2,4": "twice:3:1",
-}
-STRANGERS = "11 at:11 cycle:11,1 soft:11:0.5:0.5 early:12:0:0"
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("nesterov", BOTH, ids=["hb", "nag"])
-def test_policies_that_do_the_same(nesterov: bool, form: str) -> None:
-    """Policies that do the same are one run in bits; a restart before the last round shows."""
-    rule = OuterRule(0.7, 0.9, nesterov, form)  # type: ignore[arg-type]
-    for text, twins in TWINS.items():
-        for twin in twins.split():
-            assert same((rule, parse(twin)), (rule, parse(text))) == (True, True), twin
-    for text in STRANGERS.split():
-        assert same((rule, parse(text)), (rule, Never())) == (False, False), text
-
-
 @pytest.mark.parametrize("policy", ["never", "1", "3", "cycle:2,3", "soft:2:0.5:0.25", "early:2:0:1", "measured:1.5"])
 def test_momentum_zero_makes_all_one(policy: str) -> None:
     """At momentum 0 both rules, both forms and all policies are one run, in bits, and there is no buffer."""

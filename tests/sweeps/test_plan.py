@@ -170,11 +170,6 @@ def histories_of(runs: Mapping[str, TrainConfig], how: str = "bits") -> dict[str
     return {run: history(config, how) for run, config in runs.items()}
 
 
-def brute_steps(histories: Mapping[str, History]) -> int:
-    """Distinct pairs of a history and the inner step that follows it."""
-    return len({(run.until(step), step) for run in histories.values() for step in range(run.trunk.steps)})
-
-
 def path_to(forest: Forest, leaf: Node) -> list[Node]:
     path = [leaf]
     while path[0].parent is not None:
@@ -184,14 +179,24 @@ def path_to(forest: Forest, leaf: Node) -> list[Node]:
 
 @given(CELLS, st.booleans())
 def test_the_forest_is_the_prefix_tree(drawn: list[dict[str, Any]], merge: bool) -> None:
-    """A node has all runs whose updates to its start are its; children differ in the next; a path has a run's steps."""
+    """A node has all runs whose updates to its start are its; children differ in the next; a path has a run's steps.
+
+    Parents come before children, and children in the order of their first run.
+    """
     made = plan(sweep_of(cells_of(drawn)), merge=merge)
     forest, histories = made.forest, histories_of(made.runs)
+    order, seen = forest_runs(forest), {None}
+    event(f"{round(10 * made.steps / made.steps_asked) * 10} % executed")
     for node in forest.nodes.values():
+        assert node.parent in seen
+        seen.add(node.id)
+        assert list(node.runs) == [run for run in order if run in node.runs]
         begun = histories[node.runs[0]].until(node.start)
         assert set(node.runs) == {run for run, history in histories.items() if history.until(node.start) == begun}
         children = forest.below(node)
         assert len(children) != 1
+        firsts = [order.index(child.runs[0]) for child in children]
+        assert firsts == sorted(firsts)
         if not children:
             assert len({histories[run] for run in node.runs}) == 1
             assert len(node.runs) == 1 or not merge
@@ -206,22 +211,6 @@ def test_the_forest_is_the_prefix_tree(drawn: list[dict[str, Any]], merge: bool)
         assert [step for node in path for step in range(node.start, node.stop)] == list(range(config.steps))
         assert [node for node in forest.nodes.values() if run in node.runs] == path
     assert Counter(run for root in forest.roots for run in root.runs) == Counter(dict.fromkeys(made.runs, 1))
-
-
-@given(CELLS, st.booleans())
-def test_counts_by_brute_force(drawn: list[dict[str, Any]], merge: bool) -> None:
-    """The steps to execute are the distinct pairs of history and step; a node's total is of it and what is below."""
-    cells = cells_of(drawn)
-    made = plan(sweep_of(cells), merge=merge)
-    assert made.steps == made.forest.steps == brute_steps(histories_of(made.runs))
-    assert brute_steps(histories_of(made.runs, "exact")) <= made.steps  # exact arithmetic would need no more
-    assert made.steps <= made.steps_asked == sum(cell.config.steps for cell in cells)
-    assert made.cells == len(cells)
-    for node in made.forest.nodes.values():
-        below = [other for other in made.forest.nodes.values() if node in path_to(made.forest, other)]
-        assert made.forest.total[node.id] == sum(other.stop - other.start for other in below)
-        assert node.steps == node.stop - node.start
-    event(f"{round(10 * made.steps / made.steps_asked) * 10} % executed")
 
 
 def states(made: Plan) -> dict[str, tuple[Any, ...]]:
@@ -249,21 +238,6 @@ def test_ids_name_histories(drawn: list[dict[str, Any]], data: st.DataObject) ->
     assert len(pairs) == len({name for name, _ in pairs}) == len({state for _, state in pairs})
 
 
-@given(CELLS, st.booleans())
-def test_nodes_are_in_order(drawn: list[dict[str, Any]], merge: bool) -> None:
-    """Parents come before children, and children in the order of their first run."""
-    forest = plan(sweep_of(cells_of(drawn)), merge=merge).forest
-    seen: set[str | None] = {None}
-    for node in forest.nodes.values():
-        assert node.parent in seen
-        seen.add(node.id)
-    order = forest_runs(forest)
-    for node in forest.nodes.values():
-        assert list(node.runs) == [run for run in order if run in node.runs]
-        firsts = [order.index(child.runs[0]) for child in forest.below(node)]
-        assert firsts == sorted(firsts)
-
-
 @given(CELLS, st.one_of(st.integers(1, 40), st.integers(1, 300)))
 def test_jobs_cover_the_forest(drawn: list[dict[str, Any]], most: int) -> None:
     """Every node is in one job, after the job that ends where it begins; whole trees are within the limit."""
@@ -275,6 +249,7 @@ def test_jobs_cover_the_forest(drawn: list[dict[str, Any]], most: int) -> None:
         node = forest.nodes[job.node]
         inside = [other for other in forest.nodes.values() if node in path_to(forest, other)] if job.deep else [node]
         covered.update(other.id for other in inside)
+        assert not job.deep or forest.total[node.id] == sum(other.stop - other.start for other in inside)
         assert job.runs == node.runs
         assert job.deep == (forest.total[node.id] <= most or not forest.below(node))
         assert (None if job.after is None else seen[job.after]) == node.parent

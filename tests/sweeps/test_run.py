@@ -18,17 +18,16 @@ import optuna
 import pytest
 
 from commands import snapshot, wait_until
-from fakerun import Config
+from fakerun import Config, finish, grid, work_of
 from twophase.base.config import UsageError
-from twophase.runs.folder import RunFolder, lock_folder
+from twophase.runs.folder import lock_folder
 from twophase.sweeps import run as launch
 from twophase.sweeps.crew import Crew
-from twophase.sweeps.grid import Axis, Cell, Sweep, product
+from twophase.sweeps.grid import Cell, Sweep, product
 from twophase.sweeps.queue import Queue
 from twophase.sweeps.run import Outcome, Status, read_plan, read_summaries, run_sweep
 from twophase.sweeps.table import read_rows, write_rows
 from twophase.sweeps.trials import TRIALS, Trials, open_storage
-from twophase.sweeps.work import Work
 
 # A worker that trains nothing. `mode` of a configuration says how it misbehaves.
 WORKER = r"""
@@ -138,11 +137,6 @@ def sweep_of(*modes: str) -> Sweep:
     return Sweep("fake", Config(), cells)
 
 
-def grid(**axes: Sequence[Any]) -> Sweep:
-    """A grid over values of the outer optimizer."""
-    return Sweep("fake", Config(), product(Config(), [Axis(f"outer.{name}", tuple(axes[name])) for name in axes]))
-
-
 def counts(outcome: Outcome) -> tuple[int, int, int, int]:
     return outcome.finished, outcome.diverged, outcome.failed, outcome.skipped
 
@@ -188,19 +182,6 @@ def saved(folder: Path) -> int:
     return sum(lines(path) == ["yes"] for path in folder.glob("runs/*/saved"))
 
 
-def finish(path: Path, config: Config) -> None:
-    """What a run leaves that ended well."""
-    numbers = {"validation_loss": 2.0, "perplexity": 7.4, "tokens": 1, "seconds": 1.0}
-    with RunFolder.claim(path, config) as folder:
-        folder.finish(numbers | {"diverged": False, "exit_reason": "end"})
-
-
-def work_of(folder: Path) -> Work:
-    made = Work.read(folder)
-    assert made is not None
-    return made
-
-
 def must_not(*_: Any, **__: Any) -> Any:
     raise AssertionError("this must not be called")
 
@@ -239,7 +220,7 @@ def test_sweep_runs_and_resumes(tmp_path: Path, command: list[str]) -> None:
     assert {status.run for status in seen[1:]} == set(sweep.runs)
     assert_all_ended(tmp_path)
     (tmp_path / "runs" / rows[3].run).rename(tmp_path / "failed")
-    finish(tmp_path / "runs" / rows[3].run, sweep.runs[rows[3].run])
+    finish(work_of(tmp_path), rows[3].run)
     again = run_sweep(sweep, tmp_path, workers=2, command=["/nonexistent"])
     assert (counts(again), again.changed) == ((0, 0, 0, 4), True)
     assert not run_sweep(sweep, tmp_path, workers=2, command=["/nonexistent"]).changed

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from fakerun import Config
+from fakerun import Config, finish, grid, work_of
 from twophase.base.config import UsageError, fingerprint, from_tree, with_values
-from twophase.runs.folder import BusyError, RunFolder
+from twophase.runs.folder import BusyError
 from twophase.sweeps import work as module
 from twophase.sweeps.grid import Axis, Sweep, product
 from twophase.sweeps.plan import Job, plan
@@ -27,11 +27,6 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_LONGEST_PAUSE_SECONDS", 0.001)
 
 
-def grid(*, steps: int = 12, **axes: Sequence[Any]) -> Sweep:
-    base = Config(steps=steps)
-    return Sweep("fake", base, product(base, [Axis(f"outer.{name}", tuple(axes[name])) for name in axes]))
-
-
 SHARED = grid(lr=(0.3, 0.5, 0.7), momentum=(0.5, 0.9), restart=("never", "2", "3"))
 
 
@@ -43,19 +38,6 @@ def written(folder: Path, sweep: Sweep = SHARED, *, most: int = 20) -> Work:
 
 def unfinished(plan: Work, runs: Sequence[str] | None = None) -> list[str]:
     return [run for run in runs or plan.runs if not plan.finished(run)]
-
-
-def read(folder: Path) -> Work:
-    made = Work.read(folder)
-    assert made is not None
-    return made
-
-
-def finish(plan: Work, run: str) -> None:
-    config = with_values(from_tree(Config, plan.base), plan.runs[run])
-    with RunFolder.claim(plan.run_folder(run), config) as folder:
-        numbers = {"validation_loss": 2.0, "tokens": 1, "seconds": 1.0}
-        folder.finish(numbers | {"diverged": False, "exit_reason": "end"})
 
 
 HOSTILE = ("../../elsewhere", "/etc", "..", "", "a/b", "a\n")
@@ -99,7 +81,7 @@ def test_a_link_in_the_place_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "sweep").mkdir()
     made = written(tmp_path / "sweep")
     (tmp_path / "sweep" / "runs").symlink_to(tmp_path / "shared")
-    read(tmp_path / "sweep")
+    work_of(tmp_path / "sweep")
     run = next(iter(made.runs))
     (tmp_path / "shared" / run).symlink_to(tmp_path)
     with pytest.raises(UsageError, match=f"runs/{run} is a link"):
@@ -127,7 +109,7 @@ def never() -> bool:
 
 
 def errors(folder: Path) -> dict[str, str]:
-    standings = Queue(folder).look(read(folder).jobs)
+    standings = Queue(folder).look(work_of(folder).jobs)
     return {job: standing.error for job, standing in standings.items() if standing.state == "failed"}
 
 
@@ -145,7 +127,7 @@ LATER = Config(schedule="wsd")
 def test_plan_survives_the_disk(tmp_path: Path, sweep: Sweep) -> None:
     """`read` gives back what `write` wrote; each run's configuration is the base with its values."""
     made = written(tmp_path, sweep)
-    again = read(tmp_path)
+    again = work_of(tmp_path)
     assert replace(again, forest=made.forest) == made
     assert again.forest.nodes == made.forest.nodes
     configs = {run: with_values(from_tree(Config, again.base), again.runs[run]) for run in again.runs}
@@ -315,5 +297,5 @@ def test_plan_that_changes_under_a_worker(tmp_path: Path) -> None:
             written(tmp_path, large, most=14)
 
     work(tmp_path, execute, stopped=never)
-    assert unfinished(read(tmp_path)) == []
+    assert unfinished(work_of(tmp_path)) == []
     assert errors(tmp_path) == {}
