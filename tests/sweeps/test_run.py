@@ -494,8 +494,11 @@ def test_table_that_cannot_be_written(tmp_path: Path, command: list[str], monkey
     assert states(tmp_path) == ["finished"] * 3
 
 
-def test_stubborn_worker_is_killed_after_the_grace(tmp_path: Path, command: list[str]) -> None:
+def test_stubborn_worker_is_killed_after_the_grace(
+    tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A worker that ignores SIGTERM does not keep the interrupted sweep from ending."""
+    monkeypatch.setattr(launch, "_GRACE_SECONDS", 0.3)
     sweep = sweep_of("ok", "stubborn")
 
     def interrupt(status: Status) -> None:
@@ -504,7 +507,7 @@ def test_stubborn_worker_is_killed_after_the_grace(tmp_path: Path, command: list
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_sweep(sweep, tmp_path, workers=2, command=command, progress=interrupt, grace_seconds=0.3)
+        run_sweep(sweep, tmp_path, workers=2, command=command, progress=interrupt)
     assert_all_ended(tmp_path)
 
 

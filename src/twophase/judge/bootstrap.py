@@ -55,10 +55,7 @@ def percentile_interval(differences: Sequence[float]) -> Interval | None:
     the negated differences is the negated interval.
 
     Args:
-        differences: one a seed, any unit, finite.
-
-    Returns:
-        The interval, or None for fewer than two differences.
+        differences: one a seed, any unit, finite; of fewer than two there is no interval.
 
     Raises:
         ValueError: a difference that is not finite.
@@ -85,11 +82,8 @@ def t_interval(differences: Sequence[float], level: float = LEVEL) -> Interval |
     """Student's interval of a mean: mean -+ t s / sqrt(n), with n - 1 degrees of freedom.
 
     Args:
-        differences: one a seed, any unit, finite; supposed to be independent and normal.
+        differences: one a seed, any unit, finite; supposed to be independent and normal, and at least two.
         level: coverage, 0 < level < 1.
-
-    Returns:
-        The interval, or None for fewer than two differences.
 
     Raises:
         ValueError: a difference that is not finite.

@@ -45,17 +45,14 @@ HELD_OUT_SEEDS = 3
 
 @dataclass(frozen=True, slots=True)
 class SeedDifference:
-    """One seed's difference.
-
-    Args:
-        seed: the seed; None in a sweep without an axis of seeds.
-        value: positive where the arm is better; None when there is none.
-        remark: why there is none, or `same run` where the arm and the control are one run.
-    """
+    """One seed's difference."""
 
     seed: Any
+    """None in a sweep without an axis of seeds."""
     value: float | None
+    """Positive where the arm is better; None when there is none."""
     remark: Remark = ""
+    """Why there is none, or `same run` where the arm and the control are one run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,21 +123,14 @@ class Cells:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """An arm against a control.
-
-    Args:
-        arm: the arm.
-        control: the control.
-        seeds: that both have, the only ones that are compared.
-        cells: what became of matched cells.
-        differences: one a measure; measures that do not exist here (nothing matches) are left out.
-    """
+    """An arm against a control, on the seeds that both have."""
 
     arm: str
     control: str
     seeds: tuple[Any, ...]
     cells: Cells
     differences: tuple[Difference, ...]
+    """One a measure; measures that do not exist here (nothing matches) are left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,12 +163,9 @@ class Arm:
         return _lowest([math.inf if cell.result is None else cell.result for cell in self.settings])
 
     def held_out(self, column: int) -> tuple[int | None, float, str]:
-        """Choose the setting that is best on the other seeds, among those that finished on all of them.
+        """Return the setting that is best on the other seeds, its outcome on the held-out one, and the run of that.
 
         When every setting diverged on the other seeds there is nothing to choose, and the arm counts as diverged.
-
-        Returns:
-            The setting, its outcome on the held-out seed, and the run that this comes from.
         """
         others = np.delete(self.outcomes, column, axis=1)
         chosen = _lowest([math.fsum(line) for line in others])
@@ -215,8 +202,8 @@ def compare(
     """Compare an arm with a control on the seeds that both have, by every measure of the module's text.
 
     Args:
-        arm: the arm.
-        control: the control.
+        arm: one side.
+        control: the other.
         controlled: from the control's run ids to those of the runs that they control; empty for a control of no cell.
         bests: for each seed, the lowest perplexity of all arms.
         within: the relative distances x of the areas.
@@ -348,14 +335,7 @@ def _cells_note(cells: Cells) -> str:
 def _summary(
     measure: Measure, differences: Sequence[SeedDifference], note: str = "", within: float | None = None
 ) -> Difference:
-    """Summarize differences, one a seed.
-
-    Args:
-        measure: what is compared.
-        differences: one a seed, in any order; empty when nothing can be compared.
-        note: words that stand before those on the seeds.
-        within: x of an area.
-    """
+    """Summarize differences, one a seed; `note` stands before the words on the seeds."""
     remarks: list[Remark] = [difference.remark for difference in differences]
     values = [difference.value for difference in differences if difference.value is not None]
     one_sided = {ARM, CONTROL} & set(remarks)

@@ -30,17 +30,14 @@ WITHIN = (0.01, 0.02, 0.05, 0.1, 0.25)
 
 @dataclass(frozen=True, slots=True)
 class Area:
-    """The robustness area of an arm: how much of it works.
-
-    Args:
-        within: x, relative: a setting works when its mean perplexity is at most (1 + x) times the best of all.
-        near: settings that work.
-        share: `near / settings`, diverged and missing settings counting as outside; None when nothing has finished.
-    """
+    """The robustness area of an arm: how much of it works."""
 
     within: float
+    """x, relative: a setting works when its mean perplexity is at most (1 + x) times the best of all."""
     near: int
+    """Settings that work."""
     share: float | None
+    """`near / settings`, diverged and missing settings counting as outside; None when nothing has finished."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,10 +27,6 @@ def describe(judged: Verdict, *, markdown: bool = False) -> str:
     """Describe a verdict in plain text for a terminal, in small tables, or in Markdown.
 
     Perplexities are per token; areas count diverged and missing settings as outside; what is not known stays empty.
-
-    Args:
-        judged: the verdict.
-        markdown: write headings and Markdown tables.
     """
     parts: list[str] = []
     for title, words, header, lines, notes in sections(judged):
@@ -50,7 +46,7 @@ def write(judged: Verdict, folder: Path, where: Mapping[str, str] | None = None)
     """Write `verdict.md` (the tables) and `verdict.json` (everything) into a sweep's folder.
 
     Args:
-        judged: the verdict.
+        judged: what is written.
         folder: the sweep's folder.
         where: as for `verdict.select`; the files of a part are named after it, such as `verdict-inner_steps=20.md`.
 
@@ -96,11 +92,7 @@ Section = tuple[str, str, Sequence[str], list[list[Any]], Sequence[str]]
 
 
 def sections(judged: Verdict) -> Iterator[Section]:
-    """Yield the verdict in parts, to be set in text, in Markdown, or in a report.
-
-    Args:
-        judged: the verdict.
-    """
+    """Yield the verdict in parts, to be set in text, in Markdown, or in a report."""
     opening, *others = finding(judged)
     words = name_words(judged)
     yield "Verdict", opening, (), [], [*others, *([words] if words else []), *judged.notes]
@@ -145,11 +137,7 @@ def sections(judged: Verdict) -> Iterator[Section]:
 
 
 def finding(judged: Verdict) -> list[str]:
-    """Say in sentences what a sweep shows: how much of each arm works, the best of each, and the paired controls.
-
-    Args:
-        judged: the verdict.
-    """
+    """Say in sentences what a sweep shows: how much of each arm works, the best of each, and the paired controls."""
     best = judged.best
     if best is None or best.result is None:
         return ["Nothing has finished."]

@@ -18,22 +18,13 @@ A job fails at the third death under it, but several workers spread theirs over 
 
 
 class Crew:
-    """The worker processes that one call of `run_sweep` has started.
-
-    Args:
-        folder: the sweep's folder.
-        command: the words that start a worker.
-        size: number of workers.
-        environment: their environment variables.
-        devices: values of CUDA_VISIBLE_DEVICES, dealt out in turn.
-    """
+    """The worker processes that one call of `run_sweep` has started; `devices` are dealt out to them in turn."""
 
     def __init__(
         self, folder: Path, command: list[str], size: int, environment: Mapping[str, str], devices: Sequence[str]
     ) -> None:
         self.folder, self.command, self.size = folder, [*command, "--leash"], size
-        self.environment = dict(environment)
-        self.devices = list(devices)
+        self.environment, self.devices = environment, devices
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self.deaths = 0
         self.progressed = 0
@@ -49,16 +40,10 @@ class Crew:
         return all(code is not None for code in codes) or any(codes)
 
     def replace(self, progressed: int) -> list[str]:
-        """Start the dead ones anew.
+        """Start the dead ones anew, and return how they died; a RunError where they do nothing but die.
 
         Args:
             progressed: runs that have ended or failed so far.
-
-        Returns:
-            How they died.
-
-        Raises:
-            RunError: they do nothing but die.
         """
         if progressed > self.progressed:
             self.deaths, self.progressed = 0, progressed
@@ -105,9 +90,7 @@ class Crew:
             process.stdin.close() if process.stdin else None
 
     def _start(self, number: int) -> None:
-        environment = self.environment
-        if self.devices:
-            environment = environment | {"CUDA_VISIBLE_DEVICES": self.devices[number % len(self.devices)]}
+        device = {"CUDA_VISIBLE_DEVICES": self.devices[number % len(self.devices)]} if self.devices else {}
         try:
             with self._log(number).open("ab") as log:
                 self.processes[number] = subprocess.Popen(  # noqa: S603 - the command is the caller's own
@@ -115,7 +98,7 @@ class Crew:
                     stdin=subprocess.PIPE,  # its end tells a worker that this process is gone
                     stdout=log,
                     stderr=log,
-                    env=environment,
+                    env={**self.environment, **device},
                     # Ctrl-C on the terminal reaches this process only, which then stops the workers in good order.
                     process_group=0,
                 )

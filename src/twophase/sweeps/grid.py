@@ -40,14 +40,10 @@ _NEXT_WORD = re.compile(r",\s*(?=[^,=\s][^,=]*=)")
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """Values to try for one configuration value.
-
-    Args:
-        path: dotted path of the value, for example `outer.lr`.
-        values: the values, in the order of the table and the figure.
-    """
+    """Values to try for one configuration value, in the order of the table and the figure."""
 
     path: str
+    """Dotted path of the value, for example `outer.lr`."""
     values: tuple[Any, ...]
 
 

@@ -37,15 +37,12 @@ _POINT = 0x5DEECE66D1CE4E5B9A3F17C2D4B60A87 % _PRIME  # any fixed number that no
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One round of a run, in names that are equal if and only if (up to chance 1e-30) the things are.
-
-    Args:
-        update: what is subtracted from the anchor.
-        buffer: the momentum buffer after the round, restart included.
-    """
+    """One round of a run, in names that are equal if and only if (up to chance 1e-30) the things are."""
 
     update: str
+    """What is subtracted from the anchor."""
     buffer: str
+    """The momentum buffer after the round, restart included."""
 
 
 def is_scheduled(rule: OuterRule, policy: RestartPolicy) -> bool:
@@ -101,11 +98,7 @@ def algebra(rule: OuterRule, policy: RestartPolicy, rounds: int, probed: int = 0
 def bits(rule: OuterRule, policy: RestartPolicy, rounds: int, probed: int = 0) -> list[Round]:
     """Names of each round's update and buffer that are equal only for the same floating-point operations.
 
-    Args:
-        rule: the outer rule.
-        policy: the restart policy.
-        rounds: T >= 1.
-        probed: as for `algebra`.
+    The arguments are those of `algebra`.
     """
     # At momentum 0 a policy that probes may be plain as well, but a forest evaluates candidates for one class of runs a
     # round only: its run, and the restarts that it counts, stay its own.

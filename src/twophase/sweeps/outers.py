@@ -20,11 +20,7 @@ from twophase.training.config import RunConfig
 
 
 class Outers:
-    """The outer optimizers of some runs. Equal buffers are stored once, under the name that `history.bits` gives them.
-
-    Args:
-        configs: from run id to configuration.
-    """
+    """The outer optimizers of some runs. Equal buffers are stored once, by the names that `history.bits` gives them."""
 
     def __init__(self, configs: Mapping[str, RunConfig]) -> None:
         self.configs = configs
@@ -61,12 +57,7 @@ class Outers:
         self._names, self.counters = state["held"], state["counters"]
 
     def classes(self, runs: Iterable[str], number: int) -> list[list[str]]:
-        """The runs by what their outer optimizers do in a round: rule, buffer and restart.
-
-        Args:
-            runs: the runs.
-            number: the round, from 1.
-        """
+        """The runs by what their outer optimizers do in round `number`, from 1: rule, buffer and restart."""
         classes: dict[Any, list[str]] = {}
         for run in runs:
             outer, counters = self.configs[run].outer, self.counters[run]
@@ -108,7 +99,7 @@ class Outers:
         return buffers
 
     def repeat(self, run: str, before: Tensor, fragment: Fragment, signals: Mapping[str, float]) -> OuterSGD:
-        """Take another class's outer step on a scratch copy of the anchor.
+        """Take another class's outer step on a scratch copy of the anchor; a RuntimeError if it comes out otherwise.
 
         Args:
             run: a run of that class.
@@ -116,11 +107,8 @@ class Outers:
             fragment: the whole model after the first class's step, with its gradient.
             signals: what the round has measured. At momentum 0 a policy may need signals, although they change nothing
                 but the count of its restarts.
-
-        Raises:
-            RuntimeError: the copy does not come out as the anchor.
         """
-        if self._scratch is None or self._copy is None or len(self._copy) != len(before):
+        if self._scratch is None or self._copy is None:
             self._copy = torch.empty_like(before)
             self._scratch = OuterSGD(fragment.layout.views(self._copy), lr=0.0)
         scratch = self._scratch

@@ -41,22 +41,17 @@ if TYPE_CHECKING:
 class Node:
     """A stretch of inner steps that several runs share, and the outer rounds inside it.
 
-    The stretch begins with the outer update at `start` (unless that is 0), which sets the node apart from its
-    siblings, and ends before the one at `stop`, which sets its children apart; a leaf ends with it.
-
-    Args:
-        id: names the state at the end of the stretch: equal for equal histories, in every sweep.
-        parent: id of the node that it starts from the end of; None for a root.
-        start: inner steps taken before.
-        stop: inner steps taken at the end.
-        runs: ids of the runs below.
+    The stretch begins with the outer update at inner step `start` (unless that is 0), which sets the node apart from
+    its siblings, and ends before the one at `stop`, which sets its children apart; a leaf ends with it.
     """
 
     id: str
+    """Names the state at the end of the stretch: equal for equal histories, in every sweep."""
     parent: str | None
     start: int
     stop: int
     runs: tuple[str, ...]
+    """Ids of the runs below."""
 
     @property
     def steps(self) -> int:
@@ -66,21 +61,15 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A piece of a forest for one worker.
-
-    Args:
-        id: names the job; other runs below its node make another job.
-        node: id of its first node.
-        deep: everything below that node, instead of the node alone.
-        runs: ids of the runs below.
-        after: id of the job that must be done before, or None.
-    """
+    """A piece of a forest for one worker: its node, and if it is `deep` everything below that."""
 
     id: str
+    """Names the job; other runs below its node make another job."""
     node: str
     deep: bool
     runs: tuple[str, ...]
     after: str | None
+    """Id of the job that must be done before."""
 
 
 class Forest:
@@ -117,11 +106,7 @@ class Forest:
     def jobs(self, most: int) -> list[Job]:
         """Cut the forest into jobs: subtrees of at most `most` inner steps, and the nodes above them one by one.
 
-        Args:
-            most: inner steps of a job that is cut no further, >= 1.
-
-        Returns:
-            The jobs, each after the one that it needs; every node is in exactly one.
+        Each comes after the one that it needs; every node is in exactly one.
         """
         jobs: list[Job] = []
         waiting: list[tuple[Node, str | None]] = [(root, None) for root in reversed(self.roots)]

@@ -55,25 +55,16 @@ def host() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Where a job stands.
-
-    Args:
-        state: waiting for a worker, running in a live worker, or failed.
-        last: number of the last claim, 0 before the first.
-        error: reason of a failure.
-    """
+    """Where a job stands; `running` is in a live worker, and only a failure has an `error`."""
 
     state: Literal["waiting", "running", "failed"]
     last: int = 0
+    """Number of the last claim, 0 before the first."""
     error: str = ""
 
 
 class Claim:
     """A job that this process has taken; leaving the context gives it back, unless `fail` was called.
-
-    Args:
-        job: the job's id.
-        path: the claim's file, which must not exist.
 
     Raises:
         FileExistsError: another worker was faster.
@@ -139,11 +130,7 @@ class Claim:
 
 
 class Queue:
-    """The claims of one sweep, as one process sees them.
-
-    Args:
-        folder: the sweep's folder, which all its workers see.
-    """
+    """The claims of the sweep in a folder, as one process sees them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder).absolute() / CLAIMS
@@ -162,26 +149,12 @@ class Queue:
                     self._path(job, number).unlink(missing_ok=True)
 
     def look(self, jobs: Iterable[str]) -> dict[str, Standing]:
-        """Return where each of these jobs stands.
-
-        Raises:
-            OSError: the folder cannot be read.
-        """
+        """Return where each of these jobs stands."""
         claims = self._claims()
         return {job: self._standing(job, claims.get(job, [])) for job in jobs}
 
     def take(self, standings: Mapping[str, Standing]) -> Claim | None:
-        """Take the first job that waits.
-
-        Args:
-            standings: what `look` has returned just now.
-
-        Returns:
-            The claim; None when no job waits any more.
-
-        Raises:
-            OSError: the folder cannot be written.
-        """
+        """Take the first job that waits by what `look` has returned just now; None when no job does any more."""
         self.folder.mkdir(exist_ok=True)
         for job, standing in standings.items():
             if standing.state == "waiting":

@@ -55,6 +55,8 @@ _THREAD_VARIABLES = (
     "NUMEXPR_NUM_THREADS",
     "VECLIB_MAXIMUM_THREADS",
 )
+_GRACE_SECONDS = 20.0
+"""How long a worker may take to save and end when the call is interrupted."""
 _TABLE_SECONDS = 1.0
 _LOOK_SECONDS = 0.1
 """Between two looks at the folder; more if a look takes long, so that looking is a fiftieth of the time at most."""
@@ -102,15 +104,11 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a call of `run_sweep` did; the counts are of runs and add up to those of the sweep if it waited for them.
+    """What a call of `run_sweep` did; the counts, those of `Status`, add up to the sweep's runs if it waited for them.
 
     Args:
-        finished: ended normally in this call.
-        diverged: ended early by divergence in this call.
-        failed: could not be run; `errors` says why. Repeating the command tries them again.
-        skipped: had ended before this call.
         seconds: duration of the call.
-        errors: from run id to reason.
+        errors: from the run id of a failed run to the reason. Repeating the command tries it again.
         changed: whether `cells.csv` is another than before the call.
     """
 
@@ -131,7 +129,6 @@ def run_sweep(
     command: Sequence[str] = (sys.executable, "-P", "-m", "twophase", "sweep-worker"),
     progress: Callable[[Status], None] | None = None,
     threads: int = 1,
-    grace_seconds: float = 20.0,
     merge: bool = True,
     devices: Sequence[str] = (),
     runs: Path | None = None,
@@ -149,7 +146,6 @@ def run_sweep(
         command: the words that start a worker; `--out` and what else it needs are added.
         progress: called in the calling thread at the start and whenever a run ends or a worker is replaced.
         threads: CPU threads a worker, by environment variables that its libraries read when they are loaded.
-        grace_seconds: how long a worker may take to save and end when the call is interrupted.
         merge: do runs that are the same in exact arithmetic once (see `twophase.sweeps.plan`).
         devices: values of CUDA_VISIBLE_DEVICES for the workers, dealt out in turn.
         runs: where the run folders lie, for sweeps that have runs in common: `runs/` becomes a link to it. None keeps
@@ -185,7 +181,8 @@ def run_sweep(
         if call.pending:
             queue = Queue(folder)
             if workers == 0:  # those of workers elsewhere are told once, before they are forgotten
-                call.note_failures(queue)
+                call.ask(queue)
+                call.write()
             queue.begin_call(failed_only=workers == 0)
             words = [*command, "--out", str(folder)]
             words += [] if in_memory is None else ["--in-memory", str(in_memory)]
@@ -193,7 +190,7 @@ def run_sweep(
                 launch(words)
             elif workers:
                 environment = os.environ | dict.fromkeys(_THREAD_VARIABLES, str(threads))
-                call.watch(Crew(folder, words, min(workers, len(work.jobs)), environment, devices), grace_seconds)
+                call.watch(Crew(folder, words, min(workers, len(work.jobs)), environment, devices))
         if len(call.summaries) == len(work.runs):  # of a plan before an extension, or left by killed workers
             for path in (*(folder / STATES).glob("*"), *(folder / CLAIMS).glob("*")):
                 with contextlib.suppress(OSError):
@@ -296,7 +293,7 @@ class _Call:
         self.unrecorded = ""
         """Why the last runs are not among the trials."""
         self._titles = titles(sweep)
-        self._write()
+        self.write()
         self._report("begun")
 
     @property
@@ -309,7 +306,7 @@ class _Call:
         """Runs that have ended or failed, in this call or before."""
         return len(self.summaries) + len(self.errors)
 
-    def watch(self, crew: Crew, grace_seconds: float) -> None:
+    def watch(self, crew: Crew) -> None:
         """Wait until nothing is left, with the table up to date; stop the crew whatever happens."""
         queue = Queue(self.work.folder)
         try:
@@ -321,13 +318,13 @@ class _Call:
                 self._look()
                 if trouble or began - asked > _ERRORS_SECONDS:
                     asked = began
-                    self._ask(queue)
+                    self.ask(queue)
                 if not self.pending:
                     break
                 for death in crew.replace(self.ended - len(self.skipped)) if trouble else ():
                     self._report("replaced", error=death)
                 if self.ended != self.tabled and began - self.table_at > _TABLE_SECONDS:
-                    self._write()
+                    self.write()
                 now = time.monotonic()
                 next_look = now + min(max(_LOOK_SECONDS, 49 * (now - began)), _LONGEST_SECONDS)
                 time.sleep(_LOOK_SECONDS)
@@ -336,17 +333,12 @@ class _Call:
                     time.sleep(_LOOK_SECONDS)
             crew.finish()
         except BaseException:
-            crew.stop(grace_seconds)
+            crew.stop(_GRACE_SECONDS)
             self._look()  # some have ended meanwhile
             raise
         finally:
             crew.stop(0.0)
-            self._write()
-
-    def note_failures(self, queue: Queue) -> None:
-        """Take note of what has failed under workers that no call watches."""
-        self._ask(queue)
-        self._write()
+            self.write()
 
     def outcome(self) -> Outcome:
         """Sum up the call; raise a RunError where the trials cannot be written."""
@@ -368,7 +360,7 @@ class _Call:
             self.summaries[run] = summary
             self._report("diverged" if summary["diverged"] else "finished", run)
 
-    def _ask(self, queue: Queue) -> None:
+    def ask(self, queue: Queue) -> None:
         """Take note of the jobs that have failed."""
         pending = set(self.pending)
         jobs = {name: job for name, job in self.work.jobs.items() if not pending.isdisjoint(job.runs)}
@@ -381,7 +373,7 @@ class _Call:
                     self.errors[run] = reason
                     self._report("failed", run, reason)
 
-    def _write(self) -> None:
+    def write(self) -> None:
         """Bring trials and table up to date."""
         try:
             # Opened anew after a failure, which drops a journal with half a line: Optuna would append to that.

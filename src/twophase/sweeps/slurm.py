@@ -48,11 +48,7 @@ class Payload:
         self._process: subprocess.Popen[bytes] | None = None
 
     def __call__(self) -> None:
-        """Run the command.
-
-        Raises:
-            RuntimeError: it ended with a status other than 0, and not because it was told to stop.
-        """
+        """Run the command; a RuntimeError where it fails, and not because it was told to stop."""
         notice = os.environ.get("SUBMITIT_PREEMPT_SIGNAL", "USR2")
         # Slurm announces the end of the job's time to every process, and would so kill the worker, which does not know
         # that signal. A signal that the shell ignores stays ignored in the command.
@@ -154,11 +150,7 @@ def submit(folder: Path, command: Sequence[str], workers: int, options: Mapping[
 
 
 def checked(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options by submitit's names; what submitit does not know keeps sbatch's.
-
-    Raises:
-        UsageError: no time or one that is not written so, or an option that the array needs itself.
-    """
+    """Return the options by submitit's names; what submitit does not know keeps sbatch's. Refuse impossible ones."""
     sbatch = {name.replace("-", "_"): value for name, value in options.items()}
     for name in ("array", "output", "error", "signal", "open_mode"):
         if name in sbatch:

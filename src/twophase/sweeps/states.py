@@ -67,14 +67,7 @@ class Branch:
 
 
 class States:
-    """The states of one walk.
-
-    Args:
-        folder: folder of the states on disk.
-        tally: what counts them.
-        in_memory: branch states in main memory at most.
-        on_progress: called with a line of text about a state that cannot be read.
-    """
+    """The states of one walk: in a folder, and `in_memory` at most in main memory; see `Grower`."""
 
     def __init__(self, folder: Path, tally: Tally, *, in_memory: int, on_progress: Callable[[str], None]) -> None:
         self.folder = folder
@@ -101,15 +94,7 @@ class States:
         return True
 
     def leave(self, branch: Branch, *, here: bool) -> State | None:
-        """Return the state for a branch's next child.
-
-        Args:
-            branch: the branch.
-            here: whether the replicas stand at the branch.
-
-        Returns:
-            None if the replicas stand there, or the state must be read from disk.
-        """
+        """Return the state for a branch's next child; None if the replicas are `here`, or it must be read from disk."""
         branch.pending -= 1
         state = branch.state
         if state is not None and branch.pending == 0:
@@ -136,11 +121,7 @@ class States:
         return state_file(self.folder, node.id, what)
 
     def write(self, node: Node, what: str, state: State) -> None:
-        """Write a state, atomically and durably.
-
-        Raises:
-            OSError: it cannot be written, or the disk is full.
-        """
+        """Write a state, atomically and durably."""
         path = self.path(node, what)
         # The logs of a long run as a tensor: safetensors bounds its header, where the rest of the tree goes.
         lines = torch.frombuffer(bytearray(json.dumps(state["lines"]).encode()), dtype=torch.uint8)

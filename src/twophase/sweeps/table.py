@@ -40,8 +40,7 @@ class Row:
     """One cell of a sweep and what became of it.
 
     Args:
-        arm: the cell's arm.
-        run: its run id.
+        arm, run: the cell's arm and run id.
         values: from dotted path to value, for every axis of the sweep.
         state: `finished`, `diverged` (ended early), `failed` (could not be run) or `missing` (not run yet).
         perplexity: on held-out text, per token, infinite where it has overflowed; None when there is none.
@@ -98,16 +97,6 @@ class Setting:
     def finished(self) -> int:
         """How many seeds have finished."""
         return self.states.count("finished")
-
-    @property
-    def diverged(self) -> int:
-        """How many seeds have diverged."""
-        return self.states.count("diverged")
-
-    @property
-    def missing(self) -> int:
-        """How many seeds have no result, failed ones included."""
-        return self.states.count("missing")
 
 
 def rows_of(

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 TRIALS = "trials.journal"
 VALUE = "perplexity"
-"""What a trial's value is. It ends the study's name, so that a study of an earlier version, of losses, is deleted."""
+"""What a trial's value is; it ends the study's name."""
 _LOCK_SECONDS = 3
 """How long a lock on the journal may stay that a killed process has left; writing a line takes milliseconds."""
 
@@ -66,13 +66,9 @@ class Trials:
         }
 
     def record(self, summaries: Mapping[str, Mapping[str, Any]], errors: Mapping[str, str]) -> None:
-        """Add the runs that are not in the study yet.
+        """Add the runs that are not in the study yet: those that have ended, and why others have failed, by run id.
 
         A run that failed, was tried again and ended has a trial of each.
-
-        Args:
-            summaries: summaries of the runs that have ended, by run id.
-            errors: why runs have failed, by run id.
         """
         for run, summary in summaries.items():
             self._add(run, "diverged" if summary["diverged"] else "finished", summary)
@@ -113,11 +109,7 @@ def _distribution(optuna: Any, values: list[Any]) -> Any:
 
 
 def open_storage(folder: Path) -> BaseStorage:
-    """Open the journal in a sweep's folder.
-
-    Raises:
-        UsageError: Optuna is not installed, the folder cannot be used, or the journal is damaged.
-    """
+    """Open the journal in a sweep's folder; refuse it where Optuna is missing, or folder or journal cannot be used."""
     optuna, path = _optuna(), folder / TRIALS
     journal = optuna.storages.journal
     try:
@@ -146,11 +138,7 @@ def _damage_named(path: Path) -> Iterator[None]:
 
 
 def check_optuna() -> None:
-    """Check that trials can be recorded, without loading Optuna.
-
-    Raises:
-        UsageError: Optuna is not installed.
-    """
+    """Refuse a sweep where Optuna is not installed, without loading it."""
     if find_spec("optuna") is None:
         raise UsageError("a sweep needs optuna, which is not installed; pip install 'twophase[sweep]'")
 

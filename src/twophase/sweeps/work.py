@@ -85,11 +85,7 @@ class Work:
 
     @classmethod
     def read(cls, folder: Path) -> Work | None:
-        """Return what `write` left in a sweep's folder, or None when there is nothing.
-
-        Raises:
-            UsageError: it cannot be read, or is damaged.
-        """
+        """Return what `write` left in a sweep's folder, None when there is nothing; refuse what is damaged."""
         try:
             data = read_json_object(folder / PLAN)
             if data["format"] != _FORMAT:
@@ -194,7 +190,7 @@ def work(
     stopped: Callable[[], bool],
     prepare: Callable[[Work], None] = lambda _: None,
 ) -> int:
-    """Take jobs of a sweep and do them, until nothing is left or the worker is stopped.
+    """Take jobs of a sweep and do them, until nothing is left or the worker is stopped; return how many it has done.
 
     As long as other workers have jobs it stays, because a job comes back if its worker dies.
 
@@ -204,9 +200,6 @@ def work(
         stopped: whether the worker has been asked to end.
         prepare: called with the plan before any job is taken; it refuses what this machine cannot do, so that a worker
             in a wrong place takes no job, instead of failing one after the other.
-
-    Returns:
-        The number of jobs done.
 
     Raises:
         UsageError: no sweep's folder.

@@ -23,15 +23,12 @@ from twophase.training.session import Stop, signals
 
 
 def serve(folder: Path, *, in_memory: int, leash: bool) -> int:
-    """Do jobs of the sweep in a folder until nothing is left, or a signal.
+    """Do jobs of the sweep in a folder until nothing is left, or a signal; return the exit status.
 
     Args:
         folder: the sweep's folder.
         in_memory: branch states in memory at most.
         leash: end when stdin does, which means that the process that started this one is gone.
-
-    Returns:
-        The exit status.
     """
     with signals() as stopped:
         if leash:
