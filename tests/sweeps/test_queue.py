@@ -102,23 +102,6 @@ def names(queue: Queue) -> list[str]:
     return sorted(path.name for path in queue.folder.iterdir())
 
 
-def test_jobs_are_taken_in_order_and_come_back(tmp_path: Path) -> None:
-    """A queue hands out each job once, in order; a claim that ends leaves no file, and its job waits again."""
-    first, second = Queue(tmp_path), Queue(tmp_path)
-    assert states(first) == "www"
-    claims = [take(first), take(second), take(first)]
-    assert [claim.job for claim in claims] == list(JOBS)
-    assert states(second) == "rrr"
-    assert second.take(second.look(JOBS)) is None
-    assert names(first) == ["a.1", "b.1", "c.1"]
-    for claim in claims[:2]:
-        claim.release()
-        claim.release()
-    assert (states(first), states(second)) == ("wwr", "wwr")
-    assert names(first) == ["c.1"]
-    assert take(second).path.name == "a.1"
-
-
 def test_failures_have_a_reason(tmp_path: Path) -> None:
     """A failure's reason is kept, shortened, until the next call; so is that of the third death under a job."""
     queue = Queue(tmp_path)

@@ -293,20 +293,6 @@ def test_run_folders_may_be_shared(tmp_path: Path, command: list[str]) -> None:
     assert states(tmp_path / "large") == ["finished"] * 3
 
 
-def test_twins(tmp_path: Path, command: list[str]) -> None:
-    """Cells that are one run in exact arithmetic get its results and its name."""
-    sweep = grid(momentum=(0.0, 0.9), restart=("2", "never", "6", "7"))
-    # Momentum 0; 0.9 with period 2; 0.9 without restart before the sixth, and last, round.
-    assert run_sweep(sweep, tmp_path, workers=2, command=command).finished == 3
-    rows, runs = read_rows(tmp_path / "cells.csv"), [cell.run_id for cell in sweep.cells]
-    assert [(row.run, row.state) for row in rows] == [(run, "finished") for run in runs]
-    assert [row.twin_of for row in rows] == [runs[1], None, runs[1], runs[1], None, None, runs[5], runs[5]]
-    assert {path.name for path in (tmp_path / "runs").iterdir()} == {runs[1], runs[4], runs[5]}
-    plan = read_plan(sweep, tmp_path)
-    assert plan is not None
-    assert (plan.counts["cells"], plan.counts["runs"]) == (8, 3)
-
-
 # ------------------------------------------------------------------------------------------------------------- trials
 
 
@@ -560,13 +546,20 @@ def test_a_sweep_can_be_extended(tmp_path: Path, command: list[str]) -> None:
 
 
 def test_finished_run_stays_canonical(tmp_path: Path, command: list[str]) -> None:
-    """Of runs that are one in exact arithmetic, the one that is finished stands for those that an extension adds."""
+    """Of runs that are one in exact arithmetic, the one that is finished stands for those that an extension adds.
+
+    The others have its results and its name in the table.
+    """
     small, large = grid(momentum=(0.0,), restart=("2",)), grid(momentum=(0.0,), restart=("2", "3", "never"))
     run_sweep(small, tmp_path, workers=1, command=command)
     assert counts(run_sweep(large, tmp_path, workers=1, command=["/nonexistent"])) == (0, 0, 0, 1)
     (done,) = small.runs
-    assert [row.twin_of for row in read_rows(tmp_path / "cells.csv")] == [None, done, done]
-    assert states(tmp_path) == ["finished"] * 3
+    rows = read_rows(tmp_path / "cells.csv")
+    assert [(row.state, row.twin_of) for row in rows] == [("finished", twin) for twin in (None, done, done)]
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == [done]
+    work = read_plan(large, tmp_path)
+    assert work is not None
+    assert (work.counts["cells"], work.counts["runs"]) == (3, 1)
 
 
 @pytest.mark.slow

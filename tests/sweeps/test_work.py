@@ -229,27 +229,6 @@ def test_bad_job_does_not_take_others_along(tmp_path: Path, capsys: pytest.Captu
     assert sorted(unfinished(made)) == sorted({*made.jobs[bad].runs, *made.jobs[lazy].runs})
 
 
-def test_killed_between_work_and_report(tmp_path: Path) -> None:
-    """Files that no worker has reported count: the next worker goes on behind them."""
-    made = written(tmp_path)
-    died: set[str] = set()
-
-    class Died(BaseException):
-        pass
-
-    def execute(plan: Work, job: Job) -> None:
-        Hands()(plan, job)
-        died.add(job.id)
-        raise Died
-
-    for _ in made.jobs:
-        with pytest.raises(Died):
-            work(tmp_path, execute, stopped=never)
-    assert work(tmp_path, execute, stopped=never) == 0
-    assert died == set(made.jobs)
-    assert errors(tmp_path) == {}
-
-
 def test_work_by_others_is_seen(tmp_path: Path) -> None:
     """While another worker has the last job a worker stays, and takes it over when the other gives it back."""
     made, hands = written(tmp_path, grid(lr=(0.3,))), Hands()

@@ -31,7 +31,7 @@ def beside(theirs: Results, mine: Results, control: str, seeds: Collection[int])
     diverged or was not run says nothing, and an arm without any other seed is left out.
 
     Args:
-        theirs: results of the other bench, its control among them.
+        theirs: results of the other bench.
         mine: results of this one.
         control: the arm that both have.
         seeds: those that are compared.
@@ -61,7 +61,6 @@ class Against:
     """An arm held against another at a place.
 
     Args:
-        other: the other arm.
         word: of `decide`; `all diverged` where one of the two has no setting that survived.
         ratio: the other's result over the arm's, geometric means, above 1 where the arm is better; None without one.
         low, high: ends of its interval.
@@ -91,8 +90,6 @@ class PlaceCard:
     """How an arm did at a place.
 
     Args:
-        place: its name.
-        title: in words.
         setting: its tuned numbers; empty where every setting diverged.
         result: geometric mean over the held-out seeds; None where one diverged.
         settings: how many its search tried.
@@ -122,7 +119,6 @@ class Card:
     """What a bench says of an arm.
 
     Args:
-        arm: its text.
         size: of the bench, `quick` or `full`.
         places: one for each place that could be run.
         refused: why others could not, by name.

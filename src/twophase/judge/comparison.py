@@ -63,8 +63,7 @@ class Difference:
         measure: what is compared; see the module.
         within: x of `area`, relative; None for the other measures.
         by_seed: one difference a seed; natural logarithms of perplexity ratios, for `area` shares from -1 to 1.
-        better: seeds in which the arm is better, those in which only the control diverged included.
-        worse: likewise for the control.
+        better, worse: seeds in which the arm, or the control, is better: that the other alone diverged is included.
         equal: seeds with no difference.
         mean: over the seeds; None when there is none, or when a run diverged in one arm only.
         bootstrap: 95 % percentile interval of the mean over seeds; None for one seed or without any spread.
@@ -100,13 +99,10 @@ class Cells:
 
     Args:
         matching: `paired` by `control_of`, `same place` on the grid, or empty when nothing matches.
-        arm_alone: settings of the arm without a partner.
-        control_alone: settings of the control without a partner.
+        arm_alone, control_alone: settings without a partner.
         matched: cells with a partner; a pair of runs that several cells share is there once.
         same: the same runs on both sides.
-        arm_diverged: diverged on some seed in the arm only.
-        control_diverged: diverged in the control only.
-        both_diverged: diverged in both.
+        arm_diverged, control_diverged, both_diverged: diverged on some seed in that arm only, or in both.
         missing: not there on some seed, on either side.
     """
 

@@ -45,7 +45,6 @@ class ArmVerdict:
     """One arm on its own.
 
     Args:
-        arm: the arm.
         control: why it is a control (`paired`, `named`, `momentum-free`), empty when it is none.
         settings: how many it has: finished + diverged + missing.
         finished: those in which every seed has finished, the only ones in a mean.
@@ -55,7 +54,6 @@ class ArmVerdict:
         best: the finished setting of the lowest mean perplexity, the first of equals; None when nothing has finished.
         held_out: the mean over its seeds of the perplexity at the setting that is best on the other seeds; None for
             fewer than three seeds, and when a run that it needs has no perplexity.
-        areas: one for each x.
         geometric_mean: of the mean perplexities of its finished settings.
         worst: the finished setting of the highest mean perplexity; each diverged one is worse than that.
         varied: the dotted paths of the values that vary within the arm.
@@ -81,12 +79,10 @@ class Verdict:
     """What a sweep's table says.
 
     Args:
-        within: the relative distances of the areas.
         level: nominal coverage of every interval.
         best: the setting of the lowest mean perplexity of all arms; None when nothing has finished.
         arms: in order of appearance.
         comparisons: by control, then by arm.
-        notes: sentences on what limits the reading.
     """
 
     within: tuple[float, ...]

@@ -82,10 +82,10 @@ class Grower:
         self._clear()
 
     def grow(self, name: str, *, deep: bool = True) -> None:
-        """Do a node, and with `deep` everything below it; what is finished or saved is not done again.
+        """Do a node, and what lies above it and is not on disk; what is finished or saved is not done again.
 
         Args:
-            name: id of the node. What lies above it is read from disk, or done again if it is not there.
+            name: id of the node.
             deep: go on to the leaves; otherwise end with the state at the node's end on disk.
 
         Raises:

@@ -71,7 +71,6 @@ class Status:
     """How far a sweep is; runs that several cells share count once.
 
     Args:
-        total: runs of the sweep.
         finished: ended normally in this call.
         diverged: ended early by divergence in this call.
         failed: could not be run in this call.

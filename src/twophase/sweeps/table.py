@@ -40,7 +40,6 @@ class Row:
     """One cell of a sweep and what became of it.
 
     Args:
-        arm, run: the cell's arm and run id.
         values: from dotted path to value, for every axis of the sweep.
         state: `finished`, `diverged` (ended early), `failed` (could not be run) or `missing` (not run yet).
         perplexity: on held-out text, per token, infinite where it has overflowed; None when there is none.
@@ -67,7 +66,6 @@ class Setting:
     """The runs of one arm that differ in the seed only, as one.
 
     Args:
-        arm: the arm.
         values: every axis value but the seed.
         state: `finished` when all its runs are; else `diverged` when one is; else `missing`, failed runs included.
         result: mean perplexity over the seeds when finished, else None; of a task without perplexity, that of the loss.
