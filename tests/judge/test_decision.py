@@ -16,7 +16,7 @@ from twophase.judge.decision import decide, decide_pairs
 TTEST: Any = scipy.stats.ttest_1samp
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50)
 @given(
     st.lists(st.integers(-500, 500), min_size=3, max_size=9).filter(lambda d: len(set(d)) > 1),
     st.integers(1, 20),

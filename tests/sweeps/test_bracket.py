@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from twophase.base.errors import UsageError
@@ -35,7 +35,6 @@ def bowl(**optimum: float) -> Callable[[dict[str, float]], float]:
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
 @given(lr=st.floats(1e-3, 1e3), momentum=st.floats(0.01, 0.999), refinements=st.integers(0, 3))
 def test_ends_within_half_a_step(lr: float, momentum: float, refinements: int) -> None:
     """The best of a bowl lies within half a last step of its minimum, on every scale, and is interior."""
@@ -70,7 +69,6 @@ def test_goes_on_from_its_table() -> None:
         assert part == whole
 
 
-@settings(max_examples=60, deadline=None)
 @given(lr=st.floats(1e-2, 1e2), period=st.integers(1, 5), slope=st.floats(0.1, 2))
 def test_no_neighbour_of_a_small_whole_number_is_left_out(lr: float, period: int, slope: float) -> None:
     """Where half a step rounds to the same period, the next one is tried: the end is interior, whatever the valley."""

@@ -295,7 +295,7 @@ def test_a_killed_walk_loses_little(
     monkeypatch.setattr(Trainer, "inner_step", killed)
     monkeypatch.setattr(forest, "_SAVE_SECONDS", 2.0)
     monkeypatch.setattr(forest, "time", SimpleNamespace(perf_counter=lambda: float(done)))  # a step takes a second
-    for kill in range(2, made.steps, 7):
+    for kill in range(2, made.steps, 11):
         done, limit, path = 0, kill, tmp_path / str(kill)
         in_memory = (0, 8)[kill % 2]
         with pytest.raises(KeyboardInterrupt):
@@ -451,7 +451,7 @@ def test_a_run_that_shares_nothing_goes_on_from_its_checkpoint(
     monkeypatch.setattr(Trainer, "inner_step", killed)
     monkeypatch.setattr(forest, "_SAVE_SECONDS", 0.0 if kill else 60.0)
     while True:
-        budget = iter(range(15))
+        budget = iter(range(19))
         try:
             stop = lambda budget=budget: not kill and next(budget, None) is None  # noqa: E731
             grow(made, tmp_path, should_stop=stop)
