@@ -295,7 +295,7 @@ def test_a_killed_walk_loses_little(
     monkeypatch.setattr(Trainer, "inner_step", killed)
     monkeypatch.setattr(forest, "_SAVE_SECONDS", 2.0)
     monkeypatch.setattr(forest, "time", SimpleNamespace(perf_counter=lambda: float(done)))  # a step takes a second
-    for kill in range(2, made.steps, 11):
+    for kill in range(2, made.steps, 7):
         done, limit, path = 0, kill, tmp_path / str(kill)
         in_memory = (0, 8)[kill % 2]
         with pytest.raises(KeyboardInterrupt):

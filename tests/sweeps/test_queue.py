@@ -102,6 +102,14 @@ def names(queue: Queue) -> list[str]:
     return sorted(path.name for path in queue.folder.iterdir())
 
 
+def test_a_job_that_was_taken_since_the_look_is_passed_over(tmp_path: Path) -> None:
+    """Of two workers that saw a job wait the slower one takes the next."""
+    queue = Queue(tmp_path)
+    standings = queue.look(JOBS)
+    with take(Queue(tmp_path)), queue.take(standings) or pytest.fail("no job") as claim:
+        assert claim.job == "b"
+
+
 def test_failures_have_a_reason(tmp_path: Path) -> None:
     """A failure's reason is kept, shortened, until the next call; so is that of the third death under a job."""
     queue = Queue(tmp_path)
