@@ -41,19 +41,13 @@ _SHADES = ((253, 231, 37), (94, 201, 98), (33, 145, 140), (59, 82, 139), (68, 1,
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One heatmap.
-
-    Args:
-        title: above it.
-        x: values of the horizontal axis, from left to right.
-        y: values of the vertical axis, from bottom to top.
-        cells: one row a y value, one cell an x value: its state, and its value if it has finished, else None.
-    """
+    """One heatmap, with the values of its axes from left to right and from bottom to top."""
 
     title: str
     x: Sequence[Any]
     y: Sequence[Any]
     cells: Sequence[Sequence[tuple[State, float | None]]]
+    """One row a y value, one cell an x value: its state, and its value if it has finished, else None."""
 
     def tiles(self) -> list[tuple[int, int, State, float | None]]:
         """Return column, row, state and value of every cell."""
@@ -67,13 +61,7 @@ def tile(setting: Setting | None) -> tuple[State, float | None]:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """What colours mean, so that several figures can share it.
-
-    Args:
-        low: the value at the good end; the lowest of all.
-        high: the value at the bad end, above which the colour no longer changes.
-        bound: cells at or below it are outlined.
-    """
+    """What colours mean, so that several figures can share it: the good end, the bad end, and what is outlined."""
 
     low: float
     high: float
@@ -81,12 +69,7 @@ class Scale:
 
 
 def scale_of(values: Sequence[float], within: float = 0.25) -> Scale:
-    """The logarithmic colour scale for some positive values: from the best to the worst, or to 3 times the best.
-
-    Args:
-        values: every number that shall share the scale.
-        within: relative distance from the best that is outlined.
-    """
+    """The logarithmic colour scale for some positive values, from the best to the worst or to 3 times the best."""
     if not values:
         return Scale(1.0, 2.0, -math.inf)
     low, high = min(values), max(values)
@@ -99,20 +82,11 @@ class Heatmaps:
     """Rows of heatmaps on one logarithmic colour scale; lower is better.
 
     Every finished cell shows its number; diverged cells are hatched, cells without a result grey, and the region within
-    the scale's bound is outlined.
-
-    Args:
-        panels: rows of panels, at least one, all rows of one length.
-        x_label: name of the horizontal axis.
-        y_label: name of the vertical axis.
-        colour_label: what the numbers are, with their unit.
-        title: what the numbers say.
-        reading: below the title, in which setting and over which seeds.
-        note: a line below the panels, for what a reader must know to read them.
-        scale: the colour scale; `scale_of` everything that the panels show when None.
+    the scale's bound is outlined. Title and reading are those of `headline`; the note stands below the panels.
     """
 
     panels: Sequence[Sequence[Panel]]
+    """Rows of one length, at least one."""
     x_label: str
     y_label: str
     colour_label: str
@@ -120,6 +94,7 @@ class Heatmaps:
     reading: str = ""
     note: str = ""
     scale: Scale | None = None
+    """That of everything that the panels show when None."""
 
     def draw(self) -> Figure:
         """Draw them, in the present style."""
@@ -132,14 +107,7 @@ class Heatmaps:
         return figure
 
     def write(self, path_stem: Path) -> list[Path]:
-        """Write `.png`, `.pdf` and the `.csv` of what they show, byte for byte the same for the same panels and words.
-
-        Args:
-            path_stem: the files' path without their endings; its folder must exist.
-
-        Raises:
-            UsageError: matplotlib is not installed, or the files cannot be written.
-        """
+        """Write `.png`, `.pdf` and the `.csv` of what they show, the same bytes for the same panels and words."""
         with styled():
             pictures = rendered(self.draw())
         bound = self._scale().bound
@@ -191,11 +159,7 @@ def _draw(panels: Sequence[Sequence[Panel]], scale: Scale, x_label: str, y_label
 
 
 def colours_of(scale: Scale) -> ScalarMappable:
-    """The colours of all our heatmaps: light is good, and lightness alone orders the values, in grey and for every eye.
-
-    Args:
-        scale: their ends.
-    """
+    """The colours of all our heatmaps: light is good; lightness alone orders the values, in grey and for every eye."""
     from matplotlib.cm import ScalarMappable  # noqa: PLC0415 - an extra, see style.py
     from matplotlib.colors import LogNorm  # noqa: PLC0415
 
@@ -213,13 +177,8 @@ def draw_tiles(
 ) -> None:
     """A heatmap with its numbers: diverged cells hatched, missing ones grey, those within a bound outlined.
 
-    Args:
-        axes: where; limits are set to the cells, ticks are left to the caller.
-        cells: column, row, state and value of each; a state of None is a place where the design has no run.
-        colours: of the page.
-        bound: values at or below it are outlined.
-        size: of the numbers, in points.
-        mark: what is put behind the number of a cell.
+    Cells are column, row, state and value; a state of None is a place where the design has no run. `size` is that of
+    the numbers, in points, and `mark` is put behind them. Limits are set to the cells; ticks are left to the caller.
     """
     from matplotlib.patches import Rectangle  # noqa: PLC0415
 
@@ -257,15 +216,7 @@ def draw_tiles(
 
 
 def draw_colour_bar(figure: Figure, colours: ScalarMappable, scale: Scale, label: str, worst: float) -> None:
-    """The colour bar of a page; its tip says that something that is shown lies beyond its end.
-
-    Args:
-        figure: the page.
-        colours: its colours.
-        scale: their ends, and the bound, which is marked if it lies inside.
-        label: what the numbers are.
-        worst: the largest number shown.
-    """
+    """The colour bar of a page, with the scale's bound if it lies inside; its tip says that `worst` lies beyond."""
     clipped = worst > scale.high * (1 + 1e-9)
     place: dict[str, Any] = {"ax": figure.axes, "aspect": 32, "fraction": 0.05, "pad": 0.02}
     bar = figure.colorbar(colours, extend="max" if clipped else "neither", **place)
@@ -277,9 +228,7 @@ def draw_colour_bar(figure: Figure, colours: ScalarMappable, scale: Scale, label
     if scale.low < scale.bound < scale.high:
         bar.ax.axhline(scale.bound, color=INK, linewidth=1.6)
     end = f"; colours end at {readable(scale.high)}" if clipped else ""
-    bar.set_label(
-        f"{label}\nlower is better (log scale{end})"
-    )  # two lines: a figure of one row is lower than one line is long
+    bar.set_label(f"{label}\nlower is better (log scale{end})")  # a figure of one row is lower than one line is long
 
 
 def shade(value: float, scale: Scale) -> tuple[tuple[int, int, int], str]:
@@ -291,11 +240,7 @@ def shade(value: float, scale: Scale) -> tuple[tuple[int, int, int], str]:
 
 
 def readable_on(colour: Sequence[float]) -> str:
-    """Dark or white ink, whichever has the higher contrast ratio (WCAG 2) with a background.
-
-    Args:
-        colour: red, green and blue of the background, in [0, 1]; a fourth number, of its opacity, is left out.
-    """
+    """Dark or white ink, whichever has the higher contrast ratio (WCAG 2) with red, green and blue in [0, 1]."""
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in colour]
     luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
     return PAPER if 1.05 / (luminance + 0.05) > (luminance + 0.05) / 0.05 else INK

@@ -36,28 +36,19 @@ Placed = tuple[Mapping[str, Any], Setting]
 
 @dataclass(frozen=True, slots=True)
 class Map:
-    """The settings that share their values of all axes but two.
-
-    Args:
-        axes: across, up, and the others; the first two are empty where there is none.
-        fixed: the values of the others.
-        rows: one a value of the axis up, in it one place a value of the axis across, with the setting there.
-    """
+    """The settings that share their values of all axes but two."""
 
     axes: Sequence[str]
+    """Across, up, and the others; the first two are empty where there is none."""
     fixed: Mapping[str, Any]
+    """The values of the others."""
     rows: Sequence[Sequence[tuple[Mapping[str, Any], Setting | None]]]
+    """One a value of the axis up, in it one place a value of the axis across, with the setting there."""
 
 
 def cut(placed: Sequence[Placed], axes: Mapping[str, Sequence[Any]]) -> list[Map]:
-    """Cut settings along some axes into maps: the first axis across, the second up, a map for each value of the others.
-
-    The outer learning rate comes first, wherever it stands: all figures of this package have it across.
-
-    Args:
-        placed: the settings with their values of the axes.
-        axes: from dotted path to its values, in their order.
-    """
+    """Cut settings along some axes into maps: the first across, the second up, a map for each value of the others."""
+    # All figures of this package have the outer learning rate across.
     axes = {path: axes[path] for path in sorted(axes, key=lambda path: path != _ACROSS)}
     by_place = {tuple(str(values.get(path)) for path in axes): setting for values, setting in placed}
     across, up, *others = names = [*axes, "", ""][: max(2, len(axes))]
@@ -74,15 +65,9 @@ def cut(placed: Sequence[Placed], axes: Mapping[str, Sequence[Any]]) -> list[Map
 
 
 def draw(rows: Sequence[Row], form: str, folder: Path) -> list[Path]:
-    """Draw `sweep.png`, `.pdf` and `.csv`: the axes as `cut` places them; seeds averaged.
+    """Draw `sweep.png`, `.pdf` and `.csv`: the axes as `cut` places them; seeds averaged; `form` in words.
 
-    Args:
-        rows: of the sweep's `cells.csv`.
-        form: the form that outer learning rates are meant in, in words.
-        folder: the sweep's `figures`.
-
-    Returns:
-        The paths written; none when the other axes would make more panels than a page holds (`cells.csv` has all).
+    Nothing is written when the other axes would make more panels than a page holds (`cells.csv` has all).
     """
     page = _page(rows, form)
     return page.write(folder / "sweep") if page else []

@@ -44,12 +44,7 @@ def check_files(path: Path) -> None:
 
 
 def draw(advice: Advice, path: Path) -> list[Path]:
-    """Write the figure to `path` (.png or .pdf) and the numbers that it shows beside it, as .csv.
-
-    Raises:
-        UsageError: another ending, matplotlib missing, or files that cannot be written.
-    """
-    check_files(path)
+    """Write the figure to `path`, which `check_files` has passed, and the numbers that it shows beside it, as .csv."""
     parts = [_motion, _rates, *([_losses] if advice.rounds is not None else [])]
     rows: Rows = []
     with styled():

@@ -16,10 +16,7 @@ _FARTHEST = 30
 def draw_profiles(axes: Axes, behind: Mapping[str, Sequence[float]], named: Mapping[str, str]) -> None:
     """Draw the share of places in which each arm is within x of the best, over x; those that are not named in grey.
 
-    Args:
-        axes: where.
-        behind: of `judge.bench.behind`; what comes later lies above.
-        named: labels of some arms, in the order of the looks.
+    `behind` is that of `judge.bench`; what comes later lies above. `named` are labels, in the order of the looks.
     """
     for number, (arm, distances) in enumerate(behind.items()):
         style: dict[str, Any] = look([*named].index(arm)) if arm in named else {"color": MUTED, "alpha": 0.25}

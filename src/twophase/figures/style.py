@@ -96,17 +96,7 @@ def new_page(height: float) -> Figure:
 
 
 def new_figure(height: float, rows: int = 1, columns: int = 1, **options: Any) -> tuple[Figure, Any]:
-    """A figure as wide as the page, with a grid of axes.
-
-    Args:
-        height: in inches.
-        rows: of axes.
-        columns: of axes.
-        options: further ones of matplotlib's `Figure.subplots`, such as `sharey=True`.
-
-    Returns:
-        (figure, axes), the axes as an array of shape (rows, columns).
-    """
+    """A figure of `new_page` and its axes, an array of shape (rows, columns); `options` are those of `subplots`."""
     figure = new_page(height)
     return figure, figure.subplots(rows, columns, squeeze=False, **options)
 
@@ -129,11 +119,9 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def look(number: int, *, every: int | tuple[int, int] | None = None) -> dict[str, Any]:
-    """Colour, stroke and (with `every`) marker of the curve of that number, as arguments of `Axes.plot`.
+    """Colour, stroke and (on every so many points, or (first, step)) marker of a curve, as arguments of `Axes.plot`.
 
-    Args:
-        number: from 0; after the eighth the looks repeat.
-        every: marker on every so many points, or (first, step); None for no markers.
+    The number counts from 0; after the eighth the looks repeat.
     """
     colour, stroke, marker = _LOOKS[number % len(_LOOKS)]
     marks = {} if every is None else {"marker": marker, "markevery": every}
@@ -143,10 +131,7 @@ def look(number: int, *, every: int | tuple[int, int] | None = None) -> dict[str
 def headline(figure: Figure, finding: str, reading: str) -> None:
     """Title a figure: in bold what its numbers say, below it what is drawn and which direction is better.
 
-    Args:
-        figure: a whole one.
-        finding: composed from the numbers that are drawn, so that it changes with them.
-        reading: in plain letters, such as "perplexity a token, lower is better".
+    The finding is composed from the numbers that are drawn, so that it changes with them.
     """
     from matplotlib.text import Annotation  # noqa: PLC0415 - as above
 
@@ -175,14 +160,7 @@ def _balanced(text: str, width: int) -> str:
 
 
 def in_words(pairs: Sequence[tuple[float, float]], *, more: str, fewer: str, both: str, same: str) -> str:
-    """Choose the words of a finding by what becomes of some numbers.
-
-    Args:
-        pairs: each number before and after.
-        more: where some are larger after, and none is smaller.
-        fewer: where some are smaller, and none is larger.
-        both: where some are larger and some smaller.
-        same: where none changes.
+    """Choose the words of a finding by which numbers of some pairs, each before and after, rise or fall.
 
     >>> in_words([(7, 10), (8, 8)], more="widens", fewer="narrows", both="moves", same="leaves")
     'widens'
@@ -249,10 +227,7 @@ def _settle(figure: Figure) -> None:
 def rendered(figure: Figure, endings: Sequence[str] = (".png", ".pdf"), *, palette: bool = False) -> dict[str, bytes]:
     """The figure's files by ending, byte for byte the same for the same figure; within `styled`.
 
-    Args:
-        figure: any.
-        endings: which of `.png` and `.pdf`.
-        palette: the PNG gets 256 colours, which the eye does not miss, and a third of the size.
+    With `palette` the PNG gets 256 colours, which the eye does not miss, and a third of the size.
     """
     _settle(figure)
     files: dict[str, bytes] = {}
@@ -273,13 +248,7 @@ def rendered(figure: Figure, endings: Sequence[str] = (".png", ".pdf"), *, palet
 
 
 def check_numbers(paths: Sequence[Path], start: str, option: str) -> None:
-    """Refuse to replace files of numbers, unless the last of them begins as what is to be written does.
-
-    Args:
-        paths: the files, as `write_files` takes them.
-        start: how the last one begins.
-        option: the option that names their place, with its value.
-    """
+    """Refuse to replace files of numbers, unless the last of them begins with `start`; `option` names their place."""
     there = [path for path in paths if path.exists()]
     if there and not (paths[-1].is_file() and paths[-1].read_bytes().startswith(start.encode())):
         raise UsageError(
@@ -289,14 +258,9 @@ def check_numbers(paths: Sequence[Path], start: str, option: str) -> None:
 
 
 def write_files(path_stem: Path, contents: Mapping[str, str | bytes]) -> list[Path]:
-    """Write the files of one figure, each in one step: `contents` by ending, such as `.png`.
+    """Write the files of one figure, each in one step, into a folder that exists; return their paths.
 
-    Args:
-        path_stem: the files' path without their endings; its folder must exist.
-        contents: text or bytes of each file.
-
-    Returns:
-        The paths, in the order of `contents`.
+    `contents` are by ending, such as `.png`, which stands behind the stem.
 
     Raises:
         UsageError: a file cannot be written.

@@ -21,12 +21,8 @@ _WORDS = {"diverged": "div.", "failed": "fail"}
 def text_maps(panels: Sequence[Sequence[Panel]], scale: Scale, *, x_label: str) -> Text:
     """Return rows of heatmaps as text, the largest y value on top as in a figure.
 
-    A finished cell has its number and its colour, another one a word, and one that is still to come a dot.
-
-    Args:
-        panels: rows of panels.
-        scale: of the colours.
-        x_label: at most three characters for the x values.
+    A finished cell has its number and its colour, another one a word, and one that is still to come a dot. The label of
+    the x values has at most three characters.
     """
     from rich.text import Text  # noqa: PLC0415 - only where it is shown
 

@@ -29,31 +29,19 @@ _TICKS = (1, 2, 5, 10, 25, 50, 100)
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """The settings of one arm that come near the best of all.
-
-    Args:
-        name: of the arm, for the legend.
-        settings: how many it has; diverged and missing ones are near at no threshold.
-        within: how many are near at each of `THRESHOLDS`, by their means over the seeds.
-        least: fewest of `within` and of the single seeds, each held against its own best.
-        most: most of them.
-    """
+    """How many of an arm's settings come near the best of all; diverged and missing ones do at no threshold."""
 
     name: str
     settings: int
     within: Sequence[int]
+    """How many are near at each of `THRESHOLDS`, by their means over the seeds."""
     least: Sequence[int]
+    """Fewest of `within` and of the single seeds, each held against its own best."""
     most: Sequence[int]
 
 
 def curve_of(name: str, cells: Sequence[Setting], every: Sequence[Setting]) -> Curve:
-    """Count the settings of an arm at each threshold.
-
-    Args:
-        name: of the arm.
-        cells: its settings.
-        every: all settings among which the best is.
-    """
+    """Count the settings of an arm at each threshold; the best is that of `every` setting."""
     by_seed: dict[object, list[float]] = {}
     best: dict[object, float] = {}
     for cell in every:
@@ -80,22 +68,11 @@ def thresholds(
     title: str,
     reading: str,
     path_stem: Path,
-    lines: Mapping[str, float] | None = None,
+    lines: Mapping[str, float],
 ) -> list[Path]:
-    """Draw curves over the threshold and write them as `.png`, `.pdf` and `.csv`.
+    """Draw curves over the threshold, a panel a title, and write them as `.png`, `.pdf` and `.csv`.
 
-    Args:
-        panels: from their titles to their curves; curves of one name look alike.
-        title: what the numbers say.
-        reading: below the title.
-        path_stem: the files' path without their endings; its folder must exist.
-        lines: single settings, by name, at their distance from the best in per cent.
-
-    Returns:
-        The paths written.
-
-    Raises:
-        UsageError: matplotlib is not installed, or the files cannot be written.
+    Curves of one name look alike. `lines` are single settings, by name, at their distance from the best in per cent.
     """
     names = list(dict.fromkeys(curve.name for curves in panels.values() for curve in curves))
     rows = []
@@ -113,14 +90,10 @@ def thresholds(
                     | {"within": n, "least": least, "most": most}
                     for x, n, least, most in zip(THRESHOLDS, curve.within, curve.least, curve.most, strict=True)
                 ]
-            for name, place in (lines or {}).items():
+            for name, place in lines.items():
                 axes.axvline(place, color=MUTED, linewidth=0.9, linestyle=(0, (1, 1.5)), label=f"{name}: {place:.1f} %")
-            axes.set(
-                title=f"{head[0].upper()}{head[1:]}",
-                xlabel="x: at most this much above the best of all, %",
-                xscale="log",
-            )
-            axes.set(xlim=(1, 100), ylim=(-2, 103))
+            axes.set(title=f"{head[0].upper()}{head[1:]}", xscale="log", xlim=(1, 100), ylim=(-2, 103))
+            axes.set_xlabel("x: at most this much above the best of all, %")
             axes.set_xticks(_TICKS, list(map(str, _TICKS)))
             axes.minorticks_off()
             axes.grid(color="#ebebeb", linewidth=0.5)

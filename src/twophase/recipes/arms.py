@@ -71,13 +71,7 @@ class Arm:
         object.__setattr__(self, "_fixed", fixed)
 
     def cell(self, base: Any, numbers: Mapping[str, float], seed: int) -> Cell:
-        """Return a run of the arm.
-
-        Args:
-            base: configuration of the comparison.
-            numbers: values of the scales.
-            seed: of the run.
-        """
+        """Return a run of the arm in a comparison of this configuration; `numbers` are values of the scales."""
         tuned = [f"{name[7:]}={value!r}" for name, value in numbers.items() if name.startswith("method.")]
         values: dict[str, Any] = {**self._fixed, INNER_LR: numbers[INNER_LR], SEED: seed}
         values[METHOD] = ":".join([self._fixed[METHOD], *tuned])
@@ -91,11 +85,7 @@ class Arm:
 
 
 def check_arm_options(paths: Iterable[str]) -> None:
-    """Refuse options that every arm has its own value of.
-
-    Args:
-        paths: dotted paths of the values that the user has given.
-    """
+    """Refuse options, by dotted path, that every arm has its own value of."""
     varied = {METHOD, RESTART, BLOCKS, SEED, *(f"outer.{name}" for name in RULE_OPTIONS)}
     for path in varied.intersection(paths):
         remedy = "--seeds and --fresh" if path == SEED else "--arms, such as nesterov:lr=0.7@3"

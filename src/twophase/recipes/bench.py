@@ -51,21 +51,14 @@ FEW = ("memoryless", *CANDIDATES, "ramp:~0.5", NESTEROV, f"{NESTEROV}@3")
 
 @dataclass(frozen=True)
 class Place:
-    """Where arms are compared.
-
-    Args:
-        name: of its folder and of its rows.
-        title: in words.
-        values: of the configuration, by dotted path.
-        task: by name.
-        few: whether only `FEW` are compared, with five eighths of the settings, on five held-out seeds.
-    """
+    """Where arms are compared; `values` of the configuration are by dotted path."""
 
     name: str
     title: str
     values: Mapping[str, Any]
     task: str = LM
     few: bool = False
+    """Whether only `FEW` are compared, with five eighths of the settings, on five held-out seeds."""
 
     def base(self) -> Any:
         """Return the configuration of its runs, of which the inner learning rate is where searches begin."""
@@ -111,14 +104,7 @@ PLACES = (
 
 @dataclass(frozen=True)
 class Size:
-    """How much is spent on an arm at a place.
-
-    Args:
-        points: settings that its search may try.
-        seeds: tuning seeds.
-        fresh: held-out seeds.
-        places: names of the places.
-    """
+    """How much is spent on an arm at a place: settings of its search, tuning seeds, and held-out (`fresh`) seeds."""
 
     points: int
     seeds: tuple[int, ...]
@@ -139,15 +125,11 @@ SIZES = {"quick": QUICK, "full": FULL}
 
 @dataclass(frozen=True)
 class Family:
-    """Comparisons that share a chance of 5 % for any wrong word among them.
-
-    Args:
-        title: in words.
-        pairs: place, arm and what it is held against.
-    """
+    """Comparisons that share a chance of 5 % for any wrong word among them."""
 
     title: str
     pairs: tuple[tuple[str, str, str], ...]
+    """Place, arm and what it is held against."""
 
 
 def families() -> tuple[Family, ...]:

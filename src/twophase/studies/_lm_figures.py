@@ -8,6 +8,7 @@ from typing import Any
 from twophase.figures.heatmaps import Scale, colours_of, draw_colour_bar, draw_tiles, scale_of
 from twophase.figures.matplotlib_types import Axes, Figure, ScalarMappable
 from twophase.figures.style import headline, new_page
+from twophase.studies._lm import first
 from twophase.sweeps.table import readable
 
 LineAt = Callable[[Any, Any], Mapping[str, Any] | None]
@@ -85,6 +86,11 @@ def _draw_heatmap(
     axes.set_xticks(range(len(x)), [f"{value:g}" for value in x])
     axes.set_yticks(range(len(y)), [f"{value:g}" for value in y])
     axes.tick_params(pad=2)
+
+
+def line_at(lines: Sequence[Mapping[str, Any]], across: str, up: str) -> LineAt:
+    """Find a line by the values that are drawn across and up."""
+    return lambda x, y: first(lines, **{across: x, up: y})
 
 
 def never_fires(line: Mapping[str, Any]) -> bool:

@@ -24,8 +24,6 @@ MEASURED = "measured.json"
 def train_in_stages(study: Any, scale: Scale, folder: Path, **options: Any) -> tuple[Any, ...]:
     """Train what a study's sweep lacks, measure, and go on as long as that adds cells.
 
-    A finished run is not trained again, and a run that was stopped goes on from its checkpoint.
-
     The folder takes the table and what was measured; `options` are those of `run_sweep`. Returned are the arguments of
     the study's `table`: the rows, the scale and, where it measures, what was measured.
 

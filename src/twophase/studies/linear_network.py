@@ -31,11 +31,7 @@ QUESTION = "Does the mode theory, restarts included, hold in the training of a n
 
 
 def table(*, quick: bool = False) -> Result:
-    """Train the linear model, networks of several widths, and the linear model on halves of the data.
-
-    Raises:
-        UsageError: scikit-learn is not installed.
-    """
+    """Train the linear model, networks of several widths, and the linear model on halves of the data."""
     from twophase.studies import _digits  # noqa: PLC0415 - torch, which a list of studies does without
 
     settings = _digits.QUICK if quick else _digits.FULL

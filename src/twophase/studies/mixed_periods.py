@@ -66,11 +66,7 @@ _RATES = {
 
 
 def table(*, quick: bool = False) -> Result:
-    """Rates in the long run, loss curves of schedules, and rates of tuned rules.
-
-    Args:
-        quick: 61 instead of 241 modes an interval, and one grid of 20 learning rates and 10 momenta.
-    """
+    """Rates in the long run, loss curves of schedules, and rates of tuned rules; `quick` with fewer modes, one grid."""
     modes = 61 if quick else MODES
     grids = {"quick": (20, 10)} if quick else GRIDS
     kinds = [(ends, kind) for ends in INTERVALS for kind in KINDS]

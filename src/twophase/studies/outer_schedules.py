@@ -49,18 +49,13 @@ _FINALS = tuple(2.0 ** np.arange(-4, 4.5, 0.5))
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """An arm in the model.
-
-    Args:
-        tuned: what is tuned beside the inner rate: nothing, `lr`, or `lr` and `momentum`.
-        nesterov: whether it looks ahead.
-        schedule: of learning rate and momentum.
-        restart: policy.
-    """
+    """An arm in the model."""
 
     tuned: int = 2
+    """How many are tuned beside the inner rate: none, `lr`, or `lr` and `momentum`."""
     nesterov: bool = False
     schedule: str = "constant"
+    """Of learning rate and momentum."""
     restart: str = "never"
 
 
@@ -79,13 +74,7 @@ ARMS = {
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The linear model of a run.
-
-    Args:
-        config: replicas, steps and inner schedule.
-        noise: level.
-        modes: of the spectrum.
-    """
+    """The linear model of a run, whose configuration gives replicas, steps and inner schedule."""
 
     config: RunConfig
     noise: float
@@ -129,11 +118,7 @@ class Model:
 
 
 def table(*, quick: bool = False) -> Result:
-    """Best outer rates, predicted gains, and their rank correlation with measured ones.
-
-    Args:
-        quick: 12 modes, one noise level, two places, and one number of replicas.
-    """
+    """Best outer rates, predicted gains, and their rank correlation with measured ones."""
     modes, noises = (12, (NOISE,)) if quick else (MODES, NOISES)
     measured = measured_gains(stored("reference.csv"))
     lines: list[dict[str, Any]] = []

@@ -76,11 +76,7 @@ class Draws:
 
 
 def table(*, quick: bool = False) -> Result:
-    """Every criterion's choice and regret on random spectra, for several horizons.
-
-    Args:
-        quick: the first 200 spectra instead of 1500.
-    """
+    """Every criterion's choice and regret on random spectra, of which `quick` takes the first, for several horizons."""
     count = 200 if quick else SPECTRA
     draws = Draws.make(count)
     lrs = np.array([rule.lr for rule in draws.rules])[:, None]

@@ -30,11 +30,8 @@ GOAL = 0.8
 
 
 def table(*, quick: bool = False) -> Result:
-    """Choose a rule for each treatment on the fitted places, and judge it on the others; hold each arm at its best.
-
-    `quick` is of no meaning here.
-    """
-    del quick
+    """Choose a rule for each treatment on the fitted places, and judge it on the others; hold each arm at its best."""
+    del quick  # of no meaning here
     rows = stored("regimes.csv")
     cells = cells_of(rows)
     lines: list[dict[str, Any]] = []

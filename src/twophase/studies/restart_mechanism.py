@@ -55,11 +55,7 @@ _LOOKS = {"none": 0, "factor": 1, "global": 2, "nag": 3, "heuristic": 4, "own": 
 
 
 def table(*, quick: bool = False) -> Result:
-    """Loss curves of every panel, and the exact final losses.
-
-    Args:
-        quick: 201 instead of 2001 momenta in the grids over which no-restart rules are tuned.
-    """
+    """Loss curves of every panel, and the exact final losses; `quick` tunes rules without restarts on coarser grids."""
     points = 201 if quick else 2001
     panels = {"single": _single(points), "six": _six(), "blocks": _blocks(), "oscillation": _oscillation()}
     settings = {

@@ -19,7 +19,7 @@ from twophase.figures.style import region_words
 from twophase.recipes.paper import BOTH_FORMS, PERIOD, RULES, Scale, arm_name, control_name, robustness_heatmaps
 from twophase.rule import FORM_WORDS
 from twophase.studies._lm import MARGIN, WITHIN, Line, perplexity_words, ratio_words
-from twophase.studies._lm_figures import LineAt, PageRow, heatmap_page
+from twophase.studies._lm_figures import PageRow, heatmap_page, line_at
 from twophase.studies.study import Result, select
 from twophase.sweeps.grid import MOMENTUM_FREE
 from twophase.sweeps.table import Row, format_table, readable
@@ -210,7 +210,7 @@ def _page(result: Result, inner_steps: str, kind: str) -> Figure:
     for form in BOTH_FORMS:
         restarted = arm_name(form, kind, _RESTARTED)
         arms = ((arm_name(form, kind, _NEVER), "lr"), (restarted, "lr"), (control_name(restarted), "of_lr"))
-        cells = [_line_at(select(here, arm=arm), lr_name) for arm, lr_name in arms]
+        cells = [line_at(select(here, arm=arm), lr_name, "momentum") for arm, lr_name in arms]
         rows.append((f"{FORM_WORDS[form]}\nouter momentum", bound, cells))
     mean = f"means over {seeds} seeds" if seeds > 1 else "one seed"
     return heatmap_page(
@@ -246,7 +246,3 @@ def _ratio_words(result: Result, kind: str, inner_steps: int) -> str:
     ratios = [facts["over_never"]["ratio"] for facts in places]
     times = " and ".join("?" if ratio is None else f"{ratio['mean']:.2f}" for ratio in ratios)
     return f"over the grid no restart has {times} times the {lm.measure(result.settings)}"
-
-
-def _line_at(lines: Sequence[Any], lr_name: str) -> LineAt:
-    return lambda lr, momentum: lm.first(lines, **{lr_name: lr, "momentum": momentum})

@@ -49,11 +49,7 @@ _MARKS = dict(zip(COLUMNS, (0, 2, 1, 6, 4, 7), strict=True))
 
 
 def table(*, quick: bool = False) -> Result:
-    """Final loss of every cell of the grid, form, rule and spectrum, without and with restarts, and of the controls.
-
-    Args:
-        quick: 12 momenta and 10 learning rates instead of 34 and 27.
-    """
+    """Final loss of every cell of the grid, form, rule and spectrum, without and with restarts, and of the controls."""
     momenta = np.linspace(0, LARGEST_MOMENTUM, 12 if quick else 34)
     lrs = {form: np.linspace(*ends, 10 if quick else 27) for form, ends in LRS.items()}
     rows: list[dict[str, Any]] = []

@@ -28,7 +28,7 @@ from twophase.recipes.paper import (
 )
 from twophase.rule import FORM_WORDS
 from twophase.studies._lm import MARGIN, Line, perplexity_words
-from twophase.studies._lm_figures import NEVER_FIRES, LineAt, PageRow, heatmap_page, never_fires
+from twophase.studies._lm_figures import NEVER_FIRES, PageRow, heatmap_page, line_at, never_fires
 from twophase.studies.study import Result, select
 from twophase.sweeps.table import Row, format_table
 
@@ -207,7 +207,8 @@ def _page(result: Result, inner_steps: int) -> Figure:
         reference = [facts["controls"][name] for name in ("never", "momentum_free", "averaging")]
         bound = min((line["perplexity"] for line in reference if line and line["perplexity"]), default=-1.0)
         label = f"{FORM_WORDS[facts['form']]}\nkept share"
-        rows.append((label, bound, [_line_at(select(drawn, arm=name)) for name in (arm, control_name(arm))]))
+        cells = [line_at(select(drawn, arm=name), "inject", "retain") for name in (arm, control_name(arm))]
+        rows.append((label, bound, cells))
     marked = f"; {NEVER_FIRES}: never fires" if any(map(never_fires, drawn)) else ""
     seeds = f"; means over {len(settings['seeds'])} seeds" if len(settings["seeds"]) > 1 else ""
     return heatmap_page(
@@ -244,7 +245,3 @@ def _best_words(places: Sequence[Mapping[str, Any]]) -> str:
         same="is as good as plain averaging" if pairs else "and plain averaging have not both finished",
     )
     return f"the best soft restart {verb} ({'; '.join(words)})"
-
-
-def _line_at(lines: Sequence[Any]) -> LineAt:
-    return lambda adds, keeps: lm.first(lines, retain=keeps, inject=adds)

@@ -138,7 +138,7 @@ def run(
     Args:
         name: of the study.
         out: folder of the files; made if it does not exist.
-        quick: coarser and faster; the files say so.
+        quick: coarser and faster.
         scale: of a sweep study, by name or as a value: `laptop` when None and not quick, or `paper`. Of a task in place
             of the built-in model: `scale_named("laptop").at(config)`.
         workers: worker processes of a sweep study.
@@ -188,11 +188,7 @@ def _table(study: Any, rows: Sequence[Row], scale: Scale, *measured: Any) -> Res
 
 
 def redraw(name: str, folder: Path) -> list[Path]:
-    """Draw a study's figures again from its table and numbers, as after a change of the drawing. Computes nothing else.
-
-    Args:
-        name: of the study.
-        folder: with its `NAME.csv` and `NAME.json`; the figures are written beside them.
+    """Draw a study's figures again beside its `NAME.csv` and `NAME.json`, from these; computes nothing else.
 
     Raises:
         UsageError: no such study or one that trains nothing, matplotlib is not installed, or files that are missing or

@@ -82,11 +82,6 @@ def sent_bytes(wire: str, numel: int, processes: int = PROCESSES) -> int:
     With n elements and M processes, in float32 a ring sends 2 (M - 1) parts of 4 n / M bytes; a lossy wire sends a
     packet to each other's owner and its own part's packet to each other: 2 (M - 1) packets of ceil(n / 128 M) blocks.
     The sparse one sends its packet of the whole vector to each of the M - 1 others.
-
-    Args:
-        wire: one of `WIRES`.
-        numel: elements, >= 1.
-        processes: >= 1.
     """
     from twophase.diloco.wire import BLOCK, packet_bytes  # noqa: PLC0415 - torch, which a list of studies does without
 
@@ -114,7 +109,7 @@ def table(rows: Sequence[Row], scale: Scale) -> Result:
     places = {}
     for (kind, ahead), momentum, restart in product_of(rules, momenta, RESTARTS):
         line = exact.get((ahead, momentum, restart), {"perplexity": None, "state": "missing"})
-        places[f"{SHORT_KINDS[kind]} {momentum:g} {_restart_words(restart)}"] = {
+        places[_place_name(kind, momentum, restart)] = {
             "rule": kind, "momentum": momentum, "restart": restart,
             "perplexity": line["perplexity"], "state": line["state"],
             **_facts({wire: of_wire.loc[[(ahead, momentum, restart)]] for wire, of_wire in logs.items()}),
@@ -132,16 +127,15 @@ def table(rows: Sequence[Row], scale: Scale) -> Result:
         "bytes_a_round": sent,
         "bytes_over_float32": {wire: sent[wire] / sent[EXACT] for wire in WIRES},
     }
+    gaps = {wire: of_wire - logs[EXACT] for wire, of_wire in logs.items()}
     for line in lines:
-        wire = line["wire"] = wire_of[line["arm"]]
-        line["bytes_a_round"] = sent[wire]
-        place = [(RULES[line["rule"]], line["momentum"], line["restart"])]
-        mine, reference = logs[wire].loc[place], logs[EXACT].loc[place]
-        change, gaps = _change(mine, reference), (mine - reference).iloc[0]
-        for name in ("ratio", "error", "low", "high"):
-            line[f"float32_{name}"] = change[name] if wire != EXACT else None
+        wire, rule, momentum, restart = wire_of[line["arm"]], line["rule"], line["momentum"], line["restart"]
+        change = places[_place_name(rule, momentum, restart)]["change"].get(wire, {"places": 0})  # float32 has none
+        line |= {"wire": wire, "bytes_a_round": sent[wire]}
+        line |= {f"float32_{name}": change.get(name) for name in ("ratio", "error", "low", "high")}
+        by_seed = gaps[wire].loc[(RULES[rule], momentum, restart)]
         for seed in line["setting"].seeds:
-            line[f"float32_log_seed{seed}"] = gaps[seed] if wire != EXACT and change["places"] else None
+            line[f"float32_log_seed{seed}"] = by_seed[seed] if change["places"] else None
     settings = {
         "form": FORM, "lr": LR, "momenta": momenta, "restarts": RESTARTS, "inner_steps": scale.short,
         "rounds": scale.rounds(scale.short), "seeds": scale.seeds, "clear": CLEAR, "parameters": parameters,
@@ -158,6 +152,10 @@ def _parameters(config: Any) -> int:
     from twophase.tasks.lm.speed import parameter_count  # noqa: PLC0415 - torch, as above
 
     return parameter_count(config.model, config.model.vocabulary_size or VOCABULARY_SIZES[config.data.vocabulary])
+
+
+def _place_name(kind: str, momentum: float, restart: str) -> str:
+    return f"{SHORT_KINDS[kind]} {momentum:g} {_restart_words(restart)}"
 
 
 def _restart_words(restart: str) -> str:
@@ -240,12 +238,7 @@ def _typical(logs: Mapping[str, DataFrame]) -> dict[str, float | None]:
 
 
 def verdict(change: Mapping[str, Any], spread: float | None) -> str:
-    """Judge a change, by the module's two questions.
-
-    Args:
-        change: of `_change`, of one place.
-        spread: standard deviation of the seeds' logarithms in float32.
-    """
+    """Judge a change by the module's two questions; `spread` is the seeds' standard deviation in float32."""
     if change["log"] is None:
         return next(iter(change["without"]))
     if spread is None or change["low"] is None:
