@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -11,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twophase.base.config import UsageError
 from twophase.figures import heatmaps as plot
 from twophase.figures import overview
 from twophase.figures.heatmaps import Heatmaps, Panel, Scale, readable_on, scale_of
@@ -43,7 +41,7 @@ def panel(*rows: Sequence[float | State]) -> Panel:
 
 @pytest.mark.slow
 def test_the_files(tmp_path: Path) -> None:
-    """A figure is a PNG of the promised size, a PDF, and a CSV with a line a cell; same input, same bytes."""
+    """A figure is a PNG of the promised size, a PDF, and a CSV with a line a cell."""
     pytest.importorskip("matplotlib")
     paths = Heatmaps([[PANEL, PANEL]], note="outlined: good", **LABELS).write(tmp_path / "a.b")
     assert [path.name for path in paths] == ["a.b.png", "a.b.pdf", "a.b.csv"]
@@ -61,17 +59,16 @@ def test_the_files(tmp_path: Path) -> None:
         "one,1.1,0.9,,missing,false",
     ]
     assert table.decode().splitlines() == [*lines, *lines[1:]]
-    again = Heatmaps([[PANEL, PANEL]], note="outlined: good", **LABELS).write(tmp_path / "again")
-    assert [path.read_bytes() for path in again] == [png, pdf, table]
 
 
 @pytest.mark.slow
-def test_other_shapes(tmp_path: Path) -> None:
+def test_other_shapes() -> None:
     """Many cells, panels of different shapes, and figures without a single number are drawn without a warning."""
     pytest.importorskip("matplotlib")
     big = panel(*([8.0 + i + j for i in range(11)] for j in range(9)))
-    assert Heatmaps([[big, PANEL], [PANEL, panel([8.0], [9.0])]], **LABELS).write(tmp_path / "f")
-    assert Heatmaps([[panel(["diverged", "missing", "failed"])]], **LABELS).write(tmp_path / "f")
+    for panels in ([[big, PANEL], [PANEL, panel([8.0], [9.0])]], [[panel(["diverged", "missing", "failed"])]]):
+        with plot.styled():
+            Heatmaps(panels, **LABELS).draw().draw_without_rendering()
 
 
 def shown(figure: Any) -> list[str]:
@@ -196,11 +193,3 @@ def test_ticks_lie_inside_the_scale(low: float, ratio: float) -> None:
     assert ticks == sorted(set(ticks))
     assert ticks[0] >= low * 0.99
     assert ticks[-1] <= low * ratio * 1.01
-
-
-def test_missing_matplotlib_has_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without matplotlib the message says what to install, and nothing is written."""
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(UsageError, match=r"pip install 'twophase\[plot\]'"):
-        Heatmaps([[PANEL]], **LABELS).write(tmp_path / "f")
-    assert not list(tmp_path.iterdir())

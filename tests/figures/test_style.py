@@ -138,7 +138,7 @@ def test_pages_and_panels() -> None:
     with styled():
         figure, axes = new_figure(3.0, 1, 2, sharey=True)
         name_panels(axes[0], ["one", "two"])
-        pdf = rendered(figure)[".pdf"]
+        pdf = rendered(figure, [".pdf"])[".pdf"]
     assert tuple(figure.get_size_inches()) == (6.75, 3.0) == tuple(new_page(3.0).get_size_inches())
     assert [panel.get_title(loc="left") for panel in axes[0]] == [r"$\mathbf{(a)}$ one", r"$\mathbf{(b)}$ two"]
     assert b"/CIDFontType2" in pdf

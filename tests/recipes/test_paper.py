@@ -24,6 +24,7 @@ from twophase.recipes.paper import (
     soft_restart,
     tuned,
 )
+from twophase.recipes.pretraining import paper_150m
 from twophase.restart import Soft, mean_outer_gain
 from twophase.sweeps.grid import Cell, Sweep, extends
 from twophase.tasks.lm.config import check
@@ -46,6 +47,9 @@ def bowl(lr: float, momentum: float) -> Callable[[Cell], float]:
 BOWL = bowl(0.7, 0.5)
 
 
+heatmaps_of, soft_of = cache(robustness_heatmaps), cache(soft_restart)
+
+
 @cache
 def whole_retuning(scale: Scale, value: Value = BOWL) -> Sweep:
     """`retuning` with both its stages."""
@@ -54,7 +58,8 @@ def whole_retuning(scale: Scale, value: Value = BOWL) -> Sweep:
 
 def test_paper_scale_is_table_1() -> None:
     """The axes of the paper's scale; tests/recipes/test_pretraining.py holds its base against both tables."""
-    assert (PAPER.base.steps, PAPER.base.device) == (12500, "cuda")
+    recipe = paper_150m()
+    assert replace(PAPER.base, evaluate_every=recipe.evaluate_every, log_every=recipe.log_every) == recipe
     assert (PAPER.lrs, PAPER.momenta) == ((0.1, 0.3, 0.5, 0.7, 0.9, 1.1), (0.1, 0.3, 0.5, 0.7, 0.9))
     assert (PAPER.periods, PAPER.retuning) == ((2, 3, 5, 7, 9, 11), (64, 128, 512, 1024, 2048))
     assert (PAPER.short, PAPER.long) == (128, 512)
@@ -88,7 +93,7 @@ def test_every_sweep_is_sound(scale: Scale) -> None:
     Every control has the mean gain of the run that it controls, is of its arm's controls, and differs in no more.
     """
     gain = cache(mean_outer_gain)  # the same for every seed
-    for sweep in (robustness_heatmaps(scale), soft_restart(scale), whole_retuning(scale)):
+    for sweep in (heatmaps_of(scale), soft_of(scale), whole_retuning(scale)):
         for config in sweep.runs.values():
             check(config)
         cells = Counter((cell.arm, cell.control_of, *place(cell), cell.config.seed) for cell in sweep.cells)
@@ -117,7 +122,7 @@ def test_every_sweep_is_sound(scale: Scale) -> None:
 @pytest.mark.parametrize(("scale", "cells"), [(LAPTOP, 960), (PAPER, 734)], ids=["laptop", "paper"])
 def test_robustness_heatmaps(scale: Scale, cells: int) -> None:
     """Nu x beta, never and K = 3, for two S, forms and rules; momentum-free at every S; controls where they matter."""
-    sweep = robustness_heatmaps(scale)
+    sweep = heatmaps_of(scale)
     assert len(sweep.cells) == len(sweep.runs) == cells
     grid, seeds = len(scale.lrs) * len(scale.momenta), len(scale.seeds)
     arms = Counter(cell.arm for cell in sweep.cells)
@@ -143,7 +148,7 @@ def test_soft_restart(scale: Scale, cells: int) -> None:
 
     Paper: the captions of the soft restart sweeps.
     """
-    sweep = soft_restart(scale)
+    sweep = soft_of(scale)
     assert len(sweep.cells) == len(sweep.runs) == cells
     for cell in sweep.cells:
         if cell.arm != "momentum-free":
@@ -169,7 +174,7 @@ def test_soft_restart(scale: Scale, cells: int) -> None:
 def test_first_stage_is_a_part_of_the_heatmaps() -> None:
     """The tuning's runs are those of the heatmaps at the short communication period: none is trained for it alone."""
     for scale in SCALES.values():
-        heatmaps, first = robustness_heatmaps(scale), retuning(scale)
+        heatmaps, first = heatmaps_of(scale), retuning(scale)
         assert len(first.runs) == 8 * len(scale.lrs) * len(scale.momenta) * len(scale.seeds)
         assert set(first.runs) <= set(heatmaps.runs)
         arms = {(cell.arm, cell.run_id) for cell in heatmaps.cells}

@@ -16,7 +16,6 @@ import pytest
 from madeup import Value, rows
 from twophase.base.config import UsageError, with_values
 from twophase.figures import heatmaps, thresholds
-from twophase.figures.style import rendered
 from twophase.recipes.demo import demo
 from twophase.studies._demo import draw, findings, terminal_maps, verdict
 from twophase.sweeps.grid import Cell
@@ -88,14 +87,14 @@ def figure(path: Path) -> list[dict[str, str]]:
 
 
 @pytest.fixture
-def without_pdf(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave PDFs empty: they take longer than all the rest, and nothing here reads them."""
+def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave pictures empty: they take longer than all the rest, and nothing here reads them."""
     for module in (heatmaps, thresholds):
-        monkeypatch.setattr(module, "rendered", lambda figure: rendered(figure, [".png"]) | {".pdf": b""})
+        monkeypatch.setattr(module, "rendered", lambda _: {".png": b"", ".pdf": b""})
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("without_pdf")
+@pytest.mark.usefixtures("without_pictures")
 def test_figures_show_every_cell(tmp_path: Path) -> None:
     """`demo` shows the 60 cells of the main grid, `controls` each gain-matched run at its restarted cell's place."""
     sweep = demo()
@@ -162,7 +161,7 @@ def test_titles_follow_the_numbers(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("without_pdf")
+@pytest.mark.usefixtures("without_pictures")
 def test_without_controls(tmp_path: Path) -> None:
     """A sweep without controls draws and judges without them."""
     sweep = demo(quick=True, controls=False)
@@ -240,7 +239,7 @@ def test_a_ratio_below_the_bound_outweighs_what_is_missing() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("without_pdf")
+@pytest.mark.usefixtures("without_pictures")
 def test_nothing_run_yet(tmp_path: Path) -> None:
     """Before any run has ended, figures and verdict say so instead of failing."""
     sweep = demo(quick=True)

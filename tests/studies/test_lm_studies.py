@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 
 import textmaker
-from madeup import Value, line_of, rows
+from madeup import Value, line_of, pages, rows, staged_rows
 from twophase.base.config import UsageError, with_values
 from twophase.figures.style import rendered, styled
-from twophase.recipes.paper import QUICK, SCALES, Scale, robustness_heatmaps, soft_restart
+from twophase.recipes.paper import QUICK, SCALES, Scale, robustness_heatmaps
 from twophase.restart import mean_outer_gain
 from twophase.studies import _lm, _training, study
 from twophase.studies import retuning as retuning_study
@@ -57,13 +57,9 @@ def restarts_help(cell: Cell) -> float:
 
 
 def results(name: str, scale: Scale, value: Value) -> tuple[Any, list[Row]]:
-    """A study's result on made-up runs, all stages."""
-    module, results_so_far, cells = MODULES[name], [], 0
-    while True:
-        sweep = module.sweep(scale, results_so_far) if name == "retuning" else module.sweep(scale)
-        if len(sweep.cells) == cells:
-            return module.table(results_so_far, scale), results_so_far
-        cells, results_so_far = len(sweep.cells), rows(sweep, value)
+    """A study's result on made-up runs, and the runs."""
+    every_run = staged_rows(MODULES[name], scale, value)
+    return MODULES[name].table(every_run, scale), every_run
 
 
 # ----------------------------------------------------------------------------------------------------------- analysis
@@ -286,12 +282,6 @@ def test_a_claim_says_where_it_holds(answers: dict[str, bool | None], head: str)
 # ------------------------------------------------------------------------------------------- what is shown and written
 
 
-def pages(module: Any, result: Any) -> list[Any]:
-    """Draw a study's figure, and those of its details."""
-    details = module.details(result) if hasattr(module, "details") else {}
-    return [module.draw(result), *details.values()]
-
-
 def title(figure: Any) -> str:
     lines = figure.get_suptitle().rstrip().splitlines()
     assert len(lines) <= 2
@@ -484,11 +474,8 @@ def test_failed_runs_are_named_and_nothing_is_drawn(tmp_path: Path, monkeypatch:
     assert not list((tmp_path / "out").glob("soft_restart.*"))
 
 
-@pytest.mark.slow
-def test_scales_are_chosen_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scales_are_chosen_by_name() -> None:
     """Laptop by default, in NAME; quick and paper by their names, each in a folder of its own."""
-    monkeypatch.setattr("twophase.tasks.build.preflight_all", lambda _: {})
-    monkeypatch.setattr(study, "_pictures", lambda *_: {})  # no need for pages here
     asked: list[tuple[dict[str, Any], str, str]] = [
         ({}, "soft_restart", "laptop"),
         ({"quick": True}, "soft_restart-quick", "quick"),
@@ -496,11 +483,9 @@ def test_scales_are_chosen_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ({"scale": "paper"}, "soft_restart-paper", "paper"),
     ]
     for options, folder, name in asked:
-        launcher = Launcher(gain_only)
-        monkeypatch.setattr(_training, "run_sweep", launcher)
-        study.run("soft_restart", tmp_path, **options)
-        assert launcher.sweeps[0].spec() == soft_restart(SCALES[name]).spec()
-        assert (tmp_path / folder / "cells.csv").is_file()
+        scale = study.scale_named(**options)
+        assert scale is SCALES[name]
+        assert study._folder("soft_restart", Path("out"), scale) == Path("out", folder)
 
 
 def test_an_impossible_run_is_refused_before_a_folder_is_made(tmp_path: Path) -> None:
@@ -510,27 +495,3 @@ def test_an_impossible_run_is_refused_before_a_folder_is_made(tmp_path: Path) ->
     with pytest.raises(UsageError, match=r"--data\.corpus"):
         study.run("soft_restart", tmp_path / "out", scale=scale)
     assert not list((tmp_path / "out").iterdir())
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("forked_workers")
-def test_tiny_studies_really_train_and_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Real workers train all stages; a second call trains nothing and writes the same bytes."""
-    monkeypatch.setattr(study, "rendered", lambda *_, **__: {})
-    few: dict[str, Any] = {"lrs": (0.7,), "momenta": (0.9,), "periods": (3, 5)}
-    scale, out = replace(small(tmp_path), **few), tmp_path / "out"
-    for name in ("robustness_heatmaps", "retuning"):
-        seen: list[launch.Status] = []
-        first = study.run(name, out, scale=scale, workers=1, progress=seen.append)
-        begun = [status for status in seen if status.event == "begun"]
-        assert len(begun) == (2 if name == "retuning" else 1)
-        assert (begun[0].skipped == begun[0].total) == (name == "retuning")  # whose first runs are the heatmaps'
-        assert seen[-1].done == seen[-1].total
-        files = {path: path.read_bytes() for path in first.paths}
-        assert [path.suffix for path in files] == [".csv", ".json"]
-        seen.clear()
-        study.run(name, out, scale=scale, progress=seen.append)
-        assert {status.event for status in seen} <= {"begun"}
-        assert {path: path.read_bytes() for path in first.paths} == files
-        with first.paths[0].open(newline="") as file:
-            assert {line["state"] for line in csv.DictReader(file)} <= {"finished", "diverged"}

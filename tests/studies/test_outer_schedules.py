@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from twophase.figures.style import rendered, signed, styled
+from twophase.figures.style import signed, styled
 from twophase.recipes.arms import CONTROL
 from twophase.recipes.bench import ARMS as OF_BENCH
 from twophase.recipes.bench import PLACES as OF_PROTOCOL
@@ -45,6 +45,7 @@ def computed() -> Result:
     """The quick study, with fewer of the lines that are tried."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(outer_schedules, "_FINALS", (0.25, 0.5, 1.0, 2.0))
+        patch.setattr(outer_schedules, "PLACES", ("short",))
         return outer_schedules.table(quick=True)
 
 
@@ -130,5 +131,4 @@ def test_answer_and_figure_follow_the_results(computed: Result) -> None:
     assert f"short {ranks['short']['rho']:.2f} (8; " in outer_schedules.answer(computed)
     with styled():
         figure = outer_schedules.draw(computed)
-        assert f"with the bench {signed(ranks['all']['rho'], 2)}" in " ".join(figure.get_suptitle().split())
-        assert rendered(figure, [".png"])[".png"]
+    assert f"with the bench {signed(ranks['all']['rho'], 2)}" in " ".join(figure.get_suptitle().split())

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from madeup import Value, rows
+from madeup import Value, pages, staged_rows
 from twophase.base.config import UsageError, with_values
 from twophase.cli.main import main
-from twophase.diloco.formats import WIRES
 from twophase.figures.style import styled
 from twophase.recipes.paper import LAPTOP, PAPER, QUICK, Scale
 from twophase.studies import study
@@ -68,19 +67,11 @@ def texts_of(figures: Any) -> list[str]:
     return [text.get_text() for figure in figures for text in figure.findobj(Text) if text.get_text()]
 
 
-def figures_of(module: Any, result: Any) -> list[Any]:
-    with styled():
-        return [module.draw(result), *(module.details(result).values() if hasattr(module, "details") else ())]
-
-
 def judged_by_loss(scale: Scale, name: str, value: Value) -> study.Result:
     """A study's result on made-up runs of a task without perplexity, all stages."""
-    module, so_far, cells = study.load(name), [], 0
-    while True:
-        sweep = module.sweep(scale, so_far) if hasattr(module, "CHOOSES_RUNS") else module.sweep(scale)
-        if len(sweep.cells) == cells:
-            return study._table(module, so_far, scale)
-        cells, so_far = len(sweep.cells), [replace(row, perplexity=None) for row in rows(sweep, value)]
+    module = study.load(name)
+    every_run = [replace(row, perplexity=None) for row in staged_rows(module, scale, value)]
+    return study._table(module, every_run, scale)
 
 
 @pytest.mark.slow
@@ -112,35 +103,21 @@ def test_an_own_task_by_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("forked_workers")
-def test_others_are_trained_on_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every other study that takes a task trains the shipped one, all stages, and judges every run by its loss."""
-    monkeypatch.setattr(study, "rendered", lambda *_, **__: {})
-    small = {"lrs": (0.7,), "momenta": (0.9,), "periods": (3, 5), "inject": (0.0, 0.5), "retain": (0.0,)}
-    losses: list[float] = []
-    for name in ("retuning", "soft_restart", "wires"):
-        outcome = study.run(name, tmp_path, scale=replace(scale_of("digits"), **small), workers=1)
-        assert "oss of digits" in outcome.answer
-        with outcome.paths[0].open(newline="") as file:
-            losses = [float(line["validation_loss"]) for line in csv.DictReader(file)]
-        assert all(0 < loss < 5 for loss in losses)
-    assert len(losses) == len(set(losses)) == 4 * len(WIRES)  # each wire has an effect
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", STUDIES)
 def test_words_and_figures_name_task_and_measure(name: str) -> None:
     """Of a task without perplexity nothing says perplexity; of one that has it, the words are it and the task."""
     module = study.load(name)
     result = judged_by_loss(scale_of("digits"), name, lambda cell: 0.01 + 0.001 * cell.config.outer.lr)
-    pages = texts_of(figures_of(module, result))
-    assert not [text for text in [module.answer(result), *pages] if "perplexity" in text.lower()]
-    assert "loss of digits" in " ".join(pages)
+    with styled():
+        words = texts_of(pages(module, result))
+    assert not [text for text in [module.answer(result), *words] if "perplexity" in text.lower()]
+    assert "loss of digits" in " ".join(words)
     result.settings.update(task="hf:some/Model", measure="perplexity")
     assert module.answer(result).startswith("Validation perplexity of Model")
-    pages = texts_of(figures_of(module, result))
-    assert any("perplexity" in text and "of Model" in text for text in pages)
-    assert not [text for text in pages if "loss of" in text or "validation loss" in text]
+    with styled():
+        words = texts_of([module.draw(result)])
+    assert any("perplexity" in text and "of Model" in text for text in words)
+    assert not [text for text in words if "loss of" in text or "validation loss" in text]
 
 
 def test_small_losses_are_told_apart() -> None:
