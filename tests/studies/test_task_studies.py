@@ -14,6 +14,7 @@ import pytest
 from madeup import Value, pages, staged_rows
 from twophase.base.config import UsageError, with_values
 from twophase.cli.main import main
+from twophase.diloco.formats import WIRES
 from twophase.figures.style import styled
 from twophase.recipes.paper import LAPTOP, PAPER, QUICK, Scale
 from twophase.studies import study
@@ -100,6 +101,22 @@ def test_an_own_task_by_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert all(float(line["validation_loss"]) >= 0.04 for line in lines if line["state"] == "finished")
     assert main([*words, "--redraw"]) == 0
     assert texts_of(figures[4:]) == texts_of(figures[:4])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
+def test_others_are_trained_on_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every other study that takes a task trains the shipped one, all stages, and judges every run by its loss."""
+    monkeypatch.setattr(study, "rendered", lambda *_, **__: {})
+    small = {"lrs": (0.7,), "momenta": (0.9,), "periods": (3, 5), "inject": (0.0, 0.5), "retain": (0.0,)}
+    losses: list[float] = []
+    for name in ("retuning", "soft_restart", "wires"):
+        outcome = study.run(name, tmp_path, scale=replace(scale_of("digits"), **small), workers=1)
+        assert "oss of digits" in outcome.answer
+        with outcome.paths[0].open(newline="") as file:
+            losses = [float(line["validation_loss"]) for line in csv.DictReader(file)]
+        assert all(0 < loss < 5 for loss in losses)
+    assert len(losses) == len(set(losses)) == 4 * len(WIRES)  # each wire has an effect
 
 
 @pytest.mark.slow
