@@ -141,10 +141,7 @@ class Ended:
 def start(
     words: Sequence[str], log: Path, first: Callable[[], Any] | None = None, env: Mapping[str, str] = {}
 ) -> Child:
-    """Start a command; `first` is called in the new process, and LOG.out and LOG.err hold what it says."""
-    paths = [log.with_suffix(ending) for ending in (".out", ".err")]
-    for path in paths:
-        path.unlink(missing_ok=True)
+    """Start a command; `first` is called in the new process."""
 
     def call() -> int:
         sys.argv = ["twophase", *words]
@@ -153,6 +150,14 @@ def start(
             first()
         return main(words)
 
+    return begin(call, log)
+
+
+def begin(call: Callable[[], int], log: Path) -> Child:
+    """Call a function in a child; LOG.out and LOG.err hold what it says."""
+    paths = [log.with_suffix(ending) for ending in (".out", ".err")]
+    for path in paths:
+        path.unlink(missing_ok=True)
     return Child(call, *paths)
 
 

@@ -18,8 +18,8 @@ from typing import Any
 
 from faults import calls
 from faults.calls import Fault
-from faults.children import Ended, call, ended
-from faults.scenes import Stage, contents, copy
+from faults.children import Ended, begin, call, ended
+from faults.scenes import Cases, Scene, Stage, contents, differences, emptied
 
 SHOWN = re.compile(
     r"env\.json|(config|summary)\.(yaml|json)|.*\.jsonl|.*\.log|trials\.journal|\.lock|\.verified\.json|.*\.html|verdict\..*"
@@ -39,21 +39,13 @@ def harms() -> dict[str, Callable[[random.Random, bytes], bytes]]:
             changed[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
         return bytes(changed)
 
-    def block(rng: random.Random, data: bytes) -> tuple[int, int]:
-        start = rng.randrange(len(data))
-        return start, min(len(data), start + rng.choice((1, 7, 64, 512, 4096)))
+    def block(change: Callable[[bytes], bytes]) -> Callable[[random.Random, bytes], bytes]:
+        def changed(rng: random.Random, data: bytes) -> bytes:
+            low = rng.randrange(len(data))
+            high = low + rng.choice((1, 7, 64, 512, 4096))
+            return data[:low] + change(data[low:high]) + data[high:]
 
-    def zeros(rng: random.Random, data: bytes) -> bytes:
-        low, high = block(rng, data)
-        return data[:low] + bytes(high - low) + data[high:]
-
-    def twice(rng: random.Random, data: bytes) -> bytes:
-        low, high = block(rng, data)
-        return data[:high] + data[low:high] + data[high:]
-
-    def gone(rng: random.Random, data: bytes) -> bytes:
-        low, high = block(rng, data)
-        return data[:low] + data[high:]
+        return changed
 
     def number(rng: random.Random, data: bytes) -> bytes:
         places = list(_NUMBER.finditer(data[:100_000]))
@@ -76,9 +68,9 @@ def harms() -> dict[str, Callable[[random.Random, bytes], bytes]]:
     return {
         "bits": flip,
         "cut": lambda rng, data: data[: rng.randrange(len(data))],
-        "zeros": zeros,
-        "twice": twice,
-        "gone": gone,
+        "zeros": block(lambda piece: bytes(len(piece))),
+        "twice": block(lambda piece: 2 * piece),
+        "gone": block(lambda _: b""),
         "empty": lambda *_: b"",
         "number": number,
         "deep": deep,
@@ -110,23 +102,15 @@ class Source:
     pattern: str = "**/*"
 
 
-def cases(seed: int, count: int, test: str) -> list[tuple[str, int]]:
-    """Return the sources and seeds of the cases."""
-    rng = random.Random(f"{test} {seed}")
-    shares = {"half": 5, "run": 4, "forest": 5, "sweep": 3, "shards": 2, "corpus": 2, "half data": 2}
-    return [(rng.choices(list(shares), list(shares.values()))[0], rng.randrange(1 << 30)) for _ in range(count)]
+SOURCES = {"half": 5, "run": 4, "forest": 5, "sweep": 3, "shards": 2, "corpus": 2, "half data": 2}
+"""Shares of the cases."""
 
 
-class Damage:
-    """Plays the cases of one process.
-
-    Args:
-        stage: the texts and finished outputs.
-        place: a folder of its own.
-    """
+class Damage(Cases):
+    """Plays commands that read a damaged folder."""
 
     def __init__(self, stage: Stage, place: Path) -> None:
-        self.stage, self.place = stage, place
+        super().__init__(stage, place)
         self._sources: dict[str, Source] = {}
         self._good: dict[str, tuple[list[Ended], dict[str, bytes]]] = {}
 
@@ -140,13 +124,12 @@ class Damage:
         """Play a case; returns what was done (`how`), and `failed` where it did not end well."""
         rng = random.Random(seed)
         source = self.source(name)
-        out = self.place / "harmed"
         if name not in self._good:
-            out = copy(source.folder, self.place / "harmed")
+            out = self._copy(source)
             ends = [self._read(words) for words in source.readers(out)]
             assert [end.status for end in ends] == [0] * len(ends), (name, ends)
             self._good[name] = ends, contents(source.result(out))
-        out = copy(source.folder, self.place / "harmed")
+        out = self._copy(source)
         paths = [p for p in sorted(out.glob(source.pattern)) if p.is_file() and p.suffix not in (".png", ".pdf")]
         kind = rng.choice(sorted({_kind(path) for path in paths}))
         path = rng.choice([path for path in paths if _kind(path) == kind])
@@ -177,12 +160,13 @@ class Damage:
         if is_gone or (is_untouched and not re.fullmatch(source.must, path.name)):
             path.unlink(missing_ok=True) if not path.is_dir() else None  # it was not read
             wanted = {name: data for name, data in wanted.items() if out / name != path}
-        try:
-            now = contents(source.result(out))
-        except (ValueError, OSError) as error:
-            return f"silent: {error}"
-        different = [name for name in sorted(now.keys() | wanted.keys()) if now.get(name) != wanted.get(name)]
-        return f"silent: {', '.join(different[:4])}" if different else ""
+        different = differences(source.result(out), wanted)
+        return f"silent: {different}" if different else ""
+
+    def _copy(self, source: Source) -> Path:
+        """Copy its folder, with the files' times."""
+        place = emptied(self.place / "harmed")
+        return Path(shutil.copytree(source.folder, place, symlinks=True, dirs_exist_ok=True))
 
     def _read(self, words: list[str]) -> Ended:
         first = self.stage.scene("sweep 1").first if words[0].startswith("sweep") else None
@@ -193,7 +177,7 @@ class Damage:
     def _half(self) -> Source:
         """A run that was killed after its fourth round."""
         scene = self.stage.scene("train plain")
-        out = self._killed("half", scene.words, lambda out: len(list(out.glob("checkpoint/step-*8"))) > 0)
+        out = self._killed("half", scene, lambda out: len(list(out.glob("checkpoint/step-*8"))) > 0)
         logs = r"(metrics|rounds|steps)\.jsonl|weights\.safetensors"
         return Source(out, lambda place: [["diagnose", str(place)], scene.words(place)], must=logs)
 
@@ -213,7 +197,7 @@ class Damage:
         def is_half(out: Path) -> bool:
             return len(list(out.glob("runs/*/summary.json"))) >= 3 and any((out / "forest").iterdir())
 
-        out = self._killed("forest", scene.words, is_half, scene.whole)
+        out = self._killed("forest", scene, is_half)
         worker = ["sweep-worker", "--in-memory", "1", "--out"]
         return Source(out, lambda place: [[*worker, str(place)], scene.words(place)])
 
@@ -240,46 +224,26 @@ class Damage:
 
     def _half_data(self) -> Source:
         scene = self.stage.scene("data bpe:300")
-        out = self._killed("half-data", scene.words, lambda out: len(list(out.glob("train-*.bin"))) >= 2)
+        out = self._killed("half-data", scene, lambda out: len(list(out.glob("train-*.bin"))) >= 2)
         return Source(out, lambda place: [scene.words(place)], must=r".*\.bin")
 
-    def _killed(
-        self,
-        name: str,
-        words: Callable[[Path], list[str]],
-        is_half: Callable[[Path], bool],
-        whole: Callable[[Path], int] | None = None,
-    ) -> Path:
+    def _killed(self, name: str, scene: Scene, is_half: Callable[[Path], bool]) -> Path:
         """Make the folder of a command that was killed as soon as something is there."""
-        out = self.stage.folder / "whole" / f"killed-{name}"
-        if not is_half_made(out):
-            from twophase.cli.main import main
+        out, log = emptied(self.stage.folder / "whole" / f"killed-{name}"), self.place / "log"
 
-            shutil.rmtree(out, ignore_errors=True)
-            out.mkdir(parents=True)
+        class Watching(Fault):
+            def reach(self, call: str, path: str) -> bool:
+                if is_half(out):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return super().reach(call, path)
 
-            class Watching(Fault):
-                def reach(self, call: str, path: str) -> bool:
-                    if is_half(out):
-                        os.kill(os.getpid(), signal.SIGKILL)
-                    return super().reach(call, path)
+        def run() -> int:
+            calls.install(Watching(out))
+            return scene.whole(out)
 
-            def run() -> int:
-                calls.install(Watching(out))
-                return main(words(out)) if whole is None else whole(out)
-
-            from faults.children import Child
-
-            log = self.place / "log"
-            end = ended(Child(run, log.with_suffix(".out"), log.with_suffix(".err")), log)
-            assert end.status == -signal.SIGKILL, (name, end)
-            out.with_name(f"{out.name}.done").touch()
+        end = ended(begin(run, log), log)
+        assert end.status == -signal.SIGKILL, (name, end)
         return out
-
-
-def is_half_made(out: Path) -> bool:
-    """Whether the folder of a killed command is there."""
-    return out.with_name(f"{out.name}.done").exists()
 
 
 def _kind(path: Path) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import runpy
-import shutil
 import signal
 import sys
 import time
@@ -14,49 +13,36 @@ from pathlib import Path
 from typing import Any
 
 import elastic
+import textmaker
 from elastic import HEARTBEAT, check_rounds
 from faults import calls
 from faults.calls import Fault
 from faults.children import Child, Ended, ended, start
 from faults.interruptions import bad_end, worker_pids
-from faults.scenes import Scene, Stage
+from faults.scenes import Cases, Scene, Stage, contents, emptied
+from forked import places
 from twophase.base.config import dump_yaml, with_values
 from twophase.runs.folder import RunFolder
-from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
+from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.task import LanguageTask
 from twophase.training.train import train
 
 PERIOD, ROUNDS, HOLD = 3, 16, 45
 """Rounds between restarts, rounds, and the inner step at which survivors wait for the one that was killed."""
-_FAULTS = {
-    "group": {
-        "killed at a call": 5,
-        "killed at a time": 3,
-        "suspended": 2,
-        "suspended for long": 1,
-        "worker suspended": 1,
-    },
-    "elastic": {"one of two": 4, "one of three": 4, "two of three": 2, "suspended": 2, "suspended for long": 2},
+GROUPS = {
+    "killed at a call": 5,
+    "killed at a time": 3,
+    "suspended": 2,
+    "suspended for long": 1,
+    "worker suspended": 1,
 }
+ELASTIC = {"one of two": 4, "one of three": 4, "two of three": 2, "suspended": 2, "suspended for long": 2}
+"""Shares of the cases."""
 MOMENTS = ("inner", "reduce", "vote", "counted")
 
 
-def cases(seed: int, count: int, test: str) -> list[tuple[str, int]]:
-    """Return the kinds and seeds of the cases."""
-    rng, shares = random.Random(f"{test} {seed}"), _FAULTS[test]
-    return [(rng.choices(list(shares), list(shares.values()))[0], rng.randrange(1 << 30)) for _ in range(count)]
-
-
-class Groups:
-    """Plays the cases of one process under torchrun.
-
-    Args:
-        stage: the texts and finished outputs.
-        place: a folder of its own.
-    """
-
-    def __init__(self, stage: Stage, place: Path) -> None:
-        self.stage, self.place = stage, place
+class Groups(Cases):
+    """Plays processes under torchrun, of which a fault meets one."""
 
     def play(self, name: str, seed: int) -> dict[str, Any]:
         """Play a case; returns what was done (`how`), and `failed` where it did not end well."""
@@ -64,7 +50,7 @@ class Groups:
         if name == "worker suspended":
             return self._worker(rng)
         scene = self.stage.scene(f"train {rng.choice(('plain', 'streaming'))}")
-        wanted, out = self._wanted(scene), self._empty("out")
+        wanted, out = self._wanted(scene), emptied(self.place / "out")
         victim, options, first = rng.randrange(2), ["--sync-timeout", "30", "--start-timeout", "10"], {}
         how = f"{scene.name}, rank {victim} {name}"
         if name == "killed at a call":
@@ -94,7 +80,7 @@ class Groups:
     def _worker(self, rng: random.Random) -> dict[str, Any]:
         """Suspend a sweep's worker; the sweep waits, or its others go on, and nothing is done twice."""
         scene = self.stage.scene("sweep 2")
-        wanted, out, log = self.stage.wanted(scene), self._empty("out"), self.place / "log"
+        wanted, out, log = self.stage.wanted(scene), emptied(self.place / "out"), self.place / "log"
         child = start(scene.words(out), log, scene.first)
         time.sleep(rng.uniform(0.3, 1.5))
         pids = worker_pids(out)
@@ -109,38 +95,22 @@ class Groups:
         """The outputs of an undisturbed group of two."""
         pair = Scene(f"group {scene.name}", scene.words)
         if pair.name not in self.stage.known_outputs:
-            out = self._empty("counted")
+            out = emptied(self.place / "counted")
             ends = [self._end(child, rank) for rank, child in enumerate(self._start(scene, out, [], {}))]
             assert [end.status for end in ends] == [0, 0], ends
-            from faults.scenes import contents
-
             self.stage.known_outputs[pair.name] = contents(out)
         return self.stage.known_outputs[pair.name]
 
     def _start(
         self, scene: Scene, out: Path, options: Sequence[str], first: dict[int, Callable[[], Any]]
     ) -> list[Child]:
-        place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(elastic.free_port())}
-        place |= {"GLOO_SOCKET_IFNAME": "lo", "TORCHELASTIC_USE_AGENT_STORE": "False"}
         words = [*scene.words(out), *options]
         return [
-            start(
-                words,
-                self.place / f"rank-{rank}",
-                first.get(rank),
-                place | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            )
-            for rank in range(2)
+            start(words, self.place / f"rank-{rank}", first.get(rank), place) for rank, place in enumerate(places(2))
         ]
 
     def _end(self, child: Child, rank: int) -> Ended:
         return ended(child, self.place / f"rank-{rank}")
-
-    def _empty(self, name: str) -> Path:
-        out = self.place / name
-        shutil.rmtree(out, ignore_errors=True)
-        out.mkdir(parents=True)
-        return out
 
 
 class _Run(elastic.Run):
@@ -160,24 +130,13 @@ class _Run(elastic.Run):
         return child
 
 
-class Elastic:
-    """Plays the cases of replicas that come and go; measures how long the survivors of a kill stand still.
-
-    Args:
-        stage: the texts.
-        place: a folder of its own.
-    """
+class Elastic(Cases):
+    """Plays replicas that come and go; measures how long the survivors of a kill stand still."""
 
     def __init__(self, stage: Stage, place: Path) -> None:
-        self.stage, self.place = stage, place
-        config = TrainConfig(
-            model=ModelConfig(layers=1, hidden_size=8, intermediate_size=8),
-            data=DataConfig(corpus=f"file:{stage.text}", sequence_length=8, batch_size=2, validation_windows=4),
-            steps=4 * ROUNDS,
-            inner_steps=4,
-            checkpoint_every=3,
-        )
-        self.config = with_values(config, {"outer.restart": str(PERIOD), "outer.nesterov": True})
+        super().__init__(stage, place)
+        values = {"steps": 4 * ROUNDS, "inner_steps": 4, "checkpoint_every": 3, "outer.restart": str(PERIOD)}
+        self.config = textmaker.small_run(stage.text, 8, **values)
 
     def play(self, name: str, seed: int) -> dict[str, Any]:
         """Play a case; returns also `stalls`, in seconds."""
@@ -190,22 +149,15 @@ class Elastic:
         how = f"{'stop' if suspended else 'kill'}@{moment_text}"
         config = with_values(self.config, {"replicas": size})
         whole = self._undisturbed(config, size)
-        folder = self.place / "elastic"
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
+        folder = emptied(self.place / "elastic")
         (folder / "config.yaml").write_text(dump_yaml(config))
         light, url = self._lighthouse(folder)
-        options = ["--min-replicas", "1"]
-        if suspended:
-            options += ["--sync-timeout", "6"]
+        options = ["--sync-timeout", "6"] if suspended else []
         try:
-            with _Run(folder / "replicas", folder / "config.yaml", url, *options) as run:
+            with _Run(folder / "replicas", folder / "config.yaml", url, *options, alone=size) as run:
                 survivors = [number for number in range(size) if number not in victims]
-                together = {n: [f"touch=here-{n}@up:1"] for n in range(size)}  # else a run may begin with less
-                for n, words in together.items():
-                    words += [f"hold=here-{other}@up:1" for other in range(size) if other != n]
-                first = {n: run.replica(n, *together[n], f"hold=back@inner:{HOLD}") for n in survivors}
-                harmed = {n: run.replica(n, *together[n], how) for n in victims}
+                first = {n: run.replica(n, f"hold=back@inner:{HOLD}") for n in survivors}
+                harmed = {n: run.replica(n, how) for n in victims}
                 stalls = []
                 if suspended:
                     (process,) = harmed.values()
@@ -219,14 +171,14 @@ class Elastic:
                     for survivor in survivors:
                         elastic.until("a round after it", lambda s=survivor: self._stall(run, victims, s) is not None)
                         stalls.append(self._stall(run, victims, survivor))
-                    harmed = {number: run.replica(number, f"touch=up-{number}@up:1") for number in victims}
+                    harmed = {number: run.replica(number, f"touch=again-{number}@up:1") for number in victims}
                     for number in victims:
-                        elastic.until("it is up", (run.folder / f"up-{number}").exists)
+                        elastic.until("it is up", (run.folder / f"again-{number}").exists)
                     run.touch("back")
                 for number, process in (first | harmed).items():
                     run.ended(str(number), process)
-                always = survivors if not suspended or name != "suspended" else range(size)
-                check_rounds(run, list(range(size)), always=list(always), like=whole, period=PERIOD)
+                always = range(size) if name == "suspended" else survivors
+                check_rounds(run, range(size), always=always, like=whole, period=PERIOD)
         except AssertionError as error:
             return {"how": how, "failed": f"{str(error)[-1200:]}"}
         finally:
@@ -236,13 +188,9 @@ class Elastic:
 
     def _stall(self, run: _Run, victims: Sequence[int], survivor: int) -> float | None:
         """Seconds from the last kill to a survivor's next round that counts; None before it."""
-        kills = [
-            event["time"] for number in victims for event in run.events(number) if event["what"].startswith("kill")
-        ]
-        rounds = [
-            event["time"] for event in run.events(survivor) if event["what"] == "round" and event["time"] > max(kills)
-        ]
-        return min(rounds) - max(kills) if rounds else None
+        killed = max(e["time"] for number in victims for e in run.events(number) if e["what"].startswith("kill"))
+        later = (e["time"] for e in run.events(survivor) if e["what"] == "round" and e["time"] > killed)
+        return next((then - killed for then in later), None)
 
     def _undisturbed(self, config: TrainConfig, size: int) -> Path:
         path = self.place / f"undisturbed-{size}"

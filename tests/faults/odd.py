@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from faults.children import call
-from faults.scenes import Stage
+from faults.scenes import Cases, Stage
 from twophase.base.config import values_of
 from twophase.policies.text import parse
 from twophase.tasks.lm.config import TrainConfig
@@ -35,22 +35,11 @@ FAMILIES = {"option": 5, "yaml": 4, "policy": 8, "corpus": 1, "words": 2}
 """Shares of the cases."""
 
 
-def cases(seed: int, count: int, test: str) -> list[tuple[str, int]]:
-    """Return the families and seeds of the cases."""
-    rng = random.Random(f"{test} {seed}")
-    return [(rng.choices(list(FAMILIES), list(FAMILIES.values()))[0], rng.randrange(1 << 30)) for _ in range(count)]
-
-
-class Odd:
-    """Plays the cases of one process.
-
-    Args:
-        stage: the texts and finished outputs.
-        place: a folder of its own.
-    """
+class Odd(Cases):
+    """Plays commands with odd inputs."""
 
     def __init__(self, stage: Stage, place: Path) -> None:
-        self.stage, self.place = stage, place
+        super().__init__(stage, place)
         self.values = values_of(TrainConfig())
 
     def play(self, name: str, seed: int) -> dict[str, Any]:
@@ -173,8 +162,8 @@ class Odd:
 
     def _command(self, words: list[str], command: str = "") -> tuple[str, str]:
         """Run a command without the means to harm this machine: little memory, no network, a folder of its own."""
-        words = [word.replace("\x00", "") for word in words]
-        if command and "--steps" in words[len(self.stage.train_words()(self.place)) :]:
+        words, usual = [word.replace("\x00", "") for word in words], len(self.stage.train_words()(self.place))
+        if command and "--steps" in words[usual:]:
             words.append("--print-config")  # a run of so many steps as were asked for may take as long as it likes
         words = [command, *words[1:]] if command else words
 
@@ -190,9 +179,7 @@ class Odd:
         os.system(f"rm -rf {place} {self.place / 'odd'} {self.place / 'page.html'}")  # noqa: S605 - paths of ours
         end = call(words, self.place / "log", limited, patience=30.0)
         said = end.fault and f"{end.fault}: {end.err[-900:]}"
-        return " ".join(
-            map(repr, words[1 + len(self.stage.train_words()(self.place)) - 4 :] if command else words)
-        ), said
+        return " ".join(map(repr, words[usual:] if command else words)), said
 
 
 def _mutated(rng: random.Random, text: str) -> str:

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from typing import Any
 from faults import damage, groups, interruptions, odd
 from faults.calls import stop_threads
 from faults.children import Child
-from faults.scenes import Stage
+from faults.scenes import Cases, Stage
 
 _MEMORY = "/dev/shm"  # noqa: S108 - a folder of its own is made in it
 LONGEST_STALL = groups.HEARTBEAT + 1.0
@@ -39,6 +38,14 @@ PRELOADED = (
     "twophase.tasks.lm.task optuna.storages optuna.trial matplotlib.backends.backend_agg "
     "matplotlib.backends.backend_pdf twophase.figures.overview twophase.report.sweep PIL.Image"
 ).split()
+SHARES: dict[str, dict[str, int]] = {
+    **dict.fromkeys(("kills", "power", "io_errors", "memory"), interruptions.SCENES),
+    "group": groups.GROUPS,
+    "elastic": groups.ELASTIC,
+    "damage": damage.SOURCES,
+    "odd": odd.FAMILIES,
+}
+"""Names of each test's cases, and how often each is drawn."""
 KILLS = {"kills": 0.75, "power": 0.2, "group": 0.03, "elastic": 0.02}
 """Shares of the kills: at a call or a time, power cuts, processes under torchrun, replicas that come and go."""
 INPUTS = {"damage": 0.5, "io_errors": 0.1, "memory": 0.05, "odd": 0.35}
@@ -49,43 +56,37 @@ def plan(kills: int, inputs: int, seed: int) -> list[tuple[str, str, int]]:
     """Return all cases: test, name and seed. Equal arguments give equal cases."""
     counts = {test: max(1, round(share * kills)) for test, share in KILLS.items() if kills}
     counts |= {test: max(1, round(share * inputs)) for test, share in INPUTS.items() if inputs}
-    modules = {"damage": damage.cases, "odd": odd.cases, "group": groups.cases, "elastic": groups.cases}
     every: list[tuple[str, str, int]] = []
     for test, count in counts.items():
-        every += [(test, name, number) for name, number in modules.get(test, interruptions.cases)(seed, count, test)]
+        rng, names, shares = random.Random(f"{test} {seed}"), [*SHARES[test]], [*SHARES[test].values()]
+        every += [(test, rng.choices(names, shares)[0], rng.randrange(1 << 30)) for _ in range(count)]
     random.Random(seed).shuffle(every)  # a run that is cut short has tried something of all
     return every
 
 
-class Player:
-    """Plays cases in one process.
-
-    Args:
-        stage: the texts and finished outputs.
-        place: a folder of its own.
-    """
+class Player(Cases):
+    """Plays the cases of all tests."""
 
     def __init__(self, stage: Stage, place: Path) -> None:
+        super().__init__(stage, place)
         place.mkdir(parents=True, exist_ok=True)
         stop_threads()
         for name in PRELOADED:
             import_module(name)
-        self._interruptions = interruptions.Interruptions(stage, place)
-        self._tests: dict[str, Any] = {
-            "damage": damage.Damage(stage, place),
-            "odd": odd.Odd(stage, place),
-            "group": groups.Groups(stage, place),
-            "elastic": groups.Elastic(stage, place),
+        interrupted = interruptions.Interruptions(stage, place)
+        self._tests: dict[str, Callable[[str, int], dict[str, Any]]] = {
+            "damage": damage.Damage(stage, place).play,
+            "odd": odd.Odd(stage, place).play,
+            "group": groups.Groups(stage, place).play,
+            "elastic": groups.Elastic(stage, place).play,
         }
+        self._tests |= {test: partial(interrupted.play, test) for test in SHARES.keys() - self._tests.keys()}
 
     def play(self, test: str, name: str, seed: int) -> dict[str, Any]:
         """Play a case; returns what it was, and why it `failed`, if it did."""
         began = time.monotonic()
         try:
-            if test in self._tests:
-                result = self._tests[test].play(name, seed)
-            else:
-                result = self._interruptions.play(test, name, seed)
+            result = self._tests[test](name, seed)
         except Exception:  # a fault of these tests is a failure that must be seen, too
             result = {"how": "", "failed": f"harness: {traceback.format_exc()[-1500:]}"}
         return {"test": test, "name": name, "seed": seed, **result, "took": round(time.monotonic() - began, 3)}
@@ -156,8 +157,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     for result in results:
         groups_of.setdefault(f"{result['test']}: {result['name']}", []).append(result)
     lines = [f"{'test':28} {'tried':>6} {'failed':>6} {'seconds':>8}"]
-    for name in sorted(groups_of):
-        rows = groups_of[name]
+    for name, rows in sorted(groups_of.items()):
         seconds = sum(row["took"] for row in rows)
         lines.append(f"{name:28} {len(rows):6} {sum(bool(row['failed']) for row in rows):6} {seconds:8.0f}")
     return "\n".join(lines)
@@ -197,8 +197,3 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, default=Path("runs/faults"), help="folder of the results (%(default)s)")
     parser.add_argument("--only", metavar="TEST:NAME[:SEED]", help="play one case again, or all of a name")
     return parser
-
-
-if __name__ == "__main__":
-    os.environ["OMP_NUM_THREADS"] = "1"
-    sys.exit(main())

@@ -8,13 +8,12 @@ import random
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from faults import calls, run
 from faults.calls import Disk, Fault
-from faults.children import Child, ended
+from faults.children import Ended, begin, ended
 from faults.interruptions import bad_end
 from faults.scenes import Stage
 from twophase.base.files import write_atomic
@@ -71,7 +70,7 @@ def test_a_fault_comes_at_its_call(tmp_path: Path, kind: str) -> None:
         return 0
 
     log = tmp_path / "log"
-    end = ended(Child(call, log.with_suffix(".out"), log.with_suffix(".err")), log)
+    end = ended(begin(call, log), log)
     status, wanted = CASES[kind]
     assert end.status == status, end
     now = {path.name[:4]: path.read_bytes() for path in out.iterdir()}
@@ -85,14 +84,14 @@ def test_faults_are_seen(tmp_path: Path, stage: Stage) -> None:
     """Another byte, a temporary file, a traceback and a hang are each a failure; an equal folder is none."""
     scene = stage.scene("data bytes")
     wanted = stage.wanted(scene)
-    out = tmp_path / "out"
-    assert bad_end(scene.run(out, tmp_path / "log"), out, wanted) == ""
+    out, log = tmp_path / "out", tmp_path / "log"
+    assert bad_end(scene.run(out, log), out, wanted) == ""
     (out / ".tmp-x").touch()
-    assert "temporary files: .tmp-x" in bad_end(scene.run(out, tmp_path / "log"), out, wanted)
+    assert "temporary files: .tmp-x" in bad_end(scene.run(out, log), out, wanted)
     (out / ".tmp-x").unlink()
     shard = out / "train-00000.bin"
     shard.write_bytes(b"?" + shard.read_bytes()[1:])
-    assert "byte differences: train-00000.bin" in bad_end(ended_well(tmp_path), out, wanted)
+    assert "byte differences: train-00000.bin" in bad_end(Ended(0, "", ""), out, wanted)
 
     def fails() -> int:
         raise AssertionError("of ours")
@@ -101,13 +100,7 @@ def test_faults_are_seen(tmp_path: Path, stage: Stage) -> None:
         os.read(os.pipe()[0], 1)
         return 0
 
-    logs = tmp_path / "log.out", tmp_path / "log.err"
-    faults = [ended(Child(call, *logs), tmp_path / "log", 0.5).fault for call in (fails, hangs)]
-    assert faults == ["traceback", "hang"]
-
-
-def ended_well(folder: Path) -> Any:
-    return ended(Child(lambda: 0, folder / "well.out", folder / "well.err"), folder / "well")
+    assert [ended(begin(call, log), log, 0.5).fault for call in (fails, hangs)] == ["traceback", "hang"]
 
 
 @pytest.mark.dist
