@@ -38,7 +38,7 @@ from twophase.base import leash
 from twophase.diloco.engine import DiLoCo
 from twophase.elastic import healing, torchft
 from twophase.elastic import parts as torchft_parts
-from twophase.runs.folder import RunFolder
+from twophase.runs.folder import ROUNDS, RunFolder
 from twophase.training.trainer import Trainer
 
 SETTLE = 0.3
@@ -172,6 +172,10 @@ def prepare(faults: Faults) -> None:
         faults.at("giving")
         stream.write(data[len(data) // 2 :])
 
+    def log(_: Any, name: str, line: Any) -> None:
+        if name == ROUNDS:
+            faults.tell("round", line["round"])
+
     wrap(Trainer, "inner_step", before=step)
     wrap(distributed_c10d, "_new_process_group_helper", before=lambda *_, **__: faults.at("meeting"))
     wrap(distributed_c10d, "_update_default_pg", after=lambda _: faults.at("met"))
@@ -187,7 +191,7 @@ def prepare(faults: Faults) -> None:
     wrap(healing, "_streaming_load", before=lambda *_, **__: faults.at("taking"))
     wrap(torchft_parts, "manager", after=lambda _: faults.at("up"))
     wrap(torchft.TorchFT, "_take", after=lambda _: faults.at("healed"))
-    wrap(RunFolder, "log_round", before=lambda _, line: faults.tell("round", line["round"]))
+    wrap(RunFolder, "log", before=log)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 from fakerun import Config, Outer
 from twophase.base.config import UsageError, fingerprint, load_yaml, to_tree
 from twophase.base.files import write_atomic
-from twophase.runs.folder import RunFolder, read_lines, read_summary, weights_fault
+from twophase.runs.folder import LOGS, METRICS, ROUNDS, RunFolder, read_lines, read_summary, weights_fault
 
 GOOD = {
     "validation_loss": 2.0,
@@ -123,28 +124,28 @@ def test_a_folder_that_was_moved_away_is_not_written(tmp_path: Path, is_taken: b
     """A run whose folder was moved or removed ends, also where another process has a run of that name by then."""
     path, moved = tmp_path / "run", tmp_path / "moved"
     with RunFolder.claim(path, Config()) as first, ExitStack() as stack:
-        first.log_round({"step": 1})
+        first.log(ROUNDS, {"step": 1})
         path.rename(moved)
         if is_taken:
-            stack.enter_context(RunFolder.claim(path, Config())).log_round({"step": 1})
+            stack.enter_context(RunFolder.claim(path, Config())).log(ROUNDS, {"step": 1})
         before = contents(tmp_path)
         ends = (lambda _: first.write_weights(b""), lambda _: first.finish(GOOD))
-        for write in (first.log_round, first.log_metrics, first.log_step, *ends):
+        for write in (*(partial(first.log, name) for name in LOGS), *ends):
             with pytest.raises(FileNotFoundError, match="moved, removed or replaced"):
                 write({"step": 2})
         assert contents(tmp_path) == before
     with RunFolder.claim(moved, Config()) as folder:
         (moved / "rounds.jsonl").rename(moved / "old")
-        folder.log_round({"step": 2})
+        folder.log(ROUNDS, {"step": 2})
         (moved / "rounds.jsonl").unlink()
         with pytest.raises(FileNotFoundError, match=r"rounds\.jsonl"):
-            folder.log_round({"step": 3})
+            folder.log(ROUNDS, {"step": 3})
 
 
 def test_a_run_without_standard_input(tmp_path: Path) -> None:
     """The lock of the first run of a service has the descriptor 0, which counts as one."""
     lines = "import os, pathlib; os.close(0)", "from twophase.runs.folder import RunFolder"
-    script = "\n".join([*lines, "RunFolder.claim(pathlib.Path('run'), {'steps': 1}).log_round({'step': 1})"])
+    script = "\n".join([*lines, "RunFolder.claim(pathlib.Path('run'), {'steps': 1}).log('rounds.jsonl', {'step': 1})"])
     subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True)
     assert (tmp_path / "run" / "rounds.jsonl").read_text() == '{"step": 1}\n'
 
@@ -279,9 +280,9 @@ def test_logs_are_standard_json(tmp_path: Path) -> None:
         folder.write_env({"python": "3.11", "load": math.nan})
         folder.write_env({"python": "3.12"})
         assert json.loads((tmp_path / "env.json").read_text()) == {"python": "3.11", "load": None}
-        folder.log_metrics({"step": 1, "loss": math.nan})
-        folder.log_metrics({"step": 2, "per_block": {"a": [math.inf, 1.0], "b": (-math.inf,)}})
-        folder.log_round({"round": 1, "restart": True, "note": "ß"})
+        folder.log(METRICS, {"step": 1, "loss": math.nan})
+        folder.log(METRICS, {"step": 2, "per_block": {"a": [math.inf, 1.0], "b": (-math.inf,)}})
+        folder.log(ROUNDS, {"round": 1, "restart": True, "note": "ß"})
         for line in (tmp_path / "metrics.jsonl").read_text().splitlines():
             json.loads(line, parse_constant=pytest.fail)
         expected = [{"step": 1, "loss": None}, {"step": 2, "per_block": {"a": [None, 1.0], "b": [None]}}]
@@ -297,14 +298,14 @@ def test_rewind_repeats_and_loses_no_line(
     path = tmp_path_factory.mktemp("run")
     with RunFolder.claim(path, Config()) as folder:
         for step in range(before):
-            folder.log_round({"round": step})
+            folder.log(ROUNDS, {"round": step})
         position = json.loads(json.dumps(folder.position()))
         for step in range(before, before + after):
-            folder.log_round({"round": step})
+            folder.log(ROUNDS, {"round": step})
         with (path / "rounds.jsonl").open("ab") as file:
             file.write(torn)
         folder.rewind(position)
-        folder.log_round({"round": before})
+        folder.log(ROUNDS, {"round": before})
         assert [record["round"] for record in read_lines(path / "rounds.jsonl")] == [*range(before + 1)]
 
 
@@ -383,7 +384,7 @@ def test_the_newest_round_and_a_record_set_aside(tmp_path: Path) -> None:
         assert sorted(path.name for path in first.iterdir()) == ["checkpoint", "rounds.jsonl"]
         assert (first / "checkpoint" / "state").exists()
         assert not folder.checkpoint_dir.exists()
-        folder.log_round(line)
+        folder.log(ROUNDS, line)
         second = folder.set_aside("parted")
         assert (first.name, second.name) == ("parted", "parted-2")
         assert read_lines(second / "rounds.jsonl") == [line]
@@ -401,7 +402,7 @@ def test_a_kill_while_a_record_is_set_aside_leaves_no_checkpoint_without_logs(
         return rename(path, target)
 
     with RunFolder.claim(tmp_path, Config()) as folder:
-        folder.log_round({"step": 4})
+        folder.log(ROUNDS, {"step": 4})
         folder.checkpoint_dir.mkdir()
         monkeypatch.setattr(Path, "rename", killed)
         with pytest.raises(SystemExit):

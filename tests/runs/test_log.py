@@ -17,7 +17,7 @@ import pytest
 from fakerun import Config
 from twophase.base.config import UsageError
 from twophase.base.files import append_line, remove_leftovers, write_atomic
-from twophase.runs.folder import RunFolder, read_lines
+from twophase.runs.folder import METRICS, ROUNDS, RunFolder, read_lines
 from twophase.runs.log import Log, read_log
 from twophase.runs.record import read_record
 
@@ -29,10 +29,10 @@ def filled(path: Path, steps: tuple[int, ...] = STEPS) -> tuple[RunFolder, dict[
     """Claim a run's folder, write its logs up to a checkpoint, and go on for a line."""
     folder = RunFolder.claim(path, Config())
     for number, step in enumerate(steps, start=1):
-        folder.log_metrics({"step": step, "train_loss": 1.5})
-        folder.log_round({"step": step, "round": number, "checksum": f"{step:x}"})
+        folder.log(METRICS, {"step": step, "train_loss": 1.5})
+        folder.log(ROUNDS, {"step": step, "round": number, "checksum": f"{step:x}"})
     position = json.loads(json.dumps(folder.position()))
-    folder.log_round({"step": 16, "round": 4})
+    folder.log(ROUNDS, {"step": 16, "round": 4})
     return folder, position
 
 
@@ -70,7 +70,7 @@ def test_lost_and_altered_logs(tmp_path: Path, harm: str) -> None:
     with RunFolder.claim(tmp_path, Config(), accept_logs=True) as folder:
         folder.rewind(position, 12)
         assert (folder.last_round() or {"step": None})["step"] == (readable or [None])[-1]
-        folder.log_round({"step": 16, "round": 6})
+        folder.log(ROUNDS, {"step": 16, "round": 6})
         folder.rewind(folder.position(), 16)
     lines, (gap,) = read_log(log)
     assert [line["step"] for line in lines] == [*readable, 16]
@@ -92,7 +92,7 @@ def test_a_second_gap_leaves_the_first(tmp_path: Path) -> None:
         folder = RunFolder.claim(tmp_path, Config(), accept_logs=True)
         folder.rewind(position, step)
         for number in (4, 5):
-            folder.log_round({"step": step + 4 * (number - 3), "round": number})
+            folder.log(ROUNDS, {"step": step + 4 * (number - 3), "round": number})
     folder.release()
     assert [gap["step"] for gap in read_log(log)[1]] == [12, 20]
 
@@ -110,7 +110,7 @@ def test_a_log_is_accepted_once(tmp_path: Path, accepts: list[bool]) -> None:
     for accept_logs in accepts:
         with RunFolder.claim(tmp_path, Config(), accept_logs=accept_logs) as folder:
             folder.rewind(position, 12)
-            folder.log_round({"step": 16, "round": 4})
+            folder.log(ROUNDS, {"step": 16, "round": 4})
     lines, gaps = read_log(log)
     assert ([line["step"] for line in lines], len(gaps)) == ([4, 16], 1)
     assert len(list(tmp_path.glob("rounds.jsonl.gap-*"))) == 1

@@ -20,7 +20,7 @@ from commands import scalars
 from twophase import DiLoCo, OuterRule, record
 from twophase.base.config import UsageError, to_tree
 from twophase.runs import trackers as tracking
-from twophase.runs.folder import RunFolder, read_lines
+from twophase.runs.folder import ROUNDS, RunFolder, read_lines
 from twophase.runs.trackers import Tracker, check, identity, numbers, tracked
 from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.task import LanguageTask
@@ -248,10 +248,10 @@ def test_blocked(
 ) -> None:
     """A tracker that never answers holds up neither the run nor another tracker, and is reported once."""
     backends["wandb"].fail_at, backends["wandb"].block = place, hurried
-    folder = types.SimpleNamespace(path=tmp_path, log_round=lambda _: None)
+    folder = types.SimpleNamespace(path=tmp_path, log=lambda *_: None)
     with tracked(folder, ["wandb", "trackio"], run_name="first", config={}) as recorder:
         for step in range(20):
-            recorder.log_round({"step": step, "round": step})
+            recorder.log(ROUNDS, {"step": step, "round": step})
     out, err = capfd.readouterr()
     assert [step for step, _ in backends["trackio"].lines] == list(range(20))
     assert out == ""

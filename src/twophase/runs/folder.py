@@ -133,7 +133,7 @@ class RunFolder:
 
     def write_weights(self, weights: bytes) -> None:
         """Write the final weights, `weights.safetensors`; `finish` then records their SHA-256."""
-        self._here()
+        self._check_place()
         write_atomic(self.path / WEIGHTS, weights)
         self._weights_sha256 = hashlib.sha256(weights).hexdigest()
 
@@ -152,7 +152,7 @@ class RunFolder:
         record = standard({**summary, "config": self.fingerprint})
         if fault := _fault(record, self.fingerprint):
             raise ValueError(f"RunFolder.finish: {fault}")
-        self._here()
+        self._check_place()
         self.sync_logs()  # a power cut must not leave a finished run without its last lines
         if self._weights_sha256:
             record["weights_sha256"] = self._weights_sha256
@@ -166,23 +166,16 @@ class RunFolder:
         if anew or earlier is None or earlier.get("corpus") != json.loads(text).get("corpus"):
             write_atomic(self.path / ENV, text, durable=False)  # damaged, it is written again
 
-    def log_metrics(self, record: Mapping[str, Any]) -> None:
-        """Append one line to `metrics.jsonl`; numbers that are not finite become null."""
-        self._here()[METRICS].append(record)
+    def log(self, name: str, record: Mapping[str, Any]) -> None:
+        """Append one line to one of `LOGS`; numbers that are not finite become null."""
+        self._check_place()
+        self._logs[name].append(record)
 
-    def log_round(self, record: Mapping[str, Any]) -> None:
-        """Append one line to `rounds.jsonl`; numbers that are not finite become null."""
-        self._here()[ROUNDS].append(record)
-
-    def log_step(self, record: Mapping[str, Any]) -> None:
-        """Append one line to `steps.jsonl`; numbers that are not finite become null."""
-        self._here()[STEPS].append(record)
-
-    def _here(self) -> dict[str, Log]:
-        """Return the logs; refuse a folder that was moved or removed, for its name may be another process's by now."""
+    def _check_place(self) -> None:
+        """Refuse a folder that was moved or removed, for its name may be another process's by now."""
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(-1 if self._lock is None else self._lock), (self.path / LOCK).stat()):
-                return self._logs
+                return
         raise FileNotFoundError(errno.ENOENT, "it was moved, removed or replaced while the run went on", str(self.path))
 
     def position(self) -> dict[str, Mark]:

@@ -28,7 +28,7 @@ from twophase.base.config import Tree, UsageError, flatten
 from twophase.base.files import write_atomic
 from twophase.base.reading import read_json_object
 from twophase.number import did_you_mean
-from twophase.runs.folder import TRACKING
+from twophase.runs.folder import METRICS, ROUNDS, STEPS, TRACKING
 
 NAMES = ("none", "tensorboard", "trackio", "wandb")
 PROJECT = "twophase"
@@ -38,14 +38,20 @@ CLOSE_SECONDS = 60.0
 """How long the end of a run waits for a tracker to send its last lines."""
 _WAITING = 100_000  # lines that a slow tracker may be behind
 _METRICS = {
+    "step": "",
+    "round": "",
     "train_loss": "loss/train",
     "validation_loss": "loss/validation",
     "perplexity": "perplexity/token",
     "perplexity_per_byte": "perplexity/byte",
     "inner_lr": "inner/lr",
 }
-_SKIPPED = ("step", "round")
-_SKIPPED_OF_STEPS = (*_SKIPPED, "train_loss", "inner_lr")  # the learning rate stands among the metrics
+_NAMES = {
+    METRICS: (_METRICS, "metrics"),
+    ROUNDS: ({"step": "", "round": "round/number"}, "round"),
+    STEPS: ({"step": "", "train_loss": "loss/step", "inner_lr": ""}, "speed"),
+}
+"""Trackers' names for the keys of each log, and the first word of those for other keys; no name is not sent."""
 
 Numbers = dict[str, float]
 
@@ -104,24 +110,11 @@ class Tracked:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._folder, name)
 
-    def log_metrics(self, line: dict[str, Any], /) -> None:
-        """Append a line of losses: `loss/train`, `loss/validation`, `perplexity/token`, `inner/lr`."""
-        self._folder.log_metrics(line)
-        self._send(line, {_METRICS.get(key, f"metrics/{key}"): line[key] for key in line if key not in _SKIPPED})
-
-    def log_round(self, line: dict[str, Any], /) -> None:
-        """Append a line about the outer step: `round/gain`, `round/cosine`, and so on."""
-        self._folder.log_round(line)
-        named = {f"round/{key}": value for key, value in line.items() if key not in _SKIPPED}
-        self._send(line, {"round/number": line.get("round"), **named})
-
-    def log_step(self, line: dict[str, Any], /) -> None:
-        """Append a line about a stretch of inner steps: `loss/step`, `speed/tokens_per_second`, and so on."""
-        self._folder.log_step(line)
-        named = {f"speed/{key}": value for key, value in line.items() if key not in _SKIPPED_OF_STEPS}
-        self._send(line, {"loss/step": line.get("train_loss"), **named})
-
-    def _send(self, line: Mapping[str, Any], named: Mapping[str, Any]) -> None:
+    def log(self, log: str, line: dict[str, Any], /) -> None:
+        """Append a line; send its numbers by names such as `loss/train`, `round/gain`, `speed/tokens_per_second`."""
+        self._folder.log(log, line)
+        names, others = _NAMES[log]
+        named = {name: value for key, value in line.items() if (name := names.get(key, f"{others}/{key}"))}
         for tracker in self._trackers:
             tracker.log(numbers(named), line["step"])
 

@@ -29,7 +29,7 @@ import torch
 from twophase.base.config import RunError, UsageError
 from twophase.diloco.communicator import SingleProcess
 from twophase.optim.outer import OuterSGD
-from twophase.runs.folder import RunFolder, read_summary
+from twophase.runs.folder import METRICS, ROUNDS, RunFolder, read_summary
 from twophase.sweeps.outers import Outers
 from twophase.sweeps.plan import Forest, Node
 from twophase.sweeps.states import FORMAT, Branch, State, States, Tally
@@ -408,8 +408,8 @@ class Grower:
 def _write_line(log: RunFolder, entry: Mapping[str, Any], run: str) -> None:
     """Write a round's lines into a run's logs."""
     line = next(line for runs, line in entry["rounds"] if runs is None or run in runs)
-    log.log_round(line)
-    log.log_metrics(entry["metrics"])
+    log.log(ROUNDS, line)
+    log.log(METRICS, entry["metrics"])
 
 
 def _trunk(config: RunConfig) -> RunConfig:

@@ -310,8 +310,7 @@ def check(config: RunConfig) -> None:
     Raises:
         UsageError: naming the option, its value, the range and the remedy.
     """
-    inner, sync, steps = config.inner, config.sync, config.steps
-    wsd, method = inner.schedule == "wsd", inner.method
+    inner, sync = config.inner, config.sync
     require(
         config,
         [
@@ -326,44 +325,9 @@ def check(config: RunConfig) -> None:
                 lambda betas: len(betas) == 2 and all(0 <= beta < 1 for beta in betas),
                 "two numbers in [0, 1)",
             ),
-            (
-                "inner.betas",
-                lambda betas: method != "sgd" or betas == InnerConfig().betas,
-                "left alone with --inner.method sgd, which has --inner.momentum",
-            ),
-            (
-                "inner.betas",
-                lambda betas: method != "schedule-free" or betas[0] > 0,
-                "two numbers, the first above 0, with --inner.method schedule-free",
-            ),
             ("inner.momentum", lambda momentum: 0 <= momentum < 1, "at least 0 and below 1"),
-            (
-                "inner.momentum",
-                lambda momentum: method in ("sgd", "muon") or momentum == InnerConfig().momentum,
-                f"left alone with --inner.method {method}; it is for sgd and muon",
-            ),
-            (
-                "inner.schedule",
-                lambda schedule: method != "schedule-free" or schedule == "constant",
-                "constant with --inner.method schedule-free, whose average takes the schedule's place",
-            ),
             ("inner.warmup", lambda share: 0 <= share <= 1, "a share of the steps, in [0, 1]"),
-            (
-                "inner.decay",
-                lambda share: wsd or share == InnerConfig().decay,
-                f"left alone with --inner.schedule {inner.schedule}; it is for wsd",
-            ),
-            (
-                "inner.decay",
-                lambda share: not wsd or 0 <= share <= 1 - inner.warmup,
-                f"a share of the steps, in [0, 1 - inner.warmup] = [0, {1 - inner.warmup:g}]",
-            ),
             ("inner.clip_norm", lambda norm: 0 <= norm <= LARGEST_LR, f"from 0 (no clipping) to {LARGEST_LR:g}"),
-            (
-                "compute.autotune",
-                lambda autotune: config.compute.compile or not autotune,
-                "used together with --compute.compile",
-            ),
             (
                 "divergence_loss",
                 lambda loss: loss >= 0,
@@ -372,8 +336,8 @@ def check(config: RunConfig) -> None:
             ("seed", lambda seed: 0 <= seed < 2**63, "a whole number >= 0 and below 2^63"),
             (
                 "inner_steps",
-                lambda count: count <= steps,
-                f"at most steps ({steps}); lower --inner-steps or raise --steps",
+                lambda count: count <= config.steps,
+                f"at most steps ({config.steps}); lower --inner-steps or raise --steps",
             ),
             ("outer.lr", lambda lr: not lr > LARGEST_LR, f"at most {LARGEST_LR:g}, far beyond any use"),
             (
@@ -385,6 +349,9 @@ def check(config: RunConfig) -> None:
             ("sync.mixing", lambda share: 0 <= share < 1, "at least 0 and below 1"),
         ],
     )
+    _check_inner(inner)
+    if config.compute.autotune and not config.compute.compile:
+        raise _refusal("compute.autotune", True, "used together with --compute.compile")
     try:
         check_rule("--outer", config.outer.lr, config.outer.momentum, config.outer.form)
     except ValueError as error:
@@ -423,3 +390,26 @@ def check(config: RunConfig) -> None:
             f"--sync.restart names {', '.join(sorted(policies))}, and the fragments are {', '.join(sorted(names))}; "
             "give each fragment its policy, on an axis of a sweep with commas between them"
         )
+
+
+def _check_inner(inner: InnerConfig) -> None:
+    """Refuse options of the inner optimizer that do not go together."""
+    usual = InnerConfig()
+    if inner.method == "sgd" and inner.betas != usual.betas:
+        wanted = "left alone with --inner.method sgd, which has --inner.momentum"
+        raise _refusal("inner.betas", inner.betas, wanted)
+    if inner.method not in ("sgd", "muon") and inner.momentum != usual.momentum:
+        wanted = f"left alone with --inner.method {inner.method}; it is for sgd and muon"
+        raise _refusal("inner.momentum", inner.momentum, wanted)
+    if inner.method == "schedule-free" and inner.betas[0] == 0:
+        wanted = "two numbers, the first above 0, with --inner.method schedule-free"
+        raise _refusal("inner.betas", inner.betas, wanted)
+    if inner.method == "schedule-free" and inner.schedule != "constant":
+        wanted = "constant with --inner.method schedule-free, whose average takes the schedule's place"
+        raise _refusal("inner.schedule", inner.schedule, wanted)
+    if inner.schedule != "wsd" and inner.decay != usual.decay:
+        wanted = f"left alone with --inner.schedule {inner.schedule}; it is for wsd"
+        raise _refusal("inner.decay", inner.decay, wanted)
+    if inner.schedule == "wsd" and not 0 <= inner.decay <= 1 - inner.warmup:
+        wanted = f"a share of the steps, in [0, 1 - inner.warmup] = [0, {1 - inner.warmup:g}]"
+        raise _refusal("inner.decay", inner.decay, wanted)

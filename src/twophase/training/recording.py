@@ -25,7 +25,7 @@ from twophase.diloco.report import RoundReport
 from twophase.optim.groups import GroupRound
 from twophase.optim.optimizer import options_of
 from twophase.optim.outer import OuterSGD
-from twophase.runs.folder import METRICS, RECORDED, SUMMARY, USER, RunFolder, read_lines, read_rounds
+from twophase.runs.folder import METRICS, RECORDED, ROUNDS, SUMMARY, USER, RunFolder, read_lines, read_rounds
 from twophase.runs.trackers import check, tracked
 from twophase.shelf.outer import described
 from twophase.training.device import environment
@@ -93,14 +93,14 @@ class Recorder:
         if not math.isfinite(line.get("tokens", 0)):
             raise ValueError(f"record.log: tokens is {line['tokens']}; give their number so far")
         self._newest |= line
-        self.lines().log_metrics(line)
+        self.lines().log(METRICS, line)
 
     def end_round(self, report: Mapping[str, Any], signals: Mapping[str, float], finite: bool) -> None:
         """Write a round: the engine's report to `rounds.jsonl`, signals and inner learning rate to the metrics."""
         self.round = _rounds(self._engine)  # as after a resume: of several fragments, those that all have ended
         if not self._lead:
             return
-        self.lines().log_round({"step": self.step, **report})
+        self.lines().log(ROUNDS, {"step": self.step, **report})
         values = {**signals, "step": self.step, "round": report["round"]}  # the line's own
         if self._inner is not None:
             values["inner_lr"] = max(float(group["lr"]) for group in self._inner.param_groups)

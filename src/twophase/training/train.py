@@ -13,7 +13,7 @@ from typing import Any
 from twophase.base.config import RunError, UsageError, fingerprint
 from twophase.diloco.communicator import Communicator, SingleProcess, in_agreement
 from twophase.diloco.report import RoundReport
-from twophase.runs.folder import WEIGHTS, RunFolder
+from twophase.runs.folder import METRICS, ROUNDS, STEPS, WEIGHTS, RunFolder
 from twophase.training import checkpoint
 from twophase.training.config import RunConfig, check
 from twophase.training.ending import Ending
@@ -138,8 +138,8 @@ def _go(
             line = run.end_round(report)
             if run.lead:
                 with disk(folder):
-                    folder.log_round(round_line(report, done.step))
-                    folder.log_metrics(line)
+                    folder.log(ROUNDS, round_line(report, done.step))
+                    folder.log(METRICS, line)
                 on_round(line | {"restarted": report.restarted, "seconds": done.seconds, "tokens": run.tokens()})
             if run.comm.elastic and done.exit_reason == RUNNING and stopping():  # without its peers
                 done.exit_reason = STOPPED
@@ -202,7 +202,7 @@ def _log_step(run: Trainer, folder: RunFolder, on_step: Callable[[dict[str, Any]
     line = run.step_line()
     if line is not None:
         with disk(folder):
-            folder.log_step(line)
+            folder.log(STEPS, line)
         on_step(line)
 
 

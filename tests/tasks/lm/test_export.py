@@ -269,7 +269,7 @@ def test_shards_that_were_prepared_anew(shards: Path, tmp_path: Path, monkeypatc
     def killed(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(RunFolder, "log_round", killed)
+    monkeypatch.setattr(RunFolder, "log", killed)
     with pytest.raises(KeyboardInterrupt):
         shard_run(shards, tmp_path / "run")
     monkeypatch.undo()
