@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ from faults.calls import Disk, Fault
 from faults.children import Ended, begin, ended
 from faults.interruptions import bad_end
 from faults.scenes import Stage
+from forked import Program
 from twophase.base.files import write_atomic
 
 
@@ -107,15 +106,14 @@ def test_faults_are_seen(tmp_path: Path, stage: Stage) -> None:
 @pytest.mark.timeout(900)
 def test_a_sample(tmp_path: Path) -> None:
     """Some kills and inputs of a fixed seed: no byte differs, nothing is silent, hangs or leaves a file."""
-    words = ["--kills", "5", "--inputs", "30", "--seed", "0", "--processes", "1", "--out", str(tmp_path)]
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).parent), *words], capture_output=True, text=True, check=False
-    )
-    failures = tmp_path / run.FAILURES
+    words = "--kills 5 --inputs 20 --seed 0 --processes 1 --out".split()
+    out, err, failures = tmp_path / "said", tmp_path / "errors", tmp_path / run.FAILURES
+    program = str(Path(__file__).with_name("__main__.py"))
+    status = Program([program, *words, str(tmp_path)], out, err, os.environ).wait()
     assert not failures.exists(), failures.read_text()
-    assert done.returncode == 0, done.stdout + done.stderr
-    figures = json.loads(done.stdout.splitlines()[-1])
-    assert (figures["kills"], figures["inputs"]) == (7, 30)
+    assert status == 0, out.read_text() + err.read_text()
+    figures = json.loads(out.read_text().splitlines()[-1])
+    assert (figures["kills"], figures["inputs"]) == (7, 20)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""From a text to a trained and exported model by the command line: prepared once, killed, dealt anew, the same bits."""
+"""From a text to a trained model by the command line: prepared once, killed, dealt anew, the same bits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import yaml
 
 import shardmaker
@@ -27,7 +26,6 @@ from twophase.runs.folder import read_lines, read_summary
 from twophase.tasks.lm import step
 from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.speed import flops_per_token
-from twophase.text.meta import TRAIN, VALIDATION, read_meta
 from twophase.training import checkpoint
 from twophase.training.config import ComputeConfig
 
@@ -38,20 +36,12 @@ STEPS, LOG_EVERY = 84, 4
 # A round has 6 steps, so lines of steps.jsonl begin and end inside rounds.
 LONG = f"--steps {STEPS} --log-every {LOG_EVERY} --evaluate-every 4 --outer.restart 3".split()
 MIXED = "--compute.precision bf16-mixed --compute.micro-batch 2".split()
-ODD = "Naïve words \u2013 and 😀, in more bytes than characters.\n\n" * 9
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A text of some 60 paragraphs."""
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text(f"{ODD}{textmaker.text()}", encoding="utf-8")
-    return path
-
-
-@pytest.fixture(scope="module")
-def shards(text: Path) -> Path:
-    """It, prepared by the command."""
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text of some 60 paragraphs, prepared by the command."""
+    text = textmaker.write(tmp_path_factory.mktemp("text") / "text.txt")
     words = ["data", "prepare", text, "--tokenizer", "bytes", "--held-out", "0.1", "--shard-tokens", "9k", "--quiet"]
     assert command(*words, "--out", text.parent / "shards") == 0
     return text.parent / "shards"
@@ -121,49 +111,6 @@ def test_processes_come_and_go(tmp_path: Path, small: list[str], whole: Path) ->
     assert 18 <= (checkpoint.latest_step(folder / "checkpoint") or 0) < STEPS
     assert command(*words) == 0
     same_losses(folder, whole)  # round 3's too: float64 holds the sum of a few float32, whatever its order
-
-
-# --------------------------------------------------------------------------------------------------------------- export
-
-
-@pytest.mark.slow
-def test_export(tmp_path: Path, text: Path, shards: Path, small: list[str]) -> None:
-    """Transformers find the validation loss of the run's summary, and in the text the ids of the shards."""
-    pytest.importorskip("transformers", reason="the extra hf is not installed")
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    meta = read_meta(shards)
-    splits = {
-        split: [np.fromfile(shards / shard.file, meta.dtype) for shard in meta.splits[split]]
-        for split in (TRAIN, VALIDATION)
-    }
-    (held_out,) = splits[VALIDATION]
-    windows = (len(held_out) - 1) // T  # all that there are
-    words = [*small, "--compute.precision", "float32", "--data.validation-windows", str(windows)]
-    assert command("train", *words, "--out", tmp_path / "run") == 0
-    assert command("export", tmp_path / "run", tmp_path / "hf") == 0
-
-    ids = torch.from_numpy(held_out[: windows * T + 1].astype(np.int64))
-    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", local_files_only=True).eval()
-    with torch.no_grad():
-        logits = model(ids[:-1].view(windows, T)).logits
-    loss = torch.nn.functional.cross_entropy(logits.double().flatten(0, 1), ids[1:]).item()
-    summary = read_summary(tmp_path / "run")
-    assert summary is not None
-    # Two programmes that sum in other orders: a few units in the last place of logits near 5.
-    assert summary["validation_loss"] == pytest.approx(loss, rel=3e-6)
-
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf", local_files_only=True)
-    seen: list[str] = []
-    for shard in [*splits[TRAIN], held_out]:
-        assert shard[-1] == END
-        for document in np.split(shard, np.flatnonzero(shard == END) + 1)[:-1]:
-            words = bytes(document[:-1].tolist()).decode()
-            assert tokenizer(words)["input_ids"] == document[:-1].tolist()
-            seen += words.split("\n\n")
-    assert model.config.eos_token_id == tokenizer.eos_token_id == END
-    original = text.read_text(encoding="utf-8")
-    assert sorted(seen) == sorted(paragraph for paragraph in original.split("\n\n") if paragraph)
 
 
 # ----------------------------------------------------------------------------------------------------------- few tokens

@@ -85,10 +85,18 @@ class Loop:
             self.engine.outer.param_groups[0]["lr"] *= 0.9
 
 
-def recorded(loop: Loop, folder: Path, steps: range = range(STEPS), config: Any = None) -> list[Any]:
-    """Train and record; return the reports."""
+def recorded(
+    loop: Loop,
+    folder: Path,
+    steps: range = range(STEPS),
+    config: Any = None,
+    *,
+    saved_at: int = 0,
+    killed: bool = False,
+) -> list[Any]:
+    """Train and record; return the reports. A loop may save itself after a step, and end by an error."""
     reports, loss = [], math.nan
-    with record(loop.engine, folder, config, inner=loop.inners[0]) as run:
+    with suppress(ZeroDivisionError), record(loop.engine, folder, config, inner=loop.inners[0]) as run:
         assert run.step == steps.start
         for step, loss in zip(steps, loop.train(steps), strict=True):
             reports.append(loop.engine.step({"loss": loss}))
@@ -97,9 +105,12 @@ def recorded(loop: Loop, folder: Path, steps: range = range(STEPS), config: Any 
             run.log(mark=step + 1)
             if step == 20:
                 run.log(loss=torch.tensor(loss), temperature=3)
-        if steps.stop == STEPS:
-            reports.append(loop.engine.finish({"loss": loss}))
-            run.log(validation_loss=loss)
+            if step + 1 == saved_at:
+                torch.save(loop.state(), folder.parent / "state.pt")
+        if killed:
+            raise ZeroDivisionError
+        reports.append(loop.engine.finish({"loss": loss}))
+        run.log(validation_loss=loss)
     return [report for report in reports if report is not None]
 
 
@@ -144,20 +155,11 @@ def test_pages_and_commands_work_on_it(
 ) -> None:
     """Report, overlay, diagnosis and explorer take the folder; nothing is missing, and no unit is made up."""
     for name in ("a", "b"):
-        recorded(
-            Loop(inner_steps=1),
-            tmp_path / name,
-            config=argparse.Namespace(steps=STEPS, width=WIDTH, kind=torch.float32),
-        )
-    words = [
-        ["report", "a"],
-        ["report", "a", "b"],
-        ["diagnose", "a"],
-        ["explore", "--run", "a", "--sigma", "0.5", "--out", "e.html"],
-    ]
+        config = argparse.Namespace(steps=STEPS, width=WIDTH, kind=torch.float32)
+        recorded(Loop(inner_steps=1), tmp_path / name, config=config)
     monkeypatch.chdir(tmp_path)
-    for line in words:
-        assert main(line) == 0, capsys.readouterr()
+    for line in ("report a", "report a b", "diagnose a", "explore --run a --sigma 0.5 --out e.html"):
+        assert main(line.split()) == 0, capsys.readouterr()
     out = capsys.readouterr().out
     assert "50 of 50 rounds recorded" in out
     assert "missing" not in out
@@ -183,7 +185,7 @@ def test_an_interrupted_loop_goes_on(tmp_path: Path, options: dict[str, Any], sa
     whole, loop, again = (Loop(**options) for _ in range(3))
     recorded(whole, tmp_path / "whole")
     assert (whole.engine.fragments[0].outer.param_groups[0]["lr"] < RULE.lr / 2) == bool(options.get("falling"))
-    recorded_until(loop, tmp_path / "parts", saved_at=saved_at, killed_at=33)
+    recorded(loop, tmp_path / "parts", range(33), saved_at=saved_at, killed=True)
     assert read_summary(tmp_path / "parts") is None, "an unfinished run"
     again.load(torch.load(tmp_path / "state.pt", weights_only=True))
     recorded(again, tmp_path / "parts", range(saved_at, STEPS))
@@ -192,9 +194,7 @@ def test_an_interrupted_loop_goes_on(tmp_path: Path, options: dict[str, Any], sa
     assert read_record(tmp_path / "parts").problems == []
     ends = [read_summary(tmp_path / name) or {} for name in ("whole", "parts")]
     assert ends[0]["restarts"] > 0
-    assert [ends[0][name] for name in ("steps", "rounds", "restarts")] == [
-        ends[1][name] for name in ("steps", "rounds", "restarts")
-    ]
+    assert all(ends[0][name] == ends[1][name] for name in ("steps", "rounds", "restarts"))
 
 
 @pytest.mark.parametrize("saved_at", [16, 28, STEPS])
@@ -324,22 +324,9 @@ def test_a_loop_that_joins_others_goes_on(tmp_path: Path, saved_at: int | None) 
     assert read_record(tmp_path / "run").problems == []
 
 
-def recorded_until(loop: Loop, folder: Path, saved_at: int, killed_at: int) -> None:
-    """Record a loop that saves itself once and ends by an error later."""
-    with suppress(ZeroDivisionError), record(loop.engine, folder, inner=loop.inners[0]) as run:
-        for step, loss in enumerate(loop.train(range(STEPS))):
-            if step == killed_at:
-                raise ZeroDivisionError
-            if loop.engine.step({"loss": loss}) is not None:
-                loop.end_round()
-            run.log(mark=step + 1)
-            if step + 1 == saved_at:
-                torch.save(loop.state(), folder.parent / "state.pt")
-
-
 def test_a_loop_that_begins_anew_loses_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Without a state the rounds begin with 1 again; those of before lie in a folder beside, which a warning names."""
-    recorded_until(Loop(), tmp_path / "run", saved_at=2, killed_at=33)
+    recorded(Loop(), tmp_path / "run", range(33), killed=True)
     before = (tmp_path / "run" / "rounds.jsonl").read_bytes()
     recorded(Loop(), tmp_path / "run")
     assert (tmp_path / "run" / "begun-anew" / "rounds.jsonl").read_bytes() == before
@@ -347,27 +334,20 @@ def test_a_loop_that_begins_anew_loses_nothing(tmp_path: Path, caplog: pytest.Lo
     assert read_record(tmp_path / "run").problems == []
 
 
-def test_a_damaged_line_is_refused(tmp_path: Path) -> None:
-    """A line without its round ends in one message, and nothing is written after it."""
-    recorded_until(loop := Loop(), tmp_path / "run", saved_at=6, killed_at=15)
-    log = tmp_path / "run" / "rounds.jsonl"
-    log.write_text(log.read_text().replace('"round": 2', '"rouod": 2', 1))
+@pytest.mark.parametrize(
+    ("name", "damage", "words"),
+    [
+        ("rounds", ('"round": 2', '"rouod": 2'), "a line has no step, round or checksum"),
+        ("metrics", (":", ""), r"metrics\.jsonl: line 1 is not a JSON object"),
+    ],
+)
+def test_a_damaged_line_is_refused(tmp_path: Path, name: str, damage: tuple[str, str], words: str) -> None:
+    """It ends in one message, and costs no others: a loop that goes on would cut all lines after it."""
+    recorded(loop := Loop(), tmp_path / "run", range(15), killed=True)
+    log = tmp_path / "run" / f"{name}.jsonl"
+    log.write_text(log.read_text().replace(*damage, 1))
     before = log.read_bytes()
-    with pytest.raises(UsageError, match="a line has no step, round or checksum"), record(loop.engine, log.parent):
-        pass
-    assert log.read_bytes() == before
-
-
-def test_a_damaged_metric_costs_no_others(tmp_path: Path) -> None:
-    """A line of metrics that cannot be read is refused; a loop that goes on would cut all lines after it."""
-    recorded_until(loop := Loop(), tmp_path / "run", saved_at=6, killed_at=15)
-    log = tmp_path / "run" / "metrics.jsonl"
-    log.write_text(log.read_text().replace(":", "", 1))
-    before = log.read_bytes()
-    with (
-        pytest.raises(UsageError, match=r"metrics\.jsonl: line 1 is not a JSON object"),
-        record(loop.engine, log.parent),
-    ):
+    with pytest.raises(UsageError, match=words), record(loop.engine, log.parent):
         pass
     assert log.read_bytes() == before
 
@@ -505,29 +485,31 @@ if __name__ == "__main__":
     _in_a_process(int(sys.argv[1]), Path(sys.argv[2]))
 
 
+def of_two_groups(path: Path, *options: dict[str, Any]) -> Any:
+    """The run of an outer optimizer whose param groups have these options."""
+    groups = [{"params": [nn.Parameter(torch.ones(3))]} | more for more in options]
+    outer = OuterSGD(groups, 0.7, 0.9)
+    with record(outer, path):
+        for _ in range(12):
+            for group in groups:
+                (x,) = group["params"]
+                x.grad = 0.1 * x.detach()
+            outer.step()
+    return twophase.load(path)
+
+
 def test_each_param_group_has_its_own_period(tmp_path: Path) -> None:
     """Groups that restart at different times are judged and described by their own policies; alike ones as before."""
-    x, y = (nn.Parameter(torch.ones(3)) for _ in range(2))
-    outer = OuterSGD([{"params": [x], "restart": 3}, {"params": [y], "restart": 4}], 0.7, 0.9)
-    with record(outer, tmp_path / "run"):
-        for _ in range(12):
-            x.grad, y.grad = 0.1 * x.detach(), 0.1 * y.detach()
-            outer.step()
-    run: Any = twophase.load(tmp_path / "run")
+    run = of_two_groups(tmp_path / "run", {"restart": 3}, {"restart": 4})
     assert [finding.restarts for finding in run.diagnosis().findings] == ["3", "4"]
     assert run.record.restart == "param group 0=3, param group 1=4"
-    assert "sync" not in setting(OuterSGD([{"params": [x]}, {"params": [y]}], 0.7, 0.9, restart=3))
+    alike = [{"params": [nn.Parameter(torch.ones(3))]} for _ in range(2)]
+    assert "sync" not in setting(OuterSGD(alike, 0.7, 0.9, restart=3))
 
 
 def test_param_groups_of_several_rules_have_none(tmp_path: Path) -> None:
     """Nothing is said of a run by the rule of its first param group where another group has another rule."""
-    x, y = (nn.Parameter(torch.ones(3)) for _ in range(2))
-    outer = OuterSGD([{"params": [x]}, {"params": [y], "momentum": 0.5}], 0.7, 0.9)
-    with record(outer, tmp_path / "run"):
-        for _ in range(12):
-            x.grad, y.grad = 0.1 * x.detach(), 0.1 * y.detach()
-            outer.step()
-    run: Any = twophase.load(tmp_path / "run")
+    run = of_two_groups(tmp_path / "run", {}, {"momentum": 0.5})
     assert run.record.rule is None
     assert all(f"momentum {momentum}" in run.record.outer_words for momentum in (0.9, 0.5))
     assert run.diagnosis().change is None
