@@ -192,9 +192,17 @@ class Run(Processes):
         return min(e["time"] for e in self.events(number) if e["what"] == "round" and e["time"] > then) - then
 
 
+def state_of(pid: int) -> str:
+    """The letter that the system has for what a process does; X for one that is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"
+
+
 def stopped(process: subprocess.Popen[bytes]) -> bool:
     """Whether SIGSTOP has stopped it."""
-    return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return state_of(process.pid) == "T"
 
 
 def wake(process: subprocess.Popen[bytes]) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from elastic import state_of
 from faults import calls
 from faults.calls import Allocations, Fault
 from faults.children import WORKERS, Ended, begin, ended, start
@@ -172,12 +173,8 @@ def worker_pids(out: Path) -> list[int]:
     pids = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            if str((process / "fd" / "1").readlink()).startswith(log) and "Z" not in _state(process):
+            if str((process / "fd" / "1").readlink()).startswith(log) and state_of(int(process.name)) != "Z":
                 pids.append(int(process.name))
         except OSError:
             continue
     return pids
-
-
-def _state(process: Path) -> str:
-    return (process / "stat").read_text().rpartition(")")[2].split()[0]

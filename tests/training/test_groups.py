@@ -16,7 +16,7 @@ import pytest
 import torch.distributed.run
 
 import shardmaker
-from elastic import DRIVER, Processes, Run, free_port, lighthouse, sizes, until
+from elastic import DRIVER, Processes, Run, free_port, lighthouse, sizes, state_of, until
 from forked import places
 from trained import run, stop_after
 from twophase.base.config import dump_yaml, with_values
@@ -173,10 +173,7 @@ def workers(agent: int) -> list[int]:
 
 def running(process: int) -> bool:
     """Whether it has neither ended nor become a zombie."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    return state_of(process) not in "ZX"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

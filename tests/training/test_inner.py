@@ -22,7 +22,7 @@ from twophase.tasks.lm.config import ModelConfig, TrainConfig
 from twophase.tasks.lm.model import Llama
 from twophase.tasks.lm.task import LanguageTask
 from twophase.training.config import InnerConfig, inner_lr
-from twophase.training.inner import MuonAdamW, hidden_matrices, inner_optimizer
+from twophase.training.inner import MuonAdamW, check_inner, hidden_matrices, inner_optimizer
 from twophase.training.train import train
 from twophase.training.trainer import Trainer
 
@@ -239,8 +239,8 @@ def test_hidden_matrices(make: Callable[[], nn.Module], names: list[str]) -> Non
 def test_what_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """No hidden matrix, or no package: one message that names the remedy."""
     with pytest.raises(UsageError, match=r"--inner\.method adamw"):
-        inner_optimizer(nn.Linear(2, 1), InnerConfig(method="muon"))
+        check_inner(nn.Linear(2, 1), InnerConfig(method="muon"))
     monkeypatch.delitem(sys.modules, "twophase.training.schedule_free", raising=False)
     monkeypatch.setitem(sys.modules, "schedulefree", None)
     with pytest.raises(UsageError, match=r"twophase\[schedulefree\]"):
-        inner_optimizer(nn.Linear(2, 1), InnerConfig(method="schedule-free"))
+        check_inner(nn.Linear(2, 1), InnerConfig(method="schedule-free"))

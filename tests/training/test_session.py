@@ -48,28 +48,24 @@ def test_each_process_takes_its_own_gpu(
 
 
 @pytest.mark.parametrize(
-    ("device", "rank", "message"),
+    ("device", "variable", "value", "message"),
     [
-        ("cuda:0", "1", "--device cuda:0 would be every process's; use --device cuda"),
-        ("cuda", "2", "process 2 of this machine has no GPU, there are 2; give torchrun --nproc-per-node 2"),
+        ("cuda:0", "LOCAL_RANK", "1", "--device cuda:0 would be every process's; use --device cuda"),
+        ("cuda", "LOCAL_RANK", "2", "process 2 of this machine has no GPU, there are 2; give .* --nproc-per-node 2"),
+        *(
+            ("cuda", "WORLD_SIZE", size, f"WORLD_SIZE is '{size}'; torchrun sets it .* or unset it")
+            for size in ("abc", "0", "-1", "1.5", "")
+        ),
     ],
 )
-def test_processes_without_a_gpu_of_their_own(
-    taken: list[int], monkeypatch: pytest.MonkeyPatch, device: str, rank: str, message: str
+def test_places_without_a_gpu(
+    taken: list[int], monkeypatch: pytest.MonkeyPatch, device: str, variable: str, *, value: str, message: str
 ):
-    """Two processes on one GPU would wait for each other for ever; they are refused instead."""
-    monkeypatch.setenv("LOCAL_RANK", rank)
+    """Two processes on one GPU would wait for each other for ever; a size that is no number would be a traceback."""
+    monkeypatch.setenv(variable, value)
     with pytest.raises(UsageError, match=message):
         take_device(TrainConfig(device=device))
     assert taken == []
-
-
-@pytest.mark.parametrize("size", ["abc", "0", "-1", "1.5", ""])
-def test_world_sizes_that_are_no_numbers(monkeypatch: pytest.MonkeyPatch, size: str):
-    """The variable is named with its value, where it would have been a traceback."""
-    monkeypatch.setenv("WORLD_SIZE", size)
-    with pytest.raises(UsageError, match=f"WORLD_SIZE is '{size}'; torchrun sets it .* or unset it"):
-        take_device(TrainConfig(device="cuda"))
 
 
 def test_an_environment_that_is_not_torchruns(monkeypatch: pytest.MonkeyPatch):

@@ -142,10 +142,13 @@ def test_a_parameter_that_one_replica_has_not_met(config: TrainConfig, tmp_path:
 
 
 class DualAveraging(torch.optim.Optimizer):
-    """Momentum without a buffer of that name, as of MADGRAD; a setting that only Adam has; a count in the group."""
+    """Momentum without a buffer of that name, as of MADGRAD; a setting that only Adam has; a count in the group.
+
+    The momentum grows in the first steps, as Muon's often does.
+    """
 
     def __init__(self, parameters: Any, lr: float) -> None:
-        super().__init__(parameters, {"lr": lr, "momentum": 0.9, "amsgrad": False, "count": 0})
+        super().__init__(parameters, {"lr": lr, "momentum": 0.8, "amsgrad": False, "count": 0})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -153,6 +156,7 @@ class DualAveraging(torch.optim.Optimizer):
         del closure
         for group in self.param_groups:
             group["count"] += 1
+            group["momentum"] = min(0.9, group["momentum"] + 0.01)
             for p in group["params"]:
                 memory = self.state[p]
                 memory.setdefault("first", p.clone())
@@ -161,23 +165,12 @@ class DualAveraging(torch.optim.Optimizer):
                 p.lerp_(memory["first"] - group["lr"] * memory["sum"], 1 - group["momentum"])
 
 
-class Warmup(torch.optim.SGD):
-    """SGD whose momentum grows in the first steps, as Muon's often does."""
-
-    def step(self, closure: Any = None) -> Any:
-        """Take a step with a little more momentum."""
-        for group in self.param_groups:
-            group["momentum"] = min(0.9, group["momentum"] + 0.01)
-        return super().step(closure)
-
-
-@pytest.mark.parametrize("kind", [DualAveraging, Warmup])
 def test_an_inner_optimizer_of_another_kind_is_resumed(
-    kind: Any, config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may remember other things than torch's, and change its settings: the bits are those of a run in one go."""
     config = with_values(config, SHORT | {"inner.lr": 0.01})
-    inner = lambda _, model, config: kind(model.parameters(), lr=config.lr)  # noqa: E731
+    inner = lambda _, model, config: DualAveraging(model.parameters(), lr=config.lr)  # noqa: E731
     monkeypatch.setattr(Regression, "inner", inner, raising=False)
     whole = run(config, tmp_path / "whole")
     assert run(config, tmp_path / "parts", should_stop=stop_after(6))["exit_reason"] == "stopped"

@@ -49,6 +49,7 @@ validation."""
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 """What a run may be called in a file; any other name might lead out of its folder."""
 LOGS = (METRICS, ROUNDS, STEPS)
+_SEAL = "summary_sha256"
 _RATIOS = ("perplexity", "perplexity_per_byte", "engine_share")
 """Numbers of a summary that a task may leave out."""
 _LONGEST_SECONDS = 1e10
@@ -68,11 +69,11 @@ class RunFolder:
         accept_logs: whether `rewind` goes on with logs that were lost or altered, and marks the gap.
     """
 
-    def __init__(self, path: Path, identity: str, lock: int, *, accept_logs: bool = False) -> None:
+    def __init__(self, path: Path, identity: str, lock: int | None, *, accept_logs: bool = False) -> None:
         self.path = path
         self.fingerprint = identity
         self.accept_logs = accept_logs
-        self._lock: int | None = lock
+        self._lock = lock
         self._logs = {name: Log(path / name) for name in LOGS}
         self._weights_sha256 = ""
 
@@ -156,8 +157,7 @@ class RunFolder:
         self.sync_logs()  # a power cut must not leave a finished run without its last lines
         if self._weights_sha256:
             record["weights_sha256"] = self._weights_sha256
-        record["summary_sha256"] = _digest(record)
-        write_atomic(self.path / SUMMARY, json.dumps(record, indent=2, allow_nan=False) + "\n")
+        write_atomic(self.path / SUMMARY, sealed(record, _SEAL))
 
     def write_env(self, env: Mapping[str, Any], *, anew: bool = False) -> None:
         """Record versions, machine and data in `env.json`; a sound record of the same data stays, unless `anew`."""
@@ -191,12 +191,7 @@ class RunFolder:
     def rewind(self, position: Mapping[str, Mark | int], step: int = 0) -> None:
         """Cut the logs back to where a checkpoint was taken, so that a resumed run repeats no line.
 
-        Args:
-            position: what `position()` returned at the checkpoint; a missing name means from the start.
-            step: inner steps of the checkpoint.
-
-        Raises:
-            UsageError: a log that was lost or altered since, unless `accept_logs`; nothing is changed then.
+        Args, and the UsageError that it raises, are those of `check_logs`, which it calls.
         """
         self.check_logs(position, step)
         for name, log in self._logs.items():
@@ -213,7 +208,7 @@ class RunFolder:
         As `accept_logs` says, those that were lost or altered then hold what can still be read, and a mark of the gap.
 
         Args:
-            position: what `position()` returned at the checkpoint.
+            position: what `position()` returned at the checkpoint; a missing name means the empty log.
             step: inner steps of the checkpoint.
 
         Raises:
@@ -427,14 +422,19 @@ def _fault(record: Mapping[str, Any], wanted: str) -> str | None:
         fits = fits and (not isinstance(value, (int, float)) or abs(value) <= largest)
         if not fits or (key == "config" and value != wanted):
             return f"the summary's {key!r} is {str(value)[:80]!r}, which does not fit"
-    if record.get("summary_sha256", _digest(record)) != _digest(record):  # earlier versions wrote none
+    if record.get(_SEAL, seal := digest(record, _SEAL)) != seal:  # earlier versions wrote none
         return "the summary's content differs from its SHA-256"
     return None
 
 
-def _digest(record: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a summary without its own."""
-    rest = {key: value for key, value in record.items() if key != "summary_sha256"}
+def sealed(record: Mapping[str, Any], key: str) -> str:
+    """Return the JSON of a record, with the digest of all else under a key."""
+    return json.dumps({**record, key: digest(record, key)}, indent=2, allow_nan=False) + "\n"
+
+
+def digest(record: Mapping[str, Any], key: str) -> str:
+    """Return the SHA-256 of a record of plain values without what is under a key."""
+    rest = {name: value for name, value in record.items() if name != key}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 

@@ -6,8 +6,6 @@ suspended meanwhile looks there when it begins and before each sync, and takes t
 
 from __future__ import annotations
 
-import hashlib
-import json
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 from twophase.base.config import RunError
 from twophase.base.files import write_atomic
 from twophase.base.reading import read_json_object
+from twophase.runs.folder import digest, sealed
 from twophase.runs.log import standard
 
 _SEAL = "sha256"
@@ -47,7 +46,7 @@ class Ending:
             return None
         except (OSError, ValueError) as error:
             raise self._damaged(str(error)) from None
-        if record.pop(_SEAL, "") != _digest(record):
+        if digest(record, _SEAL) != record.pop(_SEAL, ""):
             raise self._damaged("its checksum is not that of its content")
         return record if run in (0, record["run"]) else None
 
@@ -75,8 +74,7 @@ class Ending:
         record = {"run": run, "config": config, "checksum": checksum, "host": socket.gethostname(), "folder": place}
         record["summary"] = standard(summary)
         try:
-            text = json.dumps(record | {_SEAL: _digest(record)}, indent=2, allow_nan=False)
-            write_atomic(self.path, text + "\n", replace=False)
+            write_atomic(self.path, sealed(record, _SEAL), replace=False)
         except FileExistsError:
             existing = self.read()
             if existing is None or existing["run"] != run:
@@ -92,7 +90,3 @@ class Ending:
             f"--run-record {self.path}: is not the record of a run's end ({why}); put it back, or move it away and "
             "repeat the command"
         )
-
-
-def _digest(record: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()

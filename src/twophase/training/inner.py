@@ -164,12 +164,7 @@ def check_inner(model: nn.Module, config: InnerConfig) -> None:
 
 
 def inner_optimizer(model: nn.Module, config: InnerConfig) -> Optimizer:
-    """Return the optimizer that `config.method` names, over all parameters of a model.
-
-    Raises:
-        UsageError: as `check_inner`.
-    """
-    check_inner(model, config)
+    """Return the optimizer that `config.method` names, over all parameters of a model; see `check_inner`."""
     parameters, lr, decay = list(model.parameters()), config.lr, config.weight_decay
     match config.method:
         case "muon":

@@ -254,16 +254,9 @@ def _meeting(store: dist.Store, rank: int, size: int, patience: float) -> str:
 @contextmanager
 def claimed(out: Path, config: Any, communicator: Communicator, *, accept_logs: bool = False) -> Iterator[RunFolder]:
     """Claim the run's folder in process 0 on behalf of all; a refusal is raised in every process."""
-    if communicator.elastic or communicator.size == 1:
-        with RunFolder.claim(out, config, accept_logs=accept_logs) as folder:
-            yield folder
-        return
-    folder = None
-    with in_agreement(communicator):
-        if communicator.rank == 0:
+    files, folder = SingleProcess() if communicator.elastic else communicator, RunFolder(out, "", None)
+    with in_agreement(files):
+        if files.rank == 0:  # the others read checkpoints and write no logs
             folder = RunFolder.claim(out, config, accept_logs=accept_logs)
-    try:
-        yield folder or RunFolder(out, "", -1)  # the others read checkpoints and write no logs
-    finally:
-        if folder:
-            folder.release()
+    with folder:
+        yield folder
