@@ -148,33 +148,37 @@ def test_stopped_with_a_sync_under_way(config: TrainConfig, tmp_path: Path) -> N
     assert (parts["exit_reason"], parts["checksum"]) == ("finished", whole["checksum"])
 
 
+def elastic_pair(
+    monkeypatch: pytest.MonkeyPatch, config: TrainConfig, folder: Path, url: str, least: int
+) -> list[dict[str, Any]]:
+    """Run two replicas in threads; where one may begin alone, the other comes after the first round."""
+    pytest.importorskip("torchft", reason="the extra ft is not installed")
+    from twophase.elastic.torchft import TorchFT
+
+    groups = [TorchFT(replica=n, replicas=2, lighthouse=url, min_replicas=least, timeout=20.0) for n in (0, 1)]
+    begun = threading.Event()
+
+    def replica(number: int) -> dict[str, Any]:
+        def await_other(line: dict[str, Any]) -> None:
+            if least == 1 and number == 0 and line["step"] == 6:
+                begun.set()
+                until("the other is up", lambda: groups[1]._manager)
+                time.sleep(0.3)  # until the lighthouse knows of it
+
+        with groups[number] as group:
+            if least == 1 and number == 1:
+                begun.wait(60)
+            return run(config, folder / str(number), communicator=group, on_round=await_other)
+
+    return side_by_side(monkeypatch, partial(replica, 0), partial(replica, 1))
+
+
 @pytest.mark.dist
 def test_a_late_joiner_of_the_last_sync_is_finished(
     config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A replica that comes into the last sync, or is given the state of a run's end, has a whole run with that end."""
-    pytest.importorskip("torchft", reason="the extra ft is not installed")
-    from twophase.elastic.torchft import TorchFT
-
-    config = replace(config, steps=12)
-
-    def pair(url: str, least: int) -> list[dict[str, Any]]:
-        """Both; where one may begin alone, the other comes after the last round but one."""
-        groups = [TorchFT(replica=n, replicas=2, lighthouse=url, min_replicas=least, timeout=20.0) for n in (0, 1)]
-
-        def replica(number: int) -> dict[str, Any]:
-            def await_other(line: dict[str, Any]) -> None:
-                if least == 1 and number == 0 and line["step"] == 6:
-                    until("the other is up", lambda: groups[1]._manager)
-                    time.sleep(0.3)  # until the lighthouse knows of it
-
-            with groups[number] as group:
-                if least == 1 and number == 1:
-                    until("the first round is over", lambda: read_lines(tmp_path / "0" / "rounds.jsonl"))
-                return run(config, tmp_path / str(number), communicator=group, on_round=await_other)
-
-        return side_by_side(monkeypatch, lambda: replica(0), lambda: replica(1))
-
+    pair = partial(elastic_pair, monkeypatch, replace(config, steps=12), tmp_path)
     with lighthouse() as url:
         first, late = pair(url, 1)
         (line,) = read_lines(tmp_path / "1" / "rounds.jsonl")
@@ -195,30 +199,11 @@ def test_a_newer_checkpoint_is_not_mixed_with_a_run_that_began_without_it(
     config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The replica that holds it ends with what can be done, its folder untouched, and the run goes on without it."""
-    pytest.importorskip("torchft", reason="the extra ft is not installed")
-    from twophase.elastic.torchft import TorchFT
-
     late = tmp_path / "1"
     run(config, late, communicator=Alone(), should_stop=stop_after(14))
     before = snapshot(late)
-
-    def replica(number: int, group: TorchFT) -> Any:
-        def on_round(line: dict[str, Any]) -> None:
-            if line["step"] == 6:
-                begun.set()
-                until("the other is up", lambda: groups[1]._manager)
-                time.sleep(0.3)  # until the lighthouse knows of it
-
-        with group:
-            if number:
-                begun.wait(60)
-            return run(config, tmp_path / str(number), communicator=group, on_round=on_round)
-
-    begun = threading.Event()
     with lighthouse() as url:
-        groups = [TorchFT(replica=n, replicas=2, lighthouse=url, min_replicas=1, timeout=20.0) for n in (0, 1)]
-        calls = (partial(replica, number, group) for number, group in enumerate(groups))
-        summary, refusal = side_by_side(monkeypatch, *calls)
+        summary, refusal = elastic_pair(monkeypatch, config, tmp_path, url, 1)
     assert isinstance(refusal, RunError), refusal
     assert re.match(
         r".*/1/checkpoint has a checkpoint of step 14, but the other .* are at step 12; start", str(refusal)

@@ -38,7 +38,7 @@ from twophase.tasks.build import task_of
 from twophase.training import checkpoint
 from twophase.training.config import OuterConfig, RunConfig
 from twophase.training.train import disk, train
-from twophase.training.trainer import DIVERGED, RUNNING, STOPPED, Progress, Trainer, round_line
+from twophase.training.trainer import DIVERGED, RUNNING, STOPPED, Progress, Trainer
 
 _SAVE_SECONDS = 60.0
 """Time between saves, and so about the most work that a kill can undo."""
@@ -282,7 +282,7 @@ class Grower:
         self._outers.load(outer, first[0])
         report = run.synchronize()
         assert report is not None
-        rounds: list[list[Any]] = [[first if others else None, round_line(report, run.done.step)]]
+        rounds: list[list[Any]] = [[first if others else None, {"step": run.done.step} | report.as_dict()]]
         buffers = self._outers.unload(outer, first, number)
         for members in others:
             outer = self._outers.repeat(members[0], before, engine.fragments[0], report.signals)
@@ -290,7 +290,7 @@ class Grower:
             restarted = any(group.restarted for group in groups)
             parts = tuple(dataclasses.replace(part, restarted=restarted) for part in report.fragments)
             same = dataclasses.replace(report, groups=groups, restarted=restarted, fragments=parts)
-            rounds.append([members, round_line(same, run.done.step)])
+            rounds.append([members, {"step": run.done.step} | same.as_dict()])
             buffers = self._outers.unload(outer, members, number) | buffers
         self._outers.buffers = buffers
         entry = {"metrics": run.end_round(report), "rounds": rounds}

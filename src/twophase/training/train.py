@@ -19,7 +19,7 @@ from twophase.training.config import RunConfig, check
 from twophase.training.ending import Ending
 from twophase.training.preflight import preflight
 from twophase.training.task import Task
-from twophase.training.trainer import RUNNING, STOPPED, Progress, Trainer, round_line
+from twophase.training.trainer import RUNNING, STOPPED, Progress, Trainer
 
 _log = logging.getLogger("twophase")
 
@@ -138,7 +138,7 @@ def _go(
             line = run.end_round(report)
             if run.lead:
                 with disk(folder):
-                    folder.log(ROUNDS, round_line(report, done.step))
+                    folder.log(ROUNDS, {"step": done.step} | report.as_dict())
                     folder.log(METRICS, line)
                 on_round(line | {"restarted": report.restarted, "seconds": done.seconds, "tokens": run.tokens()})
             if run.comm.elastic and done.exit_reason == RUNNING and stopping():  # without its peers

@@ -397,11 +397,6 @@ def _alike(config: RunConfig) -> dict[str, Any]:
     return {f"--{path}": value for path, value in values_of(config).items() if not path.startswith(free)}
 
 
-def round_line(report: RoundReport, step: int) -> dict[str, Any]:
-    """Return a round's line of `rounds.jsonl`."""
-    return {"step": step} | report.as_dict()
-
-
 def _columns(validation: Mapping[str, float]) -> dict[str, float]:
     """Name the numbers of an evaluation as the logs and the summary do."""
     return {"validation_loss" if name == "loss" else name: value for name, value in validation.items()}
