@@ -307,8 +307,8 @@ class Checkpoint:
             self._entries = entries = dict(manifest["files"])
             self.step: int = manifest["step"]
             owner, version = manifest["config"], manifest.get("format", 1)
-            if type(self.step) is not int:
-                raise ValueError("a step that is no number")
+            if type(self.step) is not int or any(Path(name).name != name for name in entries):
+                raise ValueError("a step that is no number, or a file outside of the folder")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise _damaged(path, f"its {_MANIFEST} cannot be read ({error})") from None
         if _NAME.fullmatch(path.name) and self.step != _step(path):
