@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from twophase.base.files import file_sha256
 from twophase.text.meta import TOKEN_BYTES, TRAIN, VALIDATION, Meta, Shard, write_meta
 
 SHA256 = "0123456789abcdef" * 4
@@ -43,5 +44,6 @@ def prepared(
             shards.append(Shard(name, len(array), 1, len(array), int(array.max(initial=0)), digest))
         splits[split] = tuple(shards)
     np.save(folder / TOKEN_BYTES, np.arange(vocabulary_size, dtype=np.uint32))
-    write_meta(folder, Meta("toy", SHA256, vocabulary_size, end_of_text, dtype.name, {"kind": "made up"}, splits))
+    sizes, source = file_sha256(folder / TOKEN_BYTES), {"kind": "made up"}
+    write_meta(folder, Meta("toy", SHA256, vocabulary_size, end_of_text, dtype.name, source, splits, sizes))
     return folder

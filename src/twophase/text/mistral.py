@@ -90,11 +90,7 @@ def merges(vocabulary: Sequence[Piece]) -> list[tuple[str, str]]:
 
 
 def build(hf: Any) -> tuple[Any, str, str, str]:
-    """Return the tokenizer, and the tokens for something unknown, for the beginning and for the end of a text.
-
-    Args:
-        hf: the package `tokenizers`.
-    """
+    """Return the tokenizer of `hf`, the package, and the tokens for what is unknown, and a text's beginning and end."""
     vocabulary = pieces(model_file())
     ids = {piece.text: i for i, piece in enumerate(vocabulary)}
     unknown = vocabulary[0].text

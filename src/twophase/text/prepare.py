@@ -28,9 +28,9 @@ from typing import Any
 import numpy as np
 
 from twophase.base.config import UsageError, differences, fingerprint
-from twophase.base.files import TEMPORARY, write_atomic
+from twophase.base.files import TEMPORARY, remove_leftovers, write_atomic
 from twophase.base.progress import meter
-from twophase.base.reading import read_bytes, read_json_object
+from twophase.base.reading import read_json_object
 from twophase.text.meta import META, TOKEN_BYTES, TOKENIZER, TRAIN, VALIDATION, Meta, read_meta, write_meta
 from twophase.text.sources import BATCH_BYTES, Batch, File, batches, find
 from twophase.text.tokenizer import BUILT_IN, LARGEST_BPE, SMALLEST_BPE, Ids, Tokenizer, load_tokenizer, train_bpe
@@ -215,10 +215,8 @@ class _Preparation:
 
     def __init__(self, folder: Path, plan: _Plan) -> None:
         self.folder, self.plan = folder, plan
-        for parent in (folder, folder / TOKENIZER):
-            for path in parent.glob(f"{TEMPORARY}*"):
-                if path.suffix != ".bin":  # a kill left it half written; the state tells what of open shards counts
-                    path.unlink()
+        remove_leftovers(folder)
+        remove_leftovers(folder / TOKENIZER)
         state = self._begun()
         self.tokenizer = self._tokenizer(state.get("tokenizer_sha256"))
         self.splits = Splits(folder, self.tokenizer.dtype, plan.request.shard_tokens)
@@ -303,7 +301,7 @@ class _Preparation:
 
     def _save(self) -> None:
         self.splits.flush()
-        facts = {"request": self.plan.record(), "tokenizer_sha256": self.tokenizer.sha256}
+        facts = {"request": self.plan.record(), "tokenizer_sha256": _digest(self.tokenizer)}
         self._write(facts | {"place": self.place, "before": self.before, "splits": self.splits.state()})
         self.saved = time.monotonic()
 
@@ -353,18 +351,10 @@ class _Preparation:
             # First, for it makes the folder one that is being prepared; a tokenizer that fails leaves it empty.
             self._write({"request": self.plan.record()})
             tokenizer.save(folder)
-            write_atomic(self.folder / TOKEN_BYTES, _token_bytes(tokenizer))
-        elif tokenizer.sha256 != expected:
+        elif _digest(tokenizer) != expected:
             raise UsageError(
-                f"--tokenizer {request.tokenizer}: is not the one that {self.folder} was begun with (SHA-256 "
-                f"{tokenizer.sha256[:12]} instead of {expected[:12]}); the folder's own is in {folder}; restore it, or "
-                f"prepare into another folder"
-            )
-        elif not (path := self.folder / TOKEN_BYTES).exists() or read_bytes(path) != _token_bytes(tokenizer):
-            # What a token stands for is no part of the tokenizer's own hash.
-            raise UsageError(
-                f"{path} or the tokenizer beside it is damaged: they say different things of a token; delete "
-                f"{self.folder} and prepare it again"
+                f"--tokenizer {request.tokenizer}: is not the one that {self.folder} was begun with, of which "
+                f"{folder} is a copy; restore it, or prepare into another folder"
             )
         return tokenizer
 
@@ -392,6 +382,8 @@ class _Preparation:
                 f"--held-out {self.plan.held_out}: holds out none of so few documents; with another --out give "
                 f"--validation FILES or a larger share"
             )
+        token_bytes = _token_bytes(self.tokenizer)
+        write_atomic(self.folder / TOKEN_BYTES, token_bytes)
         meta = Meta(
             tokenizer=self.tokenizer.name,
             tokenizer_sha256=self.tokenizer.sha256,
@@ -400,7 +392,7 @@ class _Preparation:
             dtype=self.tokenizer.dtype,
             source=self.plan.record(),
             splits={split: tuple(shards) for split, shards in sorted(self.splits.closed.items())},
-            token_bytes_sha256=hashlib.sha256(_token_bytes(self.tokenizer)).hexdigest(),
+            token_bytes_sha256=hashlib.sha256(token_bytes).hexdigest(),
         )
         write_meta(self.folder, meta)
         (self.folder / STATE).unlink()
@@ -414,13 +406,13 @@ def _token_bytes(tokenizer: Tokenizer) -> bytes:
     return buffer.getvalue()
 
 
-def is_held_out(text: str, share: float) -> bool:
-    """Return whether a document validates: a pure function of its text, so that equal documents are on one side.
+def _digest(tokenizer: Tokenizer) -> str:
+    """Return SHA-256 of the ids that a tokenizer gives, and of what each stands for."""
+    return hashlib.sha256(tokenizer.sha256.encode() + _token_bytes(tokenizer)).hexdigest()
 
-    Args:
-        text: without lone surrogates.
-        share: of all documents that are held out, in [0, 1).
-    """
+
+def is_held_out(text: str, share: float) -> bool:
+    """Return whether a document validates: a pure function of its text, so that equal documents are on one side."""
     if share <= 0:
         return False
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()

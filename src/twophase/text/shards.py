@@ -10,10 +10,9 @@ import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -28,22 +27,15 @@ from twophase.text.meta import DTYPES, META, SHARD, TOKEN_BYTES, TRAIN, VALIDATI
 VERIFIED = ".verified.json"
 """Beside the token files: size, time of change and SHA-256 of those that were read whole before."""
 HEADER_BYTES = 1024
-HEADERS = {(20240520, 1): "uint16", (20240801, 7): "uint32"}
-"""Magic number and version of the headed `.bin` files of llm.c and modded-nanogpt, and the type of their ids."""
+HEADERS = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
+"""By magic number the version of the headed `.bin` files of llm.c and modded-nanogpt, and the type of their ids."""
 
 _QUIET_BYTES = 1 << 30  # below this, hashing is over before one wonders
 
 
 @dataclass(frozen=True)
 class TokenFile:
-    """A file of token ids of the right size.
-
-    Args:
-        path: the file.
-        tokens: number of ids in it.
-        dtype: a key of `DTYPES`.
-        offset: bytes before the first id.
-    """
+    """A file of so many token ids, of a type of `DTYPES`, behind `offset` bytes."""
 
     path: Path
     tokens: int
@@ -55,24 +47,13 @@ class TokenFile:
         if not self.tokens:
             return np.empty(0, self.dtype)  # nothing cannot be mapped
         dtype = np.dtype(self.dtype).newbyteorder("<")
-        try:
+        with _refusal(self.path):
             # A plain array over the map: what is cut out of a np.memmap would be one as well, to no use.
             return np.asarray(np.memmap(self.path, dtype, "r", self.offset, self.tokens))
-        except OSError as error:
-            raise UsageError(
-                f"{self.path} cannot be mapped into memory ({error.strerror}); check its permissions and, where "
-                f"shards are many, `ulimit -n`"
-            ) from None
 
 
 class Windows:
-    """The windows of some token files, numbered from the first file's first to the last file's last.
-
-    Args:
-        files: in order.
-        length: tokens of a window, T >= 1.
-        vocabulary_size: ids at or above it are refused when they are read.
-    """
+    """The windows of T tokens of some token files, numbered from the first file's first to the last file's last."""
 
     def __init__(self, files: Sequence[TokenFile], length: int, vocabulary_size: int) -> None:
         self.length = length
@@ -183,17 +164,10 @@ def open_shards(folder: Path, *, trust: bool = True) -> Shards:
     trusted = digests(folder, expected, trust=trust)[1]
     path = folder / TOKEN_BYTES
     try:
-        check_regular(path)
         if meta.token_bytes_sha256 not in ("", file_sha256(path)):
             raise ValueError(f"its SHA-256 is not that in {META}")
-        # Mapped: a header of another shape must not take memory that the file does not fill.
-        token_bytes = np.load(path, mmap_mode="r", allow_pickle=False)
-        if token_bytes.shape != (meta.vocabulary_size,):
-            raise ValueError(f"its shape is {token_bytes.shape}, not ({meta.vocabulary_size},)")
-        token_bytes = token_bytes.astype(np.int64, casting="safe")
-        if token_bytes.min() < 0:
-            raise ValueError("an id has fewer than 0 bytes")
-    except (OSError, ValueError, TypeError, EOFError, SyntaxError, TokenError) as error:  # its header is Python's text
+        token_bytes = np.load(path).astype(np.int64)
+    except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be used ({error}); copy it again, or prepare the folder again") from None
     return Shards(folder, splits, meta.vocabulary_size, meta.fingerprint, meta, token_bytes, trusted)
 
@@ -203,20 +177,18 @@ def digests(folder: Path, expected: Mapping[str, str | None], *, trust: bool) ->
 
     Args:
         folder: may be one that cannot be written; then nothing is remembered.
-        expected: from the names of files to the hashes that they must have, None for any; another one is refused.
-        trust: whether remembered hashes count; otherwise every file is read.
+        expected: hashes by name; None takes any, another one is refused.
+        trust: whether remembered hashes count.
 
     Returns:
         The hashes by name, and by path those that are remembered ones.
     """
     remembered = (json_object_or_none(folder / VERIFIED) or {}) if trust else {}
-    facts = {}
-    for name in expected:
-        status = (folder / name).stat()
-        facts[name] = {"size": status.st_size, "mtime_ns": status.st_mtime_ns}
+    facts: dict[str, dict[str, Any]] = {}
     result: dict[str, str] = {}
     for name, wanted in expected.items():
-        entry = remembered.get(name)
+        status, entry = (folder / name).stat(), remembered.get(name)
+        facts[name] = {"size": status.st_size, "mtime_ns": status.st_mtime_ns}
         digest = entry.get("sha256") if isinstance(entry, dict) else None
         # A remembered hash that is not the expected one proves nothing: both files may have been put back since.
         if isinstance(digest, str) and entry == facts[name] | {"sha256": digest} and wanted in (None, digest):
@@ -227,42 +199,31 @@ def digests(folder: Path, expected: Mapping[str, str | None], *, trust: bool) ->
     with meter("checking token files (MB)", total // 10**6, quiet=total < _QUIET_BYTES) as show:
         for name, size in sizes.items():
             show(done // 10**6, name)
-            result[name], wanted = _sha256(folder / name), expected[name]
+            with _refusal(folder / name):
+                result[name], wanted = file_sha256(folder / name), expected[name]
             done += size
             if wanted not in (None, result[name]):
                 raise UsageError(
                     f"{folder / name}: its SHA-256 is {result[name][:16]}… and {META} says {str(wanted)[:16]}…; the "
                     f"file was changed or damaged since it was prepared; copy it again, or prepare the folder again"
                 )
-            # Several processes may write at once; an entry that one of them overwrites is merely made once more.
-            entries = (json_object_or_none(folder / VERIFIED) or {}) | {name: facts[name] | {"sha256": result[name]}}
-            with contextlib.suppress(OSError):  # a folder that cannot be written is checked each time
-                write_atomic(folder / VERIFIED, json.dumps(entries, indent=1) + "\n", durable=False)
+            remember(folder / name, facts[name] | {"sha256": result[name]})
         show(done // 10**6, "")
     return result, trusted
 
 
-def _sha256(path: Path) -> str:
-    try:
-        return file_sha256(path)
-    except OSError as error:
-        raise _unreadable(path, error) from None
-
-
-def forget(path: Path) -> None:
-    """Have a file read the next time that its folder is opened."""
-    entries = json_object_or_none(path.parent / VERIFIED) or {}
-    if entries.pop(path.name, None) is not None:
-        with contextlib.suppress(OSError):
-            write_atomic(path.parent / VERIFIED, json.dumps(entries, indent=1) + "\n", durable=False)
+def remember(path: Path, entry: Mapping[str, Any] | None) -> None:
+    """Note what a file was when it was read; None has it read the next time that its folder is opened."""
+    # Several processes may write at once; an entry that one of them overwrites is merely made once more.
+    entries = (json_object_or_none(path.parent / VERIFIED) or {}) | {path.name: entry}
+    with contextlib.suppress(OSError):  # a folder that cannot be written is checked each time
+        write_atomic(path.parent / VERIFIED, json.dumps(entries, indent=1) + "\n", durable=False)
 
 
 def _check_size(file: TokenFile, because: str) -> None:
     expected = file.offset + file.tokens * DTYPES[file.dtype]
-    try:
+    with _refusal(file.path):
         size = check_regular(file.path)
-    except OSError as error:
-        raise _unreadable(file.path, error) from None
     if size != expected:
         state = "is truncated" if size < expected else "is too long"
         raise UsageError(
@@ -271,11 +232,16 @@ def _check_size(file: TokenFile, because: str) -> None:
         )
 
 
-def _unreadable(path: Path, error: OSError) -> UsageError:
-    return UsageError(
-        f"{path} cannot be read ({error.strerror}); check its permissions and the disk, copy it again, or prepare the "
-        f"folder again"
-    )
+@contextlib.contextmanager
+def _refusal(path: Path) -> Iterator[None]:
+    """Turn what keeps a file from being read into one message."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(
+            f"{path} cannot be read ({error.strerror}); check its permissions, the disk and, where shards are many, "
+            f"`ulimit -n`; copy it again, or prepare the folder again"
+        ) from None
 
 
 # ------------------------------------------------------------------------ files that do not name their vocabulary
@@ -326,18 +292,16 @@ def _word_in(path: Path, *words: str) -> bool:
 
 def _bin_file(path: Path) -> TokenFile:
     """Return a `.bin` file by what it is: its header if it has one, else bare uint16."""
-    try:
+    with _refusal(path):
         size = check_regular(path)
         header = np.fromfile(path, "<i4", 3)  # magic, version, number of tokens; 253 unused int32 follow
-    except OSError as error:
-        raise _unreadable(path, error) from None
-    if len(header) == 3 and header[0] in {magic for magic, _ in HEADERS}:
+    if len(header) == 3 and header[0] in HEADERS:
         magic, version, tokens = header.tolist()
-        dtype = HEADERS.get((magic, version))
-        if dtype is None:
+        readable, dtype = HEADERS[magic]
+        if version != readable:
             raise UsageError(
                 f"{path}: its header is of version {version}; of files with the magic number {magic} version "
-                f"{', '.join(str(v) for m, v in HEADERS if m == magic)} is read; make it again in that version"
+                f"{readable} is read; make it again in that version"
             )
         file = TokenFile(path, tokens, dtype, HEADER_BYTES)
         _check_size(file, f"its header says {tokens:,} {dtype} ids")

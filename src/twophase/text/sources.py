@@ -50,13 +50,10 @@ _ENDINGS = ", ".join(itertools.chain.from_iterable(KINDS.values())) + " (.gz too
 
 @dataclass(frozen=True)
 class File:
-    """A file of documents.
+    """A file of documents: JSON lines, Parquet or text.
 
-    Args:
-        path: absolute, or an address on the hub; links are not followed, because names tell what files are.
-        name: for people and for the record.
-        kind: `json`, `parquet` or `text`.
-        size: bytes; -1 on the hub.
+    Its path is absolute, or an address on the hub, where its size is -1; links are not followed, because names tell
+    what files are. Its name is for people and for the record.
     """
 
     path: str
@@ -107,13 +104,12 @@ def find(words: Sequence[str], kind: str = "auto", *, outside: Path | None = Non
     """
     files = [file for word in words for file in _files(word, kind)]
     if outside is not None:
-        parents = {file: () if "://" in file.path else Path(file.path).resolve().parents for file in files}
         place = outside.resolve()
-        inside = [file for file in files if place in parents[file]]
+        inside = [file for file in files if place in Path(file.place).parents]
         named = {str(Path(os.path.expanduser(word)).absolute()) for word in words}  # noqa: PTH111 - as in _files
         if inside and (inside == files or any(file.path in named for file in inside)):
             raise UsageError(f"{inside[0].path}: lies in --out {outside}; choose another --out")
-        files = [file for file in files if place not in parents[file]]
+        files = [file for file in files if file not in inside]
     seen: set[str] = set()
     for file in files:
         if file.place in seen:
@@ -130,9 +126,8 @@ def _files(word: str, kind: str) -> list[File]:
     if word == C4 and not path.exists():
         return _c4()
     if path.is_dir():
-        paths = sorted(
-            inner for inner in path.rglob("*") if inner.is_file() and not _is_hidden(inner.relative_to(path))
-        )
+        inner = (each for each in path.rglob("*") if each.is_file())
+        paths = sorted(each for each in inner if not any(p.startswith(".") for p in each.relative_to(path).parts))
         fault = f"the folder holds no file that ends in {_ENDINGS}; name files, or give --kind"
     elif path.exists():
         paths = [path]
@@ -148,21 +143,21 @@ def _files(word: str, kind: str) -> list[File]:
     return files
 
 
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
-
-
 def _c4() -> list[File]:
     names = [f"c4-train.{i:05d}-of-{C4_TRAIN:05d}.json.gz" for i in range(C4_TRAIN)]
     names += [f"{_OFFICIAL_VALIDATION}{i:05d}-of-{C4_VALIDATION:05d}.json.gz" for i in range(C4_VALIDATION)]
     return [File(f"hf://datasets/allenai/c4/en/{name}", f"allenai/c4 en/{name}", "json", -1) for name in names]
 
 
+def _kind(path: Path) -> str:
+    """Return the kind that a file's name tells; nothing where it tells none."""
+    name = path.name.lower().removesuffix(".gz")
+    return next((kind for kind, endings in KINDS.items() if name.endswith(endings)), "")
+
+
 def _file(path: Path, kind: str) -> File | None:
     """Return a file with its kind; None if its name does not tell."""
-    name = path.name.lower().removesuffix(".gz")
-    if kind == "auto":
-        kind = next((each for each, endings in KINDS.items() if name.endswith(endings)), "")
+    kind = _kind(path) if kind == "auto" else kind
     if not kind:
         return None
     try:
@@ -179,14 +174,8 @@ def batches(
 ) -> Generator[Batch, None, None]:
     """Yield the documents of some files from a place on, read ahead in a thread.
 
-    A batch has at most 1,000 documents and about 2 MB of text; how documents are cut into batches means nothing.
-
-    Args:
-        files: from `find`.
-        column: name of the text in JSON objects and Parquet tables.
-        file: number of the first file to read.
-        record: number of its first record to read.
-        before: digest that the record before it has in the same file, as a batch has noted it; empty: not compared.
+    A batch has at most 1,000 documents and about 2 MB of text; how documents are cut into batches means nothing. The
+    column names the text in JSON objects and Parquet tables; the place is one that an earlier batch has noted.
 
     Raises:
         UsageError: the file has changed, or cannot be read.
@@ -268,9 +257,8 @@ def documents(path: Path, name: str) -> list[str]:
     Raises:
         UsageError: a file that cannot be read or is damaged.
     """
-    is_json = path.name.lower().removesuffix(".gz").endswith(KINDS["json"])
-    file = File(str(path.absolute()), name, "json" if is_json else "text", 0)
-    if is_json:
+    file = File(str(path.absolute()), name, "json" if _kind(path) == "json" else "text", 0)
+    if file.kind == "json":
         return [text for text in _records(file, "text", 0) if text and text.strip()]
     with _refusals(file), _opened(file) as lines:
         text = lines.read()
@@ -335,32 +323,31 @@ def _hub_file(file: File) -> Any:
 def _json_records(file: File, lines: io.TextIOWrapper, column: str, start: int) -> Iterator[str | None]:
     """Yield the text of each line, None for a blank one; records are counted by lines."""
     stream: Any = lines.buffer
-    if (
-        stream.peek(64)[:64].removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
-    ):  # one line that may fill the memory
+    beginning = stream.peek(64)[:64].removeprefix(b"\xef\xbb\xbf").lstrip()
+    if beginning.startswith(b"["):  # one line that may fill the memory
         raise UsageError(
             f"{file.name}: is one JSON list, not JSON lines; write one object a line, for example with jq -c '.[]'"
         )
     for number, line in enumerate(itertools.islice(lines, start, None), start + 1):
-        yield _text_of(line, column, f"{file.name}: line {number:,}") if line.strip() else None
-
-
-def _text_of(line: str, column: str, where: str) -> str | None:
-    try:
-        entry = json_object(line)
-    except ValueError:
-        raise UsageError(
-            f'{where} is not a JSON object ({line[:60]!r}); write one object a line, such as {{"{column}": "words"}}, '
-            f"then repeat the command"
-        ) from None
-    text = entry.get(column)
-    if text is not None and not isinstance(text, str):
-        raise UsageError(f"{where}: {column!r} is {type(text).__name__}, not text; choose another with --column")
-    if column not in entry:
-        raise UsageError(
-            f"{where} has no {column!r}, but {', '.join(map(repr, entry))}; `data prepare` chooses with --column"
-        )
-    return text
+        if not line.strip():
+            yield None
+            continue
+        where = f"{file.name}: line {number:,}"
+        try:
+            entry = json_object(line)
+        except ValueError:
+            raise UsageError(
+                f'{where} is not a JSON object ({line[:60]!r}); write one object a line, such as {{"{column}": '
+                f'"words"}}, then repeat the command'
+            ) from None
+        text = entry.get(column)
+        if text is not None and not isinstance(text, str):
+            raise UsageError(f"{where}: {column!r} is {type(text).__name__}, not text; choose another with --column")
+        if column not in entry:
+            raise UsageError(
+                f"{where} has no {column!r}, but {', '.join(map(repr, entry))}; `data prepare` chooses with --column"
+            )
+        yield text
 
 
 def _parquet_records(file: File, column: str, start: int) -> Iterator[str | None]:
@@ -392,11 +379,7 @@ def ahead(items: Generator[T, None, None]) -> Generator[T, None, None]:
 
 
 def paragraphs(text: TextIO) -> Iterator[str]:
-    """Yield paragraphs gathered to documents of at least 1,000 characters, where the text lasts.
-
-    Args:
-        text: open for reading, with ends of lines made uniform.
-    """
+    """Yield paragraphs gathered to documents of at least 1,000 characters, where the text lasts."""
     return _gather(_paragraphs(text), _SEPARATOR)
 
 

@@ -186,7 +186,8 @@ def _from_folder(folder: Path, name: str, end_of_text: str | None) -> Tokenizer:
     try:
         made = hf.Tokenizer.from_str(path.read_text(encoding="utf-8"))
         files = {other.name: other.read_text(encoding="utf-8") for other in beside if other.is_file()}
-        end = json_object(files.get(CONFIG_JSON, "{}")).get("eos_token")
+        config = json_object(files.get(CONFIG_JSON, "{}"))
+        end = config.get("eos_token")
         end = end.get("content") if isinstance(end, dict) else end
         if not isinstance(end, str | None):
             raise ValueError(f"the eos_token in {CONFIG_JSON} is {end!r}")
@@ -201,7 +202,7 @@ def _from_folder(folder: Path, name: str, end_of_text: str | None) -> Tokenizer:
         )
     # A run never sees what its post-processor adds, nor names of special tokens in a text.
     made.post_processor = None
-    config = json_object(files.get(CONFIG_JSON, "{}")) | {"eos_token": end, "split_special_tokens": True} | AS_WRITTEN
+    config |= {"eos_token": end, "split_special_tokens": True} | AS_WRITTEN
     return _wrap(made, name, end, _config() | files | {CONFIG_JSON: json.dumps(config, indent=1) + "\n"})
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from twophase.base.progress import meter
-from twophase.text.shards import forget
+from twophase.text.shards import remember
 
 BYTES_PER_SECOND = 50_000_000
 _BLOCK_BYTES = 1 << 20
@@ -64,7 +64,7 @@ class Verification:
                 self.fault = f"{path} cannot be read any more ({error.strerror}); check the disk, copy it again"
                 return
             if digest.hexdigest() != expected:
-                forget(path)
+                remember(path, None)
                 self.fault = (
                     f"{path} was damaged since it was prepared, at the same size and time of change: its SHA-256 is "
                     f"{digest.hexdigest()[:16]}…, not {expected[:16]}…; copy it again, or prepare the folder again"
