@@ -105,12 +105,12 @@ class DiLoCo:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that all replicas share; the accelerator saves it."""
-        return {} if self.engine is None else self.engine.state_dict()
+        assert self.engine is not None  # a disabled one is not registered with the accelerator
+        return self.engine.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `accelerator.load_state`, which has loaded process 0's replica into all of them."""
-        if self.engine is None:
-            return
+        assert self.engine is not None
         if self._folder is None:
             raise ValueError("DiLoCo.load_state_dict: it needs each replica's own state; use accelerator.load_state")
         if not (self._folder / self._file).exists():

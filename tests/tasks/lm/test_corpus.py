@@ -50,7 +50,8 @@ def ready(training: np.ndarray, length: int = 16, batch: int = 4, windows: int =
     """A corpus of given tokens, (replicas, tokens), which validates on the first replica's."""
     replicas, share = training.shape
     rows = sliding_window_view(training.ravel(), length + 1), sliding_window_view(training[0], length + 1)
-    return Corpus(1 << 16, None, *rows, length, replicas, share - length, False, batch, windows, {})
+    data = DataConfig(sequence_length=length, batch_size=batch, validation_windows=windows)
+    return Corpus(1 << 16, None, *rows, data, replicas, share - length, False, {})
 
 
 # Documents

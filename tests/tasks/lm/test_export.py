@@ -183,10 +183,11 @@ def test_finished_without_its_weights(run: Path, tmp_path: Path) -> None:
         export(copy, tmp_path / "none")
 
 
-def test_weights_without_a_summary(run: Path, tmp_path: Path) -> None:
-    """A run that was killed between its weights and its summary gives its newest checkpoint, with its steps."""
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_text(path.read_text().replace(": 4", ": 5"))])
+def test_weights_without_a_summary(run: Path, tmp_path: Path, damage: Callable[[Path], object]) -> None:
+    """A run that was killed between its weights and its summary, or whose summary was edited, gives a checkpoint."""
     copy = shutil.copytree(run, tmp_path / "run")
-    (copy / "summary.json").unlink()
+    damage(copy / "summary.json")
     record = export_record(copy, tmp_path / "hf")
     assert (record["steps"], record["source"]) == (4, "checkpoint step-00000004 of a run that is not finished")
 
@@ -353,12 +354,9 @@ def test_no_run(corpus: Path, tmp_path: Path) -> None:
             export(tmp_path / name, tmp_path / "hf")
 
 
-def changed_weights(path: Path, *, owner: str | None = None, **weights: torch.Tensor) -> None:
-    save_file(load_file(path) | weights, path, metadata={"config": owner} if owner else None)
-
-
-def not_finite(run: Path) -> None:
-    changed_weights(run / "weights.safetensors", norm=torch.full((16,), float("nan")))
+def changed_weights(run: Path, **weights: torch.Tensor) -> None:
+    """Put other weights in, as a run of an earlier version, which recorded no SHA-256, might have had them."""
+    save_file(load_file(run / WEIGHTS) | weights, run / WEIGHTS)
     path = run / "summary.json"
     summary = json.loads(path.read_text())
     path.write_text(json.dumps({name: value for name, value in summary.items() if not name.endswith("sha256")}))
@@ -368,19 +366,12 @@ def replaced(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], ob
     return lambda run: (run / name).write_bytes(change((run / name).read_bytes()))
 
 
-def steps_are(text: str) -> Callable[[Path], object]:
-    return replaced("summary.json", lambda data: data.replace(b'"steps": 4', f'"steps": {text}'.encode()))
-
-
-WEIGHTS, ODD_STEPS = "weights.safetensors", ('"x"', "Infinity", "null", "true", "-1", "2.5")
+WEIGHTS = "weights.safetensors"
 DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
-    "truncated": (replaced(WEIGHTS, lambda data: data[:-10]), "is damaged"),
+    "truncated": (replaced(WEIGHTS, lambda data: data[:-10]), "is damaged: its SHA-256"),
     "flipped": (replaced(WEIGHTS, lambda data: data[:-1] + bytes([data[-1] ^ 1])), "is damaged: its SHA-256"),
-    "foreign": (lambda run: changed_weights(run / WEIGHTS, owner="0" * 12), "belongs to another run"),
-    "other shape": (lambda run: changed_weights(run / WEIGHTS, norm=torch.ones(3)), "is damaged: its SHA-256"),
-    "few": (lambda run: save_file({"norm": torch.zeros(16)}, run / WEIGHTS), "is damaged: its SHA-256"),
-    "diverged": (not_finite, "has diverged"),
-    **{steps: (steps_are(steps), r"summary\.json is damaged: its steps is .*; delete it") for steps in ODD_STEPS},
+    "other shape": (lambda run: changed_weights(run, norm=torch.ones(3)), "do not fit the run's config"),
+    "diverged": (lambda run: changed_weights(run, norm=torch.full((16,), float("nan"))), "has diverged"),
 }
 
 
@@ -429,7 +420,6 @@ def test_weights_that_may_not_be_read_are_not_called_damaged(
             raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("twophase.runs.folder.file_sha256", denied)
-    monkeypatch.setattr("twophase.tasks.lm.export.safe_open", denied)
     with pytest.raises(
         UsageError, match=r"weights\.safetensors cannot be read \(Permission denied\); make it readable"
     ):

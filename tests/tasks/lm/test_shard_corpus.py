@@ -50,7 +50,7 @@ FIRST_TOKENS = [*range(0, 100, T), *range(200, 255, T), 300]
 
 def starts(corpus: Corpus, replica: int, samples: int, seed: int = 0) -> list[int]:
     """First tokens of a replica's first windows, in the order in which a run reads them."""
-    steps = -(-samples // corpus.batch_size)
+    steps = -(-samples // corpus.data.batch_size)
     return [int(row[0]) for step in range(steps) for row in corpus.batch(seed, step, replica)[0]][:samples]
 
 

@@ -309,16 +309,16 @@ def test_compiled_code_takes_the_kernel_that_was_chosen():
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("traced_only")
 @pytest.mark.skipif("recompile_limit" not in inspect.signature(torch.compile).parameters, reason="torch is too old")
-@torch._dynamo.config.patch(recompile_limit=2)
+@torch._dynamo.config.patch(recompile_limit=1)
 def test_many_shapes_in_one_process():
     """More shapes than torch compiles by default for one function go through, as a sweep over sizes needs."""
     config = with_values(config_of(compile=True), {"model.layers": 1, "data.batch_size": 1})
     model = model_of(config)
     compute = Step(config, VOCABULARY, CPU, 1)
-    for length in range(4, 8):
+    for length in (4, 5):
         tokens = torch.zeros(1, length, dtype=torch.int64)
         compute.gradients(model, (tokens, tokens))
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
 @pytest.mark.slow

@@ -118,13 +118,7 @@ def fastest_attention(
 ) -> str:
     """Return the attention kernel that takes least time forward and backward on a GPU, or `default` when none works.
 
-    Args:
-        model: sizes.
-        shape: (sequences, length).
-        precision: as in the configuration.
-        names: kernels of `BACKENDS` to try.
-        device: the GPU.
-        timed: take the fastest; otherwise the first that works, for a choice by time could differ the next time.
+    The shape is (sequences, length). Untimed, the first that works is taken: by time the next choice may differ.
     """
     seconds: dict[str, float] = {}
     heads, kv_heads, size = model.heads, model.kv_heads or model.heads, model.hidden_size // model.heads

@@ -51,12 +51,10 @@ class Corpus:
         token_bytes: (vocabulary_size,) UTF-8 bytes of what each id decodes to; None where they are not known.
         training: the windows to train on.
         held_out: the windows to judge by.
-        sequence_length: tokens of a window.
+        data: with the sizes of windows, batches and validations.
         replicas: number of shares.
         windows_per_replica: number of windows in a share.
         in_epochs: read each window once an epoch.
-        batch_size: windows of a batch.
-        validation_windows: windows of a validation.
         description: facts for the record of a run, as plain values.
         verification: of token files that were taken on trust.
     """
@@ -65,12 +63,10 @@ class Corpus:
     token_bytes: NDArray[np.int64] | None
     training: Windows
     held_out: Windows
-    sequence_length: int
+    data: DataConfig
     replicas: int
     windows_per_replica: int
     in_epochs: bool
-    batch_size: int
-    validation_windows: int
     description: dict[str, Any]
     verification: Verification = field(default_factory=lambda: Verification({}))
 
@@ -95,16 +91,17 @@ class Corpus:
 
         Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011).
         """
+        size = self.data.batch_size
         if self.in_epochs:
-            sample = step * self.batch_size + np.arange(self.batch_size)
+            sample = step * size + np.arange(size)
             places = window_of(seed, replica, sample, self.windows_per_replica)
         else:
             # The lowest counter word counts the words drawn within a step, so the step goes into the second one.
-            words = np.random.Philox(key=seed % 2**64 + (replica << 64), counter=step << 64).random_raw(self.batch_size)
+            words = np.random.Philox(key=seed % 2**64 + (replica << 64), counter=step << 64).random_raw(size)
             # The remainder favours small starts by less than one part in 2^64 / tokens.
             places = (words % np.uint64(self.windows_per_replica)).astype(np.int64)
         # Windows of a text overlap, and those across the border of two shares belong to none.
-        stride = self.windows_per_replica + (0 if self.in_epochs else self.sequence_length)
+        stride = self.windows_per_replica + (0 if self.in_epochs else self.data.sequence_length)
         return _pair(self.training[replica * stride + places])
 
     def validation(self) -> tuple[Ids, Ids]:
@@ -113,22 +110,23 @@ class Corpus:
         Returns:
             tokens and targets, each (validation_windows, sequence_length) int64.
         """
-        numbers = np.arange(self.validation_windows) * (len(self.held_out) - 1) // max(self.validation_windows - 1, 1)
+        count = self.data.validation_windows
+        numbers = np.arange(count) * (len(self.held_out) - 1) // max(count - 1, 1)
         return _pair(self.held_out[numbers])
 
     def check_enough(self, steps: int) -> None:
         """Refuse a run of so many steps that would read a window of shards twice; say how many tokens it takes."""
-        available, wanted = self.windows_per_replica, steps * self.batch_size
+        available, size, replicas = self.windows_per_replica, self.data.batch_size, self.replicas
+        wanted, length, possible = steps * size, self.data.sequence_length, available // size
         if not self.in_epochs or wanted <= available:
             return
-        length, possible, replicas = self.sequence_length, available // self.batch_size, self.replicas
         fewer = f"--steps {possible}" if possible else f"--data.batch-size {available // steps} or less"
-        if available < min(steps, self.batch_size):
+        if available < min(steps, size):
             fewer = f"--steps {available} or less with --data.batch-size 1"
         more = "prepare more tokens" if "tokenizer_sha256" in self.description else "use a larger file"
         raise UsageError(
             f"--data.corpus {self.description['corpus']}: the run takes {wanted * replicas * length:,} training tokens "
-            f"(--steps {steps} x --data.batch-size {self.batch_size} x --data.sequence-length {length} x --replicas "
+            f"(--steps {steps} x --data.batch-size {size} x --data.sequence-length {length} x --replicas "
             f"{replicas}) and there are {available * replicas * length:,} in whole windows; {more}, use {fewer}, or "
             "allow reading them again with --repeat"
         )
@@ -212,8 +210,6 @@ def _text_file(corpus: str) -> Path | None:
 def text_fingerprint(corpus: str) -> str | None:
     """Return the fingerprint that a run on a text file would have now; None for another corpus or a file that is gone.
 
-    Nothing is encoded, so it takes about as long as reading the file.
-
     Raises:
         UsageError: a file that holds no text any more.
     """
@@ -258,12 +254,10 @@ def _text_corpus(data: DataConfig, replicas: int, named: str) -> Corpus:
         token_bytes=np.ones(size, np.int64),
         training=sliding_window_view(stream, needed),
         held_out=sliding_window_view(held_out, needed),
-        sequence_length=data.sequence_length,
+        data=data,
         replicas=replicas,
         windows_per_replica=share - data.sequence_length,
         in_epochs=False,
-        batch_size=data.batch_size,
-        validation_windows=data.validation_windows,
         description={
             "corpus": data.corpus,
             "text": description,
@@ -324,12 +318,10 @@ def _shard_corpus(data: DataConfig, replicas: int, vocabulary_size: int, named: 
         token_bytes=shards.token_bytes,
         training=training,
         held_out=held_out,
-        sequence_length=length,
+        data=data,
         replicas=replicas,
         windows_per_replica=share,
         in_epochs=True,
-        batch_size=data.batch_size,
-        validation_windows=data.validation_windows,
         description=facts,
         verification=Verification(shards.trusted),
     )

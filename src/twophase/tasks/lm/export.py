@@ -18,13 +18,13 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from twophase.base.config import UsageError, from_tree
 from twophase.base.files import replacing, sync_folder, write_atomic
 from twophase.base.reading import json_object_or_none
-from twophase.runs.folder import CHECKPOINTS, CONFIG, ENV, SUMMARY, WEIGHTS, weights_fault
+from twophase.runs.folder import CHECKPOINTS, CONFIG, ENV, SUMMARY, WEIGHTS, read_summary, weights_fault
 from twophase.runs.record import run_config
 from twophase.shelf.base import registered
 from twophase.tasks.lm.config import TrainConfig
@@ -121,17 +121,19 @@ def _config_or_task(tree: Mapping[str, Any]) -> TrainConfig | str:
 
 def _weights(run: Path, identity: str) -> tuple[dict[str, Tensor], str, int]:
     """Return the weights that are evaluated, by name, where they come from, and the inner steps taken."""
-    has_ended = (json_object_or_none(run / SUMMARY) or {}).get("config") == identity
+    summary = read_summary(run, identity)
     # Weights without a summary are those of a run that a kill has cut, or that begins its end anew.
-    if has_ended and (run / WEIGHTS).is_file():
-        return _final(run / WEIGHTS, identity)
+    if summary is not None and (run / WEIGHTS).is_file():
+        if fault := weights_fault(run, summary):
+            raise UsageError(fault)
+        return safetensors.torch.load_file(run / WEIGHTS), "the end of the run", summary.get("steps", 0)
 
     def read(newest: Path) -> tuple[dict[str, Tensor], str, int]:
         saved = checkpoint.Checkpoint(newest, identity)
         return saved.weights(), newest.name, saved.step
 
     newest = checkpoint.read_latest(run / CHECKPOINTS, read)
-    if newest is None and has_ended:  # a sweep's run keeps no checkpoints
+    if newest is None and summary is not None:  # a sweep's run keeps no checkpoints
         raise UsageError(
             f"{run}: the run has ended, but there is neither its {WEIGHTS} nor a checkpoint; put that file back, or "
             f"delete {SUMMARY} and repeat the run's command, or its sweep's, which then trains it again"
@@ -140,7 +142,7 @@ def _weights(run: Path, identity: str) -> tuple[dict[str, Tensor], str, int]:
         raise UsageError(
             f"{run}: the run is not finished and has no checkpoint yet; repeat its `twophase train` command first"
         )
-    state = f"has ended and has no {WEIGHTS} any more" if has_ended else "is not finished"
+    state = f"has ended and has no {WEIGHTS} any more" if summary is not None else "is not finished"
     weights, name, step = newest
     return weights, f"checkpoint {name} of a run that {state}", step
 
@@ -156,37 +158,6 @@ def _model(config: TrainConfig, weights: Mapping[str, Tensor], run: Path) -> Lla
             f"{run}: the weights do not fit the run's {CONFIG} ({fault}); put the run's own files back"
         ) from None
     return model
-
-
-def _final(path: Path, identity: str) -> tuple[dict[str, Tensor], str, int]:
-    """Read the final weights, checked against the SHA-256 in the run's summary."""
-    summary = json_object_or_none(path.with_name(SUMMARY)) or {}
-    try:
-        with safe_open(path, framework="pt") as file:
-            owner = (file.metadata() or {}).get("config", identity)
-            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
-    except (SafetensorError, OSError) as error:
-        # For safetensors a file that may not be read is missing.
-        fault = weights_fault(path.parent, summary)
-        raise (UsageError(fault) if fault else _damaged(path, str(error))) from None
-    if owner != identity:
-        raise UsageError(f"{path} belongs to another run ({owner}, here {identity}); put the run's own file back")
-    if fault := weights_fault(path.parent, summary):
-        raise UsageError(fault)
-    steps = summary.get("steps", 0)
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
-        raise UsageError(
-            f"{path.with_name(SUMMARY)} is damaged: its steps is {steps!r}, not a whole number >= 0; delete it and "
-            "repeat the run's `twophase train` command, which writes it again from the last checkpoint"
-        )
-    return weights, "the end of the run", steps
-
-
-def _damaged(path: Path, why: str) -> UsageError:
-    return UsageError(
-        f"{path} is damaged: {why}; delete it and {SUMMARY} and repeat the run's `twophase train` command, which "
-        "writes both again from the last checkpoint"
-    )
 
 
 # -------------------------------------------------------------------------------------------------- writing the folder

@@ -49,11 +49,7 @@ def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 def pieces_bytes(rows: int, vocabulary_size: int, size: int, *, compiled: bool) -> int:
     """About how much memory the pieces take on a GPU: logits and their gradient, or what is made of them in float32.
 
-    Args:
-        rows: of the whole batch.
-        vocabulary_size: columns.
-        size: bytes of a number of the type that is computed in.
-        compiled: whether the loss is compiled, so that only these two exist.
+    Numbers have `size` bytes; where the loss is compiled, only logits and gradient exist.
     """
     whole = rows * vocabulary_size
     return min(COMPILED_PIECE, whole) * 2 * size if compiled else min(PIECE["cuda"], whole) * 5 * 4

@@ -142,20 +142,21 @@ class Llama(nn.Module):
         return self._rotation[1]
 
     def to_hf(self) -> dict[str, Tensor]:
-        """Copies of the weights under the names of `transformers.LlamaForCausalLM`'s state dict.
+        """Copies of the weights by their names in the state dict of `transformers.LlamaForCausalLM`.
 
-        Returns:
-            From name to tensor; with a tied head, `lm_head.weight` is left out, as in `transformers`' files.
+        With a tied head, `lm_head.weight` is left out, as in `transformers`' files.
         """
-        return {name: part.detach().clone() for name, part in self._hf_parts().items()}
+        parts: dict[str, Tensor] = {"model.embed_tokens.weight": self.embedding}
+        for index, block in enumerate(self.blocks):
+            assert isinstance(block, Block)
+            parts |= {f"model.layers.{index}.{name}.weight": part for name, part in block.hf_parts().items()}
+        parts["model.norm.weight"] = self.norm
+        if self.head is not None:
+            parts["lm_head.weight"] = self.head
+        return {name: part.detach().clone() for name, part in parts.items()}
 
     def hf_config(self, max_position_embeddings: int = 2048) -> dict[str, Any]:
-        """Keyword arguments with which `transformers.LlamaConfig` describes this model.
-
-        Args:
-            max_position_embeddings: the longest sequence that readers of the files should expect, in tokens; it
-                changes no logit.
-        """
+        """Keyword arguments with which `transformers.LlamaConfig` describes this model; the limit changes no logit."""
         config = self.config
         return {
             "vocab_size": self.vocabulary_size,
@@ -173,24 +174,9 @@ class Llama(nn.Module):
             "mlp_bias": False,
         }
 
-    def _hf_parts(self) -> dict[str, Tensor]:
-        """Views of the weights under transformers' names, fused matrices in their parts."""
-        parts: dict[str, Tensor] = {"model.embed_tokens.weight": self.embedding}
-        for index, block in enumerate(self.blocks):
-            assert isinstance(block, Block)
-            parts |= {f"model.layers.{index}.{name}.weight": part for name, part in block.hf_parts().items()}
-        parts["model.norm.weight"] = self.norm
-        if self.head is not None:
-            parts["lm_head.weight"] = self.head
-        return parts
-
 
 class Block(nn.Module):
-    """One decoder block: attention, then SwiGLU, each behind a norm and added to the residual stream.
-
-    Args:
-        config: sizes and constants.
-    """
+    """One decoder block: attention, then SwiGLU, each behind a norm and added to the residual stream."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -206,16 +192,7 @@ class Block(nn.Module):
         self.down = nn.Parameter(torch.empty(size, inner))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """The residual stream after this block.
-
-        Args:
-            x: (batch x length, hidden_size).
-            cos: (length, heads + kv_heads or 1, head size), from `rotary_tables`.
-            sin: likewise.
-
-        Returns:
-            The shape of `x`.
-        """
+        """The residual stream (batch x length, hidden_size) after this block; `cos` and `sin`: see `rotary_tables`."""
         dtype = x.dtype
         x = x + F.linear(self._attention(x, cos, sin), self.output.to(dtype))
         h = rms_norm(x, self.mlp_norm, self.eps)

@@ -237,8 +237,7 @@ def loss(model: Llama, tokens: Tensor, targets: Tensor, attention: str) -> Tenso
 def compiled_loss(*, autotune: bool = False) -> Callable[[Llama, Tensor, Tensor, str], Tensor]:
     """`loss`, compiled for exact shapes, which is markedly faster than for variable ones; one for the process.
 
-    Args:
-        autotune: whether the compiler times several versions of each product and kernel, which takes minutes once.
+    With `autotune` the compiler times several versions of each product and kernel, which takes minutes once.
     """
     options: dict[str, Any] = {"dynamic": False, "fullgraph": True}
     if "recompile_limit" in inspect.signature(torch.compile).parameters:  # not in older versions
@@ -280,11 +279,6 @@ def activation_bytes(config: TrainConfig, vocabulary_size: int, sequences: int) 
     backward pass of a layer makes: the layer in full where it is recomputed, and gradients.
 
     Measured on fake CUDA tensors this is right to 4 %. On a CPU, where little is fused, it is cruder.
-
-    Args:
-        config: the run; its device says which formula.
-        vocabulary_size: of the model.
-        sequences: of a forward pass.
     """
     model, compute, length = config.model, config.compute, config.data.sequence_length
     size = 2 if compute.precision == "bf16-mixed" else 4

@@ -28,11 +28,7 @@ corpus_of = lru_cache(maxsize=2)(build)  # a sweep's worker trains many runs on 
 
 @dataclass(frozen=True)
 class LanguageTask:
-    """The task of a configuration; its corpus is read when it is first needed.
-
-    Args:
-        config: the run, of which it takes model, data, precision and recomputation.
-    """
+    """The task of a run's configuration; its corpus is read when it is first needed."""
 
     config: TrainConfig
 
@@ -97,12 +93,12 @@ class LanguageTask:
                 f"--compute.attention is {config.compute.attention}; --device {config.device} has no choice of "
                 "kernels, so leave it at auto"
             )
-        data, length = config.data, self.corpus.sequence_length  # reads the text, which may be refused
+        data = self.corpus.data  # reads the text, which may be refused
         for option, count in {"validation-windows": data.validation_windows, "batch-size": data.batch_size}.items():
             check_memory(
-                f"--data.{option} {count} windows of {length} tokens",
+                f"--data.{option} {count} windows of {data.sequence_length} tokens",
                 # Read, and as int64 tokens and targets.
-                3 * 8 * count * length,
+                3 * 8 * count * data.sequence_length,
                 torch.device("cpu"),
                 f"lower --data.{option} or --data.sequence-length",
             )
