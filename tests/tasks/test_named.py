@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,8 @@ from twophase.training.trainer import Trainer
 
 RINGS = (Path(__file__).parents[2] / "examples" / "rings.py").read_text(encoding="utf-8")
 SHORT = {"steps": 24, "inner_steps": 4, "inner.lr": 1e-2, "checkpoint_every": 1}
+
+pytestmark = pytest.mark.usefixtures("forked_workers")
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +81,7 @@ def words(values: dict[str, Any]) -> list[str]:
 @pytest.mark.slow
 def test_killed_and_resumed_byte_for_byte(tmp_path: Path) -> None:
     """A run with dropout that is killed by SIGKILL ends with the bytes of one that was not."""
-    command = ["train", "--task", "rings:Rings", *words(SHORT | {"steps": 400, "outer.restart": 3}), "--quiet"]
+    command = ["train", "--task", "rings:Rings", *words(SHORT | {"steps": 200, "outer.restart": 3}), "--quiet"]
     process = Forked(*command, "--out", tmp_path / "killed")
     wait_until(lambda: len(list((tmp_path / "killed" / "checkpoint").glob("*/manifest.json"))) > 1)
     process.kill()
@@ -149,14 +152,11 @@ def test_report_and_diagnosis_of_a_run(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_digits_are_those_of_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All images and labels, from scikit-learn's file or, where it is not, by scikit-learn; without it, a remedy."""
+    """All images and labels are those that scikit-learn gives; without it, the message has a remedy."""
     pixels, labels = pytest.importorskip("sklearn.datasets").load_digits(return_X_y=True)
-    for there in (True, False):
-        with monkeypatch.context() as patch:
-            patch.setattr(digits.Path, "exists", lambda _, there=there: there)
-            images, targets = digits._images.__wrapped__()
-        assert np.array_equal(images, (pixels / 16).astype(np.float32).reshape(-1, 1, 8, 8))
-        assert np.array_equal(targets, labels)
+    images, targets = digits._images.__wrapped__()
+    assert np.array_equal(images, (pixels / 16).astype(np.float32).reshape(-1, 1, 8, 8))
+    assert np.array_equal(targets, labels)
     monkeypatch.setattr(digits, "find_spec", lambda _: None)
     with pytest.raises(UsageError, match="needs scikit-learn; install twophase"):
         digits._images.__wrapped__()
@@ -191,14 +191,14 @@ def test_shipped_tasks_train(tmp_path: Path) -> None:
     assert twophase.train("hf:tiny", values, quiet=True).summary == fresh.summary
 
 
-@pytest.mark.slow
-def test_a_package_of_the_working_directory_is_a_workers_too(rings: Path) -> None:
+def test_a_package_of_the_working_directory_is_a_workers_too(rings: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python's -P, with which workers start, takes the working directory from the path."""
     (rings.parent / "beside").mkdir()
     rings.rename(rings.parent / "beside" / "tasks.py")
-    program = "from twophase.tasks.named import task_class; print(task_class('beside.tasks:Rings').__name__)"
-    done = subprocess.run([sys.executable, "-P", "-c", program], check=True, capture_output=True, text=True)
-    assert done.stdout == "Rings\n"
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place not in ("", str(rings.parent))])
+    assert named.task_class("beside.tasks:Rings").__name__ == "Rings"
+    for module in ("beside", "beside.tasks"):
+        sys.modules.pop(module)
 
 
 def test_a_multimodal_configuration_has_its_language_models_sizes(tmp_path: Path) -> None:
@@ -309,19 +309,23 @@ twophase.sweep(Rings(), {"outer.lr": [0.3, 0.7]}, config, "sweep", workers=1, qu
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pipe", [False, True])
-def test_a_program_without_a_guard(rings: Path, pipe: bool) -> None:
-    """Workers import the file: the message names the guard. A class in a program from a pipe has no file at all."""
-    program = Path("program.py")
-    program.write_text(rings.read_text() + CALL)
-    with program.open() as file:
-        done = subprocess.run(
-            [sys.executable, "-" if pipe else program.name], stdin=file, capture_output=True, text=True, check=False
-        )
+def test_a_program_without_a_guard(rings: Path) -> None:
+    """Workers import the file: the message names the guard."""
+    Path("program.py").write_text(rings.read_text() + CALL)
+    done = subprocess.run([sys.executable, "program.py"], capture_output=True, text=True, check=False)
     assert done.returncode != 0
-    words = "define its class at the top of a file" if pipe else 'below `if __name__ == "__main__":`'
-    assert words in done.stderr
-    assert pipe or "remove that file" not in done.stderr
+    assert 'below `if __name__ == "__main__":`' in done.stderr
+    assert "remove that file" not in done.stderr
+
+
+def test_a_class_of_a_program_from_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no file in which another process could look for it."""
+    program = ModuleType("__main__")
+    program.__file__ = "<stdin>"
+    monkeypatch.setitem(sys.modules, "__main__", program)
+    exec(RINGS, vars(program))  # noqa: S102 - as Python does it
+    with pytest.raises(UsageError, match="define its class at the top of a file"):
+        name_of(vars(program)["Rings"])
 
 
 def test_a_module_that_trains_when_it_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

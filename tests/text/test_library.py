@@ -133,9 +133,8 @@ def test_where_the_cache_is(library: Path, tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-def test_the_python_corpus_is_large_and_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_python_corpus_is_large_and_real():
     """Docstrings as `inspect` shows them and help topics, over a million characters, nothing of installed packages."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     texts = library_documents("python")
     assert len(texts) > 2000
     assert sum(map(len, texts)) > 1_000_000
