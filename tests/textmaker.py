@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import random
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,15 @@ def text(documents: int = 60, words: int = 160, seed: int = 0) -> str:
 def write(path: Path, **options: int) -> Path:
     """Write such a text to a file."""
     path.write_text(text(**options), encoding="utf-8")
+    return path
+
+
+def write_lines(path: Path, texts: Iterable[str], column: str = "text") -> Path:
+    """Write JSON lines of C4's schema, packed if the name says so."""
+    facts = {"timestamp": "2019-04-25T12:57:54Z", "url": "http://x"}
+    data = "".join(json.dumps({column: text, **facts}) + "\n" for text in texts).encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(gzip.compress(data, 1) if path.name.endswith(".gz") else data)
     return path
 
 

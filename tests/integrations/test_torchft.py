@@ -241,42 +241,36 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], words
         diloco(group, model, trainers.optimizer(model), inner_steps=steps, fragments=fragments)
 
 
-def test_a_state_of_other_fragments_is_refused():
-    """The first difference is named, and no anchor has changed."""
+def rounds_of(value: float, *, outer: Any = trainers.RULE, is_split: bool = False) -> Any:
+    """Rounds over a model of equal weights, in two fragments or three."""
     from twophase.integrations.torchft import diloco
 
-    def build(value: float, *, is_split: bool) -> Any:
-        group = MagicMock(_init_sync=False, _use_async_quorum=False)
-        model = nn.Sequential(*[nn.Linear(3, 3) for _ in range(3)])
-        for p in model.parameters():
-            nn.init.constant_(p, value)
-        parts = [*model] if is_split else [model[:2], model[2:]]
-        return diloco(group, model, torch.optim.SGD(model.parameters(), lr=0.1), inner_steps=6, fragments=parts)
-
-    two, three = build(1.0, is_split=False), build(2.0, is_split=True)
-    for rounds, other in ((two, three), (three, two)):
-        before = rounds.state_dict()["anchors"]
-        with pytest.raises(ValueError, match=r"diloco: fragments differ between these rounds .* give the checkpoint's"):
-            rounds.load_state_dict(other.state_dict())
-        assert before[0].keys() == rounds.state_dict()["anchors"][0].keys()
-        assert all(float(p.mean()) == (1.0 if rounds is two else 2.0) for p in before[0].values())
+    model = nn.Sequential(*[nn.Linear(3, 3) for _ in range(3)])
+    for p in model.parameters():
+        nn.init.constant_(p, value)
+    parts, inner = [*model] if is_split else [model[:2], model[2:]], torch.optim.SGD(model.parameters(), lr=0.1)
+    return diloco(
+        MagicMock(_init_sync=False, _use_async_quorum=False), model, inner, outer, inner_steps=6, fragments=parts
+    )
 
 
-def test_a_state_of_another_method_is_refused():
-    """An outer optimizer that cannot take its part of a state refuses before any anchor has changed."""
-    from twophase.integrations.torchft import diloco
-
-    def build(value: float, method: Any) -> Any:
-        model = nn.Linear(3, 3)
-        for p in model.parameters():
-            nn.init.constant_(p, value)
-        inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        return diloco(MagicMock(_init_sync=False, _use_async_quorum=False), model, inner, method, inner_steps=6)
-
-    rounds, other = build(1.0, twophase.outer("adamw", lr=0.1)), build(2.0, trainers.RULE)
-    with pytest.raises(ValueError, match="state is of momentum SGD"):
-        rounds.load_state_dict(other.state_dict())
-    assert all(float(p.mean()) == 1.0 for p in rounds.state_dict()["anchors"][0].values())
+@pytest.mark.parametrize(
+    ("here", "there", "words"),
+    [
+        ({}, {"is_split": True}, r"diloco: fragments differ between these rounds .* give the checkpoint's"),
+        ({"is_split": True}, {}, r"diloco: fragments differ between these rounds .* give the checkpoint's"),
+        ({"outer": twophase.outer("adamw", lr=0.1)}, {}, "state is of momentum SGD"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused(here: dict[str, Any], there: dict[str, Any], words: str):
+    """The first difference in fragments or method is named, and no anchor has changed."""
+    rounds = rounds_of(1.0, **here)
+    before = [anchors.keys() for anchors in rounds.state_dict()["anchors"]]
+    with pytest.raises(ValueError, match=words):
+        rounds.load_state_dict(rounds_of(2.0, **there).state_dict())
+    after = rounds.state_dict()["anchors"]
+    assert [anchors.keys() for anchors in after] == before
+    assert all(float(p.mean()) == 1.0 for anchors in after for p in anchors.values())
 
 
 def test_a_state_that_cannot_be_given_is_refused():

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
@@ -63,10 +60,9 @@ def test_golden_values():
     assert large == [slow(place, 10**9 + 1, (7, 8)) for place in (0, 1, 10**9)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("n", [7, 17])
-def test_every_value_is_as_likely_at_every_place(n: int):
+def test_every_value_is_as_likely_at_every_place():
     """Over many keys, consecutive ones in either word, values are uniform at each place (chi-square at 1e-6)."""
+    n = 7
     for make in (lambda k: (k, 0), lambda k: (0, k)):
         table = np.zeros((n, n))
         for k in range(20 * n):
@@ -75,28 +71,6 @@ def test_every_value_is_as_likely_at_every_place(n: int):
         statistic = ((table - 20) ** 2 / 20).sum() * (n - 1) / n
         assert stats.chi2.sf(statistic, (n - 1) ** 2) > 1e-6
         assert stats.chi2.cdf(statistic, (n - 1) ** 2) > 1e-6
-
-
-def test_neighbours_are_scattered():
-    """Of a long permutation, neighbouring places have unrelated values: steps between them are spread as for chance."""
-    n = 100_000
-    values = permute(np.arange(n), n, (1, 2))
-    assert abs(np.corrcoef(np.arange(n), values)[0, 1]) < 5 / math.sqrt(n)
-    assert abs(np.corrcoef(values[:-1], values[1:])[0, 1]) < 5 / math.sqrt(n)
-    steps = np.diff(values) % n
-    assert stats.chisquare(np.histogram(steps, 64, (0, n))[0]).pvalue > 1e-6
-    # Every 64 values in a row cover the range evenly: the batches of a run are alike.
-    means = values[: n // 64 * 64].reshape(-1, 64).mean(axis=1)
-    assert np.std(means) == pytest.approx(n / math.sqrt(12 * 64), rel=0.1)
-
-
-def test_another_key_another_order():
-    """Keys that differ in one bit of either word agree at about one place in n, as unrelated orders do."""
-    n = 10_000
-    first = permute(np.arange(n), n, (5, 9))
-    for other in [(4, 9), (5, 8), (5 + 2**63, 9), (5, 9 + 2**40), (9, 5)]:
-        assert np.count_nonzero(first == permute(np.arange(n), n, other)) < 12
-    assert np.array_equal(first, permute(np.arange(n), n, (5 + 2**64, 9 - 2**64)))
 
 
 @given(st.integers(1, 40), st.integers(0, 5), st.integers(0, 2**64), st.integers(0, 9))

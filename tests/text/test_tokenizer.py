@@ -145,17 +145,22 @@ def test_hashes_tell_tokenizers_apart():
     assert hashes[1] == hashes[3]
 
 
+def byte_level(texts: list[str], *special: str) -> Any:
+    """A byte-level BPE as others learn it, with GPT-2's cutting."""
+    made, pre = tokenizers.Tokenizer(tokenizers.models.BPE()), tokenizers.pre_tokenizers
+    made.pre_tokenizer = pre.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400, special_tokens=[*special], initial_alphabet=pre.ByteLevel.alphabet(), show_progress=False
+    )
+    made.train_from_iterator(texts, trainer)
+    return made
+
+
 @pytest.fixture(scope="module")
 def general(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer folder as others save it: GPT-2's cutting, a special and a post-processor that adds tokens."""
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=400, special_tokens=["<start>", "<stop>"], initial_alphabet=alphabet, show_progress=False
-    )
-    made.train_from_iterator(TOPICS[:5], trainer)
+    """A tokenizer folder as others save it: special tokens, and a post-processor that adds, cuts and pads."""
+    made = byte_level(TOPICS[:5], "<start>", "<stop>")
     made.post_processor = tokenizers.processors.TemplateProcessing(single="<start> $A", special_tokens=[("<start>", 0)])
     made.enable_truncation(5)
     made.enable_padding()
@@ -183,14 +188,7 @@ def test_others_folders_are_used_as_they_are(general: Path, tmp_path: Path, end:
 def test_a_class_of_another_does_not_change_the_ids(tmp_path: Path):
     """Some classes of transformers build parts of `tokenizer.json` anew: digits one by one would come out together."""
     auto = pytest.importorskip("transformers", reason="the extra 'hf' is not installed").AutoTokenizer
-    pre = tokenizers.pre_tokenizers
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = pre.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=400, special_tokens=["<stop>"], initial_alphabet=pre.ByteLevel.alphabet(), show_progress=False
-    )
-    made.train_from_iterator(["12 34 1234 " * 50], trainer)
+    made, pre = byte_level(["12 34 1234 " * 50], "<stop>"), tokenizers.pre_tokenizers
     made.pre_tokenizer = pre.Sequence([pre.Digits(individual_digits=True), pre.ByteLevel(add_prefix_space=False)])
     made.save(str(tmp_path / TOKENIZER_JSON))
     (tmp_path / CONFIG_JSON).write_text(json.dumps({"eos_token": "<stop>", "tokenizer_class": "GPT2Tokenizer"}))

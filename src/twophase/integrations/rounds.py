@@ -108,20 +108,20 @@ class Rounds:
     def end(self) -> None:
         """Take the last round, if it was cut short, and finish the record."""
         self._keep(self.engine.finish())
-        if self._open is not None:
-            self._open.__exit__(None, None, None)
-            self._open = self.run = None
+        self._close(None)
 
     def abandon(self) -> None:
         """Close the record of a training that has raised; its run stays unfinished."""
-        if self._open is not None:
-            reason = RuntimeError("the training has raised")
-            self._open.__exit__(RuntimeError, reason, None)
-            self._open = self.run = None
+        self._close(RuntimeError("the training has raised"))
 
     def saved(self) -> dict[str, Any]:
         """Return what a checkpoint of the trainer lacks: anchor, outer state and position; on int8, the residual."""
         return {"engine": self.engine.state_dict(), "wire": self.engine.wire_state_dict()}
+
+    def _close(self, reason: Exception | None) -> None:
+        if self._open is not None:
+            self._open.__exit__(type(reason) if reason else None, reason, None)
+            self._open = self.run = None
 
     def _keep(self, report: RoundReport | None) -> None:
         if report is not None:

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from twophase.base.config import fingerprint, to_tree
-from twophase.tasks.lm.config import TrainConfig, text_name
+from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.task import LanguageTask
 from twophase.tasks.named import instance_of
 from twophase.tasks.own import OwnTask
@@ -31,9 +31,8 @@ def _task_of_options(options: Any, replicas: int) -> OwnTask:
 
 def data_name(config: Any) -> str:
     """Return a name for what a run trains on, equal for runs that share it."""
-    if isinstance(config, TrainConfig):
-        return text_name(config)
-    return fingerprint({"task": to_tree(config.task), "replicas": config.replicas})
+    part = "data" if isinstance(config, TrainConfig) else "task"
+    return fingerprint({part: to_tree(getattr(config, part)), "replicas": config.replicas})
 
 
 def preflight_all(configs: Iterable[RunConfig], *, verify: bool = False) -> dict[str, str]:

@@ -120,10 +120,10 @@ def read_meta(folder: Path) -> Meta:
             f"{folder} holds no {META}; it is no finished folder of token shards; make one with "
             f"`twophase data prepare … --out {folder}` (repeat the command if it was interrupted)"
         ) from None
-    except NotADirectoryError:
-        raise UsageError(f"{folder} is a file; name the folder that `twophase data prepare` made") from None
     except OSError as error:
-        raise UsageError(f"{path} cannot be read ({error.strerror}); check the folder") from None
+        raise UsageError(
+            f"{path} cannot be read ({error.strerror}); name the folder of `twophase data prepare`"
+        ) from None
     except UsageError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -43,21 +43,9 @@ _BPE = "bpe:"
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be prepared.
+    """What is to be prepared: the options of `twophase data prepare`, which says what each of them means.
 
-    Args:
-        sources: files, folders, patterns, or `c4` for allenai/c4 on the hub.
-        out: folder of the shards.
-        kind: `auto` (by the names of files), `json`, `parquet` or `text`.
-        tokenizer: `mistral`, `bytes`, `bpe:SIZE`, a folder, or a Hugging Face id.
-        end_of_text: token that ends a document, where the tokenizer names none.
-        tokens: training ids at which to stop, at the end of a document; None for all text.
-        validation: sources of the validation split; without, C4's own, else a share of the documents.
-        held_out: share of the documents that validate, in [0, 1), chosen by a hash of their text.
-        validation_tokens: validation ids at which to stop; None for all.
-        column: name of the text in JSON and Parquet.
-        shard_tokens: ids of a shard, at least.
-        train_bytes: bytes of text that a `bpe:SIZE` learns from.
+    `tokens` and `validation_tokens` are ids at which a split stops, at the end of a document; None takes all text.
     """
 
     sources: tuple[str, ...]
@@ -202,6 +190,10 @@ def _claimed(out: Path) -> Iterator[Path]:
         os.close(descriptor)
 
 
+def _beginning(stage: int) -> dict[str, Any]:
+    return {"stage": stage, "file": 0, "record": 0, "before": ""}
+
+
 def _few(phrases: Sequence[str]) -> str:
     more = f", and {len(phrases) - 3} more" if len(phrases) > 3 else ""
     return ", ".join(phrases[:3]) + more
@@ -210,7 +202,8 @@ def _few(phrases: Sequence[str]) -> str:
 class _Preparation:
     """One call of `prepare` on a folder that is not finished.
 
-    The place in the source is a stage of the plan, a file of the stage, and a record of the file.
+    The place in the source is a stage of the plan, a file of the stage, a record of the file, and the digest of the
+    record before that, for the file may change meanwhile.
     """
 
     def __init__(self, folder: Path, plan: _Plan) -> None:
@@ -220,9 +213,7 @@ class _Preparation:
         state = self._begun()
         self.tokenizer = self._tokenizer(state.get("tokenizer_sha256"))
         self.splits = Splits(folder, self.tokenizer.dtype, plan.request.shard_tokens)
-        self.place: dict[str, int] = state.get("place", {"stage": 0, "file": 0, "record": 0})
-        self.before: str = state.get("before", "")
-        """Digest of the record before the place: the file may have changed since."""
+        self.place: dict[str, Any] = state.get("place", _beginning(0))
         self.splits.resume(state.get("splits", {"closed": {}, "parts": {}}))
         self.saved = time.monotonic()
 
@@ -251,7 +242,7 @@ class _Preparation:
         """Write the rest of all stages; yields the bytes of text of each batch."""
         for stage in range(self.place["stage"], len(self.plan.stages)):
             if stage > self.place["stage"]:
-                self.place, self.before = {"stage": stage, "file": 0, "record": 0}, ""
+                self.place = _beginning(stage)
                 self._save()
             split, files = self.plan.stages[stage]
             if split == TRAIN and self.plan.validation and not self.splits.tokens(VALIDATION):
@@ -259,12 +250,11 @@ class _Preparation:
                 raise UsageError(f"--validation {names}: holds no text; name files that do, with another --out")
             if self._is_full(split):
                 continue
-            place = {"file": self.place["file"], "record": self.place["record"]}
-            with closing(batches(files, self.plan.request.column, **place, before=self.before)) as stream:
+            place = {name: self.place[name] for name in ("file", "record", "before")}
+            with closing(batches(files, self.plan.request.column, **place)) as stream:
                 for batch in stream:
                     has_closed = self._batch(split, batch)
-                    self.place = {"stage": stage, "file": batch.file, "record": batch.record}
-                    self.before = batch.before
+                    self.place = _beginning(stage) | {name: getattr(batch, name) for name in place}
                     if has_closed or time.monotonic() - self.saved > SAVE_SECONDS:
                         self._save()
                     yield sum(batch.sizes)
@@ -302,7 +292,7 @@ class _Preparation:
     def _save(self) -> None:
         self.splits.flush()
         facts = {"request": self.plan.record(), "tokenizer_sha256": _digest(self.tokenizer)}
-        self._write(facts | {"place": self.place, "before": self.before, "splits": self.splits.state()})
+        self._write(facts | {"place": self.place, "splits": self.splits.state()})
         self.saved = time.monotonic()
 
     def _write(self, state: dict[str, Any]) -> None:
@@ -317,7 +307,7 @@ class _Preparation:
             state = read_json_object(path)
             if state.pop("fingerprint") != fingerprint(state):
                 raise ValueError("it has changed since it was written")
-            request, place = state["request"], state.get("place", {"stage": 0, "file": 0})
+            request, place = state["request"], state.get("place", _beginning(0))
             # A file that has not been read to its end may be another one, as after a download that was cut: what was
             # read of it is held to the record before the place.
             for number, (split, files) in enumerate(self.plan.stages[place["stage"] :]):

@@ -158,8 +158,6 @@ def open_shards(folder: Path, *, trust: bool = True) -> Shards:
                 f"{folder} holds no {split} tokens; prepare it again with more text, or with --validation SOURCE"
             )
         splits[split] = tuple(TokenFile(folder / shard.file, shard.tokens, meta.dtype) for shard in meta.splits[split])
-        for file in splits[split]:
-            _check_size(file, f"{META} says {file.tokens:,} {meta.dtype} ids")
     expected = {shard.file: shard.sha256 for split in splits for shard in meta.splits[split]}
     trusted = digests(folder, expected, trust=trust)[1]
     path = folder / TOKEN_BYTES
@@ -187,7 +185,8 @@ def digests(folder: Path, expected: Mapping[str, str | None], *, trust: bool) ->
     facts: dict[str, dict[str, Any]] = {}
     result: dict[str, str] = {}
     for name, wanted in expected.items():
-        status, entry = (folder / name).stat(), remembered.get(name)
+        with _refusal(folder / name):
+            status, entry = (folder / name).stat(), remembered.get(name)
         facts[name] = {"size": status.st_size, "mtime_ns": status.st_mtime_ns}
         digest = entry.get("sha256") if isinstance(entry, dict) else None
         # A remembered hash that is not the expected one proves nothing: both files may have been put back since.
@@ -218,18 +217,6 @@ def remember(path: Path, entry: Mapping[str, Any] | None) -> None:
     entries = (json_object_or_none(path.parent / VERIFIED) or {}) | {path.name: entry}
     with contextlib.suppress(OSError):  # a folder that cannot be written is checked each time
         write_atomic(path.parent / VERIFIED, json.dumps(entries, indent=1) + "\n", durable=False)
-
-
-def _check_size(file: TokenFile, because: str) -> None:
-    expected = file.offset + file.tokens * DTYPES[file.dtype]
-    with _refusal(file.path):
-        size = check_regular(file.path)
-    if size != expected:
-        state = "is truncated" if size < expected else "is too long"
-        raise UsageError(
-            f"{file.path} {state}: {size:,} bytes, where {expected:,} are expected ({because}); copy it again, or "
-            f"make it again"
-        )
 
 
 @contextlib.contextmanager
@@ -303,9 +290,13 @@ def _bin_file(path: Path) -> TokenFile:
                 f"{path}: its header is of version {version}; of files with the magic number {magic} version "
                 f"{readable} is read; make it again in that version"
             )
-        file = TokenFile(path, tokens, dtype, HEADER_BYTES)
-        _check_size(file, f"its header says {tokens:,} {dtype} ids")
-        return file
+        expected = HEADER_BYTES + tokens * DTYPES[dtype]
+        if size != expected:
+            raise UsageError(
+                f"{path} {'is truncated' if size < expected else 'is too long'}: {size:,} bytes, where {expected:,} "
+                f"are expected (its header says {tokens:,} {dtype} ids); copy it again, or make it again"
+            )
+        return TokenFile(path, tokens, dtype, HEADER_BYTES)
     if size == 0 or size % DTYPES["uint16"]:
         raise UsageError(
             f"{path} is {size:,} bytes, which is no whole number of uint16 ids above 0; it is no nanoGPT-style token "

@@ -262,8 +262,8 @@ def documents(path: Path, name: str) -> list[str]:
         return [text for text in _records(file, "text", 0) if text and text.strip()]
     with _refusals(file), _opened(file) as lines:
         text = lines.read()
-    texts = _gathered(re.split(r"\n(?:[^\S\n]*\n)+", text), _SEPARATOR)
-    by_lines = _gathered(text.split("\n"), "\n") if len(texts) == 1 else []
+    texts = list(_gather(re.split(r"\n(?:[^\S\n]*\n)+", text), _SEPARATOR))
+    by_lines = list(_gather(text.split("\n"), "\n")) if len(texts) == 1 else []
     return by_lines if len(by_lines) > 1 else texts
 
 
@@ -383,16 +383,12 @@ def paragraphs(text: TextIO) -> Iterator[str]:
     return _gather(_paragraphs(text), _SEPARATOR)
 
 
-def _gathered(pieces: Iterable[str], joint: str) -> list[str]:
-    return list(_gather((piece for piece in pieces if piece.strip()), joint))
-
-
 def _gather(pieces: Iterable[str], joint: str) -> Iterator[str]:
-    """Yield neighbouring pieces joined until they have `MIN_DOCUMENT` characters; a shorter rest joins the last."""
+    """Yield neighbours, less blank ones, joined to `MIN_DOCUMENT` characters or more; a shorter rest joins the last."""
     ready: list[str] = []  # a document waits, because the rest may have to join it
     pending: list[str] = []
     size = 0
-    for piece in pieces:
+    for piece in filter(str.strip, pieces):
         pending.append(piece)
         size += len(piece)
         if size >= MIN_DOCUMENT:

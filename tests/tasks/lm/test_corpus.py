@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -12,22 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.lib.stride_tricks import sliding_window_view
 
+from textmaker import write_lines
 from twophase.base.config import UsageError
 from twophase.tasks.lm.config import DataConfig
 from twophase.tasks.lm.corpus import Corpus, build, load_documents
-from twophase.tasks.lm.tokens import decode
+from twophase.tasks.lm.tokens import CHARACTERS
 from twophase.text.library import fingerprint
 
 
 def paragraph(number: int, words: int = 200) -> str:
     """A paragraph that names its number in every word."""
     return " ".join(f"word{number}" for _ in range(words))
-
-
-def write_lines(path: Path, texts: list[str]) -> Path:
-    """JSON lines, as C4 has them."""
-    path.write_text("".join(json.dumps({"text": text, "url": "x"}) + "\n" for text in texts), encoding="utf-8")
-    return path
 
 
 def numbered(path: Path, count: int) -> Path:
@@ -44,6 +40,10 @@ def stream(windows: object) -> np.ndarray:
     """The tokens whose windows begin at every token."""
     rows = np.asarray(windows)
     return np.concatenate([rows[:, 0], rows[-1, 1:]])
+
+
+def text_of(ids: Iterable[int]) -> str:
+    return "".join(CHARACTERS[number] for number in ids)
 
 
 def ready(training: np.ndarray, length: int = 16, batch: int = 4, windows: int = 8) -> Corpus:
@@ -81,13 +81,8 @@ def test_text_without_blank_lines_is_gathered_by_lines(tmp_path: Path):
 
 REFUSED: dict[str, tuple[bytes | None, str]] = {
     "file:empty.txt": (b" \n\n \t\n", "holds no text.* or JSON lines"),
-    "file:blank.jsonl": (b'\n{"text": " "}\n', "holds no text"),
     "file:single.txt": (b"only one line", "is a single document of 13 characters.*larger file"),
     "file:latin.txt": ("na\u00efve\n\n".encode("latin-1"), "is not UTF-8; .*iconv"),
-    "file:broken.jsonl": (b'{"text": "a"}\n\n{text}', "line 3 is not a JSON object"),
-    "file:other.jsonl": (b'{"body": "x"}', "line 1 has no 'text', but 'body'"),
-    "file:cut.txt.gz": (gzip.compress(b"some text" * 99)[:-9], "is not a whole gzip file.*fetch it again"),
-    "file:trailing.txt.gz": (gzip.compress(b"a" * 999) + b"rest", "is not a whole gzip file"),
     "file:absent.txt": (None, r"cannot be read .*No such file.*name one file that can be read"),
     "file:": (None, "must be python, python-code, file:PATH or tokens:PATH"),
     "c4": (None, "must be python, python-code, file:PATH or tokens:PATH"),
@@ -113,7 +108,7 @@ def test_unusable_texts_are_refused(tmp_path: Path, corpus: str, monkeypatch: py
 def test_whole_documents_are_held_out(tmp_path: Path, count: int, share: float, apart: int):
     """The held-out share counts documents, at least one and at most all but one; all others are trained on."""
     built = text_corpus(numbered(tmp_path / "a.jsonl", count), held_out=share)
-    held_out, training = (decode("char", stream(rows)).split("\n\n") for rows in (built.held_out, built.training))
+    held_out, training = (text_of(stream(rows)).split("\n\n") for rows in (built.held_out, built.training))
     assert len(held_out) == apart == built.description["held_out_documents"]
     assert sorted(held_out + training) == sorted(paragraph(i, words=20) for i in range(count))
 
@@ -126,7 +121,7 @@ def test_held_out_documents_depend_on_the_text_only(tmp_path: Path):
         for replicas, options in ((1, {}), (2, {}), (3, {"sequence_length": 8, "batch_size": 2}))
     )
     assert others == [first, first]
-    assert set(decode("char", first).split()) != {f"word{i}" for i in range(4)}
+    assert set(text_of(first).split()) != {f"word{i}" for i in range(4)}
 
 
 def test_replicas_of_a_non_iid_split_have_their_own_documents(tmp_path: Path):
@@ -134,9 +129,7 @@ def test_replicas_of_a_non_iid_split_have_their_own_documents(tmp_path: Path):
     path = numbered(tmp_path / "a.jsonl", 50)
     mixed, apart = (text_corpus(path, 2, split=split) for split in ("iid", "non-iid"))
     assert stream(mixed.held_out).tolist() == stream(apart.held_out).tolist()
-    trained = [
-        [int(text.split()[0][4:]) for text in decode("char", stream(c.training)).split("\n\n")] for c in (mixed, apart)
-    ]
+    trained = [[int(text.split()[0][4:]) for text in text_of(stream(c.training)).split("\n\n")] for c in (mixed, apart)]
     assert sorted(trained[0]) == trained[1] != trained[0]
 
 

@@ -31,8 +31,8 @@ from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.export import RECORD, describe
 from twophase.tasks.lm.export import export as export_record
 from twophase.tasks.lm.export_tokenizer import text_tokenizer
-from twophase.tasks.lm.task import LanguageTask, corpus_of
-from twophase.tasks.lm.tokens import decode, encode
+from twophase.tasks.lm.task import LanguageTask
+from twophase.tasks.lm.tokens import CHARACTERS, encode
 from twophase.tasks.named import config_class
 from twophase.tasks.restored import restore
 from twophase.text.meta import read_meta, write_meta
@@ -79,11 +79,9 @@ def load(out: Path) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("kv_heads", [0, 2])
-def test_same_loss(corpus: Path, tmp_path: Path, tied: bool, kv_heads: int) -> None:
+def test_same_loss(corpus: Path, tmp_path: Path) -> None:
     """The loss of random windows is that of the run's model, to float32 rounding, in transformers' own code."""
-    values = {"model.tie_embeddings": tied, "model.kv_heads": kv_heads, "data.vocabulary": "bytes"}
+    values = {"model.tie_embeddings": True, "model.kv_heads": 2, "data.vocabulary": "bytes"}
     config = make_config(corpus, **values)
     run = trained(config, tmp_path / "run")
     out = export(run, tmp_path / "hf")
@@ -213,7 +211,8 @@ def test_same_ids(reloaded: tuple[str, Any], text: str) -> None:
     name, tokenizer = reloaded
     ids = encode(name, text).tolist()
     assert tokenizer(text, verbose=False)["input_ids"] == ids
-    assert tokenizer.decode(ids) == decode(name, ids)
+    text_of_ids = bytes(ids).decode(errors="replace") if name == "bytes" else "".join(CHARACTERS[i] for i in ids)
+    assert tokenizer.decode(ids) == text_of_ids
 
 
 # --- runs on token shards -----------------------------------------------------------------------------------------
@@ -238,18 +237,6 @@ def shard_run(shards: Path, path: Path, **values: Any) -> Path:
     return trained(config, path)
 
 
-def test_tokens(shards: Path, tmp_path: Path) -> None:
-    """The shards' tokenizer comes along, and the id that ends their texts is the model's end of text."""
-    from transformers import AutoTokenizer
-
-    out = export(shard_run(shards, tmp_path / "run"), tmp_path / "hf")
-    tokenizer = AutoTokenizer.from_pretrained(out, local_files_only=True)
-    assert tokenizer("é<|end|>")["input_ids"] == [0xC3, 0xA9, 256]
-    assert load(out).config.eos_token_id == 256
-    assert load(out).generation_config.eos_token_id == 256
-    assert load(out).config.vocab_size == 257
-
-
 def test_shards_have_moved(shards: Path, tmp_path: Path) -> None:
     """Without the shards one message names --data; with them, or without a tokenizer, it works; others are refused."""
     run = shard_run(shards, tmp_path / "run")
@@ -262,21 +249,6 @@ def test_shards_have_moved(shards: Path, tmp_path: Path) -> None:
     write_meta(moved, dataclasses.replace(read_meta(moved), tokenizer_sha256="cd" * 32))
     with pytest.raises(UsageError, match=r"cdcdcdcd.*01234567"):
         export(run, tmp_path / "other", data=moved)
-
-
-def test_shards_that_were_prepared_anew(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tokenizer is the one that the run was trained with, not that of an attempt without a checkpoint."""
-
-    def killed(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(RunFolder, "log", killed)
-    with pytest.raises(KeyboardInterrupt):
-        shard_run(shards, tmp_path / "run")
-    monkeypatch.undo()
-    write_meta(shards, dataclasses.replace(read_meta(shards), tokenizer_sha256="cd" * 32))
-    corpus_of.cache_clear()
-    assert (export(shard_run(shards, tmp_path / "run"), tmp_path / "hf") / "tokenizer.json").is_file()
 
 
 def test_bin_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -102,11 +102,11 @@ def test_pieces_that_wait_give_the_plain_loss(monkeypatch: pytest.MonkeyPatch):
     x, weight, targets = case(40, 5, 30, torch.float64)
     waited: list[int] = []
     after = loss.after
+    monkeypatch.setattr(loss, "_in_order", lambda _: True)
     with monkeypatch.context() as patch:
         patch.setattr(loss, "after", lambda part, others: waited.append(len(others)) or after(part, others))
-        loss._forward(x, weight, targets, 7, gradients=True, in_order=True)
+        loss._forward(x, weight, targets, 7, gradients=True)
     assert waited == [2, 3, 3, 3, 3, 3]
-    monkeypatch.setattr(loss, "_in_order", lambda _: True)
     value = torch.compile(in_pieces, backend="aot_eager", fullgraph=True)(x, weight, targets, 7)
     got = (value, *torch.autograd.grad(value, (x, weight)))
     for pieced, plain in zip(got, exact(x, weight, targets), strict=True):

@@ -144,15 +144,6 @@ def test_other_types_compute_the_same_function(dtype: torch.dtype, bound: float)
     assert all(p.grad is not None and p.grad.dtype == dtype for p in moved.parameters())
 
 
-@pytest.mark.slow
-def test_one_graph_without_breaks():
-    """`torch.compile(fullgraph=True)` can trace the loss, and what it traces computes the loss."""
-    model = built()
-    compiled = torch.compile(model.loss, fullgraph=True, backend="aot_eager")
-    for _ in range(2):
-        assert_close(compiled(*ids()), model.loss(*ids()), 1e-6)
-
-
 def test_the_demo_has_31392_weights():
     """The demo's size is the known one, and the state dict holds the parameters and nothing else."""
     model = Llama(DEMO, 96, seed=0)

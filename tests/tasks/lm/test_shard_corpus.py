@@ -100,13 +100,6 @@ def test_a_batch_is_a_pure_function(folder: Path):
     assert starts(corpus, 0, 6, seed=5) == golden
 
 
-@pytest.mark.parametrize(("windows", "expected"), [(1, [0]), (2, [0, 8]), (3, [0, 4, 8]), (9, list(range(9)))])
-def test_validation_is_spread_over_the_split(folder: Path, windows: int, expected: list[int]):
-    """From the first window to the last, none twice."""
-    tokens, _ = build(data(folder, validation_windows=windows), 2).validation()
-    assert tokens[:, 0].tolist() == [1000 + T * number for number in expected]
-
-
 # Enough tokens
 
 

@@ -393,18 +393,6 @@ def test_a_kernel_that_does_not_compile_is_followed_by_the_next(
     assert [name for name in asked if name != "default"] == tried
 
 
-def test_what_is_no_compilers_fault_is_not_told_as_one():
-    """An error of the model's own code, compiled or not, is raised as it is."""
-    compute = Step(config_of(compile=True), VOCABULARY, CPU, 1)
-
-    def broken(*_: object) -> Tensor:
-        raise KaputError("the model's own")
-
-    compute._loss = broken
-    with pytest.raises(KaputError):
-        gradients(TrainConfig(), compute)
-
-
 # --- evaluation -----------------------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from twophase.base.config import LATER, fingerprint, to_tree
+from twophase.base.config import LATER
 from twophase.training.config import LARGEST_LR, RunConfig, require, whole_numbers
 from twophase.training.config import check as check_run
 
@@ -90,11 +90,6 @@ class TrainConfig(RunConfig, LanguageConfig):
         return count if count < self.data.batch_size else 0
 
 
-def text_name(config: TrainConfig) -> str:
-    """Return a name for the text that a run trains on, equal for runs that share it."""
-    return fingerprint({"data": to_tree(config.data), "replicas": config.replicas})
-
-
 def check(config: TrainConfig) -> TrainConfig:
     """Return the configuration if it can be run.
 
@@ -122,8 +117,6 @@ def check(config: TrainConfig) -> TrainConfig:
             ),
             ("model.rope_theta", lambda theta: 0 < theta <= LARGEST_LR, f"above 0 and at most {LARGEST_LR:g}"),
             ("model.norm_eps", lambda eps: 0 < eps <= LARGEST_LR, f"above 0 and at most {LARGEST_LR:g}"),
-            ("data.vocabulary", lambda name: name in VOCABULARY_SIZES, f"one of {', '.join(VOCABULARY_SIZES)}"),
-            ("data.split", lambda name: name in ("iid", "non-iid"), "iid or non-iid"),
             (
                 "data.split",
                 lambda name: name == "iid" or not config.data.corpus.startswith("tokens:"),

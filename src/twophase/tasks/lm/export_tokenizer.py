@@ -13,9 +13,9 @@ from typing import Any
 from twophase.base.config import UsageError
 from twophase.base.files import write_atomic
 from twophase.base.reading import read_json_object
-from twophase.tasks.lm.config import VOCABULARY_SIZES, TrainConfig
+from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.corpus import TOKENS
-from twophase.tasks.lm.tokens import decode
+from twophase.tasks.lm.tokens import CHARACTERS
 from twophase.text.meta import META, TOKENIZER, read_meta
 from twophase.text.tokenizer import AS_WRITTEN, CONFIG_JSON, byte_characters
 
@@ -29,7 +29,7 @@ def text_tokenizer(name: str, max_length: int) -> Any:
     from transformers import PreTrainedTokenizerFast  # noqa: PLC0415 - an optional package, and slow to import
 
     # One token a character and nothing to merge; `bytes` are seen as characters that can be printed.
-    characters = byte_characters() if name == "bytes" else decode(name, range(VOCABULARY_SIZES[name]))
+    characters = byte_characters() if name == "bytes" else CHARACTERS
     made = Tokenizer(models.BPE(vocab={character: number for number, character in enumerate(characters)}, merges=[]))
     if name == "bytes":
         made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -67,7 +67,7 @@ def in_pieces(x: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
     Source: the idea of Wijmans et al., "Cut your losses in large-vocabulary language models" (2024), in plain PyTorch.
     """
     if not torch.is_grad_enabled():
-        return _forward(x, weight, targets, rows, gradients=False, in_order=_in_order(x))[0]
+        return _forward(x, weight, targets, rows, gradients=False)[0]
     return _InPieces.apply(x, weight, targets, rows)  # pyright: ignore[reportReturnType] - apply is not typed
 
 
@@ -76,7 +76,7 @@ class _InPieces(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
-        loss, grad_x, grad_weight = _forward(x, weight, targets, rows, gradients=True, in_order=_in_order(x))
+        loss, grad_x, grad_weight = _forward(x, weight, targets, rows, gradients=True)
         ctx.save_for_backward(grad_x, grad_weight)
         return loss
 
@@ -89,9 +89,9 @@ class _InPieces(torch.autograd.Function):
 
 
 def _forward(
-    x: Tensor, weight: Tensor, targets: Tensor, rows: int, *, gradients: bool, in_order: bool
+    x: Tensor, weight: Tensor, targets: Tensor, rows: int, *, gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss and, where they are wanted, its gradients with respect to x and weight; `in_order`: see `_in_order`."""
+    """The loss and, where they are wanted, its gradients with respect to x and weight."""
     exact = torch.promote_types(x.dtype, torch.float32)
     cast = weight.to(x.dtype)
     count = targets.numel()
@@ -99,7 +99,7 @@ def _forward(
     grad_weight = torch.zeros(weight.shape if gradients else 0, dtype=exact, device=x.device)
     grads_x: list[Tensor] = []
     for part, wanted in zip(x.split(rows), targets.split(rows), strict=True):
-        piece = after(part, [total, grad_weight, *grads_x[-1:]]) if in_order else part
+        piece = after(part, [total, grad_weight, *grads_x[-1:]]) if _in_order(x) else part
         z = F.linear(piece, cast).to(exact)
         places = wanted[:, None]
         log_sum = torch.logsumexp(z, -1, keepdim=True)

@@ -39,12 +39,7 @@ _USABLE_SHARE = 0.85
 class Step:
     """Forward and backward of a batch, for any model of one configuration on one device.
 
-    Args:
-        config: the run.
-        vocabulary_size: of its model.
-        device: where it trains.
-        replicas: of this process; their optimizers' memory is left free.
-        communicator: the processes of the run, which use the same attention kernel.
+    The memory of so many replicas' optimizers is left free; all processes of the run use the same attention kernel.
     """
 
     def __init__(
