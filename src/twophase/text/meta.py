@@ -55,8 +55,6 @@ class Meta:
     Args:
         tokenizer: its name for people: `mistral`, `bytes`, `bpe`, or a Hugging Face id or folder.
         tokenizer_sha256: of what decides the ids, hexadecimal; equal tokenizers have equal hashes.
-        vocabulary_size: number of ids.
-        end_of_text: the id that ends every document.
         dtype: a key of `DTYPES`.
         source: what the text was, as plain values for the record.
         splits: from `train` and `validation` to their shards, in order.

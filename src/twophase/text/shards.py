@@ -100,9 +100,7 @@ class Shards:
     """The token files of a folder, checked; get one from `open_shards` or `open_bin`.
 
     Args:
-        path: what was opened.
         splits: from `train` and `validation` to their files, in order.
-        vocabulary_size: number of ids.
         fingerprint: SHA-256 of what a run sees of them, hexadecimal.
         meta: what the folder says of itself; None of `.bin` files that say nothing.
         token_bytes: (vocabulary_size,) int64, UTF-8 bytes of each id; None where unknown.

@@ -45,8 +45,6 @@ class Tokenizer:
     Args:
         name: for people: `mistral`, `bytes`, `bpe:8000`, a Hugging Face id or folder.
         sha256: of what decides the ids, hexadecimal; equal tokenizers have equal hashes.
-        vocabulary_size: number of ids.
-        end_of_text: the id that ends a document.
         token_bytes: (vocabulary_size,) UTF-8 bytes of text that each id stands for; 0 for special tokens.
         files: name and content of the files of its folder.
         encode: from texts without lone surrogates to arrays of ids, of the type `dtype`. No beginning or end of a text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
@@ -351,46 +350,6 @@ def test_a_missing_compiler_is_told(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("torch._inductor.config.force_disable_caches", True)
     with pytest.raises(UsageError, match=r"--compute.compile: the compiler failed \(.*--compute.no-compile"):
         gradients(config_of(compile=True))
-
-
-class KaputError(AssertionError):
-    """What no compiler of torch raises itself."""
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # the compiler's own
-@pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize(
-    ("values", "tried"),
-    [({}, ["cudnn", "flash", "efficient"]), ({"compute.attention": "cudnn"}, ["cudnn"])],
-)
-def test_a_kernel_that_does_not_compile_is_followed_by_the_next(
-    monkeypatch: pytest.MonkeyPatch, values: dict[str, Any], tried: list[str]
-):
-    """Whatever a compiler fails with: with `auto` each kernel is tried once, then one message; a given one alone."""
-    asked: list[str] = []
-
-    def compiler(graph: object, inputs: object) -> Callable[..., Any]:
-        del graph, inputs
-        raise KaputError("no such layout")
-
-    def choice(config: object, shape: object, device: object, comm: object, refused: frozenset[str]) -> str:
-        del config, shape, device, comm
-        asked.append(next((name for name in ("cudnn", "flash", "efficient") if name not in refused), "default"))
-        return asked[-1]
-
-    monkeypatch.setattr(step_module, "choose", choice)
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=compiler))
-    monkeypatch.setattr(step_module, "attention_kernel", lambda _: contextlib.nullcontext())
-    config = with_values(config_of(compile=True, micro_batch=8), values)
-    compute = Step(config, VOCABULARY, CPU, 1)
-    compute.chosen = {"attention": choice(config, None, None, None, frozenset())}
-    model = model_of(config)
-    monkeypatch.setattr(compute, "device", torch.device("cuda"))
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    with pytest.raises(UsageError, match=r"--compute.compile: the compiler failed \(.*no such layout"):
-        compute.gradients(model, batch(config))
-    assert [name for name in asked if name != "default"] == tried
 
 
 # --- evaluation -----------------------------------------------------------------------------------------------------

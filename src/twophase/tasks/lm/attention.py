@@ -59,30 +59,19 @@ def activate(name: str) -> None:
         ) from error
 
 
-def choose(
-    config: TrainConfig,
-    shape: torch.Size,
-    device: torch.device,
-    communicator: Communicator,
-    refused: frozenset[str] = frozenset(),
-) -> str:
+def choose(config: TrainConfig, shape: torch.Size, device: torch.device, communicator: Communicator) -> str:
     """Return the attention kernel that every process of the run uses from now on; a collective call.
 
     Process 0 chooses for all: kernels round differently, and processes that time for themselves may differ. Where
     processes come and go there is no process 0 to ask, so each takes the first kernel that works, in a fixed order.
 
-    Args:
-        config: the run.
-        shape: (sequences, length) of a forward pass in this process.
-        device: the GPU.
-        communicator: the processes of the run.
-        refused: kernels that cannot be compiled.
+    The shape is (sequences, length) of a forward pass in this process.
 
     Returns:
         A name of `BACKENDS`, or `default` where torch shall choose.
     """
     wanted, model, precision = config.compute.attention, config.model, config.compute.precision
-    names = tuple(name for name in (BACKENDS if wanted == "auto" else (wanted,)) if name not in refused)
+    names = tuple(BACKENDS) if wanted == "auto" else (wanted,)
     if config.deterministic:
         names = tuple(name for name in _REPEATABLE if name in names)
     timed = not config.deterministic and not communicator.elastic
@@ -92,7 +81,6 @@ def choose(
 
     together = not communicator.elastic and communicator.size > 1
     name = fastest(names, timed) if communicator.rank == 0 or not together else ""
-    works = True
     if together:
         name = communicator.gather(name, str)[0]
         works = communicator.rank == 0 or name == "default" or fastest((name,), timed=False) == name

@@ -47,13 +47,8 @@ class Corpus:
     every token, it reads random ones.
 
     Args:
-        vocabulary_size: number of ids.
         token_bytes: (vocabulary_size,) UTF-8 bytes of what each id decodes to; None where they are not known.
-        training: the windows to train on.
-        held_out: the windows to judge by.
         data: with the sizes of windows, batches and validations.
-        replicas: number of shares.
-        windows_per_replica: number of windows in a share.
         in_epochs: read each window once an epoch.
         description: facts for the record of a run, as plain values.
         verification: of token files that were taken on trust.
@@ -140,10 +135,7 @@ def _pair(read: NDArray[np.unsignedinteger[Any]]) -> tuple[Ids, Ids]:
 def build(data: DataConfig, replicas: int, vocabulary_size: int = 0) -> Corpus:
     """Return the corpus of a run: text, read and encoded now, or prepared tokens, which are mapped into memory.
 
-    Args:
-        data: where it is, and the sizes of windows and batches.
-        replicas: number of equal parts of the training text.
-        vocabulary_size: of the model, which the data's may not exceed; 0 means that it will be as large.
+    The vocabulary size is the model's, which the data's may not exceed; 0 means that it will be as large.
 
     Raises:
         UsageError: a corpus that cannot be read, is too short for its windows, or does not fit its vocabulary.

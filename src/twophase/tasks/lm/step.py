@@ -58,7 +58,6 @@ class Step:
         self.chosen: dict[str, Any] = {}
         """`micro_batch` and `attention`, from the first step on; plain values, for checkpoint and record."""
         self._loss = compiled_loss(autotune=config.compute.autotune) if config.compute.compile else loss
-        self._refused: frozenset[str] = frozenset()
 
     def gradients(self, model: Llama, batch: Batch) -> Tensor:
         """Add the gradient of the mean loss to `.grad`, piece by piece, without waiting for the device.
@@ -112,26 +111,25 @@ class Step:
         return self._until_it_fits(total, model).item()
 
     def _until_it_fits(self, compute: Callable[[], T], model: Llama) -> T:
-        """The result of a computation, which is repeated in smaller pieces, or with other kernels, where it fails."""
+        """The result of a computation, which is repeated in smaller pieces where the memory is full."""
         while True:
             try:
                 activate(self.chosen.get("attention", "default"))
                 return compute()
             except Exception as error:
                 cause = getattr(error, "inner_exception", error)  # what a backend of the compiler raised
-                reason, full = first_line(cause), is_out_of_memory(cause)
-                if not full:
+                reason = first_line(cause)
+                if not is_out_of_memory(cause):
                     if not _while_compiling(error):
                         raise
-                    if not self._another_kernel(reason):
-                        raise UsageError(
-                            f"--compute.compile: the compiler failed ({reason}); a CPU needs a C++ compiler (package "
-                            "g++), a GPU triton, which comes with torch; or train without: --compute.no-compile"
-                        ) from error
+                    raise UsageError(
+                        f"--compute.compile: the compiler failed ({reason}); a CPU needs a C++ compiler (package g++), "
+                        "a GPU triton, which comes with torch, or another kernel (--compute.attention efficient); or "
+                        "train without: --compute.no-compile"
+                    ) from error
             # Outside the handler: the exception holds on to everything that the pass had allocated.
             model.zero_grad()
-            if full:
-                self._shrink(reason)
+            self._shrink(reason)
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 
@@ -184,29 +182,11 @@ class Step:
                 self.chosen["attention"] = "default"
                 return
             shape = torch.Size((self.chosen["micro_batch"], shape[1]))
-            self.chosen["attention"] = choose(self.config, shape, self.device, self.comm, self._refused)
+            self.chosen["attention"] = choose(self.config, shape, self.device, self.comm)
 
     def _choose_micro_batch(self, batch: int) -> None:
         if "micro_batch" not in self.chosen:
             self.chosen["micro_batch"] = self.config.compute.micro_batch or self._largest_that_fits(batch)
-
-    def _another_kernel(self, reason: str) -> bool:
-        """After code that could not be compiled, choose another attention kernel, if there is one to be chosen."""
-        name, compute = self.chosen.get("attention", "default"), self.config.compute
-        # With other processes, which have compiled theirs, a second choice would be a collective that they do not join.
-        alone = self.comm.elastic or self.comm.size == 1
-        if not alone or compute.attention != "auto" or name == "default":
-            return False
-        self._refused |= {name}
-        del self.chosen["attention"]
-        self._choose(torch.Size((self.config.data.batch_size, self.config.data.sequence_length)))
-        _log.warning(
-            "--compute.attention: the step does not compile with %s (%s); trying %s",
-            name,
-            reason,
-            self.chosen["attention"],
-        )
-        return True
 
     def _largest_that_fits(self, batch: int) -> int:
         """The largest divisor of the batch whose activations should fit; what does not is found out by trying."""
