@@ -106,21 +106,13 @@ def test_bfloat16(run: Path, tmp_path: Path) -> None:
     assert load(half).dtype == torch.bfloat16
 
 
-@pytest.mark.slow
-def test_larger_vocabulary(corpus: Path, tmp_path: Path) -> None:
-    """The rows of the embedding come from the weights: a model may have more than its data's vocabulary."""
-    config = make_config(corpus, **{"model.vocabulary_size": 128})
-    out = export(trained(config, tmp_path / "run"), tmp_path / "hf")
-    assert load(out).config.vocab_size == 128
-    assert json.loads((out / RECORD).read_text())["tokenizer_ids"] == 96
-
-
 def test_config(run: Path, tmp_path: Path) -> None:
     """No ids begin or end texts that have none, the window is the longest length, and generation works."""
     out = export(run, tmp_path / "hf")
     model = load(out)
     assert (model.config.bos_token_id, model.config.eos_token_id, model.config.pad_token_id) == (None, None, None)
-    assert model.config.max_position_embeddings == 16
+    assert (model.config.max_position_embeddings, model.config.vocab_size) == (16, 96)
+    assert json.loads((out / RECORD).read_text())["tokenizer_ids"] == 96
     assert model.generate(torch.tensor([[40, 73]]), max_new_tokens=3, do_sample=False).shape == (1, 5)
 
 

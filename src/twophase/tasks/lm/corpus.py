@@ -165,10 +165,6 @@ def _check_vocabulary(model: int, data: int, named: str) -> None:
 def load_documents(corpus: str) -> tuple[list[str], str]:
     """Return the documents of a corpus of text, none blank and no two equal, and a line about them.
 
-    Args:
-        corpus: `python` or `python-code` (`twophase.text.library`), or `file:PATH` for a UTF-8 file
-            (`twophase.text.sources.documents`). Of equal documents, the first counts.
-
     Raises:
         UsageError: another form, or a file that cannot be read, is damaged, or holds fewer than two documents.
     """

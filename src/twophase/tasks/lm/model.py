@@ -90,26 +90,14 @@ class Llama(nn.Module):
             weight.copy_(std * torch.randn(weight.shape, generator=generator, device="cpu", dtype=torch.float32))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Scores of the next token at each position.
-
-        Args:
-            tokens: (batch, length) int64, in [0, vocabulary_size).
-
-        Returns:
-            Logits, (batch, length, vocabulary_size), in the type that is computed in.
-        """
+        """From tokens (batch, length) int64 to logits (batch, length, vocabulary), in the type that is computed in."""
         x = self._hidden(tokens)
         return F.linear(x, self._head.to(x.dtype)).view(*tokens.shape, self.vocabulary_size)
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy of the targets, -log softmax(logits)[target], in nats a token.
+        """Mean cross-entropy of the token that follows each, -log softmax(logits)[target], in nats; at least float32.
 
-        Args:
-            tokens: (batch, length) int64.
-            targets: (batch, length) int64, the token that follows each.
-
-        Returns:
-            A scalar; float32 for weights of lower precision.
+        Tokens and targets are (batch, length) int64.
         """
         return cross_entropy(self._hidden(tokens), self._head, targets.flatten())
 
