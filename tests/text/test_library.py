@@ -139,6 +139,8 @@ def test_the_python_corpus_is_large_and_real():
     assert len(texts) > 2000
     assert sum(map(len, texts)) > 1_000_000
     assert {inspect.getdoc(thing) for thing in (json.dump, textwrap.dedent, subprocess.Popen.communicate)} <= set(texts)
-    assert any(text.startswith('The "assert" statement') for text in texts)
+    topics = module._topics()
+    assert any(text.startswith('The "assert" statement') for text in topics)
+    assert set(topics) <= set(texts)
     assert inspect.getdoc(np.linspace) not in texts
     assert {"idlelib", "antigravity", "turtle"}.isdisjoint(sys.modules)

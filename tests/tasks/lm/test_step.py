@@ -352,6 +352,19 @@ def test_a_missing_compiler_is_told(monkeypatch: pytest.MonkeyPatch):
         gradients(config_of(compile=True))
 
 
+def test_a_gpus_kernel_is_chosen_once_for_the_pieces(monkeypatch: pytest.MonkeyPatch):
+    """On a GPU the attention kernel is chosen before the first step, for the shape of a forward pass."""
+    shapes: list[torch.Size] = []
+    monkeypatch.setattr(step_module, "choose", lambda _config, shape, *_: shapes.append(shape) or "math")
+    config = config_of(micro_batch=8)
+    compute = Step(config, VOCABULARY, CPU, 1)
+    monkeypatch.setattr(compute, "device", torch.device("cuda"))
+    for _ in range(2):
+        compute.gradients(model_of(config), batch(config))
+    assert compute.chosen == {"micro_batch": 8, "attention": "math"}
+    assert shapes == [torch.Size((8, 64))]
+
+
 # --- evaluation -----------------------------------------------------------------------------------------------------
 
 
