@@ -18,7 +18,8 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.reduction import DupFd
 from pathlib import Path
@@ -26,6 +27,7 @@ from types import SimpleNamespace
 from typing import IO, Any
 
 import torch
+import torch.distributed as dist
 
 import twophase
 from twophase.cli import main as cli
@@ -220,6 +222,23 @@ def in_processes(program: str, folder: Path, size: int) -> list[dict[str, Any]]:
     commands = [["-W", "error", program, str(rank), str(folder)] for rank in range(size)]
     finish(folder, commands, [os.environ] * size)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(size)]
+
+
+def bring(work: Callable[[int], dict[str, Any]], size: int) -> None:
+    """As a process that `in_processes` has started: meet the others in a gloo group, and leave there what `work` gives.
+
+    Args:
+        work: called with the rank.
+        size: of the group.
+    """
+    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store, patience = f"file://{folder / 'store'}", timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=patience)
+    torch.save(work(rank), folder / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def _run(

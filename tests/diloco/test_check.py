@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import copy
 import logging
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from forked import in_processes
+from forked import bring, in_processes
 from meeting import Meeting
 from rounds import Pair
 from twophase.diloco.check import ALIKE, STILL
@@ -259,9 +257,7 @@ def test_two_processes(tmp_path: Path) -> None:
     assert first["refused"][1] == "numbers of replicas"
 
 
-def _in_a_process(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+def _in_a_process(rank: int) -> dict[str, Any]:
     results: dict[str, Any] = {"findings": []}
     for seed in (0, rank):
         module = model()
@@ -282,9 +278,8 @@ def _in_a_process(rank: int, folder: Path) -> None:
             DiLoCo([model(norm=True) for _ in range(replicas)], RULE, inner_steps=4, buffers=buffers)
         except ValueError as error:
             results["refused"].append(str(error).split(":")[1].split(" differ")[0].strip())
-    torch.save(results, folder / f"{rank}.pt")
-    dist.destroy_process_group()
+    return results
 
 
 if __name__ == "__main__":
-    _in_a_process(int(sys.argv[1]), Path(sys.argv[2]))
+    bring(_in_a_process, 2)

@@ -5,8 +5,6 @@ Run as a program, this file is one of the three processes of its own tests, whic
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +17,7 @@ from torch import Tensor
 
 import threads
 from channels import channel, contribution, contributions, simulate
-from forked import finish, in_processes, places
+from forked import bring, finish, in_processes, places
 from threads import Member
 from twophase.base.config import RunError, UsageError
 from twophase.diloco import comm
@@ -38,11 +36,6 @@ LENGTHS = [1, 127, 128, 129, 1_000_003]
 SUMS = [(name, numel) for name in WIRES for numel in LENGTHS if numel >= 128 or not name.startswith("topk")]
 
 
-def join(rank: int, size: int, store: Path) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
-
-
 def vector(rank: int) -> Tensor:
     return torch.randn(1001, generator=torch.Generator().manual_seed(rank))
 
@@ -51,8 +44,8 @@ def vector(rank: int) -> Tensor:
 
 
 @pytest.fixture
-def group_of_one(tmp_path: Path) -> Iterator[None]:
-    join(0, 1, tmp_path / "store")
+def group_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
@@ -326,29 +319,23 @@ def heard(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.dist
-def test_three_processes_hear_the_same(heard: list[dict[str, Any]]):
-    """Sum, broadcast and gather leave the same bits on all three, and they are the sum, process 0's, and everyone's."""
-    whole = [answers["whole"] for answers in heard]
-    assert [answer["place"] for answer in whole] == [[rank, SIZE] for rank in range(SIZE)]
-    for answer in whole:
-        assert torch.equal(answer["sum"], whole[0]["sum"])
-        assert torch.equal(answer["copied"], vector(10))
-        assert answer["ranks"].tolist() == [0.0 + 1.0 + 2.0] * 5
-        assert answer["gathered"] == [{"rank": rank, "text": "é" * (rank + 1)} for rank in range(SIZE)]
-        assert answer["bytes"] == [2 * 2 * size // 3 for size in (4 * 1001, 8 * 5)]  # two thirds, there and back
-    torch.testing.assert_close(whole[0]["sum"], vector(0) + vector(1) + vector(2), rtol=1e-6, atol=1e-6)
+@pytest.mark.parametrize(("name", "ranks"), [("whole", [0, 1, 2]), ("pair", SUBGROUP)])
+def test_all_of_a_group_hear_the_same(heard: list[dict[str, Any]], name: str, ranks: list[int]):
+    """Sum, broadcast and gather leave the same bits on all, and they are the sum, the first's, and everyone's.
 
-
-@pytest.mark.dist
-def test_group_of_two_counts_its_own_ranks(heard: list[dict[str, Any]]):
-    """In a group of processes 1 and 2, ranks, sums, broadcasts (from process 1) and gathers are the group's own."""
-    pair = [heard[rank]["pair"] for rank in SUBGROUP]
-    assert [answer["place"] for answer in pair] == [[0, 2], [1, 2]]
-    for answer in pair:
-        assert torch.equal(answer["sum"], vector(1) + vector(2))
-        assert torch.equal(answer["copied"], vector(11))
-        assert answer["gathered"] == [{"rank": rank, "text": "é" * (rank + 1)} for rank in SUBGROUP]
-    assert "pair" not in heard[0]
+    Of processes 1 and 2, ranks, sums, broadcasts (from process 1) and gathers are the group's own.
+    """
+    size = len(ranks)
+    rounding = 0.0 if size == 2 else 1e-6  # of three, the order in which they are added
+    assert [rank for rank in range(SIZE) if name in heard[rank]] == ranks
+    for place, answer in enumerate(heard[rank][name] for rank in ranks):
+        assert answer["place"] == [place, size]
+        assert torch.equal(answer["sum"], heard[ranks[0]][name]["sum"])
+        torch.testing.assert_close(answer["sum"], sum(map(vector, ranks)), rtol=rounding, atol=rounding)
+        assert torch.equal(answer["copied"], vector(10 + ranks[0]))
+        assert answer["ranks"].tolist() == [float(sum(ranks))] * 5
+        assert answer["gathered"] == [{"rank": rank, "text": "é" * (rank + 1)} for rank in ranks]
+        assert answer["bytes"] == [2 * (size - 1) * n // size for n in (4 * 1001, 8 * 5)]  # there and back
 
 
 @pytest.mark.dist
@@ -380,9 +367,7 @@ def test_an_undone_round_repeats_itself(heard: list[dict[str, Any]]):
         assert answers["pieces"] == answers["float32 1000003"][0]
 
 
-def worker(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    join(rank, SIZE, folder / "store")
+def worker(rank: int) -> dict[str, Any]:
     answers: dict[str, Any] = {"whole": talk(default_communicator(), rank)}
     group: Any = dist.new_group(SUBGROUP)
     if rank in SUBGROUP:
@@ -391,10 +376,8 @@ def worker(rank: int, folder: Path) -> None:
     answers["failed"] = after_failure(rank)
     transfer_module._SUM_PIECE_BYTES = 1 << 16
     answers["pieces"] = sums(rank, "float32", LENGTHS[-1])[0]
-    torch.save(answers, folder / f"{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    return answers
 
 
 if __name__ == "__main__":
-    worker(int(sys.argv[1]), Path(sys.argv[2]))
+    bring(worker, SIZE)

@@ -56,14 +56,6 @@ def test_plan_covers_without_overlap(shapes: list[tuple[int, ...]]):
     assert torch.equal(buffer, expected)
 
 
-def test_plan_written_out():
-    """Two parameters of 20 and 3 elements."""
-    layout = plan([("weight", (4, 5)), ("bias", (3,))])
-    assert [(slot.name, slot.offset) for slot in layout.slots] == [("weight", 0), ("bias", 32)]
-    assert layout.numel == 48
-    assert ALIGNMENT * torch.float32.itemsize == 64
-
-
 # --- checksum -----------------------------------------------------------------------------------------------------
 
 LARGE = 300_000  # elements: several internal pieces

@@ -6,21 +6,16 @@ Run as a program, this file is one of the two processes of its own tests.
 from __future__ import annotations
 
 import math
-import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import cache
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from forked import in_processes
+from forked import bring, in_processes
 from policies import Shrink
 from replicas import NAMES, Run, drift, network, of_one_process, same_bits, start, through_file, unlike
 from rounds import report_of, shift
@@ -174,20 +169,13 @@ def undecided(options: str) -> str:
     return scenario("never", options, [0, 1])["reports"][-1]["checksum"]
 
 
-def worker(rank: int, folder: Path) -> None:
+def worker(rank: int) -> dict[str, Any]:
     """One of the two processes."""
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     restart_module.register("test-agreeing")(Agreeing)
-    store, patience = f"file://{folder / 'store'}", timedelta(seconds=60)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=patience)
-    answers = {
+    return {
         which: {case: scenario(*case, [rank], stop=stop) for case in CASES}
         for which, stop in (("whole", None), ("resumed", STOP))
     }
-    torch.save(answers, folder / f"{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")
@@ -376,4 +364,4 @@ def test_what_is_not_finite_is_reported(policy: str, name: str, options: str):
 
 
 if __name__ == "__main__":
-    worker(int(sys.argv[1]), Path(sys.argv[2]))
+    bring(worker, 2)

@@ -6,14 +6,10 @@ Run as a program, this file is one of the four processes of its own tests.
 from __future__ import annotations
 
 import copy
-import os
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -21,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from forked import in_processes
+from forked import bring, in_processes
 from replicas import NAMES, Run, network, of_one_process, same_bits, start, through_file, unlike
 from rounds import blocks
 from twophase import restart as restart_module
@@ -380,15 +376,11 @@ def not_shards(mesh: Any, group: Communicator) -> list[str]:
     return [refusal(lambda model=model: DiLoCo(model, RULE, inner_steps=2, communicator=group)) for model in models]
 
 
-def worker(rank: int, folder: Path) -> None:
+def worker(rank: int) -> dict[str, Any]:
     """One of the four processes."""
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     restart_module.register("test-below")(Below)
-    store, patience = f"file://{folder / 'store'}", timedelta(seconds=60)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=4, timeout=patience)
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
-    pair: Any = dist.new_group([0, 1], timeout=patience)
+    pair: Any = dist.new_group([0, 1])
     results: dict[str, Any] = {"four": {name: scenario(name, [rank], None) for name in TOGETHER}}
     results["tampered"] = {
         (harm, delay): tampered(rank, harm, delay)
@@ -405,9 +397,7 @@ def worker(rank: int, folder: Path) -> None:
         results["threshold"] = at_the_threshold(rank, two)
         results["signals"] = signals(rank, two)
         results["unlike signals"] = unlike_signals(rank, two)
-    torch.save(results, folder / f"{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    return results
 
 
 @pytest.fixture(scope="session")
@@ -579,4 +569,4 @@ def test_a_harmed_shard_is_caught_by_all(brought: list[dict[str, Any]]):
 
 
 if __name__ == "__main__":
-    worker(int(sys.argv[1]), Path(sys.argv[2]))
+    bring(worker, 4)

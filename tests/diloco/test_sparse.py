@@ -186,17 +186,17 @@ def test_another_channels_state_is_refused():
         assert all(map(same_bits, before, residuals([target])))
 
 
-@pytest.mark.parametrize("name", ["topk:0:2bit", "topk:1:2bit", "topk:4097:2bit", "topk:128:3bit", "topk:128:32bit"])
-def test_formats_out_of_range_are_refused(name: str):
-    """A ratio outside 2 to 4096 and other bits than 2, 4 and 8 are refused with the range and an example."""
-    with pytest.raises(ValueError, match=rf"DiLoCo: wire is {name}; .*2 to 4096.*2bit, 4bit or 8bit.*topk:128:2bit"):
-        check_wire(name)
+OUT_OF_RANGE = ["topk:0:2bit", "topk:1:2bit", "topk:4097:2bit", "topk:128:3bit", "topk:128:32bit"]
+NO_WIRE = ["topk", "topk:128", "topk:128:2", "topk:-1:2bit", "topk:1.5:2bit", "topk:٣:2bit", 8, "int4"]
 
 
-@pytest.mark.parametrize("name", ["topk", "topk:128", "topk:128:2", "topk:-1:2bit", "topk:1.5:2bit", "topk:٣:2bit", 8])
-def test_other_words_are_no_wire(name: str):
-    """What is not in the form is refused like any other name."""
-    with pytest.raises(ValueError, match="it must be one of float32, bfloat16, int8 and topk:RATIO:BITS"):
+@pytest.mark.parametrize("name", [*OUT_OF_RANGE, *NO_WIRE])
+def test_other_formats_are_refused(name: str):
+    """A ratio outside 2 to 4096, and other bits than 2, 4 and 8, are refused with the range; other words by name."""
+    words = "RATIO must be .*2 to 4096.*2bit, 4bit or 8bit.*topk:128:2bit"
+    if name in NO_WIRE:
+        words = "it must be one of float32, bfloat16, int8 and topk:RATIO:BITS"
+    with pytest.raises(ValueError, match=rf"DiLoCo: wire is '?{name}'?; {words}"):
         check_wire(name)
 
 
@@ -205,3 +205,5 @@ def test_a_ratio_larger_than_the_tensor_is_refused():
     with pytest.raises(ValueError, match=f"{NAME}, which keeps one of 128 .* has 127; take a RATIO of at most 127"):
         channel(NAME, 127)
     assert channel(NAME, 128).lossy
+    with pytest.raises(ValueError, match="wire is 'int4'"):
+        channel("int4", 3)

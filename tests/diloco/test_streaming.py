@@ -391,24 +391,6 @@ def test_reports_of_a_staggered_run():
     assert (run.engine.round, run.engine.syncs, run.engine.inner_step) == (4, 10, 0)
 
 
-@pytest.mark.parametrize("optimizer", ["rule", "sgd"])
-def test_norms_are_of_what_was_synchronised(optimizer: str):
-    """The norm of a fragment's pseudo-gradient counts its own elements only, whatever lay in the room before."""
-    outer: Any = HEAVY_BALL if optimizer == "rule" else lambda params: torch.optim.SGD(params, lr=0.3, momentum=0.9)
-    run = start(outer, fragments=3)
-    for step in range(18):
-        anchors = {name: a.clone() for name, a in run.engine.anchor.items()}
-        thetas = []
-        for replica, model in enumerate(run.models):
-            drift(model, step, replica)
-            thetas.append({name: p.detach().clone() for name, p in model.named_parameters()})
-        report = run.engine.step()
-        if report is not None:
-            names = dict(run.engine.fragments[int(report.fragments[0].name)].named)
-            g = torch.cat([(anchors[n] - (thetas[0][n] + thetas[1][n]) / 2).flatten() for n in names])
-            assert report.pseudo_gradient_norm == pytest.approx(float(g.norm()), rel=1e-5)
-
-
 def test_phases_add_up(monkeypatch: pytest.MonkeyPatch):
     """A phase that is entered twice in a sync, as the reduction's launch and its end are, reports the time of both."""
     now = iter(range(1000))

@@ -17,7 +17,6 @@ from channels import Failing, channel, contribution, contributions, members, res
 from twophase.diloco import transfer as transfer_module
 from twophase.diloco import wire
 from twophase.diloco.communicator import SingleProcess
-from twophase.diloco.formats import WIRES, check_wire
 from twophase.diloco.wire import BLOCK, packet_bytes
 
 ROUNDS = 3
@@ -37,14 +36,6 @@ def received_of(name: str, x: Tensor) -> Tensor:
 
 
 # --- codes ----------------------------------------------------------------------------------------------------------
-
-
-def test_names():
-    """The names of the configuration, and one message for any other."""
-    assert [check_wire(name) for name in WIRES] == ["float32", "bfloat16", "int8", "topk:128:2bit"]
-    for refused in (check_wire, lambda name: channel(name, 3)):
-        with pytest.raises(ValueError, match="wire is 'int4'; it must be one of float32, bfloat16, int8 and topk:"):
-            refused("int4")
 
 
 def assert_close_by_block(x: Tensor, y: Tensor) -> None:

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -66,7 +66,7 @@ class _Works:
     work: Any
     bytes_sent: int
     timeout: float
-    tensors: tuple[Tensor, ...] = field(default=())  # a buffer must not be freed under a collective that uses it
+    tensors: tuple[Tensor, ...]  # a buffer must not be freed under a collective that uses it
 
     def wait(self) -> None:
         if self.tensors:
