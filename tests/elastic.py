@@ -188,6 +188,14 @@ class Run(Processes):
         """Seconds from a replica's last start to the first round that counts in it."""
         return self._next_round(number, self.launched[number])
 
+    def newcomers(self, number: int) -> list[int]:
+        """The newcomers of each sync that had any, as a replica that was always there has seen them."""
+        return [line["newcomers"] for line in self.lines(number) if line["newcomers"]]
+
+    def sizes(self, number: int) -> list[int]:
+        """How many replicas counted, without repetition."""
+        return [count for count, _ in itertools.groupby(line["replicas"] for line in self.lines(number))]
+
     def _next_round(self, number: int, then: float) -> float:
         return min(e["time"] for e in self.events(number) if e["what"] == "round" and e["time"] > then) - then
 
@@ -258,16 +266,6 @@ def _inner_steps(lines: Sequence[dict[str, Any]]) -> dict[str, int]:
     for part in (part for line in lines for part in line["fragments"]):
         steps[part["name"]] = steps.get(part["name"], 0) + part["inner_steps"]
     return steps
-
-
-def newcomers(run: Run, number: int) -> list[int]:
-    """The newcomers of each sync that had any, as a replica that was always there has seen them."""
-    return [line["newcomers"] for line in run.lines(number) if line["newcomers"]]
-
-
-def sizes(run: Run, number: int) -> list[int]:
-    """How many replicas counted, without repetition."""
-    return [count for count, _ in itertools.groupby(line["replicas"] for line in run.lines(number))]
 
 
 def side_by_side(monkeypatch: pytest.MonkeyPatch, *calls: Callable[[], Any]) -> list[Any]:

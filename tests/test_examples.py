@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed.run
 
-from forked import Program
+from forked import finish, places
 from modules import load
 from replicas import same_bits
 
 FOLDER = Path(__file__).parents[1] / "examples"
-ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 def losses(printed: str) -> list[float]:
@@ -64,31 +60,21 @@ def test_plain_loop_alone(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
 
 @pytest.mark.dist
 def test_plain_loop_in_two_processes(tmp_path: Path):
-    """Two processes of torchrun: the loss goes down on both, and both end with the same weights."""
-    log = tmp_path / "log"
-    words = ["--standalone", "--nproc-per-node", "2", str(FOLDER / "plain_loop.py"), "--steps", "150"]
-    process = Program([str(torch.distributed.run.__file__), *words], log, log, ONE_THREAD)
-    try:
-        code = process.wait(timeout=150)
-    finally:
-        process.terminate()  # not kill(): its two processes would live on
-        process.wait()
-    printed = log.read_text()
-    assert code == 0, printed[-3000:]
-    for rank in range(2):
-        # The other process may write between a line and its end.
-        values = losses("\n".join(re.findall(rf"process {rank}: .*?(?=process \d|$)", printed, re.M)))
+    """Two processes as of torchrun: the loss goes down on both, and both end with the same weights."""
+    finish(tmp_path, [[str(FOLDER / "plain_loop.py"), "--steps", "150"]] * 2, places(2))
+    logs = [(tmp_path / f"{rank}.log").read_text() for rank in range(2)]
+    for printed in logs:
+        values = losses(printed)
         assert values[-1] < 0.5 * values[0]
-    checksums = re.findall(r"checksum (\w{16})", printed)
-    assert len(checksums) == 2
-    assert len(set(checksums)) == 1
-    assert printed.count("2 replica(s)") == 2
+        assert "2 replica(s)" in printed
+    assert len({re.findall(r"checksum (\w{16})", printed)[0] for printed in logs}) == 1
 
 
 # --- notebooks ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize("name", sorted(path.name for path in FOLDER.glob("*.ipynb")))
 def test_notebooks_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """Every code cell of a notebook runs, one after the other, in a folder of its own."""

@@ -30,8 +30,6 @@ from elastic import (
     free_port,
     lighthouse,
     listens,
-    newcomers,
-    sizes,
     stopped,
     until,
     wake,
@@ -122,11 +120,13 @@ def good(undisturbed: Undisturbed) -> Good:
     seeds = [summary("two", seed)["perplexity"] for seed in (0, 1, 2)]
     noise = max(seeds) - min(seeds)
 
-    def check(run: Run, kind: str, numbers: Sequence[int], always: Sequence[int]) -> None:
+    def check(run: Run, kind: str, *, of: Sequence[int] = (0, 1), always: Sequence[int] = (0,), **facts: Any) -> None:
+        """Check replicas `of` a run, of which some were never killed, and what the first of these has seen."""
         wanted = summary(kind)
         period = None if kind == "probing" else PERIOD
-        check_rounds(run, numbers, always=always, like=undisturbed(kind), period=period)
-        perplexity = run.summary(numbers[0])["perplexity"]
+        check_rounds(run, of, always=always, like=undisturbed(kind), period=period)
+        assert {name: getattr(run, name)(always[0]) for name in facts} == facts
+        perplexity = run.summary(of[0])["perplexity"]
         say(f"perplexity {perplexity:.3f}, undisturbed {wanted['perplexity']:.3f}; three seeds lie {noise:.3f} apart")
         assert abs(perplexity - wanted["perplexity"]) <= noise
 
@@ -172,14 +172,6 @@ def all_end(run: Run, processes: Iterable[Any], status: int = 0) -> None:
         run.ended(str(number), process, status)
 
 
-def comes_back(run: Run, fault: str, until_step: int) -> None:
-    """Replica 1 of two dies and is started again; replica 0 goes on up to a step, waits there for it, and both end."""
-    first = run.replica(0, f"hold=second@inner:{until_step}")
-    killed(run, "1", run.replica(1, f"kill@{fault}"))
-    second = run.replica(1, "touch=second@up:1")
-    all_end(run, [first, second])
-
-
 # --- one of several is killed -----------------------------------------------------------------------------------------
 
 
@@ -195,9 +187,7 @@ def test_killed_in_the_inner_phase_and_while_it_is_healed(begin: Begin, good: Go
     killed(run, "1", run.replica(1, "touch=second@up:1", "kill@taking:1"))
     third = run.replica(1, "touch=third@up:1")
     all_end(run, [first, third])
-    good(run, "two", numbers=(0, 1), always=(0,))
-    assert newcomers(run, 0) == [1]
-    assert sizes(run, 0) == [2, 1, 2]
+    good(run, "two", newcomers=[1], sizes=[2, 1, 2])
     assert [line["round"] for line in run.lines(0) if line["minority"]] == [6]  # the first that the other one missed
     assert max(line["attempts"] for line in run.lines(0) if line["round"] < 9) == 1  # a dead replica is not waited for
     assert max(line["attempts"] for line in run.lines(0) if line["replicas"] == 1) >= 2  # the heal that broke off
@@ -217,13 +207,11 @@ def test_one_of_three_is_killed_and_then_the_one_that_heals_it(begin: Begin, goo
     (giver,) = (number for number, process in others.items() if process.poll() is not None)
     (last,) = {0, 2} - {giver}
     killed(run, str(giver), others[giver])
-    until("the last one gives it", lambda: newcomers(run, last) == [1])
+    until("the last one gives it", lambda: run.newcomers(last) == [1])
     third = run.replica(giver, "touch=third@up:1")
     for number, process in ((last, others[last]), (1, second), (giver, third)):
         run.ended(str(number), process)
-    good(run, "three", numbers=(0, 1, 2), always=(last,))
-    assert newcomers(run, last) == [1, 1]
-    assert sizes(run, last) == [3, 2, 1, 2, 3]
+    good(run, "three", of=(0, 1, 2), always=(last,), newcomers=[1, 1], sizes=[3, 2, 1, 2, 3])
     tell_recovery(run, "kill at inner", of=1, survivor=last)
     tell_recovery(run, "kill at giving", of=giver, survivor=last)
 
@@ -242,40 +230,45 @@ def test_of_three_one_is_killed_at_each_moment(begin: Begin, good: Good) -> None
     killed(run, "2", other)
     fourth = run.replica(2, "touch=fourth@up:1")
     all_end(run, [first, third, fourth])
-    good(run, "three streaming", numbers=(0, 1, 2), always=(0,))
-    assert sizes(run, 0) == [3, 2, 3, 2, 3]
-    assert newcomers(run, 0) == [1, 1, 1, 1]  # each in each fragment
+    good(run, "three streaming", of=(0, 1, 2), sizes=[3, 2, 3, 2, 3], newcomers=[1, 1, 1, 1])  # each in each fragment
     for fault, of in (("kill at reduce", 1), ("kill at taking", 1), ("kill at under way", 2)):
         say(f"{fault}: the next round counted {run.wait_after(fault, of, 0):.2f} s later")
 
 
-@pytest.mark.parametrize("moment", ["reduce:6", "counted:7"])
-def test_killed_between_quorum_and_outer_step(begin: Begin, good: Good, moment: str) -> None:
-    """One of two dies within a sync: the other repeats it alone unless it had succeeded, and no round counts twice."""
-    run = begin("two", alone=2)
-    comes_back(run, moment, 33)
-    good(run, "two", numbers=(0, 1), always=(0,))
-    assert newcomers(run, 0) == [1]
-    assert sizes(run, 0) == [2, 1, 2]
-    attempts = [line["attempts"] for line in run.lines(0)[:7]]
-    counted = moment.startswith("counted")  # both had all that the round needs
-    assert (attempts[5] == 1) if counted else (attempts[5] > 1)
-    assert run.lines(0)[5]["replicas"] == (2 if counted else 1)
-    tell_recovery(run, f"kill at {moment.partition(':')[0]}", of=1, survivor=0)
+@pytest.mark.parametrize(
+    ("kind", "fault", "step"),
+    [
+        ("two", "reduce:6", 33),
+        ("two", "counted:7", 33),
+        ("probing", "inner:22", 33),
+        ("streaming", "under way:11", 40),
+        ("sparse", "under way:11", 40),
+    ],
+)
+def test_one_of_two_is_killed(begin: Begin, good: Good, kind: str, fault: str, step: int) -> None:
+    """Between quorum and outer step, where candidates are probed, or with a sum of two fragments under way.
 
-
-def test_one_is_killed_where_candidates_are_probed(begin: Begin, good: Good) -> None:
-    """One of two dies in the inner phase: alone, with its successor and before, the losses decide, and for both alike.
-
-    A successor has no inner steps behind it in its first round, and probes like the other.
+    The other repeats the sync alone unless it had succeeded, and waits at a step for the successor. No round counts
+    twice. Alone, with its successor and before, the losses decide; a successor, which has no inner steps behind it in
+    its first round, probes like the other.
     """
-    run = begin("probing", alone=2)
-    comes_back(run, "inner:22", 33)
-    good(run, "probing", numbers=(0, 1), always=(0,))
-    assert newcomers(run, 0) == [1]
-    assert sizes(run, 0) == [2, 1, 2]
-    gains = {line["groups"][0]["gain"] for line in run.lines(0)[1:]}
-    assert len(gains) > 2, "one candidate has won throughout"
+    run = begin(kind, alone=2)
+    first = run.replica(0, f"hold=second@inner:{step}")
+    killed(run, "1", run.replica(1, f"kill@{fault}"))
+    second = run.replica(1, "touch=second@up:1")
+    all_end(run, [first, second])
+    good(run, kind, newcomers=[1] * (2 if "under way" in fault else 1), sizes=[2, 1, 2])  # one in each fragment
+    lines = run.lines(0)
+    moment = fault.partition(":")[0]
+    if kind == "two":
+        counted = moment == "counted"  # both had all that the round needs
+        assert (lines[5]["attempts"] == 1) == counted
+        assert lines[5]["replicas"] == (2 if counted else 1)
+    elif kind == "probing":
+        assert len({line["groups"][0]["gain"] for line in lines[1:]}) > 2, "one candidate has won throughout"
+    else:
+        assert max(line["attempts"] for line in lines) > 1
+    tell_recovery(run, f"kill at {moment}", of=1, survivor=0)
 
 
 def test_both_are_stopped_with_a_sync_under_way(begin: Begin, good: Good) -> None:
@@ -295,8 +288,7 @@ def test_both_are_stopped_with_a_sync_under_way(begin: Begin, good: Good) -> Non
     assert steps == [20, 17]
     both = [run.replica(number, options=["--min-replicas", "2"]) for number in (0, 1)]
     all_end(run, both)
-    good(run, "delayed", numbers=(0, 1), always=(0,))
-    assert sizes(run, 0) == [2, 1, 2]
+    good(run, "delayed", sizes=[2, 1, 2])
 
 
 def test_a_history_of_its_own_is_set_aside(begin: Begin, good: Good) -> None:
@@ -317,7 +309,7 @@ def test_a_history_of_its_own_is_set_aside(begin: Begin, good: Good) -> None:
     time.sleep(0.5)
     wake(first)
     all_end(run, [first, again])
-    good(run, "two", numbers=(0, 1), always=(0,))
+    good(run, "two")
     (old,) = run.out.glob("replica-1/parted-*")
     assert old.name == "parted-00000024"
     rounds = {line["round"]: line["checksum"] for line in read_lines(old / "rounds.jsonl")}
@@ -340,22 +332,10 @@ def test_a_record_of_an_earlier_life_is_set_aside_at_the_first_sync(begin: Begin
     run.await_event(0, "hold at inner")
     second = run.replica(1, "touch=second@up:1", options=["--min-replicas", "1"])
     all_end(run, [first, second])
-    good(run, "two", numbers=(0, 1), always=(0,))
+    good(run, "two")
     assert [line["round"] for line in run.lines(1)] == list(range(1, ROUNDS + 1))
     (old,) = run.out.glob("replica-1/parted-*")
     assert [line["round"] for line in read_lines(old / "rounds.jsonl")] == [1, 2, 3]
-
-
-@pytest.mark.parametrize("kind", ["streaming", "sparse"])
-def test_killed_during_a_delayed_sync(begin: Begin, good: Good, kind: str) -> None:
-    """Two fragments on a lossy wire, summed while training goes on: one of two dies with a sum under way."""
-    run = begin(kind, alone=2)
-    comes_back(run, "under way:11", 40)
-    good(run, kind, numbers=(0, 1), always=(0,))
-    assert newcomers(run, 0) == [1, 1]  # in each fragment
-    assert sizes(run, 0) == [2, 1, 2]
-    assert max(line["attempts"] for line in run.lines(0)) > 1
-    tell_recovery(run, "kill at under way", of=1, survivor=0)
 
 
 # --- paused, cut off, without a lighthouse ----------------------------------------------------------------------------
@@ -374,9 +354,7 @@ def test_paused_for_longer_than_the_timeouts(begin: Begin, good: Good) -> None:
         wake(second)
         run.touch(file)
     all_end(run, [first, second])
-    good(run, "two", numbers=(0, 1), always=(0,))
-    assert newcomers(run, 0) == [1, 1]
-    assert sizes(run, 0) == [2, 1, 2, 1, 2]
+    good(run, "two", newcomers=[1, 1], sizes=[2, 1, 2, 1, 2])
     assert max(line["attempts"] for line in run.lines(0)) > 1
     say(f"stopped in the inner phase: next round after {run.wait_after('stop at inner', 1, 0):.2f} s")
     say(f"stopped in a reduction (timeout 3 s): next round after {run.wait_after('stop at reduce', 1, 0):.2f} s")
@@ -407,9 +385,7 @@ def test_the_lighthouse_is_killed_and_comes_back(
         until("a lighthouse", lambda: listens(port))
         lit = time.time()
         all_end(run, both)
-        good(run, "two", numbers=(0, 1), always=(0, 1))
-        assert newcomers(run, 0) == []
-        assert sizes(run, 0) == [2]
+        good(run, "two", always=(0, 1), newcomers=[], sizes=[2])
         wanted = read_summary(undisturbed("two"))
         assert wanted is not None
         assert run.summary(0)["checksum"] == wanted["checksum"]  # two processes add as one does, so every bit is there
@@ -455,9 +431,7 @@ def test_a_link_is_cut_for_longer_than_the_timeout(begin: Begin, good: Good, lin
     mended = time.time()
     run.touch("whole")
     all_end(run, both)
-    good(run, "two", numbers=(0, 1), always=(0,))
-    assert newcomers(run, 0) == [1]
-    assert sizes(run, 0) == [2, 1, 2]
+    good(run, "two", newcomers=[1], sizes=[2, 1, 2])
     assert run.lines(0)[5]["attempts"] > 1
     here, back = (min(e["time"] for e in run.events(n) if e["what"] == "round" and e["time"] > cut) for n in (0, 1))
     say(f"cut in a reduction (timeout 3 s): next round after {here - cut:.2f} s")
@@ -516,7 +490,7 @@ def test_suspended_for_longer_than_the_run(begin: Begin, good: Good, kind: str, 
     assert stopped(late)
     wake(late)
     takes_the_result(run, late)
-    good(run, kind, numbers=(0, 1), always=(0,))
+    good(run, kind)
     assert max(line["round"] for line in run.lines(1)) == 5
     assert any(line["minority"] for line in run.lines(0)) == (alone > 0)
 
@@ -560,7 +534,7 @@ def test_a_run_that_began_earlier_does_not_meddle(begin: Begin, good: Good, tmp_
         run.touch("awake")
         old.ended("0", sleeper, 1)
         all_end(run, both)
-    good(run, "two", numbers=(0, 1), always=(0, 1))
+    good(run, "two", always=(0, 1))
     assert any("this replica belongs to run " in line for line in old.said("0"))
 
 
@@ -580,7 +554,7 @@ def test_a_minority_waits(begin: Begin, good: Good, link: Link) -> None:
     for port in (1, 2):
         hub.mend(port)
     all_end(run, processes)
-    good(run, "three", numbers=(0, 1, 2), always=(0,))
+    good(run, "three", of=(0, 1, 2))
     assert min(line["replicas"] for line in run.lines(0)) >= 2
     assert not any(line["minority"] for line in run.lines(0))
 
@@ -594,20 +568,24 @@ def test_two_of_three_die_one_after_the_other(begin: Begin, good: Good) -> None:
     last.kill()
     run.ended("2", last, -signal.SIGKILL)
     all_end(run, [first])
-    good(run, "three", numbers=(0,), always=(0,))
+    good(run, "three", of=(0,), sizes=[3, 1])
     waited = run.wait_after("kill at reduce", 1, 0)
     say(f"two of three killed: the next round counted {waited:.2f} s later (heartbeat timeout {HEARTBEAT:g} s)")
     assert waited < 10 * HEARTBEAT  # a single wait, with whatever else the machine does; tests/faults judges the many
-    assert sizes(run, 0) == [3, 1]
 
 
 # --- torchrun's processes ---------------------------------------------------------------------------------------------
 
 
-def test_one_of_a_group_is_killed(base: TrainConfig, undisturbed: Undisturbed, tmp_path: Path) -> None:
-    """The other ends with status 1 and one message; the repeated command gives the bytes of an undisturbed run."""
+@pytest.fixture
+def words(base: TrainConfig, tmp_path: Path) -> list[str]:
+    """A command that trains in the folder `run`; a later `--out` names another."""
     (tmp_path / "config.yaml").write_text(dump_yaml(base))
-    words = ["train", "--config", str(tmp_path / "config.yaml"), "--out", str(tmp_path / "run"), "--quiet"]
+    return ["train", "--config", str(tmp_path / "config.yaml"), "--out", str(tmp_path / "run"), "--quiet"]
+
+
+def test_one_of_a_group_is_killed(words: list[str], undisturbed: Undisturbed, tmp_path: Path) -> None:
+    """The other ends with status 1 and one message; the repeated command gives the bytes of an undisturbed run."""
     with Processes(tmp_path / "words") as processes:
         env = places(2)
         first = processes.start("0", [sys.executable, "-m", "twophase", *words], **env[0])
@@ -629,10 +607,8 @@ def test_one_of_a_group_is_killed(base: TrainConfig, undisturbed: Undisturbed, t
     assert checksums[0] == checksums[1]
 
 
-def test_one_of_a_group_stands_still(base: TrainConfig, tmp_path: Path) -> None:
+def test_one_of_a_group_stands_still(words: list[str], tmp_path: Path) -> None:
     """It closes no connection, so the other waits for it, but no longer than its timeout; then the same message."""
-    (tmp_path / "config.yaml").write_text(dump_yaml(base))
-    words = ["train", "--config", str(tmp_path / "config.yaml"), "--out", str(tmp_path / "run"), "--quiet"]
     with Processes(tmp_path / "words") as processes:
         env = places(2)
         first = processes.start("0", [sys.executable, "-m", "twophase", *words, "--sync-timeout", "2"], **env[0])
@@ -647,11 +623,9 @@ def test_one_of_a_group_stands_still(base: TrainConfig, tmp_path: Path) -> None:
 # --- replicas that cannot begin --------------------------------------------------------------------------------------
 
 
-def test_a_replica_that_cannot_begin_says_so_once(base: TrainConfig, tmp_path: Path) -> None:
+def test_a_replica_that_cannot_begin_says_so_once(words: list[str], tmp_path: Path) -> None:
     """A taken port, no first process, and no lighthouse: one message each and status 1, in bounded time."""
-    (tmp_path / "config.yaml").write_text(dump_yaml(base))
-    words = ["train", "--config", str(tmp_path / "config.yaml"), "--quiet", "--start-timeout", "1"]
-    command = [sys.executable, str(DRIVER), "connect=1", "--", *words]
+    command = [sys.executable, str(DRIVER), "connect=1", "--", *words, "--start-timeout", "1"]
     with Processes(tmp_path / "words") as processes, socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         first, second = places(2)
@@ -674,11 +648,9 @@ def test_a_replica_that_cannot_begin_says_so_once(base: TrainConfig, tmp_path: P
 
 
 def test_a_timeout_that_a_heal_would_outlast(
-    base: TrainConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It is refused with status 1 before anything is trained, with what would do."""
-    (tmp_path / "config.yaml").write_text(dump_yaml(base))
-    words = ["train", "--config", str(tmp_path / "config.yaml"), "--out", str(tmp_path / "run"), "--quiet"]
     assert main([*words, "--lighthouse", "http://127.0.0.1:1", "--replica", "0", "--sync-timeout", "4"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "timeout is 4 s, but a replica that comes back is given about" in line

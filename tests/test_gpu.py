@@ -15,7 +15,8 @@ import time
 import zipfile
 from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any, ClassVar
@@ -105,22 +106,33 @@ class ForkedContestant:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # the compiler's own
-def test_all_parts(
-    tmp_path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    """All parts leave files and figures, each unit in this process here; a second call does nothing."""
+@pytest.fixture
+def forked_contestants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contestants are forked from this process."""
+    pipes = {"Popen": ForkedContestant, "TimeoutExpired": TimeoutError, "PIPE": None}
+    monkeypatch.setattr(lm_throughput, "subprocess", SimpleNamespace(**pipes))
+
+
+@pytest.fixture
+def units_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Units are done in this process."""
 
     def launch(part: str, unit: str, options: Any, end: float) -> int:
         return driver.perform(Namespace(**vars(options) | {"unit": f"{part}.{unit}", "deadline": end}))
 
     monkeypatch.setattr(driver, "launch", launch)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_contestants", "units_here")
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_all_parts(
+    tmp_path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """All parts leave files and figures; a second call does nothing."""
     monkeypatch.setattr(engine, "subprocess", SimpleNamespace(run=forked_child))
     for name in ("torch._dynamo.convert_frame", "transformers.models.llama.modeling_llama"):
         importlib.import_module(name)  # once, not in each process
-    pipes = {"Popen": ForkedContestant, "TimeoutExpired": TimeoutError, "PIPE": None}
-    monkeypatch.setattr(lm_throughput, "subprocess", SimpleNamespace(**pipes))
     monkeypatch.setattr(sys, "argv", [*sys.argv])  # a unit gives a benchmark its own
     # Graphs are made as ever, but run as they are: what makes C++ of them takes most of the time.
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
@@ -146,17 +158,16 @@ def test_all_parts(
 
 
 @pytest.mark.slow
-def test_killed_call(tmp_path: Path, words: list[str]):
-    """A call that is killed takes its unit's process with it, and the next one does what it had not done.
-
-    Both have few packages.
-    """
+@pytest.mark.usefixtures("units_here")
+def test_killed_call(tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]):
+    """A call with few packages that is killed takes its unit's process with it; the next one does what is left."""
     bare = tmp_path / "bare"
     bare.mkdir()
     (bare / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({ABSENT!r}))\n")
-    options: dict[str, Any] = {"env": os.environ | {"PYTHONPATH": str(bare)}, "text": True}
-    command = [sys.executable, str(PROGRAM), *words, "--seed", "1", "--parts", "nano"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, **options) as process:
+    words += ["--seed", "1", "--parts", "nano"]
+    environment = os.environ | {"PYTHONPATH": str(bare)}
+    command = [sys.executable, str(PROGRAM), *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as process:
         assert process.stdout
         for line in process.stdout:
             if line.startswith("seed 1, nesterov-0.7-3"):
@@ -169,11 +180,11 @@ def test_killed_call(tmp_path: Path, words: list[str]):
     assert not Path(f"/proc/{unit}").exists()
     before = [row["cell"] for row in table(tmp_path / "out" / "nano.csv")]
     assert before[3:4] == ["nesterov-0.7-3"]
-    said = subprocess.run(command, capture_output=True, check=True, **options).stdout
+    assert gpu.main(words) == 0
     rows = [row["cell"] for row in table(tmp_path / "out" / "nano.csv")]
     assert rows[: len(before)] == before
     assert len(set(rows)) == len(rows) == 20
-    assert said.count("perplexity ") == 20 - len(before)
+    assert capsys.readouterr().out.count("perplexity ") == 20 - len(before)
 
 
 @pytest.mark.slow
@@ -445,42 +456,21 @@ def test_kernels_alone_make_a_step(monkeypatch: pytest.MonkeyPatch):
     assert 1e12 * attention[0]["tflops"] * 1e-3 * attention[0]["step_ms"] == pytest.approx(square * 7 / 6)
 
 
-@dataclass
-class Row:
-    """A line of the profiler's averages."""
-
-    key: str
-    device_type: DeviceType
-    self_device_time_total: float
-    count: int
-
-
-class Profiler:
-    """A profiler that has seen two steps on a GPU."""
-
-    def __init__(self, **_: Any) -> None:
-        self.rows = [
-            Row("nvjet_tst_128x256", DeviceType.CUDA, 8000.0, 20),
-            Row("triton_poi_fused_mul_0", DeviceType.CUDA, 2000.0, 4),
-            Row("aten::mm", DeviceType.CPU, 8000.0, 20),  # launched the first line
-            Row("Optimizer.step#AdamW.step", DeviceType.CUDA, 500.0, 2),  # a stretch with kernels of its own
-            Row("Memset (Device)", DeviceType.CUDA, 400.0, 2),
-        ]
-
-    def __enter__(self) -> Profiler:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def key_averages(self) -> list[Row]:
-        """All lines."""
-        return self.rows
+TRACE = (
+    ("nvjet_tst_128x256", DeviceType.CUDA, 8000.0, 20),
+    ("triton_poi_fused_mul_0", DeviceType.CUDA, 2000.0, 4),
+    ("aten::mm", DeviceType.CPU, 8000.0, 20),  # launched the first line
+    ("Optimizer.step#AdamW.step", DeviceType.CUDA, 500.0, 2),  # a stretch with kernels of its own
+    ("Memset (Device)", DeviceType.CUDA, 400.0, 2),
+)
+"""The profiler's averages of two steps on a GPU."""
 
 
 def test_kernels_of_a_gpu(monkeypatch: pytest.MonkeyPatch):
     """Each kernel counts once; classes and remainder add up to the step; a trace without kernels has no sum."""
-    monkeypatch.setattr(kernels, "profile", Profiler)
+    names = ("key", "device_type", "self_device_time_total", "count")
+    rows = [SimpleNamespace(**dict(zip(names, row, strict=True))) for row in TRACE]
+    monkeypatch.setattr(kernels, "profile", lambda **_: nullcontext(SimpleNamespace(key_averages=lambda: rows)))
     monkeypatch.setattr(kernels, "wait_for", lambda _: 0.0)
     top, classes, _ = kernels.profiled(lambda: None, torch.device("cuda"), 2)
     assert [(line["kernel"], line["ms"], line["calls"]) for line in top] == [
@@ -489,9 +479,9 @@ def test_kernels_of_a_gpu(monkeypatch: pytest.MonkeyPatch):
         ("Memset (Device)", 0.2, 1),
     ]
     assert classes == {"matrix products": 4.0, "elementwise": 1.0, "other": 0.2, "attention": 0.0, "optimizer": 0.0}
-    rows = {row["part"]: row["ms"] for row in kernels.closing_sum(6.0, classes, {})}
-    assert rows["remainder: no kernel runs"] == pytest.approx(0.8)
-    monkeypatch.setattr(Profiler, "key_averages", lambda self: self.rows[2:3])
+    sums = {row["part"]: row["ms"] for row in kernels.closing_sum(6.0, classes, {})}
+    assert sums["remainder: no kernel runs"] == pytest.approx(0.8)
+    rows[:] = rows[2:3]
     with pytest.raises(RunError, match="trace"):
         kernels.profiled(lambda: None, torch.device("cuda"), 2)
 
@@ -510,6 +500,7 @@ def test_recipe_of_another_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_contestants")
 def test_contestant_that_fails():
     """A contestant that cannot be built is left out with its reason; the other's bursts are measured."""
     config = toy(nano())

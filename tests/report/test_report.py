@@ -10,7 +10,6 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ import pytest
 
 from browser import Watched, axe_violations
 from runmaker import EMA, NESTEROV, SUM, config_of, make_sweep, write_lines, write_run, write_summary
+from sitecheck import Page
 from twophase.advice.verdict import diagnose
 from twophase.base.config import UsageError
 from twophase.cli.main import main
@@ -43,29 +43,34 @@ Output = pytest.CaptureFixture[str]
 EVIL = "</title><script>alert(1)</script><img src=x onerror=alert(2)>\"'&\u202e\ud800=cmd|' /C calc'!A0"
 
 
-class Reader(HTMLParser):
+@dataclasses.dataclass
+class Reader(Page):
     """The elements and links of a page; refuses event handlers and elements that are not closed."""
 
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-        self.links: list[str] = []
-        self.open: list[str] = []
-        self.feed(text)
-        assert not self.open
+    open: list[str] = dataclasses.field(default_factory=list)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         """Note an element."""
-        self.names.add(tag)
+        super().handle_starttag(tag, attrs)
         assert not any(name.startswith("on") for name, _ in attrs)
-        self.links += [value or "" for name, value in attrs if name in ("href", "src")]
-        if tag not in ("meta", "input", "path"):
-            self.open.append(tag)
+        self.open += [tag] if tag not in ("meta", "input") else []
 
     def handle_endtag(self, tag: str) -> None:
         """Match the end of an element with its beginning."""
-        if tag != "path":
-            assert self.open.pop() == tag
+        super().handle_endtag(tag)
+        assert self.open.pop() == tag
+
+
+def read(text: str) -> Reader:
+    reader = Reader()
+    reader.feed(text)
+    assert reader.open == []
+    return reader
+
+
+def data_of(text: str) -> list[dict[str, Any]]:
+    """Return the data of the charts of a page."""
+    return [json.loads(data) for data in re.findall(r'<script type="application/json">(.*?)</script>', text, re.DOTALL)]
 
 
 def harmless(text: str) -> str:
@@ -73,12 +78,10 @@ def harmless(text: str) -> str:
     assert len(text.encode()) < 600_000
     scripts = {script(), asset("watch.js")}
     assert set(re.findall(r"<script>(.*?)</script>", text, re.DOTALL)) <= scripts
-    for data in re.findall(r'<script type="application/json">(.*?)</script>', text, re.DOTALL):
-        json.loads(data)
-    read = Reader(text)
-    assert not {"img", "iframe", "object", "embed", "link", "base", "form"} & read.names
-    inside = re.compile(r"[\w./%-]+")
-    assert all(inside.fullmatch(target) for target in read.links)
+    data_of(text)
+    page = read(text)
+    assert not {"img", "iframe", "object", "embed", "link", "base", "form"} & page.tags
+    assert all(re.fullmatch(r"[\w./%-]+", target) for target in page.links + page.loaded)
     return text
 
 
@@ -130,7 +133,7 @@ def test_blocks_have_rows_and_curves_of_their_own(tmp_path: Path) -> None:
     write_lines(tmp_path / "rounds.jsonl", lines)
     for text in (together, harmless(page_of(tmp_path))):
         assert "<dt>Restarts</dt><dd>6</dd>" in text
-        charts = [json.loads(data) for data in re.findall(r'application/json">(.*?)</script>', text)]
+        charts = data_of(text)
         assert len(charts) == 5
         for chart in charts[1:]:
             assert [curve["name"] for curve in chart["series"]] == ["ends", "fragment 1"]
@@ -143,16 +146,6 @@ def test_blocks_have_rows_and_curves_of_their_own(tmp_path: Path) -> None:
     assert "0.3 (0.3 to 0.3)" in together
 
 
-def test_the_environment_and_times(tmp_path: Path) -> None:
-    """Each part of the environment has a line, phases are in milliseconds, and no line ends inside of a bracket."""
-    write_run(tmp_path, SUM, [0.3], 9)
-    (tmp_path / "env.json").write_text(json.dumps({"corpus": {"name": "python", "share": [1, 2]}}))
-    text = harmless(page_of(tmp_path))
-    assert '<th scope="row">corpus.share</th><td>1 2</td>' in text
-    assert '<th scope="row">outer</th><td class="n">2</td><td class="n">18</td>' in text
-    assert "&lt;update,\N{NO-BREAK SPACE}g&gt;" in text
-
-
 def test_a_run_of_one_round(tmp_path: Path) -> None:
     """Of one round the page speaks in the singular, and the chart of norms says which norm it has."""
     text = harmless(page_of(write_run(tmp_path, SUM, [0.3], 1)))
@@ -161,48 +154,62 @@ def test_a_run_of_one_round(tmp_path: Path) -> None:
     assert "Euclidean norm against round. pseudo-gradient: from" in text
 
 
-def test_an_elastic_run(tmp_path: Path) -> None:
-    """Where replicas come and go, the page counts them."""
-    write_run(tmp_path, SUM, [0.3])
-    lines = [json.loads(line) for line in (tmp_path / "rounds.jsonl").read_text().splitlines()]
+def elastic(text: str) -> str:
+    """Return rounds in one of which replicas came late, and one went."""
+    lines = [json.loads(line) for line in text.splitlines()]
     lines[7] |= {"newcomers": 1, "attempts": 3, "replicas": 1, "minority": True}
-    write_lines(tmp_path / "rounds.jsonl", lines)
-    text = harmless(page_of(tmp_path))
-    assert "Replicas that come and go" in text
-    assert "with any: 1 round<" in text
-    assert "with more than one: 1 round<" in text
-    assert "allowed by --min-replicas: 1 round<" in text
+    return "".join(json.dumps(line) + "\n" for line in lines)
 
 
-INCOMPLETE: dict[str, tuple[str, Callable[[str], str | None], str]] = {
-    "unfinished": ("summary.json", lambda _: None, "The run has not finished"),
-    "torn": ("rounds.jsonl", lambda text: text[:-150], "The last line of rounds.jsonl is cut in its middle"),
+CHANGED: dict[str, tuple[str, Callable[[str], str | None], list[str]]] = {
+    "unfinished": ("summary.json", lambda _: None, ["The run has not finished"]),
+    "torn": ("rounds.jsonl", lambda text: text[:-150], ["The last line of rounds.jsonl is cut in its middle"]),
     "nulls": (
         "rounds.jsonl",
         lambda text: re.sub(r'"cosine": [-\d.e]+', '"cosine": null', text),
-        "60 of 60 rounds have no finite number",
+        ["60 of 60 rounds have no finite number"],
     ),
     "huge numbers": (
         "rounds.jsonl",
         lambda text: re.sub(r'"pseudo_gradient_norm": [-\d.e]+', '"pseudo_gradient_norm": 1' + "0" * 400, text),
-        "rounds have no finite number",
+        ["rounds have no finite number"],
     ),
-    "no config": ("config.yaml", lambda _: None, "config.yaml is missing"),
-    "no environment": ("env.json", lambda _: None, "env.json is missing"),
-    "empty": ("rounds.jsonl", lambda _: "", "No round has been recorded yet"),
-    "no losses": ("metrics.jsonl", lambda _: "", "No loss has been recorded"),
-    "odd summary": ("summary.json", lambda text: text.replace("1000", '"many"'), "summary.json does not fit"),
+    "no config": ("config.yaml", lambda _: None, ["config.yaml is missing"]),
+    "no environment": ("env.json", lambda _: None, ["env.json is missing"]),
+    "empty": ("rounds.jsonl", lambda _: "", ["No round has been recorded yet"]),
+    "no losses": ("metrics.jsonl", lambda _: "", ["No loss has been recorded"]),
+    "odd summary": ("summary.json", lambda text: text.replace("1000", '"many"'), ["summary.json does not fit"]),
+    "environment and times": (
+        "env.json",
+        lambda _: '{"corpus": {"name": "python", "share": [1, 2]}}',
+        [
+            '<th scope="row">corpus.share</th><td>1 2</td>',
+            '<th scope="row">outer</th><td class="n">2</td><td class="n">120</td>',  # milliseconds
+            "&lt;update,\N{NO-BREAK SPACE}g&gt;",  # no line ends inside of a bracket
+        ],
+    ),
+    "replicas that come and go": (
+        "rounds.jsonl",
+        elastic,
+        [
+            "Replicas that come and go",
+            "with any: 1 round<",
+            "with more than one: 1 round<",
+            "allowed by --min-replicas: 1 round<",
+        ],
+    ),
 }
 """The file that changes, its new text (None: no file), and words that the page then has."""
 
 
-@pytest.mark.parametrize(("name", "change", "words"), INCOMPLETE.values(), ids=INCOMPLETE)
-def test_incomplete_runs(tmp_path: Path, name: str, change: Callable[[str], str | None], words: str) -> None:
-    """The report of a run that lacks something is written and says what is missing."""
+@pytest.mark.parametrize(("name", "change", "words"), CHANGED.values(), ids=CHANGED)
+def test_changed_runs(tmp_path: Path, name: str, change: Callable[[str], str | None], words: list[str]) -> None:
+    """The report of a run that lacks something is written and says what is missing; of one that has more, shows it."""
     file = write_run(tmp_path, EMA, [0.95] * 3) / name
     text = change(file.read_text(encoding="utf-8"))
     file.unlink() if text is None else file.write_text(text, encoding="utf-8")
-    assert words in harmless(page_of(tmp_path))
+    page = harmless(page_of(tmp_path))
+    assert all(each in page for each in words)
 
 
 @pytest.mark.slow
@@ -258,14 +265,10 @@ def test_losses_that_are_measured_now_and_then_are_lines(tmp_path: Path) -> None
         lines.append({"step": step, "validation_loss": loss})
     write_lines(folder / "metrics.jsonl", sorted(lines, key=lambda line: line["step"]))
     both = overlay([read_record(folder)] * 2, tmp_path)
-    series = [curve for data in re.findall(r"json\">(.*?)</script>", page_of(folder) + both) for curve in _curves(data)]
+    curves = [curve for data in data_of(page_of(folder) + both) for curve in data["series"]]
+    series = [(curve["x"], curve["y"]) for curve in curves if "x" in curve]  # else its places are another curve's
     assert series.count((list(range(1, 9)), [8, 7, 6, 5, 4, 3, 2, 1])) == 2
     assert series.count(([3, 5, 8], [5, None, 4])) == 2
-
-
-def _curves(data: str) -> list[tuple[list[float], list[float | None]]]:
-    """Return places and values of the curves that name their places."""
-    return [(curve["x"], curve["y"]) for curve in json.loads(data)["series"] if "x" in curve]
 
 
 @pytest.mark.slow
@@ -330,12 +333,12 @@ def test_a_sweep(sweep_folder: Path, capsys: Output) -> None:
     drawn = text[text.index("Map and curves") : text.index("Best and worst")]
     assert drawn.count(">diverged</") == 1
     assert drawn.count(">missing</") == 1
-    (data,) = [json.loads(each) for each in re.findall(r'application/json">(.*?)</script>', text)]
+    (data,) = data_of(text)
     assert (len(data["series"]), data["shown"]) == (6, [0, 1])
     # The names of the axes are in the caption, and the learning rates below the map, as in the figure.
     assert '<span class="once">across: outer.lr</span>; <span class="once">up: outer.restart</span></caption>' in text
     assert re.search(r'<tfoot><tr><td></td><th scope="col">0.3</th><th scope="col">0.7</th></tr></tfoot>', text)
-    targets = set(Reader(text).links)
+    targets = set(read(text).links)
     assert len(targets) == 11
     for target in targets:
         assert "../../report.html" in (sweep_folder / target).read_text()
@@ -422,7 +425,7 @@ def test_a_sweep_along_one_axis_is_points(tmp_path: Path, axes: list[Axis], name
     write_rows(tmp_path / "cells.csv", [Row(c.arm, c.run_id, sweep.values(c), "finished", 8.5) for c in sweep.cells])
     text = written(tmp_path)
     assert "None" not in re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)
-    (data,) = [json.loads(each) for each in re.findall(r'application/json">(.*?)</script>', text)]
+    (data,) = data_of(text)
     assert data["names"] == names
     assert sum(len(curve["y"]) for curve in data["series"]) == len(sweep.cells)
 
@@ -499,14 +502,14 @@ def test_cells_with_values_that_their_description_leaves_out(tmp_path: Path, tas
 
 @pytest.mark.slow
 def test_a_large_sweep_is_small_enough(tmp_path: Path) -> None:
-    """Four hundred runs of a thousand rounds each make a page below 600 kB."""
+    """Four hundred runs, of more rounds than a curve then has points, make a page below 600 kB."""
     base = config_of(SUM, rounds=9)
     axes = [
         Axis("outer.lr", tuple(0.01 * k for k in range(1, 21))),
         Axis("outer.momentum", tuple(0.04 * k for k in range(20))),
     ]
     sweep = Sweep("sweep", base, product(base, axes, "heavy ball"))
-    write_lines(tmp_path / "lines", [{"step": 16 * t, "train_loss": 2.0 + 1.0 / t} for t in range(1, 1_001)])
+    write_lines(tmp_path / "lines", [{"step": 16 * t, "train_loss": 2.0 + 1.0 / t} for t in range(1, 101)])
     for run in sweep.runs:
         (tmp_path / "runs" / run).mkdir(parents=True)
         (tmp_path / "runs" / run / "metrics.jsonl").hardlink_to(tmp_path / "lines")
@@ -524,13 +527,12 @@ def test_runs_over_each_other(tmp_path: Path, capsys: Output) -> None:
     assert main(["report", *(str(tmp_path / name) for name in names)]) == 0
     assert f"page {tmp_path / 'compare.html'}" in capsys.readouterr().out
     text = harmless((tmp_path / "compare.html").read_text(encoding="utf-8"))
-    charts = [json.loads(data) for data in re.findall(r'application/json">(.*?)</script>', text)]
-    assert [[curve["name"] for curve in chart["series"]] for chart in charts] == [names] * 4
+    assert [[curve["name"] for curve in chart["series"]] for chart in data_of(text)] == [names] * 4
     rows = dict(re.findall(r'<th scope="row">([\w.]+)</th>(.*?)</tr>', text.partition("Settings that differ")[2]))
     assert {"outer.nesterov", "outer.form", "steps"} <= set(rows)
     assert "outer.momentum" not in rows
     assert "b: The run has not finished" in text
-    assert Reader(text).links == ["a/report.html", "b", "%3Ci%3E"]
+    assert read(text).links == ["a/report.html", "b", "%3Ci%3E"]
 
 
 def test_a_metric_named_as_a_rounds_number_is_no_curve_of_it(tmp_path: Path) -> None:
@@ -558,8 +560,7 @@ def test_hostile_names_in_a_sweep(sweep_folder: Path) -> None:
     for number, words in enumerate(evil, start=1):
         lines[number] = ",".join([words, *lines[number].split(",")[2:]])
     table.write_text("\n".join(lines) + "\n")
-    links = Reader(written(sweep_folder)).links
-    assert all(target.startswith("runs/") for target in links)
+    assert all(target.startswith("runs/") for target in read(written(sweep_folder)).links)
 
 
 # ------------------------------------------------------------------------------------------------------------ mistakes
