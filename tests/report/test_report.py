@@ -149,7 +149,6 @@ def test_blocks_have_rows_and_curves_of_their_own(tmp_path: Path) -> None:
 def test_a_run_of_one_round(tmp_path: Path) -> None:
     """Of one round the page speaks in the singular, and the chart of norms says which norm it has."""
     text = harmless(page_of(write_run(tmp_path, SUM, [0.3], 1)))
-    assert "All of 1 round." in text
     assert not re.search(r"\b1 (rounds|restarts|inner steps|values)\b", text)
     assert "Euclidean norm against round. pseudo-gradient: from" in text
 
@@ -252,7 +251,6 @@ def test_a_huge_run_is_thinned(tmp_path: Path) -> None:
         for number in range(3_000):
             file.write(re.sub(r'"(step|round)": \d+', rf'"\1": {number + 1}', lines[number % 100]) + "\n")
     text = harmless(page_of(tmp_path))
-    assert "60 of 3,000 rounds, evenly spread" in text
     assert "Of 3,000 points the extremes" in text
 
 
@@ -590,6 +588,7 @@ MISTAKES: dict[str, Callable[[Path, Path], list[object]]] = {
     ],
     "values); repeat the sweep": lambda _, sweep: [damage(sweep, "cells.csv", (sweep / "cells.csv").read_text()[:-40])],
     "sweep.json: is damaged": lambda _, sweep: [damage(sweep, "sweep.json", "{")],
+    "sweep.json: is damaged ('cells')": lambda _, sweep: [damage(sweep, "sweep.json", '{"base": {}}')],
 }
 """Words of the refusal, and from a run and a sweep to the words of the command."""
 
@@ -701,8 +700,8 @@ def test_a_watched_page_keeps_the_place(browser: Browser, tmp_path: Path) -> Non
     page.goto((tmp_path / "page.html").as_uri())
     for element in page.query_selector_all("summary"):
         element.click()
-    page.focus("#record ~ details summary")
-    page.evaluate("document.querySelector('#record ~ details summary').scrollIntoView()")
+    page.focus("#settings ~ details summary")
+    page.evaluate("document.querySelector('#settings ~ details summary').scrollIntoView()")
     place = "[document.activeElement.textContent, document.activeElement.getBoundingClientRect().top, scrollY > 0]"
     before = page.evaluate(place)
     # The newest has a paragraph more, far above.
@@ -713,7 +712,9 @@ def test_a_watched_page_keeps_the_place(browser: Browser, tmp_path: Path) -> Non
         page.clock.run_for(1_500)
     assert page.query_selector("#new") is not None
     name, height, scrolled = page.evaluate(place)
-    assert (name, scrolled) == (before[0], before[2]) == ("The rounds as a table", True)
+    assert (name, scrolled) == (before[0], before[2])
+    assert scrolled
+    assert name.startswith("Configuration, ")
     assert abs(height - before[1]) <= 1
     assert page.evaluate("document.querySelectorAll('details:not([open])').length") == 0
     page.get_by_label("Show the newest by itself every 10 s").uncheck()

@@ -22,6 +22,9 @@ def contents(card: Card, labels: Mapping[str, str], untuned: Collection[str]) ->
         card: what is shown.
         labels: short names of all arms.
         untuned: arms without an outer number to tune; they are not grey in the picture.
+
+    Raises:
+        UsageError: matplotlib is not installed.
     """
     lines = [
         {"place": place.place, "word": against.word, "ratio": against.ratio, "low": against.low, "high": against.high}
@@ -29,20 +32,12 @@ def contents(card: Card, labels: Mapping[str, str], untuned: Collection[str]) ->
         for against in [place.control or Against(card.arm, "no control")]
     ]
     coloured = {arm: labels[arm] for arm in dict.fromkeys([CONTROL, *untuned, card.arm]) if arm in labels}
-    png = picture(card, coloured)
-    return {".png": png, ".csv": table_text(lines), ".html": document(card, png, labels, untuned)}
+    png = _picture(card, coloured)
+    return {".png": png, ".csv": table_text(lines), ".html": _document(card, png, labels, untuned)}
 
 
-def picture(card: Card, labels: Mapping[str, str]) -> bytes:
-    """Draw a card as PNG: on the left the arm against averaging place by place, on the right the performance profiles.
-
-    Args:
-        card: what is drawn.
-        labels: names of the arms that are not grey on the right, the card's own among them.
-
-    Raises:
-        UsageError: matplotlib is not installed.
-    """
+def _picture(card: Card, labels: Mapping[str, str]) -> bytes:
+    """Draw a card: on the left the arm against averaging place by place, on the right the performance profiles."""
     with styled():
         figure = new_page(max(3.2, 1.4 + 0.22 * len(card.places)))
         # Without stored arms there is nothing to draw on the right.
@@ -84,7 +79,7 @@ def picture(card: Card, labels: Mapping[str, str]) -> bytes:
         return rendered(figure, [".png"])[".png"]
 
 
-def document(card: Card, png: bytes, labels: Mapping[str, str], untuned: Collection[str]) -> str:
+def _document(card: Card, png: bytes, labels: Mapping[str, str], untuned: Collection[str]) -> str:
     """Return a card's page, complete in one file."""
     shown = image(png, card.line())
     head = [

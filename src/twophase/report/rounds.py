@@ -1,4 +1,4 @@
-"""The rounds on a run's page: norms, cosine and gain of each block, the sync's phases, attendance, and a table."""
+"""The rounds on a run's page: norms, cosine and gain of each block, the sync's phases, and attendance."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from twophase.report.page import Html, counted, details, join, table, tag, written
+from twophase.report.page import Html, counted, join, table, tag
 from twophase.report.plot import Chart, Curve, figure
 from twophase.runs.record import Block, Column, RunRecord
 
 MOST_BLOCKS = 7
 """Curves of a chart; more would not be told apart."""
-_MOST_ROWS = 60
 _NORMS = {"pseudo_gradient_norm": "pseudo-gradient", "buffer_norm": "momentum buffer, before the round"}
 
 
@@ -72,20 +71,16 @@ def rounds(record: RunRecord) -> Iterator[Html | None]:
     yield _attendance(record)
 
 
-def round_record(record: RunRecord) -> Iterator[Html | None]:
-    """Yield the sync's phases and the rounds as a table."""
-    yield _phases(record) if record.phases else None
-    if len(record.rounds["round"]):
-        yield details("The rounds as a table", _round_table(record))
-
-
 def _measured(block: Block, name: str) -> Column:
     """Return what was measured of a block; no cosine in rounds without a buffer to measure it against."""
     values = getattr(block, name)
     return np.where(block.buffer_norm > 0, values, np.nan) if name == "cosine" else values
 
 
-def _phases(record: RunRecord) -> Html:
+def phases(record: RunRecord) -> Html | None:
+    """Return what each phase of the sync took in this process; None where no phase is recorded."""
+    if not record.phases:
+        return None
     seconds = {name: finite(values) for name, values in record.phases.items()}
     total = sum(map(sum, seconds.values())) or 1.0
     rows = [
@@ -123,19 +118,3 @@ def _attendance(record: RunRecord) -> Html | None:
     curve = Curve("replicas in the mean", record.rounds["round"], replicas)
     drawn = figure(Chart("replicas", "Replicas that took part", "round", "replicas", [curve]))
     return join([table(header, rows, caption="Replicas that come and go."), drawn])
-
-
-def _round_table(record: RunRecord) -> Html:
-    count = len(record.rounds["round"])
-    places = np.unique(np.linspace(0, count - 1, min(count, _MOST_ROWS)).round().astype(int))
-    names = ("round", "step", "inner_steps", "pseudo_gradient_norm", "buffer_norm", "cosine", "gain", "bytes_sent")
-    header = ["round", "inner step", "inner steps", "norm of g", "norm of m", "cosine", "gain", "bytes sent", "restart"]
-    restarted = np.where(record.rounds["restarted"] == 1, "yes", "")
-    rows = [[*(_cell(float(record.rounds[name][i])) for name in names), restarted[i]] for i in places]
-    some = f"{len(places)} of {count:,} rounds, evenly spread."
-    words = some if len(places) < count else f"All of {counted(count, 'round')}."
-    return table(header, rows, caption=f"{words} g: pseudo-gradient; m: buffer before the round.")
-
-
-def _cell(value: float) -> str:
-    return written(value, ".0f" if value % 1 == 0 and abs(value) < 1e15 else ".4g")

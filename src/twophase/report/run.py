@@ -32,7 +32,7 @@ from twophase.report.page import (
     written,
 )
 from twophase.report.plot import Chart, Curve, figure, script
-from twophase.report.rounds import MOST_BLOCKS, block_name, finite, round_record, rounds
+from twophase.report.rounds import MOST_BLOCKS, block_name, finite, phases, rounds
 from twophase.runs.folder import CONFIG, ENV, LOGS, RECORDED, SUMMARY
 from twophase.runs.record import LARGEST, RunRecord
 from twophase.tasks.lm.config import TrainConfig
@@ -80,7 +80,7 @@ def run_report(record: RunRecord, diagnosis: Diagnosis, *, refresh: float = 0, b
         section("Rounds", *rounds(record), anchor="rounds"),
         section("Diagnosis", *_diagnosis(diagnosis), anchor="diagnosis"),
         section("Effective progress and the period", *_progress(diagnosis), anchor="progress"),
-        section("Record", _summary(record, diagnosis), *round_record(record), anchor="record"),
+        section("Record", _summary(record, diagnosis), phases(record), anchor="record"),
         section("Repeat it", *_repeat(record), anchor="repeat"),
         section("Configuration and environment", *_settings(record), anchor="settings"),
         what="run",

@@ -75,10 +75,10 @@ def read_sweep(path: Path, where: Mapping[str, str] | None = None, page_folder: 
     Raises:
         UsageError: no table, a damaged file, other results in the table than in the runs' folders, or no such cell.
     """
-    spec = _description(path)
-    problems = [] if spec else [f"{SPEC} is missing."]
-    rows = read_rows(path / TABLE)
-    _check_cells(path, rows, spec)
+    described, rows = _described(path), read_rows(path / TABLE)
+    problems = [] if described else [f"{SPEC} is missing."]
+    if described:
+        _check_cells(path, rows, described[0])
     lost = _lost_runs(path, rows)
     count, rows = len(rows), select(rows, where or {})
     chosen = ", ".join(f"{name}={text}" for name, text in (where or {}).items())
@@ -90,36 +90,33 @@ def read_sweep(path: Path, where: Mapping[str, str] | None = None, page_folder: 
         problems.append(f"{failed:,} of {len(rows):,} cells could not be run.")
     problems += lost
     forms = {str(row.values["outer.form"]) for row in rows if "outer.form" in row.values}
-    forms = forms or {str(spec.get("base", {}).get("outer.form", ""))}
+    forms = forms or ({described[1]} if described else {""})
     words = " and ".join(FORM_WORDS.get(form, "form unknown") for form in sorted(forms))
     return SweepRecord(path, page_folder or path, rows, problems, words, part)
 
 
-def _description(path: Path) -> dict[str, Any]:
-    """Return what `sweep.json` holds, or nothing where it is missing."""
+def _described(path: Path) -> tuple[list[tuple[Any, ...]], str] | None:
+    """Return arm, run, values and control of each cell of `sweep.json`, and its base's form; None where it is missing.
+
+    A description leaves out what came later and has its default, also where cells of another arm vary it.
+    """
     try:
         spec = read_json_object(path / SPEC)
-        return spec | {"base": flatten(dict(spec.get("base", {})))}
+        base = values_of(TrainConfig()) | flatten(spec["base"])
+        cells = []
+        for cell in spec["cells"]:
+            values = base | flatten(cell["values"])
+            texts = {name: cell_text(values[name]) for name in spec["axes"]}
+            cells.append((cell["arm"], cell["run"], texts, cell["control_of"]))
     except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, TypeError) as error:
+        return None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise UsageError(f"{path / SPEC}: is damaged ({error}); put it back, or move it out of the folder") from None
+    return cells, flatten(spec["base"]).get("outer.form", "")
 
 
-def _check_cells(path: Path, rows: Sequence[Row], spec: Mapping[str, Any]) -> None:
-    """Refuse a table with other cells than the sweep's description, which has arm, run and values of each."""
-    if not spec:
-        return
-    try:
-        # A description leaves out what came later and has its default, also where cells of another arm vary it.
-        base = values_of(TrainConfig()) | spec["base"]
-        cells = [(cell["arm"], cell["run"], base | flatten(cell["values"]), cell) for cell in spec["cells"]]
-        expected = [
-            (arm, run, {name: cell_text(values[name]) for name in spec["axes"]}, cell["control_of"])
-            for arm, run, values, cell in cells
-        ]
-    except (KeyError, TypeError, AttributeError):
-        raise UsageError(f"{path / SPEC}: is damaged; put it back, or move it out of the folder") from None
+def _check_cells(path: Path, rows: Sequence[Row], expected: Sequence[tuple[Any, ...]]) -> None:
+    """Refuse a table with other cells than the sweep's description."""
     for number, row in enumerate(rows):
         values = {name: cell_text(value) for name, value in row.values.items()}
         if number >= len(expected) or (row.arm, row.run, values, row.control_of) != expected[number]:
