@@ -146,13 +146,6 @@ def test_blocks_have_rows_and_curves_of_their_own(tmp_path: Path) -> None:
     assert "0.3 (0.3 to 0.3)" in together
 
 
-def test_a_run_of_one_round(tmp_path: Path) -> None:
-    """Of one round the page speaks in the singular, and the chart of norms says which norm it has."""
-    text = harmless(page_of(write_run(tmp_path, SUM, [0.3], 1)))
-    assert not re.search(r"\b1 (rounds|restarts|inner steps|values)\b", text)
-    assert "Euclidean norm against round. pseudo-gradient: from" in text
-
-
 def elastic(text: str) -> str:
     """Return rounds in one of which replicas came late, and one went."""
     lines = [json.loads(line) for line in text.splitlines()]
@@ -608,15 +601,14 @@ def test_mistakes(sweep_folder: Path, tmp_path: Path, capsys: Output, message: s
 
 @pytest.fixture(scope="session")
 def pages(tmp_path_factory: pytest.TempPathFactory, made: tuple[Path, Sweep]) -> dict[str, Path]:
-    """The pages of a run, of a hostile one, of one far down, of several, of a sweep with maps, and along one axis."""
+    """The pages of a run far down, of a hostile one, of several, of a sweep with maps, and along one axis."""
     base = tmp_path_factory.mktemp("pages")
     blocks = {"ends": [0.3] * 3, "blocks": [0.6] * 3}
-    run = write_run(base / "run", NESTEROV, [], blocks=blocks, rounds=8, restart="5", noise=0.01)
+    run = write_run(base / ("far_down_" * 20), NESTEROV, [], blocks=blocks, rounds=8, restart="5", noise=0.01)
     evil = write_run(base / "evil", EMA, [], 8, blocks={EVIL: [0.95] * 3, "b": [0.2]}, finished=False)
     sweep = read_sweep(made[0])
     texts = {
         "run": page_of(run),
-        "far down": page_of(write_run(base / ("far_down_" * 20), NESTEROV, [0.3], 8)),
         "watched evil": page_of(evil, refresh=10),
         "watched sweep": sweep_report(sweep, refresh=10),
         "several": overlay([read_record(run), read_record(evil)], base),
@@ -634,8 +626,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory, made: tuple[Path, Sweep]) ->
     [
         ("watched evil", 360, "dark"),
         ("run", 1280, "light"),
-        ("run", 390, "dark"),
-        ("far down", 320, "light"),
+        ("run", 320, "dark"),
         ("watched sweep", 390, "light"),
         ("watched sweep", 1280, "dark"),
         ("several", 390, "dark"),

@@ -32,11 +32,10 @@ from twophase.report.page import (
     written,
 )
 from twophase.report.plot import Chart, Curve, figure, script
-from twophase.report.rounds import MOST_BLOCKS, block_name, finite, phases, rounds
+from twophase.report.rounds import block_name, finite, phases, rounds
 from twophase.runs.folder import CONFIG, ENV, LOGS, RECORDED, SUMMARY
 from twophase.runs.record import LARGEST, RunRecord
 from twophase.tasks.lm.config import TrainConfig
-from twophase.theory.advice import Advice
 
 FILES = (CONFIG, ENV, *LOGS, SUMMARY)
 """Files of a run that its page is made of."""
@@ -259,9 +258,6 @@ def _progress(diagnosis: Diagnosis) -> Iterator[Html | None]:
     words = "block, pairs of rounds, sigma (95 %), if nothing were noise, noise in g, period by theory, now"
     caption = "Effective progress by block, over the latest rounds, and the period that the theory would choose."
     yield table(words.split(", "), rows, caption=caption)
-    for finding in diagnosis.findings[:MOST_BLOCKS]:
-        if finding.advice:
-            yield _control_table(finding, finding.advice[1])
 
 
 def _periods(finding: Finding) -> str:
@@ -270,16 +266,6 @@ def _periods(finding: Finding) -> str:
     ends = sorted(period for period in periods if period is not None)
     words = " to ".join(dict.fromkeys(map(str, (ends[0], ends[-1])))) if ends else ""
     return " or ".join(filter(None, [words, "none" if None in periods else ""])) or "cannot tell"
-
-
-def _control_table(finding: Finding, advice: Advice) -> Html:
-    period = advice.recommended.period
-    chosen = "no restart" if period is None else f"a restart every {'round' if period == 1 else f'{period} rounds'}"
-    rates = [(chosen, advice.recommended.rate), ("no restart", advice.without.rate)]
-    rates += [(f"control: {name}", rate) for name, rate in advice.controls.items()]
-    name = block_name(finding.block)
-    caption = f"{name}: rate of a mode of sigma {advice.sigma[0]:.3g}, in nats a round; larger is faster."
-    return table(["what", "rate"], [[name, f"{rate:.3g}"] for name, rate in rates], caption=caption)
 
 
 # ------------------------------------------------------------------------------------------------------------ settings
