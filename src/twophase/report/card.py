@@ -90,7 +90,10 @@ def _document(card: Card, png: bytes, labels: Mapping[str, str], untuned: Collec
     against = [
         [
             place.place,
-            *(_others(place.stored, word, labels) for word in ("better", "equivalent", "worse")),
+            *(
+                ", ".join(labels[other.other] for other in place.stored if other.word == word)
+                for word in ("better", "equivalent", "worse")
+            ),
             _best([other for other in place.stored if other.other in untuned], labels),
             _best(place.stored, labels),
         ]
@@ -157,10 +160,6 @@ def _row(place: PlaceCard) -> list[object]:
         written(place.seconds, ".0f"),
         written(place.seconds_of_control, ".0f"),
     ]
-
-
-def _others(stored: Sequence[Against], word: str, labels: Mapping[str, str]) -> str:
-    return ", ".join(labels[against.other] for against in stored if against.word == word)
 
 
 def _best(stored: Sequence[Against], labels: Mapping[str, str]) -> Html | str:

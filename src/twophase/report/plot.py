@@ -96,7 +96,8 @@ def figure(chart: Chart) -> Html | None:
     data |= {"shown": list(chart.shown)} if chart.shown is not None else {}
     data |= {"log": True} if chart.log else {}
     data |= {"restarts": [_short(x) for x in chart.restarts]} if len(chart.restarts) else {}
-    data |= {"syncs": [_short(x) for x in _spread(chart.syncs)]} if len(chart.syncs) else {}
+    some = chart.syncs[:: math.ceil(len(chart.syncs) / MOST_POINTS) or 1]
+    data |= {"syncs": [_short(x) for x in some]} if len(some) else {}
     data |= {"level": chart.level} if chart.level else {}
     data |= {"names": list(chart.names)} if chart.names else {}
     heights = np.concatenate([points[:, 1] for _, points in curves])
@@ -143,10 +144,6 @@ def _series(chart: Chart, curves: Sequence[tuple[Curve, _Floats]]) -> list[dict[
 def _short(value: float) -> float | int:
     """Return a number in five digits, whole numbers as they are: pages have many."""
     return int(value) if value % 1 == 0 else float(f"{value:.5g}")
-
-
-def _spread(places: Sequence[float]) -> Sequence[float]:
-    return places[:: math.ceil(len(places) / MOST_POINTS)]
 
 
 def _points(curve: Curve, *, log: bool) -> _Floats:

@@ -18,7 +18,7 @@ import numpy as np
 
 from twophase.figures.heatmaps import Panel, Scale
 from twophase.report.maps import heat
-from twophase.report.page import Html, asset, details, join, page, section, table, tag
+from twophase.report.page import Html, asset, details, join, notes, page, section, table, tag
 from twophase.report.plot import Chart, Curve, figure, script
 from twophase.runs.record import RunRecord
 from twophase.sweeps.table import Setting, readable
@@ -62,6 +62,7 @@ def build(story: Story) -> str:
     """Return the page; as long as runs are going on, the map that fills in comes first."""
     short = section("In short", *_short_words(story.findings), anchor="short")
     own_map = section("Your map", *_map(story), anchor="map")
+    following = [join([tag("code", command), f": {what}"]) for command, what in story.following.items()]
     return page(
         "What a restart of the momentum did here",
         f"A demo of two-phase training: {story.base.replicas} copies of one small language model, "
@@ -73,8 +74,8 @@ def build(story: Story) -> str:
         section("What a restart does", *_restart(story), anchor="restart"),
         None if story.refresh else own_map,
         section("Try it yourself", *_explorer(story.explorer), anchor="try"),
-        section("What this does not show", tag("ul", *(tag("li", text) for text in story.limits)), anchor="limits"),
-        section("What next", *_following(story.following), anchor="next"),
+        section("What this does not show", notes(story.limits), anchor="limits"),
+        section("What next", notes(following), anchor="next"),
         what="demo",
         refresh=story.refresh,
         scripts=[script(), asset("story.js")],
@@ -285,10 +286,6 @@ def _explorer(explorer: str) -> Iterator[Html]:
     # Its own page, with its own policy, in a frame.
     frame = f'<iframe title="The explorer" loading="lazy" srcdoc="{html.escape(explorer)}"></iframe>'
     yield tag("details", tag("summary", "The explorer"), Html(frame), open=True, class_="framed")
-
-
-def _following(commands: Mapping[str, str]) -> Iterator[Html]:
-    yield tag("ul", *(tag("li", join([tag("code", command), f": {what}"])) for command, what in commands.items()))
 
 
 def _short(value: float | None) -> str:

@@ -38,14 +38,14 @@ def sweep_report(
     cells = settings(record.rows)
     counts = {state: sum(setting.state == state for setting in cells) for state in ("finished", "diverged", "missing")}
     words = ", ".join(f"{count:,} {state}" for state, count in counts.items() if count)
-    first, *others = sections(judged)
+    (_, words_of_all, _, _, remarks), *others = sections(judged)  # in the words that the terminal has
     chart, numbers = _curves(record, judged, cells)
     shown = Shown(record, judged, cells, numbers)
     return page(
         record.path.resolve().name,
         f"{record.part} A sweep of {counted(len(cells), 'setting')} ({words}) over "
         f"{counted(len(judged.arms), 'arm')}, {record.forms}.".lstrip(),
-        section("In short", *_in_short(first), anchor="short"),
+        section("In short", tag("div", tag("p", words_of_all), class_="verdict"), notes(remarks), anchor="short"),
         section(
             "Map and curves" if is_map(judged) else "Settings and curves",
             tag(
@@ -64,13 +64,6 @@ def sweep_report(
         refresh=refresh if record.going else 0,
         scripts=[script()],
     )
-
-
-def _in_short(first: tuple[Any, ...]) -> Iterator[Html | None]:
-    """Yield the finding, in the words that the terminal has."""
-    _, words, _, _, remarks = first
-    yield tag("div", tag("p", words), class_="verdict")
-    yield notes(remarks)
 
 
 def _best_and_worst(shown: Shown) -> Html:
