@@ -8,9 +8,9 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start, and for torch below
 os.environ.setdefault("TWOPHASE_POLICIES", "twophase.studies.policies")  # tests ask every policy, also in workers
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -57,14 +57,14 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture
-def norm_ratio() -> Iterator[type[RestartPolicy]]:
+def norm_ratio(register_policy: Callable[[str], Any]) -> type[RestartPolicy]:
     """A user's own adaptive policy, registered for one test: text form `norm-ratio:LIMIT:QUIET`.
 
     Restarts before the mixing when the buffer is more than `limit` times as long as the pseudo-gradient, but not within
     `quiet` rounds of its last restart. It has memory, so that a resumed run shows whether the memory was saved.
     """
 
-    @text.register("norm-ratio")
+    @register_policy("norm-ratio")
     @dataclass(frozen=True, slots=True)
     class NormRatio(RestartPolicy):
         limit: float
@@ -83,8 +83,7 @@ def norm_ratio() -> Iterator[type[RestartPolicy]]:
                 return {"wait": self.quiet, "largest": largest}, Restart(before=True)
             return {"wait": max(0, state["wait"] - 1), "largest": largest}, None
 
-    yield NormRatio
-    forget_policy("norm-ratio")
+    return NormRatio
 
 
 @pytest.fixture
@@ -94,7 +93,7 @@ def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def register_policy() -> Iterator[object]:
+def register_policy() -> Iterator[Callable[[str], Any]]:
     """`twophase.restart.register` for one test: what it registered is forgotten afterwards."""
     names: list[str] = []
 
@@ -104,9 +103,5 @@ def register_policy() -> Iterator[object]:
 
     yield register
     for name in names:
-        forget_policy(name)
-
-
-def forget_policy(name: str) -> None:
-    text._REGISTRY.pop(name, None)
-    text._parse_text.cache_clear()  # parsed texts keep instances of the class
+        text._REGISTRY.pop(name, None)
+    text._parse_text.cache_clear()  # parsed texts keep instances of the classes

@@ -447,8 +447,7 @@ def test_a_slow_link(begin: Begin, link: Link, tmp_path: Path) -> None:
         hub.shape(number, "50mbit")
     try:
         for wire in ("float32", "int8"):
-            run = begin("two", url=url)
-            run.words[run.words.index("--out") + 1] = str(tmp_path / "replicas" / wire)
+            run = begin("two", "--out", str(tmp_path / "replicas" / wire), url=url)
             run.out = tmp_path / "replicas" / wire
             both = at_places(run, places, (), (), options=[*big, "--inner-steps", "2", "--sync.wire", wire])
             all_end(run, both)
@@ -520,8 +519,7 @@ def test_restarted_after_the_others_have_finished(begin: Begin, tmp_path: Path) 
 def test_a_run_that_began_earlier_does_not_meddle(begin: Begin, good: Good, tmp_path: Path) -> None:
     """A replica of an earlier run wakes up at the lighthouse of a new one: it ends, and that goes on."""
     with lighthouse() as url:
-        old = begin("two", "--min-replicas", "1", url=url)
-        old.words[old.words.index("--out") + 1] = str(tmp_path / "old")
+        old = begin("two", "--min-replicas", "1", "--out", str(tmp_path / "old"), url=url)
         sleeper = old.replica(0, "stop@inner:61")
         until("stopped", lambda: stopped(sleeper))
         time.sleep(HEARTBEAT + 0.5)

@@ -85,11 +85,6 @@ def page() -> str:
     return " ".join(re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL).split())
 
 
-def short() -> list[Any]:
-    """The places of 480 inner steps."""
-    return [place for place in PLACES.values() if place != ("demo",)]
-
-
 @cache
 def tuned() -> dict[str, dict[str, float]]:
     """Averaging's result over that of each change by place, each at its own best inner learning rate."""
@@ -147,7 +142,8 @@ def test_momentum_of_nine_tenths_setting_by_setting() -> None:
         lr: span(
             [
                 ratio(place, *(rule(restart, form="ema", nesterov=kind, lr=lr) for restart in ("3", "never")))
-                for place in short()
+                for place in PLACES.values()
+                if place != ("demo",)
                 for kind in (False, True)
             ]
         )
@@ -164,15 +160,10 @@ def best_setting(place: Any, form: str, nesterov: bool, restart: str) -> Setting
     return min(settings, key=lambda setting: geometric_mean(runs()[place][setting].values()))
 
 
-def best(place: Any, form: str, nesterov: bool, restart: str) -> float:
-    """The lowest mean perplexity of an arm with momentum."""
-    return geometric_mean(runs()[place][best_setting(place, form, nesterov, restart)].values())
-
-
 def test_best_settings_with_and_without_restarts() -> None:
     """They are as good as each other, either way; in the demo both are ahead of plain averaging."""
     pairs = {
-        (place, form, kind): best(place, form, kind, "3") / best(place, form, kind, "never")
+        (place, form, kind): ratio(place, *(best_setting(place, form, kind, restart) for restart in ("3", "never")))
         for place in PLACES.values()
         for form in (("sum",) if place == ("demo",) else ("sum", "ema"))
         for kind in (False, True)
