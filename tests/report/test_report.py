@@ -310,7 +310,7 @@ def test_a_sweep(sweep_folder: Path, capsys: Output) -> None:
     assert "What each arm reached" in output.out
     assert "and those of 11 runs" in output.out
     assert "pages 11/11" in output.err
-    for part in ("In short", "Map and curves", "Best and worst", "Verdict", "Every cell"):
+    for part in ("In short", "Map and curves", "Verdict", "Every cell"):
         assert f">{part}</h2>" in text
     assert text.index(describe(verdict(read_rows(sweep_folder / "cells.csv"))).splitlines()[2][:60]) < text.index(
         "Map and"
@@ -321,7 +321,7 @@ def test_a_sweep(sweep_folder: Path, capsys: Output) -> None:
     # Every setting with a loss is a button, with the best of each arm on the chart at first; what has none is text.
     numbers = re.findall(r'aria-label="[^"]*: its curve" data-curve="(\d+)"', text)
     assert sorted(map(int, numbers)) == list(range(6))
-    drawn = text[text.index("Map and curves") : text.index("Best and worst")]
+    drawn = text[text.index("Map and curves") : text.index(">Verdict</h2>")]
     assert drawn.count(">diverged</") == 1
     assert drawn.count(">missing</") == 1
     (data,) = data_of(text)

@@ -16,9 +16,9 @@ from twophase.report.sweep_record import SweepRecord
 from twophase.runs.folder import METRICS
 from twophase.runs.log import read_log
 from twophase.sweeps.run import TABLE
-from twophase.sweeps.table import PERPLEXITY, SEED, Setting, arm_name, measure_of, readable, result, settings, with_unit
+from twophase.sweeps.table import PERPLEXITY, SEED, Setting, arm_name, measure_of, readable, result, settings
 
-_MOST_CURVES, _SHOWN_CURVES, _MOST_CELLS, _MOST_SETTINGS = 400, 8, 400, 60
+_MOST_CURVES, _SHOWN_CURVES, _MOST_CELLS = 400, 8, 400
 _ALL_POINTS = 24_000
 """Points of all curves of a page together, which keep it below 600 kB."""
 
@@ -50,13 +50,12 @@ def sweep_report(
             "Map and curves" if is_map(judged) else "Settings and curves",
             tag(
                 "div",
-                tag("div", *(maps(shown) if is_map(judged) else [figure(points(shown)), _list(shown, cells)])),
+                tag("div", *(maps(shown) if is_map(judged) else [figure(points(shown)), _list(shown)])),
                 tag("div", chart or tag("p", "No run has recorded a loss that is here."), class_="beside"),
                 class_="pair",
             ),
             anchor="map",
         ),
-        section("Best and worst", _best_and_worst(shown), anchor="best"),
         section("Verdict", *_verdict(others), anchor="verdict"),
         section("Every cell", _cells(record), anchor="cells"),
         what="sweep",
@@ -66,33 +65,23 @@ def sweep_report(
     )
 
 
-def _best_and_worst(shown: Shown) -> Html:
-    finished = [setting for setting in shown.cells if setting.result is not None]
-    ranked = sorted(finished, key=lambda setting: setting.result or 0.0)
-    if not ranked:
-        return tag("p", "Nothing has finished.")
-    best = [f"best\N{NO-BREAK SPACE}{place}" for place in range(1, 6)][: len(ranked)]
-    worst = ranked[5:][-3:]
-    caption = (
-        f"Best and worst settings. {with_unit(measure_of(ranked)).capitalize()} on held-out data; spread: "
-        "standard deviation over seeds."
-    )
-    return _list(shown, [*ranked[:5], *worst], caption, [*best, *["worst"] * len(worst)])
-
-
-def _list(shown: Shown, some: Sequence[Setting], caption: str = "", words: Sequence[str] = ()) -> Html:
-    """Return settings as a table, with words before each if there are any, or else with the number as a button."""
+def _list(shown: Shown) -> Html:
+    """Return the settings as a table, with the number of each as a button."""
     paths = dict.fromkeys(path for setting in shown.cells for path in setting.values)
     varied = [path for path in paths if len({str(setting.values.get(path)) for setting in shown.cells}) > 1]
-    rows = []
-    for place, setting in enumerate(some[:_MOST_SETTINGS]):
-        number = perplexity_text(setting.result) if words else shown.number(setting, place_text(setting, varied))
-        values = [value_text(setting.values.get(path)) for path in varied]
-        spread = readable(setting.spread)
-        line = [arm_name(setting.arm), number, spread, setting.finished, shown.runs(setting), *values]
-        rows.append([*words[place : place + 1], *line])
-    header = [*([""] if words else []), "arm", measure_of(shown.cells), "spread", "finished", "run", *varied]
-    caption = caption or "Settings. Press a number to show or hide its curve; spread: over the seeds."
+    rows = [
+        [
+            arm_name(setting.arm),
+            shown.number(setting, place_text(setting, varied)),
+            readable(setting.spread),
+            setting.finished,
+            shown.runs(setting),
+            *(value_text(setting.values.get(path)) for path in varied),
+        ]
+        for setting in shown.cells
+    ]
+    header = ["arm", measure_of(shown.cells), "spread", "finished", "run", *varied]
+    caption = "Settings. Press a number to show or hide its curve; spread: over the seeds."
     return table(header, rows, caption=caption)
 
 
