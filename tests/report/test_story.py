@@ -69,7 +69,7 @@ def test_arrows_add_up_to_the_outer_step(tmp_path: Path, rule: OuterRule) -> Non
     for record, restart in zip(pair_of(tmp_path, rule), ("never", "3"), strict=True):
         moved = rollout(rule, list(SIGMA), 12, restart).residual
         expected = np.linalg.norm(moved[1:] - moved[:-1], axis=-1)
-        steps = [np.hypot(line["x"] or 0.0, line["y"] or 0.0) for line in story._rounds(record)]
+        steps = [np.hypot(line["x"], line["y"]) for line in story._rounds(record)]
         np.testing.assert_allclose(steps, expected, rtol=2e-3)
 
 

@@ -11,14 +11,14 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import product, zip_longest
 from typing import Any
 
 import numpy as np
 
 from twophase.figures.heatmaps import Panel, Scale
 from twophase.report.maps import heat
-from twophase.report.page import Html, asset, details, join, notes, page, section, table, tag
+from twophase.report.page import Html, asset, details, join, notes, page, section, table, tag, written
 from twophase.report.plot import Chart, Curve, figure, script
 from twophase.runs.record import RunRecord
 from twophase.sweeps.table import Setting, readable
@@ -141,14 +141,13 @@ def _overshoot(story: Story) -> Iterator[Html | None]:
 
 def _arrows(pair: Sequence[RunRecord]) -> Html:
     """Return the moving picture: its data, which `story.js` draws, what steers it, and the same as a table."""
-    names = list(map(_name, pair))
-    runs = [{"name": name, "rounds": list(_rounds(run))} for name, run in zip(names, pair, strict=True)]
+    names, runs = list(map(_name, pair)), [list(_rounds(run)) for run in pair]
+    data = [{"name": name, "rounds": list(map(_json, lines))} for name, lines in zip(names, runs, strict=True)]
     kinds = {"ask": "what the replicas ask for", "carried": "carried over by momentum", "step": "the outer step"}
     rows = []
-    for number in range(max(len(run["rounds"]) for run in runs)):
-        lines = [run["rounds"][number] if number < len(run["rounds"]) else {} for run in runs]
-        words = [[_short(line.get(key)) for key in ("asked", "length", "angle", "loss")] for line in lines]
-        rows.append([number + 1, *chain.from_iterable(words)])
+    for number, lines in enumerate(zip_longest(*runs, fillvalue={}), start=1):
+        pairs = product(lines, ("asked", "length", "angle", "loss"))
+        rows.append([number, *(written(line.get(key, math.nan), ".3g") for line, key in pairs)])
     quantities = ("asked", "carried over", "angle", "loss")
     header = ["round", *(f"{quantity}, {name.lower()}" for name in names for quantity in quantities)]
     caption = (
@@ -156,7 +155,7 @@ def _arrows(pair: Sequence[RunRecord]) -> Html:
     )
     return tag(
         "figure",
-        tag("script", Html(json.dumps(runs).replace("<", "\\u003c")), type="application/json"),
+        tag("script", Html(json.dumps(data).replace("<", "\\u003c")), type="application/json"),
         tag("div", class_="views"),
         tag(
             "p",
@@ -180,8 +179,15 @@ def _name(run: RunRecord) -> str:
     return "No restart" if run.restart == "never" else f"Restart every {run.restart} rounds"
 
 
-def _rounds(run: RunRecord) -> Iterator[dict[str, float | None]]:
-    """Yield each round's arrows: lengths, the angle between them, the outer step's two coordinates, and the loss."""
+def _json(line: Mapping[str, float]) -> dict[str, float | None]:
+    return {name: value if math.isfinite(value) else None for name, value in line.items()}
+
+
+def _rounds(run: RunRecord) -> Iterator[dict[str, float]]:
+    """Yield each round's arrows: lengths, the angle between them, the outer step's two coordinates, and the loss.
+
+    The angle is nan where nothing is carried over.
+    """
     rule, block, loss = run.rule, run.blocks[0], run.metrics["train_loss"]
     assert rule is not None
     weight = 1.0 if rule.form == "sum" else 1 - rule.momentum
@@ -197,7 +203,7 @@ def _rounds(run: RunRecord) -> Iterator[dict[str, float | None]]:
         x, y = asked + carried * math.cos(angle), carried * math.sin(angle)
         numbers = {"asked": asked, "length": carried, "x": rule.lr * x, "y": rule.lr * y, "loss": float(loss[place])}
         numbers["angle"] = math.degrees(angle) if m > 0 else math.nan
-        yield {name: float(f"{value:.4g}") if math.isfinite(value) else None for name, value in numbers.items()}
+        yield {name: float(f"{value:.4g}") for name, value in numbers.items()}
 
 
 def _arrow_words(pair: Sequence[RunRecord]) -> str:
@@ -205,23 +211,18 @@ def _arrow_words(pair: Sequence[RunRecord]) -> str:
     words = []
     for run in pair:
         rounds = list(_rounds(run))
-        late = [line for line in rounds[len(rounds) // 2 :] if line["angle"] is not None and line["asked"]]
+        late = [line for line in rounds[len(rounds) // 2 :] if line["angle"] >= 0 and line["asked"]]
         if late:
-            length = float(np.median([(line["length"] or 0.0) / (line["asked"] or 1.0) for line in late]))
-            angle = float(np.median([line["angle"] or 0.0 for line in late]))
+            length, angle = np.median([(line["length"] / line["asked"], line["angle"]) for line in late], axis=0)
             words.append(
                 f"{_name(run)}: what is carried over is {length:.1f} times as long as what is asked for, at "
                 f"{angle:.0f}° to it."
             )
-    return " ".join(
-        [
-            *words,
-            "(0° is the same way, 90° aside, 180° back. Medians over the second half of the run, without the rounds in "
-            "which momentum is empty.)",
-        ]
-        if words
-        else []
+    note = (
+        "(0° is the same way, 90° aside, 180° back. Medians over the second half of the run, without the rounds in "
+        "which momentum is empty.)"
     )
+    return " ".join([*words, note] if words else [])
 
 
 def _restart(story: Story) -> Iterator[Html | None]:
@@ -286,7 +287,3 @@ def _explorer(explorer: str) -> Iterator[Html]:
     # Its own page, with its own policy, in a frame.
     frame = f'<iframe title="The explorer" loading="lazy" srcdoc="{html.escape(explorer)}"></iframe>'
     yield tag("details", tag("summary", "The explorer"), Html(frame), open=True, class_="framed")
-
-
-def _short(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}"
