@@ -15,8 +15,8 @@ from outers import SHAPES, flat, give, parameters, randoms, run, scalar
 from policies import SCHEDULED, each_rule, simulate
 from reference_outer import ReferenceOuter
 from replicas import same_bits, through_file
+from twophase.optim.filters import dot
 from twophase.optim.outer import OuterSGD
-from twophase.optim.products import dot
 from twophase.restart import Restart, RestartPolicy, RoundSignal, State, parse
 from twophase.rule import OuterRule
 

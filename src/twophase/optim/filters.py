@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from twophase.optim.functional import is_plain
 from twophase.optim.methods import arithmetic_of, orthogonalized
-from twophase.optim.products import Dots, dot
+from twophase.optim.products import PIECE_DOTS, Dots
 from twophase.shelf.base import Filter
 from twophase.shelf.filters import Clip, EDiT, HeLoCo, Orthogonal
 
@@ -67,6 +68,15 @@ def filtered(
 def function_of(value: Filter) -> Function:
     """Return the function of a filter; raise a ValueError where none is registered."""
     return arithmetic_of(value, _FUNCTIONS, "twophase.optim.filters.filter_of")
+
+
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    """Return the inner product of two like tensors as a float64, of DTensors over all of their shards."""
+    if is_plain(a) and is_plain(b):
+        pieces = zip(a.reshape(-1).split(PIECE_DOTS), b.reshape(-1).split(PIECE_DOTS), strict=True)
+        return torch.stack([torch.dot(*pair) for pair in pieces]).sum(dtype=torch.float64)
+    total = (a * b).sum(dtype=torch.float64)
+    return total.full_tensor() if hasattr(total, "full_tensor") else total  # type: ignore[operator]
 
 
 def square(tensor: Tensor) -> float:

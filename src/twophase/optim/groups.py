@@ -9,7 +9,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from twophase.base.reading import json_object
 from twophase.optim.products import Angles
 from twophase.policies.base import MEASURED, PROBES, Answer
 from twophase.policies.checks import check_count
@@ -67,7 +66,7 @@ def complete_(group: dict[str, Any]) -> None:
     policy = parse(group.get("restart", "never"))
     memory = group.get("policy_state", policy.initial_state())
     group |= {"form": "sum", "nesterov": False, **dict.fromkeys(COUNTERS, 0)} | group
-    group |= {"restart": str(policy), "policy_state": json_object(memory) if isinstance(memory, str) else memory}
+    group |= {"restart": str(policy), "policy_state": json.loads(memory) if isinstance(memory, str) else memory}
     check_group(group)
 
 
@@ -133,9 +132,13 @@ def loaded_groups(
         complete_(loaded[-1])
         for name in COUNTERS:
             check_count("OuterSGD: the loaded state's group", name, loaded[-1][name], 0)
-        for name, value in loaded[-1]["policy_state"].items():
-            if math.isnan(as_number(f"OuterSGD: the loaded policy's {name}", value)):
-                raise ValueError(f"OuterSGD: the loaded policy's {name} is not a number; load what was saved")
+        memory = loaded[-1]["policy_state"]
+        if not isinstance(memory, dict) or any(
+            math.isnan(as_number(f"OuterSGD: the loaded policy's {name}", value)) for name, value in memory.items()
+        ):
+            raise ValueError(
+                f"OuterSGD: the loaded policy's memory {memory!r:.200} holds no numbers; load what was saved"
+            )
         check_needs(loaded[-1], promised, "the loaded state's ")
     count_candidates(loaded)
     for group, here in zip(loaded, groups, strict=False):  # torch counts them

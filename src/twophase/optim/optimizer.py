@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twophase.optim.filters import Context, filtered
+from twophase.optim.filters import Context, dot, filtered
 from twophase.optim.filters import function_of as function_of_filter
 from twophase.optim.functional import buffer_dtype, restart_
 from twophase.optim.groups import GroupRound, rule_of
@@ -28,7 +28,7 @@ from twophase.optim.methods import (
     torch_step,
 )
 from twophase.optim.outer import OuterSGD, Part
-from twophase.optim.products import Angles, Dots, dot
+from twophase.optim.products import Angles, Dots
 from twophase.policies.base import Answer, Never, Restart, RestartPolicy
 from twophase.policies.text import parse as parse_policy
 from twophase.rule import OuterRule

@@ -15,7 +15,7 @@ from torch._utils import _flatten_dense_tensors
 
 from twophase.optim.functional import batches, is_plain, piece_length
 
-_PIECE_DOTS = 1 << 19  # elements: of inner products over many, which are read once; a longer sum rounds more
+PIECE_DOTS = 1 << 19  # elements: of inner products over many, which are read once; a longer sum rounds more
 _MANY = 1 << 20  # elements
 
 Dots = tuple[float, float, float]
@@ -48,7 +48,7 @@ def dots(pseudo_gradients: Sequence[Tensor], buffers: Sequence[Tensor], *, angle
     """
     device, limit = pseudo_gradients[0].device, piece_length(pseudo_gradients[0])
     if device.type == "cpu" and sum(g.numel() for g in pseudo_gradients) > _MANY:
-        limit = _PIECE_DOTS
+        limit = PIECE_DOTS
     pairs = list(batches(pseudo_gradients, buffers or pseudo_gradients, limit=limit))
     # On a CPU, joining small tensors is cheaper than an operation on each; elsewhere it would be two more passes.
     if not (device.type == "cpu" and all(t.device == device for t in pseudo_gradients)):
@@ -59,15 +59,6 @@ def dots(pseudo_gradients: Sequence[Tensor], buffers: Sequence[Tensor], *, angle
     if not buffers:
         return gg, 0.0, 0.0
     return gg, mm, gm[0] if gm else math.nan
-
-
-def dot(a: Tensor, b: Tensor) -> Tensor:
-    """Return the inner product of two like tensors as a float64, of DTensors over all of their shards."""
-    if is_plain(a) and is_plain(b):
-        pieces = zip(a.reshape(-1).split(_PIECE_DOTS), b.reshape(-1).split(_PIECE_DOTS), strict=True)
-        return torch.stack([torch.dot(*pair) for pair in pieces]).sum(dtype=torch.float64)
-    total = (a * b).sum(dtype=torch.float64)
-    return total.full_tensor() if hasattr(total, "full_tensor") else total  # type: ignore[operator]
 
 
 def _joined(tensors: list[Tensor]) -> Tensor:

@@ -42,20 +42,24 @@ def register(name: str) -> Callable[[P], P]:
     def add(cls: P) -> P:
         if cls.__module__ not in _MODULES:
             list(map(import_module, _MODULES))  # so that a name of this room's is refused here, not when it is loaded
-        before = _REGISTRY.get(name)
-        if before is not None and not _is_redefined(before, cls):
-            place = f"{before.__module__}.{before.__qualname__}"
-            raise ValueError(f"register: a restart policy named {name!r} exists already ({place}); choose another name")
+        check_name("restart policy", name, _REGISTRY.get(name), cls)
         cls.name = name
         _REGISTRY[name] = cls
-        if before is not None:
-            _parse_text.cache_clear()  # parsed texts keep instances of the earlier class
+        _parse_text.cache_clear()  # parsed texts keep instances of an earlier class
         return cls
 
     return add
 
 
-def _is_redefined(before: type[RestartPolicy], now: type[RestartPolicy]) -> bool:
+def check_name(kind: str, name: str, before: type | None, now: type) -> None:
+    """Refuse the name of another registered class; `now` may be a new definition of `before`."""
+    if before is not None and not is_redefined(before, now):
+        place = f"{before.__module__}.{before.__qualname__}"
+        raise ValueError(f"register: a {kind} named {name!r} exists already ({place}); choose another name")
+
+
+def is_redefined(before: type, now: type) -> bool:
+    """True if both are classes of the same place, as of a notebook's cell that runs again."""
     return (before.__module__, before.__qualname__) == (now.__module__, now.__qualname__)
 
 
@@ -99,7 +103,7 @@ def parse(text: str | int | RestartPolicy) -> RestartPolicy:
     cls = _class_of(text.name)
     if cls is type(text):
         return text
-    if cls is not None and _is_redefined(cls, type(text)):
+    if cls is not None and is_redefined(cls, type(text)):
         raise ValueError(f"restart {text!r} is of an earlier definition of {cls.__name__}; make it anew")
     # Its text form would be that of another policy, or of none.
     raise ValueError(f'restart {text!r} has no text form; decorate {type(text).__name__} with @register("name")')

@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Literal, Self, TypeVar, get_args, get_type_hin
 
 from twophase.number import did_you_mean, number, shortened
 from twophase.policies.checks import check_number
-from twophase.policies.text import load_modules
+from twophase.policies.text import check_name, is_redefined, load_modules
 from twophase.rule import OuterRule
 
 Slot = Literal["method", "filter", "schedule", "readout"]
@@ -201,10 +201,7 @@ def register(name: str) -> Any:
     def add(cls: V) -> V:
         if cls.__module__ not in _HOMES.values():
             registered(cls.slot)  # so that a name of this room's is refused here, not when it is loaded
-        before = _REGISTRY[cls.slot].get(name)
-        if before is not None and (before.__module__, before.__qualname__) != (cls.__module__, cls.__qualname__):
-            place = f"{before.__module__}.{before.__qualname__}"
-            raise ValueError(f"register: a {cls.slot} named {name!r} exists already ({place}); choose another name")
+        check_name(cls.slot, name, _REGISTRY[cls.slot].get(name), cls)
         cls.name = name
         _REGISTRY[cls.slot][name] = cls
         _parse_text.cache_clear()
@@ -236,7 +233,7 @@ def parse(slot: Slot, text: str | Value, defaults: Mapping[str, Any] | None = No
     if isinstance(text, Value):
         cls = registered(slot).get(getattr(text, "name", "")) if text.slot == slot else None
         if cls is not type(text):
-            if cls and (cls.__module__, cls.__qualname__) == (type(text).__module__, type(text).__qualname__):
+            if cls and is_redefined(cls, type(text)):
                 raise ValueError(f"{slot} {text!r} is of an earlier definition of {cls.__name__}; make it anew")
             raise ValueError(f'{slot} {text!r} is no {slot} of the shelf; decorate its class with @register("name")')
         return text
