@@ -257,12 +257,6 @@ def test_impossible_values_say_what_to_do(arguments: dict[str, Any], message: st
     assert len(outer.param_groups) == 2
 
 
-def test_a_learning_rate_is_asked_for_where_the_policy_has_none():
-    """The remedy is an argument of the optimizer, and not the engine's rule."""
-    with pytest.raises(ValueError, match=r"give OuterSGD an lr, such as lr=0\.7"):
-        OuterSGD([scalar(0.0)])
-
-
 @pytest.mark.parametrize("fault", ["signals", "probes", "sparse", "lr"])
 def test_a_round_that_one_group_refuses_has_happened_in_none(fault: str):
     """Whatever the second group lacks, the first has not moved either; the next call is the same round."""
