@@ -152,13 +152,13 @@ def test_a_loaded_policy_that_needs_what_is_not_promised_is_refused(policy: str,
     assert promised.param_groups[0]["restart"] == str(parse(policy))
 
 
-@pytest.mark.parametrize("memory", ["{", "[]", "3", '{"end": NaN}', '{"end": [1]}', '{"end": null}'])
+@pytest.mark.parametrize("memory", ["{", "[" * 100_000, "[]", "3", '{"end": NaN}', '{"end": [1]}', '{"end": null}'])
 def test_a_loaded_memory_that_holds_no_numbers_is_refused(memory: str):
     """A policy would compare with it in a later round; nothing is loaded."""
     outer = OuterSGD([scalar(0.0)], 0.1, 0.9, restart="auto")
     state = outer.state_dict()
     state["param_groups"][0] |= {"lr": 0.5, "policy_state": memory}
-    with pytest.raises(ValueError, match=r"OuterSGD|property name"):
+    with pytest.raises(ValueError, match=r"OuterSGD: the loaded policy's"):
         outer.load_state_dict(state)
     assert outer.param_groups[0]["lr"] == 0.1
 

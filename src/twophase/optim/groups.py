@@ -66,7 +66,13 @@ def complete_(group: dict[str, Any]) -> None:
     policy = parse(group.get("restart", "never"))
     memory = group.get("policy_state", policy.initial_state())
     group |= {"form": "sum", "nesterov": False, **dict.fromkeys(COUNTERS, 0)} | group
-    group |= {"restart": str(policy), "policy_state": json.loads(memory) if isinstance(memory, str) else memory}
+    if isinstance(memory, str):
+        try:
+            memory = json.loads(memory)
+        except (ValueError, RecursionError) as error:
+            message = f"OuterSGD: the loaded policy's memory cannot be read ({error}); load what was saved"
+            raise ValueError(message) from None
+    group |= {"restart": str(policy), "policy_state": memory}
     check_group(group)
 
 
