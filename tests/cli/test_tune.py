@@ -6,7 +6,6 @@ import json
 import math
 import re
 import shutil
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -20,7 +19,6 @@ import madeup
 from forked import Forked, call
 from twophase.base.config import RunError, UsageError
 from twophase.cli import tuning as room
-from twophase.cli.main import main
 from twophase.cli.tuning import TuneResults, Tuning, run_tuning
 from twophase.policies.scheduled import Periodic
 from twophase.report.ui import Library
@@ -48,14 +46,6 @@ def bowl(config: RunConfig) -> float:
     away = [math.log(config.inner.lr / 0.016), math.log(rule.lr / (2 * lr))]
     away += [math.log((1 - rule.momentum) / (2 * (1 - momentum)))] if momentum else []
     return FACTORS[name] * math.exp(sum(x * x for x in away)) * (1 + 1e-4 * (config.seed % 7))
-
-
-def test_without_optuna_there_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither a comparison nor a bench begins a folder where Optuna, which its sweeps need, is not installed."""
-    monkeypatch.setitem(sys.modules, "optuna", None)
-    for command in (["tune", "digits", "--points", "3"], ["bench", "nesterov", "--size", "quick"]):
-        assert main([*command, "--workers", "1", "--out", str(tmp_path / "out")]) == 2
-    assert not (tmp_path / "out").exists()
 
 
 @dataclass

@@ -9,14 +9,12 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from twophase.base.config import RunError, UsageError
-from twophase.base.files import file_sha256, write_atomic
 from twophase.base.progress import duration, meter
-from twophase.base.reading import read_bytes
 from twophase.cli.commands import between, verify_option
 from twophase.figures.style import check_drawing
 from twophase.runs.folder import list_some
@@ -36,8 +34,6 @@ MOST_CELLS = 1000
 """Cells that are run without `--yes`."""
 MOST_WORKERS = 10_000
 _TIMED_STEPS = 12
-_DRAWN = ".drawn"
-"""Name of the file with the SHA-256 of the table that the last figure of a sweep's folder was drawn of."""
 
 Results = Callable[[list[Row], Sweep, Path], str]
 """Draws a sweep and says what came out, from its rows."""
@@ -250,30 +246,13 @@ def run(
     print(f"{out}: {_counts_text(outcome)} in {duration(outcome.seconds)}")
     _explain(name, outcome, read_plan(sweep, out), launched=launched, repeat=repeat, workers=workers)
     status = 1 if outcome.errors else 0
-    if not outcome.changed and _is_drawn(out):
-        print(f"nothing has changed: table {out / TABLE}, figures in {out / 'figures'}")
-        return status
     try:
         print(results(read_rows(out / TABLE), sweep, out))
-        with suppress(OSError):  # on a full disk all is drawn again the next time
-            write_atomic(out / _DRAWN, file_sha256(out / TABLE), durable=False)
     except UsageError as error:
         if not outcome.errors:
             raise
         print(f"{name}: {error}", file=sys.stderr)  # on a full disk there is no room for a figure either
     return status
-
-
-def _is_drawn(out: Path) -> bool:
-    """Return whether there are figures, and the last of them was drawn of this table.
-
-    A figure that is newer than the table does not tell: a command may end between two of them, or the clock go back.
-    """
-    try:
-        drawn = read_bytes(out / _DRAWN)
-    except OSError:
-        return False
-    return any((out / "figures").glob("*.csv")) and drawn == file_sha256(out / TABLE).encode()
 
 
 def _counts_text(outcome: Outcome) -> str:
