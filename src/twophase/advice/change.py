@@ -86,13 +86,8 @@ def change(
 ) -> Change | None:
     """Return the change for a run; None where too little is recorded to say anything.
 
-    Args:
-        rule: of the run.
-        verdicts: of its blocks.
-        rounds: that it has recorded.
-        config: its values by dotted path.
-        shrunk: 1 - |g| / M at its end, see `theory.observed.shrunk`; None of a run that has not ended.
-        planned: rounds of the whole run, over which the gain is a mean; None where that is not known.
+    `shrunk` is that of `theory.observed`, None of a run that has not ended. The gain is a mean over the `planned`
+    rounds of the whole run, where they are known.
     """
     if rule is None or rounds < LEAST_ROUNDS:
         return None

@@ -59,15 +59,8 @@ def run_bench(
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """Run arms through the protocol, place by place; repeating the call resumes it.
 
-    Args:
-        size: what is spent on each.
-        out: folder of all comparisons and of `results.csv`, which is written anew after every place, with the rows of
-            places of earlier calls.
-        arms: texts; none are those of each place.
-        code: digest of an arm's code that is not of this package.
-        places: in the order in which they are run.
-        workers: worker processes; None is one a core.
-        quiet: show no progress.
+    `results.csv` in the folder is written anew after every place, with the rows of places of earlier calls. No arms
+    are those of each place; `code` is the digest of an arm's code that is not of this package.
 
     Returns:
         A row for each place, arm and held-out seed, averaging among them; and by place why it has none.
@@ -169,15 +162,6 @@ def bench_arm(
 ) -> Card:
     """Run an arm through the protocol, hold it against averaging and the stored arms, and write its card.
 
-    Args:
-        arm: its text.
-        size_name: of `SIZES`.
-        out: folder of all runs and of `card.json`, `card.png`, `card.csv` and `card.html`.
-        code: digest of the arm's code that is not of this package.
-        places: where it runs.
-        workers: worker processes; None is one a core.
-        quiet: show no progress.
-
     Raises:
         UsageError: as `run_bench`, or a text that is no arm, or no matplotlib.
     """
@@ -238,10 +222,6 @@ def write_reference(out: Path, into: Path) -> None:
     """Write the places that have ended in a folder of `twophase bench --reference` into the stored table.
 
     Rows that the table has of other places and arms stay, so that it can be made in parts and on several machines.
-
-    Args:
-        out: that folder.
-        into: folder of `reference.csv` and `reference.json`.
 
     Raises:
         UsageError: a folder of something else, of another protocol, or in which no place has ended; or arms of a place

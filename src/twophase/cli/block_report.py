@@ -61,10 +61,6 @@ NEGATIVE = (
 def spectrum(options: argparse.Namespace, asked: Mapping[str, str] | None) -> int:
     """Measure the blocks of a run, say what follows and write the files; return the exit status.
 
-    Args:
-        options: of `twophase spectrum`.
-        asked: patterns by block; None means the run's named fragments, or the usual five.
-
     Raises:
         UsageError: no run, one that cannot be measured, or files that cannot be written.
     """

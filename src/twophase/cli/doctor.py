@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import Literal
@@ -106,7 +106,8 @@ def main(words: list[str]) -> int:
 def examine() -> list[Check]:
     """Look at everything; a look that fails becomes a line of its own, never an error."""
     checks: list[Check] = []
-    for name, look in _LOOKS.items():
+    for look in (_here, _machine, _torch, _packages, _extras, _places):
+        name = look.__name__.strip("_")
         try:
             checks += look()
         except Exception as error:
@@ -199,16 +200,6 @@ def _places() -> Iterator[Check]:
         low = free < _ROOM_BYTES
         remedy = "free some space: checkpoints may not fit" if low else ""
         yield Check(group, name, f"{folder}, {free / 2**30:.1f} GiB free", "missing" if low else "ok", remedy)
-
-
-_LOOKS: dict[str, Callable[[], Iterator[Check]]] = {
-    "here": _here,
-    "machine": _machine,
-    "torch": _torch,
-    "packages": _packages,
-    "extras": _extras,
-    "places": _places,
-}
 
 
 def _requirements(extra: str = "") -> dict[str, str]:

@@ -26,11 +26,7 @@ def run_regimes(
 ) -> list[dict[str, Any]]:
     """Run the treatments of the map of regimes at each place of the full list; repeating the call resumes it.
 
-    Args:
-        out: folder of all sweeps and of `regimes.csv`, which is written anew after every place.
-        places: of which those with few arms are left out.
-        workers: worker processes; None is one a core.
-        quiet: show no progress.
+    `regimes.csv` is written anew after every place; places with few arms are left out.
 
     Returns:
         A row for each run, with what was measured in those of averaging.

@@ -85,10 +85,7 @@ def workers_of(workers: int | None) -> int:
 def watched(what: str, *, quiet: bool, picture: Picture | None = None) -> Iterator[Callable[[Status], None]]:
     """Show the progress of sweeps one after the other, each on a display of its own; yields what `run_sweep` calls.
 
-    Args:
-        what: a word or two.
-        quiet: show nothing.
-        picture: makes what a terminal shows above the bar; called at the start and for every run that ends.
+    The picture is made at the start and for every run that ends.
     """
     with ExitStack() as displays:
         show: Callable[[int, str], None] = lambda *_: None  # noqa: E731
@@ -114,12 +111,7 @@ def complete(
 ) -> None:
     """Run all of a sweep from Python, where a failed run is an exception.
 
-    Args:
-        sweep: what to run, checked.
-        folder: its folder.
-        texts: what `preflight_all` returned.
-        workers: worker processes; None is one a core, or one a GPU.
-        quiet: show no progress.
+    `texts` is what `preflight_all` returned; without a number of workers there is one a core, or one a GPU.
 
     Raises:
         UsageError: as `run_sweep`.
@@ -182,14 +174,7 @@ def run(
 ) -> int:
     """Run a sweep, show it, and print its results.
 
-    Args:
-        sweep: what to run.
-        out: its folder.
-        options: what `add_options` added, and `quiet`.
-        repeat: the command that repeats all this.
-        results: draws and describes.
-        slurm: options of the Slurm launcher.
-        picture: as for `watched`.
+    `options` are those of `add_options`, and `quiet`; `repeat` is the command that repeats all this.
 
     Returns:
         The exit status.
@@ -291,14 +276,7 @@ def _explain(
 
 
 def dry_run(sweep: Sweep, out: Path, *, workers: int, merge: bool) -> str:
-    """What a sweep asks for, what will be executed, and an estimate of the time from a few timed steps.
-
-    Args:
-        sweep: the sweep.
-        out: its folder, which may hold finished runs; nothing is written.
-        workers: worker processes among which the time is shared.
-        merge: as `run_sweep`.
-    """
+    """Say what a sweep asks for, what will be executed, and how long that takes, by a few timed steps."""
     finished = set(read_summaries(list(sweep.runs), out))
     made = plan(sweep, merge=merge, finished=finished)
     pending = set(made.runs) - finished

@@ -239,12 +239,6 @@ def run_tuning(tuning: Tuning, folder: Path, *, workers: int | None = None, quie
     Each stage is a sweep of its own below the folder: what all arms want to know next. The settings of a stage follow
     from the results of the earlier ones alone.
 
-    Args:
-        tuning: what to compare.
-        folder: of all sweeps, `tune.json` and `verdict.json`.
-        workers: worker processes, >= 1; None is one a core, or one a GPU.
-        quiet: show no progress.
-
     Raises:
         UsageError: arms that cannot be run, a folder of another comparison, or a budget that does not reach.
         RunError: runs failed, and the same call tries them again; or every setting of every arm diverged.
