@@ -145,7 +145,7 @@ def test_references_and_a_card(bench: Bench, tmp_path: Path, capsys: pytest.Capt
     assert "protocol 0" in other["places"][0]["note"]
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("made_up")
 def test_a_table_in_parts(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some arms of one place leave all others as they are; those that do not repeat are refused."""
     monkeypatch.setitem(recipe.SIZES, "full", Size(1, (0,), (100, 101), ("first", "second")))

@@ -14,6 +14,8 @@ from twophase.cli.main import main
 from twophase.tasks.lm.task import corpus_of
 from twophase.text.shards import open_shards
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 
 @pytest.fixture
 def shards(tmp_path: Path) -> Path:
