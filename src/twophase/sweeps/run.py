@@ -108,7 +108,6 @@ class Outcome:
     Args:
         seconds: duration of the call.
         errors: from the run id of a failed run to the reason. Repeating the command tries it again.
-        changed: whether `cells.csv` is another than before the call.
     """
 
     finished: int
@@ -117,7 +116,6 @@ class Outcome:
     skipped: int
     seconds: float
     errors: Mapping[str, str]
-    changed: bool = True
 
 
 def run_sweep(
@@ -286,7 +284,6 @@ class _Call:
         self.summaries: dict[str, Any] = read_summaries(list(work.runs), work.folder)
         self.skipped = frozenset(self.summaries)
         self.errors: dict[str, str] = {}
-        self.changed = False
         self.table_at, self.tabled = 0.0, 0
         """When the table was last written, and how many runs had ended or failed then."""
         self.unrecorded = ""
@@ -346,7 +343,7 @@ class _Call:
                 f"the trials cannot be written ({self.unrecorded}); when they can again, repeat the command: nothing "
                 "that is finished is lost"
             )
-        return Outcome(*self._counts(), time.monotonic() - self.began, dict(self.errors), self.changed)
+        return Outcome(*self._counts(), time.monotonic() - self.began, dict(self.errors))
 
     def _counts(self) -> tuple[int, int, int, int]:
         """Count the runs that have finished, diverged and failed in this call, and those that had ended before."""
@@ -381,7 +378,7 @@ class _Call:
             self.unrecorded = ""
         except Exception as error:  # a full disk, or another process's lock: the next write tries again
             self.trials, self.unrecorded = None, str(error) or type(error).__name__
-        self.changed |= write_rows(self.work.folder / TABLE, self._rows())
+        write_rows(self.work.folder / TABLE, self._rows())
         self.table_at, self.tabled = time.monotonic(), self.ended
 
     def _report(self, event: Happening, run: str = "", error: str = "") -> None:

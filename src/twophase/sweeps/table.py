@@ -125,11 +125,10 @@ def rows_of(
     return rows
 
 
-def write_rows(path: Path, rows: Sequence[Row]) -> bool:
+def write_rows(path: Path, rows: Sequence[Row]) -> None:
     """Write `cells.csv` atomically: one row a cell, a column an axis; what is not known stays empty, never zero.
 
-    Returns:
-        False where the file holds these rows already; it then keeps its time, so that figures can be told to be newer.
+    A file that holds these rows already keeps its time.
     """
     paths = list(dict.fromkeys(name for row in rows for name in row.values))
     buffer = io.StringIO()
@@ -144,9 +143,8 @@ def write_rows(path: Path, rows: Sequence[Row]) -> bool:
     text = buffer.getvalue()
     with suppress(OSError):  # missing, or not readable: it is replaced
         if read_bytes(path) == text.encode():
-            return False
+            return
     write_atomic(path, text)
-    return True
 
 
 def read_rows(path: Path) -> list[Row]:
