@@ -185,7 +185,8 @@ def test_the_forest_is_the_prefix_tree(drawn: list[dict[str, Any]], merge: bool)
     """
     made = plan(sweep_of(cells_of(drawn)), merge=merge)
     forest, histories = made.forest, histories_of(made.runs)
-    order, seen = forest_runs(forest), {None}
+    order = forest_runs(forest)
+    seen: set[str | None] = {None}
     event(f"{round(10 * made.steps / made.steps_asked) * 10} % executed")
     for node in forest.nodes.values():
         assert node.parent in seen

@@ -462,11 +462,11 @@ def test_table_that_cannot_be_written(tmp_path: Path, command: list[str], monkey
     """A disk that is full for the parent stops the workers in good order, with the reason; a repeat resumes."""
     sweep, calls = sweep_of("ok", "hang", "hang"), iter(range(1))
 
-    def write(*words: Any) -> bool:
+    def write(*words: Any) -> None:
         if next(calls, None) is None:
             wait_for_hanging(tmp_path, sweep.cells[1:])
             raise OSError(errno.ENOSPC, "No space left on device")
-        return write_rows(*words)
+        write_rows(*words)
 
     with monkeypatch.context() as patch:
         patch.setattr(launch, "write_rows", write)
