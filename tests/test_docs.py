@@ -7,10 +7,9 @@ import contextlib
 import doctest
 import io
 import json
+import os
 import re
 import shlex
-import subprocess
-import sys
 import tomllib
 from functools import cache
 from importlib import import_module
@@ -20,6 +19,7 @@ from pkgutil import resolve_name
 import pytest
 
 import forest
+from forked import finish
 from twophase.cli import main as cli
 from twophase.rule import OuterRule
 
@@ -41,18 +41,22 @@ def blocks(language: str) -> list[tuple[str, str]]:
 # --- Python -------------------------------------------------------------------------------------------------------
 
 RUN_BLOCKS = """
-import contextlib, io, json, sys, traceback, warnings
-warnings.simplefilter("error")
-done = []
-for page, code in json.load(sys.stdin):
-    printed, failed = io.StringIO(), ""
-    try:
-        with contextlib.redirect_stdout(printed):
-            exec(compile(code, page, "exec"), {"__name__": "__main__"})
-    except BaseException:
-        failed = traceback.format_exc()
-    done.append((printed.getvalue(), failed))
-json.dump(done, sys.stdout)
+import contextlib, io, json, pathlib, traceback
+
+def main():
+    done = []
+    for page, code in json.loads(pathlib.Path("blocks.json").read_text()):
+        printed, failed = io.StringIO(), ""
+        try:
+            with contextlib.redirect_stdout(printed):
+                exec(compile(code, page, "exec"), {"__name__": "__main__"})
+        except BaseException:
+            failed = traceback.format_exc()
+        done.append((printed.getvalue(), failed))
+    pathlib.Path("done.json").write_text(json.dumps(done))
+
+if __name__ == "__main__":  # forked workers of a block import this file
+    main()
 """
 NOT_RUN = "# not run here: "
 
@@ -61,19 +65,16 @@ NOT_RUN = "# not run here: "
 def test_python_blocks(tmp_path: Path) -> None:
     """Each Python block runs by itself, with names of its own; what it prints is what its last comments claim.
 
-    All in one interpreter, which is started once. A block that cannot run here says why in its first line.
+    All in one process. A block that cannot run here says why in its first line.
     """
     runnable = [(page, code) for page, code in blocks("python") if not code.startswith(NOT_RUN)]
-    done = subprocess.run(
-        [sys.executable, "-c", RUN_BLOCKS],
-        input=json.dumps(runnable),
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=tmp_path,
-    )
+    program = tmp_path / "run_blocks.py"
+    program.write_text(RUN_BLOCKS)
+    (tmp_path / "blocks.json").write_text(json.dumps(runnable))
+    finish(tmp_path, [["-W", "error", str(program)]], [os.environ])
+    done = json.loads((tmp_path / "done.json").read_text())
     wrong = []
-    for (page, code), (printed, failed) in zip(runnable, json.loads(done.stdout), strict=True):
+    for (page, code), (printed, failed) in zip(runnable, done, strict=True):
         claimed = re.findall(r"^# prints: (.*)$", code, re.MULTILINE)
         if failed or (claimed and printed.splitlines() != claimed):
             wrong.append(f"{page}:\n{code}\n--- printed:\n{printed}\n{failed}")
