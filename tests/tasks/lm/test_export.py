@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -318,9 +319,10 @@ def test_no_run(corpus: Path, tmp_path: Path) -> None:
             export(tmp_path / name, tmp_path / "hf")
 
 
-def changed_weights(run: Path, **weights: torch.Tensor) -> None:
+def changed_weights(run: Path, cut: int = 0, **weights: torch.Tensor) -> None:
     """Put other weights in, as a run of an earlier version, which recorded no SHA-256, might have had them."""
     save_file(load_file(run / WEIGHTS) | weights, run / WEIGHTS)
+    os.truncate(run / WEIGHTS, (run / WEIGHTS).stat().st_size - cut)
     path = run / "summary.json"
     summary = json.loads(path.read_text())
     path.write_text(json.dumps({name: value for name, value in summary.items() if not name.endswith("sha256")}))
@@ -334,6 +336,7 @@ WEIGHTS = "weights.safetensors"
 DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated": (replaced(WEIGHTS, lambda data: data[:-10]), "is damaged: its SHA-256"),
     "flipped": (replaced(WEIGHTS, lambda data: data[:-1] + bytes([data[-1] ^ 1])), "is damaged: its SHA-256"),
+    "old and truncated": (lambda run: changed_weights(run, cut=10), r"is damaged: .*; delete it and summary\.json"),
     "other shape": (lambda run: changed_weights(run, norm=torch.ones(3)), "do not fit the run's config"),
     "diverged": (lambda run: changed_weights(run, norm=torch.full((16,), float("nan"))), "has diverged"),
 }

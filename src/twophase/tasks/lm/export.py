@@ -126,7 +126,14 @@ def _weights(run: Path, identity: str) -> tuple[dict[str, Tensor], str, int]:
     if summary is not None and (run / WEIGHTS).is_file():
         if fault := weights_fault(run, summary):
             raise UsageError(fault)
-        return safetensors.torch.load_file(run / WEIGHTS), "the end of the run", summary.get("steps", 0)
+        try:
+            weights = safetensors.torch.load_file(run / WEIGHTS)
+        except SafetensorError as error:  # of a summary without their SHA-256, as earlier versions wrote it
+            raise UsageError(
+                f"{run / WEIGHTS} is damaged: {error}; delete it and {SUMMARY} and repeat the run's `twophase train` "
+                "command, which writes both again from the last checkpoint"
+            ) from None
+        return weights, "the end of the run", summary.get("steps", 0)
 
     def read(newest: Path) -> tuple[dict[str, Tensor], str, int]:
         saved = checkpoint.Checkpoint(newest, identity)
