@@ -22,7 +22,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -101,8 +100,11 @@ class DiLoCo:
         buffers: str = "local",
     ) -> None:
         self.schedule, self.wire = Schedule(inner_steps, stagger, delay, mixing), wire
-        # Process groups are a backend, whose code is loaded by name.
-        self.communicator: Communicator = communicator or import_module("twophase.diloco.comm").default_communicator()
+        if communicator is None:
+            from twophase.diloco.comm import default_communicator  # noqa: PLC0415 - torch may lack process groups
+
+            communicator = default_communicator()
+        self.communicator: Communicator = communicator
         self.replicas: list[nn.Module] = [replicas] if isinstance(replicas, nn.Module) else list(replicas)
         self._watch = Watch(buffers, self.replicas, self.communicator)
         self._setting = Setting(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
 from numbers import Real
 from typing import Any
 
@@ -30,8 +29,10 @@ from twophase.diloco.fragment import (
     slots_of,
     tensors_of,
 )
+from twophase.diloco.sparse import SparseChannel
 from twophase.diloco.sweep import goes_on_device
 from twophase.diloco.transfer import Channel
+from twophase.diloco.wire import LossyChannel
 from twophase.optim.filters import Context
 from twophase.optim.groups import as_number
 from twophase.optim.optimizer import OuterOptimizer, filter_of_group, outer_optimizer
@@ -297,10 +298,8 @@ def open_channel(name: str, numel: int, *, dtype: torch.dtype, device: torch.dev
     """
     if check_wire(name, numel) == "float32":
         return Channel(name, numel, dtype=dtype, device=device)
-    # Loaded by name: a run on float32 does without the code of the others.
-    room, kind = ("sparse", "SparseChannel") if TopK.of(name) else ("wire", "LossyChannel")
-    opened = getattr(import_module(f"twophase.diloco.{room}"), kind)
-    return opened(name, numel, dtype=dtype, device=device, **options)
+    kind = SparseChannel if TopK.of(name) else LossyChannel
+    return kind(name, numel, dtype=dtype, device=device, **options)
 
 
 def _constants(fragments: Sequence[Fragment], replica: nn.Module, communicator: Communicator) -> dict[str, Any]:

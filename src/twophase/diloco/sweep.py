@@ -12,13 +12,13 @@ import operator
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from twophase.diloco import device_sweep
 from twophase.diloco.communicator import Communicator
 from twophase.diloco.flat import Digest, divide_
 from twophase.diloco.fragment import SMALL, Fragment, progress_of
@@ -42,7 +42,7 @@ def goes_on_device(fragment: Fragment) -> bool:
         and not fragment.channel.lossy
         and _is_sweepable(fragment)
         and not fragment.needs & {PROBES, AGREEMENT}
-        and device().is_usable(fragment)
+        and device_sweep.is_usable(fragment)
     )
 
 
@@ -225,7 +225,7 @@ def round_sweep(fragment: Fragment, transfer: PartTransfer | None, *, restore: b
                 return None
             momentum = fragment.new_momentum()
     if on_device:
-        return device().sweep_of(fragment, momentum, restore=restore, prove=prove)
+        return device_sweep.sweep_of(fragment, momentum, restore=restore, prove=prove)
     return FlatSweep(fragment, momentum, transfer, restore=restore, prove=prove)
 
 
@@ -245,9 +245,4 @@ def sweep_again(fragment: Fragment, outer: OuterSGD, anchor: Tensor) -> Any:
             if (buffer := outer.state[param].get(BUFFER)) is not None:
                 view.copy_(buffer)
                 outer.state[param][BUFFER] = view
-    return device().sweep_on(fragment, anchor, momentum, views)
-
-
-def device() -> Any:
-    """Return `device_sweep`, the round by the kernels of an accelerator; loaded by name, for most machines lack it."""
-    return import_module("twophase.diloco.device_sweep")
+    return device_sweep.sweep_on(fragment, anchor, momentum, views)

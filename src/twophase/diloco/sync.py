@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from twophase.diloco import device_sweep
 from twophase.diloco.agreement import Shared, agree, averaged, prove
 from twophase.diloco.candidates import count_candidates, probe_candidates
 from twophase.diloco.communicator import Interrupted
@@ -23,7 +24,7 @@ from twophase.diloco.fragment import Fragment
 from twophase.diloco.membership import Members
 from twophase.diloco.report import FragmentRound, RoundReport, merged
 from twophase.diloco.setting import Setting
-from twophase.diloco.sweep import device, goes_in_parts, goes_on_device, round_sweep, step_of, transfer_in_parts
+from twophase.diloco.sweep import goes_in_parts, goes_on_device, round_sweep, step_of, transfer_in_parts
 from twophase.diloco.transfer import PartTransfer, Transfer
 from twophase.diloco.weighing import Weighing, weigh
 from twophase.optim.groups import GroupRound
@@ -136,7 +137,7 @@ class Sync:
         if not fragment.on_device:
             weights = part.weighing.weights[part.weighing.first :][: len(fragment.params)] if part.weighing else ()
             return fragment.write_pseudo_gradient(alone=alone, measure=measure, weights=weights)
-        device().write(fragment, self.members.replicas if alone else 1)
+        device_sweep.write(fragment, self.members.replicas if alone else 1)
         fragment.divisor = 1 if alone else self.members.replicas
         return None
 
