@@ -10,15 +10,15 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from twophase.diloco.communicator import Communicator
-from twophase.diloco.fragment import Fragment, slots_of
+from twophase.diloco.fragment import slots_of
 from twophase.diloco.report import RoundReport
+from twophase.diloco.state import EngineState
 from twophase.optim.outer import OuterSGD
 
 _log = logging.getLogger("twophase")
@@ -35,25 +35,6 @@ ALIKE = (
     "all replicas moved alike in the first round, as they do on the same batches; give each its own part of the data, "
     "by its rank or number"
 )
-
-
-class Engine(Protocol):
-    """What is looked at of a `DiLoCo`."""
-
-    replicas: list[nn.Module]
-    replica_count: int
-    communicator: Communicator
-    fragments: list[Fragment]
-    anchor: dict[str, Tensor]
-
-    @property
-    def syncs(self) -> int: ...  # noqa: D102 - as of `DiLoCo`
-    @property
-    def at_anchor(self) -> bool: ...  # noqa: D102
-    @property
-    def inner_step(self) -> int: ...  # noqa: D102
-    @property
-    def inner_steps(self) -> int: ...  # noqa: D102
 
 
 class Watch:
@@ -97,7 +78,7 @@ class Watch:
         self._before: list[tuple[Tensor, Tensor]] = []
         """The anchor and the first replica's progress, before the first sync, of some parameters."""
 
-    def begin(self, engine: Engine) -> None:
+    def begin(self, engine: EngineState) -> None:
         """Note the state before the first sync; before later ones nothing."""
         self._names, self._before = [], []  # a first sync that failed is noted anew
         if not engine.syncs and (finding := self._of_buffers(engine)):
@@ -122,7 +103,7 @@ class Watch:
         if room > _MOST_NUMBERS - _FEWEST_NUMBERS:
             self._before = []
 
-    def end(self, engine: Engine, report: RoundReport, accepted: Sequence[bool]) -> RoundReport:
+    def end(self, engine: EngineState, report: RoundReport, accepted: Sequence[bool]) -> RoundReport:
         """Judge a sync by its pseudo-gradient, and the first one by the anchor's step; average buffers if asked to."""
         if report.complete and self.buffers == "mean":
             average_buffers(engine.replicas, engine.communicator, accepted)
@@ -139,20 +120,20 @@ class Watch:
         self._names, self._before = [], []
         return report
 
-    def check(self, engine: Engine, inner: Sequence[Optimizer], *, strict: bool) -> tuple[str, ...]:
+    def check(self, engine: EngineState, inner: Sequence[Optimizer], *, strict: bool) -> tuple[str, ...]:
         """Return what is wrong, or may be; arguments as of `DiLoCo.check`."""
         seen = tuple(dict.fromkeys([*self.findings, *self._look(engine, inner)]))
         if strict and seen:
             raise ValueError(f"DiLoCo.check: {'; '.join(seen)}")
         return seen
 
-    def _look(self, engine: Engine, inner: Sequence[Optimizer]) -> Iterator[str]:
+    def _look(self, engine: EngineState, inner: Sequence[Optimizer]) -> Iterator[str]:
         """Yield what is wrong now."""
         yield from _of_parameters(engine)
         if not (engine.at_anchor or (engine.inner_step == 0 and _is_anchor(engine))):
             yield (
-                f"the modules hold the replicas' own weights, {engine.inner_step} of {engine.inner_steps} inner steps "
-                "into a round; to save or evaluate the shared ones, use `with engine.anchored() as module:`"
+                f"the modules hold the replicas' own weights, {engine.inner_step} of {engine.schedule.inner_steps} "
+                "inner steps into a round; to save or evaluate the shared ones, use `with engine.anchored() as module:`"
             )
         # One replica may have several, as Muon for matrices and AdamW for the rest.
         shares = [inner] if len(engine.replicas) == 1 else [[optimizer] for optimizer in inner]
@@ -170,7 +151,7 @@ class Watch:
         if finding := self._of_buffers(engine):
             yield finding
 
-    def _of_buffers(self, engine: Engine) -> str:
+    def _of_buffers(self, engine: EngineState) -> str:
         """Return what is wrong with the buffers, if the loop has changed some and the engine leaves them alone."""
         communicator = engine.communicator
         if self.buffers == "mean" or (engine.replica_count == 1 and not communicator.elastic):
@@ -190,7 +171,7 @@ class Watch:
             _log.warning("DiLoCo: %s", finding)
 
 
-def _of_parameters(engine: Engine) -> Iterator[str]:
+def _of_parameters(engine: EngineState) -> Iterator[str]:
     """Yield which parameters have begun or ceased to train since the engine was built."""
     slots = [slot for fragment in engine.fragments for slot in fragment.slots[0]]
     # By identity: a module that is wrapped later, as by torch.compile, gives the same parameters other names.
@@ -207,7 +188,7 @@ def _of_parameters(engine: Engine) -> Iterator[str]:
         )
 
 
-def _is_anchor(engine: Engine) -> bool:
+def _is_anchor(engine: EngineState) -> bool:
     """Tell by their values whether the replicas are the anchor, as with mixing at the beginning and at the end."""
     return not engine.communicator.sharded and all(
         torch.equal(view.to(p.dtype), p.detach().to(view.device))
@@ -217,7 +198,7 @@ def _is_anchor(engine: Engine) -> bool:
     )
 
 
-def _is_comparable(engine: Engine) -> bool:
+def _is_comparable(engine: EngineState) -> bool:
     """Tell whether the first step of the anchor is along the mean progress, in numbers that show it."""
     return (
         engine.replica_count > 1

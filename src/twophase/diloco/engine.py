@@ -28,19 +28,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from twophase.diloco import state as states
 from twophase.diloco.check import Watch
 from twophase.diloco.communicator import Communicator
-from twophase.diloco.flat import checksum
 from twophase.diloco.fragment import Fragment
 from twophase.diloco.membership import Members, Membership, Position
 from twophase.diloco.report import RoundReport, merged
 from twophase.diloco.setting import OuterChoice, Probe, Restarts, Schedule, Setting, Signals, check_kind, values_for
+from twophase.diloco.state import EngineState
 from twophase.diloco.sync import Sync
 from twophase.policies.base import AGREEMENT, PROBES
 
 
-class DiLoCo:
+class DiLoCo(EngineState):
     """The engine: call `step()` once after every inner optimizer step.
 
         engine = DiLoCo(model, OuterRule(0.7, 0.9, nesterov=True), restart=Periodic(3), inner_steps=500)
@@ -121,13 +120,11 @@ class DiLoCo:
         self.fragments = self._setting.fragments
         self.anchor: dict[str, Tensor] = {name: view for f in self.fragments for name, view in f.named}
         self._membership = Membership(self._setting, delay)
-        self.replica_count = self._membership.replicas or len(self.replicas)
-        self._position = Position([fragment.number for fragment in self.fragments], at_once=delay == 0)
-        self._under_way: list[Sync] = []
-        measured = {PROBES: probe is not None, AGREEMENT: self._membership.replicas != 1}
+        self.replica_count = self._membership.replica_count
+        self._position = Position([fragment.number for fragment in self.fragments], blocking=delay == 0)
+        self._under_way = []
+        measured = {PROBES: probe is not None, AGREEMENT: self._membership.may_compare}
         self._setting.promise([*signals, *(name for name in measured if measured[name])])
-        if not self._membership.absent:  # else a peer's state comes, by `join`
-            self.communicator.broadcast(self._setting.anchor)
         self._setting.restore()
 
     def __repr__(self) -> str:
@@ -153,31 +150,6 @@ class DiLoCo:
             raise ValueError("DiLoCo: outer is the optimizer of a single fragment; of several, take fragments[i].outer")
         return self.fragments[0].outer
 
-    @property
-    def round(self) -> int:
-        """Rounds that all fragments have ended."""
-        return self._position.round
-
-    @property
-    def inner_step(self) -> int:
-        """Inner steps since the round began."""
-        return self._position.inner_step
-
-    @property
-    def taken(self) -> int:
-        """Inner steps of each replica since the run began."""
-        return self._position.taken
-
-    @property
-    def syncs(self) -> int:
-        """Syncs that have been completed, over all fragments."""
-        return self._position.syncs
-
-    @property
-    def run(self) -> int:
-        """Identity of a run whose processes come and go, in milliseconds since 1970; 0 before `join`, or elsewhere."""
-        return self._position.run
-
     # ---------------------------------------------------------------------------------------------------- the rounds
 
     def step(self, signals: Signals = None) -> RoundReport | None:
@@ -199,12 +171,10 @@ class DiLoCo:
         """
         check_kind(signals)  # in every step, and not only where a round ends
         self._setting.check_whole()
-        if self._membership.absent:
-            raise ValueError("DiLoCo: call join() once before the first step(); it waits for the other processes")
-        ending = self._ending()
+        self._membership.check_joined()
+        due, ending = self._due(), self._ending()
         values = values_for(ending, signals) if ending else {}
-        position, delay = self._position, self.schedule.delay
-        due = self._due(following := position.inner_step + 1)
+        position, delay, following = self._position, self.schedule.delay, self.inner_step + 1
         position.inner_step, position.taken = following if following < self.inner_steps else 0, position.taken + 1
         for fragment in self.fragments:
             fragment.steps += 1
@@ -239,7 +209,7 @@ class DiLoCo:
             reports.append(self._complete(self._under_way.pop(0), values))
         while None not in reports and (rest := [f for f in self.fragments if f.steps > 0]):  # a heal may change them
             values = values_for(rest[:1], signals)
-            reports.append(self._follow(self._launch(rest[:1], at_once=True), values))
+            reports.append(self._follow(self._launch(rest[:1], blocking=True), values))
         if None in reports:  # a peer's state has taken this replica back into the run
             return None
         if self.schedule.mixing:
@@ -250,20 +220,20 @@ class DiLoCo:
         self._position.round = max(fragment.round for fragment in self.fragments)
         return replace(merged([report for report in reports if report]), round=self.round, complete=True)
 
-    def _launch(self, fragments: list[Fragment], attempts: int = 1, *, at_once: bool = False) -> Sync:
-        """Begin a sync of these fragments; where a peer's state is adopted, of those that it is launching."""
-        self._position.launching = [fragment.number for fragment in fragments]
-        self._position.at_once = at_once or self.schedule.delay == 0
+    def _launch(self, fragments: list[Fragment], attempts: int = 1, *, blocking: bool = False) -> Sync:
+        """Begin a sync of these fragments; after a heal, of those that the donor synchronizes."""
+        self._position.syncing = [fragment.number for fragment in fragments]
+        self._position.blocking = blocking or self.schedule.delay == 0
         return self._reduce(self._membership.attend(self._position, attempts))
 
     def _reduce(self, members: Members) -> Sync:
-        fragments = [self.fragments[number] for number in self._position.launching]
+        fragments = [self.fragments[number] for number in self._position.syncing]
         with torch.no_grad():
-            return Sync.launch(self._setting, fragments, members, at_once=self._position.at_once)
+            return Sync.launch(self._setting, fragments, members, blocking=self._position.blocking)
 
     def _follow(self, sync: Sync, signals: Mapping[str, float]) -> RoundReport | None:
         """Complete the newest sync if it ends where it begins, here or at the peer whose state was adopted."""
-        if self._position.at_once:
+        if self._position.blocking:
             return self._complete(sync, signals)
         self._under_way.append(sync)
         return None
@@ -274,16 +244,15 @@ class DiLoCo:
             try:
                 self._watch.begin(self)
                 while not sync.receive(signals, self.inner_steps):  # processes went away: once more without them
-                    failed, sync = sync, self._launch(sync.fragments, sync.members.attempts + 1, at_once=True)
+                    failed, sync = sync, self._launch(sync.fragments, sync.members.attempts + 1, blocking=True)
                     sync.add(failed)
-                    if not self._position.at_once:  # the state of a peer that begins a sync with a delay
+                    if not self._position.blocking:  # the state of a peer that begins a sync with a delay
                         return self._follow(sync, signals)
                 sync.apply()
             except BaseException:  # an error of the probe, or Ctrl-C
                 sync.withdraw()  # nothing where its outer step has begun, or where it is withdrawn already
                 raise
-            self._position.borrowed.difference_update([fragment.number for fragment in sync.fragments])
-            self._position.present = list(sync.members.present)
+            self._membership.complete(sync.members, sync.fragments)
             complete = sync.fragments[-1] is self.fragments[-1]
             self._position.round += complete
             self._position.syncs += 1
@@ -312,30 +281,20 @@ class DiLoCo:
         for fragment in self.fragments:
             fragment.offset = self.schedule.offset(fragment.number, len(self.fragments))
 
-    def _due(self, inner_step: int) -> list[Fragment]:
-        """Return the fragments whose pseudo-gradient is taken after an inner step of a round, from 1."""
-        return [fragment for fragment in self.fragments if fragment.offset == inner_step]
+    def _due(self) -> list[Fragment]:
+        """Return the fragments whose pseudo-gradient the next `step()` takes."""
+        return [fragment for fragment in self.fragments if fragment.offset == self._position.inner_step + 1]
 
     def _ending(self) -> list[Fragment]:
         """Return the fragments that end their round in the next `step()`."""
         if delay := self.schedule.delay:
             return [f for sync in self._under_way if sync.age + 1 == delay for f in sync.fragments]
-        return self._due(self._position.inner_step + 1)
+        return self._due()
 
     @property
     def reports_next(self) -> bool:
         """Whether the next `step()` ends a round, and so looks at the signals."""
         return bool(self._ending())
-
-    @property
-    def under_way(self) -> bool:
-        """Whether the result of a reduction is still to be applied (only with a delay)."""
-        return bool(self._under_way)
-
-    @property
-    def at_anchor(self) -> bool:
-        """Whether the replicas are the anchor: no inner step has been taken since, and nothing is under way."""
-        return not (self.schedule.mixing or self._under_way or any(fragment.steps for fragment in self.fragments))
 
     @contextmanager
     def anchored(self, number: int = 0, *, readout: bool = False) -> Iterator[nn.Module]:
@@ -355,10 +314,6 @@ class DiLoCo:
         with self._setting.lend(number) as replica:
             self._setting.write(number, values)
             yield replica
-
-    def checksum(self) -> str:
-        """Return sixteen hexadecimal digits that depend on every bit of the anchor, which all processes share."""
-        return checksum(self._setting.anchor)
 
     # ----------------------------------------------------------------------------------- processes that come and go
 
@@ -384,9 +339,9 @@ class DiLoCo:
             ValueError: the replicas were not started alike.
             RuntimeError: too few of them came in time.
         """
-        if not self._membership.absent:
+        if self._membership.joined:
             return None
-        self._position.launching, restored = [], False
+        self._position.syncing, restored = [], False
         while (arrival := self._membership.arrive(self._position, ready=restored)).members is None:
             if arrival.begun:
                 self._membership.begin_run(self._position, at_anchor=self.at_anchor)
@@ -395,58 +350,3 @@ class DiLoCo:
                 restore()
                 restored = True
         return self._follow(self._reduce(arrival.members), signals or {})
-
-    # ------------------------------------------------------------------------------------------------------- states
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return anchor, outer optimizers and position, the same on every process.
-
-        (Where processes come and go, also which fragments here hold a peer's progress, and so have no weight.)
-
-        With the models, the inner optimizers, and what a lossy wire owes (`wire_state_dict`), it is the whole run. It
-        holds tensors, numbers and text only, so no reader needs a pickle that runs code. The tensors are live; save
-        them before the next step, or clone them. With a reduction under way, which is waited for, it must be called on
-        all processes.
-
-        Raises:
-            ValueError: a reduction is `under_way` where processes come and go: its result may never be.
-        """
-        self._setting.check_whole()
-        if self._under_way and self._membership.changes:
-            raise ValueError("DiLoCo.state_dict: a reduction is under way; take steps until engine.under_way is False")
-        return states.save(self._setting, self._position, self._under_way, self.schedule)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict()`. Construct the engine first, then load it, the models and the inner optimizers.
-
-        As for every torch optimizer, the saved settings (lr, momentum, restart policy) win over the constructor's. A
-        state in which the replicas were the anchor also sets them to it.
-
-        Raises:
-            ValueError: no engine's state, the state of another model, a position that this engine's rounds do not
-                have, or a restart policy that needs what this one was not promised; nothing has been changed.
-        """
-        states.check(state, self._setting, self.schedule)
-        for sync in self._under_way:  # it must not end later, in what is loaded meanwhile
-            sync.settle()
-        self._under_way = states.load(state, self._setting, self._position, at_once=self.schedule.delay == 0)
-        if self.at_anchor:
-            self._setting.restore()
-
-    def wire_state_dict(self) -> dict[str, Any]:
-        """Return what this process still owes the others on a lossy wire, by fragment; empty on float32.
-
-        It differs between processes, so each saves its own. With a reduction under way, which is waited for because its
-        second stage owes digits too, it must be called on all processes.
-        """
-        for sync in self._under_way:
-            sync.settle()
-        return {f.name: state for f in self.fragments if (state := f.channel.state_dict())}
-
-    def load_wire_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `wire_state_dict()`; what is not in it is owed no longer."""
-        for fragment in self.fragments:
-            if fragment.name in state:
-                fragment.channel.load_state_dict(state[fragment.name])
-            else:
-                fragment.channel.clear()

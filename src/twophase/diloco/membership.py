@@ -1,21 +1,23 @@
 """Membership: the replicas that take part in a sync, always the same or, where processes come and go, listed anew.
 
-It returns values. The state of a replica that comes late is replaced by a peer's inside `Communicator.begin`.
+It returns values, and changes its own state alone. A late joiner's engine receives a peer's state inside
+`Communicator.begin`.
 
-A sync needs most of the replicas of the last one that counted, so two halves of a run never both go on. Replicas are
-counted by their numbers: a process that died and came back is the replica that it was.
+A sync needs most of the replicas of the last successful one, so two halves of a run never both continue. Replicas are
+counted by their numbers: a process that died and came back is the same replica.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from twophase.diloco.agreement import REMEDY, Disagreement, all_halves, first_difference, halves, same_start
 from twophase.diloco.communicator import Interrupted
-from twophase.diloco.fragment import short_hash
+from twophase.diloco.fragment import Fragment, short_hash
 from twophase.diloco.setting import Schedule, Setting
 
 
@@ -24,28 +26,21 @@ class Position:
     """The engine's place in a run: what a step or a sync changes.
 
     Args:
-        launching: numbers of the fragments of the newest sync. A late joiner receives them with the state, and goes
+        syncing: numbers of the fragments of the newest sync. A late joiner receives them with the state, and goes
             straight into that sync.
-        at_once: whether that sync ends where it begins: without a delay, at a run's end, or when it is repeated.
+        blocking: whether that sync ends where it begins: without a delay, at a run's end, or when it is repeated.
         round: rounds that all fragments have ended.
         inner_step: inner steps since the round began.
         taken: inner steps since the run began.
         syncs: syncs that have succeeded, over all fragments.
-        borrowed: numbers of the fragments in which this process (the others are the same on all) holds a peer's
-            progress, each until a sync of it has succeeded.
-        run: identity of a run whose processes come and go: the milliseconds since 1970 at which it first began.
-        present: numbers of the replicas of the last sync that counted, where processes come and go.
     """
 
-    launching: list[int]
-    at_once: bool
+    syncing: list[int]
+    blocking: bool
     round: int = 0
     inner_step: int = 0
     taken: int = 0
     syncs: int = 0
-    borrowed: set[int] = field(default_factory=set)
-    run: int = 0
-    present: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +50,13 @@ class Members:
     Args:
         weight: replicas of this process that count in the mean.
         replicas: replicas of all processes that count in it.
-        newcomers: replicas that are there without weight.
+        newcomers: late joiners, with weight 0.
         attempts: how often the sync has been tried, this time included.
         seconds: time spent on listing them, by phase.
         present: numbers of all replicas, where processes come and go.
-        returned: how many of them took part in the last sync that counted.
-        needed: how many of these a sync needs: most of them, or none where all members allow so few replicas.
-        minority: whether those that returned are not most of them.
+        returned: number of them that took part in the last successful sync.
+        needed: number of these that a sync needs: most of them, or 0 where all members allow so few replicas.
+        minority: whether fewer than most of them returned.
         run: identity of the run, by process 0.
     """
 
@@ -93,11 +88,20 @@ class Arrival:
 
 
 class Membership:
-    """The processes of a run.
+    """The processes of a run. Where they are always the same, all begin with the anchor of process 0.
 
     Args:
-        setting: what all syncs share.
+        setting: the values that all syncs share.
         delay: inner steps of a reduction.
+
+    Attributes:
+        replica_count: replicas of the whole run; of this process where processes come and go.
+        may_compare: whether a sync may have two or more replicas.
+        joined: whether this process takes part in syncs: where processes come and go, from `DiLoCo.join` on.
+        run: identity of a run whose processes come and go: the milliseconds since 1970 at which it first began.
+        present: numbers of the replicas of the last successful sync, where processes come and go.
+        unweighted: numbers of the fragments that hold a donor's progress here; weight 0 until their next successful
+            sync.
 
     Raises:
         ValueError: processes come and go, and syncs overlap; or they are always the same, and were not started alike.
@@ -105,20 +109,20 @@ class Membership:
 
     def __init__(self, setting: Setting, delay: int) -> None:
         self._setting, self._communicator = setting, setting.communicator
-        self._replicas = len(setting.modules)
-        self.changes = self._communicator.elastic
-        """Whether processes may come and go; then a sync may fail until its end, and is repeated."""
-        self.absent = self.changes
-        """Whether this process has still to join the others."""
+        self._replicas = self.replica_count = len(setting.modules)
+        self.joined = not self._communicator.elastic
+        self.run, self.present, self.unweighted = 0, list[int](), set[int]()
         self._members: Members | None = None
-        if self.changes and delay >= setting.gap:
+        if self.joined:
+            self.replica_count = sum(same_start(self._communicator, setting.describe(), self._replicas))
+            self._members = Members(self._replicas, self.replica_count)
+            self._communicator.broadcast(setting.anchor)
+        elif delay >= setting.gap:
             raise ValueError(
                 f"DiLoCo: delay is {delay} and the fragments' syncs lie {setting.gap} inner steps apart; where "
                 "processes come and go one must end before the next begins, so take a shorter delay or fewer fragments"
             )
-        if not self.changes:
-            counts = same_start(self._communicator, setting.describe(), self._replicas)
-            self._members = Members(self._replicas, sum(counts))
+        self.may_compare = self._members is None or self.replica_count > 1
 
     def checked(self, schedule: Schedule) -> Schedule:
         """Return a schedule of other inner steps; refuse overlapping syncs of fragments that have no room for them."""
@@ -130,28 +134,37 @@ class Membership:
             )
         return schedule
 
-    @property
-    def replicas(self) -> int | None:
-        """Replicas of the whole run; None where that changes."""
-        return self._members and self._members.replicas
+    def check_joined(self) -> None:
+        """Refuse a step before `DiLoCo.join`, where processes come and go."""
+        if not self.joined:
+            raise ValueError("DiLoCo: call join() once before the first step(); it waits for the other processes")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of the membership."""
+        return {"borrowed": sorted(self.unweighted), "run": self.run, "present": list(self.present)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict()`, which earlier versions did not write."""
+        self.unweighted = set(state.get("borrowed", ()))
+        self.run, self.present = state.get("run", 0), list(state.get("present", ()))
 
     def attend(self, position: Position, attempts: int) -> Members:
         """Begin a sync with the processes that are there; a failed roll call is another attempt.
 
         Args:
-            position: this process's; replaced by a peer's where this process was left behind.
+            position: this process's; the communicator loads a peer's where this process was left behind.
             attempts: number of this attempt.
         """
         if self._members is not None:
             return self._members
         start = time.perf_counter()
         while True:
-            self._begin(position)
-            weight = 0 if position.borrowed.intersection(position.launching) else self._replicas
+            self._begin()
+            weight = 0 if self.unweighted.intersection(position.syncing) else self._replicas
             try:
                 members, _, _ = self._call_roll(position, weight, running=True, ready=True)
             except Interrupted:
-                if not position.at_once:  # others may have heard all, and train on: the sync fails when it is due
+                if not position.blocking:  # others may have heard all, and train on: the sync fails when it is due
                     return Members(weight, self._replicas, attempts=attempts)
                 self._communicator.commit()  # ends the failed attempt, so that the next `begin` starts another
                 attempts += 1
@@ -163,16 +176,16 @@ class Membership:
         """Try once to join the others.
 
         Args:
-            position: this process's; replaced by a peer's where a run is under way or a peer is further.
+            position: this process's; the communicator loads a peer's where a run is under way or a peer is further.
             ready: whether this process has restored its checkpoint.
         """
         communicator = self._communicator
         communicator.enter(1 + position.syncs if ready else 0)
-        self._begin(position)
+        self._begin()
         try:
             members, running, all_ready = self._call_roll(position, 0, running=False, ready=ready)
             if running:
-                self.absent = False
+                self.joined = True
                 # From now on it holds the others' state, and waits with them for more.
                 return Arrival(members if self._go_on(members) else self.attend(position, 1))
             # Each rank judges by its own minimum; no collective follows before the vote, so none waits for another.
@@ -180,7 +193,7 @@ class Membership:
             # Only together: a vote while one replica still restores would fail by its timeout.
             begun = enough and all_ready and communicator.commit()
             if begun:
-                position.run, position.present = members.run, list(members.present)
+                self.run, self.present = members.run, list(members.present)
             return Arrival(enough=enough, begun=begun)
         except Interrupted:
             communicator.commit()  # ends the failed attempt, so that the next `begin` starts another
@@ -189,18 +202,23 @@ class Membership:
     def begin_run(self, position: Position, *, at_anchor: bool) -> None:
         """Take part with full weight from now on, unless this replica was set to a peer's progress inside a round."""
         if at_anchor or (position.syncs == 0 and position.inner_step == 0):
-            position.borrowed.clear()
-        self._communicator.enter(1 + position.syncs, run=position.run)
-        self.absent = False
+            self.unweighted.clear()
+        self._communicator.enter(1 + position.syncs, run=self.run)
+        self.joined = True
+
+    def complete(self, members: Members, fragments: Sequence[Fragment]) -> None:
+        """Count a sync as successful: its fragments have full weight in the next one."""
+        self.present = list(members.present)
+        self.unweighted.difference_update([fragment.number for fragment in fragments])
 
     def _go_on(self, members: Members) -> bool:
         """Return whether a sync may go on with these, the same on all of them; wait a moment if not."""
         return self._communicator.enough(members.returned, members.needed)
 
-    def _begin(self, position: Position) -> None:
+    def _begin(self) -> None:
         """Begin a sync; adopt a state healed from a peer, and drop local error-feedback residuals then."""
         if self._communicator.begin():
-            position.borrowed = {fragment.number for fragment in self._setting.fragments}
+            self.unweighted = {fragment.number for fragment in self._setting.fragments}
             for fragment in self._setting.fragments:
                 fragment.channel.clear()
 
@@ -211,14 +229,14 @@ class Membership:
         """
         communicator, fragments = self._communicator, self._setting.fragments
         description = self._setting.describe()
-        # First a few words that are as many on all processes, whatever they were started with: unlike lengths would
-        # fail without a reason. A joiner of a run under way has compared itself before it took the state over.
+        # Exchange digests of fixed length first: descriptions of different length would fail without a reason. A late
+        # joiner has compared its description before it loaded the state.
         kinds = communicator.exchange([running, *halves(short_hash(json.dumps(description, sort_keys=True)))])
         if not any(row[0] for row in kinds) and any(row != kinds[0] for row in kinds):
             same_start(communicator, description, self._replicas)
-        place = [(position.launching or [0])[0], len(position.launching), position.inner_step]
+        place = [(position.syncing or [0])[0], len(position.syncing), position.inner_step]
         digests = [fragment.digest() for fragment in fragments]
-        mine = [communicator.replica, communicator.allowance, position.run or int(1000 * time.time())]
+        mine = [communicator.replica, communicator.allowance, self.run or int(1000 * time.time())]
         everyone = communicator.exchange([running, self._replicas, weight, ready, *mine, *place, *all_halves(digests)])
         fault = first_difference([row[10:] for row in everyone], fragments, digests)
         under_way = any(row[0] for row in everyone)
@@ -230,7 +248,7 @@ class Membership:
         present, counted = (int(sum(row[column] for row in everyone)) for column in (1, 2))
         if not counted:  # only newcomers are there: they count, or the progress of the replicas that have gone is lost
             weight, counted = self._replicas, present
-        numbers, last = sorted({int(row[4]) for row in everyone}), set(position.present)
+        numbers, last = sorted({int(row[4]) for row in everyone}), set(self.present)
         returned, majority = len(last.intersection(numbers)), len(last) // 2 + 1 if last else 0
         allowed = len(numbers) >= max(row[5] for row in everyone)  # by all, or some would wait where others go on
         members = Members(

@@ -1,15 +1,18 @@
-"""Save the engine's state as tensors, numbers and text; check it before anything changes, and load it."""
+"""The state of an engine: read it, save it as tensors, numbers and text, and check it before it is loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from twophase.diloco.agreement import first_unlike
-from twophase.diloco.membership import Members, Position
+from twophase.diloco.communicator import Communicator
+from twophase.diloco.flat import checksum
+from twophase.diloco.fragment import Fragment
+from twophase.diloco.membership import Members, Membership, Position
 from twophase.diloco.setting import Schedule, Setting, check_needs
 from twophase.diloco.sweep import goes_on_device
 from twophase.diloco.sync import Part, Sync
@@ -20,69 +23,163 @@ from twophase.policies.checks import check_count
 _KEYS = {"anchor", "layout", "fragments", "under_way", "schedule", "launching", "round", "inner_step", "syncs"}
 
 
-def save(setting: Setting, position: Position, under_way: Sequence[Sync], schedule: Schedule) -> dict[str, Any]:
-    """Return the state, with live tensors; the sums under way are waited for."""
-    for sync in under_way:
-        sync.settle()
+class EngineState:
+    """The state of an engine: what changes after it was built. `DiLoCo` inherits its properties and methods."""
+
+    communicator: Communicator
+    replicas: list[nn.Module]
+    replica_count: int
+    fragments: list[Fragment]
+    anchor: dict[str, Tensor]
+    schedule: Schedule
+    _setting: Setting
+    _membership: Membership
+    _position: Position
+    _under_way: list[Sync]
+
+    @property
+    def round(self) -> int:
+        """Rounds that all fragments have ended."""
+        return self._position.round
+
+    @property
+    def inner_step(self) -> int:
+        """Inner steps since the round began."""
+        return self._position.inner_step
+
+    @property
+    def taken(self) -> int:
+        """Inner steps of each replica since the run began."""
+        return self._position.taken
+
+    @property
+    def syncs(self) -> int:
+        """Successful syncs, over all fragments."""
+        return self._position.syncs
+
+    @property
+    def run(self) -> int:
+        """Identity of a run whose processes come and go, in milliseconds since 1970; 0 before `join`, or elsewhere."""
+        return self._membership.run
+
+    @property
+    def under_way(self) -> bool:
+        """Whether the result of a reduction is still to be applied (only with a delay)."""
+        return bool(self._under_way)
+
+    @property
+    def at_anchor(self) -> bool:
+        """Whether the replicas equal the anchor: no inner step since the last sync, and no reduction under way."""
+        return not (self.schedule.mixing or self._under_way or any(fragment.steps for fragment in self.fragments))
+
+    def checksum(self) -> str:
+        """Return sixteen hexadecimal digits that depend on every bit of the anchor, which all processes share."""
+        return checksum(self._setting.anchor)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return anchor, outer optimizers and position, the same on every process.
+
+        Where processes come and go, it also names the fragments that hold a donor's progress here, and so have no
+        weight. Models, inner optimizers and error-feedback residuals (`wire_state_dict`) complete the run.
+
+        It holds tensors, numbers and text only, so no reader needs a pickle that runs code. The tensors are live: save
+        them before the next step, or clone them. It waits for a reduction under way; then call it on all processes.
+
+        Raises:
+            ValueError: a reduction is `under_way` where processes come and go: its result may never arrive.
+        """
+        self._setting.check_whole()
+        if self._under_way and self.communicator.elastic:
+            raise ValueError("DiLoCo.state_dict: a reduction is under way; take steps until engine.under_way is False")
+        for sync in self._under_way:
+            sync.settle()
+        position = self._position
+        return {
+            "anchor": self._setting.anchor,
+            "layout": _layout(self._setting),
+            "fragments": [
+                {"name": f.name, "round": f.round, "steps": f.steps, "outer": f.outer.state_dict()}
+                for f in self.fragments
+            ],
+            "under_way": [_saved_sync(sync) for sync in self._under_way],
+            "schedule": _saved_schedule(self.schedule),
+            "launching": list(position.syncing),
+            "at_once": position.blocking,
+            **{name: getattr(position, name) for name in ("round", "inner_step", "taken", "syncs")},
+            **self._membership.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict()`. Construct the engine first, then load it, the models and the inner optimizers.
+
+        As for every torch optimizer, the saved settings (lr, momentum, restart policy) replace the constructor's. A
+        state in which the replicas were the anchor also sets them to it.
+
+        Raises:
+            ValueError: not an engine's state, the state of another model, a position that this engine's rounds do not
+                have, or a restart policy that needs what this engine was not promised; nothing has been changed.
+        """
+        _check(state, self._setting, self.schedule)
+        for sync in self._under_way:  # it must not end later, in what is loaded meanwhile
+            sync.settle()
+        self._load(state)
+        if self.at_anchor:
+            self._setting.restore()
+
+    @torch.no_grad()
+    def _load(self, state: Mapping[str, Any]) -> None:
+        setting, position = self._setting, self._position
+        before = [fragment.outer.state_dict() for fragment in self.fragments]
+        try:
+            for fragment, saved in zip(self.fragments, state["fragments"], strict=True):
+                fragment.outer.load_state_dict(saved["outer"])  # first: it may refuse
+        except Exception:  # by one of several, after others have loaded
+            for fragment, outer in zip(self.fragments, before, strict=True):
+                fragment.outer.load_state_dict(outer)
+            raise
+        setting.anchor.copy_(state["anchor"])
+        for fragment, saved in zip(self.fragments, state["fragments"], strict=True):
+            fragment.round, fragment.steps, fragment.torn = saved["round"], saved["steps"], False
+        position.round, position.inner_step, position.syncs = state["round"], state["inner_step"], state["syncs"]
+        # Earlier versions did not save the last two; their whole rounds were equally long.
+        position.taken = state.get("taken", state["round"] * state["schedule"]["inner_steps"] + state["inner_step"])
+        position.syncing = list(state["launching"])
+        position.blocking = state.get("at_once", self.schedule.delay == 0)
+        self._membership.load_state_dict(state)
+        setting.look_up(self.fragments)
+        self._under_way = [_load_sync(saved, setting) for saved in state["under_way"]]
+
+    def wire_state_dict(self) -> dict[str, Any]:
+        """Return this process's error-feedback residuals by fragment; empty on float32.
+
+        They differ between processes, so each process saves its own. It waits for a reduction under way, whose second
+        stage changes them; then call it on all processes.
+        """
+        for sync in self._under_way:
+            sync.settle()
+        return {f.name: state for f in self.fragments if (state := f.channel.state_dict())}
+
+    def load_wire_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `wire_state_dict()`; set the residuals of other fragments to zero."""
+        for fragment in self.fragments:
+            if fragment.name in state:
+                fragment.channel.load_state_dict(state[fragment.name])
+            else:
+                fragment.channel.clear()
+
+
+def _saved_sync(sync: Sync) -> dict[str, Any]:
     return {
-        "anchor": setting.anchor,
-        "layout": _layout(setting),
-        "fragments": [
-            {"name": f.name, "round": f.round, "steps": f.steps, "outer": f.outer.state_dict()}
-            for f in setting.fragments
-        ],
-        "under_way": [
-            {
-                "fragments": [fragment.number for fragment in sync.fragments],
-                "steps": [part.steps for part in sync.parts],
-                "sums": [fragment.gradient for fragment in sync.fragments],
-                "age": sync.age,
-                "replicas": sync.members.replicas,
-                "divisors": [fragment.divisor for fragment in sync.fragments],
-                "bytes_sent": sync.bytes_sent,
-                "squares": sync.mean_squares(),
-                "weighings": [_saved_weighing(part.weighing) for part in sync.parts],
-            }
-            for sync in under_way
-        ],
-        "schedule": _saved_schedule(schedule),
-        **asdict(position),
-        "borrowed": sorted(position.borrowed),
+        "fragments": [fragment.number for fragment in sync.fragments],
+        "steps": [part.steps for part in sync.parts],
+        "sums": [fragment.gradient for fragment in sync.fragments],
+        "age": sync.age,
+        "replicas": sync.members.replicas,
+        "divisors": [fragment.divisor for fragment in sync.fragments],
+        "bytes_sent": sync.bytes_sent,
+        "squares": sync.mean_squares(),
+        "weighings": [_saved_weighing(part.weighing) for part in sync.parts],
     }
-
-
-@torch.no_grad()
-def load(state: Mapping[str, Any], setting: Setting, position: Position, *, at_once: bool) -> list[Sync]:
-    """Continue from a state that `check` has passed.
-
-    Args:
-        state: what `save` has returned.
-        setting: its fragments are loaded.
-        position: set to the state's; after a heal the membership marks all of its fragments as borrowed.
-        at_once: of the newest sync, where an earlier release's state does not say.
-
-    Returns:
-        The syncs that were under way.
-    """
-    before = [fragment.outer.state_dict() for fragment in setting.fragments]
-    try:
-        for fragment, saved in zip(setting.fragments, state["fragments"], strict=True):
-            fragment.outer.load_state_dict(saved["outer"])  # first: it may refuse
-    except Exception:  # by one of several, after others have loaded
-        for fragment, outer in zip(setting.fragments, before, strict=True):
-            fragment.outer.load_state_dict(outer)
-        raise
-    setting.anchor.copy_(state["anchor"])
-    for fragment, saved in zip(setting.fragments, state["fragments"], strict=True):
-        fragment.round, fragment.steps, fragment.torn = saved["round"], saved["steps"], False
-    position.round, position.inner_step, position.syncs = state["round"], state["inner_step"], state["syncs"]
-    # Where an earlier version's state does not say, whole rounds were all as long.
-    position.taken = state.get("taken", state["round"] * state["schedule"]["inner_steps"] + state["inner_step"])
-    position.launching, position.at_once = list(state["launching"]), state.get("at_once", at_once)
-    position.borrowed = set(state.get("borrowed", ()))
-    position.run, position.present = state.get("run", 0), list(state.get("present", ()))
-    setting.look_up(setting.fragments)
-    return [_load_sync(saved, setting) for saved in state["under_way"]]
 
 
 def _saved_weighing(weighing: Weighing | None) -> dict[str, Any] | None:
@@ -106,12 +203,12 @@ def _load_sync(saved: Mapping[str, Any], setting: Setting) -> Sync:
         fragment.on_device, fragment.divisor = goes_on_device(fragment), divisor
         square = None if mean is None else torch.tensor(mean * count, dtype=torch.float64)
         parts.append(Part(fragment, steps, square, weighing=Weighing(**weighing) if weighing else None))
-    sync = Sync(setting, Members(count, replicas), parts, at_once=False)
+    sync = Sync(setting, Members(count, replicas), parts, blocking=False)
     sync.age, sync.bytes_before = saved["age"], saved["bytes_sent"]
     return sync
 
 
-def check(state: Mapping[str, Any], setting: Setting, schedule: Schedule) -> None:
+def _check(state: Mapping[str, Any], setting: Setting, schedule: Schedule) -> None:
     """Refuse a state of another engine, model or schedule, in one sentence that names the difference."""
     missing = _KEYS - state.keys() if isinstance(state, Mapping) else _KEYS
     if missing:

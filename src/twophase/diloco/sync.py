@@ -73,10 +73,10 @@ class Sync:
         setting: what all syncs share.
         members: the replicas that take part.
         parts: its fragments.
-        at_once: whether no inner step comes between its launch and its end.
+        blocking: whether no inner step comes between its launch and its end.
     """
 
-    def __init__(self, setting: Setting, members: Members, parts: list[Part], *, at_once: bool) -> None:
+    def __init__(self, setting: Setting, members: Members, parts: list[Part], *, blocking: bool) -> None:
         self.setting, self.members, self.parts = setting, members, parts
         self.fragments = [part.fragment for part in parts]
         """In their order."""
@@ -85,15 +85,15 @@ class Sync:
         self.bytes_before = 0
         """Bytes sent for it by attempts that failed, or before it was loaded from a state."""
         self._in_parts = False
-        self._at_once = at_once
+        self._blocking = blocking
         self._shared = Shared({})
         self.seconds = dict.fromkeys(PHASES, 0.0) | dict(members.seconds)
         """Wall time of each phase so far."""
 
     @classmethod
-    def launch(cls, setting: Setting, fragments: Sequence[Fragment], members: Members, *, at_once: bool) -> Sync:
+    def launch(cls, setting: Setting, fragments: Sequence[Fragment], members: Members, *, blocking: bool) -> Sync:
         """Write the fragments' pseudo-gradients and begin to sum them; arguments as of the class."""
-        sync = cls(setting, members, [Part(fragment, 0) for fragment in fragments], at_once=at_once)
+        sync = cls(setting, members, [Part(fragment, 0) for fragment in fragments], blocking=blocking)
         try:
             sync._send()
         except BaseException:  # an error of a filter, or Ctrl-C
@@ -109,7 +109,7 @@ class Sync:
             self.setting.look_up(self.fragments)
             # Not with a delay, where the sum has arrived whole when it is used; not where the vote on the sum comes
             # before any change of the anchor, or the norms of all shards are added up before the outer step.
-            whole = alone or not self._at_once or communicator.elastic or communicator.sharded
+            whole = alone or not self._blocking or communicator.elastic or communicator.sharded
             self._in_parts = not whole and all(map(goes_in_parts, self.fragments))
             for part in self.parts:
                 part.fragment.divisor, part.fragment.on_device = self.members.replicas, goes_on_device(part.fragment)
@@ -242,7 +242,7 @@ class Sync:
                 fragment.outer.begun = False
         try:
             with self._phase("outer"):
-                if setting.are_sharded or not self._at_once:
+                if setting.are_sharded or not self._blocking:
                     setting.look_up(fragments)
                 for index, part in enumerate(self.parts):
                     self._outer_step(part, index)
