@@ -1,8 +1,8 @@
-"""Guard rails: mistakes of a training loop that no error shows, seen in its first round or by `DiLoCo.check`.
+"""Find mistakes of a training loop that raise no error, in its first round or by `DiLoCo.check`.
 
-The first round is watched without a message to other processes. A replica's own progress is compared with the step
-that the anchor then takes, which with empty buffers is a multiple of the mean progress: where both are parallel to
-rounding, the replicas have moved alike, as they do on the same batches.
+The first round is checked without a message to other processes: a replica's progress is compared with the anchor's
+step. With empty buffers that step is a multiple of the mean progress. If both are parallel up to rounding, the replicas
+have moved alike, as they do on the same batches.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from twophase.optim.outer import OuterSGD
 
 _log = logging.getLogger("twophase")
 _FEWEST_NUMBERS, _MOST_NUMBERS = 16, 1 << 20
-"""Numbers of a model by which its first round is watched; fewer, such as one, are parallel by chance."""
+"""Elements of a model that its first round compares; fewer than the first number are parallel by chance."""
 _PARALLEL = 1e-7
 """Distance of a cosine from 1 within which two float32 directions are the same up to rounding."""
 _MOST_NAMES = 4
@@ -38,16 +38,16 @@ ALIKE = (
 
 
 class Watch:
-    """The first sync of an engine, syncs without progress after it, and the buffers that it does not synchronize.
+    """Watch an engine's first sync, later syncs without progress, and buffers that it does not synchronize.
 
     Args:
-        buffers: of the engine, "local" or "mean".
-        replicas: of the engine, in this process.
-        communicator: of the engine.
+        buffers: the engine's argument, "local" or "mean".
+        replicas: modules of the engine in this process.
+        communicator: processes of the engine.
 
     Attributes:
-        findings: what has been seen, a sentence each.
-        alike: what all processes must have alike, by the words that name it.
+        findings: sentences, one for each mistake.
+        alike: facts that all processes must share, by the words that name them.
     """
 
     def __init__(self, buffers: str, replicas: Sequence[nn.Module], communicator: Communicator) -> None:
@@ -66,20 +66,20 @@ class Watch:
             )
         self.buffers = buffers
         self.alike: dict[str, object] = {}
-        if buffers == "mean":  # a process that averages others, or none, would wait in the all-reduce for ever
+        if buffers == "mean":  # processes with unlike buffers would wait in the all-reduce for ever
             shapes = [[[name, str(list(b.shape))] for name, b in float_buffers(module)] for module in replicas]
             if any(of_one != shapes[0] for of_one in shapes):
                 raise ValueError('DiLoCo: buffers is "mean", and the replicas have other buffers; build them alike')
             self.alike = {"averaged buffers": shapes[0], "numbers of replicas": len(replicas)}
         self.findings: list[str] = []
         self._first_buffers = {} if buffers == "mean" else _on_cpu(replicas[0])
-        """Those that training does not change, as of a rotary embedding, are alike in all replicas."""
+        """Buffers that training does not change, as of a rotary embedding, stay equal in all replicas."""
         self._names: list[str] = []
         self._before: list[tuple[Tensor, Tensor]] = []
-        """The anchor and the first replica's progress, before the first sync, of some parameters."""
+        """Anchor and first replica's progress of some parameters, before the first sync."""
 
     def begin(self, engine: EngineState) -> None:
-        """Note the state before the first sync; before later ones nothing."""
+        """Record the state before the first sync; compare the parameters before every sync."""
         self._names, self._before = [], []  # a first sync that failed is noted anew
         if not engine.syncs and (finding := self._of_buffers(engine)):
             self._warn(finding)
@@ -104,7 +104,7 @@ class Watch:
             self._before = []
 
     def end(self, engine: EngineState, report: RoundReport, accepted: Sequence[bool]) -> RoundReport:
-        """Judge a sync by its pseudo-gradient, and the first one by the anchor's step; average buffers if asked to."""
+        """Check a sync's pseudo-gradient, and the first sync's step; average the buffers where the engine must."""
         if report.complete and self.buffers == "mean":
             average_buffers(engine.replicas, engine.communicator, accepted)
         if report.rejected:  # then the anchor may follow one replica, or none
@@ -121,21 +121,21 @@ class Watch:
         return report
 
     def check(self, engine: EngineState, inner: Sequence[Optimizer], *, strict: bool) -> tuple[str, ...]:
-        """Return what is wrong, or may be; arguments as of `DiLoCo.check`."""
+        """Return mistakes and suspicions; arguments as of `DiLoCo.check`."""
         seen = tuple(dict.fromkeys([*self.findings, *self._look(engine, inner)]))
         if strict and seen:
             raise ValueError(f"DiLoCo.check: {'; '.join(seen)}")
         return seen
 
     def _look(self, engine: EngineState, inner: Sequence[Optimizer]) -> Iterator[str]:
-        """Yield what is wrong now."""
+        """Yield the mistakes that are visible now."""
         yield from _of_parameters(engine)
         if not (engine.at_anchor or (engine.inner_step == 0 and _is_anchor(engine))):
             yield (
                 f"the modules hold the replicas' own weights, {engine.inner_step} of {engine.schedule.inner_steps} "
                 "inner steps into a round; to save or evaluate the shared ones, use `with engine.anchored() as module:`"
             )
-        # One replica may have several, as Muon for matrices and AdamW for the rest.
+        # One replica may have several optimizers, as Muon for matrices and AdamW for the rest.
         shares = [inner] if len(engine.replicas) == 1 else [[optimizer] for optimizer in inner]
         for number, (module, share) in enumerate(zip(engine.replicas, shares if inner else (), strict=False)):
             yield from _of_inner(module, share, number)
@@ -152,7 +152,7 @@ class Watch:
             yield finding
 
     def _of_buffers(self, engine: EngineState) -> str:
-        """Return what is wrong with the buffers, if the loop has changed some and the engine leaves them alone."""
+        """Return a sentence on buffers that the loop changes and the engine does not average; "" without any."""
         communicator = engine.communicator
         if self.buffers == "mean" or (engine.replica_count == 1 and not communicator.elastic):
             return ""
@@ -172,7 +172,7 @@ class Watch:
 
 
 def _of_parameters(engine: EngineState) -> Iterator[str]:
-    """Yield which parameters have begun or ceased to train since the engine was built."""
+    """Yield a sentence on parameters that were unfrozen or frozen after the engine was built."""
     slots = [slot for fragment in engine.fragments for slot in fragment.slots[0]]
     # By identity: a module that is wrapped later, as by torch.compile, gives the same parameters other names.
     synchronized = {id(slot.parameter) for slot in slots}
@@ -189,7 +189,7 @@ def _of_parameters(engine: EngineState) -> Iterator[str]:
 
 
 def _is_anchor(engine: EngineState) -> bool:
-    """Tell by their values whether the replicas are the anchor, as with mixing at the beginning and at the end."""
+    """Return whether the replicas equal the anchor by value, as with mixing at the beginning and at the end."""
     return not engine.communicator.sharded and all(
         torch.equal(view.to(p.dtype), p.detach().to(view.device))
         for fragment in engine.fragments
@@ -199,7 +199,7 @@ def _is_anchor(engine: EngineState) -> bool:
 
 
 def _is_comparable(engine: EngineState) -> bool:
-    """Tell whether the first step of the anchor is along the mean progress, in numbers that show it."""
+    """Return whether the anchor's first step is parallel to the mean progress, in precise enough numbers."""
     return (
         engine.replica_count > 1
         and not (engine.communicator.elastic or engine.communicator.sharded)
@@ -247,15 +247,15 @@ def average_buffers(replicas: Sequence[nn.Module], communicator: Communicator, a
     """Set the floating-point buffers of all replicas to their mean, in float64; leave them where none is accepted.
 
     Args:
-        replicas: of this process, as many as of every other.
-        communicator: the processes.
-        accepted: whether each replica counts in the mean, in order of rank; of other replicas than these, all do.
+        replicas: modules of this process, as many as in every other process.
+        communicator: processes of the run.
+        accepted: flags, in order of rank, of the replicas that count in the mean; of another length, all count.
     """
     buffers = [[buffer for _, buffer in float_buffers(module)] for module in replicas]
     if not buffers[0] or (accepted and not any(accepted)):
         return
     count = len(replicas) * communicator.size
-    if len(accepted) != count:  # no filter; or a sync that was begun, and saved, with another number of replicas
+    if len(accepted) != count:  # no filter, or a sync that was saved with another number of replicas
         accepted = [True] * count
     device = buffers[0][0].device  # a replica may be elsewhere
     total = torch.zeros(sum(buffer.numel() for buffer in buffers[0]), dtype=torch.float64, device=device)

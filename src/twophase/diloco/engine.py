@@ -9,8 +9,8 @@ One round, with anchor a (the last agreed parameters) and R replicas theta_r ove
 
 (16-bit replicas hold a rounded to their type, and their progress counts from there.)
 
-In several fragments (streaming DiLoCo) each takes its rounds on its own, staggered over the inner steps; with a delay
-the reduction runs while the replicas train on, and its result is mixed into what they have reached by then:
+With several fragments (streaming DiLoCo) each fragment has its own rounds, staggered over the inner steps. With a delay
+the reduction runs while the replicas train on, and its result is mixed into their parameters:
 
     theta_r <- mixing theta_r + (1 - mixing) a
 
@@ -19,8 +19,7 @@ Source: DiLoCo (arXiv 2311.08105), algorithm 1; streaming DiLoCo (arXiv 2501.185
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,7 +35,6 @@ from twophase.diloco.report import RoundReport, merged
 from twophase.diloco.setting import OuterChoice, Probe, Restarts, Schedule, Setting, Signals, check_kind, values_for
 from twophase.diloco.state import EngineState
 from twophase.diloco.sync import Sync
-from twophase.policies.base import AGREEMENT, PROBES
 
 
 class DiLoCo(EngineState):
@@ -48,31 +46,30 @@ class DiLoCo(EngineState):
             report = engine.step()               # a RoundReport when a round ends, else None
         engine.finish()                          # the last, shorter round
 
-    The same object serves one replica in each process of a `torch.distributed` group, several replicas in one process
-    (then `step()` follows the inner steps of all of them), several in each of several processes, and a replica that is
-    sharded over processes by FSDP2 (`ProcessGroup.of_mesh`). All replicas start from process 0's first replica.
-    Parameters that require a gradient take part; frozen parameters stay as they are. `check()` looks for mistakes of
-    the loop; replicas that move alike in the first round, and rounds without any progress, are warned of.
+    A process may have one replica or several, alone or in a `torch.distributed` group; `step()` follows the inner steps
+    of all of them. FSDP2 may shard a replica over processes (`ProcessGroup.of_mesh`). All start from process 0's first
+    replica. Parameters that require a gradient take part. `check()` looks for mistakes of the loop; a warning names
+    replicas that move alike in the first round, and rounds without any progress.
 
     The anchor is one flat buffer in float32 (float64 for float64 models); `anchor` maps names to views of it.
 
     Args:
-        replicas: the module, or a list of modules of the same parameters, that train in this process.
-        outer: an `OuterRule` or another method, `twophase.outer(...)`; or a policy that needs none, `"auto"`; or a
+        replicas: module, or list of modules with the same parameters, that train in this process.
+        outer: `OuterRule` or another method, `twophase.outer(...)`; or a policy that needs none, `"auto"`; or a
             function from a fragment's named anchor parameters to any torch optimizer over them, with param groups.
         inner_steps: inner steps a round, >= 1 (S; H in DiLoCo papers).
-        restart: when the outer momentum restarts, or a mapping from fragment names to that; not with a function.
+        restart: policy of outer momentum restarts, or a mapping from fragment names to policies; not with a function.
         fragments: number of fragments, >= 1, or a mapping from names to patterns; see `fragment.partition`.
-        stagger: spread the fragments' syncs evenly over a round's inner steps, the last at its end; else all there.
+        stagger: True spreads the fragments' syncs evenly over a round; False has all at its end.
         delay: inner steps between the launch of a reduction and its application, >= 0, < inner_steps.
-        mixing: share of a replica's own parameters that stays when the anchor comes back, in [0, 1).
-        wire: how pseudo-gradients travel: "float32" (the buffers' own type), "bfloat16", "int8" (blocks with error
-            feedback), or the largest elements alone, with error feedback: "topk:128:2bit" (`formats.TopK`).
-        communicator: None means the default torch.distributed group where one is initialised.
-        signals: names of what `step(signals=...)` will be given; a restart policy that needs more is refused.
-        probe: for restart policies that weigh candidates: `probe(module, replica, round)` is a replica's loss with a
-            candidate's parameters, forward only, on a batch that depends on the replica's number here and the round.
-        alike: what else all processes must have been started with, by the words that name it (JSON values).
+        mixing: share of a replica's own parameters that stays when the new anchor is applied, in [0, 1).
+        wire: number format of pseudo-gradients in transit: "float32" (the buffers' own type), "bfloat16", "int8", or
+            the largest elements alone, "topk:128:2bit" (`formats.TopK`). The last two have error feedback.
+        communicator: processes of the run; None means the default torch.distributed group where one is initialised.
+        signals: names of the values that `step(signals=...)` will get; a restart policy that needs more is refused.
+        probe: `probe(module, replica, round)` returns a replica's loss with a candidate's parameters, forward only, on
+            a batch that depends on the replica's number here and the round. For policies that weigh candidates.
+        alike: other facts that all processes must have been started with, by the words that name them (JSON values).
         buffers: "mean" averages float buffers, as of BatchNorm, once a round over accepted replicas; else "local".
 
     Raises:
@@ -123,8 +120,7 @@ class DiLoCo(EngineState):
         self.replica_count = self._membership.replica_count
         self._position = Position([fragment.number for fragment in self.fragments], blocking=delay == 0)
         self._under_way = []
-        measured = {PROBES: probe is not None, AGREEMENT: self._membership.may_compare}
-        self._setting.promise([*signals, *(name for name in measured if measured[name])])
+        self._setting.promise(signals, agreement=self._membership.may_compare)
         self._setting.restore()
 
     def __repr__(self) -> str:
@@ -140,12 +136,12 @@ class DiLoCo(EngineState):
         return f"DiLoCo({', '.join(parts)})"
 
     def description(self) -> dict[str, Any]:
-        """Return what all processes must have alike, by the words that name it."""
+        """Return the facts that all processes must share, by the words that name them."""
         return self._setting.describe()
 
     @property
     def outer(self) -> Optimizer:
-        """The outer optimizer of a model in one fragment; several have `fragments[i].outer` each."""
+        """The outer optimizer of a model in one fragment; of several each has `fragments[i].outer`."""
         if len(self.fragments) > 1:
             raise ValueError("DiLoCo: outer is the optimizer of a single fragment; of several, take fragments[i].outer")
         return self.fragments[0].outer
@@ -153,13 +149,13 @@ class DiLoCo(EngineState):
     # ---------------------------------------------------------------------------------------------------- the rounds
 
     def step(self, signals: Signals = None) -> RoundReport | None:
-        """Count one inner step of every replica; end what ends with it.
+        """Count one inner step of every replica; launch and complete the syncs that are due.
 
         Args:
-            signals: this process's values, such as its mean training loss, for the report and for restart policies
-                that need them; looked at where a round ends, and averaged over the replicas. The same names on every
-                process. Or a function that is called where a round ends, with the names of the fragments that end it,
-                and returns the values: what was trained since their last outer step.
+            signals: values of this process, such as its mean training loss, for the report and for restart policies
+                that need them. They are read where a round ends, and averaged over the replicas; all processes give
+                the same names. A function is called where a round ends, with the names of the fragments that end it,
+                and returns the values since their last outer step.
 
         Returns:
             The report of the round that has just ended, or None inside a round.
@@ -167,7 +163,7 @@ class DiLoCo(EngineState):
         Raises:
             ValueError: a round ends, and a signal is missing that a restart policy needs; nothing has happened.
             Any error of the probe, or an interrupt before the outer step: the sync is undone, and the next one takes
-                its progress. After an interrupt inside the outer step the engine refuses to go on from it.
+                its progress. After an interrupt inside the outer step the engine refuses to continue.
         """
         check_kind(signals)  # in every step, and not only where a round ends
         self._setting.check_whole()
@@ -191,12 +187,12 @@ class DiLoCo(EngineState):
         return report
 
     def finish(self, signals: Signals = None) -> RoundReport | None:
-        """End the run: apply what is under way and synchronise what is left; None when there is nothing.
+        """End the run: apply the reductions under way and synchronise the remaining progress; None without any.
 
-        Afterwards every replica is the anchor, whatever the mixing.
+        Afterwards every replica equals the anchor, whatever the mixing.
 
         Args:
-            signals: as for `step`; a function is called for each fragment by itself.
+            signals: values as for `step`; a function is called for each fragment by itself.
 
         Raises:
             ValueError: a signal is missing that a restart policy needs; call it again with all of them.
@@ -210,7 +206,7 @@ class DiLoCo(EngineState):
         while None not in reports and (rest := [f for f in self.fragments if f.steps > 0]):  # a heal may change them
             values = values_for(rest[:1], signals)
             reports.append(self._follow(self._launch(rest[:1], blocking=True), values))
-        if None in reports:  # a peer's state has taken this replica back into the run
+        if None in reports:  # a donor's state has put this replica back into the middle of a round
             return None
         if self.schedule.mixing:
             self._setting.restore()
@@ -232,21 +228,21 @@ class DiLoCo(EngineState):
             return Sync.launch(self._setting, fragments, members, blocking=self._position.blocking)
 
     def _follow(self, sync: Sync, signals: Mapping[str, float]) -> RoundReport | None:
-        """Complete the newest sync if it ends where it begins, here or at the peer whose state was adopted."""
+        """Complete the newest sync if it is blocking, here or at the donor of the state."""
         if self._position.blocking:
             return self._complete(sync, signals)
         self._under_way.append(sync)
         return None
 
     def _complete(self, sync: Sync, signals: Mapping[str, float]) -> RoundReport | None:
-        """Wait for the sums, take the outer steps, and give the replicas the new anchor; None as of `_follow`."""
+        """Wait for the sums, take the outer steps, and set the replicas to the new anchor; None as of `_follow`."""
         with torch.no_grad():
             try:
                 self._watch.begin(self)
-                while not sync.receive(signals, self.inner_steps):  # processes went away: once more without them
+                while not sync.receive(signals, self.inner_steps):  # processes have died: repeat without them
                     failed, sync = sync, self._launch(sync.fragments, sync.members.attempts + 1, blocking=True)
                     sync.add(failed)
-                    if not self._position.blocking:  # the state of a peer that begins a sync with a delay
+                    if not self._position.blocking:  # healed by a donor that launches a delayed sync
                         return self._follow(sync, signals)
                 sync.apply()
             except BaseException:  # an error of the probe, or Ctrl-C
@@ -263,8 +259,8 @@ class DiLoCo(EngineState):
         """Return a sentence for each mistake of the loop that no error shows (`twophase.diloco.check`).
 
         Args:
-            inner: the inner optimizer, or one for each replica of this process; several of a single replica.
-            strict: raise a ValueError where there are some.
+            inner: inner optimizer, or one for each replica of this process; several of a single replica.
+            strict: True raises a ValueError where there are mistakes.
         """
         return self._watch.check(self, [inner] if isinstance(inner, Optimizer) else list(inner), strict=strict)
 
@@ -272,7 +268,7 @@ class DiLoCo(EngineState):
 
     @property
     def inner_steps(self) -> int:
-        """Inner steps a round; a sweep sets them anew where runs of different rounds part."""
+        """Inner steps a round; a sweep changes them where runs of different rounds part."""
         return self.schedule.inner_steps
 
     @inner_steps.setter
@@ -286,34 +282,15 @@ class DiLoCo(EngineState):
         return [fragment for fragment in self.fragments if fragment.offset == self._position.inner_step + 1]
 
     def _ending(self) -> list[Fragment]:
-        """Return the fragments that end their round in the next `step()`."""
+        """Return the fragments whose round the next `step()` ends."""
         if delay := self.schedule.delay:
             return [f for sync in self._under_way if sync.age + 1 == delay for f in sync.fragments]
         return self._due()
 
     @property
     def reports_next(self) -> bool:
-        """Whether the next `step()` ends a round, and so looks at the signals."""
+        """Whether the next `step()` ends a round, and so reads the signals."""
         return bool(self._ending())
-
-    @contextmanager
-    def anchored(self, number: int = 0, *, readout: bool = False) -> Iterator[nn.Module]:
-        """Yield a replica with the anchor's parameters, for an evaluation; its own come back afterwards.
-
-        Between the syncs of several fragments, or while a reduction is under way, no replica is the anchor.
-
-        Args:
-            number: of the replica in this process.
-            readout: with the average of anchors in their place that the outer optimizer may keep.
-        """
-        values = [fragment.readouts() if readout else fragment.anchor_views for fragment in self.fragments]
-        averaged = any(value is not f.anchor_views for value, f in zip(values, self.fragments, strict=True))
-        if self.at_anchor and not averaged:
-            yield self.replicas[number]
-            return
-        with self._setting.lend(number) as replica:
-            self._setting.write(number, values)
-            yield replica
 
     # ----------------------------------------------------------------------------------- processes that come and go
 
@@ -323,21 +300,21 @@ class DiLoCo(EngineState):
     ) -> RoundReport | None:
         """Join the others, where processes come and go; once, before the first `step()`.
 
-        A run under way is joined by a peer's state, when the peer has ended its inner steps: this replica takes part in
-        that sync without weight, because its progress is the peer's. At a run's beginning it waits until enough
-        replicas are there; each restores what it has on disk, and those that are behind receive a peer's state. If the
-        others begin while a replica still restores, it joins their run, even if it has more on disk.
+        A late joiner receives a donor's state when the donor has ended its inner steps. It takes part in that sync with
+        weight 0, because its progress is the donor's. At a run's beginning it waits until enough replicas are present.
+        Then each restores its checkpoint, and those that are behind receive a peer's state. If the others begin while a
+        replica still restores, it joins their run, even if its own checkpoint is newer.
 
         Args:
-            signals: as for `step`, with the same names: the others may be at the end of a round.
-            restore: loads this replica's newest checkpoint, if there is one; called where no run is under way.
+            signals: values as for `step`, with the same names: the others may be at the end of a round.
+            restore: function that loads this replica's newest checkpoint, if any; called where no run is under way.
 
         Returns:
-            The report of the sync that this replica has come into, if that ended a round.
+            The report of the sync that this replica has joined, if that ended a round.
 
         Raises:
             ValueError: the replicas were not started alike.
-            RuntimeError: too few of them came in time.
+            RuntimeError: too few replicas joined in time.
         """
         if self._membership.joined:
             return None

@@ -32,7 +32,7 @@ class Position:
         round: rounds that all fragments have ended.
         inner_step: inner steps since the round began.
         taken: inner steps since the run began.
-        syncs: syncs that have succeeded, over all fragments.
+        syncs: successful syncs, over all fragments.
     """
 
     syncing: list[int]
@@ -51,7 +51,7 @@ class Members:
         weight: replicas of this process that count in the mean.
         replicas: replicas of all processes that count in it.
         newcomers: late joiners, with weight 0.
-        attempts: how often the sync has been tried, this time included.
+        attempts: number of attempts at the sync, this one included.
         seconds: time spent on listing them, by phase.
         present: numbers of all replicas, where processes come and go.
         returned: number of them that took part in the last successful sync.
@@ -77,7 +77,7 @@ class Arrival:
     """The outcome of an attempt to join.
 
     Args:
-        members: members of the sync of a run under way, which this process has come into; else None.
+        members: members of the sync that this process joined in a run under way; else None.
         enough: whether a run could begin, once every replica has restored its checkpoint.
         begun: whether a run has begun.
     """
@@ -149,7 +149,7 @@ class Membership:
         self.run, self.present = state.get("run", 0), list(state.get("present", ()))
 
     def attend(self, position: Position, attempts: int) -> Members:
-        """Begin a sync with the processes that are there; a failed roll call is another attempt.
+        """Begin a sync with the processes that are present; a failed roll call counts as an attempt.
 
         Args:
             position: this process's; the communicator loads a peer's where this process was left behind.
@@ -164,7 +164,7 @@ class Membership:
             try:
                 members, _, _ = self._call_roll(position, weight, running=True, ready=True)
             except Interrupted:
-                if not position.blocking:  # others may have heard all, and train on: the sync fails when it is due
+                if not position.blocking:  # others may have completed it, and train on: the sync fails when it is due
                     return Members(weight, self._replicas, attempts=attempts)
                 self._communicator.commit()  # ends the failed attempt, so that the next `begin` starts another
                 attempts += 1
@@ -186,9 +186,9 @@ class Membership:
             members, running, all_ready = self._call_roll(position, 0, running=False, ready=ready)
             if running:
                 self.joined = True
-                # From now on it holds the others' state, and waits with them for more.
+                # From now on this process holds the others' state, and waits with them for more replicas.
                 return Arrival(members if self._go_on(members) else self.attend(position, 1))
-            # Each rank judges by its own minimum; no collective follows before the vote, so none waits for another.
+            # Each rank decides by its own minimum; no collective follows before the vote, so no rank waits.
             enough = communicator.enough(members.replicas + members.newcomers)
             # Only together: a vote while one replica still restores would fail by its timeout.
             begun = enough and all_ready and communicator.commit()
@@ -200,7 +200,7 @@ class Membership:
             return Arrival()
 
     def begin_run(self, position: Position, *, at_anchor: bool) -> None:
-        """Take part with full weight from now on, unless this replica was set to a peer's progress inside a round."""
+        """Take part with full weight from now on, unless this replica holds a donor's progress inside a round."""
         if at_anchor or (position.syncs == 0 and position.inner_step == 0):
             self.unweighted.clear()
         self._communicator.enter(1 + position.syncs, run=self.run)
@@ -212,7 +212,7 @@ class Membership:
         self.unweighted.difference_update([fragment.number for fragment in fragments])
 
     def _go_on(self, members: Members) -> bool:
-        """Return whether a sync may go on with these, the same on all of them; wait a moment if not."""
+        """Return whether a sync may continue with these members, the same on all of them; wait a moment if not."""
         return self._communicator.enough(members.returned, members.needed)
 
     def _begin(self) -> None:
@@ -223,9 +223,9 @@ class Membership:
                 fragment.channel.clear()
 
     def _call_roll(self, position: Position, weight: int, *, running: bool, ready: bool) -> tuple[Members, bool, bool]:
-        """Compare places; return the members, whether any is in the middle of a run, and whether all are ready.
+        """Compare positions; return the members, whether any is in the middle of a run, and whether all are ready.
 
-        A process is `running` once it has joined, and `ready` once it has restored what it has on disk.
+        A process is `running` once it has joined, and `ready` once it has restored its checkpoint.
         """
         communicator, fragments = self._communicator, self._setting.fragments
         description = self._setting.describe()
@@ -246,11 +246,11 @@ class Membership:
             remedy = REMEDY if under_way else "start all replicas from the same seed, checkpoint and options"
             raise Disagreement(f"DiLoCo: before a sync {fault}. {remedy}")
         present, counted = (int(sum(row[column] for row in everyone)) for column in (1, 2))
-        if not counted:  # only newcomers are there: they count, or the progress of the replicas that have gone is lost
+        if not counted:  # only late joiners: they count, or the progress of the replicas that died would be lost
             weight, counted = self._replicas, present
         numbers, last = sorted({int(row[4]) for row in everyone}), set(self.present)
         returned, majority = len(last.intersection(numbers)), len(last) // 2 + 1 if last else 0
-        allowed = len(numbers) >= max(row[5] for row in everyone)  # by all, or some would wait where others go on
+        allowed = len(numbers) >= max(row[5] for row in everyone)  # by all, or some would wait where others continue
         members = Members(
             weight,
             counted,
@@ -265,7 +265,7 @@ class Membership:
 
 
 def _unlike_positions(everyone: list[list[float]]) -> str | None:
-    """Say which process synchronises other fragments than the first, or after another inner step."""
+    """Name the process that synchronises other fragments than process 0, or after another inner step."""
     places = [f"{int(count)} from number {int(first)}, after inner step {int(step)}" for first, count, step in everyone]
     for other, place in enumerate(places):
         if place != places[0]:

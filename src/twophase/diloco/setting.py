@@ -150,9 +150,10 @@ class Setting:
         kernels = {f.name: goes_on_device(f) for f in self.fragments if not f.flat.is_cpu}
         return {**self.constants, "outer settings": settings, "kernels of the outer round": kernels}
 
-    def promise(self, names: Collection[str]) -> None:
-        """Name what restart policies may need from now on, and refuse a policy that needs more."""
-        self.supplied = frozenset(names)
+    def promise(self, signals: Collection[str], *, agreement: bool) -> None:
+        """Name the values that restart policies may need from now on, and refuse a policy that needs more."""
+        measured = {PROBES: self.probe is not None, AGREEMENT: agreement}
+        self.supplied = frozenset([*signals, *(name for name in measured if measured[name])])
         outers = [fragment.outer for fragment in self.fragments if isinstance(fragment.outer, OuterSGD)]
         check_needs([group for outer in outers for group in outer.param_groups], self.supplied)
         for outer in outers:

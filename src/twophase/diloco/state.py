@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ _KEYS = {"anchor", "layout", "fragments", "under_way", "schedule", "launching", 
 
 
 class EngineState:
-    """The state of an engine: what changes after it was built. `DiLoCo` inherits its properties and methods."""
+    """Read an engine between two steps, save it and load it; `DiLoCo` inherits all of it."""
 
     communicator: Communicator
     replicas: list[nn.Module]
@@ -71,6 +72,25 @@ class EngineState:
     def at_anchor(self) -> bool:
         """Whether the replicas equal the anchor: no inner step since the last sync, and no reduction under way."""
         return not (self.schedule.mixing or self._under_way or any(fragment.steps for fragment in self.fragments))
+
+    @contextmanager
+    def anchored(self, number: int = 0, *, readout: bool = False) -> Iterator[nn.Module]:
+        """Yield a replica with the anchor's parameters, for an evaluation; restore its own afterwards.
+
+        Between the syncs of several fragments, or while a reduction is under way, no replica equals the anchor.
+
+        Args:
+            number: number of the replica in this process.
+            readout: True takes the average of anchors that the outer optimizer may hold.
+        """
+        values = [fragment.readouts() if readout else fragment.anchor_views for fragment in self.fragments]
+        averaged = any(value is not f.anchor_views for value, f in zip(values, self.fragments, strict=True))
+        if self.at_anchor and not averaged:
+            yield self.replicas[number]
+            return
+        with self._setting.lend(number) as replica:
+            self._setting.write(number, values)
+            yield replica
 
     def checksum(self) -> str:
         """Return sixteen hexadecimal digits that depend on every bit of the anchor, which all processes share."""
@@ -120,7 +140,7 @@ class EngineState:
                 have, or a restart policy that needs what this engine was not promised; nothing has been changed.
         """
         _check(state, self._setting, self.schedule)
-        for sync in self._under_way:  # it must not end later, in what is loaded meanwhile
+        for sync in self._under_way:  # else it would write its sum into the loaded state
             sync.settle()
         self._load(state)
         if self.at_anchor:
@@ -133,7 +153,7 @@ class EngineState:
         try:
             for fragment, saved in zip(self.fragments, state["fragments"], strict=True):
                 fragment.outer.load_state_dict(saved["outer"])  # first: it may refuse
-        except Exception:  # by one of several, after others have loaded
+        except Exception:  # by a later fragment: undo the earlier ones
             for fragment, outer in zip(self.fragments, before, strict=True):
                 fragment.outer.load_state_dict(outer)
             raise
@@ -227,12 +247,12 @@ def _check(state: Mapping[str, Any], setting: Setting, schedule: Schedule) -> No
         "elements of the anchor": state["anchor"].numel(),
         "param groups": [_group_sizes(saved["outer"]) for saved in state["fragments"]],
     }
-    if state["under_way"] and setting.communicator.elastic:  # nor could it be given to a replica that lacks it
+    if state["under_way"] and setting.communicator.elastic:  # nor could a late joiner receive it
         raise ValueError(
             "DiLoCo.load_state_dict: the state has a reduction under way, whose result may never be where processes "
             "come and go; save it in the run that it is of, after steps until engine.under_way is False"
         )
-    if state["under_way"]:  # a reduction, which ends by the schedule that it began in
+    if state["under_way"]:  # a reduction ends by the schedule that it began in
         here["schedules of the reduction under way"] = _saved_schedule(schedule)
         there["schedules of the reduction under way"] = state["schedule"]
     difference = first_unlike(here, there, ("this engine", "the state"))
@@ -253,7 +273,7 @@ def _check(state: Mapping[str, Any], setting: Setting, schedule: Schedule) -> No
 
 
 def _check_values(state: Mapping[str, Any], setting: Setting) -> None:
-    """Refuse counts that are none, numbers of fragments that there are not, and sums of another shape."""
+    """Refuse counts below 0, numbers of fragments that do not exist, and sums of another shape."""
     numbers = [*state["launching"], *state.get("borrowed", ())]
     counts = {name: state[name] for name in ("round", "inner_step", "syncs")}
     for saved in state["fragments"]:

@@ -2,7 +2,7 @@
 
 launch -> (advance) -> receive -> apply -> report
                           |
-                          +-> withdraw: no agreement came about; the next sync takes the progress
+                          +-> withdraw: the vote failed; the next sync takes the progress
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Part:
         fragment: the fragment.
         steps: inner steps of its round.
         square: sum of the squared norms of this process's replicas' pseudo-gradients, for policies that need it.
-        transfer: the reduction of its pseudo-gradient; None where nothing is sent, or is sent no more.
+        transfer: reduction of its pseudo-gradient; None where nothing is sent.
         norm: Euclidean norm of g, after its outer step.
-        groups: each param group's round.
-        digests: those taken during the step.
+        groups: round of each param group.
+        digests: digests taken during the step.
         restored: whether the replicas have the new anchor.
-        weighing: what a filter has made of the replicas, where one compares them.
+        weighing: weights of the replicas, where a filter compares them.
     """
 
     fragment: Fragment
@@ -62,7 +62,7 @@ class Part:
 
     @property
     def is_rejected(self) -> bool:
-        """Whether no replica counts, so that there is nothing to send and no outer step."""
+        """Whether every replica has weight 0: nothing is sent, and no outer step is taken."""
         return self.weighing is not None and self.weighing.total == 0
 
 
@@ -70,9 +70,9 @@ class Sync:
     """A sync under way: fragments, and the reduction of their pseudo-gradients.
 
     Args:
-        setting: what all syncs share.
-        members: the replicas that take part.
-        parts: its fragments.
+        setting: values that all syncs share.
+        members: replicas that take part.
+        parts: fragments of the sync.
         blocking: whether no inner step comes between its launch and its end.
     """
 
@@ -107,8 +107,8 @@ class Sync:
             part.steps, part.fragment.steps = part.fragment.steps, 0
         with self._phase("pseudo_gradient"):
             self.setting.look_up(self.fragments)
-            # Not with a delay, where the sum has arrived whole when it is used; not where the vote on the sum comes
-            # before any change of the anchor, or the norms of all shards are added up before the outer step.
+            # In parts only where the outer step may begin before the whole sum is there. With a delay it has arrived by
+            # then; an elastic vote comes before any change of the anchor; shards add up their norms before the step.
             whole = alone or not self._blocking or communicator.elastic or communicator.sharded
             self._in_parts = not whole and all(map(goes_in_parts, self.fragments))
             for part in self.parts:
@@ -131,7 +131,7 @@ class Sync:
             part.weighing = weigh(self.setting.communicator, fragment, counts=self.members.weight > 0)
         if part.weighing is not None:
             fragment.divisor = part.weighing.total
-        if not self.members.weight or part.is_rejected:  # then nothing is sent, not even what a lossy wire owes
+        if not self.members.weight or part.is_rejected:  # nothing is sent, error-feedback residuals neither
             fragment.gradient.zero_()
             return torch.zeros(()) if measure else None
         if not fragment.on_device:
@@ -157,13 +157,13 @@ class Sync:
 
         At the same step on all processes: collectives must begin in one order everywhere, or they would deadlock.
         """
-        with suppress(Interrupted):  # `receive` meets it again, and the sync is repeated
+        with suppress(Interrupted):  # `receive` raises it again, and the sync is repeated
             for part in self.parts:
                 if part.transfer is not None:
                     part.transfer.advance()
 
     def settle(self) -> None:
-        """Wait for the sums; the outer steps come when they are due."""
+        """Wait for the sums, without the outer steps."""
         with suppress(Interrupted):  # as in `advance`
             self._wait()
 
@@ -183,14 +183,14 @@ class Sync:
         return [mean[0] if mean else None for mean in means]
 
     def receive(self, signals: Mapping[str, float], inner_steps: int) -> bool:
-        """Wait for the mean pseudo-gradients and what the outer steps decide by.
+        """Wait for the mean pseudo-gradients, and agree on the values that the outer steps depend on.
 
         Args:
-            signals: of this process.
-            inner_steps: of a round, in which filters count the age of the pseudo-gradients.
+            signals: values of this process.
+            inner_steps: inner steps of a round; the unit in which filters count the age of the pseudo-gradients.
 
         Returns:
-            Whether they are there; else a process has gone meanwhile, and the sync has been withdrawn.
+            Whether all processes succeeded; else one has died, and the sync has been withdrawn.
         """
         for fragment in self.fragments:
             fragment.set_age(self.age / inner_steps)
@@ -220,14 +220,14 @@ class Sync:
                 self._shared.probes = probe_candidates(setting, self.fragments, weight)
 
     def add(self, failed: Sync) -> None:
-        """Count the time and the bytes of a failed attempt as this one's, too."""
+        """Add the time and the bytes of a failed attempt to this one's."""
         for name, seconds in failed.seconds.items():
             self.seconds[name] = self.seconds.get(name, 0.0) + seconds
         self.bytes_before += failed.bytes_sent
 
     def withdraw(self) -> None:
-        """Undo the sync: the replicas hold their progress, and the next one takes it."""
-        if any(part.fragment.torn for part in self.parts):  # the outer step has begun: there is no way back
+        """Undo the sync: the replicas hold their progress, and the next sync takes it."""
+        if any(part.fragment.torn for part in self.parts):  # the outer step has begun, and cannot be undone
             return
         for part in self.parts:
             part.fragment.channel.withdraw()
@@ -247,7 +247,7 @@ class Sync:
                 for index, part in enumerate(self.parts):
                     self._outer_step(part, index)
         except ValueError:
-            # Refused before its first param group, so that nothing has changed; an optimizer of torch does not say.
+            # Refused before its first param group: nothing has changed. An optimizer of torch does not tell.
             if not self._in_parts and len(fragments) == 1 and not getattr(fragments[0].outer, "begun", True):
                 fragments[0].torn = False
             raise
@@ -259,12 +259,12 @@ class Sync:
                 fragment.channel.commit()
                 fragment.round += 1
                 if setting.mixing == 0:
-                    fragment.steps = 0  # what was trained during the delay is given up
+                    fragment.steps = 0  # the progress during the delay is discarded
             for fragment in fragments:
                 fragment.torn = False
 
     def _outer_step(self, part: Part, index: int) -> None:
-        """Take a fragment's outer step; in one sweep with all that follows it, where it can be swept."""
+        """Take a fragment's outer step; where possible in one sweep with restore and digests."""
         fragment, shared, restores = part.fragment, self._shared, self.setting.mixing == 0
         measured = None if shared.dots is None else shared.dots[index]
         if not isinstance(fragment.outer, OuterSGD):
@@ -297,7 +297,7 @@ class Sync:
 
         Args:
             round_: number of the round.
-            complete: whether all fragments have ended it.
+            complete: whether all fragments have ended the round.
             full: inner steps of a whole round.
         """
         alone, members = self.setting.alone, self.members
@@ -343,9 +343,9 @@ class Sync:
 
 
 class _Phase:
-    """Add the time of a phase, also of a failed one, to its `seconds`, under a profiler scope of its name.
+    """Add the time of a phase, also of a failed one, to `seconds`, under a profiler scope of its name.
 
-    A class, for the generator of a context manager takes twice as long to enter and leave.
+    A class, because a generator's context manager takes twice as long to enter and leave.
     """
 
     __slots__ = ("_name", "_scope", "_seconds", "_start")
@@ -355,7 +355,7 @@ class _Phase:
 
     def __enter__(self) -> None:
         self._scope = None
-        if torch.autograd.profiler._is_profiler_enabled:  # without a profiler, too, a scope takes time
+        if torch.autograd.profiler._is_profiler_enabled:  # a scope takes time even without a profiler
             self._scope = torch.profiler.record_function(f"twophase::{self._name}").__enter__()
         self._start = time.perf_counter()
 
