@@ -1,7 +1,7 @@
-"""Agree between processes: on how they were started, what a round's decisions rest on, and what it has led to.
+"""Agree between processes on how they were started, on the inputs of a round's decisions, and on its result.
 
-Replicas that drift apart would train on unnoticed. So everything that they must have in common is compared, by a few
-bytes, and a difference ends the run with its name.
+Replicas that drift apart would train on unnoticed. So all that they must share is compared by a few bytes, and a
+difference ends the run with a message that names it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from twophase.optim.products import Dots
 from twophase.policies.base import AGREEMENT, MEASURED
 
 
-class Disagreement(RunError):  # noqa: N818 - it says what there is
-    """Processes that should hold the same bits do not. The message names the first fragment that differs, and how."""
+class Disagreement(RunError):  # noqa: N818 - a public name
+    """Processes hold different bits that should be equal. The message names the first fragment that differs."""
 
 
 # ------------------------------------------------------------------------------------------------------ the start
@@ -36,32 +36,32 @@ _ROOMS = ("rule.py", "restart.py", "policies", "shelf", "base", "optim", "diloco
 
 
 def versions() -> dict[str, str]:
-    """Return the engine's code: an edit under one version number makes replicas as unlike as another release."""
+    """Return version and checksum of the engine's code: replicas may differ by an edit under one version number."""
     folder = Path(__file__).parents[1]
     release = f"{twophase.__version__}, source {source_digest(folder / room for room in _ROOMS)}"
     return {"versions of twophase": release, "versions of torch": str(torch.__version__)}
 
 
 def same_start(communicator: Communicator, description: Mapping[str, Any], replicas: int) -> list[int]:
-    """Refuse to train, on every process alike, when the processes were not started alike.
+    """Refuse to train, on every process, when the processes were not started alike.
 
     Args:
-        communicator: the processes.
-        description: what this process was started with, by the words that name it; JSON values.
-        replicas: how many this process has.
+        communicator: processes of the run.
+        description: facts that this process was started with, by the words that name them; JSON values.
+        replicas: number of replicas in this process.
 
     Returns:
-        How many each process has.
+        The number of replicas in each process.
 
     Raises:
-        ValueError: naming the first difference, or what JSON cannot hold.
+        ValueError: the processes differ, or JSON cannot hold a value; the message names the first.
     """
     try:
         text = json.dumps(description, sort_keys=True)
-    except TypeError as error:  # of what a program gave as `alike`
+    except TypeError as error:  # in the caller's `alike`
         raise ValueError(f"DiLoCo: alike: {error}; give numbers, texts, lists and dicts of them") from None
     rows = communicator.exchange([replicas, *halves(short_hash(text))])
-    if any(row[1:] != rows[0][1:] for row in rows):  # else not sent: of many parameters it may be very long
+    if any(row[1:] != rows[0][1:] for row in rows):  # only then sent: many parameters make it very long
         here = json.loads(json.dumps(description))
         for other, there in enumerate(communicator.gather(here, dict)):
             what = first_unlike(here, there, (f"process {communicator.rank}", f"process {other}"))
@@ -71,12 +71,12 @@ def same_start(communicator: Communicator, description: Mapping[str, Any], repli
 
 
 def first_unlike(here: Mapping[str, Any], there: Mapping[str, Any], names: tuple[str, str]) -> str | None:
-    """Say what differs first between two descriptions, and between which two; None when they agree.
+    """Return a sentence on the first difference between two descriptions; None when they agree.
 
     Args:
         here: JSON values by the words that name them.
-        there: others.
-        names: of the two descriptions, for the sentence.
+        there: JSON values of the other description.
+        names: names of the two descriptions, for the sentence.
     """
     for what, a, b in _unlike_entries(here, there):
         return f"{what} differ between {names[0]} ({a}) and {names[1]} ({b})"
@@ -91,7 +91,7 @@ def _unlike_entries(here: Mapping[str, Any], there: Mapping[str, Any]) -> Iterat
 
 
 def _difference(here: Any, there: Any) -> tuple[str, str]:
-    """Return the first place where two JSON values part, as text: a whole list of parameters would hide it."""
+    """Return the first entries that differ, as text: a whole list of parameters would hide them."""
     if isinstance(here, Mapping) and isinstance(there, Mapping):
         what, a, b = next(_unlike_entries(here, there))
         return f"{what}: {a}", f"{what}: {b}"
@@ -107,13 +107,13 @@ def _difference(here: Any, there: Any) -> tuple[str, str]:
 
 @dataclass(slots=True)
 class Shared:
-    """Hold what a round's decisions rest on, the same on every process.
+    """Hold the inputs of a round's decisions, the same on every process.
 
     Args:
-        signals: means over the replicas of what `step` was given.
+        signals: means over the replicas of the values passed to `step`.
         dots: <g, g>, <m, m> and <g, m> of each param group of each fragment; None where no policy needs them.
         squares: mean squared norm of the replicas' own pseudo-gradients, of each fragment that is measured.
-        probes: losses of the candidates of each fragment's restart policy; empty where there is none.
+        probes: losses of the candidates of each fragment's restart policy; empty without candidates.
     """
 
     signals: dict[str, float]
@@ -122,7 +122,7 @@ class Shared:
     probes: Sequence[Sequence[float]] = ()
 
     def shown(self, index: int) -> dict[str, float]:
-        """Return what the restart policies of a fragment are shown: the signals, and how far the replicas agree."""
+        """Return the signals for a fragment's restart policies, with the agreement of the replicas."""
         square = self.squares[index] if self.squares else None
         if square is None or self.dots is None:
             return self.signals
@@ -137,17 +137,17 @@ def agree(
     signals: Mapping[str, float],
     squares: Sequence[float | None],
 ) -> Shared:
-    """Average the signals, and take over process 0's measurements.
+    """Average the signals, and adopt process 0's measurements.
 
-    Equal bits need not give equal norms on unlike machines, which add up in other orders, and a restart policy that
-    stands at its threshold would then decide one thing here and another there. So all decide by the same numbers.
+    Equal bits need not give equal norms on unlike machines, which sum in different orders. A restart policy at its
+    threshold would then decide differently on two processes. So all processes decide by the same numbers.
 
     Args:
-        communicator: the processes.
-        fragments: those that take their outer step next; each has its mean pseudo-gradient in `.grad`.
-        weight: replicas of this process that count.
-        signals: this process's values.
-        squares: of each fragment that is measured, the mean squared norm of this process's replicas' pseudo-gradients.
+        communicator: processes of the run.
+        fragments: fragments that take their outer step next; each has its mean pseudo-gradient in `.grad`.
+        weight: number of this process's replicas that count.
+        signals: values of this process.
+        squares: mean squared norm of this process's replicas' pseudo-gradients, for each fragment that is measured.
     """
     measured = communicator.sharded or any(f.needs & (MEASURED | {AGREEMENT}) for f in fragments)
     dots = [_dots(fragment) for fragment in fragments] if measured else None
@@ -178,7 +178,7 @@ def _dots(fragment: Fragment) -> list[Dots]:
 
 def averaged(communicator: Communicator, weight: float, values: Sequence[Sequence[float]]) -> list[list[float]]:
     """Average lists of numbers, as many on every process, over the replicas (and over the shards of each)."""
-    if not any(values):  # no message has no bytes
+    if not any(values):  # an exchange of 0 numbers is not allowed
         return [[] for _ in values]
     rows = _rows(communicator, weight, [number for numbers in values for number in numbers])
     means = iter(_weighted_mean(rows))
@@ -202,7 +202,7 @@ def _weighted_mean(rows: Sequence[Sequence[float]]) -> list[float]:
 
 
 def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
-    """Return the weighted mean, of equal values unrounded: the progress may stand at a policy's threshold."""
+    """Return the weighted mean; equal values stay unrounded, for they may stand at a policy's threshold."""
     if all(value == values[0] for value in values):
         return values[0]
     return sum(weight * value for weight, value in zip(weights, values, strict=True)) / sum(weights)
@@ -211,10 +211,10 @@ def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
 def _same_signals(
     communicator: Communicator, weight: float, signals: Mapping[str, float]
 ) -> tuple[list[str], list[float]]:
-    """Return the names of the signals, and this process's values; a process without weight need not have any.
+    """Return the names of the signals, and this process's values; a process without weight may lack them.
 
-    What follows exchanges as many numbers as there are names: with others, strangers would be averaged, or the
-    transport would fail without a word of the reason.
+    The next exchange sends a number for each name. With unlike names, unlike quantities would be averaged, or the
+    transport would fail without a reason.
     """
     names = sorted(signals)
     head: list[float] = [len(names), *halves(short_hash(json.dumps(names)))]
@@ -238,7 +238,7 @@ def _same_signals(
     return names, [float(signals[name]) for name in names]
 
 
-# -------------------------------------------------------------------------------------------------- what it led to
+# ------------------------------------------------------------------------------------------------ a round's result
 
 REMEDY = (
     "All processes must compute the same outer step: look for code that writes to the anchor or the outer optimizer on "
@@ -252,13 +252,13 @@ def prove(
     """Compare the digests of the fragments that have ended a round between all processes.
 
     Raises:
-        Disagreement: naming the first difference.
+        Disagreement: the digests differ; the message names the first difference.
     """
     if communicator.size == 1:
         return
     try:
         everyone = communicator.exchange(all_halves(digests))
-    except Interrupted:  # the round counts already, and the members of the next one compare everything before it
+    except Interrupted:  # the round counts already; the members of the next one compare all states before it
         return
     fault = first_difference(everyone, fragments, digests)
     if any(row[0] for row in communicator.exchange_in_replica([float(fault is not None)])):
@@ -269,7 +269,7 @@ def prove(
 def first_difference(
     everyone: Sequence[Sequence[float]], fragments: Sequence[Fragment], digests: Sequence[Mapping[str, str]]
 ) -> str | None:
-    """Say where the digests of the processes, as `all_halves`, part first; None where they are equal."""
+    """Return a sentence on the first digest, as of `all_halves`, that differs between processes; None if equal."""
     for other, row in enumerate(everyone):
         for place, pair in enumerate(zip(row, everyone[0], strict=True)):
             if pair[0] != pair[1]:

@@ -1,4 +1,4 @@
-"""Probing: the losses of the anchors between which a restart policy chooses."""
+"""Measure the losses of the candidate anchors between which a restart policy chooses."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from twophase.policies.base import PROBES
 def probe_candidates(setting: Setting, fragments: Sequence[Fragment], weight: int) -> list[list[float]]:
     """Return the losses of each fragment's candidates, with the other fragments at the anchor.
 
-    The replicas stay as they are. Probing comes before the vote on the round, so that it may fail like the reduction.
+    The replicas are restored. Probing comes before the vote on the round, so that it may fail like the reduction.
 
     Args:
-        setting: the replicas and the engine's probe.
-        fragments: those that take their outer step next.
+        setting: replicas and probe of the engine.
+        fragments: fragments that take their outer step next.
         weight: number of this process's replicas that count in the mean.
 
     Returns:
         Means over all replicas that count, a list for each fragment.
     """
-    if setting.probe is None:  # a loaded state, or the user, has brought the policy after the engine was built
+    if setting.probe is None:  # a loaded state or the user changed the policy after the engine was built
         raise ValueError("DiLoCo: a restart policy needs probes; give the engine a function, DiLoCo(..., probe=...)")
     losses: list[list[float]] = []
     with setting.lend(0) as model:
-        # Batch norm's change in a forward pass; other modules put a new tensor in a buffer's place.
+        # Batch norm changes its buffers in a forward pass; other modules replace a buffer's tensor.
         places = [(m, name, b) for m in model.modules() for name, b in m.named_buffers(recurse=False)]
         buffers = [(module, name, buffer, buffer.clone()) for module, name, buffer in places]
         try:
@@ -51,5 +51,5 @@ def probe_candidates(setting: Setting, fragments: Sequence[Fragment], weight: in
 
 
 def count_candidates(fragment: Fragment) -> int:
-    """Return how many candidate anchors a fragment's restart policies weigh; 0 if none does."""
+    """Return the number of candidate anchors that a fragment's restart policies weigh; 0 without such a policy."""
     return fragment.outer_sgd.candidate_count if PROBES in fragment.needs else 0

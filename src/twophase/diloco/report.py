@@ -11,17 +11,17 @@ from twophase.optim.groups import GroupRound
 
 @dataclass(frozen=True, slots=True)
 class FragmentRound:
-    """A fragment's part in a round.
+    """Report a fragment's part in a round.
 
     Args:
-        name: of the fragment.
+        name: name of the fragment.
         round: number of this fragment's round, from 1; its restart policy counts those in which an outer
             step was taken.
-        inner_steps: inner steps of each replica that it is made of.
+        inner_steps: inner steps of each replica in its pseudo-gradient.
         restarted: whether the momentum of any of its param groups restarted.
         checksum: digits that depend on every bit of its new anchor.
-        agreement: |g|^2 over the mean of the replicas' squared norms, where a policy or a filter has it measured: 1 if
-            they agree, 1 / replicas if they share nothing.
+        agreement: |g|^2 over the mean of the replicas' squared norms, where a policy or a filter needs it: 1 if the
+            replicas agree, 1 / replicas if their pseudo-gradients are orthogonal.
     """
 
     name: str
@@ -34,37 +34,36 @@ class FragmentRound:
 
 @dataclass(frozen=True, slots=True)
 class RoundReport:
-    """What happened in a round; `print(report)` is a line of it, and `as_dict()` has every number for a log.
+    """Report a round; `print(report)` shows it in a line, and `as_dict()` has every number for a log.
 
-    The same on every process, except `bytes_sent`, `seconds`, and the `attempts` of one that came late.
+    The same on every process, except `bytes_sent`, `seconds`, and the `attempts` of a late joiner.
 
-    A model in several fragments has a report for each sync, which may be of one fragment or of several.
+    A model in several fragments has a report for each sync, of one fragment or several.
 
     Args:
         round: number of the round, from 1.
-        inner_steps: inner steps of each replica that it is made of (of several fragments, the most): those of a delay
-            without mixing are given up and do not count.
-        partial: whether they are fewer than a whole round has: it was ended early, by `finish()`, or is the first one
-            of a fragment that is synchronised in the middle of the others' rounds.
+        inner_steps: inner steps of each replica in the pseudo-gradient (of several fragments, the most). Those of a
+            delay without mixing are discarded and do not count.
+        partial: whether they are fewer than a whole round has: `finish()` ended it early, or it is the first round of
+            a fragment that is synchronised in the middle of the others' rounds.
         complete: whether all fragments have ended the round now.
-        replicas: replicas that took part.
-        newcomers: replicas that came late, were given another's state, and had no weight in this round.
-        attempts: how often it was tried; more than 1 when processes went away during the sync.
-        minority: whether it went on without most of the replicas of the round before, as `min_replicas` allows.
+        replicas: number of replicas that took part.
+        newcomers: number of late joiners, which received a donor's state and had weight 0 in this round.
+        attempts: number of attempts; more than 1 when processes died during the sync.
+        minority: whether most of the replicas of the round before were missing, as `min_replicas` allows.
         restarted: whether the momentum of any param group restarted.
-        fragments: what each fragment did.
-        groups: each param group's norms, cosine, gain and restart; empty for an outer optimizer other than `OuterSGD`.
+        fragments: report of each fragment.
+        groups: norms, cosine, gain and restart of each param group; empty for an outer optimizer other than `OuterSGD`.
         pseudo_gradient_norm: Euclidean norm of g over all parameters that were synchronised.
-        signals: the means over the replicas of what was given to `step(signals=...)`.
+        signals: means over the replicas of the values passed to `step(signals=...)`.
         bytes_sent: bytes that this process sent to others for the reduction; 0 in a single process.
         seconds: wall time of the phases `pseudo_gradient`, `reduce`, `outer`, `restore`, `checksum`, `probe` where a
-            restart policy weighs candidates, and `quorum` where processes come and go. `outer` has all that its sweep
-            does on the way; `restore` and `checksum` have only copies and digests that no sweep has made. On an
-            accelerator a phase may only launch work, which is waited for in the phase that reads a number: `outer`, or
-            `reduce` where other processes' sums are waited for.
+            restart policy weighs candidates, and `quorum` where processes come and go. `outer` contains all that its
+            sweep does; `restore` and `checksum` only copies and digests outside a sweep. On an accelerator a phase may
+            only launch work. The phase that reads a number waits for it: `outer`, or `reduce` for sums.
         checksum: digits that depend on every bit of the new anchor (of the fragments that were synchronised).
-        rejected: replicas that a filter left out, of several fragments the most; where it left out all, there was no
-            outer step, and the anchor is as before.
+        rejected: number of replicas that a filter left out, of several fragments the most. If it left out all, there
+            was no outer step, and the anchor is as before.
     """
 
     round: int
@@ -87,7 +86,7 @@ class RoundReport:
 
     @property
     def not_finite(self) -> tuple[str, ...]:
-        """What restart policies need and what was not finite: the run has diverged."""
+        """Values that restart policies need and that were not finite: the run has diverged."""
         return tuple(sorted({name for group in self.groups for name in group.not_finite}))
 
     @property
@@ -97,7 +96,7 @@ class RoundReport:
 
     @property
     def cosine(self) -> float:
-        """Cosine of the angle between g and that buffer, over all groups; 0 when either vanishes."""
+        """Cosine of the angle between g and that buffer, over all groups; 0 when either is zero."""
         scale = self.pseudo_gradient_norm * self.buffer_norm
         inner = sum(group.cosine * group.pseudo_gradient_norm * group.buffer_norm for group in self.groups)
         return inner / scale if scale != 0 else 0.0
@@ -110,10 +109,10 @@ class RoundReport:
         return along / square if square != 0 else float("nan")
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the report as plain values: a line of `rounds.jsonl`, but for its `step`.
+        """Return the report as plain values: a line of `rounds.jsonl` without its `step`.
 
-        All fields but `signals`, which belong to the caller's metrics; and `buffer_norm`, `cosine` and `gain`. A gain
-        may be NaN, which JSON does not have.
+        It has all fields except `signals`, which belong to the caller's metrics, and `buffer_norm`, `cosine` and
+        `gain`. A gain may be NaN, which JSON lacks.
         """
         fields = asdict(self)
         del fields["signals"]
@@ -143,12 +142,12 @@ class RoundReport:
 
 
 def merged(reports: Sequence[RoundReport]) -> RoundReport:
-    """Return several syncs that end a run together as one report."""
+    """Merge the reports of several syncs that end a run together."""
     if len(reports) == 1:
         return reports[0]
     fragments = tuple(fragment for report in reports for fragment in report.fragments)
     phases = {phase for report in reports for phase in report.seconds}
-    checksum = 0  # it depends on all and on their order
+    checksum = 0  # depends on all fragments and their order
     for fragment in fragments:
         checksum = (checksum * 0x100000001B3 + int(fragment.checksum, 16)) % (1 << 64)
     return replace(

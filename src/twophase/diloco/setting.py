@@ -1,4 +1,4 @@
-"""The fixed part of an engine: its schedule, replicas, fragments, anchor and processes, checked and built once."""
+"""Check and build the fixed part of an engine once: schedule, replicas, fragments, anchor and processes."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ OuterFactory = Callable[[list[tuple[str, Tensor]]], Optimizer]
 OuterChoice = OuterRule | Outer | Method | RestartPolicy | str | OuterFactory
 Restarts = RestartPolicy | str | int | None
 Signals = Mapping[str, float] | Callable[[list[str]], Mapping[str, float]] | None
-"""Values by name, or a function to them from the names of the fragments that end their round."""
+"""Values by name, or a function that returns them for the names of the fragments that end their round."""
 Probe = Callable[[nn.Module, int, int], float]
-"""From a module, the number of a replica in this process and a round's number to the loss on a probe batch."""
+"""A function of a module, a replica's number in this process and a round's number; returns a probe batch's loss."""
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """When fragments are synchronised, and what their replicas keep then; arguments as of `DiLoCo`.
+    """Schedule the syncs of fragments, and the mixing of their replicas; arguments as of `DiLoCo`.
 
     Raises:
         ValueError: a value outside its range.
@@ -93,12 +93,12 @@ class Schedule:
         return self.inner_steps // count if self.stagger else self.inner_steps
 
     def full(self) -> int:
-        """Return the inner steps of which a whole round's outer step is made: a delay without mixing is given up."""
+        """Return the inner steps that a whole round's outer step contains: a delay without mixing is discarded."""
         return self.inner_steps - (self.delay if self.mixing == 0 else 0)
 
 
 class Setting:
-    """The values that all syncs of an engine share; arguments as of `DiLoCo`.
+    """Hold the values that all syncs of an engine share; arguments as of `DiLoCo`.
 
     The anchor, one flat vector of which each fragment has a part, holds the first replica's parameters.
     """
@@ -119,7 +119,7 @@ class Setting:
         self.modules, self.communicator, self.probe = modules, communicator, probe
         self.mixing = schedule.mixing
         self.supplied = frozenset[str]()
-        """What restart policies may need: see `promise`."""
+        """Names of the values that restart policies may need: see `promise`."""
         self.alone = communicator.alone
         slots = _collect_slots(modules, communicator)
         self._fsdp = [module for replica in modules for module in fsdp_modules(replica)]
@@ -136,17 +136,17 @@ class Setting:
             "schedules": {"stagger": schedule.stagger, "delay": schedule.delay, "mixing": schedule.mixing},
             "wires": wire,
         }
-        """What all processes must have been started with, by the words that name it; JSON values."""
+        """Facts that all processes must have been started with, by the words that name them; JSON values."""
 
     def describe(self) -> dict[str, Any]:
-        """Return what all processes must have alike now: the constants, the outer settings, and the kernels."""
+        """Return the facts that all processes must share now: the constants, the outer settings, and the kernels."""
         settings = {
             f"fragment {f.name}": [
                 {key: str(value) for key, value in group.items() if key != "params"} for group in f.outer.param_groups
             ]
             for f in self.fragments
         }
-        # With kernels the last bits are others.
+        # Kernels round differently in the last bits.
         kernels = {f.name: goes_on_device(f) for f in self.fragments if not f.flat.is_cpu}
         return {**self.constants, "outer settings": settings, "kernels of the outer round": kernels}
 
@@ -160,7 +160,7 @@ class Setting:
             outer.promised |= self.supplied  # a state may bring another policy
 
     def check_whole(self) -> None:
-        """Refuse to go on from an outer step that was interrupted."""
+        """Refuse to continue from an outer step that was interrupted."""
         if any(fragment.torn for fragment in self.fragments):
             raise ValueError(
                 "DiLoCo: the last outer step was interrupted, and a part of the anchor is ahead of the others; go back "
@@ -168,7 +168,7 @@ class Setting:
             )
 
     def look_up(self, fragments: Sequence[Fragment]) -> None:
-        """Find the parameters of all replicas, which FSDP2 replaces in a forward pass: the engine works on shards."""
+        """Look up the parameters of all replicas: FSDP2 replaces shards in a forward pass, the engine needs them."""
         reshard(self._fsdp)
         for fragment in fragments:
             fragment.look_up()
@@ -182,7 +182,7 @@ class Setting:
 
     @contextmanager
     def lend(self, number: int) -> Iterator[nn.Module]:
-        """Yield a replica; its parameters may be written, and are set back afterwards."""
+        """Yield a replica; its parameters may be written, and are restored afterwards."""
         self.look_up(self.fragments)
         before = [[theta.detach().clone() for theta in fragment.params[number]] for fragment in self.fragments]
         try:
@@ -190,13 +190,13 @@ class Setting:
         finally:
             try:
                 self.write(number, before)
-            except BaseException:  # an interrupt while they are set back
+            except BaseException:  # an interrupt while they are restored
                 self.write(number, before)
                 raise
 
     @torch.no_grad()
     def write(self, number: int, values: Sequence[Sequence[Tensor]]) -> None:
-        """Set a replica's parameters, given fragment by fragment."""
+        """Set a replica's parameters, fragment by fragment."""
         self.look_up(self.fragments)
         for fragment, tensors in zip(self.fragments, values, strict=True):
             torch._foreach_copy_(fragment.params[number], list(tensors))
@@ -206,7 +206,7 @@ class Setting:
 
 
 def _collect_slots(replicas: list[nn.Module], communicator: Communicator) -> list[list[Slot]]:
-    """Return the trainable parameters of each replica of this process, checked to be alike."""
+    """Check that the replicas of this process have the same trainable parameters; return those of each."""
     for replica in replicas:
         if any(isinstance(module, DistributedDataParallel) for module in replica.modules()):
             raise ValueError(
@@ -259,7 +259,7 @@ def _cut(
     check_wire(wire, least)
     dtype = torch.float64 if any(p.dtype == torch.float64 for p in first.values()) else torch.float32
     anchor = torch.zeros(sum(lengths), dtype=dtype, device=slots[0][0].device)
-    # Fragments that are never reduced at the same time share the room for their pseudo-gradients.
+    # Fragments that are never reduced at the same time share a buffer for their pseudo-gradients.
     shared = schedule.stagger and schedule.delay < schedule.gap(len(parts))
     room = torch.zeros(max(lengths) if shared else sum(lengths), dtype=dtype, device=anchor.device)
     senders = len(slots) if communicator.alone else 1
@@ -304,14 +304,14 @@ def open_channel(name: str, numel: int, *, dtype: torch.dtype, device: torch.dev
 
 
 def _constants(fragments: Sequence[Fragment], replica: nn.Module, communicator: Communicator) -> dict[str, Any]:
-    """Return what all processes must have alike of their parameters.
+    """Return the facts about parameters that all processes must share.
 
-    What is not trained is never sent, so a difference (of the base model under an adapter, say) would never be noticed.
-    Buffers may have values of their own, such as batch-norm statistics.
+    Frozen parameters are never sent, so a difference (of the base model under an adapter, say) would stay unnoticed.
+    Values of buffers may differ, such as batch-norm statistics.
     """
     slots = [(fragment, slot) for fragment in fragments for slot in fragment.layout.slots]
     frozen = {name: p.detach() for name, p in replica.named_parameters() if not p.requires_grad}
-    # Of a sharded replica the values differ from shard to shard.
+    # The values of a sharded replica differ between its shards.
     comparable = {} if communicator.sharded else {n: p for n, p in frozen.items() if p.device.type != "meta"}
     return {
         "frozen parameters": {name: f"{list(p.shape)} {p.dtype}" for name, p in frozen.items()},
@@ -329,7 +329,7 @@ def _constants(fragments: Sequence[Fragment], replica: nn.Module, communicator: 
 
 
 def _context(schedule: Schedule, communicator: Communicator) -> Context:
-    """Return what filters may know of the engine."""
+    """Return the facts about the engine that filters may use."""
 
     def total(numbers: Sequence[float]) -> list[float]:
         return [sum(column) for column in zip(*communicator.exchange_in_replica(list(numbers)), strict=True)]
@@ -346,7 +346,7 @@ def _build_outers(
     restart: Restarts | Mapping[str, Restarts],
     context: Context,
 ) -> None:
-    """Give each fragment its optimizer: a shared optimizer would step on the gradients of the fragments at rest."""
+    """Build an optimizer for each fragment: a shared one would also step on gradients of fragments without a sync."""
     if isinstance(outer, str | RestartPolicy):
         if str(outer).partition(":")[0] in registered("method"):
             raise ValueError(f'DiLoCo: outer is {outer}, the name of a method; give twophase.outer("{outer}")')
@@ -375,7 +375,7 @@ def _build_outers(
         policy = policies[fragment.name]
         if isinstance(outer, OuterRule | Outer | Method):
             policy = Never() if policy is None else policy
-            needs = parse(policy).needs  # `check_needs` knows the remedy
+            needs = parse(policy).needs  # `check_needs` refuses them with a remedy
             fragment.outer = outer_optimizer(fragment.named, outer, policy, signals=needs, context=context)
             continue
         if policy is not None:
@@ -396,7 +396,7 @@ def _build_outers(
 
 
 def check_needs(groups: Sequence[Mapping[str, Any]], supplied: Collection[str]) -> None:
-    """Refuse a restart policy or a filter of a param group that needs what will not be supplied."""
+    """Refuse a restart policy or a filter that needs values which the caller will not supply."""
     for group in groups:
         if "filter" in group and filter_of_group(group).replicas and AGREEMENT not in supplied:
             raise ValueError(
@@ -424,7 +424,7 @@ def check_kind(signals: Signals) -> None:
 
 
 def values_for(fragments: Sequence[Fragment], signals: Signals) -> Mapping[str, float]:
-    """Return the signals for the end of these fragments' round, checked before anything of it happens."""
+    """Check and return the signals for the end of these fragments' round, before the round changes anything."""
     values = (signals([fragment.name for fragment in fragments]) if callable(signals) else signals) or {}
     groups = [g for f in fragments if isinstance(f.outer, OuterSGD) for g in f.outer.param_groups]
     check_needs(groups, {PROBES, AGREEMENT, *values})

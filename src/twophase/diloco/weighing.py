@@ -1,7 +1,7 @@
 """Weigh the replicas of a sync by a filter that compares their own pseudo-gradients, before these are summed.
 
-Each process measures the pseudo-gradients of its replicas and tells the norms to all; so all compute the same weights,
-and each scales what it adds to the sum.
+Each process measures the pseudo-gradients of its replicas and sends the norms to all. So all compute the same weights,
+and each scales its contribution to the sum.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from twophase.optim.optimizer import OuterOptimizer, filter_of_group
 
 @dataclass(frozen=True, slots=True)
 class Weighing:
-    """What a filter has made of a fragment's replicas; the same on all processes but for `first`.
+    """Hold a filter's weights of a fragment's replicas; the same on all processes but for `first`.
 
     Args:
         total: sum of the weights of all replicas; 0 where all are rejected, so that there is no outer step.
-        rejected: how many have weight 0.
-        memory: the filter's numbers once the round has been taken.
-        weights: of all replicas, in order of rank; none where an earlier version has saved it.
+        rejected: number of replicas with weight 0.
+        memory: state of the filter after the round.
+        weights: weights of all replicas, in order of rank; empty in states of an earlier version.
         first: number of this process's first replica among them.
     """
 
@@ -39,19 +39,19 @@ def weigh(communicator: Communicator, fragment: Fragment, *, counts: bool) -> We
     """Return the weights of a fragment's replicas; None where its filter does not compare them.
 
     Args:
-        communicator: the processes, which all make this call.
-        fragment: with its parameters looked up; its pseudo-gradient is overwritten.
+        communicator: processes of the run, which all make this call.
+        fragment: fragment with its parameters looked up; its pseudo-gradient is overwritten.
         counts: whether this process's replicas take part.
     """
     if not isinstance(fragment.outer, OuterOptimizer):
         return None
-    group = fragment.outer.param_groups[0]  # the only one, for an engine alone builds such an optimizer
+    group = fragment.outer.param_groups[0]  # the only group, because only an engine builds such an optimizer
     value = filter_of_group(group)
     if not value.replicas:
         return None
     shards = communicator.exchange_in_replica(_squares(fragment)) if counts else []
     local = [sum(column) ** 0.5 for column in zip(*shards, strict=True)]
-    norms_by_process = communicator.gather(local, list)  # as many as it has replicas
+    norms_by_process = communicator.gather(local, list)  # one a replica
     norms = [float(norm) for row in norms_by_process for norm in row]
     weights, memory = value.weigh(norms, {name: group.get(name, 0.0) for name in value.memory})
     first = sum(map(len, norms_by_process[: communicator.rank]))
