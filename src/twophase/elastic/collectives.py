@@ -1,4 +1,4 @@
-"""Run collectives in a gloo group whose members may die: after the first failure all fail, and the sync is given up."""
+"""Run collectives in a gloo group whose members may die: after the first failure all fail, and so does the sync."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Collectives(Communicator):
         self._manager: Any = None
         self._group: Any = None
         self._failure: Exception | None = None
-        """Why this attempt at a sync has been given up."""
+        """Error that has ended this attempt at a sync."""
         self._works: list[_Work] = []
 
     @property
@@ -85,7 +85,7 @@ class Collectives(Communicator):
             try:
                 work.work = start(self._group.parent)
                 self._works.append(work)
-            except Exception as error:  # whatever torch says of a process that has gone
+            except Exception as error:  # torch raises various types after a process died
                 self._fail(error)
         return work
 
@@ -100,12 +100,12 @@ class Collectives(Communicator):
             raise Interrupted(str(self._failure))
 
     def _fail(self, error: Exception) -> None:
-        """Give this attempt up; the others notice it because this process leaves the group."""
+        """End this attempt; the others notice it because this process leaves the group."""
         self._failure = error
         self._manager.report_error(error)
         self._manager._commit_failures += 1  # also after the vote: the next quorum forms a new group
         _log.info("a sync has failed: %s", error)
-        for work in self._works:  # none may write into buffers that the next attempt fills
+        for work in self._works:  # a late one would write into buffers that the next attempt fills
             with suppress(Exception):
                 work.work.wait()
         self._works = []
@@ -113,7 +113,7 @@ class Collectives(Communicator):
 
 
 class _Work:
-    """A collective under way, or one that was never begun since another had failed."""
+    """A collective under way, or one that never began because an earlier one failed."""
 
     def __init__(self, collectives: Collectives, bytes_sent: int, tensors: tuple[Tensor, ...]) -> None:
         self.bytes_sent = bytes_sent

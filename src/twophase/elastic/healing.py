@@ -1,11 +1,10 @@
-"""Give a late replica the state of another one over a TCP connection: tensors and numbers only.
+"""Send a replica's state to a late joiner over a TCP connection: tensors and numbers only.
 
-The receiver builds nothing but tensors, numbers, text and containers of them, by torch's weights-only reader, so a
-connection to a wrong or hostile process cannot run code. There is neither authentication nor encryption: it is for a
-trusted network.
+The receiver reads tensors, numbers, text and containers of them by torch's weights-only reader. So a connection to a
+wrong or hostile process cannot run code. There is neither authentication nor encryption: use a trusted network.
 
-The donor copies nothing: it sends its live tensors, which it does not change before all have what they need. So all
-wait for a heal, and one that would take longer ends with `TooSlow` after its first try.
+The donor makes no copy: it sends its live tensors, and changes them only after the transfer. So all replicas wait for a
+heal, and a transfer that is too slow ends with `TooSlow` after the first attempt.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ _PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
 _GREETING = b"twophase state\n"
 
 
-class TooSlow(ConnectionError):  # noqa: N818 - it says what there is
-    """At the pace at which a state came, it would not have come in time."""
+class TooSlow(ConnectionError):  # noqa: N818 - the cause in two words
+    """The transfer rate of a state was too low for the timeout."""
 
 
 def bytes_of(value: Any, path: str = "state") -> int:
     """Return the bytes of the tensors in a state.
 
     Raises:
-        ValueError: something in it is neither tensor, number nor text, and would be refused by the receiver.
+        ValueError: it holds an object other than tensor, number or text, which the receiver would refuse.
     """
     if isinstance(value, Tensor):
         return value.nbytes
@@ -53,10 +52,10 @@ def bytes_of(value: Any, path: str = "state") -> int:
 
 
 class Healing(socketserver.ThreadingTCPServer):
-    """Give this replica's state to others and take theirs; what torchft calls a checkpoint transport.
+    """Send this replica's state to others and receive theirs; what torchft calls a checkpoint transport.
 
     Args:
-        address: the IPv4 address to listen on, and on which others reach it.
+        address: IPv4 address to listen on, and on which others reach it.
         patience: seconds that either side waits for the other.
     """
 
@@ -73,34 +72,34 @@ class Healing(socketserver.ThreadingTCPServer):
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
 
     def metadata(self) -> str:
-        """Return the address on which others find it."""
+        """Return the address on which others reach it."""
         host, port = self.server_address[:2]
         return f"{host}:{port}"
 
     def send_checkpoint(
         self, dst_ranks: list[int], step: int, state_dict: Mapping[str, Any], timeout: timedelta
     ) -> None:
-        """Offer a state to the processes that ask for this step, until `disallow_checkpoint`."""
+        """Serve a state to the processes that ask for this step, until `disallow_checkpoint`."""
         del dst_ranks, timeout
         with self._changed:
             self._offer = step, state_dict
             self._changed.notify_all()
 
     def disallow_checkpoint(self) -> None:
-        """End the offer, and cut readers off: what they would get may change from now on."""
+        """Stop serving the state; close open transfers, because the tensors change next."""
         with self._changed:
             self._offer = None
             for connection in self._open:
-                with suppress(OSError):  # it is closed already
+                with suppress(OSError):  # closed already
                     connection.shutdown(socket.SHUT_RDWR)
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Mapping[str, Any]:
-        """Return the state that another replica offers for this step.
+        """Return the state that another replica serves for this step.
 
         Raises:
-            TooSlow: it was not whole when the time was over, or when the donor stopped waiting, and at that pace would
-                not have been; says how much had come, and how long it would take.
-            OSError: there is no such state, or the donor has gone.
+            TooSlow: the transfer was incomplete at the timeout, or when the donor stopped waiting, and its rate was
+                too low; the message gives the bytes received and the time it needs.
+            OSError: the donor does not serve such a state, or has died.
         """
         del src_rank
         host, _, port = metadata.rpartition(":")
@@ -128,12 +127,12 @@ class Healing(socketserver.ThreadingTCPServer):
         self.server_close()
 
     def finish_request(self, request: Any, client_address: Any) -> None:
-        """Send the offered state to one reader; `socketserver` calls this on a thread for each."""
+        """Send the state to a reader; `socketserver` calls this on a thread for each."""
         del client_address
         request.settimeout(self._patience)
-        with suppress(OSError, ValueError):  # the reader has gone, was cut off, or speaks another protocol
+        with suppress(OSError, ValueError):  # the reader died, was disconnected, or speaks another protocol
             step = int(request.makefile("rb").readline(32))
-            with self._changed:  # the reader may be quicker than the offer
+            with self._changed:  # the reader may connect before `send_checkpoint`
                 self._changed.wait_for(lambda: self._offer is not None, self._patience)
                 if self._offer is None or self._offer[0] != step:
                     return
@@ -149,7 +148,7 @@ class Healing(socketserver.ThreadingTCPServer):
 
 
 class _Exactly:
-    """A stream that never returns less than was asked for, and ends after so many seconds.
+    """Read exactly the requested bytes from a stream, and fail after a timeout.
 
     torch's reader takes a short answer for the whole.
     """
@@ -179,11 +178,11 @@ class _Exactly:
         return self._stream.readline()
 
     def judged(self, error: OSError, size: int) -> OSError:
-        """Return the error to raise for a state of `size` bytes that did not come whole.
+        """Return the error to raise for an incomplete state of `size` bytes.
 
-        A donor that stops waiting cuts the reader off a little before or after the reader's own time is over. A donor
-        that died may do so at any time, and one that stopped, or lost its link, sends nothing more: then another
-        replica may give the state.
+        A donor that stops waiting closes the connection shortly before or after the reader's own timeout. A donor that
+        died closes it at any time; a stalled one, or a lost link, sends nothing more. Then another replica may send the
+        state.
         """
         took = time.monotonic() - self._begin
         silent = time.monotonic() - self._last

@@ -1,6 +1,6 @@
-"""torchft's own `DiLoCo` and `Manager`, kept to the settings with which torchft 0.2.0 keeps replicas equal.
+"""torchft's own `DiLoCo` and `Manager`, restricted to the settings with which torchft 0.2.0 keeps replicas equal.
 
-`twophase.integrations.torchft` is the door; torchft's private names stay in this room.
+The public interface is `twophase.integrations.torchft`; torchft's private names stay in this room.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _log = logging.getLogger("twophase")
 class Native(DiLoCo):
     """torchft's `DiLoCo` with an `OuterSGD` for each fragment; made by `twophase.integrations.torchft.diloco`.
 
-    After its `with` block the model holds the agreed weights; inner steps since the last round are given up.
+    After its `with` block the model holds the agreed weights; inner steps since the last round are discarded.
 
     Attributes:
         outers: the outer optimizers, one a fragment; `twophase.record(rounds.outers[0], folder)` records its rounds.
@@ -50,7 +50,7 @@ class Native(DiLoCo):
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is saved beside the model and the inner optimizer: anchors, outer states, counters."""
+        """Return the state beside model and inner optimizer: anchors, outer states, counters."""
         return {
             "anchors": [dict(fragment.original_parameters) for fragment in self._fragments],
             "outers": [outer.state_dict() for outer in self.outers],
@@ -96,8 +96,8 @@ def check(manager: Manager, model: nn.Module, fragments: Sequence[nn.Module], st
         )
     if manager._init_sync:
         raise ValueError(
-            "diloco: the manager's init_sync is True, and it must be False, or all replicas but one repeat another's "
-            "first round; pass Manager(init_sync=False) and begin all with the same weights"
+            "diloco: the manager's init_sync is True, and it must be False, or every other replica would repeat the "
+            "first replica's round; pass Manager(init_sync=False) and begin all with the same weights"
         )
     if steps % len(fragments) or steps < len(fragments):
         raise ValueError(
@@ -115,13 +115,13 @@ def check(manager: Manager, model: nn.Module, fragments: Sequence[nn.Module], st
 
 
 def check_state(manager: Manager) -> None:
-    """Refuse a state that a replica which comes back could not be given: all would wait for it in every round."""
+    """Refuse a state that a restarted replica could not receive: all would wait for it in every round."""
     if isinstance(manager._checkpoint_transport, Healing):  # another one sends pickles
         bytes_of(manager._manager_state_dict(), "the state")
 
 
 def begin_alike(manager: Manager) -> None:
-    """Let no replica copy another's weights before the first round; for managers that a trainer has made."""
+    """Switch off torchft's initial copy of weights; for managers that a trainer has made."""
     manager._init_sync = False
 
 
@@ -138,24 +138,24 @@ def manager(
     quorum_timeout: float = 3600.0,
     connect_timeout: float = 10.0,
 ) -> Iterator[Manager]:
-    """Yield torchft's `Manager` for a replica of one process, and leave the others at its end.
+    """Yield torchft's `Manager` for a replica of one process, and leave the group at its end.
 
-    Its store, its server and the transfer of states listen on `host` alone, and what a peer sends is never unpickled.
+    Its store, its server and the transfer of states listen on `host` alone, and a peer's message is never unpickled.
 
     Args:
-        lighthouse: its address, such as `http://10.0.0.1:29510`.
+        lighthouse: address of the lighthouse, such as `http://10.0.0.1:29510`.
         replica: number of this replica, from 0.
-        replicas: their number; a round needs all of them, so give the lighthouse `--min_replicas` alike.
-        state_dict: returns what a replica that comes back needs beside model and optimizers, such as the place in the
-            data, in tensors, numbers and text.
-        load_state_dict: takes it over.
-        host: this machine's name or address in a trusted network, which the others and the lighthouse reach.
+        replicas: number of replicas; a round needs all of them, so give the lighthouse the same `--min_replicas`.
+        state_dict: function that returns the state of a restarted replica beside model and optimizers, such as the
+            data position, in tensors, numbers and text.
+        load_state_dict: function that loads this state.
+        host: name or address of this machine in a trusted network, which the others and the lighthouse reach.
         timeout: seconds for a reduction, more than a heal takes.
         quorum_timeout: seconds for the slowest replica's inner steps.
         connect_timeout: seconds to reach the lighthouse.
 
     Raises:
-        ValueError: an address that is none or means every network, or variables that override these arguments.
+        ValueError: an invalid address, or one of every network, or variables that override these arguments.
         ImportError: another release of torchft than 0.2.0.
     """
     parts.check_installed()
@@ -179,7 +179,7 @@ def manager(
             lighthouse_addr=url,
             replica_id=f"replica-{replica}",
             checkpoint_transport=healing,
-            quorum_retries=math.ceil(quorum_timeout / parts.ASK_EVERY),  # a lighthouse may be away for seconds
+            quorum_retries=math.ceil(quorum_timeout / parts.ASK_EVERY),  # a lighthouse may restart meanwhile
         )
         made._logger.exception = _tell
         yield made
@@ -192,5 +192,5 @@ def manager(
 
 
 def _tell(msg: str) -> None:
-    """Log an error of torchft; a heal that fails is tried again in every round, and no other word says why."""
+    """Log an error of torchft: it repeats a failed heal in every round, and no other message gives the reason."""
     _log.log(logging.WARNING if "recovery" in msg else logging.DEBUG, "torchft %s", msg)

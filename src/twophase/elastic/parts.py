@@ -1,6 +1,6 @@
 """Make the parts of torchft that `TorchFT` needs, each bound to one address.
 
-Private names of torchft are used here and in `torchft` alone; `VERSION` is the release that they were read in.
+Private names of torchft occur in this room alone; `VERSION` is the release that they belong to.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ VERSION = "0.2.0"
 """The release of torchft that has the private names used here."""
 
 ASK_EVERY = 2.0
-"""Seconds between two questions to a lighthouse that does not answer."""
+"""Seconds between two requests to a lighthouse that does not answer."""
 _LOOK_EVERY = 0.5
-"""Seconds between two looks whether it is there."""
+"""Seconds between two checks of the lighthouse's address."""
 _ANEW, _ASKS_ANEW = 1.0, 30
-"""Seconds between two questions to a restarted lighthouse, and their number: a manager that has lost the lighthouse
-tries again after pauses that grow to ten seconds."""
+"""Seconds between two requests to a restarted lighthouse, and their number: a manager that has lost the lighthouse
+retries after pauses that grow to ten seconds."""
 _FORMING = 0.75
-"""Seconds in which a group must form at the first try; after each failure twice as many, up to `connect_timeout`."""
+"""Seconds in which a group must form at the first attempt; doubled after each failure, up to `connect_timeout`."""
 _SETTLED = 15.0
 """Seconds after which the heartbeats of all live replicas reach a restarted lighthouse. Their pauses grow to ten
-seconds as well, so a replica that was heard may be silent for seconds after it (up to a third of the outage, as
-measured), and be taken for dead."""
+seconds as well. So a live replica may be silent for seconds after its first heartbeat (up to a third of the outage, as
+measured), and count as dead."""
 
 _log = logging.getLogger("twophase")
 _OVERRIDING = """
@@ -50,11 +50,11 @@ _OVERRIDING = """
 """.split()
 
 
-# --- what was asked for -----------------------------------------------------------------------------------------------
+# --- arguments and environment ----------------------------------------------------------------------------------------
 
 
 def check_installed() -> None:
-    """Refuse another release of torchft than `VERSION`, or none."""
+    """Refuse another release of torchft than `VERSION`, or a missing one."""
     try:
         version = importlib.metadata.version("torchft")
         import torchft  # noqa: F401, PLC0415 - whether it can be loaded
@@ -73,7 +73,7 @@ def check_environment() -> None:
             "arguments instead"
         )
     watchdog = "TORCHFT_WATCHDOG_TIMEOUT_SEC"
-    if not os.environ.get(watchdog, "30").isdecimal():  # torchft would not even be imported
+    if not os.environ.get(watchdog, "30").isdecimal():  # the import of torchft would fail
         raise ValueError(
             f"TorchFT: the environment's {watchdog} is {os.environ[watchdog]!r}; it must be a whole number of seconds, "
             "or unset"
@@ -101,7 +101,7 @@ def address_of(host: str, lighthouse_host: str) -> str:
     """Return the IPv4 address of a host, on which other replicas and the lighthouse must reach this one."""
     try:
         address = socket.gethostbyname(host)
-    except (OSError, UnicodeError):  # the latter for a part of a name that is empty or over 63 characters
+    except (OSError, UnicodeError):  # UnicodeError: a label of the name is empty or over 63 characters
         address = ""
     if not host or not address:
         raise ValueError(f"TorchFT: host is {host!r}; it must be this machine's name or IPv4 address")
@@ -120,7 +120,7 @@ def address_of(host: str, lighthouse_host: str) -> str:
 
 
 def _is_elsewhere(host: str) -> bool:
-    """Whether an address or name means other machines; False for an unknown name, which connecting will report."""
+    """Return whether an address or name means another machine; False for an unknown name, which connecting reports."""
     places: list[Any] = []
     with suppress(OSError, UnicodeError):
         places = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
@@ -133,7 +133,7 @@ def _is_elsewhere(host: str) -> bool:
     return False
 
 
-# --- what listens -----------------------------------------------------------------------------------------------------
+# --- listeners --------------------------------------------------------------------------------------------------------
 
 
 def store(address: str) -> TCPStore:
@@ -148,10 +148,10 @@ def store(address: str) -> TCPStore:
 
 
 def group(address: str, timeout: float, connect_timeout: float) -> Any:
-    """Make torchft's gloo group: it listens on one address, and waits less long while it forms than afterwards.
+    """Make torchft's gloo group: it listens on one address, and has a shorter timeout while it forms than afterwards.
 
-    The lighthouse may name a dead replica: one that asked for this quorum, and died less than a heartbeat timeout ago.
-    The others wait for it in vain, so the first try is short; over a slow link a later one succeeds.
+    The lighthouse may list a replica that asked for this quorum and died less than a heartbeat timeout ago. The group
+    cannot form then, so the first attempt is short; over a slow link a later one succeeds.
     """
     from torch._C import _distributed_c10d  # noqa: PLC0415 - not on every platform
     from torchft.process_group import ProcessGroupGloo  # noqa: PLC0415 - optional
@@ -186,7 +186,7 @@ def group(address: str, timeout: float, connect_timeout: float) -> Any:
 
 @contextmanager
 def _bound_to(module: Any, address: str) -> Iterator[None]:
-    """Let the server of a Manager that is made meanwhile listen on one address; torchft takes a port only."""
+    """Bind the server of a Manager that is made meanwhile to one address; torchft takes a port only."""
     server = module.ManagerServer
 
     def bound(*, bind: str, **options: Any) -> Any:
@@ -203,7 +203,7 @@ def listening() -> set[str]:
     """Return the wildcard addresses on which this process listens."""
     sockets = set()
     for descriptor in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):  # it may be closed by now
+        with suppress(OSError):  # closed meanwhile
             sockets.add(str(descriptor.readlink()))
     places = set()
     for table in ("tcp", "tcp6"):
@@ -219,7 +219,7 @@ def listening() -> set[str]:
 
 
 def manager(address: str, store_port: int, **options: Any) -> Any:
-    """Make the manager of a replica group of one process; it waits for a quorum and does not synchronise at first."""
+    """Make the manager of a replica group of one process, with a blocking quorum and without an initial copy."""
     from torchft import manager as module  # noqa: PLC0415 - optional
 
     with _bound_to(module, address):
@@ -241,23 +241,25 @@ def manager(address: str, store_port: int, **options: Any) -> Any:
 class _Client:
     """Replace the manager's client by one that survives a restarted lighthouse, which counts from 1 again.
 
-    Such a lighthouse knows only the first replica that asks, and would send it on alone. So it is asked again for some
-    seconds, until as many are there as before; likewise at the next syncs, until all heartbeats reach it. And torchft
-    forms a new group only where the number of a quorum changes. One number for two memberships would leave some ranks
-    in an old group, where the others wait for them until a timeout; so each membership gets a number of its own.
+    Such a lighthouse has heard of the first replica alone, and would start a quorum of one. So this client repeats its
+    request for some seconds, until as many replicas are present as before. It does so at the next syncs as well, until
+    all heartbeats reach the lighthouse.
+
+    torchft forms a new group only where the number of a quorum changes. One number for two memberships would leave some
+    ranks in an old group, and the others would wait until a timeout. So each membership gets its own number.
     """
 
     def __init__(self, client: Any) -> None:
         self._client = client
-        self._number, self._size = -1, 0  # of the last quorum, as the lighthouse has counted
+        self._number, self._size = -1, 0  # of the last quorum, by the lighthouse's count
         self._unique = 0
         self._unsettled_until = -math.inf
         self.others_heal = False
-        """Whether in the last quorum others are behind, and this process is not."""
+        """Whether others are behind in the last quorum, and this process is not."""
         self.furthest = 0
-        """How far the furthest of the last quorum is."""
+        """The largest progress number in the last quorum."""
         self.was_away: Callable[[], bool] = lambda: False
-        """Whether the lighthouse's address has been silent since this process waits for a quorum."""
+        """Whether the lighthouse's address was unreachable while this process waited for a quorum."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
@@ -272,7 +274,7 @@ class _Client:
                 break
             time.sleep(_ANEW)
             quorum = self._client._quorum(**options)
-        left_out = quorum.max_world_size < quorum.replica_world_size  # a rank was, and may know an old number
+        left_out = quorum.max_world_size < quorum.replica_world_size  # a rank that may have an old number
         if left_out or quorum.quorum_id != self._number:
             self._unique = zlib.crc32(f"{quorum.quorum_id} {quorum.max_step} {quorum.replica_ids}".encode())
         self._number, self._size = quorum.quorum_id, quorum.replica_world_size
@@ -283,23 +285,23 @@ class _Client:
 
 
 class _Background:
-    """Replace the manager's thread pool: nothing, not even the end of the process, has to wait for its calls."""
+    """Replace the manager's thread pool by daemon threads, which do not delay the end of the process."""
 
     def __init__(self) -> None:
         self._future: Future[Any] = Future()
 
     def submit(self, call: Callable[..., Any], **arguments: Any) -> Future[Any]:
-        """Call it on a thread of its own."""
+        """Call a function on a new thread."""
         future = self._future = Future()
 
         def run() -> None:
             try:
                 result = call(**arguments)
-            except Exception as error:  # whatever it is, it belongs to the waiting caller
+            except Exception as error:  # the waiting caller raises it
                 with suppress(InvalidStateError):
                     future.set_exception(error)
             else:
-                with suppress(InvalidStateError):  # its caller waits no longer
+                with suppress(InvalidStateError):  # its caller has stopped waiting
                     future.set_result(result)
 
         threading.Thread(target=run, daemon=True, name="twophase quorum").start()
@@ -311,24 +313,24 @@ class _Background:
             self._future.set_exception(TimeoutError("the lighthouse is away"))
 
     def shutdown(self, wait: bool = True) -> None:
-        """Nothing to wait for."""
+        """Do nothing: daemon threads need no end."""
         del wait
 
 
 class Watch(threading.Thread):
-    """Call `give_up` when an address has been silent for `patience` seconds."""
+    """Call `give_up` when an address has been unreachable for `patience` seconds."""
 
     def __init__(self, address: tuple[str, int], patience: float, give_up: Callable[[], None]) -> None:
         super().__init__(daemon=True, name="twophase lighthouse watch")
         self._address, self._patience, self._give_up = address, patience, give_up
         self.over = threading.Event()
         self.away_for = 0.0
-        """Seconds, once it has given up."""
+        """Seconds of the outage, once it has called `give_up`."""
         self.missed = False
-        """Whether the address was silent at least once."""
+        """Whether the address was unreachable at least once."""
 
     def run(self) -> None:
-        """Ask until it is over."""
+        """Connect again and again until `over` is set."""
         seen = time.monotonic()
         while not self.over.wait(min(_LOOK_EVERY, self._patience)):
             try:
@@ -344,7 +346,7 @@ class Watch(threading.Thread):
 
 
 class _Quiet:
-    """Replace the manager's logger, which writes whole tracebacks when a process has gone."""
+    """Replace the manager's logger, which writes whole tracebacks when a process dies."""
 
     def info(self, msg: str) -> None:
         _log.debug("%s", msg)
@@ -353,17 +355,17 @@ class _Quiet:
 
 
 class Hush:
-    """Keep torchft's log, ten lines a sync, off the process's standard error; all else passes.
+    """Filter torchft's log, ten lines a sync, from the process's standard error.
 
-    Compiled code writes it straight to file descriptor 2 and knows no switch. Python's own `sys.stderr` goes past the
-    filter, so that the last words of a process that dies are not lost.
+    Compiled code writes it straight to file descriptor 2 and has no switch. Python's own `sys.stderr` bypasses the
+    filter, so that the last message of a dying process is not lost.
     """
 
     def __init__(self) -> None:
         self._stderr = os.dup(2)
         self._python: TextIO = sys.stderr
         self._direct: TextIO | None = None
-        with suppress(OSError, ValueError, AttributeError):  # there may be no sys.stderr, or none with a descriptor
+        with suppress(OSError, ValueError, AttributeError):  # sys.stderr may be missing, or lack a descriptor
             self._python.flush()
             if self._python.fileno() == 2:
                 self._direct = open(self._stderr, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
@@ -388,5 +390,5 @@ class Hush:
                 sys.stderr = self._python
             self._direct.close()
         self._thread.join(timeout=1.0)
-        if not self._thread.is_alive():  # else a child process still has the other end
+        if not self._thread.is_alive():  # else a child process still holds the pipe's other end
             os.close(self._stderr)

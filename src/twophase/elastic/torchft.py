@@ -1,4 +1,4 @@
-"""Let replicas die, come back and come late: `TorchFT`, a communicator over torchft's quorum.
+"""Let replicas die, restart and join late: `TorchFT`, a communicator over torchft's quorum.
 
     with TorchFT(replica=0, replicas=4, lighthouse="http://10.0.0.1:29510", host="10.0.0.2") as communicator:
         engine = DiLoCo(model, OuterRule(0.7, 0.9, nesterov=True), inner_steps=500, communicator=communicator)
@@ -10,10 +10,10 @@ One process is one replica group. torchft's lighthouse, one for a run, names the
 
     torchft_lighthouse --bind 10.0.0.1:29510 --min_replicas 1 --join_timeout_ms 600000
 
-Let its `--join_timeout_ms` be longer than the inner steps of a round take: then no live process is left out of a
-sync, and no two halves of the processes can go on without each other.
+Give it a `--join_timeout_ms` above the time of a round's inner steps. Then no live process is left out of a sync, and
+two halves of the processes cannot continue apart.
 
-Of torchft this uses the quorum, the vote and the forming of gloo groups; the rounds are the engine's.
+torchft provides the quorum, the vote and the gloo groups; the engine provides the rounds.
 """
 
 from __future__ import annotations
@@ -44,34 +44,35 @@ _log = logging.getLogger("twophase")
 _HEAL_RATE = 0.1e9  # bytes a second, a third of what was measured on loopback
 _HEAL_MARGIN = 5.0
 _POLL = 0.2
-_NOTICE = 5.0  # seconds after which a replica that waits for its first sync says so
+_NOTICE = 5.0  # seconds of waiting for the first sync before a log line
 _WAITING = """replica %d waits at the lighthouse %s: for the others to end their inner steps, or for as many replicas \
 as the lighthouse's own --min_replicas; it gives up after %g s (--quorum-timeout)"""
 _SYNCS = 1 << 20
-"""Times the identity of a run under way, added to its syncs: no late joiner has more, nor a run that began earlier."""
+"""Weight of the run identity in the progress number: a run under way ranks above late joiners and earlier runs."""
 _UNDER_WAY = 1 << 40
-"""Less than any run under way has by that, and more than any checkpoint."""
+"""Progress number between any checkpoint and any run under way."""
 
 
 class TorchFT(Collectives):
     """Communicate between processes that come and go: see the module's beginning, and `DiLoCo.join`.
 
     Args:
-        replica: number of this process's replica group, from 0; a process that comes back has its old one.
-        replicas: how many there are when all are there, >= 1.
+        replica: number of this process's replica group, from 0; the same after a restart.
+        replicas: number of replicas when all are present, >= 1.
         lighthouse: "http://HOST:PORT" of torchft's lighthouse.
-        host: the address of this machine on which the others reach it; all listeners of this process use it alone.
-            There is no authentication, so let it be one of a trusted network.
+        host: address of this machine on which the others reach it, in a trusted network, because there is no
+            authentication; all listeners of this process use it alone.
         timeout: seconds after which a collective or a heal has failed; longer than a heal takes.
         quorum_timeout: seconds to wait for the other replicas at a sync; longer than their inner steps take.
         connect_timeout: seconds to wait for a connection.
-        patience: seconds that the lighthouse may be away.
-        min_replicas: how many a run needs to begin; None means all. Later on a sync needs most of the replicas of the
-            last one, or so many where this is not None.
-        start_timeout: seconds to wait for them.
-        max_attempts: how often in a row a sync may fail, >= 1. A failure while another replica is being healed counts
-            for that replica alone.
-        over: tells whether a run of this identity (0: not known yet) has ended elsewhere; asked before each sync.
+        patience: seconds that the lighthouse may be unreachable.
+        min_replicas: number of replicas that a run needs to begin; None means all. Later on a sync needs most of the
+            replicas of the last one, or this number where it is not None.
+        start_timeout: seconds to wait for these replicas.
+        max_attempts: number of consecutive failures of a sync that end the process, >= 1. Failures while another
+            replica is healed count for that replica alone.
+        over: function that returns whether a run of this identity (0: not yet set) has ended elsewhere; called before
+            each sync.
 
     Raises:
         ImportError: torchft is not installed, or is another release.
@@ -127,7 +128,7 @@ class TorchFT(Collectives):
         self._refusal: Exception | None = None
         self._members: list[int] = []
         self._twice: list[int] = []
-        """Numbers under which more than one process is there."""
+        """Numbers that more than one process uses."""
         self._failures = 0
         self._syncs = 0
         self._running = False
@@ -140,18 +141,18 @@ class TorchFT(Collectives):
     def attach(
         self, engine: DiLoCo, save: Callable[[], Mapping[str, Any]], load: Callable[[Mapping[str, Any]], None]
     ) -> None:
-        """Define the state that a late replica receives; once, before `engine.join()`.
+        """Define the state that a late joiner receives; once, before `engine.join()`.
 
-        The engine's state is added to it, and that both were started alike is checked.
+        The engine adds its own state, and the joiner checks that both were started alike.
 
         Args:
-            engine: this process's.
-            save: returns the state of this process beside the engine's: models, inner optimizers, data position, and
-                random number generators if they matter. The tensors may be the live ones: they are sent while all wait.
-            load: takes what another's `save` returned, with tensors in main memory that the receiver may change.
+            engine: engine of this process.
+            save: function that returns the state beside the engine's: models, inner optimizers, data position, and
+                random number generators if they matter. Its tensors may be live: they are sent while all wait.
+            load: function that takes a donor's `save()`, with tensors in main memory that it may change.
 
         Raises:
-            ValueError: the state holds what cannot be sent, or lacks the models, or `timeout` is too short for it.
+            ValueError: the state holds an object that cannot be sent, lacks the models, or needs a longer `timeout`.
         """
         saved = bytes_of(save(), "save()")
         least = sum(p.nbytes for replica in engine.replicas for p in replica.parameters())
@@ -179,8 +180,8 @@ class TorchFT(Collectives):
 
         self._save, self._load, self._run = give, take, lambda: engine.run
         self._size = lambda: bytes_of(save()) + sum(f.flat.nbytes for f in engine.fragments) + _outer_bytes(engine)[0]
-        bytes_of(give())  # refuses what cannot be sent
-        # Of optimizers that have not stepped yet: the inner one's moments, and the outer one's buffer.
+        bytes_of(give())  # refuses objects that cannot be sent
+        # Optimizers that have not stepped yet will add the inner one's moments and the outer one's buffer.
         self._check_timeout(2 * least + _outer_bytes(engine)[1])
 
     def _check_timeout(self, to_come: int = 0) -> None:
@@ -196,15 +197,15 @@ class TorchFT(Collectives):
     # ---------------------------------------------------------------------------------------------------- a sync
 
     def enter(self, syncs: int, *, run: int = 0) -> None:
-        """Announce, before `begin`, how far this process's state is: in a run under way further than any checkpoint."""
+        """Announce this process's progress before `begin`: a run under way ranks above any checkpoint."""
         self._running = run > 0
         self._started().load_state_dict({"step": syncs + _SYNCS * run, "batches_committed": 0})
 
     def begin(self) -> bool:
-        """Wait for the others of the next sync; return whether this process was behind and took their state.
+        """Wait for the other members of the next sync; return whether this process was behind and received a state.
 
         Raises:
-            RunError: the lighthouse is away, the others do not come, their state does not come in time, or the run has
+            RunError: the lighthouse is unreachable, the others or a donor's state do not arrive in time, or the run has
                 ended without this process.
         """
         if self._over(self._run()):
@@ -223,28 +224,28 @@ class TorchFT(Collectives):
         if manager.errored() is not None:
             error = manager.errored().original_exception
             self._fail(error)
-            if isinstance(error, TooSlow):  # it would be as slow the next time, and all would wait for it again
+            if isinstance(error, TooSlow):  # the next attempt would be as slow, and all would wait again
                 raise RunError(f"TorchFT: {error}; the others go on, and checkpoints are intact")
         else:
             self._look_around()
         return self._healed
 
     def commit(self) -> bool:
-        """Return whether all collectives have succeeded, here and, as far as can be seen, with the others.
+        """Return whether all collectives have succeeded, here and, as far as is visible, with the others.
 
         Raises:
             RunError: they have failed `max_attempts` times in a row.
         """
         with suppress(Interrupted):
-            self.exchange([1.0])  # a process that has lost a sum must not be left behind by the others
+            self.exchange([1.0])  # a process that has lost a sum must fail the vote of the others too
         if self._manager.should_commit():
             self._failures = 0
             self._syncs += 1
             self._running = self._running or self._manager._client.furthest >= _UNDER_WAY
-            if self._syncs == 2:  # after joining: the first sync, so the inner optimizers have all their state
+            if self._syncs == 2:  # the first sync after joining: the inner optimizers have all their state
                 try:
                     self._check_timeout()
-                except ValueError as error:  # in the middle of a run, where no arguments are passed any more
+                except ValueError as error:  # not an argument's fault in the middle of a run
                     raise RunError(str(error)) from None
             return True
         if self._manager._client.others_heal:
@@ -260,10 +261,10 @@ class TorchFT(Collectives):
         return False
 
     def enough(self, count: int, needed: int | None = None) -> bool:
-        """Return whether `min_replicas` are there, or those that a sync needs; wait a moment if not.
+        """Return whether `min_replicas` are present, or as many as a sync needs; wait a moment if not.
 
         Raises:
-            RunError: they have not come within `start_timeout`.
+            RunError: they have not joined within `start_timeout`.
         """
         now = time.monotonic()
         if count >= (self.min_replicas if needed is None else needed) and not (needed is None and self._twice):
@@ -297,11 +298,11 @@ class TorchFT(Collectives):
         return False
 
     def _look_around(self) -> None:
-        """Log the replicas that have gone and come, and refuse two with one number."""
+        """Log the replicas that have left and joined, and refuse two with one number."""
         first, before, members = not self._members, set(self._members), sorted(self._group.members)
         twice = sorted({member for member in members if members.count(member) > 1})
         if twice and twice != self._twice:
-            # A process that was killed and restarted at once may be there twice until it is found dead.
+            # A process that was killed and restarted at once is listed twice until its heartbeat expires.
             _log.warning("replica %s is there twice", ", ".join(map(str, twice)))
         changes = [f"replica {member} has gone" for member in sorted(before - set(members))]
         changes += [f"replica {member} has come" for member in sorted(set(members) - before)]
@@ -337,7 +338,7 @@ class TorchFT(Collectives):
 
     @contextmanager
     def _lighthouse_watched(self) -> Iterator[parts.Watch]:
-        """Give up waiting when the lighthouse has been away for too long; torchft alone would wait for the quorum."""
+        """Stop waiting when the lighthouse is unreachable for too long; torchft alone would wait for the quorum."""
         watch = parts.Watch(self._lighthouse_at, self.patience, self._manager._executor.give_up)
         self._manager._client.was_away = lambda: watch.missed
         watch.start()
@@ -354,7 +355,7 @@ class TorchFT(Collectives):
     # ------------------------------------------------------------------------------------------- coming and going
 
     def _started(self) -> Any:
-        """Return torchft's manager, started late: from then on the lighthouse waits for it."""
+        """Return torchft's manager; it starts late, because from then on the lighthouse waits for it."""
         if self._manager is not None:
             return self._manager
         if self._closed:
@@ -362,7 +363,7 @@ class TorchFT(Collectives):
         if self._save is None:
             raise ValueError(
                 "TorchFT: call attach(engine, save, load) before engine.join(); a replica that comes back without the "
-                "others' state would spoil a round"
+                "others' state would corrupt the average"
             )
         self._hush = parts.Hush()
         self._listening_before = parts.listening()
@@ -410,7 +411,7 @@ class TorchFT(Collectives):
         self._healed = True
 
     def close(self) -> None:
-        """Leave the others and stop listening; a second call does nothing."""
+        """Leave the group and stop listening; a second call does nothing."""
         self._closed = True
         manager, self._manager = self._manager, None
         if manager is not None:
@@ -433,7 +434,7 @@ class TorchFT(Collectives):
 
 
 def _outer_bytes(engine: DiLoCo) -> tuple[int, int]:
-    """Return the bytes of the outer optimizers' tensors, and of the buffers that their first steps will add."""
+    """Return the bytes of the outer optimizers' tensors, and of the buffers that their first steps add."""
     outers = [fragment.outer for fragment in engine.fragments]
     values = [value for outer in outers for state in outer.state.values() for value in state.values()]
     groups = [(outer, group) for outer in outers for group in outer.param_groups if group.get("momentum")]
@@ -442,5 +443,5 @@ def _outer_bytes(engine: DiLoCo) -> tuple[int, int]:
 
 
 def _facts(engine: DiLoCo) -> dict[str, Any]:
-    """Return what a late replica must have in common with its run; the state brings the outer settings."""
+    """Return the facts that a late joiner must share with its run; it receives the outer settings."""
     return {key: value for key, value in engine.description().items() if key != "outer settings"}
