@@ -41,7 +41,7 @@ class Watch:
     """Watch an engine's first sync, later syncs without progress, and buffers that it does not synchronize.
 
     Args:
-        buffers: the engine's argument, "local" or "mean".
+        buffers: argument of the engine, "local" or "mean".
         replicas: modules of the engine in this process.
         communicator: processes of the engine.
 

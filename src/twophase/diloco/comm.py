@@ -25,7 +25,7 @@ _POLL = 1e-4
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Say in one message that the others cannot be reached any more; torch's own is about sockets."""
+    """Explain in one message that the connection is lost; torch's own is about sockets."""
     try:
         yield
     except RuntimeError as error:
@@ -41,12 +41,12 @@ def _explained() -> Iterator[None]:
 
 
 def _finish(work: Any, device: torch.device, timeout: float) -> None:
-    """Wait for a collective, and raise the error that it has failed with.
+    """Wait for a collective, and raise its error.
 
-    NCCL's `wait()` returns at once, for it only makes the current stream wait: after a peer's death the next number
-    that is read from the GPU hangs until the watchdog aborts the process. So the host looks at the work itself. That is
-    one synchronization a round, where the engine waits for its sums. `wait(timeout)` would
-    block, too, but in sleeps of a millisecond, and its time begins at the launch, long before a delayed sync's end.
+    NCCL's `wait()` returns at once, because it only makes the current stream wait. After a peer's death the next read
+    from the GPU hangs until the watchdog aborts the process. So the host polls the work itself: one synchronization a
+    round, where the engine waits for its sums. `wait(timeout)` would block, too, but in sleeps of a millisecond. Its
+    time also begins at the launch, long before a delayed sync's end.
     """
     if device.type == "cpu":
         work.wait()
@@ -54,7 +54,7 @@ def _finish(work: Any, device: torch.device, timeout: float) -> None:
     end = time.monotonic() + timeout
     while not work.is_completed():  # also when it has failed
         if time.monotonic() > end:
-            # With a time limit it raises and aborts the communicator, so that the GPU is free of the hanging kernel.
+            # With a time limit it raises and aborts the communicator, which removes the hanging kernel from the GPU.
             work.wait(timedelta(milliseconds=1))
             raise RuntimeError(f"no answer for {timeout:g} s")
         time.sleep(_POLL)
@@ -76,14 +76,14 @@ class _Works:
 
 
 class ProcessGroup(Communicator):
-    """The processes of a `torch.distributed` group (gloo, NCCL, …).
+    """Communicate in a `torch.distributed` group (gloo, NCCL, …).
 
-    Where several processes share a replica (FSDP2's shards), `group` holds the processes that have the same shard of
-    every replica, and `shards` those that have the shards of one replica; `of_mesh` takes both from a mesh.
+    Several processes may share a replica (FSDP2's shards). Then `group` holds the processes with the same shard of
+    every replica, and `shards` those with the shards of one replica. `of_mesh` takes both from a mesh.
 
     Args:
-        group: a process group; None means the default group, which must be initialised.
-        shards: the processes that share this replica; None means this one alone.
+        group: process group; None means the default group, which must be initialised.
+        shards: processes that share this replica; None means this process alone.
         timeout: seconds for a collective on a GPU, > 0; on a CPU the group's own timeout holds.
 
     Raises:
@@ -112,10 +112,10 @@ class ProcessGroup(Communicator):
         self.sharded = shards is not None
         self.timeout = timeout
         self._device = torch.device("cuda")
-        """Through which small messages of a group go that takes no tensors of a CPU."""
+        """Device of small messages in a group that takes no tensors of a CPU."""
 
     def bind(self, device: torch.device) -> None:
-        """Check that this rank can take part with parameters on a device, and send small messages through it.
+        """Check that this rank can take part with parameters on a device; small messages then use it as well.
 
         Raises:
             ValueError: the group takes no tensors of a CPU, where the parameters are; or the device is not the
@@ -138,16 +138,16 @@ class ProcessGroup(Communicator):
 
     @classmethod
     def of_mesh(cls, mesh: DeviceMesh, replica: str = "replica", shard: str = "shard") -> ProcessGroup:
-        """The groups of a mesh with an axis of replicas and an axis of shards.
+        """Take the groups of a mesh with an axis of replicas and an axis of shards.
 
         Args:
-            mesh: for example `init_device_mesh("cuda", (4, 2), mesh_dim_names=("replica", "shard"))`: 4 replicas of 2
-                shards; then `fully_shard(module, mesh=mesh["shard"])`.
+            mesh: device mesh, such as `init_device_mesh("cuda", (4, 2), mesh_dim_names=("replica", "shard"))` with 4
+                replicas of 2 shards; then `fully_shard(module, mesh=mesh["shard"])`.
             replica: name of the axis along which DiLoCo synchronises.
             shard: name of the axis along which a replica is sharded.
 
         Raises:
-            ValueError: an axis that the mesh has not.
+            ValueError: an axis that the mesh lacks.
         """
         names = mesh.mesh_dim_names or ()
         for name in (replica, shard):
@@ -171,7 +171,7 @@ class ProcessGroup(Communicator):
     def launch_sum(self, tensor: Tensor) -> Pending:
         """All-reduce with SUM, asynchronously.
 
-        A ring sends each of its `size` parts on 2 (size - 1) times, which is the least that any algorithm can do.
+        A ring forwards each of its `size` parts 2 (size - 1) times, the least of any algorithm.
         """
         with _explained():
             work = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self.group, async_op=True)
@@ -212,7 +212,7 @@ def _takes_cpu(group: dist.ProcessGroup | None) -> bool:
 
 
 def _all_gather(received: Tensor, sent: Tensor, group: dist.ProcessGroup | None) -> Any:
-    # Newer releases warn about the older name, older ones do not know the newer one.
+    # Newer releases warn about the older name, older releases lack the newer one.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(received, sent, group=group, async_op=True)
 

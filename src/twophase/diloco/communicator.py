@@ -1,7 +1,7 @@
-"""The small object through which the engine talks to other processes, and the single process that needs no messages.
+"""The interface through which the engine talks to other processes, and the single process that needs no messages.
 
-The engine is written once, against `Communicator`. `comm.ProcessGroup` sums over a `torch.distributed` group;
-`twophase.elastic.torchft` is a group with members that come and go.
+The engine is written once, against `Communicator`. `comm.ProcessGroup` sums over a `torch.distributed` group; an
+elastic communicator has members that come and go.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import Tensor
 from twophase.base.errors import RunError, UsageError, message_of
 
 if torch.distributed.is_available():
-    # Its functions have the default group of this moment as default arguments. Torch's optimizers import it as well;
-    # where that comes after init_process_group(), destroy_process_group() leaves gloo's threads behind, and one that
+    # Its functions have the default group of this moment as default arguments, and torch's optimizers import it too. If
+    # that happens after init_process_group(), destroy_process_group() leaves gloo's threads behind. One of them that
     # frees a tensor as Python ends aborts the process.
     import torch.distributed.nn
 
@@ -30,21 +30,21 @@ _LONGEST = 1 << 24
 
 
 _MISTAKE = 2.0
-"""What a process says of a `UsageError` to the others; 1 means any other failure."""
+"""Code by which a process reports a `UsageError` to the others; 1 means any other failure."""
 
 
-class Interrupted(Exception):  # noqa: N818 - no fault: a process has gone, and the others go on
-    """A collective of an elastic communicator failed; the sync is tried again with the processes that are left."""
+class Interrupted(Exception):  # noqa: N818 - no error: a process has died, and the others continue
+    """A collective of an elastic communicator failed; the sync is repeated with the remaining processes."""
 
 
 class Pending(Protocol):
-    """A collective under way."""
+    """Wait for a collective under way."""
 
     bytes_sent: int
     """Bytes that this process sends to others for it."""
 
     def wait(self) -> None:
-        """Return when the result is there."""
+        """Wait until the result is there."""
         ...
 
 
@@ -55,22 +55,22 @@ class Done:
     bytes_sent: int = 0
 
     def wait(self) -> None:
-        """Nothing to wait for."""
+        """Return at once."""
 
 
 class Communicator(Protocol):
-    """What the engine asks of its surroundings.
+    """Connect the processes of a run.
 
-    Every process makes the same calls in the same order, and after each call all processes hold the same bits. What a
-    backend does not override answers as a single process does.
+    Every process makes the same calls in the same order, and after each call all processes hold the same bits. Methods
+    that a backend does not override behave as in a single process.
     """
 
     elastic: bool = False
-    """Whether processes may come and go. Then a sync lies between `begin` and a `commit` that may fail, collectives may
+    """True if processes may come and go. Then a sync lies between `begin` and a `commit` that may fail, collectives may
     raise `Interrupted`, and `rank` and `size` change with `begin`."""
 
     sharded: bool = False
-    """Whether several processes share one replica."""
+    """True if several processes share one replica."""
 
     @property
     def rank(self) -> int:
@@ -84,7 +84,7 @@ class Communicator(Protocol):
 
     @property
     def alone(self) -> bool:
-        """Whether all replicas live in this process for good, so that there is nothing to compare."""
+        """True if all replicas always live in this process, so that there is nothing to compare."""
         return self.size == 1 and not self.elastic
 
     def bind(self, device: torch.device) -> None:
@@ -99,8 +99,8 @@ class Communicator(Protocol):
         """Begin an all-to-all: the r-th of `size` equal parts of `sent` goes to process r, in the order of the ranks.
 
         Args:
-            received: 1-D, as long as `sent`; its r-th part comes from process r.
-            sent: 1-D, contiguous, its length a multiple of `size`.
+            received: tensor, 1-D, as long as `sent`; its r-th part comes from process r.
+            sent: tensor, 1-D, contiguous, its length a multiple of `size`.
         """
         received.copy_(sent)
         return Done()
@@ -117,8 +117,8 @@ class Communicator(Protocol):
         """Return the bytes of every process, in order of rank.
 
         Args:
-            sent: as many on every process, and not none.
-            in_replica: exchange them between the processes that share one replica's shards.
+            sent: message, of the same length >= 1 on every process.
+            in_replica: True exchanges between the processes that share one replica's shards.
         """
         del in_replica
         return [sent]
@@ -127,8 +127,8 @@ class Communicator(Protocol):
         """Return a JSON value of every process, in order of rank. Pickles of a peer could run code here.
 
         Args:
-            value: this process's.
-            kind: type, or union of types, of every process's.
+            value: JSON value of this process.
+            kind: type, or union of types, of every process's value.
 
         Raises:
             RunError: a process has sent no JSON of that kind.
@@ -145,12 +145,12 @@ class Communicator(Protocol):
         """Return the numbers of every process, in order of rank: a few bytes, for every round.
 
         Args:
-            numbers: as many on every process; floats, or whole numbers below 2^53. A NaN keeps its bits.
+            numbers: floats, or whole numbers below 2^53, equally many on every process. A NaN keeps its bits.
         """
         return _unpacked(self.exchange_bytes(_packed(numbers)))
 
     def exchange_in_replica(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Do the same between the processes that share one replica's shards; this process's alone where none does."""
+        """Exchange between the processes that share one replica's shards; without shards, return this process's."""
         return _unpacked(self.exchange_bytes(_packed(numbers), in_replica=True))
 
     # ------------------------------------------------------------------------- of processes that come and go
@@ -159,13 +159,13 @@ class Communicator(Protocol):
     """This replica's number, whichever others are there."""
 
     allowance: float = math.inf
-    """Replicas that may go on without most of those of the last sync; inf: none may."""
+    """Number of replicas that may continue without most of those of the last sync; inf allows none."""
 
     def begin(self) -> bool:
         """Begin a sync with the processes that take part in it.
 
         Returns:
-            Whether this process came late and has just been given another's state.
+            Whether this process was behind, and has loaded a donor's state.
         """
         return False
 
@@ -174,38 +174,38 @@ class Communicator(Protocol):
         return True
 
     def attach(self, engine: Any, save: Callable[[], Any], load: Callable[[Any], None]) -> None:
-        """Define what a replica that comes late receives: the engine's state and the rest (models, optimizers, …).
+        """Define the state that a late joiner receives: the engine's and the rest (models, optimizers, …).
 
         Args:
-            engine: the `DiLoCo`.
-            save: returns the rest, as a tree of tensors, numbers and text.
-            load: takes it.
+            engine: `DiLoCo` of this process.
+            save: function that returns the rest, as a tree of tensors, numbers and text.
+            load: function that loads it.
         """
 
     def enter(self, syncs: int, *, run: int = 0) -> None:
-        """Announce, before `begin`, how far this process's state is; one that is behind another is given the other's.
+        """Announce this process's progress before `begin`, which sends a peer's state to processes that are behind.
 
         Args:
-            syncs: that it has behind it, plus 1; 0 asks for any state that there is.
-            run: identity of the run that is under way, if one is; a late joiner then is behind, however many syncs it
-                has, and so is a replica of a run that began earlier.
+            syncs: successful syncs in its state, plus 1; 0 asks for any state.
+            run: identity of the run under way, if any. Late joiners and replicas of an earlier run are behind it,
+                whatever their syncs.
         """
 
     def enough(self, count: int, needed: int | None = None) -> bool:
-        """Return whether a run may begin, or go on, with this many replicas; wait a moment if not.
+        """Return whether a run may begin, or continue, with this many replicas; wait a moment if not.
 
         Args:
-            count: replicas that are there; of the last sync's, in a run under way.
-            needed: how many a run under way needs; None where it has not begun.
+            count: number of replicas present; in a run under way, of those of the last sync.
+            needed: number that a run under way needs; None where it has not begun.
 
         Raises:
-            RuntimeError: they have not come in time.
+            RuntimeError: they have not joined in time.
         """
         return count >= (needed or 1)
 
 
 class SingleProcess(Communicator):
-    """All replicas live in this process: every exchange has this process's values alone."""
+    """Stand for the only process of a run: every exchange has this process's values alone."""
 
     rank: int = 0  # type: ignore[override] - it never changes
     size: int = 1  # type: ignore[override]
@@ -213,19 +213,19 @@ class SingleProcess(Communicator):
 
 @contextmanager
 def in_agreement(communicator: Communicator) -> Iterator[None]:
-    """Raise in all processes what the block has raised in the first of those in which it fails.
+    """Raise the error of the first process in which the block fails, in all processes.
 
-    Else the others would wait for that process, and learn only that it is gone. All processes enter; the block itself
+    Else the others would wait for that process, and learn only that it died. All processes enter; the block itself
     exchanges nothing.
 
     Raises:
         UsageError: another process has raised it.
-        RunError: another process has raised anything else.
+        RunError: another process has raised another error.
     """
     failure: Exception | None = None
     try:
         yield
-    except Exception as error:  # whatever it is, the others must not wait for this process
+    except Exception as error:  # of any type: the others must not wait for this process
         failure = error
     code = 0.0 if failure is None else _MISTAKE if isinstance(failure, UsageError) else 1.0
     codes = [row[0] for row in communicator.exchange([code])]

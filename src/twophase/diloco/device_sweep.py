@@ -1,6 +1,6 @@
-"""The outer round on an accelerator: two kernels and one transfer to the host, where Triton is there and works.
+"""The outer round on an accelerator: two kernels and one transfer to the host, where Triton works.
 
-Elsewhere the engine goes on with torch's operations, which read the parameters about four times as often.
+Elsewhere the engine uses torch's operations, which read the parameters about four times as often.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ _log = logging.getLogger("twophase")
 _DEVICES = ("cuda",)
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MOST_REPLICAS = 4
-"""Replicas of a process that the kernels have room for."""
+"""Replicas of a process that the kernels support."""
 _BLOCK = 2048
-"""Elements of a program: a power of two, so that a block never lies in two pieces of a digest."""
+"""Elements of a program: a power of two, so that no block lies in two pieces of a digest."""
 
 
 @functools.cache
 def kernels(device: torch.device) -> ModuleType | None:
-    """The kernels, tried once on a device; None, with a warning, where they cannot be used."""
+    """Return the kernels, tried once on a device; None, with a warning, where they do not work."""
     try:
         from twophase.diloco import kernels as module  # noqa: PLC0415 - Triton is not everywhere
 
         _try(module, device)
-    except Exception as error:  # no Triton, no C compiler for its launchers, a GPU that it does not know, …
+    except Exception as error:  # no Triton, no C compiler for its launchers, a GPU that it does not support, …
         reason = (str(error).splitlines() or [""])[0]
         _log.warning(
             "outer round on %s: no Triton kernels (%s: %s); torch's operations take their place, and more time",
@@ -52,7 +52,7 @@ def kernels(device: torch.device) -> ModuleType | None:
 
 
 def is_usable(fragment: Fragment) -> bool:
-    """Whether the kernels know a fragment: float32 on an accelerator, replicas that are few and contiguous."""
+    """Return whether the kernels support a fragment: float32 on an accelerator, with few, contiguous replicas."""
     flat, replicas = fragment.flat, fragment.params
     dtypes = [[theta.dtype for theta in params] for params in replicas]
     return (
@@ -69,13 +69,13 @@ def is_usable(fragment: Fragment) -> bool:
 
 @dataclass(frozen=True)
 class Table:
-    """Parameters of one kind that a launch takes together (`twophase.diloco.kernels`).
+    """Hold the parameters of one kind that a launch takes together (`twophase.diloco.kernels`).
 
     Args:
-        numbers: of the parameters, in their order.
-        dtype: the replicas'.
-        aligned: whether all offsets, ends and addresses are multiples of 16.
-        programs: blocks of all parameters.
+        numbers: numbers of the parameters, in their order.
+        dtype: type of the replicas.
+        aligned: True if all offsets, ends and addresses are multiples of 16.
+        programs: number of blocks of all parameters.
         of_program: (programs, 2) int32: row in `slots`, and block.
         slots: (parameters, 2 + replicas) int64: offset, end, and the replicas' addresses.
     """
@@ -95,12 +95,12 @@ def tables(
     """Group parameters by type and alignment, and make the tables of each group.
 
     Args:
-        device: where the tables are to lie.
-        dtypes: of the replicas' tensors, by parameter.
+        device: device of the tables.
+        dtypes: types of the replicas' tensors, by parameter.
         rows: offset, end and addresses, by parameter.
 
     Returns:
-        One table for most models. The same for the same arguments: rounds do not copy it to the device again.
+        One table for most models, the same for the same arguments: rounds do not copy it to the device again.
     """
     groups: dict[tuple[torch.dtype, bool], list[int]] = {}
     for number, (dtype, row) in enumerate(zip(dtypes, rows, strict=True)):
@@ -119,20 +119,20 @@ def tables(
 
 @dataclass(slots=True)
 class DeviceSweep:
-    """A fragment's round on its flat vectors, for `OuterSGD.step`.
+    """Take a fragment's round on its flat vectors, for `OuterSGD.step`.
 
     Args:
-        kernels: the module of the kernels.
-        x: the anchor, (n,) float32.
-        g: the sum or mean of pseudo-gradients, (n,).
-        m: the momentum buffer, (n,); None at momentum 0.
+        kernels: module of the kernels.
+        x: anchor, (n,) float32.
+        g: sum or mean of pseudo-gradients, (n,).
+        m: momentum buffer, (n,); None at momentum 0.
         buffers: views of `m` in the parameters' shapes.
         bounds: first element of each parameter, and the one after its last.
-        replicas: the parameters of each replica; none where they are not to be set to the anchor.
-        divisor: what g is still to be divided by.
-        prove: whether the digest of the buffer is wanted too.
-        measure: whether `run` returns the inner products, for a policy that does not decide by them.
-        digests: of anchor and buffer by name, after `run`.
+        replicas: parameters of each replica; empty if they are not to be set to the anchor.
+        divisor: number by which g is still to be divided.
+        prove: True if `run` also takes the digest of the buffer.
+        measure: True if `run` returns the inner products, for a policy that does not decide by them.
+        digests: digests of anchor and buffer by name, after `run`.
     """
 
     kernels: ModuleType
@@ -164,8 +164,8 @@ class DeviceSweep:
         self.divisor = 1
 
     def dots(self, *, fresh: bool, angle: bool) -> Dots:
-        """The inner products before the round; g is divided on the way."""
-        del angle  # it costs nothing here
+        """Return the inner products before the round, and divide g."""
+        del angle  # it is free here
         m = None if fresh else self.m
         programs = -(-len(self.g) // _BLOCK)
         products = torch.empty(programs, 3, dtype=torch.float64, device=self.g.device)
@@ -192,7 +192,7 @@ class DeviceSweep:
         for table in tables:
             self._step(table, update, products[first : first + table.programs], sums)
             first += table.programs
-        # The only place where a round waits for the device, but for a policy that decides by the inner products.
+        # The only wait of a round for the device, unless a policy decides by the inner products.
         words = torch.cat([products.sum(0).view(torch.int64), sums.view(-1)]).tolist()
         gg, mm, gm = struct.unpack("=3d", struct.pack("=3q", *words[:3]))
         for row, name in enumerate(("anchor", "momentum buffer")[:rows]):
@@ -239,7 +239,7 @@ class DeviceSweep:
         )
 
     def _tables(self) -> tuple[Table, ...]:
-        # The host's part of a round, while the device waits: in few calls.
+        # The device waits for this part on the host, so it takes few calls.
         dtypes = [theta.dtype for theta in self.replicas[0]] if self.replicas else [self.x.dtype] * len(self.bounds)
         rows = zip(*zip(*self.bounds, strict=True), *map(_addresses, self.replicas), strict=True)
         return tables(self.x.device, tuple(dtypes), tuple(rows))
@@ -313,7 +313,7 @@ def _launch(
     writes: Sequence[Tensor],
     **constants: Any,
 ) -> None:
-    """Launch a kernel on its tensors' device and go on; a benchmark counts `reads` and `writes`."""
+    """Launch a kernel on its tensors' device without a wait; a benchmark counts `reads` and `writes`."""
     del reads, writes
     device = arguments[0].device
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():

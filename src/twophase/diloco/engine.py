@@ -289,7 +289,7 @@ class DiLoCo(EngineState):
 
     @property
     def reports_next(self) -> bool:
-        """Whether the next `step()` ends a round, and so reads the signals."""
+        """True if the next `step()` ends a round, and so reads the signals."""
         return bool(self._ending())
 
     # ----------------------------------------------------------------------------------- processes that come and go

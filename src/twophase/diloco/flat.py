@@ -17,7 +17,7 @@ ALIGNMENT = 16  # elements: 64 bytes in float32, a cache line, so that every vie
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where a parameter lies: elements `offset` to `offset + numel` of the flat buffer."""
+    """Place a parameter at elements `offset` to `offset + numel` of the flat buffer."""
 
     name: str
     shape: tuple[int, ...]
@@ -36,7 +36,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The slots of a flat buffer, in the order of the parameters, and its length in elements (padding included)."""
+    """Hold the slots of a flat buffer, in the order of the parameters, and its length in elements (with padding)."""
 
     slots: tuple[Slot, ...]
     numel: int
@@ -46,7 +46,7 @@ class Layout:
         return [flat[slot.offset : slot.end].view(slot.shape) for slot in self.slots]
 
     def gaps(self, flat: Tensor) -> list[Tensor]:
-        """Return views of the padding of `flat`: what no parameter fills."""
+        """Return views of the padding of `flat`, between the parameters."""
         starts = [*(slot.offset for slot in self.slots), self.numel][1:]
         return [flat[slot.end : start] for slot, start in zip(self.slots, starts, strict=True) if start > slot.end]
 
@@ -75,9 +75,9 @@ def plan(named_shapes: Iterable[tuple[str, tuple[int, ...]]]) -> Layout:
 def checksum(flat: Tensor) -> str:
     """Return sixteen hexadecimal digits that depend on every bit of a 1-D float32 or float64 tensor.
 
-    Equal tensors of one kind of device give equal digits on every machine, wherever they lie in memory, so replicas
-    that should agree can be compared by a few bytes. On a CPU it is XXH3 (https://xxhash.com), which takes far less
-    time there than an accelerator's `weighted_checksum`, but goes from the first byte to the last.
+    Equal tensors of one kind of device give equal digits on every machine, at any address. So a few bytes compare
+    replicas that should agree. On a CPU it is XXH3 (https://xxhash.com): much faster there than an accelerator's
+    `weighted_checksum`, but sequential.
     """
     if not flat.is_cpu:
         return weighted_checksum(flat)
@@ -87,17 +87,17 @@ def checksum(flat: Tensor) -> str:
 
 
 def divide_(vector: Tensor, count: float) -> None:
-    """Divide a sum of so many in place; by a power of two with its reciprocal: the same bits in half the time."""
+    """Divide a sum in place; by a power of two with its reciprocal: the same bits in half the time."""
     if count > 1:
         is_power = math.frexp(count)[0] == 0.5
         vector.mul_(1 / count) if is_power else vector.div_(count)
 
 
 class Digest:
-    """The `checksum` of a vector on the CPU, taken piece by piece while the pieces are in the cache.
+    """Take the `checksum` of a vector on the CPU, piece by piece while the pieces are in the cache.
 
     Args:
-        flat: 1-D, float32 or float64; its memory is read at each `add`.
+        flat: vector, 1-D, float32 or float64; its memory is read at each `add`.
     """
 
     def __init__(self, flat: Tensor) -> None:
@@ -105,20 +105,20 @@ class Digest:
         self._state = xxhash.xxh3_64()
 
     def add(self, start: int, stop: int) -> None:
-        """Take up elements `start` to `stop` after those before; 0 begins anew."""
+        """Add elements `start` to `stop` after the earlier ones; `start` 0 begins a new digest."""
         if start == 0:
             self._state.reset()
         self._state.update(self._bytes[start * self._size : stop * self._size])
 
     def digits(self) -> str:
-        """Return sixteen hexadecimal digits, when all elements have been taken up."""
+        """Return sixteen hexadecimal digits, once all elements have been added."""
         return self._state.hexdigest()
 
 
 def weighted_checksum(flat: Tensor) -> str:
-    """Return an accelerator's checksum: weighted sums of pieces, which need not wait for one another.
+    """Return an accelerator's checksum: weighted sums of independent pieces.
 
-    The kernels of `device_sweep` take it on their way.
+    The kernels of `device_sweep` compute it in the round's own pass.
     """
     halves = flat.detach().view(torch.int32)
     sums = _sums(halves, _weights(flat.device), rows=_ROWS)
@@ -126,9 +126,9 @@ def weighted_checksum(flat: Tensor) -> str:
 
 
 def joined_digits(halves: int, sums: Sequence[int]) -> str:
-    """Join the sums of the pieces (modulo 2^64) of a vector of so many four-byte words to sixteen hexadecimal digits.
+    """Join the sums of a vector's pieces (modulo 2^64) to sixteen hexadecimal digits; `halves` counts four-byte words.
 
-    An odd word at the end is a piece by itself.
+    An odd word at the end is a separate piece.
     """
     state = halves
     for value in sums:
@@ -139,13 +139,13 @@ def joined_digits(halves: int, sums: Sequence[int]) -> str:
 
 @functools.cache
 def _weights(device: torch.device) -> Tensor:
-    """(piece,) int64, odd and all different: small tensors would spend most of their time on it."""
+    """Return (piece,) int64, odd and all different; cached, because small tensors would spend most time on it."""
     return (torch.arange(_PIECE, device=device) * _GOLDEN) | 1
 
 
-# Modulo 2^64 a sum sees of the words' highest bits only whether an even number of them turned over: the signs of two
-# float64, or of all, could change unseen. So what is summed is not the word w but w ^ (w >> 29), which brings high bits
-# down and makes no two words equal. (A shift by 32 would let the signs of the two float32 in a word cancel.)
+# Of the words' highest bits a sum modulo 2^64 contains only the parity: two float64, or all, could change their signs
+# unseen. So the sum takes w ^ (w >> 29) in place of each word w, which copies high bits down and is one-to-one. (With a
+# shift by 32 the signs of the two float32 in a word could cancel.)
 _SHIFT = 29
 
 

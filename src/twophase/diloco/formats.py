@@ -1,4 +1,4 @@
-"""The wires by name, and what the sparse one sends. No torch: configurations and studies look here."""
+"""Name the wires, and define the sparse one's packets; without torch, for configurations and studies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ DENSE = ("float32", "bfloat16", "int8")
 WIRES = (*DENSE, "topk:128:2bit")
 """The last stands for all of `TopK`."""
 LONGEST_CHUNK = 4096
-"""Elements: a place in a chunk is written in 12 bits."""
+"""Elements of a chunk at most: 12 bits write a place in it."""
 _PLACE_BITS = 12
 _BITS = (2, 4, 8)
 _TOPK = re.compile(r"topk:([0-9]{1,9}):([0-9]{1,9})bit")
@@ -18,14 +18,14 @@ _TOPK = re.compile(r"topk:([0-9]{1,9}):([0-9]{1,9})bit")
 
 @dataclass(frozen=True, slots=True)
 class TopK:
-    """A sparse wire, in text `topk:RATIO:BITS`, such as `topk:128:2bit`.
+    """Describe a sparse wire, in text `topk:RATIO:BITS`, such as `topk:128:2bit`.
 
-    A vector is cut into chunks of equal length, at most `LONGEST_CHUNK`. Of each travel the largest elements, one of
-    `ratio`: for each its place and a code; and for the chunk the least and the largest magnitude kept, in float32.
+    A vector is cut into chunks of equal length, at most `LONGEST_CHUNK`. Each chunk sends its largest elements, one of
+    `ratio`, as place and code, and the least and the largest magnitude among them in float32.
 
     Args:
-        ratio: elements of which one is kept, 2 to 4096.
-        bits: of a code, 2, 4 or 8: sign, and magnitude in equal steps from the least kept one to the largest.
+        ratio: elements for each one that is sent, 2 to 4096.
+        bits: bits of a code, 2, 4 or 8: sign, and magnitude in equal steps from the least one sent to the largest.
 
     Raises:
         ValueError: an argument outside its range.
@@ -55,30 +55,30 @@ class TopK:
 
     @property
     def word_bits(self) -> int:
-        """Bits of an element that is kept: its place and its code."""
+        """Bits of an element that is sent: its place and its code."""
         return _PLACE_BITS + self.bits
 
     def chunks(self, numel: int) -> tuple[int, int]:
-        """Return how many chunks `numel` elements have, and the length of each; the last may be padded."""
+        """Return the number of chunks of `numel` elements, and the length of each; the last may be padded."""
         count = -(-numel // (LONGEST_CHUNK // self.ratio * self.ratio))
         return count, -(-numel // (count * self.ratio)) * self.ratio
 
     def packet_bytes(self, numel: int) -> int:
-        """Return the bytes that stand for `numel` elements: places, codes and both magnitudes of each chunk."""
+        """Return the bytes that encode `numel` elements: places, codes and both magnitudes of each chunk."""
         count, length = self.chunks(numel)
         kept_bits = length // self.ratio * self.word_bits
         return count * (8 + -(-kept_bits // 8))
 
 
 def check_wire(name: str, numel: int | None = None) -> str:
-    """Return `name` if it is a wire's.
+    """Return `name` if it names a wire.
 
     Args:
-        name: float32, bfloat16, int8, or topk:RATIO:BITS.
-        numel: elements of the smallest fragment, where they are known.
+        name: name of a wire: float32, bfloat16, int8, or topk:RATIO:BITS.
+        numel: elements of the smallest fragment, once they are known.
 
     Raises:
-        ValueError: it is none, or keeps less than one element of the smallest fragment.
+        ValueError: an unknown wire, or one that sends less than one element of the smallest fragment.
     """
     sparse = TopK.of(name) if isinstance(name, str) else None
     if sparse is None and name not in DENSE:

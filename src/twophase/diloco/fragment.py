@@ -1,9 +1,9 @@
-"""A fragment: a named part of the parameters that is synchronised as one, on its own schedule.
+"""A fragment: a named part of the parameters with its own schedule of syncs.
 
 A model is one fragment, or is cut into several (`partition`): in contiguous parts of about equal size, or by patterns
 on the parameters' names. Each has its own outer optimizer, round count and restart period.
 
-Only this module knows that a parameter may be sharded (a DTensor of FSDP2): every other module sees the local shard.
+Only this module handles sharded parameters (DTensors of FSDP2): every other module receives the local shard.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from twophase.optim.optimizer import OuterOptimizer, outer_of
 from twophase.optim.outer import BUFFER, OuterSGD
 
 SMALL = 1 << 20
-"""Elements up to which calls cost more than elements. A fragment up to that size is measured tensor by tensor, which
-gives other last bits than a sweep."""
+"""Elements up to which calls cost more than elements. Up to that size a fragment is measured tensor by tensor, which
+rounds differently from a sweep."""
 
 
 def partition(sizes: Mapping[str, int], fragments: int | Mapping[str, str]) -> dict[str, list[str]]:
@@ -36,15 +36,15 @@ def partition(sizes: Mapping[str, int], fragments: int | Mapping[str, str]) -> d
 
     Args:
         sizes: number of elements by parameter name, in the module's order.
-        fragments: how many fragments, >= 1, contiguous and such that the largest is as small as it can be; or a
-            regular expression by fragment name, of which a parameter's name takes the first that it contains.
+        fragments: number of fragments, >= 1, contiguous and with the smallest possible largest one; or regular
+            expressions by fragment name. A parameter belongs to the first expression that its name contains.
 
     Returns:
         Parameter names by fragment name; fragments of a count are named "0", "1", ….
 
     Raises:
-        ValueError: more fragments than parameters, a pattern that is none or that no parameter takes, or a parameter
-            that takes none.
+        ValueError: more fragments than parameters, an invalid pattern, one without parameters, or a parameter without
+            a pattern.
 
     >>> partition({"a": 5, "b": 1, "c": 4}, 2)
     {'0': ['a'], '1': ['b', 'c']}
@@ -113,7 +113,7 @@ def _balanced(sizes: list[int], count: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A trainable parameter and where its module keeps it."""
+    """Name a trainable parameter and its place in its module."""
 
     name: str
     module: nn.Module
@@ -125,7 +125,7 @@ class Slot:
 
 def slots_of(replica: nn.Module) -> list[Slot]:
     """Return the trainable parameters of a module, in its order."""
-    reshard(fsdp_modules(replica))  # after an evaluation FSDP2 names whole parameters, which are not those that train
+    reshard(fsdp_modules(replica))  # after an evaluation FSDP2 names whole parameters in place of the trained shards
     slots = []
     for name, p in replica.named_parameters():
         if p.requires_grad:
@@ -135,10 +135,10 @@ def slots_of(replica: nn.Module) -> list[Slot]:
 
 
 def tensors_of(slots: Sequence[Slot]) -> list[Tensor]:
-    """Return the parameters as they are now, of a sharded parameter this process's shard.
+    """Return the present parameters, of a sharded parameter this process's shard.
 
     Raises:
-        ValueError: a parameter was replaced; training on silently would synchronise nothing.
+        ValueError: a parameter was replaced; further training would silently synchronise nothing.
     """
     tensors: list[Tensor] = []
     for slot in slots:
@@ -153,12 +153,12 @@ def tensors_of(slots: Sequence[Slot]) -> list[Tensor]:
 
 
 def local(p: Tensor) -> Tensor:
-    """Return what this process holds of a parameter: its shard of a DTensor, and all of an ordinary parameter."""
+    """Return this process's part of a parameter: its shard of a DTensor, and all of an ordinary parameter."""
     return p.detach().to_local() if hasattr(p, "to_local") else p.detach()  # type: ignore[operator]
 
 
 def check_placement(name: str, p: Tensor, sharded: bool) -> None:
-    """Refuse shards that would not be added up, and on a mesh what would be added up too often."""
+    """Refuse shards that would not be summed, and on a mesh parameters that would be summed more than once."""
     placements = getattr(p, "placements", ())
     if placements and not sharded:
         raise ValueError(
@@ -183,23 +183,23 @@ def fsdp_modules(replica: nn.Module) -> list[Any]:
 
 
 def reshard(modules: Sequence[Any]) -> None:
-    """Have FSDP2 give up whole parameters that it may still hold: what the engine reads and writes are the shards."""
+    """Make FSDP2 free whole parameters: the engine reads and writes shards."""
     for module in modules:
         module.reshard()
 
 
 class Fragment:
-    """A fragment in this process: its part of the flat anchor, its outer optimizer, what it sends, and its rounds.
+    """Hold a fragment in this process: its part of the flat anchor, outer optimizer, pseudo-gradient and rounds.
 
     Args:
-        name: its name.
-        number: its place among the fragments, from 0.
-        slots: its parameters in each replica of this process.
-        layout: where they lie in the flat buffers.
-        anchor: (layout.numel,) its part of the anchor.
-        gradient: (layout.numel,) room for the pseudo-gradient.
-        channel: how the pseudo-gradient travels.
-        offset: the inner step of a round, from 1, after which its pseudo-gradient is taken.
+        name: name of the fragment.
+        number: index among the fragments, from 0.
+        slots: parameters in each replica of this process.
+        layout: places of the parameters in the flat buffers.
+        anchor: (layout.numel,) part of the anchor.
+        gradient: (layout.numel,) buffer for the pseudo-gradient.
+        channel: channel that sums the pseudo-gradient over the processes.
+        offset: inner step of a round, from 1, after which its pseudo-gradient is taken.
     """
 
     def __init__(
@@ -225,22 +225,22 @@ class Fragment:
         kinds = {(slot.dtype, slot.device) for slots_of_replica in slots for slot in slots_of_replica}
         self._is_plain = kinds == {(anchor.dtype, anchor.device)} and layout.numel <= SMALL
         self._gathered: list[Tensor] = []
-        """Room for a replica's parameters as one vector and its views, for a small fragment of several replicas."""
+        """Buffer of a replica's parameters as one vector, and its views; for small fragments of several replicas."""
         self._momentum: Tensor | None = None
         self.momentum_views: list[Tensor] = []
         self.outer: Optimizer
         self.params: list[list[Tensor]] = []
-        """The parameters of each replica, as `look_up` has returned them last."""
+        """The parameters of each replica, by the last `look_up`."""
         self.round = 0
         """Rounds that it has ended."""
         self.steps = 0
-        """Inner steps that its next pseudo-gradient will be made of."""
+        """Inner steps in its next pseudo-gradient."""
         self.divisor: float = 1
-        """Number that its gradient, a sum over replicas, is still to be divided by."""
+        """Number by which its gradient, a sum over replicas, is still to be divided."""
         self.on_device = False
-        """Whether kernels of an accelerator take its round that is under way."""
+        """True if kernels of an accelerator take its round under way."""
         self.torn = False
-        """Whether an outer step has changed a part of it only: it was interrupted."""
+        """True if an interrupted outer step has changed only a part of it."""
 
     @property
     def named(self) -> list[tuple[str, Tensor]]:
@@ -254,7 +254,7 @@ class Fragment:
         return self.outer
 
     def describe_outer(self) -> list[str]:
-        """Return rule and restart of each param group; of another optimizer than `OuterSGD` its name."""
+        """Return rule and restart of each param group; for another optimizer than `OuterSGD` its name."""
         if not isinstance(self.outer, OuterSGD):
             return [type(self.outer).__name__]
         groups = self.outer.param_groups
@@ -262,11 +262,11 @@ class Fragment:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What its restart policies need; nothing where the outer optimizer is no `OuterSGD`."""
+        """Names of the values that its restart policies need; empty without an `OuterSGD`."""
         return self.outer.needs if isinstance(self.outer, OuterSGD) else frozenset()
 
     def look_up(self) -> list[list[Tensor]]:
-        """Return the parameters of each replica as they are now, and keep them in `params` until the next inner step.
+        """Return the present parameters of each replica, valid in `params` until the next inner step.
 
         Raises:
             ValueError: a parameter was replaced after the engine was built.
@@ -280,23 +280,23 @@ class Fragment:
         """Write g <- sum over this process's replicas of w_r (a - theta_r), from `params`.
 
         Differences are summed, not parameters: a sum of parameters would round away the low bits of a small
-        difference, and the order (difference first, then sum) is the one that a reduction over processes has, which
-        keeps two replicas in one process equal, bit for bit, to two processes.
+        difference. A reduction over processes has the same order, difference first, then sum. So two replicas in one
+        process equal two processes bit for bit.
 
-        A 16-bit replica began its round at the anchor rounded to its type, so its progress is counted from there: from
-        the anchor itself, a replica that stands still would push the rounding error into the momentum every round.
+        A 16-bit replica began its round at the anchor rounded to its type, so its progress counts from there. Counted
+        from the anchor, an unchanged replica would add its rounding error to the momentum in every round.
 
         Args:
-            alone: there are no other processes, so each replica is a sender of its own on a lossy wire.
-            measure: also add up the squared norms of the replicas' own differences.
-            weights: w, of each of them; 1 where there are none.
+            alone: True if this process is the only one, so that each replica is a sender of its own on a lossy wire.
+            measure: True also sums the squared norms of the replicas' own differences.
+            weights: weights w of the replicas; empty for weights 1.
 
         Returns:
-            That sum, a scalar in float64, or None.
+            The sum of squared norms, a scalar in float64, or None.
         """
         self.close_gaps()
         simulated = alone and self.channel.lossy
-        if self._is_plain and not (simulated or measure or weights):  # in few calls, which here cost more than elements
+        if self._is_plain and not (simulated or measure or weights):  # few calls: they cost more than elements here
             torch._foreach_copy_(self.gradient_views, self.params[0])
             torch.sub(self.flat, self.gradient, out=self.gradient)
             for params in self.params[1:]:
@@ -316,7 +316,7 @@ class Fragment:
             for anchor, out, theta in zip(self.anchor_views, views, params, strict=True):
                 adds = number > 0 and not simulated
                 difference = progress_of(anchor, theta, None if adds else out)
-                if weights:  # a replica that has diverged, times 0, would be no 0
+                if weights:  # a diverged replica's NaN times 0 would still be NaN
                     difference.mul_(weights[number]) if weights[number] else difference.zero_()
                 if adds:
                     out.add_(difference)
@@ -329,19 +329,19 @@ class Fragment:
         return square
 
     def close_gaps(self) -> None:
-        """Zero the room between two pseudo-gradients: another fragment's rest would coarsen int8's scales."""
+        """Zero the padding between two pseudo-gradients: another fragment's values would coarsen int8's scales."""
         if self.gaps:
             torch._foreach_zero_(self.gaps)
 
     def momentum(self) -> Tensor | None:
-        """Return the momentum buffers of all parameters as one flat vector that they are views of; None if any lacks.
+        """Return the flat vector whose views are all parameters' momentum buffers; None if a parameter lacks one.
 
-        Buffers that lie elsewhere, such as loaded ones, are copied into a new vector and become its views.
+        Buffers with other memory, such as loaded ones, are copied into a new vector and become its views.
         """
         if type(self.outer) is not OuterSGD:  # another optimizer's state may hold more
             return None
         state, views = self.outer.state, self.momentum_views
-        # In the order of the parameters, as rounds make them: to look each up by its parameter takes far longer.
+        # In the order of the parameters, as rounds make them: a lookup by parameter takes far longer.
         buffers = [entry.get(BUFFER) for entry in state.values()]
         if views and len(buffers) == len(views) and all(map(operator.is_, buffers, views)):
             return self._momentum
@@ -350,7 +350,7 @@ class Fragment:
         kinds = [(type(buffer), buffer.dtype, buffer.shape) for buffer in present]
         if kinds != [(Tensor, self.flat.dtype, view.shape) for view in self.anchor_views]:
             return None
-        self._momentum, self.momentum_views = None, []  # not two of them at a time, beside the buffers
+        self._momentum, self.momentum_views = None, []  # free it first, or memory would hold two beside the buffers
         momentum = self.new_momentum()
         torch._foreach_copy_(self.momentum_views, present)
         for p, view in zip(self.anchor_views, self.momentum_views, strict=True):
@@ -358,8 +358,8 @@ class Fragment:
         return momentum
 
     def new_momentum(self) -> Tensor:
-        """Return a flat vector for momentum buffers that are still to be written, with `momentum_views`."""
-        # Never the vector of before: views of that may be held elsewhere, by a sweep's forest for example.
+        """Make a flat vector, and its `momentum_views`, for momentum buffers that are still to be written."""
+        # Never the earlier vector: other objects, such as a sweep's forest, may have views of it.
         self._momentum = torch.zeros_like(self.flat)
         self.momentum_views = self.layout.views(self._momentum)
         return self._momentum
@@ -370,14 +370,14 @@ class Fragment:
         self.divisor = 1
 
     def set_age(self, rounds: float) -> None:
-        """Tell the outer optimizer's filter how old the pseudo-gradient is."""
+        """Set the age of the pseudo-gradient for the outer optimizer's filter."""
         if isinstance(self.outer, OuterOptimizer):
             self.outer.context = replace(self.outer.context, age=rounds)
 
     def hand_over(self, *, nothing: bool = False) -> None:
-        """Give the pseudo-gradient, or nothing, to the outer optimizer, as `.grad` of the anchor's parameters."""
+        """Pass the pseudo-gradient, or None, to the outer optimizer, as `.grad` of the anchor's parameters."""
         for anchor, gradient in zip(self.anchor_views, self.gradient_views, strict=True):
-            # Looked at in every round: a user's zero_grad() may have taken it away.
+            # In every round: a user's zero_grad() may have removed it.
             if anchor.grad is not (wanted := None if nothing else gradient):
                 anchor.grad = wanted
 
@@ -391,13 +391,13 @@ class Fragment:
                 theta.lerp_(anchor.to(device=theta.device, dtype=theta.dtype), 1 - mixing)
 
     def readouts(self) -> list[Tensor]:
-        """Return what is to be evaluated in the place of each parameter: the anchor, or an average of anchors."""
+        """Return the tensors to evaluate, one a parameter: the anchor, or an average of anchors."""
         if not (isinstance(self.outer, OuterOptimizer) and self.outer.reads_out):
             return self.anchor_views
         return [self.outer.readout(x) for x in self.anchor_views]
 
     def counters(self) -> list[Any]:
-        """Return what decides its next outer step, of the groups and of each parameter, as plain numbers and text."""
+        """Return the settings and counters of groups and parameters on which the next outer step depends."""
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.outer.param_groups]
         plain = [{k: v for k, v in state.items() if not isinstance(v, Tensor)} for state in self._states()]
         return [self.round, groups, plain]
@@ -406,7 +406,7 @@ class Fragment:
         """Return sixteen hexadecimal digits each of the anchor, the outer optimizer's tensors, and its counters.
 
         Args:
-            taken: those of them that a sweep has taken on its way.
+            taken: digests that a sweep has taken already.
         """
         digits = dict(taken or {})
         anchor = digits.get("anchor") or checksum(self.flat)
@@ -425,7 +425,7 @@ class Fragment:
 
 
 def progress_of(anchor: Tensor, theta: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return a - theta, counted from the anchor as a replica of this type holds it; a replica may be elsewhere."""
+    """Return a - theta, with a rounded to the replica's type, on the anchor's device."""
     start = anchor if theta.dtype == anchor.dtype else anchor.to(theta.dtype).to(anchor.dtype)
     return torch.sub(start, theta.to(anchor.device), out=out)
 
@@ -439,7 +439,7 @@ def checksum_of(tensor: Tensor) -> str:
 
 
 def _exactly(value: Any) -> Any:
-    """Return text for what JSON has no form for; the plain text of a learning rate that is a tensor would round it."""
+    """Return text for values that JSON lacks; the plain text of a learning rate that is a tensor would round it."""
     return [str(value.dtype), list(value.shape), checksum_of(value)] if isinstance(value, Tensor) else str(value)
 
 

@@ -1,14 +1,14 @@
 """The outer round of a fragment in two Triton kernels, for accelerators: 11 passes over the parameters of two replicas.
 
-`pseudo_gradient` reads the anchor and every replica and writes g (4 passes for two replicas); `outer_round` reads g,
-anchor and buffer and writes anchor, buffer and every replica (7), and takes the inner products and both digests of what
-it has in its registers. No launch waits for the device.
+`pseudo_gradient` reads the anchor and every replica and writes g (4 passes for two replicas). `outer_round` reads g,
+anchor and buffer and writes anchor, buffer and every replica (7). It takes the inner products and both digests from its
+registers. No launch waits for the device.
 
-The replicas' parameters are tensors of their own; one launch takes all of a type by two tables: `of_program`,
-(programs, 2) int32, a row of `slots` and a block; `slots`, (parameters, 2 + REPLICAS) int64, where a parameter begins
-and ends in the flat vectors, and at which addresses the replicas have it.
+The replicas' parameters are separate tensors; a launch takes all of a type by two tables. `of_program`, (programs, 2)
+int32, names a row of `slots` and a block. `slots`, (parameters, 2 + REPLICAS) int64, has begin and end of a parameter
+in the flat vectors, and its address in each replica.
 
-Imported only where Triton is there (`twophase.diloco.device_sweep`).
+Imported only where Triton is installed (`twophase.diloco.device_sweep`).
 """
 
 # pyright: reportMissingImports=false, reportGeneralTypeIssues=false, reportArgumentType=false
@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-"""What the kernels call the types that replicas may have."""
+"""The kernels' names of the types that replicas may have."""
 
 
 @triton.jit
@@ -170,7 +170,7 @@ def _restarted(m, g, retain, inject, DROPS: tl.constexpr):
 
 @triton.jit
 def _digest(values, word, BLOCK: tl.constexpr):
-    """The weighted sum of a block's words of eight bytes, as `twophase.diloco.flat` defines it."""
+    """Return the weighted sum of a block's words of eight bytes, as `twophase.diloco.flat` defines it."""
     low, high = tl.split(tl.reshape(values.to(tl.uint32, bitcast=True), (BLOCK // 2, 2)))
     words = low.to(tl.uint64) | (high.to(tl.uint64) << 32)
     place = (word % 32768 + tl.arange(0, BLOCK // 2)).to(tl.uint64)

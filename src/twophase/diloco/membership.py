@@ -28,7 +28,7 @@ class Position:
     Args:
         syncing: numbers of the fragments of the newest sync. A late joiner receives them with the state, and goes
             straight into that sync.
-        blocking: whether that sync ends where it begins: without a delay, at a run's end, or when it is repeated.
+        blocking: True if that sync ends where it begins: without a delay, at a run's end, or when it is repeated.
         round: rounds that all fragments have ended.
         inner_step: inner steps since the round began.
         taken: inner steps since the run began.
@@ -56,7 +56,7 @@ class Members:
         present: numbers of all replicas, where processes come and go.
         returned: number of them that took part in the last successful sync.
         needed: number of these that a sync needs: most of them, or 0 where all members allow so few replicas.
-        minority: whether fewer than most of them returned.
+        minority: True if fewer than most of them returned.
         run: identity of the run, by process 0.
     """
 
@@ -78,8 +78,8 @@ class Arrival:
 
     Args:
         members: members of the sync that this process joined in a run under way; else None.
-        enough: whether a run could begin, once every replica has restored its checkpoint.
-        begun: whether a run has begun.
+        enough: True if a run could begin, once every replica has restored its checkpoint.
+        begun: True if a run has begun.
     """
 
     members: Members | None = None
@@ -91,13 +91,13 @@ class Membership:
     """The processes of a run. Where they are always the same, all begin with the anchor of process 0.
 
     Args:
-        setting: the values that all syncs share.
+        setting: values that all syncs share.
         delay: inner steps of a reduction.
 
     Attributes:
         replica_count: replicas of the whole run; of this process where processes come and go.
-        may_compare: whether a sync may have two or more replicas.
-        joined: whether this process takes part in syncs: where processes come and go, from `DiLoCo.join` on.
+        may_compare: True if a sync may have two or more replicas.
+        joined: True if this process takes part in syncs: where processes come and go, from `DiLoCo.join` on.
         run: identity of a run whose processes come and go: the milliseconds since 1970 at which it first began.
         present: numbers of the replicas of the last successful sync, where processes come and go.
         unweighted: numbers of the fragments that hold a donor's progress here; weight 0 until their next successful
@@ -152,7 +152,7 @@ class Membership:
         """Begin a sync with the processes that are present; a failed roll call counts as an attempt.
 
         Args:
-            position: this process's; the communicator loads a peer's where this process was left behind.
+            position: position of this process; the communicator loads a peer's where this process was left behind.
             attempts: number of this attempt.
         """
         if self._members is not None:
@@ -176,8 +176,9 @@ class Membership:
         """Try once to join the others.
 
         Args:
-            position: this process's; the communicator loads a peer's where a run is under way or a peer is further.
-            ready: whether this process has restored its checkpoint.
+            position: position of this process; the communicator loads a peer's where a run is under way or a peer is
+                further.
+            ready: True if this process has restored its checkpoint.
         """
         communicator = self._communicator
         communicator.enter(1 + position.syncs if ready else 0)

@@ -18,7 +18,7 @@ class FragmentRound:
         round: number of this fragment's round, from 1; its restart policy counts those in which an outer
             step was taken.
         inner_steps: inner steps of each replica in its pseudo-gradient.
-        restarted: whether the momentum of any of its param groups restarted.
+        restarted: True if the momentum of any of its param groups restarted.
         checksum: digits that depend on every bit of its new anchor.
         agreement: |g|^2 over the mean of the replicas' squared norms, where a policy or a filter needs it: 1 if the
             replicas agree, 1 / replicas if their pseudo-gradients are orthogonal.
@@ -44,14 +44,14 @@ class RoundReport:
         round: number of the round, from 1.
         inner_steps: inner steps of each replica in the pseudo-gradient (of several fragments, the most). Those of a
             delay without mixing are discarded and do not count.
-        partial: whether they are fewer than a whole round has: `finish()` ended it early, or it is the first round of
+        partial: True if they are fewer than a whole round has: `finish()` ended it early, or it is the first round of
             a fragment that is synchronised in the middle of the others' rounds.
-        complete: whether all fragments have ended the round now.
+        complete: True if all fragments have ended the round now.
         replicas: number of replicas that took part.
         newcomers: number of late joiners, which received a donor's state and had weight 0 in this round.
         attempts: number of attempts; more than 1 when processes died during the sync.
-        minority: whether most of the replicas of the round before were missing, as `min_replicas` allows.
-        restarted: whether the momentum of any param group restarted.
+        minority: True if most of the replicas of the round before were missing, as `min_replicas` allows.
+        restarted: True if the momentum of any param group restarted.
         fragments: report of each fragment.
         groups: norms, cosine, gain and restart of each param group; empty for an outer optimizer other than `OuterSGD`.
         pseudo_gradient_norm: Euclidean norm of g over all parameters that were synchronised.

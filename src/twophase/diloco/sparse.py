@@ -1,20 +1,21 @@
-"""A sparse wire: of what a replica owes, the largest elements travel, in a few bits each.
+"""A sparse wire: the largest elements of the error-feedback residual travel, in a few bits each.
 
-With g_r the contribution of sender r, e_r what it owes, 0 at first, and M senders,
+With M senders, g_r the contribution of sender r, and e_r its residual, 0 at first,
 
     e_r <- 0.95 e_r + g_r,   s_r = Q(top-k(e_r)),   e_r <- e_r - s_r,   sum = s_0 + s_1 + ... in the order of the ranks
 
 The vector is cut into chunks (`formats.TopK`), and top-k takes the k largest magnitudes of each. Q keeps the sign and
-rounds the magnitude to the nearest of 2^(bits-1) levels, from the least of the k, t, to the largest, both in float32:
+rounds the magnitude to the nearest of 2^(bits-1) levels. They lie from the least of the k, t, to the largest, both in
+float32:
 
     step = (largest - t) / (2^(bits-1) - 1),    code = round((|e| - t) / step),    s = sign(e) (t + code step)
 
-So no element loses more than its own size, and 0 stays 0. Senders choose different elements, and no sum of packets is a
-packet: each goes to all (all-gather), and all add them in the order of the ranks, to the same bits. A process sends
-M - 1 packets, where an all-reduce sends 2 (M - 1) / M vectors.
+So no element loses more than its own size, and 0 stays 0. Senders choose different elements, so a sum of packets is not
+a packet. Each packet goes to all (all-gather), and all add them in the order of the ranks, to the same bits. A process
+sends M - 1 packets, where an all-reduce sends 2 (M - 1) / M vectors.
 
-A residual holds most of what was contributed, not a rounding error: a sum that is given up always sets it back. It does
-the work of an outer momentum, so SparseLoCo's rule is momentum 0 with a learning rate near 1.
+A residual holds most of the contributions, not a rounding error: a cancelled sum always restores it. It does the work
+of an outer momentum, so SparseLoCo's rule is momentum 0 with a learning rate near 1.
 
 Source: SparseLoCo, arXiv 2508.15706. (There Q's levels are those of a whole tensor; here each chunk has its own.)
 """
@@ -34,11 +35,11 @@ from twophase.diloco.transfer import Transfer
 from twophase.diloco.wire import LossyChannel
 
 DECAY = 0.95
-"""Share of what is owed that stays owed in the next round."""
+"""Share of the residual that stays in it until the next round."""
 
 
 class SparseChannel(LossyChannel):
-    """The channel of `topk:RATIO:BITS`; arguments as of `LossyChannel`, and always transactional."""
+    """Sum a pseudo-gradient on `topk:RATIO:BITS`; arguments as of `LossyChannel`, and always transactional."""
 
     def __init__(self, name: str, numel: int, **options: Any) -> None:
         super().__init__(name, numel, **{**options, "transactional": True})
@@ -48,14 +49,14 @@ class SparseChannel(LossyChannel):
         self._chunks, self._length = sparse.chunks(numel)
         self._per_chunk = self._length // sparse.ratio
         self._pending = False
-        """Whether the residuals have changed since the last commit."""
+        """True if the residuals have changed since the last commit."""
 
     def quantize(self, tensor: Tensor, sender: int) -> None:
-        """Replace a replica's contribution by what the others would receive of it."""
+        """Replace a replica's contribution by the values that the others would receive."""
         self._sum([self._take(tensor, sender)], tensor)
 
     def launch(self, communicator: Communicator, tensor: Tensor, *, quantized: bool = False) -> Transfer:
-        """Begin to replace `tensor` by its sum, in one stage; of a `quantized` tensor nothing is left to do."""
+        """Begin to replace `tensor` by its sum, in one stage; a `quantized` tensor is complete."""
         assert self._under_way is None, "wait for the transfer under way, or call withdraw()"
         if communicator.size == 1:
             if not quantized:
@@ -73,14 +74,14 @@ class SparseChannel(LossyChannel):
         return self._under_way
 
     def _take(self, tensor: Tensor, sender: int) -> Tensor:
-        """Add a contribution to what a sender owes, and take out the packet that is sent, which is returned."""
+        """Add a contribution to a sender's residual; subtract and return the packet that is sent."""
         assert tensor.shape == (self._numel,), f"a vector of {self._numel} elements, not {tuple(tensor.shape)}"
         self._pending = True
-        owed = self._sent[sender].value
-        owed.mul_(DECAY).add_(tensor)
-        ends, words = zip(*(self._encode(owed, *rows) for rows in self._rows()), strict=True)
+        residual = self._sent[sender].value
+        residual.mul_(DECAY).add_(tensor)
+        ends, words = zip(*(self._encode(residual, *rows) for rows in self._rows()), strict=True)
         packet = torch.cat([*ends, *words])
-        self._add(packet, owed, -1)
+        self._add(packet, residual, -1)
         return packet
 
     def _sum(self, packets: Sequence[Tensor], total: Tensor) -> None:
@@ -97,7 +98,7 @@ class SparseChannel(LossyChannel):
         x = x.view(-1, self._length)
         magnitudes, places = x.abs().topk(self._per_chunk, dim=1, sorted=False)
         ends = torch.stack(magnitudes.aminmax(dim=1), 1).float()
-        ends += ends[:, 1:] * 0  # NaN unless finite, and then all that the chunk sends: divergence shows
+        ends += ends[:, 1:] * 0  # NaN unless finite, which makes the whole chunk NaN: divergence shows
         least, step = self._steps(ends)
         codes = ((magnitudes - least) / step).round_().nan_to_num_(0.0).clamp_(0, self._most).long()
         codes += (x.gather(1, places) < 0).long() << (self._bits - 1)
@@ -113,7 +114,7 @@ class SparseChannel(LossyChannel):
             magnitudes = least + (words & self._most) * step
             negative = (words >> (self._bits - 1) & 1).bool()
             starts = torch.arange(first, last, device=words.device)[:, None] * self._length
-            # Of padding only zeros are sent, which change no element.
+            # Padding sends only zeros, which change no element.
             places = ((words >> self._bits) + starts).clamp_(max=self._numel - 1)
             total.index_add_(0, places.flatten(), torch.where(negative, -magnitudes, magnitudes).flatten(), alpha=sign)
 
@@ -130,7 +131,7 @@ class SparseChannel(LossyChannel):
     # ------------------------------------------------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the residuals, live; before a commit also those of the last one, which `withdraw` goes back to."""
+        """Return the residuals, live; before a commit also those of the last one, which `withdraw` restores."""
         committed = {"committed": [residual.committed for residual in self._sent]} if self._pending else {}
         return super().state_dict() | committed
 
@@ -142,12 +143,12 @@ class SparseChannel(LossyChannel):
             residual.committed = saved.to(residual.value, copy=True)
 
     def commit(self) -> None:
-        """Keep the residuals as they are now, for `withdraw`."""
+        """Record the present residuals for `withdraw`."""
         super().commit()
         self._pending = False
 
     def withdraw(self) -> None:
-        """Give up a transfer under way, and set the residuals back to the last `commit()`."""
+        """Cancel a transfer under way, and restore the residuals of the last `commit()`."""
         super().withdraw()
         self._pending = False
 
@@ -160,6 +161,6 @@ def _packed(words: Tensor, width: int) -> Tensor:
 
 
 def _unpacked(octets: Tensor, width: int, count: int) -> Tensor:
-    """Return rows of `count` words from what `_packed` has made."""
+    """Return rows of `count` words from the bytes of `_packed`."""
     bits = (octets.unsqueeze(2).long() >> torch.arange(8, device=octets.device) & 1).flatten(1)[:, : count * width]
     return (bits.view(-1, count, width) << torch.arange(width, device=octets.device)).sum(2)

@@ -65,12 +65,12 @@ class EngineState:
 
     @property
     def under_way(self) -> bool:
-        """Whether the result of a reduction is still to be applied (only with a delay)."""
+        """True if the result of a reduction is still to be applied (only with a delay)."""
         return bool(self._under_way)
 
     @property
     def at_anchor(self) -> bool:
-        """Whether the replicas equal the anchor: no inner step since the last sync, and no reduction under way."""
+        """True if the replicas equal the anchor: no inner step since the last sync, and no reduction under way."""
         return not (self.schedule.mixing or self._under_way or any(fragment.steps for fragment in self.fragments))
 
     @contextmanager

@@ -1,8 +1,8 @@
-"""A fragment's round on its flat vectors, part by part: what is in the cache is used for all that is done with it.
+"""A fragment's round on its flat vectors, part by part: each part is in the cache for the whole round.
 
-Where replicas live in several processes, a part of the pseudo-gradient travels while later ones are computed, and the
-parts that have arrived take their outer step while others travel. Each part is divided, measured, stepped, restarted,
-copied to the replicas and digested before the next one, so the vectors are read from memory once.
+With replicas in several processes, a part of the pseudo-gradient travels while later ones are computed. Parts that have
+arrived take their outer step while others travel. Each part is divided, measured, stepped, restarted, copied to the
+replicas and digested before the next one, so the vectors are read from memory once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PART_ELEMENTS = 1 << 18
 """Elements of a part: few enough for a cache, enough to pay for the calls."""
 
 
-# ------------------------------------------------------------------------------------------- the ways of a round
+# ------------------------------------------------------------------------------------------ conditions of a sweep
 
 
 def goes_on_device(fragment: Fragment) -> bool:
@@ -49,7 +49,7 @@ def goes_on_device(fragment: Fragment) -> bool:
 def goes_in_parts(fragment: Fragment) -> bool:
     """Return whether a fragment's pseudo-gradient may travel, and its outer step be taken, part by part.
 
-    Not where a policy must know the whole pseudo-gradient before the step, and not where it would not pay.
+    Not where a policy needs the whole pseudo-gradient before the step, and not for small fragments.
     """
     return (
         fragment.layout.numel > SMALL
@@ -62,7 +62,7 @@ def goes_in_parts(fragment: Fragment) -> bool:
 
 
 def step_of(outer: OuterSGD) -> Callable[..., Any]:
-    """Return an optimizer's step, past torch's wrapper where no hook, scheduler or profiler looks at it.
+    """Return an optimizer's step, without torch's wrapper unless a hook, scheduler or profiler needs it.
 
     Between inner steps the wrapper takes 40 us, a small model's round 400.
     """
@@ -84,7 +84,7 @@ def _is_sweepable(fragment: Fragment) -> bool:
 
 def _holds_all_in_order(fragment: Fragment) -> bool:
     outer = fragment.outer
-    # A subclass may step in its own way; a hook may change gradients before a sweep, or the anchor that it has copied.
+    # A subclass may step differently; a hook may change gradients before a sweep, or the anchor after its copy.
     hooks = outer._optimizer_step_pre_hooks or outer._optimizer_step_post_hooks
     if type(outer) is not OuterSGD or len(outer.param_groups) != 1 or hooks:
         return False
@@ -94,7 +94,7 @@ def _holds_all_in_order(fragment: Fragment) -> bool:
 
 
 def _has_no_buffer(fragment: Fragment) -> bool:
-    """Return whether no buffer is to be read: there is none yet, or a larger momentum has left it over."""
+    """Return whether no buffer is to be read: it does not exist yet, or remains from a larger momentum."""
     (group,) = fragment.outer.param_groups
     return group["momentum"] == 0 or not any(BUFFER in state for state in fragment.outer.state.values())
 
@@ -125,14 +125,14 @@ def transfer_in_parts(fragment: Fragment, communicator: Communicator) -> PartTra
 
 
 class FlatSweep:
-    """A fragment's outer step on the CPU as one sweep, with all that follows it for each part; for `OuterSGD.step`.
+    """Take a fragment's outer step on the CPU in one sweep, with restore and digests of each part; for `OuterSGD.step`.
 
     Args:
-        fragment: with its pseudo-gradient, to be divided by its `divisor`.
-        momentum: its buffers, flat; None at momentum 0.
-        transfer: of a fragment that `goes_in_parts`.
-        restore: also set the replicas to the new anchor.
-        prove: also take the digest of the momentum buffer.
+        fragment: fragment with its pseudo-gradient, to be divided by its `divisor`.
+        momentum: momentum buffers, flat; None at momentum 0.
+        transfer: sum of a fragment that `goes_in_parts`.
+        restore: True also sets the replicas to the new anchor.
+        prove: True also takes the digest of the momentum buffer.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class FlatSweep:
     ) -> None:
         self._fragment, self._momentum, self._transfer, self._restores = fragment, momentum, transfer, restore
         self._divisor, fragment.divisor = fragment.divisor, 1
-        if fragment.channel.lossy:  # an infinity spoils its whole block
+        if fragment.channel.lossy:  # an infinity makes its whole block NaN, padding included
             fragment.close_gaps()
         self._digests = {"anchor": fragment.anchor_digest or Digest(fragment.flat)}
         if prove and momentum is not None:
@@ -152,11 +152,11 @@ class FlatSweep:
 
     @property
     def digests(self) -> dict[str, str]:
-        """The digests that `run` has taken on its way, by name."""
+        """Digests of `run`, by name."""
         return {name: digest.digits() for name, digest in self._digests.items()}
 
     def dots(self, *, fresh: bool, angle: bool) -> Dots | None:
-        """Return the inner products, where one operation on the vectors has the bits of `dots` of the tensors."""
+        """Return the inner products, where an operation on whole vectors equals `dots` of the tensors bit for bit."""
         g, m = self._fragment.gradient, self._momentum
         if self._fragment.gaps or self._fragment.layout.numel > PIECE_CPU:
             return None
@@ -185,10 +185,10 @@ class FlatSweep:
         return gg, mm, gm
 
     def _parts(self, vectors: Sequence[Tensor]) -> Iterator[tuple[Any, ...]]:
-        """Yield start and stop of each part, and its views of the vectors, as soon as its g is there, divided."""
+        """Yield start and stop of each part, and its views of the vectors, once its g has arrived and is divided."""
         arrived = [(0, self._fragment.layout.numel)] if self._transfer is None else self._transfer.parts()
         for begin, end in arrived:
-            # Of a small model, where calls are what costs, and those that torch has in Python cost most.
+            # In a small model calls cost most, above all those that torch has in Python.
             is_one = end - begin == self._fragment.layout.numel <= _PART_ELEMENTS
             views = [vectors] if is_one else zip(*(v[begin:end].split(_PART_ELEMENTS) for v in vectors), strict=True)
             for start, parts in zip(range(begin, end, _PART_ELEMENTS), views, strict=True):
@@ -197,11 +197,11 @@ class FlatSweep:
 
     def _follow(self, start: int, stop: int) -> None:
         """Restore and digest a part that holds the values of the next round."""
-        # A negative factor leaves -0 there, which a digest sees, and a buffer that was loaded has not.
+        # A negative factor leaves -0 there, which changes the digest, and which a loaded buffer lacks.
         if self._gaps and (inside := [gap for gap in self._gaps if start <= gap.storage_offset() < stop]):
             torch._foreach_zero_(inside)
         if self._restores:
-            # Whole tensors, in one call for many: they are mostly still in a cache that the parts share.
+            # Whole tensors, many in a call: most are still in a cache that the parts share.
             first = self._restored
             self._restored = bisect_right(self._fragment.bounds, stop, key=operator.itemgetter(1))
             if first < self._restored:
@@ -232,7 +232,7 @@ def round_sweep(fragment: Fragment, transfer: PartTransfer | None, *, restore: b
 def sweep_again(fragment: Fragment, outer: OuterSGD, anchor: Tensor) -> Any:
     """Return the kernels' sweep of another optimizer's round on a copy of a fragment's anchor, with its gradient.
 
-    None where the fragment's own round is not theirs: other operations round otherwise.
+    None unless the fragment's own round ran on the kernels: other operations round differently.
     """
     if not fragment.on_device:
         return None

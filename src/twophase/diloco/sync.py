@@ -39,14 +39,14 @@ class Part:
     """A fragment in a sync.
 
     Args:
-        fragment: the fragment.
+        fragment: fragment with its buffers.
         steps: inner steps of its round.
         square: sum of the squared norms of this process's replicas' pseudo-gradients, for policies that need it.
         transfer: reduction of its pseudo-gradient; None where nothing is sent.
         norm: Euclidean norm of g, after its outer step.
         groups: round of each param group.
         digests: digests taken during the step.
-        restored: whether the replicas have the new anchor.
+        restored: True if the replicas have the new anchor.
         weighing: weights of the replicas, where a filter compares them.
     """
 
@@ -62,7 +62,7 @@ class Part:
 
     @property
     def is_rejected(self) -> bool:
-        """Whether every replica has weight 0: nothing is sent, and no outer step is taken."""
+        """True if every replica has weight 0: nothing is sent, and no outer step is taken."""
         return self.weighing is not None and self.weighing.total == 0
 
 
@@ -73,7 +73,7 @@ class Sync:
         setting: values that all syncs share.
         members: replicas that take part.
         parts: fragments of the sync.
-        blocking: whether no inner step comes between its launch and its end.
+        blocking: True if no inner step comes between its launch and its end.
     """
 
     def __init__(self, setting: Setting, members: Members, parts: list[Part], *, blocking: bool) -> None:
@@ -108,7 +108,7 @@ class Sync:
         with self._phase("pseudo_gradient"):
             self.setting.look_up(self.fragments)
             # In parts only where the outer step may begin before the whole sum is there. With a delay it has arrived by
-            # then; an elastic vote comes before any change of the anchor; shards add up their norms before the step.
+            # then. An elastic vote comes before any change of the anchor. Shards add up their norms before the step.
             whole = alone or not self._blocking or communicator.elastic or communicator.sharded
             self._in_parts = not whole and all(map(goes_in_parts, self.fragments))
             for part in self.parts:
@@ -143,7 +143,7 @@ class Sync:
 
     @property
     def accepted(self) -> list[bool]:
-        """Whether each replica, in order of rank, has weight in all fragments; empty where no filter compares them."""
+        """True if each replica, in order of rank, has weight in all fragments; empty where no filter compares them."""
         columns = [part.weighing.weights for part in self.parts if part.weighing and part.weighing.weights]
         return [all(weights) for weights in zip(*columns, strict=True)]
 
@@ -297,7 +297,7 @@ class Sync:
 
         Args:
             round_: number of the round.
-            complete: whether all fragments have ended the round.
+            complete: True if all fragments have ended the round.
             full: inner steps of a whole round.
         """
         alone, members = self.setting.alone, self.members

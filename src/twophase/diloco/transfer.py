@@ -1,4 +1,4 @@
-"""Sums of pseudo-gradients under way, and the channel of a fragment's: exact, or lossy (`wire`, `sparse`)."""
+"""Sum pseudo-gradients over processes, each fragment through its channel: exact, or lossy (`wire`, `sparse`)."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from twophase.diloco.communicator import Communicator, Pending
 
 _SUM_PIECE_BYTES = 64 << 20
 _PART_BYTES = 32 << 20
-"""Of a `PartTransfer`: the less, the sooner the first part can be used; the more, the fewer journeys."""
+"""Bytes of a part in a `PartTransfer`: with fewer the first part arrives sooner, with more there are fewer messages."""
 
 
 class Transfer:
-    """A sum under way; `wait()` returns when the tensor holds it.
+    """Track a sum under way; `wait()` returns when the tensor holds it.
 
     All processes call `advance()`, where they call it, at the same place among their collectives.
 
     Args:
-        pending: the collectives of the first stage.
-        second: launches the second stage, if there are two.
-        finish: called once when all stages are over.
+        pending: collectives of the first stage.
+        second: function that launches the second stage, if there are two.
+        finish: function called once when all stages are over.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Transfer:
         """Bytes that this process has handed to others so far; all of them after `wait()`."""
 
     def advance(self) -> None:
-        """Wait for the first of two stages and launch the second; nothing where there is one stage, or when done."""
+        """Wait for the first of two stages and launch the second; do nothing with one stage, or when done."""
         if self._second is not None:
             second, self._second = self._second, None
             self._drain()
@@ -47,7 +47,7 @@ class Transfer:
             self.bytes_sent += self._pending[0].bytes_sent
 
     def wait(self) -> None:
-        """Return when the tensor holds the sum."""
+        """Wait until the tensor holds the sum."""
         self.advance()
         self._drain()
         if self._finish is not None:
@@ -61,22 +61,22 @@ class Transfer:
 
 
 class PartTransfer(Transfer):
-    """A sum that is made while it is used: part by part, each filled, sent, and given back when it is there.
+    """Sum a tensor part by part, each filled, sent, and returned when its sum has arrived.
 
-    Nothing is sent before `parts()` is gone through. Then each part travels while later ones are filled and earlier
-    ones used.
+    Nothing is sent before `parts()` is iterated. Then each part travels while later ones are filled and earlier ones
+    used.
 
     Args:
-        communicator: the processes.
-        tensor: 1-D, contiguous; each part of it becomes the sum over the processes.
-        fill: writes elements `start` to `stop` of the tensor.
+        communicator: processes of the run.
+        tensor: vector, 1-D, contiguous; each part of it becomes the sum over the processes.
+        fill: function that writes elements `start` to `stop` of the tensor.
     """
 
     def __init__(self, communicator: Communicator, tensor: Tensor, fill: Callable[[int, int], None]) -> None:
         super().__init__()
         self._communicator, self._tensor, self._fill = communicator, tensor, fill
         self.seconds = {"pseudo_gradient": 0.0, "reduce": 0.0}
-        """Spent on filling, and on launching and waiting."""
+        """Seconds of filling, and of launching and waiting."""
 
     def parts(self) -> Iterator[tuple[int, int]]:
         """Yield start and stop of each part, in order, as soon as the tensor holds its sum."""
@@ -101,21 +101,20 @@ class PartTransfer(Transfer):
 
 
 class Channel:
-    """The way of a fragment's pseudo-gradient; the same on every process.
+    """Sum a fragment's pseudo-gradient over the processes; the same on every process.
 
-    This channel is exact: a sum is an all-reduce in the tensor's own type, and nothing is remembered.
-    `wire.LossyChannel` and `sparse.SparseChannel` have residuals (error feedback), which the methods below `launch` are
-    about.
+    This channel is exact: a sum is an all-reduce in the tensor's own type, and it has no state. `wire.LossyChannel` and
+    `sparse.SparseChannel` have error-feedback residuals, which the methods below `launch` save, restore and clear.
 
     Args:
-        name: of the wire, checked (`formats.check_wire`).
+        name: name of the wire, checked (`formats.check_wire`).
         numel: elements of the fragment, >= 1.
-        dtype: float32 or float64, of the tensors that are summed.
-        device: of the tensors.
+        dtype: type of the tensors that are summed, float32 or float64.
+        device: device of the tensors.
     """
 
     lossy = False
-    """Whether digits are lost on the way."""
+    """True if the wire loses digits."""
 
     def __init__(self, name: str, numel: int, *, dtype: torch.dtype, device: torch.device) -> None:
         self.name = name
@@ -124,13 +123,13 @@ class Channel:
         self._numel, self._dtype, self._device = numel, dtype, device
 
     def quantize(self, tensor: Tensor, sender: int) -> None:
-        """Replace a replica's contribution by what the others would receive of it.
+        """Replace a replica's contribution by the values that the others would receive.
 
-        For several replicas in one process: with each as a sender of its own, a run has the same bits in one process as
-        in one process a replica.
+        With several replicas in one process each is a separate sender. So a run has the same bits in one process as
+        with a process for each replica.
 
         Args:
-            tensor: 1-D, contiguous, of the channel's length, dtype and device; changed in place.
+            tensor: vector, 1-D, contiguous, of the channel's length, dtype and device; changed in place.
             sender: number of a replica of this process, from 0.
         """
         del tensor, sender
@@ -138,30 +137,30 @@ class Channel:
     def launch(self, communicator: Communicator, tensor: Tensor, *, quantized: bool = False) -> Transfer:
         """Begin to replace `tensor` by its sum over the processes, in place, with the same bits on all of them.
 
-        Until `Transfer.wait()` has returned, the tensor holds nothing of use and the channel takes no other.
+        Until `Transfer.wait()` has returned, the tensor's values are undefined and the channel takes no other.
 
         Args:
-            communicator: the processes, which may be others than in the last round.
-            tensor: 1-D, contiguous, of the channel's length, dtype and device.
-            quantized: the tensor is a sum of what `quantize` made, in one process.
+            communicator: processes of this round, which may differ from the last one's.
+            tensor: vector, 1-D, contiguous, of the channel's length, dtype and device.
+            quantized: True if the tensor is a sum of contributions from `quantize`, in one process.
         """
         del quantized
-        # In pieces of about 64 MiB: a large sum is quicker in pieces than whole, a small one is not.
+        # In pieces of about 64 MiB: a large sum is faster in pieces than whole, a small one is not.
         count = max(1, round(tensor.nbytes / _SUM_PIECE_BYTES))
         return Transfer([communicator.launch_sum(piece) for piece in tensor.split(-(-tensor.numel() // count))])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the residuals, live: of each sender, and of the part that this process owns once there was a sum.
+        """Return the error-feedback residuals, live: of each sender, and, after a sum, of the part that is owned here.
 
         Empty without error feedback.
         """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a copy of `state_dict()`; a transfer under way is given up.
+        """Continue from a copy of `state_dict()`; cancel a transfer under way.
 
-        A residual of the second stage serves while this process owns the part that it belongs to; with another number
-        of processes it is forgotten at the next sum.
+        A residual of the second stage is used while this process owns its part. With another number of processes the
+        next sum discards it.
 
         Raises:
             ValueError: the state of another wire, of other senders, or of another fragment; nothing has been changed.
@@ -179,10 +178,10 @@ class Channel:
         return None if wire is None else f"the state has residuals of wire {wire}, this channel no residuals"
 
     def commit(self) -> None:
-        """Keep the residuals as they are now, for `withdraw`."""
+        """Record the present residuals for `withdraw`."""
 
     def withdraw(self) -> None:
-        """Give up a transfer under way: its sum has failed, or is not applied."""
+        """Cancel a transfer under way: its sum has failed, or is not applied."""
 
     def clear(self) -> None:
-        """Forget all residuals, and give up a transfer under way: as after construction."""
+        """Set all residuals to zero, and cancel a transfer under way: the state after construction."""

@@ -41,7 +41,7 @@ def weigh(communicator: Communicator, fragment: Fragment, *, counts: bool) -> We
     Args:
         communicator: processes of the run, which all make this call.
         fragment: fragment with its parameters looked up; its pseudo-gradient is overwritten.
-        counts: whether this process's replicas take part.
+        counts: True if this process's replicas take part.
     """
     if not isinstance(fragment.outer, OuterOptimizer):
         return None

@@ -1,15 +1,15 @@
 """Lossy wires for the sum of a pseudo-gradient over processes: bfloat16, or int8 with error feedback.
 
-A float32 sum is an all-reduce. The others lose digits, so they travel in two stages, with M processes:
+A float32 sum is an all-reduce. The lossy wires have two stages, with M processes:
 
     stage 1   process s sends c_s = encode(x_s + e_s); e_s <- x_s + e_s - decode(c_s)
               to the owner of each M-th part, which adds decode(c_0) + decode(c_1) + ... in the order of the ranks
     stage 2   the owner sends c = encode(y + e) of its sum y to all; e <- y + e - decode(c); everyone takes decode(c)
 
-Each process sends about two vectors of codes, however many processes there are; sums are made in the buffer's own type;
-and all processes hold the same bits, which several replicas in one process have as well, since both ways run the same
-functions on the same blocks. The residuals e (error feedback, int8 only) carry what a round could not send into the
-next round, so that over many rounds nothing is lost.
+Each process sends about two vectors of codes, for any number of processes. Sums are made in the buffer's own type. All
+processes hold the same bits. Several replicas in one process give these bits as well, because both run the same
+functions on the same blocks. The error-feedback residuals e (int8 only) carry a round's rounding errors into the next
+round, so that over many rounds nothing is lost.
 
 Source: error feedback, Karimireddy et al. 2019 (arXiv 1901.09847); both stages of it, Tang et al. 2019
 (DoubleSqueeze, arXiv 1905.05957).
@@ -42,11 +42,11 @@ _PIECE_ELEMENTS_ELSEWHERE = 1 << 22  # on an accelerator: fewer kernels to start
 
 @dataclass(frozen=True, slots=True)
 class Packet:
-    """Encoded elements.
+    """Hold encoded elements.
 
     Args:
-        codes: one an element, int8 or bfloat16.
-        scales: for int8, one a block of `BLOCK` elements (the last block may be shorter), float32; None for bfloat16.
+        codes: codes of the elements, int8 or bfloat16.
+        scales: scales, float32, of blocks of `BLOCK` elements (the last may be shorter) for int8; else None.
     """
 
     codes: Tensor
@@ -78,14 +78,15 @@ def encode(values: Tensor, into: Packet, scratch: Tensor) -> None:
         scale = max|x| / 127 + 2^-149,    code = round(x / scale), ties to even, in -127 ... 127,
 
     so that code * scale is within scale / 2 of x, to rounding, for every finite float32. (2^-149 matters to subnormal
-    scales only: rounded down, they could not reach max|x|.) A block with an element that is not finite gets the scale
-    NaN and is NaN altogether when decoded: divergence shows on every process. In bfloat16 such an element stays what
-    it is.
+    scales only: rounded down, they could not reach max|x|.)
+
+    A block with an element that is not finite gets the scale NaN, and decodes to NaN as a whole. So divergence shows on
+    every process. In bfloat16 such an element is unchanged.
 
     Args:
-        values: 1-D, float32 or float64.
-        into: of as many elements.
-        scratch: of the same shape and dtype; overwritten.
+        values: vector, 1-D, float32 or float64.
+        into: packet of as many elements.
+        scratch: vector of the same shape and dtype; overwritten.
     """
     if into.scales is None:
         into.codes.copy_(values)
@@ -123,7 +124,7 @@ def _by_block(scales: Tensor, *vectors: Tensor) -> Iterator[list[Tensor]]:
 
 
 class _Residual:
-    """What the elements from `start` on still lack; with `undoable`, also as it was at the last commit."""
+    """Hold the error-feedback residuals of the elements from `start` on; with `undoable`, also the last commit's."""
 
     def __init__(self, start: int, value: Tensor, *, undoable: bool) -> None:
         self.start, self.value = start, value
@@ -131,17 +132,17 @@ class _Residual:
 
 
 class LossyChannel(Channel):
-    """A channel with codes that lose digits: bfloat16, or int8 with error feedback.
+    """Sum a pseudo-gradient in codes that lose digits: bfloat16, or int8 with error feedback.
 
     Besides the residuals it holds one encoded vector to send, one received, and scratch for a piece.
 
     Args:
-        name: "bfloat16" or "int8".
+        name: name of the wire, "bfloat16" or "int8".
         numel: elements of the fragment, >= 1.
-        dtype: float32 or float64, of the tensors that are summed and of the residuals.
-        device: of the tensors.
-        senders: replicas in this process that `quantize` is called for, else 1; each has a residual of its own.
-        transactional: whether `withdraw()` also restores the residuals; it costs a second copy of them.
+        dtype: type of the tensors that are summed and of the residuals, float32 or float64.
+        device: device of the tensors.
+        senders: number of replicas in this process that call `quantize`, else 1; each has its own residual.
+        transactional: True if `withdraw()` also restores the residuals; it costs a second copy of them.
     """
 
     lossy = True
@@ -166,12 +167,12 @@ class LossyChannel(Channel):
         self._scratch: tuple[Tensor, Packet] | None = None
 
     def quantize(self, tensor: Tensor, sender: int) -> None:
-        """Take stage one alone: replace a replica's contribution by what the others would receive of it."""
+        """Take stage one alone: replace a replica's contribution by the values that the others would receive."""
         assert tensor.shape == (self._numel,), f"a vector of {self._numel} elements, not {tuple(tensor.shape)}"
         self._send(tensor, 0, None, self._sent[sender] if self._feedback else None)
 
     def launch(self, communicator: Communicator, tensor: Tensor, *, quantized: bool = False) -> Transfer:
-        """Begin to replace `tensor` by its sum, in two stages; of a `quantized` tensor only the second is left."""
+        """Begin to replace `tensor` by its sum, in two stages; a `quantized` tensor needs only the second."""
         assert self._under_way is None, "wait for the transfer under way, or call withdraw()"
         size, rank = communicator.size, communicator.rank
         if size == 1:
@@ -185,7 +186,7 @@ class LossyChannel(Channel):
             self._send(tensor[start:stop], start, share, self._sent[0] if self._feedback else None)
 
         def second_stage() -> Pending:
-            """As the owner of a part, add up what came, in the order of the ranks, and send the sum to all."""
+            """Add up the contributions to this process's part in the order of the ranks, and send the sum to all."""
             shares = self._shares(received, size)
             start, stop, _ = shares[rank]
             total = tensor[start:stop]
@@ -212,14 +213,14 @@ class LossyChannel(Channel):
         """Encode the part that this process owns, for stage two."""
         owned = self._returned
         if self._feedback and (owned is None or (owned.start, len(owned.value)) != (start, len(total))):
-            # Another part than before: its former owner has what was not sent of it.
+            # Another part than before: its former owner has its residual.
             self._returned = self._residual(start, len(total))
         self._send(total, start, into, self._returned)
 
     def _send(self, tensor: Tensor, start: int, into: Packet | None, residual: _Residual | None) -> None:
-        """Encode the elements from `start` on piece by piece; what their codes lack stays in the residual.
+        """Encode the elements from `start` on piece by piece; the residual takes their rounding errors.
 
-        The tensor becomes what is received of it, or scratch where `into` is given for other processes to read.
+        The tensor becomes its decoded values, or scratch with `into`, the packet for other processes.
         """
         for first, last in self._pieces(tensor.numel()):
             work, codes = self._workspace()
@@ -231,11 +232,11 @@ class LossyChannel(Channel):
                     decode(codes, values)
                 continue
             offset = start - residual.start
-            owed = residual.value[offset + first : offset + last]
-            torch.add(values, owed, out=work)
+            errors = residual.value[offset + first : offset + last]
+            torch.add(values, errors, out=work)
             encode(work, codes, values)
             decode(codes, values)
-            torch.sub(work, values, out=owed)
+            torch.sub(work, values, out=errors)
 
     # ------------------------------------------------------------------------------------------------------ memory
 
@@ -252,7 +253,7 @@ class LossyChannel(Channel):
             yield first, min(first + size, numel)
 
     def _workspace(self) -> tuple[Tensor, Packet]:
-        """Return room for the values and the codes of a piece."""
+        """Return buffers for the values and the codes of a piece."""
         if self._scratch is None:
             longest = -(-max(last - first for first, last in self._pieces(self._numel)) // BLOCK) * BLOCK
             work = torch.empty(longest, dtype=self._dtype, device=self._device)
@@ -261,7 +262,7 @@ class LossyChannel(Channel):
         return self._scratch
 
     def _buffers(self, size: int) -> tuple[Tensor, Tensor]:
-        """Return what is sent and what is received: the packets of all parts, in the order of their owners."""
+        """Return the buffers to send and to receive: the packets of all parts, in the order of their owners."""
         total = size * packet_bytes(self.name, self._part(size))
         if self._payloads is None or self._payloads[0].numel() != total:
             sent = torch.zeros(total, dtype=torch.uint8, device=self._device)  # padding stays zero
@@ -320,26 +321,25 @@ class LossyChannel(Channel):
         return None
 
     def commit(self) -> None:
-        """Keep the residuals as they are now, for `withdraw`."""
+        """Record the present residuals for `withdraw`."""
         for residual in self._residuals():
             if residual.committed is not None:
                 residual.committed.copy_(residual.value)
 
     def withdraw(self) -> None:
-        """Give up a transfer under way; a transactional channel sets its residuals back to the last `commit()`.
+        """Cancel a transfer under way; a transactional channel restores its residuals of the last `commit()`.
 
-        Elsewhere the residuals keep what the codes of this transfer lacked, in the place of what those before it did:
-        a rounding error either way, and the next sum takes all of the rest. A residual of the second stage that began
-        later, because this process came to own another part, is zero then.
+        Other channels hold this transfer's rounding errors in the place of earlier ones; the next sum takes all of the
+        rest. A residual of the second stage that began later, because this process now owns another part, is zero then.
         """
         for residual in self._residuals():
             if residual.committed is not None:
                 residual.value.copy_(residual.committed)
         if self._under_way is not None:
-            self._under_way = self._payloads = None  # what has failed may still write into them
+            self._under_way = self._payloads = None  # a failed collective may still write into them
 
     def clear(self) -> None:
-        """Forget all residuals, and give up a transfer under way: as after construction."""
+        """Set all residuals to zero, and cancel a transfer under way: the state after construction."""
         for residual in self._sent:
             residual.value.zero_()
         self._returned = None

@@ -34,7 +34,7 @@ class Native(DiLoCo):
     After its `with` block the model holds the agreed weights; inner steps since the last round are discarded.
 
     Attributes:
-        outers: the outer optimizers, one a fragment; `twophase.record(rounds.outers[0], folder)` records its rounds.
+        outers: outer optimizers, one a fragment; `twophase.record(rounds.outers[0], folder)` records its rounds.
     """
 
     def __init__(

@@ -255,11 +255,11 @@ class _Client:
         self._unique = 0
         self._unsettled_until = -math.inf
         self.others_heal = False
-        """Whether others are behind in the last quorum, and this process is not."""
+        """True if others are behind in the last quorum, and this process is not."""
         self.furthest = 0
         """The largest progress number in the last quorum."""
         self.was_away: Callable[[], bool] = lambda: False
-        """Whether the lighthouse's address was unreachable while this process waited for a quorum."""
+        """True if the lighthouse's address was unreachable while this process waited for a quorum."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
@@ -327,7 +327,7 @@ class Watch(threading.Thread):
         self.away_for = 0.0
         """Seconds of the outage, once it has called `give_up`."""
         self.missed = False
-        """Whether the address was unreachable at least once."""
+        """True if the address was unreachable at least once."""
 
     def run(self) -> None:
         """Connect again and again until `over` is set."""
