@@ -282,11 +282,11 @@ def _load(run: Trainer, saved: checkpoint.Checkpoint, processes: int) -> None:
     state = saved.part(checkpoint.ENGINE)
     with saved.content(checkpoint.ENGINE):
         run.engine.load_state_dict(state)  # at a round's end it also sets the models
-    owed = checkpoint.wire_file(run.files.rank)
+    wire_file = checkpoint.wire_file(run.files.rank)
     # With other processes, the residuals belong to no process.
-    if processes == run.files.size and saved.holds(owed):
-        residuals = saved.part(owed)
-        with saved.content(owed):
+    if processes == run.files.size and saved.holds(wire_file):
+        residuals = saved.part(wire_file)
+        with saved.content(wire_file):
             run.engine.load_wire_state_dict(residuals)
     for replica in run.replicas:
         name = checkpoint.replica_file(replica.number)
@@ -304,11 +304,11 @@ def _save(run: Trainer, folder: RunFolder, writer: checkpoint.Writer) -> None:
         if run.engine.at_anchor and state["model"].keys() <= run.engine.anchor.keys():
             del state["model"]  # it is the anchor, as it mostly is at the end of a round
         parts[checkpoint.replica_file(replica.number)] = state
-    engine, owed = run.engine.state_dict(), run.engine.wire_state_dict()
+    engine, residuals = run.engine.state_dict(), run.engine.wire_state_dict()
     if run.lead:
         parts[checkpoint.ENGINE] = engine
-    if owed:
-        parts[checkpoint.wire_file(run.files.rank)] = owed
+    if residuals:
+        parts[checkpoint.wire_file(run.files.rank)] = residuals
     progress = dataclasses.asdict(run.done) | {
         "logs": folder.position() if run.lead else {},
         "text": run.text,
