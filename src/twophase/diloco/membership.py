@@ -23,7 +23,7 @@ from twophase.diloco.setting import Schedule, Setting
 
 @dataclass(slots=True)
 class Position:
-    """The engine's place in a run: what a step or a sync changes.
+    """Locate an engine in its run, by the numbers that a step or a sync changes.
 
     Args:
         syncing: numbers of the fragments of the newest sync. A late joiner receives them with the state, and goes
@@ -45,14 +45,14 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """The replicas that take part in a sync.
+    """Count the replicas that take part in a sync.
 
     Args:
         weight: replicas of this process that count in the mean.
         replicas: replicas of all processes that count in it.
         newcomers: late joiners, with weight 0.
         attempts: number of attempts at the sync, this one included.
-        seconds: time spent on listing them, by phase.
+        seconds: time of the roll call, by phase.
         present: numbers of all replicas, where processes come and go.
         returned: number of them that took part in the last successful sync.
         needed: number of these that a sync needs: most of them, or 0 where all members allow so few replicas.
@@ -74,7 +74,7 @@ class Members:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """The outcome of an attempt to join.
+    """Report an attempt to join.
 
     Args:
         members: members of the sync that this process joined in a run under way; else None.
@@ -88,7 +88,7 @@ class Arrival:
 
 
 class Membership:
-    """The processes of a run. Where they are always the same, all begin with the anchor of process 0.
+    """Track the processes of a run. Where they are always the same, all begin with the anchor of process 0.
 
     Args:
         setting: values that all syncs share.
@@ -125,7 +125,7 @@ class Membership:
         self.may_compare = self._members is None or self.replica_count > 1
 
     def checked(self, schedule: Schedule) -> Schedule:
-        """Return a schedule of other inner steps; refuse overlapping syncs of fragments that have no room for them."""
+        """Check and return a schedule of other inner steps: syncs of fragments that share a buffer must not overlap."""
         gap = schedule.gap(len(self._setting.fragments))
         if gap <= schedule.delay < self._setting.gap:  # else two reductions would write into the same buffer
             raise ValueError(
@@ -140,11 +140,11 @@ class Membership:
             raise ValueError("DiLoCo: call join() once before the first step(); it waits for the other processes")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of the membership."""
+        """Return the membership's part of the engine's state."""
         return {"borrowed": sorted(self.unweighted), "run": self.run, "present": list(self.present)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict()`, which earlier versions did not write."""
+        """Continue from `state_dict()`, which states of earlier versions lack."""
         self.unweighted = set(state.get("borrowed", ()))
         self.run, self.present = state.get("run", 0), list(state.get("present", ()))
 
@@ -217,7 +217,7 @@ class Membership:
         return self._communicator.enough(members.returned, members.needed)
 
     def _begin(self) -> None:
-        """Begin a sync; adopt a state healed from a peer, and drop local error-feedback residuals then."""
+        """Begin a sync; after a heal, give all fragments weight 0 and drop local error-feedback residuals."""
         if self._communicator.begin():
             self.unweighted = {fragment.number for fragment in self._setting.fragments}
             for fragment in self._setting.fragments:

@@ -161,7 +161,7 @@ class EngineState:
         for fragment, saved in zip(self.fragments, state["fragments"], strict=True):
             fragment.round, fragment.steps, fragment.torn = saved["round"], saved["steps"], False
         position.round, position.inner_step, position.syncs = state["round"], state["inner_step"], state["syncs"]
-        # Earlier versions did not save the last two; their whole rounds were equally long.
+        # Earlier versions did not save `taken`; their whole rounds were equally long.
         position.taken = state.get("taken", state["round"] * state["schedule"]["inner_steps"] + state["inner_step"])
         position.syncing = list(state["launching"])
         position.blocking = state.get("at_once", self.schedule.delay == 0)
@@ -249,8 +249,8 @@ def _check(state: Mapping[str, Any], setting: Setting, schedule: Schedule) -> No
     }
     if state["under_way"] and setting.communicator.elastic:  # nor could a late joiner receive it
         raise ValueError(
-            "DiLoCo.load_state_dict: the state has a reduction under way, whose result may never be where processes "
-            "come and go; save it in the run that it is of, after steps until engine.under_way is False"
+            "DiLoCo.load_state_dict: the state has a reduction under way, whose result may never arrive where "
+            "processes come and go; save it in its own run, after steps until engine.under_way is False"
         )
     if state["under_way"]:  # a reduction ends by the schedule that it began in
         here["schedules of the reduction under way"] = _saved_schedule(schedule)
