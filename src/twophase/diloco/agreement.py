@@ -64,9 +64,9 @@ def same_start(communicator: Communicator, description: Mapping[str, Any], repli
     if any(row[1:] != rows[0][1:] for row in rows):  # only then sent: many parameters make it very long
         here = json.loads(json.dumps(description))
         for other, there in enumerate(communicator.gather(here, dict)):
-            what = first_unlike(here, there, (f"process {communicator.rank}", f"process {other}"))
-            if what is not None:
-                raise ValueError(f"DiLoCo: {what}; start all processes with the same program and options")
+            difference = first_unlike(here, there, (f"process {communicator.rank}", f"process {other}"))
+            if difference is not None:
+                raise ValueError(f"DiLoCo: {difference}; start all processes with the same program and options")
     return [int(row[0]) for row in rows]
 
 
@@ -78,23 +78,23 @@ def first_unlike(here: Mapping[str, Any], there: Mapping[str, Any], names: tuple
         there: JSON values of the other description.
         names: names of the two descriptions, for the sentence.
     """
-    for what, a, b in _unlike_entries(here, there):
-        return f"{what} differ between {names[0]} ({a}) and {names[1]} ({b})"
+    for fact, a, b in _unlike_entries(here, there):
+        return f"{fact} differ between {names[0]} ({a}) and {names[1]} ({b})"
     return None
 
 
 def _unlike_entries(here: Mapping[str, Any], there: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    for what in {**here, **there}:
-        a, b = here.get(what, "nothing"), there.get(what, "nothing")
+    for fact in {**here, **there}:
+        a, b = here.get(fact, "nothing"), there.get(fact, "nothing")
         if a != b:
-            yield what, *_difference(a, b)
+            yield fact, *_difference(a, b)
 
 
 def _difference(here: Any, there: Any) -> tuple[str, str]:
     """Return the first entries that differ, as text: a whole list of parameters would hide them."""
     if isinstance(here, Mapping) and isinstance(there, Mapping):
-        what, a, b = next(_unlike_entries(here, there))
-        return f"{what}: {a}", f"{what}: {b}"
+        fact, a, b = next(_unlike_entries(here, there))
+        return f"{fact}: {a}", f"{fact}: {b}"
     if isinstance(here, list) and isinstance(there, list):
         if len(here) != len(there):
             return f"{len(here)} of them", f"{len(there)}"
@@ -273,9 +273,9 @@ def first_difference(
     for other, row in enumerate(everyone):
         for place, pair in enumerate(zip(row, everyone[0], strict=True)):
             if pair[0] != pair[1]:
-                number, what = divmod(place // 2, len(digests[0]))
+                number, digest = divmod(place // 2, len(digests[0]))
                 return (
-                    f"fragment {fragments[number].name!r} differs in its {list(digests[0])[what]} between process 0 "
+                    f"fragment {fragments[number].name!r} differs in its {list(digests[0])[digest]} between process 0 "
                     f"and process {other}"
                 )
     return None

@@ -183,7 +183,7 @@ def _of_parameters(engine: EngineState) -> Iterator[str]:
         )
     if frozen := [slot.name for slot in slots if not slot.parameter.requires_grad]:
         yield (
-            f"{_some(frozen)} were frozen after the engine was built, and outer momentum goes on to move them; build "
+            f"{_some(frozen)} were frozen after the engine was built, and outer momentum still moves them; build "
             "the engine again"
         )
 

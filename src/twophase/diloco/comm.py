@@ -35,7 +35,7 @@ def _explained() -> Iterator[None]:
                 "before the model is made, with the LOCAL_RANK that torchrun sets"
             ) from error
         raise RunError(
-            f"the connection to the other processes is lost ({first_line(error)}); see what they have said: one may "
+            f"the connection to the other processes is lost ({first_line(error)}); see their logs: one may "
             "have ended or been cut off. Checkpoints are intact: repeat the command to resume"
         ) from error
 

@@ -74,7 +74,7 @@ class DiLoCo(EngineState):
 
     Raises:
         ValueError: no trainable parameters, replicas that differ (in this process or between processes), parameters
-            spread over devices, an argument outside its range, or a restart policy that needs what is not supplied.
+            spread over devices, an argument outside its range, or a restart policy that needs other values.
     """
 
     def __init__(

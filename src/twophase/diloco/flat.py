@@ -171,7 +171,7 @@ def _sums(halves: Tensor, weights: Tensor, *, rows: int) -> list[int]:
     return torch.cat(sums).tolist() if sums else []
 
 
-_PIECE = 1 << 15  # words, a part of what the digits mean
+_PIECE = 1 << 15  # words; the digits depend on it
 PIECE_ELEMENTS = 2 * _PIECE
 """Elements of a piece of the weighted sums."""
 _ROWS = 512  # pieces at a time on an accelerator: enough to fill it, and a scratch of 128 MiB

@@ -237,8 +237,9 @@ class Membership:
             same_start(communicator, description, self._replicas)
         place = [(position.syncing or [0])[0], len(position.syncing), position.inner_step]
         digests = [fragment.digest() for fragment in fragments]
-        mine = [communicator.replica, communicator.allowance, self.run or int(1000 * time.time())]
-        everyone = communicator.exchange([running, self._replicas, weight, ready, *mine, *place, *all_halves(digests)])
+        run = self.run or int(1000 * time.time())
+        facts = [running, self._replicas, weight, ready, communicator.replica, communicator.allowance, run]
+        everyone = communicator.exchange([*facts, *place, *all_halves(digests)])
         fault = first_difference([row[10:] for row in everyone], fragments, digests)
         under_way = any(row[0] for row in everyone)
         if under_way and fault is None:

@@ -282,8 +282,8 @@ def _check_values(state: Mapping[str, Any], setting: Setting) -> None:
         numbers += sync["fragments"]
         counts |= {f"a sync's {name}": sync[name] for name in ("age", "replicas", "bytes_sent")}
         counts |= {f"a sync's steps of {number}": steps for number, steps in enumerate(sync["steps"])}
-    for what, value in counts.items():
-        check_count("DiLoCo.load_state_dict", what, value, 0)
+    for name, value in counts.items():
+        check_count("DiLoCo.load_state_dict", name, value, 0)
     there = range(len(setting.fragments))
     if any(check_count("DiLoCo.load_state_dict", "a fragment's number", number, 0) not in there for number in numbers):
         raise ValueError(f"DiLoCo.load_state_dict: the state has fragments {numbers}, this engine {len(there)}")

@@ -33,7 +33,7 @@ BLOCK = 128
 _LEVELS = 127
 _SMALLEST = 2.0**-149  # the least positive float32
 _LARGEST_SCALE = float.fromhex("0x1.020406p+121")  # `_LEVELS` times the next float32 above overflows
-_PIECE_ELEMENTS = 1 << 19  # on a CPU: what an encoding goes over several times stays in the cache
+_PIECE_ELEMENTS = 1 << 19  # on a CPU: the passes of an encoding stay in the cache
 _PIECE_ELEMENTS_ELSEWHERE = 1 << 22  # on an accelerator: fewer kernels to start
 
 
@@ -228,7 +228,7 @@ class LossyChannel(Channel):
             codes = codes.piece(0, last - first) if into is None else into.piece(first, last)
             if residual is None:
                 encode(values, codes, work)
-                if into is None:  # else it comes back with the sum
+                if into is None:  # else the sum replaces it
                     decode(codes, values)
                 continue
             offset = start - residual.start

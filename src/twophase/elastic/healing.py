@@ -52,7 +52,7 @@ def bytes_of(value: Any, path: str = "state") -> int:
 
 
 class Healing(socketserver.ThreadingTCPServer):
-    """Send this replica's state to others and receive theirs; what torchft calls a checkpoint transport.
+    """Send this replica's state to others and receive theirs; a checkpoint transport in torchft's words.
 
     Args:
         address: IPv4 address to listen on, and on which others reach it.

@@ -107,9 +107,9 @@ def check(manager: Manager, model: nn.Module, fragments: Sequence[nn.Module], st
     names = [id(p) for fragment in fragments for p in fragment.parameters()]
     lost = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in names]
     if lost or len(names) != len(set(names)):
-        what = f"leave out {', '.join(lost[:3])}{' …' * (len(lost) > 3)}" if lost else "overlap"
+        fault = f"leave out {', '.join(lost[:3])}{' …' * (len(lost) > 3)}" if lost else "overlap"
         raise ValueError(
-            f"diloco: the fragments {what}, so replicas would differ; give modules that together hold every trainable "
+            f"diloco: the fragments {fault}, so replicas would differ; give modules that together hold every trainable "
             "parameter of the model once"
         )
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from twophase.diloco.engine import DiLoCo
 
 _log = logging.getLogger("twophase")
-_HEAL_RATE = 0.1e9  # bytes a second, a third of what was measured on loopback
+_HEAL_RATE = 0.1e9  # bytes a second, a third of the rate measured on loopback
 _HEAL_MARGIN = 5.0
 _POLL = 0.2
 _NOTICE = 5.0  # seconds of waiting for the first sync before a log line
@@ -136,7 +136,7 @@ class TorchFT(Collectives):
         self._closed = False
         self._hush: parts.Hush | None = None
 
-    # ------------------------------------------------------------------------------------------------ what is healed
+    # -------------------------------------------------------------------------------------------- the state of a heal
 
     def attach(
         self, engine: DiLoCo, save: Callable[[], Mapping[str, Any]], load: Callable[[Mapping[str, Any]], None]
@@ -159,7 +159,7 @@ class TorchFT(Collectives):
         if saved < least:
             raise ValueError(
                 f"TorchFT.attach: save() returned {saved} bytes of tensors, but the replicas alone have {least}; a "
-                "replica that comes back would go on with weights of its own: let it return the state_dict() of the "
+                "replica that comes back would continue with its own weights: let it return the state_dict() of the "
                 "models and of the inner optimizers, and the data position"
             )
 
@@ -225,7 +225,7 @@ class TorchFT(Collectives):
             error = manager.errored().original_exception
             self._fail(error)
             if isinstance(error, TooSlow):  # the next attempt would be as slow, and all would wait again
-                raise RunError(f"TorchFT: {error}; the others go on, and checkpoints are intact")
+                raise RunError(f"TorchFT: {error}; the others continue, and checkpoints are intact")
         else:
             self._look_around()
         return self._healed
@@ -284,7 +284,7 @@ class TorchFT(Collectives):
             if needed:
                 raise RunError(
                     f"TorchFT: {count} of the last sync's replicas are here after {self.start_timeout:g} s, but "
-                    f"{needed} must be, or two parts of a run could go on apart; start the others again and repeat "
+                    f"{needed} must be, or two parts of a run could continue apart; start the others again and repeat "
                     "this command, take the result of one that has finished, or, if the others are gone for good, "
                     f"repeat it with min_replicas={len(self._members)} (twophase train: --min-replicas "
                     f"{len(self._members)})"
