@@ -153,7 +153,7 @@ class Communicator(Protocol):
         """Exchange between the processes that share one replica's shards; without shards, return this process's."""
         return _unpacked(self.exchange_bytes(_packed(numbers), in_replica=True))
 
-    # ------------------------------------------------------------------------- of processes that come and go
+    # ------------------------------------------------------------------------------------------ elastic runs
 
     replica: int = 0
     """This replica's number, whichever others are there."""

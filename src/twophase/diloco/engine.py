@@ -292,13 +292,13 @@ class DiLoCo(EngineState):
         """True if the next `step()` ends a round, and so reads the signals."""
         return bool(self._ending())
 
-    # ----------------------------------------------------------------------------------- processes that come and go
+    # -------------------------------------------------------------------------------------------------- elastic runs
 
     @torch.no_grad()
     def join(
         self, signals: Mapping[str, float] | None = None, *, restore: Callable[[], None] = lambda: None
     ) -> RoundReport | None:
-        """Join the others, where processes come and go; once, before the first `step()`.
+        """Join the others in an elastic run, where processes come and go; once, before the first `step()`.
 
         A late joiner receives a donor's state when the donor has ended its inner steps. It takes part in that sync with
         weight 0, because its progress is the donor's. At a run's beginning it waits until enough replicas are present.

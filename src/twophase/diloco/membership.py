@@ -1,4 +1,4 @@
-"""Membership: the replicas that take part in a sync, always the same or, where processes come and go, listed anew.
+"""Membership: the replicas that take part in a sync, always the same or, in an elastic run, listed anew.
 
 It returns values, and changes its own state alone. A late joiner's engine receives a peer's state inside
 `Communicator.begin`.
@@ -53,7 +53,7 @@ class Members:
         newcomers: late joiners, with weight 0.
         attempts: number of attempts at the sync, this one included.
         seconds: time of the roll call, by phase.
-        present: numbers of all replicas, where processes come and go.
+        present: numbers of all replicas, in an elastic run.
         returned: number of them that took part in the last successful sync.
         needed: number of these that a sync needs: most of them, or 0 where all members allow so few replicas.
         minority: True if fewer than most of them returned.
@@ -88,23 +88,23 @@ class Arrival:
 
 
 class Membership:
-    """Track the processes of a run. Where they are always the same, all begin with the anchor of process 0.
+    """Track the processes of a run. Unless it is elastic, all begin with the anchor of process 0.
 
     Args:
         setting: values that all syncs share.
         delay: inner steps of a reduction.
 
     Attributes:
-        replica_count: replicas of the whole run; of this process where processes come and go.
+        replica_count: replicas of the whole run; of this process in an elastic one.
         may_compare: True if a sync may have two or more replicas.
-        joined: True if this process takes part in syncs: where processes come and go, from `DiLoCo.join` on.
-        run: identity of a run whose processes come and go: the milliseconds since 1970 at which it first began.
-        present: numbers of the replicas of the last successful sync, where processes come and go.
+        joined: True if this process takes part in syncs: in an elastic run from `DiLoCo.join` on.
+        run: identity of an elastic run: the milliseconds since 1970 at which it first began.
+        present: numbers of the replicas of the last successful sync, in an elastic run.
         unweighted: numbers of the fragments that hold a donor's progress here; weight 0 until their next successful
             sync.
 
     Raises:
-        ValueError: processes come and go, and syncs overlap; or they are always the same, and were not started alike.
+        ValueError: overlapping syncs in an elastic run; in another run, processes that were not started alike.
     """
 
     def __init__(self, setting: Setting, delay: int) -> None:
@@ -135,7 +135,7 @@ class Membership:
         return schedule
 
     def check_joined(self) -> None:
-        """Refuse a step before `DiLoCo.join`, where processes come and go."""
+        """Refuse a step of an elastic run before `DiLoCo.join`."""
         if not self.joined:
             raise ValueError("DiLoCo: call join() once before the first step(); it waits for the other processes")
 

@@ -58,7 +58,7 @@ class RoundReport:
         signals: means over the replicas of the values passed to `step(signals=...)`.
         bytes_sent: bytes that this process sent to others for the reduction; 0 in a single process.
         seconds: wall time of the phases `pseudo_gradient`, `reduce`, `outer`, `restore`, `checksum`, `probe` where a
-            restart policy weighs candidates, and `quorum` where processes come and go. `outer` contains all that its
+            restart policy weighs candidates, and `quorum` in an elastic run. `outer` contains all that its
             sweep does; `restore` and `checksum` only copies and digests outside a sweep. On an accelerator a phase may
             only launch work. The phase that reads a number waits for it: `outer`, or `reduce` for sums.
         checksum: digits that depend on every bit of the new anchor (of the fragments that were synchronised).

@@ -60,7 +60,7 @@ class EngineState:
 
     @property
     def run(self) -> int:
-        """Identity of a run whose processes come and go, in milliseconds since 1970; 0 before `join`, or elsewhere."""
+        """Identity of an elastic run, in milliseconds since 1970; 0 before `join`, and in other runs."""
         return self._membership.run
 
     @property
@@ -99,14 +99,14 @@ class EngineState:
     def state_dict(self) -> dict[str, Any]:
         """Return anchor, outer optimizers and position, the same on every process.
 
-        Where processes come and go, it also names the fragments that hold a donor's progress here, and so have no
-        weight. Models, inner optimizers and error-feedback residuals (`wire_state_dict`) complete the run.
+        In an elastic run it also names the fragments that hold a donor's progress here, and so have weight 0. Models,
+        inner optimizers and error-feedback residuals (`wire_state_dict`) complete the run.
 
         It holds tensors, numbers and text only, so no reader needs a pickle that runs code. The tensors are live: save
         them before the next step, or clone them. It waits for a reduction under way; then call it on all processes.
 
         Raises:
-            ValueError: a reduction is `under_way` where processes come and go: its result may never arrive.
+            ValueError: a reduction is `under_way` in an elastic run: its result may never arrive.
         """
         self._setting.check_whole()
         if self._under_way and self.communicator.elastic:
