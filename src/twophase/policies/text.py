@@ -24,8 +24,10 @@ _MODULES = tuple(f"twophase.policies.{name}" for name in ("scheduled", "adaptive
 POLICIES_VARIABLE = "TWOPHASE_POLICIES"
 """Environment variable: modules that register further policies, separated by commas; loaded on an unknown name.
 The command line and a sweep's workers, processes of their own, learn of such policies in this way."""
-STUDIED = "twophase.studies.policies"
-"""A module of policies that studies compare, for a message's remedy; nothing here imports it."""
+_REMOVED = dict.fromkeys(
+    ("bound", "cap", "lookahead", "opposed", "reseed", "slowmo", "speed", "tracked"), "a period such as 3"
+) | {"cosine": "gradient (docs/policies.md)", "debiased": "a period, with schedule transient"}
+"""Policies of earlier versions, which old configs and checkpoints still name, and their replacements."""
 P = TypeVar("P", bound=type[RestartPolicy])
 
 
@@ -113,6 +115,11 @@ def parse(text: str | int | RestartPolicy) -> RestartPolicy:
 def _parse_text(text: str) -> RestartPolicy:
     name, *words = ["periodic", text] if re.fullmatch(r"-?[0-9]+", text) else text.split(":")
     cls = _class_of(name)
+    if cls is None and name in _REMOVED:
+        raise ValueError(
+            f"restart {shortened(text)!r} was removed, because it did no better than a fixed period; start a new run "
+            f"with {_REMOVED[name]}"
+        )
     if cls is None:
         forms = (
             "write never, a period such as 3, cycle:5,6,10, at:4,9, soft:3:0.2:0.1, or "
@@ -120,8 +127,7 @@ def _parse_text(text: str) -> RestartPolicy:
         )
         raise ValueError(
             f"restart {shortened(text)!r} is not known; {did_you_mean(name, _REGISTRY, forms)} ({POLICIES_VARIABLE}, "
-            "an environment variable, names modules with policies of your own, or those of the studies: "
-            f"{POLICIES_VARIABLE}={STUDIED})"
+            "an environment variable, names modules with further policies; docs/policies.md has those of the studies)"
         )
     kinds = {field.name: str(field.type) for field in fields(cls)}  # type: ignore[arg-type]
     usage = ":".join([name, *(field.upper() + ",..." * ("tuple" in kind) for field, kind in kinds.items())])
