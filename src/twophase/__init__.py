@@ -9,17 +9,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from twophase.diloco.comm import ProcessGroup
-    from twophase.diloco.communicator import Communicator
     from twophase.diloco.engine import DiLoCo
     from twophase.diloco.report import RoundReport
-    from twophase.elastic.torchft import TorchFT
     from twophase.experiments import sweep, train, tune
     from twophase.optim.methods import from_torch
     from twophase.optim.optimizer import OuterOptimizer
     from twophase.optim.outer import OuterSGD
     from twophase.policies.adaptive import Auto
-    from twophase.policies.base import Never, Restart, RestartPolicy, RoundSignal, Step
+    from twophase.policies.base import Never
     from twophase.policies.scheduled import AtRounds, Cycle, Periodic, Soft
     from twophase.report.results import load
     from twophase.rule import OuterRule
@@ -31,7 +28,6 @@ __version__ = "0.1.0"
 _HOMES = {
     "AtRounds": "twophase.policies.scheduled",
     "Auto": "twophase.policies.adaptive",
-    "Communicator": "twophase.diloco.communicator",
     "Cycle": "twophase.policies.scheduled",
     "DiLoCo": "twophase.diloco.engine",
     "Never": "twophase.policies.base",
@@ -39,14 +35,8 @@ _HOMES = {
     "OuterRule": "twophase.rule",
     "OuterSGD": "twophase.optim.outer",
     "Periodic": "twophase.policies.scheduled",
-    "ProcessGroup": "twophase.diloco.comm",
-    "Restart": "twophase.policies.base",
-    "RestartPolicy": "twophase.policies.base",
     "RoundReport": "twophase.diloco.report",
-    "RoundSignal": "twophase.policies.base",
     "Soft": "twophase.policies.scheduled",
-    "Step": "twophase.policies.base",
-    "TorchFT": "twophase.elastic.torchft",
     "from_torch": "twophase.optim.methods",
     "load": "twophase.report.results",
     "outer": "twophase.shelf.outer",
@@ -59,7 +49,6 @@ _HOMES = {
 __all__ = [
     "AtRounds",
     "Auto",
-    "Communicator",
     "Cycle",
     "DiLoCo",
     "Never",
@@ -67,14 +56,8 @@ __all__ = [
     "OuterRule",
     "OuterSGD",
     "Periodic",
-    "ProcessGroup",
-    "Restart",
-    "RestartPolicy",
     "RoundReport",
-    "RoundSignal",
     "Soft",
-    "Step",
-    "TorchFT",
     "from_torch",
     "load",
     "outer",

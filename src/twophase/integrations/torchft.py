@@ -42,7 +42,7 @@ def diloco(
     A replica that comes back is given the model, the inner optimizer, the anchors, and the outer optimizers with their
     counters. Its place in the data is yours: give `manager` functions for it. Overlap (`fragment_sync_delay`), buckets
     and quantization are not offered: with torchft 0.2.0 a failed reduction may pass as a success under the first, and
-    the others leave out tensors or do nothing. `twophase.TorchFT` has its own.
+    the others leave out tensors or do nothing. `twophase.elastic.torchft.TorchFT` has its own.
 
     Args:
         manager: torchft's, best `manager` of this module.
