@@ -13,6 +13,7 @@ from twophase.number import number
 from twophase.text.meta import META, TRAIN, VALIDATION, Meta, read_meta
 from twophase.text.prepare import Request, prepare
 from twophase.text.shards import open_shards
+from twophase.text.sources import C4, KINDS
 from twophase.training.config import MOST_THREADS
 
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
@@ -46,7 +47,7 @@ def _prepare(options: argparse.Namespace) -> None:
     request = Request(
         sources=tuple(options.source),
         out=options.out,
-        kind="json" if options.kind == "c4" else options.kind,
+        kind="json" if options.kind == C4 else options.kind,
         tokenizer=options.tokenizer,
         end_of_text=options.end_of_text,
         tokens=options.tokens,
@@ -84,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--out", type=Path, required=True, metavar="DIR", help="folder of the shards; an unfinished one is resumed")
     add(
         "--kind",
-        choices=("auto", "c4", "json", "text", "parquet"),
+        choices=("auto", C4, *KINDS),
         default="auto",
         help="what the files are (auto: by what their names end in; c4 and json: JSON lines)",
     )
