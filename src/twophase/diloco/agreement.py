@@ -22,7 +22,7 @@ from twophase.diloco.communicator import Communicator, Interrupted
 from twophase.diloco.fragment import Fragment, short_hash
 from twophase.optim.outer import OuterSGD
 from twophase.optim.products import Dots
-from twophase.policies.base import AGREEMENT, MEASURED
+from twophase.policies.base import AGREEMENT, COMPARED, MEASURED
 
 
 class Disagreement(RunError):  # noqa: N818 - a public name
@@ -149,7 +149,7 @@ def agree(
         signals: values of this process.
         squares: mean squared norm of this process's replicas' pseudo-gradients, for each fragment that is measured.
     """
-    measured = communicator.sharded or any(f.needs & (MEASURED | {AGREEMENT}) for f in fragments)
+    measured = communicator.sharded or any(f.needs & (MEASURED | COMPARED) for f in fragments)
     dots = [_dots(fragment) for fragment in fragments] if measured else None
     if communicator.size == 1 and not communicator.sharded:
         return Shared({name: float(signals[name]) for name in sorted(signals)}, dots, squares)

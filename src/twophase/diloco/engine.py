@@ -120,7 +120,7 @@ class DiLoCo(EngineState):
         self.replica_count = self._membership.replica_count
         self._position = Position([fragment.number for fragment in self.fragments], blocking=delay == 0)
         self._under_way = []
-        self._setting.promise(signals, agreement=self._membership.may_compare)
+        self._setting.promise(signals, compared=self._membership.may_compare)
         self._setting.restore()
 
     def __repr__(self) -> str:

@@ -37,7 +37,7 @@ from twophase.optim.filters import Context
 from twophase.optim.groups import as_number
 from twophase.optim.optimizer import OuterOptimizer, filter_of_group, outer_optimizer
 from twophase.optim.outer import OuterSGD
-from twophase.policies.base import AGREEMENT, MEASURED, PROBES, Never, RestartPolicy
+from twophase.policies.base import AGREEMENT, COMPARED, MEASURED, PROBES, Never, RestartPolicy
 from twophase.policies.checks import check_count
 from twophase.policies.text import parse
 from twophase.rule import OuterRule
@@ -150,10 +150,10 @@ class Setting:
         kernels = {f.name: goes_on_device(f) for f in self.fragments if not f.flat.is_cpu}
         return {**self.constants, "outer settings": settings, "kernels of the outer round": kernels}
 
-    def promise(self, signals: Collection[str], *, agreement: bool) -> None:
+    def promise(self, signals: Collection[str], *, compared: bool) -> None:
         """Name the values that restart policies may need from now on, and refuse a policy that needs more."""
-        measured = {PROBES: self.probe is not None, AGREEMENT: agreement}
-        self.supplied = frozenset([*signals, *(name for name in measured if measured[name])])
+        probes = () if self.probe is None else (PROBES,)
+        self.supplied = frozenset([*signals, *probes, *(COMPARED if compared else ())])
         outers = [fragment.outer for fragment in self.fragments if isinstance(fragment.outer, OuterSGD)]
         check_needs([group for outer in outers for group in outer.param_groups], self.supplied)
         for outer in outers:
@@ -409,11 +409,11 @@ def check_needs(groups: Sequence[Mapping[str, Any]], supplied: Collection[str]) 
         ways = []
         if PROBES in missing:
             ways.append("give the engine a function that evaluates the loss on a probe batch, DiLoCo(..., probe=...)")
-        if AGREEMENT in missing:
+        if missing & COMPARED:
             ways.append("train two or more replicas: it compares them, and there is 1")
-        if names := sorted(missing - {PROBES, AGREEMENT}):
+        if names := sorted(missing - {PROBES, *COMPARED}):
             ways.append(f"pass them to step(signals=...), and promise them with DiLoCo(signals={names!r})")
-        lacking = [*names, *sorted(missing & {PROBES, AGREEMENT}, reverse=True)]
+        lacking = [*names, *sorted(missing & {PROBES, *COMPARED}, reverse=True)]
         raise ValueError(f"DiLoCo: restart policy {policy} needs {', '.join(lacking)}; {', and '.join(ways)}")
 
 
@@ -427,7 +427,7 @@ def values_for(fragments: Sequence[Fragment], signals: Signals) -> Mapping[str, 
     """Check and return the signals for the end of these fragments' round, before the round changes anything."""
     values = (signals([fragment.name for fragment in fragments]) if callable(signals) else signals) or {}
     groups = [g for f in fragments if isinstance(f.outer, OuterSGD) for g in f.outer.param_groups]
-    check_needs(groups, {PROBES, AGREEMENT, *values})
+    check_needs(groups, {PROBES, *COMPARED, *values})
     for name, value in values.items():
         as_number(f"DiLoCo: signals[{name!r}]", value)
     return values

@@ -26,7 +26,7 @@ from twophase.diloco.transfer import PartTransfer
 from twophase.optim.functional import PIECE_CPU, Scratch, Update, fused_is_exact, round_
 from twophase.optim.outer import BUFFER, OuterSGD
 from twophase.optim.products import Dots
-from twophase.policies.base import AGREEMENT, MEASURED, PROBES
+from twophase.policies.base import COMPARED, MEASURED, PROBES
 
 _PART_ELEMENTS = 1 << 18
 """Elements of a part: few enough for a cache, enough to pay for the calls."""
@@ -41,7 +41,7 @@ def goes_on_device(fragment: Fragment) -> bool:
         not fragment.flat.is_cpu
         and not fragment.channel.lossy
         and _is_sweepable(fragment)
-        and not fragment.needs & {PROBES, AGREEMENT}
+        and not fragment.needs & {PROBES, *COMPARED}
         and device_sweep.is_usable(fragment)
     )
 
@@ -56,7 +56,7 @@ def goes_in_parts(fragment: Fragment) -> bool:
         and fragment.flat.is_cpu
         and not fragment.channel.lossy
         and _is_sweepable(fragment)
-        and not fragment.needs & (MEASURED | {PROBES, AGREEMENT})
+        and not fragment.needs & (MEASURED | {PROBES, *COMPARED})
         and all(theta.is_contiguous() and theta.is_cpu for params in fragment.params for theta in params)
     )
 

@@ -29,7 +29,7 @@ from twophase.diloco.transfer import PartTransfer, Transfer
 from twophase.diloco.weighing import Weighing, weigh
 from twophase.optim.groups import GroupRound
 from twophase.optim.outer import OuterSGD
-from twophase.policies.base import AGREEMENT
+from twophase.policies.base import AGREEMENT, COMPARED
 
 PHASES = ("pseudo_gradient", "reduce", "outer", "restore", "checksum")
 
@@ -126,7 +126,7 @@ class Sync:
     def _write(self, part: Part) -> Tensor | None:
         """Write a pseudo-gradient; return the sum of its replicas' squared norms for a policy that needs it."""
         fragment, alone = part.fragment, self.setting.alone
-        measure = AGREEMENT in fragment.needs
+        measure = bool(fragment.needs & COMPARED)
         with suppress(Interrupted):  # as in `advance`
             part.weighing = weigh(self.setting.communicator, fragment, counts=self.members.weight > 0)
         if part.weighing is not None:

@@ -28,8 +28,9 @@ MEASURED = frozenset({"pseudo_gradient_norm", "buffer_norm", "cosine"})
 PROBES = "probes"
 """What a policy needs that decides by the losses of its candidates."""
 AGREEMENT = "agreement"
-"""`|g|^2` over the mean of the replicas' squared norms: 1 if they agree, 1 / replicas if they share nothing. An engine
-of at least two replicas measures it."""
+"""`|g|^2` over the mean of the replicas' squared norms: 1 if they agree, 1 / replicas if they share nothing."""
+COMPARED = frozenset({AGREEMENT})
+"""What an engine of at least two replicas measures by comparing them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from twophase.number import did_you_mean
-from twophase.policies.base import AGREEMENT, PROBES, Never, RestartPolicy
+from twophase.policies.base import COMPARED, PROBES, Never, RestartPolicy
 from twophase.rule import OuterRule
 from twophase.shelf.base import SLOTS, Filter, Method, Readout, Schedule, Slot, parse, value_text
 
@@ -72,7 +72,7 @@ class Outer:
             first_moment: whether the method has a buffer that a restart acts on.
         """
         method = self.method
-        if AGREEMENT in policy.needs and self.filter.name != "none":
+        if policy.needs & COMPARED and self.filter.name != "none":
             raise ValueError(
                 f"restart policy {policy} compares g with those of the replicas, and filter {self.filter.name} changes "
                 "g before it does; take one of them away (never, or none)"
