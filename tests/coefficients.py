@@ -14,7 +14,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import ClassVar
 
-from twophase.policies import text
+from twophase.policies import base
 from twophase.restart import AtRounds, Cycle, Never, Periodic, Restart, RestartPolicy, RoundSignal, Soft, State
 from twophase.rule import OuterRule
 
@@ -72,13 +72,12 @@ class Measured(RestartPolicy):
 def registered() -> Iterator[None]:
     """The policies above have text forms: `early:2:0.5:1`, `twice:2:0`, `measured:1.5`."""
     for cls in (Early, Twice, Measured):
-        text.register(cls.__name__.lower())(cls)
+        base.register(cls.__name__.lower())(cls)
     try:
         yield
     finally:
         for cls in (Early, Twice, Measured):
-            del text._REGISTRY[cls.__name__.lower()]
-        text._parse_text.cache_clear()  # parsed texts keep instances of the classes
+            del base.REGISTRY[cls.__name__.lower()]
 
 
 def decimal(value: float) -> Fraction:

@@ -17,7 +17,7 @@ import torch
 from hypothesis import settings
 
 import forked
-from twophase.policies import text
+from twophase.policies import base
 from twophase.policies.base import Restart, RestartPolicy, RoundSignal, State
 from twophase.sweeps import crew as launch
 
@@ -99,9 +99,8 @@ def register_policy() -> Iterator[Callable[[str], Any]]:
 
     def register(name: str):
         names.append(name)
-        return text.register(name)
+        return base.register(name)
 
     yield register
     for name in names:
-        text._REGISTRY.pop(name, None)
-    text._parse_text.cache_clear()  # parsed texts keep instances of the classes
+        base.REGISTRY.pop(name, None)

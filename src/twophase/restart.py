@@ -15,10 +15,11 @@ from twophase.policies.base import (
     Step,
     answered,
     ask,
+    register,
 )
 from twophase.policies.gain import convert, mean_outer_gain
 from twophase.policies.scheduled import AtRounds, Cycle, Periodic, Soft
-from twophase.policies.text import POLICIES_VARIABLE, parse, register
+from twophase.policies.text import POLICIES_VARIABLE, parse
 
 __all__ = [
     "AGREEMENT",

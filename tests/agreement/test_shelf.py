@@ -17,9 +17,10 @@ from quadratic import ROUNDS, SIGMA, assert_agree, disturbances, engine_run
 from twophase.restart import Never, RestartPolicy, convert, parse
 from twophase.rule import OuterRule
 from twophase.shelf import base
-from twophase.shelf.base import SLOTS, Filter, Slot, registered
-from twophase.shelf.base import parse as parse_value
+from twophase.shelf.base import SLOTS, Filter, Slot
 from twophase.shelf.outer import Outer, as_outer, outer
+from twophase.shelf.text import parse as parse_value
+from twophase.shelf.text import registered
 from twophase.theory.rollout import Block, rollout, rollout_blocks
 
 VARIANTS: dict[Slot, list[str]] = {
@@ -106,7 +107,7 @@ def test_a_filter_that_scales(policy: str, monkeypatch: pytest.MonkeyPatch):
             assert age == 0
             return 0.5
 
-    monkeypatch.setitem(base._REGISTRY["filter"], "halved", Halved)
+    monkeypatch.setitem(base.REGISTRY["filter"], "halved", Halved)
     assert_same(built("nesterov", filter="halved"), parse(policy), disturbances(3))
 
 

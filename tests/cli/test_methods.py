@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from twophase.cli.main import main
-from twophase.shelf.base import SLOTS, registered
+from twophase.shelf.base import SLOTS
+from twophase.shelf.text import registered
 
 PAGE = Path(__file__).parents[2] / "docs" / "shelf.md"
 

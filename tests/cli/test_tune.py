@@ -22,7 +22,7 @@ from twophase.cli import tuning as room
 from twophase.cli.tuning import TuneResults, Tuning, run_tuning
 from twophase.policies.scheduled import Periodic
 from twophase.report.ui import Library
-from twophase.shelf.base import parse
+from twophase.shelf.text import parse
 from twophase.sweeps.grid import Sweep
 from twophase.sweeps.table import read_rows, write_rows
 from twophase.tasks.named import config_class

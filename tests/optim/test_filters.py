@@ -20,9 +20,10 @@ from twophase.optim.methods import orthogonalized
 from twophase.optim.optimizer import OuterOptimizer
 from twophase.restart import parse as parse_policy
 from twophase.rule import Form, OuterRule
-from twophase.shelf.base import Filter, parse, registered
+from twophase.shelf.base import Filter
 from twophase.shelf.filters import CGAD, Clip, HeLoCo, Orthogonal
 from twophase.shelf.outer import outer
+from twophase.shelf.text import parse, registered
 
 SHAPES = [(7,), (3, 5), (2, 3, 4), (6, 2)]
 AGE = 0.75

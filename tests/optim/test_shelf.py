@@ -22,9 +22,10 @@ from twophase.diloco.engine import DiLoCo
 from twophase.optim.methods import from_torch
 from twophase.optim.optimizer import OuterOptimizer
 from twophase.restart import Restart, RestartPolicy, RoundSignal, State
-from twophase.shelf.base import SLOTS, Method, parse, registered
+from twophase.shelf.base import SLOTS, Method
 from twophase.shelf.methods import DelayedNesterov
 from twophase.shelf.outer import outer
+from twophase.shelf.text import parse, registered
 
 ROUNDS = 24
 PERIOD = 3

@@ -22,10 +22,11 @@ from twophase.optim.optimizer import OuterOptimizer
 from twophase.optim.outer import OuterSGD
 from twophase.restart import parse as parse_policy
 from twophase.rule import OuterRule
-from twophase.shelf.base import parse, register, registered
+from twophase.shelf.base import register
 from twophase.shelf.filters import Clip
 from twophase.shelf.methods import AdamW, Method
 from twophase.shelf.outer import Outer, outer
+from twophase.shelf.text import parse, registered
 
 OTHERS = [f"torch:optimizer={name}:options=lr=0.1" for name in ("Adagrad", "NAdam")]
 METHODS = [*registered("method"), *OTHERS]

@@ -13,8 +13,8 @@ from outers import flat, give, parameters, randoms
 from replicas import same_bits
 from twophase.optim.optimizer import OuterOptimizer
 from twophase.rule import OuterRule
-from twophase.shelf.base import parse, registered
 from twophase.shelf.outer import outer
+from twophase.shelf.text import parse, registered
 from twophase.tasks.lm.config import TrainConfig
 from twophase.training.config import OuterConfig
 

@@ -16,8 +16,9 @@ from twophase.base.reading import read_bytes
 from twophase.cli.commands import plain_parser
 from twophase.number import did_you_mean
 from twophase.policies.text import load_modules
-from twophase.shelf.base import SHELF_VARIABLE, SLOTS, Method, Slot, Value, registered
+from twophase.shelf.base import SLOTS, Method, Slot, Value
 from twophase.shelf.outer import as_outer, outer
+from twophase.shelf.text import SHELF_VARIABLE, registered
 
 _TITLES: dict[Slot, str] = {
     "method": "Methods: how an update is made of a pseudo-gradient g (m: first moment, b: momentum, x: anchor)",

@@ -16,7 +16,8 @@ from twophase.policies.base import RestartPolicy
 from twophase.policies.text import POLICIES_VARIABLE
 from twophase.recipes.arms import needs_no_rule
 from twophase.recipes.bench import NESTEROV
-from twophase.shelf.base import SHELF_VARIABLE, Method
+from twophase.shelf.base import Method
+from twophase.shelf.text import SHELF_VARIABLE
 
 _OWN = re.compile(r"(?P<module>.+\.py|[\w.]+(?=:[A-Z])):(?P<name>[A-Za-z_]\w*)(?P<rest>.*)")
 

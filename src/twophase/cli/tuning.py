@@ -24,7 +24,7 @@ from twophase.judge.decision import Decision, decide_pairs
 from twophase.recipes.arms import ARMS, CONTROL, METHOD, Arm
 from twophase.report.results import DataFrame, Table
 from twophase.runs.folder import check_place, list_some, lock_folder
-from twophase.shelf.base import parse
+from twophase.shelf.text import parse
 from twophase.sweeps.bracket import Point, Search
 from twophase.sweeps.grid import Sweep
 from twophase.sweeps.run import TABLE

@@ -41,8 +41,9 @@ from twophase.policies.base import AGREEMENT, COMPARED, MEASURED, PROBES, Never,
 from twophase.policies.checks import check_count
 from twophase.policies.text import parse
 from twophase.rule import OuterRule
-from twophase.shelf.base import Method, registered
+from twophase.shelf.base import Method
 from twophase.shelf.outer import Outer
+from twophase.shelf.text import registered
 
 OuterFactory = Callable[[list[tuple[str, Tensor]]], Optimizer]
 OuterChoice = OuterRule | Outer | Method | RestartPolicy | str | OuterFactory

@@ -32,9 +32,10 @@ from twophase.optim.products import Angles, Dots
 from twophase.policies.base import Answer, Never, Restart, RestartPolicy
 from twophase.policies.text import parse as parse_policy
 from twophase.rule import OuterRule
-from twophase.shelf.base import SLOTS, Filter, Method, Readout, Schedule, parse
+from twophase.shelf.base import SLOTS, Filter, Method, Readout, Schedule
 from twophase.shelf.methods import AVERAGE, FIRST, SECOND, TorchMethod
 from twophase.shelf.outer import Outer, as_outer
+from twophase.shelf.text import parse
 
 READOUT = "readout"
 """Key of a parameter's readout in the state."""

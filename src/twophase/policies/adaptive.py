@@ -9,9 +9,18 @@ from numbers import Real
 from typing import ClassVar
 
 from twophase.number import number, shortened
-from twophase.policies.base import AVERAGING, PROBES, Decision, Restart, RestartPolicy, RoundSignal, State, Step
+from twophase.policies.base import (
+    AVERAGING,
+    PROBES,
+    Decision,
+    Restart,
+    RestartPolicy,
+    RoundSignal,
+    State,
+    Step,
+    register,
+)
 from twophase.policies.checks import LARGEST, check_number
-from twophase.policies.text import register
 from twophase.rule import OuterRule
 
 

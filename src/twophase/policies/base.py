@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from twophase.rule import OuterRule
 
@@ -182,11 +182,46 @@ class RestartPolicy(ABC):
         return ":".join([self.name, *(",".join(map(str, v)) if isinstance(v, tuple) else str(v) for v in values)])
 
 
+REGISTRY: dict[str, type[RestartPolicy]] = {}
+"""The policies by name."""
+P = TypeVar("P", bound=type[RestartPolicy])
+
+
+def register(name: str) -> Callable[[P], P]:
+    """Make a policy known under `name` to text, configs and the command line; a class decorator.
+
+    A class of the same module and name replaces the earlier definition, as when a notebook's cell runs again;
+    instances of the earlier class must then be made anew.
+
+    Raises:
+        ValueError: the name belongs to another policy.
+    """
+
+    def add(cls: P) -> P:
+        check_name("restart policy", name, REGISTRY.get(name), cls)
+        cls.name = name
+        REGISTRY[name] = cls
+        return cls
+
+    return add
+
+
+def check_name(kind: str, name: str, before: type | None, now: type) -> None:
+    """Refuse the name of another registered class; `now` may be a new definition of `before`."""
+    if before is not None and not is_redefined(before, now):
+        place = f"{before.__module__}.{before.__qualname__}"
+        raise ValueError(f"register: a {kind} named {name!r} exists already ({place}); choose another name")
+
+
+def is_redefined(before: type, now: type) -> bool:
+    """True if both are classes of the same place, as of a notebook's cell that runs again."""
+    return (before.__module__, before.__qualname__) == (now.__module__, now.__qualname__)
+
+
+@register("never")
 @dataclass(frozen=True, slots=True)
 class Never(RestartPolicy):
     """Never restart: ordinary outer momentum. Text form `never`."""
-
-    name: ClassVar[str] = "never"
 
     def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
         """Return None in every round."""

@@ -8,9 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from twophase.policies.base import HARD, Decision, Restart, RestartPolicy, RoundSignal, State
+from twophase.policies.base import HARD, Decision, Restart, RestartPolicy, RoundSignal, State, register
 from twophase.policies.checks import LARGEST, check_count, check_number
-from twophase.policies.text import register
 
 
 @register("periodic")

@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import Any
 
 from twophase.number import did_you_mean, number, shortened
-from twophase.policies.base import Never, RestartPolicy
+from twophase.policies import adaptive, scheduled  # noqa: F401 - their policies register
+from twophase.policies.base import REGISTRY, RestartPolicy, is_redefined
 
-_REGISTRY: dict[str, type[RestartPolicy]] = {Never.name: Never}
-_MODULES = tuple(f"twophase.policies.{name}" for name in ("scheduled", "adaptive"))
-"""Modules of this room that register policies; loaded on the first unknown name."""
 POLICIES_VARIABLE = "TWOPHASE_POLICIES"
 """Environment variable: modules that register further policies, separated by commas; loaded on an unknown name.
 The command line and a sweep's workers, processes of their own, learn of such policies in this way."""
@@ -28,49 +25,12 @@ _REMOVED = dict.fromkeys(
     ("bound", "cap", "lookahead", "opposed", "reseed", "slowmo", "speed", "tracked"), "a period such as 3"
 ) | {"cosine": "gradient (docs/policies.md)", "debiased": "a period, with schedule transient"}
 """Policies of earlier versions, which old configs and checkpoints still name, and their replacements."""
-P = TypeVar("P", bound=type[RestartPolicy])
-
-
-def register(name: str) -> Callable[[P], P]:
-    """Make a policy known under `name` to text, configs and the command line; a class decorator.
-
-    A class of the same module and name replaces the earlier definition, as when a notebook's cell runs again;
-    instances of the earlier class must then be made anew.
-
-    Raises:
-        ValueError: the name belongs to another policy.
-    """
-
-    def add(cls: P) -> P:
-        if cls.__module__ not in _MODULES:
-            list(map(import_module, _MODULES))  # so that a name of this room's is refused here, not when it is loaded
-        check_name("restart policy", name, _REGISTRY.get(name), cls)
-        cls.name = name
-        _REGISTRY[name] = cls
-        _parse_text.cache_clear()  # parsed texts keep instances of an earlier class
-        return cls
-
-    return add
-
-
-def check_name(kind: str, name: str, before: type | None, now: type) -> None:
-    """Refuse the name of another registered class; `now` may be a new definition of `before`."""
-    if before is not None and not is_redefined(before, now):
-        place = f"{before.__module__}.{before.__qualname__}"
-        raise ValueError(f"register: a {kind} named {name!r} exists already ({place}); choose another name")
-
-
-def is_redefined(before: type, now: type) -> bool:
-    """True if both are classes of the same place, as of a notebook's cell that runs again."""
-    return (before.__module__, before.__qualname__) == (now.__module__, now.__qualname__)
 
 
 def _class_of(name: str) -> type[RestartPolicy] | None:
-    if name not in _REGISTRY:
-        list(map(import_module, _MODULES))
-    if name not in _REGISTRY:
+    if name not in REGISTRY:
         load_modules(POLICIES_VARIABLE)
-    cls = _REGISTRY.get(name)
+    cls = REGISTRY.get(name)
     if cls is not None and not (is_dataclass(cls) and issubclass(cls, RestartPolicy)):
         raise ValueError(f"restart {name!r}: derive {cls.__name__} from RestartPolicy, and make it a frozen dataclass")
     return cls
@@ -101,7 +61,12 @@ def parse(text: str | int | RestartPolicy) -> RestartPolicy:
     (Periodic(period=3), 'soft:3:0.2:0.1')
     """
     if isinstance(text, str) or not isinstance(text, RestartPolicy):  # of an abstract class it takes ten times as long
-        return _parse_text(str(text).strip(" \t\r\n"))
+        words = str(text).strip(" \t\r\n")
+        policy = _parse_text(words)
+        if REGISTRY.get(policy.name) is not type(policy):  # its class was defined anew
+            _parse_text.cache_clear()
+            policy = _parse_text(words)
+        return policy
     cls = _class_of(text.name)
     if cls is type(text):
         return text
@@ -123,10 +88,10 @@ def _parse_text(text: str) -> RestartPolicy:
     if cls is None:
         forms = (
             "write never, a period such as 3, cycle:5,6,10, at:4,9, soft:3:0.2:0.1, or "
-            f"one of {', '.join(sorted(_REGISTRY))} with its values"
+            f"one of {', '.join(sorted(REGISTRY))} with its values"
         )
         raise ValueError(
-            f"restart {shortened(text)!r} is not known; {did_you_mean(name, _REGISTRY, forms)} ({POLICIES_VARIABLE}, "
+            f"restart {shortened(text)!r} is not known; {did_you_mean(name, REGISTRY, forms)} ({POLICIES_VARIABLE}, "
             "an environment variable, names modules with further policies; docs/policies.md has those of the studies)"
         )
     kinds = {field.name: str(field.type) for field in fields(cls)}  # type: ignore[arg-type]

@@ -19,8 +19,9 @@ from twophase.base.config import UsageError, with_values
 from twophase.policies.base import RestartPolicy
 from twophase.policies.text import parse as parse_policy
 from twophase.recipes.controls import BLOCKS, RESTART, has_first_moment
-from twophase.shelf.base import Method, Slot, parse, registered
+from twophase.shelf.base import Method, Slot
 from twophase.shelf.outer import USUAL
+from twophase.shelf.text import parse, registered
 from twophase.sweeps.bracket import Scale
 from twophase.sweeps.grid import Cell
 from twophase.sweeps.table import SEED

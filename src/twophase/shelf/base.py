@@ -15,23 +15,18 @@ axes of a sweep, and entries of a state.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import lru_cache
-from importlib import import_module
-from typing import Any, ClassVar, Literal, Self, TypeVar, get_args, get_type_hints
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Literal, Self, TypeVar, get_args
 
-from twophase.number import did_you_mean, number, shortened
+from twophase.policies.base import check_name
 from twophase.policies.checks import check_number
-from twophase.policies.text import check_name, is_redefined, load_modules
 from twophase.rule import OuterRule
 
 Slot = Literal["method", "filter", "schedule", "readout"]
 SLOTS: tuple[Slot, ...] = get_args(Slot)
-SHELF_VARIABLE = "TWOPHASE_SHELF"
-"""Environment variable: modules that register further values, separated by commas; loaded on an unknown name."""
-_HOMES: dict[Slot, str] = {slot: f"twophase.shelf.{slot}s" for slot in SLOTS}
-_REGISTRY: dict[Slot, dict[str, type[Value]]] = {slot: {} for slot in SLOTS}
+REGISTRY: dict[Slot, dict[str, type[Value]]] = {slot: {} for slot in SLOTS}
+"""The values of each slot by name, in the order of their registration."""
 
 
 class Value:
@@ -184,12 +179,10 @@ class Readout(Value):
         raise NotImplementedError
 
 
-# ------------------------------------------------------------------------------------------------ the registry, text
-
 V = TypeVar("V", bound=type[Value])
 
 
-def register(name: str) -> Any:
+def register(name: str) -> Callable[[V], V]:
     """Make a value known under `name` to text, configurations and the command line; a class decorator.
 
     A class of the same module and name replaces the earlier definition, as when a notebook's cell runs again.
@@ -199,84 +192,12 @@ def register(name: str) -> Any:
     """
 
     def add(cls: V) -> V:
-        if cls.__module__ not in _HOMES.values():
-            registered(cls.slot)  # so that a name of this room's is refused here, not when it is loaded
-        check_name(cls.slot, name, _REGISTRY[cls.slot].get(name), cls)
+        check_name(cls.slot, name, REGISTRY[cls.slot].get(name), cls)
         cls.name = name
-        _REGISTRY[cls.slot][name] = cls
-        _parse_text.cache_clear()
+        REGISTRY[cls.slot][name] = cls
         return cls
 
     return add
-
-
-def registered(slot: Slot) -> Mapping[str, type[Value]]:
-    """Return the values of a slot by name, in the order of their registration."""
-    import_module(_HOMES[slot])
-    return _REGISTRY[slot]
-
-
-def parse(slot: Slot, text: str | Value, defaults: Mapping[str, Any] | None = None) -> Any:
-    """Return the value of a text form; a value is returned as it is.
-
-    Args:
-        slot: of the value.
-        text: `name`, or `name:field=value:...`.
-        defaults: values of fields that the text does not name; those that the value lacks are left out.
-
-    Raises:
-        ValueError: an unknown name or field, or a value out of range.
-
-    >>> parse("method", "adamw:lr=0.3").beta2
-    0.99
-    """
-    if isinstance(text, Value):
-        cls = registered(slot).get(getattr(text, "name", "")) if text.slot == slot else None
-        if cls is not type(text):
-            if cls and is_redefined(cls, type(text)):
-                raise ValueError(f"{slot} {text!r} is of an earlier definition of {cls.__name__}; make it anew")
-            raise ValueError(f'{slot} {text!r} is no {slot} of the shelf; decorate its class with @register("name")')
-        return text
-    return _parse_text(slot, str(text).strip(), tuple((defaults or {}).items()))
-
-
-@lru_cache(maxsize=1024)
-def _parse_text(slot: Slot, text: str, defaults: tuple[tuple[str, Any], ...]) -> Value:
-    name, *words = text.split(":")
-    if name not in registered(slot):
-        load_modules(SHELF_VARIABLE)
-    if name not in _REGISTRY[slot]:
-        raise ValueError(
-            f"{slot} {shortened(name)!r} is not known; {did_you_mean(name, _REGISTRY[slot])} (`twophase methods` lists "
-            f"them; {SHELF_VARIABLE}, an environment variable, names modules with values of your own)"
-        )
-    cls = _REGISTRY[slot][name]
-    if not is_dataclass(cls):
-        raise ValueError(f"{slot} {name!r}: make {cls.__name__} a frozen dataclass")
-    names = {field.name for field in fields(cls)}
-    hints = {name: hint for name, hint in get_type_hints(cls).items() if name in names}
-    usage = ":".join([name, *(f"{field}={hint.__name__.upper()}" for field, hint in hints.items())])
-    values: dict[str, Any] = {}
-    for word in words:
-        field, equals, value = word.partition("=")
-        if field in values:
-            raise ValueError(f"{slot} {shortened(text)!r}: {field} stands there twice; give it once")
-        if not equals or field not in hints:
-            remedy = did_you_mean(field, hints, f"write {usage}") if equals else f"write {usage}"
-            raise ValueError(f"{slot} {shortened(text)!r}: {shortened(word)!r} is no field of {name}; {remedy}")
-        try:
-            values[field] = _read(value, hints[field])
-        except ValueError as error:
-            raise ValueError(f"{slot} {shortened(text)!r}: {field}: {error}; write {usage}") from None
-    return cls(**{key: value for key, value in defaults if key in hints} | values)
-
-
-def _read(word: str, hint: type) -> Any:
-    if hint is bool:
-        if word.lower() not in ("true", "false"):
-            raise ValueError(f"{shortened(word)!r} is neither true nor false")
-        return word.lower() == "true"
-    return number(word) if hint in (int, float) else word
 
 
 def value_text(value: Any) -> str:

@@ -9,7 +9,8 @@ from typing import Any
 from twophase.number import did_you_mean
 from twophase.policies.base import COMPARED, PROBES, Never, RestartPolicy
 from twophase.rule import OuterRule
-from twophase.shelf.base import SLOTS, Filter, Method, Readout, Schedule, Slot, parse, value_text
+from twophase.shelf.base import SLOTS, Filter, Method, Readout, Schedule, Slot, value_text
+from twophase.shelf.text import parse
 
 USUAL: dict[Slot, str] = {"method": "sgd", "filter": "none", "schedule": "constant", "readout": "last"}
 """What stands in the slots where a rule says it all; a configuration leaves them out."""

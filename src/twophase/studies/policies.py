@@ -19,9 +19,19 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from twophase.policies.adaptive import Auto
-from twophase.policies.base import AGREEMENT, AVERAGING, Decision, Restart, RestartPolicy, RoundSignal, State, Step
+from twophase.policies.base import (
+    AGREEMENT,
+    AVERAGING,
+    Decision,
+    Restart,
+    RestartPolicy,
+    RoundSignal,
+    State,
+    Step,
+    register,
+)
 from twophase.policies.checks import LARGEST, check_number
-from twophase.policies.text import POLICIES_VARIABLE, register
+from twophase.policies.text import POLICIES_VARIABLE
 from twophase.rule import OuterRule
 
 

@@ -26,8 +26,8 @@ from twophase.base.config import (
 from twophase.number import did_you_mean
 from twophase.policies.text import parse
 from twophase.shelf.base import SLOTS
-from twophase.shelf.base import parse as parse_value
 from twophase.shelf.outer import USUAL
+from twophase.shelf.text import parse as parse_value
 
 MOMENTUM_FREE = "momentum-free"
 """Name of the arm of outer SGD without momentum."""

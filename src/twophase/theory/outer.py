@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 
 from twophase.policies.base import RestartPolicy
 from twophase.rule import OuterRule
-from twophase.shelf.base import SLOTS, Method, registered
+from twophase.shelf.base import SLOTS, Method
 from twophase.shelf.methods import GPA, DelayedNesterov, ScheduleFree
 from twophase.shelf.outer import Outer, as_outer
+from twophase.shelf.text import registered
 from twophase.theory.inputs import Floats
 
 State = dict[str, Floats]

@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike
 from twophase.policies.base import Never, RestartPolicy, RoundSignal, ask
 from twophase.policies.text import parse
 from twophase.shelf.base import Schedule
-from twophase.shelf.base import parse as parse_shelf
+from twophase.shelf.text import parse as parse_shelf
 from twophase.theory.inputs import Floats, Rules, check_count, check_finite, common_shape, refuse, rule_arrays
 from twophase.theory.outer import Round, momentum_sgd
 from twophase.theory.rollout import apply_answer, restarted

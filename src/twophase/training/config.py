@@ -17,8 +17,8 @@ from twophase.policies.base import RestartPolicy
 from twophase.policies.text import parse
 from twophase.rule import Form, OuterRule, check_rule
 from twophase.shelf.base import SLOTS
-from twophase.shelf.base import parse as parse_value
 from twophase.shelf.outer import RULE_OPTIONS, USUAL, Outer, configured, described
+from twophase.shelf.text import parse as parse_value
 
 LARGEST_LR = 1e30
 """What a float32 holds with room to spare; a larger factor fails inside of torch."""

@@ -26,7 +26,7 @@ from twophase.base.files import replacing, sync_folder, write_atomic
 from twophase.base.reading import json_object_or_none
 from twophase.runs.folder import CHECKPOINTS, CONFIG, ENV, SUMMARY, WEIGHTS, read_summary, weights_fault
 from twophase.runs.record import run_config
-from twophase.shelf.base import registered
+from twophase.shelf.text import registered
 from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.export_tokenizer import Ids, tokenizer_source, write_tokenizer
 from twophase.tasks.lm.model import Llama
