@@ -20,7 +20,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from importlib import import_module
 from typing import Any
 
 from twophase.base.config import UsageError, get, with_values
@@ -253,8 +252,11 @@ def has_first_moment(method: Method) -> bool:
     """
     if not isinstance(method, TorchMethod):
         return method.restarts
+
+    from twophase.optim.methods import first_moment_key  # noqa: PLC0415 - the only exception of contract torch
+
     try:
-        return import_module("twophase.optim.methods").first_moment_key(method) is not None
+        return first_moment_key(method) is not None
     except ValueError as error:
         raise UsageError(f"--{METHOD}: {error}") from None
 
