@@ -23,6 +23,8 @@ EMPTY_NAMES = frozenset({"found", "one", "known", "own", "left", "kept", "ours",
 """Names that say nothing about what they hold."""
 EMPTY_WORDS = frozenset({"who", "whoever", "whom", "somebody", "nobody", "everybody", "anybody"})
 """Subjects that hide the noun of the field: rank, replica, checkpoint, job."""
+BY_NAME = frozenset({"cli.main", "studies.study"})
+"""Modules that load another module of their room by the name that a user gives."""
 ENTRIES = {
     "lines_outer_sgd": "optim.outer",
     "lines_engine": "diloco.engine",
@@ -62,7 +64,7 @@ def texts() -> Iterator[tuple[Path, str]]:
 
 
 def imports(trees: Mapping[str, ast.Module]) -> dict[str, set[str]]:
-    """Return the modules that each one imports anywhere, inside functions and under TYPE_CHECKING too."""
+    """Return the modules that each one imports anywhere: in functions, for type checkers, by `import_module`."""
     graph: dict[str, set[str]] = {}
     for module, tree in trees.items():
         targets: set[str] = set()
@@ -71,6 +73,8 @@ def imports(trees: Mapping[str, ast.Module]) -> dict[str, set[str]]:
                 names = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom) and node.module:
                 names = [f"{node.module}.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Call) and module not in BY_NAME:
+                names = [f"{PACKAGE}.{name}" for name in trees if _imports_by_name(node, f"{PACKAGE}.{name}")]
             else:
                 continue
             for name in names:
@@ -79,6 +83,18 @@ def imports(trees: Mapping[str, ast.Module]) -> dict[str, set[str]]:
                     targets.add(rest if rest in trees else rest.rpartition(".")[0])
         graph[module] = targets & set(trees) - {"", module}
     return graph
+
+
+def _imports_by_name(call: ast.Call, module: str) -> bool:
+    """Return whether a call is `import_module` with a module's name, or with an f-string that begins like it."""
+    if not ast.unparse(call.func).endswith("import_module"):
+        return False
+    match call.args:
+        case [ast.Constant(value=str(name))]:
+            return name == module
+        case [ast.JoinedStr(values=[ast.Constant(value=str(start)), *_])]:
+            return module.startswith(start)
+    return False
 
 
 def reachable(graph: Mapping[str, set[str]], start: str) -> set[str]:

@@ -71,6 +71,22 @@ def test_the_law_can_be_broken(tmp_path: Path):
     assert "twophase.policies.base -> torch" in done.stdout
 
 
+def test_no_string_names_a_higher_room():
+    """A string of a room's code that names a room names its own or one below: import-linter sees no strings."""
+    law = configparser.ConfigParser()
+    law.read(LAW, encoding="utf-8")
+    layers = enumerate(law["importlinter:contract:down"]["layers"].split("\n"))
+    heights = {room: -number for number, layer in layers for room in layer.replace("|", " ").split()}
+    higher = []
+    for module, tree in measure_house.modules().items():
+        room = module.partition(".")[0]
+        texts = {node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+        texts -= {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
+        rooms = re.findall(r"\btwophase\.(\w+)", "\n".join(text.value for text in texts)) if room else []
+        higher += [(module, name) for name in rooms if name != room and heights.get(name, -99) >= heights[room]]
+    assert higher == []
+
+
 def test_modules_import_from_modules():
     """Nothing but the version, or a module, is imported from a package root."""
     graph = grimp.build_graph("twophase", cache_dir=None)

@@ -74,8 +74,7 @@ class OuterRule:
     def to(self, form: Form) -> OuterRule:
         """Return the same trajectory written in the other form: `lr_sum = lr_ema (1 - momentum)`.
 
-        Buffers differ by the same factor, `m_ema = (1 - momentum) m_sum`; a soft restart converts with
-        `twophase.restart.convert`.
+        Buffers differ by the same factor, `m_ema = (1 - momentum) m_sum`. A soft restart needs a conversion, too.
         """
         check_rule("OuterRule.to", self.lr, self.momentum, form)
         if form == self.form:

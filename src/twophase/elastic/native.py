@@ -1,6 +1,6 @@
 """torchft's own `DiLoCo` and `Manager`, restricted to the settings with which torchft 0.2.0 keeps replicas equal.
 
-The public interface is `twophase.integrations.torchft`; torchft's private names stay in this room.
+The integration of torchft is the public interface; torchft's private names stay in this room.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _log = logging.getLogger("twophase")
 
 
 class Native(DiLoCo):
-    """torchft's `DiLoCo` with an `OuterSGD` for each fragment; made by `twophase.integrations.torchft.diloco`.
+    """torchft's `DiLoCo` with an `OuterSGD` for each fragment; made by `diloco` of the integration.
 
     After its `with` block the model holds the agreed weights; inner steps since the last round are discarded.
 
@@ -92,7 +92,7 @@ def check(manager: Manager, model: nn.Module, fragments: Sequence[nn.Module], st
     if manager._use_async_quorum:
         raise ValueError(
             "diloco: the manager's use_async_quorum is True, and it must be False, or a replica that heals would train "
-            "on from old weights; pass Manager(use_async_quorum=False), or take twophase.integrations.torchft.manager"
+            "on from old weights; pass Manager(use_async_quorum=False), or take `manager` of the module of diloco"
         )
     if manager._init_sync:
         raise ValueError(

@@ -428,7 +428,7 @@ class _Policy:
 
 
 def _norms(g: Floats, m: Floats) -> list[tuple[float, float, float]]:
-    """Return the norms of g and m and their cosine, as `twophase.optim.products.Angles` takes them."""
+    """Return the norms of g and m and their cosine, as an optimizer measures them."""
     # Squares of a trajectory may over- or underflow long before it does. Powers of two change no other bit.
     exponents = [np.frexp(np.abs(v).max(axis=1))[1] for v in (g, m)]
     g, m = (np.ldexp(v, -exponent[:, None]) for v, exponent in zip((g, m), exponents, strict=True))

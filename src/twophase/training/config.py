@@ -182,7 +182,7 @@ class ComputeConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One DiLoCo run, whatever is trained; a task adds its own options (`twophase.tasks.lm.config.TrainConfig`)."""
+    """Configure one DiLoCo run of any task; a task adds its options in a subclass."""
 
     inner: InnerConfig = field(default_factory=InnerConfig)
     outer: OuterConfig = field(default_factory=OuterConfig)
