@@ -31,7 +31,8 @@ _LINGER_SECONDS = 120.0
 _NAMES = {"cpus": "cpus_per_task", "gpus": "gpus_per_node", "memory": "mem", "parallel": "array_parallelism"}
 """Our words for what submitit calls otherwise."""
 _WHOLE = frozenset({"nodes", "ntasks_per_node", "cpus_per_task", "array_parallelism"})
-"""What submitit computes with; the rest it hands on as it is."""
+_COMPUTED = _WHOLE | {"job_name", "time"}
+"""Options that submitit computes with or has a default for; it passes the rest on unchanged."""
 _NOT_SBATCH = frozenset(
     "setup teardown srun_args use_srun stderr_to_stdout map_count additional_parameters signal_delay_s".split()
 )
@@ -130,13 +131,9 @@ def submit(folder: Path, command: Sequence[str], workers: int, options: Mapping[
     try:
         logs.mkdir(parents=True, exist_ok=True)
         executor = submitit.SlurmExecutor(logs, max_num_timeout=_RESTARTS)
-        names = set(executor._valid_parameters())
-        executor.update_parameters(
-            **{name: value for name, value in parameters.items() if name in names},
-            additional_parameters={
-                name.replace("_", "-"): value for name, value in parameters.items() if name not in names
-            },
-        )
+        computed = {name: parameters[name] for name in _COMPUTED & parameters.keys()}
+        others = {name.replace("_", "-"): value for name, value in parameters.items() if name not in computed}
+        executor.update_parameters(**computed, additional_parameters=others)
         jobs = executor.submit_array([Payload(command)] * workers)
     except (FailedJobError, FailedSubmissionError, subprocess.CalledProcessError) as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
