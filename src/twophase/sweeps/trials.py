@@ -113,8 +113,6 @@ def open_storage(folder: Path) -> BaseStorage:
     optuna, path = _optuna(), folder / TRIALS
     journal = optuna.storages.journal
     try:
-        for half in folder.glob(f"{TRIALS}.lock*.rename"):  # Optuna killed between two steps of giving up its lock
-            half.unlink(missing_ok=True)
         if path.exists() and not read_bytes(path).endswith(b"\n"):
             path.unlink()  # a crash has torn the last line, to which Optuna would append; every trial is written again
         with warnings.catch_warnings(), _damage_named(path):
