@@ -30,7 +30,6 @@ from twophase.base.config import UsageError
 from twophase.diloco.fragment import partition
 from twophase.rule import OuterRule
 from twophase.runs.record import RunRecord
-from twophase.tasks.lm.model import Llama
 from twophase.tasks.restored import Restored
 from twophase.theory.eigenvalues import density, largest_eigenpairs
 from twophase.theory.inputs import Floats
@@ -40,14 +39,6 @@ from twophase.theory.periods import best_period, log_final_loss, rounded_period
 from twophase.training.config import RunConfig, inner_lr
 from twophase.training.curvature import Matrix
 
-BLOCKS = {
-    "embeddings": "^embedding$",
-    "attention": "query_key_value|output",
-    "mlp": "gate_up|down",
-    "norms": "norm",
-    "head": "^head$",
-}
-"""The default blocks of the built-in model: a pattern of parameter names for each."""
 PLACES = ("early", "mid", "late")
 """The middle rounds of a run's thirds."""
 STEPS, PROBES = 32, 2  # Lanczos steps and random vectors of a density
@@ -128,15 +119,15 @@ def setting_of(config: RunConfig) -> Setting:
 def patterns_of(restored: Restored, asked: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the blocks' patterns: those asked for, else the run's fragments if they have names, else the model's own.
 
-    The model's own are `BLOCKS` for the built-in one, else the first parts of the parameters' names that differ.
+    The model's own are its `block_patterns()`, else the first parts of the parameters' names that differ.
     """
     if asked is not None:
         return dict(asked)
     fragments = restored.config.sync.parts()
     if not isinstance(fragments, int):
         return dict(fragments)
-    if isinstance(restored.model, Llama):
-        return {name: pattern for name, pattern in BLOCKS.items() if name != "head" or restored.model.head is not None}
+    if patterns := getattr(restored.model, "block_patterns", None):
+        return patterns()
     paths = [name.split(".") for name in restored.names]
     depth = 1 + next((place for place, parts in enumerate(zip(*paths, strict=False)) if len(set(parts)) > 1), 0)
     heads = {".".join(path[:depth]): len(path) > depth for path in paths}

@@ -24,7 +24,6 @@ from twophase.rule import OuterRule
 from twophase.runs.folder import RunFolder
 from twophase.runs.record import read_record
 from twophase.spectrum import (
-    BLOCKS,
     PLACES,
     Curvature,
     Forecast,
@@ -36,6 +35,7 @@ from twophase.spectrum import (
     setting_of,
 )
 from twophase.tasks.lm.config import TrainConfig
+from twophase.tasks.lm.model import BLOCKS
 from twophase.tasks.lm.task import LanguageTask, corpus_of
 from twophase.tasks.restored import inverse_scale, restore
 from twophase.theory.modes import effective_progress
