@@ -14,15 +14,19 @@ from twophase.training.device import room_for
 
 
 class Task(Protocol):
-    """What is trained: a model, its batches, its loss and its evaluation.
+    """Say what is trained: a model, its batches, its loss and its evaluation.
 
-    A task may also have `step(device, replicas, communicator) -> Step`, its own way to compute in place of `PlainStep`,
-    `inner(model, config) -> Optimizer`, a new inner optimizer in place of the one that an `InnerConfig` names,
-    `logits(model, batch) -> Tensor`, what the loss is the mean cross-entropy of, of the shape (examples, …, classes),
-    `check(device)`, which raises a UsageError about data or a device that cannot be used, `check_data(steps)`, which
-    raises one where the data does not last for a run, `verify_data()`, which reads all of it and raises one where it is
-    damaged (`--verify`), and `data_fault(wait)`, which returns what a check in the background has found wrong with it,
-    or an empty text.
+    Optional methods:
+
+    | method                                 | result                                                              |
+    |----------------------------------------|---------------------------------------------------------------------|
+    | `step(device, replicas, communicator)` | a `Step`, which computes in place of `PlainStep`                    |
+    | `inner(model, config)`                 | an inner optimizer in place of the one that an `InnerConfig` names  |
+    | `logits(model, batch)`                 | logits whose mean cross-entropy is the loss, (examples, …, classes) |
+    | `check(device)`                        | None; a UsageError if data or device cannot be used                 |
+    | `check_data(steps)`                    | None; a UsageError if the run needs more data than there is         |
+    | `verify_data()`                        | None, after reading all data; a UsageError if they are damaged      |
+    | `data_fault(wait)`                     | the fault that a check in the background found, or an empty text    |
     """
 
     def model(self, seed: int) -> nn.Module:
