@@ -210,7 +210,7 @@ def test_changed_text_is_refused(config: TrainConfig, tmp_path: Path) -> None:
     old = path.read_bytes()
     textmaker.write(path, seed=1)
     corpus_of.cache_clear()
-    with pytest.raises(UsageError, match=r"--data\.corpus file:.*: the text is not the one that this run began with"):
+    with pytest.raises(UsageError, match=r"--data\.corpus file:.*: its file or data is not the one"):
         run(config, tmp_path / "run")
     path.write_bytes(old)
     corpus_of.cache_clear()

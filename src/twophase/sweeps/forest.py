@@ -361,7 +361,7 @@ class Grower:
         engine["fragments"][0]["outer"]["state"] = {}  # `Outers` has the buffers
         return {
             "format": FORMAT,
-            "text": run.text,
+            "text": run.data_fingerprint,
             "replicas": [replica.state_dict() for replica in run.replicas],
             "engine": engine,
             "wire": run.engine.wire_state_dict(),
@@ -378,7 +378,7 @@ class Grower:
             self._trainer = None  # its memory first
             self._trainer, self._outers = Trainer(task_of(first), first, SingleProcess()), Outers(self.configs)
         run = self._trainer
-        if state["text"] != run.text:
+        if state["text"] != run.data_fingerprint:
             raise UsageError("the text is not the one that this sweep began with; put it back or choose another --out")
         run.engine.inner_steps = max(self.configs[name].inner_steps for name in node.runs)
         run.engine.load_state_dict(state["engine"])

@@ -203,7 +203,7 @@ class RunConfig:
     deterministic: bool = False
     """On a GPU, use kernels that give the same bits every time only (slower); a CPU always does."""
     repeat: bool = False
-    """Allow more than one epoch if the run needs more tokens than the corpus has."""
+    """Allow more than one epoch if the run needs more data than there is."""
     log_every: int = 0
     """Inner steps between lines of steps.jsonl (training loss, speed, memory) of `train`; 0 means none. The cells of a
     sweep that share their steps write none."""
@@ -214,8 +214,7 @@ class RunConfig:
     keep_checkpoints: int = 2
     """Checkpoints that are kept; older ones are removed after a newer one is complete."""
     divergence_loss: float = 0.0
-    """A round whose mean training loss is above this ends the run; 0 means 3 ln(vocabulary) of lm, and no bound of
-    other tasks."""
+    """A round whose mean training loss is above this ends the run; 0 means the task's bound, if it has one."""
 
     @property
     def rounds(self) -> int:
@@ -328,11 +327,7 @@ def check(config: RunConfig) -> None:
             ("inner.momentum", lambda momentum: 0 <= momentum < 1, "at least 0 and below 1"),
             ("inner.warmup", lambda share: 0 <= share <= 1, "a share of the steps, in [0, 1]"),
             ("inner.clip_norm", lambda norm: 0 <= norm <= LARGEST_LR, f"from 0 (no clipping) to {LARGEST_LR:g}"),
-            (
-                "divergence_loss",
-                lambda loss: loss >= 0,
-                ">= 0 (0 means 3 ln(vocabulary) of lm, and no bound of other tasks)",
-            ),
+            ("divergence_loss", lambda loss: loss >= 0, ">= 0 (0 means the task's bound, if it has one)"),
             ("seed", lambda seed: 0 <= seed < 2**63, "a whole number >= 0 and below 2^63"),
             (
                 "inner_steps",

@@ -127,7 +127,7 @@ class GaussNewton(Matrix):
 
     def __init__(self, model: nn.Module, batches: Sequence[Any], *block: Any) -> None:
         super().__init__(model, _joined(batches), *block)
-        with torch.no_grad():  # it also fills the rotation tables of a Llama
+        with torch.no_grad():  # it also fills the caches of a model
             shapes = [self._value(number, list(self._block.values())).shape for number in range(len(self._batches))]
         self._keeps = sum(shape.numel() for shape in shapes) <= _CACHED_LOGITS
         self._predictions = sum(shape[:-1].numel() for shape in shapes)

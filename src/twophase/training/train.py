@@ -263,11 +263,10 @@ def _read(run: Trainer, newest: Path) -> dict[str, Any]:
         logs, text, execution = (numbers.pop(key) for key in ("logs", "text", "execution"))
         processes = numbers.pop("processes")
         done = Progress(**numbers)
-    if text != run.text:
-        what = "the task, its file or data," if run.compute.data_name.startswith("--task") else "the text"
+    if text != run.data_fingerprint:
         raise UsageError(
-            f"{run.compute.data_name}: {what} is not the one that this run began with "
-            f"(fingerprint {run.text[:12]}, at {newest} {text[:12]}); put the old one back, or choose another --out"
+            f"{run.compute.data_name}: its file or data is not the one that this run began with (fingerprint "
+            f"{run.data_fingerprint[:12]}, at {newest} {text[:12]}); put the old one back, or choose another --out"
         )
     _load(run, saved, processes)
     run.restore_execution(execution[run.files.rank % len(execution)])
@@ -311,7 +310,7 @@ def _save(run: Trainer, folder: RunFolder, writer: checkpoint.Writer) -> None:
         parts[checkpoint.wire_file(run.files.rank)] = residuals
     progress = dataclasses.asdict(run.done) | {
         "logs": folder.position() if run.lead else {},
-        "text": run.text,
+        "text": run.data_fingerprint,
         "execution": run.files.gather(run.execution, dict),  # each process may have chosen for itself
         "processes": run.files.size,
     }

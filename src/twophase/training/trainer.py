@@ -72,7 +72,7 @@ class Trainer:
         first = communicator.replica if communicator.elastic else communicator.rank * share
         self.compute = step_of(task, device, share, communicator)
         self.data = task.describe()
-        self.text: str = self.data["fingerprint"]
+        self.data_fingerprint: str = self.data["fingerprint"]
         self.loss_bound: float = config.divergence_loss or self.compute.loss_bound
         self._losses: list[Tensor] = []
         self._last_line: tuple[int, float] | None = None
@@ -99,7 +99,7 @@ class Trainer:
                 signals=FOR_POLICIES,
                 # No cycle: the models' memory is free when the run is, and not when the collector comes by.
                 probe=lambda *arguments: this._probe(*arguments),  # noqa: PLW0108 - its bound method holds the run
-                alike={"texts": self.text[:12], "training code": self._source()} | _alike(config),
+                alike={"texts": self.data_fingerprint[:12], "training code": self._source()} | _alike(config),
             )
         except ValueError as error:  # processes, or fragments, that do not fit
             raise UsageError(str(error)) from None
@@ -154,7 +154,7 @@ class Trainer:
     @property
     def identity(self) -> str:
         """Digits of what all replicas of a run have alike: the values of the configuration, and the texts."""
-        return short_hash(json.dumps([self.text, _alike(self.config)], sort_keys=True, default=str))
+        return short_hash(json.dumps([self.data_fingerprint, _alike(self.config)], sort_keys=True, default=str))
 
     def adopt(self, weights: Path, checksum: str) -> bool:
         """Set anchor and buffers to those in a finished replica's file, if it is there and has this checksum."""
