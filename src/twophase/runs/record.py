@@ -102,7 +102,7 @@ class RunRecord:
 
     @property
     def unit(self) -> str:
-        """What its losses are measured in; unknown where another loop, or another task than `lm`, has trained it."""
+        """Unit of its losses; empty if a loop of the user or a task with a name has trained it."""
         return "" if self.config.get(RECORDED) is True or "task.name" in self.config else " nats a token"
 
     @property
