@@ -82,7 +82,7 @@ def test_no_string_names_a_higher_room():
         room = module.partition(".")[0]
         texts = {node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
         texts -= {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
-        rooms = re.findall(r"\btwophase\.(\w+)", "\n".join(text.value for text in texts)) if room else []
+        rooms = re.findall(r"\btwophase\.(\w+)", "\n".join(str(text.value) for text in texts)) if room else []
         higher += [(module, name) for name in rooms if name != room and heights.get(name, -99) >= heights[room]]
     assert higher == []
 

@@ -15,7 +15,7 @@ axes of a sweep, and entries of a state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, Self, TypeVar, get_args
 
@@ -182,7 +182,7 @@ class Readout(Value):
 V = TypeVar("V", bound=type[Value])
 
 
-def register(name: str) -> Callable[[V], V]:
+def register(name: str) -> Any:
     """Make a value known under `name` to text, configurations and the command line; a class decorator.
 
     A class of the same module and name replaces the earlier definition, as when a notebook's cell runs again.
