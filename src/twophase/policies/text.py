@@ -82,8 +82,7 @@ def _parse_text(text: str) -> RestartPolicy:
     cls = _class_of(name)
     if cls is None and name in _REMOVED:
         raise ValueError(
-            f"restart {shortened(text)!r} was removed, because it did no better than a fixed period; start a new run "
-            f"with {_REMOVED[name]}"
+            f"restart {shortened(text)!r} was removed (CHANGELOG.md); start a new run with {_REMOVED[name]}"
         )
     if cls is None:
         forms = (
