@@ -6,6 +6,7 @@ import io
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,8 +20,16 @@ NAMES = ["0.weight", "0.bias", "2.weight", "2.bias", "3.weight", "3.bias"]
 
 def network(seed: int, dtype: torch.dtype = torch.float32) -> nn.Module:
     """Parameters of 32, 8, 8, 8, 24 and 3 elements: the last leaves most of its sixteen empty."""
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 3)).to(dtype)
+
+
+@cache
+def noise(name: str, shape: torch.Size, dtype: torch.dtype, step: int, replica: int) -> Tensor:
+    """What an inner step adds to a parameter, drawn once however many runs take the step."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {step} {replica}".encode()))
+    size = 1.0 if name == NAMES[0] else 0.1
+    return (size * torch.randn(shape, generator=generator, dtype=torch.float64)).to(dtype)
 
 
 @torch.no_grad()
@@ -30,10 +39,9 @@ def drift(model: nn.Module, step: int, replica: int) -> None:
     It forgets nothing of where theta was, so whatever was restored wrongly shows; each parameter moves by itself, and
     the first one far more than the others.
     """
-    for name, p in model.named_parameters():
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {step} {replica}".encode()))
-        size = 1.0 if name == NAMES[0] else 0.1
-        p.mul_(0.9).add_(size * torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.dtype))
+    names, params = zip(*model.named_parameters(), strict=True)
+    torch._foreach_mul_(params, 0.9)
+    torch._foreach_add_(params, [noise(n, p.shape, p.dtype, step, replica) for n, p in zip(names, params, strict=True)])
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
