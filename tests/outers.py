@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -36,12 +37,18 @@ def give(params: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         p.grad = g.clone()
 
 
+@lru_cache(maxsize=256)
+def noises(seed: int, shapes: tuple[torch.Size, ...], dtype: torch.dtype) -> list[Tensor]:
+    """Normal tensors that are only read, so that runs of the same rounds share them."""
+    return randoms(seed, shapes, dtype)
+
+
 def run(outer: torch.optim.Optimizer, rounds: range, **options: Any) -> None:
     """Take rounds with pseudo-gradients that are a function of the round's number and the parameters' shapes."""
     for number in rounds:
         for group in outer.param_groups:
             params = group["params"]
-            give(params, randoms(1000 + number, [tuple(p.shape) for p in params], params[0].dtype))
+            give(params, noises(1000 + number, tuple(p.shape for p in params), params[0].dtype))
         outer.step(**options)
 
 

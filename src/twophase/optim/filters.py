@@ -73,7 +73,10 @@ def function_of(value: Filter) -> Function:
 def dot(a: Tensor, b: Tensor) -> Tensor:
     """Return the inner product of two like tensors as a float64, of DTensors over all of their shards."""
     if is_plain(a) and is_plain(b):
-        pieces = zip(a.reshape(-1).split(PIECE_DOTS), b.reshape(-1).split(PIECE_DOTS), strict=True)
+        a, b = a.reshape(-1), b.reshape(-1)
+        if len(a) <= PIECE_DOTS:  # in few calls, which here cost more than elements
+            return torch.dot(a, b).double()
+        pieces = zip(a.split(PIECE_DOTS), b.split(PIECE_DOTS), strict=True)
         return torch.stack([torch.dot(*pair) for pair in pieces]).sum(dtype=torch.float64)
     total = (a * b).sum(dtype=torch.float64)
     return total.full_tensor() if hasattr(total, "full_tensor") else total  # type: ignore[operator]
