@@ -302,6 +302,7 @@ def test_refused(attempt: Any, words: str):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
 def test_option_and_axis(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Filters are an option and an axis of the command line, and one replica is a mistake there."""
     common = "--task digits --steps 8 --inner-steps 2 --outer.method nesterov:lr=0.7:momentum=0.9".split()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ def make_trainer(out: Path, callbacks: list[Any], *, steps: int = STEPS, replica
     """A Trainer of the shared network over the shared batches, in their order, with a checkpoint every 10 steps."""
     from transformers import Trainer, TrainingArguments
 
+    gc.freeze()  # each training has all objects collected, and those of the libraries are many
     model = Regression()
     inner = trainers.optimizer(model)
     arguments = TrainingArguments(
