@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from outers import buffers, counters, flat, give, parameters, randoms
+from outers import buffers, counters, flat, give, noises, parameters, randoms
 from policies import ALL, PROBING, RULES, SCHEDULED, SUPPLIED, each_rule
 from reference_outer import ReferenceOuter
 from replicas import same_bits, through_file
@@ -33,8 +33,7 @@ each_policy = pytest.mark.parametrize("text", ALL)
 
 def gradients(params: list[Any], number: int) -> list[Tensor]:
     """A third of the parameters, which draws them to 0, and noise."""
-    generator = torch.Generator().manual_seed(100 + number)
-    noise = [torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.dtype) for p in params]
+    noise = noises(100 + number, tuple(p.shape for p in params), params[0].dtype)
     return [p.detach() / 3 + draw / 4 for p, draw in zip(params, noise, strict=True)]
 
 

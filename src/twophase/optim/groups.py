@@ -118,8 +118,8 @@ def count_candidates(groups: Sequence[Mapping[str, Any]]) -> int:
             f"OuterSGD: the groups have different probing policies, {', '.join(sorted(policies))}; give all of them "
             "the same one: they are judged together"
         )
-    rule = OuterRule(0.0, 0.0)  # how many there are does not depend on it
-    return sum(len(policy.candidates(rule)) for policy in policies.values())
+    # How many there are does not depend on the rule.
+    return sum(len(policy.candidates(OuterRule(0.0, 0.0))) for policy in policies.values())
 
 
 def loaded_groups(
