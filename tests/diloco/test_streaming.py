@@ -54,7 +54,8 @@ class Plain:
     def __init__(self, parts: list[Part], inner_steps: int, delay: int = 0, mixing: float = 0.0) -> None:
         self.parts, self.inner_steps, self.delay, self.mixing = parts, inner_steps, delay, mixing
         self.models = [network(0), network(0)]
-        self.anchor = {name: p.detach().clone() for name, p in self.models[0].named_parameters()}
+        self.named = [dict(model.named_parameters()) for model in self.models]
+        self.anchor = {name: p.detach().clone() for name, p in self.named[0].items()}
         self.time = 0
         self.ended: list[list[tuple[int, int]]] = []
         """For each sync, the part and its round."""
@@ -77,7 +78,7 @@ class Plain:
 
     def launch(self, parts: list[Part]) -> None:
         """Take pseudo-gradients."""
-        first, second = (dict(model.named_parameters()) for model in self.models)
+        first, second = self.named
         for part in parts:
             part.launched = {
                 name: ((self.anchor[name] - first[name]) + (self.anchor[name] - second[name])) / 2
@@ -94,8 +95,7 @@ class Plain:
                 part.steps = 0
             for name, g in part.launched.items():
                 self.outer_step(part, name, g)
-                for model in self.models:
-                    theta = dict(model.named_parameters())[name]
+                for theta in (named[name] for named in self.named):
                     theta.copy_(
                         self.anchor[name] if self.mixing == 0 else theta.lerp(self.anchor[name], 1 - self.mixing)
                     )
@@ -129,15 +129,15 @@ class Plain:
                 self.launch([part])
                 self.apply([part])
         self.time = 0
-        for model in self.models:
-            for name, p in model.named_parameters():
+        for named in self.named:
+            for name, p in named.items():
                 p.copy_(self.anchor[name])
 
     def tensors(self) -> dict[str, Tensor]:
         """As `Run.tensors`."""
         tensors = {f"anchor {name}": a for name, a in self.anchor.items()}
-        for number, model in enumerate(self.models):
-            tensors |= {f"model {number} {name}": p.detach() for name, p in model.named_parameters()}
+        for number, named in enumerate(self.named):
+            tensors |= {f"model {number} {name}": p.detach() for name, p in named.items()}
         for part in self.parts:
             tensors |= {f"momentum_buffer {name}": m for name, m in part.momentum.items()}
         return tensors

@@ -45,8 +45,8 @@ def sgd_tensors(seed: int) -> list[Tensor]:
         draw(12, 1).expand(12, 1),
         draw(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
         draw(PIECES),
-        draw(800, 700),
-        draw(700, 800).t(),
+        draw(400, 350),
+        draw(350, 400).t(),
         zeros.roll(seed % 8),
         zeros.flip(0),
     ]

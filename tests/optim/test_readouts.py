@@ -179,7 +179,8 @@ def test_a_run_evaluates_and_exports_the_average(
         return end_round(self, report)
 
     monkeypatch.setattr(Trainer, "end_round", spy)
-    words = ["train", *SMALL, "--evaluate-every", "1", "--outer.restart", "2", "--out"]
+    options = "--steps 13 --inner-steps 3 --evaluate-every 1 --outer.restart 2 --out"
+    words = ["train", *SMALL, *options.split()]
     assert main([*words, str(tmp_path / "plain")]) == 0
     anchors.clear()
     assert main([*words, str(tmp_path / "average"), "--outer.readout", "tail:rounds=3"]) == 0
@@ -200,5 +201,5 @@ def test_a_run_evaluates_and_exports_the_average(
     model = task.model(0)
     model.load_state_dict(weights)
     assert task.evaluate(model)["loss"] == pytest.approx(average["summary"]["validation_loss"], rel=1e-12)
-    run_in_parts(config, tmp_path / "resumed", [7, 18])
+    run_in_parts(config, tmp_path / "resumed", [4, 9])
     assert outcome(tmp_path / "resumed")["weights"] == average["weights"]

@@ -1,6 +1,6 @@
 """The shelf's methods against independent optimizers: golden trajectories, restarts, and what a round reports.
 
-Golden trajectories are of 24 rounds in float64. Pseudo-gradients depend on the parameters, so that what goes wrong once grows.
+Golden ones are of 24 rounds in float64. Pseudo-gradients depend on the parameters, so that what goes wrong once grows.
 """
 
 from __future__ import annotations
