@@ -51,10 +51,10 @@ def engine_run(
     size = 2 if callable(outer) else len(CURVATURES)
     slices = [slice(i, i + size) for i in range(0, len(CURVATURES), size)]
     names = [f"x{number}" for number in range(len(slices))]
-    models: list[nn.Module] = []
-    for _ in range(2 if noise is None else noise.shape[1]):
-        values = {name: torch.full((size,), start, dtype=torch.float64) for name in names}
-        models.append(nn.ParameterDict(values))
+    models: list[nn.Module] = [
+        nn.ParameterDict({name: torch.full((size,), start, dtype=torch.float64) for name in names})
+        for _ in range(2 if noise is None else noise.shape[1])
+    ]
     params = [p for model in models for p in model.parameters()]
     factors = [torch.from_numpy(1 - INNER_LR * CURVATURES[part]) for _ in models for part in slices]
 
@@ -63,8 +63,8 @@ def engine_run(
 
     def signals(_: Any) -> dict[str, float]:
         ends = half_square(np.mean([place(model) for model in models], axis=0))
-        numbers = {"inner_lr": 1.0, "progress": len(places) / ROUNDS}
-        return {"loss_start": half_square(places[-1]), "loss_end": ends} | numbers
+        losses = {"loss_start": half_square(places[-1]), "loss_end": ends}
+        return losses | {"inner_lr": 1.0, "progress": len(places) / ROUNDS}
 
     engine = DiLoCo(
         models,

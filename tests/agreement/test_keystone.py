@@ -79,9 +79,8 @@ def test_outer_optimizer_alone(rule: OuterRule):
         for _ in range(ROUNDS):
             x.grad = torch.from_numpy(SIGMA) * x.detach()
             outer.step()
-            rows.append(torch.stack([x.detach(), outer.state[x]["momentum_buffer"]]).numpy())
-        both = np.stack([expected.residual[1:], expected.buffer[1:]], axis=1)
-        np.testing.assert_allclose(rows, both, rtol=0, atol=1e-12)
+            rows.append(torch.cat([x.detach(), outer.state[x]["momentum_buffer"]]).numpy())
+        np.testing.assert_allclose(rows, np.hstack([expected.residual[1:], expected.buffer[1:]]), rtol=0, atol=1e-12)
 
 
 # --- policies that measure ----------------------------------------------------------------------------------------
@@ -186,9 +185,8 @@ def test_our_policies_in_the_optimizer_alone(rule: OuterRule, text: str):
         before = outer.param_groups[0]["restarts"]
         outer.step(signals=signals | {"progress": (t + 1) / ROUNDS}, probe=lambda: half_square(x.detach().numpy()))
         assert outer.param_groups[0]["restarts"] - before == expected.restarts[t]
-        rows.append(torch.stack([x.detach(), outer.state[x]["momentum_buffer"]]).numpy())
-    both = np.stack([expected.residual[1:], expected.buffer[1:]], axis=1)
-    np.testing.assert_allclose(rows, both, rtol=0, atol=1e-12)
+        rows.append(torch.cat([x.detach(), outer.state[x]["momentum_buffer"]]).numpy())
+    np.testing.assert_allclose(rows, np.hstack([expected.residual[1:], expected.buffer[1:]]), rtol=0, atol=1e-12)
 
 
 @each_rule

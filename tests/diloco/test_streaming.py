@@ -95,10 +95,9 @@ class Plain:
                 part.steps = 0
             for name, g in part.launched.items():
                 self.outer_step(part, name, g)
-                for theta in (named[name] for named in self.named):
-                    theta.copy_(
-                        self.anchor[name] if self.mixing == 0 else theta.lerp(self.anchor[name], 1 - self.mixing)
-                    )
+                for named in self.named:
+                    theta, a = named[name], self.anchor[name]
+                    theta.copy_(a if self.mixing == 0 else theta.lerp(a, 1 - self.mixing))
             part.launched = None
         if parts:
             self.ended.append([(self.parts.index(part), part.rounds) for part in parts])

@@ -179,8 +179,7 @@ def test_a_run_evaluates_and_exports_the_average(
         return end_round(self, report)
 
     monkeypatch.setattr(Trainer, "end_round", spy)
-    options = "--steps 13 --inner-steps 3 --evaluate-every 1 --outer.restart 2 --out"
-    words = ["train", *SMALL, *options.split()]
+    words = ["train", *SMALL, *"--steps 13 --inner-steps 3 --evaluate-every 1 --outer.restart 2 --out".split()]
     assert main([*words, str(tmp_path / "plain")]) == 0
     anchors.clear()
     assert main([*words, str(tmp_path / "average"), "--outer.readout", "tail:rounds=3"]) == 0

@@ -266,13 +266,16 @@ def _text(key: str, value: Any) -> str:
     return text
 
 
+_signature = lru_cache(maxsize=64)(inspect.signature)  # takes as long as a small optimizer's step
+
+
 def torch_optimizer(method: TorchMethod, params: list[Tensor]) -> torch.optim.Optimizer:
     """Return the optimizer of a method over some parameters; raise a ValueError where it cannot be built."""
     module, _, name = method.optimizer.rpartition(".")
     try:
         cls = getattr(import_module(module or "torch.optim"), name)
         options = {key: _value(word) for key, _, word in (w.partition("=") for w in method.options.split(",") if w)}
-        if _takes_foreach(cls):
+        if "foreach" in _signature(cls).parameters:
             options.setdefault("foreach", False)
         optimizer: torch.optim.Optimizer = cls(params, **options)
     except Exception as error:
@@ -286,11 +289,6 @@ def torch_optimizer(method: TorchMethod, params: list[Tensor]) -> torch.optim.Op
             "function, lambda params: OuterSGD(params, ...), or an OuterRule with restart="
         )
     return optimizer
-
-
-@lru_cache(maxsize=64)  # a signature takes as long as a small optimizer's step, and is asked for at every one
-def _takes_foreach(cls: type[torch.optim.Optimizer]) -> bool:
-    return "foreach" in inspect.signature(cls).parameters
 
 
 def _value(word: str) -> Any:
