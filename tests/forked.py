@@ -20,7 +20,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from multiprocessing import forkserver
+from multiprocessing import forkserver, spawn
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,8 +39,13 @@ _CONTEXT.set_forkserver_preload(
     [
         "fork_requests",
         "twophase.cli.main",
+        "twophase.cli.train",
+        "twophase.tasks.build",
+        "twophase.training.session",
         "twophase.training.train",
+        "twophase.elastic.torchft",
         "twophase.sweeps.run",
+        "torchft.process_group",
         "torch._dynamo",  # torch imports it, in seconds, with a process's first optimizer
         "optuna.storages",
         "sqlalchemy.dialects.sqlite",
@@ -268,6 +273,8 @@ def _run(
     launch.subprocess = FORKING  # type: ignore[assignment]
     # No torchrun is here, for which processes but the first wait with their messages.
     cli.time = SimpleNamespace(sleep=lambda _: None)  # type: ignore[assignment]
+    # A process that this one starts would run this one's program again, to have what it defines.
+    spawn.get_preparation_data = lambda name: {"name": name}
     if program and words[:2] == ["-W", "error"]:
         warnings.simplefilter("error")
         words = words[2:]

@@ -46,10 +46,14 @@ FILES = {
 }
 
 
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return textmaker.write(tmp_path_factory.mktemp("text") / "text.txt", documents=200)
+
+
 @pytest.fixture
-def words(tmp_path: Path) -> list[str]:
+def words(tmp_path: Path, text: Path) -> list[str]:
     """Options of a toy's parts on a small text; a new folder."""
-    text = textmaker.write(tmp_path / "text.txt", documents=200)
     return ["--out", str(tmp_path / "out"), "--tiny", "--corpus", f"file:{text}", "--work", str(tmp_path / "work")]
 
 
@@ -191,18 +195,25 @@ def test_killed_call(tmp_path: Path, words: list[str], capsys: pytest.CaptureFix
 def test_parent_that_is_gone(tmp_path: Path, words: list[str]):
     """A unit's process that says nothing for long also ends when its parent does."""
     (tmp_path / "out").mkdir()
-    command = [sys.executable, str(PROGRAM), *words, "--unit", "engine.resume", "--watched"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(gpu.HERE), str(gpu.SOURCE)])}
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env=environment)
-    process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGKILL
+    read, write = os.pipe()
+    if (pid := os.fork()) == 0:
+        os.setsid()
+        os.dup2(read, 0)
+        os.close(write)
+        os._exit(gpu.main([*words, "--unit", "engine.resume", "--watched"]))
+    os.close(read)
+    os.close(write)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
 
 
 @pytest.mark.slow
-def test_unit_that_takes_too_long(tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]):
+def test_unit_that_takes_too_long(
+    tmp_path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     """A unit is ended when its part's time is over, and left to the next call."""
     (tmp_path / "out").mkdir()
-    gpu.add_packages(None, tmp_path / "place")
+    (tmp_path / "program.py").write_text("import time\ntime.sleep(60)\n")
+    monkeypatch.setattr(driver, "PROGRAM", tmp_path / "program.py")
     options = gpu.arguments().parse_args(words)
     assert driver.launch("engine", "resume", options, time.time() + 1.0) == driver.UNFINISHED
     assert "--minutes" in capsys.readouterr().out

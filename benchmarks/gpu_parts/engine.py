@@ -37,7 +37,7 @@ FOR_TESTS = {"pytest": "pytest", "pytest_timeout": "pytest-timeout", "hypothesis
 
 def overhead(settings: Settings, record: Record, *, inner_steps: int) -> None:
     """Tokens a second with the engine over those without, at one S, and the seconds of its phases."""
-    seconds, least = (1.0, 1) if settings.tiny else (20.0, 4)
+    seconds, least = (0.1, 1) if settings.tiny else (20.0, 4)
     overheads = engine_overhead.measure(settings.config("paper_150m"), [inner_steps], seconds, least)
     row = {"inner_steps": inner_steps, **overheads[inner_steps].phases}
     units = record.units.values()

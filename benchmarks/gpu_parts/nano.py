@@ -41,7 +41,7 @@ class Cell:
         config = settings.config("nano")
         momentum = MOMENTUM if self.rule in RULES else 0.0
         outer = replace(config.outer, lr=self.lr, momentum=momentum, nesterov=self.rule == "nesterov")
-        steps, inner_steps = (16, 4) if settings.tiny else (320, 16)
+        steps, inner_steps = (8, 2) if settings.tiny else (320, 16)
         return replace(
             config,
             outer=replace(outer, restart=self.restart),

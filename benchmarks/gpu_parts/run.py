@@ -25,7 +25,7 @@ RESERVE = 0.1
 def shortened(settings: Settings) -> TrainConfig:
     """The run's configuration."""
     config = settings.config("paper_150m")
-    steps, inner_steps = (24, 4) if settings.tiny else (300, 25)
+    steps, inner_steps = (12, 2) if settings.tiny else (300, 25)
     return replace(
         config,
         steps=steps,
