@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch.distributed.run
 
+import forkedrun
 import shardmaker
 from elastic import DRIVER, Processes, Run, free_port, lighthouse, state_of, until
 from forked import places
@@ -183,7 +183,7 @@ def test_torchrun_restarts_its_workers_and_is_killed(group: Group, weights: byte
     The folder then resumes, to the bytes of one process.
     """
     hold = group.folder / "hold"
-    program = [sys.executable, torch.distributed.run.__file__, "--nproc-per-node", "2", "--max-restarts", "1"]
+    program = [sys.executable, forkedrun.__file__, "--nproc-per-node", "2", "--max-restarts", "1"]
     program += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     command = [str(DRIVER), "grace=1", f"hold={hold}@inner:60", "--", *group.words, "--start-timeout", "60"]
     agent = group.start("agent", [*program, *command], GLOO_SOCKET_IFNAME="lo")
