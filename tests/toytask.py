@@ -19,7 +19,7 @@ class Toy:
 
     def model(self, seed: int) -> nn.Module:
         """Return three layers, named as those of a language model."""
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         layers = {"embedding": nn.Linear(4, 6), "hidden": nn.Linear(6, 6), "bend": nn.Tanh(), "head": nn.Linear(6, 1)}
         return nn.Sequential(OrderedDict(layers))
 

@@ -72,6 +72,7 @@ def few_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Densities here need not be fine, and nothing looks at the figures."""
     monkeypatch.setattr("twophase.spectrum.STEPS", 8)
     monkeypatch.setattr("twophase.spectrum.PROBES", 1)
+    monkeypatch.setattr("twophase.spectrum._APART", 2)
     monkeypatch.setattr("twophase.cli.block_report.rendered", lambda _: {})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import shutil
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from torch import nn
 
 from commands import outcome
 from policies import Longer
-from trained import run, run_in_parts, stop_after
+from trained import run, run_in_parts, run_to, stop_after
 from twophase.base.config import with_values
 from twophase.runs.folder import read_lines
 from twophase.tasks.lm.config import TrainConfig
@@ -62,12 +63,14 @@ def test_resumed_equals_uninterrupted(
     summary = run(config, tmp_path / "whole")
     assert (summary["restarts"] > 0) is fires
     assert not summary["diverged"]
-    run_in_parts(config, tmp_path / "parts", stops)
-    assert outcome(tmp_path / "parts") == outcome(tmp_path / "whole")
+    run_to(config, tmp_path / "parts", stops[:1])
     for key in remembers:
+        shutil.copytree(tmp_path / "parts", tmp_path / key)
         with monkeypatch.context() as patch:
             forget(patch, key)
-            assert run_in_parts(config, tmp_path / key, stops)["checksum"] != summary["checksum"], key
+            assert run_in_parts(config, tmp_path / key, stops[1:])["checksum"] != summary["checksum"], key
+    run_in_parts(config, tmp_path / "parts", stops[1:])
+    assert outcome(tmp_path / "parts") == outcome(tmp_path / "whole")
 
 
 def forget(patch: pytest.MonkeyPatch, key: str) -> None:
@@ -193,7 +196,7 @@ def test_a_policy_that_sees_nan_ends_the_run(
 
 # --- probe batches ---------------------------------------------------------------------------------------------------
 
-GAINS = "probe:0.5,0.6,0.7,0.8,0.9,1,1.1,1.2,1.3"
+GAINS = "probe:0.5,0.7,0.9,1.1,1.3"
 """Candidates so close to one another that, at a large inner learning rate, other sequences choose other ones."""
 
 
@@ -253,7 +256,7 @@ def test_candidates_are_weighed_on_the_first_sequences(
     monkeypatch.setattr(Trainer, "_probe", recorded)
     config = with_values(probing, {"outer.probe_sequences": 3, "compute.micro_batch": micro_batch} | sync)
     run_in_parts(config, tmp_path / "run", [8])
-    assert len(seen) == 4 * 9 * 2  # rounds, candidates, replicas
+    assert len(seen) == 4 * 5 * 2  # rounds, candidates, replicas
     corpus = corpus_of(config.data, config.replicas, 0)
     for probed in seen[::5]:
         tokens, targets = map(torch.from_numpy, corpus.batch(config.seed, probed.step, probed.replica))

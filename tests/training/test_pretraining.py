@@ -161,7 +161,7 @@ def test_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_decisions_are_kept(tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run goes on with the pieces that its first part chose, though it would choose others with today's memory."""
     compute = ComputeConfig(precision="bf16-mixed", micro_batch=0)
-    config = replace(configuration(whole), steps=22, log_every=0, evaluate_every=0, compute=compute)
+    config = replace(configuration(whole), steps=14, log_every=0, evaluate_every=0, compute=compute)
 
     def chosen(name: str, memory: int, should_stop: Callable[[], bool] = lambda: False) -> list[dict[str, Any]]:
         monkeypatch.setattr(step, "memory_bytes", lambda _: memory)

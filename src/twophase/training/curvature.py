@@ -111,8 +111,10 @@ class Matrix:
     def _value(self, number: int, block: Sequence[Tensor]) -> Tensor:
         """Compute the function on a batch, at some weights of the block."""
         weights = self._fixed | dict(zip(self._block, block, strict=True))
+        # On a CPU the other devices' generators need not be asked for, which takes longer than a small product.
+        seed = torch.default_generator.manual_seed if all(weight.is_cpu for weight in block) else torch.manual_seed
         with torch.random.fork_rng(devices=()):
-            torch.manual_seed(number)  # a loss that draws noise draws the same for every product
+            seed(number)  # a loss that draws noise draws the same for every product
             named = {f"model.{name}": weight for name, weight in weights.items()}
             return functional_call(self._called, named, (self._batches[number],))
 
