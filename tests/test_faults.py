@@ -50,7 +50,7 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="torchft is for Linux"),
 ]
 PERIOD = 3
-ROUNDS = 24
+ROUNDS = 18
 KINDS: dict[str, dict[str, Any]] = {
     "two": {},
     "three": {"replicas": 3},
@@ -62,15 +62,16 @@ KINDS: dict[str, dict[str, Any]] = {
         "sync.wire": "int8",
     },
 }
-KINDS["sparse"] = KINDS["streaming"] | {"sync.wire": "topk:16:2bit"}
+KINDS["sparse"] = KINDS["streaming"] | {"sync.wire": "topk:16:2bit", "steps": 96}
 KINDS["delayed"] = {"inner_steps": 6, "sync.delay": 2, "sync.mixing": 0.5}
 KINDS["probing"] = {"outer.restart": "probe:keep,drop,average"}
-KINDS["three streaming"] = KINDS["streaming"] | {"replicas": 3}
+KINDS["three streaming"] = KINDS["streaming"] | {"replicas": 3, "steps": 96}
+KINDS["long"] = {"steps": 96}  # a replica that has been away for long needs time to come back
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
-    """24 rounds of 4 inner steps, a restart after every third."""
+    """18 rounds of 4 inner steps, a restart after every third."""
     text = textmaker.write(tmp_path_factory.mktemp("faults") / "text.txt")
     config = TrainConfig(
         model=ModelConfig(layers=1, hidden_size=16, intermediate_size=24),
@@ -343,7 +344,7 @@ def test_a_record_of_an_earlier_life_is_set_aside_at_the_first_sync(begin: Begin
 
 def test_paused_for_longer_than_the_timeouts(begin: Begin, good: Good) -> None:
     """SIGSTOP between inner steps and in a reduction, longer than the timeouts: left behind, and healed afterwards."""
-    run = begin("two", "--sync-timeout", "3", alone=2)
+    run = begin("long", "--sync-timeout", "3", alone=2)
     paces = ("pace=back@inner:34", "pace=again@inner:66")  # else the first could end before the second is back
     first = run.replica(0, "hold=once@inner:33", "hold=twice@inner:65", *paces)
     second = run.replica(1, "stop@inner:14", "touch=back@healed:1", "stop@reduce:8", "touch=again@healed:2")
@@ -354,7 +355,7 @@ def test_paused_for_longer_than_the_timeouts(begin: Begin, good: Good) -> None:
         wake(second)
         run.touch(file)
     all_end(run, [first, second])
-    good(run, "two", newcomers=[1, 1], sizes=[2, 1, 2, 1, 2])
+    good(run, "long", newcomers=[1, 1], sizes=[2, 1, 2, 1, 2])
     assert max(line["attempts"] for line in run.lines(0)) > 1
     say(f"stopped in the inner phase: next round after {run.wait_after('stop at inner', 1, 0):.2f} s")
     say(f"stopped in a reduction (timeout 3 s): next round after {run.wait_after('stop at reduce', 1, 0):.2f} s")
@@ -418,7 +419,7 @@ def at_places(run: Run, places: list[Place], *faults: tuple[str, ...], options: 
 def test_a_link_is_cut_for_longer_than_the_timeout(begin: Begin, good: Good, link: Link) -> None:
     """With the link between two machines cut in a reduction, the one at the lighthouse goes on; the other is healed."""
     hub, (*places, _), url = link
-    run = begin("two", "--sync-timeout", "3", url=url, alone=2)
+    run = begin("long", "--sync-timeout", "3", url=url, alone=2)
     there = ("hold=cut@reduce:6", "touch=healed@healed:1")
     both = at_places(run, places, ("hold=cut@reduce:6", "hold=whole@inner:33", "pace=healed@inner:34"), there)
     for number in range(2):
@@ -431,7 +432,7 @@ def test_a_link_is_cut_for_longer_than_the_timeout(begin: Begin, good: Good, lin
     mended = time.time()
     run.touch("whole")
     all_end(run, both)
-    good(run, "two", newcomers=[1], sizes=[2, 1, 2])
+    good(run, "long", newcomers=[1], sizes=[2, 1, 2])
     assert run.lines(0)[5]["attempts"] > 1
     here, back = (min(e["time"] for e in run.events(n) if e["what"] == "round" and e["time"] > cut) for n in (0, 1))
     say(f"cut in a reduction (timeout 3 s): next round after {here - cut:.2f} s")

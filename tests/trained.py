@@ -27,18 +27,13 @@ def stop_after(calls: int) -> Callable[[], bool]:
     return lambda: next(count) >= calls
 
 
-def run_to(config: TrainConfig, path: Path, stops: Sequence[int], **options: Any) -> None:
-    """Stop a run after each of these steps; `should_stop` is called once a step, except the last."""
+def run_in_parts(config: TrainConfig, path: Path, stops: Sequence[int], **options: Any) -> dict[str, Any]:
+    """Stop a run after each of these steps and resume it; `should_stop` is called once a step, except the last."""
     for stop in stops:
         start = checkpoint.latest_step(path / "checkpoint") or 0
         part = run(config, path, should_stop=stop_after(stop - start), **options)
         assert (part["exit_reason"], part["steps"]) == ("stopped", stop)
         assert checkpoint.latest_step(path / "checkpoint") == stop
-
-
-def run_in_parts(config: TrainConfig, path: Path, stops: Sequence[int], **options: Any) -> dict[str, Any]:
-    """Stop a run after each of these steps and resume it."""
-    run_to(config, path, stops, **options)
     return run(config, path, **options)
 
 

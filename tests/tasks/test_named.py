@@ -79,7 +79,7 @@ def words(values: dict[str, Any]) -> list[str]:
 
 @pytest.mark.slow
 def test_killed_and_resumed_byte_for_byte(tmp_path: Path, rings: Path) -> None:
-    """A run with dropout that is killed by SIGKILL, in a round after a checkpoint, has the bytes of one that was not."""
+    """A run with dropout that is killed by SIGKILL in its last round ends with the bytes of one that was not."""
     batch = "        return self.points((seed, step, replica), 16)"
     kill = "        if step == 14 and os.path.exists('dies'):\n            os.kill(os.getpid(), 9)\n"
     rewrite(rings, RINGS.replace("import numpy", "import os\nimport numpy").replace(batch, kill + batch))

@@ -31,9 +31,9 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 
 @pytest.fixture(scope="module")
 def config(short_run: TrainConfig) -> TrainConfig:
-    """24 rounds of 4 inner steps, with a checkpoint after each."""
+    """18 rounds of 4 inner steps, with a checkpoint after each."""
     data = replace(short_run.data, validation_windows=32)
-    return replace(short_run, data=data, steps=96, inner_steps=4, checkpoint_every=1)
+    return replace(short_run, data=data, steps=72, inner_steps=4, checkpoint_every=1)
 
 
 @pytest.fixture(scope="module")
