@@ -88,6 +88,7 @@ def test_notebooks_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for _ in range(2):  # a notebook that is run again finds its folders there
         names: dict[str, Any] = {"__name__": "__main__"}
         for cell in cells:
-            exec(compile("".join(cell["source"]), name, "exec"), names)  # noqa: S102 - a file of this project
+            source = "".join(cell["source"]).replace('"steps": 96', '"steps": 32')  # as well, and sooner
+            exec(compile(source, name, "exec"), names)  # noqa: S102 - a file of this project
         assert names["figure"].axes
     assert "nan" not in capsys.readouterr().out
