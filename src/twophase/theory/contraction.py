@@ -102,7 +102,7 @@ def restart_can_help(rule: Rules, sigma: ArrayLike) -> Any:
     >>> restart_can_help(OuterRule(1.0, 0.9, form="ema"), [0.01, 0.5]).tolist()
     [False, True]
     """
-    return (Mode.of("restart_can_help", rule, sigma).pieces()[0].hi < 0)[()]
+    return (Mode.of("restart_can_help", rule, sigma).disc().hi < 0)[()]
 
 
 def hurt_share(rule: OuterRule, sigma: ArrayLike, period: int, weights: ArrayLike | None = None) -> float:

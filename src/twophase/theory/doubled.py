@@ -42,6 +42,13 @@ def where(condition: Array, yes: T, no: T) -> T:
     return yes.each(lambda a, b: np.where(condition, a, b), no)
 
 
+def choose(condition: Array, yes: Callable[[], T], no: Callable[[], T]) -> T:
+    """Choose elementwise between two computations; of which only those that are chosen somewhere are done."""
+    if condition.all():
+        return yes()
+    return where(condition, yes(), no()) if condition.any() else no()
+
+
 class Doubled(Arrays):
     """Hold an array of double-doubles. `+ - *` take another one or an array of doubles; parts must stay below 1e290."""
 
@@ -51,6 +58,10 @@ class Doubled(Arrays):
     def __init__(self, hi: Array, lo: Array = 0.0) -> None:
         self.hi = hi
         self.lo = lo
+
+    def each(self, function: Callable[..., Any], *others: Doubled) -> Doubled:
+        """Apply a function to both parts (and to those of the others)."""
+        return Doubled(function(self.hi, *[x.hi for x in others]), function(self.lo, *[x.lo for x in others]))
 
     def __neg__(self) -> Doubled:
         return Doubled(-self.hi, -self.lo)

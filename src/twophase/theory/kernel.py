@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from twophase.theory import doubled
-from twophase.theory.doubled import Arrays, Doubled
+from twophase.theory.doubled import Arrays, Doubled, choose, two_sum
 from twophase.theory.inputs import Floats, Rules, check_sigma, check_steps, common_shape, rule_arrays
 
 
@@ -61,12 +61,11 @@ class Mode(Arrays):
         )
         with np.errstate(over="ignore"):
             check_steps(where, lr * values)
-        unit = Doubled(np.ones_like(momentum), np.zeros_like(momentum))
-        decay = unit - momentum
+        decay = Doubled(*two_sum(1.0, -momentum))
         # Mantissas, so that a product of small numbers does not underflow on its way.
         (lr_m, lr_e), (sigma_m, sigma_e) = np.frexp(lr), np.frexp(values)
-        step = (doubled.where(ema, decay, unit) * lr_m * sigma_m).scaled(np.maximum(lr_e + sigma_e, -3000))
-        return cls(momentum, decay, step, nesterov)
+        step = choose(ema, lambda: decay * lr_m, lambda: Doubled(lr_m, np.zeros_like(lr_m))) * sigma_m
+        return cls(momentum, decay, step.scaled(np.maximum(lr_e + sigma_e, -3000)), nesterov)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -78,40 +77,46 @@ class Mode(Arrays):
         """Return how many modes these are."""
         return self.momentum.size
 
-    def pieces(self) -> tuple[Doubled, Doubled, Doubled, Doubled]:
-        """Return disc = tr^2 - 4 D, tr, D and a - b, free of cancellation.
+    # Free of cancellation: for b < 1/2 in terms of b and f = 1 - s, which next to nilpotent modes are small; else of w.
 
-        | | heavy ball | Nesterov |
-        |---|---|---|
-        | disc | (w + s)^2 - 4 s | f (w^2 - (1 + b)^2 s) |
-        | tr, a - b | f + b, w - s | (1 + b) f, w - (1 + b) s |
-
-        with f = 1 - s. For b < 1/2 in terms of b and f, which next to nilpotent modes are both small; else of w.
-        """
-        b, w, s, small, ahead = self.momentum, self.decay, self.step, self.momentum < 0.5, self.nesterov
+    def disc(self) -> Doubled:
+        """Return trace^2 - 4 determinant: `(w + s)^2 - 4 s` (heavy ball) or `f (w^2 - (1 + b)^2 s)` (Nesterov)."""
+        b, w, s, small = self.momentum, self.decay, self.step, self.momentum < 0.5
         wide, f = 2 - w, 1 - s  # wide = 1 + b
-        ball = doubled.where(small, f * f - ((s + 1) * 2 - b) * b, (w + s) * (w + s) - 4 * s)
-        gap = doubled.where(small, wide * wide * f - 4 * b, w * w - wide * wide * s)
-        ball_lead = doubled.where(small, f - b, w - s)
-        lead = doubled.where(small, wide * f - 2 * b, w - wide * s)
-        return (
-            doubled.where(ahead, f * gap, ball),
-            doubled.where(ahead, wide * f, f + b),
-            doubled.where(ahead, f * b, Doubled(b, np.zeros(self.shape))),
-            doubled.where(ahead, lead, ball_lead),
+        return choose(
+            self.nesterov,
+            lambda: f * choose(small, lambda: wide * wide * f - 4 * b, lambda: w * w - wide * wide * s),
+            lambda: choose(small, lambda: f * f - ((s + 1) * 2 - b) * b, lambda: (w + s) * (w + s) - 4 * s),
+        )
+
+    def trace(self) -> Doubled:
+        """Return `f + b` (heavy ball) or `(1 + b) f`."""
+        f = 1 - self.step
+        return choose(self.nesterov, lambda: (2 - self.decay) * f, lambda: f + self.momentum)
+
+    def lead(self) -> Doubled:
+        """Return a - b with a = T_11 and b = T_22: `w - s` (heavy ball) or `w - (1 + b) s`."""
+        b, w, s, small = self.momentum, self.decay, self.step, self.momentum < 0.5
+        return choose(
+            self.nesterov,
+            lambda: choose(small, lambda: (2 - w) * (1 - s) - 2 * b, lambda: w - (2 - w) * s),
+            lambda: choose(small, lambda: (1 - s) - b, lambda: w - s),
         )
 
     def round(self) -> Round:
         """Return the matrix of one round: 1 - a is s (heavy ball) or (1 + b) s, T_12 T_21 is -b s or -b^2 s."""
-        _, trace, _, lead = self.pieces()
-        cross = self.step * -self.momentum
-        reach = doubled.where(self.nesterov, (2 - self.decay) * self.step, self.step)
-        corner = doubled.where(self.nesterov, trace - self.momentum, 1 - self.step)
-        return Round(reach, corner, doubled.where(self.nesterov, cross * self.momentum, cross), lead)
+        b, s = self.momentum, self.step
+        cross = s * -b
+        return Round(
+            choose(self.nesterov, lambda: (2 - self.decay) * s, lambda: s),
+            choose(self.nesterov, lambda: self.trace() - b, lambda: 1 - s),
+            choose(self.nesterov, lambda: cross * b, lambda: cross),
+            self.lead(),
+        )
 
     def regime(self) -> NDArray[np.str_]:
         """Return the names of `REGIMES`."""
-        disc, trace, _, _ = self.pieces()
+        disc, trace = self.disc(), self.trace()
         # The sign of D = b (1 - s); the product may underflow.
         sign = np.sign(self.momentum) * np.where(self.nesterov, np.sign((1 - self.step).hi), 1)
         names = np.where(trace.hi > 0, "real_below", "real_above").astype("U20")
@@ -123,7 +128,7 @@ class Mode(Arrays):
 
     def oscillation(self) -> Oscillation:
         """Return phase, delay, log rho and log amplitude (theory note R7)."""
-        disc, trace, _, lead = self.pieces()
+        disc, trace, lead = self.disc(), self.trace(), self.lead()
         turning = disc.hi < 0
         with np.errstate(divide="ignore", invalid="ignore"):
             half = np.sqrt(np.where(turning, -disc.hi, np.nan)) / 2  # rho sin(phase)
@@ -144,8 +149,9 @@ class Mode(Arrays):
 
     def log_radius(self) -> Floats:
         """Return the log of the spectral radius of T."""
-        disc, trace, determinant, _ = self.pieces()
+        disc, trace = self.disc(), self.trace()
         w, s, positive = self.decay.hi, self.step.hi, trace.hi > 0
+        determinant = doubled.where(self.nesterov, 1 - self.step, Doubled(np.ones_like(w))) * self.momentum
         size = doubled.where(positive, trace, -trace)
         with np.errstate(divide="ignore", invalid="ignore"):
             half = np.sqrt(np.maximum(disc.hi, 0)) / 2

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from twophase.theory import doubled
-from twophase.theory.doubled import Arrays, Doubled
+from twophase.theory.doubled import Arrays, Doubled, choose
 from twophase.theory.inputs import Floats
 from twophase.theory.kernel import Mode, Round
 
@@ -47,23 +47,26 @@ class Power(Arrays):
     def first(cls, matrix: Round) -> Power:
         """Return T."""
         zero, slow = np.zeros_like(matrix.reach.hi), np.abs(matrix.reach.hi) <= 0.5
-        return cls(
-            matrix.corner, _small_deficit(matrix.reach, slow), Doubled(zero + 1, zero), zero.astype(np.int64), slow
-        )
+        x = choose(slow, lambda: 1 - matrix.reach, lambda: matrix.corner)
+        return cls(x, _small_deficit(matrix.reach, slow), Doubled(zero + 1, zero), zero.astype(np.int64), slow)
 
     def times(self, other: Power, matrix: Round) -> Power:
         """Return the product with another power of the same T."""
         turn = matrix.cross * (self.p * other.p)
-        d = self.d + other.d - self.d * other.d - turn
-        slow = self.slow & other.slow & (np.abs(d.hi) <= 0.5)
-        x = doubled.where(slow, 1 - d, self.x * other.x + turn)
+        slow, zero = self.slow & other.slow, np.zeros_like(turn.hi)
+        d = Doubled(zero, zero)
+        if slow.any():
+            d = self.d + other.d - self.d * other.d - turn
+            slow = slow & (np.abs(d.hi) <= 0.5)
+            d = _small_deficit(d, slow)
+        x = choose(slow, lambda: 1 - d, lambda: self.x * other.x + turn)
         p = self.p * other.x + (self.x - matrix.lead * self.p) * other.p
         exponent = self.exponent + other.exponent
         size = np.maximum(np.abs(x.hi), np.abs(p.hi))
-        if np.any(((size < 1e-60) | (size > 1e60)) & ~slow):  # back to a comfortable range, exactly
+        if np.any((size < 1e-60) | (size > 1e60)):  # back to a comfortable range, exactly; those of slow modes are
             shift = np.where(slow, 0, np.frexp(size)[1])
             x, p, exponent = x.scaled(-shift), p.scaled(-shift), exponent + shift
-        return Power(x, _small_deficit(d, slow), p, exponent, slow)
+        return Power(x, d, p, exponent, slow)
 
     def log_factor(self) -> tuple[Signs, Floats]:
         """Return the sign and log of |chi| = |x|."""
@@ -82,10 +85,12 @@ def power(mode: Mode, periods: Whole) -> Power:
     """Return T^K of modes along one axis, each for its own K, by repeated squaring."""
     matrix = mode.round()
     block, result, rest = Power.first(matrix), Power.zeroth(matrix), periods.copy()
+    is_zeroth = True  # so that a product with it need not be computed
     while rest.any():
         odd = (rest & 1).astype(bool)
         if odd.any():
-            result = doubled.where(odd, result.times(block, matrix), result)
+            product = block if is_zeroth else result.times(block, matrix)
+            result, is_zeroth = product if odd.all() else doubled.where(odd, product, result), False
         rest >>= 1
         if rest.any():
             block = block.times(block, matrix)
