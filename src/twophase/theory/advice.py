@@ -5,7 +5,8 @@ Used by `twophase period` and by reports; it prints nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -19,7 +20,7 @@ from twophase.theory.modes import REGIMES, asymptotic_rate, effective_step, regi
 from twophase.theory.periods import (
     OBJECTIVES,
     Objective,
-    best_period,
+    best_periods,
     cancellation_periods,
     heuristic_period,
     log_final_loss,
@@ -195,7 +196,8 @@ def controls(rule: OuterRule, sigma: ArrayLike, period: int | None, rounds: int 
         f"no momentum, the same mean gain (lr {gain:.4g})": OuterRule(gain, 0.0),
         f"momentum tuned to {tuned.momentum:.6g} at EMA lr {ema_lr:.4g}, no restart": tuned,
     }
-    return {name: float(np.min(asymptotic_rate(other, values))) for name, other in others.items()}
+    rates = asymptotic_rate(np.array(list(others.values()), object)[:, None], values).min(axis=1)
+    return dict(zip(others, rates.tolist(), strict=True))
 
 
 def _mean_gain(rule: OuterRule, period: int | None, rounds: int | None) -> float:
@@ -213,21 +215,23 @@ def _criteria(
 ) -> tuple[tuple[Criterion, ...], Criterion]:
     """Return what each criterion chooses, the fitting one first, and no restart at all."""
 
-    def judged(objective: str, period: int | None) -> Criterion:
+    @cache
+    def facts(period: int | None) -> tuple[float, float | None]:
         rates = asymptotic_rate(rule, sigma) if period is None else restart_rate(rule, sigma, period)
         loss = None if rounds is None else float(log_final_loss(rule, sigma, rounds, period or rounds, weights))
-        return Criterion(objective, period, float(np.min(rates)), loss)
+        return float(np.min(rates)), loss
 
-    without = judged("none", None)
+    objectives = [objective for objective in OBJECTIVES if objective != "loss" or rounds is not None]
+    best = best_periods(rule, sigma, objectives, weights=weights, max_period=longest, rounds=rounds)
     criteria: dict[Objective, Criterion] = {}
-    for objective in OBJECTIVES:
-        if objective != "loss" or rounds is not None:
-            best = best_period(rule, sigma, weights=weights, max_period=longest, rounds=rounds, objective=objective)
-            criteria[objective] = judged(objective, None if rounds is not None and best >= rounds else best)
+    for objective, period in zip(objectives, best, strict=True):
+        chosen = None if rounds is not None and period >= rounds else period
+        criteria[objective] = Criterion(objective, chosen, *facts(chosen))
+    without = Criterion("none", None, *facts(None))
     first = next(iter(criteria))
     slower = rounds is None and criteria[first].rate <= without.rate  # in the long run: by the rates alone
     if slower or not restart_can_help(rule, sigma).any():  # a tie of all periods goes to the smallest
-        criteria[first] = judged(first, None)
+        criteria[first] = replace(without, objective=first)
     return tuple(criteria.values()), without
 
 

@@ -117,7 +117,7 @@ def log_final_loss(
         logs = _table_from_0(rules, values, int(cut.max()))
         full, rest = logs[cut], logs[total % cut]
     else:
-        full, rest = (log_restart_factor(rules, values, k)[1] for k in (column, total % column))
+        full, rest = log_restart_factor(rules, values, np.stack([column, total % column]))[1]
     result = _log_mean_square(total // column * full + rest, log_weights) - np.log(2)
     return result[0][()] if periods.ndim == 0 else result
 
@@ -164,14 +164,28 @@ def best_period(
     >>> best_period(rule, six, max_period=120, rounds=120), best_period(rule, 0.95, max_period=40)
     (7, 5)
     """
+    chosen: Any = ("minimax" if rounds is None else "loss") if objective is None else objective
+    return best_periods(rule, sigma, (chosen,), weights=weights, max_period=max_period, rounds=rounds)[0]
+
+
+def best_periods(
+    rule: Rules,
+    sigma: ArrayLike,
+    objectives: Sequence[Objective],
+    *,
+    weights: ArrayLike | None = None,
+    max_period: int,
+    rounds: int | None = None,
+) -> list[Any]:
+    """Return `best_period` by each of several objectives, from one table of restart factors."""
     where = "best_period"
     largest = check_count(where, "max_period", max_period)
     total = None if rounds is None else check_count(where, "rounds", rounds)
-    chosen = ("minimax" if total is None else "loss") if objective is None else objective
-    if chosen not in OBJECTIVES:
-        raise ValueError(f"{where}: objective is {objective!r}; it must be one of {', '.join(OBJECTIVES)}")
-    if chosen == "loss" and total is None:
-        raise ValueError(f'{where}: objective "loss" needs rounds, the horizon; without one use "minimax"')
+    for objective in objectives:
+        if objective not in OBJECTIVES:
+            raise ValueError(f"{where}: objective is {objective!r}; it must be one of {', '.join(OBJECTIVES)}")
+        if objective == "loss" and total is None:
+            raise ValueError(f'{where}: objective "loss" needs rounds, the horizon; without one use "minimax"')
     rules, values, log_weights = _weighted(where, rule, sigma, weights)
     table = _table_from_0(rules, values, largest if total is None else min(largest, total))
     periods, logs = np.arange(1, len(table)), table[1:]
@@ -179,17 +193,19 @@ def best_period(
         periods = np.append(periods, total)
         logs = np.concatenate([logs, log_restart_factor(rules, values, total)[1][None]])
     column = periods.reshape(-1, *[1] * (logs.ndim - 1))
-    if chosen == "loss":
-        assert total is not None
-        score = -_log_mean_square(total // column * logs + table[total % periods], log_weights)
-    elif chosen == "minimax":
-        score = np.min(-logs / column, axis=-1)
-    else:
-        score = -_log_mean_square(logs, log_weights) / (2 * column[..., 0] if chosen == "rate" else 1)
-    highest = score.max(axis=0)
-    slack = np.where(np.isfinite(highest), _TIE * np.abs(highest), 0.0)
-    best = periods[np.argmax(score >= highest - slack, axis=0)]  # the first that is as good, ties forgiven
-    return int(best) if best.ndim == 0 else best
+
+    best = []
+    for objective in objectives:
+        if objective == "loss":
+            score = -_log_mean_square(total // column * logs + table[total % periods], log_weights)
+        elif objective == "minimax":
+            score = np.min(-logs / column, axis=-1)
+        else:
+            score = -_log_mean_square(logs, log_weights) / (2 * column[..., 0] if objective == "rate" else 1)
+        highest = score.max(axis=0)
+        slack = np.where(np.isfinite(highest), _TIE * np.abs(highest), 0.0)
+        best.append(periods[np.argmax(score >= highest - slack, axis=0)])  # the first that is as good, ties forgiven
+    return [int(each) if each.ndim == 0 else each for each in best]
 
 
 def block_periods(
