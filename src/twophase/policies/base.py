@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import ClassVar, TypeVar
 
@@ -282,17 +281,20 @@ def ask(policy: RestartPolicy, state: State, signal: RoundSignal) -> Answer:
         KeyError: something that it needs is missing.
         ValueError: the answer is none; a memory that no checkpoint can hold would be lost when the run resumes.
     """
-    broken = [name for name in policy.needs - {PROBES} if not math.isfinite(signal.value(name))]
-    if PROBES in policy.needs and not any(math.isfinite(loss) for loss in signal.probes or ()):
+    needs = policy.needs
+    broken = [name for name in needs if name != PROBES and not math.isfinite(signal.value(name))]
+    if PROBES in needs and not any(math.isfinite(loss) for loss in signal.probes or ()):
         broken.append(PROBES)  # of several candidates a single one may blow up; it is not chosen
     if broken:
         return Answer(state, not_finite=tuple(sorted(broken)))
     answer = policy.decide(policy.initial_state() | state, signal)
-    with suppress(AttributeError, TypeError, ValueError):
+    try:
         memory, decision = answer
-        numbers = all(isinstance(key, str) and not math.isnan(value) for key, value in memory.items())
-        if numbers and isinstance(decision, Decision):
-            return answered(memory, decision)
+        valid = all(isinstance(key, str) and not math.isnan(value) for key, value in memory.items())
+    except (AttributeError, TypeError, ValueError):
+        valid = False
+    if valid and isinstance(decision, Decision):
+        return answered(memory, decision)
     raise ValueError(
         f"restart policy {policy} answers {answer!r} in round {signal.round}; its decide() must return a memory of "
         "numbers under names, such as {}, and None, a Restart or a Step"

@@ -42,13 +42,13 @@ def mean_outer_gain(rule: OuterRule, policy: RestartPolicy, rounds: int) -> floa
     check_count("mean_outer_gain", "rounds", rounds)
     if policy.needs:
         raise ValueError(f"mean_outer_gain: {policy} decides from measured signals; its gain is not known in advance")
-    state, buffer, total, age = policy.initial_state(), 0.0, 0.0, 0
+    state, buffer, total, age, usual = policy.initial_state(), 0.0, 0.0, 0, Step.of(rule)
     for number in range(1, rounds + 1):
         answer = ask(policy, state, RoundSignal(number, age + 1, rule=rule))
         state, age, restart = answer.state, answer.age(age + 1), answer.restart
         if restart is not None and restart.before:
             buffer = restart.retain * buffer + restart.inject
-        step = answer.step or Step.of(rule)
+        step = answer.step or usual
         total += step.along_g + step.along_m * buffer
         retained, added = answer.mixing(rule)
         buffer = retained * buffer + added

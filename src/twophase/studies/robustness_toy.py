@@ -25,6 +25,8 @@ from twophase.theory.inputs import rule_grid
 QUESTION = "Do restarts enlarge the region of good outer learning rates and momenta (paper figure 2)?"
 
 ROUNDS, MAX_PERIOD, PERIOD = 60, 20, 3
+PERIODS = (*range(1, MAX_PERIOD + 1), ROUNDS)
+"""Those of a cell's best period; the last is no restart."""
 LARGEST_MOMENTUM = 0.99
 LRS = {"ema": (0.1, 4.0), "sum": (0.05, 2.0)}
 SPECTRA = {"six modes": (SIX, -6.0), "wide": (WIDE, -2.0)}
@@ -54,8 +56,9 @@ def table(*, quick: bool = False) -> Result:
     lrs = {form: np.linspace(*ends, 10 if quick else 27) for form, ends in LRS.items()}
     rows: list[dict[str, Any]] = []
     numbers: dict[str, Any] = {}
+    gains = {(form, nesterov): _gains(form, nesterov, momenta) for form, nesterov in product(FORMS, KINDS.values())}
     for (spectrum, (sigma, good)), form, (kind, nesterov) in product(SPECTRA.items(), FORMS, KINDS.items()):
-        cells = _cells(sigma, form, nesterov, lrs[form], momenta)
+        cells = _cells(sigma, form, nesterov, lrs[form], momenta, gains=gains[form, nesterov])
         numbers[f"{spectrum}, {form}, {kind}"] = _facts(cells, good)
         where = {"spectrum": spectrum, "form": form, "rule": kind}
         rows += [
@@ -78,13 +81,18 @@ def table(*, quick: bool = False) -> Result:
     return Result(rows, numbers, settings)
 
 
-def _cells(sigma: Any, form: Form, nesterov: bool, lrs: np.ndarray, momenta: np.ndarray) -> dict[str, np.ndarray]:
-    """Log10 losses by column, and the best periods; arrays of shape (momenta, learning rates)."""
-    periods = [*range(1, MAX_PERIOD + 1), ROUNDS]
-    losses = log10_loss(rule_grid(lrs, momenta[:, None], nesterov, form), sigma, ROUNDS, periods)
-    best = np.argmin(losses, axis=0)
+def _gains(form: Form, nesterov: bool, momenta: np.ndarray) -> np.ndarray:
+    """Mean outer gains at learning rate 1, of shape (momenta, periods)."""
     units = [OuterRule(1.0, momentum, nesterov, form) for momentum in momenta]
-    gains = np.array([[mean_outer_gain(unit, Periodic(k), ROUNDS) for k in periods] for unit in units])
+    return np.array([[mean_outer_gain(unit, Periodic(k), ROUNDS) for k in PERIODS] for unit in units])
+
+
+def _cells(
+    sigma: Any, form: Form, nesterov: bool, lrs: np.ndarray, momenta: np.ndarray, *, gains: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Log10 losses by column, and the best periods; arrays of shape (momenta, learning rates)."""
+    losses = log10_loss(rule_grid(lrs, momenta[:, None], nesterov, form), sigma, ROUNDS, PERIODS)
+    best = np.argmin(losses, axis=0)
 
     def sgd(steps: np.ndarray) -> np.ndarray:
         return log10_loss(rule_grid(steps, 0.0, nesterov, form), sigma, ROUNDS)
@@ -92,7 +100,7 @@ def _cells(sigma: Any, form: Form, nesterov: bool, lrs: np.ndarray, momenta: np.
     return {
         "none": losses[-1],
         "best": losses.min(axis=0),
-        "best_period": np.array(periods)[best],
+        "best_period": np.array(PERIODS)[best],
         "best_restart": losses[:-1].min(axis=0),
         "every_3": losses[PERIOD - 1],
         "sgd_gain_3": sgd(lrs * gains[:, [PERIOD - 1]]),

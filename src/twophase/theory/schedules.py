@@ -142,6 +142,7 @@ def moments(
         spread=deviation.shape,
     )
     nesterov, state, age = numbers.nesterov[..., None], policy.initial_state(), 0
+    scheduled = numbers
     x, m, n = np.eye(3).reshape(3, 3, *(1 for _ in axes))
     now = [np.broadcast_to(value, axes) for value in (start, 0.0, start**2 + deviation**2, 0.0, 0.0)]
     history = [now]
@@ -152,7 +153,9 @@ def moments(
         )
         if any(other != answer for other in others):
             raise ValueError(f"{where}: restart policy {policy} treats the rules unlike; call {where} for each rule")
-        scheduled = rule_arrays(where, np.frompyfunc(lambda each: over.at(each, t + 1, age), 1, 1)(rules))  # noqa: B023
+        if over.name != "constant":
+            now_rules = np.frompyfunc(lambda each: over.at(each, t + 1, age), 1, 1)(rules)  # noqa: B023
+            scheduled = rule_arrays(where, now_rules)
         lr, b, w = (part[..., None] for part in (scheduled.lr, scheduled.momentum, scheduled.injection))
         with np.errstate(all="ignore"):
             seen = Round(t + 1, lr, b, w, x, phases.progress[t] * x + n, m)
