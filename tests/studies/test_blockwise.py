@@ -91,7 +91,7 @@ def test_where_blocks_differ_the_oracle_finds_what_each_likes() -> None:
         assert line_of(text, claim).startswith("Does not hold: ")
     with styled():
         figure = blockwise.draw(result)
-        assert rendered(figure)[".png"]
+        assert rendered(figure, [".png"])[".png"]
     title = " ".join(figure.get_suptitle().split())
     assert re.search(r"beat the best one K for all in [1-9]\d* of \d+ comparisons", title)
     assert "searched block by block do in 4 of 4" in title

@@ -48,7 +48,7 @@ HALVES = [slice(0, 6), slice(6, None)]
 def result() -> Result:
     """A study smaller than the quick one, once for all tests."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_digits, "QUICK", replace(QUICK, images=20, inner_steps=8, rounds=12))
+        patch.setattr(_digits, "QUICK", replace(QUICK, images=20, inner_steps=4, rounds=12, shard_inner_steps=(1, 4)))
         return linear_network.table(quick=True)
 
 
