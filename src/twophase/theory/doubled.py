@@ -59,7 +59,7 @@ class Doubled(Arrays):
         self.hi = hi
         self.lo = lo
 
-    def each(self, function: Callable[..., Any], *others: Doubled) -> Doubled:
+    def each(self, function: Callable[..., Any], *others: Doubled) -> Doubled:  # type: ignore[override]
         """Apply a function to both parts (and to those of the others)."""
         return Doubled(function(self.hi, *[x.hi for x in others]), function(self.lo, *[x.lo for x in others]))
 

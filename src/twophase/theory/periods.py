@@ -197,6 +197,7 @@ def best_periods(
     best = []
     for objective in objectives:
         if objective == "loss":
+            assert total is not None
             score = -_log_mean_square(total // column * logs + table[total % periods], log_weights)
         elif objective == "minimax":
             score = np.min(-logs / column, axis=-1)
