@@ -29,6 +29,9 @@ C = TypeVar("C")
 Tree = dict[str, Any]
 
 _TRUTHS = {"true": True, "false": False}
+# Seven times as fast in C, where PyYAML was built with it.
+_BaseLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_Dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 _LARGEST_YAML = 250_000
 _LEVELS = 10
 LATER = {"twophase": "later"}
@@ -243,11 +246,11 @@ def dump_yaml(config: Any, *, every: bool = False) -> str:
         every: write also what `to_tree` leaves out, for people; a file that is compared must not have it.
     """
     tree = to_tree(config, every=every) if dataclasses.is_dataclass(config) else config
-    return yaml.safe_dump(tree, sort_keys=False, default_flow_style=False, width=120)
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=120)
 
 
-class _Loader(yaml.SafeLoader):
-    """Read YAML as configurations have it: plain values below keys that occur once, few levels, decimal numbers.
+class _Loader(_BaseLoader):
+    """Read YAML as configurations have it: plain values below keys that occur once, decimal numbers.
 
     What YAML 1.1 takes for numbers besides (`010` is 8, `1:30` is 90, `0_2` is 2), and times, stays text.
     """
@@ -256,20 +259,6 @@ class _Loader(yaml.SafeLoader):
         first: [(tag, form) for tag, form in forms if not tag.endswith((":int", ":float", ":timestamp"))]
         for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
-    _levels = 0
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        """Refuse references, which can make a small file huge, tags, and more levels than a configuration has."""
-        event: Any = self.peek_event()
-        self._levels += 1
-        if isinstance(event, yaml.AliasEvent) or getattr(event, "tag", None) or self._levels > _LEVELS:
-            raise yaml.YAMLError(
-                f"line {event.start_mark.line + 1}: write plain values, without references, tags, or more than "
-                f"{_LEVELS} levels"
-            )
-        node = super().compose_node(parent, index)
-        self._levels -= 1
-        return node
 
     def construct_scalar(self, node: Any) -> Any:
         """Refuse text that no file name and no option can hold."""
@@ -296,16 +285,31 @@ _Loader.add_implicit_resolver(
 )
 
 
+def _check_plain(text: str) -> None:
+    """Refuse references, which can make a small file huge, tags, and more levels than a configuration has."""
+    levels = 0
+    for event in yaml.parse(text, _BaseLoader):
+        levels += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        deepest = levels + isinstance(event, yaml.ScalarEvent)
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "tag", None) or deepest > _LEVELS:
+            raise yaml.YAMLError(
+                f"line {event.start_mark.line + 1}: write plain values, without references, tags, or more than "
+                f"{_LEVELS} levels"
+            )
+
+
 def load_yaml(path: Path) -> Tree:
     """Return the mapping that a YAML file holds.
 
     Raises:
-        UsageError: a file that is missing, unreadable, too large, not YAML as `_Loader` takes it, or not a mapping.
+        UsageError: a file that is missing, unreadable, too large, not YAML of plain values, or not a mapping.
     """
     try:
         if check_regular(path) > _LARGEST_YAML:
             raise ValueError(f"more than {_LARGEST_YAML:,} bytes, which no configuration has")
-        tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # noqa: S506 - a kind of SafeLoader
+        text = path.read_text(encoding="utf-8")
+        _check_plain(text)
+        tree = yaml.load(text, _Loader)  # noqa: S506 - a kind of SafeLoader
     except OSError as error:
         raise UsageError(f"--config {path}: cannot be read ({error.strerror}); check the path") from None
     except (yaml.YAMLError, ValueError) as error:
