@@ -168,10 +168,10 @@ class Popen(_Process):
         env: Mapping[str, str],
         process_group: int,
     ) -> None:
-        assert command[:4] == [sys.executable, "-P", "-m", "twophase"]
+        assert command[:2] == [sys.executable, "-P"]
         assert (stdin, stdout, process_group) == (subprocess.PIPE, stderr, 0)
         read, write = os.pipe()
-        super().__init__(command[4:], [stdout.name] * 2, env, leash=_End(read))
+        super().__init__(command[2:], [stdout.name] * 2, env, leash=_End(read), program=True)
         os.close(read)
         self.stdin = os.fdopen(write, "wb")
 

@@ -121,9 +121,9 @@ sys.exit(143 if stop.is_set() else 0)
 """
 
 
-@pytest.fixture(scope="module")
-def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The words that start a fake worker."""
+@pytest.fixture
+def command(tmp_path_factory: pytest.TempPathFactory, forked_workers: None) -> list[str]:
+    """The words that start a fake worker, which is forked."""
     path = tmp_path_factory.mktemp("worker") / "worker.py"
     path.write_text(WORKER)
     return [sys.executable, "-P", str(path)]
@@ -244,7 +244,7 @@ def test_workers_elsewhere(tmp_path: Path, command: list[str], monkeypatch: pyte
     sweep, commands = sweep_of("ok", "diverges", "ok"), []
     folder = tmp_path / "out"
     with monkeypatch.context() as patch:
-        patch.setattr(subprocess, "Popen", must_not)
+        patch.setattr("twophase.sweeps.crew.subprocess.Popen", must_not)
         assert counts(run_sweep(sweep, folder, workers=0)) == (0, 0, 0, 0)
         run_sweep(sweep, folder, workers=4, command=["go"], in_memory=2, launch=commands.append)
     assert commands == [["go", "--out", str(folder), "--in-memory", "2"]]
