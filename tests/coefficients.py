@@ -112,25 +112,26 @@ def due(policy: RestartPolicy, number: int) -> tuple[float, float, bool] | None:
 def coefficients(rule: OuterRule, policy: RestartPolicy, rounds: int) -> list[Vector]:
     """The coefficients of each round's update, by direct simulation on coefficient vectors."""
     lr, b = decimal(rule.lr), decimal(rule.momentum)
-    buffer, updates = [Fraction(0)] * rounds, []
+
+    def mixed(retain: Fraction, m: list[Fraction], inject: Fraction | int) -> list[Fraction]:
+        """`retain m + inject g`, for the round's pseudo-gradient g, whose coefficient is the last."""
+        return [*(retain * x for x in m[:-1]), retain * m[-1] + inject]
+
+    buffer: list[Fraction] = []
+    updates = []
     for t in range(rounds):
-        g = [Fraction(i == t) for i in range(rounds)]
+        buffer = [*buffer, Fraction(0)]
         restarted = due(policy, t + 1) if b else None
-
-        def rewrite(m: list[Fraction], g: list[Fraction] = g, how: tuple[float, ...] | None = restarted):
-            assert how is not None
-            return [decimal(how[0]) * x + decimal(how[1]) * y for x, y in zip(m, g, strict=True)]
-
         if restarted and restarted[2]:
-            buffer = rewrite(buffer)
+            buffer = mixed(decimal(restarted[0]), buffer, decimal(restarted[1]))
         old = buffer
         if rule.form == "sum":
-            buffer = [b * x + y for x, y in zip(old, g, strict=True)]
-            step = [y + b * x for x, y in zip(buffer, g, strict=True)] if rule.nesterov else buffer
+            buffer = mixed(b, old, 1)
+            step = mixed(b, buffer, 1) if rule.nesterov else buffer
         else:
-            buffer = [b * x + (1 - b) * y for x, y in zip(old, g, strict=True)]
+            buffer = mixed(b, old, 1 - b)
             step = [(1 + b) * x - b * y for x, y in zip(buffer, old, strict=True)] if rule.nesterov else buffer
-        updates.append(tuple(lr * c for c in step[: t + 1]))
+        updates.append(tuple(lr * c for c in step))
         if restarted and not restarted[2]:
-            buffer = rewrite(buffer)
+            buffer = mixed(decimal(restarted[0]), buffer, decimal(restarted[1]))
     return updates

@@ -71,9 +71,10 @@ def test_shards_of_a_finished_run(shards: Path, tmp_path: Path, capsys: pytest.C
 )
 @pytest.mark.slow
 def test_what_is_finished_answers_for_its_own_text(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, message: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str, message: str
 ) -> None:
     """Where its text file is another one now, the same command is refused; one that is gone cannot be compared."""
+    monkeypatch.setattr("twophase.figures.overview.draw", lambda *_: [])  # takes longer than the runs
     text = textmaker.write(tmp_path / "text.txt")
     words = [*command.split(), *SMALL, "--data.corpus", f"file:{text}", "--out", str(tmp_path / "out"), "--quiet"]
     assert main(words) == 0

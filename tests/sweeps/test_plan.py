@@ -49,16 +49,16 @@ def grid(base: TrainConfig, **axes: tuple[Any, ...]) -> Sweep:
 BOTH = (False, True)
 GRID_1 = {"lr": (0.3, 0.5, 0.7, 0.9, 1.0, 1.2), "restart": ("1", "2", "4", "8", "16", "32", "never")}
 WITH_ZERO, WITHOUT_ZERO = (0.0, 0.5, 0.7, 0.9, 0.95), (0.3, 0.5, 0.7, 0.9, 0.95)
-TABLE_1 = {  # form and momenta: asked over executed rounds, and distinct runs, of 12, 25 and 63 rounds
-    ("sum", WITH_ZERO): {12: "2.93 222", 25: "2.10 270", 63: "1.59 318"},
-    ("sum", WITHOUT_ZERO): {12: "2.36 276", 25: "1.69 336", 63: "1.27 396"},
-    ("ema", WITH_ZERO): {12: "2.62 240", 25: "1.94 288", 63: "1.49 336"},
-    ("ema", WITHOUT_ZERO): {12: "2.15 295", 25: "1.58 355", 63: "1.21 415"},
+TABLE_1 = {  # form and momenta: asked over executed rounds, and distinct runs, of 12 and 63 rounds
+    ("sum", WITH_ZERO): {12: "2.93 222", 63: "1.59 318"},
+    ("sum", WITHOUT_ZERO): {12: "2.36 276", 63: "1.27 396"},
+    ("ema", WITH_ZERO): {12: "2.62 240", 63: "1.49 336"},
+    ("ema", WITHOUT_ZERO): {12: "2.15 295", 63: "1.21 415"},
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rounds", [12, 25, 63])
+@pytest.mark.parametrize("rounds", [12, 63])
 @pytest.mark.parametrize(("form", "momenta"), TABLE_1, ids=["sum-0", "sum", "ema-0", "ema"])
 def test_counts_of_grid_1(rounds: int, form: str, momenta: Any) -> None:
     """Distinct runs, and asked over executed rounds, are those of the table, which counts in exact arithmetic."""

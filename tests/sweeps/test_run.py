@@ -19,6 +19,7 @@ import pytest
 
 from commands import snapshot, wait_until
 from fakerun import Config, finish, grid, work_of
+from forked import FORKING
 from twophase.base.config import UsageError
 from twophase.runs.folder import lock_folder
 from twophase.sweeps import run as launch
@@ -122,8 +123,9 @@ sys.exit(143 if stop.is_set() else 0)
 
 
 @pytest.fixture
-def command(tmp_path_factory: pytest.TempPathFactory, forked_workers: None) -> list[str]:
+def command(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The words that start a fake worker, which is forked."""
+    monkeypatch.setattr("twophase.sweeps.crew.subprocess", FORKING)
     path = tmp_path_factory.mktemp("worker") / "worker.py"
     path.write_text(WORKER)
     return [sys.executable, "-P", str(path)]

@@ -18,8 +18,9 @@ A period that is not shorter than the run restarts nothing that still counts; `r
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from twophase.base.config import UsageError, get, with_values
@@ -77,7 +78,7 @@ def momentum_free(
     return product(base, [*axes, Axis(LR, tuple(lrs))], MOMENTUM_FREE, shared)
 
 
-def gain_matched(cell: Cell, arm: str) -> Cell | None:
+def gain_matched(cell: Cell, arm: str, gain: Callable[..., float] = mean_outer_gain) -> Cell | None:
     """The control of a restarted cell: no restart, and the learning rate that gives the same mean outer gain.
 
     `lr_matched = lr gain(rule, policy, T) / gain(rule, never, T)` with the gains of `restart.mean_outer_gain` over the
@@ -86,6 +87,7 @@ def gain_matched(cell: Cell, arm: str) -> Cell | None:
     Args:
         cell: the restarted cell.
         arm: name of the control's arm.
+        gain: computes the mean outer gain.
 
     Returns:
         The control, with `control_of` set; None when its learning rate equals the cell's to six digits, because then
@@ -100,7 +102,7 @@ def gain_matched(cell: Cell, arm: str) -> Cell | None:
     outer, rounds, rule = cell.config.outer, cell.config.rounds, cell.config.outer.rule()
     if not outer.is_rule:
         return None
-    restarted, plain = (mean_outer_gain(rule, policy, rounds) for policy in (outer.policy(), Never()))
+    restarted, plain = (gain(rule, policy, rounds) for policy in (outer.policy(), Never()))
     if plain == 0 or restarted <= 0:
         return None
     lr = _six_digits(rule.lr * (restarted / plain))
@@ -115,7 +117,8 @@ def gain_matched(cell: Cell, arm: str) -> Cell | None:
 
 def gain_matched_all(cells: Iterable[Cell], arm: str) -> list[Cell]:
     """The gain-matched controls of several cells, without those that need none."""
-    return [control for cell in cells if (control := gain_matched(cell, arm)) is not None]
+    gain = cache(mean_outer_gain)  # the same for every seed
+    return [control for cell in cells if (control := gain_matched(cell, arm, gain)) is not None]
 
 
 def restarts_that_count(policy: RestartPolicy, rounds: int) -> int:

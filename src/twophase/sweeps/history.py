@@ -21,6 +21,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 
 from twophase.base.errors import UsageError
 from twophase.policies.base import PROBES, Answer, Restart, RestartPolicy, RoundSignal, ask
@@ -152,6 +153,7 @@ def _opaque(rule: OuterRule, policy: RestartPolicy, number: int, probed: int) ->
     return _name("adaptive", rule, policy, number, *shown)
 
 
+@lru_cache(4096)
 def _residue(value: float) -> int:
     exact = Fraction(repr(float(value)))
     return exact.numerator * pow(exact.denominator, -1, _PRIME) % _PRIME
