@@ -117,8 +117,7 @@ def coefficients(rule: OuterRule, policy: RestartPolicy, rounds: int) -> list[Ve
         """`retain m + inject g`, for the round's pseudo-gradient g, whose coefficient is the last."""
         return [*(retain * x for x in m[:-1]), retain * m[-1] + inject]
 
-    buffer: list[Fraction] = []
-    updates = []
+    buffer, updates = list[Fraction](), []
     for t in range(rounds):
         buffer = [*buffer, Fraction(0)]
         restarted = due(policy, t + 1) if b else None

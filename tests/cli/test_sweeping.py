@@ -34,8 +34,9 @@ from twophase.sweeps.work import DONE_LOG, Work
 from twophase.tasks.lm.task import corpus_of
 from twophase.training.trainer import Trainer
 
-pytestmark = pytest.mark.usefixtures("forked_workers", "undrawn")
+pytestmark = pytest.mark.usefixtures("forked_workers")
 
+DRAW = overview.draw
 GRID = "--axis outer.momentum 0.5 0.9 --axis outer.restart never 2 --axis outer.lr 0.3 0.7".split()
 
 
@@ -51,22 +52,15 @@ Call = Callable[..., Said]
 
 
 @pytest.fixture
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Path]]:
-    """An empty file in place of each sweep's figure, which takes longer than its runs; returns the real drawing."""
-    real = overview.draw
-    monkeypatch.setattr(overview, "draw", lambda *words: write_files(words[2] / "sweep", {".png": b""}))
-    return real
-
-
-@pytest.fixture
 def corpus(tmp_path: Path) -> str:
     """A `file:` corpus."""
     return f"file:{textmaker.write(tmp_path / 'text.txt')}"
 
 
 @pytest.fixture
-def call(corpus: str, capsys: pytest.CaptureFixture[str]) -> Call:
-    """A command in this process, which must end with a status and spares importing torch; sweeps are of small runs."""
+def call(corpus: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
+    """A command in this process, with its status; sweeps are of small runs, their figures, which take longer, empty."""
+    monkeypatch.setattr(overview, "draw", lambda *words: write_files(words[2] / "sweep", {".png": b""}))
 
     def run(*words: str | Path, status: int = 0) -> Said:
         capsys.readouterr()
@@ -147,10 +141,10 @@ def steps_done(folder: Path) -> int:
 
 
 @pytest.mark.slow
-def test_seeds_alone(tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch, undrawn: Any) -> None:
+def test_seeds_alone(tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sweep of seeds is one setting with a mean and a figure. Its worker is a real one, nothing is forked."""
     monkeypatch.setattr(launch, "subprocess", subprocess)
-    monkeypatch.setattr(overview, "draw", undrawn)
+    monkeypatch.setattr(overview, "draw", DRAW)
     out = tmp_path / "a sweep"
     done = call("sweep", "--axis", "seed", "0", "1", "--out", out, "--workers", "1")
     assert "Mean over 2 seeds" in done.out
@@ -312,8 +306,7 @@ def test_policies_by_block(tmp_path: Path, corpus: str, call: Call) -> None:
         assert outcome(folder / "runs" / row.run) == outcome(alone)
         checkpoints = {path.name for path in (folder / "runs" / row.run / "checkpoint").iterdir()}
         assert checkpoints == {path.name for path in (alone / "checkpoint").iterdir()} != set()
-    report = call("report", folder)
-    assert texts[1] in report.out
+    assert texts[1] in call("report", folder).out
 
 
 # ---------------------------------------------------------------------------------------------------- workers elsewhere

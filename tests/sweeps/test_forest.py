@@ -56,10 +56,11 @@ def lm(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
 
 
 Outcome = dict[str, Any]
+Alone = Callable[[Plan], dict[str, Outcome]]
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Plan], dict[str, Outcome]]:
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
     """The outcomes of a plan's runs, each trained alone once for all tests."""
     place = tmp_path_factory.mktemp("alone")
     outcomes: dict[str, Outcome] = {}
@@ -138,8 +139,6 @@ def draw(base: RunConfig, generator: random.Random, *, count: int) -> Sweep:
     return Sweep("random", base, list(cells.values()))
 
 
-Alone = Callable[[Plan], dict[str, Outcome]]
-
 # ------------------------------------------------------------------------------------------- leaves are the runs alone
 
 
@@ -166,11 +165,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, ...]], bool]] = {
     "one history": ({}, {"momentum": (0.0,), "restart": ("never", "2"), "nesterov": (False, True)}, False),
     "a policy that measures": ({}, {"momentum": (0.5, 0.9), "restart": ("never", "every-other")}, True),
     # `auto` takes nothing of the rule: at momentum 0 it is the same run as at any other.
-    "a buffer of its own": (
-        {"steps": 18, "outer.lr": 1.0},
-        {"momentum": (0.0, 0.5), "restart": ("never", "auto")},
-        False,
-    ),
+    "a buffer of its own": ({"outer.lr": 1.0}, {"momentum": (0.0, 0.5), "restart": ("never", "auto")}, False),
     "signals": (STEEP, SIGNALS | {"momentum": (0.9,)}, True),
     "signals at momentum 0": (STEEP, SIGNALS | {"momentum": (0.0,)}, False),
     # Other numbers of sequences choose others; one that is all of a batch is as good as none.

@@ -138,13 +138,8 @@ def floats(run: Run, rounds: int, seed: int = 0) -> list[tuple[bytes, bytes, tor
         fixed.data.copy_(start)
         outer.step()
         buffer = outer.state[moving].get(BUFFER)
-        states.append(
-            (
-                moving.detach().numpy().tobytes(),
-                fixed.detach().numpy().tobytes(),
-                None if buffer is None else buffer.clone(),
-            )
-        )
+        anchor, update = (x.detach().numpy().tobytes() for x in (moving, fixed))
+        states.append((anchor, update, None if buffer is None else buffer.clone()))
     return states
 
 

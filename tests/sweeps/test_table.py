@@ -113,17 +113,12 @@ def test_a_table_without_twins_is_read(tmp_path: Path) -> None:
     ]
 
 
-@given(
-    st.lists(
-        st.tuples(
-            st.text("ab ,\"';#=\t\x0b\x1c\x85\u00e9\u2028\ufeff\u6f22\U0001f600"),
-            st.sampled_from(STATES),
-            st.none() | st.floats(allow_nan=False, allow_infinity=False),
-            st.text("abc xyz,\"';#", min_size=1),
-        ),
-        min_size=1,
-    )
-)
+NAMES = st.text("ab ,\"';#=\t\x0b\x1c\x85\u00e9\u2028\ufeff\u6f22\U0001f600")
+WORDS = st.text("abc xyz,\"';#", min_size=1)
+NUMBERS = st.none() | st.floats(allow_nan=False, allow_infinity=False)
+
+
+@given(st.lists(st.tuples(NAMES, st.sampled_from(STATES), NUMBERS, WORDS), min_size=1))
 def test_any_rows_survive_the_disk(
     tmp_path_factory: pytest.TempPathFactory, records: list[tuple[str, State, float | None, str]]
 ) -> None:

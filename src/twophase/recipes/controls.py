@@ -87,7 +87,7 @@ def gain_matched(cell: Cell, arm: str, gain: Callable[..., float] = mean_outer_g
     Args:
         cell: the restarted cell.
         arm: name of the control's arm.
-        gain: computes the mean outer gain.
+        gain: `mean_outer_gain`, or what remembers it.
 
     Returns:
         The control, with `control_of` set; None when its learning rate equals the cell's to six digits, because then
