@@ -169,17 +169,18 @@ def test_last_digits_of_the_layout_do_not_reach_the_files() -> None:
             figure = new_page(4.0)
             for part in figure.subfigures(2, 1, squeeze=False)[:, 0]:
                 part.subplots(1, 2)[0].set_title("one")
-            lay_out = figure.draw_without_rendering
+            engine: Any = figure.get_layout_engine()
+            lay_out = engine.execute
 
-            def laid_out() -> None:
-                lay_out()
+            def laid_out(figure: Any) -> None:
+                lay_out(figure)
                 for part in figure.subfigs:
                     part.bbox_relative.set_points(part.bbox_relative.get_points() + nudge)
                 for axes in figure.axes:
                     x, y, width, height = axes.get_position().bounds
                     axes.set_position((x + nudge, y + nudge, width, height))
 
-            figure.draw_without_rendering = laid_out
+            engine.execute = laid_out
             return rendered(figure)
 
     plain = nudged(0.0)

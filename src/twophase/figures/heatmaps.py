@@ -195,7 +195,7 @@ def draw_tiles(
         elif state is None:
             face, text = PAPER, "\N{EN DASH}"
         axes.add_patch(Rectangle((i - 0.5, j - 0.5), 1, 1, facecolor=face, hatch=hatch, edgecolor=HATCH, linewidth=0))
-        label = axes.text(i, j, text, color=ink, ha="center", va="center_baseline", fontsize=size)
+        label = axes.text(i, j, text, color=ink, ha="center", va="center_baseline", fontsize=size, in_layout=False)
         if hatch:
             label.set_bbox({"facecolor": DIVERGED, "edgecolor": "none", "pad": size / 6})
         elif value is None:

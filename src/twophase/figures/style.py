@@ -213,7 +213,9 @@ def name_panels(axes: Sequence[Axes], titles: Sequence[str]) -> None:
 
 def _settle(figure: Figure) -> None:
     """Lay out the figure once and round the places of its parts: the solver's last digits differ from run to run."""
-    figure.draw_without_rendering()
+    engine = figure.get_layout_engine()
+    assert engine is not None
+    engine.execute(figure)
     figure.set_layout_engine(None)  # with "none" every file would be drawn twice
     for part in figure.subfigs:
         part.bbox_relative.set_points(part.bbox_relative.get_points().round(5))
@@ -225,24 +227,24 @@ def _settle(figure: Figure) -> None:
 
 
 def rendered(figure: Figure, endings: Sequence[str] = (".png", ".pdf"), *, palette: bool = False) -> dict[str, bytes]:
-    """The figure's files by ending, byte for byte the same for the same figure; within `styled`.
+    """The figure's files by ending (`.raw`: RGBA), byte for byte the same for the same figure; within `styled`.
 
     With `palette` the PNG gets 256 colours, which the eye does not miss, and a third of the size.
     """
     _settle(figure)
     files: dict[str, bytes] = {}
     for ending in endings:
-        file = io.BytesIO()
-        figure.savefig(file, format=ending[1:], dpi=_DPI, metadata=_METADATA[ending])
-        if palette and ending == ".png":
+        is_small, file = palette and ending == ".png", io.BytesIO()
+        drawn = ".raw" if is_small else ending
+        figure.savefig(file, format=drawn[1:], dpi=_DPI, metadata=_METADATA.get(drawn))
+        if is_small:
             from PIL import Image  # noqa: PLC0415 - matplotlib brings it
 
             # Not the default method, which mixes rare colours, such as a marker's, with others; k-means then moves
             # the palette to where the pixels are, without which pale tiles of a heatmap change their colour.
             way = {"method": Image.Quantize.MAXCOVERAGE, "kmeans": 3, "dither": Image.Dither.NONE}
-            picture = Image.open(file).convert("RGB").quantize(256, **way)
-            file = io.BytesIO()
-            picture.save(file, format="PNG", optimize=True)
+            full = Image.frombytes("RGBA", figure.canvas.get_width_height(), file.getvalue())
+            full.convert("RGB").quantize(256, **way).save(file := io.BytesIO(), format="PNG", optimize=True)
         files[ending] = file.getvalue()
     return files
 

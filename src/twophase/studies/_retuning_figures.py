@@ -202,18 +202,23 @@ def _draw_curve(
     if joined:
         panel.plot(where, values, **style, zorder=3)
     high = panel.get_ylim()[1]
-    for x, line, value in zip(where, group, values, strict=True):
+    points = [*zip(where, group, values, strict=True)]
+    for x, line, value in points:
         if math.isnan(value) or value > high:
             words = readable(line["perplexity"]) or ("div." if line["state"] == "diverged" else "miss.")
             at = {"transform": panel.get_xaxis_transform(), "rotation": 90, "ha": "center", "va": "top"}
-            panel.text(x, _HEIGHTS[number], words, color=colour, fontsize=6.5, **at)
-            continue
-        if line["seeds"] > 1:
-            panel.vlines(x, line["min"], line["max"], color=colour, linewidth=0.8, zorder=3)
-        panel.plot(
-            [x], [value], marker=marker, markersize=3.2, color=colour, markeredgecolor=colour, linestyle="none",
-            markerfacecolor=PAPER if never_fires(line) else colour, markeredgewidth=0.8, zorder=4,
-        )  # fmt: skip
+            panel.text(x, _HEIGHTS[number], words, color=colour, fontsize=6.5, in_layout=False, **at)
+    points = [point for point in points if point[2] <= high]
+    bars = [(x, line["min"], line["max"]) for x, line, _ in points if line["seeds"] > 1]
+    if bars:
+        panel.vlines(*zip(*bars, strict=True), color=colour, linewidth=0.8, zorder=3)
+    for face in (colour, PAPER):
+        drawn = [(x, value) for x, line, value in points if never_fires(line) == (face == PAPER)]
+        if drawn:
+            panel.plot(
+                *zip(*drawn, strict=True), marker=marker, markersize=3.2, color=colour, markeredgecolor=colour,
+                linestyle="none", markerfacecolor=face, markeredgewidth=0.8, zorder=4,
+            )  # fmt: skip
     # For the legend: a label on what is always there, even where no point of the curve lies inside the panel.
     stroke = style["linestyle"] if joined else "none"
     panel.plot([], [], color=colour, linestyle=stroke, marker=marker, label=label)
