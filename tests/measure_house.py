@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import statistics
 import sys
 from collections.abc import Iterator, Mapping
@@ -44,15 +45,15 @@ LIMITS = {
 }
 
 
-def modules(root: Path = SOURCE) -> dict[str, ast.Module]:
-    """Parse every module under a package, by dotted name without the package's own."""
-    trees = {}
-    for path in sorted(root.rglob("*.py")):
-        parts = list(path.relative_to(root).with_suffix("").parts)
-        if parts[-1] == "__init__":
-            parts.pop()
-        trees[".".join(parts)] = ast.parse(path.read_text(encoding="utf-8"), str(path))
-    return trees
+def paths() -> dict[str, Path]:
+    """Return every module of the package, by dotted name without the package's own."""
+    dotted = {".".join(path.relative_to(SOURCE).with_suffix("").parts): path for path in sorted(SOURCE.rglob("*.py"))}
+    return {name.removesuffix("__init__").removesuffix("."): path for name, path in dotted.items()}
+
+
+def modules() -> dict[str, ast.Module]:
+    """Parse every module of the package, by dotted name without the package's own."""
+    return {name: ast.parse(path.read_text(encoding="utf-8"), str(path)) for name, path in paths().items()}
 
 
 def texts() -> Iterator[tuple[Path, str]]:
@@ -138,19 +139,15 @@ def empty_names(text: str) -> list[tuple[str, int]]:
 
 def empty_words(text: str) -> list[tuple[str, int]]:
     """Return the words of a text (source, comments and docstrings alike) that hide a noun, each with its line."""
-    hits = []
-    for number, line in enumerate(text.splitlines(), 1):
-        words = "".join(c if c.isalpha() else " " for c in line.lower()).split()
-        hits += [(word, number) for word in words if word in EMPTY_WORDS]
-    return hits
+    words = re.finditer(r"[^\W\d_]+", text.lower())
+    return [(word[0], text.count("\n", 0, word.start()) + 1) for word in words if word[0] in EMPTY_WORDS]
 
 
 def measure() -> dict[str, float]:
     """Return every figure of the house."""
-    trees = modules()
-    lines = {module: _length(path_of(module)) for module in trees}
+    lines = {module: _length(path) for module, path in paths().items()}
     tests = sorted((ROOT / "tests").rglob("*.py"))
-    graph = imports(trees)
+    graph = imports(modules())
     figures: dict[str, float] = {
         "source_lines": sum(lines.values()),
         "test_lines": sum(map(_length, tests)),
@@ -164,12 +161,6 @@ def measure() -> dict[str, float]:
         if module in graph:
             figures[figure] = sum(lines[name] for name in reachable(graph, module))
     return figures
-
-
-def path_of(module: str) -> Path:
-    """Return the file of a module."""
-    base = SOURCE.joinpath(*module.split(".")) if module else SOURCE
-    return base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
 
 
 def _length(path: Path) -> int:
