@@ -75,10 +75,14 @@ def read(path: Path) -> Page:
     return page
 
 
-def faults(site: Path) -> list[str]:
-    """Everything that is wrong with a site, a line each."""
+def pages_of(site: Path) -> dict[Path, Page]:
+    """Every page of a site, by its resolved path."""
+    return {path: read(path) for path in sorted(site.resolve().rglob("*.html"))}
+
+
+def faults(site: Path, pages: dict[Path, Page]) -> list[str]:
+    """Everything that is wrong with a site of these pages, a line each."""
     site = site.resolve()
-    pages = {path: read(path) for path in sorted(site.rglob("*.html"))}
     lines = [] if pages else [f"{site}: no pages"]
     for path, page in pages.items():
         here = path.relative_to(site)
@@ -128,6 +132,6 @@ def bad_load(address: str, path: Path, site: Path) -> str | None:
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: python tests/sitecheck.py FOLDER")
-    lines = faults(Path(sys.argv[1]))
+    lines = faults(Path(sys.argv[1]), pages_of(Path(sys.argv[1])))
     print("\n".join(lines) or f"{sys.argv[1]}: every link leads somewhere, nothing is loaded from elsewhere")
     sys.exit(1 if lines else 0)

@@ -58,9 +58,10 @@ def build(project: Path) -> None:
     (project / "said").write_text(f"{done.stdout}{done.stderr}\nstatus {done.returncode}")
 
 
-def pages_in(site: Path) -> list[Path]:
-    """The pages that Zensical made; the explorer has tests of its own."""
-    return [path for path in sorted(site.rglob("*.html")) if path.name != "explore.html"]
+@pytest.fixture(scope="session")
+def pages(site: Path) -> dict[Path, sitecheck.Page]:
+    """The pages of the built site, read once."""
+    return sitecheck.pages_of(site)
 
 
 def pages_of(nav: object) -> list[str]:
@@ -108,19 +109,19 @@ def test_faults_are_found(tmp_path: Path, page: str, message: str | None) -> Non
     (tmp_path / "source.py").touch()
     (site / "a.css").write_text("p{background:url('data:,')}")
     (site / "index.html").write_text(SOUND)
-    assert sitecheck.faults(site) == []
+    assert sitecheck.faults(site, sitecheck.pages_of(site)) == []
     (site / "index.html").write_text(SOUND + page)
-    assert sitecheck.faults(site) == ([] if message is None else [f"index.html: {message}"])
+    assert sitecheck.faults(site, sitecheck.pages_of(site)) == ([] if message is None else [f"index.html: {message}"])
 
 
 # --- the built site -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_site_is_sound(site: Path) -> None:
+def test_site_is_sound(site: Path, pages: dict[Path, sitecheck.Page]) -> None:
     """Zensical builds it strictly, without a warning; every link leads somewhere, nothing is loaded from elsewhere."""
-    assert sitecheck.faults(site) == []
-    built = {path.relative_to(site).with_suffix(".md").as_posix() for path in site.rglob("*.html")}
+    assert sitecheck.faults(site, pages) == []
+    built = {path.relative_to(site.resolve()).with_suffix(".md").as_posix() for path in pages}
     assert built - {"404.md", "assets/explore.md"} == set(pages_of(CONFIG["nav"]))
 
 
@@ -138,7 +139,7 @@ def modules_shown() -> dict[str, list[str] | None]:
 
 
 @pytest.mark.slow
-def test_reference_has_every_public_name(site: Path) -> None:
+def test_reference_has_every_public_name(pages: dict[Path, sitecheck.Page]) -> None:
     """Every public name, of the package, of `theory` and of the modules in the reference, has an entry with a text."""
     wanted = {f"{home}.{name}" for name, home in twophase._HOMES.items()}
     wanted |= {f"{getattr(theory, name).__module__}.{name}" for name in theory.__all__}
@@ -149,8 +150,7 @@ def test_reference_has_every_public_name(site: Path) -> None:
         nodes = [node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
         public = [node.name for node in nodes if node.name[0] != "_"]
         wanted |= {f"{module}.{name}" for name in (public if members is None else members)}
-    pages = [sitecheck.read(path) for path in (site / "api").glob("*.html")]
-    entries = {name for page in pages for name in page.ids}
+    entries = {name for path, page in pages.items() if path.parent.name == "api" for name in page.ids}
     assert wanted <= entries, sorted(wanted - entries)
     assert len(wanted) > 150
 
@@ -163,12 +163,14 @@ ELEMENTS = set(
 
 
 @pytest.mark.slow
-def test_markdown_became_html(site: Path) -> None:
+def test_markdown_became_html(pages: dict[Path, sitecheck.Page]) -> None:
     """Nothing in angle brackets, such as an inner product, became an element and so vanished, and no list, table,
     fence or doctest was left as text: their marks begin no line of a paragraph.
     """  # noqa: D205
-    for path in pages_in(site):
-        assert {tag for tag in sitecheck.read(path).tags if tag not in ELEMENTS} == set(), path.name
+    for path, page in pages.items():
+        if path.name == "explore.html":  # has tests of its own
+            continue
+        assert {tag for tag in page.tags if tag not in ELEMENTS} == set(), path.name
         for paragraph in re.findall(r"<p>(.*?)</p>", path.read_text(encoding="utf-8"), re.DOTALL):
             marks = re.findall(
                 r"^(?:\* |- |\| |```|&gt;&gt;&gt; |\d+\. ).*", re.sub(r"<[^>]+>", "", paragraph), re.MULTILINE
