@@ -168,7 +168,7 @@ def test_last_digits_of_the_layout_do_not_reach_the_files() -> None:
         with styled():
             figure = new_page(4.0)
             for part in figure.subfigures(2, 1, squeeze=False)[:, 0]:
-                part.subplots(1, 2)[0].set_title("one")
+                part.subplots().set_title("one")
             engine: Any = figure.get_layout_engine()
             lay_out = engine.execute
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -18,6 +19,7 @@ import pytest
 from browser import Watched, axe_violations
 from runmaker import EMA, NESTEROV, SUM, config_of, make_sweep, write_lines, write_run, write_summary
 from sitecheck import Page
+from twophase.advice import verdict as advice
 from twophase.advice.verdict import diagnose
 from twophase.base.config import UsageError
 from twophase.cli.main import main
@@ -31,16 +33,29 @@ from twophase.report.plot import script
 from twophase.report.run import run_report
 from twophase.report.sweep import sweep_report
 from twophase.report.sweep_record import read_sweep
+from twophase.rule import OuterRule
 from twophase.runs.record import read_record
 from twophase.sweeps.grid import Axis, Sweep, product
 from twophase.sweeps.table import Row, read_rows, write_rows
 from twophase.tasks.named import config_class
+from twophase.theory.advice import Advice, advise
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
 Output = pytest.CaptureFixture[str]
 EVIL = "</title><script>alert(1)</script><img src=x onerror=alert(2)>\"'&\u202e\ud800=cmd|' /C calc'!A0"
+
+
+@functools.cache
+def advised(rule: OuterRule, sigma: float, rounds: int | None) -> Advice:
+    return advise(rule, [sigma], rounds=rounds)
+
+
+@pytest.fixture(autouse=True)
+def runs_that_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ask the theory once about runs that are alike: it takes longer than their pages."""
+    monkeypatch.setattr(advice, "advise", lambda rule, sigma, *, rounds: advised(rule, *sigma, rounds))
 
 
 @dataclasses.dataclass
