@@ -33,12 +33,11 @@ from twophase.report.plot import script
 from twophase.report.run import run_report
 from twophase.report.sweep import sweep_report
 from twophase.report.sweep_record import read_sweep
-from twophase.rule import OuterRule
 from twophase.runs.record import read_record
 from twophase.sweeps.grid import Axis, Sweep, product
 from twophase.sweeps.table import Row, read_rows, write_rows
 from twophase.tasks.named import config_class
-from twophase.theory.advice import Advice, advise
+from twophase.theory.advice import advise
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -47,9 +46,7 @@ Output = pytest.CaptureFixture[str]
 EVIL = "</title><script>alert(1)</script><img src=x onerror=alert(2)>\"'&\u202e\ud800=cmd|' /C calc'!A0"
 
 
-@functools.cache
-def advised(rule: OuterRule, sigma: float, rounds: int | None) -> Advice:
-    return advise(rule, [sigma], rounds=rounds)
+advised = functools.cache(lambda rule, sigma, rounds: advise(rule, [sigma], rounds=rounds))
 
 
 @pytest.fixture(autouse=True)
