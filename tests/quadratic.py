@@ -29,6 +29,25 @@ def disturbances(replicas: int) -> np.ndarray:
 # --- the engine on a quadratic ------------------------------------------------------------------------------------
 
 
+class Disturbed(torch.optim.SGD):
+    """Gradient descent that in the last inner step of a round also moves by minus the disturbance."""
+
+    def __init__(self, params: Any, disturbance: np.ndarray | None) -> None:
+        super().__init__(params, lr=INNER_LR)
+        self.disturbance = disturbance
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        """An inner step."""
+        super().step(closure)
+        self.steps += 1
+        if self.disturbance is not None and self.steps % INNER_STEPS == 0:
+            values = torch.from_numpy(self.disturbance[self.steps // INNER_STEPS - 1])
+            (x,) = self.param_groups[0]["params"]
+            x.sub_(values)
+
+
 def half_square(x: np.ndarray) -> float:
     """The model's loss with equal weights."""
     return 0.5 * float((x**2).mean())
@@ -51,20 +70,16 @@ def engine_run(
     size = 2 if callable(outer) else len(CURVATURES)
     slices = [slice(i, i + size) for i in range(0, len(CURVATURES), size)]
     names = [f"x{number}" for number in range(len(slices))]
-    models: list[nn.Module] = [
-        nn.ParameterDict({name: torch.full((size,), start, dtype=torch.float64) for name in names})
-        for _ in range(2 if noise is None else noise.shape[1])
-    ]
-    params = [p for model in models for p in model.parameters()]
-    factors = [torch.from_numpy(1 - INNER_LR * CURVATURES[part]) for _ in models for part in slices]
+    models, inners = [], []
+    for replica in range(2 if noise is None else noise.shape[1]):
+        model = nn.ParameterDict({name: torch.full((size,), start, dtype=torch.float64) for name in names})
+        models.append(model)
+        for name, part in zip(names, slices, strict=True):
+            disturbance = None if noise is None else noise[:, replica, part]
+            inners.append(Disturbed([model.get_parameter(name)], disturbance))
 
     def place(model: nn.Module) -> np.ndarray:
-        return torch.cat([p.detach() for p in model.parameters()]).numpy()
-
-    def signals(_: Any) -> dict[str, float]:
-        ends = half_square(np.mean([place(model) for model in models], axis=0))
-        losses = {"loss_start": half_square(places[-1]), "loss_end": ends}
-        return losses | {"inner_lr": 1.0, "progress": len(places) / ROUNDS}
+        return torch.cat([model.get_parameter(name).detach() for name in names]).numpy()
 
     engine = DiLoCo(
         models,
@@ -74,14 +89,19 @@ def engine_run(
         signals=("loss_start", "loss_end", "inner_lr", "progress"),
         probe=lambda model, _replica, _round: half_square(place(model)),
     )
+    curvatures = torch.from_numpy(CURVATURES)
     places, reports = [np.full_like(CURVATURES, start)], []
-    for step in range(1, ROUNDS * INNER_STEPS + 1):
-        with torch.no_grad():
-            torch._foreach_mul_(params, factors)
-            if noise is not None and step % INNER_STEPS == 0:
-                moves = noise[step // INNER_STEPS - 1]
-                torch._foreach_sub_(params, [torch.from_numpy(row[part]) for row in moves for part in slices])
-        report = engine.step(signals)
+    for _ in range(ROUNDS * INNER_STEPS):
+        for inner in inners:
+            inner.zero_grad()
+        for model in models:
+            x = torch.cat([model.get_parameter(name) for name in names])
+            (0.5 * curvatures * x * x).sum().backward()
+        for inner in inners:
+            inner.step()
+        ends = half_square(np.mean([place(model) for model in models], axis=0))
+        signals = {"loss_start": half_square(places[-1]), "loss_end": ends}
+        report = engine.step(signals | {"inner_lr": 1.0, "progress": len(places) / ROUNDS})
         if report is not None:
             places.append(torch.cat([engine.anchor[name] for name in names]).numpy().copy())
             reports.append(report)

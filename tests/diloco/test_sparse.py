@@ -41,12 +41,12 @@ def twin(owed: NDArray[np.float64], g: NDArray[np.float64], ratio: int, bits: in
 
 @pytest.mark.parametrize(("name", "numel"), SHAPES)
 def test_equals_the_slow_twin(name: str, numel: int):
-    """Eight rounds of three senders: sums and residuals are those of the equations in float64, to 1e-12."""
+    """24 rounds of three senders: sums and residuals are those of the equations in float64, to 1e-12."""
     format_ = TopK.of(name)
     assert format_ is not None
     senders = channel(name, numel, 3, dtype=torch.float64)
     owed = [np.zeros(numel) for _ in range(3)]
-    for number in range(8):
+    for number in range(24):
         parts = contributions(numel, 3, number, torch.float64)
         expected = sum(twin(e, g.numpy(), format_.ratio, format_.bits) for e, g in zip(owed, parts, strict=True))
         np.testing.assert_allclose(simulate(senders, parts).numpy(), expected, rtol=0, atol=1e-12)

@@ -98,11 +98,11 @@ TWINS: dict[str, Twin] = {
 @each_restart
 @pytest.mark.parametrize("text", TWINS)
 def test_equals_its_slow_twin(text: str, restart: str, rule: OuterRule):
-    """Over 13 rounds parameters and momentum are the twin's, with gradients that turn against the momentum at times."""
+    """Over 24 rounds parameters and momentum are the twin's, with gradients that turn against the momentum at times."""
     params = parameters(0, SHAPES)
     twins = [ReferenceOuter(p.reshape(-1), rule, parse_policy(restart)) for p in params]
     optimizer = OuterOptimizer(params, outer(rule, filter=text), restart, context=Context(AGE))
-    for number in range(13):
+    for number in range(24):
         gradients = [
             g * (1 - 3 * (number % 7 == 5)) + 0.3 * math.cos(number) for g in randoms(1000 + number % 5, SHAPES)
         ]

@@ -263,6 +263,23 @@ def test_nilpotent(rule: OuterRule):
     assert np.all(logs[1:] == -np.inf)
 
 
+@pytest.mark.parametrize(
+    ("rule", "factors"),
+    [
+        (HB, [0.905, 0.73352, 0.50951, 0.25950, 0.0098321, -0.21580, -0.39837]),
+        (NAG, [0.8195, 0.59463, 0.35498, 0.12607, -0.07236]),
+    ],
+)
+def test_anchors(rule: OuterRule, factors: list[float]):
+    """A0: chi_1 ... of the mode s = .095 at b .9 to the digits printed, both ways; r_5 = .92442."""
+    periods = np.arange(1, len(factors) + 1)
+    signs, logs = restart_table(rule, 0.95, len(factors))
+    for values in (signs * np.exp(logs), restart_factor(rule, 0.95, periods)):
+        assert values == pytest.approx(factors, abs=6e-6)
+    assert restart_factor(HB, 0.95, 5) == pytest.approx(0.0098321, abs=6e-8)
+    assert restart_rate(HB, 0.95, 5) == pytest.approx(0.92442, abs=5e-6)
+
+
 # --- formulas of the note ---------------------------------------------------------------------------------------------
 
 

@@ -14,17 +14,38 @@ import pytest
 
 import oracle
 from amount import amount
-from oracle import HB, NAG, random_rule
+from oracle import HB, NAG, SIX, THREE, random_rule
 from twophase.restart import AtRounds, Never
-from twophase.rule import OuterRule
+from twophase.rule import FORMS, OuterRule
 from twophase.theory.contraction import log_restart_factor, restart_can_help, restart_table
 from twophase.theory.mixing import Schedule, best_schedule, chebyshev_rate, mixed_periods
+from twophase.theory.modes import asymptotic_rate
 from twophase.theory.periods import best_period, log_final_loss
 from twophase.theory.rollout import rollout
 
 GONE = oracle.NILPOTENT[0]  # at sigma 1: chi_1 = -1/2, then 0
+LOG_10 = math.log(10)
 
 # --- the best mix in the long run (R24) ---------------------------------------------------------------------------
+
+ANCHORS = [  # interval, rule, no restart, best fixed rate and period, rate of the mix
+    ((0.3, 0.95), HB, 0.0527, 0.1315, 7, 0.1946),
+    ((0.3, 0.95), OuterRule(7.0, 0.9, False, "ema"), 0.0527, 0.3605, 2, 0.5051),
+    ((0.3, 0.95), OuterRule(7.0, 0.9, True, "ema"), 0.1705, 0.5092, 1, 0.7152),
+]
+
+
+@pytest.mark.parametrize(("ends", "rule", "none", "fixed", "period", "mix"), ANCHORS, ids=["HB 1", "HB 7", "NAG 7"])
+def test_anchors_of_mixes(
+    ends: tuple[float, float], rule: OuterRule, none: float, fixed: float, period: int, *, mix: float
+) -> None:
+    """R24's table, 241 modes, K <= 40; the same rule in the other form gives the same."""
+    sigma = np.linspace(*ends, 241)
+    for form in FORMS:
+        mixture = mixed_periods(rule.to(form), sigma, max_period=40)
+        assert (mixture.rate, mixture.fixed_rate) == pytest.approx((mix, fixed), abs=0.00006)
+        assert mixture.fixed_period == period
+    assert np.min(asymptotic_rate(rule, sigma)) == pytest.approx(none, abs=0.00006)
 
 
 def check_mix(rule: OuterRule, sigma: Any, max_period: int) -> Any:
@@ -151,6 +172,23 @@ def check_schedule(schedule: Schedule, rule: OuterRule, sigma: Any, rounds: int,
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sigma", "loss", "noted"),
+    [
+        (SIX, -20.939, ({2: 1, 5: 2, 6: 7, 8: 1, 10: 5}, 8)),
+        (THREE, -16.6435, ({5: 1, 6: 2, 7: 3, 12: 3, 14: 2, 15: 1}, 3)),
+    ],
+    ids=["six modes", "three blocks"],
+)
+def test_anchor_schedules(sigma: Any, loss: float, noted: Any) -> None:
+    """R24, T 120, K <= 20: the note's own schedules have the losses noted, and the search finds no worse ones."""
+    schedule = best_schedule(HB, sigma, rounds=120, max_period=20)
+    check_schedule(schedule, HB, sigma, 120)
+    assert log_mean(residuals(HB, sigma, *noted)) / LOG_10 == pytest.approx(loss, abs=0.005)
+    assert schedule.log_loss / LOG_10 <= loss + 5e-4
+
+
+@pytest.mark.slow
 def test_schedules_are_never_worse_than_a_single_period() -> None:
     """Random rules (stable or not), spectra, weights and horizons: no K <= max_period is better, nor is none."""
     rng, better = random.Random(4), 0
@@ -241,6 +279,13 @@ def exact_chebyshev(low: float, high: float, rounds: int | None) -> Any:
         if rounds is None:
             return -mpmath.log((mpmath.sqrt(k) - 1) / (mpmath.sqrt(k) + 1))
         return mpmath.log(mpmath.cosh(rounds * mpmath.acosh((k + 1) / (k - 1)))) / rounds
+
+
+def test_chebyshev_numbers() -> None:
+    """R25: 1.271, .655, .285 in the limit and 1.2425, .6260, .2559 at T = 24 for k = 3.17, 10, 50."""
+    low, high = np.array([0.3, 0.1, 0.02]), np.array([0.95, 1.0, 1.0])
+    assert chebyshev_rate(low, high) == pytest.approx([1.271, 0.655, 0.285], abs=0.0005)
+    assert chebyshev_rate(low, high, 24) == pytest.approx([1.2425, 0.6260, 0.2559], abs=0.00005)
 
 
 def test_chebyshev_is_accurate_everywhere() -> None:

@@ -434,6 +434,24 @@ def test_block_periods() -> None:
 # --- the theory note's numbers ------------------------------------------------------------------------------------
 
 
+def log10_loss(rule: OuterRule, sigma: Any, rounds: int, period: int) -> float:
+    return float(log_final_loss(rule, sigma, rounds, period)) / LOG_10
+
+
+def test_anchor_six_modes() -> None:
+    """A2: T 120: best K = 7 with -14.45, per-mode oracle [5, 5, 6, 7, 8, 10] with -32.04; the paper's criterion."""
+    rounds = 120
+    assert best_period(HB, SIX, max_period=120, rounds=rounds) == best_period(HB, SIX, max_period=60) == 7
+    assert log10_loss(HB, SIX, rounds, 7) == pytest.approx(-14.45, abs=0.05)
+    oracles = block_periods(HB, [[s] for s in SIX], max_period=120, rounds=rounds)
+    assert oracles == (5, 5, 6, 7, 8, 10)
+    losses = [10 ** log10_loss(HB, s, rounds, period) for s, period in zip(SIX, oracles, strict=True)]
+    assert math.log10(np.mean(losses)) == pytest.approx(-32.04, abs=0.005)
+    assert [best_period(HB, SIX, max_period=k, objective="factor") for k in (11, 20, 120)] == [6, 17, 120]
+    plain = [OuterRule(1.0, 0.41, True, "ema"), OuterRule(1.0, 0.30, False, "ema")]
+    assert [log10_loss(rule, SIX, rounds, rounds) for rule in plain] == pytest.approx([-57.1, -63.0], abs=0.1)
+
+
 def test_smallest_factor_is_not_the_largest_rate() -> None:
     """E1 and E2: argmin |chi_K| moves as its range grows, argmax r_K stays; of random modes most differ at last."""
     for largest, period in ((10, 5), (20, 15), (40, 35), (80, 75)):

@@ -225,6 +225,13 @@ def warm_restart_factor(rule: OuterRule, sigma: float, period: int) -> float:
     return x + sigma * m
 
 
+def test_anchor_of_warm_restarts() -> None:
+    """R28: b .9, EMA lr 1, sigma 1: 0, -.9, -1.62 where a cold start has .900, .720, .486."""
+    warm = [warm_restart_factor(HB, 1.0, period) for period in (1, 2, 3)]
+    assert warm == pytest.approx([0, -0.9, -1.62], abs=1e-12)
+    assert restart_factor(HB, 1.0, [1, 2, 3]) == pytest.approx([0.9, 0.72, 0.486], abs=1e-12)
+
+
 @pytest.mark.parametrize("warm", [True, False])
 @pytest.mark.parametrize("period", [1, 2, 7])
 def test_warm_restart_is_what_torch_does(period: int, warm: bool) -> None:
