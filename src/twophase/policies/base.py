@@ -292,7 +292,7 @@ def ask(policy: RestartPolicy, state: State, signal: RoundSignal) -> Answer:
         memory, decision = answer
         valid = all(isinstance(key, str) and not math.isnan(value) for key, value in memory.items())
     except (AttributeError, TypeError, ValueError):
-        valid = False
+        memory, decision, valid = {}, None, False
     if valid and isinstance(decision, Decision):
         return answered(memory, decision)
     raise ValueError(

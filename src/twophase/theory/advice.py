@@ -221,7 +221,7 @@ def _criteria(
         loss = None if rounds is None else float(log_final_loss(rule, sigma, rounds, period or rounds, weights))
         return float(np.min(rates)), loss
 
-    objectives = [objective for objective in OBJECTIVES if objective != "loss" or rounds is not None]
+    objectives: list[Objective] = [objective for objective in OBJECTIVES if objective != "loss" or rounds is not None]
     best = best_periods(rule, sigma, objectives, weights=weights, max_period=longest, rounds=rounds)
     criteria: dict[Objective, Criterion] = {}
     for objective, period in zip(objectives, best, strict=True):
