@@ -105,7 +105,7 @@ $(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
 	@touch $@
 
 coverage: setup-dev
-	@$(BIN)/python -m pytest -n 3 --dist worksteal --cov=twophase --cov-branch $(ARGS)
+	@$(BIN)/python -m pytest -n 3 --dist worksteal --cov $(ARGS)
 
 check: setup-dev
 	@$(BIN)/ruff check .
