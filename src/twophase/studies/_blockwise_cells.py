@@ -79,7 +79,7 @@ class Place:
 
     @property
     def name(self) -> str:
-        """For tables."""
+        """Text for tables."""
         return f"width {self.width}, S={self.inner_steps}"
 
     @property

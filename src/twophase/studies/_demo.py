@@ -42,10 +42,10 @@ LIMITS = (
 def draw(rows: Sequence[Row], sweep: Sweep, folder: Path) -> list[Path]:
     """Draw `demo` (the main grid), `controls` (if the sweep has any) and `demo_thresholds`: `.png`, `.pdf` and `.csv`.
 
-    The first two are 2 x 2 heatmaps, heavy ball above Nesterov, on one colour scale; the left column of `controls`
-    holds the gain-matched runs in the place of the restarted cells that they control. With several seeds they show
-    means. The third is the share of each arm's settings near the best, over how near. The folder is the sweep's
-    `figures`; returned are the paths written.
+    The first two are 2 x 2 heatmaps, heavy ball above Nesterov, on one colour scale. The left column of `controls`
+    holds gain-matched runs in the place of the restarted cells. With several seeds they show means. The third is the
+    share of each arm's settings near the best, over how near. The folder is the sweep's `figures`; returned are the
+    paths written.
     """
     cells = settings(rows)
     finished = [cell.result for cell in cells if cell.result is not None]
@@ -100,7 +100,7 @@ def main_maps(rows: Sequence[Row]) -> list[list[Panel]]:
 
 
 def _maps(rows: Sequence[Row], arm_of: Callable[[str], str], words: str) -> list[list[Panel]]:
-    """Set an arm of each kind beside the restarted one, at the places where it has runs; nothing where it has none."""
+    """Map an arm of each kind and the restarted one, at places where the arm has runs; nothing where it has none."""
     by_run = {row.run: row for row in rows}
     by_arm: dict[str, dict[tuple[float, float], Setting]] = {}
     for cell in settings(rows):
@@ -133,7 +133,7 @@ def scale(rows: Sequence[Row]) -> Scale:
 
 
 def terminal_maps(rows: Sequence[Row]) -> Text:
-    """Return the main grid as text that fills in while the demo runs, and below it what stands beside the grid."""
+    """Return the main grid as text that fills in while the demo runs, and the references below it."""
     text = text_maps(main_maps(rows), scale(rows), x_label="lr")
     results = (f"{name} {readable(cell.result)}" for name, cell in beside(rows).items() if cell and cell.result)
     text.append(f"Perplexity; lower is better. Rows: momentum.\n{', '.join(results) or 'Nothing beside it yet'}")
@@ -178,7 +178,7 @@ def _compared(rows: Sequence[Row], sweep: Sweep, judged: Verdict, without: Seque
     return " ".join(
         [
             f"Compared: {pairs} settings of the outer step ({' and '.join(RULES)}, {momenta} momenta, {lrs} learning "
-            f"rates), each without a restart of the momentum and with one every {PERIOD} rounds ({of_seeds}).",
+            f"rates), each without a restart and with one every {PERIOD} rounds ({of_seeds}).",
             *([f"Beside them stand {others} settings as controls."] if others else []),
             *([f"So far {len(rows) - missing} of {len(rows)} runs have ended."] if missing else []),
         ]

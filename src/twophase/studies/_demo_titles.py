@@ -14,7 +14,7 @@ from twophase.sweeps.table import Row, Setting, geometric_mean, result
 
 
 def curves_of(rows: Sequence[Row], cells: Sequence[Setting], kind: str) -> list[Curve]:
-    """Count what works in every arm of a rule; a control that has fewer settings stands beside the same ones."""
+    """Count what works in every arm of a rule; a control with fewer settings is compared on those."""
     controlled = {row.control_of for row in rows}
     arms = {"no restart": arm_name(kind, "never"), f"restart every {PERIOD} rounds": arm_name(kind, str(PERIOD))}
     by_name = {name: [cell for cell in cells if cell.arm == arm] for name, arm in arms.items()}

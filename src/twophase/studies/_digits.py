@@ -66,7 +66,7 @@ QUICK = Settings(
 
 
 def load_data(digits: tuple[int, int], count: int) -> Data:
-    """The first images of two digits by turns, centred and of norm sqrt(pixels), and targets: 1 and -1.
+    """Load the first images of two digits by turns, centred and of norm sqrt(pixels), and targets: 1 and -1.
 
     Raises:
         UsageError: scikit-learn is not installed.
@@ -95,7 +95,7 @@ class Network(nn.Module):
         self.readout = nn.Parameter(torch.from_numpy(draw(width)))
 
     def forward(self) -> Tensor:
-        """Residual of every image."""
+        """Return the residual of every image."""
         features = torch.tanh(self.images @ self.hidden.T / math.sqrt(self.images.shape[1]))
         return features @ self.readout / math.sqrt(len(self.readout)) - self.targets
 
@@ -110,7 +110,7 @@ class Linearised(nn.Module):
 
     @classmethod
     def of(cls, network: nn.Module) -> Linearised:
-        """The linearisation of a network at its parameters."""
+        """Linearise a network at its parameters."""
         params = {name: p.detach() for name, p in network.named_parameters()}
         slopes = jacrev(lambda values: functional_call(network, values, ()))(params)
         residual = network().detach()
@@ -118,11 +118,11 @@ class Linearised(nn.Module):
         return cls(jacobian, residual, torch.cat([p.reshape(-1) for p in params.values()]))
 
     def some(self, images: slice) -> Linearised:
-        """The same model of some of the images."""
+        """Return the same model of some of the images."""
         return Linearised(self.jacobian[images], self.residual[images], self.start)
 
     def forward(self) -> Tensor:
-        """Residual of every image."""
+        """Return the residual of every image."""
         return self.residual + self.jacobian @ (self.theta - self.start)
 
 
@@ -136,8 +136,8 @@ class Inner(NamedTuple):
 def train(whole: nn.Module, rule: OuterRule, restart: str, rounds: int, inner: Inner, *replicas: nn.Module) -> Floats:
     """Train with the engine on the mean squared residual over 2, full batches, plain gradient descent inside.
 
-    The replicas begin at the parameters of the first, each with images of its own; without any, the model of all images
-    is trained itself.
+    All replicas begin at the parameters of the first, with different images. Without replicas the model of all images
+    is trained.
 
     Returns:
         Residual of all images at the anchor before the first round and after each, shape (rounds + 1, images).
@@ -170,21 +170,21 @@ class Modes:
     initial: Floats
 
     def predict(self, rule: OuterRule, restart: str, rounds: int) -> Floats:
-        """Residuals round by round, shape (rounds + 1, images)."""
+        """Return residuals round by round, shape (rounds + 1, images)."""
         return rollout(rule, self.sigma, rounds, restart, initial=self.initial).residual @ self.basis.T
 
     def period(self, rule: OuterRule, rounds: int) -> int:
-        """The period with the lowest loss after so many rounds."""
+        """Return the period with the lowest loss after `rounds`."""
         return best_period(rule, self.sigma, weights=self.initial**2, max_period=rounds, rounds=rounds)
 
 
 def largest_eigenvalue(model: Linearised) -> float:
-    """Of the kernel `J J^T / n`: the inner lr must not exceed one over it."""
+    """Return the largest eigenvalue of the kernel `J J^T / n`; the inner lr must not exceed its inverse."""
     return float(torch.linalg.matrix_norm(model.jacobian, 2)) ** 2 / len(model.jacobian)
 
 
 def modes_of(model: Linearised, inner: Inner) -> Modes:
-    """The theory's modes: eigenvectors of the kernel `J J^T / n`, with `sigma = 1 - (1 - eta lambda)^S`.
+    """Return the theory's modes: eigenvectors of the kernel `J J^T / n`, with `sigma = 1 - (1 - eta lambda)^S`.
 
     Source: paper appendix A.1; theory note R1.
     """
@@ -195,13 +195,12 @@ def modes_of(model: Linearised, inner: Inner) -> Modes:
 
 
 def modes_of_shards(model: Linearised, shards: Sequence[slice], inner: Inner) -> Modes:
-    """The modes of replicas with different data, shards of equal size, exactly, for a model that is linear.
+    """Return the exact modes of a linear model whose replicas have different data, in shards of equal size.
 
-    Replica h removes the share `P_h = I - (I - eta Theta_hh / n_h)^S` of its own residual, so that the mean
-    pseudo-gradient moves the residual of all images by `Theta D r`, with `Theta = J J^T` and D block diagonal with
-    the blocks `Theta_hh^-1 P_h / R`. Its eigenvalues are those of the symmetric `Theta^1/2 D Theta^1/2` and lie in
-    [0, 1]: they take the place of sigma, and the outer rule sees modes as ever. With one shard these are the modes of
-    `modes_of`; with several they are so at S = 1 only.
+    Replica h removes the share `P_h = I - (I - eta Theta_hh / n_h)^S` of its residual. The mean pseudo-gradient then
+    moves the residual of all images by `Theta D r`. Here `Theta = J J^T`, and D is block diagonal with the blocks
+    `Theta_hh^-1 P_h / R`. The eigenvalues of `Theta D` are those of the symmetric `Theta^1/2 D Theta^1/2`, lie in [0,
+    1], and replace sigma. With one shard the modes are those of `modes_of`; with several only at S = 1.
     """
     jacobian = model.jacobian.numpy()
     kernel = jacobian @ jacobian.T
@@ -224,7 +223,7 @@ MEASURABLE = 1e-5
 
 
 def deviations(path: Floats, modes: Modes, rule: OuterRule, restart: str, period: int) -> tuple[float, Floats, Floats]:
-    """The largest distance of a mode from the theory, relative to the first residual, and its contractions.
+    """Compute the largest distance of a mode from the theory, relative to the first residual, and its contractions.
 
     Those of each cycle, (cycles, modes), are nan where the mode is too small; last comes what they should be, `chi_K`.
     """
@@ -238,12 +237,12 @@ def deviations(path: Floats, modes: Modes, rule: OuterRule, restart: str, period
 
 
 def log10_loss(path: Floats) -> Floats:
-    """Log10 of half the mean squared residual, round by round."""
+    """Return log10 of half the mean squared residual, round by round."""
     return np.log10(0.5 * np.mean(path**2, axis=-1))
 
 
 def departures(path: Floats, expected: Floats) -> dict[str, float]:
-    """Distance of a run from its linear model, `departure` the largest, `departure_last` after the last round.
+    """Return the distances of a run from its linear model: `departure` (largest) and `departure_last` (last round).
 
     Both relative to the first residual; `departure_of_rest` is the last one relative to what the linear model has left.
     """
@@ -275,7 +274,7 @@ def measured(settings: Settings) -> tuple[Rows, dict[str, Any]]:
 
 
 def linear_part(settings: Settings, data: Data) -> tuple[Rows, dict[str, Any]]:
-    """The linear model against the theory: two replicas with equal data, every rule, policy, mode and cycle."""
+    """Compare the linear model with the theory: two replicas with equal data, every rule, policy, mode and cycle."""
     rounds = settings.rounds
     model = Linearised.of(Network(settings.linear_width, 0, data))
     inner = Inner(settings.safety / largest_eigenvalue(model), settings.inner_steps)
@@ -308,7 +307,7 @@ def linear_part(settings: Settings, data: Data) -> tuple[Rows, dict[str, Any]]:
 
 
 def network_part(settings: Settings, data: Data) -> tuple[Rows, dict[str, Any]]:
-    """Networks of growing width against their linearisations, with and without restarts, and the controls."""
+    """Compare networks of growing width with their linearisations, with and without restarts, and with controls."""
     rounds, rows, runs, tuned = settings.rounds, [], [], {}
     extremes = min(settings.widths), max(settings.widths)
     for width in sorted(settings.widths, reverse=True):
@@ -341,19 +340,19 @@ def network_part(settings: Settings, data: Data) -> tuple[Rows, dict[str, Any]]:
 
 
 def plan(modes: Modes, rounds: int) -> list[tuple[OuterRule, str]]:
-    """The runs: two rules without and with restarts, averaging, and no momentum at the restarts' mean gain."""
+    """List the runs: two rules without and with restarts, averaging, and no momentum at the restarts' mean gain."""
     periods = {rule: modes.period(rule, rounds) for rule in (HEAVY_BALL, USUAL)}
     pairs = [(rule, restart) for rule, period in periods.items() for restart in ("never", str(period))]
     return [*pairs, (AVERAGING, "never"), (OuterRule(_mean_gain(HEAVY_BALL, periods[HEAVY_BALL]), 0.0), "never")]
 
 
 def _mean_gain(rule: OuterRule, period: int) -> float:
-    """What a slow mode sees a round in a cycle: the lr of the momentum-free rule of matched gain (theory note R31)."""
+    """Return a slow mode's mean gain a round: the lr of the momentum-free rule of matched gain (theory note R31)."""
     return mean_outer_gain(rule, Periodic(period), period)
 
 
 def tuned_losses(modes: Modes, rounds: int) -> dict[str, float]:
-    """What the linear theory promises to tuning: log10 of the lowest loss over lr up to 3, momentum and both kinds."""
+    """Return log10 of the linear theory's lowest loss, tuned over lr up to 3, momentum and both kinds."""
     grid = rule_grid(np.arange(1, 61)[:, None, None] / 20, np.arange(20)[:, None] / 20, [False, True])
     losses = log_final_loss(grid, modes.sigma, rounds, np.arange(1, rounds + 1), weights=modes.initial**2)
     losses = losses / np.log(10) + math.log10(np.mean(modes.initial**2))  # its initial loss is 1/2
@@ -368,7 +367,7 @@ _GAINS = {"promised": "log10_loss_linear", "found": "log10_loss"}
 
 
 def fit(rows: Rows, run: Run, settings: Settings) -> dict[str, Any]:
-    """The exponents with which departures fall with width (least squares in logarithms), and medians by width."""
+    """Fit the exponents with which departures fall with width (least squares in logarithms); add medians by width."""
     lines: dict[str, Any] = {}
     used = [row for row in select(rows, part="network", **run) if row["width"] >= settings.fitted_from]
     for name in _DEPARTURES:
@@ -381,7 +380,7 @@ def fit(rows: Rows, run: Run, settings: Settings) -> dict[str, Any]:
 
 
 def departure_ratios(rows: Rows, never: Run, restarted: Run) -> dict[str, Any]:
-    """Departure with restarts over departure without: the geometric mean over all networks."""
+    """Return departure with restarts over departure without: the geometric mean over all networks."""
     pairs = list(zip(*(select(rows, part="network", **run) for run in (restarted, never)), strict=True))
     return restarted | {
         name: math.exp(np.mean([math.log(a[name] / b[name]) for a, b in pairs])) for name in _DEPARTURES
@@ -389,7 +388,7 @@ def departure_ratios(rows: Rows, never: Run, restarted: Run) -> dict[str, Any]:
 
 
 def benefit(rows: Rows, never: Run, restarted: Run, width: int) -> dict[str, Any]:
-    """Log10 of loss without over loss with restarts, promised by the linear model and found: median and range."""
+    """Return log10 of loss without over loss with restarts, predicted and measured: median and range."""
     pairs = list(zip(*(select(rows, part="network", width=width, **run) for run in (never, restarted)), strict=True))
     gains: dict[str, Any] = {**restarted, "width": width}
     for name, column in _GAINS.items():
@@ -402,7 +401,7 @@ def benefit(rows: Rows, never: Run, restarted: Run, width: int) -> dict[str, Any
 
 
 def shard_part(settings: Settings, data: Data, period: str) -> tuple[Rows, dict[str, Any]]:
-    """The linear model with two replicas that see a half of the images each, against two sets of modes.
+    """Compare the linear model, with two replicas that see a half of the images each, with two sets of modes.
 
     Those of the pooled images, as the theory has them, and those of the mean of what the replicas remove.
     """
@@ -438,7 +437,7 @@ def shard_part(settings: Settings, data: Data, period: str) -> tuple[Rows, dict[
 
 
 def first_difference(model: Linearised, shards: list[slice], inner: Inner) -> float:
-    """Distance of the first pseudo-gradient of replicas with different data from the pooled one, relative to it."""
+    """Return the relative distance of the first pseudo-gradient of replicas with different data from the pooled one."""
     moves = []
     for replicas in ([model.some(slice(None))], [model.some(shard) for shard in shards]):
         train(model, AVERAGING, "never", 1, inner, *replicas)

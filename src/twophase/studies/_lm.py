@@ -153,9 +153,9 @@ def contrast(pairs: Sequence[tuple[Line, Line | None]]) -> dict[str, Any]:
 
     Returns:
         `ratio` is the geometric mean over the pairs for each seed, then the mean over the seeds, with the seeds'
-        smallest and largest; only pairs that have finished for all seeds on both sides are in it (`compared`). A pair
-        is `better` when the restarted one is better by more than the margin, or the other alone has diverged
-        (`diverged_without`), and `worse` the other way round; `diverged_both` and `missing` pairs are neither.
+        smallest and largest. It covers pairs that have finished for all seeds on both sides (`compared`). A pair is
+        `better` if the restarted run is better by more than the margin, or the other alone has diverged
+        (`diverged_without`). It is `worse` the other way round; `diverged_both` and `missing` pairs are neither.
     """
     remarks, ended = [], []
     for mine, other in pairs:
@@ -207,7 +207,7 @@ def gap_form(settings: Mapping[str, Any]) -> str:
 
 
 def perplexity_words(facts: Mapping[str, Any] | None) -> str:
-    """Return a setting's perplexity, or why there is none."""
+    """Return a setting's perplexity, or why it is missing."""
     if facts is None:
         return "none"
     return readable(facts["perplexity"]) or ("div." if facts["state"] == "diverged" else str(facts["state"]))

@@ -35,7 +35,7 @@ def heatmap_page(
     """Draw rows of heatmaps over the same axes, with a title for each column.
 
     One logarithmic colour scale holds for all `lines`: from the best to the worst, at most 3 times that. `measure` says
-    what the numbers are. `finding` and `reading` are those of `headline`, and `words` follow on a line of their own.
+    what the numbers are. `finding` and `reading` are those of `headline`, and `words` follow on a separate line.
     """
     figure = new_page(1.5 + len(rows) * (0.25 + 0.27 * max(len(y), 3)))  # a row's label is three cells long
     panels = figure.subplots(len(rows), len(rows[0][2]), squeeze=False)

@@ -43,17 +43,17 @@ AVERAGING = OuterRule(1.0, 0.0)
 
 
 def blocks(modes: int = 9) -> list[np.ndarray]:
-    """Sigma of the modes of each of the three blocks, equispaced."""
+    """Return sigma of the modes of each of the three blocks, equispaced."""
     return [np.linspace(*ends, modes) for ends in BLOCK_INTERVALS]
 
 
 def log10_loss(rule: Rules, sigma: ArrayLike, rounds: int, period: ArrayLike | None = None) -> Any:
-    """Exact log10 of the final loss (`theory.log_final_loss`); no period is no restart. Initial loss 1/2."""
+    """Return the exact log10 of the final loss (`theory.log_final_loss`); no period is no restart. Initial loss 1/2."""
     return log_final_loss(rule, sigma, rounds, rounds if period is None else period) / LOG_10
 
 
 def log10_joint(rule: OuterRule, parts: Sequence[ArrayLike], rounds: int, periods: Iterable[int]) -> float:
-    """Log10 of the final loss over blocks of modes that have a period each; every mode weighs the same."""
+    """Return log10 of the final loss over blocks of modes that have a period each; every mode weighs the same."""
     sizes = [np.size(part) for part in parts]
     losses = [
         np.log(size) + log_final_loss(rule, part, rounds, period)
@@ -63,12 +63,12 @@ def log10_joint(rule: OuterRule, parts: Sequence[ArrayLike], rounds: int, period
 
 
 def same_gain(rule: OuterRule, period: int, rounds: int) -> OuterRule:
-    """Outer SGD whose step is the mean outer gain of the rule with restarts (theory note R31): a control."""
+    """Return the gain-matched control: outer SGD at the rule's mean outer gain with restarts (theory note R31)."""
     return OuterRule(mean_outer_gain(rule, Periodic(period), rounds), 0.0, form="ema")
 
 
 def tuned_momentum(sigma: ArrayLike, rounds: int, momenta: np.ndarray, *, nesterov: bool) -> dict[str, Any]:
-    """The momentum whose final loss without restarts is least on a grid, at learning rate 1 (EMA form)."""
+    """Return the momentum whose final loss without restarts is least on a grid, at learning rate 1 (EMA form)."""
     losses = log10_loss(rule_grid(1.0, momenta, nesterov, "ema"), sigma, rounds)
     best = int(np.argmin(losses))
     return {"points": len(momenta), "momentum": float(momenta[best]), "log10_loss": float(losses[best])}
@@ -77,7 +77,7 @@ def tuned_momentum(sigma: ArrayLike, rounds: int, momenta: np.ndarray, *, nester
 def curve_rows(
     parts: Sequence[ArrayLike], rounds: int, curves: Mapping[str, Curve], columns: tuple[str, str], **values: Any
 ) -> list[dict[str, Any]]:
-    """One row a round of each curve with its log10 loss, None where the loss is 0 or not finite.
+    """Return a row for each curve and round with its log10 loss, None where the loss is 0 or not finite.
 
     `parts` are sigma of each block's modes; `columns` name the curve's kind and text, and `values` come before them.
     """
@@ -117,17 +117,17 @@ def draw_losses(
 
 
 def listed(values: Iterable[Any]) -> str:
-    """Numbers in brackets, without spaces."""
+    """Write numbers in brackets, without spaces."""
     return "[" + ",".join(map(str, values)) + "]"
 
 
 def verdict(condition: bool) -> str:
-    """How an answer begins that states a claim: computed, so that it cannot outlive its numbers."""
+    """Begin an answer with its verdict on a claim, computed from the numbers."""
     return "Holds" if condition else "Does not hold"
 
 
 def series(rows: Iterable[Mapping[str, Any]], x: str, y: str) -> tuple[list[Any], list[Any]]:
-    """The values of two columns, without the rows where the second has none."""
+    """Return the values of two columns, without the rows where the second has none."""
     some = [row for row in rows if row[y] is not None]
     return [row[x] for row in some], [row[y] for row in some]
 

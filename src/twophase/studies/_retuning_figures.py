@@ -111,7 +111,7 @@ def details(result: Result) -> dict[str, Figure]:
 
 
 def _curves_page(result: Result, form: str, kind: str) -> Figure:
-    """A panel a communication period; below each the periods K, above it the momenta."""
+    """Draw a panel for each communication period; below each the periods K, above it the momenta."""
     settings, lines, inner_steps = result.settings, result.rows, result.settings["inner_steps"]
     free = {facts["inner_steps"]: facts for facts in result.numbers["places"].values()}
     figure, grid = new_figure(5.6, 2, -(-(len(inner_steps) + 1) // 2), sharey=True)
@@ -155,7 +155,7 @@ _FREE = {"momentum_free": "momentum-free SGD at its best", "averaging": "plain a
 _MATCHED = 7
 """Look of the gain-matched controls."""
 _HEIGHTS = {1: 0.98, 2: 0.84, 3: 0.70, _MATCHED: 0.56}
-"""Each curve has a height of its own at the upper edge, so that words at one place do not cover each other."""
+"""Height of each curve at the upper edge, so that words at one place do not cover each other."""
 _CURVES = (
     (BETA_SWEEP, 1, "no restart, over momentum (top)"),
     (K_SWEEP, 2, "K*: at the setting tuned without"),

@@ -78,8 +78,8 @@ def _train_sweep(sweep: Sweep, folder: Path, **options: Any) -> list[Row]:
     missing = sum(state == "missing" for state in runs.values())
     if missing:  # an answer from a part of its runs would be another one
         raise RunError(
-            f"{missing} of the {len(runs)} runs of {sweep.name} have not ended, and no worker was started here; start "
-            f"some with `twophase sweep-worker --out {shlex.quote(str(folder))}`, and repeat the command when they are "
-            "done"
+            f"{missing} of the {len(runs)} runs of {sweep.name} have not ended, and no worker was started here. "
+            f"Start some with `twophase sweep-worker --out {shlex.quote(str(folder))}`, and repeat the command when "
+            "they are done"
         )
     return rows

@@ -29,7 +29,7 @@ MAIN = tuple(place.name for place in PLACES if not place.few)
 CONTROLS = (CONTROL, "memoryless", *SCHEDULES)
 """What a candidate must beat."""
 ENOUGH = 6
-"""Places of eight in which the moonshot asks for it."""
+"""Places of eight that the stretch goal asks for."""
 SIGNS = {"better": "+", "worse": "\N{MINUS SIGN}", "equivalent": "=", "undecided": ""}
 """What a word looks like in the map."""
 Words = Mapping[tuple[str, str, str], Mapping[str, Any]]
@@ -153,7 +153,7 @@ def expectations(words: Words) -> dict[str, dict[str, Any]]:
             all(len(better(arm)) <= 2 for arm in momentum),
             "; ".join(f"{short(arm)} at {_names(better(arm))}" for arm in momentum),
         ),
-        "6 moonshot: a candidate better than averaging and every schedule control in six places, never 1 % behind": (
+        "6 stretch goal: a candidate better than averaging and all schedule controls in six places, never 1 % behind": (
             any(
                 len(fact["better_than_all"]) >= ENOUGH and (fact["worst_ratio"] or 0) >= 1 / 1.01
                 for fact in facts.values()

@@ -3,8 +3,8 @@
 For each width and communication period, with DiLoCo's usual rule:
 
 * one K for all blocks, and no restart at all; plain averaging as the control without momentum;
-* K_b from the curvature of a run without restarts (`twophase spectrum`), once as the first cancellation at each block's
-  mean progress (the paper's closed form), once by the exact loss of all its modes;
+* K_b from the curvature of a run without restarts (`twophase spectrum`): by the first cancellation at each block's mean
+  progress (the paper's closed form), and by the exact loss;
 * K_b from what the rounds of that run show;
 * K_b as an oracle: searched block by block on another seed;
 * the controls: the same periods on other blocks, drawn at random.
@@ -156,8 +156,8 @@ def answer(result: Result) -> str:
         f"form), {settings['steps']} inner steps, blocks {', '.join(settings['blocks'])} in this order; {judged}. "
         f"Against: the one K that is best on seed {settings['search_seed']}, paired by seed.",
         format_table(["", "arm", "periods", "perplexity", "against one K"], _body(places)),
-        "What was measured in the run without restarts: progress of a round in the middle of the run by curvature "
-        "(mean, and where 90 % of the loss lies), and by the rounds (the estimate, where it may be shown).",
+        "Measured in the run without restarts: progress of a round in mid-run. By curvature: mean, and the range of "
+        "90 % of the loss. By the rounds: the estimate, where it may be shown.",
         format_table(["", "block", "sigma", "from", "to", "rounds"], _sigma_body(places, list(settings["blocks"]))),
     ]
     for arms, key, claim in (
@@ -215,13 +215,13 @@ _LINES = {
     ROUNDS: 1,
     ORACLE: 3,
 }
-"""From how the arms of a line of the figure begin to their look."""
+"""Plot style by arm-name prefix."""
 _FARTHEST = 60.0
 """Per cent beyond which a point is put at the edge, with its number."""
 
 
 def draw(result: Result) -> Figure:
-    """Rows: the arms; across: perplexity against the chosen K for all, in per cent; hollow: on other blocks."""
+    """Draw rows by arm; across: perplexity against the chosen K for all, in per cent; hollow: on other blocks."""
     places, settings = result.numbers["places"], result.settings
     columns = min(len(places), 2)
     rows = -(-len(places) // columns)

@@ -1,14 +1,14 @@
 """Does the mode theory, restarts included, hold in the training of a network?
 
-A network that is linear in its parameters, `f(theta) = f0 + J (theta - theta0)`, trained by gradient descent on
-squared loss, has residual modes that are the theory's: with the kernel `J J^T / n = U diag(lambda) U^T` the mode
-`x_j = (U^T (f - y))_j` has effective progress `sigma_j = 1 - (1 - eta lambda_j)^S`, and a cycle of K rounds multiplies
-it by `chi_K(sigma_j)`. A wide network is nearly linear; how nearly is measured here, and so is what replicas with
-different data do, which the theory leaves out.
+A network linear in its parameters is `f(theta) = f0 + J (theta - theta0)`. Under gradient descent on squared loss its
+residual modes are the theory's. With the kernel `J J^T / n = U diag(lambda) U^T` the mode `x_j = (U^T (f - y))_j` has
+effective progress `sigma_j = 1 - (1 - eta lambda_j)^S`. A cycle of K rounds multiplies it by `chi_K(sigma_j)`. A wide
+network is nearly linear; how nearly is measured here, and so is what replicas with different data do, which the theory
+leaves out.
 
-Everything is trained in parameter space, by `DiLoCo` with `torch.optim.SGD` inside, in float64: scikit-learn's digits,
-two classes with targets 1 and -1, full batches; one hidden layer, tanh, in the parameterisation whose kernel has a
-limit in width. Losses are half the mean squared residual.
+Everything is trained in parameter space, by `DiLoCo` with `torch.optim.SGD` inside, in float64. Data: scikit-learn's
+digits, two classes with targets 1 and -1, full batches. Network: one hidden layer, tanh, in the parameterisation whose
+kernel has a limit in width. Losses are half the mean squared residual.
 
 Source: paper section 2, section 3 and appendix A.1; theory notes R1, R5, R20, R25, R31. How fast wide networks become
 linear: at least as width^-1/2 (arXiv 1902.06720), as 1/width in an expansion (arXiv 1909.11304).
@@ -43,7 +43,7 @@ def table(*, quick: bool = False) -> Result:
 
 
 def answer(result: Result) -> str:
-    """What was found, its controls, and what does not hold."""
+    """Say the findings, their controls, and what does not hold."""
     linear, network, shards = (result.numbers[part] for part in ("linear", "network", "shards"))
     settings, runs = result.settings, network["runs"]
     low, high = min(settings["widths"]), max(settings["widths"])
@@ -54,13 +54,13 @@ def answer(result: Result) -> str:
     )
     tuned = network["tuned_log10_loss_linear"]
     lines = [
-        f"Linear model ({linear['parameters']} parameters, two replicas with equal data, {linear['runs']} runs): the "
-        f"modes follow the theory to {linear['residual_deviation']:.0e} of the first residual in every round, and the "
+        f"Linear model ({linear['parameters']} parameters, two replicas with equal data, {linear['runs']} runs). "
+        f"Modes follow the theory to {linear['residual_deviation']:.0e} of the first residual in every round. The "
         f"{linear['contractions_measured']} of {linear['contractions']} contractions over a cycle that are large "
         f"enough to measure equal chi_K(sigma) to {linear['contraction_deviation']:.0e}.",
         f"Network: its largest departure from the linear model falls as width to the {flattest} (slowest of "
-        f"the {len(runs)} runs) to {steepest} (fastest), fitted from width {settings['fitted_from']} to "
-        f"{high}. Known: -1/2 or faster (arXiv 1902.06720), -1 in an expansion (arXiv 1909.11304).",
+        f"{len(runs)} runs) to {steepest} (fastest). Fitted from width {settings['fitted_from']} to {high}. Known: "
+        "-1/2 or faster (arXiv 1902.06720), -1 in an expansion (arXiv 1909.11304).",
     ]
     for name, ratio in zip(("Heavy ball", "Nesterov"), network["restart_over_never"], strict=True):
         lines.append(
@@ -68,8 +68,8 @@ def answer(result: Result) -> str:
             f"x{ratio['departure_last']:.2f}, last relative to what is left x{ratio['departure_of_rest']:.2f}."
         )
     lines += [
-        f"Restarts every {gain['restart']} rounds, {gain['rule']}, width {gain['width']}: the linear model promises a "
-        f"loss lower by {gain['promised']['median']:.2f} in log10, the network has {gain['found']['median']:.2f} "
+        f"Restarts every {gain['restart']} rounds, {gain['rule']}, width {gain['width']}: the linear model promises "
+        f"a loss lower by {gain['promised']['median']:.2f} in log10. The network has {gain['found']['median']:.2f} "
         f"(medians; seeds {gain['found']['low']:.2f} to {gain['found']['high']:.2f})."
         for gain in network["benefit"]
         if gain["width"] in (low, high)
@@ -82,11 +82,11 @@ def answer(result: Result) -> str:
         f"{', beyond 2, where it diverges' if nesterov > 2 else ''}.",
         f"Tuned lr, momentum and kind, as the linear theory of one network has it: {tuned['without momentum']:.2f} "
         f"without momentum, {tuned['without restarts']:.2f} without restarts, {tuned['with restarts']:.2f} with the "
-        f"best period too: to tuning, restarts add {tuned['without restarts'] - tuned['with restarts']:.2f}.",
+        f"best period too. To tuning, restarts add {tuned['without restarts'] - tuned['with restarts']:.2f}.",
         f"Different data (halves, heavy ball): the pooled data's modes are off by {shards['at_one_inner_step']:.0e} of "
-        f"the first residual at one inner step and by up to {shards['largest_departure']:.2f} at more, the first "
-        f"pseudo-gradient by up to {shards['largest_first_difference']:.0%}. What fails is the formula for sigma: the "
-        "eigenvalues of what the replicas remove on average, in its place, predict every round to "
+        f"the first residual at one inner step and by up to {shards['largest_departure']:.2f} at more. The first "
+        f"pseudo-gradient is off by up to {shards['largest_first_difference']:.0%}. What fails is the formula for "
+        "sigma: the eigenvalues of what the replicas remove on average, in its place, predict every round to "
         f"{shards['largest_departure_exact']:.0e}.",
         "Not covered: other tasks and depths, mini-batches, AdamW inside, test error, language models.",
     ]
@@ -94,7 +94,7 @@ def answer(result: Result) -> str:
 
 
 def label(run: dict[str, Any]) -> str:
-    """A run in few words."""
+    """Name a run in few words."""
     if run["rule"] == AVERAGING.describe():
         return "averaging"
     if run["rule"].startswith("momentum-free"):
@@ -108,7 +108,7 @@ LOOKS = {"heavy ball, no restart": 0, "heavy ball, K": 1, "Nesterov, no restart"
 
 
 def draw(result: Result) -> Figure:
-    """Contractions of the linear model, and a network's departure from it by width."""
+    """Draw contractions of the linear model, and a network's departure from it by width."""
     figure, grid = new_figure(3.6, 1, 2)
     _draw_contractions(grid[0][0], result)
     _draw_departures(grid[0][1], result)
@@ -159,7 +159,7 @@ def details(result: Result) -> dict[str, Figure]:
 
 
 def _draw_contractions(axes: Axes, result: Result) -> None:
-    """Measured contractions over the curve `|chi_K|`, for the periods that the theory chose."""
+    """Draw measured contractions over the curve `|chi_K|`, for the periods that the theory chose."""
     sigma = np.linspace(0, 1, 2001)
     for rule, name in ((HEAVY_BALL, "heavy ball, K"), (USUAL, "Nesterov, K")):
         rows = select(result.rows, part="linear", rule=rule.describe(), chosen=True)
@@ -175,7 +175,7 @@ def _draw_contractions(axes: Axes, result: Result) -> None:
 
 
 def _draw_departures(axes: Axes, result: Result) -> None:
-    """Every network's largest departure and the fitted powers of the width."""
+    """Draw every network's largest departure and the fitted powers of the width."""
     widths = result.settings["widths"]
     fitted = np.array([result.settings["fitted_from"], max(widths)])
     for run in result.numbers["network"]["runs"]:
@@ -195,7 +195,7 @@ def _draw_departures(axes: Axes, result: Result) -> None:
 
 
 def _draw_losses(axes: Axes, result: Result, width: int) -> None:
-    """Losses of network and linear model, with and without restarts, and of averaging."""
+    """Draw losses of network and linear model, with and without restarts, and of averaging."""
     for run in result.numbers["network"]["runs"][2:5]:
         rows = select(result.rows, part="curve", width=width, rule=run["rule"], restart=run["restart"])
         rounds, name = [row["round"] for row in rows], label(run)
@@ -208,7 +208,7 @@ def _draw_losses(axes: Axes, result: Result, width: int) -> None:
 
 
 def _draw_benefit(axes: Axes, result: Result) -> None:
-    """How many times lower restarts make the loss: medians, and the range over seeds."""
+    """Draw the factors by which restarts lower the loss: medians, and the range over seeds."""
     for rule, name in ((HEAVY_BALL, "heavy ball, K"), (USUAL, "Nesterov, K")):
         gains = select(result.numbers["network"]["benefit"], rule=rule.describe())
         widths, style = [gain["width"] for gain in gains], look(LOOKS[name], every=1)
@@ -226,7 +226,7 @@ def _draw_benefit(axes: Axes, result: Result) -> None:
 
 
 def _draw_shards(axes: Axes, result: Result) -> None:
-    """Departures of two replicas with halves of the data from the modes of all, and from their own."""
+    """Draw departures of two replicas with halves of the data from the modes of all data and of the halves."""
     rows = [row for row in select(result.rows, part="shards") if row["restart"] != "never"]
     steps = [row["inner_steps"] for row in rows]
     names = {
@@ -242,6 +242,6 @@ def _draw_shards(axes: Axes, result: Result) -> None:
 
 
 def _name_widths(axes: Axes, values: list[int] | tuple[int, ...]) -> None:
-    """A tick at every value of a logarithmic axis."""
+    """Put a tick at every value of a logarithmic axis."""
     axes.set_xticks(values, [str(value) for value in values])
     axes.minorticks_off()

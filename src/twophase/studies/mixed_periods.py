@@ -66,7 +66,7 @@ _RATES = {
 
 
 def table(*, quick: bool = False) -> Result:
-    """Rates in the long run, loss curves of schedules, and rates of tuned rules; `quick` with fewer modes, one grid."""
+    """Compute asymptotic rates, loss curves of schedules, and rates of tuned rules; `quick`: fewer modes, one grid."""
     modes = 61 if quick else MODES
     grids = {"quick": (20, 10)} if quick else GRIDS
     kinds = [(ends, kind) for ends in INTERVALS for kind in KINDS]
@@ -102,7 +102,7 @@ def table(*, quick: bool = False) -> Result:
 
 
 def _rates(place: Place, lr: float, modes: int) -> dict[str, Any]:
-    """Rates in the long run of the slowest mode of an interval."""
+    """Compute asymptotic rates of the slowest mode of an interval."""
     (low, high), nesterov = place[0], KINDS[place[1]]
     rule = OuterRule(lr, MOMENTUM, nesterov, "ema")
     sigma = np.linspace(low, high, modes)
@@ -135,7 +135,7 @@ def _rates(place: Place, lr: float, modes: int) -> dict[str, Any]:
 
 
 def _schedules(panel: str, sigma: np.ndarray) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Loss curves of one period, of the best schedule found, and of controls."""
+    """Compute loss curves of one period, of the best schedule of the search, and of controls."""
     best = best_period(HEAVY_BALL, sigma, max_period=ROUNDS, rounds=ROUNDS)
     schedule = best_schedule(HEAVY_BALL, sigma, rounds=ROUNDS, max_period=SCHEDULE_MAX_PERIOD)
     momentum = tuned_momentum(sigma, ROUNDS, np.linspace(0, 0.99, 100), nesterov=False)
@@ -164,7 +164,7 @@ def _schedules(panel: str, sigma: np.ndarray) -> tuple[list[dict[str, Any]], dic
 
 
 def _tuned(place: Place, sizes: tuple[int, int], modes: int) -> dict[str, Any]:
-    """The best worst-case rate after a finite run, learning rate and momentum tuned on a grid, with and without K."""
+    """Compute the best worst-case rate of a finite run, lr and momentum tuned on a grid, with and without K."""
     (low, high), nesterov = place[0], KINDS[place[1]]
     lrs = np.linspace(0, LARGEST_LR, sizes[0] + 1)[1:]
     sigma = np.linspace(low, high, modes)
@@ -196,7 +196,7 @@ def _tuned(place: Place, sizes: tuple[int, int], modes: int) -> dict[str, Any]:
 
 
 def answer(result: Result) -> str:
-    """What mixing gains, where it gains nothing, and what tuning gains instead."""
+    """Say the gain of mixing, where it gains nothing, and the gain of tuning instead."""
     rates, schedules, tuned = (result.numbers[name] for name in ("rates", "schedules", "tuned"))
     lines = [
         f"Rate in nats a round of the slowest mode, momentum {MOMENTUM}, lr in EMA form:",
@@ -220,11 +220,12 @@ def answer(result: Result) -> str:
         + (f"; nothing where the slowest modes do not oscillate ({'; '.join(useless)})." if useless else "."),
         f"No restart at all is faster than the best period up to {MAX_PERIOD} in {beaten('none', 'fixed')} cases, than "
         f"the mix in {beaten('none', 'mix')}.",
-        f"{verdict(replaces)}: 'mixing replaces tuning': at the same learning rate, a tuned momentum without restarts "
-        f"is faster than the mix in {beaten('tuned_momentum', 'mix')} cases; outer SGD with a tuned step is in "
-        f"{beaten('sgd_tuned', 'mix')}; SGD at the same learning rate in {beaten('sgd_ema', 'mix')} (EMA form) and "
-        f"{beaten('sgd_sum', 'mix')} (sum form), with the gain of the best period in {beaten('sgd_gain', 'mix')}. "
-        f"Heavy ball without restarts, both tuned, has {polyak:.4f} of the ceiling's rate.",
+        f"{verdict(replaces)}: 'mixing replaces tuning'. At the same learning rate, a tuned momentum without "
+        f"restarts is faster than the mix in {beaten('tuned_momentum', 'mix')} cases. Outer SGD with a tuned step is "
+        f"in {beaten('sgd_tuned', 'mix')}. SGD at the same learning rate is in {beaten('sgd_ema', 'mix')} (EMA form) "
+        f"and {beaten('sgd_sum', 'mix')} (sum form), with the gain of the best period in "
+        f"{beaten('sgd_gain', 'mix')}. Heavy ball without restarts, both tuned, has {polyak:.4f} of the ceiling's "
+        "rate.",
         *_schedule_lines(schedules),
         f"Learning rate and momentum tuned too ({TUNED_ROUNDS} rounds, worst mode), without and with a period:",
     ]
@@ -253,7 +254,7 @@ def _schedule_lines(schedules: dict[str, Any]) -> list[str]:
         cycles = ", ".join(f"{count}x{length}" for length, count in f["counts"].items())
         lines.append(
             f"{name}, {ROUNDS} rounds, log10 loss: no restart {f['none']:.2f}, K={f['fixed_period']} {f['fixed']:.2f}, "
-            f"mixed {f['mix']:.2f} (cycles {cycles}, then {f['tail']} rounds); controls: SGD at the same learning rate "
+            f"mixed {f['mix']:.2f} (cycles {cycles}, then {f['tail']} rounds). Controls: SGD at the same learning rate "
             f"{f['sgd']:.2f}, SGD with the gain of K={f['fixed_period']} {f['sgd_gain']:.2f}, heavy ball with tuned "
             f"momentum {f['tuned_momentum']['momentum']:.2f} and no restart {f['tuned_momentum']['log10_loss']:.2f}."
         )
@@ -261,7 +262,7 @@ def _schedule_lines(schedules: dict[str, Any]) -> list[str]:
 
 
 def draw(result: Result) -> Figure:
-    """Rates by interval and rule."""
+    """Draw rates by interval and rule."""
     figure, grid = new_figure(5.0)
     _draw_rates(grid[0][0], select(result.rows, panel="a"))
     rates = list(result.numbers["rates"].values())
@@ -269,8 +270,8 @@ def draw(result: Result) -> Figure:
     tuned = sum(facts["mix"] < facts["tuned_momentum"] for facts in rates)
     headline(
         figure,
-        f"A mix of periods is {span(gains, '.2f')} times as fast as the best single one; a tuned "
-        f"momentum without restarts is faster than the mix in {tuned} of {len(rates)} cases",
+        f"A mix of periods is {span(gains, '.2f')} times as fast as the best single one; a tuned momentum without "
+        f"restarts is faster than the mix in {tuned} of {len(rates)} cases",
         f"rate of the slowest mode in the long run, momentum {MOMENTUM}, lr in EMA form; further right is better",
     )
     share_legend(figure, grid[0])

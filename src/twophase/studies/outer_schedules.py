@@ -1,7 +1,7 @@
 """What should an outer schedule do for a given inner one, by the linear model with noise; and does the bench agree?
 
 First the best momentum-free outer rate of each round under three inner schedules and three numbers of replicas. Then
-arms of the bench, each tuned within the model at six of its places, beside what the bench's stored reference table has
+arms of the bench, each tuned within the model at six of its places, next to what the bench's stored reference table has
 measured. Spectrum, noise and places were fixed before any result of the bench was there; nothing is fitted to it.
 
 Source: theory notes R32 and R33.
@@ -52,7 +52,7 @@ class Arm:
     """An arm in the model."""
 
     tuned: int = 2
-    """How many are tuned beside the inner rate: none, `lr`, or `lr` and `momentum`."""
+    """Hyperparameters tuned together with the inner rate: none, `lr`, or `lr` and `momentum`."""
     nesterov: bool = False
     schedule: str = "constant"
     """Of learning rate and momentum."""
@@ -86,20 +86,20 @@ class Model:
         return np.arange(1, self.modes + 1) ** -EXPONENT
 
     def phases(self, peaks: Any) -> InnerPhases:
-        """Every round's inner phase, for each peak inner learning rate."""
+        """Return every round's inner phase, for each peak inner learning rate."""
         config = with_values(self.config, {"inner.lr": 1.0})
         shape = np.array([inner_lr(config, step) for step in range(config.steps)]).reshape(-1, config.inner_steps)
         rates = np.multiply.outer(peaks, shape)
         return inner_phases(self.eigenvalue, rates, self.noise * np.sqrt(self.eigenvalue), config.replicas)
 
     def losses(self, arm: Arm, peaks: Any, lrs: Any, momenta: Any) -> np.ndarray:
-        """Final losses by (learning rate, momentum, peak); one that is not finite is inf."""
+        """Compute final losses by (learning rate, momentum, peak); inf where not finite."""
         rules = rule_grid(np.reshape(lrs, (-1, 1, 1)), np.reshape(momenta, (-1, 1)), arm.nesterov)
         run = moments(rules, self.phases(peaks), arm.restart, schedule=arm.schedule)
         return np.nan_to_num(run.loss(self.eigenvalue)[-1], nan=np.inf)
 
     def tuned(self, arm: Arm) -> dict[str, float]:
-        """The arm at its best: a grid of powers of two, then ever finer ones around the best point.
+        """Tune the arm: a grid of powers of two, then ever finer grids around the best point.
 
         The grid holds learning rate 1 and momentum 0, so that no arm is behind one that it has as a special case.
         """
@@ -118,7 +118,7 @@ class Model:
 
 
 def table(*, quick: bool = False) -> Result:
-    """Best outer rates, predicted gains, and their rank correlation with measured ones."""
+    """Compute best outer rates, predicted gains, and their rank correlation with measured ones."""
     modes, noises = (12, (NOISE,)) if quick else (MODES, NOISES)
     measured = measured_gains(stored("reference.csv"))
     lines: list[dict[str, Any]] = []
@@ -151,7 +151,7 @@ def table(*, quick: bool = False) -> Result:
 
 
 def _schedule(model: Model) -> tuple[dict[str, float], np.ndarray]:
-    """What the best rates look like and gain, at the inner rate that is best for averaging; and the rates."""
+    """Summarize the best rates and their gains, at the inner rate that is best for averaging; add the rates."""
     averaging = model.tuned(ARMS[CONTROL])
     peak = averaging["inner_lr"]
     best = best_rates(model.phases(peak), model.eigenvalue)
@@ -229,14 +229,13 @@ def _correlation(pairs: Sequence[tuple[float, float, str]]) -> dict[str, float]:
 
 
 def answer(result: Result) -> str:
-    """What the best rates do, what the arms gain, and whether the bench ranks them likewise."""
+    """Say the course of the best rates, the gains of the arms, and whether the bench ranks them likewise."""
     schedules, predicted, ranks = (result.numbers[name] for name in ("schedules", "predicted", "ranks"))
     header = "".join(f"{word:>{width}}" for word, width in zip(_HEADER, _WIDTHS, strict=True))
     lines = [
-        "Inner peak rate tuned under averaging. Best outer rate in round 1, in the first round after the inner warmup "
-        "(full), least (round) and last; last over first rate of the best straight line; and what is gained over "
-        "averaging, in logarithms of the expected loss, by the best constant rate, the line, the best rates held at "
-        "their least from there on, and as they are (free):",
+        "Inner peak rate tuned under averaging. Best outer rate: in round 1, after the inner warmup (full), least "
+        "(round) and last. Best straight line: last over first rate. Gain over averaging, in logarithms of the "
+        "expected loss: constant rate, line, best rates held at their least from there on, and best rates (free):",
         f"{'':25}{header}",
     ]
     lines += [_line(name, facts) for name, facts in schedules.items() if name.startswith(f"noise {NOISE:g},")]
@@ -245,9 +244,9 @@ def answer(result: Result) -> str:
         some = [f for name, f in schedules.items() if f" {kind}," in name]
         lines.append(
             f"{kind}, noise {levels}: after the inner warmup the best rate falls to "
-            f"{span([f['least'] / f['full'] for f in some], '.2f')} of itself, from there to the end it grows "
-            f"{span([f['last'] / f['least'] for f in some], '.1f')} times; the best straight line (1/16 to 16) "
-            f"ends at {span([f['line'] for f in some], '.2f')} of its start."
+            f"{span([f['least'] / f['full'] for f in some], '.2f')} of itself, then grows "
+            f"{span([f['last'] / f['least'] for f in some], '.1f')} times. The best straight line (1/16 to 16) ends "
+            f"at {span([f['line'] for f in some], '.2f')} of its start."
         )
     lines.append(f"Predicted gain over averaging, inner and outer numbers tuned, noise {NOISE:g}:")
     by_place = predicted[f"{NOISE:g}"]
@@ -274,7 +273,7 @@ def _line(name: str, facts: Mapping[str, float]) -> str:
 
 
 def draw(result: Result) -> Figure:
-    """The best rates by round, and the predicted gains by arm, beside the measured ones."""
+    """Draw the best rates by round, and the predicted and measured gains by arm."""
     rows = [row for row in result.rows if row["noise"] == NOISE]
     gains = select(rows, panel="gains")
     figure, grid = new_figure(3.6, 1, 3)

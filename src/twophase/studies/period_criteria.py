@@ -1,7 +1,7 @@
 """How much does a criterion for the restart period lose against the best period, when the spectrum is random?
 
-Each criterion sees the rule and the spectrum (the paper's heuristic only the mean sigma), picks one period, and pays
-its regret: log10 of its final loss minus log10 of the least final loss over all periods, no restart among them.
+Each criterion sees the rule and the spectrum (the paper's heuristic only the mean sigma) and picks one period. Its
+regret is log10 of its final loss minus log10 of the least final loss over all periods, no restart included.
 
 Source: paper section 3 and its choice of K, appendix A.9; theory notes E1, E2, E7, R16, R20 to R22.
 """
@@ -26,7 +26,7 @@ QUESTION = "How much does each criterion for the restart period lose against the
 SPECTRA, MODES, SEED = 1500, 6, 0
 ROUNDS, HORIZONS = 60, (12, 24, 60, 120)
 RANGES = (11, 20, 60)
-"""Largest periods that the criteria without a range of their own are given."""
+"""Largest periods for the criteria without a range."""
 BOOTSTRAPS = 400
 EXACT = 1e-9
 """Regret in dex below which a criterion has picked the best period, or an equal one."""
@@ -53,7 +53,7 @@ class Draws:
 
     @classmethod
     def make(cls, count: int) -> Draws:
-        """The first `count` problems of the seed."""
+        """Return the first `count` problems of the seed."""
         stream = np.random.default_rng(SEED)
         columns: list[list[Any]] = [[] for _ in range(5)]
         for _ in range(count):  # problem after problem, so that fewer problems are the first of more
@@ -66,7 +66,7 @@ class Draws:
         return cls(rule_grid(lr, momentum, nesterov, "ema"), sigma, weights)
 
     def losses(self, rounds: int) -> tuple[np.ndarray, np.ndarray]:
-        """log|chi_K| for K = 1 ... rounds, shape (K, N, modes), and log10 of the final losses, shape (K, N)."""
+        """Compute log|chi_K| for K = 1 ... rounds, shape (K, N, modes), and log10 of the final losses, shape (K, N)."""
         logs, ends = log_residuals(self.rules, self.sigma, rounds)
         return logs, (self.sum_of_squares(ends) - np.log(2)) / LOG_10
 
@@ -76,7 +76,7 @@ class Draws:
 
 
 def table(*, quick: bool = False) -> Result:
-    """Every criterion's choice and regret on random spectra, of which `quick` takes the first, for several horizons."""
+    """Compute every criterion's choice and regret on random spectra (`quick`: the first) for several horizons."""
     count = 200 if quick else SPECTRA
     draws = Draws.make(count)
     samples = np.random.default_rng(SEED).integers(count, size=(BOOTSTRAPS, count))
@@ -115,7 +115,7 @@ def table(*, quick: bool = False) -> Result:
 
 
 def _choices(draws: Draws, logs: np.ndarray, losses: np.ndarray) -> dict[str, np.ndarray]:
-    """For each criterion the index (period - 1) that it picks for each problem; ties go to the smaller period."""
+    """Return each criterion's pick for each problem, as index (period - 1); ties go to the smaller period."""
     rounds, count = losses.shape
     column = np.arange(1, rounds + 1)[:, None]
     squares = draws.sum_of_squares(logs)
@@ -132,7 +132,7 @@ def _choices(draws: Draws, logs: np.ndarray, losses: np.ndarray) -> dict[str, np
 
 
 def _summary(regret: np.ndarray, samples: np.ndarray) -> dict[str, float]:
-    """Quantiles and mean of the regret with their standard errors, and how often there is none."""
+    """Compute quantiles and mean of the regret with standard errors, and the share without regret."""
     again = np.sort(regret[samples], axis=1)
     middle = again[:, (regret.size - 1) // 2 : regret.size // 2 + 1]
     first, share = divmod(0.9 * (regret.size - 1), 1)
@@ -155,7 +155,7 @@ def _summary(regret: np.ndarray, samples: np.ndarray) -> dict[str, float]:
 
 
 def answer(result: Result) -> str:
-    """Which criterion to use, and what it is worth."""
+    """Say which criterion to use, and its worth."""
     facts = result.numbers[str(ROUNDS)]
     count = result.settings["spectra"]
     rivals = [name for name in CRITERIA if name not in ("loss", "minimax")]
@@ -184,18 +184,18 @@ def answer(result: Result) -> str:
         f"Its heuristic at the mean sigma: mean {facts['heuristic']['mean']:.2f}, corrected "
         f"{facts['corrected']['mean']:.2f}; K = 3 everywhere: {facts['3']['mean']:.2f}.",
         f"With more rounds more is at stake: median regret of no restart {shortest['never']['median']:.2f} at "
-        f"{HORIZONS[0]} rounds, {longest['never']['median']:.2f} at {HORIZONS[-1]}; of the paper's criterion (K up to "
-        f"20) {shortest['factor 20']['median']:.2f} and {longest['factor 20']['median']:.2f}.",
+        f"{HORIZONS[0]} rounds, {longest['never']['median']:.2f} at {HORIZONS[-1]}. Of the paper's criterion (K up "
+        f"to 20): {shortest['factor 20']['median']:.2f} and {longest['factor 20']['median']:.2f}.",
         f"No restart at all is best in {100 * facts['never_is_best']:.0f} % of the spectra. Control: outer SGD without "
         f"momentum at the same learning rate is better than the best period in "
         f"{100 * facts['sgd']['better_than_best_period']:.0f} %, and than no restart in "
-        f"{100 * facts['sgd']['better_than_never']:.0f} %: the regrets compare periods, not optimizers.",
+        f"{100 * facts['sgd']['better_than_never']:.0f} %. The regrets compare periods, not optimizers.",
     ]
     return "\n".join(lines)
 
 
 def draw(result: Result) -> Figure:
-    """Regret by criterion, and how often each picks the best period."""
+    """Draw regret by criterion, and the share of best periods that each picks."""
     figure, grid = new_figure(3.9, 1, 2, width_ratios=(2.4, 1))
     rows = select(result.rows, rounds=ROUNDS)
     _draw_regret(grid[0][0], rows)

@@ -4,9 +4,9 @@ An example of a module that `TWOPHASE_POLICIES` names:
 
     TWOPHASE_POLICIES=twophase.studies.policies twophase train --outer.restart gradient
 
-Restart tests: `gradient` and `norm:1.5`, both before the round's g is mixed in. And `auto` in parts, as its controls:
-`along:0.5` (its direction with a fixed gain), `ramp:0.5` (with one that rises over the run), `gain:1` (its gain alone).
-`observe` averages and measures.
+Restart tests: `gradient` and `norm:1.5`, both before the round's g is mixed in. Parts of `auto` are its controls:
+`along:0.5` (its direction with a fixed gain), `ramp:0.5` (with a rising gain), `gain:1` (its gain alone). `observe`
+averages and measures.
 
 Source: theory note R30.
 """
@@ -36,7 +36,7 @@ from twophase.rule import OuterRule
 
 
 def share_with_workers() -> None:
-    """Name this module in `TWOPHASE_POLICIES`, so that the workers of a sweep, processes of their own, know it too."""
+    """Name this module in `TWOPHASE_POLICIES`, so that the worker processes of a sweep load it too."""
     modules = [name for name in os.environ.get(POLICIES_VARIABLE, "").split(",") if name]
     os.environ[POLICIES_VARIABLE] = ",".join(dict.fromkeys([*modules, __name__]))
 
@@ -46,8 +46,8 @@ def share_with_workers() -> None:
 class Gradient(RestartPolicy):
     """Restart when the pseudo-gradient points against the buffer: `<g, m> < 0`. Text form `gradient`.
 
-    Not in the first round after a restart. Without noise the first choice of the adaptive rules; in language models
-    pseudo-gradients stay positively correlated even in failing runs, so that it hardly ever fires.
+    Not in the first round after a restart. Without noise the first choice of the adaptive rules. In language models
+    pseudo-gradients stay positively correlated even in failing runs, so it hardly ever fires.
 
     Source: theory note R30; O'Donoghue and Candes (2015), the gradient scheme.
     """
@@ -148,7 +148,7 @@ class Ramp(Along):
     `u <- g + share (t / T) |g| u / |u|,  x <- x - u` in round t of T.
 
     Args:
-        share: at the run's end, >= 0.
+        share: gain at the run's end, >= 0.
     """
 
     needs: ClassVar[frozenset[str]] = Along.needs | {"progress"}

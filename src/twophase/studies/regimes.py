@@ -2,8 +2,8 @@
 
 No run is made here: the rows are those of `twophase bench --regimes`. At eight places and four inner learning rates
 each a treatment is held against averaging, or a restart against none. A rule is a threshold on one measured quantity
-(`twophase.judge.regimes`), chosen on half of the places and judged on the other half, against the sign that was the
-more frequent one where it was chosen. docs/bench/registration-1.md says which half, and when a rule may be used.
+(`twophase.judge.regimes`). It is chosen on half of the places and judged on the held-out half, against the majority
+sign of the first half. docs/bench/registration-1.md says which half, and when a rule may be used.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GOAL = 0.8
 
 
 def table(*, quick: bool = False) -> Result:
-    """Choose a rule for each treatment on the fitted places, and judge it on the others; hold each arm at its best."""
+    """Choose a rule for each treatment on the fitted places, judge it on held-out ones; hold each arm at its best."""
     del quick  # of no meaning here
     rows = stored("regimes.csv")
     cells = cells_of(rows)
@@ -57,8 +57,8 @@ def table(*, quick: bool = False) -> Result:
 def at_best(rows: Sequence[Mapping[str, str]]) -> dict[str, dict[str, dict[str, Any]]]:
     """Hold averaging's result over each arm's, each at its own best inner learning rate, by place and treatment.
 
-    `ratio` is above 1 where the arm is better, `inner.lr` the arm's best rate, and `at_edge` says whether that or
-    averaging's is the largest that was tried. An arm is left out where it, or averaging, diverged at every rate.
+    `ratio` is above 1 where the arm is better, and `inner.lr` is the arm's best rate. `at_edge` says whether that or
+    averaging's is the largest in the grid. An arm is left out where it, or averaging, diverged at every rate.
     """
     best: dict[tuple[str, str], tuple[float, float]] = {}
     largest: dict[str, float] = {}
@@ -151,13 +151,13 @@ def answer(result: Result) -> str:
     ]  # fmt: skip
     return "\n".join(
         [
-            f"Signs that can be predicted ({GOAL:.0%} right on places that took no part, and more than the majority "
-            f"sign): {', '.join(usable) or 'none'}.",
+            f"Signs that can be predicted ({GOAL:.0%} right on held-out places, and more than the majority sign): "
+            f"{', '.join(usable) or 'none'}.",
             f"Chosen on {', '.join(p for p in result.numbers['places'] if p in FITTED)}; judged on "
             f"{', '.join(p for p in result.numbers['places'] if p not in FITTED)}:",
             format_table(head, body),
             "Averaging's result over the arm's, each at the best of four inner learning rates, with fixed outer "
-            "numbers; means of two seeds; above 1 the arm is better. *: it, or averaging, is best at the largest rate.",
+            "numbers. Mean of two seeds; above 1 the arm is better. *: it, or averaging, is best at the largest rate.",
             format_table(
                 ["place", *TREATMENTS],
                 [

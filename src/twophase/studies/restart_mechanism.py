@@ -55,7 +55,7 @@ _LOOKS = {"none": 0, "factor": 1, "global": 2, "nag": 3, "heuristic": 4, "own": 
 
 
 def table(*, quick: bool = False) -> Result:
-    """Loss curves of every panel, and the exact final losses; `quick` tunes rules without restarts on coarser grids."""
+    """Compute every panel's loss curves and exact final losses; `quick`: coarser grids for rules without restarts."""
     points = 201 if quick else 2001
     panels = {"single": _single(points), "six": _six(), "blocks": _blocks(), "oscillation": _oscillation()}
     settings = {
@@ -74,7 +74,7 @@ def table(*, quick: bool = False) -> Result:
 
 
 def _single(points: int) -> tuple[Rows, dict[str, Any]]:
-    """Panel (a), one mode, and panel (f), the no-restart rules over momentum."""
+    """Compute panel (a), one mode, and panel (f), the no-restart rules over momentum."""
     best = best_period(HEAVY_BALL, SIGMA, max_period=ROUNDS, rounds=ROUNDS)
     factors = {k: best_period(HEAVY_BALL, SIGMA, max_period=k, objective="factor") for k in (10, 20, 40, 80)}
     factor = factors[FACTOR_MAX["single"]]
@@ -134,7 +134,7 @@ def _single(points: int) -> tuple[Rows, dict[str, Any]]:
 
 
 def _six() -> tuple[Rows, dict[str, Any]]:
-    """Panel (b): one period for all modes, one for each, and the paper's criterion."""
+    """Compute panel (b): one period for all modes, one for each, and the paper's criterion."""
     modes = [[s] for s in SIX]
     best = best_period(HEAVY_BALL, SIX, max_period=ROUNDS_MANY, rounds=ROUNDS_MANY)
     factors = {k: best_period(HEAVY_BALL, SIX, max_period=k, objective="factor") for k in (11, 20, ROUNDS_MANY)}
@@ -161,7 +161,7 @@ def _six() -> tuple[Rows, dict[str, Any]]:
 
 
 def _blocks() -> tuple[Rows, dict[str, Any]]:
-    """Panel (c): one period for all blocks, one for each, and the heuristics for it."""
+    """Compute panel (c): one period for all blocks, one for each, and the heuristics for it."""
     facts: dict[str, Any] = {}
     rows: Rows = []
     for modes in BLOCK_MODES:
@@ -193,7 +193,7 @@ def _blocks() -> tuple[Rows, dict[str, Any]]:
 
 
 def _many(sigma: Any, best: int) -> tuple[dict[str, Curve], dict[str, Any]]:
-    """Curves of the best single period and of the controls without restarts, and the controls' losses."""
+    """Return curves of the best single period and of the controls without restarts, and the controls' losses."""
     gain, momenta = same_gain(HEAVY_BALL, best, ROUNDS_MANY), np.linspace(0, 0.99, 100)
     tuned = {kind: tuned_momentum(sigma, ROUNDS_MANY, momenta, nesterov=kind == "nag") for kind in ("hb", "nag")}
     nag = OuterRule(1.0, tuned["nag"]["momentum"], nesterov=True, form="ema")
@@ -217,7 +217,7 @@ def _heuristic(means: np.ndarray, *, corrected: bool) -> tuple[int, ...]:
 
 
 def _oscillation() -> tuple[Rows, dict[str, Any]]:
-    """Panels (d) and (e): the residual in both envelopes, and the times at which it passes through 0."""
+    """Compute panels (d) and (e): the residual in both envelopes, and the times of its zeros."""
     rows: Rows = []
     facts: dict[str, Any] = {}
     times = np.arange(ROUNDS + 1)
@@ -249,7 +249,7 @@ def _oscillation() -> tuple[Rows, dict[str, Any]]:
 
 
 def answer(result: Result) -> str:
-    """What holds of the paper's figure 1, with controls, and what does not."""
+    """Say what holds of the paper's figure 1, with controls, and what does not."""
     mode, six, osc = (result.numbers[name] for name in ("single", "six", "oscillation"))
     some = result.numbers["blocks"][str(SHOWN_MODES)]
     tuned = mode["nag_tuned"]
@@ -268,7 +268,7 @@ def answer(result: Result) -> str:
             f"Six modes, {ROUNDS_MANY} rounds: no restart {six['none']:.2f}, best K={six['best_period']} "
             f"{six['best']:.2f}, a K per mode {six['own']:.2f}.",
             f"Three blocks of {SHOWN_MODES}: no restart {some['none']:.2f}, best K={some['best_period']} "
-            f"{some['best']:.2f}, a K per block {listed(some['periods']['own'])} {some['own']:.2f}; by the paper's "
+            f"{some['best']:.2f}, a K per block {listed(some['periods']['own'])} {some['own']:.2f}. By the paper's "
             f"heuristic {listed(some['periods']['heuristic'])} {some['heuristic']:.2f}, corrected "
             f"{listed(some['periods']['corrected'])} {some['corrected']:.2f}.",
             f"{verdict(ordered)}: 'one period is better than none, a period per block or mode better still'.",
@@ -281,9 +281,9 @@ def answer(result: Result) -> str:
             "'Tuned NAG' on the one mode is what its grid of momenta makes it: "
             + "; ".join(f"{name} {best['log10_loss']:.1f}" for name, best in tuned.items())
             + ". A single mode ends at exactly 0 at some momenta: the finer the grid, the deeper.",
-            "The paper's criterion, least |chi_K|, is what its range of K makes it: on the one mode "
+            "The paper's criterion, least |chi_K|, depends on its range of K. On the one mode it picks "
             f"{listed(picks.values())} for K up to {listed(picks)}, and K={mode['factor_period']} has "
-            f"{mode['by_period'][mode['factor_period']]:.1f}; on six modes K={six['factor_period']} has "
+            f"{mode['by_period'][mode['factor_period']]:.1f}. On six modes K={six['factor_period']} has "
             f"{six['factor']:.2f}.",
             f"rho^t is no bound: |x_t| reaches {osc[str(SLOW_SIGMA)]['largest_ratio_to_radius']:.3f} rho^t at sigma "
             f"{SLOW_SIGMA}; sqrt(1+C^2) rho^t is. Slow modes lose by restarts: K=3, 5, 7 gain only from sigma "
@@ -294,7 +294,7 @@ def answer(result: Result) -> str:
 
 
 def draw(result: Result) -> Figure:
-    """Loss curves (a) to (c) as in the paper, with the controls that it lacks."""
+    """Draw loss curves (a) to (c) as in the paper, with the controls that it lacks."""
     figure = new_page(6.6)
     panels = figure.subplot_mosaic("aaabbb;ccc|||")
     titles = [f"one mode, σ={SIGMA}", "six modes", f"three blocks of {SHOWN_MODES} modes"]

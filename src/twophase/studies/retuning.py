@@ -1,10 +1,10 @@
 """Does tuning the restart period transfer over communication periods better than tuning the outer momentum?
 
-Tuned once at the short communication period, then at every one: the momentum without restarts against the restart
-period, at the learning rate and momentum that are best without restarts and at those that are best with K = 3. Beside
-every restarted setting its gain-matched control without restarts, and at every communication period momentum-free SGD.
-A period that is not shorter than the run restarts nothing: a flat curve there says nothing about restarts, so such
-settings are marked in the figure and left out of every statement on restarts.
+The study compares momentum without restarts with the restart period, tuned once at the short communication period, then
+at every one. Learning rate and momentum are those that are best without restarts, and those that are best with K = 3.
+Every restarted setting has its gain-matched control without restarts, and every communication period momentum-free SGD.
+A period that is not shorter than the run restarts nothing. Such settings are marked in the figure and excluded from
+every statement on restarts.
 
 Source: paper section 4, figure 4, and the curves of the appendix; theory notes E12, R31.
 """
@@ -108,7 +108,7 @@ def _facts(
         not_retuned = lm.first(fires, restart=at_tuning["restart"]) if at_tuning else None
         top = lm.best(fires)
         pairs = lm.with_controls(fires, here, control_name(arm))  # not every period of the own tuning has one
-        # For a period without a control of its own: the best of those that there are.
+        # For a period without a control: the best of those that there are.
         control = lm.control_of(here, control_name(arm), top) if top else None
         control = control or lm.best(control for _, control in pairs)
         others = {"beta_sweep": lm.best(beta), "gain_matched": control, "momentum_free": free, "averaging": averaging}
@@ -157,9 +157,9 @@ def answer(result: Result) -> str:
         tunings.append(f"{place} {'; '.join(parts) or 'nothing finished'}")
     lines = [
         f"Validation {lm.judged(settings)} ({settings['seeds_words']}). Tuned at S={at}: {'; '.join(tunings)}.",
-        f"'spread': worst over best of a sweep; 'kept': what keeping the value that was best at S={at} costs, relative "
-        "to the best of the sweep. K*: restarts at the setting that was tuned without them; K**: at the one that was "
-        f"tuned with K={settings['tuning_period']}. Ratios: geometric mean over the periods, above 1 favours restarts.",
+        f"'spread': worst over best of a sweep; 'kept': cost of the value that was best at S={at}, relative to the "
+        "best of the sweep. K*: restarts at the setting that was tuned without them; K**: at the one that was tuned "
+        f"with K={settings['tuning_period']}. Ratios: geometric mean over the periods, above 1 favours restarts.",
         format_table(_HEADER, [_table_line(name, facts) for name, facts in places.items()]),
     ]
     for steps, count in rounds.items():
@@ -263,7 +263,7 @@ def _cost(curve: Mapping[str, Any]) -> float | None:
 
 
 def _flatter(facts: Mapping[str, Any]) -> bool | None:
-    """Return whether the curve over K is flatter; a curve that breaks off by divergence is not flat."""
+    """Return whether the curve over K is flatter; a curve that ends in divergence is not flat."""
     k, beta = facts["k_sweep"], facts["beta_sweep"]
     if not (k["settings"] and beta["settings"]) or k["missing"] or beta["missing"]:
         return None

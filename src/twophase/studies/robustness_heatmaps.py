@@ -1,8 +1,8 @@
 """Do restarts enlarge the good region of outer learning rates and momenta of a small language model?
 
-Heatmaps of validation perplexity without restarts, with one every 3 rounds, and without restarts at the latter's mean
-outer gain: the control that tells a better use of momentum from a smaller step. Both forms of the rule, at a short and
-a long communication period.
+Heatmaps show validation perplexity without restarts, with one every 3 rounds, and without restarts at the latter's mean
+outer gain. The last is the control that separates a better use of momentum from a smaller step. Both forms of the rule,
+at a short and a long communication period.
 
 Source: paper section 4, figure 3, and the last figure of the appendix; theory notes R31, E11.
 """
@@ -102,7 +102,7 @@ def answer(result: Result) -> str:
     lines = [
         f"Validation {lm.judged(settings)} ({settings['seeds_words']}). 'none' and 'K={PERIOD}': settings within "
         f"{WITHIN:.0%} of the best of all runs of the same S. Ratios: geometric mean over the settings that have "
-        "finished, above 1 favours the restart; better and worse: settings in which the restart differs from its "
+        "finished, above 1 favours the restart. Better and worse: settings in which the restart differs from its "
         f"gain-matched control by over {MARGIN:.0%}.",
         format_table(header, [_table_line(name, facts) for name, facts in places.items()]),
     ]
@@ -144,9 +144,8 @@ def answer(result: Result) -> str:
         gaps = {name: facts["best_minus"][key] for name, facts in places.items()}
         lines.append(lm.tally_lower(claim, gaps, lm.gap_form(settings)))
     lines.append(
-        f"Bests are chosen in hindsight, among {next(iter(places.values()))['restarted']['settings']} settings of each "
-        f"restart arm and each arm without restarts (momentum {least:g} to {largest:g}), and few of the momentum-free "
-        "arm."
+        f"Bests are chosen in hindsight: among {next(iter(places.values()))['restarted']['settings']} settings of "
+        f"each arm with or without restarts (momentum {least:g} to {largest:g}), and few of the momentum-free arm."
     )
     return "\n".join(lines)
 
@@ -199,7 +198,7 @@ def _pages(result: Result) -> list[tuple[str, str]]:
 
 
 def _page(result: Result, inner_steps: str, kind: str) -> Figure:
-    """Rows: form; columns: no restart, K = 3, and no restart at the gain of K = 3."""
+    """Draw rows by form; columns: no restart, K = 3, and no restart at the gain of K = 3."""
     controls, seeds = result.numbers["controls"][inner_steps], len(result.settings["seeds"])
     drawn = [line for line in result.rows if line["arm"] != MOMENTUM_FREE]
     here = select(drawn, inner_steps=int(inner_steps))

@@ -51,7 +51,7 @@ _MARKS = dict(zip(COLUMNS, (0, 2, 1, 6, 4, 7), strict=True))
 
 
 def table(*, quick: bool = False) -> Result:
-    """Final loss of every cell of the grid, form, rule and spectrum, without and with restarts, and of the controls."""
+    """Compute final losses by cell, form, rule and spectrum, without and with restarts, and of the controls."""
     momenta = np.linspace(0, LARGEST_MOMENTUM, 12 if quick else 34)
     lrs = {form: np.linspace(*ends, 10 if quick else 27) for form, ends in LRS.items()}
     rows: list[dict[str, Any]] = []
@@ -82,7 +82,7 @@ def table(*, quick: bool = False) -> Result:
 
 
 def _gains(form: Form, nesterov: bool, momenta: np.ndarray) -> np.ndarray:
-    """Mean outer gains at learning rate 1, of shape (momenta, periods)."""
+    """Compute mean outer gains at learning rate 1, of shape (momenta, periods)."""
     units = [OuterRule(1.0, momentum, nesterov, form) for momentum in momenta]
     return np.array([[mean_outer_gain(unit, Periodic(k), ROUNDS) for k in PERIODS] for unit in units])
 
@@ -90,7 +90,7 @@ def _gains(form: Form, nesterov: bool, momenta: np.ndarray) -> np.ndarray:
 def _cells(
     sigma: Any, form: Form, nesterov: bool, lrs: np.ndarray, momenta: np.ndarray, *, gains: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """Log10 losses by column, and the best periods; arrays of shape (momenta, learning rates)."""
+    """Compute log10 losses by column, and the best periods; arrays of shape (momenta, learning rates)."""
     losses = log10_loss(rule_grid(lrs, momenta[:, None], nesterov, form), sigma, ROUNDS, PERIODS)
     best = np.argmin(losses, axis=0)
 
@@ -110,7 +110,7 @@ def _cells(
 
 
 def _facts(cells: dict[str, np.ndarray], good: float) -> dict[str, Any]:
-    """Shares of cells, and the minimum over the grid."""
+    """Compute shares of cells, and the minimum over the grid."""
 
     def share(condition: np.ndarray) -> float:
         return float(condition.mean())
@@ -134,7 +134,7 @@ def _facts(cells: dict[str, np.ndarray], good: float) -> dict[str, Any]:
 
 
 def answer(result: Result) -> str:
-    """Whether restarts enlarge the good region, for which spectrum, form and rule, and against which control."""
+    """Say whether restarts enlarge the good region, for which spectrum, form and rule, and against which control."""
     numbers = result.numbers
     lines = [
         f"Share of cells (momentum, learning rate) with a good final loss after {ROUNDS} rounds:",
@@ -161,7 +161,7 @@ def answer(result: Result) -> str:
     rescued = any(f["diverged"]["best"] < f["diverged"]["none"] for f in six + wide)
     lines += [
         f"{verdict(min(change(six, 'best')) > 0)}: 'on six modes the best period of each cell enlarges the good "
-        f"region' ({_range(change(six, 'best'))}; it is chosen in hindsight, with no restart among the candidates).",
+        f"region' ({_range(change(six, 'best'))}). It is chosen in hindsight, with no restart among the candidates.",
         f"{verdict(min(change(six, 'every_3')) > 0)}: 'on six modes K={PERIOD} does' "
         f"({_range(change(six, 'every_3'))}); it helps in {share('every_3_helps', six)} of the cells and hurts in "
         f"{share('every_3_hurts', six)}, by more than {MARGIN} dex.",
@@ -175,7 +175,7 @@ def answer(result: Result) -> str:
         f"{share('best_restart_hurts', six)} of the cells.",
         f"Momentum-free controls, six modes: K={PERIOD} is better than SGD of its gain in "
         f"{share('every_3_better_than_sgd_of_its_gain', six)} of the cells and worse in "
-        f"{share('every_3_worse_than_sgd_of_its_gain', six)}; the best K is worse than SGD at the same learning rate "
+        f"{share('every_3_worse_than_sgd_of_its_gain', six)}. The best K is worse than SGD at the same learning rate "
         "in " + "; ".join(f"{name} {100 * f['best_worse_than_sgd']:.0f}%" for name, f in by_name.items()) + ".",
         "Minimum over the grid, none / best K / SGD at the same learning rate: "
         + each("minimum", ".1f", "none", "best", "sgd")
@@ -193,7 +193,7 @@ def _range(values: list[float]) -> str:
 
 
 def draw(result: Result) -> Figure:
-    """Heatmaps of heavy ball for six modes."""
+    """Draw heatmaps of heavy ball for six modes."""
     return _heatmaps(result, "HB")
 
 
@@ -215,7 +215,7 @@ def details(result: Result) -> dict[str, Figure]:
 
 
 def _heatmaps(result: Result, kind: str) -> Figure:
-    """Rows: form; columns: no restart, the best K of each cell, and K = 3; six modes."""
+    """Draw rows by form; columns: no restart, the best K of each cell, and K = 3; six modes."""
     from matplotlib.cm import ScalarMappable  # noqa: PLC0415 - an extra, see figure.py
     from matplotlib.colors import Normalize  # noqa: PLC0415
 

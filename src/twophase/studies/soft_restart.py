@@ -1,8 +1,9 @@
 """Is a soft restart, which keeps a share of the buffer and adds to it, worth its two more hyperparameters?
 
-Perplexity over the share that is kept and the weight of the pseudo-gradient that is added, for Nesterov with learning
-rate 0.9 and momentum 0.7, at a short and a long communication period; beside each setting its gain-matched control
-without restarts, and for reference no restart, the hard restart, momentum-free SGD and plain averaging.
+The study shows perplexity over the share of the buffer that is retained and the weight of the pseudo-gradient that is
+added. The rule is Nesterov with learning rate 0.9 and momentum 0.7, at a short and a long communication period. Each
+setting has a gain-matched control without restarts. References: no restart, the hard restart, momentum-free SGD and
+plain averaging.
 
 Source: paper appendix, the soft restart sweeps; theory notes R26, R27, E14.
 """
@@ -48,7 +49,7 @@ sweep = soft_restart
 
 
 def table(rows: Sequence[Row], scale: Scale) -> Result:
-    """Every setting with what it keeps and adds, and by communication period and form the best against the controls."""
+    """List all settings, and compare the best of each communication period and form with the controls."""
     lines = lm.lines_of(rows, scale)
     of_text = {
         str(soft_policy(period, retain, inject)): (retain, inject)
@@ -78,7 +79,7 @@ def table(rows: Sequence[Row], scale: Scale) -> Result:
 
 
 def _facts(lines: Sequence[Line], form: str, inner_steps: int, period: int) -> dict[str, Any]:
-    """One communication period and form."""
+    """Summarize one communication period and form."""
     here = select(lines, inner_steps=inner_steps)
     arm = arm_name(form, SOFT_RULE[0], f"soft K={period}")
     soft, matched = select(here, arm=arm), control_name(arm)
@@ -108,7 +109,7 @@ def _facts(lines: Sequence[Line], form: str, inner_steps: int, period: int) -> d
 
 
 def answer(result: Result) -> str:
-    """What the best soft restart gains over the hard one and over every control, and whether its place moves."""
+    """Say the best soft restart's gain over the hard one and over every control, and whether its place moves."""
     places = result.numbers["places"]
     settings = result.settings
     header = ["", "K", "restarts", "soft", "keeps", "adds"]
@@ -137,7 +138,7 @@ def answer(result: Result) -> str:
             {name: facts["over_gain_matched"] for name, facts in places.items()},
         ),
         _moves(places),
-        "An equal weight is not an equal restart in the two forms: in sum form a steady buffer is "
+        "An equal weight is not an equal restart in the two forms. In sum form a steady buffer is "
         f"{1 / (1 - settings['momentum']):.1f} pseudo-gradients long, in EMA form one.",
     ]
     return "\n".join(lines)
@@ -158,7 +159,7 @@ def _table_line(name: str, facts: Mapping[str, Any]) -> list[Any]:
 
 
 def _gain(facts: Mapping[str, Any]) -> float | None:
-    """By how much of its perplexity the best soft restart is better than the hard one; means over the seeds."""
+    """Return the relative gain in perplexity of the best soft restart over the hard one; means over the seeds."""
     soft, hard = facts["soft"], facts["controls"]["hard"]
     if soft is None or hard is None or hard["perplexity"] is None:
         return None
@@ -166,7 +167,7 @@ def _gain(facts: Mapping[str, Any]) -> float | None:
 
 
 def _moves(places: Mapping[str, Any]) -> str:
-    """Whether the best setting is another one at the other communication period."""
+    """Say whether the best setting differs at the other communication period."""
     is_moved, detail = {}, {}
     for form in BOTH_FORMS:
         at = {facts["inner_steps"]: facts["soft"] for facts in places.values() if facts["form"] == form}
@@ -195,7 +196,7 @@ def _inner_steps(result: Result) -> list[int]:
 
 
 def _page(result: Result, inner_steps: int) -> Figure:
-    """Rows: form; columns: the soft restarts, and their gain-matched controls."""
+    """Draw rows by form; columns: the soft restarts, and their gain-matched controls."""
     settings = result.settings
     places = [facts for facts in result.numbers["places"].values() if facts["inner_steps"] == inner_steps]
     every = [line for line in result.rows if line["retain"] is not None]

@@ -15,8 +15,8 @@ A study that also holds `sweep` is a *sweep study*: its numbers come from runs t
 * `table(rows, scale) -> Result` in the place of the above, from the rows of the sweep's table;
 * `answer` and `draw` as above.
 
-A sweep study whose cells vary values that every task has, and whose words name its measure by `_lm.judged`, holds
-`TAKES_TASK = True`: it can be asked of a task in place of the built-in model.
+A sweep study with `TAKES_TASK = True` also runs on a task in place of the built-in model. Its cells vary values that
+every task has, and its words name its measure by `_lm.judged`.
 
 A study that chooses its later cells by the results of earlier ones holds `CHOOSES_RUNS = True`. Its `sweep(scale,
 rows)` is called with more rows until it adds no cell, and must begin each time with the cells that it had before.
@@ -28,8 +28,8 @@ One of these whose later cells depend on the trained runs themselves also holds
 
 A study imports torch only when its table is made, so that a list of studies does without.
 
-`run` writes `NAME.png` and `.pdf`, `NAME-DETAIL.png` and `.pdf`, `NAME.csv` (the rows) and, last, `NAME.json` (the
-numbers, with settings, question and version), byte for byte the same for the same input.
+`run` writes `NAME.png` and `.pdf`, `NAME-DETAIL.png` and `.pdf`, `NAME.csv` (the rows) and, last, `NAME.json` (numbers,
+settings, question, version). The same input gives the same bytes.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class Result:
 
     Args:
         rows: the lines of the CSV, from column name to value; everything that the figure shows.
-        numbers: what the answer rests on, by name; values may be nested dicts and lists.
-        settings: what the numbers were computed with.
+        numbers: values behind the answer, by name; may be nested dicts and lists.
+        settings: inputs of the computation.
     """
 
     rows: list[dict[str, Any]]
@@ -131,16 +131,16 @@ def run(
 ) -> Outcome:
     """Compute a study, draw it, and write its files.
 
-    A sweep study first trains what has not been trained yet, in the folder `NAME` beside its files (`NAME-SCALE` at
-    another scale than the laptop's). Repeating the call resumes it. The runs themselves lie in `runs`, so that a run
-    that several studies need is trained once.
+    A sweep study first trains its missing runs, in the folder `NAME` next to its files (`NAME-SCALE` at another scale
+    than the laptop's). Repeating the call resumes it. The runs themselves lie in `runs`, so that a run that several
+    studies need is trained once.
 
     Args:
-        name: of the study.
+        name: file name of the study, without `.py`.
         out: folder of the files; made if it does not exist.
         quick: coarser and faster.
-        scale: of a sweep study, by name or as a value: `laptop` when None and not quick, or `paper`. Of a task in place
-            of the built-in model: `scale_named("laptop").at(config)`.
+        scale: size of a sweep study, by name or as a value: `laptop` when None and not quick, or `paper`. For a task in
+            place of the built-in model: `scale_named("laptop").at(config)`.
         workers: worker processes of a sweep study.
         progress: called when a sweep begins and whenever a run ends (see `sweep.run`).
         options: further arguments of `run_sweep` for a sweep study, such as `devices`.
@@ -188,7 +188,7 @@ def _table(study: Any, rows: Sequence[Row], scale: Scale, *measured: Any) -> Res
 
 
 def redraw(name: str, folder: Path) -> list[Path]:
-    """Draw a study's figures again beside its `NAME.csv` and `NAME.json`, from these; computes nothing else.
+    """Draw a study's figures again next to its `NAME.csv` and `NAME.json`, from these; computes nothing else.
 
     Raises:
         UsageError: no such study or one that trains nothing, matplotlib is not installed, or files that are missing or

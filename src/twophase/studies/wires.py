@@ -1,17 +1,17 @@
 """Does it matter how the pseudo-gradients travel: in float32, bfloat16, int8, or as their largest elements alone?
 
-Every run is done once for each wire, with all else equal: both rules at a small and a large momentum, with and without
-restarts, at the short communication period, where most is sent. A run on a lossy wire is compared with the float32 run
-of its own seed, and its change with what the seed alone changes. A verdict follows from two questions:
+Every run is done once for each wire, with all else equal. Runs: both rules at a small and a large momentum, with and
+without restarts, at the short communication period, which sends most. A run on a lossy wire is compared with the
+float32 run of the same seed, and its change with what the seed alone changes. A verdict follows from two questions:
 
 * is the change clear: is its mean over the seeds more than `CLEAR` standard errors from 0?
 * is it large: is it beyond the seeds' own spread, one standard deviation of log perplexity in float32?
 
-With so few seeds the first is answered yes rather too often (Student's distribution; the answer says how often), which
-is the careful side for a claim that nothing changes.
+With so few seeds the first is answered yes too often (Student's distribution; the answer says how often). For a claim
+that nothing changes this is the careful side.
 
-A lossy run is another trajectory, not float32's plus an error: what rounding changes grows over a run until it
-is of the size of any other small change. So single pairs differ even where the mean does not.
+A lossy run is another trajectory, not float32's plus an error. The effect of rounding grows over a run to the size of
+any other small change. So single pairs differ even where the mean does not.
 
 Source: `twophase.diloco.wire`, `twophase.diloco.sparse`; the paper sends float32.
 """
@@ -79,9 +79,9 @@ def sweep(scale: Scale) -> Sweep:
 def sent_bytes(wire: str, numel: int, processes: int = PROCESSES) -> int:
     """Count the bytes that each process sends to sum a vector of float32 over processes, as the engine reports them.
 
-    With n elements and M processes, in float32 a ring sends 2 (M - 1) parts of 4 n / M bytes; a lossy wire sends a
-    packet to each other's owner and its own part's packet to each other: 2 (M - 1) packets of ceil(n / 128 M) blocks.
-    The sparse one sends its packet of the whole vector to each of the M - 1 others.
+    With n elements and M processes, a ring in float32 sends 2 (M - 1) parts of 4 n / M bytes. A lossy wire sends each
+    other owner its packet, and each its part's result: 2 (M - 1) packets of ceil(n / 128 M) blocks. The sparse one
+    sends its packet of the whole vector to each of the M - 1 others.
     """
     from twophase.diloco.wire import BLOCK, packet_bytes  # noqa: PLC0415 - torch, which a list of studies does without
 
@@ -171,8 +171,8 @@ def _change(arm: DataFrame, control: DataFrame) -> dict[str, Any]:
     """Summarize paired differences of log perplexities: for each seed the mean over the places, then over the seeds.
 
     Returns:
-        `ratio` the geometric mean ratio of perplexities, `log` its logarithm, `error` the standard error of that over
-        the seeds, `low` and `high` the ends of `CLEAR` of these either way, `rms` the root mean square of single pairs.
+        `ratio` is the geometric mean ratio of perplexities, `log` its logarithm, `error` the standard error of `log`
+        over the seeds. `low` and `high` are `CLEAR` errors either way, `rms` the root mean square of single pairs.
         Places that cannot be compared are in `without`, by reason, and in no number.
     """
     remarks = list(map(fate, worst(arm), worst(control)))
@@ -330,7 +330,7 @@ _SHIFTS = (-0.25, 0.0, 0.25)
 
 
 def draw(result: Result) -> Figure:
-    """(a) Rows: the places; across: each wire's change against float32, on the seeds' own spread. (b) Bytes a round."""
+    """Draw (a) rows by place; across: each wire's change against float32, on the seeds' spread; (b) bytes a round."""
     places = result.numbers["places"] | {"all places": result.numbers["all_places"]}
     settings, several = result.settings, len(result.settings["seeds"]) > 1
     figure = new_page(1.7 + 0.36 * len(places))
@@ -340,7 +340,7 @@ def draw(result: Result) -> Figure:
             ends = (-100 * facts["spread"], 100 * facts["spread"])
             changes.fill_betweenx([row - 0.42, row + 0.42], *ends, color="#e4e4e4", linewidth=0)
         for wire, shift in zip(_LOOKS, _SHIFTS, strict=True):
-            line: Mapping[str, Any] = {}  # the mean over the places has no dots of its own
+            line: Mapping[str, Any] = {}  # the mean over the places has no dots
             if "rule" in facts:
                 place = {name: facts[name] for name in ("rule", "momentum", "restart")}
                 line = first(result.rows, wire=wire, **place) or {}
@@ -373,7 +373,7 @@ def draw(result: Result) -> Figure:
 
 
 def _finding(result: Result) -> str:
-    """Hold each wire's change over all places, and its bytes, against float32, beside what another seed changes."""
+    """Hold each wire's change over all places, and its bytes, against float32, next to the change from another seed."""
     facts, share = result.numbers["all_places"], result.numbers["bytes_over_float32"]
     wires = [
         f"by {change_words(facts['change'][wire]) or 'what is not known'} with {wire} ({share[wire]:.2g} of the bytes)"
