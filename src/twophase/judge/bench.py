@@ -25,7 +25,7 @@ def results_of(rows: Iterable[Mapping[str, Any]]) -> Results:
 
 
 def beside(theirs: Results, mine: Results, control: str, seeds: Collection[int]) -> Results:
-    """Return another bench's results as they would stand beside this one's: over its control, times this one's.
+    """Return another bench's results on this one's scale: over its control, times this one's.
 
     What another processor, text or budget does to both arms of a bench alike drops out. A seed in which either control
     diverged or was not run says nothing, and an arm without any other seed is left out.
@@ -61,7 +61,7 @@ class Against:
     """An arm held against another at a place.
 
     Args:
-        word: of `decide`; `all diverged` where one of the two has no setting that survived.
+        word: verdict of `decide`; `all diverged` if every setting of a side diverged.
         ratio: the other's result over the arm's, geometric means, above 1 where the arm is better; None without one.
         low, high: ends of its interval.
     """
@@ -92,13 +92,13 @@ class PlaceCard:
     Args:
         setting: its tuned numbers; empty where every setting diverged.
         result: geometric mean over the held-out seeds; None where one diverged.
-        settings: how many its search tried.
-        interior: whether no neighbour of the best was better.
-        seconds: of one of its runs, in the mean.
-        seconds_of_control: of one run of averaging in the same bench.
-        control: against averaging, tuned with the same budget in the same bench.
-        stored: against the stored arms, each over the averaging of its own bench.
-        note: why there are no stored arms, or what their runs differ in; may be empty.
+        settings: number of settings that its search tried.
+        interior: True if no neighbour of the best was better.
+        seconds: mean duration of one run.
+        seconds_of_control: mean duration of one run of averaging in the same bench.
+        control: comparison with averaging, tuned with the same budget in the same bench.
+        stored: comparisons with the stored arms, each over the averaging of its bench.
+        note: reason for no stored arms, or differences of their runs; may be empty.
     """
 
     place: str
@@ -119,12 +119,12 @@ class Card:
     """What a bench says of an arm.
 
     Args:
-        size: of the bench, `quick` or `full`.
+        size: size of the bench, `quick` or `full`.
         places: one for each place that could be run.
         refused: why others could not, by name.
         comparisons: number of words against averaging, and against the `stored` arms. Each of the two families may err
             with probability 0.05.
-        behind: for each arm how far it is behind the best of each place, see `behind`.
+        behind: distance of each arm from the best of each place, see `behind`.
     """
 
     arm: str

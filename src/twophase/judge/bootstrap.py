@@ -3,9 +3,9 @@
 A comparison of two arms gives one difference a seed, because a seed sets the data order and the initialisation of both.
 Seeds are the only independent repetitions that a sweep has, and there are few of them, 3 to 8.
 
-What the percentile bootstrap is worth then. A resampled mean never leaves [min, max] of the n differences. When the
-true mean is also the median of their distribution (any symmetric one), all n differences fall on one side of it with
-probability 2 (1/2)^n, and no percentile interval, of whatever level, can cover it then:
+What the percentile bootstrap is worth then. A resampled mean never leaves [min, max] of the n differences. Let the true
+mean also be the median (any symmetric distribution). Then all n differences fall on one side of it with probability 2
+(1/2)^n. No percentile interval, of any level, covers it then:
 
     coverage <= 1 - 2^(1 - n):   50 % for 2 seeds, 75 % for 3, 87.5 % for 4, 93.75 % for 5.
 
@@ -16,8 +16,8 @@ each for 2 to 5 seeds and 20,000 for 6 to 8, every resample enumerated (standard
     seeds                    2     3     4     5     6     7     8
     percentile bootstrap  50.2  74.9  79.7  83.8  86.1  87.5  89.4   % covered
 
-Student's t interval covers 95 % there at every n, by its derivation, at the price of its width (12.7 standard errors
-either way for 2 seeds, 4.3 for 3) and of supposing normal differences. Neither knows of anything but the seeds:
+Student's t interval covers 95 % there at every n, by its derivation. The price is its width (12.7 standard errors
+either way for 2 seeds, 4.3 for 3) and the assumption of normal differences. Neither knows of anything but the seeds:
 other data, models and grids are not in it.
 """
 
@@ -46,7 +46,7 @@ class Interval(NamedTuple):
 
 
 def percentile_interval(differences: Sequence[float]) -> Interval | None:
-    """The percentile bootstrap interval of a mean: n of the n differences are drawn with replacement, and averaged.
+    """Return the percentile bootstrap interval of a mean: n of n differences drawn with replacement, and averaged.
 
     `low` is the smallest v with P(resampled mean <= v) >= (1 - LEVEL) / 2, `high` the largest v with
     P(resampled mean >= v) >= (1 - LEVEL) / 2. Up to `EXACT_SEEDS` differences the probabilities are exact: the n^n
@@ -79,7 +79,7 @@ def percentile_interval(differences: Sequence[float]) -> Interval | None:
 
 
 def t_interval(differences: Sequence[float], level: float = LEVEL) -> Interval | None:
-    """Student's interval of a mean: mean -+ t s / sqrt(n), with n - 1 degrees of freedom.
+    """Return Student's interval of a mean: mean -+ t s / sqrt(n), with n - 1 degrees of freedom.
 
     Args:
         differences: one a seed, any unit, finite; supposed to be independent and normal, and at least two.
@@ -104,7 +104,7 @@ def t_interval(differences: Sequence[float], level: float = LEVEL) -> Interval |
 
 
 def largest_coverage(count: int) -> float:
-    """The most that a percentile interval of `count` differences can cover of their mean, 1 - 2^(1 - n), see above.
+    """Return the upper bound 1 - 2^(1 - n) of the coverage of a percentile interval; see above.
 
     >>> largest_coverage(3)
     0.75
@@ -113,7 +113,7 @@ def largest_coverage(count: int) -> float:
 
 
 def _sorted(call: str, differences: Sequence[float]) -> Any:
-    """The differences in ascending order, so that their own order cannot matter."""
+    """Sort the differences, so that their order cannot matter."""
     if not all(map(math.isfinite, differences)):
         raise ValueError(f"{call}: differences are {list(differences)}; leave out what is not finite")
     return np.sort(np.asarray(differences, dtype=np.float64))
@@ -121,7 +121,7 @@ def _sorted(call: str, differences: Sequence[float]) -> Any:
 
 @cache
 def _resamples(count: int) -> tuple[Any, Any]:
-    """How often each resample holds each difference, (resamples, count), and how many ordered draws give it."""
+    """Count each difference in each resample, (resamples, count), and the ordered draws that give it."""
     if count <= EXACT_SEEDS:
         drawn = np.array(list(combinations_with_replacement(range(count), count)))
     else:

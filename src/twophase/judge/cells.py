@@ -1,8 +1,9 @@
 """The outcomes of a sweep as a table of settings by seeds, and two arms compared seed by seed.
 
-A seed sets the initial weights and the data order of both arms, so the difference of one seed is less noisy than the
-difference of two means. `outcomes` makes the table; subtracting the logarithms of two tables pairs them, because pandas
-aligns equal settings and equal seeds. `Paired` then summarizes one difference a seed. Every figure rests on this.
+A seed sets the initial weights and the data order of both arms. The difference of one seed is therefore less noisy than
+the difference of two means. `outcomes` makes the table; subtracting the logarithms of two tables pairs them, because
+pandas aligns equal settings and equal seeds. `Paired` then summarizes one difference a seed. Every figure rests on
+this.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def outcomes(settings: Iterable[Setting], *place: str) -> DataFrame:
     """Arrange the outcomes of settings by seed.
 
     Args:
-        settings: of a sweep, by `sweep.table.settings`.
+        settings: settings of a sweep, by `sweep.table.settings`.
         place: dotted paths of the axes that name a setting; without any, settings are numbered.
 
     Returns:

@@ -1,26 +1,26 @@
 """Two arms of a sweep compared seed by seed: an arm against a control.
 
-Every comparison is one number a seed, positive where the arm is better, because a seed sets the data order and the
-initialisation of both arms. p is a perplexity, s a seed, S the seeds that both arms have:
+Every comparison is one number a seed, positive where the arm is better. A seed sets the data order and the
+initialisation of both arms. p is a perplexity, s a seed, S the seeds of both arms:
 
 * tuned best: each arm at its own best setting over all its seeds, d_s = log p_control,s - log p_arm,s. Its setting was
-  chosen on the seeds that judge it, which flatters the arm that had more settings to choose from.
+  chosen on the seeds that judge it: a selection bias for the arm with more settings.
 * held out: the same, but for every seed both settings are chosen on the other seeds of S alone and judged on this one.
   It takes three seeds. The choices of two seeds share data, so that the d_s are only nearly independent.
-* cells: the mean of log p_control,s - log p_arm,s over matched cells, which is the log ratio of the two geometric means
-  over these cells. A control is matched with the cell that it controls; without such links, cells that agree on every
-  axis that varies within either arm are matched.
+* cells: the mean of log p_control,s - log p_arm,s over matched cells, the log ratio of their two geometric means. A
+  control is matched with the cell that it controls. Without such links, cells match if they agree on every axis that
+  varies within either arm.
 * area: the share of the arm's matched cells within x of the best of ALL arms on that seed, minus the control's share.
 
-A setting can be chosen when all its runs on the choosing seeds have finished; an arm in which every setting diverged
-there counts as diverged. The mean over cells is over those that finished on every seed of S on both sides, so that all
-seeds judge the same cells; the others are counted by what became of them. For areas a diverged cell is outside, and
-only cells that are missing are left out. Cells with the same runs in both arms differ by exactly 0 and are no evidence:
-they are counted, and left out as long as there are others.
+A setting can be chosen when all its runs on the choosing seeds have finished. An arm in which every setting diverged
+there counts as diverged. The mean over cells covers cells that finished on every seed of S on both sides, so all seeds
+judge the same cells. Excluded cells are counted by reason. A diverged cell is outside every area; missing cells are
+excluded. Cells with the same runs in both arms differ by exactly 0 and are no evidence. They are counted, and excluded
+if there are other cells.
 
-A run that diverged has no number but is worse than any number: its seed counts for the other side, and takes the mean
-and the intervals away, because an average without it would flatter. A seed in which both diverged, or in which a run
-is missing, says nothing.
+A diverged run has no number but is worse than any number. Its seed counts for the other side; mean and intervals are
+then None, because an average without it would be biased. A seed in which both diverged, or a run is missing, says
+nothing.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class SeedDifference:
     seed: Any
     """None in a sweep without an axis of seeds."""
     value: float | None
-    """Positive where the arm is better; None when there is none."""
+    """Positive where the arm is better; None if a side has no result."""
     remark: Remark = ""
-    """Why there is none, or `same run` where the arm and the control are one run."""
+    """Reason for None, or `same run` where the arm and the control are one run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Difference:
     """One measure of an arm against a control.
 
     Args:
-        measure: what is compared; see the module.
+        measure: compared quantity; see the module.
         within: x of `area`, relative; None for the other measures.
         by_seed: one difference a seed; natural logarithms of perplexity ratios, for `area` shares from -1 to 1.
         better, worse: seeds in which the arm, or the control, is better: that the other alone diverged is included.
@@ -68,7 +68,7 @@ class Difference:
         mean: over the seeds; None when there is none, or when a run diverged in one arm only.
         bootstrap: 95 % percentile interval of the mean over seeds; None for one seed or without any spread.
         t: Student's 95 % interval of it, for areas cut off at -1 and 1, beyond which there is none.
-        note: what a reader must know, such as why there is no interval; may be empty.
+        note: remarks for the reader, such as why there is no interval; may be empty.
     """
 
     measure: Measure
@@ -84,7 +84,7 @@ class Difference:
 
     @property
     def seeds(self) -> int:
-        """How many seeds could be compared."""
+        """Number of compared seeds."""
         return self.better + self.worse + self.equal
 
     @property
@@ -173,8 +173,8 @@ class Arm:
     def held_out_perplexity(self) -> float | None:
         """The mean over seeds of the outcome on each at the setting that is best on the others.
 
-        Unlike the perplexity of the best setting it is not flattered by having chosen it. None for fewer than
-        `HELD_OUT_SEEDS` seeds, and when a run that it needs has diverged or is missing.
+        Unlike the perplexity of the best setting it has no selection bias. None for fewer than `HELD_OUT_SEEDS` seeds,
+        and when a run that it needs has diverged or is missing.
         """
         if len(self.seeds) < HELD_OUT_SEEDS:
             return None
@@ -198,10 +198,10 @@ def compare(
     """Compare an arm with a control on the seeds that both have, by every measure of the module's text.
 
     Args:
-        arm: one side.
-        control: the other.
-        controlled: from the control's run ids to those of the runs that they control; empty for a control of no cell.
-        bests: for each seed, the lowest perplexity of all arms.
+        arm: the arm under test.
+        control: the arm to compare with.
+        controlled: run ids of the controlled runs by the control's run ids; empty for a control of no cell.
+        bests: lowest perplexity of all arms, by seed.
         within: the relative distances x of the areas.
     """
     seeds = tuple(seed for seed in arm.seeds if seed in control.seeds)
@@ -306,7 +306,7 @@ def _area(seeds: Sequence[Any], sides: Sequence[Any], within: float, bests: Sequ
 
 
 def _cells_note(cells: Cells) -> str:
-    """Say how many cells a mean is over, and what became of the others."""
+    """Say the number of cells in a mean, and the excluded cells by reason."""
     out = {
         "the same runs": cells.same if cells.same < cells.matched else 0,
         "diverged in the arm only": cells.arm_diverged,
@@ -365,9 +365,9 @@ def _summary(
 _WORDS: dict[Remark, str] = {
     SAME: "same runs", ARM: "arm diverged", CONTROL: "control diverged", BOTH: "both diverged", MISSING: "missing",
 }  # fmt: skip
-"""What befell some of the seeds."""
+"""Reasons for excluding a seed."""
 
 
 def ratio_of(log_ratio: float) -> float:
-    """exp(log_ratio), kept within what a float holds: t intervals over two seeds of a wild arm reach far."""
+    """Return exp(log_ratio), clipped to the range of a float: two-seed t intervals can overflow."""
     return math.exp(max(-700.0, min(log_ratio, 700.0)))

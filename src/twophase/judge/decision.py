@@ -1,7 +1,7 @@
 """Words for a comparison that was planned: better, equivalent, worse or undecided, corrected for how many there are.
 
-d_s is the difference of seed s, positive where the arm is better (natural logarithm of a ratio of results), over n >= 2
-held-out seeds; m is the margin, and c the number of comparisons that the registration names. Student's t throughout:
+d_s is the difference of seed s, positive where the arm is better (natural logarithm of a ratio of results). There are n
+>= 2 held-out seeds; m is the margin, c the registered number of comparisons. Student's t throughout:
 
     equivalent   two one-sided tests: the 1 - 2 alpha / c interval of the mean lies within (-m, m)
     better       else, the 1 - alpha / c interval lies above 0
@@ -9,8 +9,8 @@ held-out seeds; m is the margin, and c the number of comparisons that the regist
     undecided    else
 
 Dividing alpha by c (Bonferroni) keeps the chance of any wrong word among all comparisons at most alpha. A seed in which
-one side alone diverged has no number: `better` or `worse` need every seed to be the other side's, and then a mean is
-not given. A seed in which both diverged agrees with neither side: the word is `undecided`.
+one side alone diverged has no number, and the mean is None. `better` or `worse` then need every seed to be for the
+other side. A seed in which both diverged agrees with neither side: the word is `undecided`.
 
 Source: Schuirmann, "A comparison of the two one-sided tests procedure" (1987).
 """
@@ -36,8 +36,8 @@ class Decision:
     """What a comparison says.
 
     Args:
-        word: of the module's definitions.
-        mean: of the differences; None with fewer than two, or where a run diverged.
+        word: verdict by the module's definitions.
+        mean: mean difference; None with fewer than two, or where a run diverged.
         low, high: ends of the interval at level `1 - alpha / comparisons`.
         seeds: number of differences.
         diverged: seeds in which the arm alone diverged, less those in which the control alone did.

@@ -21,8 +21,8 @@ class Rule:
 
     Args:
         quantity: its name; empty for a rule that says the same everywhere.
-        threshold: of the quantity.
-        above: whether the change helps above it; of a rule that says the same everywhere, whether it helps.
+        threshold: value of the quantity at which the prediction changes.
+        above: True if the change helps above it; for a constant rule, whether the change helps.
     """
 
     quantity: str
@@ -30,7 +30,7 @@ class Rule:
     above: bool
 
     def helps(self, cell: Cell) -> bool:
-        """Whether the change is predicted to help."""
+        """Predict whether the change helps."""
         if not self.quantity:
             return self.above
         return (cell[self.quantity] > self.threshold) == self.above
@@ -45,8 +45,8 @@ def fit(cells: Sequence[Cell], gains: Sequence[float], quantities: Sequence[str]
     """Return the rule with the most right signs; of equals the one with the widest gap at its threshold.
 
     Args:
-        cells: what was measured, at least one.
-        gains: what the change gave in each, positive where it helped; natural logarithms.
+        cells: measured quantities, at least one.
+        gains: gains of the change, natural logarithms, positive where it helped.
         quantities: names to choose from; those that are missing in a cell are left out.
     """
     majority = Rule("", 0.0, sum(gain > 0 for gain in gains) * 2 > len(gains))
@@ -66,5 +66,5 @@ def fit(cells: Sequence[Cell], gains: Sequence[float], quantities: Sequence[str]
 
 
 def right(rule: Rule, cells: Sequence[Cell], gains: Sequence[float]) -> int:
-    """Return how many signs a rule has right; a gain of exactly 0 is none that helps."""
+    """Return how many signs a rule has right; a gain of exactly 0 does not help."""
     return sum(rule.helps(cell) == (gain > 0) for cell, gain in zip(cells, gains, strict=True))

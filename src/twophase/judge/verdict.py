@@ -1,11 +1,11 @@
 """What a sweep's table says: each arm on its own, and each arm against the controls, with several seeds.
 
-A verdict counts and compares; it has no rule for what is large enough to matter, so it says in how many seeds an arm
-was better and gives intervals (`twophase.judge.bootstrap` says what those of a few seeds are worth), no more.
+A verdict counts and compares: in how many seeds an arm was better, with intervals. It has no rule for the size that
+matters. `twophase.judge.bootstrap` says what intervals of a few seeds are worth.
 
-Three kinds of arms are controls: those whose cells are linked to the cells that they control (`control_of`), those that
-are named, and those of momentum SGD alone without momentum (`outer.momentum` 0 throughout, and no restart policy that
-takes steps of its own). Every other arm is compared with every control.
+Three kinds of arms are controls: arms with cells linked to the cells that they control (`control_of`), arms named as
+controls, and momentum-free SGD. The last has `outer.momentum` 0 throughout, and no restart policy with its own steps.
+Every other arm is compared with every control.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ class Area:
 
 @dataclass(frozen=True, slots=True)
 class ArmVerdict:
-    """One arm on its own.
+    """One arm alone.
 
     Args:
-        control: why it is a control (`paired`, `named`, `momentum-free`), empty when it is none.
-        settings: how many it has: finished + diverged + missing.
-        finished: those in which every seed has finished, the only ones in a mean.
-        diverged: those in which a seed has diverged.
-        missing: those without a diverged seed in which one is not there, or could not be run.
-        seeds: all that some setting has.
+        control: reason for being a control (`paired`, `named`, `momentum-free`), else empty.
+        settings: number of settings: finished + diverged + missing.
+        finished: settings in which every seed has finished; means cover no others.
+        diverged: settings in which a seed has diverged.
+        missing: settings without a diverged seed in which a seed is missing or could not be run.
+        seeds: seeds of any setting.
         best: the finished setting of the lowest mean perplexity, the first of equals; None when nothing has finished.
-        held_out: the mean over its seeds of the perplexity at the setting that is best on the other seeds; None for
-            fewer than three seeds, and when a run that it needs has no perplexity.
-        geometric_mean: of the mean perplexities of its finished settings.
+        held_out: mean over its seeds of the perplexity at the setting that is best on the other seeds. None for fewer
+            than three seeds, and if a needed run has no perplexity.
+        geometric_mean: geometric mean of the mean perplexities of its finished settings.
         worst: the finished setting of the highest mean perplexity; each diverged one is worse than that.
         varied: the dotted paths of the values that vary within the arm.
     """
@@ -81,8 +81,8 @@ class Verdict:
     Args:
         level: nominal coverage of every interval.
         best: the setting of the lowest mean perplexity of all arms; None when nothing has finished.
-        arms: in order of appearance.
-        comparisons: by control, then by arm.
+        arms: arms in order of appearance.
+        comparisons: comparisons by control, then by arm.
     """
 
     within: tuple[float, ...]
@@ -96,14 +96,14 @@ class Verdict:
 def verdict(rows: Sequence[Row], within: Sequence[float] = WITHIN, controls: Collection[str] = ()) -> Verdict:
     """Judge the arms of a sweep, alone and against the controls.
 
-    Perplexities are arithmetic means over the seeds of a setting; with B the lowest of ALL settings of ALL arms, the
-    robustness area of an arm is #{settings with mean <= (1 + x) B} / #{settings}. Comparisons go seed by seed; their
-    definitions stand in `twophase.judge.comparison`.
+    Perplexities are arithmetic means over the seeds of a setting; B is the lowest of ALL settings of ALL arms. The
+    robustness area of an arm is #{settings with mean <= (1 + x) B} / #{settings}. Comparisons go seed by seed;
+    `twophase.judge.comparison` defines them.
 
     Args:
-        rows: of the whole sweep, in any order.
+        rows: rows of the whole sweep, in any order.
         within: distances x for the areas, relative, >= 0; at least one.
-        controls: further arms that the others are compared with, by name.
+        controls: names of further arms that serve as controls.
 
     Raises:
         UsageError: an x that is negative or not finite, none at all, or a control that is no arm.
@@ -178,7 +178,7 @@ def _why_control(group: Sequence[Setting], paired: bool, named: bool) -> str:
 
 
 def _takes_steps(values: Mapping[str, Any]) -> bool:
-    """Whether a restart policy takes steps of its own, as one may that this process does not know."""
+    """Return whether a restart policy takes its own steps; an unknown policy may."""
     words = values.get("sync.restart") or ()  # a blank cell of a table is None
     texts = [word.partition("=")[2] for word in (words_of(words) if isinstance(words, str) else words)]
     try:
@@ -213,7 +213,7 @@ def _judge(arm: Arm, control: str, best: Setting | None, within: Sequence[float]
 
 
 def _notes(arms: Sequence[ArmVerdict]) -> tuple[str, ...]:
-    """Sentences on what limits the reading of these arms."""
+    """Write sentences on the limits of these comparisons."""
     seeds = {arm.seeds for arm in arms}
     controls = [arm for arm in arms if arm.control]
     missing, diverged = sum(arm.missing for arm in arms), sum(arm.diverged for arm in arms)
@@ -234,8 +234,8 @@ def _notes(arms: Sequence[ArmVerdict]) -> tuple[str, ...]:
         (diverged, "with a diverged run: in no mean, outside of every area, worse than any number."),
         (
             missing,
-            "with a missing run: in no mean and outside of every area, whose shares may still grow or, with a new best,"
-            " shrink; repeat the sweep's command to run them.",
+            "with a missing run: in no mean and outside of every area. Shares may still grow or, with a new best, "
+            "shrink. Repeat the sweep's command to run them.",
         ),
     ):
         if count:

@@ -46,9 +46,10 @@ def write(judged: Verdict, folder: Path, where: Mapping[str, str] | None = None)
     """Write `verdict.md` (the tables) and `verdict.json` (everything) into a sweep's folder.
 
     Args:
-        judged: what is written.
+        judged: verdict to write.
         folder: the sweep's folder.
-        where: as for `verdict.select`; the files of a part are named after it, such as `verdict-inner_steps=20.md`.
+        where: selection as in `verdict.select`; the files of a part are named after it, such as
+            `verdict-inner_steps=20.md`.
 
     Returns:
         The paths, each written in one step. What is not known is null in JSON.
@@ -111,8 +112,7 @@ def sections(judged: Verdict) -> Iterator[Section]:
     yield (
         "What each arm reached",
         f"{_measure(judged).capitalize()} at the arm's best setting: mean and sample standard deviation over seeds. "
-        "Held out: mean over seeds at the setting that is best on the other seeds, which luck in choosing does not "
-        "flatter.",
+        "Held out: mean over seeds at the setting that is best on the other seeds, without selection bias.",
         ("arm", "control", "best", "spread", "seeds", "held out", "at"),
         reached,
         (),
@@ -182,8 +182,8 @@ def name_words(judged: Verdict) -> str:
         words.append(f"{', '.join(periods)}: the outer momentum is set to zero every {rounds}")
     if gains:
         words.append(
-            f"{', '.join(gains)}: a control of that K, without restarts and with a learning rate so much lower that "
-            "its mean outer gain (update over pseudo-gradient) is the same"
+            f"{', '.join(gains)}: a control of that K, without restarts, at the learning rate of the same mean outer "
+            "gain (update over pseudo-gradient)"
         )
     if MOMENTUM_FREE in parts:
         words.append(f"{MOMENTUM_FREE}: outer momentum 0")
@@ -214,7 +214,7 @@ def _how_to_read(judged: Verdict) -> str:
     return (
         f"Ratio: the control's {_measure(judged)} over the arm's, geometric mean over seeds; above 1 the arm is "
         "better. Better: the seeds in which the arm is better, of those compared. Tuned best: both at their best "
-        "settings, chosen on the seeds that judge them, which flatters the arm with more settings. Held out: chosen on "
+        "settings, chosen on the seeds that judge them: biased towards the arm with more settings. Held out: chosen on "
         f"the other seeds. Intervals are of the mean over seeds, nominally {_percent(judged.level)}, each for its own "
         f"line: among many lines some miss.{limit} Student's t supposes normal differences."
     )
