@@ -3,9 +3,9 @@
     METHOD[@RESTART][+SLOT=TEXT ...]        nesterov   nesterov@3   adamw@K   auto   nesterov+readout=tail:rounds=10
 
 METHOD is one of the shelf, or a restart policy that needs no rule (`auto`). RESTART is a policy, or K for a tuned
-period; SLOT is filter, schedule or readout. Tuned are the inner learning rate, the method's `lr` and its own main
-number (a momentum, or a share of an average), each unless the text fixes it: `adamw:beta2=0.99:lr=0.1`. A value behind
-`~` is where a search starts: `nesterov:momentum=~0.6`, or, of a policy that needs no rule, `along:~0.5`.
+period; SLOT is filter, schedule or readout. Tuned are the inner learning rate, the method's `lr` and its main number (a
+momentum, or a share of an average). A text can fix each: `adamw:beta2=0.99:lr=0.1`. A value behind `~` is where a
+search starts: `nesterov:momentum=~0.6`, or, of a policy that needs no rule, `along:~0.5`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ARMS = (
 )
 """What is compared where nothing is asked for: what did well on the bench, and the usual rule, restarted and not."""
 _MAIN = ("momentum", "mu_x", "beta")
-"""Fields of a method that are its main number beside the learning rate, the first that it has."""
+"""Fields that may be a method's main number next to the learning rate; the first that it has counts."""
 _SLOTS: tuple[Slot, ...] = ("filter", "schedule", "readout")
 _TUNED_PERIOD, _FIRST_PERIOD = "K", "3"
 _TUNED = "~"
@@ -50,8 +50,8 @@ class Arm:
     """An outer optimizer with its tuned numbers.
 
     Args:
-        text: as the module describes it; its name everywhere.
-        inner_lr: where the search of the inner learning rate starts.
+        text: text form of the module's docstring; the arm's name everywhere.
+        inner_lr: start of the search of the inner learning rate.
 
     Raises:
         UsageError: a text that cannot be read, or parts that do not go together.
@@ -151,11 +151,11 @@ def _check_restart(method: Method, policy: RestartPolicy) -> None:
     if str(policy) != "never" and not has_first_moment(method):
         raise ValueError(f"{method.name} has no first moment, so that a restart changes nothing; leave @ out")
     if method.plain and needs_no_rule(policy):
-        raise ValueError(f"{policy} takes steps of its own, whatever the method; write {policy.name} alone")
+        raise ValueError(f"{policy} takes its own steps and ignores the method; write {policy.name} alone")
 
 
 def needs_no_rule(policy: RestartPolicy | str) -> bool:
-    """Whether nothing of a rule enters a policy's updates, so that it is an arm by itself; False for an unknown one."""
+    """Return whether a policy uses nothing of a rule, so that it is an arm by itself; False for an unknown one."""
     try:
         parse_policy(policy).own_rule()
     except ValueError:

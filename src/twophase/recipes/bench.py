@@ -67,7 +67,7 @@ class Place:
 
     @property
     def arms(self) -> tuple[str, ...]:
-        """What is compared with averaging."""
+        """Arms that are compared with averaging."""
         single = ONE_REPLICA if self.values["replicas"] == 1 else ()
         return FEW if self.few else (*ARMS, *single)
 
@@ -199,7 +199,7 @@ def stored_facts() -> dict[str, Any]:
     try:
         return read_json_object(_stored(FACTS))
     except ValueError as error:
-        raise UsageError(f"{FACTS} of this copy is damaged ({error}); install it anew") from None
+        raise UsageError(f"{FACTS} of this copy is damaged ({error}); reinstall it") from None
 
 
 def _stored(name: str) -> Path:

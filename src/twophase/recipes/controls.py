@@ -3,14 +3,14 @@
 A restart empties the momentum buffer, and an emptied buffer pushes less, so a restarted run is also a run of smaller
 steps. Three kinds of runs tell the two apart:
 
-* momentum-free outer SGD over several learning rates (`momentum_free`): whatever momentum is worth, with or without
-  restarts, it must be worth more than this;
+* momentum-free outer SGD over several learning rates (`momentum_free`): momentum, with or without restarts, must be
+  worth more than this;
 * plain averaging of the replicas: momentum-free at learning rate 1, `AVERAGING_LR`;
 * the gain-matched run of a restarted one (`gain_matched`): the same rule without restarts, whose learning rate gives
   the same mean outer gain over the run. What remains between the two is what restarts do beyond a smaller step.
 
-They are runs of momentum SGD, whatever method, filter, schedule or readout the grid has. The gain of another method is
-not known in advance, so that its restarted runs have no gain-matched one.
+They are runs of momentum SGD, for any method, filter, schedule or readout of the grid. The gain of another method is
+not known in advance, so its restarted runs have no gain-matched one.
 
 A period that is not shorter than the run restarts nothing that still counts; `restarts_that_count` says so.
 """
@@ -47,7 +47,7 @@ _SLOTS = {f"outer.{slot}": usual for slot, usual in USUAL.items()}
 
 
 def with_averaging(lrs: Iterable[float]) -> tuple[float, ...]:
-    """Learning rates with that of plain averaging among them, sorted.
+    """Add the learning rate of plain averaging; return the rates sorted.
 
     >>> with_averaging((0.3, 1.1))
     (0.3, 1.0, 1.1)
@@ -58,13 +58,13 @@ def with_averaging(lrs: Iterable[float]) -> tuple[float, ...]:
 def momentum_free(
     base: Any, axes: Sequence[Axis], lrs: Sequence[float], fixed: Mapping[str, Any] | None = None
 ) -> list[Cell]:
-    """Outer SGD without momentum and restarts, over learning rates.
+    """Return runs of outer SGD without momentum and restarts, over learning rates.
 
     Without momentum both forms and both kinds of rule are one rule, so one arm controls all of them.
 
     Args:
-        base: what the runs share, a tree with an `outer` like that of `lm.config.TrainConfig`.
-        axes: what else varies, such as the seed.
+        base: values that the runs share, a tree with an `outer` like that of `lm.config.TrainConfig`.
+        axes: further axes, such as the seed.
         lrs: outer learning rates; with 1 among them (`with_averaging`) there is plain averaging too.
         fixed: further values that all of them share, from dotted path to value.
 
@@ -79,7 +79,7 @@ def momentum_free(
 
 
 def gain_matched(cell: Cell, arm: str, gain: Callable[..., float] = mean_outer_gain) -> Cell | None:
-    """The control of a restarted cell: no restart, and the learning rate that gives the same mean outer gain.
+    """Return the control of a restarted cell: no restart, and the learning rate with the same mean outer gain.
 
     `lr_matched = lr gain(rule, policy, T) / gain(rule, never, T)` with the gains of `restart.mean_outer_gain` over the
     run's own number of rounds T; everything else stays.
@@ -87,12 +87,12 @@ def gain_matched(cell: Cell, arm: str, gain: Callable[..., float] = mean_outer_g
     Args:
         cell: the restarted cell.
         arm: name of the control's arm.
-        gain: `mean_outer_gain`, or what remembers it.
+        gain: `mean_outer_gain`, or a cached version.
 
     Returns:
-        The control, with `control_of` set; None when its learning rate equals the cell's to six digits, because then
-        the run without restarts at the same learning rate is that control, when no positive one has that gain, and
-        when the outer optimizer is more than a rule.
+        The control, with `control_of` set. None when its learning rate equals the cell's to six digits: the run without
+        restarts at that rate is then the control. None, too, when no positive rate has that gain, and when the outer
+        optimizer is more than a rule.
 
     Raises:
         ValueError: an adaptive policy, whose gain is not known in advance.
@@ -116,17 +116,17 @@ def gain_matched(cell: Cell, arm: str, gain: Callable[..., float] = mean_outer_g
 
 
 def gain_matched_all(cells: Iterable[Cell], arm: str) -> list[Cell]:
-    """The gain-matched controls of several cells, without those that need none."""
+    """Return the gain-matched controls of the cells that need one."""
     gain = cache(mean_outer_gain)  # the same for every seed
     return [control for cell in cells if (control := gain_matched(cell, arm, gain)) is not None]
 
 
 def restarts_that_count(policy: RestartPolicy, rounds: int) -> int:
-    """How many restarts of a policy a run of some rounds feels; one after the last round changes nothing.
+    """Count the restarts of a policy that affect a run; one after the last round changes nothing.
 
     Args:
         policy: one that decides from the round alone.
-        rounds: of the run, >= 1.
+        rounds: length of the run, >= 1.
 
     Raises:
         ValueError: an adaptive policy, which decides from what a run measures.
@@ -145,19 +145,19 @@ def restarts_that_count(policy: RestartPolicy, rounds: int) -> int:
 
 
 def _six_digits(value: float) -> float:
-    """Equal to any precision that matters, and readable in a table."""
+    """Round to six digits: equal to any precision that matters, and readable in a table."""
     return float(f"{value:.6g}")
 
 
 def in_arms(base: Any, axes: Sequence[Axis]) -> list[Cell]:
-    """Every combination of the axes' values, in arms by form, rule, method and its slots, and restart, if these vary.
+    """Return all combinations of the axes' values, in arms by form, rule, method, slots and restart, if these vary.
 
     They say *what* is tuned, with the restart of all or of each fragment; all other axes are what it is tuned over. A
     grid that varies none of them is one arm without a name.
 
     Args:
-        base: as for `grid.product`.
-        axes: as for `grid.product`.
+        base: base of `grid.product`.
+        axes: axes of `grid.product`.
 
     Returns:
         The cells, with arms such as `sum, Nesterov, K=3`.
@@ -169,14 +169,14 @@ def in_arms(base: Any, axes: Sequence[Axis]) -> list[Cell]:
 
 
 def controls_of(base: Any, axes: Sequence[Axis], cells: Sequence[Cell]) -> list[Cell]:
-    """The controls of a grid: momentum-free outer SGD, plain averaging, and the gain-matched run of each restarted one.
+    """Return the controls of a grid: momentum-free outer SGD, plain averaging, and gain-matched runs.
 
     Args:
-        base: of the grid.
-        axes: of the grid; the momentum-free runs take its outer learning rates (or the base's) and 1, and vary with it
-            in everything that is not outer.
-        cells: of the grid. A policy that decides from measured signals has no mean gain known in advance, hence no
-            gain-matched control; nor has a run whose fragments have a policy each, and so perhaps different gains.
+        base: configuration of the grid.
+        axes: axes of the grid. Momentum-free runs take its outer learning rates (or the base's) and 1, and all axes
+            that are not outer.
+        cells: cells of the grid. A policy that decides from measured signals has no mean gain known in advance, hence
+            no gain-matched control. Nor has a run with a policy for each fragment: the gains may differ.
 
     Returns:
         The cells of the controls.
@@ -202,7 +202,7 @@ def controls_of(base: Any, axes: Sequence[Axis], cells: Sequence[Cell]) -> list[
 def grid_of(base: Any, axes: Sequence[Axis], *, controls: bool) -> list[Cell]:
     """Return the checked cells of `in_arms`, and behind them those of `controls_of` if there are to be controls.
 
-    Of a grid of methods and restarts, a method without a first moment takes no part with any restart but `never`.
+    Of a grid of methods and restarts, a method without a first moment is combined with `never` only.
 
     Raises:
         UsageError: as `in_arms`, a cell that cannot be run, or restarts that no run looks at.
@@ -211,7 +211,7 @@ def grid_of(base: Any, axes: Sequence[Axis], *, controls: bool) -> list[Cell]:
     cells = in_arms(base, axes)
     if RESTART in varied and all(cell.config.sync.restart for cell in cells):
         raise UsageError(
-            f"--axis {RESTART} changes nothing: {BLOCKS} gives every fragment a policy of its own; leave one of them "
+            f"--axis {RESTART} changes nothing: {BLOCKS} gives every fragment its own policy; leave one of them "
             f"out, or vary the policies with --axis {BLOCKS}"
         )
     cells = _with_first_moment(cells, varied)
@@ -237,13 +237,13 @@ def _with_first_moment(cells: list[Cell], varied: Collection[str]) -> list[Cell]
 
 
 def _restarts_nothing(config: Any) -> bool:
-    """Whether a configuration has a restart, and its method no first moment that it could act on."""
+    """Return whether a configuration has a restart, but its method no first moment to reset."""
     value, policy = config.outer.value(config.rounds), config.outer.policy()
     if policy == Never():
         return False
     if isinstance(value, Outer):
         return not has_first_moment(value.method)
-    # Momentum 0 as an option, and no method of its own, may be the control of a grid.
+    # Momentum 0 as an option, without a method, may be the control of a grid.
     return config.outer.method != USUAL["method"] and policy.effective(value).momentum == 0
 
 
@@ -265,7 +265,7 @@ def has_first_moment(method: Method) -> bool:
 
 
 def _has_no_momentum(outer: Any) -> bool:
-    """Whether the options, or the method's own text, say 0; a restart policy may need a momentum all the same."""
+    """Return whether the options, or the method's text, say 0; a restart policy may still need a momentum."""
     return 0 in (outer.momentum, outer.rule().momentum)
 
 

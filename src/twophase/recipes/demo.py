@@ -2,9 +2,9 @@
 
 The question is whether restarting the outer momentum enlarges the region of hyperparameters that works. The main grid
 answers it: both kinds of rule, 5 momenta, 3 learning rates, without restarts and with one every 3 rounds. It cannot
-tell a better use of momentum from a smaller step: in sum form, momentum 0.9 moves the anchor by 10 times the learning
-rate a round in the long run, but by 1.87 times when it restarts every 3 rounds. The controls of `recipes.controls` can.
-Beside them is `auto`, the policy that needs neither learning rate nor momentum nor period.
+tell a better use of momentum from a smaller step. In sum form, momentum 0.9 moves the anchor by 10 times the learning
+rate a round in the long run. With a restart every 3 rounds it is 1.87 times. The controls of `recipes.controls` can.
+Added is `auto`, the policy that needs neither learning rate nor momentum nor period.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def demo(
     controls: bool = True,
     base: TrainConfig | None = None,
 ) -> Sweep:
-    """The demo's runs: 60 a seed for the main grid, 22 a seed for the controls, and `auto`.
+    """Return the demo's runs: 60 a seed for the main grid, 22 a seed for the controls, and `auto`.
 
     Args:
         quick: a smaller grid of shorter runs: 24 a seed, and 8 for the controls, each at half the price.
         seeds: each seed repeats every run; tables and figures then show means over the seeds.
         controls: add the momentum-free and the gain-matched runs, and `auto`.
-        base: what all runs share (`TrainConfig()` when None); its outer learning rate, momentum, kind, restart and its
+        base: values that all runs share (`TrainConfig()` when None). Outer learning rate, momentum, kind, restart and
             seed are replaced, and with `quick` its steps and inner learning rate too.
 
     Returns:

@@ -1,14 +1,13 @@
 """The paper's language-model experiments as sweeps, at its own scale and at a laptop's, with controls that it lacks.
 
-* `robustness_heatmaps`: learning rate x momentum, without restarts and with one every 3 rounds, for a short and a long
-  communication period (paper figure 3 and its twin in the appendix).
-* `retuning`: rule tuned once at the short period; then the momentum without restarts against the restart period, over
-  communication periods (paper figure 4 and its long versions in the appendix). It has two stages: what the second runs
-  is decided by the results of the first.
+* `robustness_heatmaps`: learning rate x momentum, without restarts and with one every 3 rounds, for two communication
+  periods (paper figure 3 and its twin in the appendix).
+* `retuning`: rule tuned once at the short period; then momentum against restart period, over communication periods
+  (paper figure 4 and its long versions in the appendix). The results of its first stage decide the runs of the second.
 * `soft_restart`: what a restart keeps of the buffer and adds to it (the appendix's soft restart sweeps).
 
-The paper writes its rules in EMA form, and its pictures look like the sum form; at one learning rate and momentum the
-two are different rules, so every sweep has both, and every arm but the momentum-free one names its form. The controls
+The paper writes its rules in EMA form, and its pictures look like the sum form. At one learning rate and momentum the
+two are different rules. So every sweep has both, and every arm but the momentum-free one names its form. The controls
 are those of `recipes.controls`: momentum-free outer SGD, plain averaging, and runs without restarts at the mean outer
 gain of the restarted ones.
 """
@@ -61,12 +60,12 @@ SOFT_PERIOD_SHORT, SOFT_PERIOD_LONG = 5, 3
 
 @dataclass(frozen=True)
 class Scale:
-    """How large the experiments are.
+    """Size of the experiments.
 
     Args:
-        name: of the scale; part of the sweeps' names.
-        base: what all runs share, a `TrainConfig` or the configuration of a task; its communication period is the
-            short one.
+        name: name of the scale; part of the sweeps' names.
+        base: values that all runs share, a `TrainConfig` or the configuration of a task, with the short communication
+            period.
         lrs: outer learning rates of the grids.
         momenta: outer momenta of the grids.
         periods: restart periods of the sweeps over K, in rounds.
@@ -76,8 +75,8 @@ class Scale:
         retain: shares of the buffer that a soft restart keeps (the paper's alpha).
         inject: weights with which it adds the pseudo-gradient (the paper's beta of the soft restart).
         matched_from: cells of the heatmaps get a gain-matched control from this momentum on.
-        own_matched: periods of `retuning`'s second sweep over K, at the tuning with K = 3, that get a gain-matched
-            control; in the first sweep every period that fires has one.
+        own_matched: periods with a gain-matched control in `retuning`'s second sweep over K, at the tuning with K = 3.
+            In the first sweep every period that fires has one.
         seeds: every run is repeated for each.
     """
 
@@ -96,7 +95,7 @@ class Scale:
     seeds: tuple[int, ...]
 
     def rounds(self, inner_steps: int) -> int:
-        """Rounds of a run with this communication period."""
+        """Return the rounds of a run with this communication period."""
         return -(-self.base.steps // inner_steps)
 
     @property
@@ -105,10 +104,11 @@ class Scale:
         return getattr(self.base, TASK).name if hasattr(self.base, TASK) else LM
 
     def at(self, config: RunConfig) -> Scale:
-        """The same grid and seeds with another task, at its own configuration.
+        """Return the same grid and seeds for another task's configuration.
 
         Args:
-            config: of the task. Its communication period becomes the short one; the others keep their ratio to it.
+            config: configuration of the task. Its communication period becomes the short one; other periods keep their
+                ratio.
         """
 
         def period(inner_steps: int) -> int:
@@ -118,8 +118,8 @@ class Scale:
         return replace(self, base=config, short=config.inner_steps, long=period(self.long), retuning=retuning)
 
 
-# The paper gives neither its seeds nor the grid of its soft restarts; one seed and steps of 0.2 are ours. In a sweep
-# only the end of a run is judged.
+# The paper gives neither its seeds nor the grid of its soft restarts; one seed and steps of 0.2 are our choice. In a
+# sweep only the end of a run is judged.
 PAPER = Scale(
     name="paper",
     base=replace(paper_150m(inner_steps=128), evaluate_every=0, log_every=0),
@@ -135,8 +135,8 @@ PAPER = Scale(
     own_matched=PERIODS,
     seeds=(0,),
 )
-# The demo's model and text. 480 inner steps make 96, 48, 24, 12 and 6 rounds, where the paper's communication periods
-# make 196, 98, 25, 13 and 7: the same numbers of restarts in a run, but for its shortest communication period.
+# The demo's model and text. 480 inner steps make 96, 48, 24, 12 and 6 rounds; the paper's communication periods make
+# 196, 98, 25, 13 and 7. Only its shortest period has other numbers of restarts in a run.
 LAPTOP = Scale(
     name="laptop",
     base=TrainConfig(inner=InnerConfig(lr=4e-3), steps=480, inner_steps=5),
@@ -198,7 +198,7 @@ def control_name(arm: str) -> str:
 
 
 def robustness_heatmaps(scale: Scale) -> Sweep:
-    """Learning rate x momentum, without restarts and with K = 3, for two communication periods, rules and forms.
+    """Plan learning rate x momentum, without restarts and with K = 3, for two communication periods, rules and forms.
 
     Args:
         scale: the size of everything.
@@ -220,7 +220,7 @@ def robustness_heatmaps(scale: Scale) -> Sweep:
 
 
 def soft_restart(scale: Scale) -> Sweep:
-    """What a restart keeps of the buffer x what it adds to it, for two communication periods and forms.
+    """Plan the share retained of the buffer x the weight added to it, for two communication periods and forms.
 
     The rule is Nesterov with learning rate 0.9 and momentum 0.7, as in the paper; K = 5 at the short communication
     period and K = 3 at the long one. Coefficients act on the buffer of the rule's own form, so an equal injection is
@@ -249,12 +249,12 @@ def soft_restart(scale: Scale) -> Sweep:
 
 
 def soft_policy(period: int, retain: float, inject: float) -> RestartPolicy:
-    """The soft restart as a policy; the one that keeps and adds nothing is the hard one, of the same trajectory."""
+    """Return the soft restart as a policy; retaining and adding nothing is the hard one, of the same trajectory."""
     return Soft(period, retain, inject) if retain or inject else Periodic(period)
 
 
 def retuning(scale: Scale, rows: Sequence[Row] = ()) -> Sweep:
-    """Tuning once at the short communication period, then momentum against restart period at all of them.
+    """Plan tuning at the short communication period, then momentum against restart period at all periods.
 
     Stage 1 is, at the short communication period, the grid of learning rate and momentum without restarts and with
     K = 3: the cells of `robustness_heatmaps`. When all its runs have ended, `tuned` names the best, and stage 2 follows
@@ -280,14 +280,14 @@ def retuning(scale: Scale, rows: Sequence[Row] = ()) -> Sweep:
 
 
 def tuned(scale: Scale, rows: Iterable[Row]) -> dict[tuple[str, str, str], tuple[float, float]] | None:
-    """The best learning rate and momentum of each arm of the first stage of `retuning`.
+    """Return the best learning rate and momentum of each arm of the first stage of `retuning`.
 
-    Best is the lowest perplexity, mean over the seeds, of the settings that finished for every seed; of equal ones that
-    of the smaller momentum, then of the smaller learning rate.
+    Best is the lowest perplexity, mean over the seeds, of the settings that finished for every seed. Ties go to the
+    smaller momentum, then to the smaller learning rate.
 
     Args:
         scale: the size of everything.
-        rows: of any sweep that has these runs.
+        rows: rows of any sweep that has these runs.
 
     Returns:
         From (form, rule, restart) to (learning rate, momentum); an arm of which nothing has finished for all seeds is

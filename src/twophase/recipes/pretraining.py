@@ -4,7 +4,7 @@
     twophase train --recipe paper_150m --outer.restart 3
 
 The model is `PrimeIntellect/llama-150m-fresh`'s: 149 million parameters in its blocks, 215 million with embedding and
-head. The paper names neither the seed nor the initial weights' scale; those are ours (`lm.model.Llama`).
+head. The paper names neither the seed nor the initial weights' scale; those are our choice (`lm.model.Llama`).
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ TUNED = OuterRule(0.9, 0.7, nesterov=True)
 def paper_150m(
     inner_steps: int = 128, rule: OuterRule = TUNED, restart: RestartPolicy | str | int | None = None
 ) -> TrainConfig:
-    """A run of the paper's Llama-150M: 12,500 inner steps, 3.3 billion tokens of C4 over two replicas.
+    """Return the paper's Llama-150M: 12,500 inner steps, 3.3 billion tokens of C4 over two replicas.
 
     Args:
         inner_steps: S, inner steps a round; the paper's are 64, 128, 512, 1024 and 2048.
         rule: the outer rule; the paper's grid is `recipes.paper.LRS` x `MOMENTA`, heavy ball and Nesterov.
-        restart: when its momentum restarts, as a policy, a text or a period; None means never.
+        restart: restarts of its momentum, as a policy, a text or a period; None means never.
 
     Returns:
         The configuration, for one GPU or, under torchrun, one for each replica. Weights and optimizers of both replicas
@@ -84,7 +84,7 @@ _NANO = _OF_SIBLINGS | {
 def small(
     inner_steps: int = 128, rule: OuterRule = TUNED, restart: RestartPolicy | str | int | None = None
 ) -> TrainConfig:
-    """A sibling of `paper_150m`, with its arguments: 25 million parameters in its blocks, 42 in all; 0.8 billion.
+    """Return a smaller `paper_150m`: 25 million parameters in its blocks, 42 in all; 0.8 billion tokens.
 
     The embedding is the head too, and the share of the steps that is warmup stays the paper's, as in `nano`.
     """
@@ -94,7 +94,7 @@ def small(
 def nano(
     inner_steps: int = 64, rule: OuterRule = TUNED, restart: RestartPolicy | str | int | None = None
 ) -> TrainConfig:
-    """A sibling of `paper_150m`, with its arguments: 3 million parameters in its blocks, 11 in all, 0.2 billion."""
+    """Return a tiny `paper_150m`: 3 million parameters in its blocks, 11 in all; 0.2 billion tokens."""
     return with_values(paper_150m(inner_steps, rule, restart), _NANO)
 
 
@@ -103,7 +103,7 @@ RECIPES = {"paper_150m": paper_150m, "small": small, "nano": nano}
 
 
 def recipe(name: str) -> TrainConfig:
-    """A recipe with its own defaults, by name.
+    """Return a recipe with its defaults, by name.
 
     Raises:
         UsageError: no such recipe.
@@ -115,11 +115,11 @@ def recipe(name: str) -> TrainConfig:
 
 
 def at_pace(config: TrainConfig, keep: Collection[str] = ()) -> TrainConfig:
-    """A recipe with evaluations and checkpoints at its usual pace in inner steps, after its round's length was changed.
+    """Restore a recipe's pace of evaluations and checkpoints in inner steps after its round's length was changed.
 
     Args:
         config: a changed recipe.
-        keep: which of `evaluate_every` and `checkpoint_every`, which count rounds, were given and stay.
+        keep: `evaluate_every` and `checkpoint_every`, which count rounds, if set by the caller; they stay.
 
     >>> at_pace(replace(paper_150m(), inner_steps=2048)).checkpoint_every
     1
