@@ -40,7 +40,7 @@ def preflight_all(configs: Iterable[RunConfig], *, verify: bool = False) -> dict
 
     Args:
         configs: the runs, checked.
-        verify: whether to read all of each text first, and compare it with its checksums.
+        verify: True to read all of each text first, and compare it with its checksums.
 
     Returns:
         The fingerprint of what each trains on, by `data_name`.

@@ -80,7 +80,7 @@ class HuggingFace:
 
     @property
     def _ids(self) -> int:
-        """How many ids .bin files may hold, which do not say it; 0 where the data does."""
+        """Number of ids of .bin files, which do not state it; 0 if the data does."""
         path = Path(os.path.expanduser(self.corpus.removeprefix(TOKENS)))  # noqa: PTH111 - Path's may raise
         return 0 if not self.corpus.startswith(TOKENS) or is_prepared(path) else self._sizes.vocab_size
 
@@ -182,7 +182,7 @@ class HuggingFace:
 
 @contextmanager
 def _task_options() -> Iterator[None]:
-    """Name the options as they are here, in what the built-in model's data refuses."""
+    """Translate option names in errors of the lm corpus."""
     try:
         yield
     except UsageError as error:

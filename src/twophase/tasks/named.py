@@ -5,11 +5,11 @@
 | `lm`                            | the built-in Llama (`twophase.tasks.lm`)                        |
 | `hf:NAME_OR_PATH`               | any causal language model of transformers (`twophase.tasks.hf`) |
 | `digits`                        | a small classifier of scikit-learn's digits                     |
-| `FILE.py:CLASS`, `MODULE:CLASS` | a task of your own                                              |
+| `FILE.py:CLASS`, `MODULE:CLASS` | your task                                                       |
 
-A task other than `lm` is a class; when it is a dataclass, its fields are configuration values below `task.`: options of
-the command line (`--task.width 32`) and axes of a sweep (`--axis task.width 32 64`). A field `replicas` is no such
-value: it receives the run's number of replicas, for a task that shares its data out among them.
+A task other than `lm` is a class. The fields of a dataclass are configuration values below `task.`: options of the
+command line (`--task.width 32`) and axes of a sweep (`--axis task.width 32 64`). A field `replicas` is no such value:
+it receives the run's number of replicas, for a task that shares its data out among them.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _module(name: str, module: str) -> ModuleType:
         spec = importlib.util.spec_from_file_location(unique, file.absolute())
         assert spec is not None
         assert spec.loader is not None
-        # What lies beside it can be imported, as in `python FILE`; last, so that it hides no installed module.
+        # Files next to it can be imported, as in `python FILE`; last, so that it hides no installed module.
         if (folder := str(file.absolute().parent)) not in sys.path:
             sys.path.append(folder)
         loaded = sys.modules[unique] = importlib.util.module_from_spec(spec)  # dataclasses look their types up there
@@ -189,8 +189,8 @@ def _fields(name: str, kind: type) -> list[tuple[str, Any, Any]]:
         fits = hint in _KINDS or literal or is_list
         if default is dataclasses.MISSING or not fits or field.name == "name":
             raise UsageError(
-                f"--task {name}: its field {field.name} must have a default, another name than `name`, and a type of "
-                "int, float, bool, str, a Literal, or a tuple of values of the same one of these"
+                f"--task {name}: its field {field.name} must have a default, another name than `name`, and a type. "
+                "Types are int, float, bool, str, a Literal, or a tuple of one of these"
             )
         fields.append((field.name, hint, dataclasses.field(default=default, metadata=field.metadata)))
     return fields
@@ -248,7 +248,7 @@ def instance_of(options: Any, replicas: int) -> Any:
 
     Args:
         options: the `task` of a configuration that is not a `TrainConfig`.
-        replicas: of the run.
+        replicas: number of replicas of the run.
 
     Raises:
         UsageError: values that the class refuses.

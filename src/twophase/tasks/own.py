@@ -28,7 +28,7 @@ _METHODS = ("model", "batch", "loss", "evaluate")
 
 
 class OwnTask:
-    """A task, whatever its class, as the training loop takes it: its results are checked, its errors name it.
+    """A task of any class, as the training loop takes it: its results are checked, its errors name it.
 
     Args:
         task: an object with the methods of `twophase.training.task.Task`; it may lack `describe`.
@@ -65,8 +65,8 @@ class OwnTask:
     def batch(self, seed: int, step: int, replica: int) -> Any:
         """Return the batch of a replica's inner step.
 
-        What the step then draws from torch, such as dropout, is seeded by the same three numbers: a resumed run, and a
-        run that shares its steps with others, draws the same.
+        Random numbers that the step draws from torch, such as dropout, are seeded by the same three numbers. So resumed
+        runs, and runs that share steps, draw the same.
         """
         batch = self._call("batch", seed, step, replica)
         digest = hashlib.blake2b(f"{seed} {step} {replica}".encode(), digest_size=7).digest()
@@ -126,7 +126,7 @@ class OwnTask:
         return {"task": self.name, **description, "fingerprint": hashlib.sha256(text.encode()).hexdigest()}
 
     def source(self) -> str:
-        """Return digits of the file of the task's class and of its bases beside it.
+        """Return digits of the file of the task's class and of its bases in the same folder.
 
         Of a class of a notebook, and of a shipped one, return the name.
         """
@@ -180,8 +180,8 @@ class OwnTask:
         # Sums of many threads need not have the same last bits.
         if not math.isclose(value, again, rel_tol=1e-4):
             raise self._refusal(
-                f"{what} was {value:.6g}, and {again:.6g} the second time; draw all that it draws from its arguments, "
-                "or with a generator that it seeds anew"
+                f"{what} was {value:.6g}, and {again:.6g} the second time; draw all random numbers from its "
+                "arguments, or with a generator that it seeds again"
             )
 
     def _inner(self, model: nn.Module, config: InnerConfig) -> Optimizer:
@@ -203,7 +203,7 @@ class OwnTask:
             ) from None
 
     def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
-        """Call one of the task's methods; an error of its own becomes a message that names it."""
+        """Call one of the task's methods; an error in it becomes a message that names it."""
         try:
             return getattr(self.task, method)(*arguments, **options)
         except (UsageError, RunError):
@@ -223,10 +223,10 @@ class OwnTask:
 
 
 def _seed(seed: int) -> None:
-    """Seed what torch draws, on an accelerator too.
+    """Seed torch's generators, on an accelerator too.
 
-    Without one `torch.manual_seed` takes 0.8 ms, as much as a fifth of a small task's inner step: it notes, three times
-    with a traceback, what devices that are not there would have to do.
+    Without one `torch.manual_seed` takes 0.8 ms, up to a fifth of a small task's inner step. It records calls for
+    absent devices, three times with a traceback.
     """
     if torch.accelerator.is_available():
         torch.manual_seed(seed)

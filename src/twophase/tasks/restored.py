@@ -33,14 +33,14 @@ class Restored:
     """A run at its newest checkpoint.
 
     Args:
-        config: of the run.
-        step: inner steps that it had taken.
-        model: with the anchor's weights, on the CPU and in float32 whatever the run computed in, in evaluation mode.
-        scale: by parameter name the factor of each coordinate that makes AdamW's steps those of gradient descent,
-            `D^-1/2` with `D = sqrt(v / (1 - beta_2^t)) + eps`; of several replicas the root of the mean of `D^-1`,
-            because the anchor takes the mean of their steps. None for SGD, where all are 1.
-        replicas: number of replicas that these second moments come from.
-        task: what is trained.
+        config: configuration of the run.
+        step: inner steps taken.
+        model: model with the anchor's weights, on the CPU, always in float32, in evaluation mode.
+        scale: factor of each coordinate, by parameter name, that makes AdamW's steps those of gradient descent. It is
+            `D^-1/2` with `D = sqrt(v / (1 - beta_2^t)) + eps`. For several replicas it is the root of the mean of
+            `D^-1`, because the anchor takes the mean of their steps. None for SGD, where all are 1.
+        replicas: number of replicas behind these second moments.
+        task: task of the run.
     """
 
     config: RunConfig
@@ -65,7 +65,7 @@ class Restored:
         """Return some of the run's training batches, evenly spread over the steps taken and its replicas.
 
         Args:
-            count: of batches, each of the run's own batch size.
+            count: number of batches, each of the run's batch size.
         """
         config, batches = self.config, []
         for number in range(count):
@@ -81,9 +81,8 @@ def restore(run: Path) -> Restored:
         run: the run's folder.
 
     Raises:
-        UsageError: no run, no checkpoint, a damaged one, an inner optimizer whose steps are not known or without its
-            moments, weights that are not finite, a run that has diverged, or a task or text that is gone or has
-            changed.
+        UsageError: no run, no checkpoint, or a damaged one. Also an unknown inner optimizer or one without its moments,
+            weights that are not finite, a diverged run, or a changed task or text.
     """
     config, identity = run_config(run, config_of)
     restored = checkpoint.read_latest(run / CHECKPOINTS, partial(_restored, run, config, identity))
@@ -105,7 +104,7 @@ def _restored(run: Path, config: RunConfig, identity: str, newest: Path) -> Rest
         )
     # Wherever and however the run was trained, it is looked at on the CPU and in float32.
     here = replace(config, device="cpu", compute=ComputeConfig())
-    here = check(here if takes_repeat(here) else replace(here, repeat=False))  # an older run may have had it in vain
+    here = check(here if takes_repeat(here) else replace(here, repeat=False))  # older runs could set it
     task = task_of(here)
     preflight(here, task)
     if task.describe()["fingerprint"] != progress["text"]:
@@ -113,7 +112,7 @@ def _restored(run: Path, config: RunConfig, identity: str, newest: Path) -> Rest
         if isinstance(here, TrainConfig):
             of, what = f"--data.corpus {here.data.corpus}", "the text"
         raise UsageError(
-            f"{of} of {run}: {what} is not the one that the run was trained on; put the old one back (the text "
+            f"{of} of {run}: {what} is not the one that the run was trained on. Put the old one back (the text "
             "`python` is that of the Python that trained it)"
         )
     method = "the task's own" if hasattr(task, "inner") else config.inner.method
@@ -122,7 +121,7 @@ def _restored(run: Path, config: RunConfig, identity: str, newest: Path) -> Rest
             f"{run}: the inner optimizer is {method}, and no curvature is known whose modes its steps shrink; give a "
             "run with --inner.method adamw or sgd"
         )
-    # Where replicas come and go, each has a folder of its own. One is read at a time.
+    # In an elastic run each replica has a folder. One is read at a time.
     files = filter(saved.holds, map(checkpoint.replica_file, range(config.replicas)))
     first = saved.part(next(files, checkpoint.replica_file(0)))
     model = _loaded(task.model(config.seed), first.get("model", {}), weights, run)
@@ -163,8 +162,8 @@ def _inverse_scales(part: Mapping[str, Any], model: nn.Module, saved: checkpoint
         }
     except (KeyError, TypeError, ValueError):
         raise UsageError(
-            f"checkpoint {saved.path} lacks the second moments of an inner AdamW, without which the steps of the inner "
-            "phase are not known; give a run of `twophase train` of this version, with --inner.method adamw"
+            f"checkpoint {saved.path} lacks the second moments of an inner AdamW, so the steps of the inner phase "
+            "are unknown. Give a run of `twophase train` of this version, with --inner.method adamw"
         ) from None
 
 
@@ -175,8 +174,8 @@ def inverse_scale(group: dict[str, Any], state: dict[str, Any]) -> Tensor:
     no step. With 1 / eps it would count as the most mobile of all.
 
     Args:
-        group: of its parameter groups.
-        state: of a parameter; v is its second moment, corrected for its beginning at 0.
+        group: a parameter group.
+        state: state of a parameter; v is its second moment, corrected for its beginning at 0.
     """
     steps = float(state["step"])
     corrected = state["exp_avg_sq"].double() / -math.expm1(steps * math.log(group["betas"][1]))

@@ -222,9 +222,9 @@ def test_windows_that_do_not_fit_are_refused(tmp_path: Path):
     """A share or a held-out text shorter than a window is refused with numbers and remedies; the longest fits."""
     path = write_lines(tmp_path / "a.jsonl", [chr(97 + i) * 20 for i in range(10)])
     # One held-out document of 20 tokens, nine training documents of 20 with eight separators of 2: 196 tokens.
-    with pytest.raises(UsageError, match=r"196 training tokens over --replicas 10 leave 19 to each.* takes 20; lower"):
+    with pytest.raises(UsageError, match=r"196 training tokens over --replicas 10 leave 19 to each.* takes 20\. Lower"):
         text_corpus(path, 10, sequence_length=19)
-    with pytest.raises(UsageError, match=r"1 of 10 documents are held out, which are 20 tokens.* takes 21; lower"):
+    with pytest.raises(UsageError, match=r"1 of 10 documents are held out, which are 20 tokens.* takes 21\. Lower"):
         text_corpus(path, sequence_length=20)
     built = text_corpus(path, 9, sequence_length=19)
     assert built.batch(0, 0, 8)[0].shape == (4, 19)

@@ -170,7 +170,7 @@ def test_finished_without_its_weights(run: Path, tmp_path: Path) -> None:
     whole = export(run, tmp_path / "whole")
     assert (out / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     shutil.rmtree(copy / "checkpoint")
-    with pytest.raises(UsageError, match=r"has ended, but .*weights\.safetensors nor a checkpoint; put that file back"):
+    with pytest.raises(UsageError, match=r"has ended, but .*weights\.safetensors nor a checkpoint\. Put that file"):
         export(copy, tmp_path / "none")
 
 

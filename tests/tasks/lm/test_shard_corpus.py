@@ -114,7 +114,7 @@ def test_a_run_longer_than_its_tokens_is_refused(folder: Path, replicas: int):
         corpus.check_enough(possible + 1)
     message = str(refusal.value)
     assert f"takes {(possible + 1) * 3 * replicas * T:,} training tokens" in message
-    assert f"there are {32 // replicas * replicas * T:,} in whole windows" in message
+    assert f"Whole windows have {32 // replicas * replicas * T:,}." in message
     assert f"--steps {possible}," in message
     assert "--repeat" in message
 
@@ -175,11 +175,11 @@ REFUSED: list[tuple[dict[str, object], int, int, str]] = [
     ({}, 33, 0, r"169 training tokens are 32 windows of --data\.sequence-length 5.*replicas 33"),
     ({}, 2, VOCABULARY - 1, rf"--model\.vocabulary-size is {VOCABULARY - 1}, .* at least {VOCABULARY}"),
     ({"corpus": "tokens:"}, 2, 0, "must be tokens:PATH"),
-    ({"corpus": "tokens:absent"}, 2, 0, r"absent: there is no such file or folder .*; make one with `twophase"),
+    ({"corpus": "tokens:absent"}, 2, 0, r"absent: there is no such file or folder .*\. Make one with `twophase"),
     ({"corpus": "tokens:toy/train-00000.bin"}, 2, 0, "is a part of a prepared folder; name the folder"),
     ({"corpus": "tokens:begun"}, 2, 0, r"holds no meta\.json; .*repeat the command if it was interrupted"),
     ({"corpus": "tokens:bare"}, 2, 0, r"do not say how many ids .*--model\.vocabulary-size"),
-    ({"corpus": "tokens:bare", "tokenizer": "gpt2"}, 2, 50_304, r"--data\.tokenizer is 'gpt2', .*leave it out"),
+    ({"corpus": "tokens:bare", "tokenizer": "gpt2"}, 2, 50_304, r"--data\.tokenizer is 'gpt2', .*Leave it out"),
 ]
 
 

@@ -53,8 +53,8 @@ def activate(name: str) -> None:
         attention.activate_flash_attention_impl(wanted)
     except (AttributeError, ImportError, RuntimeError, ValueError) as error:
         raise UsageError(
-            f"--compute.attention {name}: FlashAttention 3 cannot be used here ({error}); it needs a torch "
-            "with torch.nn.attention.activate_flash_attention_impl and the package flash_attn_interface; or use "
+            f"--compute.attention {name}: FlashAttention 3 cannot be used here ({error}). It needs a torch with "
+            "torch.nn.attention.activate_flash_attention_impl and the package flash_attn_interface; or use "
             "--compute.attention auto"
         ) from error
 
@@ -62,8 +62,8 @@ def activate(name: str) -> None:
 def choose(config: TrainConfig, shape: torch.Size, device: torch.device, communicator: Communicator) -> str:
     """Return the attention kernel that every process of the run uses from now on; a collective call.
 
-    Process 0 chooses for all: kernels round differently, and processes that time for themselves may differ. Where
-    processes come and go there is no process 0 to ask, so each takes the first kernel that works, in a fixed order.
+    Process 0 chooses for all: kernels round differently, and processes that time for themselves may differ. An elastic
+    run has no process 0 to ask, so each takes the first kernel that works, in a fixed order.
 
     The shape is (sequences, length) of a forward pass in this process.
 
@@ -88,7 +88,7 @@ def choose(config: TrainConfig, shape: torch.Size, device: torch.device, communi
         if not all(verdicts):
             raise UsageError(
                 f"--compute.attention {wanted}: process 0 chose {name}, which does not work in process "
-                f"{verdicts.index(False)}; start all processes on like GPUs with the same torch, or name a kernel "
+                f"{verdicts.index(False)}. Start all processes on like GPUs with the same torch, or name a kernel "
                 "that all have: --compute.attention efficient"
             )
     if name == "default" and wanted != "auto":
@@ -134,6 +134,6 @@ def fastest_attention(
             if not timed:
                 return name
             seconds[name] = statistics.median(once(name) for _ in range(5))
-        except Exception as error:  # not built, not for this GPU, shape or type, out of memory, or a fault of its own
+        except Exception as error:  # not built, not for this GPU, shape or type, out of memory, or a faulty kernel
             _log.debug("attention kernel %s: %s", name, error)
     return min(seconds, key=lambda name: seconds[name]) if seconds else "default"

@@ -43,9 +43,9 @@ class DataConfig:
     """Text, tokens and batches."""
 
     corpus: str = "python"
-    """`python` (documentation and docstrings of the running Python), `python-code` (functions and classes of its
-    library), `file:PATH` (text, or JSON lines, gzip too), or `tokens:PATH` (a folder of `twophase data prepare`, or
-    nanoGPT-style .bin files)."""
+    """`python` (documentation and docstrings of the running Python) or `python-code` (functions and classes of its
+    library). Or `file:PATH` (text, or JSON lines, gzip too), or `tokens:PATH` (a folder of `twophase data prepare`, or
+    .bin files of nanoGPT)."""
     vocabulary: Literal["char", "bytes"] = "char"
     """`char` (95 printable ASCII characters and newline) or `bytes` (256); tokens: brings its own."""
     tokenizer: str = ""
@@ -58,15 +58,15 @@ class DataConfig:
     held_out: float = 0.08
     """Share of the documents that is held out for validation; tokens: brings its own validation split."""
     split: Literal["iid", "non-iid"] = field(default="iid", metadata=LATER)
-    """How replicas share the documents of a text: iid (in random order), or non-iid (in the corpus's order, so that
-    each has its own kind: another part of the library, or of the file). The held-out documents are the same."""
+    """Division of a text's documents among replicas: iid (in random order) or non-iid (in the corpus's order: another
+    part of library or file for each). The held-out documents are the same."""
     validation_windows: int = 256
     """Sequences of a validation, spread evenly over the held-out text."""
 
 
 @dataclass(frozen=True)
 class LanguageConfig:
-    """What is trained: a model on data."""
+    """Model and data of the training."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -42,16 +42,15 @@ class Windows(Protocol):
 class Corpus:
     """The windows that each replica reads, and those of the validation; made by `build`.
 
-    Each replica has a contiguous share of them. Of token shards it reads each window once an epoch, in an order of that
-    epoch, so none twice before all of its share, and none that another replica reads. Of a text, whose windows begin at
-    every token, it reads random ones.
+    Each replica has a contiguous share of them. Of token shards it reads each window of its share once an epoch, in a
+    new order each epoch. Of a text, whose windows begin at every token, it reads random ones.
 
     Args:
         token_bytes: (vocabulary_size,) UTF-8 bytes of what each id decodes to; None where they are not known.
-        data: with the sizes of windows, batches and validations.
+        data: sizes of windows, batches and validations.
         in_epochs: read each window once an epoch.
         description: facts for the record of a run, as plain values.
-        verification: of token files that were taken on trust.
+        verification: check of token files that were opened without their checksums.
     """
 
     vocabulary_size: int
@@ -69,14 +68,14 @@ class Corpus:
         """Return a replica's windows at a step: a pure function of (seed, step, replica).
 
         So a resumed run needs no generator state, and any process may read for any replica. Of shards, row j is the
-        replica's sample number step x batch_size + j, see `twophase.text.sampling.window_of`. Of a text, starts are
-        raw words of Philox, a hash of a key, here (seed, replica), and a counter, here the step; NumPy promises that
-        they stay the same over its versions, which it does not for distributions.
+        replica's sample number step x batch_size + j, see `twophase.text.sampling.window_of`. Of a text, starts are raw
+        words of Philox, a hash of a key (seed, replica) and a counter (the step). NumPy keeps raw words the same over
+        its versions; distributions it does not.
 
         Args:
             seed: seed of the run, >= 0; taken modulo 2^64.
             step: inner step, >= 0.
-            replica: in [0, replicas).
+            replica: number in [0, replicas).
 
         Returns:
             tokens and targets, each (batch_size, sequence_length) int64; targets are the tokens one place on.
@@ -120,9 +119,9 @@ class Corpus:
             fewer = f"--steps {available} or less with --data.batch-size 1"
         more = "prepare more tokens" if "tokenizer_sha256" in self.description else "use a larger file"
         raise UsageError(
-            f"--data.corpus {self.description['corpus']}: the run takes {wanted * replicas * length:,} training tokens "
-            f"(--steps {steps} x --data.batch-size {size} x --data.sequence-length {length} x --replicas "
-            f"{replicas}) and there are {available * replicas * length:,} in whole windows; {more}, use {fewer}, or "
+            f"--data.corpus {self.description['corpus']}: the run takes {wanted * replicas * length:,} training "
+            f"tokens (--steps {steps} x --data.batch-size {size} x --data.sequence-length {length} x --replicas "
+            f"{replicas}). Whole windows have {available * replicas * length:,}. To run, {more}, use {fewer}, or "
             "allow reading them again with --repeat"
         )
 
@@ -146,7 +145,7 @@ def build(data: DataConfig, replicas: int, vocabulary_size: int = 0) -> Corpus:
     _check_vocabulary(vocabulary_size, VOCABULARY_SIZES[data.vocabulary], f"--data.vocabulary {data.vocabulary}")
     if data.tokenizer:
         raise UsageError(
-            f"--data.tokenizer is {data.tokenizer!r}, but {named} is text, which --data.vocabulary encodes; leave it "
+            f"--data.tokenizer is {data.tokenizer!r}, but {named} is text, which --data.vocabulary encodes. Leave it "
             "empty (--data.tokenizer ''), or prepare tokens with it: twophase data prepare --help"
         )
     return _text_corpus(data, replicas, named)
@@ -208,8 +207,8 @@ def text_fingerprint(corpus: str) -> str | None:
 def _text_corpus(data: DataConfig, replicas: int, named: str) -> Corpus:
     """Load, shuffle (of a non-iid split only the held-out part), hold out, encode and share out a text.
 
-    The documents are shuffled once and for all (not by the run's seed), so that every run on the same text is judged on
-    the same held-out documents: whole documents, never windows of documents that were trained on.
+    The shuffle does not depend on the run's seed, so every run on a text is judged on the same held-out documents.
+    Whole documents are held out, never windows of training documents.
     """
     texts, description = load_documents(data.corpus)
     count = len(texts)
@@ -228,12 +227,12 @@ def _text_corpus(data: DataConfig, replicas: int, named: str) -> Corpus:
     if share < needed:
         raise UsageError(
             f"{named}: {len(stream):,} training tokens over --replicas {replicas} leave {share:,} to each, and a "
-            f"window takes {needed:,}; lower --data.sequence-length or --replicas, or use a larger file"
+            f"window takes {needed:,}. Lower --data.sequence-length or --replicas, or use a larger file"
         )
     if len(held_out) < needed:
         raise UsageError(
             f"{named}: {apart} of {count} documents are held out, which are {len(held_out):,} tokens, and a window "
-            f"takes {needed:,}; lower --data.sequence-length, raise --data.held-out, or use a larger file"
+            f"takes {needed:,}. Lower --data.sequence-length, raise --data.held-out, or use a larger file"
         )
     size = VOCABULARY_SIZES[data.vocabulary]
     return Corpus(
@@ -273,8 +272,8 @@ def _shard_corpus(data: DataConfig, replicas: int, vocabulary_size: int, named: 
     if len(training) < replicas:
         raise UsageError(
             f"{named}: its {shards.tokens(TRAIN):,} training tokens are {len(training):,} windows of "
-            f"--data.sequence-length {length}, and each of --replicas {replicas} needs one of its own; lower one of "
-            "them, or use more tokens"
+            f"--data.sequence-length {length}, and each of --replicas {replicas} needs one. Lower one of them, or "
+            "use more tokens"
         )
     if len(held_out) < data.validation_windows:
         remedy = f"use --data.validation-windows {len(held_out)} or less" if len(held_out) else "use more tokens"
@@ -316,7 +315,7 @@ def _shard_corpus(data: DataConfig, replicas: int, vocabulary_size: int, named: 
 
 
 def verify(data: DataConfig, vocabulary_size: int) -> None:
-    """Read all token files of a corpus and compare them with their SHA-256, whatever was remembered of them.
+    """Read all token files of a corpus and compare them with their SHA-256, remembered checks or not.
 
     Raises:
         UsageError: a file that is damaged, or that the corpus cannot be used.
@@ -330,7 +329,7 @@ def _open(data: DataConfig, vocabulary_size: int, named: str, *, trust: bool = T
     if data.corpus == TOKENS or not path.exists():
         raise UsageError(
             f"{named}: there is no such file or folder (it must be {TOKENS}PATH, and the path is relative to "
-            f"{Path.cwd()}); make one with `twophase data prepare SOURCE … --out DIR`, where SOURCE is c4, files or "
+            f"{Path.cwd()}). Make one with `twophase data prepare SOURCE … --out DIR`, where SOURCE is c4, files or "
             "folders"
         )
     if path.is_dir() and is_prepared(path):
@@ -350,8 +349,8 @@ def _check_tokenizer(shards: Shards, wanted: str, named: str) -> None:
         return
     if shards.meta is None:
         raise UsageError(
-            f"--data.tokenizer is {wanted!r}, and the .bin files of {named} do not say which tokenizer made them; "
-            f"leave it out, or prepare the text with `twophase data prepare … --tokenizer {wanted}`"
+            f"--data.tokenizer is {wanted!r}, and the .bin files of {named} do not say which tokenizer made them. "
+            f"Leave it out, or prepare the text with `twophase data prepare … --tokenizer {wanted}`"
         )
     name, digest = shards.meta.tokenizer, shards.meta.tokenizer_sha256
     prefix = wanted.lower()

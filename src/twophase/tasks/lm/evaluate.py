@@ -17,7 +17,7 @@ def total_nats(model: Callable[[Tensor], Tensor], tokens: Tensor, targets: Tenso
     """Return the cross-entropy summed over all targets, -sum_i log softmax(logits_i)[target_i].
 
     Args:
-        model: from (batch, length) int64 to logits (batch, length, vocabulary).
+        model: function of (batch, length) int64; returns logits (batch, length, vocabulary).
         tokens: (windows, length) int64, on the model's device.
         targets: (windows, length) int64, on the model's device.
         batch: windows a forward pass, >= 1; it changes the memory that is needed, not the result.
@@ -40,7 +40,7 @@ def numbers(nats: float, targets: NDArray[np.integer], token_bytes: NDArray[np.i
     Perplexities that overflow are inf, and a NaN of the model stays a NaN: divergence is a result, not an error.
 
     Args:
-        nats: as of `total_nats`.
+        nats: sum of `total_nats`.
         targets: the N tokens that were predicted, of any shape.
         token_bytes: (vocabulary,), UTF-8 bytes of each token; None where they are not known, which makes the perplexity
             per byte a NaN.

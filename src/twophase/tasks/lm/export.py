@@ -47,9 +47,9 @@ def export(
     Args:
         run: the run's folder (the --out of `twophase train`, or the folder of a sweep's cell).
         out: the folder to write; missing or empty.
-        dtype: of the weights, `float32` or `bfloat16`; the anchor is float32.
-        data: where the token shards are now that the run was trained on, if they have moved.
-        tokenizer: whether to write the tokenizer, too.
+        dtype: type of the weights, `float32` or `bfloat16`; the anchor is float32.
+        data: new folder of the run's token shards, if they have moved.
+        tokenizer: True to write the tokenizer, too.
 
     Returns:
         What `twophase.json` holds.
@@ -122,7 +122,7 @@ def _config_or_task(tree: Mapping[str, Any]) -> TrainConfig | str:
 def _weights(run: Path, identity: str) -> tuple[dict[str, Tensor], str, int]:
     """Return the weights that are evaluated, by name, where they come from, and the inner steps taken."""
     summary = read_summary(run, identity)
-    # Weights without a summary are those of a run that a kill has cut, or that begins its end anew.
+    # Weights without a summary are those of a run that was killed, or that repeats its end.
     if summary is not None and (run / WEIGHTS).is_file():
         if fault := weights_fault(run, summary):
             raise UsageError(fault)
@@ -142,8 +142,8 @@ def _weights(run: Path, identity: str) -> tuple[dict[str, Tensor], str, int]:
     newest = checkpoint.read_latest(run / CHECKPOINTS, read)
     if newest is None and summary is not None:  # a sweep's run keeps no checkpoints
         raise UsageError(
-            f"{run}: the run has ended, but there is neither its {WEIGHTS} nor a checkpoint; put that file back, or "
-            f"delete {SUMMARY} and repeat the run's command, or its sweep's, which then trains it again"
+            f"{run}: the run has ended, but there is neither its {WEIGHTS} nor a checkpoint. Put that file back, or "
+            f"delete {SUMMARY} and repeat the run's or sweep's command, which then trains it again"
         )
     if newest is None:
         raise UsageError(

@@ -54,7 +54,7 @@ class Ids:
 
 
 def tokenizer_source(config: TrainConfig, env: Mapping[str, Any], data: Path | None) -> Path | None:
-    """Return the folder of token shards whose tokenizer is to be copied; None where there is none to copy."""
+    """Return the folder of token shards whose tokenizer is to be copied; None if nothing is to be copied."""
     corpus = config.data.corpus
     if not corpus.startswith(TOKENS):
         if data is not None:
@@ -106,7 +106,7 @@ def write_tokenizer(folder: Path, config: TrainConfig, source: Path | None, rows
 
     try:
         read = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # whatever its many readers raise
+    except Exception as error:  # its readers raise many types
         fault = " ".join(str(error).split())[:300]
         raise UsageError(
             f"{source / TOKENIZER} cannot be read ({fault}); prepare the folder again, or write the model only with "

@@ -1,8 +1,8 @@
 """The cross-entropy of a linear head, without the logits of a whole batch in float32.
 
 The logits of the paper's model for one replica's batch, 131,072 x 32,000, take 16.8 GB in float32. Here they exist for
-some rows at a time, and their gradient is made while they are there, so nothing of their size is kept for the backward
-pass and the head's product is not computed twice.
+some rows at a time, and their gradient is made meanwhile. So nothing of their size is kept for the backward pass, and
+the head's product is not computed twice.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COMPILED_PIECE = 1 << 29
 
 
 def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy of a linear head, -(1/N) sum_i log softmax(W x_i)[target_i], in nats a token.
+    """Compute the mean cross-entropy of a linear head, -(1/N) sum_i log softmax(W x_i)[target_i], in nats a token.
 
     Args:
         x: (rows, size), in the type that is computed in.
@@ -31,7 +31,7 @@ def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         targets: (rows,) int64.
 
     Returns:
-        A scalar; at least float32. Sums over the vocabulary and over rows are at least float32 whatever the types.
+        A scalar; at least float32. Sums over the vocabulary and over rows are at least float32 for all types.
     """
     logits = targets.numel() * weight.shape[0]
     if logits <= WHOLE and weight.dtype == x.dtype and x.dtype in (torch.float32, torch.float64):
@@ -47,7 +47,7 @@ def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def pieces_bytes(rows: int, vocabulary_size: int, size: int, *, compiled: bool) -> int:
-    """About how much memory the pieces take on a GPU: logits and their gradient, or what is made of them in float32.
+    """Estimate the memory of the pieces on a GPU: logits and their gradient, or their values in float32.
 
     Numbers have `size` bytes; where the loss is compiled, only logits and gradient exist.
     """
@@ -56,13 +56,13 @@ def pieces_bytes(rows: int, vocabulary_size: int, size: int, *, compiled: bool) 
 
 
 def in_pieces(x: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
-    """`cross_entropy` with the logits of `rows` rows at a time, rows >= 1.
+    """Compute `cross_entropy` with the logits of `rows` rows at a time, rows >= 1.
 
         z = W x_i,   p = softmax(z) in float32,   dL/dz = (p - e_target) / N,
         dL/dx_i = W^T dL/dz,   dL/dW = sum_i dL/dz x_i^T
 
-    dL/dz is rounded to the type of `x` for the two products, as it would be by mixed precision; dL/dW is summed over
-    pieces in at least float32.
+    dL/dz is rounded to the type of `x` for the two products, as in mixed precision. The sum of dL/dW over pieces is in
+    at least float32.
 
     Source: the idea of Wijmans et al., "Cut your losses in large-vocabulary language models" (2024), in plain PyTorch.
     """
@@ -91,7 +91,7 @@ class _InPieces(torch.autograd.Function):
 def _forward(
     x: Tensor, weight: Tensor, targets: Tensor, rows: int, *, gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss and, where they are wanted, its gradients with respect to x and weight."""
+    """Compute the loss and, if asked, its gradients with respect to x and weight."""
     exact = torch.promote_types(x.dtype, torch.float32)
     cast = weight.to(x.dtype)
     count = targets.numel()
@@ -115,17 +115,17 @@ def _forward(
 
 
 def _in_order(x: Tensor) -> bool:
-    """Whether each piece must wait for the one before.
+    """Return whether each piece must wait for the one before.
 
-    On a GPU the compiler is free to run the first product of every piece before the second of any, and does: all logits
-    exist at once. On a CPU it keeps the order that is written.
+    On a GPU the compiler runs the first product of every piece before the second of any, so all logits exist at once.
+    On a CPU it keeps the written order.
     """
     return x.device.type != "cpu" and torch.compiler.is_compiling()
 
 
 @torch.library.custom_op("twophase::after", mutates_args=())
 def after(x: Tensor, others: list[Tensor]) -> Tensor:
-    """A copy of `x` that compiled code makes when the others are there, and not before."""
+    """Copy `x`; compiled code does so only after the other tensors are computed."""
     del others
     return x.clone()
 

@@ -2,9 +2,9 @@
 
 At the sizes that a laptop trains, a step costs what its tensor operations move and launch as much as what they compute.
 Hence the shape of this code: one matrix (batch x length, hidden) between the operations, queries and keys rotated
-together, and native operations only. Hand-written gradients were measured at the demo's size on one CPU thread: those
-of the norm, the SwiGLU, the rotation or the cross-entropy gained nothing in a whole step, and those of half a block at
-a time 5 to 8 % of forward and backward, which does not pay for their length.
+together, and native operations only. Hand-written gradients were measured at the demo's size on one CPU thread. Those
+of the norm, the SwiGLU, the rotation or the cross-entropy gained nothing in a whole step. Those of half a block gained
+5 to 8 % of forward and backward, which does not pay for their length.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class Llama(nn.Module):
     Args:
         config: sizes and constants.
         vocabulary_size: number of tokens.
-        seed: seeds the initial weights through a private generator, so that the global one is left alone; the same
-            seed gives the same weights on every device.
-        compute_dtype: what products, attention and the residual stream are computed in; None means the weights' type.
-            bfloat16 with float32 weights is mixed precision: gradients are cast to float32 before they are summed.
+        seed: seed of the initial weights, for a private generator; the same seed gives the same weights on every
+            device.
+        compute_dtype: type of products, attention and the residual stream; None means the weights' type. With float32
+            weights bfloat16 is mixed precision: gradients are cast to float32 before they are summed.
         recompute: keep only each block's input for the backward pass, and compute the rest again.
 
-    Source: Touvron et al., "LLaMA" (2023); Su et al., "RoFormer" (2021); Zhang and Sennrich, "Root mean square layer
-    normalization" (2019); Shazeer, "GLU variants improve Transformer" (2020); Ainslie et al., "GQA" (2023).
+    Source: Touvron et al., "LLaMA" (2023). Su et al., "RoFormer" (2021). Zhang and Sennrich, "Root mean square layer
+    normalization" (2019). Shazeer, "GLU variants improve Transformer" (2020). Ainslie et al., "GQA" (2023).
 
     >>> model = Llama(ModelConfig(layers=1), 96, seed=0)
     >>> tuple(model(torch.zeros(2, 5, dtype=torch.int64)).shape)
@@ -98,16 +98,16 @@ class Llama(nn.Module):
             std = EMBEDDING_STD if name in ("embedding", "head") else weight.shape[1] ** -0.5
             if name.endswith((".output", ".down")):
                 std *= (2 * self.config.layers) ** -0.5
-            # Always on the CPU and in float32: each device and type has random numbers of its own.
+            # Always on the CPU and in float32: random numbers differ by device and type.
             weight.copy_(std * torch.randn(weight.shape, generator=generator, device="cpu", dtype=torch.float32))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """From tokens (batch, length) int64 to logits (batch, length, vocabulary), in the type that is computed in."""
+        """Return logits (batch, length, vocabulary) of tokens (batch, length) int64, in the type of the computation."""
         x = self._hidden(tokens)
         return F.linear(x, self._head.to(x.dtype)).view(*tokens.shape, self.vocabulary_size)
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy of the token that follows each, -log softmax(logits)[target], in nats; at least float32.
+        """Compute the mean cross-entropy of next tokens, -log softmax(logits)[target], in nats; at least float32.
 
         Tokens and targets are (batch, length) int64.
         """
@@ -118,7 +118,7 @@ class Llama(nn.Module):
         return self.embedding if self.head is None else self.head
 
     def _hidden(self, tokens: Tensor) -> Tensor:
-        """What the head reads, (batch x length, hidden_size)."""
+        """Return the head's input, (batch x length, hidden_size)."""
         x = F.embedding(tokens.flatten(), self.embedding)
         if self.compute_dtype is not None:
             x = x.to(self.compute_dtype)
@@ -131,7 +131,7 @@ class Llama(nn.Module):
         return rms_norm(x, self.norm, self.config.norm_eps)
 
     def _rotary(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """The rotation tables for a length, in the type and on the device of `like`."""
+        """Return the rotation tables for a length, in the type and on the device of `like`."""
         if torch.compiler.is_compiling():
             # Not kept: what a compiled graph allocates may be overwritten by its next replay.
             return rotary_tables(self.config, length, like.dtype, like.device)
@@ -142,7 +142,7 @@ class Llama(nn.Module):
         return self._rotation[1]
 
     def to_hf(self) -> dict[str, Tensor]:
-        """Copies of the weights by their names in the state dict of `transformers.LlamaForCausalLM`.
+        """Copy the weights, by their names in the state dict of `transformers.LlamaForCausalLM`.
 
         With a tied head, `lm_head.weight` is left out, as in `transformers`' files.
         """
@@ -156,7 +156,7 @@ class Llama(nn.Module):
         return {name: part.detach().clone() for name, part in parts.items()}
 
     def hf_config(self, max_position_embeddings: int = 2048) -> dict[str, Any]:
-        """Keyword arguments with which `transformers.LlamaConfig` describes this model; the limit changes no logit."""
+        """Return this model's keyword arguments of `transformers.LlamaConfig`; the limit changes no logit."""
         config = self.config
         return {
             "vocab_size": self.vocabulary_size,
@@ -192,14 +192,14 @@ class Block(nn.Module):
         self.down = nn.Parameter(torch.empty(size, inner))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """The residual stream (batch x length, hidden_size) after this block; `cos` and `sin`: see `rotary_tables`."""
+        """Return the residual stream (batch x length, hidden_size) after this block; see `rotary_tables`."""
         dtype = x.dtype
         x = x + F.linear(self._attention(x, cos, sin), self.output.to(dtype))
         h = rms_norm(x, self.mlp_norm, self.eps)
         weight = self.gate_up.to(dtype)
         if x.device.type == "cpu":
-            # Two products with halves of one weight: their results are contiguous, on which SiLU and its gradient run
-            # twice as fast as on the halves of one product, and no gradient has to be joined.
+            # Two products with halves of one weight: their results are contiguous, so SiLU and its gradient run twice
+            # as fast. No gradient has to be joined.
             gate, up = (F.linear(h, half) for half in weight.chunk(2))
         else:
             # One product, whose gradients the compiler writes side by side: 36 products fewer a step of 12 layers.
@@ -219,7 +219,7 @@ class Block(nn.Module):
         return attended.transpose(1, 2).reshape(x.shape)
 
     def hf_parts(self) -> dict[str, Tensor]:
-        """Views of the weights under transformers' names."""
+        """Return views of the weights under transformers' names."""
         rows = self.head_size * self.heads, self.head_size * self.kv_heads, self.head_size * self.kv_heads
         query, key, value = self.query_key_value.split(rows)
         gate, up = self.gate_up.chunk(2)
@@ -237,7 +237,7 @@ class Block(nn.Module):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root mean square normalization over the last dimension, weight * x / sqrt(mean(x^2) + eps).
+    """Normalize by the root mean square over the last dimension, weight * x / sqrt(mean(x^2) + eps).
 
     Source: Zhang and Sennrich, "Root mean square layer normalization" (2019).
     """
@@ -251,18 +251,18 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotary_tables(config: ModelConfig, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and signed sines such that `x * cos + x.roll(size / 2, -1) * sin` turns every head of x.
+    """Return cosines and signed sines such that `x * cos + x.roll(size / 2, -1) * sin` turns every head of x.
 
         angle[t, j] = t / theta^(2 j / size),   cos = (cos, cos),   sin = (-sin, sin)
 
-    The angles are float32 in transformers' order of operations whatever the type, so that a model sees the angles that
-    it was trained with.
+    The angles are float32 in transformers' order of operations for every type, so that a model sees the angles of its
+    training.
 
     Args:
         config: head size, number of heads, theta.
         length: number of positions t, from 0.
         dtype: type of the tables.
-        device: where they are.
+        device: device of the tables.
 
     Returns:
         Two tables, (length, 1, head size), or repeated over queries' and keys' heads on the CPU.

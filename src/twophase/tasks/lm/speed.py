@@ -11,10 +11,10 @@ class Flops(NamedTuple):
     """Floating-point operations of training on one token, forward and backward.
 
     Args:
-        causal: with the attention that a causal model needs, half of the square; what is compared with a matrix
-            product of the same device.
-        palm: with the whole square, as the PaLM paper counts; what the literature calls MFU divides it by the
-            datasheet's peak.
+        causal: count with a causal model's attention, half of the square; for comparison with a matrix product of the
+            same device.
+        palm: count with the whole square, as in the PaLM paper; the literature's MFU divides it by the datasheet's
+            peak.
     """
 
     causal: float
@@ -22,7 +22,7 @@ class Flops(NamedTuple):
 
 
 def flops_per_token(model: ModelConfig, vocabulary_size: int, length: int) -> Flops:
-    """Operations a token: 6 a weight of every matrix product, and attention.
+    """Count operations a token: 6 a weight of every matrix product, and attention.
 
         palm = 6 (n_blocks + n_head) + 12 layers hidden length,     causal = palm - 6 layers hidden length
 
@@ -46,14 +46,14 @@ def flops_per_token(model: ModelConfig, vocabulary_size: int, length: int) -> Fl
 
 
 def matrix_count(model: ModelConfig) -> int:
-    """Weights of the blocks' matrices."""
+    """Count the weights of the blocks' matrices."""
     size = model.hidden_size
     kv = (model.kv_heads or model.heads) * size // model.heads
     return model.layers * (size * (size + 2 * kv) + size * size + 3 * size * model.intermediate_size)
 
 
 def parameter_count(model: ModelConfig, vocabulary_size: int) -> int:
-    """All parameters: blocks, norms, embedding, and the head unless it is the embedding.
+    """Count all parameters: blocks, norms, embedding, and the head unless it is the embedding.
 
     >>> parameter_count(ModelConfig(layers=12, hidden_size=1024, intermediate_size=2688, heads=16), 32000)
     214983680

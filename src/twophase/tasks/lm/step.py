@@ -1,8 +1,8 @@
 """How a process computes losses and gradients: pieces of the batch, compiled code, attention kernels.
 
-One `Step` serves all replicas and runs of a process, so code is compiled once. What it decides for itself, from the
-memory and the machine at hand, changes the last bits of a run; so the decisions are plain values that a checkpoint
-keeps and a resumed run takes over.
+One `Step` serves all replicas and runs of a process, so code is compiled once. Its decisions depend on the memory and
+the machine, and change the last bits of a run. So they are plain values that a checkpoint keeps and a resumed run takes
+over.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Step:
         A device that runs out of memory makes the pieces smaller, for good, unless their size was given.
 
         Args:
-            model: with gradients that are None.
+            model: model whose gradients are None.
             batch: tokens and targets, each (batch, length) int64 on the device.
 
         Returns:
@@ -76,9 +76,9 @@ class Step:
 
     @torch.no_grad()
     def loss(self, model: Llama, batch: Batch) -> Tensor:
-        """The mean loss of some sequences, forward only and piece by piece; a scalar on the device."""
-        # For a training step's batch, whatever is evaluated here: a replica that comes late may probe before it trains,
-        # and pieces of 3 that were chosen for a probe of 3 would be kept for batches of 8, which they do not divide.
+        """Compute the mean loss of some sequences, forward only and piece by piece; a scalar on the device."""
+        # Chosen for a training step's batch, for every input: a late joiner may probe before it trains. Pieces of 3,
+        # chosen for a probe of 3, would be kept for batches of 8, which they do not divide.
         tokens, targets = batch
         self._choose(torch.Size((self.config.data.batch_size, tokens.shape[1])))
 
@@ -92,10 +92,10 @@ class Step:
 
     @torch.no_grad()
     def nats(self, model: Llama, tokens: Tensor, targets: Tensor) -> float:
-        """The sum of the losses of many sequences, forward only, in a training step's pieces; waits for the device.
+        """Sum the losses of many sequences, forward only, in a training step's pieces; wait for the device.
 
-        Pieces have the training step's shape, for which compiled code needs one more graph (without gradients) and no
-        other however many sequences there are: what is left over at their end runs as it is written.
+        Pieces have the training step's shape, so compiled code needs one more graph (without gradients) for any number
+        of sequences. The remainder runs uncompiled.
         """
         self._choose_micro_batch(self.config.data.batch_size)
 
@@ -111,7 +111,7 @@ class Step:
         return self._until_it_fits(total, model).item()
 
     def _until_it_fits(self, compute: Callable[[], T], model: Llama) -> T:
-        """The result of a computation, which is repeated in smaller pieces where the memory is full."""
+        """Return the result of a computation; repeat it in smaller pieces if the memory is full."""
         while True:
             try:
                 activate(self.chosen.get("attention", "default"))
@@ -123,9 +123,9 @@ class Step:
                     if not _while_compiling(error):
                         raise
                     raise UsageError(
-                        f"--compute.compile: the compiler failed ({reason}); a CPU needs a C++ compiler (package g++), "
-                        "a GPU triton, which comes with torch, or another kernel (--compute.attention efficient); or "
-                        "train without: --compute.no-compile"
+                        f"--compute.compile: the compiler failed ({reason}). A CPU needs a C++ compiler (package "
+                        "g++), a GPU triton, which comes with torch, or another kernel (--compute.attention "
+                        "efficient). Or train without: --compute.no-compile"
                     ) from error
             # Outside the handler: the exception holds on to everything that the pass had allocated.
             model.zero_grad()
@@ -161,12 +161,12 @@ class Step:
         else:
             self.chosen["micro_batch"] = smaller[-1]
             _log.warning(
-                "--compute.micro-batch: %d sequences at a time do not fit on %s (%s); going on with %d%s",
+                "--compute.micro-batch: %d sequences at a time do not fit on %s (%s); continuing with %d%s",
                 micro,
                 self.device,
                 reason,
                 smaller[-1],
-                ", for which the step is compiled anew" * self.config.compute.compile,
+                ", for which the step is compiled again" * self.config.compute.compile,
             )
             return
         raise RunError(
@@ -189,7 +189,7 @@ class Step:
             self.chosen["micro_batch"] = self.config.compute.micro_batch or self._largest_that_fits(batch)
 
     def _largest_that_fits(self, batch: int) -> int:
-        """The largest divisor of the batch whose activations should fit; what does not is found out by trying."""
+        """Return the largest divisor of the batch whose activations should fit, by estimate."""
         room = memory_bytes(self.device) * _USABLE_SHARE
         numel = parameter_count(self.config.model, self.vocabulary_size)
         # float32: a replica's parameters and two moments; one gradient; anchor, pseudo-gradient and outer buffer.
@@ -199,10 +199,10 @@ class Step:
 
 
 def loss(model: Llama, tokens: Tensor, targets: Tensor, attention: str) -> Tensor:
-    """The loss of a model: a function of the model, so that compiled code belongs to no single one.
+    """Compute the loss of a model: a function of the model, so that compiled code belongs to no single one.
 
-    The attention kernel is chosen inside, because compiled code and its caches know of nothing else: with the choice
-    made outside, code that was compiled for one kernel is taken for another, even by a later process.
+    The attention kernel is chosen inside, because compiled code and its caches do not see a choice made outside. Code
+    compiled for one kernel would then be taken for another, even by a later process.
     """
     with attention_kernel(attention):
         return model.loss(tokens, targets)
@@ -210,7 +210,7 @@ def loss(model: Llama, tokens: Tensor, targets: Tensor, attention: str) -> Tenso
 
 @cache
 def compiled_loss(*, autotune: bool = False) -> Callable[[Llama, Tensor, Tensor, str], Tensor]:
-    """`loss`, compiled for exact shapes, which is markedly faster than for variable ones; one for the process.
+    """Compile `loss` for exact shapes, which is markedly faster than for variable ones; once a process.
 
     With `autotune` the compiler times several versions of each product and kernel, which takes minutes once.
     """
@@ -223,7 +223,7 @@ def compiled_loss(*, autotune: bool = False) -> Callable[[Llama, Tensor, Tensor,
 
 
 def _while_compiling(error: BaseException) -> bool:
-    """Whether an exception, of whatever type, comes from a compiler: its own, or raised while it ran."""
+    """Return whether an exception of any type comes from a compiler: a compiler's type, or raised while it ran."""
     if type(error).__module__.startswith(("torch._inductor", "torch._dynamo", "triton.")):
         return True
     frame = error.__traceback__
@@ -235,7 +235,7 @@ def _while_compiling(error: BaseException) -> bool:
 
 
 def divisors(number: int) -> list[int]:
-    """The divisors of a number >= 1, from 1 to itself.
+    """List the divisors of a number >= 1, from 1 to itself.
 
     >>> divisors(12)
     [1, 2, 3, 4, 6, 12]
@@ -244,14 +244,14 @@ def divisors(number: int) -> list[int]:
 
 
 def activation_bytes(config: TrainConfig, vocabulary_size: int, sequences: int) -> int:
-    """About how much memory some sequences take between forward and backward pass, at its peak.
+    """Estimate the peak memory of some sequences between forward and backward pass.
 
-    On a GPU, saved per token and layer: the inputs of every product and nonlinearity, which are 5 hidden vectors (two
-    of the residual stream, two norms, attention), 3 intermediate ones, and those of query, key and value twice: rotated
-    query and key, and the whole product of which the value is a view. As written, not compiled, also SiLU's result and
-    what the norms keep in float32. Recomputation saves a hidden vector a layer. Outside the layers: the last norm and
-    the loss's gradient, and the weights cast for the products. In flight, the larger of the logits' pieces and what the
-    backward pass of a layer makes: the layer in full where it is recomputed, and gradients.
+    On a GPU, saved per token and layer: the inputs of every product and nonlinearity. These are 5 hidden vectors (two
+    of the residual stream, two norms, attention), 3 intermediate ones, and query, key and value twice. The second copy
+    is rotated query and key, and the whole product of which the value is a view. Uncompiled code saves SiLU's result
+    and float32 values of the norms, too. Recomputation saves a hidden vector a layer. Outside the layers: the last norm
+    and the loss's gradient, and the weights cast for the products. In flight: the larger of the logits' pieces and a
+    layer's backward pass (gradients, and the recomputed layer).
 
     Measured on fake CUDA tensors this is right to 4 %. On a CPU, where little is fused, it is cruder.
     """
@@ -279,7 +279,7 @@ def activation_bytes(config: TrainConfig, vocabulary_size: int, sequences: int) 
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Memory of a device or of this machine: all of it, free or not, so that the same machine decides alike."""
+    """Return all memory of a device or of this machine, free or not, so that the same machine decides alike."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

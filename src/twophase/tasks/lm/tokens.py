@@ -9,7 +9,7 @@ Ids = NDArray[np.uint8]
 
 _ASCII = bytes(range(0x20, 0x7F)) + b"\n"
 CHARACTERS = _ASCII.decode()
-"""What each id of `char` stands for."""
+"""Character of each id of `char`."""
 _TO_CHAR_IDS = bytes(_ASCII.find(byte) if byte in _ASCII else _ASCII.find(b"?") for byte in range(256))
 
 
@@ -17,8 +17,8 @@ def encode(vocabulary: str, text: str) -> Ids:
     r"""Return a text as token ids, (tokens,) uint8.
 
     Args:
-        vocabulary: `char` (0x20 to 0x7e as ids 0 to 94, newline as 95; a tab becomes four spaces, "\r\n" a newline,
-            anything else "?") or `bytes` (UTF-8; only lone surrogates, which it cannot express, become "?").
+        vocabulary: `char` or `bytes`. In `char` 0x20 to 0x7e are ids 0 to 94, newline 95; a tab becomes four spaces,
+            "\r\n" a newline, anything else "?". UTF-8 `bytes` turn only lone surrogates into "?".
         text: any string.
 
     >>> encode("char", "a\tb").tolist()
