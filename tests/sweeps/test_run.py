@@ -404,7 +404,7 @@ def test_lingering_worker_is_ended(tmp_path: Path, command: list[str], monkeypat
     ("words", "message", "starts"),
     [
         (["/nonexistent/worker"], r"cannot be run with '/nonexistent/worker", 0),
-        (["pass"], r"worker \d ended with status 0; see worker-\d\.log: it said nothing", 6),
+        (["pass"], r"worker \d ended with status 0; see worker-\d\.log: no output", 6),
         (
             ["sys.exit('warned\\nImportError: no module named torch')"],
             r"worker \d ended with status 1; see worker-\d\.log: ImportError: no module named torch",

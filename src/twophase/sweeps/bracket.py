@@ -5,10 +5,10 @@ Every tuned number has a scale. A point is a tuple of whole steps, one a scale, 
     factor      value = start factor^(k / 2^r)                        learning rates, periods (rounded)
     odds        value / (1 - value) = start / (1 - start) factor^(k / 2^r)    momenta
 
-The search takes one scale after the other: by whole factors up or down as long as that is better, until no neighbour
-on any scale is: the best is interior. Then the steps are halved, r times. Where the start diverges, all numbers become
-smaller together until a run survives. So the next points follow from the results alone: a search that was interrupted
-goes on from its table, and every arm gets the same number of points.
+The search takes one scale after the other, by whole factors up or down as long as that is better. The best is interior
+once no neighbour on any scale is better. Then the steps are halved, r times. Where the start diverges, all numbers
+become smaller together until a run survives. So the next points follow from the results alone. An interrupted search
+resumes from its table, and every arm gets the same number of points.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ Point = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Scale:
-    """How a number is tuned.
+    """Scale on which a number is tuned.
 
     Args:
         start: first value, > 0; of odds also < 1.
-        kind: `factor`, `whole` (a factor, rounded to whole numbers), `odds`, or `complement`, which is the momentum's
-            of the bench's first protocol: 1 - (1 - start) factor^(-k / 2^r), which cannot fall far below the start.
-        factor: of the first steps, > 1.
+        kind: `factor`, `whole` (a factor, rounded to whole numbers), `odds`, or `complement`. The last is the
+            momentum's of the bench's first protocol: 1 - (1 - start) factor^(-k / 2^r), never far below the start.
+        factor: factor of the first steps, > 1.
         low: least value that makes sense.
         high: greatest.
     """
@@ -59,7 +59,7 @@ class Scale:
         return float(round(value)) if self.kind == "whole" else float(f"{value:.6g}")
 
     def allows(self, steps: float) -> bool:
-        """Whether the value lies in the scale's range."""
+        """Return whether the value lies in the scale's range."""
         return self.low <= self.value(steps) <= self.high
 
 
@@ -68,11 +68,11 @@ class Search:
     """A search over some scales.
 
     Args:
-        scales: of the tuned numbers, by name.
+        scales: scales of the tuned numbers, by name.
         most: points that the search may ask for, >= 1: the arm's budget.
-        refinements: how often the steps are halved once the best is interior.
-        passes_equal: whether a step that rounds to the same whole number goes on to the next one. Without it, as in the
-            bench's first protocol, a search may end beside a period that it has not tried.
+        refinements: number of halvings of the steps once the best is interior.
+        passes_equal: True if a step that rounds to the same whole number continues to the next one. Without it, as in
+            the bench's first protocol, a search may end next to an untried period.
     """
 
     scales: Mapping[str, Scale]
@@ -89,7 +89,7 @@ class Search:
         """Return the points to measure next; none once the search has ended.
 
         Args:
-            results: what is minimized, at each point so far; infinite or NaN where a run diverged.
+            results: value to minimize, at each point so far; infinite or NaN where a run diverged.
         """
         measured = {self._key(point): math.inf if math.isnan(value) else value for point, value in results.items()}
         room, step = max(self.most - len(measured), 0), 2**self.refinements
@@ -97,7 +97,7 @@ class Search:
         while not math.isfinite(value := measured.get(self._key(best), math.nan)):
             if math.isnan(value):
                 return [best][:room]
-            lower = self._lower(best, step)  # where a run diverges, smaller numbers of all kinds mend it
+            lower = self._lower(best, step)  # smaller numbers of all kinds cure divergence
             if lower == best:
                 return []
             best = lower
@@ -122,7 +122,7 @@ class Search:
         return min(finite, key=lambda point: finite[point]) if finite else None
 
     def is_interior(self, results: Mapping[Point, float]) -> bool:
-        """Whether the best point has neighbours on all sides, or the end of its scale, that are worse or equal."""
+        """Return whether the best point has worse or equal neighbours, or the end of a scale, on all sides."""
         point = self.best(results)
         if point is None:
             return False

@@ -40,7 +40,7 @@ class Crew:
         return all(code is not None for code in codes) or any(codes)
 
     def replace(self, progressed: int) -> list[str]:
-        """Start the dead ones anew, and return how they died; a RunError where they do nothing but die.
+        """Restart dead workers and return the causes; raise RunError after repeated deaths.
 
         Args:
             progressed: runs that have ended or failed so far.
@@ -110,4 +110,4 @@ class Crew:
 
     def _last_words(self, number: int) -> str:
         lines = self._log(number).read_text(encoding="utf-8", errors="replace").split("\n")
-        return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
+        return next((line.strip() for line in reversed(lines) if line.strip()), "no output")

@@ -1,15 +1,15 @@
 """Many runs as one walk: inner steps that several runs share are taken once, and the state is forked where they part.
 
-A forest (`twophase.sweeps.plan`) is walked depth first in one process on one device, with one set of replicas. At
-a branch the state is copied; the smallest branch goes first and the largest last, which then needs no copy any more, so
-at most log2(runs) + 1 states are held at a time. On a GPU copies stay there while its memory lasts, and go to main
-memory after that; those beyond a limit go to disk. Now and then everything that is not on disk yet is written there, so
-a walk that is killed loses no more work than lies between two such saves.
+A forest (`twophase.sweeps.plan`) is walked depth first in one process on one device, with one set of replicas. At a
+branch the state is copied. The smallest branch goes first; the largest goes last and needs no copy. So memory holds at
+most log2(runs) + 1 states at a time. On a GPU copies stay there while its memory lasts, and go to main memory after
+that; those beyond a limit go to disk. From time to time all states in memory are written to disk, so a killed walk
+loses only the work since the last save.
 
-While several runs share a stretch they share replicas and anchor, but not their momentum buffers: a period of 2 and no
-restart take the same first two updates and forget differently after the second. So every *class* of runs, with equal
-rule, buffer and restart event, takes its own outer step. The first steps on the anchor itself, the others on a scratch
-copy (`twophase.sweeps.outers`), which must come out with the same bits. That check holds the plan to its word.
+Runs that share a stretch share replicas and anchor, but not momentum buffers. A period of 2 and no restart take the
+same first two updates and forget differently after the second. So every *class* of runs, with equal rule, buffer and
+restart event, takes its own outer step. The first class steps on the anchor, further classes on a scratch copy
+(`twophase.sweeps.outers`). All must give the same bits, which checks the plan.
 
 A run that can share nothing (`RunConfig.shares_steps`) is a tree by itself. It is trained as `twophase train` would,
 with checkpoints in its own folder.
@@ -49,7 +49,7 @@ class Grower:
 
     Args:
         tree: the nodes.
-        configs: from run id to configuration, for every run of the tree.
+        configs: configuration of every run of the tree, by run id.
         runs: folder of the run folders, by run id.
         states: folder of the states on disk.
         in_memory: branch states held in main memory at most; those beyond are read back from disk.
@@ -152,7 +152,7 @@ class Grower:
 
     def _train(self, run: str) -> None:
         """Train a run that shares nothing, from its newest checkpoint to its end."""
-        self._trainer = None  # it makes replicas of its own, and the memory may not hold both
+        self._trainer = None  # it makes new replicas, and the memory may not hold both
         self._clear()
         with self._claim(run) as folder:
             before, clock = checkpoint.latest_step(folder.checkpoint_dir) or 0, time.perf_counter()
@@ -393,7 +393,7 @@ class Grower:
         self.tally.restored += 1
 
     def _save(self, node: Node, what: str) -> None:
-        """Write the present state and all that are held in memory only: from these any child goes on."""
+        """Write the present state and all that are held in memory only: any child can continue from these."""
         self.states.save_branches()
         self.states.write(node, what, self._state())
         self._saved_at = time.perf_counter()

@@ -53,7 +53,7 @@ class Cell:
 
     Args:
         arm: name of the group that the cell is compared within.
-        values: what sets it apart, from dotted path to value.
+        values: values that identify it, by dotted path.
         config: its whole configuration.
         control_of: run id of the cell that it is the control of, or None.
     """
@@ -81,9 +81,9 @@ class Sweep:
     Two cells may share a run when their configurations are identical; it is run once and counts for both.
 
     Args:
-        name: of the sweep, for people.
+        name: name of the sweep, for people.
         base: the configuration that the cells vary.
-        cells: in the order of the table.
+        cells: cells in the order of the table.
 
     Raises:
         UsageError: no cells.
@@ -148,7 +148,7 @@ def product(base: Any, axes: Sequence[Axis], arm: str = "", fixed: Mapping[str, 
 
     Args:
         base: a tree of frozen dataclasses.
-        axes: what varies. A value may also be given as the text that the command line takes.
+        axes: axes that vary. A value may also be given as the text that the command line takes.
         arm: name of the arm that these cells form.
         fixed: values that all of them share, from dotted path to value; they are part of each cell's `values`.
 
@@ -290,7 +290,7 @@ def _fitted_words(path: str, words: Any, *, fits_policies: bool) -> tuple[str, .
 
 
 def _of_shelf(path: str, value: Any) -> Any:
-    """Return the value of the shelf that a text stands for, however it is written; of other paths the value as it is.
+    """Return the value of the shelf that a text stands for, in any spelling; of other paths the value unchanged.
 
     The text itself stays in the configuration, whose fingerprint names the run.
     """

@@ -1,16 +1,16 @@
 """What a rule and a restart policy do to the pseudo-gradients, without any: which outer updates are the same.
 
-Every outer update is a linear combination of the pseudo-gradients so far, `u_t = sum_i c_ti g_i`, and for a policy
-that looks at nothing but the round number its coefficients are known in advance. Two runs on the same data stay the
-same run for as long as their updates are the same, in one of two senses:
+Every outer update is a linear combination of the pseudo-gradients so far, `u_t = sum_i c_ti g_i`. Its coefficients are
+known in advance for a policy that reads the round number only. Two runs on the same data stay the same run for as long
+as their updates are the same, in one of two senses:
 
 * **algebra**: equal coefficients in exact arithmetic, numbers being what they are in decimal (0.7 is 7/10). The usual
-  identities follow: momentum 0 makes heavy ball, Nesterov and all periods one rule; a period at or above the number of
-  rounds is no restart; period 1 is plain SGD; a rule in its other form is the same rule.
-* **bits**: the same floating-point operations on the same numbers, so that the same bits come out of
-  `twophase.optim.functional` (for float32 and float64 anchors; of 16-bit ones, momentum 0 rounds differently). This
-  implies the first up to how decimals are read, but not the other way round: lr 7 in EMA form and 0.7 in sum form at
-  momentum 0.9 are the same algebra and round differently.
+  identities follow. Momentum 0 makes heavy ball, Nesterov and all periods one rule. A period at or above the number of
+  rounds is no restart. Period 1 is plain SGD. A rule in its other form is the same rule.
+* **bits**: the same floating-point operations on the same numbers, so that `twophase.optim.functional` gives the same
+  bits. This holds for float32 and float64 anchors; of 16-bit ones, momentum 0 rounds differently. Equal bits imply
+  equal algebra, up to the reading of decimals. The converse fails: lr 7 in EMA form and 0.7 in sum form at momentum 0.9
+  round differently.
 
 Source: theory notes R2 to R4; the operations are those of `outer_step_` and `restart_`.
 """
@@ -47,12 +47,12 @@ class Round:
 
 
 def is_scheduled(rule: OuterRule, policy: RestartPolicy) -> bool:
-    """Whether the updates are known in advance: the rule's own, with restarts from no measurement or without effect."""
+    """Return whether the updates are known in advance: no steps of the policy, and no measurements that matter."""
     return not policy.takes_steps and (not policy.needs or rule.momentum == 0)
 
 
 def answers(rule: OuterRule, policy: RestartPolicy, rounds: int) -> Iterator[Answer]:
-    """What a scheduled policy answers in each round."""
+    """Yield a scheduled policy's answer in each round."""
     state, age = policy.initial_state(), 0
     for number in range(1, rounds + 1):
         answer = ask(policy, state, RoundSignal(number, age + 1, rule=rule))
@@ -63,10 +63,10 @@ def answers(rule: OuterRule, policy: RestartPolicy, rounds: int) -> Iterator[Ans
 
 
 def algebra(rule: OuterRule, policy: RestartPolicy, rounds: int, probed: int = 0) -> list[str]:
-    """A name for each round's update that is equal for equal coefficients `c_t1 ... c_tt`, in exact arithmetic.
+    """Name each round's update: equal names for equal coefficients `c_t1 ... c_tt`, in exact arithmetic.
 
-    The coefficients are not written out (their digits grow with the rounds): `sum_i c_ti X^i` is computed modulo a
-    prime of 127 bits at a fixed X, where two different updates agree with probability below rounds / 2^127.
+    The coefficients are not written out, because their digits grow with the rounds. Instead `sum_i c_ti X^i` is
+    computed modulo a prime of 127 bits at a fixed X. Two different updates agree with probability below rounds / 2^127.
 
     Args:
         rule: the outer rule; its numbers count as the decimals that they print as.
@@ -97,12 +97,12 @@ def algebra(rule: OuterRule, policy: RestartPolicy, rounds: int, probed: int = 0
 
 
 def bits(rule: OuterRule, policy: RestartPolicy, rounds: int, probed: int = 0) -> list[Round]:
-    """Names of each round's update and buffer that are equal only for the same floating-point operations.
+    """Name each round's update and buffer: equal names only for the same floating-point operations.
 
     The arguments are those of `algebra`.
     """
-    # At momentum 0 a policy that probes may be plain as well, but a forest evaluates candidates for one class of runs a
-    # round only: its run, and the restarts that it counts, stay its own.
+    # At momentum 0 a policy that probes may be plain as well. But a forest evaluates candidates for one class of runs a
+    # round only, so its run and its count of restarts are not shared.
     if not is_scheduled(rule, policy) or PROBES in policy.needs:
         names = [_opaque(rule, policy, number, probed) for number in range(1, rounds + 1)]
         return [Round(name, f"m{name}" if rule.momentum else ABSENT) for name in names]
@@ -125,14 +125,14 @@ def bits(rule: OuterRule, policy: RestartPolicy, rounds: int, probed: int = 0) -
 
 
 def _mixed(buffer: str, momentum: float, weight: float, number: int) -> str:
-    """`momentum m + weight g`; with m = 0 it is `weight g`, however that came about."""
+    """Name `momentum m + weight g`; with any m = 0 it is `weight g`."""
     if buffer in (ABSENT, ZERO):
         return _scaled(weight, number)
     return _name("mix", buffer, momentum, weight, number)
 
 
 def _rewritten(buffer: str, restart: Restart, number: int) -> str:
-    """`retain m + inject g`, as `restart_` computes it; a hard restart leaves exact zeros."""
+    """Name `retain m + inject g`, as `restart_` computes it; a hard restart leaves exact zeros."""
     if buffer in (ABSENT, ZERO) or restart.retain == 0:
         retained = ZERO
     else:

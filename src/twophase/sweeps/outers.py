@@ -48,7 +48,7 @@ class Outers:
         self._names = {run: self._names[run] for run in runs}
 
     def state(self) -> dict[str, Any]:
-        """What `restore` takes; the tensors are live."""
+        """Return the argument of `restore`; the tensors are live."""
         return {"buffers": self.buffers, "held": dict(self._names), "counters": dict(self.counters)}
 
     def restore(self, state: Mapping[str, Any], device: torch.device) -> None:
@@ -57,7 +57,7 @@ class Outers:
         self._names, self.counters = state["held"], state["counters"]
 
     def classes(self, runs: Iterable[str], number: int) -> list[list[str]]:
-        """The runs by what their outer optimizers do in round `number`, from 1: rule, buffer and restart."""
+        """Group the runs by their outer step in round `number`, from 1: rule, buffer and restart."""
         classes: dict[Any, list[str]] = {}
         for run in runs:
             outer, counters = self.configs[run].outer, self.counters[run]
@@ -105,7 +105,7 @@ class Outers:
             run: a run of that class.
             before: the anchor before the round, flat.
             fragment: the whole model after the first class's step, with its gradient.
-            signals: what the round has measured. At momentum 0 a policy may need signals, although they change nothing
+            signals: measurements of the round. At momentum 0 a policy may need signals, although they change nothing
                 but the count of its restarts.
         """
         if self._scratch is None or self._copy is None:
@@ -119,8 +119,8 @@ class Outers:
         scratch.step(measure=True, signals=signals, sweep=sweep_again(fragment, scratch, self._copy))
         if not torch.allclose(self._copy, fragment.flat, rtol=0.0, atol=0.0, equal_nan=True):
             raise RuntimeError(
-                f"forest: run {run} does not take the update of the runs that it should share this round with: a fault "
-                "of the plan; please report it with the sweep's plan.json"
+                f"forest: run {run} does not take the update of the runs that should share this round with it. This "
+                "is a fault of the plan; please report it with the sweep's plan.json"
             )
         return scratch
 
@@ -135,7 +135,7 @@ class Outers:
 def _counted(
     rule: OuterRule, policy: RestartPolicy, counters: Mapping[str, Any], number: int
 ) -> tuple[dict[str, Any], Answer]:
-    """A scheduled policy's counters after a round, as `OuterSGD` keeps them, and its answer."""
+    """Return a scheduled policy's counters after a round, as `OuterSGD` keeps them, and its answer."""
     age = counters["rounds_since_restart"] + 1
     answer = ask(policy, counters["policy_state"], RoundSignal(number, age, rule=rule))
     restarts = counters["restarts"] + answer.restarted

@@ -1,9 +1,9 @@
 """What a sweep has to run, and what its runs share, known before anything is run.
 
-**Merging.** Cells with runs that are the same in exact arithmetic need one run: momentum 0 makes both rules and all
-periods one, a period at or above the number of rounds is no restart, period 1 is plain SGD with its own learning rate,
-equal rules in different forms are one (`history.algebra`). The *canonical* run of each class is one of its
-own cells and stands for the others, its twins. They would differ from it by rounding only; `cells.csv` names it.
+**Merging.** Cells with runs that are the same in exact arithmetic need one run (`history.algebra`). Momentum 0 makes
+both rules and all periods one. A period at or above the number of rounds is no restart. Period 1 is plain SGD, and
+equal rules in different forms are one. The *canonical* run of each class is one of its cells and stands for its twins.
+They would differ from it by rounding only; `cells.csv` names it.
 
 **Sharing.** Runs that agree in everything but the outer optimizer take the same inner steps until their outer updates
 first differ. The runs of a sweep therefore form trees. A node is a stretch of inner steps that all runs below it
@@ -14,8 +14,8 @@ share; its children differ in the outer update at its end:
                         |                              | lr 0.7, never and the longer periods | ...
                         | lr 0.3, all periods          | ...
 
-Runs share a stretch only if their updates are the same floating-point operations (`history.bits`), so that
-each comes out bit for bit as if it had been run alone. Exact arithmetic would allow a little more sharing.
+Runs share a stretch only if their updates are the same floating-point operations (`history.bits`). So each comes out
+bit for bit as if run alone. Exact arithmetic would allow a little more sharing.
 
 What is known of a run's updates supposes one outer optimizer for the whole model at a round's end. A run that is
 synchronised otherwise (in fragments, with a policy each, with a delay) is a tree by itself, and no other's twin.
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 class Node:
     """A stretch of inner steps that several runs share, and the outer rounds inside it.
 
-    The stretch begins with the outer update at inner step `start` (unless that is 0), which sets the node apart from
-    its siblings, and ends before the one at `stop`, which sets its children apart; a leaf ends with it.
+    The stretch begins with the outer update at inner step `start` (unless that is 0), in which the node and its
+    siblings differ. It ends before the update at `stop`, in which its children differ; a leaf ends with it.
     """
 
     id: str
@@ -100,7 +100,7 @@ class Forest:
         return sum(node.steps for node in self.nodes.values())
 
     def below(self, node: Node) -> list[Node]:
-        """The children of a node."""
+        """Return the children of a node."""
         return self.children.get(node.id, [])
 
     def jobs(self, most: int) -> list[Job]:
@@ -125,9 +125,9 @@ class Plan:
     """What a sweep has to run.
 
     Args:
-        runs: from run id to configuration: the canonical runs, in the order of the cells.
-        stands_for: from the run id of a cell that is not run to that of its canonical run.
-        forest: what the runs share.
+        runs: configurations of the canonical runs, by run id, in the order of the cells.
+        stands_for: run id of the canonical run, by that of a cell that is not run.
+        forest: shared stretches of the runs.
         cells: number of cells asked for.
         steps_asked: inner steps of all cells, each alone.
     """
@@ -212,7 +212,7 @@ class _History:
 
 
 def _grow(runs: Iterable[str], histories: Mapping[str, _History]) -> Iterator[Node]:
-    """The nodes of the forest of some runs, parents first."""
+    """Yield the nodes of the forest of some runs, parents first."""
     trunks: dict[str, list[str]] = {}
     for run in runs:
         trunks.setdefault(histories[run].trunk, []).append(run)
@@ -246,7 +246,7 @@ def _grow(runs: Iterable[str], histories: Mapping[str, _History]) -> Iterator[No
 
 
 def _plainness(config: RunConfig) -> tuple[bool, bool, bool, bool, bool]:
-    """Of runs that are the same, the one that says so most plainly comes first."""
+    """Return the sort key of equal runs: the plainest configuration comes first."""
     rule = config.outer.rule()
     restarts = config.outer.policy() != Never()
     return rule.momentum > 0, restarts, rule.nesterov, rule.form != "sum", config.probed > 0

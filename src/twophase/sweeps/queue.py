@@ -124,7 +124,7 @@ class Claim:
         assert self._file is not None
         self._ended.set()
         if self._thread.is_alive():
-            self._thread.join()  # it must not refresh whatever file gets this descriptor next
+            self._thread.join()  # it must not refresh the next file with this descriptor
         os.close(self._file)
         self._file = None
 

@@ -13,11 +13,11 @@ A sweep's folder holds
 | `claims/`        | which worker has which job; empty at the end                                         |
 | `trials.journal` | the runs as an Optuna study                                                          |
 | `jobs.jsonl`     | inner steps and seconds of each piece of work                                        |
-| `worker-<n>.log` | what a worker that was started here said                                             |
+| `worker-<n>.log` | output of a worker that was started here                                              |
 
 Workers are separate processes: the same whether this call starts them, Slurm does, or a user on another machine that
-sees the folder. This call starts as many as it is asked for, replaces those that die, and watches the folder. A run is
-finished when its folder says so, never because a worker said so.
+sees the folder. This call starts the requested number, replaces dead workers, and watches the folder. A run is finished
+when its folder says so, never because a worker said so.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ Happening = Literal["begun", "finished", "diverged", "failed", "replaced"]
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """How far a sweep is; runs that several cells share count once.
+    """Progress of a sweep; runs that several cells share count once.
 
     Args:
         finished: ended normally in this call.
@@ -76,11 +76,11 @@ class Status:
         failed: could not be run in this call.
         skipped: had ended before this call.
         run: id of the run that this report is about; empty at the start and when a worker is replaced.
-        event: what has just happened: the sweep began, this run ended so, or a worker was replaced.
-        error: why a run failed or a worker was replaced.
+        event: latest event: the sweep began, this run ended so, or a worker was replaced.
+        error: reason why a run failed or a worker was replaced.
         setting: the run's arm and values, for people.
-        result: of a run that has finished, its perplexity, or where the task has none its loss, in words.
-        rows: returns the table as it is now.
+        result: perplexity of a finished run (loss, for a task without perplexity), in words.
+        rows: function that returns the present table.
     """
 
     total: int
@@ -107,7 +107,7 @@ class Outcome:
 
     Args:
         seconds: duration of the call.
-        errors: from the run id of a failed run to the reason. Repeating the command tries it again.
+        errors: reason of each failed run, by run id. Repeating the command tries it again.
     """
 
     finished: int
@@ -136,7 +136,7 @@ def run_sweep(
     """Run what is not finished yet of a sweep; repeating the call resumes it.
 
     Args:
-        sweep: what to run.
+        sweep: sweep to run.
         folder: the sweep's folder (`--out`).
         workers: worker processes, >= 1; no more are started than there are jobs. With 0 none is started, and the call
             returns when the plan is written: workers may be started elsewhere.
@@ -145,8 +145,8 @@ def run_sweep(
         threads: CPU threads a worker, by environment variables that its libraries read when they are loaded.
         merge: do runs that are the same in exact arithmetic once (see `twophase.sweeps.plan`).
         devices: values of CUDA_VISIBLE_DEVICES for the workers, dealt out in turn.
-        runs: where the run folders lie, for sweeps that have runs in common: `runs/` becomes a link to it. None keeps
-            them in the sweep's own folder.
+        runs: folder of the run folders, for sweeps that have runs in common: `runs/` becomes a link to it. None keeps
+            them in the sweep's folder.
         texts: fingerprints of what the runs train on, by name, which every worker compares with what it sees; None
             where nothing is left to do.
         in_memory: branch states that a worker holds in memory at most, >= 0; None leaves it to the worker.
@@ -156,7 +156,7 @@ def run_sweep(
         What this call did.
 
     Raises:
-        UsageError: no Optuna, workers < 0, or a folder of another sweep, in use or not writable; all stays as it is.
+        UsageError: no Optuna, workers < 0, or a folder of another sweep, in use or not writable; nothing is changed.
         RunError: the workers cannot be started, or die one after the other, or the trials cannot be written.
         KeyboardInterrupt: after the workers have been told to stop and have ended.
     """
@@ -177,7 +177,7 @@ def run_sweep(
         call = _Call(sweep, work, progress)
         if call.pending:
             queue = Queue(folder)
-            if workers == 0:  # those of workers elsewhere are told once, before they are forgotten
+            if workers == 0:  # failures of workers elsewhere are reported once, before they are forgotten
                 call.ask(queue)
                 call.write()
             queue.begin_call(failed_only=workers == 0)
@@ -233,7 +233,7 @@ def _work_there(sweep: Sweep, folder: Path, *, merge: bool, texts: Mapping[str, 
     if work is not None and any(work.texts.get(name, text) != text for name, text in texts.items()):
         raise UsageError(
             f"--out {folder}: the text is not the one that this sweep was begun with, or --task has another file or "
-            "data; put the old one back, or choose another --out"
+            "data. Put the old one back, or choose another --out"
         )
     return work
 
@@ -303,7 +303,7 @@ class _Call:
         return len(self.summaries) + len(self.errors)
 
     def watch(self, crew: Crew) -> None:
-        """Wait until nothing is left, with the table up to date; stop the crew whatever happens."""
+        """Wait until nothing is left, with the table up to date; stop the crew in any case."""
         queue = Queue(self.work.folder)
         try:
             crew.start()
@@ -372,7 +372,7 @@ class _Call:
     def write(self) -> None:
         """Bring trials and table up to date."""
         try:
-            # Opened anew after a failure, which drops a journal with half a line: Optuna would append to that.
+            # Reopened after a failure, which drops a journal with half a line: Optuna would append to that.
             self.trials = self.trials or Trials(self.sweep, self.work.folder)
             self.trials.record(self.summaries, self.errors)
             self.unrecorded = ""

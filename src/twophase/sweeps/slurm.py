@@ -1,8 +1,8 @@
 """Starting a sweep's workers on a Slurm cluster: an array of identical jobs, submitted through submitit.
 
-A worker needs nothing but the sweep's folder, so all jobs of the array run the same command, may start
-and end at any time, and may be more or fewer than there are runs to do. A job that Slurm stops, because its time is up
-or a more important job needs the node, starts again with the same command and goes on with what it finds.
+A worker needs nothing but the sweep's folder, so all jobs of the array run the same command. They may start and end at
+any time, in any number. A job that Slurm stops, at its time limit or by preemption, starts again with the same command
+and resumes.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ _GRACE_SECONDS = 60.0
 """How long a worker may take to save and end when its job is stopped; Slurm gives notice 90 s before."""
 _LINGER_SECONDS = 120.0
 _NAMES = {"cpus": "cpus_per_task", "gpus": "gpus_per_node", "memory": "mem", "parallel": "array_parallelism"}
-"""Our words for what submitit calls otherwise."""
+"""Option names that differ from submitit's."""
 _WHOLE = frozenset({"nodes", "ntasks_per_node", "cpus_per_task", "array_parallelism"})
 _COMPUTED = _WHOLE | {"job_name", "time"}
 """Options that submitit computes with or has a default for; it passes the rest on unchanged."""
 _NOT_SBATCH = frozenset(
     "setup teardown srun_args use_srun stderr_to_stdout map_count additional_parameters signal_delay_s".split()
 )
-"""What submitit takes beside the options of sbatch."""
+"""Options of submitit that are not options of sbatch."""
 _RESTARTS = 1000
 """How often a job may start again after its time was up; a worker without work left ends by itself."""
 
 
 class Payload:
-    """What each job of the array does: run a command and see that it ends well."""
+    """Job of the array: run a command and check its exit."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self.command = list(command)
@@ -101,17 +101,16 @@ def submit(folder: Path, command: Sequence[str], workers: int, options: Mapping[
         folder: the sweep's folder, which the nodes must see under the same name; scripts and logs go to `slurm/` in it.
         command: the words that start a worker.
         workers: jobs in the array, >= 1.
-        options: from name to value (`--slurm-NAME VALUE`). `time` is required: minutes, or Slurm's `HH:MM:SS`,
-            `D-HH:MM` and so on. `cpus` and `gpus` are per job, `memory` is text such as `16GB`, `parallel` limits how
-            many jobs run at once; `partition`, `account` and every other option of `sbatch` keep their names, and True
-            stands for a flag.
+        options: values by name (`--slurm-NAME VALUE`). `time` is required: minutes, or Slurm's `HH:MM:SS`, `D-HH:MM`
+            and so on. `cpus` and `gpus` are per job, `memory` is text such as `16GB`, `parallel` limits the jobs at
+            once. `partition`, `account` and every other option of `sbatch` keep their names; True stands for a flag.
 
     Returns:
         The jobs' ids, `ARRAY_INDEX` each (a single job has no index).
 
     Raises:
-        UsageError: no time or one that is not written so, an option that the array needs itself; submitit
-            or Slurm's commands are not installed; Slurm refuses the jobs, or the folder cannot be written.
+        UsageError: a missing or malformed time, or an option that the array needs itself. Also if submitit or Slurm's
+            commands are missing, Slurm refuses the jobs, or the folder cannot be written.
     """
     parameters = checked(options)
     try:

@@ -34,7 +34,7 @@ class Tally:
     step_seconds: list[float] = field(default_factory=list)
     """Duration of each inner step; on a GPU, which does them later, the mean of each round."""
     most_held: int = 0
-    """Branch states in memory at once so far, on a GPU or beside it."""
+    """Most branch states in memory at once so far, on a GPU and in main memory."""
     spilled: int = 0
     """Branch states that are on disk only, because of the limit."""
     restored: int = 0
@@ -44,8 +44,8 @@ class Tally:
 def free_memory(device: torch.device) -> int:
     """Return the bytes of a GPU's memory that copies may take; none of a CPU, where states are counted instead.
 
-    What a step has needed beside the parameters at its peak is left to it, and a tenth of the memory, for a longer
-    evaluation, another process, or an allocator with free pieces that are too small.
+    Memory of a step's peak stays free, and a tenth of the whole: for a longer evaluation, another process, or
+    fragmentation of the allocator.
     """
     if device.type != "cuda":
         return 0
@@ -144,7 +144,7 @@ class States:
             if (state["format"], state["file"]) != (FORMAT, path.name):
                 raise ValueError(f"it is {state['file']} in format {state['format']}")
             state["lines"] = json.loads(state["lines"].numpy().tobytes())
-        except Exception as error:  # whatever is wrong with it, it can be made again
+        except Exception as error:  # any damage: it can be made again
             self.on_progress(f"{path.name} cannot be used ({error}); that part is done again")
             return None
         return state if set(runs) <= set(state["counters"]) else None

@@ -1,11 +1,10 @@
 """Tables of a sweep: a row for each cell, and settings that take the seeds together.
 
-With several seeds, the runs that differ in nothing but the seed are one setting. Its result is the arithmetic mean
-over its seeds, with their sample standard deviation as its spread; it counts as diverged when one of them diverged and
-as missing when one of them is not there: a mean over the seeds that happened to work would flatter it. Everything that
-compares settings (best, worst, geometric mean, share near the best) is computed on these means. A run that ended
-without a positive, finite perplexity has no result and counts as missing. Where the task has no perplexity, the
-validation loss takes its place everywhere.
+With several seeds, the runs that differ in nothing but the seed are one setting. Its result is the arithmetic mean over
+its seeds, with their sample standard deviation as its spread. It counts as diverged if a seed diverged, and as missing
+if a seed is missing: averaging only successful seeds is biased. Everything that compares settings (best, worst,
+geometric mean, share near the best) is computed on these means. A run that ended without a positive, finite perplexity
+has no result and counts as missing. Where the task has no perplexity, the validation loss takes its place everywhere.
 """
 
 from __future__ import annotations
@@ -37,17 +36,17 @@ AFTER = ("perplexity", "validation_loss", "diverged", "state", "seconds", "contr
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One cell of a sweep and what became of it.
+    """One cell of a sweep and its result.
 
     Args:
-        values: from dotted path to value, for every axis of the sweep.
+        values: value on every axis of the sweep, by dotted path.
         state: `finished`, `diverged` (ended early), `failed` (could not be run) or `missing` (not run yet).
-        perplexity: on held-out text, per token, infinite where it has overflowed; None when there is none.
-        validation_loss: nats a token; None when there is none.
+        perplexity: perplexity on held-out text, per token, infinite after an overflow; None without a result.
+        validation_loss: nats a token; None without a result.
         seconds: wall-clock time of the run; None when it has not ended.
         control_of: run id of the cell that it is the control of, or None.
-        twin_of: run id of the canonical run that has these results, because it takes the same steps in exact
-            arithmetic (`twophase.sweeps.plan`); None when the cell's own run was done.
+        twin_of: run id of the canonical run that has these results, with the same steps in exact arithmetic
+            (`twophase.sweeps.plan`). None if the cell's run was done.
     """
 
     arm: str
@@ -73,10 +72,10 @@ class Setting:
         spread: sample standard deviation of the results, s^2 = sum (p_i - mean)^2 / (n - 1); None for one seed
             and for a setting that is not finished.
         seeds: the seed of each run; None in a sweep that has no axis of seeds.
-        states: what became of each run; never `failed`, which counts as missing here.
-        results: of each run; None for every run that is not `finished`.
-        canonical: for each run, the run that has its results: its `twin_of`, or itself.
-        measure: what `result` holds, in words.
+        states: state of each run; never `failed`, which counts as missing here.
+        results: result of each run; None for every run that is not `finished`.
+        canonical: run that has the results of each run: its `twin_of`, or itself.
+        measure: name of the quantity in `result`.
     """
 
     arm: str
@@ -93,7 +92,7 @@ class Setting:
 
     @property
     def finished(self) -> int:
-        """How many seeds have finished."""
+        """Number of seeds that have finished."""
         return self.states.count("finished")
 
 
@@ -107,9 +106,9 @@ def rows_of(
 
     Args:
         sweep: the sweep.
-        summaries: from run id to the valid summary of a run that is finished.
+        summaries: valid summary of each finished run, by run id.
         failed: run ids of runs that could not be run.
-        stands_for: from a cell's run id to that of the run that was done in its place, where that is another one.
+        stands_for: id of the run that was done in the place of a cell's run, by run id, if another.
     """
     rows = []
     for cell in sweep.cells:
@@ -150,7 +149,7 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
 def read_rows(path: Path) -> list[Row]:
     """Read the rows of a `cells.csv`.
 
-    Axis values come back as true/false, whole numbers, numbers or text, whichever fits first; restart policies stay
+    Axis values come back as true/false, whole numbers, numbers or text: the first that fits. Restart policies stay
     text, and so do sets of words (`grid.words_of`). A table written before there was a column `twin_of` has no twins.
 
     Raises:
@@ -190,7 +189,7 @@ def settings(rows: Iterable[Row]) -> list[Setting]:
 
 
 def geometric_mean(values: Sequence[float]) -> float | None:
-    """Return the geometric mean of positive numbers, None when there are none.
+    """Return the geometric mean of positive numbers, None for an empty sequence.
 
     >>> geometric_mean([2.0, 8.0])
     4.0
@@ -243,7 +242,7 @@ def titles(sweep: Sweep) -> dict[str, str]:
 
 
 def readable(value: float | None) -> str:
-    """A result in about three digits; empty for None.
+    """Write a result in about three digits; empty for None.
 
     >>> readable(7.6712), readable(15.384), readable(131.2), readable(None)
     ('7.67', '15.4', '131', '')
@@ -257,7 +256,7 @@ def readable(value: float | None) -> str:
 
 
 def format_table(header: Sequence[str], rows: Iterable[Sequence[Any]], *, markdown: bool = False) -> str:
-    """A table for reading: columns aligned, numbers to the right; None is an empty cell.
+    """Lay out a table for reading: columns aligned, numbers to the right; None is an empty cell.
 
     Args:
         header: names of the columns.

@@ -1,8 +1,8 @@
 """The runs of a sweep as an Optuna study, for `study.trials_dataframe()`, optuna-dashboard and Optuna's analyses.
 
-Each run that has ended is a trial: its values on the sweep's axes are the parameters, its validation perplexity (the
-loss of a task that has none) is the value, and user attributes name the run. A run that diverged or failed is a trial
-of state FAIL. The study is a view of the sweep's folder: only the process that runs the sweep writes it.
+Each run that has ended is a trial. Parameters are its values on the sweep's axes; the value is its validation
+perplexity (or the loss of the task). User attributes name the run. A run that diverged or failed is a trial of state
+FAIL. The study is a view of the sweep's folder: only the process that runs the sweep writes it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 TRIALS = "trials.journal"
 VALUE = "perplexity"
-"""What a trial's value is; it ends the study's name."""
+"""Quantity of a trial's value; it ends the study's name."""
 _LOCK_SECONDS = 3
 """How long a lock on the journal may stay that a killed process has left; writing a line takes milliseconds."""
 

@@ -39,16 +39,15 @@ class Work:
 
     Args:
         folder: the sweep's folder.
-        forest: what the runs share.
+        forest: shared stretches of the runs.
         jobs: the pieces that workers take.
         spec: the sweep's `identity`.
-        merge: whether runs that are the same in exact arithmetic were merged.
+        merge: True if runs that are the same in exact arithmetic were merged.
         counts: cells and steps of the plan, for people.
-        texts: fingerprints of the texts that the runs train on, by a name that the trainer knows; a worker that sees
-            another text must not take part.
+        texts: fingerprints of the runs' training texts, by the trainer's names; a worker with another text is refused.
         base: the base configuration's tree.
-        runs: from canonical run id to the values in which it differs from the base, by dotted path.
-        stands_for: from a cell's run id to the canonical run that is done in its place.
+        runs: values in which a canonical run differs from the base, by run id and dotted path.
+        stands_for: canonical run that is done in the place of a cell's run, by run id.
     """
 
     folder: Path
@@ -161,8 +160,8 @@ def _check_names(folder: Path, pieces: Collection[str], values: Mapping[str, Any
     for run in sorted(runs):
         if (folder / RUNS / run).is_symlink():
             raise UsageError(
-                f"--out {folder}: {RUNS}/{run} is a link, and runs are written in the sweep's own folder alone; put "
-                "the folder itself there, or remove the link"
+                f"--out {folder}: {RUNS}/{run} is a link, and runs are written in the sweep's folder alone. Put the "
+                "folder itself there, or remove the link"
             )
 
 
@@ -197,9 +196,9 @@ def work(
     Args:
         folder: the sweep's folder, which `twophase sweep` made.
         execute: does a job; it raises `Stopped` when `stopped` became true, `BusyError` when another process has a run.
-        stopped: whether the worker has been asked to end.
-        prepare: called with the plan before any job is taken; it refuses what this machine cannot do, so that a worker
-            in a wrong place takes no job, instead of failing one after the other.
+        stopped: function that returns True once the worker has been asked to end.
+        prepare: function of the plan, called before any job is taken. It refuses jobs that this machine cannot do, so
+            that a misplaced worker does not fail one job after the other.
 
     Raises:
         UsageError: no sweep's folder.
@@ -242,11 +241,11 @@ def _do(plan: Work, claim: Claim, execute: Execute) -> bool:
             raise RuntimeError(f"the worker left no valid summary of {', '.join(missing[:3])}")
     except Stopped:
         return False
-    except BusyError:  # a worker that seemed dead goes on with a run after all
+    except BusyError:  # a worker that seemed dead still trains this run
         claim.release()
         time.sleep(_LONGEST_PAUSE_SECONDS)
         return False
-    except Exception as error:  # one bad job must not take the others with it
+    except Exception as error:  # one bad job must not end the worker
         with suppress(OSError):  # the disk of the log may be full
             traceback.print_exc()
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", []))
@@ -256,7 +255,7 @@ def _do(plan: Work, claim: Claim, execute: Execute) -> bool:
 
 
 def _version(folder: Path) -> tuple[int, ...]:
-    """Return what changes when `plan.json` is written anew."""
+    """Return a stamp that changes when `plan.json` is rewritten."""
     with suppress(FileNotFoundError, NotADirectoryError):
         check_regular(folder / PLAN)
         with (folder / PLAN).open("rb") as file:  # opened: NFS then asks the server

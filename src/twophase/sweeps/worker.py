@@ -63,8 +63,8 @@ class _Executor:
         for name, text in preflight_all(self.configs.values()).items():
             if plan.texts.get(name, text) != text:
                 raise UsageError(
-                    f"this machine's text is not the one that the sweep in {plan.folder} was begun with, or --task has "
-                    f"another file or data (fingerprint {text[:12]}, there {plan.texts[name][:12]}); give it the same "
+                    f"this machine's text is not the one of the sweep in {plan.folder}, or --task has another file "
+                    f"or data (fingerprint {text[:12]}, there {plan.texts[name][:12]}). Give it the same "
                     "--data.corpus or --task file, or for the corpus `python` the same version of Python"
                 )
 
@@ -87,7 +87,7 @@ class _Executor:
         except Stopped:
             raise
         except BaseException:
-            self.grower = None  # whatever state it was in
+            self.grower = None  # its state is unknown
             raise
         finally:
             record = {
