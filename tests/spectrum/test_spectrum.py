@@ -363,7 +363,10 @@ def test_steep_modes_are_named() -> None:
     assert there.unstable == pytest.approx(8 / 11.2)
     assert block.sigma[1:].tolist() == [1, 1]
     text = " ".join(describe([], setting, [block], {}).split())
-    assert "passes the minimum of the steepest mode (early: lr times eigenvalue 4; 98 % of the loss" in text
+    assert (
+        "passes the minimum of the steepest mode (early: lr times eigenvalue 4). Such modes have 98 % of the loss"
+        in text
+    )
     assert "beyond 2, where gradient descent would diverge, 71 %" in text
 
 

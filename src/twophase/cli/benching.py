@@ -1,4 +1,4 @@
-"""The bench's runs: each place is a comparison of its own, and one table holds what came out."""
+"""The bench's runs: each place is a separate comparison, and one table holds the results."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def run_bench(
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """Run arms through the protocol, place by place; repeating the call resumes it.
 
-    `results.csv` in the folder is written anew after every place, with the rows of places of earlier calls. No arms
-    are those of each place; `code` is the digest of an arm's code that is not of this package.
+    `results.csv` in the folder is rewritten after every place, with the rows of places of earlier calls. No arms are
+    those of each place; `code` is the digest of an arm's code that is not of this package.
 
     Returns:
         A row for each place, arm and held-out seed, averaging among them; and by place why it has none.
@@ -175,7 +175,7 @@ def bench_arm(
     there = {row["place"] for row in references}
     facts = {name: fact for name, fact in facts.get("places", {}).items() if name in there}
     notes = {place.name: note or _difference(place, facts.get(place.name), out) for place in ended}
-    placed = beside(results_of(references), mine, CONTROL, size.fresh)  # a mean over others is of other luck
+    placed = beside(results_of(references), mine, CONTROL, size.fresh)  # means over other seeds are not comparable
     theirs = {key: by_seed for key, by_seed in placed.items() if key[1] not in (arm, CONTROL)}
     results = {**theirs, **mine}
     others = {place.name: [other for at, other in theirs if at == place.name] for place in ended}
@@ -199,7 +199,7 @@ def bench_arm(
         behind(results, everywhere, named) if everywhere else {},
     )
     labels = {name: short(name) for name in named}
-    if list(labels.values()).count(labels[arm]) > 1:  # beside a stored arm that differs in where its search begins
+    if list(labels.values()).count(labels[arm]) > 1:  # a stored arm differs in the start of its search only
         labels[arm] = f"{arm} (this one)"
     for ending, content in contents(card, labels, CANDIDATES).items():
         write_atomic(out / f"card{ending}", content)
@@ -224,8 +224,8 @@ def write_reference(out: Path, into: Path) -> None:
     Rows that the table has of other places and arms stay, so that it can be made in parts and on several machines.
 
     Raises:
-        UsageError: a folder of something else, of another protocol, or in which no place has ended; or arms of a place
-            whose stored arms were run on another text, with other versions, or where averaging came to something else.
+        UsageError: a folder of something else, of another protocol, or in which no place has ended. Also if stored arms
+            of a place have another text, other versions, or another result of averaging.
     """
     if not check_place(out, SPEC, "bench") or not (out / RESULTS).is_file():
         raise UsageError(
@@ -241,7 +241,7 @@ def write_reference(out: Path, into: Path) -> None:
         )
     facts = read_json_object(into / FACTS) if (into / FACTS).is_file() else {"places": {}}
     if {name: facts.get(name) for name in protocol} != protocol:
-        facts = {"places": {}}  # rows of another protocol are never beside these
+        facts = {"places": {}}  # rows of another protocol are not comparable
     rows = _rows(out / RESULTS)
     places = dict.fromkeys(row["place"] for row in rows)
     merged = _with_others(rows, into / REFERENCE) if facts["places"] else rows
@@ -255,8 +255,8 @@ def write_reference(out: Path, into: Path) -> None:
                 different = differences(here, {name: there[name] for name in here})
                 if different or not _repeats(rows, _rows(into / REFERENCE), place):
                     raise UsageError(
-                        f"--into {into}: its other arms at {place} are of another text, Python or torch, or averaging "
-                        "does not repeat here; run all arms of this place on one kind of machine"
+                        f"--into {into}: its other arms at {place} are of another text, Python or torch, or "
+                        "averaging does not repeat here. Run all arms of this place on one kind of machine"
                     )
             there |= here
         there["seconds"] = round(sum(s for (at, _), s in seconds.items() if at == place))
@@ -266,7 +266,7 @@ def write_reference(out: Path, into: Path) -> None:
 
 
 def _repeats(rows: Sequence[Mapping[str, str]], others: Sequence[Mapping[str, str]], place: str) -> bool:
-    """Whether averaging came to the same in two tables, where both have it."""
+    """Return whether averaging has the same results in two tables, where both have it."""
     here, there = (results_of(table).get((place, CONTROL), {}) for table in (rows, others))
     return all(math.isclose(here[seed], there[seed], rel_tol=_SAME) for seed in here.keys() & there.keys())
 
@@ -280,7 +280,7 @@ def references_of(protocol: int, fingerprint: str) -> tuple[list[dict[str, str]]
     if (facts.get("protocol"), facts.get("fingerprint")) != (protocol, fingerprint):
         why = (
             f"Compared with averaging alone: the stored arms are of protocol {facts.get('protocol')} "
-            f"({facts.get('fingerprint')}), and this is {protocol} ({fingerprint}); make them anew with twophase bench "
+            f"({facts.get('fingerprint')}), and this is {protocol} ({fingerprint}); remake them with twophase bench "
             "--reference"
         )
         return [], {}, why

@@ -40,7 +40,7 @@ def draw(
 
 
 def _finding(forecasts: Sequence[Forecast]) -> str:
-    """Say which blocks a period of their own is predicted to help, and by how much."""
+    """Say which blocks a separate period is predicted to help, and by how much."""
     gains = [
         f"{'block ' * block.curvature.name.isdigit()}{block.curvature.name} every {block.chosen.period} rounds "
         f"({math.exp(block.chosen.log_gain):.2g} of the loss)"

@@ -46,12 +46,12 @@ from twophase.training.curvature import GaussNewton, Matrix
 
 NAME = "spectrum"
 LIMITS = (
-    "Linear modes of each block by itself: blocks that act on one another, replicas with different data, curvature and "
-    "second moments that change, and the delay by the inner momentum are outside of it.",
+    "Linear modes of each block alone. Not modelled: interacting blocks, replicas with different data, changing "
+    "curvature and second moments, and the delay by the inner momentum.",
     "The curvature is that of the checkpoint; early, mid and late differ in the inner learning rate alone.",
     "Directions are weighted by their curvature, as if the displacement were alike in all of them.",
 )
-"""What a reader must know before acting."""
+"""Limits of the forecast, for the reader."""
 NEGATIVE = (
     "The matrix is the Hessian of the loss, because the task has no logits(). Along a negative eigenvalue the linear "
     "model has no minimum: such directions count as flat, without loss and progress."
@@ -262,7 +262,7 @@ def _remarks(forecasts: Sequence[Forecast], setting: Setting) -> Iterator[str]:
         if worst.step > 1:
             words = (
                 f"{name}: the inner step passes the minimum of the steepest mode ({place}: lr times eigenvalue "
-                f"{worst.step:.3g}; {_percent(worst.passing)} of the loss in such modes, which count as removed)"
+                f"{worst.step:.3g}). Such modes have {_percent(worst.passing)} of the loss and count as removed"
             )
             if worst.step > 2:
                 words += f"; beyond 2, where gradient descent would diverge, {_percent(worst.unstable)}"
@@ -274,8 +274,8 @@ def _remarks(forecasts: Sequence[Forecast], setting: Setting) -> Iterator[str]:
         yield (
             f"{', '.join(block.curvature.name for block in never)}: over {setting.rounds} rounds no restart is best "
             "although a single mode at the mean would want one. Sigma is spread within a block (90 % of the loss lies "
-            f"within {low:.2g} to {high:.2g}), and what is left at the end is in the slow modes, which every restart "
-            "slows down."
+            f"within {low:.2g} to {high:.2g}). The loss at the end is in the slow modes, which every restart slows "
+            "down."
         )
 
 

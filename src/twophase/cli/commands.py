@@ -79,8 +79,8 @@ def verify_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--verify",
         action="store_true",
-        help="read all token shards and compare them with their checksums before anything else; otherwise those that "
-        "were right before are read while training goes on",
+        help="read all token shards and compare them with their checksums before anything else; otherwise shards "
+        "that were right before are read during training",
     )
 
 
@@ -95,7 +95,7 @@ def train_config(
 
     Args:
         parser: the parser; the options of the task's configuration are added to it.
-        words: of the command line.
+        words: words of the command line.
         untuned: values of the outer optimizer for a command that says nothing of it, and names no file or recipe.
     """
     from twophase.base.config import UsageError, flatten, load_yaml, overlaid, with_values

@@ -65,7 +65,7 @@ class _Page:
         """When it is written again; None before the first time."""
 
     def follow(self, rows: list[Row]) -> None:
-        """Write the page of a demo that is going on, at most every few seconds; a disk that is full is not its end."""
+        """Write the page of a running demo, at most every few seconds; a full disk does not end the demo."""
         began = time.monotonic()
         if self.next_at is None and not self.quiet:
             print(f"page {self.path}: open it in a browser now; it shows the newest by itself", flush=True)
@@ -150,8 +150,8 @@ def _following(out: Path) -> dict[str, str]:
     """Return the commands that come next, and what each is for."""
     return {
         report_command(out): "every comparison, with intervals",
-        f"{PROGRAM} explore --open": "the explorer in a window of its own",
-        f"{PROGRAM} period --help": "advice for a setting of your own",
+        f"{PROGRAM} explore --open": "the explorer in a browser window",
+        f"{PROGRAM} period --help": "advice for your setting",
     }
 
 

@@ -1,6 +1,6 @@
 """`twophase doctor`: the machine, the versions, the devices, what is missing and how to get it. No torch in here.
 
-torch is imported in a process of its own: where it is broken, that process dies and this one says so.
+torch is imported in a separate process: if torch is broken, that process dies and this one says so.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def main(words: list[str]) -> int:
 
 
 def examine() -> list[Check]:
-    """Look at everything; a look that fails becomes a line of its own, never an error."""
+    """Run all checks; report a failing check as a line."""
     checks: list[Check] = []
     for look in (_here, _machine, _torch, _packages, _extras, _places):
         name = look.__name__.strip("_")
@@ -165,7 +165,7 @@ def _packages() -> Iterator[Check]:
         version = _version(name)
         if _fits(version, spec):
             yield Check("Packages", name, version)
-        elif name != "torch":  # which has a group of its own
+        elif name != "torch":  # which has a separate group
             words = f"{version or 'not installed'}; {spec} is needed"
             yield Check("Packages", name, words, "broken", f"pip install '{name}{spec}'")
 

@@ -50,8 +50,8 @@ def state_of(question: Question, run: FromRun | None = None) -> State:
     """Return the page's first state.
 
     Raises:
-        UsageError: several spectra, values that make no rule, a restart policy that the page does not know, or a run
-            that shows no effective progress without a spectrum beside it.
+        UsageError: several spectra, values that make no rule, or a restart policy that the page does not know. Also a
+            run that shows no effective progress, without a further spectrum.
     """
     outer = question.outer
     outer.value()  # refuses what makes no rule
@@ -97,7 +97,7 @@ def _spectrum(question: Question, run: FromRun | None) -> dict[str, Any]:
     if run is not None and not run.spectrum.sigma:
         raise UsageError(
             f"--run {run.spectrum.name}: effective progress {run.spectrum.note} Give --sigma, --sigma-range or "
-            "--eigenvalues beside --run, which then gives the rule, the period and the rounds"
+            "--eigenvalues together with --run, which then gives the rule, the period and the rounds"
         )
     return {"spectrum": "run" if run else "list"}
 

@@ -1,9 +1,9 @@
 """The command line: `twophase demo | train | data | export | sweep | sweep-worker | report | spectrum | ...`.
 
 Each command is a module of this package with a `main` of its words; `commands` describes them. A command imports torch
-only when it runs, so that `--help` answers without it. Exit status: 0 done; 1 a failure while running (a single run
-that diverged included); 2 a mistake in what was asked, told in one message; 130 or 143 stopped by Ctrl-C or SIGTERM,
-resumable by the same command.
+only when it runs, so that `--help` answers without it. Exit status 0 is success, 1 a failure while running (a single
+run that diverged included). Status 2 is a mistake in the request, with one message. Status 130 or 143 is a stop by
+Ctrl-C or SIGTERM; the same command resumes.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _overview() -> str:
 def _complain(where: str, text: str, what: str = "error", status: int = 2) -> int:
     rank = os.environ.get("RANK", "0")
     if rank != "0":
-        # Every process meets most mistakes, and torchrun ends the others when one has ended: let the first speak.
+        # Most mistakes are in every process, and torchrun ends all when one has ended: let rank 0 report first.
         time.sleep(2)
         where = f"{where} (process {rank})"
     print(f"{where}: {what}: {text}", file=sys.stderr)

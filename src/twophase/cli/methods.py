@@ -104,7 +104,7 @@ def _table(slot: Slot) -> str:
     head = [slot, *["restarts"] * restarts, "theory", *["passes", "bytes"] * costs, "fields", "source, *used by*, test"]
     lines = [_row(head), _row(["---"] * len(head))]
     for cls in registered(slot).values():
-        # Each part of an equation on a line of its own, which does not break.
+        # Each part of an equation on a separate, unbroken line.
         parts = [f"`{part}`".replace(" ", "\N{NO-BREAK SPACE}") for part in cls.equation.split(";  ")]
         cells = ["<br>".join([f"**{cls.name}**", *parts])]
         if isinstance(value := cls(), Method):

@@ -29,8 +29,8 @@ def read_arm(arm: str, environment: MutableMapping[str, str]) -> tuple[str, str]
     that of Nesterov, whose search begins where the bench's own begins.
 
     Args:
-        arm: a text of `twophase.recipes.arms`, or a class of one's own.
-        environment: in which the class's module is named for the worker processes, and its folder for their path.
+        arm: a text of `twophase.recipes.arms`, or a user's class.
+        environment: variables of the worker processes, for the class's module and its folder on their path.
 
     Raises:
         UsageError: a module that cannot be imported, or a class that is no registered policy or method.
@@ -52,7 +52,7 @@ def read_arm(arm: str, environment: MutableMapping[str, str]) -> tuple[str, str]
         imported = importlib.import_module(module)
     except Exception as error:  # of the module's own code
         raise UsageError(
-            f"{arm}: {module} cannot be imported ({type(error).__name__}: {error}); mend it"
+            f"{arm}: {module} cannot be imported ({type(error).__name__}: {error}); fix it"
             f"{'' if file else ', or give its path as FILE.py:CLASS'}"
         ) from error
     if file is not None and not file.samefile(imported.__file__ or ""):

@@ -26,7 +26,7 @@ def run_regimes(
 ) -> list[dict[str, Any]]:
     """Run the treatments of the map of regimes at each place of the full list; repeating the call resumes it.
 
-    `regimes.csv` is written anew after every place; places with few arms are left out.
+    `regimes.csv` is rewritten after every place; places with few arms are left out.
 
     Returns:
         A row for each run, with what was measured in those of averaging.
@@ -58,12 +58,12 @@ def run_regimes(
 
 
 def signals(rounds: Path) -> dict[str, float]:
-    """Return what a run of averaging has measured.
+    """Return the measurements of a run of averaging.
 
     Returns:
-        `cosine`: median of the cosines of successive pseudo-gradients over the second half of the rounds;
-        `early_cosine`: over the first half; `shrunk`: see `theory.observed.shrunk`;
-        `agreement`: median of |g|^2 over the mean of the replicas' squared norms; a single replica's is 1.
+        `cosine`, `early_cosine`: median cosine of successive pseudo-gradients in the second and first half of the
+        rounds. `shrunk`: see `theory.observed.shrunk`. `agreement`: median of |g|^2 over the mean of the replicas'
+        squared norms; 1 for a single replica.
     """
     lines = [json.loads(line) for line in rounds.read_text(encoding="utf-8").splitlines()]
     norms = [line["pseudo_gradient_norm"] for line in lines]

@@ -1,4 +1,4 @@
-"""`twophase report`: the page of a run, of several runs or of a sweep, once or while it goes on, and in words."""
+"""`twophase report`: the page of a run, of several runs or of a sweep, once or during training, and in words."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def _parser() -> Parser:
     )
     add("--out", type=Path, metavar="FILE", help=page)
     watch = (
-        f"write the page again every so many seconds while the run goes on ({WATCH_SECONDS:g}); it then shows the "
-        "newest by itself, until that is switched off on it"
+        f"rewrite the page every so many seconds during the run ({WATCH_SECONDS:g}); the page then reloads by "
+        "itself, until that is switched off on it"
     )
     add("--watch", type=between(1, 86400, number), nargs="?", const=WATCH_SECONDS, metavar="SECONDS", help=watch)
     add("--runs", action="store_true", help="of a sweep: also write the report of each of its runs")
@@ -42,7 +42,7 @@ def _parser() -> Parser:
         "(several from 0.01 to 0.25)"
     )
     add("--within", type=between(0, 1, number), nargs="+", default=None, metavar="X", help=within)
-    controls = "of a sweep: further arms to compare the others with, besides linked and momentum-free ones"
+    controls = "of a sweep: further arms that serve as controls, besides linked and momentum-free ones"
     add("--controls", nargs="+", default=(), metavar="ARM", help=controls)
     where = "of a sweep: judge only the cells with these values, such as inner_steps=20"
     add("--where", nargs="+", default=[], metavar="PATH=VALUE", help=where)

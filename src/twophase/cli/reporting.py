@@ -29,11 +29,11 @@ _States = dict[Path, list[tuple[int, int]]]
 
 
 def write_pages(options: argparse.Namespace) -> None:
-    """Write the page, with `--watch` again and again until nothing goes on."""
+    """Write the page, with `--watch` repeatedly until all runs have ended."""
     _check(options)
     several = len(options.folders) > 1
     usual = common_folder(options.folders) / COMPARE if several else options.folders[0] / REPORT
-    # A part of a sweep has a page of its own, as it has a verdict.
+    # A part of a sweep has a separate page, and a separate verdict.
     page = options.out or usual.with_name(part_stem(usual.stem, _where(options)) + usual.suffix)
     if page.is_file() and not _may_be_replaced(page):
         raise UsageError(f"--out {page}: holds something else than a page, such as a file of the run; name a new file")
@@ -54,13 +54,13 @@ def _check(options: argparse.Namespace) -> None:
             raise UsageError(f"--where {word}: write a path and a value, such as inner_steps=20")
     paths = [word.partition("=")[0] for word in options.where]
     if twice := {path for path in paths if paths.count(path) > 1}:
-        raise UsageError(f"--where {min(twice)} is given twice; a cell has one value of it: leave the others out")
+        raise UsageError(f"--where {min(twice)} is given twice; a cell has one value of it: give one")
     folders = options.folders
     if len(folders) > 1:
         if sweeps := [folder for folder in folders if is_sweep(folder)]:
             raise UsageError(
-                f"{sweeps[0]}: is the folder of a sweep, and only runs are laid over each other; give it alone "
-                f"(its page compares its runs), or folders below {sweeps[0] / RUNS}"
+                f"{sweeps[0]}: is the folder of a sweep, and only runs are laid over each other. Give it alone (its "
+                f"page compares its runs), or folders below {sweeps[0] / RUNS}"
             )
         if len(folders) > MOST_RUNS or len({folder.resolve() for folder in folders}) < len(folders):
             raise UsageError(f"{len(folders)} runs: give two to {MOST_RUNS} different ones")
@@ -89,7 +89,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _write_page(options: argparse.Namespace, page: Path, refresh: float, states: _States) -> bool:
-    """Write the page of a run, of several or of a sweep, and at the end say it in words; return whether it goes on."""
+    """Write the page of runs or of a sweep, at the end in words, too; return whether a run is unfinished."""
     folder, *others = options.folders
     if others:
         records = [_read(path) for path in options.folders]
@@ -123,7 +123,7 @@ def _back(record: RunRecord, page: Path) -> str | None:
 
 
 def _sweep(options: argparse.Namespace, page: Path, refresh: float, states: _States) -> bool:
-    """Write a sweep's page, and those of its runs if they are asked for; return whether it goes on."""
+    """Write a sweep's page, and those of its runs if asked; return whether a run is unfinished."""
     folder, where = options.folders[0], _where(options)
     record = read_sweep(folder, where, page.parent)
     if options.runs:

@@ -1,7 +1,7 @@
 """The server of `twophase ui`: pages for this machine's own browser alone.
 
-It listens on 127.0.0.1 and answers only requests that name it as their host: a page from elsewhere, whose name was made
-to lead here (DNS rebinding), gets nothing. It writes nothing.
+It listens on 127.0.0.1 and answers only requests that name it as their host. A foreign page whose name resolves to this
+machine (DNS rebinding) gets nothing. It writes nothing.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def serve(library: Library, port: int) -> ThreadingHTTPServer:
 
 class _Server(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Print what went wrong, but not for a browser that has closed its connection, as one does to load anew."""
+        """Print the error, unless the client disconnected."""
         if not isinstance(sys.exc_info()[1], ConnectionError):
             super().handle_error(request, client_address)
 
@@ -81,7 +81,7 @@ class _Handler(BaseHTTPRequestHandler):
         if runs or not path.removeprefix(VIEW):
             return self.library.overlay_page(runs) if runs else self.library.folder_page([])
         parts = [os.fsdecode(unquote_to_bytes(part)) for part in path.removeprefix(VIEW).rstrip("/").split("/")]
-        # A sweep's page leads to the pages that `report` would have written beside the runs.
+        # A sweep's page leads to the pages that `report` would have written next to the runs.
         return self.library.folder_page(parts[:-1] if parts[-1] == REPORT else parts)
 
     def _answer(self, status: HTTPStatus, text: str) -> None:

@@ -21,10 +21,10 @@ def main(words: list[str]) -> int:
         nargs="+",
         default=(),
         metavar="NAME=PATTERN",
-        help="a parameter is in the first block whose pattern its name contains (default: the run's named fragments, "
-        "else of lm embeddings, attention, mlp, norms, head, of other tasks the top modules)",
+        help="patterns of blocks; a parameter is in the first block that matches its name (default: named "
+        "fragments, else parts of lm or top modules)",
     )
-    text = "of the run's training data, of its own batch size (%(default)s)"
+    text = "batches of the run's training data, of its batch size (%(default)s)"
     add("--batches", type=between(1, 10_000), default=4, metavar="N", help=text)
     add(
         "--top",

@@ -42,9 +42,9 @@ def main(words: list[str]) -> int:
     parser.add_argument(
         "--task",
         metavar="NAME",
-        help="of some studies that train: what to train in place of the built-in model (digits, hf:MODEL, "
-        "FILE.py:CLASS), with the options of its configuration, such as --task.width, --inner.lr, --steps and "
-        "--inner-steps, the short communication period",
+        help="task of some studies in place of the built-in model (digits, hf:MODEL, FILE.py:CLASS). Options of its "
+        "configuration go with it: --task.width, --inner.lr, --steps and --inner-steps, the short communication "
+        "period",
     )
     parser.add_argument(
         "--redraw", action="store_true", help="draw the figures again from NAME.csv and NAME.json in --out, and stop"
@@ -86,5 +86,5 @@ def _scale_at(default: RunConfig, options: argparse.Namespace) -> Scale:
 
     scale, values = scale_named(options.scale, quick=options.quick), values_given(options, default)
     if varied := [path for path in values if path.startswith(("outer.", "seed", "sync.restart", "sync.wire"))]:
-        raise UsageError(f"--{varied[0].replace('_', '-')}: the study has values of its own for it; leave it out")
+        raise UsageError(f"--{varied[0].replace('_', '-')}: the study sets it; leave it out")
     return scale.at(check(with_values(default, {"steps": scale.base.steps, "inner_steps": scale.short, **values})))

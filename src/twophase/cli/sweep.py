@@ -28,14 +28,13 @@ def main(words: list[str]) -> int:
         action="append",
         default=[],
         metavar=("PATH VALUE", "VALUE"),
-        help="an axis of the grid and its values, such as --axis outer.lr 0.3 0.7 or --axis outer.restart never 3; a "
-        "set of words is one value, with commas between them: --axis sync.restart none a=3,b=loss",
+        help="an axis of the grid and its values, such as --axis outer.lr 0.3 0.7 or --axis outer.restart never 3. "
+        "A set of words is one value, with commas: --axis sync.restart none a=3,b=loss",
     )
     grid.add_argument(
         "--controls",
         action="store_true",
-        help="add what restarts should be judged against: momentum-free runs, plain averaging, and for each run "
-        "with scheduled restarts one without at the same mean outer gain",
+        help="add controls for restarts: momentum-free runs, plain averaging, and gain-matched runs without restarts",
     )
     config_options(parser)
     add_options(parser)

@@ -47,7 +47,7 @@ def _is_text_file(corpus: str) -> bool:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options that every command around a sweep has."""
+    """Add the options that every command around a sweep has."""
     add_workers(parser, "; 0 starts none and only writes the plan, for workers elsewhere")
     parser.add_argument("--dry-run", action="store_true", help="say what would be run and how long it takes, and stop")
     parser.add_argument(
@@ -71,7 +71,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_workers(parser: argparse.ArgumentParser, more: str = "") -> None:
-    """The option `--workers`."""
+    """Add the option `--workers`."""
     text = f"worker processes (default: one a core, here {_cores()}, or one a GPU){more}"
     parser.add_argument("--workers", type=between(0, MOST_WORKERS), default=None, metavar="N", help=text)
 
@@ -83,7 +83,7 @@ def workers_of(workers: int | None) -> int:
 
 @contextmanager
 def watched(what: str, *, quiet: bool, picture: Picture | None = None) -> Iterator[Callable[[Status], None]]:
-    """Show the progress of sweeps one after the other, each on a display of its own; yields what `run_sweep` calls.
+    """Show the progress of sweeps one after the other, each on a new display; yield the function for `run_sweep`.
 
     The picture is made at the start and for every run that ends.
     """
@@ -297,13 +297,13 @@ def dry_run(sweep: Sweep, out: Path, *, workers: int, merge: bool) -> str:
         f"Merging leaves {len(made.runs)} of {len(sweep.runs)} runs, sharing leaves {made.steps} of "
         f"{sum(config.steps for config in made.runs.values())} inner steps.\n"
         f"Estimated time: {duration(seconds)} with {workers} worker{'s' * (workers > 1)} "
-        f"({1e3 * step_seconds:.1f} ms an inner step of all replicas, {1e3 * run_seconds:.0f} ms a run for validation; "
-        f"measured here on one run's first {_TIMED_STEPS} steps)."
+        f"({1e3 * step_seconds:.1f} ms an inner step of all replicas, {1e3 * run_seconds:.0f} ms a run for "
+        f"validation). Measured here on one run's first {_TIMED_STEPS} steps."
     )
 
 
 def _timed(config: RunConfig) -> tuple[float, float]:
-    """Seconds of an inner step of all replicas, and of a run's validation."""
+    """Measure seconds of an inner step of all replicas, and of a run's validation."""
     import torch
 
     from twophase.diloco.communicator import SingleProcess

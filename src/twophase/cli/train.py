@@ -61,7 +61,7 @@ def main(words: list[str]) -> int:
     out = options.out or default_folder(config)
     _check_elastic(options)
     if options.lighthouse is not None:
-        out = out / f"replica-{options.replica}"  # each is a run of its own, wherever its machine is
+        out = out / f"replica-{options.replica}"  # each replica is a separate run, on any machine
     if options.verify:  # before a finished run's result, too
         from twophase.tasks.build import task_of
 
@@ -96,13 +96,13 @@ def finished(out: Path, config: RunConfig) -> dict[str, Any] | None:
             before = read_json_object(out / ENV)["corpus"]["fingerprint"]
         except (OSError, ValueError, LookupError, TypeError):
             raise RunError(
-                f"{out / ENV}, which says what the finished run was trained on, is missing or damaged; put it back, or "
-                f"delete {SUMMARY} and repeat the command, which goes on from the last checkpoint"
+                f"{out / ENV}, which names the data of the finished run, is missing or damaged. Put it back, or "
+                f"delete {SUMMARY} and repeat the command, which resumes from the last checkpoint"
             ) from None
         if before != fingerprint_now:
             raise UsageError(
-                f"{option}: its file or data has changed since the run in {out} was finished; choose another --out for "
-                "a new run, or put the old ones back"
+                f"{option}: its file or data has changed since the run in {out} ended; choose another --out for a "
+                "new run, or put them back"
             )
     return summary
 
@@ -110,8 +110,7 @@ def finished(out: Path, config: RunConfig) -> dict[str, Any] | None:
 def _trained_on(config: RunConfig) -> tuple[str, str | None]:
     """Return the option that names a run's data, and their fingerprint now.
 
-    None stands for data that may be others by right: Python's own texts, and those that were moved away. Token shards
-    have checksums of their own.
+    None stands for data that may rightly differ: Python's texts, and moved files. Token shards have checksums.
     """
     if isinstance(config, TrainConfig):
         from twophase.tasks.lm.corpus import text_fingerprint
@@ -154,7 +153,7 @@ def _restart(config: RunConfig) -> str:
 
 
 def _elastic_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("elastic", "Replicas that come and go (extra twophase[ft]).")
+    group = parser.add_argument_group("elastic", "Elastic replicas (extra twophase[ft]).")
     group.add_argument("--lighthouse", metavar="URL", help="of torchft_lighthouse, such as http://10.0.0.1:29510")
     group.add_argument(
         "--replica", type=between(0, MOST_REPLICAS), metavar="N", help="the number of this replica, from 0"
@@ -190,7 +189,7 @@ def _elastic_options(parser: argparse.ArgumentParser) -> None:
         type=_SECONDS,
         default=600.0,
         metavar="S",
-        help="seconds to wait for the others to come and begin, also under torchrun (600)",
+        help="seconds to wait for the other replicas at the start, also under torchrun (600)",
     )
 
 
@@ -199,11 +198,11 @@ def _check_elastic(options: argparse.Namespace) -> None:
     options_set = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None]
     if options.lighthouse is None and options_set:
         raise UsageError(
-            f"{options_set[0]} is for replicas that come and go, and --lighthouse is missing; give the URL of "
+            f"{options_set[0]} is for elastic replicas, and --lighthouse is missing; give the URL of "
             "torchft_lighthouse, such as --lighthouse http://127.0.0.1:29510"
         )
     if options.lighthouse is not None and options.replica is None:
-        raise UsageError("--replica is missing; with --lighthouse each replica has a number of its own, from 0")
+        raise UsageError("--replica is missing; with --lighthouse each replica has a distinct number, from 0")
     if options.run_record is not None and not os.access(options.run_record.parent, os.W_OK):
         raise UsageError(
             f"--run-record {options.run_record}: its folder is missing or cannot be written; make it, or name a "

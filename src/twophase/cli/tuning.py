@@ -1,4 +1,4 @@
-"""A fair comparison: every arm tuned with the same number of settings, then judged on seeds that took no part."""
+"""A fair comparison: every arm tuned with the same number of settings, then judged on held-out seeds."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ _Setting = tuple[Arm, Point]
 
 @dataclass(frozen=True)
 class Tuning:
-    """What is compared, and by how many runs.
+    """Arms and runs of a comparison.
 
     Args:
         base: configuration of all runs, checked.
-        texts: of the arms; the control is added.
+        texts: texts of the arms; the control is added.
         points: settings that each arm may try, or None.
         budget: seconds for the whole, from which the first stage finds the number of points, in the place of points.
         seeds: tuning seeds, of which a setting's results are averaged.
         fresh: seeds of the final comparison, at least 2 and none of the tuning seeds.
-        is_first: whether to search as the bench's first protocol does, whose numbers stay comparable that way.
+        is_first: True to search as in the bench's first protocol, for comparable numbers.
 
     Raises:
         UsageError: naming the option, its value and the remedy.
@@ -66,7 +66,7 @@ class Tuning:
     fresh: Sequence[int] = (100, 101, 102, 103, 104)
     is_first: bool = False
     arms: tuple[Arm, ...] = field(init=False)
-    """The control and the others."""
+    """The control and the further arms."""
 
     def __post_init__(self) -> None:
         is_list = isinstance(self.texts, Iterable) and not isinstance(self.texts, str)
@@ -134,7 +134,7 @@ class Tuning:
         return Search(scales, points, passes_equal=False)
 
     def is_interior(self, search: Search, results: Mapping[Point, float]) -> bool:
-        """Whether a search ended by itself: with one more point it would ask for nothing."""
+        """Return whether a search ended by itself: with one more point it would ask for nothing."""
         if self.is_first:  # as the stored rows have it: whole steps on all sides are enough
             return search.is_interior(results)
         return not replace(search, most=search.most + 1).pending(results)
@@ -142,17 +142,18 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What became of an arm.
+    """Result of an arm.
 
     Args:
         arm: its text.
         numbers: its best setting; None where every setting diverged.
-        interior: whether all neighbours of that were tried, the midpoints too: False where the budget ended the search.
-        settings: how many were tried.
-        seconds: of all its runs, those of the fresh seeds included.
+        interior: True if all neighbours of that were tried, the midpoints too; False if the budget ended the search.
+        settings: number of settings tried.
+        seconds: duration of all its runs, those of the fresh seeds included.
         tuned: geometric mean of the best setting's results over the tuning seeds; None where every setting diverged.
-        results: of the best setting, one a fresh seed; None where that run diverged, and none without a setting.
-        decision: against the control; None of the control, and where either has no setting.
+        results: results of the best setting, one a fresh seed; None where that run diverged, and none without a
+            setting.
+        decision: verdict against the control; None of the control, and where either has no setting.
     """
 
     arm: str
@@ -185,11 +186,11 @@ class Tuned:
 
 @dataclass(frozen=True)
 class TuneResults:
-    """What a comparison came to; as text it is the table that `twophase tune` prints.
+    """Results of a comparison; as text it is the table that `twophase tune` prints.
 
     Args:
         path: its folder; `path / "fresh"` is the sweep of the fresh seeds.
-        measure: what a result is, in words: `perplexity` or `validation loss`.
+        measure: quantity of a result: `perplexity` or `validation loss`.
         fresh: the fresh seeds.
         arms: best first.
     """
@@ -218,7 +219,7 @@ class TuneResults:
             format_table(head, map(_cells, self.arms)),
             "",
             "settings, time: how many each arm tried, and what all its runs took, those of the fresh seeds included.",
-            f"{measure}: mean over the fresh seeds {seeds}, which took no part in tuning.",
+            f"{measure}: mean over the fresh seeds {seeds}, held out from tuning.",
             f"against {CONTROL}: ratio of the geometric means, above 1 where the arm is better, with its interval",
             f"(Student's t, 95 % for all {others} together). equivalent: surely within 1 %. undecided: these seeds do "
             "not tell.",
@@ -236,8 +237,8 @@ class TuneResults:
 def run_tuning(tuning: Tuning, folder: Path, *, workers: int | None = None, quiet: bool = False) -> TuneResults:
     """Tune every arm and compare them; repeating the call resumes it.
 
-    Each stage is a sweep of its own below the folder: what all arms want to know next. The settings of a stage follow
-    from the results of the earlier ones alone.
+    Each stage is a sweep below the folder: the next points of all arms. The settings of a stage follow from the results
+    of the earlier ones alone.
 
     Raises:
         UsageError: arms that cannot be run, a folder of another comparison, or a budget that does not reach.
@@ -252,7 +253,7 @@ def run_tuning(tuning: Tuning, folder: Path, *, workers: int | None = None, quie
     seeds = (*tuning.seeds, *tuning.fresh)
     texts = preflight_all(tuning.first(arm, seed) for arm in tuning.arms for seed in seeds)
     check_place(folder, SPEC, "comparison")  # refuse before anything is touched
-    # Without this lock a second process that goes on here would end in the middle, at a stage that the first one runs.
+    # Without this lock a second process would stop in the middle, at a stage that the first one runs.
     lock = lock_folder(folder, "is tuning")
     try:
         return _Stages(tuning, folder, texts, workers, quiet).compare(*_noted(tuning, folder))
@@ -298,7 +299,7 @@ class _Stages:
         seconds = dict.fromkeys(results, 0.0)
         self._note(points, spent)
         while True:
-            # The first stage is one setting an arm, whatever the points.
+            # The first stage is one setting an arm, for any number of points.
             searches = [(arm, self.tuning.search(arm, points or 1)) for arm in arms]
             wanted = [(arm, point) for arm, search in searches for point in search.pending(results[arm.text])]
             if not wanted:
@@ -402,7 +403,7 @@ def _affordable(tuning: Tuning, seconds: float) -> int:
     if points < _FEWEST_POINTS:
         raise UsageError(
             f"--budget {budget:.0f}s: one setting of each arm took {seconds:.0f} s, so that the fresh seeds leave "
-            f"{max(points, 0)} settings an arm; give at least {math.ceil(final + _FEWEST_POINTS * seconds + 1)}s, or "
+            f"{max(points, 0)} settings an arm. Give at least {math.ceil(final + _FEWEST_POINTS * seconds + 1)}s, or "
             "in another --out fewer arms, seeds or steps"
         )
     return points
