@@ -34,18 +34,18 @@ def test_the_page_follows_and_ends(tmp_path: Path, capsys: pytest.CaptureFixture
     assert str(page.path) in capsys.readouterr().out
     first = page.path.read_text(encoding="utf-8")
     assert "No run has ended yet." in first
-    assert "going on" in first
+    assert "in progress" in first
     results = rows(page.sweep, lambda cell: 8.0 + cell.config.outer.lr)
     page.follow(results)
     assert page.path.read_text(encoding="utf-8") == first
     page.next_at = 0.0
     page.follow(results)
-    assert "going on" in (second := page.path.read_text(encoding="utf-8"))
+    assert "in progress" in (second := page.path.read_text(encoding="utf-8"))
     assert "Compared:" in second
     write_rows(tmp_path / "cells.csv", results)
     assert page.finish() == results
     last = page.path.read_text(encoding="utf-8")
-    assert "going on" not in last
+    assert "in progress" not in last
     assert 'class="rounds"' in last
     assert capsys.readouterr().out == ""
 

@@ -75,7 +75,7 @@ ANSWERS: dict[str, tuple[int, str]] = {
     "/": (200, "4 folders below"),
     "/view/a%20b/": (200, "In short"),
     "/view/a%20b": (301, "/view/a%20b/"),
-    "/view/deep/%3Ci%3E/": (200, "The run is going on"),
+    "/view/deep/%3Ci%3E/": (200, "The run is in progress"),
     "/view/sweep/": (200, "A sweep of 2 settings"),
     "/view/sweep/report.html": (200, "A sweep of 2 settings"),
     "/view/sweep/runs/first/": (200, "the sweep that it belongs to"),

@@ -79,13 +79,13 @@ def test_a_page_without_its_pair_says_so(tmp_path: Path) -> None:
     assert 'class="rounds"' not in text
     assert "as soon as they have ended" in text
     assert text.index(">Your map<") < text.index(">What a replica is<")
-    assert "The demo is going on" in text
+    assert "The demo is in progress" in text
     first = page_of(pair_of(tmp_path, SUM)[:1], refresh=5)
     assert "Its twin, with or without restarts, follows." in first
     assert 'class="rounds"' in first
     finished = page_of(pair_of(tmp_path, SUM))
     assert finished.index(">Your map<") > finished.index(">What a restart does<")
-    assert "going on" not in finished
+    assert "in progress" not in finished
     assert len(finished.encode()) < 600_000
     names = [
         run["name"] for run in json.loads(re.findall(r'<script type="application/json">(.*?)</script>', finished)[0])
@@ -148,7 +148,7 @@ def test_the_page_in_a_browser(
 
 @pytest.mark.browser
 def test_the_picture_goes_on_after_the_page_loads_itself_again(browser: Browser, tmp_path: Path) -> None:
-    """A page of a demo that is going on keeps its round when it is loaded again."""
+    """A page of a demo that is in progress keeps its round when it is loaded again."""
     path = tmp_path / "story.html"
     path.write_text(page_of(pair_of(tmp_path, SUM), refresh=600), encoding="utf-8")
     watched = Watched(browser.new_page(viewport={"width": 1280, "height": 800}, reduced_motion="reduce"))

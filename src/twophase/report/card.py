@@ -19,7 +19,7 @@ def contents(card: Card, labels: Mapping[str, str], untuned: Collection[str]) ->
     """Return a card's files by their endings: the picture, the numbers that it shows, and the page.
 
     Args:
-        card: what is shown.
+        card: card to show.
         labels: short names of all arms.
         untuned: arms without an outer number to tune; they are not grey in the picture.
 
@@ -65,7 +65,7 @@ def _picture(card: Card, labels: Mapping[str, str]) -> bytes:
         for shares in right:
             draw_profiles(shares, card.behind, labels)
             share_legend(figure, right, columns=3)
-        reading = "mean and interval, an arrowhead where it goes on"
+        reading = "mean and interval, an arrowhead beyond the axis"
         if right:
             reading = f"left: {reading}\nright: the higher the nearer to the best arm, each over its bench's averaging"
         counts = card.counts()
@@ -130,10 +130,10 @@ def _document(card: Card, png: bytes, labels: Mapping[str, str], untuned: Collec
             tag("p", f"At {nowhere} this arm diverged at every setting that was tried.") if nowhere else "",
             tag(
                 "p",
-                "Each side's result is divided by that of averaging in its own bench with the same seed, since another "
-                "processor rounds otherwise and the stored arms were tuned with the budget of the size full, this one "
-                f"with that of the size {card.size}. Words are corrected for the {card.comparisons['stored']} "
-                "comparisons of this table. Not named: undecided.",
+                "Each result is divided by that of averaging in the same bench with the same seed, because processors "
+                "round differently. The stored arms were tuned with the budget of the size full, this one with that of "
+                f"{card.size}. Words are corrected for the {card.comparisons['stored']} comparisons of this table. Not "
+                "named: undecided.",
             )
             if against
             else "",

@@ -108,8 +108,8 @@ def maps(shown: Shown) -> Iterator[Html | None]:
 def _paired_places(arm: ArmVerdict, shown: Shown) -> Sequence[Placed] | None:
     """Return the settings of a paired control with the places of the settings that they control.
 
-    A paired control has a learning rate of its own for each setting; on its own axes its map would be half empty.
-    None for another arm, and where two settings would have one place.
+    A paired control has a different learning rate for each setting; on its axes the map would be half empty. None for
+    another arm, and where two settings would have one place.
     """
     if arm.control != "paired":
         return None
@@ -155,9 +155,9 @@ def heat(panel: Panel, scale: Scale, caption: Sequence[object], inside: Callable
 
     Args:
         panel: states and values of the cells; an axis without values has no heads.
-        scale: of the colours, and the bound inside of which cells are outlined.
+        scale: scale of the colours, and the bound inside of which cells are outlined.
         caption: elements.
-        inside: what stands in the cell of a column and a row.
+        inside: content of the cell of a column and a row.
     """
     good = {(i, j) for i, j, _, value in panel.tiles() if value is not None and value <= scale.bound}
 
@@ -218,7 +218,7 @@ def _ordered(values: Collection[Any]) -> list[Any]:
 def points(shown: Shown) -> Chart:
     """Return the chart of a sweep along one axis, or none: a point for each run, a column for each setting.
 
-    The settings of a categorical axis, such as the restart policy, are arms of their own and have no map.
+    The settings of a categorical axis, such as the restart policy, are separate arms and have no map.
     """
     names: list[str] = []
     columns: list[list[tuple[Any, float]]] = []

@@ -37,8 +37,8 @@ def overlay(records: Sequence[RunRecord], page_folder: Path, *, refresh: float =
     """Return the page of several runs.
 
     Args:
-        records: of `read_record`, two to `MOST_RUNS`, in whatever state.
-        page_folder: where the page will lie, for its links.
+        records: two to `MOST_RUNS` records of `read_record`, in any state.
+        page_folder: folder of the page, for its links.
         refresh: seconds after which the page shows its newest self, while a run is unfinished; 0 without a watch.
     """
     base = common_folder([record.path for record in records])
@@ -95,7 +95,7 @@ def _curves(names: Sequence[str], records: Sequence[RunRecord]) -> Iterator[Html
 
 def _points(record: RunRecord, column: str, of_rounds: bool) -> tuple[Column, Column]:
     """Return places and values of a column; none where the run does not have it."""
-    if not of_rounds:  # a task may name a metric of its own as a round's number
+    if not of_rounds:  # a task may name a metric like a round's number
         return record.curve(column)
     rounds = record.rounds
     # Without a buffer there is nothing that a cosine is measured against.

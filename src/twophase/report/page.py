@@ -1,8 +1,8 @@
 """The shell of a report: elements that escape their text by construction, and one self-contained page.
 
-A report shows text from files of unknown origin. `tag` escapes every text that it gets; only `Html` made here is taken
-as it is. The page's content security policy lets a browser load nothing, and run only the page's scripts, each by its
-hash: no text of a file can change them. The looks are `page.css`; those of charts, and all colours, are `plot.css`.
+A report shows text from files of unknown origin. `tag` escapes every text that it gets; only `Html` made here stays
+unchanged. By the page's content security policy a browser loads nothing, and runs only the page's scripts, each by its
+hash. No text of a file can change them. The looks are `page.css`; those of charts, and all colours, are `plot.css`.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def tag(name: str, /, *children: object, **attributes: object) -> Html:
     """Make an element. Children that are not `Html` are escaped; so is every attribute.
 
     Args:
-        name: of the element, from our own code.
+        name: name of the element, from our own code.
         children: texts, numbers and elements; None is left out.
         attributes: `class_`, `aria_label` and so on; None and False are left out, True has no value.
 
@@ -132,7 +132,7 @@ def table(
     Args:
         header: names of the columns.
         rows: their cells; None is an empty one.
-        caption: what the table shows.
+        caption: caption of the table.
         hide_caption: leave the caption to screen readers, where the heading above says the same.
     """
     columns = zip(*rows, strict=True) if rows else [("-",)] * len(header)
@@ -172,7 +172,7 @@ def section(title: str, *children: object, anchor: str) -> Html:
 
 
 def notes(texts: Sequence[object]) -> Html | None:
-    """Return a list of sentences; None where there are none."""
+    """Return a list of sentences; None for no sentences."""
     return tag("ul", *(tag("li", text) for text in texts)) if texts else None
 
 
@@ -210,13 +210,13 @@ def page(
     """Return the whole document.
 
     Args:
-        title: of the page.
+        title: title of the page.
         subtitle: the line below it.
         children: the sections.
         what: "run" or "sweep", for the notice at the top.
         problems: sentences about what is missing or wrong in the folder, for that notice.
         refresh: seconds after which the page is written again and shows its newest self; 0 without a watch.
-        scripts: what the page runs at its end, our own code alone; `plot.script()` draws its charts.
+        scripts: scripts that the page runs at its end, our own code alone; `plot.script()` draws its charts.
         framed: scripts of our own pages that are shown in a frame of this one, which its policy must allow, too.
         style: further looks.
         served: the page comes from `twophase ui` and may ask that server, and no other, for more.
@@ -255,7 +255,7 @@ def page(
 def _watch(what: str, refresh: float) -> Html:
     """Say when the page was written; `watch.js` shows the checkbox, which without script has nothing to stop."""
     now = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
-    words = f"The {what} is going on. This page was written at {now}, and is written again every {refresh:g} s. "
+    words = f"The {what} is in progress. This page was written at {now}, and is written again every {refresh:g} s. "
     box = tag("input", type="checkbox", id="again", checked=True, autocomplete="off", data_seconds=f"{refresh:g}")
     label = tag("label", box, f" Show the newest by itself every {refresh:g} s")
     return join([tag("p", words, tag("a", "Show the newest", href="")), tag("p", label, hidden=True)])
@@ -263,5 +263,5 @@ def _watch(what: str, refresh: float) -> Html:
 
 @cache
 def asset(name: str) -> str:
-    """Return a text file beside this module."""
+    """Return a text file of this module's folder."""
     return files("twophase.report").joinpath(name).read_text(encoding="utf-8")

@@ -3,9 +3,9 @@
     loss = figure(Chart("loss", "Loss", "step", "loss (nats)", [Curve("run", steps, losses)]))
     page(title, subtitle, loss, scripts=[script()])
 
-`script` is what a page needs once, whatever the number of its charts; `page.page` has their style. A chart shows its
-values under the pointer and by arrow keys, follows light and dark and the width, and prints. Some of its numbers are
-also in a folded table, which needs no script.
+A page needs `script` once, for any number of charts; `page.page` has their style. A chart shows its values under the
+pointer and by arrow keys, follows light and dark and the width, and prints. Some of its numbers are also in a folded
+table, which needs no script.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class Curve(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """What a chart shows.
+    """Content of a chart.
 
     Args:
-        name: of the csv file that a reader can save, without ending.
-        title: what it shows, for the caption.
-        x_label, y_label: with units; the horizontal axis counts rounds or steps.
-        curves: at most eight looks differ.
+        name: name of the csv file that a reader can save, without ending.
+        title: title, for the caption.
+        x_label, y_label: labels with units; the horizontal axis counts rounds or steps.
+        curves: curves; at most eight looks differ.
         log: a logarithmic vertical axis; numbers that are not positive are then left out.
         restarts: places of restarts on the horizontal axis.
         syncs: places of the outer steps on the horizontal axis.
@@ -55,7 +55,7 @@ class Chart:
         names: words for the places 0, 1, ... of the horizontal axis, in place of numbers.
         shown: the numbers of the curves that are drawn at first; the page's buttons with `data-curve` choose among all.
             None draws all.
-        points: of a curve that are drawn.
+        points: most points of a curve that are drawn.
     """
 
     name: str
@@ -130,7 +130,7 @@ def figure(chart: Chart) -> Html | None:
 def _series(chart: Chart, curves: Sequence[tuple[Curve, _Floats]]) -> list[dict[str, object]]:
     """Return the curves as JSON values; places that are those of the curve before are left out."""
     series: list[dict[str, object]] = []
-    before: list[float | int] | None = None  # the first curve has its places, even if they are none
+    before: list[float | int] | None = None  # the first curve has its places, even an empty list
     for curve, points in curves:
         thin = _thinned(points, chart.points)
         x = [_short(place) for place in thin[:, 0].tolist()]
@@ -171,7 +171,7 @@ def _thinned(points: _Floats, most: int) -> _Floats:
 
 
 def _bulk(heights: _Floats) -> _Floats:
-    """Return all heights, or most of them if a few lie so far away that the others would be a flat line."""
+    """Return all heights, or most of them if a few outliers would flatten the curve."""
     low, middle, high = np.quantile(heights, (0.25, 0.5, 0.75))
     reach = max(3 * (high - low), 0.5 * abs(middle))
     if np.ptp(heights) > 2 * (high - low + 2 * reach) > 0:

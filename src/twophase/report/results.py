@@ -88,12 +88,12 @@ class Run:
 
     @property
     def config(self) -> dict[str, Any]:
-        """What `config.yaml` holds, by dotted path; docs/getting-started.md lists what it leaves out at its default."""
+        """Values of `config.yaml`, by dotted path; docs/getting-started.md lists the defaults that it leaves out."""
         return self.record.config
 
     @property
     def summary(self) -> dict[str, Any] | None:
-        """What `summary.json` holds; None while the run is unfinished."""
+        """Values of `summary.json`; None while the run is unfinished."""
         return self.record.summary
 
     @property

@@ -103,7 +103,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _attendance(record: RunRecord) -> Html | None:
-    """Return, where replicas come and go, how many took part, came late, and how often a sync was tried."""
+    """Return, of an elastic run, the replicas that took part and that joined late, and the attempts of syncs."""
     replicas, late, tries, few = (record.rounds[name] for name in ("replicas", "newcomers", "attempts", "minority"))
     if not ((late > 0).any() or (tries > 1).any() or len(set(finite(replicas))) > 1):
         return None

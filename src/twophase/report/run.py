@@ -60,8 +60,8 @@ def run_report(record: RunRecord, diagnosis: Diagnosis, *, refresh: float = 0, b
     """Return the page of a run that has been read.
 
     Args:
-        record: of `read_record`, in whatever state.
-        diagnosis: of this record.
+        record: record of `read_record`, in any state.
+        diagnosis: diagnosis of this record.
         refresh: seconds after which the page of an unfinished run shows its newest self; 0 without a watch.
         back: relative path of the sweep's report, if the run belongs to one.
     """
@@ -108,7 +108,7 @@ def _short(record: RunRecord, diagnosis: Diagnosis) -> Iterator[Html | None]:
 
 
 def result_words(record: RunRecord) -> str:
-    """Return the validation loss and perplexity of a run, or the last that it has measured, or why there is none."""
+    """Return the validation loss and perplexity of a run, or its last measurement, or why it has none."""
     summary = record.summary or {}
     words = [
         f"{name.replace('_', ' ')} {value:.4g}{unit}"
@@ -235,8 +235,8 @@ def _progress(diagnosis: Diagnosis) -> Iterator[Html | None]:
     yield tag(
         "p",
         "Sigma is the share of a mode that one inner phase removes. It is estimated along the momentum buffer, from "
-        "the norms and cosines of successive rounds, corrected for noise; a run that restarts often, or a buffer that "
-        "hardly changes its length, leaves it undetermined.",
+        "the norms and cosines of successive rounds, corrected for noise. A run that restarts often, or a buffer of "
+        "nearly constant length, leaves it undetermined.",
     )
     rows = [
         [
@@ -276,7 +276,7 @@ def _repeat(record: RunRecord) -> Iterator[Html | None]:
     config = shlex.quote(str(record.path / "config.yaml").replace("\n", "?"))
     started = "As it was started; from the same place, it resumes:"
     if record.config.get(RECORDED) is True:
-        started = "A loop of its own trained this run and recorded it (twophase.record). As it was started:"
+        started = "An external loop trained this run and recorded it (twophase.record). As it was started:"
     elif record.config:
         yield tag("p", "The same run from the beginning, in a new folder:")
         yield tag("pre", f"twophase train --config {config} --out NEW")

@@ -29,14 +29,14 @@ _WORDS = {"diverged": "div.", "failed": "failed", "missing": "\N{MIDDLE DOT}"}
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """What the page shows.
+    """Content of the page.
 
     Args:
         base: the configuration that all runs share.
-        findings: paragraphs on what came out.
+        findings: paragraphs on the results.
         maps: heatmaps of the main grid, rows of panels.
-        scale: of their colours.
-        beside: what the grid is to be held against, by name; None where there is none.
+        scale: scale of their colours.
+        beside: references of the grid, by name; None without a result.
         pair: a run without restarts and its twin with them, so far as they have ended.
         explorer: the page of `twophase explore`.
         table: every arm and control, as plain text.
@@ -59,7 +59,7 @@ class Story:
 
 
 def build(story: Story) -> str:
-    """Return the page; as long as runs are going on, the map that fills in comes first."""
+    """Return the page; during the runs the map that fills in comes first."""
     short = section("In short", *_short_words(story.findings), anchor="short")
     own_map = section("Your map", *_map(story), anchor="map")
     following = [join([tag("code", command), f": {what}"]) for command, what in story.following.items()]

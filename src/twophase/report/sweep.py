@@ -29,9 +29,9 @@ def sweep_report(
     """Return the page of a sweep that has been read.
 
     Args:
-        record: of `read_sweep`.
+        record: record of `read_sweep`.
         within: distances from the best that robustness areas are given for.
-        controls: further arms that the others are compared with.
+        controls: names of further arms that serve as controls.
         refresh: seconds after which the page shows its newest self, while cells are missing; 0 without a watch.
     """
     judged = verdict(record.rows, within, controls)

@@ -23,15 +23,15 @@ from twophase.tasks.lm.config import TrainConfig
 
 @dataclass(slots=True)
 class SweepRecord:
-    """What a sweep's folder holds.
+    """Content of a sweep's folder.
 
     Args:
         path: the folder.
-        page_folder: where the page will lie, for its links.
+        page_folder: folder of the page, for its links.
         rows: a row a cell.
-        problems: what is missing or wrong, a sentence each.
+        problems: missing or damaged parts, a sentence each.
         forms: the forms of the outer rules that occur, in words.
-        part: of a part of the sweep a sentence that says which; else empty.
+        part: sentence that names a part of the sweep; else empty.
     """
 
     path: Path
@@ -43,11 +43,11 @@ class SweepRecord:
 
     @property
     def going(self) -> bool:
-        """Whether some cell has no result yet."""
+        """True if a cell has no result yet."""
         return any(row.state == "missing" for row in self.rows)
 
     def run_folder(self, run: str) -> Path | None:
-        """Return the folder of a run; None where there is none, or the name is no run's and might lead anywhere."""
+        """Return the folder of a run; None without one, or for an unsafe name."""
         folder = self.path / RUNS / run
         return folder if RUN_ID.fullmatch(run) and folder.is_dir() and not folder.is_symlink() else None
 
@@ -65,12 +65,12 @@ def is_sweep(path: Path) -> bool:
 
 
 def read_sweep(path: Path, where: Mapping[str, str] | None = None, page_folder: Path | None = None) -> SweepRecord:
-    """Read a sweep's folder, whatever state it is in.
+    """Read a sweep's folder, in any state.
 
     Args:
         path: the folder.
         where: only the cells with these values.
-        page_folder: where the page will lie; None means the sweep's own folder.
+        page_folder: folder of the page; None means the sweep's folder.
 
     Raises:
         UsageError: no table, a damaged file, other results in the table than in the runs' folders, or no such cell.

@@ -1,7 +1,7 @@
 """What `twophase ui` shows: the runs and sweeps below a folder as a list, with their pages, made on request.
 
-Nothing is written. A page is made again when a file of its folder has changed, and a path never leads out of the
-folder, by no `..` and by no link.
+Nothing is written. A page is made again when a file of its folder has changed. No path leads out of the folder, neither
+by `..` nor by a link.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from twophase.sweeps.table import arm_name, read_rows, settings
 from twophase.sweeps.work import RUNS
 
 SECONDS = 5.0
-"""After which the list, and the page of what goes on, show their newest selves."""
+"""Interval at which the list, and pages of unfinished runs, reload."""
 VIEW = "/view/"
 """Address below which a folder has its page."""
 _MOST_ENTRIES, _MOST_PAGES, _DEEPEST = 1_000, 32, 5
