@@ -69,7 +69,7 @@ class Scale:
 
 
 def scale_of(values: Sequence[float], within: float = 0.25) -> Scale:
-    """The logarithmic colour scale for some positive values, from the best to the worst or to 3 times the best."""
+    """Return the logarithmic colour scale of positive values, from the best to the worst or to 3 times the best."""
     if not values:
         return Scale(1.0, 2.0, -math.inf)
     low, high = min(values), max(values)
@@ -159,7 +159,7 @@ def _draw(panels: Sequence[Sequence[Panel]], scale: Scale, x_label: str, y_label
 
 
 def colours_of(scale: Scale) -> ScalarMappable:
-    """The colours of all our heatmaps: light is good; lightness alone orders the values, in grey and for every eye."""
+    """Return the colours of all heatmaps: light is good; lightness alone orders the values, also in grey."""
     from matplotlib.cm import ScalarMappable  # noqa: PLC0415 - an extra, see style.py
     from matplotlib.colors import LogNorm  # noqa: PLC0415
 
@@ -175,7 +175,7 @@ def draw_tiles(
     size: float = 7.5,
     mark: Callable[[int, int], str] = lambda _i, _j: "",
 ) -> None:
-    """A heatmap with its numbers: diverged cells hatched, missing ones grey, those within a bound outlined.
+    """Draw a heatmap with its numbers: diverged cells hatched, missing cells grey, cells within a bound outlined.
 
     Cells are column, row, state and value; a state of None is a place where the design has no run. `size` is that of
     the numbers, in points, and `mark` is put behind them. Limits are set to the cells; ticks are left to the caller.
@@ -216,7 +216,7 @@ def draw_tiles(
 
 
 def draw_colour_bar(figure: Figure, colours: ScalarMappable, scale: Scale, label: str, worst: float) -> None:
-    """The colour bar of a page, with the scale's bound if it lies inside; its tip says that `worst` lies beyond."""
+    """Draw a page's colour bar, with the scale's bound if it lies inside; its tip says that `worst` lies beyond."""
     clipped = worst > scale.high * (1 + 1e-9)
     place: dict[str, Any] = {"ax": figure.axes, "aspect": 32, "fraction": 0.05, "pad": 0.02}
     bar = figure.colorbar(colours, extend="max" if clipped else "neither", **place)
@@ -240,7 +240,7 @@ def shade(value: float, scale: Scale) -> tuple[tuple[int, int, int], str]:
 
 
 def readable_on(colour: Sequence[float]) -> str:
-    """Dark or white ink, whichever has the higher contrast ratio (WCAG 2) with red, green and blue in [0, 1]."""
+    """Choose dark or white ink by the higher contrast ratio (WCAG 2) with red, green and blue in [0, 1]."""
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in colour]
     luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
     return PAPER if 1.05 / (luminance + 0.05) > (luminance + 0.05) / 0.05 else INK

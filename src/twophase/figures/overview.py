@@ -1,4 +1,4 @@
-"""What `twophase sweep` shows of any grid: a heatmap over its first two axes, a panel for each value of the others."""
+"""The figure of `twophase sweep`: a heatmap over the first two axes, a panel for each value of further axes."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ class Map:
     """The settings that share their values of all axes but two."""
 
     axes: Sequence[str]
-    """Across, up, and the others; the first two are empty where there is none."""
+    """Axes: across, up, and further ones; the first two may be empty."""
     fixed: Mapping[str, Any]
-    """The values of the others."""
+    """Values on the further axes."""
     rows: Sequence[Sequence[tuple[Mapping[str, Any], Setting | None]]]
     """One a value of the axis up, in it one place a value of the axis across, with the setting there."""
 
 
 def cut(placed: Sequence[Placed], axes: Mapping[str, Sequence[Any]]) -> list[Map]:
-    """Cut settings along some axes into maps: the first across, the second up, a map for each value of the others."""
+    """Cut settings along some axes into maps: the first across, the second up, a map for each value of further axes."""
     # All figures of this package have the outer learning rate across.
     axes = {path: axes[path] for path in sorted(axes, key=lambda path: path != _ACROSS)}
     by_place = {tuple(str(values.get(path)) for path in axes): setting for values, setting in placed}
@@ -112,7 +112,7 @@ def _page(rows: Sequence[Row], form: str) -> Heatmaps | None:
 
 
 def describe(rows: Sequence[Row]) -> str:
-    """The best settings of a sweep, best first, and how many diverged or are missing, as plain text."""
+    """List the best settings of a sweep, best first, and count diverged and missing ones, as plain text."""
     by_setting = settings(rows)
     finished = sorted((s for s in by_setting if s.result is not None), key=lambda s: s.result or 0.0)
     arms = len({s.arm for s in by_setting}) > 1
@@ -127,7 +127,7 @@ def describe(rows: Sequence[Row]) -> str:
 
 
 def _grid(rows: Sequence[Row]) -> list[Row]:
-    """The rows without controls, whose places are not the grid's."""
+    """Return the rows without controls, whose places are not the grid's."""
     return [row for row in rows if row.control_of is None and row.arm != MOMENTUM_FREE] or list(rows)
 
 

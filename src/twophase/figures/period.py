@@ -44,7 +44,7 @@ def check_files(path: Path) -> None:
 
 
 def draw(advice: Advice, path: Path) -> list[Path]:
-    """Write the figure to `path`, which `check_files` has passed, and the numbers that it shows beside it, as .csv."""
+    """Write the figure to `path`, which `check_files` has passed, and its numbers next to it, as .csv."""
     parts = [_motion, _rates, *([_losses] if advice.rounds is not None else [])]
     rows: Rows = []
     with styled():

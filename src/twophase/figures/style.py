@@ -73,7 +73,7 @@ def check_drawing() -> None:
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """Within it, figures are drawn in the house's style, whatever the user's own matplotlib settings are.
+    """Draw figures in the house's style within this context, for any matplotlib settings of the user.
 
     Raises:
         UsageError: matplotlib is not installed.
@@ -88,7 +88,7 @@ def styled() -> Iterator[None]:
 
 
 def new_page(height: float) -> Figure:
-    """An empty figure as wide as the page, `height` inches high, whose parts find their places by themselves."""
+    """Make an empty figure as wide as the page, `height` inches high, with automatic layout."""
     from matplotlib.figure import Figure  # noqa: PLC0415 - as above
 
     # Of the picture's own resolution: text is wider at another, and labels would stand out of the layout's margins.
@@ -96,13 +96,13 @@ def new_page(height: float) -> Figure:
 
 
 def new_figure(height: float, rows: int = 1, columns: int = 1, **options: Any) -> tuple[Figure, Any]:
-    """A figure of `new_page` and its axes, an array of shape (rows, columns); `options` are those of `subplots`."""
+    """Make a figure of `new_page` and its axes, an array (rows, columns); `options` are those of `subplots`."""
     figure = new_page(height)
     return figure, figure.subplots(rows, columns, squeeze=False, **options)
 
 
 def signed(value: float, digits: int = 1) -> str:
-    """A number with a true minus sign, for text in figures."""
+    """Write a number with a true minus sign, for text in figures."""
     return f"{value:.{digits}f}".replace("-", "\N{MINUS SIGN}")
 
 
@@ -129,7 +129,7 @@ def look(number: int, *, every: int | tuple[int, int] | None = None) -> dict[str
 
 
 def headline(figure: Figure, finding: str, reading: str) -> None:
-    """Title a figure: in bold what its numbers say, below it what is drawn and which direction is better.
+    """Put a title on a figure: the finding in bold, below it what is drawn and which direction is better.
 
     The finding is composed from the numbers that are drawn, so that it changes with them.
     """
@@ -206,7 +206,7 @@ def share_legend(figure: Figure, panels: Sequence[Axes], spare: Sequence[Axes] =
 
 
 def name_panels(axes: Sequence[Axes], titles: Sequence[str]) -> None:
-    """Title panels from the left, with (a), (b), ... in bold before."""
+    """Put titles on panels from the left, with (a), (b), ... in bold before."""
     for letter, (panel, title) in enumerate(zip(axes, titles, strict=True)):
         panel.set_title(f"$\\mathbf{{({chr(ord('a') + letter)})}}$ {title}", loc="left")
 
@@ -227,7 +227,7 @@ def _settle(figure: Figure) -> None:
 
 
 def rendered(figure: Figure, endings: Sequence[str] = (".png", ".pdf"), *, palette: bool = False) -> dict[str, bytes]:
-    """The figure's files by ending (`.raw`: RGBA), byte for byte the same for the same figure; within `styled`.
+    """Return a figure's files by ending (`.raw`: RGBA), byte for byte the same for the same figure; within `styled`.
 
     With `palette` the PNG gets 256 colours, which the eye does not miss, and a third of the size.
     """
@@ -240,8 +240,8 @@ def rendered(figure: Figure, endings: Sequence[str] = (".png", ".pdf"), *, palet
         if is_small:
             from PIL import Image  # noqa: PLC0415 - matplotlib brings it
 
-            # Not the default method, which mixes rare colours, such as a marker's, with others; k-means then moves
-            # the palette to where the pixels are, without which pale tiles of a heatmap change their colour.
+            # Not the default method, which mixes rare colours, such as a marker's, with others. Then k-means moves the
+            # palette to the pixels, or pale tiles of a heatmap would change their colour.
             way = {"method": Image.Quantize.MAXCOVERAGE, "kmeans": 3, "dither": Image.Dither.NONE}
             full = Image.frombytes("RGBA", figure.canvas.get_width_height(), file.getvalue())
             full.convert("RGB").quantize(256, **way).save(file := io.BytesIO(), format="PNG", optimize=True)
@@ -269,7 +269,7 @@ def write_files(path_stem: Path, contents: Mapping[str, str | bytes]) -> list[Pa
     """
     paths = [path_stem.with_name(path_stem.name + ending) for ending in contents]
     try:
-        # The last one first: by it `check_numbers` knows the others again, also where a full disk ends this in between.
+        # The last one first: `check_numbers` recognizes the files by it, even after a full disk.
         for path, content in reversed([*zip(paths, contents.values(), strict=True)]):
             write_atomic(path, content)
     except OSError as error:
