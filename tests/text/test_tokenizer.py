@@ -244,7 +244,7 @@ def test_a_hub_id_is_fetched_or_told(general: Path, monkeypatch: pytest.MonkeyPa
         raise ConnectionError("no route")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
-    with pytest.raises(UsageError, match=r"cannot be reached, .*no route; download it elsewhere and give"):
+    with pytest.raises(UsageError, match=r"cannot be reached, .*no route\. Download it elsewhere and give"):
         load_tokenizer("owner/name")
 
 

@@ -79,7 +79,7 @@ def _topics() -> list[str]:
 
 def _parsed(files: Iterable[Path]) -> Iterator[tuple[Path, ast.Module]]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # invalid escapes in files that are not ours
+        warnings.simplefilter("ignore")  # invalid escapes in foreign files
         for file in files:
             try:
                 tree = ast.parse(file.read_bytes())
@@ -120,7 +120,7 @@ def _cache_file(root: Path, corpus: str) -> Path | None:
     folder = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(folder):  # noqa: PTH117 - the specification has relative ones ignored, and Path("") is one
         folder = os.path.expanduser("~/.cache")  # noqa: PTH111 - Path's raises where there is no home
-    # One file a Python and place, overwritten when its key changes, so that upgrades leave no heap of old ones.
+    # One file a Python and place, overwritten when its key changes, so that upgrades leave no old files.
     place = hashlib.sha256(str(root).encode("utf-8", "surrogatepass")).hexdigest()[:12]
     path = Path(folder, "twophase", f"{corpus}-{platform.python_version()}-{place}.json")
     return path if path.is_absolute() else None

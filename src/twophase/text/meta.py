@@ -1,4 +1,4 @@
-"""`meta.json`: what a folder of token shards holds, and how to tell that it still does.
+"""`meta.json`: the content of a folder of token shards, with checksums.
 
     DIR/meta.json               this
     DIR/train-00000.bin …       token ids, little-endian, nothing else in the file (so nanoGPT reads them too)
@@ -53,12 +53,12 @@ class Meta:
     """A folder of token shards.
 
     Args:
-        tokenizer: its name for people: `mistral`, `bytes`, `bpe`, or a Hugging Face id or folder.
-        tokenizer_sha256: of what decides the ids, hexadecimal; equal tokenizers have equal hashes.
+        tokenizer: name for people: `mistral`, `bytes`, `bpe`, or a Hugging Face id or folder.
+        tokenizer_sha256: hash of all that decides the ids, hexadecimal; equal tokenizers have equal hashes.
         dtype: a key of `DTYPES`.
-        source: what the text was, as plain values for the record.
-        splits: from `train` and `validation` to their shards, in order.
-        token_bytes_sha256: of `token_bytes.npy`, hexadecimal; empty in a folder of earlier versions.
+        source: description of the text, as plain values for the record.
+        splits: shards of `train` and `validation`, in order.
+        token_bytes_sha256: hash of `token_bytes.npy`, hexadecimal; empty in a folder of earlier versions.
     """
 
     tokenizer: str

@@ -1,7 +1,7 @@
 """The pieces of Mistral-7B-v0.1 as a ranked BPE of the package `tokenizers`, with the ids that SentencePiece gives.
 
 The model file lies in the package mistral-common. It is a SentencePiece model, a protocol buffer that begins with its
-pieces; its hash is checked, so what is read here has one known layout.
+pieces. Its hash is checked, so the layout is known.
 """
 
 from __future__ import annotations

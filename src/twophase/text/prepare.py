@@ -4,8 +4,8 @@
     DIR/.tmp-train-00003.bin  an open shard
     DIR/tokenizer/          first of all, so that a resumed command has the same one
 
-A state is saved after every shard, and every half minute. What is prepared depends on the documents and the request
-alone, not on where it was interrupted: resumed and uninterrupted folders are equal byte for byte.
+A state is saved after every shard, and every half minute. The result depends on the documents and the request alone,
+not on interruptions. Resumed and uninterrupted folders are equal byte for byte.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class _Plan:
 
     @property
     def stages(self) -> list[tuple[str, list[File]]]:
-        """What is read in which order: validation text of its own, then the training text."""
+        """Files in reading order: separate validation text first, then the training text."""
         return [*([(VALIDATION, self.validation)] if self.validation else []), (TRAIN, self.train)]
 
     @property
@@ -96,19 +96,19 @@ class _Plan:
 
 
 def prepare(request: Request, *, quiet: bool = True) -> Meta:
-    """Make a folder of token shards, or go on with an interrupted one, or return a finished one.
+    """Make a folder of token shards, or resume an interrupted one, or return a finished one.
 
     Args:
-        request: what is to be prepared.
+        request: content of the folder.
         quiet: show no progress.
 
     Returns:
-        what the folder holds, which is also in its `meta.json`.
+        The folder's description, also in its `meta.json`.
 
     Raises:
-        UsageError: a value out of range; a source or tokenizer that is missing or damaged; a folder that holds
+        UsageError: a value out of range, or a missing or damaged source or tokenizer. Also a folder that holds
             something else, cannot be written, or has tokens of another request.
-        OSError: the disk is full. Either way what was complete stays, and repeating the call goes on from there.
+        OSError: the disk is full. Complete parts stay, and repeating the call resumes from there.
     """
     plan = _planned(request)
     try:
@@ -178,7 +178,7 @@ def _claimed(out: Path) -> Iterator[Path]:
     descriptor = os.open(out, os.O_RDONLY)
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # falls with the process, however that ends
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released by the OS when the process ends
         except BlockingIOError:
             raise UsageError(
                 f"--out {out}: another process is preparing it; wait for it, or name another folder"
@@ -202,8 +202,8 @@ def _few(phrases: Sequence[str]) -> str:
 class _Preparation:
     """One call of `prepare` on a folder that is not finished.
 
-    The place in the source is a stage of the plan, a file of the stage, a record of the file, and the digest of the
-    record before that, for the file may change meanwhile.
+    The place in the source is a stage of the plan, a file of the stage, and a record of the file. The digest of the
+    record before shows whether the file has changed.
     """
 
     def __init__(self, folder: Path, plan: _Plan) -> None:
@@ -308,8 +308,8 @@ class _Preparation:
             if state.pop("fingerprint") != fingerprint(state):
                 raise ValueError("it has changed since it was written")
             request, place = state["request"], state.get("place", _beginning(0))
-            # A file that has not been read to its end may be another one, as after a download that was cut: what was
-            # read of it is held to the record before the place.
+            # A file that has not been read to its end may have changed, as after a cut download. The part already read
+            # is compared with the recorded digest.
             for number, (split, files) in enumerate(self.plan.stages[place["stage"] :]):
                 sizes = request["validation_files" if split == VALIDATION else "files"]
                 first = 0 if number else place["file"]

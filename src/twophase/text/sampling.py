@@ -1,7 +1,7 @@
 """Which window is read when: shuffles that need no memory, so that a resumed run reads on where it stopped.
 
-A shuffled list of a billion windows would take gigabytes in every process. A keyed permutation is a formula instead:
-the place of any window in any epoch is computed when it is asked for, on any process, without what came before.
+A shuffled list of a billion windows would take gigabytes in every process. A keyed permutation is a formula instead.
+Any process computes the place of any window in any epoch on demand, without earlier state.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _BLOCK = 4096
 def permute(index: NDArray[np.integer[Any]], n: int, key: tuple[int, int]) -> Index:
     """Return a pseudo-random permutation of 0 … n-1, at any places of it.
 
-    A balanced Feistel network (L, R) <- (R, L xor f_r(R)) permutes the 4^h >= n words of 2h bits whatever f is. Its
-    value is mapped again until it is below n (cycle walking), which permutes 0 … n-1: fewer than four turns on average.
+    A balanced Feistel network (L, R) <- (R, L xor f_r(R)) permutes the 4^h >= n words of 2h bits for any f. Its value
+    is mapped again until it is below n (cycle walking), which permutes 0 … n-1: fewer than four turns on average.
 
     Args:
         index: places, in [0, n), of any shape.
@@ -57,10 +57,10 @@ def window_of(seed: int, replica: int, sample: Index, windows: int) -> Index:
     Epoch e = i // windows reads every window once, in the order of the permutation of key (seed, replica, e).
 
     Args:
-        seed: of the run, >= 0; taken modulo 2^64.
+        seed: seed of the run, >= 0; taken modulo 2^64.
         replica: >= 0, below 2^24.
         sample: (n,), numbers i >= 0.
-        windows: how many the replica owns, >= 1.
+        windows: number of the replica's windows, >= 1.
 
     Returns:
         (n,), in [0, windows).

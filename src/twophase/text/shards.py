@@ -1,7 +1,7 @@
 """Reading token shards: checked once, then mapped into memory and cut into windows.
 
-Every window of T tokens and the target of its last one is T+1 neighbours of one file. Windows do not overlap except in
-that one token and do not cross files, so a file of t tokens has (t-1) // T of them and the rest of it is not read.
+Every window of T tokens and the target of its last one is T+1 neighbours of one file. Windows overlap in that one token
+only and do not cross files. So a file of t tokens has (t-1) // T of them, and its rest is not read.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class Windows:
             row, column = np.argwhere(windows >= self.vocabulary_size)[0]
             raise UsageError(
                 f"{self._files[files[row]].path}: token {places[row] * self.length + column:,} is the id "
-                f"{windows[row, column]}, and the vocabulary has {self.vocabulary_size:,} ids; name the vocabulary "
-                f"that the file was made with, or make the file again"
+                f"{windows[row, column]}, and the vocabulary has {self.vocabulary_size:,} ids. Name the vocabulary "
+                "that the file was made with, or make the file again"
             )
         return windows
 
@@ -100,12 +100,12 @@ class Shards:
     """The token files of a folder, checked; get one from `open_shards` or `open_bin`.
 
     Args:
-        splits: from `train` and `validation` to their files, in order.
+        splits: files of `train` and `validation`, in order.
         fingerprint: SHA-256 of what a run sees of them, hexadecimal.
-        meta: what the folder says of itself; None of `.bin` files that say nothing.
+        meta: description of the folder; None of `.bin` files without one.
         token_bytes: (vocabulary_size,) int64, UTF-8 bytes of each id; None where unknown.
-        trusted: the SHA-256 of each file that was not read now, because its size and time of change are those of an
-            earlier reading.
+        trusted: SHA-256 of each file that was not read now, because its size and time of change are those of an earlier
+            reading.
     """
 
     path: Path
@@ -137,12 +137,12 @@ def is_prepared(folder: Path) -> bool:
 def open_shards(folder: Path, *, trust: bool = True) -> Shards:
     """Return the shards of a finished folder of `twophase data prepare`.
 
-    Each shard's SHA-256 is compared with that of `meta.json`. Files of the size and time of change that they had at an
-    earlier comparison are not read again; `.verified.json` in the folder remembers, if it can be written.
+    Each shard's SHA-256 is compared with that of `meta.json`. Files with the size and time of change of an earlier
+    comparison are not read again. `.verified.json` in the folder remembers them, if writable.
 
     Args:
-        folder: holds `meta.json`.
-        trust: whether what `.verified.json` remembers counts.
+        folder: folder with `meta.json`.
+        trust: True to accept the hashes of `.verified.json`.
 
     Raises:
         UsageError: no finished folder, a shard that is absent, of another size or of other content, or no split to
@@ -172,9 +172,9 @@ def digests(folder: Path, expected: Mapping[str, str | None], *, trust: bool) ->
     """Return the SHA-256 of some files of a folder, remembered there as long as size and time of change stay.
 
     Args:
-        folder: may be one that cannot be written; then nothing is remembered.
+        folder: folder of the files; if it cannot be written, nothing is remembered.
         expected: hashes by name; None takes any, another one is refused.
-        trust: whether remembered hashes count.
+        trust: True to accept remembered hashes.
 
     Returns:
         The hashes by name, and by path those that are remembered ones.
@@ -201,8 +201,8 @@ def digests(folder: Path, expected: Mapping[str, str | None], *, trust: bool) ->
             done += size
             if wanted not in (None, result[name]):
                 raise UsageError(
-                    f"{folder / name}: its SHA-256 is {result[name][:16]}… and {META} says {str(wanted)[:16]}…; the "
-                    f"file was changed or damaged since it was prepared; copy it again, or prepare the folder again"
+                    f"{folder / name}: its SHA-256 is {result[name][:16]}… and {META} says {str(wanted)[:16]}…. The "
+                    "file was changed or damaged since it was prepared; copy it again, or prepare the folder again"
                 )
             remember(folder / name, facts[name] | {"sha256": result[name]})
         show(done // 10**6, "")
@@ -236,11 +236,11 @@ def open_bin(path: Path, vocabulary_size: int, *, trust: bool = True) -> Shards:
     """Open token files that do not name their vocabulary: nanoGPT's (bare uint16) or modded-nanogpt's (with header).
 
     Args:
-        path: exists, and is no part of a prepared folder (`is_prepared`). In a folder, files with the word `train` in
-            their name (`train.bin`, `fineweb_train_000001.bin`) are trained on and those with `val` validated on; or
-            one file to train on, with the `val` files beside it.
-        vocabulary_size: of the tokenizer that made them, >= 1.
-        trust: whether what `.verified.json` remembers counts.
+        path: existing path, no part of a prepared folder (`is_prepared`). In a folder, files with the word `train` in
+            their name (`train.bin`, `fineweb_train_000001.bin`) are for training, files with `val` for validation. A
+            single training file goes with the `val` files of its folder.
+        vocabulary_size: ids of the tokenizer that made them, >= 1.
+        trust: True to accept the hashes of `.verified.json`.
 
     Raises:
         UsageError: no such files, or ones that are not what their size or their header says.
@@ -255,9 +255,9 @@ def open_bin(path: Path, vocabulary_size: int, *, trust: bool = True) -> Shards:
     training = [file for file in others if file == path or (path == folder and _word_in(file, "train"))]
     if not training or not validation:
         raise UsageError(
-            f"{folder} holds no {'val.bin' if training else 'train.bin'}; nanoGPT-style token files are train.bin and "
-            f"val.bin in one folder (or names with the words train and val); a folder that is to be made takes "
-            f"`twophase data prepare`"
+            f"{folder} holds no {'val.bin' if training else 'train.bin'}; nanoGPT-style token files are train.bin "
+            "and val.bin in one folder (or names with the words train and val). To make a folder use `twophase data "
+            "prepare`"
         )
     splits = {TRAIN: tuple(map(_bin_file, training)), VALIDATION: tuple(map(_bin_file, validation))}
     names = dict.fromkeys(file.name for file in (*training, *validation))
@@ -297,7 +297,7 @@ def _bin_file(path: Path) -> TokenFile:
         return TokenFile(path, tokens, dtype, HEADER_BYTES)
     if size == 0 or size % DTYPES["uint16"]:
         raise UsageError(
-            f"{path} is {size:,} bytes, which is no whole number of uint16 ids above 0; it is no nanoGPT-style token "
-            f"file, or was cut off: copy it again"
+            f"{path} is {size:,} bytes, which is no whole number of uint16 ids above 0. It is no nanoGPT-style token "
+            "file, or was cut off: copy it again"
         )
     return TokenFile(path, size // DTYPES["uint16"], "uint16")

@@ -52,8 +52,8 @@ _ENDINGS = ", ".join(itertools.chain.from_iterable(KINDS.values())) + " (.gz too
 class File:
     """A file of documents: JSON lines, Parquet or text.
 
-    Its path is absolute, or an address on the hub, where its size is -1; links are not followed, because names tell
-    what files are. Its name is for people and for the record.
+    Its path is absolute, or an address on the hub, where its size is -1; links are not followed, because names give the
+    kind. Its name is for people and for the record.
     """
 
     path: str
@@ -63,12 +63,12 @@ class File:
 
     @property
     def remote(self) -> bool:
-        """Whether it is on the hub."""
+        """True if it is on the hub."""
         return self.path.startswith("hf://")
 
     @property
     def place(self) -> str:
-        """Where it really is: two names of one file have one place."""
+        """Real path: two names of one file have one place."""
         return self.path if self.remote else os.path.realpath(self.path)
 
 
@@ -76,8 +76,8 @@ class File:
 class Batch:
     """Documents in order, none blank, without lone surrogates; their UTF-8 bytes; and the place after them.
 
-    `file` and `record` are the numbers of the file and of the record in it with which reading goes on; `before` is the
-    digest of the record before that, empty at a file's beginning.
+    `file` and `record` are the numbers of the next file and of its next record. `before` is the digest of the record
+    before that, empty at a file's beginning.
     """
 
     texts: list[str]
@@ -94,8 +94,8 @@ def find(words: Sequence[str], kind: str = "auto", *, outside: Path | None = Non
     """Return the files that some words name, and those of C4's validation split among them.
 
     Args:
-        words: each `c4` (on the hub), a file, a folder, or a glob pattern; the order of words is kept, and files of one
-            word are sorted by name.
+        words: `c4` (on the hub), files, folders, or glob patterns. Their order is kept; files of one word are sorted by
+            name.
         kind: `json`, `parquet` or `text`, or `auto` for what each name ends in.
         outside: a folder whose files are left out: where the result goes.
 
@@ -252,7 +252,7 @@ def documents(path: Path, name: str) -> list[str]:
 
     Args:
         path: the file; JSON lines have names in `.jsonl`, `.ndjson` or `.json`.
-        name: of it in messages.
+        name: name of the file in messages.
 
     Raises:
         UsageError: a file that cannot be read or is damaged.
@@ -269,7 +269,7 @@ def documents(path: Path, name: str) -> list[str]:
 
 @contextmanager
 def _refusals(file: File) -> Iterator[None]:
-    """Turn whatever goes wrong while a file is read into one message."""
+    """Turn every error of reading a file into one message."""
     try:
         yield
     except (UsageError, MemoryError):
@@ -288,14 +288,14 @@ def _refusals(file: File) -> Iterator[None]:
             f"{file.name}: is not a whole gzip file ({error}); fetch it again under the same name and repeat the "
             "command"
         ) from None
-    except Exception as error:  # pyarrow, fsspec and the hub's client each have errors of their own
+    except Exception as error:  # pyarrow, fsspec and the hub's client raise many types
         if is_out_of_memory(error):
             raise
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         if file.remote:
             raise UsageError(
-                f"{file.name}: cannot be read from the hub ({reason}); check the network and repeat the command, which "
-                f"goes on from where it stopped, or fetch C4's .json.gz files elsewhere and name their folder"
+                f"{file.name}: cannot be read from the hub ({reason}). Check the network and repeat the command, "
+                "which resumes, or fetch C4's .json.gz files elsewhere and name their folder"
             ) from None
         raise UsageError(
             f"{file.name}: cannot be read as {file.kind} ({reason}); name one file that can be read ({file.path})"

@@ -23,7 +23,7 @@ Ids = NDArray[np.unsignedinteger]
 
 TOKENIZER_JSON, CONFIG_JSON = "tokenizer.json", "tokenizer_config.json"
 AS_WRITTEN = {"tokenizer_class": "PreTrainedTokenizerFast"}
-"""The class that reads `tokenizer.json` as it is; others, such as GPT2Tokenizer, build parts of it anew."""
+"""The class that reads `tokenizer.json` unchanged; others, such as GPT2Tokenizer, rebuild parts of it."""
 END_OF_TEXT = "<|endoftext|>"
 ENDS = ("</s>", END_OF_TEXT, "<|end_of_text|>")
 """Names that the end of a text usually has, where a tokenizer's own configuration names none."""
@@ -43,12 +43,12 @@ class Tokenizer:
     """Text to ids.
 
     Args:
-        name: for people: `mistral`, `bytes`, `bpe:8000`, a Hugging Face id or folder.
-        sha256: of what decides the ids, hexadecimal; equal tokenizers have equal hashes.
+        name: name for people: `mistral`, `bytes`, `bpe:8000`, a Hugging Face id or folder.
+        sha256: hash of all that decides the ids, hexadecimal; equal tokenizers have equal hashes.
         token_bytes: (vocabulary_size,) UTF-8 bytes of text that each id stands for; 0 for special tokens.
         files: name and content of the files of its folder.
-        encode: from texts without lone surrogates to arrays of ids, of the type `dtype`. No beginning or end of a text
-            is added, and the names of special tokens are plain text.
+        encode: function from texts without lone surrogates to arrays of ids, of the type `dtype`. No beginning or end
+            of a text is added, and the names of special tokens are plain text.
     """
 
     name: str
@@ -76,7 +76,7 @@ def load_tokenizer(name: str, *, end_of_text: str | None = None) -> Tokenizer:
 
     Args:
         name: `mistral` (from the installed mistral-common), `bytes`, a folder with a `tokenizer.json`, or a Hugging
-            Face id such as `openai-community/gpt2`, which is the only one that may need the network.
+            Face id such as `openai-community/gpt2`. Only an id may need the network.
         end_of_text: the token that ends a document, where a folder's or hub's tokenizer names none or another is
             wanted.
 
@@ -96,8 +96,8 @@ def load_tokenizer(name: str, *, end_of_text: str | None = None) -> Tokenizer:
     if _HUB_ID.fullmatch(name):
         return _from_hub(name, end_of_text)
     raise UsageError(
-        f"--tokenizer {name}: there is no such folder, and it is no Hugging Face id (owner/name); use mistral, bytes, "
-        f"bpe:8000, or a folder that holds a {TOKENIZER_JSON}"
+        f"--tokenizer {name}: there is no such folder, and it is no Hugging Face id (owner/name). Use mistral, "
+        f"bytes, bpe:8000, or a folder that holds a {TOKENIZER_JSON}"
     )
 
 
@@ -214,8 +214,8 @@ def _from_hub(name: str, end_of_text: str | None) -> Tokenizer:
         reason = " ".join(str(error).split())[:160]
         raise UsageError(
             f"--tokenizer {name}: is no folder here, and the hub cannot be reached, lacks it, or wants "
-            f"`hf auth login`: {type(error).__name__}, {reason}; download it elsewhere and give its folder, or use "
-            f"--tokenizer mistral, bytes or bpe:8000"
+            f"`hf auth login`: {type(error).__name__}, {reason}. Download it elsewhere and give its folder, or use "
+            "--tokenizer mistral, bytes or bpe:8000"
         ) from None
     return replace(_from_folder(Path(folder), folder, end_of_text), name=name)
 

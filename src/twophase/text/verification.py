@@ -22,7 +22,7 @@ class Verification:
         expected: the SHA-256 of each file, hexadecimal.
 
     Attributes:
-        fault: what is wrong with a file, with the remedy; empty while nothing is known to be.
+        fault: fault of a file, with the remedy; empty without a fault.
     """
 
     def __init__(self, expected: Mapping[Path, str]) -> None:
@@ -66,7 +66,7 @@ class Verification:
             if digest.hexdigest() != expected:
                 remember(path, None)
                 self.fault = (
-                    f"{path} was damaged since it was prepared, at the same size and time of change: its SHA-256 is "
+                    f"{path} was damaged since it was prepared, at the same size and time of change. Its SHA-256 is "
                     f"{digest.hexdigest()[:16]}…, not {expected[:16]}…; copy it again, or prepare the folder again"
                 )
                 return

@@ -1,7 +1,7 @@
 """Writing shards: documents are appended to open parts, and whole parts get their final names.
 
-What is open is a file with a temporary name; how much of it counts is in the state that `prepare` saves. So going on
-after a kill is cutting the open parts to that length, and reading the source again from the place saved with it.
+An open part is a file with a temporary name; its valid length is in the state that `prepare` saves. To resume after a
+kill, open parts are cut to that length, and the source is read again from the saved place.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Splits:
             else:
                 os.truncate(path, size)
                 with path.open("rb") as file:
-                    digest = hashlib.file_digest(file, "sha256")  # an open part goes on with it
+                    digest = hashlib.file_digest(file, "sha256")  # an open part continues it
                 if digest.hexdigest() != shard.sha256:
                     fault = "has changed since it was written"
             if fault:
