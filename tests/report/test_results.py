@@ -139,5 +139,5 @@ def test_areas_are_near_the_best_of_all_arms(tmp_path: Path) -> None:
 def test_no_results(tmp_path: Path) -> None:
     """Another folder, and none at all, are refused with a message."""
     for path in (tmp_path, tmp_path / "absent"):
-        with pytest.raises(UsageError, match="give the"):
+        with pytest.raises(UsageError, match=r"[Gg]ive the"):
             twophase.load(path)

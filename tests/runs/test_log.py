@@ -63,7 +63,7 @@ def test_lost_and_altered_logs(tmp_path: Path, harm: str) -> None:
     damaged = log.read_bytes() if log.exists() else None
     folder.release()
     with RunFolder.claim(tmp_path, Config()) as folder:
-        with pytest.raises(UsageError, match=rf"{log}: .* checkpoint of step 12 .*put the file back.*--accept-logs"):
+        with pytest.raises(UsageError, match=rf"{log}: .* checkpoint of step 12 .*Put the file back.*--accept-logs"):
             folder.rewind(position, 12)
         assert (log.read_bytes() if log.exists() else None) == damaged
     assert len(read_lines(tmp_path / "metrics.jsonl")) == len(STEPS)

@@ -39,7 +39,7 @@ def put(lines: Lines, **values: Any) -> Lines:
 def test_the_folder_of_replicas_names_one(tmp_path: Path, read: Callable[[Path], Any]) -> None:
     """Elastic replicas have a folder each, whatever is to be read of their run."""
     write_run(tmp_path / "replica-1", EMA, [0.3] * 3, 20)
-    with pytest.raises(UsageError, match=r"a folder of its own; give .*replica-1$"):
+    with pytest.raises(UsageError, match=r"a separate folder; give .*replica-1$"):
         read(tmp_path)
 
 

@@ -1,1 +1,1 @@
-"""A run is a folder: writing it, reading it, and metrics beside it (no torch)."""
+"""A run is a folder: writing it, reading it, and sending metrics to trackers (no torch)."""

@@ -65,8 +65,8 @@ class RunFolder:
 
     Attributes:
         path: the folder.
-        fingerprint: of the configuration in its `config.yaml`.
-        accept_logs: whether `rewind` goes on with logs that were lost or altered, and marks the gap.
+        fingerprint: fingerprint of the configuration in its `config.yaml`.
+        accept_logs: True if `rewind` accepts logs that were lost or altered, and marks the gap.
     """
 
     def __init__(self, path: Path, identity: str, lock: int | None, *, accept_logs: bool = False) -> None:
@@ -87,14 +87,14 @@ class RunFolder:
         Args:
             path: the run's folder (`--out`).
             config: the resolved configuration, a tree of frozen dataclasses, or of dictionaries.
-            accept_logs: go on with logs that were lost or altered (`--accept-logs`).
+            accept_logs: accept logs that were lost or altered (`--accept-logs`).
 
         Returns:
             The claimed folder, with `config.yaml` written.
 
         Raises:
             UsageError: the folder belongs to another run, holds other files or a damaged `config.yaml`, is a file,
-                cannot be written, or another process is training in it.
+                cannot be written, or is in use.
         """
         tree = config if isinstance(config, dict) else to_tree(config)
         _saved_tree(path, tree)  # refuse before anything is touched
@@ -125,7 +125,7 @@ class RunFolder:
 
     @property
     def checkpoint_dir(self) -> Path:
-        """Where the trainer keeps its checkpoints (the trainer makes it)."""
+        """Folder of the trainer's checkpoints (the trainer makes it)."""
         return self.path / CHECKPOINTS
 
     def summary(self) -> dict[str, Any] | None:
@@ -145,7 +145,7 @@ class RunFolder:
 
         Args:
             summary: `validation_loss`, a number, or null in a diverged run; `tokens`, a whole number; `seconds`;
-                `diverged`, bool; `exit_reason`, text; and whatever else the task says of its run, such as `perplexity`.
+                `diverged`, bool; `exit_reason`, text. The task may add more, such as `perplexity`.
 
         Raises:
             ValueError: a required value is missing or of the wrong type.
@@ -176,7 +176,7 @@ class RunFolder:
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(-1 if self._lock is None else self._lock), (self.path / LOCK).stat()):
                 return
-        raise FileNotFoundError(errno.ENOENT, "it was moved, removed or replaced while the run went on", str(self.path))
+        raise FileNotFoundError(errno.ENOENT, "it was moved, removed or replaced during the run", str(self.path))
 
     def position(self) -> dict[str, Mark]:
         """Return the present length and SHA-256 of each log; a checkpoint keeps them for `rewind`."""
@@ -208,7 +208,7 @@ class RunFolder:
         As `accept_logs` says, those that were lost or altered then hold what can still be read, and a mark of the gap.
 
         Args:
-            position: what `position()` returned at the checkpoint; a missing name means the empty log.
+            position: result of `position()` at the checkpoint; a missing name means the empty log.
             step: inner steps of the checkpoint.
 
         Raises:
@@ -218,16 +218,16 @@ class RunFolder:
         if faults and not self.accept_logs:
             name, fault = next(iter(faults.items()))
             raise UsageError(
-                f"{self.path / name}: is not the log that the checkpoint of step {step} counts ({fault}); put the file "
-                "back, or go on with what is there, the gap marked: repeat the command with --accept-logs (for a run "
-                f"of a sweep or study: twophase train --config {shlex.quote(str(self.path / CONFIG))} --out "
-                f"{shlex.quote(str(self.path))} --accept-logs)"
+                f"{self.path / name}: is not the log that the checkpoint of step {step} counts ({fault}). Put the "
+                "file back, or mark the gap: repeat the command with --accept-logs (for a run of a sweep or study: "
+                f"twophase train --config {shlex.quote(str(self.path / CONFIG))} --out {shlex.quote(str(self.path))} "
+                "--accept-logs)"
             )
         for name, fault in faults.items():
             self._logs[name].mend(step, fault)
 
     def last_round(self) -> dict[str, Any] | None:
-        """Return the newest whole line of `rounds.jsonl`; None where there is none."""
+        """Return the newest whole line of `rounds.jsonl`; None for an empty log."""
         return next(reversed(read_rounds(self.path)), None)
 
     def set_aside(self, name: str) -> Path:
@@ -270,7 +270,7 @@ def weights_fault(path: Path, summary: Mapping[str, Any]) -> str:
 
     Args:
         path: the run's folder.
-        summary: what its `summary.json` holds.
+        summary: content of its `summary.json`.
     """
     expected, weights = summary.get("weights_sha256"), path / WEIGHTS
     try:
@@ -345,7 +345,7 @@ def check_place(path: Path, marker: str, what: str) -> bool:
     Args:
         path: the folder.
         marker: the name of that file.
-        what: what the folder should be, for the message: `run`.
+        what: kind of the folder, for the message: `run`.
 
     Raises:
         UsageError: a file in place of the folder, a folder of something else, or one that cannot be read.

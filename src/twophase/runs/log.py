@@ -39,7 +39,7 @@ class Log:
         """Append a line; numbers that are not finite become null."""
         self._open()
         if self._bytes:
-            self.path.stat()  # a log that was removed meanwhile must not begin anew in silence
+            self.path.stat()  # a log that was removed meanwhile must not restart in silence
         line = (json.dumps(standard(record), allow_nan=False) + "\n").encode()
         append_line(self.path, line)
         self._bytes += len(line)
@@ -63,8 +63,8 @@ class Log:
         """Say how the file differs from what was there at a mark; None if it begins with the same bytes.
 
         Args:
-            mark: what `mark` returned; a bare length is that of an older checkpoint, None the empty log.
-            step: the inner steps at the mark; None is returned also if the file was mended for them.
+            mark: result of `mark`; a bare length is that of an older checkpoint, None the empty log.
+            step: the inner steps at the mark; None is returned also if `mend` has repaired the file for them.
         """
         data = self._read()
         why = _difference(data, mark)
@@ -95,11 +95,11 @@ class Log:
         self.rewind(end)
 
     def mend(self, step: int, fault: str) -> None:
-        """Keep the lines up to a step that can be read, mark the gap with a line, and put the old file beside.
+        """Keep the lines up to a step that can be read, mark the gap with a line, and keep the old file.
 
         Args:
-            step: the inner steps at which the run goes on.
-            fault: what `fault` has said.
+            step: the inner steps at which the run resumes.
+            fault: result of `fault`.
         """
         data = self._read()
         if data:
@@ -156,12 +156,12 @@ def standard(value: Any) -> Any:
 
 
 def _readable(data: bytes, step: int) -> Iterator[dict[str, Any]]:
-    """Yield the lines of ascending steps up to one, and former gaps before it; a damaged line is none."""
+    """Yield the lines of ascending steps up to one, and former gaps before it; damaged lines are left out."""
     last = 0
     for line in data[: end_of_lines(data)].splitlines():
         record = _record(line) or {}
         at = record.get("step")
-        # A gap has the step of the line before it; that of this very step is written anew.
+        # A gap has the step of the line before it; that of this very step is rewritten.
         if isinstance(at, int) and (last <= at < step if _is_gap(record) else last < at <= step):
             last = at
             yield record
@@ -178,9 +178,9 @@ def _difference(data: bytes, mark: Mark | int | None) -> str | None:
 
 
 def _mended(data: bytes, step: int) -> int:
-    """Return the end of the line by which a log was mended for the checkpoint of a step; 0 where there is none.
+    """Return the end of the line with which `mend` marked the checkpoint of a step; 0 without such a line.
 
-    Until the next checkpoint that line is all that says so, and what is before it must be as it was then.
+    Until the next checkpoint that line is the only record, and the bytes before it must be unchanged.
     """
     if b'"gap"' not in data:
         return 0

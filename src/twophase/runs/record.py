@@ -44,11 +44,11 @@ class Block:
     """A param group or fragment, with a row for each of its rounds.
 
     Args:
-        name: for people.
+        name: name for people.
         index: the row of `RunRecord.rounds` of each row, from 0.
         number: the block's round numbers.
-        restarted: whether its momentum restarted.
-        pseudo_gradient_norm, buffer_norm, cosine, gain: as in a round's report; nan where there is no number.
+        restarted: True where its momentum restarted.
+        pseudo_gradient_norm, buffer_norm, cosine, gain: values of a round's report; nan without a number.
     """
 
     name: str
@@ -63,21 +63,21 @@ class Block:
 
 @dataclass(slots=True)
 class RunRecord:
-    """What a run's folder holds.
+    """Content of a run's folder.
 
     Args:
         path: the folder.
         config: dotted paths and values; empty without `config.yaml`.
-        environment: what `env.json` holds, or nothing.
-        summary: of a finished run, else None.
+        environment: content of `env.json`, or empty.
+        summary: summary of a finished run, else None.
         rounds: columns of `rounds.jsonl`, all of one length; a line for each sync, of one fragment or of several.
         recorded: rounds that every fragment has ended.
         phases: seconds of each phase, the same length.
-        blocks: in order of appearance.
+        blocks: blocks in order of appearance.
         metrics: columns of `metrics.jsonl`.
-        measured: which rows of each of these columns have an entry, be it none that is finite.
+        measured: rows of each of these columns that have an entry, finite or not.
         steps: columns of `steps.jsonl`.
-        problems: what is missing, a sentence each.
+        problems: missing parts, a sentence each.
     """
 
     path: Path
@@ -146,11 +146,11 @@ class RunRecord:
         return ", ".join(map(str, words))
 
     def number(self, path: str) -> float:
-        """Return a value of the configuration as a number; nan if it is none."""
+        """Return a value of the configuration as a number, else nan."""
         return _number(self.config.get(path))
 
     def count(self, path: str) -> float:
-        """Return a value of the configuration that counts something; nan if it is none, or too large for a count."""
+        """Return a value of the configuration as a count; nan if it is no number, or too large for a count."""
         value = self.number(path)
         return value if 0 <= value < _LARGEST_COUNT else math.nan
 
@@ -199,8 +199,8 @@ def read_record(path: Path, paths: Collection[str] = ()) -> RunRecord:
     if not is_run(path):
         _check_elastic(path)
         raise UsageError(
-            f"{path}: is not the folder of a run (it has no {CONFIG}, {ROUNDS}, {METRICS} or {SUMMARY}); "
-            "give the --out of `twophase train`, or (for reports) a folder below runs/ of a sweep"
+            f"{path}: is not the folder of a run (it has no {CONFIG}, {ROUNDS}, {METRICS} or {SUMMARY}). Give the "
+            "--out of `twophase train`, or (for reports) a folder below runs/ of a sweep"
         )
     record = RunRecord(path)
     record.problems += [f"{name} is missing." for name in (CONFIG, ENV, ROUNDS, METRICS) if not (path / name).is_file()]
@@ -270,7 +270,7 @@ def run_config(run: Path, parse: Callable[[Mapping[str, Any]], Config]) -> tuple
 def _check_elastic(path: Path) -> None:
     replicas = sorted(entry.name for entry in path.glob("replica-*") if is_run(entry))
     if replicas:
-        raise UsageError(f"{path}: each replica of this run has a folder of its own; give {path / replicas[0]}")
+        raise UsageError(f"{path}: each replica of this run has a separate folder; give {path / replicas[0]}")
 
 
 def _json_object(path: Path) -> dict[str, Any]:
@@ -292,7 +292,7 @@ def _log(record: RunRecord, name: str) -> list[dict[str, Any]]:
     path = record.path / name
     lines, gaps = read_log(path)
     record.problems += [
-        f"{name} was lost or altered before the run went on from step {gap['step']} with --accept-logs ({gap['gap']})."
+        f"{name} was lost or altered before the run resumed at step {gap['step']} with --accept-logs ({gap['gap']})."
         for gap in gaps
     ]
     if path.is_file() and (data := path.read_bytes()) and not data.endswith(b"\n"):
@@ -366,9 +366,9 @@ def _block_rows(line: Line, sizes: dict[str, int], *, several: bool) -> Iterator
     """Yield name and numbers of each block of a line: a fragment, or a param group where one has several.
 
     Args:
-        line: of `rounds.jsonl`.
+        line: line of `rounds.jsonl`.
         sizes: numbers of param groups by fragment, as lines of one fragment have shown them; filled here.
-        several: whether there are several fragments.
+        several: True if the run has several fragments.
     """
     groups, parts = line.get("groups") or [], line.get("fragments") or []
     if len(groups) < len(parts):  # a filter left all of a fragment's replicas out, and which group is whose is unknown

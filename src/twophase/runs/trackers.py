@@ -1,4 +1,4 @@
-"""Metrics to TensorBoard, trackio or Weights & Biases, beside a run's logs.
+"""Metrics to TensorBoard, trackio or Weights & Biases, besides a run's logs.
 
 The run's folder stays the record of the run; a tracker only shows it, and must not touch the run. So each works in a
 thread behind a queue. A tracker that fails, blocks or falls behind is reported once and left out from then on.
@@ -33,9 +33,9 @@ from twophase.runs.folder import METRICS, ROUNDS, STEPS, TRACKING
 NAMES = ("none", "tensorboard", "trackio", "wandb")
 PROJECT = "twophase"
 START_SECONDS = 10.0
-"""How long a run waits for a tracker to start; a slower one (a server far away) starts while the run goes on."""
+"""Time that a run waits for a tracker to start; a slower one (a remote server) starts during the run."""
 CLOSE_SECONDS = 60.0
-"""How long the end of a run waits for a tracker to send its last lines."""
+"""Time that the end of a run waits for a tracker to send its last lines."""
 _WAITING = 100_000  # lines that a slow tracker may be behind
 _METRICS = {
     "step": "",
@@ -125,10 +125,10 @@ def tracked(folder: Any, names: Sequence[str], *, run_name: str, config: Tree, l
 
     Args:
         folder: a claimed run folder.
-        names: of the trackers, as `check` has returned them; without any the folder itself is yielded.
+        names: trackers, as returned by `check`; without any the folder itself is yielded.
         run_name: the run's name for people.
         config: the configuration, for the record.
-        lead: whether this is process 0; the others track nothing.
+        lead: True in process 0; other processes track nothing.
     """
     if not names or not lead:
         yield folder
