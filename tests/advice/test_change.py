@@ -96,7 +96,7 @@ def test_what_is_said_of_averaging_and_its_filter() -> None:
     assert f"8 of 8 places of the bench's map, by {min(gains):.1f} to {max(gains):.0f} %" in advised.size
     assert advised.command("runs/one", {"recorded": True}).startswith("in your loop: DiLoCo(model, twophase.outer(")
     twice = sum(each["orthogonal"]["inner.lr"] == 2 * each["averaging"]["inner.lr"] for each in facts.values())
-    assert f"at {NUMBERS[twice]} of them twice averaging's" in advised.size
+    assert f"At {NUMBERS[twice]} of them the rate is twice averaging's" in advised.size
     cells = [cell for cell in regimes.cells_of(stored("regimes.csv")) if cell["inner.lr"] == 2e-3]
     untuned = sorted(100 * math.expm1(cell["orthogonal"]) for cell in cells)
     assert f"at the default of 2e-3 between {untuned[0]:.0f} and {untuned[-1]:.0f} %" in advised.size

@@ -195,25 +195,25 @@ def test_the_whole_says_no_more_than_its_parts(tmp_path: Path) -> None:
 ADVICE: dict[str, tuple[OuterRule, float, str, list[str], list[str]]] = {
     "oscillates": (SUM, 0.5, "never", [
         "--outer.restart 2", "the period's own rate is 1.12)", "--outer.momentum 0 --outer.lr 1)",
-        "half the learning rate", "10 times too large; it would be --outer.lr 0.07",
+        "half the rate", "10 times too large. It would be --outer.lr 0.07",
     ], []),
     "lags, sigma known, mean gain below 1": (OuterRule(0.7, 0.9, form="ema"), 0.001, "never", [
-        "10 times too small; it would be --outer.lr 7 in EMA form",
-        "hold it against half the learning rate (--outer.lr 0.35)", "sigma 0.001; without restarts it is 0.0007",
+        "10 times too small. It would be --outer.lr 7 in EMA form",
+        "Compare it with half the learning rate (--outer.lr 0.35)", "sigma 0.001; without restarts it is 0.0007",
     ], ["the period's own rate"]),
     "lags, a slow swing": (OuterRule(0.9, 0.85, True, "ema"), 0.06, "never", [
         "goes from side to side in 80 rounds", "a restart slows such a motion down",
         "Whether a larger or a smaller step is better the record does not tell",
     ], ["is faster"]),
     "lags, restarts too soon": (EMA, 0.1, "3", [
-        "take away momentum that is still of use", "a restart every 23 rounds (--outer.restart 23)",
+        "discard useful momentum", "a restart every 23 rounds (--outer.restart 23)",
     ], ["a restart slows such a motion down"]),
     "steps of its own": (SUM, 0.5, "auto", [
-        "auto takes steps of its own", "plain averaging (--outer.restart never --outer.momentum 0 --outer.lr 1)",
+        "auto takes its own steps", "plain averaging (--outer.restart never --outer.momentum 0 --outer.lr 1)",
     ], ["Controls"]),
     "gain not known in advance": (SUM, 0.001, "gradient", [
         "half the learning rate",
-    ], ["mean gain of this rule", "at the present mean gain"]),
+    ], ["mean gain of this rule", "at this mean gain"]),
 }  # fmt: skip
 
 
@@ -230,7 +230,7 @@ def test_suggestions(tmp_path: Path, case: str) -> None:
     assert bool(suggestions(endless, endless.findings[0])) == bool(text)
     by_text = dataclasses.replace(diagnosis, method="heavy-ball:lr=0.7:momentum=0.9")
     pasted = "".join(suggestions(by_text, by_text.findings[0])[-1:])
-    assert ("beside --outer.method sgd" in pasted) == ("--outer.lr" in text)
+    assert ("together with --outer.method sgd" in pasted) == ("--outer.lr" in text)
 
 
 def test_a_language_models_run(tmp_path: Path) -> None:

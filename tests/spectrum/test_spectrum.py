@@ -261,7 +261,7 @@ def test_steps_of_a_policys_own_are_told(text: Path, tmp_path: Path, capsys: pyt
     folder = trained(tmp_path / "run", config_of(text, **{"outer.restart": "auto"}, steps=6))
     status, out, _ = answer_of([str(folder), "--quiet", "--batches", "1", "--top", "1", "--blocks", "all=."], capsys)
     assert status == 0
-    assert "restart  auto takes steps of its own" in out
+    assert "restart  auto takes its own steps" in out
 
 
 def test_several_replicas_take_the_mean_step(run: Path) -> None:

@@ -26,7 +26,8 @@ LARGE_GAIN = 2.0
 """Mean outer gain above which runs of up to some 100 rounds became better with a smaller step; averaging has 1."""
 _WORTH = {
     True: "each at its own best inner learning rate, a restart every 3 rounds (--outer.restart 3) gave 1.09 to 1.28 "
-    "times lower perplexity than none, still 7 to 28 % above averaging; over 300 rounds neither is distinguished",
+    "times lower perplexity than none. That is still 7 to 28 % above averaging; over 300 rounds neither is "
+    "distinguished",
     False: "at momentum 0.9 a restart every 3 rounds (--outer.restart 3) gave 1.29 to 2.08 times lower perplexity than "
     "none; after 300 rounds still 1.20 times, and 8 % above averaging",
 }
@@ -63,7 +64,7 @@ class Change:
             looks += ', form="ema"' if rule["momentum"] and rule["form"] == "ema" else ""
             return f"in your loop: OuterRule(lr={rule['lr']:g}, momentum={rule['momentum']:g}{looks})"
         values = self.values
-        if "outer.method" in config:  # whose text has numbers of its own, which win
+        if "outer.method" in config:  # the numbers in a method's text take precedence
             rule = anchor_rule(configured({path[6:]: v for path, v in config.items() if path.startswith("outer.")}))
             of_rule = {f"outer.{name}": getattr(rule, name) for name in RULE_OPTIONS}
             values = {**of_rule, "outer.method": USUAL["method"], **values}
@@ -130,14 +131,14 @@ def change(
         )
     return Change(
         f"Average the replicas, without outer momentum: the mean outer gain of this rule is {gain:.3g}, where "
-        f"averaging has 1, and above {LARGE_GAIN:g} a smaller step was better in runs of up to some 100 rounds.",
+        f"averaging has 1. Above {LARGE_GAIN:g} a smaller step was better in runs of up to some 100 rounds.",
         _WORTH[rule.nesterov],
         averaging,
     )
 
 
 def _of_averaging(rule: OuterRule, config: Mapping[str, Any], shrunk: float | None) -> Change:
-    """Return what is left to gain without momentum."""
+    """Return the change for a rule without momentum."""
     if not _SMALL_GAIN <= rule.lr <= LARGE_GAIN:
         return Change(
             f"Average the replicas: without momentum and at lr {rule.lr:g} the anchor goes {rule.lr:g} times the way.",
@@ -146,12 +147,12 @@ def _of_averaging(rule: OuterRule, config: Mapping[str, Any], shrunk: float | No
         )
     if shrunk is not None and shrunk > RISING and not config.get(RECORDED):
         return Change(
-            "Raise the inner learning rate, if it has not been tuned; else let the outer one rise from 1 to 2 over the "
-            f"run: the pseudo-gradient has come down by {100 * shrunk:.1f} % of its largest norm, and beyond "
+            "Raise the inner learning rate, if it has not been tuned; else let the outer one rise from 1 to 2 over "
+            f"the run. The pseudo-gradient has come down by {100 * shrunk:.1f} % of its largest norm, and beyond "
             f"{100 * RISING:.1f} % a rising rate was mostly better.",
-            "in the bench's map of regimes this limit had 14 of 16 signs right at places that did not choose it; "
-            "better by 2 to 7 % in the 5 beyond it. But four of these had an inner rate below averaging's best, and "
-            "where it was the best one, this helped at one of three places",
+            "in the bench's map of regimes this limit had 14 of 16 signs right at held-out places. A rising rate "
+            "was better by 2 to 7 % in the 5 beyond it. But four of these had an inner rate below averaging's best, "
+            "and where it was the best one, this helped at one of three places",
             {"outer.schedule": "linear:final=2"} | ({} if rule.lr == 1 else {"outer.lr": 1.0}),
         )
     if config.get("inner.method") == "muon":
@@ -164,7 +165,8 @@ def _of_averaging(rule: OuterRule, config: Mapping[str, Any], shrunk: float | No
     return Change(
         "Orthogonalize the pseudo-gradient of each matrix, at two or three inner learning rates, larger ones among "
         "them.",
-        "each at its own best inner learning rate, ahead of averaging at 8 of 8 places of the bench's map, by 0.5 to "
-        "15 %; at five of them twice averaging's. Without tuning nothing (at the default of 2e-3 between -3 and 2 %)",
+        "each at its own best inner learning rate, ahead of averaging at 8 of 8 places of the bench's map, by 0.5 "
+        "to 15 %. At five of them the rate is twice averaging's. Without tuning nothing (at the default of 2e-3 "
+        "between -3 and 2 %)",
         {"outer.filter": _FILTER},
     )

@@ -1,6 +1,6 @@
 """Gather a block's evidence from a stretch of rounds: cosines, gains, growth, effective progress.
 
-Everything is measured with its own uncertainty, so that `verdict` can tell what is known from what is not.
+Everything is measured with its own uncertainty, so that `verdict` can separate evidence from chance.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _LEAST_FOR_RISE = 8
 _RISE_ERRORS = 4.0
 """Standard errors by which a norm must rise over a stretch; half of that over its second half, of fewer rounds."""
 _GROWN = 3.0
-"""Factor by which a norm must have risen. One that diverges grows without end; less also comes about where the scale of
-the loss or of the inner optimizer drifts, and by noise that lasts for many rounds."""
+"""Factor by which a norm must have risen. A diverging norm grows without end. A smaller rise may come from a drifting
+scale of the loss or the inner optimizer, or from lasting noise."""
 _MOST_CORRELATED = 0.95
 
 
@@ -142,19 +142,19 @@ def observed_in(block: Block, rule: OuterRule, lr: Column | None, part: slice = 
 
 
 def outside(record: RunRecord) -> tuple[str, ...]:
-    """Say, in sentences, what of a run's syncs `observe` does not know and takes for progress."""
+    """Say, in sentences, which properties of a run's syncs `observe` takes for progress."""
     said = []
     if record.number("sync.mixing") > 0:
         said.append("Replicas kept a share of their own parameters (--sync.mixing), which the estimate ignores.")
     if str(record.config.get("sync.wire", "")).startswith("topk"):
-        said.append("A sparse wire (--sync.wire topk) sends late what earlier rounds owe, which looks like progress.")
+        said.append("A sparse wire (--sync.wire topk) sends residuals of earlier rounds late: they look like progress.")
     return tuple(said)
 
 
 def _turns(
     cosine: Column, informative: NDArray[np.bool_], restarted: NDArray[np.bool_], swing: float, *, quiet: bool
 ) -> bool | None:
-    """True if the pseudo-gradient turns against the buffer, False if it never does, None if chance would do the same.
+    """Return True if the pseudo-gradient turns against the buffer, False if never, None if chance would do the same.
 
     Where there is hardly any noise (`quiet`), nothing is chance.
     """
@@ -194,7 +194,8 @@ def _mean(values: Column) -> tuple[float, float]:
     lags = min(count - 1, int(count ** (1 / 3)) + 1)
     for lag in range(1, lags + 1):
         total += 2 * (1 - lag / (lags + 1)) * float(deviations[lag:] @ deviations[:-lag])
-    # An oscillation's own correlation may take away more than a few rounds can know: not below independence.
+    # The correlation of an oscillation may reduce the error below what a few rounds can support: not below
+    # independence.
     return float(values.mean()), math.sqrt(max(total, independent) / count / (count - 1))
 
 
@@ -221,8 +222,8 @@ def _height(g: Column, rates: Column | None) -> Column:
 def _trend(height: Column, *, independent: bool = False) -> tuple[float, float]:
     """Return the slope over the rounds by least squares, and its standard error.
 
-    Unless the rounds are `independent`, what is left is taken for an autoregression of order 1, of which n rounds tell
-    as much as n (1 - r) / (1 + r) independent ones; r is corrected for what the fit took away (about (2 + 4 r) / n).
+    Unless the rounds are `independent`, residuals count as an autoregression of order 1. Then n rounds are worth n (1 -
+    r) / (1 + r) independent ones. r is corrected for the bias of the fit, about (2 + 4 r) / n.
     """
     places = np.flatnonzero(np.isfinite(height))
     count = len(places)
@@ -244,9 +245,9 @@ def _trend(height: Column, *, independent: bool = False) -> tuple[float, float]:
 def grown(g: Column, rates: Column | None) -> tuple[float, int]:
     """Return the log of the rise of |g|, and the last rounds in which it rose; 0 where that is no divergence.
 
-    It must rise by more than chance would and by a real factor; all the while, or it would have come to rest; by
-    itself, since divided by an inner learning rate that ends at nothing every norm rises; and over the rate, which may
-    warm up (`rates`; None where it is not known). All rounds count, and, as it may have begun late, their second half.
+    Require a rise beyond chance, by a real factor, over the whole stretch. Both |g| and |g| over the inner rate must
+    rise (`rates`; None if unknown): the rate may warm up, or decay to 0. Test all rounds, and their second half for a
+    late beginning.
     """
     has_rates = rates is not None and np.isfinite(rates).sum() >= _LEAST_FOR_RISE
     heights = [_height(g, None), *([_height(g, rates)] if has_rates else [])]
@@ -269,7 +270,7 @@ def _rise(height: Column) -> float:
 def _first_lost(block: Block) -> int:
     """Return the first of the block's last rounds in which nothing finite was measured; else their count.
 
-    A single round, or a run that has no number at all, is rather damaged than lost.
+    A single round, or a run that has no number at all, counts as damaged, not diverged.
     """
     count = len(block.index)
     measured = np.isfinite(block.pseudo_gradient_norm) | np.isfinite(block.buffer_norm) | np.isfinite(block.cosine)

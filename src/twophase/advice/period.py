@@ -83,8 +83,7 @@ class Spectrum:
         if not 2 <= len(ends) <= 3 or not ends[0] <= ends[1] or not 2 <= modes <= _MOST_MODES or modes != int(modes):
             raise UsageError(
                 f"--sigma-range {' '.join(f'{end:g}' for end in ends)}: write LOW HIGH or LOW HIGH COUNT with LOW <= "
-                f"HIGH and a whole COUNT of at least 2 and at most {_MOST_MODES:,}, for example --sigma-range 0.3 "
-                "0.95 20"
+                f"HIGH and a whole COUNT from 2 to {_MOST_MODES:,}, for example --sigma-range 0.3 0.95 20"
             )
         return ends[0], ends[1], int(modes)
 

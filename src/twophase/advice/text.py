@@ -19,22 +19,22 @@ from twophase.theory.contraction import restart_can_help
 _WIDTH = 100
 HEADLINES = {
     "oscillates": "The outer loop oscillates: its momentum carries it past the minimum and back.",
-    "overshoots": "The outer loop overshoots: the step itself goes past the minimum, whatever the momentum.",
+    "overshoots": "The outer loop overshoots: the step itself goes past the minimum, with any momentum.",
     "lags": "The outer loop lags: pseudo-gradient and buffer keep pointing the same way.",
     "held": "The outer loop would oscillate; its restarts stop it first.",
     "diverges": "The outer loop diverges.",
     "cannot tell": "Cannot tell.",
 }
-"""What each verdict says, in a sentence."""
+"""Sentence of each verdict."""
 LIMITS = (
     "The theory is of linear modes under gradient descent with equal data. An inner AdamW, different data on the "
     "replicas and a loss that is not quadratic lie outside of it.",
-    "Sigma is an average along the buffer's direction, weighted by the buffer's energy; slow modes hardly show in it "
-    "and it changes when a restart changes what the buffer holds.",
+    "Sigma is an average along the buffer's direction, weighted by the buffer's energy. Slow modes hardly show in "
+    "it, and a restart changes it with the buffer.",
     "In the small language models measured for this project restarts made wrong settings less harmful and did not "
-    "lower the best perplexity; part of what they do is a smaller step. Try the controls before a restart.",
+    "lower the best perplexity. A part of their effect is a smaller step. Try the controls before a restart.",
 )
-"""What a reader must know before acting."""
+"""Limits of the diagnosis, for the reader."""
 _SHORT_LIMITS = (
     "limits   the theory is linear, and sigma an average: try the controls before a change (--verbose says more)"
 )
@@ -110,7 +110,7 @@ def suggestions(diagnosis: Diagnosis, finding: Finding) -> list[str]:
         policy = parse(finding.restarts)
     if policy is not None and policy.takes_steps:
         sentences = [
-            f"The policy {finding.restarts} takes steps of its own, to which nothing here applies. Hold it against "
+            f"The policy {finding.restarts} takes its own steps, to which nothing here applies. Compare it with "
             "plain averaging (--outer.restart never --outer.momentum 0 --outer.lr 1)."
         ]
         return [*sentences, *_method_advice(diagnosis, sentences)]
@@ -130,7 +130,7 @@ def suggestions(diagnosis: Diagnosis, finding: Finding) -> list[str]:
 
 
 def _period_words(finding: Finding) -> str:
-    """Return the period that the theory chooses over the interval of sigma, beside the present policy."""
+    """Return the period that the theory chooses over the interval of sigma, and the present policy."""
     advice, option = finding.advice, "--outer.restart "
     if finding.block.startswith("param group "):  # of an optimizer in another program's loop
         option = "restart="
@@ -164,8 +164,8 @@ def _step_advice(rule: OuterRule, finding: Finding, gain: float | None) -> Itera
         return
     if sigma is not None and gain is not None and gain <= 1 and not restart_can_help(rule, sigma).any():
         yield (
-            "In the linear model a larger learning rate is faster, and a restart slows this motion down; "
-            f"hold it against half the learning rate (--outer.lr {rule.lr / 2:.3g})."
+            "In the linear model a larger learning rate is faster, and a restart slows this motion down. Compare it "
+            f"with half the learning rate (--outer.lr {rule.lr / 2:.3g})."
         )
         return
     has_period = any(advice.recommended.period is not None for advice in finding.advice)
@@ -177,9 +177,9 @@ def _step_advice(rule: OuterRule, finding: Finding, gain: float | None) -> Itera
         )
     else:
         yield (
-            f"{slows}The mean gain of this rule is {gain:.3g}, where plain averaging has 1: in the small language "
-            "models measured for this project, runs with a gain as large as that became better with a smaller step, "
-            "whether by a restart, less momentum or a lower lr."
+            f"{slows}The mean gain of this rule is {gain:.3g}, where plain averaging has 1. In the small language "
+            "models measured for this project, runs with so large a gain became better with a smaller step. A "
+            "restart, less momentum or a lower lr gives one."
         )
 
 
@@ -194,9 +194,9 @@ def _control_advice(finding: Finding, rule: OuterRule, gain: float | None) -> It
         )
     if gain is not None:
         yield (
-            f"Controls to run beside it: no momentum at the present mean gain (--outer.momentum 0 --outer.lr "
-            f"{gain:.3g}), plain averaging (--outer.momentum 0 --outer.lr 1), and half the learning rate (--outer.lr "
-            f"{rule.lr / 2:.3g}, {FORM_WORDS[rule.form]})."
+            f"Controls: no momentum at this mean gain (--outer.momentum 0 --outer.lr {gain:.3g}), plain averaging "
+            f"(--outer.momentum 0 --outer.lr 1), half the rate (--outer.lr {rule.lr / 2:.3g}, "
+            f"{FORM_WORDS[rule.form]})."
         )
 
 
@@ -207,14 +207,14 @@ def _form_advice(rule: OuterRule, finding: Finding) -> Iterator[str]:
         return
     if rule.form == "sum" and finding.verdict in ("oscillates", "overshoots", "diverges"):
         yield (
-            f"Check the form: if lr {rule.lr:g} was taken from equations in EMA form, as in the restart paper, its "
-            f"step here is {factor:.3g} times too large; it would be --outer.lr {rule.lr / factor:.3g} in sum form."
+            f"Check the form: if lr {rule.lr:g} was taken from equations in EMA form (the restart paper), its step "
+            f"here is {factor:.3g} times too large. It would be --outer.lr {rule.lr / factor:.3g} in sum form."
         )
     if rule.form == "ema" and finding.verdict == "lags" and rule.lr < 2:
         yield (
-            f"Check the form: if lr {rule.lr:g} was taken from torch.optim.SGD or a DiLoCo engine, which write the "
-            f"sum form, its step here is {factor:.3g} times too small; it would be --outer.lr {rule.lr * factor:.3g} "
-            f"in EMA form, or --outer.form sum. As it stands it equals lr {_other_form(rule).lr:.3g} in sum form."
+            f"Check the form: if lr {rule.lr:g} was taken from torch.optim.SGD or DiLoCo (sum form), its step here "
+            f"is {factor:.3g} times too small. It would be --outer.lr {rule.lr * factor:.3g} in EMA form, or "
+            f"--outer.form sum. As it stands it equals lr {_other_form(rule).lr:.3g} in sum form."
         )
 
 
@@ -222,7 +222,7 @@ def _method_advice(diagnosis: Diagnosis, sentences: Iterable[str]) -> Iterator[s
     """Name the method that the options of the sentences are of, where the run has another, which refuses them."""
     if diagnosis.method not in ("", USUAL["method"]) and any("--outer.lr" in sentence for sentence in sentences):
         yield (
-            f"Give these options beside --outer.method {USUAL['method']}, with the rule's other numbers: "
+            f"Give these options together with --outer.method {USUAL['method']}, with the rule's other numbers: "
             f"{diagnosis.method} takes none of them."
         )
 

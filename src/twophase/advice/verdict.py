@@ -4,8 +4,8 @@ The words, in the linear model's terms:
 
 * **oscillates**: the momentum carries the parameters past the minimum and back. The pseudo-gradient turns against the
   buffer, and the estimated sigma lies where the eigenvalues are complex.
-* **overshoots**: the step itself goes past the minimum, whatever the momentum: `lr w sigma` (with Nesterov's look-ahead
-  `(1 + momentum)` times that) is 1 or more, or the eigenvalues are real and negative.
+* **overshoots**: the step itself goes past the minimum, with any momentum. Then `lr w sigma` (with Nesterov's
+  look-ahead `(1 + momentum)` times that) is 1 or more, or the eigenvalues are real and negative.
 * **lags**: pseudo-gradient and buffer keep pointing the same way; what is left lies ahead.
 * **held**: it would oscillate, but its restarts come before the buffer has turned.
 * **diverges**: the pseudo-gradient grows without end, or the run was ended for that.
@@ -45,7 +45,7 @@ _REGIMES = {
 _CLEAR = 4.0
 """Standard errors by which the mean cosine must exceed zero for `lags` where no third of the run shows it."""
 _TOO_SOON = 0.6
-"""Share of the first cancellation time before which a restart throws away momentum that is still of use."""
+"""Share of the first cancellation time before which a restart discards useful momentum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Finding:
     block: str
     verdict: Verdict  # on the latest rounds
     reasons: tuple[str, ...]  # what it rests on, or why nothing can be told
-    latest: Stage | None  # the latest rounds; None where there are none
+    latest: Stage | None  # the latest rounds; None without any
     thirds: tuple[Stage, ...]  # of the run
     advice: tuple[Advice, ...]  # the theory's for the three values of the latest sigma; empty without
     restarts: str  # the block's policy, as text
@@ -80,7 +80,7 @@ class Finding:
 class Diagnosis:
     """Hold what can be said of a run."""
 
-    rule: OuterRule | None  # that moves the anchors; None if there is none, or it is not known
+    rule: OuterRule | None  # that moves the anchors; None if absent or unknown
     rounds: int  # recorded, of several fragments those that all of them have ended
     planned: int | None  # rounds of the whole run; None if it is not known
     state: str  # `finished`, `diverged` or `unfinished`
@@ -93,7 +93,7 @@ class Diagnosis:
 
 
 def diagnose(record: RunRecord) -> Diagnosis:
-    """Return the diagnosis of a run that has been read, in whatever state."""
+    """Return the diagnosis of a run that has been read, in any state."""
     rule, reason = record.rule, ""
     if rule is None and record.outer_words:
         reason = (
@@ -142,8 +142,8 @@ def _finding(record: RunRecord, block: Block, rule: OuterRule) -> Finding:
     reasons = [*latest.reasons, *outside(record)]
     if evidence.observed.foreign:
         reasons.append(
-            f"In {evidence.observed.foreign} of these rounds the buffer or the step is not the one that the configured "
-            "rule makes: a policy took a step of its own, or other settings were in force; those rounds are left out."
+            f"In {evidence.observed.foreign} of these rounds the buffer or the step is not that of the configured "
+            "rule. A policy took its own step, or other settings were in force. Those rounds are left out."
         )
     advice = tuple(advise(rule, [value], rounds=record.planned_rounds) for value in latest.sigma or () if rule.lr)
     restarts = "unknown" if policy is None else str(policy)
@@ -207,7 +207,7 @@ def _turning(rule: OuterRule, latest: Evidence, sigma: Range) -> tuple[Verdict, 
     if alone[1] >= 1:
         reasons = [
             f"The part of the step that does not come from the momentum covers {alone[1]:.3g} of the way to the "
-            "minimum; from 1 on it goes past it."
+            "minimum. From 1 on it goes past it."
         ]
         if min(alone) < 1 <= max(alone):
             reasons.append("Within the interval of sigma it may also stay below 1; then it is the momentum.")
@@ -234,8 +234,8 @@ def _not_turning(rule: OuterRule, latest: Evidence, sigma: Range) -> tuple[Verdi
                 "that or soon after."
             ]
         return "lags", [
-            f"It would turn only after {first:.1f} rounds, and restarts come every {latest.every:.3g}: they take away "
-            "momentum that is still of use."
+            f"It would turn only after {first:.1f} rounds, and restarts come every {latest.every:.3g}: they discard "
+            "useful momentum."
         ]
     if is_complex:
         turn = math.pi / float(phase(rule, sigma[1]))
@@ -244,7 +244,7 @@ def _not_turning(rule: OuterRule, latest: Evidence, sigma: Range) -> tuple[Verdi
                 f"In the model a mode of this sigma goes from side to side in {turn:.0f} rounds, not sooner."
             ]
         return "lags", [
-            "A single mode of this sigma would oscillate, and this run does not: its motion is that of many slower "
+            "A single mode of this sigma would oscillate, and this run does not. Its motion is that of many slower "
             "modes, which sigma along the buffer does not show. Trust the cosine."
         ]
     return "lags", ["The eigenvalues there are real: such a mode does not oscillate, and a restart slows it down."]
@@ -297,8 +297,8 @@ def _growth(rule: OuterRule, latest: Evidence, sigma: Range | None, *, ended: bo
             )
         else:
             reasons.append(
-                "In the linear model this sigma is stable, so the cause lies outside of it: the inner optimizer, the "
-                "loss's shape, or single directions of larger sigma."
+                "In the linear model this sigma is stable, so the cause lies outside of the model. It may be the "
+                "inner optimizer, the loss's shape, or single directions of larger sigma."
             )
     return reasons
 
@@ -314,7 +314,7 @@ def _noise(rule: OuterRule, latest: Evidence, sigma: float) -> str:
     changes = f"{100 * math.expm1(latest.growth):+.2g} %".replace("-", "\N{MINUS SIGN}")
     return (
         "But the norm of the pseudo-gradient does not shrink as the model's would, by "
-        f"{100 * (1 - math.exp(-rate)):.2g} % a round (it changes by {changes}): noise, or a loss that is not linear "
+        f"{100 * (1 - math.exp(-rate)):.2g} % a round (it changes by {changes}). Noise, or a loss that is not linear "
         "here, keeps it moving. That looks alike, and no restart removes it."
     )
 

@@ -183,7 +183,7 @@ def _heading(record: RunRecord, restored: Restored, setting: Setting, data: str)
         *(f"sync     {words}" for words in outside(record)),
         *(f"outer    {method}: the linear K and the rounds' sigma below are of that rule alone" for method in outer),
         *(
-            f"restart  {policy} takes steps of its own: K and the rounds' sigma below are of the rule without it"
+            f"restart  {policy} takes its own steps: K and the rounds' sigma below are of the rule without it"
             for policy in stepping
         ),
         f"inner    {method} {', '.join(lrs)} (early, mid, late), weight decay {config.inner.weight_decay:g}{moments}",

@@ -23,14 +23,14 @@ _MOST_NAMED = 6  # blocks that the note names
 
 @dataclass(frozen=True)
 class FromRun:
-    """Hold what a run tells the page.
+    """Hold the values of a run for the page.
 
     Args:
         rule: its outer rule.
         restart: its restart policy in text, `never` where the page does not know it.
         rounds: its length in rounds.
         inner_steps: its inner steps a round.
-        problems: what is missing or wrong in its folder, or the page cannot show, in sentences; empty where nothing is.
+        problems: sentences on missing or damaged files, and on settings that the page cannot show; may be empty.
         spectrum: its estimated effective progress; without values, and a note that says why, where it shows none.
     """
 
@@ -52,8 +52,8 @@ def read_run(path: Path) -> FromRun:
     rule, policy = record.rule, record.policy()
     if rule is None and record.outer_words:
         raise UsageError(
-            f"--run {path}: its outer optimizer is {record.outer_words}, and the page shows momentum SGD with a "
-            "learning rate and a momentum that stay the same; give another run, or leave --run out"
+            f"--run {path}: its outer optimizer is {record.outer_words}, and the page shows momentum SGD with "
+            "constant learning rate and momentum. Give another run, or leave --run out"
         )
     if rule is None:
         raise UsageError(

@@ -1,11 +1,12 @@
-"""Put the page together from the files beside this module: an HTML file that needs nothing from elsewhere.
+"""Put the page together from this module's folder: an HTML file that needs nothing from elsewhere.
 
-The files stay readable by themselves: `page.html` is the frame; its looks are `style.css` (colours, letters, controls)
-and `panels.css`; and the scripts, in the order in which they need each other, are `kernel.js` (the numbers), `state.js`
-(what is shown, and its address), `simulation.js` (policies, schedules and noise, round by round), `draw.js` (plots),
-`model.js` (from a state to numbers), `trajectories.js`, `rates.js` and `map.js` (what is drawn), `app.js` (what all
-share), `controls.js`, `choices.js`, `cross.js` and `forms.js` (what a hand can move beside the figures), `stage.js`
-(numbers and panels on the page), `guide.js` (the steps that it begins with) and `main.js` (start, address, theme).
+The frame is `page.html`, its looks `style.css` (colours, letters, controls) and `panels.css`. Scripts, in the order of
+their needs:
+
+* `kernel.js` (numbers), `state.js` (the shown state and its address), `simulation.js` (policies, schedules and noise);
+* `draw.js` (plots), `model.js` (from a state to numbers), `trajectories.js`, `rates.js` and `map.js` (figures);
+* `app.js` (shared parts), `controls.js`, `choices.js`, `cross.js` and `forms.js` (controls next to the figures);
+* `stage.js` (numbers and panels), `guide.js` (guided steps) and `main.js` (start, address, theme).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from twophase.policies.text import parse
 from twophase.rule import Form
 
 MARK = '<meta name="generator" content="twophase explore">'
-"""What the first lines of our pages hold; a file without it is not overwritten."""
+"""Mark in the first lines of a page; a file without it is not overwritten."""
 STYLES = ("style.css", "panels.css")
 _SCRIPT_NAMES = (
     "kernel state simulation draw model trajectories rates map app controls choices cross forms stage guide main"
@@ -64,12 +65,12 @@ SLIDERS: dict[str, tuple[float, float]] = {
     "noise": (0, 0.5),
     "seed": (0, 100),
 }
-"""Ends of the sliders; a field beside each takes all of `LIMITS`."""
+"""Ends of the sliders; a field next to each takes all of `LIMITS`."""
 
 
 @dataclass(frozen=True)
 class State:
-    """Hold the page's first values; each is a field on it, and enters its address once it is changed."""
+    """Initial values of the page; changed ones go into the URL."""
 
     lr: float = 0.7
     momentum: float = 0.9
@@ -105,9 +106,9 @@ class RunSpectrum:
     """Hold the effective progress that was estimated from a run.
 
     Args:
-        name: of the run's folder; any text.
+        name: name of the run's folder; any text.
         sigma: one value a block of parameters, in (0, 1].
-        note: where it comes from and what to think of it, in a sentence or two.
+        note: source and reliability, in a sentence or two.
     """
 
     name: str
@@ -116,11 +117,11 @@ class RunSpectrum:
 
 
 POLICIES = (Cycle, AtRounds, Soft, Auto, LossTest, Probe)
-"""The policies that the page simulates beside a period."""
+"""The policies that the page simulates besides a period."""
 
 POLICIES_WORDS = (
-    "the page shows never, a period such as 3, cycle, at, soft, auto, loss and probe, with at most 64 numbers and "
-    "rounds up to 10^9; write one of these"
+    "the page shows never, a period such as 3, cycle, at, soft, auto, loss and probe. A policy has at most 64 "
+    "numbers and rounds up to 10^9; write one of these"
 )
 
 _OPTIONS = {
@@ -138,8 +139,8 @@ def build(state: State, run: RunSpectrum | None = None, *, guided: bool = False)
     Args:
         state: the values of its fields, within `LIMITS`.
         run: the spectrum that `state.spectrum` "run" shows.
-        guided: whether it opens with the guided steps, which begin at a state of their own; else they are folded away.
-            An address that holds a state opens it without them.
+        guided: True to open with the guided steps, which have their initial state; else they are folded. An address
+            that holds a state opens it without them.
 
     Returns:
         HTML of one self-contained file: scripts and looks are in it, and its policy (Content-Security-Policy) lets it
@@ -227,6 +228,6 @@ def _digest(text: str) -> str:
 
 
 def _as_data(tree: Any) -> str:
-    """Return JSON that cannot end the element it stands in, whatever a name holds."""
+    """Return JSON that cannot end its HTML element, for any text in a name."""
     text = json.dumps(tree, allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
