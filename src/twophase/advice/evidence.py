@@ -223,7 +223,7 @@ def _trend(height: Column, *, independent: bool = False) -> tuple[float, float]:
     """Return the slope over the rounds by least squares, and its standard error.
 
     Unless the rounds are `independent`, residuals count as an autoregression of order 1. Then n rounds are worth n (1 -
-    r) / (1 + r) independent ones. r is corrected for the bias of the fit, about (2 + 4 r) / n.
+    r) / (1 + r) independent ones. The fit's bias of r, about (2 + 4 r) / n, is corrected.
     """
     places = np.flatnonzero(np.isfinite(height))
     count = len(places)

@@ -9,9 +9,9 @@ mean also be the median (any symmetric distribution). Then all n differences fal
 
     coverage <= 1 - 2^(1 - n):   50 % for 2 seeds, 75 % for 3, 87.5 % for 4, 93.75 % for 5.
 
-For 3 seeds the bound is reached: the smallest of the 27 resamples has probability 1/27 = 3.7 % > 2.5 %, so that the
-95 % interval is [min, max] itself. Measured for independent normal differences, nominal level 95 %, 100,000 samples
-each for 2 to 5 seeds and 20,000 for 6 to 8, every resample enumerated (standard error at most 0.25 %):
+For 3 seeds the bound is reached: the smallest of the 27 resamples has probability 1/27 = 3.7 % > 2.5 %. So the 95 %
+interval is [min, max]. Measured for independent normal differences at nominal level 95 %, with every resample
+enumerated (standard error at most 0.25 %). There are 100,000 samples for 2 to 5 seeds, 20,000 for more.
 
     seeds                    2     3     4     5     6     7     8
     percentile bootstrap  50.2  74.9  79.7  83.8  86.1  87.5  89.4   % covered

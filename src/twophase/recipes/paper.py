@@ -1,9 +1,9 @@
 """The paper's language-model experiments as sweeps, at its own scale and at a laptop's, with controls that it lacks.
 
-* `robustness_heatmaps`: learning rate x momentum, without restarts and with one every 3 rounds, for two communication
-  periods (paper figure 3 and its twin in the appendix).
+* `robustness_heatmaps`: learning rate x momentum, without restarts and with K = 3, for two communication periods (paper
+  figure 3 and its twin).
 * `retuning`: rule tuned once at the short period; then momentum against restart period, over communication periods
-  (paper figure 4 and its long versions in the appendix). The results of its first stage decide the runs of the second.
+  (paper figure 4). The results of its first stage decide the runs of the second.
 * `soft_restart`: what a restart keeps of the buffer and adds to it (the appendix's soft restart sweeps).
 
 The paper writes its rules in EMA form, and its pictures look like the sum form. At one learning rate and momentum the
@@ -222,8 +222,8 @@ def robustness_heatmaps(scale: Scale) -> Sweep:
 def soft_restart(scale: Scale) -> Sweep:
     """Plan the share retained of the buffer x the weight added to it, for two communication periods and forms.
 
-    The rule is Nesterov with learning rate 0.9 and momentum 0.7, as in the paper; K = 5 at the short communication
-    period and K = 3 at the long one. Coefficients act on the buffer of the rule's own form, so an equal injection is
+    The rule is Nesterov with learning rate 0.9 and momentum 0.7, as in the paper. K is 5 at the short communication
+    period and 3 at the long one. Coefficients act on the buffer of the rule's own form, so an equal injection is
     relatively weaker in the sum form. Keeping and adding nothing is the hard restart, and is written as one.
 
     Args:

@@ -3,8 +3,8 @@
 For each width and communication period, with DiLoCo's usual rule:
 
 * one K for all blocks, and no restart at all; plain averaging as the control without momentum;
-* K_b from the curvature of a run without restarts (`twophase spectrum`): by the first cancellation at each block's mean
-  progress (the paper's closed form), and by the exact loss;
+* K_b from the curvature of a run without restarts (`twophase spectrum`): by the first cancellation at its mean progress
+  (the paper's form), or by exact loss;
 * K_b from what the rounds of that run show;
 * K_b as an oracle: searched block by block on another seed;
 * the controls: the same periods on other blocks, drawn at random.

@@ -3,7 +3,7 @@
 No run is made here: the rows are those of `twophase bench --regimes`. At eight places and four inner learning rates
 each a treatment is held against averaging, or a restart against none. A rule is a threshold on one measured quantity
 (`twophase.judge.regimes`). It is chosen on half of the places and judged on the held-out half, against the majority
-sign of the first half. docs/bench/registration-1.md says which half, and when a rule may be used.
+sign of the first half. The page docs/bench/registration-1.md says which half, and when a rule may be used.
 """
 
 from __future__ import annotations

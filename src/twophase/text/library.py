@@ -28,8 +28,8 @@ def library_documents(corpus: str) -> list[str]:
     """Return the texts of a corpus, each once, from a cache where that holds exactly these files' texts.
 
     Args:
-        corpus: `python` for the documentation topics and the docstrings of more than 120 characters, `python-code` for
-            functions and classes of at least 200 characters without their docstrings.
+        corpus: `python` for documentation topics, and docstrings of more than 120 characters; `python-code` for
+            functions and classes of at least 200 characters, without docstrings.
     """
     root = Path(sysconfig.get_path("stdlib"))
     stamps = sorted(_python_files(root))
