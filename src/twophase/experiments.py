@@ -34,9 +34,9 @@ def train(
 
     Args:
         task: a name (`lm`, `digits`, `hf:MODEL`, `FILE.py:CLASS`), or an object with the methods of a task.
-        config: values of the run by dotted path or nested, such as `{"outer.lr": 0.7, "steps": 960}`, the others being
-            those of `twophase.training.config` (the command's own are plain averaging and wsd); or a whole
-            configuration, with which `task` is left out.
+        config: values of the run by dotted path or nested, such as `{"outer.lr": 0.7, "steps": 960}`, or a whole
+            configuration without `task`. Further values are those of `twophase.training.config` (the command's are
+            plain averaging and wsd).
         out: the run's folder; by default one below `runs/` with a readable name, found again by the same values.
         track: trackers that get every line as well: tensorboard, trackio, wandb.
         quiet: show no progress.

@@ -9,8 +9,8 @@ matrix. Its modes shrink independently. The loss of a displacement y is `1/2 sum
 unknown, so each direction counts alike, and a mode weighs its eigenvalue's share of the trace. SGD has D = 1, and its
 momentum makes each step 1 / (1 - momentum) times as long.
 
-Assumed, and seldom true of a trained model: blocks do not act on one another, curvature and second moments stand still,
-replicas see the same data, and AdamW's first moment is the present gradient. A direction of negative curvature has no
+Assumptions, seldom true of a trained model: blocks do not interact, and curvature and second moments are constant.
+Replicas see the same data, and AdamW's first moment is the present gradient. A direction of negative curvature has no
 minimum: it counts as flat.
 """
 
@@ -104,8 +104,8 @@ class Curvature:
 def setting_of(config: RunConfig) -> Setting:
     """Return the outer rule, the rounds and the inner learning rates of a run.
 
-    The steps that a replica takes while a reduction is under way are given up when the anchor comes back, so a round
-    with a delay keeps S - delay of them. (With mixing it keeps a share of each, which the linear model does not have.)
+    The steps of a replica during a reduction are discarded when the anchor comes back. So a round with a delay keeps
+    `S - delay` of them. (With mixing it keeps a share of each, which the linear model does not have.)
     """
     lrs, damping = {}, 1 - config.inner.momentum if config.inner.method == "sgd" else 1
     for number, place in enumerate(PLACES):
@@ -298,8 +298,8 @@ class Seen:
     Args:
         whole: over all rounds.
         thirds: over the run's thirds, by place.
-        periods: the first cancellations of single modes at the low end of sigma, the estimate, and the high end, None
-            for no restart; empty where nothing may be shown.
+        periods: first cancellations of single modes at the low end of sigma, the estimate, and the high end. None is no
+            restart; empty where nothing may be shown.
         rates_known: whether the record has the inner learning rates. Without them, pseudo-gradients that shrink with
             the rate look like progress.
     """

@@ -34,8 +34,8 @@ _Dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 _LARGEST_YAML = 250_000
 _LEVELS = 10
 LATER = {"twophase": "later"}
-"""Metadata of a field that came after others had been used: while it has its default it is left out of the tree, so a
-configuration from before has the same fingerprint, and its runs are found and resumed."""
+"""Metadata of a field that was added later: at its default it is left out of the tree. So an older configuration has
+the same fingerprint, and its runs are found and resumed."""
 
 FIXED = {"twophase": "fixed"}
 """Metadata of a field that follows from the configuration's class, and is no option."""

@@ -117,8 +117,8 @@ def remove_leftovers(folder: Path, name: str = "") -> None:
     """Remove the temporary files and folders that killed processes left in a folder; those of live ones stay.
 
     A process holds a lock on what it writes under a temporary name, and the system frees that lock at its death. So a
-    free lock is the proof of a death, on whatever machine: neither a process id, which is given out again and means
-    nothing elsewhere, nor an age, for a suspended process goes on after any time. Without locks nothing is removed.
+    free lock proves a death, on any machine. A process id does not: it is reused, and means nothing elsewhere. Nor does
+    an age: a suspended process may resume at any time. Without locks nothing is removed.
 
     Args:
         folder: may be missing.

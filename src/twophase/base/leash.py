@@ -26,8 +26,8 @@ def _has_agent(process: int) -> bool:
     """Tell whether a process or an ancestor of it may be an agent; true where they cannot be seen.
 
     An agent that was killed before this process could look is no ancestor any more: init or the like has adopted this
-    process. The number of the parent would not tell: an agent may be process 1 of a container, and a script may stand
-    between it and this process.
+    process. The parent's number is no evidence: an agent may be process 1 of a container, and a script may be in
+    between.
     """
     seen = False
     try:

@@ -32,13 +32,13 @@ class Auto(RestartPolicy):
         u <- g + (1 - |g| / M) |g| u / |u|,      x <- x - u,      M = the largest |g| of at least half of the rounds
 
     with the last update u as the buffer. Of the rule nothing enters, neither learning rate, momentum, look-ahead nor
-    form. (An `OuterSGD` that is built by hand must have a momentum above 0, or it keeps no buffer; a rule without
-    momentum becomes one with it, see `RestartPolicy.effective`.)
+    form. (An `OuterSGD` made by hand must have a momentum above 0, or it keeps no buffer. A rule without momentum
+    becomes such a rule, see `RestartPolicy.effective`.)
 
-    While |g| is as large as ever, as it is early in a run and all along under a constant inner learning rate, this is
-    plain averaging: to extrapolate then hurts. Where |g| has shrunk, as under a decaying inner learning rate, the
-    direction of the last updates adds up to |g| once more. An update is at most twice as long as that of averaging,
-    whatever came before, so that it needs no restarts.
+    While |g| is near its largest, early in a run or always under a constant inner learning rate, this is plain
+    averaging: extrapolation then hurts. Where |g| has shrunk, as under a decaying inner learning rate, the direction of
+    the last updates adds up to |g| once more. An update is at most twice as long as that of averaging, whatever came
+    before, so that it needs no restarts.
 
     It comes from trials and is no theorem: docs/restarts-auto.md has the evidence, for and against.
     """
@@ -73,10 +73,10 @@ class Auto(RestartPolicy):
 class LossTest(RestartPolicy):
     """Restart when the anchor is worse than what the replicas had reached. Text form `loss`, or `loss:0.5`.
 
-    Fires before the mixing when the mean loss at the start of the round exceeds the one at the end of the round
-    before: the outer step between the two has made things worse. Needs `loss_start` and `loss_end`, the mean training
-    loss over the first and the last quarter of a round's inner steps and over the replicas. A fragment's round goes
-    from one of its own outer steps to the next.
+    Fires before the mixing when the mean loss at the start of a round exceeds that at the end of the round before. The
+    outer step between the two did harm. Needs `loss_start` and `loss_end`, the mean training loss over the first and
+    the last quarter of a round's inner steps and over the replicas. A fragment's round goes from one of its own outer
+    steps to the next.
 
     Args:
         retain: share of the buffer that stays, in [0, 1).
@@ -112,9 +112,9 @@ _WORDS: dict[str, Decision] = {
 class Probe(RestartPolicy):
     """Take the candidate with the lowest probe loss. Text form `probe:keep,drop`.
 
-    At the sync, before the outer step, every replica evaluates the loss (forward only) at the anchor that each
-    candidate would lead to, on its share of the data. The mean over all replicas decides, so all decide alike. The cost
-    is candidates x probe batch forward passes a round. An engine needs a `probe` function; the trainer has one.
+    At the sync, before the outer step, every replica evaluates the loss (forward only) at each candidate's anchor, on
+    its share of the data. The mean over all replicas decides, so all decide alike. The cost is candidates x probe batch
+    forward passes a round. An engine needs a `probe` function; the trainer has one.
 
     | candidate | update of the round | buffer |
     |-----------|---------------------|--------|

@@ -1,7 +1,7 @@
 """Define what a restart policy sees of a round, what it may answer, and how it is asked.
 
-A policy is a frozen dataclass that knows nothing of tensors. Once a round it is shown a `RoundSignal`, a few floats
-that are the same on every replica, and answers with its next state and `None`, a `Restart` or a `Step`:
+A policy is a frozen dataclass that knows nothing of tensors. Once a round it reads a `RoundSignal`: a few floats, the
+same on every replica. It answers with its next state and `None`, a `Restart` or a `Step`:
 
     m <- retain m + inject g        Restart; a hard restart is retain 0, inject 0: m <- 0
     x <- x - along_g g - along_m m  Step: in the place of the rule's own update, with the m before g is mixed in
@@ -189,8 +189,8 @@ P = TypeVar("P", bound=type[RestartPolicy])
 def register(name: str) -> Callable[[P], P]:
     """Make a policy known under `name` to text, configs and the command line; a class decorator.
 
-    A class of the same module and name replaces the earlier definition, as when a notebook's cell runs again;
-    instances of the earlier class must then be made anew.
+    A class of the same module and name replaces the earlier definition, as when a notebook's cell runs again. Instances
+    of the earlier class must then be remade.
 
     Raises:
         ValueError: the name belongs to another policy.

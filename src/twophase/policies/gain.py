@@ -24,8 +24,8 @@ def mean_outer_gain(rule: OuterRule, policy: RestartPolicy, rounds: int) -> floa
     """Compute the mean displacement a round that a constant unit pseudo-gradient would cause over a run.
 
     `(1/T) sum_t u_t` with g = 1 in every round, u_t the rule's update (or the policy's step), and m under the policy
-    from m = 0. The same in both forms. A restart lowers it, so a comparison with and without restarts is
-    also a comparison of two step sizes: match this number in a control (R31 of the theory note).
+    from m = 0. The same in both forms. A restart lowers it, so a comparison with and without restarts is also a
+    comparison of two step sizes. Match this number in a control (R31 of the theory note).
 
     Args:
         rule: the outer rule.

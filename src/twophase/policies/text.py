@@ -1,7 +1,7 @@
 """Write policies as text, read them back, and find the class of a name.
 
-To add a policy, write a frozen dataclass that derives from `RestartPolicy` and decorate it with `@register("name")`:
-its text form (`name:value:...`), state saving, the optimizer and the engine then work unchanged. So do sweeps and the
+To add a policy, write a frozen dataclass that derives from `RestartPolicy` and decorate it with `@register("name")`.
+Its text form (`name:value:...`), state saving, the optimizer and the engine then work unchanged. So do sweeps and the
 command line, if the environment variable `TWOPHASE_POLICIES` names its module.
 """
 
@@ -51,8 +51,8 @@ def load_modules(variable: str) -> None:
 def parse(text: str | int | RestartPolicy) -> RestartPolicy:
     """Return the policy of a text form; a policy is returned as it is and a whole number is a period.
 
-    `never`, `3`, `cycle:5,6,10`, `at:4,9`, `soft:3:0.2:0.1`, or `name:value:...` of a registered policy: the values of
-    its fields in their order, those of a tuple separated by commas. Inverse of `str(policy)`.
+    `never`, `3`, `cycle:5,6,10`, `at:4,9`, `soft:3:0.2:0.1`, or `name:value:...` of a registered policy: its fields'
+    values in order, those of a tuple separated by commas. Inverse of `str(policy)`.
 
     Raises:
         ValueError: unknown name, wrong number of values, or values out of range.

@@ -71,7 +71,7 @@ class Method(Value):
     """How an outer update is made of a pseudo-gradient.
 
     A method with a first moment has the buffer m of its `rule()`, `m <- b m + w g` with w = 1 (sum form) or 1 - b (EMA
-    form): norms, cosine and restarts are of that buffer.
+    form). Norms, cosine and restarts are of that buffer.
     """
 
     slot: ClassVar[Slot] = "method"

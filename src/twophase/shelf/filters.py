@@ -120,9 +120,9 @@ class CGAD(Filter):
 class Orthogonal(Filter):
     """Every matrix of g with its singular values made alike, and its Frobenius norm as before; vectors stay.
 
-    Muon orthogonalizes the momentum and sets the step's size by the shape; Iso-C gives all singular values their mean,
+    Muon orthogonalizes the momentum and sets the step's size by the shape. Iso-C gives all singular values their mean,
     which keeps their sum and shortens g. Here they become their root mean square, so the learning rate keeps its
-    meaning, and norm and cosine in the report can be compared with those of other filters. It is made by Newton-Schulz
+    meaning. Norm and cosine in the report then compare with those of other filters. It is made by Newton-Schulz
     iterations in bfloat16 (`twophase.optim.methods.orthogonalized`), which bring them within about 30 % of it.
 
     Args:
@@ -147,9 +147,9 @@ class Orthogonal(Filter):
 class EDiT(Filter):
     """The pseudo-gradient penalty of EDiT: replicas that stand out are rejected, the others weighed by norm; a clip.
 
-    G is the norm of a replica's own g in a fragment. It is rejected where it is not finite and, after the warmup, where
-    it exceeds the moving mean of all norms by `threshold` moving standard deviations. The weights of the others are
-    exp(-G / temperature), so no replica much longer than the shortest one counts. Their mean is clipped to `clip`.
+    G is the norm of a replica's own g in a fragment. A replica is rejected if G is not finite or, after the warmup,
+    exceeds the moving mean of all norms by `threshold` moving standard deviations. The other weights are exp(-G /
+    temperature), so no replica much longer than the shortest one counts. Their mean is clipped to `clip`.
 
     One moving mean serves all replicas, which may come and go; EDiT keeps one a replica. Norms that are rejected do not
     enter it, except where all replicas are: then their level has changed. In such a round the anchor, its momentum and

@@ -166,10 +166,10 @@ class _Moments(Method):
 class AdamW(_Moments):
     """AdamW on pseudo-gradients.
 
-    A restart takes the first moment's bias correction back, too: `W`, the weight that m holds, restarts with m, so the
-    step after it is as long as the first one. Of a soft restart `W <- |retain| W + |inject|`. W counts the rounds of
-    the param group: the steps of a parameter whose first pseudo-gradient comes later are not corrected, and with the
-    defaults up to twice as long for some tens of rounds.
+    A restart resets the first moment's bias correction, too. `W`, the weight of m, restarts with m, so the next step is
+    as long as the first one. Of a soft restart `W <- |retain| W + |inject|`. W counts the rounds of the param group.
+    Steps of a parameter with a later first pseudo-gradient are not corrected. With the defaults they are up to twice as
+    long for some tens of rounds.
 
     Args:
         lr, momentum: learning rate and beta_1.

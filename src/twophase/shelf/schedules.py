@@ -103,12 +103,12 @@ class Linear(_Decay):
 @register("transient")
 @dataclass(frozen=True)
 class Transient(Schedule):
-    """The bias correction of a momentum buffer that begins at 0, anew after each restart.
+    """The bias correction of a momentum buffer that begins at 0, again after each restart.
 
-    With it the update's weights on past pseudo-gradients add up to the same number in every round where restarts are
-    hard and come after the step. A restart before g is mixed in still has the factor of the cycle that ends; after a
-    soft one, which keeps or injects something, steps are too long. Methods that make this correction themselves, or
-    whose updates have a length of their own, are refused.
+    With it the update's weights on past pseudo-gradients add up to the same number in every round, for hard restarts
+    after the step. A restart before g is mixed in still has the factor of the cycle that ends. After a soft restart,
+    which keeps or injects something, steps are too long. Methods that make this correction themselves, or whose updates
+    have a length of their own, are refused.
     """
 
     equation = "lr_t = lr / (1 - b^a),  a: rounds since the restart, with Nesterov one more"
