@@ -6,6 +6,8 @@ count; code inside a line and the cells of tables do.
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
 from functools import cache
 from pathlib import Path
@@ -19,6 +21,11 @@ README = ROOT / "README.md"
 README_WORDS, PAGE_WORDS, SENTENCE_WORDS = 700, 1200, 25
 FENCED = re.compile(r"^```.*?^```\n?", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"!?\[([^\]]*)\]\(([^)\s]*)[^)]*\)")
+SOURCE = ROOT / "src" / "twophase"
+SECTION = re.compile(r"^(?:Args|Attributes|Raises|Returns|Yields):$", re.MULTILINE)
+EXAMPLE = re.compile(r"^>>>.*\n?(?:.+\n?)*", re.MULTILINE)
+LONG_WINDED = {"diloco", "elastic", "integrations", "optim", "theory", "training"}
+"""Rooms of the source whose docstrings still have longer sentences; the aim is none."""
 TO_DO: set[str] = set()
 """Pages whose first sentence and special words are still to be seen to."""
 
@@ -88,6 +95,35 @@ def test_sentences_are_short(path: Path) -> None:
     """A sentence has at most 25 words; a piece of code in it is one word."""
     text = re.sub(r"`[^`]*`", "`code`", read(path))
     assert [sentence for sentence in sentences(text) if words(sentence) > SENTENCE_WORDS] == []
+
+
+def docstrings(path: Path) -> list[str]:
+    """Return the docstrings of a module, its classes, functions and attributes."""
+    bodies = [getattr(node, "body", None) for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    lines = [line for body in bodies if isinstance(body, list) for line in body if isinstance(line, ast.Expr)]
+    texts = [line.value.value for line in lines if isinstance(line.value, ast.Constant)]
+    return [inspect.cleandoc(text) for text in texts if isinstance(text, str)]
+
+
+def prose(docstring: str) -> str:
+    """Return a docstring without examples, equations and names of arguments; code is one word, an entry a block."""
+    text = re.sub(r"`[^`]*`", "`code`", EXAMPLE.sub("", docstring))
+    head, *sections = SECTION.split(text)
+    entries = [re.sub(r"^ {4}(?! )(?:[*\w][\w*, ]*: )?", "\n", section, flags=re.MULTILINE) for section in sections]
+    return "\n\n".join([re.sub(r"^ {4}.*$", "\n", head, flags=re.MULTILINE), *entries])
+
+
+ROOMS = sorted({path.relative_to(SOURCE).parts[0] for path in SOURCE.rglob("*.py")} - LONG_WINDED)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_sentences_of_docstrings_are_short(room: str) -> None:
+    """A sentence of a docstring has at most 25 words, equations, tables and examples aside."""
+    place = SOURCE / room
+    texts = [
+        prose(text) for path in sorted([place, *place.rglob("*.py")]) if path.is_file() for text in docstrings(path)
+    ]
+    assert [sentence for text in texts for sentence in sentences(text) if words(sentence) > SENTENCE_WORDS] == []
 
 
 @pytest.mark.parametrize("page", [page for page in SHORT if not page.startswith("api/") and page not in TO_DO])
