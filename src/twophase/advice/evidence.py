@@ -44,18 +44,18 @@ class Evidence:
     restarts: int  # rounds in which the momentum restarted
     every: float  # rounds from one restart to the next, in the mean; nan without a restart
     oldest: int  # rounds that the oldest measured buffer had gathered since the last restart
-    rates_known: bool  # whether the inner learning rate of the rounds is known
-    cosines: int  # rounds with an informative cosine: the buffer was there and had not just been dropped
+    rates_known: bool  # True if the inner learning rate of the rounds is known
+    cosines: int  # rounds with an informative cosine: with a buffer that had not just been dropped
     cosine: float  # mean cosine between pseudo-gradient and buffer
     cosine_error: float  # its standard error, correlation between rounds included
     against: float  # share of those rounds in which it is negative
-    swing: float  # rounds in which the cosine swings to and fro, where that is no chance
-    turns: bool | None  # whether the pseudo-gradient turns against the buffer; None where chance would do the same
+    swing: float  # rounds in which the cosine swings to and fro, if significant
+    turns: bool | None  # True if the pseudo-gradient turns against the buffer; None where chance would do the same
     gain: float  # median of <update, g> / <g, g>
     growth: float  # change of log |g| a round, the inner learning rate's divided out where it is known
     growth_error: float  # its standard error
-    risen: float  # log of the factor by which |g| itself has risen, if that shows a divergence (`grown`), else 0
-    risen_rounds: int  # the last rounds of the stretch in which it has
+    risen: float  # log of the factor by which |g| has risen, if that shows a divergence (`grown`), else 0
+    risen_rounds: int  # the last rounds of the stretch, in which it has risen
     lost: int  # rounds at the end of the stretch since when, to the run's end, no norm and no cosine is finite
     observed: Observed  # effective progress along the buffer
 

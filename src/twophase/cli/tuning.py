@@ -227,7 +227,7 @@ class TuneResults:
         ended = [tuned.arm for tuned in self.arms if tuned.numbers is not None and not tuned.interior]
         if ended:
             lines.append(
-                f"The search of {', '.join(ended)} ended by its budget: its best may be beyond what was tried."
+                f"The search of {', '.join(ended)} ended by its budget: its optimum may lie outside the searched range."
             )
         if any(tuned.word == "no control" for tuned in self.arms):
             lines.append(f"{CONTROL} diverged at every setting, so that nothing is held against it.")

@@ -171,7 +171,7 @@ class Arm:
 
     @property
     def held_out_perplexity(self) -> float | None:
-        """The mean over seeds of the outcome on each at the setting that is best on the others.
+        """The mean over seeds of the outcome on each at the setting that is best on the other seeds.
 
         Unlike the perplexity of the best setting it has no selection bias. None for fewer than `HELD_OUT_SEEDS` seeds,
         and when a run that it needs has diverged or is missing.

@@ -43,7 +43,7 @@ def load_modules(variable: str) -> None:
             import_module(module)
         except Exception as error:
             raise ValueError(
-                f"{variable}: the module {module!r} cannot be imported ({type(error).__name__}: {error}); mend it, put "
+                f"{variable}: the module {module!r} cannot be imported ({type(error).__name__}: {error}); fix it, put "
                 "its folder on PYTHONPATH, or unset the variable"
             ) from error
 

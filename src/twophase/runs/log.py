@@ -64,7 +64,7 @@ class Log:
 
         Args:
             mark: result of `mark`; a bare length is that of an older checkpoint, None the empty log.
-            step: the inner steps at the mark; None is returned also if `mend` has repaired the file for them.
+            step: the inner steps at the mark; None is returned also if `mend` has accepted the file for them.
         """
         data = self._read()
         why = _difference(data, mark)

@@ -80,7 +80,7 @@ class Method(Value):
     first_moment: ClassVar[bool] = True
     """Whether it has a buffer that a restart acts on."""
     grows: ClassVar[bool] = False
-    """Whether its update is short while its first moment holds few pseudo-gradients, which a schedule may mend."""
+    """Whether its update is short while its first moment holds few pseudo-gradients, which a schedule may correct."""
     matrices: ClassVar[bool] = False
     """Whether it works on whole matrices, so that no parameter may be cut into shards."""
     reads_out: ClassVar[bool] = False

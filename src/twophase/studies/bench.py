@@ -209,7 +209,7 @@ def answer(result: Result) -> str:
                 for claim, fact in numbers["expectations"].items()
             ),
             f"Searches whose best has a neighbour that was not tried: {numbers['cut']} of {numbers['searches']}. "
-            "Their best may be beyond.",
+            "Their optimum may lie outside the searched range.",
             f"Tuned momenta at the least value of whole steps: {numbers['least']} of {numbers['momenta']}.",
             f"By the clock all runs took {numbers['hours']:.1f} hours of one thread.",
         ]

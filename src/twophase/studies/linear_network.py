@@ -80,11 +80,11 @@ def answer(result: Result) -> str:
         f"Controls, log10 of the last loss at width {high}, median: {losses}. Averaging is no momentum at lr 1; "
         f"at the restarts' mean gain its lr is {heavy:.2f} for heavy ball, and for Nesterov would be {nesterov:.2f}"
         f"{', beyond 2, where it diverges' if nesterov > 2 else ''}.",
-        f"Tuned lr, momentum and kind, as the linear theory of one network has it: {tuned['without momentum']:.2f} "
+        f"Tuned lr, momentum and kind, by the linear theory of one network: {tuned['without momentum']:.2f} "
         f"without momentum, {tuned['without restarts']:.2f} without restarts, {tuned['with restarts']:.2f} with the "
         f"best period too. To tuning, restarts add {tuned['without restarts'] - tuned['with restarts']:.2f}.",
-        f"Different data (halves, heavy ball): the pooled data's modes are off by {shards['at_one_inner_step']:.0e} of "
-        f"the first residual at one inner step and by up to {shards['largest_departure']:.2f} at more. The first "
+        f"Different data (halves, heavy ball): the pooled data's modes are off by {shards['at_one_inner_step']:.0e} "
+        f"of the first residual at one inner step, up to {shards['largest_departure']:.2f} at more. The first "
         f"pseudo-gradient is off by up to {shards['largest_first_difference']:.0%}. What fails is the formula for "
         "sigma: the eigenvalues of what the replicas remove on average, in its place, predict every round to "
         f"{shards['largest_departure_exact']:.0e}.",

@@ -256,7 +256,7 @@ def _schedule_lines(schedules: dict[str, Any]) -> list[str]:
             f"{name}, {ROUNDS} rounds, log10 loss: no restart {f['none']:.2f}, K={f['fixed_period']} {f['fixed']:.2f}, "
             f"mixed {f['mix']:.2f} (cycles {cycles}, then {f['tail']} rounds). Controls: SGD at the same learning rate "
             f"{f['sgd']:.2f}, SGD with the gain of K={f['fixed_period']} {f['sgd_gain']:.2f}, heavy ball with tuned "
-            f"momentum {f['tuned_momentum']['momentum']:.2f} and no restart {f['tuned_momentum']['log10_loss']:.2f}."
+            f"momentum {f['tuned_momentum']['momentum']:.2f}, no restart {f['tuned_momentum']['log10_loss']:.2f}."
         )
     return lines
 

@@ -256,7 +256,7 @@ def _scale(name: str, study: Any, quick: bool, scale: str | Scale | None) -> Sca
 def scale_named(scale: str | None = None, *, quick: bool = False) -> Scale:
     """Return a scale by its name, the laptop's by default; refuse an unknown one, or two."""
     if scale is not None and quick and scale != QUICK.name:
-        raise UsageError(f"--quick is a scale of its own; leave out either it or --scale {scale}")
+        raise UsageError(f"--quick is a separate scale; leave out either it or --scale {scale}")
     chosen = QUICK.name if quick else scale or LAPTOP.name
     if chosen not in SCALES:
         raise UsageError(f"--scale {chosen!r} is not known; {did_you_mean(chosen, SCALES)}")
