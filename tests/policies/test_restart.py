@@ -152,8 +152,8 @@ def test_coefficients_that_no_integer_of_a_tensor_holds(number: str):
     [
         ("sometimes", "'sometimes' is not known; write never, .*cycle:5,6,10, at:4,9, soft:3:0.2:0.1"),
         ("periodc:3", "'periodc:3' is not known; did you mean periodic[?]"),
-        ("tracked:4", "'tracked:4' was removed, .*; start a new run with a period such as 3"),
-        ("cosine:0.2", "'cosine:0.2' was removed, .* with gradient"),
+        ("tracked:4", "'tracked:4' was removed .*; start a new run with a period such as 3"),
+        ("cosine:0.2", "'cosine:0.2' was removed .* with gradient"),
         ("²", "'²' is not known"),
         ("3.0", "'3.0' is not known; .* a period such as 3"),
         ("-3", "period is -3; .* >= 1"),
