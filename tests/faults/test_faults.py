@@ -99,7 +99,7 @@ def test_faults_are_seen(tmp_path: Path, stage: Stage) -> None:
         os.read(os.pipe()[0], 1)
         return 0
 
-    assert [ended(begin(call, log), log, 0.5).fault for call in (fails, hangs)] == ["traceback", "hang"]
+    assert [ended(begin(call, log), log, 2.0).fault for call in (fails, hangs)] == ["traceback", "hang"]
 
 
 @pytest.mark.dist
