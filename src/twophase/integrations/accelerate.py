@@ -29,19 +29,18 @@ class DiLoCo:
                     optimizer.zero_grad()
                     rounds.step()
 
-    Inside the block each process is a replica: gradients stay its own. At the end of the block the last, shorter round
-    is taken. `accelerator.save_state` and `load_state` include the engine and each replica's own weights and
-    optimizers, so that a resumed training equals an uninterrupted one bit for bit; load before the block. For a
-    standard run folder make it first, and record around the block, at whose end the last round comes:
-    `with twophase.record(rounds.engine, "runs/mine"), rounds:`.
+    Inside the block each process is a replica: gradients are not averaged. The end of the block takes the last, shorter
+    round. `accelerator.save_state` and `load_state` include the engine and each replica's weights and optimizers. A
+    resumed training equals an uninterrupted one bit for bit; load before the block. For a standard run folder make it
+    first, and record around the block: `with twophase.record(rounds.engine, "runs/mine"), rounds:`.
 
     Args:
-        accelerator: of one process or several, on CPUs or GPUs.
-        model: what `accelerator.prepare` returned.
+        accelerator: accelerator of one process or several, on CPUs or GPUs.
+        model: result of `accelerator.prepare`.
         inner_steps: steps of the optimizer in a round, >= 1.
         enabled: False changes nothing about the loop; `engine` is None then.
-        outer: as of `twophase.DiLoCo`.
-        restart: when the outer momentum restarts; None is never.
+        outer: outer optimizer, as in `twophase.DiLoCo`.
+        restart: restart policy of the outer momentum; None is never.
         options: further arguments of `twophase.DiLoCo`.
 
     Raises:
@@ -98,7 +97,7 @@ class DiLoCo:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self._block:
-            if self.engine is not None and kind is None:  # else the others may not be there
+            if self.engine is not None and kind is None:  # after an error the other replicas may not sync
                 self.engine.finish()
 
     # ------------------------------------------------------------------------------------ the accelerator's checkpoints
@@ -124,7 +123,7 @@ class DiLoCo:
         if replica.get("taken", taken := state.get("taken")) != taken:
             raise ValueError(
                 f"DiLoCo.load_state_dict: {self._folder / self._file} is of inner step {replica['taken']}, and the "
-                f"engine's state of {taken}: saving was interrupted; load another folder, and save into a new one each "
+                f"engine's state of {taken}, so saving was interrupted; load another folder. Save into a new one each "
                 "time"
             )
         self.engine.load_state_dict(state)
@@ -142,7 +141,7 @@ class DiLoCo:
         return [wrapper.optimizer for wrapper in self._accelerator._optimizers]
 
     def _save_replica(self, models: list[nn.Module], weights: list[Any], folder: str) -> None:
-        """Save this process's replica beside the accelerator's checkpoint, which has that of process 0 alone."""
+        """Save this process's replica into the accelerator's checkpoint, which holds only that of process 0."""
         del models, weights
         assert self.engine is not None
         state = {

@@ -21,9 +21,9 @@ class DiLoCoCallback(Rounds, Callback):
         trainer.fit(module, data, ckpt_path=...)
 
     An inner step is a step of the optimizer: under `accumulate_grad_batches` several batches. Lightning's checkpoints
-    hold the engine's state, in the middle of a round as well, so that a resumed training equals an uninterrupted one as
-    far as Lightning's part does: it saves neither random state nor the place in an epoch. Of several replicas each is a
-    Trainer of its own: call `join_replicas()` first, and give each a `default_root_dir`.
+    hold the engine's state, in the middle of a round as well. A resumed training equals an uninterrupted one except for
+    random state and the place in an epoch, which Lightning does not save. Each replica has a separate Trainer: call
+    `join_replicas()` first, and give each a `default_root_dir`.
 
     Arguments, attributes: see `Rounds`. With `record`, training losses and logged metrics go into the run too;
     `val_loss` is the validation loss.
@@ -37,19 +37,18 @@ class DiLoCoCallback(Rounds, Callback):
     _steps = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse what would average gradients, or hide the inner steps, before any device is set up."""
+        """Refuse settings that average gradients or hide the inner steps, before any device is set up."""
         if stage != "fit":
             return
         if trainer.world_size > 1:
             raise ValueError(
                 f"DiLoCoCallback: this Trainer spans {trainer.world_size} devices, and would average every gradient; "
-                "it must be 1: call join_replicas() first and pass Trainer(devices=1), so that each process is a "
-                "Trainer of its own"
+                "it must be 1. Call join_replicas() first and pass Trainer(devices=1), a separate one in each process"
             )
         if not pl_module.automatic_optimization:
             raise ValueError(
                 "DiLoCoCallback: automatic_optimization is False, so steps of the inner optimizer cannot be counted; "
-                "it must be True: or make a twophase.DiLoCo in the module and call its step() after each of them"
+                "it must be True. Or make a twophase.DiLoCo in the module and call its step() after each of them"
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -57,7 +56,7 @@ class DiLoCoCallback(Rounds, Callback):
         self._steps = trainer.global_step
         if self._steps and self._loaded is None:
             raise ValueError(
-                f"DiLoCoCallback: the training goes on from step {self._steps} without this callback's state; resume "
+                f"DiLoCoCallback: the training resumes from step {self._steps} without this callback's state; resume "
                 "from a checkpoint that was written with it (ckpt_path=...)"
             )
         steps = trainer.estimated_stepping_batches
@@ -77,7 +76,7 @@ class DiLoCoCallback(Rounds, Callback):
         self.step(None if loss is None else lambda _: {"loss": float(loss) * scale})
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
-        """Log what the module has logged."""
+        """Log the module's logged metrics."""
         if self.run is not None:
             values = {
                 "validation_loss" if name == "val_loss" else name: value

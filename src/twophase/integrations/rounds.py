@@ -25,16 +25,16 @@ USUAL = OuterRule(0.7, 0.9, nesterov=True)
 """The outer rule of the DiLoCo paper."""
 _TORCHRUN = "RANK LOCAL_RANK GROUP_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE TORCHELASTIC_RUN_ID".split()
 _RECORDING: WeakValueDictionary[Path, Rounds] = WeakValueDictionary()
-"""Trainings of this process by the folder of their record; a trainer need not say that its training has raised."""
+"""Trainings of this process by the folder of their record; a trainer may not report that its training has raised."""
 
 
 class Rounds:
     """Outer rounds of one training; callbacks inherit it and call `begin`, `step` and `end`.
 
     Args:
-        outer: as of `DiLoCo`: an `OuterRule` or `twophase.outer(...)`, `"auto"`, or a function that builds it.
+        outer: outer optimizer: an `OuterRule` or `twophase.outer(...)`, `"auto"`, or a function that builds it.
         inner_steps: steps of the trainer's optimizer in a round, >= 1.
-        restart: when the outer momentum restarts; None is never.
+        restart: restart policy of the outer momentum; None is never.
         record: folder of a standard run (`twophase.record`), written while the trainer trains; None writes none.
         options: further arguments of `DiLoCo`, such as `fragments`, `delay` and `wire`.
 
@@ -132,8 +132,8 @@ def join_replicas() -> int:
     """Join the processes that torchrun started, and hide torchrun from the trainer; a second call does nothing.
 
     Trainers that see torchrun wrap the model in `DistributedDataParallel`, which averages the gradients of every inner
-    step. Afterwards each process is a trainer of its own, on its own GPU, with a folder and a share of the data that
-    you choose by the number returned. Call it before the trainer's arguments are made and before CUDA is used.
+    step. Afterwards each process is a separate trainer on its own GPU. Choose its folder and its share of the data by
+    the number returned. Call this function before the trainer's arguments are made and before CUDA is used.
 
     Returns:
         The number of this replica, from 0; 0 without torchrun.

@@ -39,10 +39,10 @@ def diloco(
                     inner.step()                         # torchft's rounds hang on it
                     inner.zero_grad()
 
-    A replica that comes back is given the model, the inner optimizer, the anchors, and the outer optimizers with their
-    counters. Its place in the data is yours: give `manager` functions for it. Overlap (`fragment_sync_delay`), buckets
-    and quantization are not offered: with torchft 0.2.0 a failed reduction may pass as a success under the first, and
-    the others leave out tensors or do nothing. `twophase.elastic.torchft.TorchFT` has its own.
+    A late joiner receives the model, the inner optimizer, the anchors, and the outer optimizers with their counters.
+    For its place in the data, give `manager` functions. Overlap (`fragment_sync_delay`), buckets and quantization are
+    not offered. With torchft 0.2.0, overlap may report a failed reduction as a success; buckets and quantization leave
+    out tensors or do nothing. `twophase.elastic.torchft.TorchFT` has its own.
 
     Args:
         manager: torchft's, best `manager` of this module.
@@ -50,13 +50,13 @@ def diloco(
         inner: its optimizer.
         outer: the outer rule, or `twophase.outer(...)`.
         inner_steps: inner steps in which every fragment is synchronised once, a multiple of their number.
-        restart: when the outer momentum restarts, in rounds of each fragment; None is never. A policy that measures
-            decides by each replica's own arithmetic: use it where the processors are alike.
+        restart: restart policy of the outer momentum, in rounds of each fragment; None is never. A policy that
+            measures decides by each replica's own arithmetic: use it where the processors are alike.
         fragments: modules that together hold every trainable parameter once; None means the model.
 
     Raises:
-        ValueError: fragments that leave out or share parameters, a manager with `init_sync` or `use_async_quorum`,
-            buckets in the environment, or a state with more than tensors, numbers and text.
+        ValueError: fragments that leave out or share parameters; a manager with `init_sync` or `use_async_quorum`;
+            buckets in the environment; a state with more than tensors, numbers, text.
         ImportError: another release of torchft than 0.2.0.
     """
     modules = [model] if fragments is None else [*fragments]
@@ -72,7 +72,7 @@ def diloco(
         model.load_state_dict(state["model"])
         inner.load_state_dict(state["inner"])
 
-    # Without both, a healed replica trains on from old weights, and its next pseudo-gradient poisons the round of all.
+    # Without both, a healed replica continues from old weights, and its next pseudo-gradient poisons the round of all.
     manager.register_state_dict_fn("twophase", load, save)
     native.check_state(manager)
     return rounds

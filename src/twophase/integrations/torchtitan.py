@@ -56,20 +56,20 @@ class Outer:
 
 
 class Optimizers(TorchFTOptimizersContainer):
-    """torchtitan's inner optimizers; what is saved has today's learning rate, not that of the first step."""
+    """torchtitan's inner optimizers; their saved state has the current learning rate, not that of the first step."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(TorchFTOptimizersContainer.Config):
         """torchtitan's own options."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as it is now; torchtitan's own keeps the numbers of its construction."""
+        """Return the current state; torchtitan's own keeps the numbers of its construction."""
         self.init_cache_state_dict()
         return super().state_dict()
 
 
 class Rounds(Stateful):
-    """What torchtitan's checkpoint lacks, as an entry of it: anchors, outer states, counters of this process."""
+    """Entry of torchtitan's checkpoint with what it lacks: anchors, outer states, counters of this process."""
 
     def __init__(self, rounds: native.Native) -> None:
         self.rounds = rounds
@@ -99,15 +99,15 @@ class Rounds(Stateful):
 class DiLoCoTrainer(FaultTolerantTrainer):
     """torchtitan's `FaultTolerantTrainer`, whose rounds are torchft's with an `OuterSGD` for each fragment.
 
-    Every replica keeps a whole checkpoint in a folder of its own, `replica-0` and so on, so that a training that is
-    stopped and resumed equals one that was not, bit for bit: torchtitan's own keeps one replica's inner optimizer for
-    all, and no outer state. A replica that comes back alone is given weights and both optimizers by torchft.
+    Every replica keeps a whole checkpoint in a separate folder, `replica-0` and so on. A resumed training then equals
+    an uninterrupted one bit for bit. torchtitan's own checkpoint keeps one replica's inner optimizer for all, and no
+    outer state. A late joiner receives weights and both optimizers from torchft.
 
     Args:
         config: torchtitan's, with `outer`; made by `configured`.
 
     Raises:
-        ValueError: settings with which replicas differ without an error, or a rule or policy that is not known.
+        ValueError: settings with which replicas differ without an error, or an unknown rule or policy.
         ImportError: another release of torchft than 0.2.0.
     """
 
@@ -134,7 +134,7 @@ class DiLoCoTrainer(FaultTolerantTrainer):
         outers = [OuterSGD.from_rule(module.named_parameters(), rule, policy) for module in fragments]
         self.rounds = native.Native(manager, fragments, self.optimizers, outers, tolerance.sync_steps)
         self.checkpointer.states["twophase"] = Rounds(self.rounds)
-        # torchtitan's train() would add its own rounds to ours
+        # torchtitan's train() would add torchtitan's rounds to these
         self.config = replace(self.config, fault_tolerance=replace(tolerance, semi_sync_method=None))
 
     def train(self) -> None:
@@ -147,7 +147,7 @@ def configured(config: Trainer.Config, outer: Outer | None = None) -> DiLoCoTrai
     """Return a configuration of torchtitan with our rounds, for a function that `--config` names.
 
     Args:
-        config: of any torchtitan model without pipeline stages.
+        config: configuration of any torchtitan model without pipeline stages.
         outer: outer rule and policy; None is the DiLoCo paper's rule without restarts.
     """
     values = _values(config)
@@ -177,7 +177,7 @@ def _values(config: Any) -> dict[str, Any]:
 
 
 def _check(config: DiLoCoTrainer.Config) -> None:
-    """Refuse what torchft 0.2.0 or torchtitan would do without an error."""
+    """Refuse settings under which torchft 0.2.0 or torchtitan errs silently."""
     tolerance = config.fault_tolerance
     faults = {
         "fault_tolerance.enable": (tolerance.enable, True),

@@ -27,9 +27,9 @@ class DiLoCoCallback(Rounds, TrainerCallback):
         trainer.train(resume_from_checkpoint=...)
         trainer.save_model()                    # the last round comes after the Trainer's last checkpoint
 
-    The Trainer keeps its optimizer, schedule, logging and checkpoints. Beside each checkpoint lies the engine's state,
-    from which a resumed training equals an uninterrupted one bit for bit, in the middle of a round as well. Of several
-    replicas each is a Trainer of its own: call `join_replicas()` first, and give each an `output_dir`.
+    The Trainer keeps its optimizer, schedule, logging and checkpoints. Each checkpoint also holds the engine's state.
+    A resumed training equals an uninterrupted one bit for bit, in the middle of a round as well. Each replica has a
+    separate Trainer: call `join_replicas()` first, and give each an `output_dir`.
 
     Arguments, attributes: see `Rounds`. With `record`, logged and evaluation losses go into the run too.
 
@@ -56,7 +56,7 @@ class DiLoCoCallback(Rounds, TrainerCallback):
         if args.save_total_limit == 1:
             raise ValueError(
                 "DiLoCoCallback: save_total_limit is 1, and the Trainer removes the earlier checkpoint before the "
-                "engine's state is in the new one: a kill in between would leave none to resume from; give 2 or more"
+                "engine's state is in the new one. A kill in between would leave no resumable one; give 2 or more"
             )
         if getattr(args, "enable_jit_checkpoint", False) or state.is_hyper_param_search:
             raise ValueError(
@@ -67,13 +67,13 @@ class DiLoCoCallback(Rounds, TrainerCallback):
         if state.global_step:
             if not path.exists():
                 raise ValueError(
-                    f"DiLoCoCallback: {path} is missing: the checkpoint was written without this callback, its writing "
-                    "was interrupted, or it lies elsewhere; resume from an earlier checkpoint of output_dir"
+                    f"DiLoCoCallback: {path} is missing: the checkpoint was written without this callback, "
+                    "incompletely, or in another folder; resume from an earlier checkpoint of output_dir"
                 )
             if not any(path.parent.glob("*optimizer*")):  # the Trainer begins with a fresh one, and says nothing
                 raise ValueError(
                     f"DiLoCoCallback: {path.parent} has no optimizer.pt, so the inner optimizer and its schedule would "
-                    "begin anew; resume from a checkpoint with save_only_model=False, or train anew from its weights"
+                    "start over. Resume from one saved with save_only_model=False, or start a new run from its weights"
                 )
             saved = parts.load(path, "DiLoCoCallback")
             if saved.get("weights", (here := _digits(kwargs["model"]))) != here:
