@@ -664,6 +664,6 @@ def test_signals_without_names_are_refused_at_once(signals: Any):
 
 
 def test_an_optimizer_that_counts_rounds_is_no_torch_method():
-    """Built anew in each round it would never restart; the refusal names what does."""
-    with pytest.raises(ValueError, match=r"is built anew .*lambda params: OuterSGD\(params"):
+    """Rebuilt in each round it would never restart; the refusal names what does."""
+    with pytest.raises(ValueError, match=r"is rebuilt in each round.*lambda params: OuterSGD\(params"):
         from_torch(OuterSGD, lr=0.7, momentum=0.9, restart=2)

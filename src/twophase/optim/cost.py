@@ -1,4 +1,4 @@
-"""What a round of an outer optimizer reads, writes and remembers, counted as torch executes it."""
+"""Count what a round of an outer optimizer reads, writes and remembers, as torch executes it."""
 
 from __future__ import annotations
 

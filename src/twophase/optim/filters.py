@@ -1,6 +1,6 @@
 """The arithmetic of the shelf's filters: from a group's pseudo-gradients and first moments to what the method sees.
 
-`@filter_of(Clip)` registers the function of a filter. It returns new tensors, or those that it was given.
+`@filter_of(Clip)` registers the function of a filter. It returns new tensors, or its arguments.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from twophase.shelf.base import Filter
 from twophase.shelf.filters import Clip, EDiT, HeLoCo, Orthogonal
 
 Total = Callable[[Sequence[float]], list[float]]
-"""Sums over the shards of a parameter, of numbers that each process has of its own shard."""
+"""Sums over the shards of a parameter; each process gives the numbers of its shard."""
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a filter may know besides its tensors.
+    """Hold what a filter may read besides its tensors.
 
     Args:
         age: rounds that the pseudo-gradient is old when it is applied.
         total: sums of numbers over the shards.
-        scale: what a group's first moment is to be multiplied with to have the EMA form.
-        weighs: whether an engine weighs its replicas as a filter of `replicas` says.
-        sharded: whether this process holds a shard of each parameter.
+        scale: factor that brings a group's first moment to the EMA form.
+        weighs: True if an engine weighs its replicas as a filter of `replicas` says.
+        sharded: True if this process holds a shard of each parameter.
     """
 
     age: float = 0.0
@@ -58,7 +58,7 @@ def filter_of(kind: type[Filter]) -> Callable[[Function], Function]:
 def filtered(
     value: Filter, gradients: Sequence[Tensor], buffers: Sequence[Tensor | None], context: Context
 ) -> list[Tensor]:
-    """Return a group's pseudo-gradients as the method sees them; those given are only read."""
+    """Return a group's pseudo-gradients as the method sees them; the arguments are only read."""
     if value.linear:
         factor = value.factor(context.age)
         return list(gradients) if factor == 1 else [g * factor for g in gradients]
@@ -139,7 +139,7 @@ def _along(value: HeLoCo, g: Tensor, m: Tensor, dots: Dots, scale: float) -> Ten
 def orthogonal(
     value: Orthogonal, gradients: Sequence[Tensor], buffers: Sequence[Tensor | None], context: Context
 ) -> list[Tensor]:
-    """Orthogonalize each matrix and keep its norm; a tensor of more axes is the matrix of its first one."""
+    """Orthogonalize each matrix and keep its norm; a tensor of more axes is flattened behind its first one."""
     del buffers, context
     return [g if g.ndim < 2 or not g.numel() else _orthogonal(g, value.steps) for g in gradients]
 

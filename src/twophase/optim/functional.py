@@ -41,10 +41,10 @@ class Update:
     `m_old`: substitute `momentum m_old = m - w g`.
 
     Args:
-        lr, momentum, nesterov, form: of the outer rule.
-        fresh: the buffers hold nothing yet and count as 0; they are written without being read.
+        lr, momentum, nesterov, form: numbers and form of the outer rule.
+        fresh: True if the buffers are empty and count as 0; they are written without being read.
         step: a policy's update in place of the rule's; `lr` and `nesterov` are then unused.
-        restart: of the buffers, before or after; it plays no part in comparisons, nor in the arithmetic of the update.
+        restart: restart of the buffers, before or after; comparisons and the arithmetic of the update ignore it.
 
     Source: paper section 2 and appendix A; theory notes R2 and R3.
     """
@@ -102,7 +102,7 @@ def outer_step_(
         params: x, any shapes, floating point.
         pseudo_gradients: g, shapes of `params`; read only.
         buffers: m, shapes of `params`, dtype `buffer_dtype`; empty when momentum is 0.
-        update: what happens to x and m.
+        update: the round's arithmetic on x and m.
     """
     if update.momentum == 0:
         for x, g in batches(params, pseudo_gradients):
@@ -173,7 +173,7 @@ def in_pieces_(
 
 
 def _step_(x: list[Tensor], g: list[Tensor], m: list[Tensor], weights: tuple[float, float], scratch: Scratch) -> None:
-    """`x <- x - a g - b m`; 16-bit x is rounded once, unless b = 0, which has the bits of a momentum-free step."""
+    """Take `x <- x - a g - b m`; 16-bit x is rounded once, unless b = 0: the bits of a momentum-free step."""
     along_g, along_m = weights
     if along_m == 0 or x[0].dtype.itemsize >= 4:
         torch._foreach_add_(x, g, alpha=-along_g)
@@ -195,7 +195,7 @@ def _copy_(targets: list[Tensor], sources: list[Tensor]) -> None:
 def _scratch_like(batch: list[Tensor], scratch: Scratch) -> list[Tensor]:
     """Cut uninitialised tensors of a batch's shapes from one piece that all batches of a step share.
 
-    A fresh allocation for each batch would be given back to the system and faulted in again, batch after batch.
+    A fresh allocation for each batch would return to the system and be faulted in again, batch after batch.
     """
     count, kind = sum(t.numel() for t in batch), (batch[0].dtype, batch[0].device)
     if count > piece_length(batch[0]) or not all(is_plain(t) and (t.dtype, t.device) == kind for t in batch):
@@ -207,7 +207,7 @@ def _scratch_like(batch: list[Tensor], scratch: Scratch) -> list[Tensor]:
 
 
 def restart_(buffers: Sequence[Tensor], pseudo_gradients: Sequence[Tensor], restart: Restart) -> None:
-    """`m <- retain m + inject g` in place; exact zeros for retain = inject = 0, whatever m holds."""
+    """Restart in place, `m <- retain m + inject g`; exact zeros for retain = inject = 0, also of a NaN in m."""
     retain, inject = restart.retain, restart.inject
     for m, g in batches(buffers, pseudo_gradients):
         if retain == 0:
@@ -224,9 +224,8 @@ def restart_(buffers: Sequence[Tensor], pseudo_gradients: Sequence[Tensor], rest
 def batches(*lists: Sequence[Tensor], limit: int | None = None) -> Iterator[tuple[list[Tensor], ...]]:
     """Yield aligned batches over several lists of tensors, each about a piece, or `limit` elements, long in all.
 
-    Large contiguous tensors are cut into flat views; small ones are put together. A tensor that is no plain
-    contiguous one (a DTensor, a transposed view) is taken whole, and a DTensor by itself: one operation cannot take
-    DTensors and plain tensors together.
+    Large contiguous tensors are cut into flat views; small ones are put together. A DTensor or a transposed view is
+    taken whole, and a DTensor by itself: one operation cannot take DTensors and plain tensors together.
     """
     if not lists[0]:
         return
@@ -261,7 +260,7 @@ def piece_length(tensor: Tensor) -> int:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is no subclass, such as a DTensor."""
+    """Return whether a tensor is no subclass, such as a DTensor."""
     return type(tensor) in _PLAIN
 
 
@@ -269,7 +268,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def _split(rows: list[Row], update: Update) -> tuple[dict[torch.dtype, list[Row]], list[Row]]:
-    """Return, by dtype, what the fused kernel updates to the bits of the plain operations, and the other rows."""
+    """Return, by dtype, the rows that the fused kernel updates to the bits of the plain operations; then the rest."""
     exact = {dtype: fused_is_exact(dtype, update) for dtype in {row[0].dtype for row in rows}}
     bodies: dict[torch.dtype, list[Row]] = {}
     others: list[Row] = []
@@ -313,14 +312,14 @@ def _fused_sgd_(x: list[Tensor], g: list[Tensor], m: list[Tensor], update: Updat
 
 @functools.lru_cache(maxsize=64)  # schedules change lr from step to step
 def fused_is_exact(dtype: torch.dtype, update: Update) -> bool:
-    """Whether torch's fused kernel gives the bits of the plain operations here, with these very settings.
+    """Return whether torch's fused kernel gives the bits of the plain operations here, with these settings.
 
-    The kernel has the sum form, and the EMA form's heavy ball except for a first step: that one is its dampening,
-    which it leaves out of a first step.
+    The kernel has the sum form, and the EMA form's heavy ball except for a first step. Its dampening is the EMA weight,
+    and a first step leaves it out.
 
-    The compiler and the CPU decide whether it fuses multiplications and additions. Processes on unlike machines, and a
-    run resumed on another one, must agree in every bit, so the faster path is taken only where the result cannot tell.
-    The function is private to torch: without it, or with other arguments, the plain operations do the work.
+    The compiler and the CPU decide whether it fuses multiplications and additions. Unlike machines, and a run resumed
+    on another one, must agree in every bit. The faster path is taken only where both paths give equal bits. The
+    function is private to torch: without it, or with other arguments, the plain operations do the work.
     """
     if update.step is not None or dtype not in (torch.float32, torch.float64):
         return False

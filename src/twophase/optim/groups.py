@@ -21,16 +21,16 @@ COUNTERS = ("rounds", "rounds_since_restart", "restarts")
 
 @dataclass(frozen=True, slots=True)
 class GroupRound:
-    """What a param group did in its last round.
+    """Describe the last round of a param group.
 
     Args:
-        restarted: whether its buffer restarted.
+        restarted: True if its buffer restarted.
         pseudo_gradient_norm: Euclidean norm of g over the group.
         buffer_norm: Euclidean norm of m before g was mixed in.
         cosine: cosine of the angle between that m and g, 0 when either vanishes.
         gain: `<update, g> / <g, g>`, with update = x before - x after; 1 would be plain averaging. NaN when g = 0.
             (Behind a filter all five are of its g.)
-        not_finite: what its restart policy needs and what was not finite: the run has diverged, and nothing restarted.
+        not_finite: needs of its restart policy that were not finite: the run has diverged, and nothing restarted.
     """
 
     restarted: bool
@@ -62,7 +62,7 @@ def _rule(lr: Any, momentum: Any, nesterov: Any, form: Any) -> OuterRule:
 
 
 def complete_(group: dict[str, Any]) -> None:
-    """Fill a param group's missing entries and check the others."""
+    """Fill a param group's missing entries and check the present ones."""
     policy = parse(group.get("restart", "never"))
     memory = group.get("policy_state", policy.initial_state())
     group |= {"form": "sum", "nesterov": False, **dict.fromkeys(COUNTERS, 0)} | group
@@ -88,7 +88,7 @@ def check_group(group: Mapping[str, Any]) -> None:
     if policy.effective(rule).momentum != rule.momentum:
         raise ValueError(
             f"OuterSGD: restart policy {policy} needs a buffer, and at momentum 0 there is none; "
-            "give any momentum above 0, which does not enter"
+            "give any momentum above 0: its value does not enter"
         )
 
 
@@ -97,7 +97,7 @@ def check_needs(group: Mapping[str, Any], supplied: Collection[str], origin: str
 
     Args:
         group: a completed param group.
-        supplied: names of the signals that are there or promised, and `"probes"`.
+        supplied: names of the present or promised signals, and `"probes"`.
         origin: the policy's origin, for the message.
     """
     missing = parse(group["restart"]).needs - MEASURED - set(supplied)
@@ -129,7 +129,7 @@ def loaded_groups(
     if not {"state", "param_groups"} <= set(state) or any("momentum" not in group for group in state["param_groups"]):
         raise ValueError(
             "OuterSGD: this is no state of an OuterSGD or a torch.optim.SGD, for its groups have no momentum; load "
-            "what the state_dict() of one has returned"
+            "the state_dict() of one"
         )
     loaded = []
     for index, group in enumerate(state["param_groups"]):
@@ -171,6 +171,6 @@ def saved_group(group: Mapping[str, Any]) -> dict[str, Any]:
     saved = {key: value.item() if hasattr(value, "item") else value for key, value in group.items()}
     if not isinstance(saved["restart"], str):  # the user put a policy there, which has not begun yet
         saved |= {"restart": str(saved["restart"]), "policy_state": parse(saved["restart"]).initial_state()}
-    # One leaf, whatever the policy remembers by now: torch.distributed.checkpoint restores those leaves alone that a
+    # One leaf, with any memory of the policy: torch.distributed.checkpoint restores those leaves alone that a
     # fresh optimizer's state has as well.
     return saved | {"policy_state": json.dumps(saved["policy_state"], default=lambda value: value.item())}

@@ -45,12 +45,12 @@ _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What is known of a round without its tensors.
+    """Describe a round without its tensors.
 
     Args:
-        number: from 1.
+        number: number of the round, from 1.
         rule: learning rate and momentum of the round, after the schedule.
-        answer: of the restart policy.
+        answer: answer of the restart policy.
         memory: the group's plain numbers after `advance`.
     """
 
@@ -104,12 +104,12 @@ def restarted(method: Method, restart: Restart, memory: Memory) -> Memory:
 
 
 def resets_second(method: Method) -> bool:
-    """Whether a restart empties the second moment, too."""
+    """Return whether a restart empties the second moment, too."""
     return getattr(method, "second", "keep") == "restart"
 
 
 def new_buffer(method: Method, key: str, x: Tensor) -> Tensor:
-    """Return a buffer of a parameter as it is before the first round."""
+    """Return a buffer of a parameter in its state before the first round."""
     if key in ("iterate", AVERAGE):
         return x.detach().to(buffer_dtype(x), copy=True)
     start = getattr(method, "tau", 0.0) ** 2 if key == SECOND else 0.0
@@ -285,7 +285,7 @@ def torch_optimizer(method: TorchMethod, params: list[Tensor]) -> torch.optim.Op
         ) from error
     if isinstance(optimizer, OuterSGD):  # whose rounds and restarts are counted in its param groups
         raise ValueError(
-            f"method torch: {method.optimizer} is built anew in each round, and would never restart; give DiLoCo a "
+            f"method torch: {method.optimizer} is rebuilt in each round, and would never restart. Give DiLoCo a "
             "function, lambda params: OuterSGD(params, ...), or an OuterRule with restart="
         )
     return optimizer
@@ -318,14 +318,14 @@ def first_moment_key(method: Method) -> str | None:
     except Exception as error:
         raise ValueError(
             f"method {method} takes no step on a matrix with a gradient ({type(error).__name__}: "
-            f"{error}); take one that needs no closure and no sparse gradients, such as Adagrad"
+            f"{error}). Take one that needs no closure and no sparse gradients, such as Adagrad"
         ) from error
     return next((key for key in ("exp_avg", FIRST) if isinstance(optimizer.state[trial].get(key), Tensor)), None)
 
 
 @update_of(TorchMethod)
 def torch_step(method: TorchMethod, round_: Round, x: Tensor, g: Tensor, state: State) -> Tensor:
-    """Return x minus what the optimizer makes of it; its first moment stands under our name between its steps."""
+    """Return x minus the optimizer's result; between steps the state has its first moment under the key `FIRST`."""
     first = first_moment_key(method)
     after = x.detach().to(g.dtype, copy=True).requires_grad_()
     after.grad = g.clone()  # some optimizers overwrite it

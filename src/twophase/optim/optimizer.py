@@ -44,24 +44,24 @@ WEIGHTS = ("first", "second")
 
 
 class OuterOptimizer(OuterSGD):
-    """An outer optimizer made of a method, a filter, a schedule, a readout and a restart policy.
+    """Outer optimizer made of a method, a filter, a schedule, a readout and a restart policy.
 
     Each `step()` is one outer round with the `.grad` of each parameter as pseudo-gradient (`twophase.shelf.base` has
     the equations). Restarts, state, param groups and reports are those of `OuterSGD`, of which a plain method without
     a filter, schedule or readout has the bits. A param group may override `method`, `filter`, `schedule`, `readout` and
-    `restart`. With a schedule other than `constant` the group's `lr` and `momentum` are set in every round, from those
-    of its method, and none may stand beside it; with that one they may, and a scheduler of torch may set them.
+    `restart`. Only under the schedule `constant` may a group give `lr` and `momentum`, or a scheduler of torch set
+    them. Any other schedule sets them in every round, from those of the group's method.
 
     Args:
         params: parameters, named parameters, or param groups.
         outer: a value of `twophase.outer`, a method or its text form, or an `OuterRule`.
         restart: a policy of `twophase.restart`, its text form, or a period.
-        signals: as for `OuterSGD`.
-        context: what filters may know beside their tensors; an engine fills it in.
+        signals: names of further values, as in `OuterSGD`.
+        context: values that filters may read besides their tensors; an engine fills it in.
 
     Raises:
-        ValueError: a value outside its range; a restart of a method without a first moment; a policy that takes steps
-            of its own beside a method that is not momentum SGD; a method of matrices without a matrix.
+        ValueError: a value out of range; a restart without a first moment; a matrix method without a matrix; steps of a
+            policy except with momentum SGD.
 
     >>> from twophase.shelf.outer import outer
     >>> x = torch.nn.Parameter(torch.ones(1))
@@ -103,7 +103,7 @@ class OuterOptimizer(OuterSGD):
         if dropped:
             raise ValueError(
                 f"OuterOptimizer: a group has {' and '.join(dropped)} beside schedule {group['schedule']}, which "
-                "begins at the numbers of the group's method; write them there, such as "
+                "begins at the numbers of the group's method. Write them there, such as "
                 '"method": "heavy-ball:lr=0.1", or give the group "schedule": "constant"'
             )
         _check_restart({"restart": self.defaults["restart"], **group})  # before a remedy that not all methods can take
@@ -115,7 +115,7 @@ class OuterOptimizer(OuterSGD):
             raise
 
     def take_place_in(self, context: Context) -> None:
-        """Take what an engine knows; raise a ValueError where a value needs whole matrices and has their shards."""
+        """Take an engine's context; raise a ValueError where a value needs whole matrices and has their shards."""
         self.context = context
         for group in self.param_groups:
             check_slots(group, context)
@@ -125,7 +125,7 @@ class OuterOptimizer(OuterSGD):
     @torch.no_grad()
     def dots(self) -> list[Dots]:
         """Return `<g, g>`, `<m, m>` and `<g, m>` of each group that has a gradient, with g as the method sees it."""
-        self._parts_of_round = None  # a sync may be taken anew, with another sum
+        self._parts_of_round = None  # a repeated sync may have another sum
         return super().dots()
 
     @torch.no_grad()
@@ -152,12 +152,12 @@ class OuterOptimizer(OuterSGD):
             moved = super().candidate(number)
             others = {id(x): new for part in self._parts() for x, new in self._rehearsed(part)}
             return [(p, others.get(id(p), new)) for p, new in moved]
-        finally:  # a sync that is taken anew filters with the same momentum again
+        finally:  # a repeated sync filters with the same momentum again
             for group, numbers in zip(self.param_groups, before, strict=True):
                 group.update(numbers)
 
     def _rehearsed(self, part: Part) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield where a method that is not momentum SGD takes its parameters in this round, and change nothing."""
+        """Yield the next parameters of a method that is not momentum SGD; change nothing."""
         method, group = method_of(part.group), part.group
         for x, g in zip(part.params, part.gradients, strict=True) if not method.plain else ():
             rule = rule_of(group)
@@ -282,19 +282,19 @@ class OuterOptimizer(OuterSGD):
                 state[READOUT].lerp_(x.detach().to(state[READOUT].dtype), weight)
 
     def readout(self, x: Tensor) -> Tensor:
-        """Return what is to be evaluated in the place of a parameter: itself, or the average that its group keeps."""
+        """Return the tensor to evaluate in the place of a parameter: itself, or the average that its group keeps."""
         state = self.state.get(x, {})
         return state.get(READOUT, state.get(AVERAGE, x.detach()))
 
     @property
     def reads_out(self) -> bool:
-        """Whether any group is evaluated at another point than its parameters."""
+        """True if any group is evaluated at another point than its parameters."""
         return any(group["readout"] != "last" or method_of(group).reads_out for group in self.param_groups)
 
     # -------------------------------------------------------------------------------------------------- the state
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy gets."""
+        """Return the state of a copy."""
         names = ("_default", "context", "_along", "_parts_of_round")
         return super().__getstate__() | {name: self.__dict__[name] for name in names}
 
@@ -310,17 +310,17 @@ class OuterOptimizer(OuterSGD):
             round_ = Round(0, rule_of(part.group), Answer({}), {})
             for x, g in zip(part.params, part.gradients, strict=True) if not method.plain else ():
                 state = _completed(method, x, self.state[x])
-                if isinstance(method, TorchMethod):  # it makes its buffers anew in round 1
+                if isinstance(method, TorchMethod):  # it makes new buffers in round 1
                     torch_step(method, round_, x, g.to(buffer_dtype(x)), state)
             self._read_out(part)
 
     def _check_loaded(self, groups: list[dict[str, Any]]) -> None:
-        """Complete a state's groups, perhaps those of an `OuterSGD`; refuse what this optimizer cannot take."""
+        """Complete a state's groups, perhaps those of an `OuterSGD`; refuse values that do not fit here."""
         for group, here in zip(groups, self.param_groups, strict=False):
             if "method" not in group and not method_of(here).plain:
                 raise ValueError(
                     f"OuterOptimizer: the loaded state is of momentum SGD, and this optimizer's method is "
-                    f"{here['method']}; build it with the state's method, or start anew"
+                    f"{here['method']}; build it with the state's method, or start a new run"
                 )
             if "method" not in group:  # what a schedule begins at
                 group["method"] = str(as_outer(rule_of(group)).method)
@@ -346,7 +346,7 @@ def outer_optimizer(
 
 
 def _completed(method: Method, x: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return a parameter's buffers, made where they lack."""
+    """Return a parameter's buffers; missing ones are made."""
     if not isinstance(method, TorchMethod):  # a torch optimizer makes its own
         for key in method.buffers:
             if key not in state:
@@ -365,14 +365,14 @@ def filter_of_group(group: Mapping[str, Any]) -> Filter:
 
 
 def outer_of(group: Mapping[str, Any]) -> Outer:
-    """Return what stands in a group's slots; that of an `OuterSGD` is its rule."""
+    """Return the values of a group's slots; a group of an `OuterSGD` has its rule."""
     if "method" not in group:
         return as_outer(rule_of(group))
     return Outer(*(parse(slot, group[slot]) for slot in SLOTS))
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what stands in a group's slots as a run's configuration names it, under a schedule as it began."""
+    """Return the values of a group's slots by their names in a run's configuration, a schedule's at its beginning."""
     rate = group.get("initial_lr", group["lr"])
     momentum = group.get("max_momentum", group["momentum"])  # of a scheduler that cycles it
     value = outer_of(group)
@@ -416,8 +416,8 @@ def check_slots(group: Mapping[str, Any], context: Context) -> None:
             torch_optimizer(method, [p.detach()])  # as in a round, each parameter by itself: some allocate their state
         except ValueError as error:  # not the arguments, with which the first moment was looked up
             raise ValueError(
-                f"OuterOptimizer: method {method} refuses a parameter of shape {tuple(p.shape)} ({error.__cause__}); "
-                "give such parameters a group with another method, or take one for all shapes, such as adamw"
+                f"OuterOptimizer: method {method} refuses a parameter of shape {tuple(p.shape)} ({error.__cause__}). "
+                "Give such parameters a group with another method, or take one for all shapes, such as adamw"
             ) from error
     if value.filter.replicas and not context.weighs:
         raise ValueError(
@@ -427,7 +427,7 @@ def check_slots(group: Mapping[str, Any], context: Context) -> None:
     if value.filter.first_moment and (first_moment_key(method) is None or (method.plain and group["momentum"] == 0)):
         raise ValueError(
             f"OuterOptimizer: filter {value.filter.name} compares g with a first moment, and method {value.method} has "
-            "none; give it a momentum above 0, or take the filter away (none)"
+            "none; give it a momentum above 0, or leave out the filter (none)"
         )
     if method.matrices or value.filter.matrices:
         whole = method if method.matrices else value.filter
@@ -441,5 +441,5 @@ def check_slots(group: Mapping[str, Any], context: Context) -> None:
         if flat and (len(flat) == len(group["params"]) or not has_rate):
             raise ValueError(
                 f"OuterOptimizer: method {method.name} needs matrices, and a parameter has shape {flat[0]}; give such "
-                "parameters a group with another method" + ("" if has_rate else ", or a rate of their own (rest=0.7)")
+                "parameters a group with another method" + ("" if has_rate else ", or their rate (rest=0.7)")
             )

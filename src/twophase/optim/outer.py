@@ -51,7 +51,7 @@ class Sweep(Protocol):
 
     @property
     def measure(self) -> bool:
-        """Whether `run` takes the inner products on its way."""
+        """True if `run` takes the inner products on its way."""
         ...
 
     def dots(self, *, fresh: bool, angle: bool) -> Dots | None:
@@ -78,26 +78,26 @@ class OuterSGD(Optimizer):
 
         OuterSGD([{"params": embeddings, "restart": Periodic(5)}, {"params": blocks, "restart": Periodic(9)}], lr=0.7)
 
-    All memory lies in `state` (buffers) and `param_groups` (plain numbers and text: `rounds`, `rounds_since_restart`,
-    `restarts`, `policy_state`, the policy's text form), so `state_dict()` moves all of it, also through `torch.save`
-    with `weights_only` loading. Buffers of 16-bit parameters are float32 and stay so when loaded. Gradients are only
-    read. A group without gradients takes no round; in another one a parameter without a gradient stays where it is, and
-    its buffer restarts with the others. A policy that is put into a param group as an object starts without memory; as
-    text it takes over the memory that is there.
+    `state_dict()` holds all memory, also through `torch.save` with `weights_only` loading. Buffers lie in `state`;
+    `param_groups` has plain numbers and text: `rounds`, `rounds_since_restart`, `restarts`, `policy_state`, the
+    policy's text form. Buffers of 16-bit parameters are float32 and stay so when loaded. Gradients are only read. A
+    group without gradients takes no round. In another one a parameter without a gradient does not move, and its buffer
+    restarts with the group. A policy put into a param group as an object starts without memory; as text it takes over
+    the present memory.
 
     Args:
         params: parameters, named parameters, or param groups.
-        lr: outer learning rate in the form named, >= 0 (the paper's nu in EMA form); only a policy that no rule enters,
-            such as `auto`, goes without.
+        lr: outer learning rate in the form named, >= 0 (the paper's nu in EMA form). Only a policy that no rule enters,
+            such as `auto`, needs none.
         momentum: b, in [0, 1) (the paper's beta_out).
-        nesterov: whether the step looks ahead.
+        nesterov: True if the step looks ahead.
         form: `"sum"` (as torch.optim.SGD) or `"ema"` (as the restart paper).
         restart: a policy of `twophase.restart`, its text form, or a period.
-        signals: names of the further values that `step(signals=...)` will be given, and `"probes"` if it will be given
-            `probe`; a policy that needs more is refused.
+        signals: names of the further values that `step(signals=...)` will pass, and `"probes"` if it will pass `probe`;
+            a policy that needs more is refused.
 
     Raises:
-        ValueError: a value outside its range, a policy that is not known, or one that needs what is not promised.
+        ValueError: a value outside its range, an unknown policy, or one that needs signals not promised.
 
     Source: paper sections 2 and 3; theory notes R2 to R4.
 
@@ -130,7 +130,7 @@ class OuterSGD(Optimizer):
         super().__init__(params, defaults | {"restart": str(parse(restart))})
         self.last_round: list[GroupRound] = []
         self.begun = False
-        """Whether the last `step` came as far as its first group: a refusal before has changed nothing."""
+        """True once the last `step` has reached its first group: a refusal before that has changed nothing."""
 
     @classmethod
     def from_rule(
@@ -174,14 +174,13 @@ class OuterSGD(Optimizer):
         Args:
             closure: re-evaluates and returns the loss, as for any torch optimizer.
             signals: further values for policies that need them, such as losses; the same on every replica.
-            probe: the loss with the parameters as they are when it is called (of several processes, the mean over
-                all), for policies that weigh candidates; the same data at each call of a step. No gradient may be
-                taken, for `.grad` holds the pseudo-gradient.
-            measure: also leave each group's norms, cosine and gain in `last_round` (three more reads of g and m); a
-                signal that is not finite is then named there, without a warning.
+            probe: loss at the current parameters (the mean over processes), for policies that weigh candidates. It
+                takes the same data at each call of a step, and no gradient: `.grad` holds the pseudo-gradient.
+            measure: True to leave each group's norms, cosine and gain in `last_round`, by three more reads of g and m.
+                A signal that is not finite is then named there, without a warning.
             measured: result of `dots()`; of several processes, the same one's for all: equal bits need not give equal
                 sums on unlike machines.
-            probes: the losses of the candidates where they are computed already, in place of `probe`.
+            probes: losses of the candidates where they are computed already, in place of `probe`.
             sweep: the parameters, gradients and buffers of the only group as flat vectors.
 
         Returns:
@@ -201,7 +200,7 @@ class OuterSGD(Optimizer):
         for part in parts:  # all of them before any: a round that is refused has not happened
             self._check(part.group)  # a scheduler may have changed it, or a user its policy
             check_needs(part.group, supplied)
-        if signals is not None:  # a tensor would go into the policies' memory as it is, and may change there
+        if signals is not None:  # the policies' memory would hold the tensor itself, which may change
             needed = frozenset().union(*(parse(part.group["restart"]).needs for part in parts))
             signals = {
                 name: as_number(f"OuterSGD: signals[{name!r}]", value) if name in needed else value
@@ -226,13 +225,13 @@ class OuterSGD(Optimizer):
                 params, gradients = map(list, zip(*pairs, strict=True))
                 if any(g.is_sparse for g in gradients):
                     raise ValueError("OuterSGD: a pseudo-gradient is sparse; make it dense with .to_dense() first")
-                # A buffer that remains from a larger momentum takes no part.
+                # A buffer that remains from a larger momentum is not read.
                 states = [self.state.get(p, {}) for p in params] if group["momentum"] != 0 else [{}] * len(params)
                 parts.append(Part(group, params, gradients, [state.get(BUFFER) for state in states]))
         return parts
 
     def is_rehearsal(self) -> bool:
-        """Return whether a step would be there to make the buffers, and no round: all gradients are 0 and no state is.
+        """Return whether a step would only make the buffers, and be no round: all gradients are 0, the state is empty.
 
         To learn what a state holds, `get_optimizer_state_dict` of torch.distributed.checkpoint (at learning rate 0) and
         hivemind's averager take such a step. With no buffer to make, as without momentum, it is a round unless lr is 0.
@@ -291,7 +290,7 @@ class OuterSGD(Optimizer):
         elif answer.not_finite:
             warnings.warn(
                 f"OuterSGD: in round {number} {', '.join(answer.not_finite)} is not finite: the run has diverged, and "
-                f"restart policy {policy} cannot decide; go back to an earlier checkpoint with a smaller learning rate",
+                f"restart policy {policy} cannot decide. Resume an earlier checkpoint with a smaller learning rate",
                 RuntimeWarning,
                 stacklevel=3,
             )
@@ -313,7 +312,7 @@ class OuterSGD(Optimizer):
         return None
 
     def _restart_resting(self, group: dict[str, Any], restart: Restart) -> None:
-        """Restart buffers that take no part in a round as if g were 0: the cycle that begins is theirs, too."""
+        """Restart buffers outside a round as if g were 0: the new cycle begins for them, too."""
         resting = [p for p in group["params"] if p.grad is None or group["momentum"] == 0]
         buffers = [m for p in resting if (m := self.state.get(p, {}).get(BUFFER)) is not None]
         restart_(buffers, buffers, Restart(restart.retain))
@@ -325,7 +324,7 @@ class OuterSGD(Optimizer):
 
     @property
     def needs(self) -> frozenset[str]:
-        """What the policies of the groups need."""
+        """Signals that the policies of the groups need."""
         return frozenset().union(*(parse(group["restart"]).needs for group in self.param_groups))
 
     @torch.no_grad()
@@ -345,7 +344,7 @@ class OuterSGD(Optimizer):
         Groups with a policy that does not probe take their rule's update in it.
 
         Args:
-            number: of the candidate, from 0. The new tensors have the buffers' dtype.
+            number: number of the candidate, from 0. The new tensors have the buffers' dtype.
         """
         moved: list[tuple[Tensor, Tensor]] = []
         for group, *columns in self._parts():
@@ -384,7 +383,7 @@ class OuterSGD(Optimizer):
         policy stays, and rounds count from the loading.
 
         Raises:
-            ValueError: groups that do not fit, values that this optimizer cannot honour, or a policy that needs what is
+            ValueError: groups that do not fit, values that this optimizer cannot honour, or a policy that needs signals
                 not promised; nothing has been changed.
         """
         saved: dict[str, Any] = {}
@@ -415,7 +414,7 @@ class OuterSGD(Optimizer):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy gets."""
+        """Return the state of a copy."""
         return super().__getstate__() | {"promised": self.promised}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -430,7 +429,7 @@ def _copied(key: str, saved: Any, param: Tensor) -> Any:
     """Return a copy of an entry of a parameter's state, a buffer of its shape with its device and buffer dtype."""
     if not isinstance(saved, Tensor):
         return saved
-    if key in _NUMBERS or (saved.dim() == 0 and param.dim() > 0):  # which torch keeps where, and as, it likes
+    if key in _NUMBERS or (saved.dim() == 0 and param.dim() > 0):  # torch chooses their device and dtype
         return saved.clone()
     if saved.shape != param.shape or not (saved.is_floating_point() or saved.is_complex()):
         return saved.to(device=param.device, copy=True)

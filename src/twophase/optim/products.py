@@ -62,7 +62,7 @@ def dots(pseudo_gradients: Sequence[Tensor], buffers: Sequence[Tensor], *, angle
 
 
 def _joined(tensors: list[Tensor]) -> Tensor:
-    """The tensors of a batch as one vector, in a type wide enough to sum in."""
+    """Return the tensors of a batch as one vector, in a type wide enough to sum in."""
     if not {t.dtype for t in tensors} <= {torch.float32, torch.float64}:
         # |z|^2 is the sum of the squares of both parts, and so is torch's step on a complex tensor one on its parts.
         real = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in tensors]
@@ -71,7 +71,7 @@ def _joined(tensors: list[Tensor]) -> Tensor:
 
 
 def dots_of_batch(g: Tensor, m: Tensor, angle: bool) -> tuple[Tensor, ...]:
-    """<g, g>, <m, m> and, with `angle`, <g, m> of a batch."""
+    """Return <g, g>, <m, m> and, with `angle`, <g, m> of a batch."""
     if is_plain(g):
         g, m = g.reshape(-1), m.reshape(-1).to(g.dtype)
     pairs = ((g, g), (m, m), (g, m))[: 3 if angle else 2]
