@@ -51,16 +51,16 @@ class Criterion:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Hold what the theory says of a rule and a spectrum.
+    """Hold the theory's results for a rule and a spectrum.
 
     Args:
         rule: the rule asked about.
         sigma: the modes, without those of weight 0 or sigma 0.
-        weights: theirs, summing to 1.
+        weights: weights of the modes, summing to 1.
         rounds: the horizon, or None.
         max_period: the longest period that was tried.
         regimes: share of the weight in each regime.
-        criteria: what each criterion chooses; the first is the recommended one.
+        criteria: choice of each criterion; the first is the recommended one.
         without: no restart, in the same terms.
         hurt: share of the weight in modes that the recommended period slows down; 0 if that is no restart.
         first_cancellation: shortest and longest first cancellation among the modes that oscillate, or None.
@@ -102,11 +102,11 @@ def advise(
     rounds: int | None = None,
     max_period: int | None = None,
 ) -> Advice:
-    """Return what to expect of restarts, and which period to choose, for a rule on modes of known effective progress.
+    """Return the expected effect of restarts, and the period to choose, for a rule on modes of given sigma.
 
     Args:
         rule: the outer rule, in either form.
-        sigma: of the modes, shape (M,). Modes with sigma 0 are left out: nothing moves them.
+        sigma: effective progress of the modes, shape (M,). Modes with sigma 0 are left out: nothing moves them.
         weights: one a mode, >= 0; equal when None.
         rounds: the horizon T; without it the recommendation is the minimax rate.
         max_period: longest period tried; by default the horizon, or three times the longest first cancellation (at
@@ -170,10 +170,10 @@ def advise(
 def controls(rule: OuterRule, sigma: ArrayLike, period: int | None, rounds: int | None = None) -> dict[str, float]:
     """Return rates of the slowest mode without restarts, nats a round, that any gain by restarts must be held against.
 
-    A restart lowers the mean outer gain, so it is also a smaller step; and a gain at a badly tuned momentum is no gain
-    over a tuned one. Three controls, at the rule's own kind: no momentum at the same step `lr` (sum form); no momentum
-    with the mean outer gain that the period has over `rounds` rounds (in the long run when None); and the best momentum
-    of a fine grid on [0, 1), with the rule's own, at the same EMA lr.
+    A restart lowers the mean outer gain, so it is also a smaller step. A gain at a badly tuned momentum is no gain over
+    a tuned one. Hence three controls, of the rule's kind. The first has no momentum and the same step `lr` (sum form).
+    The second has no momentum and the period's mean outer gain over `rounds` rounds (in the long run when None). The
+    third has the best momentum of a fine grid on [0, 1), the rule's included, at the same EMA lr.
 
     Source: theory note R25 and R31; paper error E11.
 

@@ -30,9 +30,9 @@ from twophase.theory.powers import Signs, log_factors, table
 def log_restart_factor(rule: Rules, sigma: ArrayLike, period: ArrayLike) -> tuple[Any, Any]:
     """Return the sign and logarithm of the restart factor: `chi_K = [T^K]_11`, as (sign chi_K, log|chi_K|).
 
-    K >= 0; K = 0 gives chi = 1. The sign is -1, 0 or 1; the logarithm is natural, -inf at an exact zero, with a
-    relative error of about 1e-15 for K up to 1e6, whatever the regime, next to zeros of chi too. Beyond about 1e7
-    digits are lost next to the upper edge of the oscillatory interval at momentum near 1, at 1e9 half of them.
+    K >= 0; K = 0 gives chi = 1. The sign is -1, 0 or 1; the logarithm is natural, -inf at an exact zero. Its relative
+    error is about 1e-15 for K up to 1e6, in every regime and next to zeros of chi too. Beyond about 1e7 digits are lost
+    next to the upper edge of the oscillatory interval at momentum near 1, at 1e9 half of them.
 
     Source: paper section 3, proposition 1 (valid in every regime through T^K); theory note R6 and F3.
 
@@ -91,7 +91,7 @@ def restart_table(rule: Rules, sigma: ArrayLike, max_period: int) -> tuple[Signs
 
 
 def restart_can_help(rule: Rules, sigma: ArrayLike) -> Any:
-    """True if any restart schedule can contract a mode faster than none as the rounds go on: only if it oscillates.
+    """Return True if a restart schedule can contract a mode faster in the long run: only if the mode oscillates.
 
     Theorem 1: with real eigenvalues `|chi_K| >= (spectral radius)^K` for every K, strictly if b > 0 and s > 0.
     Theorem 2, its consequence: a mode that diverges without restarts (spectral radius >= 1, always a real one)

@@ -26,7 +26,7 @@ class Arrays:
     __slots__ = ()
 
     def each(self: T, function: Callable[..., Any], *others: T) -> T:
-        """Apply a function to every array (and to the same array of the others)."""
+        """Apply a function to every array (and to the same array of `others`)."""
         parts = []
         for name in self.__slots__:
             part, rest = getattr(self, name), [getattr(other, name) for other in others]
@@ -60,7 +60,7 @@ class Doubled(Arrays):
         self.lo = lo
 
     def each(self, function: Callable[..., Any], *others: Doubled) -> Doubled:  # type: ignore[override]
-        """Apply a function to both parts (and to those of the others)."""
+        """Apply a function to both parts (and to those of `others`)."""
         return Doubled(function(self.hi, *[x.hi for x in others]), function(self.lo, *[x.lo for x in others]))
 
     def __neg__(self) -> Doubled:

@@ -50,10 +50,10 @@ def largest_eigenpairs(product: Product, size: int, count: int, *, floor: float 
     """Return the largest eigenvalues of a symmetric matrix, to about 0.1 %, and their vectors.
 
     Args:
-        product: with the matrix.
-        size: of the matrix, >= 1.
-        count: of eigenvalues, >= 1; fewer come back where the matrix has fewer, or where ARPACK does not converge.
-        floor: what lower values count as; -inf for a matrix that is not positive semidefinite, which none counts as.
+        product: product of the matrix with a vector.
+        size: rows of the matrix, >= 1.
+        count: eigenvalues to return, >= 1; fewer where the matrix has fewer, or where ARPACK does not converge.
+        floor: value that replaces lower ones; -inf for a matrix that is not positive semidefinite.
 
     Returns:
         Values (count,), descending, >= floor, and orthonormal vectors (size, count).
@@ -87,25 +87,25 @@ def density(
 ) -> tuple[Floats, Floats]:
     """Return the density of eigenvalues by stochastic Lanczos quadrature.
 
-    For a random unit vector z the eigenvalues t_j of its tridiagonal matrix, with the squared first components of their
-    eigenvectors as weights, are the Gauss quadrature of `z^T f(A) z`: exact for polynomials up to degree 2 steps - 1.
-    Its mean over random z is `trace f(A) / size`. The few directions that carry most of the trace would have a weight
-    in z that is mostly chance; they are taken out of z and counted by themselves.
+    For a random unit vector z the eigenvalues t_j of its tridiagonal matrix are nodes of the Gauss quadrature of
+    `z^T f(A) z`. The weights are the squared first components of their eigenvectors; degrees up to 2 steps - 1 are
+    exact. The mean over random z is `trace f(A) / size`. The few directions that carry most of the trace have an almost
+    random weight in z. They are taken out of z and counted by themselves.
 
     Args:
-        product: with a symmetric matrix.
-        size: of the matrix, >= 1; up to 64 it is decomposed exactly.
-        steps: of Lanczos, >= 1; fewer where their vectors would take more than 1 GiB, but not below 8.
+        product: product of a symmetric matrix with a vector.
+        size: rows of the matrix, >= 1; up to 64 it is decomposed exactly.
+        steps: Lanczos steps, >= 1; fewer where their vectors would take more than 1 GiB, but not below 8.
         probes: random vectors, >= 1.
-        largest: its largest eigenvalues, fewer than `size`, and their vectors; see `largest_eigenpairs`.
-        seed: of the random vectors.
-        floor: as of `largest_eigenpairs`.
+        largest: largest eigenvalues of the matrix, fewer than `size`, and their vectors; see `largest_eigenpairs`.
+        seed: seed of the random vectors.
+        floor: value that replaces lower ones, as in `largest_eigenpairs`.
 
     Returns:
         Eigenvalues, ascending and >= floor, and the share of all eigenvalues that each stands for; the shares sum to 1.
 
-    Source: Golub and Welsch (1969); Ubaru, Chen and Saad, "Fast estimation of tr(f(A)) via stochastic Lanczos
-    quadrature" (2017); the largest apart as in Meyer et al., "Hutch++" (2021).
+    Source: Golub and Welsch (1969). Ubaru, Chen and Saad, "Fast estimation of tr(f(A)) via stochastic Lanczos
+    quadrature" (2017). The largest apart as in Meyer et al., "Hutch++" (2021).
 
     >>> nodes, weights = density(lambda v: np.array([1.0, 2.0, 5.0]) * v, 3, steps=3, probes=1)
     >>> nodes.round(9).tolist(), round(float(nodes @ weights), 9)

@@ -45,7 +45,7 @@ def rule_grid(lr: ArrayLike, momentum: ArrayLike, nesterov: ArrayLike = False, f
     Args:
         lr: outer learning rates in the named form, any shape.
         momentum: outer momenta, broadcast against `lr`.
-        nesterov: whether each looks ahead, broadcast too.
+        nesterov: True for a rule that looks ahead, broadcast too.
         form: `"sum"` or `"ema"`, the form of all of them.
 
     Returns:
@@ -68,7 +68,7 @@ def rule_arrays(where: str, rule: Rules) -> RuleArrays:
     if refused or not array.size:
         raise ValueError(
             f"{where}: rule is {refused[0] if refused else rule!r}; give an OuterRule such as OuterRule(0.7, 0.9), "
-            "or an array of them (rule_grid makes one); a value of twophase.outer that is linear is for rollout alone"
+            "or an array of them (rule_grid makes one). Only rollout takes a linear value of twophase.outer"
         )
 
     rows = [(item.lr, item.momentum, item.injection, item.nesterov, item.form == "ema") for item in array.flat]

@@ -53,7 +53,7 @@ class Mode(Arrays):
 
     @classmethod
     def of(cls, where: str, rule: Rules, sigma: ArrayLike) -> Mode:
-        """Build from the public arguments, checked."""
+        """Build the mode of the checked public arguments."""
         rules, values = rule_arrays(where, rule), check_sigma(where, sigma)
         common_shape(where, rule=rules.shape, sigma=values.shape)
         lr, momentum, ema, nesterov, values = np.broadcast_arrays(

@@ -80,8 +80,8 @@ def mixed_periods(rule: OuterRule, sigma: ArrayLike, *, max_period: int) -> Mixt
         return Mixture((gone,), (1.0,), np.inf, gone, np.inf)
     fixed = int(np.argmax(worst <= best + _TIE * abs(best)))
     fixed_rate = -float(worst[fixed]) + 0.0
-    # In shares of rounds u_K = K f_K, with rates for coefficients, in units of the slowest mode's: the solver's
-    # tolerances then mean the same for slow modes and fast ones.
+    # The unknowns are shares of rounds u_K = K f_K, the coefficients rates in units of the slowest mode's. The
+    # solver's tolerances then mean the same for slow modes and fast ones.
     with np.errstate(over="ignore"):
         scaled = np.clip(logs / (abs(best) or 1.0), -_LARGEST_RATE, _LARGEST_RATE)
     solved = linprog(
@@ -109,7 +109,7 @@ class Schedule:
     """Hold cycles of whole lengths that fill a run.
 
     Args:
-        counts: for each length, ascending, how many whole cycles.
+        counts: number of whole cycles of each length, lengths ascending.
         tail: rounds of the unfinished last cycle, 0 if none.
         log_loss: natural log of the loss at the end, initial loss 1/2.
     """
@@ -132,10 +132,10 @@ def best_schedule(
 ) -> Schedule:
     """Return the whole cycles of mixed lengths with the lowest loss after `rounds` rounds that a local search finds.
 
-    Starts from the linear program's mix, from every single period and from no restart; exchanges one or two cycles
-    at a time, the unfinished last cycle taking up the difference, until nothing improves. Good, not proven optimal;
-    never worse than any single period up to max_period, or than no restart. `weights` of the modes are >= 0, equal when
-    None.
+    The search starts from the linear program's mix, from every single period and from no restart. It exchanges one or
+    two cycles at a time until nothing improves; the unfinished last cycle takes up the difference. Good, not proven
+    optimal; never worse than any single period up to max_period, or than no restart. `weights` of the modes are >= 0,
+    equal when None.
 
     Source: theory note R24 (finite horizon).
 
@@ -230,8 +230,8 @@ class _Search:
 def chebyshev_rate(sigma_min: ArrayLike, sigma_max: ArrayLike, rounds: ArrayLike | None = None) -> Any:
     """Return the worst-case contraction a round that no schedule can exceed on an interval of sigma.
 
-    After T rounds of any schedule, at fixed lr and momentum, x_T is a polynomial of degree T in sigma that is 1 at 0:
-    `rate <= (1/T) log cosh(T arccosh((k+1)/(k-1)))`, k = sigma_max/sigma_min, which tends to
+    After T rounds of any schedule, at fixed lr and momentum, x_T is a polynomial of degree T in sigma, 1 at 0. Hence
+    `rate <= (1/T) log cosh(T arccosh((k+1)/(k-1)))`, k = sigma_max/sigma_min; it tends to
     `-log((sqrt k - 1)/(sqrt k + 1))`.
 
     Args:

@@ -1,10 +1,10 @@
 """Describe a mode under an outer rule: progress, 2x2 transition, regime, phase, envelope, rate, stability.
 
-Letters, in all of `twophase.theory`: x residual of the mode, m momentum buffer, nu = lr, b = momentum, w = 1 - b,
-sigma effective progress, g = sigma x the pseudo-gradient, s the effective step (`effective_step`). The pair (s, b)
-alone decides every rate and every restart factor.
+Letters, in all of `twophase.theory`: x residual of the mode, m momentum buffer, nu = lr, b = momentum, w = 1 - b.
+Further, sigma effective progress, g = sigma x the pseudo-gradient, s the effective step (`effective_step`). The pair
+(s, b) alone decides every rate and every restart factor.
 
-Arguments, in all of it: `rule` is one `OuterRule` or an array of them (`rule_grid`); `sigma` lies in [0, 1]; `period`
+Arguments, in all of it: `rule` is one `OuterRule` or an array of them (`rule_grid`); `sigma` lies in [0, 1]. `period`
 and other counts are whole numbers below 2^53. They broadcast; results have the broadcast shape, or are NumPy scalars.
 Anything else is a ValueError that names the function, the argument and the entry.
 """
@@ -37,8 +37,8 @@ REGIMES = ("oscillatory", "critical", "real_below", "real_above", "negative_dete
 def effective_progress(eigenvalue: ArrayLike, inner_lr: ArrayLike, inner_steps: ArrayLike) -> Any:
     """Return the share of a mode that one inner phase of gradient descent removes.
 
-    `sigma = 1 - (1 - inner_lr eigenvalue)^inner_steps`, so that the pseudo-gradient is `g = sigma x`. Holds for
-    deterministic gradient descent on a quadratic, with one replica or equal data; replicas with different data or
+    `sigma = 1 - (1 - inner_lr eigenvalue)^inner_steps`, so that the pseudo-gradient is `g = sigma x`. It holds for
+    deterministic gradient descent on a quadratic, with one replica or equal data. Replicas with different data or
     AdamW inner steps are outside the model.
 
     Args:
@@ -86,8 +86,8 @@ def scheduled_progress(
         eigenvalue: lambda >= 0 of the (preconditioned) curvature, any shape.
         inner_lrs: eta_t >= 0 of each inner step of the round, in order, shape (S,), S >= 1.
         weight_decay: decoupled weight decay, >= 0.
-        clip: take a step beyond the minimum, `eta_t (lambda + decay) > 1`, for one that reaches it, so that a mode
-            with too large a curvature for the formula counts as removed. False refuses such a mode.
+        clip: True to cut a step beyond the minimum, `eta_t (lambda + decay) > 1`, to one that reaches it: the mode
+            counts as removed. False refuses such a mode.
 
     Returns:
         sigma in [0, 1], of the shape of `eigenvalue`.
@@ -175,7 +175,7 @@ def regime(rule: Rules, sigma: ArrayLike) -> Any:
     Returns:
         A name, or an array of names of the broadcast shape. Decided with twice a double's digits.
 
-    Source: theory note R6 to R12; the paper treats the first row (its errors E5 and E8 are about the others).
+    Source: theory note R6 to R12; the paper treats the first row (its errors E5 and E8 are about the other rows).
 
     >>> regime(OuterRule(1.0, 0.9, form="ema"), [0.01, 0.5]).tolist()
     ['real_below', 'oscillatory']
@@ -187,7 +187,7 @@ def oscillatory_interval(rule: Rules) -> tuple[Any, Any]:
     """Return the open interval (low, high) of sigma in which a mode oscillates; it may reach beyond 1.
 
     Heavy ball `(1-sqrt b)^2 < s < (1+sqrt b)^2`; Nesterov `((1-b)/(1+b))^2 < s < 1`; divided by lr (sum form) or
-    lr (1-b) (EMA form). low = high (no oscillation) without momentum, both infinite at lr 0.
+    lr (1-b) (EMA form). Without momentum low = high (no oscillation), both infinite at lr 0.
 
     Source: paper section 3 and appendix A.6 (heavy ball); theory note R6 (Nesterov).
 
@@ -221,7 +221,7 @@ def stable_limit(rule: Rules) -> Any:
 def asymptotic_rate(rule: Rules, sigma: ArrayLike) -> Any:
     """Return the asymptotic contraction without restarts: `-log(spectral radius of T)`, in nats a round.
 
-    Oscillatory: `-log(b)/2` for heavy ball, whatever sigma; `-(log b + log(1-s))/2` for Nesterov. Negative: diverges.
+    Oscillatory: `-log(b)/2` for heavy ball, at every sigma; `-(log b + log(1-s))/2` for Nesterov. Negative: diverges.
     Infinite: nilpotent. Slow modes keep their digits.
 
     Source: paper section 2 (r_infinity); theory note R7 to R12 and F4.

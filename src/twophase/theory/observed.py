@@ -1,23 +1,23 @@
 """Estimate effective progress from what every run records: norms of pseudo-gradient and buffer, and their angle.
 
-A finished run has kept three numbers a round. They are enough along one direction, that of the buffer. With `m_t` the
-buffer after round t and `dx_t` the step taken in it, both known combinations of g_t and m_{t-1}, the mode model `g =
-sigma x + noise` gives
+A finished run has recorded three numbers a round. They are enough along one direction, that of the buffer. Let `m_t` be
+the buffer after round t and `dx_t` its step: both are linear in g_t and m_{t-1}. The mode model `g = sigma x + noise`
+gives
 
     y_t = <g_t, m_t> - <g_{t+1}, m_t> = sigma d_t + w N + (mean zero),      d_t = -<dx_t, m_t>,
 
-where w is the weight with which g enters the buffer and N the expected squared norm of the noise: the buffer holds the
-noise of its own round. Both sides follow from the record: `<g_t, m_t> = b <g_t, m_{t-1}> + w |g_t|^2`, `|m_t|` alike,
-and `<g_{t+1}, m_t>` is what the next round measures, unless the buffer was dropped in between.
+where w is the weight of g in the buffer and N the expected squared norm of the noise. The buffer holds the noise of its
+round. Both sides follow from the record: `<g_t, m_t> = b <g_t, m_{t-1}> + w |g_t|^2`, `|m_t|` alike. The next round
+measures `<g_{t+1}, m_t>`, unless the buffer was dropped in between.
 
 Of this line over the rounds, sigma is the slope and N the intercept. d_t holds the round's noise too, which would bias
-a regression, so what was known before the round, `b^2 |m_{t-1}|^2`, is the instrument. Where the buffer keeps its
-length, slope and intercept cannot be told apart, and the standard error says so.
+a regression. The instrument is therefore `b^2 |m_{t-1}|^2`, which precedes that noise. Where the buffer keeps its
+length, slope and intercept cannot be separated, and the standard error says so.
 
 Limits. Sigma is the mean over the modes, weighted by their share of `|m|^2`. N must be constant (up to the inner
 learning rate's square, if that is given), and the noise white between rounds. What a restart cycle begins with stays in
-all of its rounds, so the standard error is clustered by cycle. Where restarts are frequent and the data noisy, an
-estimate that looks significant is mostly one that chance has made large; so `shown_interval` asks for more.
+all of its rounds, so the standard error is clustered by cycle. With frequent restarts and noisy data, most estimates
+that look significant are large by chance; so `shown_interval` asks for more.
 
 Source: theory note R29, there with vectors.
 """
@@ -56,7 +56,7 @@ class Observed:
 
     Args:
         pairs: pairs of successive rounds that it rests on.
-        sigma: the estimate, corrected for noise; nan where there is none. Not clipped.
+        sigma: the estimate, corrected for noise, not clipped; nan without one.
         standard_error: its standard error (clustered by restart cycle where the momentum restarts, heteroscedastic,
             small-sample corrected); nan without an estimate.
         ceiling: the estimate that takes all noise for progress: too large by `w N / mean d` in expectation.
@@ -115,10 +115,10 @@ class Observed:
 
 
 def shrunk(norms: ArrayLike) -> float:
-    """Return how far |g| has come down: 1 less its mean over the last quarter of the rounds by its largest value.
+    """Return the decline of |g|: 1 less its mean over the last quarter of the rounds by its largest value.
 
     Args:
-        norms: of the pseudo-gradients, (rounds,), finite, at least one; all 0 count as not shrunk.
+        norms: norms of the pseudo-gradients, (rounds,), finite, at least one; all 0 count as not shrunk.
     """
     values = np.asarray(norms, dtype=float)
     largest = values.max()
@@ -154,13 +154,13 @@ def observe(
         rule: the outer rule that made the record.
         pseudo_gradient_norm: |g_t|, shape (rounds,).
         buffer_norm: |m_{t-1}|, before g_t was mixed in, the same shape.
-        cosine: of the angle between the two, the same shape.
-        restarted: whether the momentum restarted in the round, the same shape.
+        cosine: cosine of the angle between the two, the same shape.
+        restarted: True where the momentum restarted in the round, the same shape.
         inner_lr: inner learning rate of each round, the same shape; None means constant. Progress and noise are taken
             to be proportional to it.
-        follows: whether a round is the one right after the entry before it, the same shape; None means all are.
-        gain: `<update, g> / <g, g>` of each round, the same shape; rounds in which it is not the rule's, because a
-            restart policy took another step, are left out as foreign. None, and nan, mean that it is.
+        follows: True where a round is the next one after the entry before it, the same shape; None means all are.
+        gain: `<update, g> / <g, g>` of each round, the same shape. A round with another gain than the rule's, from a
+            step of a restart policy, is left out as foreign. None, and nan, mean the rule's.
 
     Returns:
         Observed; without an estimate where fewer than `LEAST` pairs are usable or they do not determine one. Numbers
@@ -197,7 +197,7 @@ def observe(
 
 
 def _takes_own_step(rule: OuterRule, g: Floats, m: Floats, cosine: Floats, gain: ArrayLike) -> NDArray[np.bool_]:
-    """True if a round's update was the rule's own, as far as its gain tells."""
+    """Return True for rounds whose gain is that of the rule's update."""
     step = Step.of(rule)
     behind = np.where(m > 0, step.along_m * cosine * m / g, 0.0)
     scale = step.along_g + np.abs(behind)  # the two may cancel

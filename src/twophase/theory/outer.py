@@ -22,16 +22,16 @@ from twophase.shelf.text import registered
 from twophase.theory.inputs import Floats
 
 State = dict[str, Floats]
-"""State vectors beside x and m, by name; `average` is what a method evaluates in the place of x."""
+"""State vectors besides x and m, by name; a method evaluates `average` in the place of x."""
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Hold what a method's arithmetic sees of a round, rows for trajectories.
+    """Hold the round that a method's arithmetic sees, rows for trajectories.
 
     Args:
-        number: from 1.
-        lr, momentum, injection: of its rule, after the schedule, shape (rows, 1).
+        number: number of the round, from 1.
+        lr, momentum, injection: numbers of its rule, after the schedule, shape (rows, 1).
         x: the anchor, shape (rows, modes).
         g: the pseudo-gradient behind the filter.
         m: the first moment.
@@ -94,7 +94,7 @@ class LinearOuter:
         where: the caller, for messages.
         value: a method, or a value of `twophase.outer`.
         policy: its restart policy.
-        rounds: of the rollout, which a schedule without its own takes.
+        rounds: rounds of the rollout, the length of a schedule that names none.
 
     Raises:
         ValueError: a value that is not linear, or a policy that the method cannot serve.

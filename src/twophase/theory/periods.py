@@ -138,10 +138,10 @@ def best_period(
     | `"loss"` | the exact loss after `rounds` rounds (`log_final_loss`) | default with a known horizon |
     | `"minimax"` | the rate of the slowest mode, `min_j r_K(sigma_j)` | default without one |
     | `"rate"` | `-log(sum_j w_j chi_K^2) / (2K)`; r_K for one mode | |
-    | `"factor"` | `sum_j w_j chi_K^2`, whatever K costs | the paper's; depends on max_period |
+    | `"factor"` | `sum_j w_j chi_K^2`, with K free of cost | the paper's; depends on max_period |
 
-    With a horizon, periods at or above `rounds` are one and the same, no restart; that one always competes, whatever
-    max_period is, and is returned as `rounds`. Ties go to the smaller period. Modes of weight 0 do not count.
+    With a horizon, all periods at or above `rounds` mean no restart. This choice always competes, at any max_period,
+    and is returned as `rounds`. Ties go to the smaller period. Modes of weight 0 do not count.
 
     Args:
         rule: one rule or an array of rules.
@@ -223,10 +223,10 @@ def block_periods(
     Args:
         rule: one rule for all blocks, or one a block.
         blocks: sigma of the modes of each block; of one mode each, it is the per-mode oracle of the paper's figure 1.
-        weights: for each block one weight a mode; equal when None.
-        max_period: as in `best_period`.
-        rounds: the same.
-        objective: the same.
+        weights: weights of the modes of each block; equal when None.
+        max_period: largest period, as in `best_period`.
+        rounds: T, the horizon; None when unknown.
+        objective: objective of `best_period`.
 
     Source: paper appendix A.9; theory note R20 to R22.
 

@@ -2,12 +2,11 @@
 
 In the place of a rule stands any outer optimizer of the shelf that is linear (`theory.outer`).
 
-In a mode with residual x the inner phase of a round makes the pseudo-gradient `g = sigma x`, and the outer rule and
-the restart policy act on it as the optimizer does: the same rule objects, the same policy objects, the equations of
-the rule's own form.
+In a mode with residual x the inner phase of a round makes the pseudo-gradient `g = sigma x`. The outer rule and the
+restart policy act on it as in the optimizer, with the same objects and the equations of the rule's form.
 
 The model: every replica has the same curvature. Replicas r of curvatures H_r still make `g = P x` with the mean
-progress operator `P = mean_r (I - (I - inner_lr H_r)^S)`: pass its eigenvalues as sigma (in one eigenbasis, the mean
+progress operator `P = mean_r (I - (I - inner_lr H_r)^S)`. Pass its eigenvalues as sigma (in one eigenbasis, the mean
 of the sigmas). The study `linear_network` measures what fails for them.
 """
 
@@ -53,22 +52,22 @@ from twophase.theory.outer import LinearOuter, Round, momentum_sgd
 
 _LOSSES = frozenset({"loss_start", "loss_end"})
 _SUPPLIED = MEASURED | _LOSSES | {PROBES, AGREEMENT, "inner_lr", "progress"}
-"""What the model can show a policy."""
+"""Signals that the model can supply to a policy."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rollout:
-    """Hold what happened, for every trajectory: rounds first, modes last, the trajectories' own axes between.
+    """Hold the record of every trajectory: rounds first, modes last, the axes of trajectories between.
 
     Args:
         residual: x before the first round and after each, shape (rounds + 1, ..., modes).
         buffer: m of the rule's own form at the same times, after any restart, the same shape.
         pseudo_gradient: g that the outer rule saw, averaged over replicas, shape (rounds, ..., modes).
-        restarts: whether the buffer restarted in each round, shape (rounds, ...).
+        restarts: True where the buffer restarted in a round, shape (rounds, ...).
         loss: `1/2 sum_j w_j r_j^2` with weights of sum 1, r the readout, at its times, shape (rounds + 1, ...).
-        not_finite: whether what the policy needs was not finite in each round, shape (rounds, ...): the trajectory has
+        not_finite: True where a signal that the policy needs was not finite, shape (rounds, ...): the trajectory has
             diverged, and the policy was not asked.
-        readout: what is evaluated at the times of `residual`, the same shape: x itself, or the average of a readout
+        readout: the evaluated point at the times of `residual`, the same shape: x itself, or the average of a readout
             or method that keeps one.
     """
 
@@ -95,13 +94,13 @@ def rollout(
 ) -> Rollout:
     """Simulate the outer rule with a restart policy on quadratic modes.
 
-    `g = sigma x + mean of the replicas' noise`; `m <- b m + w g` with w = 1 (sum form) or 1 - b (EMA form);
-    `x <- x - lr m` (heavy ball) or `x <- x - lr (w g + b m)` (Nesterov, the new m); then the policy's restart, if any:
+    `g = sigma x + mean of the replicas' noise`; `m <- b m + w g` with w = 1 (sum form) or 1 - b (EMA form). Then
+    `x <- x - lr m` (heavy ball) or `x <- x - lr (w g + b m)` (Nesterov, the new m). Then the policy's restart, if any:
     `m <- retain m + inject g`, on the buffer of the rule's own form.
 
-    The policy is asked once a round and sees what it would see in `OuterSGD`: the rule, the counters and, if it `needs`
-    them, norms and cosine over all modes of its trajectory, before g is mixed in (at momentum 0 the buffer counts as
-    0). What an engine would have to supply is here
+    The policy is asked once a round and sees the signals of `OuterSGD`: the rule, the counters and, if it `needs` them,
+    norms and cosine. These are over all modes of its trajectory, before g is mixed in (at momentum 0 the buffer counts
+    as 0). The signals of an engine are here
 
     * `loss_start`, `loss_end`: the model's loss at the anchor x, and at x - g, where the replicas' mean has come to;
     * `probes`: its loss at each candidate anchor, without noise;
@@ -109,12 +108,12 @@ def rollout(
     * `inner_lr`: 1, for it is constant; `progress`: the share of the rounds that are done, this one included.
 
     A policy that needs nothing is asked once for all trajectories of a rule, others for each. A mode that diverges
-    becomes inf and nan without a warning; where that makes what the policy needs inf or nan it is not asked any more,
-    and `not_finite` says so.
+    becomes inf and nan without a warning. Where a signal that the policy needs is inf or nan, the policy is no longer
+    asked, and `not_finite` says so.
 
     Args:
-        rule: an outer rule, or an array of rules of any shape B; or one value of `twophase.outer` whose slots are all
-            linear: any schedule and readout, and the methods and filters that docs/shelf.md marks.
+        rule: an outer rule, an array of rules of any shape B, or one value of `twophase.outer` with linear slots. Every
+            schedule and readout is linear, and the methods and filters that docs/shelf.md marks.
         sigma: effective progress in [0, 1], shape (modes,), or with leading axes that broadcast with B.
         rounds: T >= 1.
         restart: a policy, its text form, or a period.
@@ -122,10 +121,10 @@ def rollout(
         initial: x before the first round: a number, or an array that broadcasts as `sigma` does.
         noise: standard deviation >= 0 of the white Gaussian noise in every replica's pseudo-gradient, mode and round;
             or the disturbances themselves, shape (rounds, replicas, modes). All rules see the same noise.
-        replicas: how many draw noise of their own and are averaged, >= 1; explicit noise brings its own number.
-        seeds: a count N (seeds 0 to N - 1) or a list of whole numbers >= 0: one independent draw of the noise each, as
-            a leading axis of all trajectories, whatever the other seeds and the number of rounds. None is seed 0
-            without the axis.
+        replicas: number of replicas, with independent noise, in the mean, >= 1; explicit noise has its own number.
+        seeds: a count N (seeds 0 to N - 1) or a list of whole numbers >= 0, the leading axis of all trajectories. A
+            seed's draw of the noise does not depend on the other seeds or the number of rounds. None is seed 0 without
+            the axis.
 
     Returns:
         Rollout with trajectories of shape ([seeds], broadcast of B and the leading axes of sigma).
@@ -148,7 +147,7 @@ def rollout(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """Hold modes that have an outer rule and a restart policy of their own, as a param group of `OuterSGD` has.
+    """Hold modes with their outer rule and restart policy, as a param group of `OuterSGD` has.
 
     Args:
         sigma: effective progress of the modes, in [0, 1], modes on the last axis.
@@ -166,7 +165,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockRollout:
-    """Hold what happened in each block, and to the loss over all of them.
+    """Hold the record of each block, and the loss over all of them.
 
     Args:
         blocks: a `Rollout` for each block; its loss has the block's weights normalised to sum 1.
@@ -186,15 +185,15 @@ def rollout_blocks(
     replicas: int = 1,
     seeds: int | Sequence[int] | None = None,
 ) -> BlockRollout:
-    """Simulate blocks of modes, each with a rule and a restart policy of its own.
+    """Simulate blocks of modes, each with its rule and restart policy.
 
     Args:
-        blocks: at least one; their trajectories' axes must broadcast.
+        blocks: one block or more; their trajectories' axes must broadcast.
         rounds: T >= 1.
-        initial: as in `rollout`; its last axis, if longer than 1, runs over the modes of all blocks in their order.
-        noise: as in `rollout`, over the modes of all blocks; it is independent between blocks.
-        replicas: as in `rollout`.
-        seeds: as in `rollout`.
+        initial: x before the first round; its last axis, if longer than 1, runs over the modes of all blocks in order.
+        noise: noise as in `rollout`, over the modes of all blocks; it is independent between blocks.
+        replicas: number of replicas, as in `rollout`.
+        seeds: seeds of the noise, as in `rollout`.
 
     Source: blockwise periods of the paper's section 4; theory notes R20 and A3.
 
@@ -252,7 +251,7 @@ def _rollouts(  # noqa: PLR0917 - the arguments of both public functions
 def _simulate(where: str, block: Block, sigma: Floats, initial: Floats, noise: Noise) -> Rollout:
     """Simulate the modes of a block; all trajectories are rows of arrays (trajectories, modes)."""
     rounds, *seeds, modes = noise.mean.shape
-    # A policy object is taken as it is: here it needs no text form, which `parse` would ask for.
+    # A policy object is not parsed: here it needs no text form, which `parse` would ask for.
     restart = block.restart if isinstance(block.restart, RestartPolicy) else parse(block.restart)
     outer, rule = None, block.rule
     if isinstance(rule, Outer | Method):
@@ -340,7 +339,7 @@ def _loss(x: Floats, weights: Floats) -> Floats:
 
 
 def restarted(restart: Restart, m: Floats, g: Floats) -> Floats:
-    """Return the buffer after a restart; exact zeros of a hard one, whatever m holds."""
+    """Return the buffer after a restart; exact zeros of a hard one, also of a NaN in m."""
     return _combined(restart.retain, m, restart.inject, g)
 
 

@@ -1,9 +1,9 @@
 """Compute the linear model with gradient noise and several replicas exactly: what should an outer schedule do?
 
-In a mode of curvature lambda each of R replicas takes the inner steps `x <- (1 - eta lambda) x - eta xi`, with white
-noise xi of its own. A round from the anchor x then makes the pseudo-gradient `g = sigma_t x + n_t`, where sigma_t is
-the effective progress and n_t, the mean over replicas, has the variance v_t. Both change with the inner learning
-rates. The outer rule is linear, hence means and second moments of (x, m) follow exactly.
+In a mode of curvature lambda each of R replicas takes the inner steps `x <- (1 - eta lambda) x - eta xi`, with
+independent white noise xi. A round from the anchor x then makes the pseudo-gradient `g = sigma_t x + n_t`. Here sigma_t
+is the effective progress, and the noise n_t, a mean over replicas, has the variance v_t. Both change with the inner
+learning rates. The outer rule is linear, hence means and second moments of (x, m) follow exactly.
 
 Agarwala (arXiv 2603.26954, of which the abstract was read) analyses DiLoCo in linear regression: a lead, no source.
 """
@@ -27,7 +27,7 @@ from twophase.theory.rollout import apply_answer, restarted
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InnerPhases:
-    """Hold what each round's inner phase does to the modes, shape (rounds, ..., modes).
+    """Hold the effect of each round's inner phase on the modes, shape (rounds, ..., modes).
 
     Args:
         progress: effective progress sigma_t; above 1 or below 0 where an inner step goes beyond the minimum.
@@ -103,16 +103,16 @@ def moments(
     initial: ArrayLike = 1.0,
     spread: ArrayLike = 0.0,
 ) -> Moments:
-    """Follow means and second moments of (x, m) over the rounds, exactly.
+    """Compute means and second moments of (x, m) over the rounds, exactly.
 
-    `(x, m) <- A_t (x, m) + b_t n_t`, so `M <- A_t M A_t' + v_t b_t b_t'`; A_t and b_t are what the arithmetic of
-    `rollout` makes of the unit vectors of x, m and n.
+    `(x, m) <- A_t (x, m) + b_t n_t`, so `M <- A_t M A_t' + v_t b_t b_t'`; A_t and b_t are the images of the unit
+    vectors of x, m and n under the arithmetic of `rollout`.
 
     Args:
         rule: an outer rule, or an array of rules whose shape broadcasts with the phases' axes between rounds and modes.
-        phases: of `inner_phases`.
+        phases: result of `inner_phases`.
         restart: a policy that needs nothing but the number of the round, its text form, or a period.
-        schedule: of the outer learning rate and momentum, a value of the shelf or its text.
+        schedule: schedule of the outer learning rate and momentum, a value of the shelf or its text.
         initial: mean of x before the first round.
         spread: standard deviation of x before the first round.
 
@@ -203,12 +203,12 @@ def best_rates(phases: InnerPhases, eigenvalue: ArrayLike, *, initial: ArrayLike
 
         nu_t = sum_j q_t sigma_t p_{t-1} / sum_j q_t (sigma_t^2 p_{t-1} + v_t).
 
-    Sweeps of a backward pass for q and a forward pass for nu and p minimise over one nu_t after the other, exactly,
-    until no sweep gains. With one mode q cancels, and the first sweep is dynamic programming (`single_mode_rates`).
+    Sweeps of a backward pass for q and a forward pass for nu and p minimise exactly over nu_t after nu_t, until no
+    sweep gains. With one mode q cancels, and the first sweep is dynamic programming (`single_mode_rates`).
     With more it is a local minimum, reached from plain averaging: without noise the rates are Chebyshev's in any order.
 
     Args:
-        phases: of `inner_phases`, shape (rounds, modes).
+        phases: result of `inner_phases`, shape (rounds, modes).
         eigenvalue: lambda >= 0, shape (modes,).
         initial: `E x^2` before the first round, >= 0.
 
@@ -253,7 +253,7 @@ def single_mode_rates(phases: InnerPhases, *, initial: ArrayLike = 1.0) -> Float
     It rises where the inner rate falls faster than 1 / (t + t_0), and falls where that is constant.
 
     Args:
-        phases: of `inner_phases`, with noise in every mode.
+        phases: result of `inner_phases`, with noise in every mode.
         initial: `E x^2 > 0` before the first round.
 
     Source: result R33.

@@ -81,7 +81,7 @@ def cycle_matrix(
     `C = [[T^R]_1 ; retain [T^R]_2 + inject sigma [T^(R-1)]_1]`, rows of the powers of T. A hard restart is retain 0,
     inject 0: C has chi_R in its corner and 0 below. Both broadcast with rule and sigma, as `soft_restart` returns them.
 
-    A buffer that is dropped (set to None) under PyTorch's `dampening = momentum` begins as g and not (1-b) g: the cycle
+    A buffer that is dropped (set to None) under PyTorch's `dampening = momentum` begins as g and not (1-b) g. The cycle
     then leaves `C_11 + sigma C_12` of the mode (EMA form), which may exceed 1. `OuterSGD` zeroes its buffer.
 
     Returns:
