@@ -1,1 +1,1 @@
-"""The engine and its optimizer inside other trainers: one module a trainer, which needs that package."""
+"""Run the engine and its optimizer inside other trainers: one module a trainer, which needs that package."""

@@ -18,7 +18,7 @@ from twophase.training import parts
 
 
 class DiLoCo:
-    """Outer rounds for a loop on an `Accelerator`: take it where `LocalSGD` stood.
+    """Outer rounds for a loop on an `Accelerator`, in the place of `LocalSGD`.
 
         model, optimizer, data = accelerator.prepare(model, optimizer, data)
         with DiLoCo(accelerator, model, inner_steps=500, restart=3) as rounds:

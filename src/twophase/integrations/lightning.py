@@ -1,4 +1,4 @@
-"""A Lightning `Callback` that makes the steps of its `Trainer` the inner steps of `DiLoCo`."""
+"""Count the steps of a Lightning `Trainer` as inner steps of `DiLoCo`, by a `Callback`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The part that the callbacks of trainers share: engine, saved state and record of one training; joining torchrun."""
+"""Share engine, saved state and record of a training among the callbacks of trainers; join torchrun's processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from twophase.training.recording import Recorder, record
 from twophase.training.session import world_size
 
 USUAL = OuterRule(0.7, 0.9, nesterov=True)
-"""The outer rule of the DiLoCo paper."""
+"""Outer rule of the DiLoCo paper."""
 _TORCHRUN = "RANK LOCAL_RANK GROUP_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE TORCHELASTIC_RUN_ID".split()
 _RECORDING: WeakValueDictionary[Path, Rounds] = WeakValueDictionary()
 """Trainings of this process by the folder of their record; a trainer may not report that its training has raised."""

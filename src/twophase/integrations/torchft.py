@@ -46,7 +46,7 @@ def diloco(
 
     Args:
         manager: torchft's, best `manager` of this module.
-        model: this replica; all replicas begin with the same weights, for nothing is exchanged before the first round.
+        model: this replica; all replicas begin with the same weights, for the first exchange is in the first round.
         inner: its optimizer.
         outer: the outer rule, or `twophase.outer(...)`.
         inner_steps: inner steps in which every fragment is synchronised once, a multiple of their number.

@@ -46,7 +46,7 @@ class Outer:
     """Outer momentum, in [0, 1)."""
 
     nesterov: bool = True
-    """Whether the outer step looks ahead."""
+    """True if the outer step looks ahead."""
 
     form: Literal["sum", "ema"] = "sum"
     """Form of the rule: sum, as torch.optim.SGD, or ema, as the restart paper."""

@@ -1,4 +1,4 @@
-"""A `TrainerCallback` that makes the steps of transformers' `Trainer` the inner steps of `DiLoCo`."""
+"""Count the steps of transformers' `Trainer` as inner steps of `DiLoCo`, by a `TrainerCallback`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arithmetic of the shelf's filters: from a group's pseudo-gradients and first moments to what the method sees.
+"""Apply the shelf's filters: from a group's pseudo-gradients and first moments to the pseudo-gradients of the method.
 
 `@filter_of(Clip)` registers the function of a filter. It returns new tensors, or its arguments.
 """

@@ -67,7 +67,7 @@ class Update:
 
     @property
     def mixing(self) -> tuple[float, float]:
-        """The c and d of `m <- c m + d g`."""
+        """Coefficients c and d of `m <- c m + d g`."""
         if self.step is not None and self.step.mix is not None:
             return self.step.mix
         return self.momentum, 1.0 if self.form == "sum" else 1 - self.momentum

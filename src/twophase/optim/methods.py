@@ -1,4 +1,4 @@
-"""The arithmetic of the shelf's methods: from a pseudo-gradient and a parameter's buffers to its update.
+"""Compute the shelf's methods: from a pseudo-gradient and a parameter's buffers to its update.
 
 `@update_of(AdamW)` registers the function of a method. It is called once a round for each parameter, mixes g into the
 first moment (`FIRST`), and returns the update u of `x <- x - u`.

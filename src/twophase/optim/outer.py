@@ -38,7 +38,7 @@ class Part(NamedTuple):
     group: dict[str, Any]
     params: list[Tensor]
     gradients: list[Tensor]
-    buffers: list[Tensor | None]  # None where nothing is to be read: a first round, or momentum 0
+    buffers: list[Tensor | None]  # None where no buffer is read: a first round, or momentum 0
 
 
 class Sweep(Protocol):
@@ -46,7 +46,7 @@ class Sweep(Protocol):
 
     @property
     def buffers(self) -> Sequence[Tensor]:
-        """The buffers in the parameters' shapes, in their order; zeros before the first round."""
+        """Buffers in the parameters' shapes and order; zeros before the first round."""
         ...
 
     @property
@@ -379,7 +379,7 @@ class OuterSGD(Optimizer):
         """Load what `state_dict()` returned; float32 buffers of 16-bit parameters stay float32.
 
         The state's settings win over the constructor's. A state of `torch.optim.SGD` loads too, unless it used
-        dampening, weight decay or maximize, which an outer step has not. It brings SGD's form (sum); the restart
+        dampening, weight decay or maximize, which an outer step lacks. Its form is SGD's (sum); the restart
         policy stays, and rounds count from the loading.
 
         Raises:
@@ -418,7 +418,7 @@ class OuterSGD(Optimizer):
         return super().__getstate__() | {"promised": self.promised}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Fill in what states of other versions, or of torch.optim.SGD, do not have."""
+        """Fill in the entries that states of other versions, or of torch.optim.SGD, lack."""
         super().__setstate__(state)
         self.last_round, self.begun = [], False
         for group in self.param_groups:

@@ -1,4 +1,4 @@
-"""Eigenvalues of a large symmetric matrix that is known by its products alone: the largest, and the density of all.
+"""Compute eigenvalues of a large symmetric matrix from its products alone: the largest, and the density of all.
 
 Source: Ghorbani, Krishnan and Xiao, "An investigation into neural net optimization via Hessian eigenvalue density"
 (2019).

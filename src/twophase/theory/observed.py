@@ -35,9 +35,9 @@ from twophase.rule import OuterRule
 from twophase.theory.inputs import Floats
 
 LEAST = 6
-"""Pairs of rounds below which nothing is estimated."""
+"""Least number of pairs of rounds for an estimate."""
 LEAST_CYCLES = 10
-"""Restart cycles, or pairs of rounds where nothing restarts, below which no interval is shown."""
+"""Least number of restart cycles, or of pairs of rounds without restarts, for showing an interval."""
 MOST_NOISE = 0.8
 """Upper end of the noise's share of |g|^2 (two standard errors) from which on no interval is shown."""
 WIDEST = 2.0

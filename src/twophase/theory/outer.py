@@ -124,7 +124,7 @@ class LinearOuter:
         self.factor = outer.filter.factor(0.0)
         """Of the pseudo-gradient, which is applied in the round that it is from."""
         self.keeps_buffer = not outer.method.plain
-        """Whether it has its buffer at momentum 0, too."""
+        """True for a method with a buffer at momentum 0, too."""
         self._state: State = {}
         self._averages: list[Floats] = []
 

@@ -270,7 +270,7 @@ def _log_mean_square(logs: Floats, log_weights: Floats) -> Floats:
     with np.errstate(divide="ignore"):
         total = np.asarray(logsumexp(2 * logs + log_weights, axis=-1))
     near = np.abs(total) < 0.1
-    if near.any():  # slow modes keep their digits: next to 1 the sum is known by what it lacks
+    if near.any():  # slow modes keep their digits: next to 1 the sum is 1 less a small remainder
         lacks = np.sum(np.exp(log_weights) * np.expm1(np.minimum(2 * logs[near], 700)), axis=-1)
         total[near] = np.log1p(lacks)
     return total

@@ -1,6 +1,6 @@
 """Simulate the outer iteration on quadratic modes, round by round: any rule, any policy, with noise, with blocks.
 
-In the place of a rule stands any outer optimizer of the shelf that is linear (`theory.outer`).
+Any linear outer optimizer of the shelf may replace the rule (`theory.outer`).
 
 In a mode with residual x the inner phase of a round makes the pseudo-gradient `g = sigma x`. The outer rule and the
 restart policy act on it as in the optimizer, with the same objects and the equations of the rule's form.

@@ -117,7 +117,7 @@ def moments(
         spread: standard deviation of x before the first round.
 
     Raises:
-        ValueError: a policy that measures, for its updates are not linear; one that treats several rules unlike.
+        ValueError: a policy that measures, for its updates are not linear; one that treats several rules differently.
 
     Source: result R32; theory note R2 for the map.
 
