@@ -471,7 +471,7 @@ def test_a_slow_link(begin: Begin, link: Link, tmp_path: Path) -> None:
 def takes_the_result(run: Run, late: Any) -> None:
     """Replica 1 comes after replica 0's end, and ends with the same result, bit for bit, and one line that says so."""
     run.ended("1", late)
-    (line,) = [line for line in run.said("1") if "the run had ended without this replica" in line]
+    (line,) = [line for line in run.said("1") if "the run ended without this replica" in line]
     assert run.summary(0)["checksum"] in line
     for key in ("checksum", "perplexity", "steps", "rounds", "exit_reason"):
         assert run.summary(1)[key] == run.summary(0)[key], key

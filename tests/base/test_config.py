@@ -245,7 +245,7 @@ def test_options_say_what_they_are():
     add_values(parser, InnerConfig(), "values")
     text = " ".join(parser.format_help().split())
     assert text.startswith("usage: x [OPTIONS] ")
-    assert "--schedule cosine|linear|constant|wsd What follows the warmup: cosine or linear decay to zero" in text
+    assert "--schedule cosine|linear|constant|wsd Schedule after the warmup: cosine or linear decay to zero" in text
     assert "constant, then linear decay (cosine)" in text
     assert "in the gradient's point (0.9 0.999)" in text
     parser = Parser("x")

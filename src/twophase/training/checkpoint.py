@@ -1,13 +1,14 @@
-"""Checkpoints: written in the background, there whole or not at all, and verified when they are read.
+"""Checkpoints: written in the background, complete or absent, and verified when they are read.
 
-`checkpoint/step-00000320/` holds `engine.safetensors` (anchor, outer optimizer, position), `replica-000.safetensors`, …
-(a model, where it differs from the anchor, and its inner optimizer each, written by the process that trains it, so that
-a resumed run may have other processes), `wire-000.safetensors`, … where a process has error-feedback residuals of a
-lossy wire, `progress.json` (plain numbers), and `manifest.json` with the length and SHA-256 of each. Nothing in it is a
-pickle; see `twophase.training.parts` for the format.
+`checkpoint/step-00000320/` holds JSON and safetensors files (see `twophase.training.parts`), and no pickle:
 
-A `Writer` copies the state, which takes as long as moving that many bytes, and a thread does the rest: it writes the
-files into a folder of another name, waits for the disk, renames the folder, and removes the oldest.
+* `engine.safetensors`: anchor, outer optimizer, position;
+* `replica-000.safetensors`, …: a replica's inner optimizer, and its model where that differs from the anchor;
+* `wire-000.safetensors`, …: a process's error-feedback residuals of a lossy wire;
+* `progress.json`: plain numbers; `manifest.json`: length and SHA-256 of each file.
+
+A process writes its own replicas' files, so a resumed run may have other processes. A `Writer` copies the state. Its
+thread writes the files, syncs the disk, renames the folder to its final name, and removes the oldest checkpoint.
 """
 
 from __future__ import annotations
@@ -65,17 +66,17 @@ class Writer:
             ...                                   # train on
         # here the last one is whole, on all processes
 
-    The next `save` waits for the checkpoint on its way, and raises, as `poll` and `close` do, what went wrong in the
+    The next `save` waits for the checkpoint on its way, and raises, as `poll` and `close` do, an error of the
     thread. One process completes its checkpoint in the thread; several do so in the first of these calls after all have
-    written their parts. When an error ends the `with` block, a checkpoint on its way is completed if there is one
-    process, and dropped when a second Ctrl-C asks for a quick end.
+    written their parts. If an error ends the `with` block, a single process still completes the checkpoint on its way;
+    a second Ctrl-C drops it.
 
     Args:
         folder: the run's `checkpoint/`, seen by all processes.
-        fingerprint: of the configuration; a checkpoint of another one is refused when loading.
+        fingerprint: digest of the configuration; loading refuses a checkpoint of another one.
         keep: number of checkpoints that stay; older ones go once a newer one is complete.
         communicator: the processes of the run; used by the methods and never by the thread.
-        before: called in the thread before a checkpoint becomes visible: brings to the disk what `progress` counts.
+        before: function that syncs the logs that `progress` counts; the thread calls it before a checkpoint is visible.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class Writer:
                 error.add_note(str(self._failure))
 
     def save(self, step: int, parts: Mapping[str, Any], progress: Mapping[str, Any]) -> None:
-        """Copy the state and have it written; on return training may go on and change it.
+        """Copy the state and start to write it; after this call training may change it.
 
         Args:
             step: inner steps taken; above those of every earlier checkpoint.
@@ -125,7 +126,7 @@ class Writer:
             progress: plain numbers and text (process 0's are written).
 
         Raises:
-            OSError: this checkpoint or the previous one cannot be written; says where, why and what to do.
+            OSError: this checkpoint or the previous one cannot be written; the message has place, reason and remedy.
         """
         self.close()
         self._step, self._progress, self._entries = step, json.dumps(progress), {}
@@ -135,7 +136,7 @@ class Writer:
             try:
                 shutil.rmtree(self._writing, ignore_errors=True)
                 self.folder.mkdir(exist_ok=True)
-                self._writing.mkdir()  # without the run's folder, lest one that was moved away begin anew here
+                self._writing.mkdir()  # no parents: a run folder that was moved must not start again here
             except OSError as error:
                 failure = self._unwritable(error)
         self._agree(failure)  # and no process writes before the folder exists
@@ -148,13 +149,13 @@ class Writer:
                             return
                         files.write(self._writing / name, part)
                         self._entries[name] = _entry(self._writing / name)
-                # A checkpoint that outlives a power cut must not count lines of a log that do not.
+                # After a power cut, a checkpoint must not count log lines that are lost.
                 self._before()
                 if self.comm.size == 1:
                     self._complete(self._entries)
             except OSError as error:
                 self._failure = self._unwritable(error)
-            except BaseException as error:  # whatever it is, `close` raises it
+            except BaseException as error:  # of any type: `close` raises it
                 self._failure = error
 
         # A daemon: a second Ctrl-C need not wait for a slow disk. It leaves nothing that looks like a checkpoint.
@@ -162,12 +163,12 @@ class Writer:
         self._thread.start()
 
     def poll(self) -> None:
-        """Complete a checkpoint that all processes have written, or raise what went wrong; never waits for the disk."""
+        """Complete a checkpoint that all processes have written, or raise its error; never wait for the disk."""
         if self._thread is not None and not any(row[0] for row in self.comm.exchange([self._thread.is_alive()])):
             self.close()
 
     def close(self) -> None:
-        """Return when everything that was saved is whole on disk, on all processes."""
+        """Wait until every saved checkpoint is complete on disk, on all processes."""
         if self._thread is None:
             return
         self._thread.join()
@@ -190,7 +191,7 @@ class Writer:
         return unwritable(self.folder, f"the checkpoint of step {self._step}", error, self.folder)
 
     def _agree(self, failure: BaseException | None) -> None:
-        """Raise one process's failure on all, after removing the half checkpoint: it is useless, and the disk full."""
+        """Raise one process's failure on all; first remove the incomplete checkpoint, for the disk may be full."""
         text = None if failure is None else str(failure)
         texts = [text for text in self.comm.gather(text, str | None) if text is not None]
         if texts and self.comm.rank == 0:
@@ -212,7 +213,7 @@ class Writer:
         self._writing.rename(path_of(self.folder, self._step))
         sync_folder(self.folder)
         for path in _checkpoints(self.folder)[: -self.keep]:
-            half = path.rename(path.with_name(f"{_WRITING}{path.name}"))  # a kill from here on leaves no torn one
+            half = path.rename(path.with_name(f"{_WRITING}{path.name}"))  # a kill after this leaves no partial one
             shutil.rmtree(half)
 
 
@@ -221,9 +222,9 @@ def unwritable(where: Path, what: str, error: OSError, checkpoints: Path) -> OSE
 
     Args:
         where: the file or folder.
-        what: what cannot be written there.
-        error: what the system said.
-        checkpoints: the run's `checkpoint/`, for what a repeated command begins with.
+        what: object that cannot be written there.
+        error: error of the operating system.
+        checkpoints: the run's `checkpoint/`, from which a repeated command resumes.
     """
     remedy = "free space there or make it writable"
     if isinstance(error, FileNotFoundError):
@@ -261,10 +262,9 @@ def latest_step(folder: Path) -> int | None:
 
 
 def read_latest(folder: Path, read: Callable[[Path], T]) -> T | None:
-    """Return what `read` makes of the newest complete checkpoint, or None where there is none.
+    """Return the result of `read` for the newest complete checkpoint, or None without one.
 
-    A run that goes on removes its older checkpoints: one that it removes while it is read is not damaged, and the one
-    that is the newest by then is read instead.
+    A run under way removes its older checkpoints. If it removes this one during the read, the new newest one is read.
     """
     while (newest := latest(folder)) is not None:
         try:
@@ -276,7 +276,7 @@ def read_latest(folder: Path, read: Callable[[Path], T]) -> T | None:
 
 
 def counted_logs(path: Path) -> dict[str, Any]:
-    """Return what a checkpoint counts of the logs; nothing where that cannot be read, which loading then refuses."""
+    """Return the log positions that a checkpoint recorded; none if they are unreadable, which loading refuses."""
     try:
         return dict(json.loads((path / _PROGRESS).read_text(encoding="utf-8"))["logs"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -284,7 +284,7 @@ def counted_logs(path: Path) -> dict[str, Any]:
 
 
 def clean(folder: Path) -> None:
-    """Remove what a crash left half written or half removed."""
+    """Remove checkpoints that a crash left half written or half removed."""
     for path in folder.glob(f"{_WRITING}*"):
         shutil.rmtree(path)
 
@@ -294,7 +294,7 @@ class Checkpoint:
 
     Args:
         path: the checkpoint's folder.
-        fingerprint: of the configuration that wants to continue from it.
+        fingerprint: digest of the configuration that continues from it.
 
     Raises:
         UsageError: damaged, truncated, of another configuration, or in the format of another version.
@@ -337,7 +337,7 @@ class Checkpoint:
 
     @contextmanager
     def content(self, name: str) -> Iterator[None]:
-        """Turn what goes wrong while a file's content is used into the message of a damaged checkpoint."""
+        """Turn an error in the use of a file's content into the message of a damaged checkpoint."""
         try:
             yield
         except Exception as error:
@@ -347,7 +347,7 @@ class Checkpoint:
             raise _damaged(self.path, f"{name}: {reason or type(error).__name__}") from None
 
     def holds(self, name: str) -> bool:
-        """Tell whether there is such a part."""
+        """Tell whether the checkpoint has this file."""
         return name in self._entries
 
     def anchor(self) -> dict[str, Tensor]:
@@ -358,7 +358,7 @@ class Checkpoint:
             return {slot.name: view for slot, view in zip(layout.slots, layout.views(state["anchor"]), strict=True)}
 
     def weights(self) -> dict[str, Tensor]:
-        """Read what is evaluated: the anchor, or the average of anchors that the outer optimizer keeps."""
+        """Read the evaluated weights: the anchor, or the average of anchors that the outer optimizer keeps."""
         anchor, states = self.anchor(), []
         for fragment in self.part(ENGINE)["fragments"]:
             outer = fragment["outer"]

@@ -1,4 +1,4 @@
-"""The configuration of a run, whatever its task (no torch here, so that the command line and the sweeps stay quick)."""
+"""The configuration of a run of any task; without torch, so that the command line and sweeps start quickly."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from twophase.shelf.outer import RULE_OPTIONS, USUAL, Outer, configured, describ
 from twophase.shelf.text import parse as parse_value
 
 LARGEST_LR = 1e30
-"""What a float32 holds with room to spare; a larger factor fails inside of torch."""
+"""A factor well inside float32's range; a larger one fails inside torch."""
 MOST_STEPS, MOST_REPLICAS, MOST_FRAGMENTS, MOST_THREADS = 10**8, 10**5, 10**4, 1024
 """Far beyond any use, and small enough that plans, names and threads of so many can be made."""
 
@@ -46,7 +46,7 @@ class InnerConfig:
     clip_norm: float = 0.0
     """Bound on the gradient norm; 0 means none."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = field(default="cosine", metadata=LATER)
-    """What follows the warmup: cosine or linear decay to zero at the run's end, constant, or wsd (warmup, stable,
+    """Schedule after the warmup: cosine or linear decay to zero at the run's end, constant, or wsd (warmup, stable,
     decay): constant, then linear decay."""
     decay: float = field(default=0.2, metadata=LATER)
     """Share of the inner steps, at the run's end, over which wsd decays."""
@@ -65,43 +65,43 @@ class OuterConfig:
     form: Form = "sum"
     """`sum` (as torch.optim.SGD) or `ema` (as the restart paper); lr_sum = lr_ema (1 - momentum)."""
     restart: str = "never"
-    """When the momentum restarts: never, a period such as 3, cycle:5,6,10, at:4,9, soft:3:0.2:0.1, or a policy that
-    decides for itself: auto, loss, probe:keep,average and more."""
+    """Restarts of the momentum: never, a period such as 3, cycle:5,6,10, at:4,9, soft:3:0.2:0.1, or an adaptive policy:
+    auto, loss, probe:keep,average and more."""
     probe_sequences: int = field(default=0, metadata=LATER)
     """Sequences on which a policy that probes weighs its candidates: the first ones of each replica's next batch; 0
-    means all of it. Other policies do not look at it."""
+    means all of it. Other policies ignore it."""
 
     method: str = field(default=USUAL["method"], metadata=LATER)
-    """How the update is made, NAME or NAME:FIELD=VALUE:..., such as adamw:lr=0.05; `twophase methods` lists them. The
+    """Method of the update: NAME or NAME:FIELD=VALUE:..., such as adamw:lr=0.05; `twophase methods` lists them. The
     options lr, momentum, nesterov and form are those of sgd; other methods have their own, in this text."""
     filter: str = field(default=USUAL["filter"], metadata=LATER)
-    """What happens to the pseudo-gradient before: clip:norm=1, heloco, cgad, orthogonal, edit; see
+    """Filter of the pseudo-gradient before the update: clip:norm=1, heloco, cgad, orthogonal, edit; see
     `twophase methods`."""
     schedule: str = field(default=USUAL["schedule"], metadata=LATER)
     """Outer learning rate and momentum by the round: constant, warmup:warmup=10, cosine, linear, transient, momentum;
     cosine and linear end with the run."""
     readout: str = field(default=USUAL["readout"], metadata=LATER)
-    """What is evaluated and exported: the last anchor, or an average such as ema:decay=0.9 or tail:rounds=10."""
+    """Evaluated and exported weights: the last anchor, or an average such as ema:decay=0.9 or tail:rounds=10."""
 
     def value(self, rounds: int = 0) -> OuterRule | Outer:
-        """The outer optimizer as a value, a rule where that says it all; `rounds` of the run, for its schedule."""
+        """Return the outer optimizer as a value, a rule if that is enough; its schedule needs the run's `rounds`."""
         value = configured(vars(self), rounds)
         return self.policy().effective(value) if isinstance(value, OuterRule) else value
 
     def describe(self) -> str:
-        """The outer optimizer in words for people, its restart policy apart."""
+        """Describe the outer optimizer in words, without its restart policy."""
         value = self.value()
         return value.describe() if isinstance(value, OuterRule) else described(vars(self))
 
     @property
     def is_rule(self) -> bool:
-        """Whether a rule and a restart policy say it all."""
+        """True if a rule and a restart policy describe it completely."""
         return isinstance(self.value(), OuterRule)
 
     def rule(self) -> OuterRule:
-        """The rule as a value; of another method than momentum SGD how g enters its first moment.
+        """Return the rule; for a method other than momentum SGD, return how g enters its first moment.
 
-        It has a momentum where the policy needs a buffer of its own.
+        It has a momentum where the policy needs a buffer.
         """
         value = self.value()
         if isinstance(value, OuterRule):
@@ -109,7 +109,7 @@ class OuterConfig:
         return self.policy().effective(value.rule()) if value.method.plain else value.rule()
 
     def policy(self) -> RestartPolicy:
-        """The restart policy as a value."""
+        """Return the restart policy as a value."""
         return parse(self.restart)
 
 
@@ -118,8 +118,8 @@ class SyncConfig:
     """When the replicas' progress is combined, and how it travels."""
 
     fragments: tuple[str, ...] = ("1",)
-    """A number of fragments of about equal size, each with its own outer optimizer and rounds; or NAME=PATTERN for
-    each, such as ends=embedding|head blocks=blocks: a parameter takes the first pattern that its name contains."""
+    """A number of fragments of about equal size, or NAME=PATTERN for each, such as ends=embedding|head blocks=blocks.
+    Each has its own outer optimizer and rounds. A parameter takes the first pattern that its name contains."""
     restart: tuple[str, ...] = ()
     """NAME=POLICY for each fragment, such as ends=3 blocks=5; none means outer.restart for all."""
     stagger: bool = True
@@ -129,12 +129,12 @@ class SyncConfig:
     mixing: float = 0.0
     """Share of its own parameters that a replica keeps when the anchor comes back, in [0, 1)."""
     wire: str = "float32"
-    """What pseudo-gradients travel as: float32; bfloat16; int8, in blocks with error feedback; or the largest elements
-    alone, with error feedback: topk:128:2bit sends one of 128, its place and 2 bits. Where all replicas live in one
-    process, each counts as a process here."""
+    """Format of the pseudo-gradients: float32, bfloat16, int8 in blocks, or the largest elements alone. The format
+    topk:128:2bit sends one element of 128, its place and 2 bits. Both int8 and topk have error feedback. If all
+    replicas live in one process, each counts as a process here."""
 
     def parts(self) -> int | dict[str, str]:
-        """The number of fragments, or their patterns by name."""
+        """Return the number of fragments, or their patterns by name."""
         if len(self.fragments) == 1 and re.fullmatch("[0-9]+", self.fragments[0]):
             count = int(self.fragments[0][:40])
             if not 1 <= count <= MOST_FRAGMENTS:
@@ -143,7 +143,7 @@ class SyncConfig:
         return _pairs("sync.fragments", self.fragments, "ends=embedding|head blocks=blocks, or one number")
 
     def policies(self) -> dict[str, RestartPolicy] | None:
-        """Each fragment's restart policy by name; None where all have outer.restart."""
+        """Return each fragment's restart policy by name; None where all have outer.restart."""
         if not self.restart:
             return None
         return {name: parse(text) for name, text in _pairs("sync.restart", self.restart, "ends=3 blocks=5").items()}
@@ -156,7 +156,7 @@ def _pairs(path: str, words: tuple[str, ...], example: str) -> dict[str, str]:
         if not (name and equals and value):
             raise _refusal(path, word, f"NAME=VALUE, such as {example}")
         if name in pairs:
-            raise _refusal(path, word, "a name that has not been given yet")
+            raise _refusal(path, word, "a new name")
         pairs[name] = value
     return pairs
 
@@ -172,7 +172,7 @@ class ComputeConfig:
     micro_batch: int = 0
     """Sequences a forward and backward pass, a divisor of the batch size; 0 means as many as the memory holds."""
     attention: Literal["auto", "cudnn", "flash3", "flash", "efficient", "math"] = "auto"
-    """Attention kernel on a GPU; `auto` times those that there are at the run's shape and takes the fastest, the same
+    """Attention kernel on a GPU; `auto` times those available at the run's shape and takes the fastest, the same
     in all processes. `flash3` is FlashAttention 3, for a newer torch with the package flash_attn_interface."""
     recompute: bool = False
     """Keep only each block's input for the backward pass and compute the rest again (activation checkpointing)."""
@@ -228,18 +228,18 @@ class RunConfig:
 
     @property
     def shares_steps(self) -> bool:
-        """Whether a rule's updates are all that outer steps are, at the end of a round: a sweep can share its steps."""
+        """True if an outer step is a rule's update at the end of a round, so that a sweep can share its steps."""
         sync = self.sync
         whole = sync.parts() == 1 and sync.delay == 0 and sync.mixing == 0 and not sync.restart
         return whole and self.outer.is_rule
 
 
 Range = tuple[str, Callable[[Any], bool], str]
-"""A value's dotted path, what it must fulfil, and the same in words."""
+"""A value's dotted path, its condition, and the condition in words."""
 
 
 def whole_numbers(smallest: int, largest: int, *paths: str) -> list[Range]:
-    """Ranges of whole numbers."""
+    """Return ranges of whole numbers."""
     words = f"a whole number from {smallest} to {largest:,}"
     return [(path, lambda value: smallest <= value <= largest, words) for path in paths]
 
@@ -281,11 +281,11 @@ def inner_lr(config: RunConfig, step: int) -> float:
 
 
 def check_rule_options(config: RunConfig, paths: Iterable[str]) -> None:
-    """Refuse options of momentum SGD beside another method, which would not look at them.
+    """Refuse options of momentum SGD with another method, which would ignore them.
 
     Args:
-        config: of a run.
-        paths: of the values that the user has given.
+        config: configuration of a run.
+        paths: dotted paths of the values that the user set.
     """
     unused = [f"outer.{name}" for name in RULE_OPTIONS if f"outer.{name}" in paths]
     if twice := [name for name in unused if f":{name.removeprefix('outer.')}=" in config.outer.method]:
@@ -304,7 +304,7 @@ def check_rule_options(config: RunConfig, paths: Iterable[str]) -> None:
 
 
 def check(config: RunConfig) -> None:
-    """Refuse a configuration that cannot be run; what only a task knows is left to the task.
+    """Refuse a configuration that cannot be run; the task checks its own values.
 
     Raises:
         UsageError: naming the option, its value, the range and the remedy.

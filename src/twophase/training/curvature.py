@@ -1,4 +1,4 @@
-"""Products with the curvature of a model's loss in a block of its parameters, all others standing still.
+"""Products with the curvature of a model's loss in a block of its parameters, with all others fixed.
 
     G = (1/N) sum_i J_i^T (diag p_i - p_i p_i^T) J_i,      J_i = d logits_i / d parameters,   p_i = softmax(logits_i)
 
@@ -34,21 +34,21 @@ _PIECE = 1 << 13  # small batches are joined up to so many numbers: at a laptop'
 
 
 class Matrix:
-    """A symmetric matrix of a block as a linear operator; a subclass says which.
+    """A symmetric matrix of a block as a linear operator; a subclass defines the matrix.
 
     Args:
         model: its parameters must be finite. Gradients of it are neither read nor written.
         batches: tensors or trees of them, examples along the first dimension.
-        names: of the block's parameters, in the order of the operator's coordinates.
+        names: names of the block's parameters, in the order of the operator's coordinates.
         scale: factor of each coordinate on both sides, by parameter name: `D^-1/2` for the preconditioned matrix. None
             is all ones.
-        function: of model and batch: logits, the classes along their last dimension, or a loss.
+        function: function of model and batch that returns logits (classes along the last dimension) or a loss.
 
     Attributes:
         title: the matrix's name.
         floor: a lower bound of its eigenvalues.
         size: number of coordinates.
-        products: how many vectors it has been applied to.
+        products: number of vectors multiplied so far.
     """
 
     title: str
@@ -83,7 +83,7 @@ class Matrix:
         tangent = [next(parts).view(weight.shape) for weight in self._block.values()]
         total = torch.zeros_like(v)
         try:
-            with sdpa_kernel(SDPBackend.MATH):  # the others cannot be differentiated twice
+            with sdpa_kernel(SDPBackend.MATH):  # the other kernels cannot be differentiated twice
                 for product in self._products():
                     total += _flat(product(tangent)).detach()
         except RuntimeError as error:
@@ -111,7 +111,7 @@ class Matrix:
     def _value(self, number: int, block: Sequence[Tensor]) -> Tensor:
         """Compute the function on a batch, at some weights of the block."""
         weights = self._fixed | dict(zip(self._block, block, strict=True))
-        # On a CPU the other devices' generators need not be asked for, which takes longer than a small product.
+        # On a CPU, seeding the other devices' generators would take longer than a small product.
         seed = torch.default_generator.manual_seed if all(weight.is_cpu for weight in block) else torch.manual_seed
         with torch.random.fork_rng(devices=()):
             seed(number)  # a loss that draws noise draws the same for every product
@@ -144,7 +144,7 @@ class GaussNewton(Matrix):
         block = self._leaves()
         value = self._value(number, block)
         # J v is the transpose of u -> J^T u, which is linear: its product from behind. So both graphs stay, and
-        # forward-mode derivatives, which would run the model anew for each product, are not needed.
+        # forward-mode derivatives, which would run the model again for each product, are not needed.
         u = torch.zeros_like(value).requires_grad_()
         back = _pulled([value], block, [u])
         _check_twice(back)
@@ -193,7 +193,7 @@ def _pulled(outputs: Sequence[Tensor], inputs: Sequence[Tensor], cotangents: Seq
 
 
 def _check_twice(derivatives: Sequence[Tensor]) -> None:
-    """Raise where a derivative has none of its own: asked for by input, autograd would silently take it for zero."""
+    """Raise if a derivative cannot be differentiated; by input, autograd would silently take its derivative as zero."""
     nodes, seen = [derivative.grad_fn for derivative in derivatives], set()
     while nodes:
         node = nodes.pop()
@@ -205,7 +205,7 @@ def _check_twice(derivatives: Sequence[Tensor]) -> None:
 
 
 def _joined(batches: Sequence[Any]) -> list[Any]:
-    """Join neighbouring batches of the same form as far as that saves calls."""
+    """Join neighbouring batches of the same form where that saves calls."""
     pieces: list[Any] = []
     last, room = None, 0
     for batch in batches:

@@ -1,4 +1,4 @@
-"""The device of a run: whether it can be used, moving batches to it, and what to say when its memory is full."""
+"""The device of a run: check it, move batches to it, and explain an error when its memory is full."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ def usable_device(name: str) -> torch.device:
 
 
 def prepare_repeatable() -> None:
-    """Set what torch reads once, at the first matrix product of a process on a GPU."""
+    """Set the variable that torch reads once, at a process's first matrix product on a GPU."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def make_repeatable(device: torch.device, *, strictly: bool) -> None:
-    """On a GPU, let torch use any kernel, or strictly those that give the same bits every time."""
+    """Let torch use any kernel on a GPU, or strictly those that give the same bits every time."""
     if device.type == "cuda":
         prepare_repeatable()
         torch.use_deterministic_algorithms(strictly)
-        # What this fills is for finding faults, and costs time.
+        # Filled memory helps to find faults, and costs time.
         deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -75,7 +75,7 @@ def _mapped(function: Callable[[Any], Any], batch: Any) -> Any:
 
 
 def check_memory(what: str, needed: int, device: torch.device, remedy: str) -> None:
-    """Refuse what surely does not fit into a device's memory, or this process's part of the machine's.
+    """Refuse a run that cannot fit into a device's memory, or this process's part of the machine's.
 
     Raises:
         UsageError: with the estimate and the remedy.
@@ -98,7 +98,7 @@ def machine_bytes() -> int:
 
 @contextmanager
 def room_for(what: str, device: torch.device | str) -> Iterator[None]:
-    """Name what does not fit on the device, and the remedy, where memory runs out within.
+    """Explain an out-of-memory error of the block: the object, the device and the remedy.
 
     Raises:
         RunError: in place of the device's exception.

@@ -1,7 +1,7 @@
-"""The end of an elastic run, in a file that its replicas share: a run has one result, also where a replica comes late.
+"""The end of an elastic run, in a file that its replicas share: a run has one result, also for a late replica.
 
 The first replica that finishes writes the file, and no later result may differ from it. A replica that was dead or
-suspended meanwhile looks there when it begins and before each sync, and takes the result over.
+suspended meanwhile reads the file at its start and before each sync, and adopts the result.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _SEAL = "sha256"
 
 
 class Ending:
-    """What is known of a run's end.
+    """The record of a run's end.
 
     Args:
-        path: the file; a folder that all replicas reach makes it hold for all.
+        path: the file; in a folder that all replicas reach, it holds for all.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def read(self, run: int = 0) -> dict[str, Any] | None:
-        """Return `run`, `config`, `checksum`, `host`, `folder` and `summary` of the result; None while there is none.
+        """Return `run`, `config`, `checksum`, `host`, `folder` and `summary` of the result; None without a result.
 
         Args:
             run: identity of the run; the record of another is None. 0 takes any.
@@ -51,19 +51,19 @@ class Ending:
         return record if run in (0, record["run"]) else None
 
     def is_over(self, run: int) -> bool:
-        """Tell whether a run has ended; a file that cannot be read for a moment ends no run under way."""
+        """Tell whether a run has ended; an unreadable file ends no run under way."""
         try:
             return self.read(run) is not None
         except RunError:
             return False
 
     def conclude(self, run: int, config: str, folder: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
-        """Make a result the run's, unless it has one; return the record of the one that it has.
+        """Record a result unless the run has one; return the record of the run's result.
 
         Args:
             run: identity of the run.
             config: identity of its configuration.
-            folder: of the replica that has the result.
+            folder: folder of the replica that has the result.
             summary: its `summary.json`, with the checksum.
 
         Raises:
@@ -80,13 +80,13 @@ class Ending:
             if existing is None or existing["run"] != run:
                 raise RunError(
                     f"--run-record {self.path}: holds the end of another run, so that of run {run} cannot be written "
-                    "there; name another file, or move this one away, and repeat the command: checkpoints are intact"
+                    "there; name another file or move this one, then repeat the command: checkpoints are intact"
                 ) from None
             return existing
         return record
 
     def _damaged(self, why: str) -> RunError:
         return RunError(
-            f"--run-record {self.path}: is not the record of a run's end ({why}); put it back, or move it away and "
-            "repeat the command"
+            f"--run-record {self.path}: is not the record of a run's end ({why}); put it back, or move it and repeat "
+            "the command"
         )

@@ -20,9 +20,9 @@ from twophase.training.task import Step, Task
 class Replica:
     """A model with its own inner optimizer, which persists over rounds, and its own part of the data.
 
-    The optimizer is the task's, if it has `inner(model, config)`, else the one that `config.inner.method` names. One
-    with `train()` and `eval()`, as schedule-free ones have, is in train mode inside of an inner step only: the engine,
-    evaluations and checkpoints meet its average.
+    The optimizer is the task's, if it has `inner(model, config)`, else the one that `config.inner.method` names. An
+    optimizer with `train()` and `eval()`, such as schedule-free AdamW, is in train mode only inside an inner step. The
+    engine, evaluations and checkpoints see its average.
     """
 
     def __init__(self, config: RunConfig, number: int, task: Task, compute: Step) -> None:
@@ -36,7 +36,7 @@ class Replica:
         self.shares = [float(group["lr"]) / config.inner.lr for group in self.inner.param_groups]
         """Learning rate of each param group, in `inner.lr`s: the schedule keeps their ratios."""
         self.round_losses: list[float] = []
-        """Its training losses, one an inner step, since the longest-running fragment began its round."""
+        """Training loss of each inner step since the longest-running fragment began its round."""
 
     def step(self, step: int, lr: float) -> Tensor:
         """Take one inner step; return the training loss, a scalar that is still on the device.
@@ -78,7 +78,7 @@ class Replica:
         """Continue from `state_dict()`."""
         self.model.load_state_dict(state["model"])
         fresh, saved = self.inner.state_dict()["param_groups"], state["inner"]["param_groups"]
-        # A setting that the saved groups lack, as those of another version of torch may, is as it is here.
+        # Groups saved by another version of torch may lack a setting; it keeps this version's value.
         groups = [now | group for now, group in zip(fresh, saved, strict=True)]
         self.inner.load_state_dict(state["inner"] | {"param_groups": groups})
         self.round_losses = list(map(float, state.get("round_losses", ())))  # older states have their sum
@@ -87,16 +87,16 @@ class Replica:
 class MuonAdamW(Optimizer):
     """Muon for the hidden weight matrices and AdamW for all other parameters, as one optimizer with two param groups.
 
-    Muon replaces a matrix's momentum by the nearest orthogonal matrix, nearly, here times 0.2 sqrt(the larger
-    dimension): its steps then have the size of AdamW's, so one learning rate and weight decay serve both. With it
-    inside, DiLoCo is MuLoCo.
+    Muon replaces a matrix's momentum by approximately the nearest orthogonal matrix. Here the factor 0.2 sqrt(larger
+    dimension) gives its steps the size of AdamW's, so both use one learning rate and weight decay. With this inner
+    optimizer, DiLoCo is MuLoCo.
 
     Args:
-        model: its parameters are optimized; `hidden_matrices` says which ones by Muon, at least one.
+        model: model whose parameters are optimized, those of `hidden_matrices`, at least one, by Muon.
         config: learning rate, weight decay, Muon's momentum, AdamW's betas.
 
-    Source: Jordan et al., "Muon" (2024); Liu et al., "Muon is scalable for LLM training" (2025), for the size of steps;
-    Thérien et al., "MuLoCo" (2025).
+    Source: Jordan et al., "Muon" (2024). Size of the steps: Liu et al., "Muon is scalable for LLM training" (2025).
+    MuLoCo: Thérien et al., "MuLoCo" (2025).
     """
 
     def __init__(self, model: nn.Module, config: InnerConfig) -> None:
@@ -109,9 +109,9 @@ class MuonAdamW(Optimizer):
         super().__init__([*muon.param_groups, *adamw.param_groups], {})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Take a step of both."""
+        """Take a step of Muon and of AdamW."""
         loss = None if closure is None else closure()
-        # Given anew each time: loading a state replaces the groups and the memory.
+        # Set again at each step: loading a state replaces the groups and the memory.
         for part, group in zip(self._parts, self.param_groups, strict=True):
             part.param_groups, part.state = [group], self.state
             part.step()
@@ -125,8 +125,8 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
 
     * those of an `nn.Embedding`, or with `embed` in their names;
     * the output head: matrices with a part of their names that is, or ends with `_` and, `head`, `classifier` or
-      `score`. Where there is none, the last matrix is the head, unless the model has embeddings with another number of
-      rows, and so perhaps a tied head.
+      `score`. Without such a name the last matrix is the head, unless there are embeddings, all with another number of
+      rows. The head may then be tied.
     """
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     matrices: dict[str, nn.Parameter] = {}
@@ -147,15 +147,14 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
 
 
 def check_inner(model: nn.Module, config: InnerConfig) -> None:
-    """Refuse an inner optimizer that cannot be made; a model without memory for its weights will do.
+    """Refuse an inner optimizer that cannot be made; the model may be on the meta device.
 
     Raises:
         UsageError: muon for a model without hidden weight matrices; schedule-free without its package.
     """
     if config.method == "muon" and not hidden_matrices(model):
         raise UsageError(
-            "--inner.method is muon, and the model has no hidden weight matrix, which Muon is for; use "
-            "--inner.method adamw"
+            "--inner.method is muon, and the model has no hidden weight matrix for it; use --inner.method adamw"
         )
     if config.method == "schedule-free" and find_spec("schedulefree") is None:
         raise UsageError(

@@ -42,10 +42,10 @@ def take_apart(tree: Any) -> Part:
         tree: dictionaries, lists, tuples, None, bool, int, float, text and dense tensors, nested.
 
     Returns:
-        The part; its tensors are the tree's own, which a later step may change.
+        The part; its tensors are those of the tree, and a later step may change them.
 
     Raises:
-        ValueError: anything else in the tree, by its path.
+        ValueError: another type in the tree; the message has its path.
 
     >>> import torch
     >>> part = take_apart({"state": {0: {"step": torch.tensor(3.0)}}, "betas": (0.9, 0.95)})
@@ -81,7 +81,7 @@ def take_apart(tree: Any) -> Part:
 
 
 def put_together(part: Part) -> Any:
-    """Return the tree that `take_apart` was given."""
+    """Return the tree that `take_apart` separated."""
 
     def decode(value: Any) -> Any:
         if isinstance(value, list):
@@ -145,14 +145,14 @@ def read(path: Path, *, sealed: bool = False) -> Any:
     """Read the tree in a file, with contiguous tensors on the CPU; compare a sealed file's content with its SHA-256.
 
     Raises:
-        ValueError: a safetensors file that `write` has not written, or of another content than its SHA-256 says.
+        ValueError: a safetensors file that `write` has not written, or whose content differs from its SHA-256.
     """
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata() or {}
         tree = metadata.get(_TREE)
         if tree is None:
             raise ValueError(f"{path} holds tensors but no tree of them; it was not written as part of a checkpoint")
-        # Copies: the reader's own tensors are views of the file, and optimizers go on with what they are given.
+        # Copies: the reader's tensors are views of the file, and optimizers change theirs in place.
         tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - not a dictionary
     part = Part(tree, tensors)
     if sealed and metadata.get(_DIGEST) != _digest(part):

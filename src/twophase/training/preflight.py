@@ -1,4 +1,4 @@
-"""What can be refused about a run before a folder is made for it."""
+"""Checks of a run before a folder is made for it."""
 
 from __future__ import annotations
 
@@ -31,9 +31,8 @@ def preflight(config: RunConfig, task: Task, processes: int = 1) -> None:
     """Refuse a run that this machine cannot train with so many processes, before a folder is made for it.
 
     Raises:
-        UsageError: replicas that the processes cannot share, an impossible device, data that cannot be used or does
-            not last for the run, an inner or outer optimizer that cannot be made, weights that do not fit into the
-            memory, fragments that the model cannot be cut into, or fragments too small for the wire.
+        UsageError: replicas that the processes cannot share, an impossible device, unusable or too little data, an
+            impossible optimizer, too little memory, or impossible fragments.
     """
     if config.replicas % processes:
         raise UsageError(
@@ -53,7 +52,7 @@ def preflight(config: RunConfig, task: Task, processes: int = 1) -> None:
         make_inner(task.model(config.seed), config.inner)  # its own code may refuse, or return something else
     else:
         check_inner(model, config.inner)
-    # Both AdamWs have two. Others may have fewer, and what would fit must not be refused.
+    # Both AdamWs have two. Others may have fewer, and a run that fits must not be refused.
     moments = 0 if hasattr(task, "inner") or config.inner.method in ("sgd", "muon") else 2
     outer, policies = config.outer.value(config.rounds), config.sync.policies()
     buffers = len(outer.buffers) if isinstance(outer, Outer) else int(outer.momentum != 0)

@@ -1,4 +1,4 @@
-"""`twophase.record`: a standard run folder from a training loop that is not ours."""
+"""`twophase.record`: a standard run folder from a user's training loop."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ from twophase.training.session import claimed
 _log = logging.getLogger("twophase")
 _CALLS = ("step", "finish", "join")
 _NAMES = {"loss": "train_loss"}
-"""Metrics by the names that reports and trackers know."""
+"""Names of metrics in reports and trackers."""
 _PLAN = ("steps", "inner_steps", "replicas", "seed")
-"""Values of the caller's configuration that mean what they mean in `twophase train`."""
+"""Values of the caller's configuration with the same meaning as in `twophase train`."""
 
 
 class Recorder:
-    """The record of a loop, while it is open; `record` makes it.
+    """The open record of a loop, made by `record`.
 
     Attributes:
         path: the run's folder.
-        step: inner steps of each replica so far, those of earlier parts of the run included. With an `OuterSGD`, which
-            sees no inner steps, outer steps times `inner_steps` of the configuration, or 1.
+        step: inner steps of each replica so far, with those of earlier parts of the run. An `OuterSGD` sees no inner
+            steps: then outer steps times `inner_steps` of the configuration, or 1.
         round: rounds that have ended.
     """
 
@@ -64,17 +64,17 @@ class Recorder:
         self._lines: Any = None
         """The folder with its trackers, opened by the first line."""
         self._place: tuple[int, int, dict[str, int]] | None = None
-        """Inner steps, rounds, and rounds by fragment, from which the next line goes on."""
+        """Inner steps, rounds, and rounds by fragment, after which the next line belongs."""
         self._is_begun = False
         if not _is_absent(engine):
             self.go_on()
         self._newest, self._round_is_finite = dict[str, float](), True
 
     def log(self, step: int | None = None, **values: float | Tensor) -> None:
-        """Add a line to `metrics.jsonl`; in process 0, the others may call it as well.
+        """Add a line to `metrics.jsonl` in process 0; a call in another process does nothing.
 
         Args:
-            step: the inner step that the numbers belong to, by default the present one.
+            step: inner step of the numbers, by default the present one.
             values: numbers, or tensors of one element, by name. Pages know `loss` (training, mean a token or
                 example), `validation_loss`, `perplexity`, `inner_lr` and `tokens` (so far); others become columns.
 
@@ -88,7 +88,7 @@ class Recorder:
             try:
                 number = float(value.detach() if isinstance(value, Tensor) else value)
                 line[_NAMES.get(name, name)] = int(value) if name in ("step", "round") else number
-            except (TypeError, ValueError, OverflowError, RuntimeError):  # the last of tensors with several elements
+            except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor of several elements
                 raise ValueError(f"record.log: {name} is {value!r}; give a single number") from None
         if not math.isfinite(line.get("tokens", 0)):
             raise ValueError(f"record.log: tokens is {line['tokens']}; give their number so far")
@@ -97,7 +97,7 @@ class Recorder:
 
     def end_round(self, report: Mapping[str, Any], signals: Mapping[str, float], finite: bool) -> None:
         """Write a round: the engine's report to `rounds.jsonl`, signals and inner learning rate to the metrics."""
-        self.round = _rounds(self._engine)  # as after a resume: of several fragments, those that all have ended
+        self.round = _rounds(self._engine)  # as after a resume: the rounds that all fragments have ended
         if not self._lead:
             return
         self.lines().log(ROUNDS, {"step": self.step, **report})
@@ -108,16 +108,16 @@ class Recorder:
         self._round_is_finite = finite
 
     def go_on(self, newest: Collection[str] = ()) -> None:
-        """Have the next line go on from where the engine is, before the newest round of some fragments."""
+        """Set the next line's place to the engine's position, before the newest round of some fragments."""
         fragments = self._engine.fragments if isinstance(self._engine, DiLoCo) else ()
         parts = {fragment.name: fragment.round - (fragment.name in newest) for fragment in fragments}
         self._place = self.step, _rounds(self._engine), parts
 
     def lines(self) -> Any:
-        """Return what takes lines, in process 0: first the folder loses its lines from where the loop goes on.
+        """Return the target of lines, in process 0; first cut the folder's lines after the loop's position.
 
-        Not earlier, for until then the loop may load the state that says where that is. The lines that stay count in
-        the summary. A loop that begins anew in the folder of an unfinished run leaves what that has written beside.
+        The cut waits for the first line, because the loop may load a state until then. The remaining lines count in
+        the summary. A loop that begins again moves the files of an unfinished run into a subfolder.
         """
         if self._place is not None:
             (step, rounds, parts), folder = self._place, self._folder
@@ -136,16 +136,16 @@ class Recorder:
         return self._lines
 
     def rewind(self, step: int) -> None:
-        """Go on from a state after `step` inner steps that was loaded: the next line cuts those after it."""
+        """Continue from a loaded state after `step` inner steps: the next line cuts later lines."""
         rounds = _rounds(self._engine)
         is_back, self.step, self.round = (step, rounds) < (self.step, self.round), step, rounds
-        if is_back:  # a later state, as a late replica is given, takes nothing away
+        if is_back:  # a later state, as a late replica receives, cuts no line
             self._newest, self._round_is_finite = {}, True
         if is_back or self._place is not None:
             self.go_on()
 
     def summary(self, seconds: float) -> dict[str, Any]:
-        """Return the run in numbers, as `summary.json` holds them; `seconds` are those of its last part."""
+        """Return the numbers of `summary.json`; `seconds` are those of the run's last part."""
         loss, trained = map(self._newest.get, ("validation_loss", "train_loss"))
         diverged = not (self._round_is_finite and all(math.isfinite(value or 0.0) for value in (loss, trained)))
         return {
@@ -170,7 +170,7 @@ def record(
     *,
     inner: Optimizer | None = None,
 ) -> Iterator[Recorder]:
-    """Write a standard run folder while a loop calls `engine.step()`; every page and command then works on it.
+    """Write a standard run folder, for every page and command, while a loop calls `engine.step()`.
 
         with twophase.record(engine, "runs/mine", {"width": 32, "steps": 6400}, inner=inner) as run:
             for batch in batches:
@@ -179,28 +179,28 @@ def record(
             engine.finish()
             run.log(validation_loss=evaluate(model))
 
-    Each round becomes a line of `rounds.jsonl`. When the block ends, `summary.json` says how the run went: with the
-    last `validation_loss` that was logged, and as diverged where the last loss or pseudo-gradient is not finite. When
-    the block raises, the run stays unfinished. A loop that has loaded an earlier state of the engine, before or inside
-    of the block, goes on with its folder: its next line cuts off rounds after that state, which will be written again.
-    A loop that begins anew leaves what its folder holds of an unfinished run in a folder beside. A loop that changes
-    the outer learning rate by hand puts the first one into the param group's `initial_lr`, as torch's schedulers do; by
-    it the folder knows its run.
+    Each round becomes a line of `rounds.jsonl`. When the block ends, `summary.json` has the
+    last logged `validation_loss`. The run is diverged if its last loss or pseudo-gradient is not finite. If the block
+    raises, the run stays unfinished. A loop may load an earlier state of the engine, before or inside the block. Its
+    next line then cuts the rounds after that state, which the loop repeats. A loop that begins again moves the files of
+    an unfinished run into a subfolder. A loop that changes the outer learning rate by hand sets the first
+    one as the param group's `initial_lr`, as torch's schedulers do. The folder identifies its run by that value.
 
-    Of several processes, process 0 writes. Replicas that come and go each write, and each gives a folder of its own.
+    Of several processes, process 0 writes. Elastic replicas each write, and each needs its own folder.
 
     Args:
         engine: a `DiLoCo`, or an `OuterSGD` whose `step()` is a round.
         folder: the run's folder, new or of this run.
-        config: what identifies the run beside the engine's own setting: a mapping, dataclass or argparse namespace of
-            plain values. `steps` (inner steps planned), `inner_steps`, `replicas` and `seed` keep their meaning.
+        config: values that identify the run in addition to the engine's setting: a mapping, dataclass or argparse
+            namespace of plain values. `steps` (inner steps planned), `inner_steps`, `replicas` and `seed` keep their
+            meaning.
         track: trackers that get every line as well: tensorboard, trackio, wandb.
-        inner: the inner optimizer, or the one of the first replica, whose largest learning rate is noted each round;
-            `diagnose` and `explore --run` need it.
+        inner: the inner optimizer, or that of the first replica. Its largest learning rate is recorded each round, for
+            `diagnose` and `explore --run`.
 
     Raises:
-        UsageError: a folder of another run or of something else, a finished run, a folder in which another process is
-            at work, or a tracker that is not installed; nothing is changed then.
+        UsageError: a folder with other content, a finished run, a folder in use by another process, or a tracker that
+            is not installed. Nothing is changed then.
         ValueError: no engine, no optimizer, a configuration that contradicts the engine, or groups that take turns.
     """
     if not isinstance(engine, DiLoCo | OuterSGD):
@@ -223,7 +223,7 @@ def record(
             with _observed(engine, run, check_folder) if isinstance(engine, DiLoCo) else _hooked(engine, run, size):
                 yield run
             if lead:
-                run.lines()  # of a loop without any, too
+                run.lines()  # also for a loop without lines
         if lead:
             claim.finish(run.summary(time.perf_counter() - started))
 
@@ -232,7 +232,7 @@ def setting(engine: DiLoCo | OuterSGD, config: Any = None) -> Tree:
     """Return the configuration of a recorded run: the engine's, and below `user` the caller's own values.
 
     Raises:
-        ValueError: a value of the caller's that contradicts the engine.
+        ValueError: a caller's value that contradicts the engine.
     """
     tree: Tree = {RECORDED: True}
     outers = _outers(engine)
@@ -243,7 +243,7 @@ def setting(engine: DiLoCo | OuterSGD, config: Any = None) -> Tree:
     if all(isinstance(outer, OuterSGD) for outer in outers):
         options = [options_of(group) for outer in outers for group in outer.param_groups]
         tree["outer"] = options[0]
-        if len(words := dict.fromkeys(map(described, options))) > 1:  # no rule is that of all
+        if len(words := dict.fromkeys(map(described, options))) > 1:  # the groups share no rule
             tree["outer"] = {
                 "method": f"OuterSGD whose param groups are {'; '.join(words)}",
                 "restart": options[0]["restart"],
@@ -257,7 +257,7 @@ def setting(engine: DiLoCo | OuterSGD, config: Any = None) -> Tree:
             groups = {fragment.name: fragment.outer.param_groups[0] for fragment in engine.fragments}
             sync["fragments"] = [*groups]
     restarts = {name: str(group.get("restart", "never")) for name, group in groups.items()}
-    if len({*restarts.values()}) > 1:  # of blocks, by the names that a record has for them
+    if len({*restarts.values()}) > 1:  # of blocks, by their names in a record
         sync["restart"] = [f"{name}={restart}" for name, restart in restarts.items()]
     tree |= {"sync": sync} if sync else {}
     values = _plain(config)
@@ -270,7 +270,7 @@ def setting(engine: DiLoCo | OuterSGD, config: Any = None) -> Tree:
 
 
 def _plain(config: Any) -> Tree:
-    """Return a configuration as nested dictionaries of what YAML and JSON hold; text for everything else."""
+    """Return a configuration as nested dictionaries of YAML and JSON values; other values become text."""
     if config is None:
         return {}
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
@@ -292,7 +292,7 @@ def _plain(config: Any) -> Tree:
         return value if is_plain or (type(value) is float and math.isfinite(value)) else str(value)
 
     tree: Tree = plain(config)
-    try:  # what config.yaml could not give back
+    try:  # text that config.yaml could not return
         json.dumps(flatten(tree), ensure_ascii=False).encode()
     except ValueError as error:
         raise ValueError(f"record: config cannot be written ({error})") from None
@@ -300,7 +300,7 @@ def _plain(config: Any) -> Tree:
 
 
 def _processes(engine: DiLoCo | OuterSGD) -> Communicator:
-    """Return the processes that share a folder: all, but each alone where they come and go."""
+    """Return the processes that share a folder: all, but one in an elastic run."""
     if isinstance(engine, OuterSGD) or engine.communicator.sharded:
         return default_communicator()
     return SingleProcess() if engine.communicator.elastic else engine.communicator
@@ -317,20 +317,20 @@ def _rounds(engine: DiLoCo | OuterSGD) -> int:
 
 
 def _is_absent(engine: DiLoCo | OuterSGD) -> bool:
-    """Tell whether an engine is still to join others, so that its position is not that of the run."""
+    """Tell whether an engine has yet to join an elastic run, so that its position is not the run's."""
     return isinstance(engine, DiLoCo) and engine.communicator.elastic and not engine.run
 
 
 def _has_lines(folder: RunFolder) -> bool:
-    return any([read_rounds(folder.path), read_lines(folder.path / METRICS)])  # both: a damaged one is refused
+    return any([read_rounds(folder.path), read_lines(folder.path / METRICS)])  # both: a damaged file is refused
 
 
 def _begin(folder: RunFolder, engine: DiLoCo | OuterSGD, files: Communicator) -> int:
-    """Refuse a folder that cannot go on, without changing it; return the inner steps up to the engine's position.
+    """Refuse a folder that cannot continue, unchanged; return the inner steps up to the engine's position.
 
     Args:
-        folder: the run's.
-        engine: as of `record`; while it is absent only a finished folder is refused.
+        folder: the run's folder.
+        engine: engine of `record`; before it has joined, only a finished folder is refused.
         files: the processes that share the folder.
     """
     rounds, step = _rounds(engine), 0
@@ -338,11 +338,11 @@ def _begin(folder: RunFolder, engine: DiLoCo | OuterSGD, files: Communicator) ->
         if files.rank == 0:
             if folder.summary() is not None:
                 raise UsageError(
-                    f"{folder.path}: holds a finished run ({SUMMARY}); choose another folder, or move this one away"
+                    f"{folder.path}: holds a finished run ({SUMMARY}); choose another folder, or move this one"
                 )
             if _is_absent(engine):
                 return 0
-            _has_lines(folder)  # one that is damaged
+            _has_lines(folder)  # refuses a damaged file
             step = max((line["step"] for line in read_rounds(folder.path) if line["round"] <= rounds), default=0)
             step = engine.taken if isinstance(engine, DiLoCo) else step
     return files.gather(step, int)[0]
@@ -350,7 +350,7 @@ def _begin(folder: RunFolder, engine: DiLoCo | OuterSGD, files: Communicator) ->
 
 @contextmanager
 def _observed(engine: DiLoCo, run: Recorder, check_folder: Callable[[], int]) -> Iterator[None]:
-    """Note what an engine's calls report; until the record ends the instance's attributes hide the methods."""
+    """Record the reports of an engine's calls; until the record ends, instance attributes hide the methods."""
     inside, absent = False, _is_absent(engine)
 
     def noting(name: str) -> Any:
@@ -363,8 +363,8 @@ def _observed(engine: DiLoCo, run: Recorder, check_folder: Callable[[], int]) ->
                 report = call(*args, **options)
             finally:
                 inside = False
-            run.step = engine.taken  # of a replica that has come late, its peers' steps
-            if absent:  # `join` has brought it to where it goes on
+            run.step = engine.taken  # for a late replica, its peers' steps
+            if absent:  # `join` has loaded the position of the run
                 absent = False
                 check_folder()
                 run.go_on([fragment.name for fragment in report.fragments] if report else ())
@@ -378,7 +378,7 @@ def _observed(engine: DiLoCo, run: Recorder, check_folder: Callable[[], int]) ->
 
     def loading(state: Mapping[str, Any]) -> None:
         load(state)
-        if not inside:  # else a peer's state, which a late replica is given: its own rounds still count
+        if not inside:  # else a peer's state, received by a late replica: its own rounds still count
             run.rewind(engine.taken)
 
     calls = {name: noting(name) for name in _CALLS} | {"load_state_dict": loading}
@@ -392,7 +392,7 @@ def _observed(engine: DiLoCo, run: Recorder, check_folder: Callable[[], int]) ->
 
 @contextmanager
 def _hooked(outer: OuterSGD, run: Recorder, inner_steps: int) -> Iterator[None]:
-    """Note each step of an outer optimizer, and have it measure its norms and cosines."""
+    """Record each step of an outer optimizer, and let it measure its norms and cosines."""
     begun = time.perf_counter()
 
     def before(_: Any, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
@@ -427,7 +427,7 @@ def _is_finite(of: RoundReport | GroupRound) -> bool:
 
 
 def _line(outer: OuterSGD, groups: Sequence[GroupRound], inner_steps: int, seconds: float) -> dict[str, Any]:
-    """Return an outer step in the words of a round's report; replicas and checksums are the caller's."""
+    """Return an outer step as a round's report; replicas and checksums belong to the caller."""
     return RoundReport(
         round=max(group["rounds"] for group in outer.param_groups),
         inner_steps=inner_steps,

@@ -8,17 +8,17 @@ from torch import Tensor
 
 
 class ScheduleFreeAdamW(AdamWScheduleFree):
-    """Schedule-free AdamW whose average x is what replicas exchange; its base iterate z moves along with x.
+    """Schedule-free AdamW: replicas exchange its average x, and its base iterate z moves along with x.
 
         y = (1 - beta1) z + beta1 x          the gradient is taken here, in train mode
         z <- z - lr g / (sqrt(v) + eps)
         x <- (1 - c) x + c z                 in eval mode the parameters are x
 
     Between `eval()` and `train()` the state named `z` holds the difference z - x. When the outer step replaces x by the
-    anchor, z becomes anchor + (z - x): moved by the same vector, as AdamW's moments stay when its parameters are moved.
-    Leaving z in place would turn each replica's old drift into a pull back on the anchor; z = anchor would forget the
-    inner momentum, which x - z is. One replica with outer learning rate 1 and no momentum moves x nowhere, and is plain
-    schedule-free AdamW up to rounding.
+    anchor, z becomes anchor + (z - x). So z moves by x's vector, and the inner momentum x - z stays. With z left in
+    place, each replica's old drift would pull the anchor back. With z = anchor, the momentum would be lost. One
+    replica with outer learning rate 1 and no momentum leaves x in place, and is plain schedule-free AdamW up to
+    rounding.
 
     Args, state and param groups are those of `schedulefree.AdamWScheduleFree`.
 

@@ -1,4 +1,4 @@
-"""What a command needs around a run: a good end on a signal, the processes of torchrun, the claimed folder."""
+"""Surroundings of a command's run: a clean end on a signal, the processes of torchrun, the claimed folder."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from twophase.training.ending import Ending
 
 
 class Stop(threading.Event):
-    """Set by the first SIGINT or SIGTERM; `number` says which."""
+    """The event of the first SIGINT or SIGTERM, whose number is `number`."""
 
     number = 0
 
 
 @contextmanager
 def signals() -> Iterator[Stop]:
-    """Let the first SIGINT or SIGTERM ask for a checkpoint and a good end; a second one of either acts at once.
+    """Let the first SIGINT or SIGTERM ask for a checkpoint and a clean end; a second signal acts at once.
 
-    Outside of the main thread no signal can be taken.
+    Outside the main thread, signals cannot be handled.
     """
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():
@@ -59,7 +59,7 @@ def signals() -> Iterator[Stop]:
 
 
 def world_size() -> int:
-    """Return the number of processes that torchrun has started; 1 without it."""
+    """Return the number of processes that torchrun has started; 1 without torchrun."""
     text = os.environ.get("WORLD_SIZE", "1")
     if not text.isdecimal() or int(text) < 1:
         raise UsageError(
@@ -70,7 +70,7 @@ def world_size() -> int:
 
 
 def take_device(config: RunConfig) -> None:
-    """Under torchrun, make the GPU of this process's local rank the one that `cuda` means."""
+    """Set `cuda` to the GPU of this process's local rank, under torchrun."""
     if world_size() == 1 or not config.device.startswith("cuda"):
         return
     if config.device != "cuda":
@@ -78,7 +78,7 @@ def take_device(config: RunConfig) -> None:
             f"--device {config.device} would be every process's; use --device cuda, which gives each its own"
         )
     rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if rank >= count > 0:  # without any, a later check says so
+    if rank >= count > 0:  # without GPUs, a later check refuses
         raise UsageError(
             f"--device cuda: process {rank} of this machine has no GPU, there are {count}; give torchrun "
             f"--nproc-per-node {count}"
@@ -95,8 +95,8 @@ def communication(
 
     Args:
         config: the run.
-        options: of the command line.
-        ending: where the replicas that meet at a lighthouse keep their run's end.
+        options: options of the command line.
+        ending: record of the run's end, shared by elastic replicas.
     """
     if options.lighthouse is None:
         with process_group(config, options.start_timeout, options.sync_timeout) as communicator:
@@ -130,11 +130,11 @@ def communication(
 
 @contextmanager
 def process_group(config: RunConfig, patience: float = 600.0, timeout: float | None = None) -> Iterator[Communicator]:
-    """Join the processes that torchrun started; without it, this one is alone.
+    """Join the processes that torchrun started; without torchrun, this process is alone.
 
     Args:
         config: the run.
-        patience: seconds until all processes have come, are connected, and have answered once.
+        patience: seconds until all processes have joined, are connected, and have answered once.
         timeout: seconds for a later collective; None means ten minutes on GPUs and half an hour without.
     """
     if world_size() == 1:
@@ -168,13 +168,13 @@ def process_group(config: RunConfig, patience: float = 600.0, timeout: float | N
             timeout=timedelta(seconds=patience), device_id=device,
         )  # fmt: skip
         group = ProcessGroup(timeout=patience)
-        group.exchange([1.0])  # a peer that has died or hangs since it came is noticed now, and not after `limit`
+        group.exchange([1.0])  # detects now, and not after `limit`, a peer that has died or hangs since it joined
         group.timeout = limit
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=limit))
         return group
 
     try:
-        communicator = _within(patience + 1, form)  # of the limits within, most end with a better reason
+        communicator = _within(patience + 1, form)  # most limits inside end with a better reason
     except (RuntimeError, ValueError) as error:
         reason = first_line(error.__cause__ or error)
         raise RunError(
@@ -183,10 +183,10 @@ def process_group(config: RunConfig, patience: float = 600.0, timeout: float | N
         ) from error
     try:
         yield communicator
-        communicator.exchange([1.0])  # leave together: a process that goes first takes its connections with it
+        communicator.exchange([1.0])  # leave together: a process that ends first closes its connections
     except BaseException:
         if on_gpu:
-            # Destroying the group waits for NCCL's collectives, and one that a dead peer has not joined never ends.
+            # Destroying the group waits for NCCL's collectives, and a collective without a dead peer never ends.
             with suppress(Exception):
                 cast("dist.ProcessGroup", dist.group.WORLD).abort()
         raise
@@ -195,13 +195,13 @@ def process_group(config: RunConfig, patience: float = 600.0, timeout: float | N
 
 
 def _within(seconds: float, call: Callable[[], ProcessGroup]) -> ProcessGroup:
-    """Return a call's result in time: torch's store waits in C code, and for ever where its host stands still."""
+    """Return a call's result in time: torch's store waits in C code, for ever if its host hangs."""
     future: Future[ProcessGroup] = Future()
 
     def run() -> None:
         try:
             future.set_result(call())
-        except BaseException as error:  # whatever it is, it belongs to the waiting caller
+        except BaseException as error:  # of any type: it belongs to the waiting caller
             future.set_exception(error)
 
     threading.Thread(target=run, daemon=True, name="twophase meeting").start()
@@ -212,7 +212,7 @@ def _within(seconds: float, call: Callable[[], ProcessGroup]) -> ProcessGroup:
 
 
 def _await_first(patience: float) -> None:
-    """Wait until the address where the processes meet answers; torch would go on for half an hour, with warnings."""
+    """Wait until the meeting address answers; torch would retry for half an hour, with warnings."""
     host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     end = time.monotonic() + patience
     while os.environ["RANK"] != "0" and port.isdecimal():
@@ -226,10 +226,10 @@ def _await_first(patience: float) -> None:
 
 
 def _meeting(store: dist.Store, rank: int, size: int, patience: float) -> str:
-    """Return a prefix of the store's keys that the processes of this start share, and none before them.
+    """Return a prefix of the store's keys that only the processes of this start share.
 
     Processes that torchrun has restarted meet in a store that still holds the addresses of the last ones. So the first
-    one names the meeting, and each other goes on only when its own new name stands in the first one's list.
+    process names the meeting, and each other process continues only when its own new name is in the first one's list.
     """
     mine, end = uuid.uuid4().hex, time.monotonic() + patience
     if rank == 0:
@@ -256,7 +256,7 @@ def claimed(out: Path, config: Any, communicator: Communicator, *, accept_logs: 
     """Claim the run's folder in process 0 on behalf of all; a refusal is raised in every process."""
     files, folder = SingleProcess() if communicator.elastic else communicator, RunFolder(out, "", None)
     with in_agreement(files):
-        if files.rank == 0:  # the others read checkpoints and write no logs
+        if files.rank == 0:  # other processes read checkpoints and write no logs
             folder = RunFolder.claim(out, config, accept_logs=accept_logs)
     with folder:
         yield folder

@@ -1,4 +1,4 @@
-"""Copies of a state that training goes on to change: quick to take, and read by another thread."""
+"""Copies of a state that training changes next: quick to take, and read by another thread."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _RESERVE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Parts by file name as they were at one moment; each device's event has happened when its copies are complete."""
+    """Parts by file name at one moment; a device's event is complete when its copies are."""
 
     parts: dict[str, Part]
     events: dict[torch.device, torch.cuda.Event]
@@ -37,11 +37,11 @@ class Snapshot:
 
 
 class Snapshots:
-    """Takes one snapshot after the other into the same memory; the previous one must not be in use any more.
+    """Takes one snapshot after the other into the same memory; the previous one must be out of use.
 
     The memory is reused because new memory costs several times the copying, a page fault a page. On a CUDA device the
-    copies stay on the device if that leaves a tenth of it free beyond what training has reserved so far; the caller
-    then waits for nothing. Otherwise, and for other devices, they go to main memory while the caller waits.
+    copies stay on the device if a tenth of its memory is then still free beyond training's reserved memory. The caller
+    does not wait then. Otherwise, and for other devices, they go to main memory while the caller waits.
     """
 
     def __init__(self) -> None:
@@ -49,10 +49,10 @@ class Snapshots:
 
     @torch.no_grad()
     def take(self, trees: Mapping[str, Any]) -> Snapshot:
-        """Copy trees, by file name, of what `twophase.training.parts.take_apart` takes."""
+        """Copy trees, by file name, that `twophase.training.parts.take_apart` accepts."""
         parts = {name: take_apart(tree) for name, tree in trees.items()}
         live = {(part, name): tensor for part, taken in parts.items() for name, tensor in taken.tensors.items()}
-        # Keys that are gone go first, so that their memory is there for the new ones.
+        # Old keys go first, so that their memory is free for the new ones.
         self._copies = {key: copy for key, copy in self._copies.items() if key in live and _fits(copy, live[key])}
         self._copies |= _buffers({key: tensor for key, tensor in live.items() if key not in self._copies})
         for key, tensor in live.items():
@@ -63,7 +63,7 @@ class Snapshots:
         for device, event in events.items():
             event.record(torch.cuda.current_stream(device))
             if any(tensor.device == device != self._copies[key].device for key, tensor in live.items()):
-                event.synchronize()  # else a later step might change what is still being copied
+                event.synchronize()  # else a later step might change a tensor during its copy
         return Snapshot(parts, events)
 
 

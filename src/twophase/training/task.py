@@ -1,4 +1,4 @@
-"""The protocol by which the training loop knows what it trains, and the plain way to compute with it."""
+"""The protocol between the training loop and a task, and plain computation with autograd."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from twophase.training.device import room_for
 
 
 class Task(Protocol):
-    """Say what is trained: a model, its batches, its loss and its evaluation.
+    """Define what is trained: a model, its batches, its loss and its evaluation.
 
     Optional methods:
 
@@ -46,20 +46,20 @@ class Task(Protocol):
         ...
 
     def evaluate(self, model: nn.Module) -> Mapping[str, float]:
-        """Return held-out numbers; `loss` must be among them, the others become columns of the record."""
+        """Return held-out numbers; `loss` is required, and any other number becomes a column of the record."""
         ...
 
     def describe(self) -> Mapping[str, Any]:
-        """Return plain values for `env.json`; `fingerprint` must be among them and change whenever the data does."""
+        """Return plain values for `env.json`; `fingerprint` is required, and changes with the data."""
         ...
 
 
 class Step(Protocol):
-    """How a process computes for a task: one object for all its replicas and runs."""
+    """Compute for a task: one object for all replicas and runs of a process."""
 
     device: torch.device
     chosen: dict[str, Any]
-    """Decisions about how to compute, as plain values; a checkpoint keeps them and a resumed run computes alike."""
+    """Decisions about how to compute, as plain values; a checkpoint keeps them, and a resumed run computes alike."""
     tokens: int
     """Tokens of a batch; 0 where the data has none."""
     loss_bound: float
@@ -68,7 +68,7 @@ class Step(Protocol):
     """The data's name in messages."""
 
     def gradients(self, model: Any, batch: Any) -> Tensor:
-        """Add the gradient of the mean loss to `.grad`; return the loss, a scalar that may still be on its way."""
+        """Add the gradient of the mean loss to `.grad`; return the loss, a scalar that the device may still compute."""
         ...
 
     def loss(self, model: Any, batch: Any) -> Tensor:
@@ -85,7 +85,7 @@ class Step(Protocol):
 
 
 class PlainStep:
-    """A whole batch at once, with autograd and nothing else."""
+    """Compute a whole batch at once with autograd alone."""
 
     tokens = 0
     loss_bound = math.inf

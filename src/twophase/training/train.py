@@ -38,23 +38,23 @@ def train(
     """Train, resuming from the folder's newest checkpoint, and write the run.
 
     Args:
-        task: what is trained.
+        task: task to train.
         config: the run.
-        folder: where it is written; process 0's counts.
+        folder: the run's folder, written by process 0.
         communicator: the processes that share the replicas; None means this one alone.
-        ending: where elastic replicas keep the run's end, which one that comes late takes over.
-        on_round: called with each round's line of metrics (in process 0).
-        on_step: called with each line of `steps.jsonl` (in process 0).
-        should_stop: called after every step (after every round with several processes); true writes a checkpoint and
-            returns early with `exit_reason` "stopped" and no summary on disk.
+        ending: record of the run's end, which a late elastic replica adopts.
+        on_round: function called with each round's line of metrics (in process 0).
+        on_step: function called with each line of `steps.jsonl` (in process 0).
+        should_stop: function called after every step (after every round with several processes). True writes a
+            checkpoint and returns early with `exit_reason` "stopped" and no summary on disk.
 
     Returns:
         The summary: validation loss and perplexity, tokens, seconds, diverged or not, exit reason.
 
     Raises:
         UsageError: an impossible configuration, corpus, device or checkpoint.
-        RunError: elastic replicas do not meet, have begun without this one's newer checkpoint, or have a result that
-            cannot be taken over; or the data turns out to be damaged.
+        RunError: elastic replicas do not meet, began without this one's newer checkpoint, or have a result that
+            cannot be adopted; or the data is damaged.
         OSError: the folder cannot be written, or the disk is full; nothing is lost since the newest checkpoint.
     """
     communicator = communicator or SingleProcess()
@@ -70,19 +70,19 @@ def train(
         _go(run, folder, on_round, on_step, should_stop)
     except RunError:
         record = ending and ending.read(run.engine.run)
-        if not ending or not record:  # else this replica was away for so long that the others have finished
+        if not ending or not record:  # else the other replicas finished during this one's absence
             raise
         return _take(run, folder, ending, record)
 
-    # The last checkpoint is whole now, on all processes.
+    # The last checkpoint is complete now, on all processes.
     _check_data(run, folder)
     if not run.lead or run.done.exit_reason == STOPPED:
         return run.summary()
-    # After the checkpoint and before the summary: a repeated command does again what is interrupted here.
+    # After the checkpoint and before the summary: a repeated command repeats a step interrupted here.
     summary, weights = run.outcome() | run.summary(), run.weights(config)
     with disk(folder):
         folder.write_weights(weights)
-        if ending is not None:  # a late replica may read the weights as soon as the record is there
+        if ending is not None:  # a late replica may read the weights once the record exists
             record = ending.conclude(run.engine.run, run.identity, folder.path, summary)
             if record["checksum"] != summary["checksum"]:
                 return _take(run, folder, ending, record)
@@ -97,7 +97,7 @@ def _go(
     on_step: Callable[[dict[str, Any]], None],
     should_stop: Callable[[], bool],
 ) -> None:
-    """Train to the end, or until it should stop, and have the last checkpoint written; arguments as of `train`."""
+    """Train to the end, or until `should_stop`, and write the last checkpoint; arguments as of `train`."""
     config = run.config
     joined = _begin(run, folder)
     with in_agreement(run.files), disk(folder):
@@ -110,7 +110,7 @@ def _go(
     def stopping() -> bool:
         return should_stop() or bool(run.data_fault())
 
-    if run.comm.elastic:  # a state that came from a peer is nowhere on this disk
+    if run.comm.elastic:  # a state received from a peer is not on this disk yet
         saved = checkpoint.latest_step(folder.checkpoint_dir) if joined is None else None
 
     with checkpoint.Writer(
@@ -123,7 +123,7 @@ def _go(
         while (joined is not None or done.step < config.steps) and done.exit_reason == RUNNING:
             if joined is None:
                 run.inner_step()
-                if done.step == first + 1:  # not only at the first checkpoint, with all that was trained until then
+                if done.step == first + 1:  # at the first checkpoint an error would cost all steps
                     run.check_states()
                 report = run.synchronize(stopping)
                 _log_step(run, folder, on_step)
@@ -131,7 +131,7 @@ def _go(
                 report, joined = joined, None
             done.seconds = before + time.perf_counter() - started
             if report is None:
-                # An elastic sync under way cannot be saved: it ends first.
+                # A checkpoint cannot hold an elastic sync under way: the sync ends first.
                 if run.files.size == 1 and not (run.comm.elastic and run.engine.under_way) and stopping():
                     done.exit_reason = STOPPED
                 continue
@@ -153,9 +153,9 @@ def _go(
 
 
 def _check_data(run: Trainer, folder: RunFolder) -> None:
-    """End the run in all processes if the data of one was damaged, now or before the end of the run.
+    """End the run in all processes if the data of one process was damaged.
 
-    Logs and checkpoints rest on that data: they are set aside, so that the repeated command begins anew.
+    Logs and checkpoints depend on that data: they are set aside, so that a repeated command starts from step 0.
     """
     faults = run.files.gather(run.data_fault(wait=run.done.exit_reason != STOPPED), str)
     fault = next(filter(None, faults), "")
@@ -170,7 +170,7 @@ def _check_data(run: Trainer, folder: RunFolder) -> None:
 
 
 def _take(run: Trainer, folder: RunFolder, ending: Ending, record: dict[str, Any]) -> dict[str, Any]:
-    """Write the result of a run that has ended without this replica; return its summary."""
+    """Adopt and write the result of a run that has ended without this replica; return its summary."""
     if record["config"] != run.identity:
         raise UsageError(
             f"--run-record {ending.path}: holds the end of another run, with another configuration or other texts; "
@@ -178,22 +178,22 @@ def _take(run: Trainer, folder: RunFolder, ending: Ending, record: dict[str, Any
         )
     summary, source, here = record["summary"], Path(record["folder"]), folder.path / WEIGHTS
     with disk(folder):
-        # One that was brought here by hand, where the other replica's folder is out of reach.
+        # First the weights that a user has copied here, because the other replica's folder is out of reach.
         if not any(run.adopt(place, record["checksum"]) for place in (here, source / WEIGHTS)):
             raise RunError(
                 f"the run is over ({ending.path}), with checksum {record['checksum']}, but {source} on "
-                f"{record['host']} has no such weights that can be read here; copy {WEIGHTS} from there to "
-                f"{here} and repeat the command, or move {ending.path} away for a new run"
+                f"{record['host']} has no readable weights of it; copy {WEIGHTS} from there to "
+                f"{here} and repeat the command, or move {ending.path} for a new run"
             )
         _write_env(run, folder)
         folder.write_weights(run.weights(run.config))
         folder.finish(summary)
-    _log.warning("the run had ended without this replica: its result, checksum %s, is %s's", record["checksum"], source)
+    _log.warning("the run ended without this replica: copied result (checksum %s) from %s", record["checksum"], source)
     return summary
 
 
 def _write_env(run: Trainer, folder: RunFolder) -> None:
-    """Record machine and data, once it is known that a checkpoint is of the same data; without one, begin anew."""
+    """Record machine and data, after the check that a checkpoint has the same data; without one, start again."""
     folder.write_env(run.environment(), anew=checkpoint.latest(folder.checkpoint_dir) is None)
 
 
@@ -213,21 +213,21 @@ def _begin(run: Trainer, folder: RunFolder) -> RoundReport | None:
         return None
     newest = checkpoint.latest_step(folder.checkpoint_dir)
     with disk(folder):
-        if newest is not None:  # the state may come from a peer, but the logs go on
+        if newest is not None:  # the state may come from a peer, but the logs continue
             folder.check_logs(checkpoint.counted_logs(checkpoint.path_of(folder.checkpoint_dir, newest)), newest)
-        folder.rewind(folder.position())  # a line that a kill has cut
+        folder.rewind(folder.position())  # drops a line that a kill has cut
     report = run.join(lambda: _restore(run, folder))
     if newest is not None and run.done.step < newest:
         raise RunError(
-            f"{folder.checkpoint_dir} has a checkpoint of step {newest}, but the other replicas have begun without it "
-            f"and are at step {run.done.step}; start this replica again when they are further, or stop them and start "
-            f"all together (then all go on from the furthest checkpoint), or move {folder.checkpoint_dir} away"
+            f"{folder.checkpoint_dir} has a checkpoint of step {newest}, but the other replicas began without it and "
+            f"are at step {run.done.step}; start this replica again later, or stop them and start all together, which "
+            f"resumes all from the newest checkpoint, or move {folder.checkpoint_dir}"
         )
     last = folder.last_round()
-    # The sync that it came into is not in the record yet: a line of its step, or of a later one, is of another history.
+    # The sync this replica joined is not recorded yet, so a line at this step or later comes from a diverged run.
     newer = last is not None and last["step"] >= run.done.step + (report is None)
     if last is not None and (newer or run.done.is_foreign_sync(last["step"], last["checksum"])):
-        # The replica and its peers trained apart for a while: two histories do not go into one folder.
+        # The replica and its peers have trained apart: one folder cannot hold two histories.
         with disk(folder):
             place = folder.set_aside(f"parted-{last['step']:08d}")
         _log.warning(
@@ -239,7 +239,7 @@ def _begin(run: Trainer, folder: RunFolder) -> RoundReport | None:
 
 
 def _restore(run: Trainer, folder: RunFolder) -> None:
-    """Continue from the newest checkpoint, if there is one; process 0 says which that is."""
+    """Continue from the newest checkpoint of process 0, if it has one."""
     with in_agreement(run.files):
         step = checkpoint.latest_step(folder.checkpoint_dir)
     step = run.files.gather(step, int | None)[0]
@@ -251,7 +251,7 @@ def _restore(run: Trainer, folder: RunFolder) -> None:
 
 
 def _read(run: Trainer, newest: Path) -> dict[str, Any]:
-    """Set a fresh run to a checkpoint; return what that counts of the logs. No collective may be called in here."""
+    """Load a checkpoint into a new run; return the log positions it recorded. Call no collective in here."""
     if run.files.size > 1 and not newest.is_dir():
         raise UsageError(
             f"checkpoint {newest} is not in the folder that process {run.files.rank} sees, and process 0 has it; "
@@ -277,7 +277,7 @@ def _read(run: Trainer, newest: Path) -> dict[str, Any]:
 
 
 def _load(run: Trainer, saved: checkpoint.Checkpoint, processes: int) -> None:
-    """Load a checkpoint's states into a fresh run."""
+    """Load a checkpoint's states into a new run."""
     state = saved.part(checkpoint.ENGINE)
     with saved.content(checkpoint.ENGINE):
         run.engine.load_state_dict(state)  # at a round's end it also sets the models
@@ -295,13 +295,13 @@ def _load(run: Trainer, saved: checkpoint.Checkpoint, processes: int) -> None:
 
 
 def _save(run: Trainer, folder: RunFolder, writer: checkpoint.Writer) -> None:
-    """Have a checkpoint of the present state written."""
+    """Start to write a checkpoint of the present state."""
     run.settle()
     parts: dict[str, Any] = {}
     for replica in run.replicas:
         state = replica.state_dict()
         if run.engine.at_anchor and state["model"].keys() <= run.engine.anchor.keys():
-            del state["model"]  # it is the anchor, as it mostly is at the end of a round
+            del state["model"]  # equal to the anchor, as usual at the end of a round
         parts[checkpoint.replica_file(replica.number)] = state
     engine, residuals = run.engine.state_dict(), run.engine.wire_state_dict()
     if run.lead:
@@ -311,7 +311,7 @@ def _save(run: Trainer, folder: RunFolder, writer: checkpoint.Writer) -> None:
     progress = dataclasses.asdict(run.done) | {
         "logs": folder.position() if run.lead else {},
         "text": run.data_fingerprint,
-        "execution": run.files.gather(run.execution, dict),  # each process may have chosen for itself
+        "execution": run.files.gather(run.execution, dict),  # each process may have its own choice
         "processes": run.files.size,
     }
     writer.save(run.done.step, parts, progress)
@@ -319,7 +319,7 @@ def _save(run: Trainer, folder: RunFolder, writer: checkpoint.Writer) -> None:
 
 @contextmanager
 def disk(folder: RunFolder) -> Iterator[None]:
-    """Name the file or folder that cannot be written, and what to do."""
+    """Name the file or folder that cannot be written, and the remedy."""
     try:
         yield
     except OSError as error:

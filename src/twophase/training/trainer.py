@@ -1,6 +1,6 @@
 """The parts of a run: replicas with their inner optimizers, engine, data, progress.
 
-`train` takes one of these from a run's start to its end; the forest of a sweep takes one through all its runs.
+`train` uses one `Trainer` from a run's start to its end; the forest of a sweep uses one for all its runs.
 """
 
 from __future__ import annotations
@@ -39,9 +39,8 @@ _REMEMBERED = 1000
 LOSS, STOP = "train_loss", "stop"
 """Signals that the processes share at the end of a round."""
 FOR_POLICIES = ("inner_lr", "loss_end", "loss_start", "progress")
-"""Signals for restart policies: the inner learning rate of the round's last step, the mean training losses of its last
-and first quarter, and the share of the run that is done. (A fragment's round goes from one of its own outer steps to
-the next.)"""
+"""Signals for restart policies: inner learning rate of the round's last step, training losses of its last and first
+quarter, completed share of the run. (A fragment's round lasts from its previous outer step to the next.)"""
 _NOTHING: dict[str, float] = dict.fromkeys((LOSS, STOP, *FOR_POLICIES), 0.0)
 """Signals of a replica without weight."""
 RUNNING, STOPPED, FINISHED, DIVERGED = "running", "stopped", "finished", "diverged"
@@ -49,7 +48,7 @@ RESERVED = frozenset(
     "step round train_loss validation_loss inner_lr tokens seconds engine_share diverged exit_reason steps rounds "
     "restarts checksum execution config weights_sha256 summary_sha256".split()
 )
-"""Columns of a line of metrics (`Trainer.end_round`) and of the summary, of which a task's evaluation may have none."""
+"""Columns of metrics (`Trainer.end_round`) and of the summary, which a task's evaluation must not return."""
 
 
 class Trainer:
@@ -97,7 +96,7 @@ class Trainer:
                 buffers="local" if self.comm.elastic else "mean",
                 communicator=self.comm,
                 signals=FOR_POLICIES,
-                # No cycle: the models' memory is free when the run is, and not when the collector comes by.
+                # No reference cycle: the models' memory is freed with the run, and not by the garbage collector.
                 probe=lambda *arguments: this._probe(*arguments),  # noqa: PLW0108 - its bound method holds the run
                 alike={"texts": self.data_fingerprint[:12], "training code": self._source()} | _alike(config),
             )
@@ -105,17 +104,17 @@ class Trainer:
             raise UsageError(str(error)) from None
         if self.comm.elastic and any(f.readouts() is not f.anchor_views for f in engine.fragments):
             raise UsageError(
-                f"--outer.readout {config.outer.readout}: replicas that come and go end a run by the anchor, not by "
-                "an average of anchors; take --outer.readout last, and a method without a readout of its own"
+                f"--outer.readout {config.outer.readout}: elastic replicas end a run by the anchor, not by an average "
+                "of anchors; take --outer.readout last, and a method without its own readout"
             )
         try:
             self.comm.attach(engine, self._replica_state, self._load_replica_state)
-        except ValueError as error:  # a timeout that no heal would meet
+        except ValueError as error:  # a timeout too short for a heal
             raise RunError(str(error)) from None
         return engine
 
     def _source(self) -> str:
-        """Hash the code that decides what a replica learns, beside the engine's: this room's and the task's."""
+        """Hash the code that determines a replica's training, without the engine's: this room's and the task's."""
         source = getattr(self.task, "source", None)
         if source is not None:
             return f"{source_digest([Path(__file__).parent])} {source()}"
@@ -124,15 +123,15 @@ class Trainer:
 
     def _probe(self, model: nn.Module, number: int, _round: int) -> float:
         """Compute the loss of a candidate on the first examples of a replica's next batch."""
-        # By this configuration and not the replica's, which in a forest is that of the first run.
+        # By this configuration: in a forest, the replica's is that of the first run.
         return self.replicas[number].probe(model, self.done.step, self.config.outer.probe_sequences)
 
     def _replica_state(self) -> dict[str, Any]:
-        """Return what a late joiner needs beside the engine's state."""
+        """Return the state that a late joiner needs in addition to the engine's."""
         self.settle()
         return {
             "step": self.done.step,
-            "exit_reason": self.done.exit_reason,  # not "running" where a run is taken up at its end
+            "exit_reason": self.done.exit_reason,  # not "running" if a replica joins at the end of a run
             "replica": self.replicas[0].state_dict(),
             "history": self.done.history,
             "seconds": self.done.seconds,
@@ -141,8 +140,8 @@ class Trainer:
 
     def _load_replica_state(self, state: dict[str, Any]) -> None:
         self._losses.clear()
-        self._last_line, self.done.recent_loss, self.done.recent_losses = None, 0.0, 0  # not over its peers' steps
-        if self.done.step == 0:  # the tokens of the run so far are counted, and so is its time
+        self._last_line, self.done.recent_loss, self.done.recent_losses = None, 0.0, 0  # not over peers' steps
+        if self.done.step == 0:  # its tokens count the whole run, so its time does too
             self.done.seconds, self.done.engine_seconds = state["seconds"], state["engine_seconds"]
         self.replicas[0].load_state_dict(state["replica"])
         self.done.step, self.done.round_steps, self.replicas[0].round_losses = state["step"], 0, []
@@ -153,11 +152,11 @@ class Trainer:
 
     @property
     def identity(self) -> str:
-        """Digits of what all replicas of a run have alike: the values of the configuration, and the texts."""
+        """Digest of the values that all replicas of a run share: the configuration and the texts."""
         return short_hash(json.dumps([self.data_fingerprint, _alike(self.config)], sort_keys=True, default=str))
 
     def adopt(self, weights: Path, checksum: str) -> bool:
-        """Set anchor and buffers to those in a finished replica's file, if it is there and has this checksum."""
+        """Set anchor and buffers from a finished replica's file, if it exists and has this checksum."""
         try:
             tensors = safetensors.torch.load(read_bytes(weights))
             for name, place in (self.engine.anchor | self._buffers()).items():
@@ -167,10 +166,10 @@ class Trainer:
         return self.engine.checksum() == checksum
 
     def join(self, restore: Callable[[], None]) -> RoundReport | None:
-        """Join the other elastic replicas; `restore` reads the newest checkpoint where no run is under way.
+        """Join the other elastic replicas; `restore` reads the newest checkpoint if no run is under way.
 
         Returns:
-            The report of the round that this replica joined, if that has ended by it.
+            The report of the round that this replica joined, if the sync ended that round.
         """
         try:
             return self._last(self.engine.join(_NOTHING, restore=restore), _NOTHING)
@@ -186,20 +185,20 @@ class Trainer:
         self.validation = None
 
     def check_states(self) -> None:
-        """Refuse an inner optimizer of one's own whose state no checkpoint can hold."""
+        """Refuse a task's inner optimizer whose state no checkpoint can hold."""
         try:
             for replica in self.replicas:
                 take_apart(replica.state_dict())
         except ValueError as error:
-            raise UsageError(f"the inner optimizer remembers what cannot be saved: {error}") from None
+            raise UsageError(f"the inner optimizer's state cannot be saved: {error}") from None
 
     def data_fault(self, *, wait: bool = False) -> str:
-        """Return what the task's check in the background has found wrong with its data; `wait` for the end of it."""
+        """Return the fault that the task's background check of its data found; `wait` for its end."""
         check = getattr(self.task, "data_fault", None)
         return check(wait=wait) if check else ""
 
     def settle(self) -> None:
-        """Read the losses that are still on the device, which waits for it, into `done`."""
+        """Read the losses on the device into `done`; this waits for the device."""
         if self._losses:
             for replica, loss in zip(itertools.cycle(self.replicas), torch.stack(self._losses).tolist(), strict=False):
                 replica.round_losses.append(loss)
@@ -209,7 +208,7 @@ class Trainer:
 
     @property
     def execution(self) -> dict[str, Any]:
-        """Return what this process has decided about how to compute; a resumed run must compute the same way."""
+        """Return this process's decisions about how to compute; a resumed run must compute the same way."""
         return dict(self.compute.chosen)
 
     def restore_execution(self, execution: Mapping[str, Any]) -> None:
@@ -223,7 +222,7 @@ class Trainer:
         if not self.lead or config.log_every == 0 or done.step % config.log_every:
             return None
         self.settle()  # before the clock is read: it waits for the device
-        if self._last_line is None:  # no step of its own since a peer's state was taken over
+        if self._last_line is None:  # no inner step since a peer's state was loaded
             return None
         (step, clock), self._last_line = self._last_line, (done.step, time.perf_counter())
         loss = done.recent_loss / max(done.recent_losses, 1)
@@ -240,8 +239,8 @@ class Trainer:
         self.done.round_steps += 1
         signals = None
         if self.done.step == self.config.steps or self.engine.reports_next:
-            self.settle()  # the engine would have to wait for the inner steps, and that is not its time
-            # An elastic replica that is asked to stop does so alone.
+            self.settle()  # else the wait for the inner steps would count as the engine's time
+            # An elastic replica stops alone.
             signals = partial(self._signals, 0.0 if self.comm.elastic else float(should_stop()))
         clock = time.perf_counter()
         with room_for("the outer step", self.config.device):
@@ -257,7 +256,7 @@ class Trainer:
         quarter = max(1, steps // 4)
 
         def mean(steps: int, part: slice) -> float:
-            # Each replica's mean first, as where each has a process of its own: the same bits.
+            # Each replica's mean first: the same bits as with one process a replica.
             rounds = [replica.round_losses[-steps:][part] for replica in self.replicas] if steps else []
             means = [sum(losses) / len(losses) for losses in rounds if losses]
             return sum(means) / len(means) if means else 0.0
@@ -277,7 +276,7 @@ class Trainer:
         return self.done.step - min(self.done.begun.get(name, first) for name in fragments)
 
     def _last(self, report: RoundReport | None, signals: Signals) -> RoundReport | None:
-        """Return the report of a sync; at the end of the run, also synchronize what is left, even for a late joiner."""
+        """Return the report of a sync; at the run's end, also synchronize remaining steps, even for a late joiner."""
         if self.done.step < self.config.steps:
             return report
         final = self.engine.finish(signals or _NOTHING)
@@ -310,7 +309,7 @@ class Trainer:
 
     def _exit_reason(self, report: RoundReport) -> str:
         """Return the state of the run after a round, the same on all processes."""
-        loss = report.signals[LOSS]  # the mean with replicas that a filter has left out, whose loss may be no number
+        loss = report.signals[LOSS]  # the mean includes replicas that a filter left out, whose loss may be NaN
         bounded = loss <= self.loss_bound or (not math.isfinite(loss) and 0 < report.rejected < report.replicas)
         if report.not_finite or not (bounded and math.isfinite(report.pseudo_gradient_norm)):
             return DIVERGED
@@ -323,7 +322,7 @@ class Trainer:
         return self.done.step * self.config.replicas * self.compute.tokens
 
     def weights(self, config: RunConfig) -> bytes:
-        """Return what is evaluated, the anchor or its readout and the buffers, as a safetensors file of a run."""
+        """Return the evaluated weights (anchor or readout, buffers) as a safetensors file of a run."""
         pairs = [pair for f in self.engine.fragments for pair in zip(dict(f.named), f.readouts(), strict=True)]
         tensors = {name: value.contiguous().clone() for name, value in [*pairs, *self._buffers().items()]}
         return safetensors.torch.save(tensors, metadata={"config": fingerprint(config)})
@@ -337,7 +336,7 @@ class Trainer:
     def outcome(self) -> dict[str, Any]:
         """Return the validation's numbers at the end of a run, after judging the last outer step by them."""
         validation = self.validate()
-        if not validation["loss"] <= self.loss_bound:  # blown up by the very last outer step
+        if not validation["loss"] <= self.loss_bound:  # diverged in the last outer step
             self.done.exit_reason = DIVERGED
         return _columns(validation)
 
@@ -373,14 +372,14 @@ class Progress:
     round_steps: int = 0
     """Inner steps since the last report."""
     begun: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Step after which the present round of each fragment began, by its name; none before the first has ended."""
+    """Step after which the present round of each fragment began, by its name; empty before the first one has ended."""
     recent_loss: float = 0.0
     """Sum of the training losses since the last line of `steps.jsonl`."""
     recent_losses: int = 0
     """Number of these losses."""
     seconds: float = 0.0
     engine_seconds: float = 0.0
-    """Time spent in the engine: everything that is not forward, backward and inner optimizer."""
+    """Seconds in the engine: everything but forward, backward and inner optimizer."""
     exit_reason: str = RUNNING
     history: list[tuple[int, str]] = dataclasses.field(default_factory=list)
     """Step and checksum of the newest syncs of elastic replicas."""
@@ -392,11 +391,11 @@ class Progress:
 
 
 def _alike(config: RunConfig) -> dict[str, Any]:
-    """List the values that must be the same in all processes; how a process computes and what it writes may differ."""
+    """List the values that must be the same in all processes; those of computing and of output may differ."""
     free = ("compute.", "device", "threads", "log_every", "checkpoint_every", "keep_checkpoints")
     return {f"--{path}": value for path, value in values_of(config).items() if not path.startswith(free)}
 
 
 def _columns(validation: Mapping[str, float]) -> dict[str, float]:
-    """Name the numbers of an evaluation as the logs and the summary do."""
+    """Rename the numbers of an evaluation as in the logs and the summary."""
     return {"validation_loss" if name == "loss" else name: value for name, value in validation.items()}
