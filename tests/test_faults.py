@@ -652,6 +652,6 @@ def test_a_timeout_that_a_heal_would_outlast(
     """It is refused with status 1 before anything is trained, with what would do."""
     assert main([*words, "--lighthouse", "http://127.0.0.1:1", "--replica", "0", "--sync-timeout", "4"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert "timeout is 4 s, but a replica that comes back is given about" in line
+    assert "timeout is 4 s, but a restarted replica receives about" in line
     assert "pass timeout=5 or more" in line
     assert not (tmp_path / "run/replica-0/rounds.jsonl").exists()

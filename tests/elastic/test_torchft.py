@@ -262,7 +262,7 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         try:
             killed = second.wait(timeout=120)
             assert killed == -signal.SIGKILL, (folder / "1.log").read_text()[-3000:]
-            until("the survivor notices", lambda: "replica 1 has gone" in (folder / "0.log").read_text())
+            until("the survivor notices", lambda: "replica 1 has left" in (folder / "0.log").read_text())
             second = launch(1, {"kill": e})
             assert [first.wait(timeout=120), second.wait(timeout=120)] == [0, 0], (folder / "0.log").read_text()[-3000:]
         finally:
@@ -328,8 +328,8 @@ def test_what_the_survivor_says(processes: list[dict[str, Any]]):
     lighthouse has been away for `patience` seconds.
     """
     lines = processes[0]["log"].splitlines()
-    end = lines[lines.index("replica 1 has gone; 1 of 2 are here") :]
-    assert end[1] == "replica 1 has come; 2 of 2 are here"
+    end = lines[lines.index("replica 1 has left; 1 of 2 are present") :]
+    assert end[1] == "replica 1 has joined; 2 of 2 are present"
     assert all(line.startswith("replica 1 has ") for line in lines), lines
     message = processes[0]["tampered"]
     assert "before a sync fragment '0' differs in its anchor between process 0 and process 1" in message
@@ -415,7 +415,7 @@ def test_a_run_that_cannot_begin_is_one_clear_error():
     with lighthouse() as url:
         cases: tuple[tuple[str, dict[str, Any], list[str]], ...] = (
             (URL, {"connect_timeout": 0.5}, [f"the lighthouse at {URL} cannot be reached", "start it"]),
-            (url, {"start_timeout": 0.5}, ["1 of 2 replicas are here after 0.5 s"]),
+            (url, {"start_timeout": 0.5}, ["1 of 2 replicas are present after 0.5 s"]),
         )
         for at, options, words in cases:
             mine = Replica()
@@ -522,8 +522,8 @@ def test_a_lone_replica_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch, 
         (error,) = side_by_side(monkeypatch, option)
     assert "the other replicas did not come to a sync within 1 s" in str(error)
     (said,) = [message for message in caplog.messages if "waits at the lighthouse" in message]
-    assert said.startswith(f"replica 0 waits at the lighthouse {url}: for the others to end their inner steps, or for ")
-    assert "--min_replicas; it gives up after 1 s (--quorum-timeout)" in said
+    assert said.startswith(f"replica 0 waits at the lighthouse {url} until its peers end their inner steps, or until ")
+    assert "--min_replicas are present; it gives up after 1 s (--quorum-timeout)" in said
 
 
 @pytest.mark.dist
@@ -540,16 +540,16 @@ def test_two_with_one_number_do_not_begin(monkeypatch: pytest.MonkeyPatch, caplo
     same = {"replica": 0, "replicas": 2, "start_timeout": 0.3}
     results = lives(monkeypatch, live, (same, {}), (same, {}))
     assert all(isinstance(error, RunError) for error in results), results
-    assert any("two processes say that they are replica 0, and would train on the" in str(error) for error in results)
-    assert caplog.messages.count("replica 0 is there twice") == 2
+    assert any("two processes are replica 0, and would train on the" in str(error) for error in results)
+    assert caplog.messages.count("replica 0 is present twice") == 2
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("group", "inner_steps", "message"),
     [
-        ({"replica": 1}, 2, "TorchFT: inner_steps differ between this replica (2) and the run that it comes into (1)"),
-        ({"replica": 0}, 1, "TorchFT: replica 0 takes part in this run already, and two would train on the same text"),
+        ({"replica": 1}, 2, "TorchFT: inner_steps differ between this replica (2) and the run that it joins (1)"),
+        ({"replica": 0}, 1, "TorchFT: replica 0 is in this run already, and two would train on the same data"),
     ],
 )
 def test_a_replica_that_may_not_come_into_a_run(
@@ -611,10 +611,10 @@ def test_one_of_two_does_not_go_on_alone(monkeypatch: pytest.MonkeyPatch, caplog
 
     (reports, error), (_, run) = lives(monkeypatch, live, ({}, {}), ({}, {}))
     assert [(report.replicas, report.minority) for report in reports] == [(2, False)]
-    assert "1 of the last sync's replicas are here after 0.5 s, but 2 must be" in error
+    assert "1 of the last sync's replicas are present after 0.5 s, but 2 are needed" in error
     assert "--min-replicas 1" in error
     assert abs(run / 1000 - time.time()) < PATIENCE
-    assert caplog.messages.count("1 of the last sync's replicas are here, and 2 must be; waiting for the others") == 1
+    assert caplog.messages.count("1 of the last sync's replicas are present, 2 are needed; waiting for the rest") == 1
 
 
 @pytest.mark.dist
@@ -729,8 +729,8 @@ def test_a_heal_slower_than_the_timeout_ends_the_newcomer_alone(monkeypatch: pyt
     reports, (error, _) = lives(monkeypatch, one_comes_in_vain(), (options, {}), (options, {}))
     assert isinstance(error, RunError)
     pattern = (
-        r"TorchFT: of another replica's state of (\S+) MB, (\S+) MB came in (\S+) s, and then the others waited no "
-        r"longer \(timeout is 2 s\); give every replica a timeout of (\d+) or more \(twophase train: --sync-timeout\)"
+        r"TorchFT: of another replica's state of (\S+) MB, (\S+) MB came in (\S+) s, and then its peers stopped "
+        r"waiting \(timeout is 2 s\); give every replica a timeout of (\d+) or more \(twophase train: --sync-timeout\)"
     )
     results = re.match(pattern, str(error))
     assert results, str(error)

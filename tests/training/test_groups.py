@@ -161,7 +161,7 @@ def test_an_elastic_peer_is_lost_while_it_joins(config: TrainConfig, tmp_path: P
         second = run.replica(1, fault)
         run.ended("0", first, 1)
         (line,) = last_words(run, "0")
-        assert "failed: TorchFT: 1 of 2 replicas are here after 2 s" in line
+        assert "failed: TorchFT: 1 of 2 replicas are present after 2 s" in line
         assert not run.lines(0)
         second.kill()
 

@@ -30,7 +30,7 @@ class Collectives(Communicator):
 
     @property
     def rank(self) -> int:
-        """This process's number in the present quorum."""
+        """Number of this process in the present quorum."""
         return 0 if self._manager is None else (self._manager.participating_rank() or 0)
 
     @property
@@ -100,7 +100,7 @@ class Collectives(Communicator):
             raise Interrupted(str(self._failure))
 
     def _fail(self, error: Exception) -> None:
-        """End this attempt; the others notice it because this process leaves the group."""
+        """End this attempt; peers notice it because this process leaves the group."""
         self._failure = error
         self._manager.report_error(error)
         self._manager._commit_failures += 1  # also after the vote: the next quorum forms a new group

@@ -97,8 +97,8 @@ class Healing(socketserver.ThreadingTCPServer):
         """Return the state that another replica serves for this step.
 
         Raises:
-            TooSlow: the transfer was incomplete at the timeout, or when the donor stopped waiting, and its rate was
-                too low; the message gives the bytes received and the time it needs.
+            TooSlow: the rate was too low to complete the transfer before the timeout, or before the donor stopped
+                waiting. The message gives the bytes received and the time needed.
             OSError: the donor does not serve such a state, or has died.
         """
         del src_rank
@@ -193,6 +193,6 @@ class _Exactly:
             return TimeoutError(f"no more of another replica's state came for {silent:.1f} s")
         return TooSlow(
             f"of another replica's state of {size / 1e6:.4g} MB, {self._received / 1e6:.4g} MB came in {took:.1f} s, "
-            f"and then the others waited no longer (timeout is {self._seconds:g} s); give every replica a timeout "
+            f"and then its peers stopped waiting (timeout is {self._seconds:g} s); give every replica a timeout "
             f"of {1.5 * needed:.0f} or more (twophase train: --sync-timeout), or a faster link"
         )

@@ -50,7 +50,7 @@ class Native(DiLoCo):
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state beside model and inner optimizer: anchors, outer states, counters."""
+        """Return the state without model and inner optimizer: anchors, outer states, counters."""
         return {
             "anchors": [dict(fragment.original_parameters) for fragment in self._fragments],
             "outers": [outer.state_dict() for outer in self.outers],
@@ -146,10 +146,10 @@ def manager(
         lighthouse: address of the lighthouse, such as `http://10.0.0.1:29510`.
         replica: number of this replica, from 0.
         replicas: number of replicas; a round needs all of them, so give the lighthouse the same `--min_replicas`.
-        state_dict: function that returns the state of a restarted replica beside model and optimizers, such as the
-            data position, in tensors, numbers and text.
+        state_dict: function that returns the state that a restarted replica needs, except model and optimizers: the
+            data position and such, in tensors, numbers and text.
         load_state_dict: function that loads this state.
-        host: name or address of this machine in a trusted network, which the others and the lighthouse reach.
+        host: name or address of this machine in a trusted network, which other replicas and the lighthouse reach.
         timeout: seconds for a reduction, more than a heal takes.
         quorum_timeout: seconds for the slowest replica's inner steps.
         connect_timeout: seconds to reach the lighthouse.

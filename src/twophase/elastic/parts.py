@@ -34,14 +34,14 @@ ASK_EVERY = 2.0
 _LOOK_EVERY = 0.5
 """Seconds between two checks of the lighthouse's address."""
 _ANEW, _ASKS_ANEW = 1.0, 30
-"""Seconds between two requests to a restarted lighthouse, and their number: a manager that has lost the lighthouse
+"""Seconds between two requests to a restarted lighthouse, and their number. A manager that has lost the lighthouse
 retries after pauses that grow to ten seconds."""
 _FORMING = 0.75
 """Seconds in which a group must form at the first attempt; doubled after each failure, up to `connect_timeout`."""
 _SETTLED = 15.0
 """Seconds after which the heartbeats of all live replicas reach a restarted lighthouse. Their pauses grow to ten
-seconds as well. So a live replica may be silent for seconds after its first heartbeat (up to a third of the outage, as
-measured), and count as dead."""
+seconds as well. So a live replica may be silent for seconds after its first heartbeat, and count as dead. The
+measured silence was up to a third of the outage."""
 
 _log = logging.getLogger("twophase")
 _OVERRIDING = """
@@ -81,7 +81,7 @@ def check_environment() -> None:
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ValueError(
             f"TorchFT: WORLD_SIZE is {os.environ['WORLD_SIZE']}, so a replica would be spread over several processes, "
-            "which is not supported yet; start each replica as a process of its own, without torchrun"
+            "which is not supported yet; start each replica as its own process, without torchrun"
         )
 
 
@@ -186,7 +186,7 @@ def group(address: str, timeout: float, connect_timeout: float) -> Any:
 
 @contextmanager
 def _bound_to(module: Any, address: str) -> Iterator[None]:
-    """Bind the server of a Manager that is made meanwhile to one address; torchft takes a port only."""
+    """Bind the server of a Manager made in the block to one address; torchft takes a port only."""
     server = module.ManagerServer
 
     def bound(*, bind: str, **options: Any) -> Any:
@@ -246,7 +246,7 @@ class _Client:
     all heartbeats reach the lighthouse.
 
     torchft forms a new group only where the number of a quorum changes. One number for two memberships would leave some
-    ranks in an old group, and the others would wait until a timeout. So each membership gets its own number.
+    ranks in an old group, and the other ranks would wait until a timeout. So each membership gets its own number.
     """
 
     def __init__(self, client: Any) -> None:
@@ -310,7 +310,7 @@ class _Background:
     def give_up(self) -> None:
         """Release the caller that waits for the last call."""
         with suppress(InvalidStateError):
-            self._future.set_exception(TimeoutError("the lighthouse is away"))
+            self._future.set_exception(TimeoutError("the lighthouse is unreachable"))
 
     def shutdown(self, wait: bool = True) -> None:
         """Do nothing: daemon threads need no end."""
@@ -330,7 +330,7 @@ class Watch(threading.Thread):
         """True if the address was unreachable at least once."""
 
     def run(self) -> None:
-        """Connect again and again until `over` is set."""
+        """Connect repeatedly until `over` is set."""
         seen = time.monotonic()
         while not self.over.wait(min(_LOOK_EVERY, self._patience)):
             try:

@@ -45,8 +45,8 @@ _HEAL_RATE = 0.1e9  # bytes a second, a third of the rate measured on loopback
 _HEAL_MARGIN = 5.0
 _POLL = 0.2
 _NOTICE = 5.0  # seconds of waiting for the first sync before a log line
-_WAITING = """replica %d waits at the lighthouse %s: for the others to end their inner steps, or for as many replicas \
-as the lighthouse's own --min_replicas; it gives up after %g s (--quorum-timeout)"""
+_WAITING = """replica %d waits at the lighthouse %s until its peers end their inner steps, or until the lighthouse's \
+--min_replicas are present; it gives up after %g s (--quorum-timeout)"""
 _SYNCS = 1 << 20
 """Weight of the run identity in the progress number: a run under way ranks above late joiners and earlier runs."""
 _UNDER_WAY = 1 << 40
@@ -54,14 +54,14 @@ _UNDER_WAY = 1 << 40
 
 
 class TorchFT(Collectives):
-    """Communicate between processes that come and go: see the module's beginning, and `DiLoCo.join`.
+    """Communicate between the processes of an elastic run: see the module's beginning, and `DiLoCo.join`.
 
     Args:
         replica: number of this process's replica group, from 0; the same after a restart.
         replicas: number of replicas when all are present, >= 1.
         lighthouse: "http://HOST:PORT" of torchft's lighthouse.
-        host: address of this machine on which the others reach it, in a trusted network, because there is no
-            authentication; all listeners of this process use it alone.
+        host: address of this machine in a trusted network, where other replicas reach it without authentication. All
+            listeners of this process use it alone.
         timeout: seconds after which a collective or a heal has failed; longer than a heal takes.
         quorum_timeout: seconds to wait for the other replicas at a sync; longer than their inner steps take.
         connect_timeout: seconds to wait for a connection.
@@ -147,7 +147,7 @@ class TorchFT(Collectives):
 
         Args:
             engine: engine of this process.
-            save: function that returns the state beside the engine's: models, inner optimizers, data position, and
+            save: function that returns the state without the engine's: models, inner optimizers, data position, and
                 random number generators if they matter. Its tensors may be live: they are sent while all wait.
             load: function that takes a donor's `save()`, with tensors in main memory that it may change.
 
@@ -159,21 +159,21 @@ class TorchFT(Collectives):
         if saved < least:
             raise ValueError(
                 f"TorchFT.attach: save() returned {saved} bytes of tensors, but the replicas alone have {least}; a "
-                "replica that comes back would continue with its own weights: let it return the state_dict() of the "
-                "models and of the inner optimizers, and the data position"
+                "restarted replica would continue with its own weights: return the state_dict() of the models and of "
+                "the inner optimizers, and the data position"
             )
 
         def give() -> Mapping[str, Any]:
             return {"run": _facts(engine), "engine": engine.state_dict(), "own": save()}
 
         def take(state: Mapping[str, Any]) -> None:
-            difference = first_unlike(_facts(engine), state["run"], ("this replica", "the run that it comes into"))
+            difference = first_unlike(_facts(engine), state["run"], ("this replica", "the run that it joins"))
             if difference is not None:
                 raise ValueError(f"TorchFT: {difference}; start it with the run's program and options")
             if self._running and state["engine"]["run"] != engine.run:
                 raise RunError(
                     f"TorchFT: this replica belongs to run {engine.run}, but the lighthouse at {self.lighthouse} now "
-                    f"serves run {state['engine']['run']}, which began later; give each run a lighthouse of its own"
+                    f"serves run {state['engine']['run']}, which began later; give each run its own lighthouse"
                 )
             engine.load_state_dict(state["engine"])
             load(state["own"])
@@ -189,7 +189,7 @@ class TorchFT(Collectives):
         needed = size / _HEAL_RATE + _HEAL_MARGIN
         if self.timeout < needed:
             raise ValueError(
-                f"TorchFT.attach: timeout is {self.timeout:g} s, but a replica that comes back is given about "
+                f"TorchFT.attach: timeout is {self.timeout:g} s, but a restarted replica receives about "
                 f"{size / 1e9:.2f} GB, which may take {needed:.0f} s (at {_HEAL_RATE / 1e9:g} GB/s); pass "
                 f"timeout={needed:.0f} or more (twophase train: --sync-timeout)"
             )
@@ -205,8 +205,8 @@ class TorchFT(Collectives):
         """Wait for the other members of the next sync; return whether this process was behind and received a state.
 
         Raises:
-            RunError: the lighthouse is unreachable, the others or a donor's state do not arrive in time, or the run has
-                ended without this process.
+            RunError: the lighthouse is unreachable, other replicas or a donor's state do not arrive in time, or the run
+                has ended without this process.
         """
         if self._over(self._run()):
             raise RunError("TorchFT: the run has ended without this replica; take the result of one that has finished")
@@ -225,19 +225,19 @@ class TorchFT(Collectives):
             error = manager.errored().original_exception
             self._fail(error)
             if isinstance(error, TooSlow):  # the next attempt would be as slow, and all would wait again
-                raise RunError(f"TorchFT: {error}; the others continue, and checkpoints are intact")
+                raise RunError(f"TorchFT: {error}; the other replicas continue, and checkpoints are intact")
         else:
             self._look_around()
         return self._healed
 
     def commit(self) -> bool:
-        """Return whether all collectives have succeeded, here and, as far as is visible, with the others.
+        """Return whether all collectives have succeeded, here and, as far as visible, in the other replicas.
 
         Raises:
             RunError: they have failed `max_attempts` times in a row.
         """
         with suppress(Interrupted):
-            self.exchange([1.0])  # a process that has lost a sum must fail the vote of the others too
+            self.exchange([1.0])  # a process that has lost a sum must fail its peers' vote too
         if self._manager.should_commit():
             self._failures = 0
             self._syncs += 1
@@ -249,14 +249,14 @@ class TorchFT(Collectives):
                     raise RunError(str(error)) from None
             return True
         if self._manager._client.others_heal:
-            _log.warning("a sync has failed in which a replica was to be given the others' state; it is tried again")
+            _log.warning("a sync has failed in which a replica was to receive a peer's state; it is tried again")
             return False
         self._failures += 1
         if self._failures >= self.max_attempts:
             raise RunError(
                 f"TorchFT: a sync has failed {self._failures} times in a row, at last with: {self._failure}. Look for "
                 "a process that fails again and again, and at the network; checkpoints are intact, so repeat the "
-                "command that you have used"
+                "same command"
             )
         return False
 
@@ -272,27 +272,27 @@ class TorchFT(Collectives):
             return True
         if needed and self._waiting_since is None:
             _log.warning(
-                "%d of the last sync's replicas are here, and %d must be; waiting for the others", count, needed
+                "%d of the last sync's replicas are present, %d are needed; waiting for the rest", count, needed
             )
         self._waiting_since = self._waiting_since or now
         if now - self._waiting_since > self.start_timeout:
             if self._twice:
                 raise RunError(
-                    f"TorchFT: two processes say that they are replica {self._twice[0]}, and would train on the same "
-                    "text; give each a number of its own (twophase train: --replica)"
+                    f"TorchFT: two processes are replica {self._twice[0]}, and would train on the same data; give each "
+                    "its own number (twophase train: --replica)"
                 )
             if needed:
                 raise RunError(
-                    f"TorchFT: {count} of the last sync's replicas are here after {self.start_timeout:g} s, but "
-                    f"{needed} must be, or two parts of a run could continue apart; start the others again and repeat "
-                    "this command, take the result of one that has finished, or, if the others are gone for good, "
+                    f"TorchFT: {count} of the last sync's replicas are present after {self.start_timeout:g} s, but "
+                    f"{needed} are needed, or two parts of a run could continue apart; restart the others and repeat "
+                    "this command, or take the result of a finished replica. If the others are lost, "
                     f"repeat it with min_replicas={len(self._members)} (twophase train: --min-replicas "
                     f"{len(self._members)})"
                 )
             raise RunError(
-                f"TorchFT: {count} of {self.min_replicas} replicas are here after {self.start_timeout:g} s; start the "
-                "others, with the same lighthouse, lower min_replicas (twophase train: --min-replicas), or, if they "
-                "have finished, take the result of one of them"
+                f"TorchFT: {count} of {self.min_replicas} replicas are present after {self.start_timeout:g} s; start "
+                "the others with the same lighthouse, lower min_replicas (twophase train: --min-replicas), or take the "
+                "result of a finished replica"
             )
         time.sleep(_POLL)
         return False
@@ -303,18 +303,18 @@ class TorchFT(Collectives):
         twice = sorted({member for member in members if members.count(member) > 1})
         if twice and twice != self._twice:
             # A process that was killed and restarted at once is listed twice until its heartbeat expires.
-            _log.warning("replica %s is there twice", ", ".join(map(str, twice)))
-        changes = [f"replica {member} has gone" for member in sorted(before - set(members))]
-        changes += [f"replica {member} has come" for member in sorted(set(members) - before)]
+            _log.warning("replica %s is present twice", ", ".join(map(str, twice)))
+        changes = [f"replica {member} has left" for member in sorted(before - set(members))]
+        changes += [f"replica {member} has joined" for member in sorted(set(members) - before)]
         if changes and not first:
-            _log.warning("%s; %d of %d are here", ", ".join(changes), len(members), self.replicas)
+            _log.warning("%s; %d of %d are present", ", ".join(changes), len(members), self.replicas)
         self._members, self._twice = members, twice
         if self.replica in twice and not self._running and self._manager._client.furthest >= _UNDER_WAY:
             self.close()
             raise RunError(
-                f"TorchFT: replica {self.replica} takes part in this run already, and two would train on the same "
-                "text; give this one a number of its own (twophase train: --replica), or, if the other has just died, "
-                "repeat the command in some seconds"
+                f"TorchFT: replica {self.replica} is in this run already, and two would train on the same data; give "
+                "this process its own number (twophase train: --replica). If the other has just died, repeat the "
+                "command in some seconds"
             )
         places = parts.listening() - self._listening_before if first else set()
         if places:
@@ -328,7 +328,7 @@ class TorchFT(Collectives):
         if watch.away_for:
             return (
                 f"TorchFT: the lighthouse at {self.lighthouse} cannot be reached for {watch.away_for:.0f} s; start it "
-                "again (torchft_lighthouse), then repeat the command that you have used; checkpoints are intact"
+                "again (torchft_lighthouse), then repeat the same command; checkpoints are intact"
             )
         return (
             f"TorchFT: the other replicas did not come to a sync within {self.quorum_timeout:g} s "
@@ -352,7 +352,7 @@ class TorchFT(Collectives):
             watch.over.set()
             notice.cancel()
 
-    # ------------------------------------------------------------------------------------------- coming and going
+    # ------------------------------------------------------------------------------------------- joining, leaving
 
     def _started(self) -> Any:
         """Return torchft's manager; it starts late, because from then on the lighthouse waits for it."""
@@ -362,8 +362,8 @@ class TorchFT(Collectives):
             raise ValueError("TorchFT: it is closed; make a new one")
         if self._save is None:
             raise ValueError(
-                "TorchFT: call attach(engine, save, load) before engine.join(); a replica that comes back without the "
-                "others' state would corrupt the average"
+                "TorchFT: call attach(engine, save, load) before engine.join(); a restarted replica without a peer's "
+                "state would corrupt the average"
             )
         self._hush = parts.Hush()
         self._listening_before = parts.listening()
