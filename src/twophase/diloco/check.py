@@ -61,9 +61,7 @@ class Watch:
         if buffers not in ("local", "mean"):
             raise ValueError(f'DiLoCo: buffers is {buffers!r}; it must be "local" or "mean"')
         if buffers == "mean" and (communicator.elastic or communicator.sharded):
-            raise ValueError(
-                'DiLoCo: buffers is "mean"; with replicas that come and go, or are sharded, it must be "local"'
-            )
+            raise ValueError('DiLoCo: buffers is "mean"; with elastic or sharded replicas, it must be "local"')
         self.buffers = buffers
         self.alike: dict[str, object] = {}
         if buffers == "mean":  # processes with unlike buffers would wait in the all-reduce for ever
@@ -80,7 +78,7 @@ class Watch:
 
     def begin(self, engine: EngineState) -> None:
         """Record the state before the first sync; compare the parameters before every sync."""
-        self._names, self._before = [], []  # a first sync that failed is noted anew
+        self._names, self._before = [], []  # a first sync that failed is recorded again
         if not engine.syncs and (finding := self._of_buffers(engine)):
             self._warn(finding)
         slots = [slot for fragment in engine.fragments for slot in fragment.slots[0]]

@@ -118,8 +118,8 @@ class ProcessGroup(Communicator):
         """Check that this rank can take part with parameters on a device; small messages then use it as well.
 
         Raises:
-            ValueError: the group takes no tensors of a CPU, where the parameters are; or the device is not the
-                process's current one, so that the ranks' small messages would meet on one GPU and hang.
+            ValueError: the group takes no tensors of a CPU, where the parameters are, or the device is not the current
+                one. The ranks' small messages would then meet on one GPU and hang.
         """
         if _takes_cpu(self.group) and (self.shards is None or _takes_cpu(self.shards)):
             return
@@ -160,7 +160,7 @@ class ProcessGroup(Communicator):
 
     @property
     def rank(self) -> int:
-        """This process's number in the group."""
+        """Number of this process in the group."""
         return dist.get_rank(self.group)
 
     @property

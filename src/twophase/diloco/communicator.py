@@ -1,7 +1,7 @@
 """The interface through which the engine talks to other processes, and the single process that needs no messages.
 
 The engine is written once, against `Communicator`. `comm.ProcessGroup` sums over a `torch.distributed` group; an
-elastic communicator has members that come and go.
+elastic communicator's members may leave and join.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _LONGEST = 1 << 24
 
 
 _MISTAKE = 2.0
-"""Code by which a process reports a `UsageError` to the others; 1 means any other failure."""
+"""Code by which a process reports a `UsageError` to its peers; 1 means any other failure."""
 
 
-class Interrupted(Exception):  # noqa: N818 - no error: a process has died, and the others continue
+class Interrupted(Exception):  # noqa: N818 - no error: a process has died, and its peers continue
     """A collective of an elastic communicator failed; the sync is repeated with the remaining processes."""
 
 
@@ -66,15 +66,15 @@ class Communicator(Protocol):
     """
 
     elastic: bool = False
-    """True if processes may come and go. Then a sync lies between `begin` and a `commit` that may fail, collectives may
-    raise `Interrupted`, and `rank` and `size` change with `begin`."""
+    """True if processes may leave and join. Then a sync lies between `begin` and a `commit` that may fail, collectives
+    may raise `Interrupted`, and `rank` and `size` change with `begin`."""
 
     sharded: bool = False
     """True if several processes share one replica."""
 
     @property
     def rank(self) -> int:
-        """This process's number, from 0."""
+        """Number of this process, from 0."""
         ...
 
     @property
@@ -156,7 +156,7 @@ class Communicator(Protocol):
     # ------------------------------------------------------------------------------------------ elastic runs
 
     replica: int = 0
-    """This replica's number, whichever others are there."""
+    """Number of this replica, the same in every quorum."""
 
     allowance: float = math.inf
     """Number of replicas that may continue without most of those of the last sync; inf allows none."""
@@ -187,8 +187,8 @@ class Communicator(Protocol):
 
         Args:
             syncs: successful syncs in its state, plus 1; 0 asks for any state.
-            run: identity of the run under way, if any. Late joiners and replicas of an earlier run are behind it,
-                whatever their syncs.
+            run: identity of the run under way, if any. Late joiners and replicas of an earlier run are behind it
+                at any number of syncs.
         """
 
     def enough(self, count: int, needed: int | None = None) -> bool:
@@ -215,7 +215,7 @@ class SingleProcess(Communicator):
 def in_agreement(communicator: Communicator) -> Iterator[None]:
     """Raise the error of the first process in which the block fails, in all processes.
 
-    Else the others would wait for that process, and learn only that it died. All processes enter; the block itself
+    Otherwise its peers would wait for that process, and learn only that it died. All processes enter; the block itself
     exchanges nothing.
 
     Raises:
@@ -225,7 +225,7 @@ def in_agreement(communicator: Communicator) -> Iterator[None]:
     failure: Exception | None = None
     try:
         yield
-    except Exception as error:  # of any type: the others must not wait for this process
+    except Exception as error:  # of any type: no peer may wait for this process
         failure = error
     code = 0.0 if failure is None else _MISTAKE if isinstance(failure, UsageError) else 1.0
     codes = [row[0] for row in communicator.exchange([code])]

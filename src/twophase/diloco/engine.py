@@ -55,8 +55,8 @@ class DiLoCo(EngineState):
 
     Args:
         replicas: module, or list of modules with the same parameters, that train in this process.
-        outer: `OuterRule` or another method, `twophase.outer(...)`; or a policy that needs none, `"auto"`; or a
-            function from a fragment's named anchor parameters to any torch optimizer over them, with param groups.
+        outer: `OuterRule`, another method `twophase.outer(...)`, or a policy that needs none, `"auto"`. A function from
+            a fragment's named anchor parameters to a torch optimizer over them, with param groups, is allowed too.
         inner_steps: inner steps a round, >= 1 (S; H in DiLoCo papers).
         restart: policy of outer momentum restarts, or a mapping from fragment names to policies; not with a function.
         fragments: number of fragments, >= 1, or a mapping from names to patterns; see `fragment.partition`.
@@ -73,8 +73,8 @@ class DiLoCo(EngineState):
         buffers: "mean" averages float buffers, as of BatchNorm, once a round over accepted replicas; else "local".
 
     Raises:
-        ValueError: no trainable parameters, replicas that differ (in this process or between processes), parameters
-            spread over devices, an argument outside its range, or a restart policy that needs other values.
+        ValueError: no trainable parameters, replicas that differ, parameters on several devices, an argument outside
+            its range, or a restart policy that needs other values.
     """
 
     def __init__(
@@ -154,8 +154,8 @@ class DiLoCo(EngineState):
         Args:
             signals: values of this process, such as its mean training loss, for the report and for restart policies
                 that need them. They are read where a round ends, and averaged over the replicas; all processes give
-                the same names. A function is called where a round ends, with the names of the fragments that end it,
-                and returns the values since their last outer step.
+                the same names. A function is called where a round ends, with the names of its fragments, and returns
+                the values since their last outer step.
 
         Returns:
             The report of the round that has just ended, or None inside a round.
@@ -189,7 +189,7 @@ class DiLoCo(EngineState):
     def finish(self, signals: Signals = None) -> RoundReport | None:
         """End the run: apply the reductions under way and synchronise the remaining progress; None without any.
 
-        Afterwards every replica equals the anchor, whatever the mixing.
+        Afterwards every replica equals the anchor, for any mixing.
 
         Args:
             signals: values as for `step`; a function is called for each fragment by itself.
@@ -298,15 +298,15 @@ class DiLoCo(EngineState):
     def join(
         self, signals: Mapping[str, float] | None = None, *, restore: Callable[[], None] = lambda: None
     ) -> RoundReport | None:
-        """Join the others in an elastic run, where processes come and go; once, before the first `step()`.
+        """Join the other replicas of an elastic run; once, before the first `step()`.
 
         A late joiner receives a donor's state when the donor has ended its inner steps. It takes part in that sync with
         weight 0, because its progress is the donor's. At a run's beginning it waits until enough replicas are present.
-        Then each restores its checkpoint, and those that are behind receive a peer's state. If the others begin while a
+        Then each restores its checkpoint, and those that are behind receive a peer's state. If its peers begin while a
         replica still restores, it joins their run, even if its own checkpoint is newer.
 
         Args:
-            signals: values as for `step`, with the same names: the others may be at the end of a round.
+            signals: values as for `step`, with the same names: peers may be at the end of a round.
             restore: function that loads this replica's newest checkpoint, if any; called where no run is under way.
 
         Returns:

@@ -287,7 +287,7 @@ class Fragment:
         from the anchor, an unchanged replica would add its rounding error to the momentum in every round.
 
         Args:
-            alone: True if this process is the only one, so that each replica is a sender of its own on a lossy wire.
+            alone: True if this process is the only one, so that each replica is its own sender on a lossy wire.
             measure: True also sums the squared norms of the replicas' own differences.
             weights: weights w of the replicas; empty for weights 1.
 
@@ -350,7 +350,7 @@ class Fragment:
         kinds = [(type(buffer), buffer.dtype, buffer.shape) for buffer in present]
         if kinds != [(Tensor, self.flat.dtype, view.shape) for view in self.anchor_views]:
             return None
-        self._momentum, self.momentum_views = None, []  # free it first, or memory would hold two beside the buffers
+        self._momentum, self.momentum_views = None, []  # free it first, or memory would hold two and the buffers
         momentum = self.new_momentum()
         torch._foreach_copy_(self.momentum_views, present)
         for p, view in zip(self.anchor_views, self.momentum_views, strict=True):

@@ -102,7 +102,7 @@ def outer_round(
     _store_products(products, g, m)
     if RESTART == 1:
         m = _restarted(m, g, retain, inject, DROPS)
-    # A factor of 0 takes no part: 0 times a NaN would keep it alive.
+    # A term with factor 0 is left out: 0 times NaN is NaN.
     update = tl.zeros_like(g)
     if ALONG_G:
         update += along_g * g

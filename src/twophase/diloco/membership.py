@@ -1,4 +1,4 @@
-"""Membership: the replicas that take part in a sync, always the same or, in an elastic run, listed anew.
+"""Membership: the replicas that take part in a sync, always the same or, in an elastic run, listed each time.
 
 It returns values, and changes its own state alone. A late joiner's engine receives a peer's state inside
 `Communicator.begin`.
@@ -119,8 +119,8 @@ class Membership:
             self._communicator.broadcast(setting.anchor)
         elif delay >= setting.gap:
             raise ValueError(
-                f"DiLoCo: delay is {delay} and the fragments' syncs lie {setting.gap} inner steps apart; where "
-                "processes come and go one must end before the next begins, so take a shorter delay or fewer fragments"
+                f"DiLoCo: delay is {delay} and the fragments' syncs lie {setting.gap} inner steps apart; in "
+                "an elastic run one must end before the next begins, so take a shorter delay or fewer fragments"
             )
         self.may_compare = self._members is None or self.replica_count > 1
 
@@ -173,7 +173,7 @@ class Membership:
                     return replace(members, attempts=attempts, seconds={"quorum": time.perf_counter() - start})
 
     def arrive(self, position: Position, *, ready: bool) -> Arrival:
-        """Try once to join the others.
+        """Try once to join the other replicas.
 
         Args:
             position: position of this process; the communicator loads a peer's where a run is under way or a peer is
@@ -187,7 +187,7 @@ class Membership:
             members, running, all_ready = self._call_roll(position, 0, running=False, ready=ready)
             if running:
                 self.joined = True
-                # From now on this process holds the others' state, and waits with them for more replicas.
+                # From now on this process holds its peers' state, and waits with them for more replicas.
                 return Arrival(members if self._go_on(members) else self.attend(position, 1))
             # Each rank decides by its own minimum; no collective follows before the vote, so no rank waits.
             enough = communicator.enough(members.replicas + members.newcomers)

@@ -44,8 +44,8 @@ class RoundReport:
         round: number of the round, from 1.
         inner_steps: inner steps of each replica in the pseudo-gradient (of several fragments, the most). Those of a
             delay without mixing are discarded and do not count.
-        partial: True if they are fewer than a whole round has: `finish()` ended it early, or it is the first round of
-            a fragment that is synchronised in the middle of the others' rounds.
+        partial: True if they are fewer than in a whole round. Either `finish()` ended it early, or it is the first
+            round of a fragment that is synchronised inside other fragments' rounds.
         complete: True if all fragments have ended the round now.
         replicas: number of replicas that took part.
         newcomers: number of late joiners, which received a donor's state and had weight 0 in this round.

@@ -164,7 +164,7 @@ class Setting:
         """Refuse to continue from an outer step that was interrupted."""
         if any(fragment.torn for fragment in self.fragments):
             raise ValueError(
-                "DiLoCo: the last outer step was interrupted, and a part of the anchor is ahead of the others; go back "
+                "DiLoCo: the last outer step was interrupted, and a part of the anchor is ahead of the rest; go back "
                 "to the newest checkpoint with load_state_dict(), on a lossy wire load_wire_state_dict() as well"
             )
 
@@ -402,7 +402,7 @@ def check_needs(groups: Sequence[Mapping[str, Any]], supplied: Collection[str]) 
         if "filter" in group and filter_of_group(group).replicas and AGREEMENT not in supplied:
             raise ValueError(
                 f"DiLoCo: filter {group['filter']} compares replicas, and there is 1; train two or more, or take the "
-                "filter away (none), or clip"
+                "filter none or clip"
             )
     for policy in [group["restart"] for group in groups]:
         if not (missing := parse(policy).needs - MEASURED - set(supplied)):

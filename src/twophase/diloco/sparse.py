@@ -52,7 +52,7 @@ class SparseChannel(LossyChannel):
         """True if the residuals have changed since the last commit."""
 
     def quantize(self, tensor: Tensor, sender: int) -> None:
-        """Replace a replica's contribution by the values that the others would receive."""
+        """Replace a replica's contribution by the values that its peers would receive."""
         self._sum([self._take(tensor, sender)], tensor)
 
     def launch(self, communicator: Communicator, tensor: Tensor, *, quantized: bool = False) -> Transfer:

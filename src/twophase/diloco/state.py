@@ -136,8 +136,8 @@ class EngineState:
         state in which the replicas were the anchor also sets them to it.
 
         Raises:
-            ValueError: not an engine's state, the state of another model, a position that this engine's rounds do not
-                have, or a restart policy that needs what this engine was not promised; nothing has been changed.
+            ValueError: not an engine's state, a state of another model, a position outside this engine's rounds, or a
+                restart policy that needs missing signals. Nothing has been changed.
         """
         _check(state, self._setting, self.schedule)
         for sync in self._under_way:  # else it would write its sum into the loaded state
@@ -249,8 +249,8 @@ def _check(state: Mapping[str, Any], setting: Setting, schedule: Schedule) -> No
     }
     if state["under_way"] and setting.communicator.elastic:  # nor could a late joiner receive it
         raise ValueError(
-            "DiLoCo.load_state_dict: the state has a reduction under way, whose result may never arrive where "
-            "processes come and go; save it in its own run, after steps until engine.under_way is False"
+            "DiLoCo.load_state_dict: the state has a reduction under way, whose result may never arrive in an "
+            "elastic run; save it in its own run, after steps until engine.under_way is False"
         )
     if state["under_way"]:  # a reduction ends by the schedule that it began in
         here["schedules of the reduction under way"] = _saved_schedule(schedule)

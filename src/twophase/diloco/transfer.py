@@ -123,7 +123,7 @@ class Channel:
         self._numel, self._dtype, self._device = numel, dtype, device
 
     def quantize(self, tensor: Tensor, sender: int) -> None:
-        """Replace a replica's contribution by the values that the others would receive.
+        """Replace a replica's contribution by the values that its peers would receive.
 
         With several replicas in one process each is a separate sender. So a run has the same bits in one process as
         with a process for each replica.

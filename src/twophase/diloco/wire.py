@@ -167,7 +167,7 @@ class LossyChannel(Channel):
         self._scratch: tuple[Tensor, Packet] | None = None
 
     def quantize(self, tensor: Tensor, sender: int) -> None:
-        """Take stage one alone: replace a replica's contribution by the values that the others would receive."""
+        """Take stage one alone: replace a replica's contribution by the values that its peers would receive."""
         assert tensor.shape == (self._numel,), f"a vector of {self._numel} elements, not {tuple(tensor.shape)}"
         self._send(tensor, 0, None, self._sent[sender] if self._feedback else None)
 
