@@ -89,12 +89,12 @@ demo: setup
 
 # three workers for two cores: for a third of their time tests wait for processes and pages
 test: setup-dev
-	@$(BIN)/python -m pytest -n 3 --dist worksteal $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 # without torchft, which wants a later torch, and without the palette's bound, which is that of matplotlib in constraints.txt
 OLDEST := .venv-oldest
 test-oldest: $(OLDEST)/.installed
-	@$(OLDEST)/bin/python -m pytest -n 3 --dist worksteal -m "not slow" --ignore tests/elastic --ignore tests/test_house.py \
+	@$(OLDEST)/bin/python -m pytest -n 2 --dist worksteal -m "not slow" --ignore tests/elastic --ignore tests/test_house.py \
 	  --deselect tests/figures/test_style.py::test_palette_keeps_pale_tiles $(ARGS)
 $(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
 	@echo "making $(OLDEST)"
@@ -105,7 +105,7 @@ $(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
 	@touch $@
 
 coverage: setup-dev
-	@$(BIN)/python -m pytest -n 3 --dist worksteal --cov $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist worksteal --cov $(ARGS)
 
 check: setup-dev
 	@$(BIN)/ruff check .

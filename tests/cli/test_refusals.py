@@ -165,7 +165,7 @@ MISTAKES = [
     ("study figure_1", "'figure_1' is no study; choose from bench"),
     ("study robustnes_toy", "did you mean robustness_toy?"),
     ("study wires --scale labtop", "did you mean laptop?"),
-    ("study soft_restart --quick --scale paper", "--quick is a scale of its own; leave out either it or --scale paper"),
+    ("study soft_restart --quick --scale paper", "--quick is a separate scale; leave out either it or --scale paper"),
     ("study robustness_toy --scale laptop", "--scale: the study robustness_toy trains nothing"),
     ("study robustness_heatmaps --task digits --outer.lr 0.3", "--outer.lr"),
     ("study robustness_heatmaps --task digits --seed 3", "--seed"),
