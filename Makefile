@@ -87,7 +87,7 @@ $(TITAN)/.installed: $(VENV)/.installed-dev constraints-torchtitan.txt
 demo: setup
 	@$(BIN)/twophase demo $(ARGS)
 
-# three workers for two cores: for a third of their time tests wait for processes and pages
+# two workers: each of them, and its fork server, imports torch
 test: setup-dev
 	@$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
