@@ -59,6 +59,7 @@ MISTAKES = [
     ("train --device cuda:77", "--device cuda:77"),
     ("train --recipe large", "--recipe large: there is no such recipe; choose from paper_150m, small, nano"),
     ("train --recipe nanno", "did you mean nano?"),
+    ("train --recipe nano --task digits", "--recipe nano is for --task lm; with --task digits leave it out"),
     ("train --recipe=", "--recipe : there is no such recipe"),
     ("train --recipe paper_150m --device cpu", "tokens:data/c4"),
     ("train --model.vocabulary-size 50", "--model.vocabulary-size"),

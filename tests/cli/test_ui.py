@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.request import urlopen
 
 import pytest
 
@@ -197,6 +198,29 @@ def test_a_page_is_made_again_when_a_file_changes(root: Path, monkeypatch: pytes
         assert first == [str(len(made))] * 2
         assert library.folder_page(folder) == str(len(made)) != first[0]
     assert len(made) == 4
+
+
+def test_the_command_serves_until_it_is_interrupted(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It prints the address, opens it if asked to, and ends with status 0 and a free port on Ctrl-C."""
+    opened: list[str] = []
+
+    def serve_until_interrupted(server: ThreadingHTTPServer) -> None:
+        server.handle_request()
+        raise KeyboardInterrupt
+
+    def ask_for_the_list(address: str) -> None:
+        opened.append(address)
+        threading.Thread(target=lambda: opened.append(urlopen(address, timeout=30).read().decode())).start()
+
+    monkeypatch.setattr("socketserver.BaseServer.serve_forever", serve_until_interrupted)
+    monkeypatch.setattr("webbrowser.open", ask_for_the_list)
+    assert main(["ui", str(root), "--port", "0", "--open"]) == 0
+    address = re.findall(r"http://127\.0\.0\.1:\d+/", capsys.readouterr().out)
+    assert address == opened[:1]
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.1", int(address[0].split(":")[-1][:-1])), timeout=5)
 
 
 def test_a_port_in_use(server: ThreadingHTTPServer, capsys: pytest.CaptureFixture[str]) -> None:

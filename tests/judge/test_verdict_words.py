@@ -246,9 +246,11 @@ def test_verdict_on_a_part(tmp_path: Path) -> None:
     for where, words in (
         ({"outer.form": "sum"}, "does not vary outer.form; it varies outer.lr, outer.momentum, seed"),
         ({"outer.lr": "2"}, "no cell has that value; there are 0.3, 1.0"),
+        ({"outer.lr": "low"}, "no cell has that value"),
+        ({"outer.lr": "1", "outer.momentum": "0"}, "no cell has all of outer.lr=1, outer.momentum=0"),
     ):
         with pytest.raises(UsageError, match=words):
-            select(rows, where)
+            select([cell for cell in rows if cell.values["outer.lr"] + cell.values["outer.momentum"] != 1], where)
 
 
 def test_write_refuses(tmp_path: Path) -> None:

@@ -266,6 +266,8 @@ def test_python_refuses_what_the_command_refuses() -> None:
     """An option of momentum SGD beside another method would not be looked at."""
     with pytest.raises(UsageError, match=r"--outer\.momentum is an option of --outer\.method sgd"):
         twophase.train("digits", SHORT | {"outer.method": "adamw", "outer.momentum": 0.5}, quiet=True)
+    with pytest.raises(UsageError, match="config is a list; give values by dotted path"):
+        twophase.train("digits", ["outer.lr"], quiet=True)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"axes: outer\.lr is in config, too"):
         twophase.sweep("digits", {"outer.lr": [0.3, 0.7]}, SHORT | {"outer.lr": 0.5}, quiet=True)
 
@@ -368,6 +370,14 @@ MISTAKES = {
     "no inner optimizer": ("    def evaluate", "    def inner(self, model, config): ...\n\n    def evaluate", "inner"),
     "a field without a default": ("width: int = 8", "width: int", "width"),
     "a field of two types": ("width: int = 8", "width: int = 8\n    sizes: tuple[int, float] = (3, 0.5)", "sizes"),
+    "a model that is none": ("return nn.Sequential", "return lambda *_: nn.Sequential", "a function; return a torch"),
+    "nothing to train": ("nn.Linear(self.width, 2))", "nn.Linear(self.width, 2)).requires_grad_(False)", "a gradient"),
+    "numbers without names": ('return {"loss": loss.item(), ', "return loss, {", "return numbers by name"),
+    "a description of tensors": (
+        "    def evaluate",
+        "    def describe(self):\n        return {'data': torch.zeros(2)}\n\n    def evaluate",
+        "describe() holds what is not JSON",
+    ),
     "an error of its own": ("nn.Linear(2, self.width)", "nn.Linear(3, self.width)", "rings.py"),
     "a file that fails": ("import numpy as np", "import numpy_that_is_not_there as np", "numpy_that_is_not_there"),
 }

@@ -13,7 +13,11 @@ if TYPE_CHECKING:
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people: `42 s`, `3:07`, `1:02:03`."""
+    """Write seconds for people.
+
+    >>> duration(42), duration(187), duration(3723)
+    ('42 s', '3:07', '1:02:03')
+    """
     if seconds < 60:
         return f"{seconds:.0f} s"
     minutes, rest = divmod(int(seconds), 60)
