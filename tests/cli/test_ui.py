@@ -205,6 +205,7 @@ def test_the_command_serves_until_it_is_interrupted(
 ) -> None:
     """It prints the address, opens it if asked to, and ends with status 0 and a free port on Ctrl-C."""
     opened: list[str] = []
+    answers: list[str] = []
 
     def serve_until_interrupted(server: ThreadingHTTPServer) -> None:
         server.handle_request()
@@ -212,13 +213,16 @@ def test_the_command_serves_until_it_is_interrupted(
 
     def ask_for_the_list(address: str) -> None:
         opened.append(address)
-        threading.Thread(target=lambda: opened.append(urlopen(address, timeout=30).read().decode())).start()
+        browser.start()
 
+    browser = threading.Thread(target=lambda: answers.append(urlopen(opened[0], timeout=30).read().decode()))  # noqa: S310
     monkeypatch.setattr("socketserver.BaseServer.serve_forever", serve_until_interrupted)
     monkeypatch.setattr("webbrowser.open", ask_for_the_list)
     assert main(["ui", str(root), "--port", "0", "--open"]) == 0
     address = re.findall(r"http://127\.0\.0\.1:\d+/", capsys.readouterr().out)
-    assert address == opened[:1]
+    browser.join(30)
+    assert address == opened
+    assert "4 folders below" in answers[0]
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.1", int(address[0].split(":")[-1][:-1])), timeout=5)
 

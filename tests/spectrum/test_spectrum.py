@@ -17,6 +17,7 @@ import torch
 import runmaker
 import textmaker
 from twophase.base.config import fingerprint
+from twophase.cli.block_figure import draw
 from twophase.cli.block_report import describe
 from twophase.cli.main import main
 from twophase.figures.style import rendered
@@ -405,3 +406,7 @@ def test_the_rounds_show_the_progress_of_each_block(tmp_path: Path) -> None:
         assert all(part.sigma == pytest.approx(sigma, rel=1e-4) for part in shown[name].thirds.values())
     text = describe([], setting, [forecast(block_of([1.0], "fast"), setting)], shown)
     assert "slow, from the rounds: sigma 0.1 to 0.1" in text
+    figure, rows = draw("run", setting, [forecast(block_of([1.0], name), setting) for name in blocks], shown)
+    drawn = {(row["block"], row["place"]): row["y"] for row in rows if row["panel"] == "rounds"}
+    assert drawn == {(name, place): pytest.approx(blocks[name][0], rel=1e-4) for name in blocks for place in PLACES}
+    assert figure.axes[2].get_xscale() == "log", "of more than 30 periods"
