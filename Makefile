@@ -104,7 +104,8 @@ $(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
 	  pytorch-optimizer -e '.[plot,sweep,slurm,studies,data,hf,trainer,lightning,schedulefree,tensorboard]'
 	@touch $@
 
-coverage: setup-dev
+# with Triton, whose interpreter runs the kernels of a GPU
+coverage: $(VENV)/.installed-gate
 	@$(BIN)/python -m pytest -n 2 --dist worksteal --cov $(ARGS)
 
 check: setup-dev
