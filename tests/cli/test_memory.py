@@ -22,8 +22,9 @@ CASES = [
     (100, f"{TRAIN} --data.batch-size 400000", 1, "--data.batch-size"),
     (30, "sweep --out sweep --axis outer.lr 0.3 0.7 --dry-run --model.intermediate-size 100000", 1, "smaller model"),
     (10, "study robustness_toy --quick", 1, "the memory is full"),
-    (2, "data prepare text.txt --out tokens --tokenizer bytes", 1, "the memory is full"),
+    (30, "data prepare line.jsonl --out tokens --tokenizer bytes", 1, "the memory is full"),
 ]
+LINE = 100 * MEGABYTE  # bytes of the text that `data prepare` gets, in one record: far above what a heap may have free
 
 
 @pytest.mark.slow
@@ -33,6 +34,8 @@ def test_out_of_memory(tmp_path: Path, megabytes: int, words: str, status: int, 
     textmaker.write(tmp_path / "text.txt")
     if words.startswith(("train", "sweep")):
         words += " --data.corpus file:text.txt --data.sequence-length 16 --steps 20 --inner-steps 5"
+    if "line.jsonl" in words:
+        (tmp_path / "line.jsonl").write_bytes(b'{"text": "' + b"a" * LINE + b'"}\n')
     program = Path(__file__).parents[1] / "limited.py"
     process = forked.Program(
         [str(program), str(megabytes * MEGABYTE), str(tmp_path), *words.split()],
