@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from twophase.spectrum.curvature import GaussNewton, Hessian
 from twophase.tasks.lm.config import ModelConfig
 from twophase.tasks.lm.model import Llama
 from twophase.theory.eigenvalues import density, lanczos, largest_eigenpairs
-from twophase.training.curvature import GaussNewton, Hessian
 
 Matrix = NDArray[np.float64]
 BLOCKS = {
@@ -116,8 +116,8 @@ def test_graphs_are_kept_or_not(model: Llama, batches: list[Tensor], monkeypatch
     operator = GaussNewton(model, batches, names)
     vector = np.random.default_rng(2).standard_normal(operator.size)
     wanted = operator(vector)
-    monkeypatch.setattr("twophase.training.curvature._CACHED_LOGITS", 1)
-    monkeypatch.setattr("twophase.training.curvature._PIECE", 1)
+    monkeypatch.setattr("twophase.spectrum.curvature._CACHED_LOGITS", 1)
+    monkeypatch.setattr("twophase.spectrum.curvature._PIECE", 1)
     anew = GaussNewton(model, batches, names)
     np.testing.assert_allclose(anew(vector), wanted, rtol=1e-12, atol=1e-15)
     np.testing.assert_allclose(anew(vector), wanted, rtol=1e-12, atol=1e-15)
@@ -146,7 +146,7 @@ def logits_of(model: nn.Module, batch: Any) -> Tensor:
 @pytest.mark.parametrize("piece", [1, 30, 1 << 13], ids=["single", "some joined", "all joined"])
 def test_any_tree_has_the_matrix_of_its_logits(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
     """Of classifications on trees of tensors the matrix is that of the Jacobians, the mean over all predictions."""
-    monkeypatch.setattr("twophase.training.curvature._PIECE", piece)
+    monkeypatch.setattr("twophase.spectrum.curvature._PIECE", piece)
     model, batches = network(), [examples(count, seed) for seed, count in enumerate((1, 1, 4))]
     names = [name for name, _ in model.named_parameters()]
     block = {name: weight.detach() for name, weight in model.named_parameters()}

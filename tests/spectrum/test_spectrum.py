@@ -17,24 +17,14 @@ import torch
 import runmaker
 import textmaker
 from twophase.base.config import fingerprint
-from twophase.cli.block_figure import draw
-from twophase.cli.block_report import describe
 from twophase.cli.main import main
 from twophase.figures.style import rendered
 from twophase.rule import OuterRule
 from twophase.runs.folder import RunFolder
 from twophase.runs.record import read_record
-from twophase.spectrum import (
-    PLACES,
-    Curvature,
-    Forecast,
-    Setting,
-    choose,
-    forecast,
-    loss_curve,
-    seen,
-    setting_of,
-)
+from twophase.spectrum.blocks import PLACES, Facts, Setting, choose, forecast, loss_curve, seen, setting_of
+from twophase.spectrum.figure import draw
+from twophase.spectrum.report import describe
 from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.model import BLOCKS
 from twophase.tasks.lm.task import LanguageTask, corpus_of
@@ -56,10 +46,10 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def few_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Densities here need not be fine, and one test looks at the figure."""
-    monkeypatch.setattr("twophase.spectrum.STEPS", 8)
-    monkeypatch.setattr("twophase.spectrum.PROBES", 1)
-    monkeypatch.setattr("twophase.spectrum._APART", 2)
-    monkeypatch.setattr("twophase.cli.block_report.rendered", lambda _: {})
+    monkeypatch.setattr("twophase.spectrum.blocks.STEPS", 8)
+    monkeypatch.setattr("twophase.spectrum.blocks.PROBES", 1)
+    monkeypatch.setattr("twophase.spectrum.blocks._APART", 2)
+    monkeypatch.setattr("twophase.spectrum.report.rendered", lambda _: {})
 
 
 def config_of(text: Path, **values: Any) -> TrainConfig:
@@ -100,8 +90,8 @@ def test_a_run_is_measured_and_drawn(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The five usual blocks in words and numbers, the four files, and progress on stderr."""
-    monkeypatch.setattr("twophase.cli.block_report.rendered", rendered)
-    status, out, err = answer_of([str(run), "--out", str(tmp_path / "out"), "--batches", "2", "--top", "2"], capsys)
+    monkeypatch.setattr("twophase.spectrum.report.rendered", rendered)
+    status, out, err = answer_of([str(run), "--out", str(tmp_path / "out"), "--batches", "2"], capsys)
     assert status == 0
     assert "spectrum 5/5" in err
     facts = json.loads((tmp_path / "out" / "spectrum.json").read_text())
@@ -110,7 +100,7 @@ def test_a_run_is_measured_and_drawn(
     assert sum(block["parameters"] for block in facts["blocks"]) == sum(weight.numel() for weight in model.parameters())
     for block in facts["blocks"]:
         assert block["name"] in out
-        assert len(block["largest"]) == len(block["largest_preconditioned"]) == 2
+        assert (len(block["largest"]), len(block["largest_preconditioned"])) == (5, 2)
         assert block["largest_preconditioned"][0] == pytest.approx(block["density"]["eigenvalue"][-1], rel=0.02)
         assert sum(block["density"]["share"]) == pytest.approx(1)
         assert all(0 <= block["progress"][place]["mean"] <= 1 for place in PLACES)
@@ -174,8 +164,8 @@ def damaged(run: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         ("none", "", "does not exist; give the folder of a run"),
         ("empty", "", "is not the folder of a run"),
         ("file", "", "is a file; give the folder"),
-        ("whole", "--blocks head", "write NAME=PATTERN"),
-        ("whole", "--blocks a=head a=.", "a name twice"),
+        ("whole", "--blocks head", "it must be NAME=VALUE"),
+        ("whole", "--blocks a=head a=.", "it must be a new name"),
         ("whole", "--blocks a=head", "add one at the end such as rest=."),
         ("whole", "--out FILE", "--out"),
         ("whole", "--out TABLE", "would replace"),
@@ -260,7 +250,7 @@ def test_batches_are_those_that_have_been_trained_on(run: Path) -> None:
 def test_steps_of_a_policys_own_are_told(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Periods are the rule's; a run whose policy takes other steps than its rule is told so."""
     folder = trained(tmp_path / "run", config_of(text, **{"outer.restart": "auto"}, steps=6))
-    status, out, _ = answer_of([str(folder), "--quiet", "--batches", "1", "--top", "1", "--blocks", "all=."], capsys)
+    status, out, _ = answer_of([str(folder), "--quiet", "--batches", "1", "--blocks", "all=."], capsys)
     assert status == 0
     assert "restart  auto takes its own steps" in out
 
@@ -299,9 +289,10 @@ def setting_at(lr: float, inner_steps: int = 4, rounds: int = 20) -> Setting:
     return Setting(RULE, rounds, dict.fromkeys(PLACES, (lr,) * inner_steps), 0.0)
 
 
-def block_of(values: Any, name: str = "block") -> Curvature:
+def block_of(values: Any, setting: Setting, name: str = "block") -> Facts:
     nodes = np.sort(np.asarray(values))
-    return Curvature(name, len(nodes), nodes[::-1], nodes[::-1], nodes, np.full(len(nodes), 1 / len(nodes)))
+    block = {"name": name, "parameters": len(nodes), "largest": nodes[::-1]}
+    return block | forecast(setting, nodes[::-1], nodes, np.full(len(nodes), 1 / len(nodes)))
 
 
 def simulated(h: Any, d: Any, setting: Setting, period: int) -> float:
@@ -329,40 +320,40 @@ def test_on_a_quadratic_the_forecast_is_exact() -> None:
     h, d = root @ root.T + np.eye(5), rng.uniform(0.5, 4, 5)
     values = np.linalg.eigvalsh(h / np.sqrt(d[:, None] * d[None, :]))
     setting = setting_at(0.12 / values[-1])
-    forecasted = forecast(block_of(values), setting)
-    np.testing.assert_allclose(forecasted.sigma, effective_progress(values, 0.12 / values[-1], 4))
+    block = block_of(values, setting)
+    np.testing.assert_allclose(block["density"]["sigma_mid"], effective_progress(values, 0.12 / values[-1], 4))
     losses = np.array([simulated(h, d, setting, period) for period in range(1, setting.rounds + 1)])
     without = losses[-1]
     np.testing.assert_allclose(
-        loss_curve(setting, forecasted, range(1, setting.rounds + 1)), np.log(losses / without), rtol=0, atol=1e-9
+        loss_curve(setting, block, range(1, setting.rounds + 1)), np.log(losses / without), rtol=0, atol=1e-9
     )
     best = int(np.argmin(losses)) + 1
-    assert (forecasted.chosen.period or setting.rounds) == best
-    assert forecasted.chosen.log_gain == pytest.approx(np.log(losses.min() / without), abs=1e-9)
-    assert forecasted.chosen.period is not None  # or the test would show little
+    assert (block["period"] or setting.rounds) == best
+    assert block["log_gain"] == pytest.approx(np.log(losses.min() / without), abs=1e-9)
+    assert block["period"] is not None  # or the test would show little
 
 
 def test_slow_modes_outvote_the_mean() -> None:
     """A block with a wide spectrum wants no restart though a mode at its mean would: what is left is in slow modes."""
     setting = setting_at(0.1, inner_steps=5, rounds=30)
-    wide = forecast(block_of(10.0 ** np.linspace(-3, 1, 60)), setting)
-    assert wide.chosen.period is None
-    assert wide.at_mean == rounded_period(RULE, wide.progress["mid"].mean)
+    wide = block_of(10.0 ** np.linspace(-3, 1, 60), setting)
+    assert wide["period"] is None
+    assert wide["period_at_mean"] == rounded_period(RULE, wide["progress"]["mid"]["mean"])
     text = describe([], setting, [wide], {})
     assert "no restart is best although a single" in " ".join(text.split())
-    narrow = forecast(block_of([1.0]), setting)
-    assert narrow.chosen.period == best_period(RULE, narrow.sigma, max_period=30, rounds=30)
+    narrow = block_of([1.0], setting)
+    assert narrow["period"] == best_period(RULE, narrow["density"]["sigma_mid"], max_period=30, rounds=30)
 
 
 def test_steep_modes_are_named() -> None:
     """Modes that an inner step carries past the minimum count as removed, and the words say how much lies in them."""
     setting = setting_at(0.5)
-    block = forecast(block_of([0.2, 3.0, 8.0]), setting)
-    there = block.progress["mid"]
-    assert there.step == 4
-    assert there.passing == pytest.approx(11 / 11.2)
-    assert there.unstable == pytest.approx(8 / 11.2)
-    assert block.sigma[1:].tolist() == [1, 1]
+    block = block_of([0.2, 3.0, 8.0], setting)
+    there = block["progress"]["mid"]
+    assert there["step"] == 4
+    assert there["passing"] == pytest.approx(11 / 11.2)
+    assert there["unstable"] == pytest.approx(8 / 11.2)
+    assert block["density"]["sigma_mid"][1:].tolist() == [1, 1]
     text = " ".join(describe([], setting, [block], {}).split())
     assert (
         "passes the minimum of the steepest mode (early: lr times eigenvalue 4). Such modes have 98 % of the loss"
@@ -374,17 +365,17 @@ def test_steep_modes_are_named() -> None:
 def test_a_block_without_curvature_is_left_alone() -> None:
     """Parameters that the text does not use have no progress and no period, and are named."""
     setting = setting_at(0.5)
-    block = forecast(block_of([0.0, 0.0], "idle"), setting)
-    assert isinstance(block, Forecast)
-    assert (block.chosen.period, block.at_mean, block.progress["mid"].mean) == (None, None, 0)
+    block = block_of([0.0, 0.0], setting, "idle")
+    assert (block["period"], block["period_at_mean"], block["progress"]["mid"]["mean"]) == (None, None, 0)
     assert "idle: no curvature was found" in describe([], setting, [block], {})
-    assert choose(setting, np.zeros(2), np.zeros(2)).period is None
+    assert choose(setting, np.zeros(2), np.zeros(2)) == (None, 0)
 
 
 def test_a_block_without_a_largest_eigenvalue_has_its_row() -> None:
     """Where ARPACK converges to none in its time, the row says so beside the quantiles of the density."""
     setting, none = setting_at(0.5), np.zeros(0)
-    block = forecast(replace(block_of([0.1, 0.2]), raw=none, top=none), setting)
+    block = block_of([0.1, 0.2], setting) | forecast(setting, none, np.array([0.1, 0.2]), np.full(2, 0.5))
+    block["largest"] = none
     row = next(line for line in describe([], setting, [block], {}).splitlines() if line.count("not found"))
     assert row.count("not found") == 2
     assert "0.2" in row
@@ -399,14 +390,14 @@ def test_the_rounds_show_the_progress_of_each_block(tmp_path: Path) -> None:
     shown = seen(read_record(folder), setting)
     assert list(shown) == ["fast", "slow"]
     for name, (sigma,) in blocks.items():
-        interval = shown[name].interval
+        interval = shown[name]["interval"]
         assert interval is not None
         assert interval[1] == pytest.approx(sigma, rel=1e-6)
-        assert set(shown[name].periods) == {rounded_period(rule, sigma)}
-        assert all(part.sigma == pytest.approx(sigma, rel=1e-4) for part in shown[name].thirds.values())
-    text = describe([], setting, [forecast(block_of([1.0], "fast"), setting)], shown)
+        assert set(shown[name]["periods"]) == {rounded_period(rule, sigma)}
+        assert all(part.sigma == pytest.approx(sigma, rel=1e-4) for part in shown[name]["thirds"].values())
+    text = describe([], setting, [block_of([1.0], setting, "fast")], shown)
     assert "slow, from the rounds: sigma 0.1 to 0.1" in text
-    figure, rows = draw("run", setting, [forecast(block_of([1.0], name), setting) for name in blocks], shown)
+    figure, rows = draw("run", setting, [block_of([1.0], setting, name) for name in blocks], shown)
     drawn = {(row["block"], row["place"]): row["y"] for row in rows if row["panel"] == "rounds"}
     assert drawn == {(name, place): pytest.approx(blocks[name][0], rel=1e-4) for name in blocks for place in PLACES}
     assert figure.axes[2].get_xscale() == "log", "of more than 30 periods"

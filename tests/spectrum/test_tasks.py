@@ -14,10 +14,10 @@ import twophase
 from twophase.base import source
 from twophase.base.config import UsageError
 from twophase.cli.main import main
-from twophase.spectrum import PLACES, measure, patterns_of, setting_of
+from twophase.spectrum.blocks import PLACES, matrix_of, measure, patterns_of, setting_of
+from twophase.spectrum.curvature import GaussNewton, Hessian, Matrix
 from twophase.tasks.restored import restore
 from twophase.training import checkpoint
-from twophase.training.curvature import GaussNewton, Hessian, Matrix
 
 NET = '''
 from dataclasses import dataclass
@@ -70,10 +70,10 @@ SHORT: dict[str, Any] = {"steps": 12, "inner_steps": 3, "inner.lr": 1e-2, "outer
 @pytest.fixture(autouse=True)
 def few_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Densities here need not be fine, and nothing looks at the figures."""
-    monkeypatch.setattr("twophase.spectrum.STEPS", 8)
-    monkeypatch.setattr("twophase.spectrum.PROBES", 1)
-    monkeypatch.setattr("twophase.spectrum._APART", 2)
-    monkeypatch.setattr("twophase.cli.block_report.rendered", lambda _: {})
+    monkeypatch.setattr("twophase.spectrum.blocks.STEPS", 8)
+    monkeypatch.setattr("twophase.spectrum.blocks.PROBES", 1)
+    monkeypatch.setattr("twophase.spectrum.blocks._APART", 2)
+    monkeypatch.setattr("twophase.spectrum.report.rendered", lambda _: {})
 
 
 @pytest.fixture
@@ -135,8 +135,8 @@ def test_gradient_descent_has_no_scale(file: Path, tmp_path: Path, capsys: pytes
     values = {"inner.method": "sgd", "inner.momentum": 0.5, "inner.schedule": "constant", "inner.warmup": 0.0}
     run = trained(tmp_path / "run", f"{file}:Logits", values)
     restored = restore(run)
-    (block,) = measure(restored, {"all": "."}, restored.batches(1), top=2)
-    np.testing.assert_allclose(block.top, block.raw, rtol=1e-6)
+    (block,) = measure(restored, {"all": "."}, restored.batches(1))
+    np.testing.assert_allclose(block["largest_preconditioned"], block["largest"][:2], rtol=1e-6)
     assert setting_of(restored.config).inner_lrs["mid"] == (2e-2,) * 3
     assert main(["spectrum", str(run), "--quiet", "--blocks", "all=."]) == 0
     assert "SGD with momentum 0.5" in capsys.readouterr().out
@@ -158,10 +158,10 @@ def test_shipped_tasks_have_logits(tmp_path: Path) -> None:
     language = restore(trained(tmp_path / "hf", f"hf:{tmp_path / 'tiny'}", values))
     assert list(patterns_of(language)) == ["model.embed_tokens", "model.layers", "model.norm"]
     for restored in (digits, language):
-        blocks = measure(restored, patterns_of(restored), restored.batches(2), top=1)
-        assert restored.matrix[0] is GaussNewton
-        assert sum(block.parameters for block in blocks) == sum(p.numel() for p in restored.model.parameters())
-        assert all(block.raw[0] > 0 and block.negative == 0 for block in blocks)
+        blocks = measure(restored, patterns_of(restored), restored.batches(2))
+        assert matrix_of(restored.task)[0] is GaussNewton
+        assert sum(block["parameters"] for block in blocks) == sum(p.numel() for p in restored.model.parameters())
+        assert all(block["largest"][0] > 0 and block["negative"] == 0 for block in blocks)
 
 
 INNER = "\n    def inner(self, model, config):\n        return torch.optim.AdamW(model.parameters(), config.lr)\n"

@@ -27,7 +27,7 @@ from twophase.sweeps.table import Row
 from twophase.theory.periods import log_final_loss
 
 if TYPE_CHECKING:
-    from twophase.spectrum import Forecast, Setting
+    from twophase.spectrum.blocks import Facts, Setting
 
 BLOCKS = {
     "embedding": "^embedding$",
@@ -221,44 +221,44 @@ def measure(scale: Scale, rows: Sequence[Row], runs: Path, before: Mapping[str, 
 
 def _measured(made: Design, run: Path) -> dict[str, Any]:
     # torch, which drawing and planning do without
-    from twophase import spectrum  # noqa: PLC0415
+    from twophase.spectrum import blocks as spectrum  # noqa: PLC0415
     from twophase.tasks.restored import restore  # noqa: PLC0415
 
     restored = restore(run)
     setting = spectrum.setting_of(restored.config)
-    blocks = spectrum.measure(restored, BLOCKS, restored.batches(made.batches), top=1)
-    forecasts = [spectrum.forecast(block, setting) for block in blocks]
+    blocks = spectrum.measure(restored, BLOCKS, restored.batches(made.batches))
     shown = spectrum.seen(read_record(run), setting)
-    rounds = [shown[name].whole for name in BLOCKS]
+    rounds = [shown[name] for name in BLOCKS]
     policies = {
-        MEAN: [forecast.at_mean for forecast in forecasts],
-        ALL: [forecast.chosen.period for forecast in forecasts],
+        MEAN: [block["period_at_mean"] for block in blocks],
+        ALL: [block["period"] for block in blocks],
         # The estimate itself, whether or not it may be shown: the study asks what it is worth.
-        ROUNDS: [spectrum.first_cancellation(setting, block.sigma) for block in rounds],
+        ROUNDS: [spectrum.first_cancellation(setting, block["sigma"]) for block in rounds],
     }
     facts = {
         "periods": {arm: [NEVER if k is None else str(k) for k in periods] for arm, periods in policies.items()},
-        "sigma": [forecast.progress["mid"].mean for forecast in forecasts],
-        "low": [forecast.spread(0.05) for forecast in forecasts],
-        "high": [forecast.spread(0.95) for forecast in forecasts],
-        "unstable": [max(place.unstable for place in forecast.progress.values()) for forecast in forecasts],
-        "rounds_sigma": [block.sigma for block in rounds],
-        "rounds_error": [block.standard_error for block in rounds],
-        "rounds_shown": [shown[name].interval is not None for name in BLOCKS],
-        "log_loss": {policy: _predicted(forecasts, setting, policy) for policy in made.policies},
+        "sigma": [block["progress"]["mid"]["mean"] for block in blocks],
+        "low": [block["spread_mid"]["0.05"] for block in blocks],
+        "high": [block["spread_mid"]["0.95"] for block in blocks],
+        "unstable": [max(place["unstable"] for place in block["progress"].values()) for block in blocks],
+        "rounds_sigma": [block["sigma"] for block in rounds],
+        "rounds_error": [block["standard_error"] for block in rounds],
+        "rounds_shown": [block["shown"] for block in rounds],
+        "log_loss": {policy: _predicted(blocks, setting, policy) for policy in made.policies},
     }
     return standard(facts)
 
 
-def _predicted(forecasts: Sequence[Forecast], setting: Setting, policy: str) -> float:
+def _predicted(blocks: Sequence[Facts], setting: Setting, policy: str) -> float:
     """Return log (loss at the end / loss at the start) of all blocks together, with one policy for all."""
-    curvatures = [forecast.curvature for forecast in forecasts]
-    shares = [block.parameters * float(block.nodes @ block.weights) for block in curvatures]
+    from twophase.spectrum.blocks import loss_weights  # noqa: PLC0415 - torch, as above
+
+    shares = [block["parameters"] * block["mean_preconditioned"] for block in blocks]
     period, total = setting.rounds if policy == NEVER else int(policy), math.fsum(shares)
     logs = []
-    for share, forecast in zip(shares, forecasts, strict=True):
+    for share, density in zip(shares, (block["density"] for block in blocks), strict=True):
         if share > 0:
-            weights = forecast.curvature.loss_weights
-            loss = log_final_loss(setting.rule, forecast.sigma, setting.rounds, period, weights)
+            weights = loss_weights(density)
+            loss = log_final_loss(setting.rule, density["sigma_mid"], setting.rounds, period, weights)
             logs.append(math.log(share / total) + float(loss - math.log(0.5)))
     return float(logsumexp(logs))

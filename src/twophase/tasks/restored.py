@@ -21,7 +21,6 @@ from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.named import check, config_of, takes_repeat
 from twophase.training import checkpoint
 from twophase.training.config import ComputeConfig, RunConfig
-from twophase.training.curvature import Function, GaussNewton, Hessian, Matrix
 from twophase.training.device import moved
 from twophase.training.preflight import preflight
 from twophase.training.task import Task
@@ -54,12 +53,6 @@ class Restored:
     def names(self) -> list[str]:
         """The trained parameters."""
         return [name for name, weight in self.model.named_parameters() if weight.requires_grad]
-
-    @property
-    def matrix(self) -> tuple[type[Matrix], Function]:
-        """The kind of its curvature, and of what: of the task's logits, else of its loss."""
-        logits = getattr(self.task, "logits", None)
-        return (Hessian, self.task.loss) if logits is None else (GaussNewton, logits)
 
     def batches(self, count: int) -> list[Any]:
         """Return some of the run's training batches, evenly spread over the steps taken and its replicas.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -140,16 +140,18 @@ class SyncConfig:
             if not 1 <= count <= MOST_FRAGMENTS:
                 raise _refusal("sync.fragments", shortened(self.fragments[0]), f"from 1 to {MOST_FRAGMENTS:,}")
             return count
-        return _pairs("sync.fragments", self.fragments, "ends=embedding|head blocks=blocks, or one number")
+        return named_values("sync.fragments", self.fragments, "ends=embedding|head blocks=blocks, or one number")
 
     def policies(self) -> dict[str, RestartPolicy] | None:
         """Return each fragment's restart policy by name; None where all have outer.restart."""
         if not self.restart:
             return None
-        return {name: parse(text) for name, text in _pairs("sync.restart", self.restart, "ends=3 blocks=5").items()}
+        texts = named_values("sync.restart", self.restart, "ends=3 blocks=5")
+        return {name: parse(text) for name, text in texts.items()}
 
 
-def _pairs(path: str, words: tuple[str, ...], example: str) -> dict[str, str]:
+def named_values(path: str, words: Sequence[str], example: str) -> dict[str, str]:
+    """Return the values of an option's NAME=VALUE by name; each name may stand once."""
     pairs: dict[str, str] = {}
     for word in words:
         name, equals, value = word.partition("=")

@@ -13,18 +13,19 @@ Hessian" (1994).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_map
 
 from twophase.base.errors import UsageError, first_line, is_out_of_memory
+from twophase.theory.inputs import Floats
 
 Function = Callable[[nn.Module, Any], Tensor]
 Product = Callable[[Sequence[Tensor]], Sequence[Tensor]]
@@ -37,7 +38,7 @@ class Matrix:
     """A symmetric matrix of a block as a linear operator; a subclass defines the matrix.
 
     Args:
-        model: its parameters must be finite. Gradients of it are neither read nor written.
+        model: on the CPU, its parameters finite. Gradients of it are neither read nor written.
         batches: tensors or trees of them, examples along the first dimension.
         names: names of the block's parameters, in the order of the operator's coordinates.
         scale: factor of each coordinate on both sides, by parameter name: `D^-1/2` for the preconditioned matrix. None
@@ -66,26 +67,25 @@ class Matrix:
         self._fixed = {name: weight.detach() for name, weight in model.named_parameters()}
         self._block = {name: self._fixed.pop(name) for name in names}
         self._batches = batches
-        self._scale = None if scale is None else _flat([scale[name].to(self._block[name]) for name in names])
+        self._scale = 1.0 if scale is None else _flat([scale[name].to(self._block[name]) for name in names])
         self.size = sum(weight.numel() for weight in self._block.values())
         self.products = 0
 
-    def __call__(self, vector: NDArray[np.float64]) -> NDArray[np.float64]:
+    def __call__(self, vector: Floats) -> Floats:
         """Return the product with a vector, (size,) float64; computed in the model's own type.
 
         Raises:
             UsageError: a product that is not finite, or a model that cannot be differentiated twice.
         """
-        v = torch.from_numpy(np.ascontiguousarray(vector, dtype=np.float64)).to(next(iter(self._block.values())))
-        if self._scale is not None:
-            v = v * self._scale
-        parts = iter(v.split([weight.numel() for weight in self._block.values()]))
-        tangent = [next(parts).view(weight.shape) for weight in self._block.values()]
-        total = torch.zeros_like(v)
+        weights = self._block.values()
+        scaled = torch.from_numpy(np.ascontiguousarray(vector)).to(next(iter(weights)).dtype) * self._scale
+        parts = scaled.split([weight.numel() for weight in weights])
+        tangent = [part.view_as(weight) for part, weight in zip(parts, weights, strict=True)]
+        total = torch.zeros_like(scaled)
         try:
             with sdpa_kernel(SDPBackend.MATH):  # the other kernels cannot be differentiated twice
-                for product in self._products():
-                    total += _flat(product(tangent)).detach()
+                for number in range(len(self._batches)):
+                    total += _flat(self._product(number)(tangent)).detach()
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
@@ -96,30 +96,21 @@ class Matrix:
                 f"{self.title}: a product is not finite, because logits, loss or a derivative overflow on the run's "
                 "batches; give another run, or correct the task"
             )
-        if self._scale is not None:
-            total = total * self._scale
         self.products += 1
-        return total.cpu().double().numpy()
-
-    def _products(self) -> Iterable[Product]:
-        return map(self._product, range(len(self._batches)))
+        return (total * self._scale).double().numpy()
 
     def _product(self, number: int) -> Product:
         """Return the share of a batch in a product."""
         raise NotImplementedError
 
-    def _value(self, number: int, block: Sequence[Tensor]) -> Tensor:
-        """Compute the function on a batch, at some weights of the block."""
-        weights = self._fixed | dict(zip(self._block, block, strict=True))
-        # On a CPU, seeding the other devices' generators would take longer than a small product.
-        seed = torch.default_generator.manual_seed if all(weight.is_cpu for weight in block) else torch.manual_seed
+    def _value(self, number: int) -> tuple[list[Tensor], Tensor]:
+        """Return new leaves with the weights of the block, and the function on a batch at them."""
+        leaves = [weight.detach().requires_grad_() for weight in self._block.values()]
+        weights = self._fixed | dict(zip(self._block, leaves, strict=True))
         with torch.random.fork_rng(devices=()):
-            seed(number)  # a loss that draws noise draws the same for every product
+            torch.default_generator.manual_seed(number)  # a loss that draws noise draws the same for every product
             named = {f"model.{name}": weight for name, weight in weights.items()}
-            return functional_call(self._called, named, (self._batches[number],))
-
-    def _leaves(self) -> list[Tensor]:
-        return [weight.detach().requires_grad_() for weight in self._block.values()]
+            return leaves, functional_call(self._called, named, (self._batches[number],))
 
 
 class GaussNewton(Matrix):
@@ -130,31 +121,25 @@ class GaussNewton(Matrix):
     def __init__(self, model: nn.Module, batches: Sequence[Any], *block: Any) -> None:
         super().__init__(model, _joined(batches), *block)
         with torch.no_grad():  # it also fills the caches of a model
-            shapes = [self._value(number, list(self._block.values())).shape for number in range(len(self._batches))]
-        self._keeps = sum(shape.numel() for shape in shapes) <= _CACHED_LOGITS
+            shapes = [self._value(number)[1].shape for number in range(len(self._batches))]
         self._predictions = sum(shape[:-1].numel() for shape in shapes)
-        self._cached: list[Product] = []
-
-    def _products(self) -> Iterable[Product]:
-        if self._keeps and not self._cached:
-            self._cached = list(super()._products())
-        return self._cached or super()._products()
+        if sum(shape.numel() for shape in shapes) <= _CACHED_LOGITS:
+            self._product = cache(self._product)
 
     def _product(self, number: int) -> Product:
-        block = self._leaves()
-        value = self._value(number, block)
+        block, logits = self._value(number)
         # J v is the transpose of u -> J^T u, which is linear: its product from behind. So both graphs stay, and
         # forward-mode derivatives, which would run the model again for each product, are not needed.
-        u = torch.zeros_like(value).requires_grad_()
-        back = _pulled([value], block, [u])
+        u = torch.zeros_like(logits).requires_grad_()
+        back = _pulled([logits], block, [u])
         _check_twice(back)
-        probabilities = value.detach().softmax(-1)
+        probabilities = logits.detach().softmax(-1)
 
         def product(tangent: Sequence[Tensor]) -> Sequence[Tensor]:
             (change,) = _pulled(back, [u], tangent)
             weighted = probabilities * change
             slope = weighted - probabilities * weighted.sum(-1, keepdim=True)
-            return _pulled([value], block, [slope / self._predictions])
+            return _pulled([logits], block, [slope / self._predictions])
 
         return product
 
@@ -165,11 +150,11 @@ class Hessian(Matrix):
     title, floor = "Hessian", -math.inf
 
     def _product(self, number: int) -> Product:
-        block = self._leaves()
-        loss = self._value(number, block) / len(self._batches)
+        block, loss = self._value(number)
+        loss = loss / len(self._batches)
         gradient = _pulled([loss], block, [torch.ones_like(loss).requires_grad_()])  # for `_check_twice`
         _check_twice(gradient)
-        return lambda tangent: _pulled(gradient, block, tangent)
+        return partial(_pulled, gradient, block)
 
 
 class _Called(nn.Module):
