@@ -38,7 +38,7 @@ class Matrix:
     """A symmetric matrix of a block as a linear operator; a subclass defines the matrix.
 
     Args:
-        model: on the CPU, its parameters finite. Gradients of it are neither read nor written.
+        model: its parameters must be finite. Gradients of it are neither read nor written.
         batches: tensors or trees of them, examples along the first dimension.
         names: names of the block's parameters, in the order of the operator's coordinates.
         scale: factor of each coordinate on both sides, by parameter name: `D^-1/2` for the preconditioned matrix. None
@@ -63,7 +63,9 @@ class Matrix:
         scale: Mapping[str, Tensor] | None = None,
         function: Function = lambda model, batch: model(batch),
     ) -> None:
-        self._called = _Called(model, function)
+        self._called = nn.Module()  # of which `functional_call` can replace the parameters
+        self._called.add_module("model", model)
+        self._called.forward = partial(function, model)
         self._fixed = {name: weight.detach() for name, weight in model.named_parameters()}
         self._block = {name: self._fixed.pop(name) for name in names}
         self._batches = batches
@@ -77,11 +79,11 @@ class Matrix:
         Raises:
             UsageError: a product that is not finite, or a model that cannot be differentiated twice.
         """
-        weights = self._block.values()
-        scaled = torch.from_numpy(np.ascontiguousarray(vector)).to(next(iter(weights)).dtype) * self._scale
-        parts = scaled.split([weight.numel() for weight in weights])
+        weights = list(self._block.values())
+        v = torch.from_numpy(np.ascontiguousarray(vector)).to(weights[0]) * self._scale
+        parts = v.split([weight.numel() for weight in weights])
         tangent = [part.view_as(weight) for part, weight in zip(parts, weights, strict=True)]
-        total = torch.zeros_like(scaled)
+        total = torch.zeros_like(v)
         try:
             with sdpa_kernel(SDPBackend.MATH):  # the other kernels cannot be differentiated twice
                 for number in range(len(self._batches)):
@@ -97,7 +99,7 @@ class Matrix:
                 "batches; give another run, or correct the task"
             )
         self.products += 1
-        return (total * self._scale).double().numpy()
+        return (total * self._scale).cpu().double().numpy()
 
     def _product(self, number: int) -> Product:
         """Return the share of a batch in a product."""
@@ -107,9 +109,11 @@ class Matrix:
         """Return new leaves with the weights of the block, and the function on a batch at them."""
         leaves = [weight.detach().requires_grad_() for weight in self._block.values()]
         weights = self._fixed | dict(zip(self._block, leaves, strict=True))
+        named = {f"model.{name}": weight for name, weight in weights.items()}
+        # On a CPU, seeding the other devices' generators would take longer than a small product.
+        seed = torch.default_generator.manual_seed if all(leaf.is_cpu for leaf in leaves) else torch.manual_seed
         with torch.random.fork_rng(devices=()):
-            torch.default_generator.manual_seed(number)  # a loss that draws noise draws the same for every product
-            named = {f"model.{name}": weight for name, weight in weights.items()}
+            seed(number)  # a loss that draws noise draws the same for every product
             return leaves, functional_call(self._called, named, (self._batches[number],))
 
 
@@ -155,17 +159,6 @@ class Hessian(Matrix):
         gradient = _pulled([loss], block, [torch.ones_like(loss).requires_grad_()])  # for `_check_twice`
         _check_twice(gradient)
         return partial(_pulled, gradient, block)
-
-
-class _Called(nn.Module):
-    """A function of a model and a batch as a module, of which `functional_call` can replace the parameters."""
-
-    def __init__(self, model: nn.Module, function: Function) -> None:
-        super().__init__()
-        self.model, self.function = model, function
-
-    def forward(self, batch: Any) -> Tensor:
-        return self.function(self.model, batch)
 
 
 def _pulled(outputs: Sequence[Tensor], inputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> Sequence[Tensor]:
