@@ -89,4 +89,4 @@ def measured(comparison: Comparison, measure: str, within: float | None = None) 
 def values(difference: Difference) -> list[float]:
     """One number a seed: infinite where one side diverged, nan where there is nothing to compare."""
     special = {"control diverged": math.inf, "arm diverged": -math.inf}
-    return [special.get(seed.remark, math.nan) if seed.value is None else seed.value for seed in difference.by_seed]
+    return [special.get(seed.remark, seed.value) for seed in difference.by_seed]

@@ -7,14 +7,21 @@ import math
 import pytest
 
 from twophase.cli.tuning import Tuned
-from twophase.judge.bench import Against, Card, PlaceCard, behind, beside, decided, results_of
+from twophase.judge.bench import Against, Card, PlaceCard, behind, beside, results_of
+from twophase.judge.cells import seed_table
 from twophase.judge.decision import decide
 from twophase.recipes.bench import short
 
 SEEDS = range(100, 106)
 BETTER = {seed: 1.0 + 0.001 * (seed % 3) for seed in SEEDS}
 CONTROL = {seed: 1.1 + 0.001 * (seed % 2) for seed in SEEDS}
-RESULTS = {("here", "arm"): BETTER, ("here", "averaging"): CONTROL, ("here", "lost"): {}}
+
+
+def results(by_seed: dict[tuple[str, str], dict[int, float]]):
+    return seed_table(list(by_seed.values()), list(by_seed), ("place", "arm"))
+
+
+RESULTS = results({("here", "arm"): BETTER, ("here", "averaging"): CONTROL, ("here", "lost"): {}})
 
 
 def test_rows_of_a_table() -> None:
@@ -24,7 +31,7 @@ def test_rows_of_a_table() -> None:
         {"place": "here", "arm": "arm", "seed": 101, "result": None},
         {"place": "here", "arm": "lost", "seed": "", "result": ""},
     ]
-    assert results_of(rows) == {("here", "arm"): {100: 2.5, 101: math.inf}, ("here", "lost"): {}}
+    assert results_of(rows).equals(results({("here", "arm"): {100: 2.5, 101: math.inf}, ("here", "lost"): {}}))
 
 
 @pytest.mark.parametrize(
@@ -44,9 +51,12 @@ def test_labels(arm: str, label: str) -> None:
 def test_a_pair_is_decided_on_common_seeds() -> None:
     """Differences are logarithms, positive where the first is better; with a seed in which both diverged, no word."""
     expected = decide([math.log(CONTROL[seed]) - math.log(BETTER[seed]) for seed in SEEDS], comparisons=7)
-    assert decided({**BETTER, 1: 9.0}, {**CONTROL, 2: 9.0}, 7) == expected
-    both = {7: math.inf}
-    assert decided(BETTER | both, CONTROL | both, 7).word == "undecided"
+    for arm, control, against in (
+        ({1: 9.0}, {2: 9.0}, Against("averaging", expected.word, *expected.ratios())),
+        ({7: math.inf}, {7: math.inf}, Against("averaging", "undecided")),
+    ):
+        table = results({("here", "arm"): BETTER | arm, ("here", "averaging"): CONTROL | control})
+        assert Against.of(table, "here", "arm", "averaging", 7) == against
 
 
 @pytest.mark.parametrize(
@@ -62,32 +72,26 @@ def test_words(pair: tuple[str, str], word: str) -> None:
     if word == "better":
         logs = [math.log(CONTROL[seed] / BETTER[seed]) for seed in SEEDS]
         assert against.ratio == pytest.approx(math.exp(sum(logs) / len(logs)), rel=1e-12)
-        assert against.low is not None
-        assert against.ratio is not None
-        assert 1 < against.low < against.ratio
+        assert 1 < (against.low or 0) < (against.ratio or 0)
 
 
 def test_an_interval_that_no_float_holds() -> None:
     """Two seeds of a wild arm have an interval over thousands of nats."""
-    results = {("here", "arm"): {1: 1.0, 2: 1.0}, ("here", "averaging"): {1: 1.0, 2: math.exp(40)}}
-    against = Against.of(results, "here", "arm", "averaging", 5)
-    assert against is not None
-    assert against.ratio == pytest.approx(math.exp(20))
-    assert against.high is not None
-    assert math.isfinite(against.high)
-    assert Tuned("arm", {}, True, 1, 1.0, 1.0, (1.0, 1.0), decide([0.0, 40.0], comparisons=5)).ratios() == (
-        pytest.approx(against.ratio),
-        pytest.approx(against.low),
-        pytest.approx(against.high),
-    )
+    wild = results({("here", "arm"): {1: 1.0, 2: 1.0}, ("here", "averaging"): {1: 1.0, 2: math.exp(40)}})
+    decision = decide([0.0, 40.0], comparisons=5)
+    ratio, *ends = decision.ratios()
+    assert ratio == pytest.approx(math.exp(20))
+    assert all(end is not None and math.isfinite(end) for end in ends)
+    assert Against.of(wild, "here", "arm", "averaging", 5) == Against("averaging", "undecided", ratio, *ends)
+    assert Tuned("arm", {}, True, 1, 1.0, 1.0, (1.0, 1.0), decision).ratios() == (ratio, *ends)
 
 
 def test_distances_behind_the_best() -> None:
     """In per cent of the place's best geometric mean, the nearest first; infinite where an arm is missing."""
-    results = {
+    reached = {
         ("a", "x"): {1: 2.0, 2: 8.0}, ("a", "y"): {1: 4.4, 2: 4.4}, ("b", "y"): {1: 1.0}, ("b", "x"): {1: math.inf},
     }  # fmt: skip
-    distances = behind(results, ["a", "b"], ["x", "y", "z"])
+    distances = behind(results(reached), ["a", "b"], ["x", "y", "z"])
     assert distances["x"] == pytest.approx([0.0, math.inf])
     assert distances["y"] == pytest.approx([0.0, 10.0])
     assert distances["z"] == [math.inf, math.inf]
@@ -103,8 +107,9 @@ def test_another_bench_beside_this_one() -> None:
         ("b", "x"): {1: 1.0},
     }
     mine = {("a", "control"): {1: 20.0, 2: 30.0, 3: math.inf, 4: 1.0}}
-    placed = beside(theirs, mine, "control", (1, 2, 3))
-    assert placed == {("a", "control"): {1: 20.0, 2: 30.0}, ("a", "x"): {1: 10.0, 2: 45.0}, ("a", "lost"): {}}
+    placed = beside(results(theirs), results(mine), "control", (1, 2, 3)).dropna(axis="columns", how="all")
+    expected = {("a", "control"): {1: 20.0, 2: 30.0}, ("a", "x"): {1: 10.0, 2: 45.0}, ("a", "lost"): {}}
+    assert placed.equals(results(expected))
 
 
 def test_a_cards_sentence() -> None:

@@ -44,9 +44,9 @@ def test_pairs_are_over_equal_settings_and_seeds() -> None:
     pairs = Paired.over(table(arm) - table(control, "b"))
     assert pairs.ratios == pytest.approx([2.0, math.sqrt(1.5)])
     assert pairs.ratio == pytest.approx(math.sqrt(2 * math.sqrt(1.5)))
-    assert pairs.error == pytest.approx(abs(pairs.by_seed[0] - pairs.by_seed[1]) / 2)
-    assert pairs.error is not None
-    assert pairs.ends(2.0) == pytest.approx((pairs.mean - 2 * pairs.error, pairs.mean + 2 * pairs.error))
+    first, second = pairs.by_seed
+    assert pairs.error == pytest.approx((first - second) / 2)
+    assert pairs.ends(2.0) == pytest.approx(((3 * second - first) / 2, (3 * first - second) / 2))
 
 
 def test_one_seed_has_no_error() -> None:

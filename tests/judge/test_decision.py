@@ -11,7 +11,7 @@ import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from twophase.judge.decision import decide, decide_pairs
+from twophase.judge.decision import decide
 
 TTEST: Any = scipy.stats.ttest_1samp
 
@@ -66,7 +66,7 @@ def test_divergence() -> None:
 @pytest.mark.parametrize(("arm", "word"), [(1.0, "better"), (4.0, "worse"), (math.inf, "worse")])
 def test_seeds_in_which_both_diverged(arm: float, word: str) -> None:
     """They are no seeds less: with such a seed the others cannot agree."""
-    pairs = [(arm + 0.01 * seed, 2.0 + 0.01 * seed) for seed in range(6)]
-    assert decide_pairs(pairs, comparisons=1).word == word
-    decision = decide_pairs([*pairs, (math.inf, math.inf)], comparisons=1)
+    gaps = [math.log(2.0 + 0.01 * seed) - math.log(arm + 0.01 * seed) for seed in range(6)]
+    assert decide(gaps).word == word
+    decision = decide([*gaps, math.nan])
     assert (decision.word, decision.mean, decision.seeds) == ("undecided", None, 7)

@@ -19,6 +19,7 @@ from twophase.base.reading import read_json_object
 from twophase.cli.tuning import FRESH, TuneResults, Tuning, run_tuning
 from twophase.figures.style import styled
 from twophase.judge.bench import Against, Card, PlaceCard, behind, beside, results_of
+from twophase.judge.cells import means
 from twophase.recipes.arms import CONTROL, Arm
 from twophase.recipes.bench import (
     CANDIDATES,
@@ -171,14 +172,14 @@ def bench_arm(
     rows, refused = run_bench(size, out, [arm], code=code, places=places, workers=workers, quiet=quiet)
     references, facts, note = references_of(PROTOCOL, protocol_fingerprint())
     mine = results_of(rows)
-    ended = [place for place in places if (place.name, arm) in mine]
+    ended = [place for place in places if (place.name, arm) in mine.index]
     there = {row["place"] for row in references}
     facts = {name: fact for name, fact in facts.get("places", {}).items() if name in there}
     notes = {place.name: note or _difference(place, facts.get(place.name), out) for place in ended}
     placed = beside(results_of(references), mine, CONTROL, size.fresh)  # means over other seeds are not comparable
-    theirs = {key: by_seed for key, by_seed in placed.items() if key[1] not in (arm, CONTROL)}
-    results = {**theirs, **mine}
-    others = {place.name: [other for at, other in theirs if at == place.name] for place in ended}
+    theirs = placed[~placed.index.isin([arm, CONTROL], level="arm")]
+    results = mine.combine_first(theirs)
+    others = {place.name: [other for at, other in theirs.index if at == place.name] for place in ended}
     comparisons = {CONTROL: len(ended), "stored": sum(map(len, others.values()))}
 
     def against(place: str, other: str) -> Against | None:
@@ -189,7 +190,7 @@ def bench_arm(
         words = [against(place.name, other) for other in (CONTROL, *others[place.name])]
         by_place.append(_place_card(place, size.at(place), arm, rows, words, note=notes[place.name]))
     everywhere = [place.name for place in ended if others[place.name]]
-    named = dict.fromkeys([CONTROL, *(other for _, other in theirs), arm])
+    named = dict.fromkeys([CONTROL, *(other for _, other in theirs.index), arm])
     card = Card(
         arm,
         size_name,
@@ -267,8 +268,8 @@ def write_reference(out: Path, into: Path) -> None:
 
 def _repeats(rows: Sequence[Mapping[str, str]], others: Sequence[Mapping[str, str]], place: str) -> bool:
     """Return whether averaging has the same results in two tables, where both have it."""
-    here, there = (results_of(table).get((place, CONTROL), {}) for table in (rows, others))
-    return all(math.isclose(here[seed], there[seed], rel_tol=_SAME) for seed in here.keys() & there.keys())
+    here, there = (results_of(table).reindex([(place, CONTROL)]).iloc[0] for table in (rows, others))
+    return all(math.isclose(ratio, 1, rel_tol=_SAME) for ratio in (here / there).dropna())
 
 
 def references_of(protocol: int, fingerprint: str) -> tuple[list[dict[str, str]], dict[str, Any], str]:
@@ -320,7 +321,7 @@ def _place_card(
     here = [row for row in rows if row["place"] == place.name]
     by_arm = {row["arm"]: row for row in here}
     row = by_arm[arm]
-    logs = [math.log(r["result"] or math.inf) for r in here if r["arm"] == arm and r["seed"]]
+    mean = means(results_of(here).map(math.log)).get((place.name, arm), math.inf)
     columns = [name for name in row if name in SETTINGS or name.startswith(("method.", "policy."))]
     tuned = {name: row[name] for name in columns if row[name] is not None}
     # An arm without a setting that survived has no held-out run.
@@ -332,7 +333,7 @@ def _place_card(
         place.name,
         place.title,
         tuned,
-        math.exp(math.fsum(logs) / len(logs)) if logs and math.isfinite(math.fsum(logs)) else None,
+        math.exp(mean) if mean < math.inf else None,
         row["settings"],
         row["interior"],
         seconds,

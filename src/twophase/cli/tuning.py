@@ -19,8 +19,8 @@ from twophase.base.files import write_atomic
 from twophase.base.progress import duration
 from twophase.base.reading import read_json_object
 from twophase.cli.sweeping import complete, devices_of, workers_of
-from twophase.judge.comparison import ratio_of
-from twophase.judge.decision import Decision, decide_pairs
+from twophase.judge.cells import Paired
+from twophase.judge.decision import Decision, decide
 from twophase.recipes.arms import ARMS, CONTROL, METHOD, Arm
 from twophase.report.results import DataFrame, Table
 from twophase.runs.folder import check_place, list_some, lock_folder
@@ -180,8 +180,7 @@ class Tuned:
 
     def ratios(self) -> tuple[float | None, ...]:
         """Return the control's result over the arm's, above 1 where the arm is better, and its interval's two ends."""
-        ends = (self.decision.mean, self.decision.low, self.decision.high) if self.decision else (None,) * 3
-        return tuple(None if end is None else ratio_of(end) for end in ends)
+        return self.decision.ratios() if self.decision else (None,) * 3
 
 
 @dataclass(frozen=True)
@@ -306,8 +305,7 @@ class _Stages:
                 break
             began = time.monotonic()
             for (arm, point), rows in self._sweep(f"stage-{stage:02d}", wanted, self.tuning.seeds).items():
-                logarithms = [math.log(value) for value in _values(rows)]
-                results[arm.text][point] = math.exp(math.fsum(logarithms) / len(rows))
+                results[arm.text][point] = math.exp(math.fsum(_logs(rows).values()) / len(rows))
                 seconds[arm.text] += _seconds(rows)
             if points is None:
                 # Of a stage that was interrupted this process has seen the rest alone.
@@ -381,8 +379,8 @@ class _Stages:
             return Tuned(arm.text, None, False, len(results), seconds, None, (), None)
         decision, rows = None, rows_by_arm[arm.text]
         if arm.text != CONTROL and CONTROL in rows_by_arm:
-            pairs = list(zip(_values(rows), _values(rows_by_arm[CONTROL]), strict=True))
-            decision = decide_pairs(pairs, comparisons=self.tuning.comparisons)
+            pairs = Paired.of(_logs(rows), _logs(rows_by_arm[CONTROL]))
+            decision = decide(pairs.by_seed, comparisons=self.tuning.comparisons)
         return Tuned(
             arm.text,
             search.values(point),
@@ -418,9 +416,9 @@ def _whole(name: str, values: Any) -> tuple[int, ...]:
         raise UsageError(f"--{name} is {value!r}; from Python give {remedy}") from None
 
 
-def _values(rows: Sequence[Row]) -> list[float]:
-    """Return the results of some rows, infinite where a run diverged."""
-    return [math.inf if (value := result(row)) is None else value for row in rows]
+def _logs(rows: Sequence[Row]) -> dict[Any, float]:
+    """Return the logarithms of some results by seed, infinite where a run diverged."""
+    return {row.values["seed"]: math.log(result(row) or math.inf) for row in rows}
 
 
 def _seconds(rows: Sequence[Row]) -> float:

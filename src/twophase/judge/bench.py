@@ -7,24 +7,27 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from twophase.judge.comparison import ratio_of
-from twophase.judge.decision import Decision, decide_pairs
-
-Results = dict[tuple[str, str], dict[int, float]]
-"""By place and arm the result of each held-out seed, infinite where the run diverged."""
+from twophase.judge.cells import DataFrame, Paired, means, seed_table
+from twophase.judge.decision import decide
 
 
-def results_of(rows: Iterable[Mapping[str, Any]]) -> Results:
-    """Return the results of some rows by place and arm; an arm without a setting that survived has no seed."""
-    results: Results = {}
+def results_of(
+    rows: Iterable[Mapping[str, Any]], place: Sequence[str] = ("place",), column: str = "result"
+) -> DataFrame:
+    """Arrange a column by seed, a line for each place and arm: infinite where a run diverged, NaN where there is none.
+
+    An arm without a setting that survived has a line of NaN. `place` are the columns that name a place.
+    """
+    names = (*place, "arm")
+    lines: dict[tuple[str, ...], dict[int, float]] = {}
     for row in rows:
-        by_seed = results.setdefault((row["place"], row["arm"]), {})
+        by_seed = lines.setdefault(tuple(row[name] for name in names), {})
         if row["seed"] not in ("", None):
-            by_seed[int(row["seed"])] = math.inf if row["result"] in ("", None) else float(row["result"])
-    return results
+            by_seed[int(row["seed"])] = float(row.get(column) or math.inf)
+    return seed_table(list(lines.values()), list(lines), names)
 
 
-def beside(theirs: Results, mine: Results, control: str, seeds: Collection[int]) -> Results:
+def beside(theirs: DataFrame, mine: DataFrame, control: str, seeds: Collection[int]) -> DataFrame:
     """Return another bench's results on this one's scale: over its control, times this one's.
 
     What another processor, text or budget does to both arms of a bench alike drops out. A seed in which either control
@@ -36,24 +39,14 @@ def beside(theirs: Results, mine: Results, control: str, seeds: Collection[int])
         control: the arm that both have.
         seeds: those that are compared.
     """
-    placed: Results = {}
-    for (place, arm), by_seed in theirs.items():
-        here, there = (results.get((place, control), {}) for results in (mine, theirs))
-        scales = {
-            seed: here[seed] / there[seed]
-            for seed in seeds
-            if max(here.get(seed, math.inf), there.get(seed, math.inf)) < math.inf
-        }
-        scaled = {seed: value * scales[seed] for seed, value in by_seed.items() if seed in scales}
-        if scaled or (scales and not by_seed):
-            placed[place, arm] = scaled
-    return placed
-
-
-def decided(mine: Mapping[int, float], other: Mapping[int, float], comparisons: int) -> Decision:
-    """Decide between two arms on the seeds that both have; positive differences are the first one's."""
-    pairs = [(mine[seed], other[seed]) for seed in sorted(mine.keys() & other.keys())]
-    return decide_pairs(pairs, comparisons=comparisons)
+    here, there = (
+        results.where(results < math.inf)[results.index.get_level_values("arm") == control].droplevel("arm")
+        for results in (mine, theirs)
+    )
+    scales = (here / there).reindex(columns=list(seeds)).reindex(theirs.index, level="place")
+    placed = theirs * scales
+    is_lost = theirs.isna().all(axis=1) & scales.notna().any(axis=1)
+    return placed[placed.notna().any(axis=1) | is_lost]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +66,16 @@ class Against:
     high: float | None = None
 
     @classmethod
-    def of(cls, results: Results, place: str, arm: str, other: str, comparisons: int) -> Against | None:
-        """Hold an arm against another; None where either has not been run."""
-        mine, theirs = results.get((place, arm)), results.get((place, other))
-        if mine is None or theirs is None:
+    def of(cls, results: DataFrame, place: str, arm: str, other: str, comparisons: int) -> Against | None:
+        """Hold an arm against another on the seeds that both have; None where either has not been run."""
+        sides = [(place, arm), (place, other)]
+        if not all(side in results.index for side in sides):
             return None
-        if not mine or not theirs:
+        mine, theirs = (results.loc[side, :].map(math.log) for side in sides)
+        if mine.isna().all() or theirs.isna().all():
             return cls(other, "all diverged")
-        decision = decided(mine, theirs, comparisons)
-        ends = (decision.mean, decision.low, decision.high)
-        return cls(other, decision.word, *(None if end is None else ratio_of(end) for end in ends))
+        decision = decide(Paired.of(mine, theirs).by_seed, comparisons=comparisons)
+        return cls(other, decision.word, *decision.ratios())
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +149,7 @@ class Card:
         )
 
 
-def behind(results: Results, places: Collection[str], arms: Iterable[str]) -> dict[str, list[float]]:
+def behind(results: DataFrame, places: Collection[str], arms: Iterable[str]) -> dict[str, list[float]]:
     """Return for each arm how far it is behind the best of each place, in per cent, the nearest first.
 
     The share of them that are at most x, over all x, is the arm's performance profile. An arm is infinitely far behind
@@ -164,12 +157,10 @@ def behind(results: Results, places: Collection[str], arms: Iterable[str]) -> di
 
     Source: Dolan and More, "Benchmarking optimization software with performance profiles" (2002).
     """
-    means = {
-        key: math.fsum(map(math.log, by_seed.values())) / len(by_seed) for key, by_seed in results.items() if by_seed
-    }
-    best = {place: min((mean for (at, _), mean in means.items() if at == place), default=math.inf) for place in places}
+    logs = means(results.map(math.log))
+    best = {place: min((mean for (at, _), mean in logs.items() if at == place), default=math.inf) for place in places}
     distances = {}
     for arm in arms:
-        gaps = [means.get((place, arm), math.inf) - best[place] for place in places]
+        gaps = [logs.get((place, arm), math.inf) - best[place] for place in places]
         distances[arm] = sorted(100 * math.expm1(gap) if gap < math.inf else math.inf for gap in gaps)
     return distances

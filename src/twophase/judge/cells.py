@@ -2,7 +2,7 @@
 
 A seed sets the initial weights and the data order of both arms. The difference of one seed is therefore less noisy than
 the difference of two means. `outcomes` makes the table; subtracting the logarithms of two tables pairs them, because
-pandas aligns equal settings and equal seeds. `Paired` then summarizes one difference a seed. Every figure rests on
+pandas aligns equal settings and equal seeds. `Paired` then summarizes one difference a seed. Every comparison rests on
 this.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -47,15 +47,24 @@ def outcomes(settings: Iterable[Setting], *place: str) -> DataFrame:
     Raises:
         UsageError: pandas is not installed.
     """
+    cells = list(settings)
+    keys = [tuple(cell.values[name] for name in place) for cell in cells]
+    lines = [dict(zip(cell.seeds, map(outcome, cell.states, cell.results), strict=True)) for cell in cells]
+    return seed_table(lines, keys, place)
+
+
+def seed_table(lines: Sequence[Mapping[Any, float]], keys: Sequence[Any] = (), names: Sequence[str] = ()) -> DataFrame:
+    """Arrange lines of numbers by seed, NaN where a line lacks a seed; indexed by `keys`, whose parts have `names`."""
     try:
         import pandas as pd  # noqa: PLC0415 - an extra, and slow to import
     except ModuleNotFoundError:
         raise UsageError("comparing arms needs pandas, which is not installed; pip install 'twophase[sweep]'") from None
-    cells = list(settings)
-    keys = [tuple(cell.values[name] for name in place) for cell in cells]
-    index = pd.MultiIndex.from_tuples(keys, names=place) if place else None
-    lines = [dict(zip(cell.seeds, map(outcome, cell.states, cell.results), strict=True)) for cell in cells]
-    return pd.DataFrame(lines, index, dtype=float)
+    return pd.DataFrame(lines, pd.MultiIndex.from_tuples(keys, names=names) if names else None, dtype=float)
+
+
+def means(table: DataFrame) -> dict[Any, float]:
+    """Average each line over the seeds that it has, infinite numbers included; a line without any is left out."""
+    return {key: statistics.fmean(line.dropna()) for key, line in table.dropna(how="all").iterrows()}
 
 
 def worst(table: DataFrame) -> Series:
@@ -77,30 +86,53 @@ def fate(arm: float, control: float) -> Remark:
     return BOTH if arm == control else ARM if arm == math.inf else CONTROL
 
 
+def comparable(arm: DataFrame, control: DataFrame) -> tuple[list[Remark], DataFrame, DataFrame]:
+    """Return the fate of each line of two tables, and both tables without the lines that cannot be compared."""
+    fates: list[Remark] = [fate(*sides) for sides in zip(worst(arm), worst(control), strict=True)]
+    ended = [not remark for remark in fates]
+    return fates, arm[ended], control[ended]
+
+
 @dataclass(frozen=True, slots=True)
 class Paired:
-    """Differences of an arm from a control, one a seed, and what they come to.
+    """Differences of two sides, one a seed, and what they come to.
 
     Args:
-        by_seed: log ratios of perplexities, or other differences; at least one.
+        by_seed: log ratios or other differences; infinite where one side alone diverged, NaN where both did.
     """
 
     by_seed: tuple[float, ...]
 
     @classmethod
+    def of(cls, arm: Mapping[Any, float], control: Mapping[Any, float]) -> Paired:
+        """Subtract an arm's numbers by seed, such as logarithms, from a control's on the seeds that both have."""
+        sides = seed_table([dict(arm), dict(control)]).dropna(axis="columns")
+        return cls(tuple(sides.loc[1] - sides.loc[0]))
+
+    @classmethod
     def over(cls, gaps: DataFrame) -> Paired:
         """Average differences of settings (lines) for each seed (column)."""
-        return cls(tuple(statistics.fmean(gaps[seed].dropna()) for seed in gaps))
+        return cls(tuple(means(gaps.T).values()))
 
     @property
-    def mean(self) -> float:
-        """The mean over the seeds."""
-        return statistics.fmean(self.by_seed)
+    def finite(self) -> list[float]:
+        """The differences of the seeds in which both sides have a number."""
+        return [gap for gap in self.by_seed if math.isfinite(gap)]
 
     @property
-    def ratio(self) -> float:
+    def mean(self) -> float | None:
+        """The mean of the finite differences; None without any."""
+        return statistics.fmean(self.finite) if self.finite else None
+
+    @property
+    def spread(self) -> dict[str, float | None]:
+        """The mean, the smallest and the largest of the finite differences."""
+        return {"mean": self.mean, "min": min(self.finite, default=None), "max": max(self.finite, default=None)}
+
+    @property
+    def ratio(self) -> float | None:
         """The geometric mean ratio, where the differences are of logarithms."""
-        return math.exp(self.mean)
+        return None if self.mean is None else ratio_of(self.mean)
 
     @property
     def ratios(self) -> list[float]:
@@ -110,10 +142,15 @@ class Paired:
     @property
     def error(self) -> float | None:
         """The standard error of the mean, s / sqrt(n); None for one seed."""
-        seeds = len(self.by_seed)
-        return statistics.stdev(self.by_seed) / math.sqrt(seeds) if seeds > 1 else None
+        seeds = len(self.finite)
+        return statistics.stdev(self.finite) / math.sqrt(seeds) if seeds > 1 else None
 
     def ends(self, errors: float) -> tuple[float, float] | tuple[None, None]:
         """Return the mean less and plus so many standard errors; None for one seed."""
-        error = self.error
-        return (None, None) if error is None else (self.mean - errors * error, self.mean + errors * error)
+        mean, error = self.mean, self.error
+        return (None, None) if mean is None or error is None else (mean - errors * error, mean + errors * error)
+
+
+def ratio_of(log_ratio: float) -> float:
+    """Return exp(log_ratio), clipped to the range of a float: two-seed t intervals can overflow."""
+    return math.exp(max(-700.0, min(log_ratio, 700.0)))

@@ -34,7 +34,7 @@ from typing import Any, Literal
 import numpy as np
 
 from twophase.judge.bootstrap import Interval, percentile_interval, t_interval
-from twophase.judge.cells import ARM, BOTH, CONTROL, MISSING, SAME, Remark, fate, outcomes
+from twophase.judge.cells import ARM, BOTH, CONTROL, MISSING, SAME, Paired, Remark, fate, outcomes, ratio_of
 from twophase.sweeps.table import Setting
 
 Measure = Literal["tuned best", "held out", "cells", "area"]
@@ -49,10 +49,10 @@ class SeedDifference:
 
     seed: Any
     """None in a sweep without an axis of seeds."""
-    value: float | None
-    """Positive where the arm is better; None if a side has no result."""
+    value: float
+    """Positive where the arm is better; infinite where one side alone diverged, NaN where there is none."""
     remark: Remark = ""
-    """Reason for None, or `same run` where the arm and the control are one run."""
+    """Reason for such a value, or `same run` where the arm and the control are one run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,10 +234,7 @@ def _lowest(values: Sequence[float]) -> int | None:
 
 def _between(seed: Any, arm: float, control: float, same: bool) -> SeedDifference:
     """Return the log ratio log p_control - log p_arm on one seed."""
-    remark = fate(arm, control)
-    if remark:
-        return SeedDifference(seed, None, remark)
-    return SeedDifference(seed, 0.0, SAME) if same else SeedDifference(seed, math.log(control) - math.log(arm))
+    return SeedDifference(seed, math.log(control) - math.log(arm), fate(arm, control) or (SAME if same else ""))
 
 
 def _tuned(arm: Arm, control: Arm) -> Difference:
@@ -287,9 +284,9 @@ def _over_cells(seeds: Sequence[Any], sides: Sequence[Any], note: str) -> Differ
     differences = []
     for column, seed in enumerate(seeds if len(sides[0]) else ()):
         pairs = [_between(seed, *pair) for pair in zip(*(side[:, column] for side in sides), strict=True)]
-        values = [pair.value for pair in pairs if pair.value is not None]
         remark = pairs[0].remark if len({pair.remark for pair in pairs}) == 1 else ""
-        differences.append(SeedDifference(seed, math.fsum(values) / len(values) if values else None, remark))
+        mean = Paired(tuple(pair.value for pair in pairs)).mean
+        differences.append(SeedDifference(seed, math.nan if mean is None else mean, remark))
     return _summary("cells", differences, note)
 
 
@@ -297,7 +294,7 @@ def _area(seeds: Sequence[Any], sides: Sequence[Any], within: float, bests: Sequ
     count, differences = len(sides[0]), []
     for seed, best, arm, control, same in zip(seeds, bests, *(side.T for side in sides), strict=True):
         if count and best is None:  # nothing has finished, so that nothing is near the best
-            differences.append(SeedDifference(seed, None, BOTH))
+            differences.append(SeedDifference(seed, math.nan, BOTH))
         elif count and best is not None:
             near, control_near = (int((side <= best * (1 + within)).sum()) for side in (arm, control))
             differences.append(SeedDifference(seed, (near - control_near) / count, SAME if same.all() else ""))
@@ -333,8 +330,8 @@ def _summary(
 ) -> Difference:
     """Summarize differences, one a seed; `note` stands before the words on the seeds."""
     remarks: list[Remark] = [difference.remark for difference in differences]
-    values = [difference.value for difference in differences if difference.value is not None]
-    one_sided = {ARM, CONTROL} & set(remarks)
+    pairs = Paired(tuple(difference.value for difference in differences))
+    values, one_sided = pairs.finite, {ARM, CONTROL} & set(remarks)
     spread = max(values) > min(values) if values and not one_sided else False
     notes = [note]
     for remark, words in _WORDS.items():
@@ -352,10 +349,10 @@ def _summary(
         measure,
         within,
         tuple(differences),
-        better=sum(value > 0 for value in values) + remarks.count(CONTROL),
-        worse=sum(value < 0 for value in values) + remarks.count(ARM),
-        equal=sum(value == 0 for value in values),
-        mean=math.fsum(values) / len(values) if values and not one_sided else None,
+        better=sum(value > 0 for value in pairs.by_seed),
+        worse=sum(value < 0 for value in pairs.by_seed),
+        equal=values.count(0),
+        mean=None if one_sided else pairs.mean,
         bootstrap=percentile_interval(values) if spread else None,
         t=student,
         note="; ".join(filter(None, notes)),
@@ -366,8 +363,3 @@ _WORDS: dict[Remark, str] = {
     SAME: "same runs", ARM: "arm diverged", CONTROL: "control diverged", BOTH: "both diverged", MISSING: "missing",
 }  # fmt: skip
 """Reasons for excluding a seed."""
-
-
-def ratio_of(log_ratio: float) -> float:
-    """Return exp(log_ratio), clipped to the range of a float: two-seed t intervals can overflow."""
-    return math.exp(max(-700.0, min(log_ratio, 700.0)))

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from twophase.judge.bootstrap import t_interval
+from twophase.judge.cells import Paired, ratio_of
 
 Word = Literal["better", "equivalent", "worse", "undecided"]
 MARGIN = math.log(1.01)
@@ -50,12 +51,16 @@ class Decision:
     seeds: int
     diverged: int = 0
 
+    def ratios(self) -> tuple[float | None, ...]:
+        """Return the control's result over the arm's, above 1 where the arm is better, and its interval's two ends."""
+        return tuple(None if log is None else ratio_of(log) for log in (self.mean, self.low, self.high))
+
 
 def decide(differences: Sequence[float], *, comparisons: int = 1) -> Decision:
     """Decide a comparison.
 
     Args:
-        differences: one a seed; `-inf` where the arm alone diverged, `inf` where its control alone did.
+        differences: one a seed; `-inf` if the arm alone diverged, `inf` if its control alone did, NaN if both did.
         comparisons: number of comparisons that the registration names, >= 1.
 
     >>> decide([0.05, 0.06, 0.04, 0.05, 0.055]).word
@@ -63,13 +68,13 @@ def decide(differences: Sequence[float], *, comparisons: int = 1) -> Decision:
     >>> decide([0.001, -0.002, 0.0005, 0.001, -0.001]).word
     'equivalent'
     """
-    count, level = len(differences), ALPHA / comparisons
-    infinite = [d for d in differences if math.isinf(d)]
-    if infinite:
+    pairs, count, level = Paired(tuple(differences)), len(differences), ALPHA / comparisons
+    if len(pairs.finite) < count:
         # A sign test: all seeds on one side, none of them equal, and enough of them.
         signs = {(d > 0) - (d < 0) for d in differences} if 2.0 ** (1 - count) <= level else set()
         word: Word = "better" if signs == {1} else "worse" if signs == {-1} else "undecided"
-        return Decision(word, None, None, None, count, sum(-1 if d > 0 else 1 for d in infinite))
+        diverged = pairs.by_seed.count(-math.inf) - pairs.by_seed.count(math.inf)
+        return Decision(word, None, None, None, count, diverged)
     interval, narrow = (t_interval(differences, 1 - share) for share in (level, 2 * level))
     if interval is None or narrow is None:
         return Decision("undecided", None, None, None, count)
@@ -77,13 +82,4 @@ def decide(differences: Sequence[float], *, comparisons: int = 1) -> Decision:
         word = "equivalent"
     else:
         word = "better" if interval.low > 0 else "worse" if interval.high < 0 else "undecided"
-    return Decision(word, math.fsum(differences) / count, *interval, count)
-
-
-def decide_pairs(pairs: Sequence[tuple[float, float]], *, comparisons: int) -> Decision:
-    """Decide from the results of an arm and its control, a pair a seed, infinite where a run diverged."""
-    logs = [math.log(b) - math.log(a) for a, b in pairs if math.isfinite(a) or math.isfinite(b)]
-    decision = decide(logs, comparisons=comparisons)
-    if len(logs) == len(pairs):
-        return decision
-    return Decision("undecided", None, None, None, len(pairs), decision.diverged)
+    return Decision(word, pairs.mean, *interval, count)

@@ -14,7 +14,8 @@ from typing import Any
 from twophase.base.config import UsageError
 from twophase.base.files import write_atomic
 from twophase.judge.bootstrap import Interval, largest_coverage
-from twophase.judge.comparison import Comparison, Difference, ratio_of
+from twophase.judge.cells import ratio_of
+from twophase.judge.comparison import Comparison, Difference
 from twophase.judge.verdict import ArmVerdict, Verdict
 from twophase.runs.log import standard
 from twophase.sweeps.grid import MOMENTUM_FREE

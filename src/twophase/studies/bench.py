@@ -16,7 +16,8 @@ import numpy as np
 from twophase.figures.matplotlib_types import Axes, Figure
 from twophase.figures.profiles import draw_profiles
 from twophase.figures.style import INK, PAPER, headline, new_page, share_legend
-from twophase.judge.bench import Against, Results, behind, results_of
+from twophase.judge.bench import Against, behind, results_of
+from twophase.judge.cells import DataFrame
 from twophase.judge.decision import MARGIN
 from twophase.recipes.arms import CONTROL, Arm
 from twophase.recipes.bench import ARMS, CANDIDATES, NESTEROV, PLACES, SCHEDULES, families, short, stored
@@ -64,7 +65,7 @@ def table(*, quick: bool = False) -> Result:
     return Result(lines, numbers, settings)
 
 
-def _line(pair: tuple[str, str, str], results: Results, comparisons: int) -> dict[str, Any]:
+def _line(pair: tuple[str, str, str], results: DataFrame, comparisons: int) -> dict[str, Any]:
     """Hold an arm against another at a place."""
     place, arm, control = pair
     against = Against.of(results, *pair, comparisons)

@@ -22,6 +22,7 @@ from twophase.base.config import with_values
 from twophase.figures.matplotlib_types import Figure
 from twophase.figures.style import headline, look, name_panels, new_figure, signed, span
 from twophase.judge.bench import results_of
+from twophase.judge.cells import means
 from twophase.recipes.arms import CONTROL
 from twophase.recipes.bench import PLACES as BENCH
 from twophase.recipes.bench import short, stored
@@ -192,13 +193,12 @@ def measured_gains(rows: Sequence[Mapping[str, str]]) -> dict[str, dict[str, flo
 
     A run that diverged is worse than any other: its arm's gain is -inf. A seed on which averaging diverged is left out.
     """
-    results, gains = results_of(rows), {}
-    for (place, arm), by_seed in results.items():
-        control = {seed: value for seed, value in results[place, CONTROL].items() if math.isfinite(value)}
-        logs = [math.log(control[seed]) - math.log(value) for seed, value in by_seed.items() if seed in control]
-        if arm in ARMS:
-            gains.setdefault(place, {})[arm] = sum(logs) / len(logs) if logs else -math.inf
-    return gains
+    logs = results_of(rows).map(math.log)
+    gaps = logs.xs(CONTROL, level="arm").reindex(logs.index, level="place") - logs
+    gains, by_place = means(gaps.where(gaps < math.inf)), {}
+    for place, arm in gaps.index[gaps.index.isin(ARMS, level="arm")]:
+        by_place.setdefault(place, {})[arm] = gains.get((place, arm), -math.inf)
+    return by_place
 
 
 def rank_correlations(
