@@ -14,6 +14,8 @@ from typing import Any
 
 from twophase.figures.matplotlib_types import Figure
 from twophase.figures.style import MUTED, headline, look, new_page, signed
+from twophase.judge.bench import results_of
+from twophase.judge.cells import DataFrame, means
 from twophase.judge.decision import MARGIN
 from twophase.judge.regimes import Rule, fit, right
 from twophase.recipes.bench import FITTED, TREATMENTS, stored
@@ -62,7 +64,7 @@ def at_best(rows: Sequence[Mapping[str, str]]) -> dict[str, dict[str, dict[str, 
     """
     best: dict[tuple[str, str], tuple[float, float]] = {}
     largest: dict[str, float] = {}
-    for (place, lr, arm), mean in _mean_logs(rows).items():
+    for (place, lr, arm), mean in means(_table(rows).map(math.log)).items():
         if math.isfinite(mean):
             best[place, arm] = min(best.get((place, arm), (math.inf, lr)), (mean, lr))
         largest[place] = max(largest.get(place, lr), lr)
@@ -88,32 +90,24 @@ def cells_of(rows: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
     Both are means over the seeds; a gain is a natural logarithm, infinite where one side alone diverged, and missing
     where both did.
     """
-    means, cells = _mean_logs(rows), []
-    observed: dict[tuple[str, float], list[Mapping[str, str]]] = {}
-    for row in rows:
-        if row["arm"] == "observe":
-            observed.setdefault((row["place"], float(row["inner.lr"])), []).append(row)
-    for (place, lr), group in observed.items():
+    logs, cells = means(_table(rows).map(math.log)), []
+    measured = {name: means(_table(rows, name)) for name in QUANTITIES}
+    for place, lr, _ in (key for key in logs if key[-1] == "observe"):
+        quantities = {name: by_key[place, lr, "observe"] for name, by_key in measured.items()}
         cell: dict[str, Any] = {"place": place, "inner.lr": lr}
-        for name in QUANTITIES:
-            values = [float(row[name]) for row in group if row[name]]
-            if len(values) == len(group):
-                cell[name] = math.fsum(values) / len(values)
+        cell |= {name: mean for name, mean in quantities.items() if mean < math.inf}
         for treatment, (arm, control) in TREATMENTS.items():
-            mine, other = means[place, lr, arm], means[place, lr, control]
+            mine, other = logs[place, lr, arm], logs[place, lr, control]
             if math.isfinite(mine) or math.isfinite(other):
                 cell[treatment] = other - mine
         cells.append(cell)
     return cells
 
 
-def _mean_logs(rows: Sequence[Mapping[str, str]]) -> dict[tuple[str, float, str], float]:
-    """Average the logarithms of results by place, inner learning rate and arm, infinite where a run diverged."""
-    logs: dict[tuple[str, float, str], list[float]] = {}
-    for row in rows:
-        value = math.log(float(row["result"])) if row["result"] else math.inf
-        logs.setdefault((row["place"], float(row["inner.lr"]), row["arm"]), []).append(value)
-    return {key: math.fsum(values) / len(values) for key, values in logs.items()}
+def _table(rows: Sequence[Mapping[str, str]], column: str = "result") -> DataFrame:
+    """Arrange a column by place, inner learning rate and arm (lines) and seed, infinite where a run has no number."""
+    with_rates = ({**row, "inner.lr": float(row["inner.lr"])} for row in rows)
+    return results_of(with_rates, ("place", "inner.lr"), column)
 
 
 def _judged(treatment: str, half: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
