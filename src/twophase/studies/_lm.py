@@ -7,14 +7,13 @@ when all of them have finished. Comparisons pair equal seeds (`judge.cells`).
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from twophase.judge.cells import ARM, BOTH, CONTROL, MISSING, Paired, fate, outcome, outcomes
+from twophase.judge.cells import ARM, BOTH, CONTROL, MISSING, Paired, comparable, outcomes
 from twophase.policies.text import parse
 from twophase.recipes.controls import AVERAGING_LR, MOMENTUM_FREE, restarts_that_count
 from twophase.recipes.paper import RULES, Scale
@@ -138,14 +137,10 @@ def difference(mine: Line | None, other: Line | None) -> dict[str, Any] | None:
     """
     if mine is None or other is None:
         return None
-    gaps = (outcomes([mine["setting"]]) - outcomes([other["setting"]])).iloc[0].tolist()  # inf - inf is a NaN
-    ended = [gap for gap in gaps if math.isfinite(gap)]
-    alone = {"diverged": gaps.count(math.inf), "diverged_other": gaps.count(-math.inf)}
+    pairs = Paired.of(*(outcomes([side["setting"]]).loc[0] for side in (other, mine)))
+    alone = {"diverged": pairs.by_seed.count(math.inf), "diverged_other": pairs.by_seed.count(-math.inf)}
     alone = {side: count for side, count in alone.items() if count}
-    if not ended and not alone:
-        return None
-    mean = statistics.fmean(ended) if ended else None
-    return {"mean": mean, "min": min(ended, default=None), "max": max(ended, default=None), "seeds": len(ended)} | alone
+    return pairs.spread | {"seeds": len(pairs.finite)} | alone if pairs.finite or alone else None
 
 
 def contrast(pairs: Sequence[tuple[Line, Line | None]]) -> dict[str, Any]:
@@ -157,28 +152,21 @@ def contrast(pairs: Sequence[tuple[Line, Line | None]]) -> dict[str, Any]:
         `better` if the restarted run is better by more than the margin, or the other alone has diverged
         (`diverged_without`). It is `worse` the other way round; `diverged_both` and `missing` pairs are neither.
     """
-    remarks, ended = [], []
-    for mine, other in pairs:
-        sides = [outcome(line["state"], line["perplexity"]) if line else math.nan for line in (mine, other)]
-        remarks.append(fate(*sides))
-        if other and not remarks[-1]:
-            ended.append((mine["setting"], other["setting"]))
-    each, ratios = [], []
-    if ended:
-        restarted, others = map(outcomes, zip(*ended, strict=True))
-        gaps = np.log(others / restarted)
-        each, ratios = gaps.mean(axis=1).tolist(), Paired.over(gaps).ratios
+    both = [(mine["setting"], other["setting"]) for mine, other in pairs if other]
+    remarks, restarted, others = comparable(*(outcomes(pair[side] for pair in both) for side in (0, 1)))
+    gaps = np.log(others / restarted)
+    each, ratios = gaps.mean(axis=1).tolist(), Paired(tuple(Paired.over(gaps).ratios))
     return {
         "pairs": len(pairs),
-        "seeds": len(ratios),
-        "ratio": {"mean": statistics.fmean(ratios), "min": min(ratios), "max": max(ratios)} if ratios else None,
-        "compared": len(ended),
+        "seeds": len(ratios.by_seed),
+        "ratio": ratios.spread if ratios.by_seed else None,
+        "compared": len(gaps),
         "better": sum(gap > math.log(1 + MARGIN) for gap in each) + remarks.count(CONTROL),
         "worse": sum(gap < -math.log(1 + MARGIN) for gap in each) + remarks.count(ARM),
         "diverged_without": remarks.count(CONTROL),
         "diverged_with": remarks.count(ARM),
         "diverged_both": remarks.count(BOTH),
-        "missing": remarks.count(MISSING),
+        "missing": remarks.count(MISSING) + len(pairs) - len(both),
     }
 
 

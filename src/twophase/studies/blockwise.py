@@ -22,11 +22,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from twophase.figures.matplotlib_types import Axes, Figure
 from twophase.figures.style import MUTED, PAPER, headline, look, name_panels, new_figure
-from twophase.judge.cells import Paired, outcomes
+from twophase.judge.cells import Paired, means, outcomes
 from twophase.recipes.paper import Scale
 from twophase.studies import _blockwise_cells as cells
 from twophase.studies._blockwise_cells import ALL, FREE, MEAN, NEVER, ONE, ORACLE, ROUNDS, SHUFFLED, Place
@@ -111,20 +109,18 @@ class Arm:
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.periods = list(dict.fromkeys(_periods(row) for row in rows))
-        whole = outcomes(settings(rows)).map(math.log).dropna(how="all") if rows else None
-        self.logs: dict[int, float] = {}
-        if whole is not None and len(whole) == len(self.periods):
-            self.logs = {seed: statistics.fmean(whole[seed]) for seed in whole if np.isfinite(whole[seed]).all()}
+        whole = outcomes(settings(rows)).map(math.log).dropna(how="all")
+        logs = means(whole.dropna(axis="columns").T) if len(whole) == len(self.periods) else {}
+        self.logs = {seed: log for seed, log in logs.items() if log < math.inf}
         is_whole = self.logs and self.logs.keys() == {row.values[SEED] for row in rows}
         self.perplexity = math.exp(statistics.fmean(self.logs.values())) if is_whole else None
         self.state = min({row.state for row in rows} - {"finished"}, default="finished" if rows else "missing")
 
     def change(self, other: Arm | None) -> dict[str, Any]:
         """Return the geometric mean ratio of perplexities over the seeds, with its error; below 1 is better."""
-        both = self.logs.keys() & other.logs.keys() if other is not None else set()
-        if other is None or self.perplexity is None or other.perplexity is None or not both:
-            return dict.fromkeys(("ratio", "error", "low", "high")) | {"ratios": []}
-        pairs = Paired(tuple(self.logs[seed] - other.logs[seed] for seed in sorted(both)))
+        pairs = Paired(())
+        if other is not None and None not in (self.perplexity, other.perplexity):
+            pairs = Paired.of(other.logs, self.logs)
         low, high = (None if end is None else math.exp(end) for end in pairs.ends(CLEAR))
         return {"ratio": pairs.ratio, "error": pairs.error, "low": low, "high": high, "ratios": pairs.ratios}
 

@@ -32,7 +32,7 @@ import twophase.studies._lm as lm
 from twophase.diloco.formats import WIRES, TopK
 from twophase.figures.matplotlib_types import Axes, Figure
 from twophase.figures.style import MUTED, headline, look, name_panels, new_page, share_legend
-from twophase.judge.cells import ARM, BOTH, CONTROL, MISSING, DataFrame, Paired, fate, outcomes, worst
+from twophase.judge.cells import ARM, BOTH, CONTROL, MISSING, DataFrame, Paired, comparable, outcomes
 from twophase.recipes.paper import PERIOD, RULES, Scale, arm_name
 from twophase.studies._lm import SHORT_KINDS, change_words, first, lines_of, perplexity_words, public, tally
 from twophase.studies.study import Result
@@ -175,13 +175,13 @@ def _change(arm: DataFrame, control: DataFrame) -> dict[str, Any]:
         over the seeds. `low` and `high` are `CLEAR` errors either way, `rms` the root mean square of single pairs.
         Places that cannot be compared are in `without`, by reason, and in no number.
     """
-    remarks = list(map(fate, worst(arm), worst(control)))
+    remarks, ended, others = comparable(arm, control)
     reasons = [_REASONS[remark] for remark in remarks if remark]
-    change: dict[str, Any] = {"places": remarks.count("")}
+    change: dict[str, Any] = {"places": len(ended)}
     change["without"] = {reason: reasons.count(reason) for reason in reasons}
     if not change["places"]:
         return change | dict.fromkeys(("ratio", "log", "error", "low", "high", "rms"))
-    gaps = (arm - control)[[not remark for remark in remarks]]
+    gaps = ended - others
     pairs = Paired.over(gaps)
     low, high = pairs.ends(CLEAR)
     rms = math.sqrt(statistics.fmean((gaps**2).to_numpy().ravel()))
@@ -217,7 +217,7 @@ def _gain_facts(logs: Mapping[str, DataFrame], rule: tuple[bool, float]) -> dict
     }
     gains = {}
     for wire, (never, restarted) in sides.items():
-        (remark,) = map(fate, worst(never), worst(restarted))
+        (remark,), _, _ = comparable(never, restarted)
         gains[wire] = never - restarted
         if remark:  # as a table of logarithms has it
             gains[wire].loc[:, :] = math.nan if remark == MISSING else math.inf
