@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,17 +11,17 @@ from typing import TYPE_CHECKING
 from twophase.figures.heatmaps import Heatmaps, Panel, Scale, scale_of, tile
 from twophase.figures.terminal import text_maps
 from twophase.figures.thresholds import thresholds
-from twophase.judge.cells import CONTROL, MISSING, fate, outcome
+from twophase.judge.cells import CONTROL, MISSING, fate, outcomes
 from twophase.judge.verdict import ArmVerdict, Verdict, select
 from twophase.judge.verdict import verdict as judge
 from twophase.recipes.controls import AVERAGING_LR, LR, MOMENTUM, MOMENTUM_FREE
 from twophase.recipes.demo import AUTO, arm_name, matched_arm
 from twophase.recipes.paper import PERIOD, RULES
 from twophase.rule import FORM_WORDS
-from twophase.studies._demo_titles import curves_of, gain_title, pair_ratios, region_title, threshold_title
+from twophase.studies._demo_titles import control_pairs, curves_of, gain_title, region_title, threshold_title
 from twophase.studies._lm import MARGIN, WITHIN
 from twophase.sweeps.grid import Sweep
-from twophase.sweeps.table import SEED, Row, Setting, format_table, geometric_mean, readable, result, settings
+from twophase.sweeps.table import Row, Setting, format_table, readable, settings
 from twophase.sweeps.table import arm_name as shown_name
 
 if TYPE_CHECKING:
@@ -304,40 +305,34 @@ def _spread_words(rows: Sequence[Row], bound: float) -> str:
 
 def _control_words(rows: Sequence[Row]) -> str:
     """Describe the controls, empty when the sweep has none; every seed of a gain-matched one is a pair."""
-    lines, ratios = [_momentum_free(rows)], pair_ratios(rows)
-    if ratios:
+    lines, by_arm = [_momentum_free(rows)], control_pairs(rows)
+    if by_arm:
         lines.append(
             f"Gain-matched control: no restart, lr lowered to the mean outer gain of K={PERIOD}. Ratio of its "
             f"perplexity to that of its K={PERIOD} cell (above 1 favours the restart; every seed is a pair):"
         )
-    for arm, every in ratios.items():
-        pairs = [ratio for ratio in every if ratio is not None]
-        mean = geometric_mean(pairs)
-        better, worse = sum(ratio < 1 / (1 + MARGIN) for ratio in pairs), sum(ratio > 1 + MARGIN for ratio in pairs)
+    for arm, pairs in by_arm.items():
+        better, worse = (sum(sign * gap > math.log(1 + MARGIN) for gap in pairs.finite) for sign in (-1, 1))
         lines.append(
-            f"  {shown_name(arm)}: {'no pair yet' if mean is None else f'geometric mean {mean:.3f}'} over "
-            f"{len(pairs)} pairs; "
-            f"control better by more than {MARGIN:.0%} in {better}, worse in {worse}; "
-            f"not comparable (diverged or missing): {len(every) - len(pairs)}"
+            f"  {shown_name(arm)}: {'no pair yet' if pairs.ratio is None else f'geometric mean {pairs.ratio:.3f}'} "
+            f"over {len(pairs.finite)} pairs; control better by more than {MARGIN:.0%} in {better}, worse in {worse}; "
+            f"not comparable (diverged or missing): {len(pairs.by_seed) - len(pairs.finite)}"
         )
     return _lines(lines)
 
 
 def _claim_words(rows: Sequence[Row], seeds: Sequence[int]) -> str:
     """Check the claim on heavy ball: never / K=3 for every learning rate and seed, and whether it reaches its bound."""
-    arms = (arm_name("heavy ball", "never"), arm_name("heavy ball", str(PERIOD)))
-    at = {
-        (row.arm, row.values[SEED], row.values[LR]): outcome(row.state, result(row))
-        for row in rows
-        if row.arm in arms and row.values[MOMENTUM] == CLAIM_MOMENTUM
-    }
-    lrs = sorted({lr for _, _, lr in at})
+    cells = [cell for cell in settings(rows) if cell.values[MOMENTUM] == CLAIM_MOMENTUM]
+    arms = (arm_name("heavy ball", restart) for restart in ("never", str(PERIOD)))
+    tables = [outcomes((cell for cell in cells if cell.arm == arm), MOMENTUM, LR) for arm in arms]
+    places = sorted({place for table in tables for place in table.index})
+    sides = [table.reindex(places, columns=list(seeds)) for table in tables]
     answers: list[bool | None] = []
     table: list[list[str]] = []
     for seed in seeds:
         table.append([str(seed)])
-        for lr in lrs:
-            never, restarted = (at.get((arm, seed, lr), float("nan")) for arm in arms)
+        for never, restarted in zip(*(side[seed] for side in sides), strict=True):
             remark = fate(restarted, never)
             if remark == MISSING:
                 words, holds = "missing", None
@@ -350,7 +345,7 @@ def _claim_words(rows: Sequence[Row], seeds: Sequence[int]) -> str:
     answer = "not known yet" if None in answers and False not in answers else "yes" if all(answers) else "no"
     return (
         f"Heavy ball at momentum {CLAIM_MOMENTUM:g}: perplexity without restarts / with K={PERIOD}\n"
-        + format_table(["seed", *(f"lr {lr:g}" for lr in lrs)], table)
+        + format_table(["seed", *(f"lr {lr:g}" for _, lr in places)], table)
         + f"\nAt least {CLAIM_RATIO:g} at every learning rate and seed: {answer}."
     )
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from twophase.figures.style import in_words, region_words
 from twophase.figures.thresholds import THRESHOLDS, Curve, curve_of
+from twophase.judge.cells import Paired, outcome
 from twophase.recipes.controls import MOMENTUM_FREE
 from twophase.recipes.demo import arm_name, matched_arm
 from twophase.recipes.paper import PERIOD, RULES
 from twophase.studies._lm import WITHIN
-from twophase.sweeps.table import Row, Setting, geometric_mean, result
+from twophase.sweeps.table import Row, Setting, result
 
 
 def curves_of(rows: Sequence[Row], cells: Sequence[Setting], kind: str) -> list[Curve]:
@@ -42,8 +44,9 @@ def region_title(cells: Sequence[Setting], bound: float) -> str:
 
 def gain_title(rows: Sequence[Row]) -> str:
     """Say what is left of a restart's gain when the step is as long without it."""
-    means = {arm: geometric_mean([r for r in ratios if r is not None]) for arm, ratios in pair_ratios(rows).items()}
-    ratios = {kind: mean for kind in RULES if (mean := means.get(matched_arm(kind))) is not None}
+    by_arm = control_pairs(rows)
+    pairs = {kind: by_arm[matched_arm(kind)] for kind in RULES if matched_arm(kind) in by_arm}
+    ratios = {kind: each.ratio for kind, each in pairs.items() if each.ratio is not None}
     if not ratios:
         return "Nothing is known yet: no control and its partner have both finished"
     word = in_words(
@@ -74,12 +77,11 @@ def threshold_title(panels: Mapping[str, Sequence[Curve]]) -> str:
     return f"A restart every {PERIOD} rounds {word}, over {len(THRESHOLDS)} thresholds: {counts}"
 
 
-def pair_ratios(rows: Sequence[Row]) -> dict[str, list[float | None]]:
-    """Divide the perplexity of every control by that of what it controls, by arm; None where either has none."""
-    by_run = {row.run: result(row) for row in rows}
-    ratios: dict[str, list[float | None]] = {}
+def control_pairs(rows: Sequence[Row]) -> dict[str, Paired]:
+    """Compare every control with what it controls, by arm; each of their runs is a pair."""
+    logs = {row.run: math.log(outcome(row.state, result(row))) for row in rows}
+    gaps: dict[str, list[float]] = {}
     for row in rows:
-        if row.control_of in by_run:
-            mine, other = result(row), by_run[row.control_of]
-            ratios.setdefault(row.arm, []).append(mine / other if mine and other else None)
-    return ratios
+        if row.control_of in logs:
+            gaps.setdefault(row.arm, []).append(logs[row.run] - logs[row.control_of])
+    return {arm: Paired(tuple(every)) for arm, every in gaps.items()}
