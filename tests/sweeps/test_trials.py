@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,8 +86,13 @@ def test_another_study_in_the_journal_stays(tmp_path: Path) -> None:
     assert set(optuna.get_all_study_names(open_storage(tmp_path))) == {"mine", f"twophase-{SMALL.identity}-perplexity"}
 
 
-def test_a_torn_journal_is_written_anew(tmp_path: Path) -> None:
-    """Half a line that a crash has left costs no trial: the study is a view of the folder. Other damage is refused."""
+def test_a_torn_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a line that a crash has left costs no trial, and a lock of an earlier version no second.
+
+    Other damage is refused.
+    """
+    monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("the lock is waited for"))
+    (tmp_path / f"{TRIALS}.lock").touch()
     Trials(SMALL, tmp_path).record({FIRST: summary(3.0)}, {})
     with (tmp_path / TRIALS).open("a") as file:
         file.write('{"op_code":4,"worker_')

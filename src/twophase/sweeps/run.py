@@ -372,7 +372,7 @@ class _Call:
     def write(self) -> None:
         """Bring trials and table up to date."""
         try:
-            # Reopened after a failure, which drops a journal with half a line: Optuna would append to that.
+            # Opened anew after a failure: what Optuna has read may differ from the file.
             self.trials = self.trials or Trials(self.sweep, self.work.folder)
             self.trials.record(self.summaries, self.errors)
             self.unrecorded = ""

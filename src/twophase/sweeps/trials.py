@@ -7,6 +7,7 @@ FAIL. The study is a view of the sweep's folder: only the process that runs the 
 
 from __future__ import annotations
 
+import json
 import math
 import warnings
 from collections.abc import Iterator, Mapping
@@ -17,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from twophase.base.config import UsageError
-from twophase.base.reading import read_bytes
+from twophase.base.files import append_line
+from twophase.base.reading import check_regular
 from twophase.sweeps.grid import Sweep, text_of
 
 if TYPE_CHECKING:
@@ -26,8 +28,6 @@ if TYPE_CHECKING:
 TRIALS = "trials.journal"
 VALUE = "perplexity"
 """Quantity of a trial's value; it ends the study's name."""
-_LOCK_SECONDS = 3
-"""How long a lock on the journal may stay that a killed process has left; writing a line takes milliseconds."""
 
 
 class Trials:
@@ -111,14 +111,21 @@ def _distribution(optuna: Any, values: list[Any]) -> Any:
 def open_storage(folder: Path) -> BaseStorage:
     """Open the journal in a sweep's folder; refuse it where Optuna is missing, or folder or journal cannot be used."""
     optuna, path = _optuna(), folder / TRIALS
-    journal = optuna.storages.journal
+    from optuna.storages import journal  # noqa: PLC0415 - an extra
+
+    class Journal(journal.JournalFileBackend):
+        """A journal whose lock the system frees at its writer's death, and that cuts off half a line of a crash."""
+
+        def append_logs(self, logs: list[dict[str, Any]]) -> None:
+            """Append the lines under that lock."""
+            append_line(path, "".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs).encode())
+
     try:
-        if path.exists() and not read_bytes(path).endswith(b"\n"):
-            path.unlink()  # a crash has torn the last line, to which Optuna would append; every trial is written again
+        if path.exists():
+            check_regular(path)  # a pipe would block
         with warnings.catch_warnings(), _damage_named(path):
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            lock = journal.JournalFileOpenLock(str(path), _LOCK_SECONDS)
-            return optuna.storages.JournalStorage(journal.JournalFileBackend(str(path), lock_obj=lock))
+            return journal.JournalStorage(Journal(str(path)))
     except OSError as error:
         raise UsageError(f"--out {folder}: cannot be used ({error.strerror}); choose another --out") from None
 
