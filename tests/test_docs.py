@@ -287,19 +287,28 @@ def test_counts_of_the_performance_page(capsys: pytest.CaptureFixture[str]) -> N
     assert set(rows) <= set(shown.splitlines())
 
 
+def exists(name: str) -> bool:
+    """Tell whether a dotted name leads somewhere."""
+    try:
+        resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
 def test_theory_page_names_what_exists() -> None:
     """Every result R1 to R33 has a row whose functions and tests exist; so has every error of the paper."""
     text = "".join((ROOT / "docs" / f"theory-{name}.md").read_text(encoding="utf-8") for name in ("results", "limits"))
     rows = dict(re.findall(r"^\| (R[0-9]+) \| (.*) \|$", text, re.MULTILINE))
     assert list(rows) == [f"R{n}" for n in range(1, 34)]
     assert re.findall(r"^\| (E[0-9]+) \|", text, re.MULTILINE) == [f"E{n}" for n in range(1, 19)]
-    homes = [import_module(name) for name in ("twophase.theory", "twophase.restart", "twophase")]
     for number, row in rows.items():
         *_, functions, tests = row.split(" | ")
-        names = re.findall(r"`(?:[a-z]+\.)?([A-Za-z_]+)(?:\.[a-z]+)?`", functions)
+        names = re.findall(r"`([A-Za-z_.]+)`", functions)
         assert names, number
         for name in names:
-            assert any(hasattr(home, name) for home in homes), f"{number}: no function {name}"
+            homes = ("twophase.theory", "twophase.restart", "twophase")
+            assert any(exists(f"{home}.{name}") for home in homes), f"{number}: no function {name}"
         places = re.findall(r"`([a-z0-9_/]+\.py)::([a-z0-9_]+)`", tests)
         assert places, number
         for path, name in places:
