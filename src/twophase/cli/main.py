@@ -61,8 +61,9 @@ def _overview() -> str:
 def _complain(where: str, text: str, what: str = "error", status: int = 2) -> int:
     rank = os.environ.get("RANK", "0")
     if rank != "0":
-        # Most mistakes are in every process, and torchrun ends all when one has ended: let rank 0 report first.
-        time.sleep(2)
         where = f"{where} (process {rank})"
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            # Most mistakes are in every process, and torchrun ends all when one has ended: let rank 0 report first.
+            time.sleep(2)
     print(f"{where}: {what}: {text}", file=sys.stderr)
     return status
