@@ -205,7 +205,8 @@ def read_record(path: Path, paths: Collection[str] = ()) -> RunRecord:
     record = RunRecord(path)
     record.problems += [f"{name} is missing." for name in (CONFIG, ENV, ROUNDS, METRICS) if not (path / name).is_file()]
     try:
-        record.config = flatten(load_yaml(path / CONFIG)) if (path / CONFIG).is_file() else {}
+        tree = load_yaml(path / CONFIG) if (path / CONFIG).is_file() else {}
+        record.config = flatten(tree)
     except UsageError as error:  # in whose words the file was an option
         fault = str(error).removeprefix(f"--config {path / CONFIG}: ")
         raise UsageError(
@@ -219,7 +220,7 @@ def read_record(path: Path, paths: Collection[str] = ()) -> RunRecord:
     record.summary = _json_object(path / SUMMARY) or None
     if record.summary is None:
         record.problems.append("The run has not finished: there is no summary.json yet.")
-    elif record.config and read_summary(path) is None:
+    elif record.config and read_summary(path, fingerprint(tree)) is None:
         record.problems.append(
             "summary.json does not fit the run's configuration, or lacks a value; its numbers are shown as they are."
         )
