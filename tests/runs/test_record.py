@@ -50,6 +50,21 @@ def test_a_recorded_loop_is_named(tmp_path: Path) -> None:
         run_config(tmp_path, dict)
 
 
+@pytest.mark.parametrize(
+    ("environment", "config", "unit"),
+    [
+        ({"loss_unit": "bits a byte"}, {"task.name": "digits"}, " bits a byte"),
+        ({"loss_unit": ""}, {}, ""),
+        ({}, {"task.name": "digits"}, ""),
+        ({}, {"recorded": True}, ""),
+        ({"loss_unit": 3}, {}, " nats a token"),
+    ],
+)
+def test_unit_of_the_losses(environment: dict[str, Any], config: dict[str, Any], unit: str) -> None:
+    """The unit is the one that the task has described; earlier versions recorded none, and had one task with a unit."""
+    assert RunRecord(Path(), config, environment).unit == unit
+
+
 def test_missing_rounds_are_named(tmp_path: Path) -> None:
     """Nothing is said of a sound folder; a gap, as a late joiner leaves it, is a sentence with its length and place."""
     record = changed(tmp_path / "sound", lambda lines: lines)

@@ -30,6 +30,7 @@ from twophase.cli.main import main
 from twophase.diloco.communicator import SingleProcess
 from twophase.report.results import Run, Sweep
 from twophase.runs.folder import read_lines
+from twophase.runs.record import read_record
 from twophase.tasks import build, digits, hf, named
 from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.named import config_class, name_of
@@ -147,6 +148,7 @@ def test_report_and_diagnosis_of_a_run(capsys: pytest.CaptureFixture[str]) -> No
         assert main([command, "run"]) == 0
     assert "None" not in capsys.readouterr().out
     assert "Tokens" not in Path("run", "report.html").read_text()
+    assert read_record(Path("run")).unit == ""
     kind = named.task_class("rings.py:Rings")
     assert name_of(kind) == "rings.py:Rings"
     again = twophase.train(kind(width=12), SHORT, "object", quiet=True)
@@ -255,6 +257,7 @@ def test_token_shards_of_a_model_of_transformers(tmp_path: Path, capsys: pytest.
         assert thing in capsys.readouterr().err
     few = [*train, *sizes, "--task.batch-size", "2"]
     assert main([*few, "--task.corpus", f"tokens:{bins}"]) == 0
+    assert read_record(Path("run")).unit == " nats a token"
     shardmaker.flip(shards / "train-00000.bin")
     capsys.readouterr()
     assert main([*few[:-1], "2", "--task.corpus", f"tokens:{shards}", "--verify", "--out", "damaged"]) == 2

@@ -133,6 +133,7 @@ def test_few_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     summary = read_summary(tmp_path / "run")
     assert summary is not None
     assert (summary["exit_reason"], summary["tokens"]) == ("finished", 22 * 2 * BATCH * T)
+    assert json.loads((tmp_path / "run" / "env.json").read_text())["loss_unit"] == "nats a token"
 
 
 # -------------------------------------------------------------------------------------------------- recipes and devices

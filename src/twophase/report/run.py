@@ -119,7 +119,7 @@ def result_words(record: RunRecord) -> str:
         return f"{record.state}: {', '.join(words)}"
     for name in ("perplexity", "validation_loss", "train_loss"):
         if values := finite(record.metrics.get(name, np.array([]))):
-            unit = " a token" if record.unit else ""
+            unit = record.unit.removeprefix(" nats")
             return f"{record.state}: last {name.replace('_', ' ')} {values[-1]:.4g}{unit}"
     return f"{record.state}: no loss recorded"
 
@@ -143,7 +143,7 @@ def _summary(record: RunRecord, diagnosis: Diagnosis) -> Html:
 
     perplexity = quantity("perplexity", " a token") or last("perplexity", " a token")
     is_recorded = record.config.get(RECORDED) is True
-    has_tokens = bool(record.unit) or "perplexity" in summary
+    has_tokens = record.unit.endswith(" a token") or "perplexity" in summary
     facts: dict[str, Any] = {
         "Outer optimizer": outer_words(diagnosis) or "unknown",
         "Restart policy": record.restart,

@@ -102,7 +102,11 @@ class RunRecord:
 
     @property
     def unit(self) -> str:
-        """Unit of its losses; empty if a loop of the user or a task with a name has trained it."""
+        """Unit of its losses as the task describes it, after a space; empty without one."""
+        unit = self.environment.get("loss_unit")
+        if isinstance(unit, str):
+            return f" {unit}" if unit else ""
+        # Earlier versions recorded none: theirs is the language model's, unless the configuration names another task.
         return "" if self.config.get(RECORDED) is True or "task.name" in self.config else " nats a token"
 
     @property

@@ -153,6 +153,7 @@ class HuggingFace:
             **self._corpus.description,
             "model": self._config.to_diff_dict(),
             "weights": self._weights_digest if self.weights else {},
+            "loss_unit": "nats a token",
         }
 
     @cached_property

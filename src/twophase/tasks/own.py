@@ -116,14 +116,15 @@ class OwnTask:
         """Return what identifies model and data; `fingerprint` changes with it, and with the code of the class."""
         identity = self._call("describe") if hasattr(self.task, "describe") else {}
         try:
-            text = json.dumps(identity, sort_keys=True)
             description = dict(identity)
+            unit = {"loss_unit": description.pop("loss_unit", "")}  # for pages alone
+            text = json.dumps(description, sort_keys=True)
         except (TypeError, ValueError) as error:
             raise self._refusal(f"describe() holds what is not JSON ({error}); return plain values by name") from None
         values = json.dumps([text, to_tree(self.options), self.source()], sort_keys=True)
         digest = description.pop("fingerprint", None)
         text = values if digest is None else f"{values}{digest}"
-        return {"task": self.name, **description, "fingerprint": hashlib.sha256(text.encode()).hexdigest()}
+        return {"task": self.name, **description, **unit, "fingerprint": hashlib.sha256(text.encode()).hexdigest()}
 
     def source(self) -> str:
         """Return digits of the file of the task's class and of its bases in the same folder.

@@ -360,8 +360,10 @@ class Trainer:
         }
 
     def environment(self) -> dict[str, Any]:
-        """Return versions, machine and data, for `env.json`."""
-        return environment(self.compute.device) | {"corpus": dict(self.data)}
+        """Return versions, machine, unit of the losses and data, for `env.json`."""
+        data = dict(self.data)
+        unit = data.pop("loss_unit", "")
+        return environment(self.compute.device) | {"loss_unit": unit, "corpus": data}
 
 
 @dataclasses.dataclass

@@ -68,8 +68,8 @@ class LanguageTask:
         return numbers(total_nats(model, there[0], there[1], batch), targets, self.corpus.token_bytes)
 
     def describe(self) -> dict[str, Any]:
-        """Describe the corpus."""
-        return self.corpus.description
+        """Describe the corpus, and the unit of the loss."""
+        return self.corpus.description | {"loss_unit": "nats a token"}
 
     def data_fault(self, *, wait: bool = False) -> str:
         """Return what is wrong with token files that were taken on trust; `wait` until all are read."""
