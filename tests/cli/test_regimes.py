@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from twophase.base.config import UsageError
 from twophase.cli import regimes
 from twophase.cli.regimes import run_regimes, signals
 from twophase.recipes.bench import TREATMENTS, Place, regime_cells
@@ -30,6 +31,13 @@ def test_signals_of_a_record(tmp_path: Path) -> None:
     assert measured["cosine"] == pytest.approx(0.25)
     assert measured["shrunk"] == 1 - 0.5 / 4
     assert measured["agreement"] == 0.5
+
+
+def test_another_table_stays(tmp_path: Path) -> None:
+    """A file in the place of the table is not replaced."""
+    (tmp_path / "regimes.csv").write_text("mine")
+    with pytest.raises(UsageError, match=r"would replace .*regimes\.csv, which is there and holds something else"):
+        run_regimes(tmp_path, places=[SMALL], workers=1, quiet=True)
 
 
 @pytest.mark.slow

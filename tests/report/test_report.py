@@ -371,6 +371,16 @@ def test_a_watch_writes_the_pages_of_runs_that_changed(sweep_folder: Path, monke
     assert pages_by_turn == [set(pages), {changed}, set()]
 
 
+def test_a_page_of_a_run_replaces_no_other_file(sweep_folder: Path) -> None:
+    """A file in the place of a run's page stays as it is, and the sweep's page says so."""
+    first, *others = sorted((sweep_folder / "runs").iterdir())
+    for folder in others:
+        shutil.rmtree(folder)
+    (first / "report.html").write_text("mine")
+    assert "report.html: holds something else than a page" in written(sweep_folder, "--runs")
+    assert (first / "report.html").read_text() == "mine"
+
+
 def test_a_paired_control_stands_with_its_pairs(tmp_path: Path) -> None:
     """The map of a paired control has the axes of what it is paired with, no empty cell, and its own values in it."""
     (tmp_path / "cells.csv").write_text(
@@ -592,6 +602,7 @@ MISTAKES: dict[str, Callable[[Path, Path], list[object]]] = {
         damage(sweep, "cells.csv", (sweep / "cells.csv").read_text().splitlines()[0] + "\n")
     ],
     "values); repeat the sweep": lambda _, sweep: [damage(sweep, "cells.csv", (sweep / "cells.csv").read_text()[:-40])],
+    "verdict.md, which is there and holds something else": lambda _, sweep: [damage(sweep, "verdict.md", "mine")],
     "sweep.json: is damaged": lambda _, sweep: [damage(sweep, "sweep.json", "{")],
     "sweep.json: is damaged ('cells')": lambda _, sweep: [damage(sweep, "sweep.json", '{"base": {}}')],
 }

@@ -10,6 +10,7 @@ from typing import Any
 
 from twophase.base.files import table_text, write_atomic
 from twophase.cli.sweeping import complete
+from twophase.figures.style import check_numbers
 from twophase.recipes.bench import PLACES, Place, regime_cells
 from twophase.runs.folder import ROUNDS
 from twophase.sweeps.grid import Sweep
@@ -32,6 +33,7 @@ def run_regimes(
         A row for each run, with what was measured in those of averaging.
     """
     out.mkdir(parents=True, exist_ok=True)
+    check_numbers([out / RESULTS], "place,arm,inner.lr,seed,result", f"--out {out}")
     rows: list[dict[str, Any]] = []
     for place in places:
         if place.few:

@@ -14,6 +14,7 @@ from twophase.base.config import UsageError
 from twophase.base.files import write_atomic
 from twophase.base.progress import meter
 from twophase.cli.commands import config_paths
+from twophase.figures.style import check_numbers
 from twophase.judge.verdict import WITHIN, verdict
 from twophase.judge.verdict_text import describe, part_stem, write
 from twophase.report.overlay import MOST_RUNS, common_folder, overlay
@@ -26,6 +27,8 @@ from twophase.runs.record import RunRecord, is_run, read_record
 from twophase.sweeps.work import RUNS
 
 _States = dict[Path, list[tuple[int, int]]]
+_VERDICT = '{\n "within": '
+"""Beginning of a `verdict.json`."""
 
 
 def write_pages(options: argparse.Namespace) -> None:
@@ -35,8 +38,10 @@ def write_pages(options: argparse.Namespace) -> None:
     usual = common_folder(options.folders) / COMPARE if several else options.folders[0] / REPORT
     # A part of a sweep has a separate page, and a separate verdict.
     page = options.out or usual.with_name(part_stem(usual.stem, _where(options)) + usual.suffix)
-    if page.is_file() and not _may_be_replaced(page):
-        raise UsageError(f"--out {page}: holds something else than a page, such as a file of the run; name a new file")
+    _check_page(page)
+    if is_sweep(options.folders[0]):
+        stem = options.folders[0] / part_stem("verdict", _where(options))
+        check_numbers([stem.with_name(f"{stem.name}.{kind}") for kind in ("md", "json")], _VERDICT, str(stem.parent))
     states: _States = {}
     if options.watch is not None:
         print(f"watching {' '.join(map(str, options.folders))}; the page is {page}, Ctrl-C ends the watch", flush=True)
@@ -69,10 +74,12 @@ def _check(options: argparse.Namespace) -> None:
             raise UsageError(f"--{name} is for sweeps, and {folders[0]} is not the folder of one; leave it out")
 
 
-def _may_be_replaced(path: Path) -> bool:
-    """Return whether a file is empty or a page: one of a run's own would be lost."""
-    with path.open("rb") as file:
-        return file.read(len(DOCTYPE)) in (b"", DOCTYPE.encode())
+def _check_page(page: Path) -> None:
+    """Refuse to replace a file that is neither empty nor a page, such as one of a run."""
+    if page.is_file():
+        with page.open("rb") as file:
+            if file.read(len(DOCTYPE)) not in (b"", DOCTYPE.encode()):
+                raise UsageError(f"{page}: holds something else than a page; name a new file, or move this one away")
 
 
 def _where(options: argparse.Namespace) -> dict[str, str]:
@@ -154,6 +161,7 @@ def _write_runs(runs: Path, page: Path, states: _States) -> list[str]:
         for count, (folder, state) in enumerate(changed.items(), start=1):
             try:
                 record = _read(folder)
+                _check_page(folder / REPORT)
             except UsageError as error:  # the other runs still get their pages
                 faults.append(str(error))
                 continue
