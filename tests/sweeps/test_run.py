@@ -291,6 +291,10 @@ def test_run_folders_may_be_shared(tmp_path: Path, command: list[str]) -> None:
     assert counts(run_sweep(large, tmp_path / "large", workers=1, command=command, runs=runs)) == (1, 0, 0, 2)
     assert tries(tmp_path, large) == [1, 1, 1]
     assert states(tmp_path / "large") == ["finished"] * 3
+    (tmp_path / "elsewhere").mkdir()
+    moved = (tmp_path / "small").rename(tmp_path / "elsewhere" / "small")
+    with pytest.raises(UsageError, match=rf"--out {moved}: its runs are in .*/runs, which is not there; move"):
+        run_sweep(small, moved, workers=1, command=command)
 
 
 # ------------------------------------------------------------------------------------------------------------- trials

@@ -254,9 +254,15 @@ def _planned(
     if not path.exists() or path.read_text(encoding="utf-8") != text:  # new, or extended
         write_atomic(path, text)
     (folder / FIGURES).mkdir(exist_ok=True)
-    if runs is not None and not place.exists():
+    if runs is not None:
         runs.mkdir(parents=True, exist_ok=True)
-        place.symlink_to(os.path.relpath(runs, folder), target_is_directory=True)
+        if not place.is_symlink() and not place.exists():
+            place.symlink_to(os.path.relpath(runs, folder), target_is_directory=True)
+    if place.is_symlink() and not place.exists():
+        raise UsageError(
+            f"--out {folder}: its runs are in {folder / place.readlink()}, which is not there; move that folder along, "
+            "or this one back"
+        )
     place.mkdir(exist_ok=True)
     if old is not None and old.spec == sweep.identity:
         return old
