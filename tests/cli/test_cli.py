@@ -264,6 +264,21 @@ def test_stopped_by_a_signal(
     assert weights[0] == weights[1]
 
 
+@pytest.mark.parametrize("under_torchrun", [False, True])
+def test_rank_0_reports_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], under_torchrun: bool
+) -> None:
+    """A refusal of another rank names it, and waits only under torchrun, which ends all ranks with the first one."""
+    waits: list[float] = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    monkeypatch.setenv("RANK", "1")
+    if under_torchrun:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert cli.main(["trian"]) == 2
+    assert "(process 1): error: " in capsys.readouterr().err
+    assert bool(waits) == under_torchrun
+
+
 def test_a_bare_train_averages(capsys: pytest.CaptureFixture[str]) -> None:
     """Without a word about the outer optimizer the recommended default holds; with one, DiLoCo's usual values."""
     for words, lr, momentum, schedule in (
