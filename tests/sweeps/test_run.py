@@ -297,6 +297,20 @@ def test_run_folders_may_be_shared(tmp_path: Path, command: list[str]) -> None:
         run_sweep(small, moved, workers=1, command=command)
 
 
+def test_a_folder_that_is_moved_meanwhile(tmp_path: Path, command: list[str]) -> None:
+    """The failure says so; what was finished is there in the new place."""
+    sweep, place, moved = sweep_of("ok", "ok"), tmp_path / "sweep", tmp_path / "moved"
+
+    def move(status: Status) -> None:
+        if status.event == "finished" and place.exists():
+            place.rename(moved)
+
+    with pytest.raises(RuntimeError, match=rf"^{place}: was moved or removed during the sweep; .* --out"):
+        run_sweep(sweep, place, workers=1, command=command, progress=move)
+    assert run_sweep(sweep, moved, workers=1, command=command).skipped >= 1
+    assert states(moved) == ["finished"] * 2
+
+
 # ------------------------------------------------------------------------------------------------------------- trials
 
 

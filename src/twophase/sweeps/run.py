@@ -157,7 +157,8 @@ def run_sweep(
 
     Raises:
         UsageError: no Optuna, workers < 0, or a folder of another sweep, in use or not writable; nothing is changed.
-        RunError: the workers cannot be started, or die one after the other, or the trials cannot be written.
+        RunError: the workers cannot be started, or die one after the other, the trials cannot be written, or the
+            folder was moved.
         KeyboardInterrupt: after the workers have been told to stop and have ended.
     """
     if not isinstance(workers, Integral) or workers < 0:
@@ -193,6 +194,12 @@ def run_sweep(
                 with contextlib.suppress(OSError):
                     path.unlink()
         return call.outcome()
+    except FileNotFoundError:
+        if folder.exists():
+            raise
+        raise RunError(
+            f"{folder}: was moved or removed during the sweep; repeat the command with --out where it is now"
+        ) from None
     finally:
         os.close(lock)
 
