@@ -49,7 +49,7 @@ def train(
             checkpoint and returns early with `exit_reason` "stopped" and no summary on disk.
 
     Returns:
-        The summary: validation loss and perplexity, tokens, seconds, diverged or not, exit reason.
+        The summary: held-out numbers, tokens, seconds, diverged or not, exit reason.
 
     Raises:
         UsageError: an impossible configuration, corpus, device or checkpoint.
@@ -173,7 +173,7 @@ def _take(run: Trainer, folder: RunFolder, ending: Ending, record: dict[str, Any
     """Adopt and write the result of a run that has ended without this replica; return its summary."""
     if record["config"] != run.identity:
         raise UsageError(
-            f"--run-record {ending.path}: holds the end of another run, with another configuration or other texts; "
+            f"--run-record {ending.path}: holds the end of another run, with another configuration or other data; "
             "choose another --out, or another file"
         )
     summary, source, here = record["summary"], Path(record["folder"]), folder.path / WEIGHTS

@@ -98,7 +98,7 @@ class Trainer:
                 signals=FOR_POLICIES,
                 # No reference cycle: the models' memory is freed with the run, and not by the garbage collector.
                 probe=lambda *arguments: this._probe(*arguments),  # noqa: PLW0108 - its bound method holds the run
-                alike={"texts": self.data_fingerprint[:12], "training code": self._source()} | _alike(config),
+                alike={"data": self.data_fingerprint[:12], "training code": self._source()} | _alike(config),
             )
         except ValueError as error:  # processes, or fragments, that do not fit
             raise UsageError(str(error)) from None
@@ -152,7 +152,7 @@ class Trainer:
 
     @property
     def identity(self) -> str:
-        """Digest of the values that all replicas of a run share: the configuration and the texts."""
+        """Digest of the values that all replicas of a run share: the configuration and the data."""
         return short_hash(json.dumps([self.data_fingerprint, _alike(self.config)], sort_keys=True, default=str))
 
     def adopt(self, weights: Path, checksum: str) -> bool:
