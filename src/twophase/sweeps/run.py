@@ -267,8 +267,8 @@ def _planned(
             place.symlink_to(os.path.relpath(runs, folder), target_is_directory=True)
     if place.is_symlink() and not place.exists():
         raise UsageError(
-            f"--out {folder}: its runs are in {folder / place.readlink()}, which is not there; move that folder along, "
-            "or this one back"
+            f"--out {folder}: its runs are in {place.resolve()}, which is not there; move that folder along, or this "
+            "one back"
         )
     place.mkdir(exist_ok=True)
     if old is not None and old.spec == sweep.identity:
