@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -110,8 +109,10 @@ def _distribution(optuna: Any, values: list[Any]) -> Any:
 
 def open_storage(folder: Path) -> BaseStorage:
     """Open the journal in a sweep's folder; refuse it where Optuna is missing, or folder or journal cannot be used."""
-    optuna, path = _optuna(), folder / TRIALS
+    _optuna()
     from optuna.storages import journal  # noqa: PLC0415 - an extra
+
+    path = folder / TRIALS
 
     class Journal(journal.JournalFileBackend):
         """A journal whose lock the system frees at its writer's death, and that cuts off half a line of a crash."""
@@ -123,8 +124,7 @@ def open_storage(folder: Path) -> BaseStorage:
     try:
         if path.exists():
             check_regular(path)  # a pipe would block
-        with warnings.catch_warnings(), _damage_named(path):
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        with _damage_named(path):
             return journal.JournalStorage(Journal(str(path)))
     except OSError as error:
         raise UsageError(f"--out {folder}: cannot be used ({error.strerror}); choose another --out") from None
