@@ -34,7 +34,7 @@ from elastic import (
     until,
     wake,
 )
-from forked import places
+from forked import call, places
 from namespaces import Hub, Place, Refused, joined
 from twophase.base.config import dump_yaml, with_values
 from twophase.cli.main import main
@@ -46,7 +46,7 @@ from twophase.training.train import train
 
 pytestmark = [
     pytest.mark.dist,
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(240, func_only=True),  # without the fixtures, for which a busy machine takes minutes
     pytest.mark.skipif(sys.platform != "linux", reason="torchft is for Linux"),
 ]
 PERIOD = 3
@@ -72,6 +72,7 @@ KINDS["long"] = {"steps": 96}  # a replica that has been away for long needs tim
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
     """18 rounds of 4 inner steps, a restart after every third."""
+    assert call("--version").returncode == 0  # waits for the fork server, which imports torch
     text = textmaker.write(tmp_path_factory.mktemp("faults") / "text.txt")
     config = TrainConfig(
         model=ModelConfig(layers=1, hidden_size=16, intermediate_size=24),
