@@ -73,14 +73,16 @@ $(VENV)/.installed-gate: $(VENV)/.installed-dev
 	@$(PIP) -e '.[gate]'
 	@touch $@
 
-# torchtitan pins an older datasets than ours, so it has an environment of its own, which borrows torch from $(VENV)
+# torchtitan pins an older datasets than ours, so it has an environment of its own, which borrows torch from $(VENV), and
+# with the .pth files there coverage, which counts in processes that tests start
 TITAN := .venv-torchtitan
 setup-torchtitan: $(TITAN)/.installed
 $(TITAN)/.installed: $(VENV)/.installed-dev constraints-torchtitan.txt
 	@echo "making $(TITAN)"
 	@$(BIN)/python -m venv $(TITAN)
 	@$(BIN)/python -c 'import pathlib, sysconfig as s; a = pathlib.Path(s.get_path("purelib")); \
-	  b = pathlib.Path("$(TITAN)").resolve() / a.relative_to(s.get_path("data")); (b / "base.pth").write_text(f"{a.resolve()}\n")'
+	  b = pathlib.Path("$(TITAN)").resolve() / a.relative_to(s.get_path("data")); \
+	  (b / "base.pth").write_text(f"import site; site.addsitedir(\"{a.resolve()}\")\n")'
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(TITAN)/bin/python -m pip install --quiet --no-deps -r constraints-torchtitan.txt
 	@touch $@
 
@@ -104,8 +106,9 @@ $(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
 	  pytorch-optimizer -e '.[plot,sweep,slurm,studies,data,hf,trainer,lightning,schedulefree,tensorboard]'
 	@touch $@
 
-# with Triton, whose interpreter runs the kernels of a GPU
+# with Triton, whose interpreter runs the kernels of a GPU, and where it can be installed with torchtitan
 coverage: $(VENV)/.installed-gate
+	@$(MAKE) setup-torchtitan || echo "no environment for torchtitan: its tests are not counted"
 	@$(BIN)/python -m pytest -n 2 --dist worksteal --cov $(ARGS)
 
 check: setup-dev
