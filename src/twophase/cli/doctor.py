@@ -203,7 +203,7 @@ def _places() -> Iterator[Check]:
 
 
 def _requirements(extra: str = "") -> dict[str, str]:
-    """Return name and version range of what the package needs, or of what an extra adds, its own extras included."""
+    """Return name and version range of what the package needs, or of what an extra adds; the build resolves its own."""
     from packaging.requirements import Requirement
 
     ranges: dict[str, str] = {}
@@ -211,11 +211,7 @@ def _requirements(extra: str = "") -> dict[str, str]:
         always, here = (wanted.marker is None or wanted.marker.evaluate({"extra": name}) for name in ("", extra))
         if not here or (extra and always):
             continue
-        if wanted.name == _NAME:
-            for inner in sorted(wanted.extras):
-                ranges |= _requirements(inner)
-        else:
-            ranges[wanted.name] = str(wanted.specifier)
+        ranges[wanted.name] = str(wanted.specifier)
     return ranges
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, BroadcastOptions
+from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions
 
 from twophase.diloco.communicator import Communicator, Done, Interrupted, Pending
 
@@ -44,9 +44,7 @@ class Collectives(Communicator):
         return self._launch(lambda group: group.allreduce([tensor], AllreduceOptions()), sent, tensor)
 
     def launch_scatter(self, received: Tensor, sent: Tensor) -> Pending:
-        """All-to-all."""
-        if self.size == 1:
-            received.copy_(sent)
+        """All-to-all, between two processes or more."""
         return self._launch(
             lambda group: group.alltoall_base(received, sent, [], [], AllToAllOptions()),
             (self.size - 1) * sent.nbytes // self.size,
@@ -64,10 +62,6 @@ class Collectives(Communicator):
             received,
             sent,
         )
-
-    def broadcast(self, tensor: Tensor) -> None:
-        """Broadcast from process 0."""
-        self._launch(lambda group: group.broadcast([tensor], BroadcastOptions()), 0, tensor).wait()
 
     def exchange_bytes(self, sent: bytes, *, in_replica: bool = False) -> list[bytes]:
         """All-gather; a replica is one process."""

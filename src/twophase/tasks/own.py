@@ -127,21 +127,13 @@ class OwnTask:
         return {"task": self.name, **description, **unit, "fingerprint": hashlib.sha256(text.encode()).hexdigest()}
 
     def source(self) -> str:
-        """Return digits of the file of the task's class and of its bases in the same folder.
-
-        Of a class of a notebook, and of a shipped one, return the name.
-        """
+        """Return digits of the file of the task's class and of its bases beside it; of a shipped class, the name."""
         if type(self.task).__module__.startswith("twophase."):
             return type(self.task).__qualname__
-        try:
-            place = Path(inspect.getfile(type(self.task)))
-            bases = [sys.modules[kind.__module__] for kind in type(self.task).__mro__]
-            files = {Path(file) for module in bases if (file := getattr(module, "__file__", None))}
-            return source_digest(
-                {place, *(file for file in files if file.absolute().parent == place.absolute().parent)}
-            )
-        except (OSError, TypeError):
-            return type(self.task).__qualname__
+        place = Path(inspect.getfile(type(self.task)))
+        bases = [sys.modules[kind.__module__] for kind in type(self.task).__mro__]
+        files = {Path(file) for module in bases if (file := getattr(module, "__file__", None))}
+        return source_digest({place, *(file for file in files if file.absolute().parent == place.absolute().parent)})
 
     def check(self, device: torch.device) -> None:
         """Try the task: twice the same model, batch, loss and evaluation, the last two finite.
