@@ -24,3 +24,6 @@ def test_a_full_memory_is_told(words: str) -> None:
     assert not is_out_of_memory(UsageError("--outer.lr is -1"))
     assert not is_out_of_memory(RuntimeError("[enforce fail at inline_container.cc:659] . unexpected pos 1"))
     assert not is_out_of_memory(RuntimeError(""))
+    broken = ImportError("Error importing numpy")
+    broken.__cause__ = OSError(words)
+    assert is_out_of_memory(broken)

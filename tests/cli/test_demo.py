@@ -13,7 +13,7 @@ from runmaker import SUM, write_run
 from twophase.cli import demo as command
 from twophase.cli.main import main
 from twophase.recipes.demo import demo
-from twophase.sweeps.grid import Cell
+from twophase.sweeps.grid import Cell, Sweep
 from twophase.sweeps.table import write_rows
 
 
@@ -77,16 +77,34 @@ def test_another_folder_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "Compared" not in capsys.readouterr().out
 
 
-def test_the_ending_names_the_page_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Findings come first, in the terminal's width; then table, figures, a next command, and the page."""
-    monkeypatch.setenv("COLUMNS", "60")
-    sweep = demo(quick=True)
+def test_the_ending_names_the_page_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Figures and the table of arms come first, also of a demo that was stopped, whose status stays.
+
+    Then findings, in the terminal's width; then table, figures, a next command, and the page.
+    """
 
     def value(cell: Cell) -> float:
         return 8.0 + cell.config.outer.momentum
 
-    lines = command._ending(rows(sweep, value), sweep, tmp_path).splitlines()
-    assert next(line.split()[0] for line in lines if line) == "Compared:"
+    def run(sweep: Sweep, out: Path, _: Any, *, results: Any, picture: Any, **more: Any) -> int:
+        assert " demo --quick --verbose --out" in more["repeat"]
+        (out / "figures").mkdir()
+        results_of_runs = rows(sweep, value)
+        assert "lr" in picture(results_of_runs).plain
+        write_rows(out / "cells.csv", results_of_runs)
+        print(results(results_of_runs, sweep, out))
+        return 130
+
+    monkeypatch.setattr("twophase.cli.sweeping.run", run)
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(["demo", "--quick", "--verbose", "--out", str(tmp_path)]) == 130
+    table, ending = capsys.readouterr().out.split("Compared:")
+    assert "no restart" in table
+    lines = ending.splitlines()
     assert [line.split()[0] for line in lines[-4:]] == ["table", "figures", "next", "page"]
     assert lines[-1].endswith("story.html")
     assert max(map(len, lines[:-4])) <= 60
+    assert list((tmp_path / "figures").glob("*.png"))
+    assert "in progress" not in (tmp_path / "story.html").read_text(encoding="utf-8")

@@ -137,6 +137,27 @@ def test_a_connection_that_is_closed_prints_nothing(server: ThreadingHTTPServer,
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), ZeroDivisionError("ours")])
+def test_a_page_that_cannot_be_made(
+    server: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch, capsys: Any, error: Exception
+) -> None:
+    """A file that goes while it is read is a message on the page; a fault of the program, a traceback here."""
+
+    def refuse(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Library, "folder_page", refuse)
+    if isinstance(error, OSError):
+        status, text = ask(server, "/view/a%20b/")
+        assert (status, "cannot be read: Permission denied" in text) == (404, True)
+        return
+    with pytest.raises(http.client.RemoteDisconnected):
+        ask(server, "/view/a%20b/")
+    for thread in [thread for thread in threading.enumerate() if "process_request" in thread.name]:
+        thread.join()
+    assert "ZeroDivisionError: ours" in capsys.readouterr().err
+
+
 def test_the_list(server: ThreadingHTTPServer) -> None:
     """It has a row for each run and sweep with its state and result; the runs of a sweep are on the sweep's page."""
     text = ask(server, "/")[1]
@@ -169,6 +190,8 @@ def test_of_many_folders_the_newest_are_listed(root: Path, monkeypatch: pytest.M
     text = Library(root).list_page()
     assert "The newest 2 of 4 folders below" in text
     assert set(re.findall(r'<a href="/view/([^"]*)">', text)) == {"deep/%3Ci%3E", "damaged"}
+    monkeypatch.setattr("twophase.report.ui._DEEPEST", 1)
+    assert "The newest 2 of 3 folders below" in Library(root).list_page()
 
 
 def test_an_odd_folder_is_one_row(root: Path, server: ThreadingHTTPServer) -> None:
@@ -177,8 +200,11 @@ def test_an_odd_folder_is_one_row(root: Path, server: ThreadingHTTPServer) -> No
     shutil.copytree(root / "a b", odd)
     (odd / "config.yaml").write_text("sync: {restart: 3}\n", encoding="utf-8")
     (root / "config.yaml").write_text("outer: {lr: 0.7}\n", encoding="utf-8")
+    (root / "begun").mkdir()
+    (root / "begun" / "sweep.json").write_text("{}", encoding="utf-8")
     library = Library(root)
     text = library.list_page()
+    assert "no table yet" in text
     for part in ("/view/a%20b", "/view/sweep", "/view/caf%E9"):
         assert f'href="{part}"' in text
     assert library.folder_page([os.fsdecode(b"caf\xe9")])
@@ -188,7 +214,10 @@ def test_an_odd_folder_is_one_row(root: Path, server: ThreadingHTTPServer) -> No
 
 
 def test_a_page_is_made_again_when_a_file_changes(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same page is not made twice; a line more in a log makes it new, in a sweep's run too."""
+    """The same page is not made twice, while it is one of the newest.
+
+    A line more in a log makes it new, in a sweep's run too.
+    """
     made: list[Path] = []
     monkeypatch.setattr(Library, "_page", lambda _, folder: made.append(folder) or str(len(made)))
     library = Library(root)
@@ -198,6 +227,10 @@ def test_a_page_is_made_again_when_a_file_changes(root: Path, monkeypatch: pytes
         assert first == [str(len(made))] * 2
         assert library.folder_page(folder) == str(len(made)) != first[0]
     assert len(made) == 4
+    monkeypatch.setattr("twophase.report.ui._MOST_PAGES", 1)
+    for name in ("sweep", "a b", "sweep"):
+        library.folder_page([name])
+    assert [folder.name for folder in made[4:]] == ["a b", "sweep"]
 
 
 def test_the_command_serves_until_it_is_interrupted(

@@ -425,6 +425,8 @@ PARTS = {"first": r"^0\.", "norm": r"^2\.", "last": r"^3\."}
         (frozen, ["no parameter that requires a gradient"]),
         (lambda: nn.Linear(2, 2).parameters(), ["holds a Parameter", "the module itself"]),
         (list, ["replicas is empty", "at least one"]),
+        (lambda: [nn.Linear(2, 2), 3], ["holds a int", "a list of modules"]),
+        (lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")), ["on several devices"]),
         (lambda: [nn.Linear(2, 2)] * 2, ["share parameters", "copy.deepcopy()"]),
         (shared, ["share parameters", "copy.deepcopy()"]),
         (lambda: nn.ParameterDict({"z": torch.zeros(2).to(torch.complex64)}), ["'z'", "complex64", "floating-point"]),

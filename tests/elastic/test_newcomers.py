@@ -208,6 +208,12 @@ def test_a_roll_call_that_fails_here_alone():
     assert [report and (report.attempts, report.inner_steps) for report in reports] == [None, None, (2, 6)]
 
 
+def test_syncs_that_overlap_are_refused():
+    """A sync that fails is repeated at once, so the next may not have begun."""
+    with pytest.raises(ValueError, match="delay is 2 and the fragments' syncs lie 2 inner steps apart"):
+        start(RULE, [0], inner_steps=4, delay=2, fragments=2, communicator=Meeting())
+
+
 def test_what_is_under_way_cannot_be_saved():
     """Where processes come and go a sync may be undone until its end: the state is refused meanwhile."""
     run = start(RULE, [0], inner_steps=4, delay=2, mixing=0.5, communicator=Meeting())

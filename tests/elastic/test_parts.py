@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,13 @@ def test_a_name_that_no_host_can_have() -> None:
     with pytest.raises(ValueError, match=f"host is '{name}'; it must be this machine's name"):
         parts.address_of(name, "127.0.0.1")
     assert parts.address_of("127.0.0.1", name) == "127.0.0.1"
+
+
+def test_a_listener_that_is_open_to_every_network() -> None:
+    """It is named by its port; on loopback alone it is none."""
+    with socket.create_server(("127.0.0.1", 0)), socket.create_server(("0.0.0.0", 0)) as server:  # noqa: S104 - refused
+        assert parts.listening() == {f"every address, port {server.getsockname()[1]}"}
+    assert parts.listening() == set()
 
 
 def test_numbers_of_quorums_never_repeat(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -408,6 +408,12 @@ def test_what_heals_must_be_said_before_joining():
     large = {**mine.save(), "table": torch.zeros(1).expand(400_000_000)}
     refused(["timeout is 20 s", "1.60 GB", "pass timeout=21"], lambda: group.attach(engine, lambda: large, mine.load))
     refused(["call join()"], engine.step)
+    group.close()
+    refused(["it is closed; make a new one"], engine.join)
+    elsewhere = communicator(URL, host="192.0.2.1")
+    engine = DiLoCo(mine.model, RULE, inner_steps=3, communicator=elsewhere)
+    elsewhere.attach(engine, mine.save, mine.load)
+    refused(["cannot listen on 192.0.2.1", "--host"], engine.join, RunError)
 
 
 def test_a_run_that_cannot_begin_is_one_clear_error():

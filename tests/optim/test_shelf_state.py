@@ -362,6 +362,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "field": (built("adamw:beta3=1"), "did you mean beta2"),
     "field of a rule": (lambda: outer(OuterRule(0.7, 0.9), momentun=0.5), "^outer: 'momentun'.*did you mean momentum"),
     "field of a value": (lambda: outer(parse("method", "adamw"), beta3=0.5), "^outer: .beta3..*did you mean beta2"),
+    "range of a value": (lambda: outer(parse("method", "adamw"), beta2=1.0), "beta2 is 1"),
+    "no text": (lambda: from_torch(torch.optim.Adam, lr=0.1, betas=[0.8, 0.9]), "betas is .* has no text form"),
     "field twice": (lambda: outer("nesterov:lr=0.5", lr=0.7), "lr stands there twice"),
     "no equals": (built("adamw:0.3"), "adamw:lr=FLOAT"),
     "no number": (built("adamw:lr=fast"), "'fast'"),

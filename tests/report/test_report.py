@@ -410,14 +410,45 @@ def test_a_part_of_a_sweep_has_a_page_of_its_own(tmp_path: Path) -> None:
 
 
 def test_runs_that_are_gone_or_damaged(sweep_folder: Path) -> None:
-    """The page of a sweep counts the runs with a result and no sound folder, and names the first."""
+    """The page of a sweep counts the runs with a result and no sound folder, and names the first; the others have one.
+
+    A link among the runs has no page, which would be written somewhere else.
+    """
     names = [row.run for row in read_rows(sweep_folder / "cells.csv") if row.state == "finished"]
     for name in names[:4]:
         shutil.rmtree(sweep_folder / "runs" / name)
     (sweep_folder / "runs" / names[4] / "summary.json").write_text("{")
-    text = written(sweep_folder)
+    (sweep_folder / "runs" / names[0]).symlink_to(names[5])
+    text = written(sweep_folder, "--runs")
+    assert (sweep_folder / "runs" / names[5] / "report.html").is_file()
+    assert re.search(rf"{names[4]}.summary.json.{{0,40}} is damaged", text)
+    (sweep_folder / "runs" / names[0]).unlink()
     assert f"Of 5 of 11 runs with a result there is no sound folder below runs/: {names[0]}; " in text
     assert "and 2 more" in text
+
+
+def test_what_a_page_leaves_out(sweep_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks, maps and values of an axis beyond its limits are counted, and so are cells that could not be run."""
+    rows = read_rows(sweep_folder / "cells.csv")
+    failed = [dataclasses.replace(row, state="failed") if row.state == "missing" else row for row in rows]
+    write_rows(sweep_folder / "cells.csv", failed)
+    assert "1 of 12 cells could not be run." in sweep_report(read_sweep(sweep_folder))
+    for name, limit, words in (
+        ("maps._MOST_MAPS", 0, "The first 0 of 1 maps"),
+        ("maps._LONGEST_AXIS", 1, "An axis has more than 1 values"),
+        ("rounds.MOST_BLOCKS", 1, "The charts show the first 1 of 2 blocks"),
+    ):
+        monkeypatch.setattr(f"twophase.report.{name}", limit)
+        run = write_run(tmp_path / "run", SUM, [], 9, blocks={"ends": [0.3], "rest": [0.6]})
+        assert words in page_of(run) + sweep_report(read_sweep(sweep_folder))
+
+
+def test_a_folder_of_one_empty_log(tmp_path: Path, capsys: Output) -> None:
+    """It has a page that says so, and no diagnosis."""
+    (tmp_path / "rounds.jsonl").touch()
+    assert "Neither its configuration nor its command could be read" in page_of(tmp_path)
+    assert main(["diagnose", str(tmp_path)]) == 2
+    assert "neither a readable config.yaml nor any round" in capsys.readouterr().err
 
 
 AXES: dict[str, tuple[list[Axis], list[str]]] = {

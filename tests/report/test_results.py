@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pandas as pd
@@ -12,6 +13,7 @@ import twophase
 from runmaker import EMA, make_sweep, write_lines, write_run
 from twophase.advice.verdict import diagnose
 from twophase.base.config import UsageError
+from twophase.figures import overview
 from twophase.judge.verdict import verdict
 from twophase.report.results import Run, Sweep
 from twophase.runs.folder import read_lines
@@ -85,7 +87,7 @@ def test_a_drawn_run_shows_its_columns(tmp_path: Path) -> None:
     assert losses.get_ylabel() == "loss"
 
 
-def test_a_sweep(tmp_path: Path) -> None:
+def test_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The frame is cells.csv; best and comparisons are the verdict's; the runs are those that have begun."""
     made = make_sweep(tmp_path)
     sweep = twophase.load(tmp_path)
@@ -99,6 +101,15 @@ def test_a_sweep(tmp_path: Path) -> None:
     assert len(sweep.runs) == len(made.runs) - 1
     sweep.plot().savefig(tmp_path / "map.png")
     assert "cells" in sweep._repr_html_()
+    assert repr(sweep) == f"Sweep({str(tmp_path)!r}, 12 cells)"
+    with monkeypatch.context() as patch:
+        patch.setattr("twophase.figures.overview._MOST_PANELS", 0)
+        with pytest.raises(ValueError, match="more panels than a page holds"):
+            sweep.plot()
+        assert overview.draw(rows, tmp_path, "sum") == []
+        patch.setitem(sys.modules, "pandas", None)
+        with pytest.raises(UsageError, match="needs pandas, which is not installed"):
+            sweep.frame()
     for pair in (("no arm", "momentum-free"), ("heavy ball", "heavy ball"), ("momentum-free", "heavy ball")):
         with pytest.raises(ValueError, match=r"Sweep\.compare: "):
             sweep.compare(*pair)

@@ -150,7 +150,7 @@ def test_report_and_diagnosis_of_a_run(capsys: pytest.CaptureFixture[str]) -> No
     assert "Tokens" not in Path("run", "report.html").read_text()
     assert read_record(Path("run")).unit == ""
     kind = named.task_class("rings.py:Rings")
-    assert name_of(kind) == "rings.py:Rings"
+    assert (name_of(kind), name_of(digits.Digits)) == ("rings.py:Rings", "digits")
     again = twophase.train(kind(width=12), SHORT, "object", quiet=True)
     assert summary_of(again)["checksum"] == summary_of(run)["checksum"]
 
@@ -227,6 +227,8 @@ def test_a_sequence_longer_than_the_learned_positions(tmp_path: Path, kind: str,
     more = {"word_embed_proj_dim": 16, "ffn_dim": 24} if kind == "OPT" else {}
     getattr(transformers, f"{kind}Config")(vocab_size=256, **sizes, **more).save_pretrained(tmp_path / "tiny")
     hf.HuggingFace("tiny", sequence_length=16).model(0)
+    with pytest.raises(UsageError, match="no configuration of a model there"):
+        hf.HuggingFace(str(tmp_path)).model(0)
     with (
         pytest.raises(UsageError, match=r"--task\.sequence-length is 17, .* 16 positions") if learned else nullcontext()
     ):
@@ -242,6 +244,7 @@ def test_token_shards_of_a_model_of_transformers(tmp_path: Path, capsys: pytest.
     transformers.AutoModelForCausalLM.from_config(tiny).save_pretrained(tmp_path / "tiny")
     ids = [np.arange(size, dtype=np.uint16) * 7 % 90 for size in (4000, 600)]
     shards = shardmaker.prepared(tmp_path / "shards", ids[:1], ids[1:], 90)
+    wide = shardmaker.prepared(tmp_path / "wide", ids[:1], ids[1:], 101)
     bins = tmp_path / "bins"
     bins.mkdir()
     for name, part in zip(("train.bin", "val.bin"), ids, strict=True):
@@ -252,6 +255,7 @@ def test_token_shards_of_a_model_of_transformers(tmp_path: Path, capsys: pytest.
         (["--task.corpus", f"tokens:{shards}", *sizes, "--task.batch-size", "64"], "--task.batch-size 64"),
         (["--task.corpus", f"tokens:{shards}", *sizes, "--task.batch-size", "0"], "--task.batch-size is 0"),
         (["--task.corpus", f"tokens:{shards}", "--task.validation-windows", "256"], "--task.validation-windows 9"),
+        (["--task.corpus", f"tokens:{wide}", *sizes], "its 101 tokens are more than the 100 of hf:tiny"),
     ):
         assert main([*train, *more]) == 2
         assert thing in capsys.readouterr().err
@@ -381,6 +385,11 @@ MISTAKES = {
         "    def describe(self):\n        return {'data': torch.zeros(2)}\n\n    def evaluate",
         "describe() holds what is not JSON",
     ),
+    "values that it refuses": (
+        "width: int = 8",
+        "width: int = 8\n\n    def __post_init__(self):\n        raise ValueError(self.width)",
+        "Rings cannot be made (ValueError: 8)",
+    ),
     "an error of its own": ("nn.Linear(2, self.width)", "nn.Linear(3, self.width)", "rings.py"),
     "a file that fails": ("import numpy as np", "import numpy_that_is_not_there as np", "numpy_that_is_not_there"),
 }
@@ -503,6 +512,12 @@ def test_python_values() -> None:
             twophase.train(task, SHORT, quiet=True)
     with pytest.raises(UsageError, match="the task is digits, and config is one of lm; leave the task out"):
         twophase.train("digits", TrainConfig(), quiet=True)
+    for task, config in (("lm", TrainConfig(seed=-1)), ("digits", config_class("digits")(seed=-1))):
+        with pytest.raises(UsageError, match="--seed is -1"):
+            twophase.train(task, config, quiet=True)
+    plain = type("Plain", (), {"__init__": lambda self: vars(self).update(width=3), "__module__": kind.__module__})
+    with pytest.raises(UsageError, match=r"Plain holds values .* make it a dataclass"):
+        twophase.train(plain(), SHORT, quiet=True)
     wrong: Any
     for wrong in ("never", 3):
         with pytest.raises(UsageError, match="axes"):
@@ -529,8 +544,9 @@ def test_names_that_lead_nowhere(name: str) -> None:
     """A name without a class is refused, and so is another task's name on an axis."""
     with pytest.raises(UsageError, match="--task"):
         config_class(name)
-    with pytest.raises(UsageError, match="--task"):
-        twophase.sweep("rings:Rings", {"task.name": ["rings:Rings", name]}, SHORT, quiet=True)
+    for other in (name, "digits"):
+        with pytest.raises(UsageError, match="--task"):
+            twophase.sweep("rings:Rings", {"task.name": ["rings:Rings", other]}, SHORT, quiet=True)
 
 
 @pytest.mark.slow

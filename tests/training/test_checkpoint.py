@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from threads import PATIENCE, Member, together
-from twophase.base.config import UsageError
+from twophase.base.config import RunError, UsageError
 from twophase.diloco.communicator import Communicator, SingleProcess
 from twophase.training import checkpoint, parts, snapshot
 from twophase.training.checkpoint import ENGINE, Writer, replica_file
@@ -78,6 +78,7 @@ def test_round_trip(tmp_path: Path) -> None:
     """What is saved is what is loaded, and other readers of safetensors find it, too; half a checkpoint is none."""
     assert checkpoint.latest(tmp_path) is None
     assert checkpoint.latest_step(tmp_path / "absent") is None
+    assert checkpoint.counted_logs(tmp_path / "absent") == {}
     save(tmp_path, 7)
     (tmp_path / ".writing-step-00000009").mkdir()  # half written
     (tmp_path / "step-00000010.bad").mkdir()  # renamed as the message about damage says
@@ -115,6 +116,7 @@ def of_first_format(record: dict[str, Any]) -> str:
         ("manifest.json", lambda _: b"{", "manifest.json"),
         ("manifest.json", lambda _: b"[]", "manifest.json"),
         ("manifest.json", lambda _: b'{"files": {"x": 1}}', "manifest.json"),
+        ("manifest.json", lambda data: data.replace(b'"step": 9', b'"step": "9"'), "a step that is no number"),
         ("manifest.json", lambda data: data.replace(b'"step": 9', b'"step": 4'), "that of step 4"),
     ],
 )
@@ -132,9 +134,16 @@ def test_damage_is_named(tmp_path: Path, name: str, harm: Callable[[bytes], byte
 
 
 def test_foreign_checkpoints(tmp_path: Path) -> None:
-    """Those of another configuration or format are refused with both names."""
+    """Those of another configuration or format are refused with both names; intact content that does not fit, too."""
     save(tmp_path, 3)
     folder = tmp_path / "step-00000003"
+    for error, kind, message in (
+        (KeyError("anchor"), UsageError, f"damaged: {ENGINE}: 'anchor'"),
+        (RunError("stop"), RunError, "^stop$"),
+        (MemoryError("none left"), MemoryError, "none left"),
+    ):
+        with pytest.raises(kind, match=message), checkpoint.Checkpoint(folder, "abc").content(ENGINE):
+            raise error
     with pytest.raises(UsageError, match=r"fingerprint abc, here xyz"):
         checkpoint.Checkpoint(folder, "xyz")
     (folder / "manifest.json").write_text(of_first_format(json.loads((folder / "manifest.json").read_text())))

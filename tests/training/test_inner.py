@@ -130,6 +130,7 @@ def plain(config: TrainConfig, model: nn.Module) -> list[Any]:
     [
         ("sgd", {"inner.momentum": 0.0}),
         ("sgd", {"inner.momentum": 0.9}),
+        ("sgd", {"inner.momentum": 0.9, "inner.clip_norm": 0.01}),
         # Muon computes in bfloat16, which makes much of a rounding: one round, whose end is the only one.
         ("muon", {"inner_steps": 30}),
         ("schedule-free", {}),
@@ -149,6 +150,8 @@ def test_one_replica_is_the_plain_optimizer(method: str, values: dict[str, Any])
         for optimizer in optimizers:
             getattr(optimizer, "train", lambda: None)()
         task.loss(model, task.batch(0, step, 0)).backward()
+        if config.inner.clip_norm:
+            assert nn.utils.clip_grad_norm_(model.parameters(), config.inner.clip_norm) > config.inner.clip_norm
         for optimizer in optimizers:
             optimizer.step()
             getattr(optimizer, "eval", lambda: None)()

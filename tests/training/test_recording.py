@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ from twophase.optim.optimizer import OuterOptimizer
 from twophase.runs.folder import read_lines, read_rounds, read_summary
 from twophase.runs.log import standard
 from twophase.runs.record import read_record
+from twophase.tasks.lm.config import TrainConfig
 from twophase.training.recording import setting
 
 RULE = OuterRule(0.7, 0.9, nesterov=True)
@@ -531,6 +533,8 @@ def test_the_setting_of_a_loop() -> None:
     engine = Loop(Meeting(), replicas=1).engine  # among processes that come and go
     assert "replicas" not in setting(engine)
     assert setting(engine, {"replicas": 2})["replicas"] == 2
+    assert setting(engine, {"width": np.int64(9)})["user"] == {"width": 9}
+    assert setting(engine, TrainConfig().model)["user"]["layers"] == TrainConfig().model.layers
     for layers in ({8, 0}, {0, 8}, frozenset([8, 0])):
         assert setting(engine, {"layers": layers})["user"] == {"layers": [0, 8]}
 

@@ -91,7 +91,11 @@ def round_text(line: Mapping[str, Any]) -> str:
 
 
 def step_text(line: Mapping[str, Any]) -> str:
-    """A line of `steps.jsonl` in a few words."""
+    """A line of `steps.jsonl` in a few words.
+
+    >>> step_text({"train_loss": 2.5, "batches_per_second": 1234.5})
+    'loss 2.500  1,234 batches/s'
+    """
     if "tokens_per_second" not in line:
         return f"loss {line['train_loss']:.3f}  {line['batches_per_second']:,.0f} batches/s"
     return (
