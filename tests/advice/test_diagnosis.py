@@ -192,7 +192,7 @@ def test_the_whole_says_no_more_than_its_parts(tmp_path: Path) -> None:
     assert weighed(weak, (*turning, *blind)).verdict == "cannot tell"
 
 
-ADVICE: dict[str, tuple[OuterRule, float, str, list[str], list[str]]] = {
+ADVICE: dict[str, tuple[OuterRule, float | list[float], str, list[str], list[str]]] = {
     "oscillates": (SUM, 0.5, "never", [
         "--outer.restart 2", "the period's own rate is 1.12)", "--outer.momentum 0 --outer.lr 1)",
         "half the rate", "10 times too large. It would be --outer.lr 0.07",
@@ -208,6 +208,11 @@ ADVICE: dict[str, tuple[OuterRule, float, str, list[str], list[str]]] = {
     "lags, restarts too soon": (EMA, 0.1, "3", [
         "discard useful momentum", "a restart every 23 rounds (--outer.restart 23)",
     ], ["a restart slows such a motion down"]),
+    "lags, many modes": (EMA, np.geomspace(1e-3, 0.9, 30).tolist(), "never", [
+        "Its motion is that of many slower modes", "from low to high sigma (--outer.restart ",
+    ], []),
+    "lags, a large gain": (WILD, 0.1, "never", ["The mean gain of this rule is 2.8"], []),
+    "overshoots": (WILD, 0.9, "never", ["below lr 1.11 (sum form)", "at sigma 0.9 (--outer.lr 1)"], []),
     "steps of its own": (SUM, 0.5, "auto", [
         "auto takes its own steps", "plain averaging (--outer.restart never --outer.momentum 0 --outer.lr 1)",
     ], ["Controls"]),
@@ -221,13 +226,16 @@ ADVICE: dict[str, tuple[OuterRule, float, str, list[str], list[str]]] = {
 def test_suggestions(tmp_path: Path, case: str) -> None:
     """A run is given the period of the theory, the controls and the form mistake that would look so."""
     rule, sigma, restart, words, absent = ADVICE[case]
-    diagnosis = judged(write_run(tmp_path, rule, [sigma] * 3, restart=restart))
+    modes = sigma if isinstance(sigma, list) else [sigma] * 3
+    diagnosis = judged(write_run(tmp_path, rule, modes, restart=restart))
     text = " ".join([*diagnosis.findings[0].reasons, *suggestions(diagnosis, diagnosis.findings[0])])
     assert diagnosis.findings[0].verdict in case or restart != "never"
     assert [word for word in words if word not in text] == []
     assert [word for word in absent if word in text] == []
     endless = dataclasses.replace(diagnosis, planned=1 << 53)  # a loop over its rounds would not end
     assert bool(suggestions(endless, endless.findings[0])) == bool(text)
+    of_a_loop = dataclasses.replace(diagnosis.findings[0], block="param group 0")
+    assert not any("Period for" in line and "--outer" in line for line in suggestions(diagnosis, of_a_loop))
     by_text = dataclasses.replace(diagnosis, method="heavy-ball:lr=0.7:momentum=0.9")
     pasted = "".join(suggestions(by_text, by_text.findings[0])[-1:])
     assert ("together with --outer.method sgd" in pasted) == ("--outer.lr" in text)

@@ -140,6 +140,7 @@ def test_fingerprint_is_the_hash_of_canonical_json():
         '"nesterov":true,"restart":"never"},"seed":0}'
     )
     assert fingerprint(Config()) == hashlib.sha256(text.encode()).hexdigest()[:12]
+    assert fingerprint(Config(outer=Outer(lr=1))) == fingerprint(Config(outer=Outer(lr=1.0)))
 
 
 @dataclass(frozen=True)

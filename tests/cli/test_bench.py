@@ -206,6 +206,20 @@ def test_other_folders(bench: Bench, tmp_path: Path) -> None:
         bench("memoryless")
     with pytest.raises(UsageError, match="no place"):
         store(bench, tmp_path / "stored", out="none")
+    spec.write_text(json.dumps({"protocol": 1, "fingerprint": "", "points": 3, "arms": ["x"]}))
+    results = tmp_path / "out" / "results.csv"
+    results.write_text("place,arm,seed,result\n")
+    with pytest.raises(UsageError, match="an arm that is not the protocol's, or of another size or protocol"):
+        store(bench, tmp_path / "stored")
+    results.write_text("place\nfirst\n")
+    with pytest.raises(UsageError, match=r"results\.csv: is damaged; put it back, or delete it"):
+        bench("memoryless")
+    (tmp_path / "stored").mkdir()
+    (tmp_path / "stored" / recipe.FACTS).write_text("{")
+    with pytest.raises(UsageError, match="of this copy is damaged"):
+        recipe.stored_facts()
+    with pytest.raises(UsageError, match=r"no-such\.csv is not in this copy; make it"):
+        recipe._stored("no-such.csv")
     for words in ([], ["memoryless", "--reference"], ["memoryless", "--into", "x"], ["--reference", "--arms", "lion"]):
         with pytest.raises(UsageError, match=r"ARM|--into|--arms"):
             bench(*words)

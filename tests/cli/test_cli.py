@@ -144,6 +144,25 @@ def test_config_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert all(line in text for line in ("lr: 0.1", "nesterov: false", "restart: '3'", "schedule: wsd", "seed: 7"))
     (tmp_path / "c.yaml").write_text(text)
     assert output(capsys, "train", "--config", tmp_path / "c.yaml", "--print-config") == text
+    assert output(capsys, "sweep", "--config", tmp_path / "c.yaml", "--axis", "seed", "1", "--print-config") == text
+
+
+def test_a_command_that_is_cut_short(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C says how to go on; a reader such as `head` that has gone is no failure, and nothing more is printed."""
+
+    def interrupt(_: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    def break_pipe(_: list[str]) -> int:
+        print("the rest")
+        raise BrokenPipeError
+
+    monkeypatch.setattr("twophase.cli.methods.main", interrupt)
+    assert cli.main(["methods"]) == 130
+    assert "twophase methods" in capfd.readouterr().err
+    monkeypatch.setattr("twophase.cli.methods.main", break_pipe)
+    assert cli.main(["methods"]) == 0
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ import textmaker
 from commands import SMALL, outcome, snapshot
 from twophase.base.config import fingerprint
 from twophase.cli.main import main
+from twophase.cli.sweeping import devices_of
 from twophase.figures import overview
 from twophase.figures.style import write_files
 from twophase.runs.folder import read_lines
@@ -31,6 +32,7 @@ from twophase.sweeps.grid import Sweep, parse_axes, product
 from twophase.sweeps.plan import Plan, plan
 from twophase.sweeps.table import Row, read_rows
 from twophase.sweeps.work import DONE_LOG, Work
+from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.task import corpus_of
 from twophase.training.trainer import Trainer
 
@@ -95,6 +97,17 @@ def test_a_missing_extra_is_refused_before_the_first_run(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("visible", "count", "devices"), [("4,7", 1, ["4", "7"]), ("", 2, ["0", "1"])])
+def test_each_worker_has_a_gpu_that_is_visible(
+    monkeypatch: pytest.MonkeyPatch, visible: str, count: int, devices: list[str]
+) -> None:
+    """By the names that CUDA_VISIBLE_DEVICES has, or all; none where no run asks for one."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: count)
+    assert devices_of([TrainConfig(), TrainConfig(device="cuda")]) == devices
+    assert devices_of([TrainConfig()]) == []
+
+
 def test_a_plan_with_an_odd_value(call: Call, tmp_path: Path) -> None:
     """A worker names the file, the value and the remedy."""
     call("sweep", "--axis", "outer.lr", "0.3", "0.7", "--workers", "0", "--out", tmp_path / "sweep")

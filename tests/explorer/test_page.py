@@ -149,7 +149,7 @@ def test_policies_that_the_page_lacks_are_refused(
 # --- from a run ---------------------------------------------------------------------------------------------------
 
 
-def test_spectrum_of_a_run(capsys: Capture, tmp_path: Path) -> None:
+def test_spectrum_of_a_run(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A record of the linear model gives back its effective progress, rule, period, length and inner steps."""
     rule = OuterRule(0.5, 0.8, True)
     run = write_run(tmp_path / ATTACK.replace("/", "_"), rule, [0.35], restart="9")
@@ -161,6 +161,10 @@ def test_spectrum_of_a_run(capsys: Capture, tmp_path: Path) -> None:
     state = asked(capsys, tmp_path / "page.html", "--run", run, "--outer.lr", 0.7, "--outer.restart", "never")
     assert (state["lr"], state["momentum"], state["restart"]) == (0.7, 0.8, 0)
     assert of_run(from_run).outer.nesterov
+    monkeypatch.setattr("twophase.explorer.from_run._MOST_NAMED", 0)
+    monkeypatch.setitem(LIMITS, "rounds", (1, 50))
+    assert "and 1 more blocks" in read_run(run).spectrum.note
+    assert "Of the run's 60 rounds the page shows the first 50." in read_run(run).spectrum.note
 
 
 def test_restarts_of_a_run_that_the_page_cannot_show_are_named(capsys: Capture, tmp_path: Path) -> None:

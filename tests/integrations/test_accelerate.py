@@ -76,6 +76,8 @@ def test_more_replicas_than_were_saved_are_refused(tmp_path: Path):
     rest = start()
     with pytest.raises(ValueError, match=r"replica_0\.safetensors is missing: replicas saved: 1, now: 1;"):
         rest[0].load_state(str(tmp_path))
+    with pytest.raises(ValueError, match=r"each replica's own state; use accelerator\.load_state"):
+        start()[3].load_state_dict(rest[3].state_dict())
 
 
 def test_a_damaged_replica_is_refused(tmp_path: Path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -92,6 +93,7 @@ def one_epoch_of_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rounds_are_those_of_a_hand_written_loop(tmp_path: Path, parts: int):
     """Weights and rounds have the bits of the loop in docs/own-loop.md; accumulated batches are no steps."""
     callback = make_callback()
+    callback.setup(SimpleNamespace(world_size=2), None, "validate")  # which averages no gradient
     module = fit(tmp_path, [callback], accumulate_grad_batches=parts)
     _, (model,), reports = trainers.by_hand(EPOCH * EPOCHS // parts, parts=parts)
     assert trainers.facts(callback.reports) == trainers.facts(reports)

@@ -148,9 +148,9 @@ def joined(out: Path, **options: str) -> None:
         join_replicas()
 
 
-@pytest.mark.parametrize("visible", ["", "-1"])
-def test_replicas_may_hide_all_gpus(monkeypatch: pytest.MonkeyPatch, visible: str):
-    """Both are usual ways to stay on the CPU; more processes than names are none too many then."""
+@pytest.mark.parametrize(("visible", "taken"), [("", ""), ("-1", "-1"), ("3,5", "5")])
+def test_replicas_may_hide_all_gpus(monkeypatch: pytest.MonkeyPatch, visible: str, taken: str):
+    """Two usual ways to stay on the CPU, where more processes than names are none too many; else each takes its own."""
     from twophase.integrations import rounds
 
     monkeypatch.setattr(rounds.dist, "init_process_group", lambda _: None)
@@ -158,7 +158,7 @@ def test_replicas_may_hide_all_gpus(monkeypatch: pytest.MonkeyPatch, visible: st
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": visible}.items():
         monkeypatch.setenv(name, value)
     assert rounds.join_replicas() == 1
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == visible
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == taken
 
 
 @pytest.mark.parametrize(
@@ -166,6 +166,7 @@ def test_replicas_may_hide_all_gpus(monkeypatch: pytest.MonkeyPatch, visible: st
     [
         (hf, {"load_best_model_at_end": True}, ValueError, "load_best_model_at_end is True"),
         (hf, {"save_total_limit": 1}, ValueError, "save_total_limit is 1.*give 2 or more"),
+        (hf, {"enable_jit_checkpoint": True}, ValueError, "enable_jit_checkpoint and .* leave them out"),
         (
             hf,
             {"_n_gpu": 2},

@@ -609,6 +609,8 @@ def test_a_stop_that_reached_another_process(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(session, "signals", signals)
     assert main(["train", "--task", "rings:Rings", *words(SHORT), "--out", "run", "--quiet"]) == 130
+    with pytest.raises(RunError, match=r"again: the run was stopped at step \d+; the same call resumes it"):
+        twophase.train("rings:Rings", SHORT, "again", quiet=True)
 
 
 def test_a_loop_by_hand_has_the_same_rounds(tmp_path: Path) -> None:

@@ -76,6 +76,7 @@ def test_code_without_its_docstrings(library: Path):
     docstring = ['    """A docstring', "    of two lines.", '    """']
     code = ["import os", "@wrapped", "def f():", *docstring, *lines, "class C:", '    """One."""', *lines, "def g(): 1"]
     (library / "code.py").write_text("\n".join(code))
+    (library / "latin.py").write_bytes("\n".join(["# coding: latin-1, é", *code]).encode("latin-1"))  # no UTF-8
     expected = ["\n".join(["def f():", *lines]), "\n".join(["class C:", *lines])]
     assert library_documents("python-code") == expected == library_documents("python-code")  # from the cache
     assert library_documents("python") != expected  # which is another one

@@ -110,6 +110,8 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "other hash": (lambda f: damage_meta(f, sha256="cd" * 32), r"and meta\.json says cdcdcdcdcdcdcdcd"),
     "no meta": (lambda f: (f / META).unlink(), r"holds no meta\.json; .*twophase data prepare"),
     "unreadable": (lambda f: ((f / META).unlink(), (f / META).mkdir()), r"meta\.json cannot be read \(it is a folder"),
+    "deep": (lambda f: (f / META).write_text(101 * '{"a": ' + "1" + 101 * "}"), r"meta\.json is damaged .*100 levels"),
+    "elsewhere": (lambda f: damage_meta(f, file="../train-00000.bin"), r"'\.\./train-00000\.bin' is no file of the"),
     "no object": (lambda f: (f / META).write_text("[]"), r"meta\.json is damaged"),
     "a digit": (change(META, lambda d: d.replace(b'"largest": ', b'"largest": 1')), r"meta\.json is damaged"),
     "newer": (change(META, lambda d: d.replace(b'"format": 1', b'"format": 2')), "install a newer twophase"),

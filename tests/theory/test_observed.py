@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -143,6 +144,10 @@ def test_nothing_to_see() -> None:
         [column[:LEAST] for column in columns],
     ):
         assert np.isnan(observe(SUM, g, m, cosine, restarted).sigma)
+    clear = Observed(60, 1.5, 0.01, 1.5, 0.0, 0.01, 0, 60)
+    assert "more than 1 (1.5 to 1.5), which is outside the model" in clear.why_not
+    assert replace(clear, sigma=0.5).why_not == ""
+    assert "up to 92 %" in replace(clear, sigma=0.5, noise_share=0.9).why_not
 
 
 def test_another_rules_record_is_refused() -> None:

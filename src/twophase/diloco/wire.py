@@ -294,8 +294,6 @@ class LossyChannel(Channel):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a copy of `state_dict()`; see `Channel.load_state_dict`."""
         super().load_state_dict(state)
-        if not self._feedback:
-            return
         for residual, saved in zip(self._sent, state["sent"], strict=True):
             residual.value.copy_(saved)
         if "returned" in state:

@@ -239,8 +239,20 @@ def test_shards_have_moved(shards: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "hf").exists()
     assert (export(run, tmp_path / "hf", data=moved) / "tokenizer.json").is_file()
     assert not (export(run, tmp_path / "bare", tokenizer=False) / "tokenizer.json").exists()
-    write_meta(moved, dataclasses.replace(read_meta(moved), tokenizer_sha256="cd" * 32))
-    with pytest.raises(UsageError, match=r"cdcdcdcd.*01234567"):
+    meta = read_meta(moved)
+    for values, words in (
+        ({"vocabulary_size": 10**6}, "its tokenizer has 1,000,000 ids"),
+        ({"tokenizer_sha256": "cd" * 32}, r"cdcdcdcd.*01234567"),
+    ):
+        write_meta(moved, dataclasses.replace(meta, **values))
+        with pytest.raises(UsageError, match=words):
+            export(run, tmp_path / "other", data=moved)
+    write_meta(moved, meta)
+    (moved / "tokenizer" / "tokenizer.json").write_text("{")
+    with pytest.raises(UsageError, match="tokenizer cannot be read"):
+        export(run, tmp_path / "other", data=moved)
+    (moved / "tokenizer").rename(moved / "elsewhere")
+    with pytest.raises(UsageError, match="its tokenizer/ is missing"):
         export(run, tmp_path / "other", data=moved)
 
 

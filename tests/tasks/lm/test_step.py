@@ -59,7 +59,7 @@ def test_a_whole_batch_is_the_models_own_loss():
     config = TrainConfig()
     value, grads = gradients(config)
     model = Llama(config.model, VOCABULARY, seed=config.seed)
-    plain = model.loss(*batch(config))
+    plain = LanguageTask(config).loss(model, batch(config))
     plain.backward()
     assert torch.equal(value, plain)
     for name, p in model.named_parameters():
@@ -350,6 +350,13 @@ def test_a_missing_compiler_is_told(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("torch._inductor.config.force_disable_caches", True)
     with pytest.raises(UsageError, match=r"--compute.compile: the compiler failed \(.*--compute.no-compile"):
         gradients(with_values(config_of(compile=True), {"model.layers": 1}))
+
+
+def test_autotune_is_a_mode_of_the_compiler(monkeypatch: pytest.MonkeyPatch):
+    """Without CUDA graphs, whose memory the pieces would write over."""
+    monkeypatch.setattr(torch, "compile", lambda _, **options: options)
+    modes = [step_module.compiled_loss.__wrapped__(autotune=autotune).get("mode") for autotune in (False, True)]
+    assert modes == [None, "max-autotune-no-cudagraphs"]
 
 
 def test_a_gpus_kernel_is_chosen_once_for_the_pieces(monkeypatch: pytest.MonkeyPatch):
