@@ -101,6 +101,14 @@ def test_a_look_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["doctor"]) == 1
 
 
+def test_a_gpu_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told, and nothing is broken: runs may take the CPU."""
+    answer = json.dumps(json.loads(TORCH) | {"notes": ["cuda:0 cannot be used: no kernel image"]})
+    monkeypatch.setattr(subprocess, "run", lambda *a, **_: subprocess.CompletedProcess(a, 0, answer, ""))
+    device = check_of(doctor.examine(), "device")
+    assert (device.state, device.text) == ("missing", "cuda:0 cannot be used: no kernel image")
+
+
 def test_versions() -> None:
     """Versions are compared number by number; a range of another kind is not judged."""
     assert doctor._fits("2.13.0+cpu", ">=2.6")

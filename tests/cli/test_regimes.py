@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,7 @@ def test_another_table_stays(tmp_path: Path) -> None:
 def test_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each run has a row, those of averaging with what they measured; the same call again changes no byte."""
     monkeypatch.setattr(regimes, "regime_cells", lambda place: regime_cells(place)[:6])
-    run_regimes(tmp_path, places=[SMALL, ALONE], workers=1, quiet=True)
+    run_regimes(tmp_path, places=[SMALL, replace(SMALL, name="few", few=True), ALONE], workers=1, quiet=True)
     text = (tmp_path / "regimes.csv").read_bytes()
     rows = run_regimes(tmp_path, places=[SMALL, ALONE], workers=1, quiet=True)
     with (tmp_path / "regimes.csv").open(newline="") as file:

@@ -15,15 +15,16 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import textmaker
 from commands import SMALL, outcome, snapshot
-from twophase.base.config import fingerprint
+from twophase.base.config import RunError, fingerprint
+from twophase.cli import sweeping
 from twophase.cli.main import main
-from twophase.cli.sweeping import devices_of
 from twophase.figures import overview
 from twophase.figures.style import write_files
 from twophase.runs.folder import read_lines
@@ -104,8 +105,15 @@ def test_each_worker_has_a_gpu_that_is_visible(
     """By the names that CUDA_VISIBLE_DEVICES has, or all; none where no run asks for one."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr("torch.cuda.device_count", lambda: count)
-    assert devices_of([TrainConfig(), TrainConfig(device="cuda")]) == devices
-    assert devices_of([TrainConfig()]) == []
+    assert sweeping.devices_of([TrainConfig(), TrainConfig(device="cuda")]) == devices
+    assert sweeping.devices_of([TrainConfig()]) == []
+
+
+def test_a_failed_run_is_an_error_in_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of them is named, with its own message."""
+    monkeypatch.setattr("twophase.cli.sweeping.run_sweep", lambda *_, **__: SimpleNamespace(errors={"a": "no room"}))
+    with pytest.raises(RunError, match="1 runs failed, a with: no room"):
+        sweeping.complete(Sweep("s", TrainConfig(), product(TrainConfig(), [])), tmp_path, texts={}, workers=1)
 
 
 def test_a_plan_with_an_odd_value(call: Call, tmp_path: Path) -> None:

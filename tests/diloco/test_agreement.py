@@ -31,6 +31,17 @@ from twophase.diloco.communicator import Communicator, SingleProcess
 from twophase.diloco.membership import Membership, Position
 
 
+def test_shards_with_unlike_signals() -> None:
+    """Their values would be averaged under one name."""
+
+    class Shard(SingleProcess):
+        def exchange_in_replica(self, numbers: Sequence[float]) -> list[list[float]]:
+            return [list(numbers), [0.0] * len(numbers)]
+
+    with pytest.raises(ValueError, match="has other names in another shard of this replica; give the same ones"):
+        agreement._same_signals(Shard(), 1.0, {"loss": 1.0})
+
+
 class Two(SingleProcess):
     """This process, and another one that says something else."""
 

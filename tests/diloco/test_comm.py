@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -339,6 +340,17 @@ def test_all_of_a_group_hear_the_same(heard: list[dict[str, Any]], name: str, ra
 
 
 @pytest.mark.dist
+def test_collectives_of_one_process():
+    """What it sends, it receives; a mesh without one of the two axes makes no group."""
+    for launch in (SingleProcess().launch_scatter, SingleProcess().launch_gather):
+        received, sent = torch.zeros(6), torch.arange(6.0)
+        launch(received, sent).wait()
+        assert torch.equal(received, sent)
+    mesh: Any = SimpleNamespace(mesh_dim_names=("replica",))
+    with pytest.raises(ValueError, match=r"the mesh has no axis 'shard' \(it has replica\)"):
+        ProcessGroup.of_mesh(mesh)
+
+
 @pytest.mark.parametrize(("name", "numel"), SUMS)
 def test_wires_of_three_processes(heard: list[dict[str, Any]], name: str, numel: int):
     """Each wire sums to the bits that one process with three replicas has; bytes reported are bytes handed over."""

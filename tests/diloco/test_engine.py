@@ -20,6 +20,7 @@ from rounds import blocks, report_of, shift
 from twophase.diloco.communicator import Done, SingleProcess
 from twophase.diloco.engine import DiLoCo
 from twophase.diloco.flat import checksum
+from twophase.diloco.setting import Setting
 from twophase.optim.methods import from_torch
 from twophase.optim.outer import OuterSGD
 from twophase.restart import RestartPolicy, RoundSignal, State
@@ -581,6 +582,33 @@ def test_a_sync_that_fails_before_its_outer_step_is_undone(wire: str, fault: str
     owed = engine.wire_state_dict().get("0", {}).get("sent", [torch.zeros(64)])[0].view(8, 8)
     moved = start - engine.anchor["weight"] + owed  # a lossy wire's rounding of the failed sync is given up
     assert moved.sum().item() == pytest.approx(8 * moves.sum().item(), rel=0.05)
+
+
+def test_a_lent_replica_is_restored_over_an_interrupt(monkeypatch: pytest.MonkeyPatch):
+    """Ctrl-C while it gets its own weights back: it has them."""
+    model = nn.Linear(2, 2, bias=False)
+    engine = DiLoCo(model, RULE, inner_steps=2)
+    shift(model, by=1.0)
+    engine.step()
+    before, write, calls = model.weight.detach().clone(), Setting.write, iter([False, True, False])
+
+    def interrupted(*words: Any) -> None:
+        if next(calls):
+            raise KeyboardInterrupt
+        write(*words)
+
+    monkeypatch.setattr(Setting, "write", interrupted)
+    with pytest.raises(KeyboardInterrupt), engine.anchored() as anchored:
+        assert not torch.equal(anchored.get_parameter("weight"), before)
+    assert torch.equal(model.weight, before)
+
+
+def test_a_policy_of_probes_that_comes_later_is_refused():
+    """The engine was built without a function that answers it."""
+    engine = DiLoCo(nn.Linear(2, 2), RULE, inner_steps=1)
+    engine.outer.param_groups[0]["restart"] = "probe:keep,drop"
+    with pytest.raises(ValueError, match=r"a restart policy needs probes; give the engine a function"):
+        engine.step()
 
 
 def test_candidates_after_a_probe_that_raised_are_of_the_new_sync():

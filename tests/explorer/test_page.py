@@ -161,6 +161,8 @@ def test_spectrum_of_a_run(capsys: Capture, tmp_path: Path, monkeypatch: pytest.
     state = asked(capsys, tmp_path / "page.html", "--run", run, "--outer.lr", 0.7, "--outer.restart", "never")
     assert (state["lr"], state["momentum"], state["restart"]) == (0.7, 0.8, 0)
     assert of_run(from_run).outer.nesterov
+    state = asked(capsys, tmp_path / "page.html", "--run", run, "--eigenvalues", 0.5, "--inner-lr", 0.5)
+    assert (state["spectrum"], state["lr"], state["inner_steps"]) == ("curvature", 0.5, 1)
     monkeypatch.setattr("twophase.explorer.from_run._MOST_NAMED", 0)
     monkeypatch.setitem(LIMITS, "rounds", (1, 50))
     assert "and 1 more blocks" in read_run(run).spectrum.note

@@ -479,6 +479,18 @@ def store(tmp_path: Path) -> tuple[States, list[str]]:
     return States(tmp_path, states.Tally(), in_memory=0, on_progress=lines.append), lines
 
 
+def test_a_full_disk(store: tuple[States, list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state that cannot be written is told with its folder; those that are there can be removed together."""
+    (saved, _), node = store, Node("node", None, 0, 8, ("run",))
+    saved.write(node, "end", STATE)
+    monkeypatch.setattr(states.parts, "save", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(OSError, match=r"cannot be written into .* \(No space left on device\); free space there"):
+        saved.write(node, "part", STATE)
+    assert len(list(saved.folder.iterdir())) == 1
+    saved.clear()
+    assert list(saved.folder.iterdir()) == []
+
+
 def test_damaged_states_are_never_used(store: tuple[States, list[str]]) -> None:
     """A state with any byte altered, or cut anywhere, is reported in one line, or is read with every bit as written."""
     (saved, lines), node, generator = store, Node("node", None, 0, 8, ("run",)), random.Random(0)

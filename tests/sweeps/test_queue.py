@@ -8,6 +8,7 @@ import json
 import os
 import random
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -26,6 +27,17 @@ from twophase.sweeps import queue as queue_module
 from twophase.sweeps.queue import ATTEMPTS, Claim, Queue
 
 JOBS = ("a", "b", "c")
+
+
+def test_a_machine_without_a_boot_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Off Linux its name stands alone; after a restart the claims of before fall silent."""
+
+    def refuse(*_: object, **__: object) -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    assert queue_module.host.__wrapped__() == f"{socket.gethostname()} unknown"
+
 
 # Works until all jobs have their file `done-JOB`. A lock on a file of the job's own, which a death frees, tells whether
 # two living workers have it at once.

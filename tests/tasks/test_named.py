@@ -417,6 +417,18 @@ class Odd(torch.optim.SGD):
 """
 
 
+def test_a_plain_class_whose_model_reads_a_value(rings: Path) -> None:
+    """It has no options, and its model cannot be built without memory for its weights: it trains as another."""
+    seeds = "        torch.manual_seed(seed)\n"
+    text = RINGS.replace("@dataclass(frozen=True)\n", "").replace(seeds, f"{seeds}        torch.rand(1).item()\n")
+    assert "torch.rand" in text
+    assert "@dataclass" not in text
+    rings.write_text(text)
+    run = twophase.train("rings:Rings", SHORT, "run", quiet=True)
+    assert summary_of(run)["exit_reason"] == "finished"
+    assert [path for path in run.config or {} if path.startswith("task.")] == ["task.name"]
+
+
 def test_an_optimizer_that_no_checkpoint_can_hold(rings: Path) -> None:
     """Said after the first step, and not at the first checkpoint, when what was trained would be lost."""
     inner = "    def inner(self, model, config):\n        return Odd(model.parameters(), config.lr)\n\n    def evaluate"
