@@ -313,6 +313,13 @@ def test_files(capfd: pytest.CaptureFixture[str], name: str, text: str, thing: s
     check(WORDS[name], thing, capfd)
 
 
+def test_a_sweep_whose_description_is_a_folder(capfd: pytest.CaptureFixture[str]) -> None:
+    """Nothing of it is read or written; its lock file stays."""
+    Path("out/sweep.json").mkdir(parents=True)
+    words = "sweep --task digits --axis outer.lr 1 --out out"
+    check(words, "cannot be used (it is a folder, not a file)", capfd, "out/.lock")
+
+
 def odd_file(kind: str) -> Path:
     """Make what is no regular file."""
     path = Path("odd.txt")

@@ -71,6 +71,8 @@ def test_arrows_add_up_to_the_outer_step(tmp_path: Path, rule: OuterRule) -> Non
         expected = np.linalg.norm(moved[1:] - moved[:-1], axis=-1)
         steps = [np.hypot(line["x"], line["y"]) for line in story._rounds(record)]
         np.testing.assert_allclose(steps, expected, rtol=2e-3)
+        record.blocks[0].cosine[5] = np.nan  # diverged: there is nothing to draw any more
+        assert len(list(story._rounds(record))) == 5
 
 
 def test_a_page_without_its_pair_says_so(tmp_path: Path) -> None:

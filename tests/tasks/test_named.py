@@ -24,6 +24,7 @@ import shardmaker
 import twophase
 from commands import outcome
 from forked import Forked, Program
+from meeting import Meeting
 from twophase.base import source
 from twophase.base.config import RunError, UsageError, overlaid
 from twophase.cli.main import main
@@ -497,6 +498,13 @@ def test_an_elastic_replica_needs_room_for_itself_alone(monkeypatch: pytest.Monk
     elastic = ["--lighthouse", "http://127.0.0.1:1", "--replica", "0"]
     assert main(["train", "--task", "rings:Rings", "--replicas", "8", "--out", "run", *elastic]) == 2
     assert asked == [1]
+
+
+def test_elastic_replicas_have_no_average_of_anchors() -> None:
+    """A late one would lack it."""
+    config = overlaid(config_class("rings:Rings")(), SHORT | {"outer.readout": "ema"}, "test")
+    with pytest.raises(UsageError, match=r"--outer\.readout ema: elastic replicas end a run by the anchor"):
+        Trainer(build.task_of(config), config, Meeting())
 
 
 def test_a_task_of_several_files(tmp_path: Path, rings: Path) -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from twophase.base.config import RunError, UsageError
 from twophase.tasks.lm.config import TrainConfig
 from twophase.training import session
+from twophase.training.device import make_repeatable
 from twophase.training.session import _meeting, communication, process_group, take_device
 
 
@@ -79,6 +80,16 @@ def test_an_environment_that_is_not_torchruns(monkeypatch: pytest.MonkeyPatch):
         process_group(TrainConfig()),
     ):
         pass
+
+
+def test_deterministic_kernels_on_a_gpu(monkeypatch: pytest.MonkeyPatch):
+    """They are asked of torch where the run says so; on a CPU nothing changes."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    for device, strictly, then in (("cuda", True, True), ("cpu", False, True), ("cuda", False, False)):
+        make_repeatable(torch.device(device), strictly=strictly)
+        assert torch.are_deterministic_algorithms_enabled() == then
+    assert not torch.utils.deterministic.fill_uninitialized_memory
 
 
 @pytest.mark.parametrize(

@@ -170,8 +170,8 @@ def run_sweep(
     try:
         for place in (folder, folder / FIGURES, folder / STATES):
             remove_leftovers(place)
-        old = _work_there(sweep, folder, merge=merge, texts=texts or {})
         try:
+            old = _work_there(sweep, folder, merge=merge, texts=texts or {})
             work = _planned(sweep, folder, old, merge=merge, workers=workers, runs=runs, texts=texts or {})
         except OSError as error:
             raise UsageError(f"--out {folder}: cannot be used ({error.strerror}); choose another --out") from None
@@ -224,8 +224,6 @@ def _work_there(sweep: Sweep, folder: Path, *, merge: bool, texts: Mapping[str, 
     try:
         saved = read_json_object(folder / SPEC)
         different = [] if extends(spec, saved) else spec_differences(spec, saved)
-    except OSError as error:
-        raise UsageError(f"--out {folder}: cannot be used ({error.strerror}); choose another --out") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise UsageError(f"--out {folder}: its {SPEC} is damaged; put it back or choose another --out") from None
     if different:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from threading import local
 from typing import Any
 
@@ -129,6 +130,36 @@ def test_a_kernel_may_fail_as_it_likes(monkeypatch: pytest.MonkeyPatch):
     assert fastest_attention(model, SHAPE, "float32", names, device, timed=True) == "default"
     with pytest.raises(KeyboardInterrupt):
         fastest_attention(model, SHAPE, "float32", (*names, "math"), device, timed=False)
+
+
+def test_the_fastest_that_works_is_taken(monkeypatch: pytest.MonkeyPatch):
+    """By its time where it is timed, else by the order; `math` only where no other works."""
+    costs, now, running = {"flash": 3.0, "efficient": 2.0, "math": 1.0}, 0.0, "none"
+
+    @contextmanager
+    def kernel(name: str) -> Iterator[None]:
+        nonlocal running
+        if name not in costs:
+            raise RuntimeError("not built")
+        running = name
+        yield
+
+    def clock() -> float:
+        nonlocal now
+        now += costs[running]
+        return now
+
+    monkeypatch.setattr(attention, "attention_kernel", kernel)
+    monkeypatch.setattr(attention, "activate", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(attention.time, "perf_counter", clock)
+    for names, timed, taken in (
+        (("cudnn", "flash", "efficient", "math"), True, "efficient"),
+        (("cudnn", "flash", "efficient", "math"), False, "flash"),
+        (("cudnn", "math"), True, "math"),
+    ):
+        arguments = TrainConfig().model, SHAPE, "float32", names, torch.device("cpu")
+        assert fastest_attention.__wrapped__(*arguments, timed=timed) == taken
 
 
 def test_flash3_is_switched_on_and_off(monkeypatch: pytest.MonkeyPatch):
