@@ -157,7 +157,7 @@ def test_report_and_diagnosis_of_a_run(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_digits_are_those_of_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All images and labels are those that scikit-learn gives; without it, the message has a remedy."""
+    """All images and labels are those that scikit-learn gives; without the package of a task there is a remedy."""
     pixels, labels = pytest.importorskip("sklearn.datasets").load_digits(return_X_y=True)
     images, targets = digits._images.__wrapped__()
     assert np.array_equal(images, (pixels / 16).astype(np.float32).reshape(-1, 1, 8, 8))
@@ -165,6 +165,9 @@ def test_digits_are_those_of_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(digits, "find_spec", lambda _: None)
     with pytest.raises(UsageError, match="needs scikit-learn; install twophase"):
         digits._images.__wrapped__()
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UsageError, match="--task hf:tiny needs transformers; install twophase"):
+        hf.HuggingFace("tiny").model(0)
 
 
 @pytest.mark.slow
@@ -416,6 +419,13 @@ class Odd(torch.optim.SGD):
             for p in group["params"]:
                 self.state[p]["helper"] = object()
 """
+
+
+def test_a_model_that_does_not_fit(rings: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No mistake of the class: the message is that of a full memory."""
+    rings.write_text(RINGS.replace("torch.manual_seed(seed)", "raise MemoryError"))
+    assert main(["train", "--task", "rings:Rings", "--out", "run"]) == 1
+    assert "the memory is full" in capsys.readouterr().err
 
 
 def test_a_plain_class_whose_model_reads_a_value(rings: Path) -> None:
