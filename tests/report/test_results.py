@@ -106,7 +106,7 @@ def test_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr("twophase.figures.overview._MOST_PANELS", 0)
         with pytest.raises(ValueError, match="more panels than a page holds"):
             sweep.plot()
-        assert overview.draw(rows, tmp_path, "sum") == []
+        assert overview.draw(rows, "sum", tmp_path) == []
         patch.setitem(sys.modules, "pandas", None)
         with pytest.raises(UsageError, match="needs pandas, which is not installed"):
             sweep.frame()

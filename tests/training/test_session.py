@@ -85,11 +85,12 @@ def test_an_environment_that_is_not_torchruns(monkeypatch: pytest.MonkeyPatch):
 def test_deterministic_kernels_on_a_gpu(monkeypatch: pytest.MonkeyPatch):
     """They are asked of torch where the run says so; on a CPU nothing changes."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    filled: Any = torch.utils.deterministic
+    monkeypatch.setattr(filled, "fill_uninitialized_memory", True)
     for device, strictly, then in (("cuda", True, True), ("cpu", False, True), ("cuda", False, False)):
         make_repeatable(torch.device(device), strictly=strictly)
         assert torch.are_deterministic_algorithms_enabled() == then
-    assert not torch.utils.deterministic.fill_uninitialized_memory
+    assert not filled.fill_uninitialized_memory
 
 
 @pytest.mark.parametrize(
