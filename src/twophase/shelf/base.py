@@ -132,7 +132,6 @@ class Filter(Value):
         Args:
             age: rounds that g is old when it is applied, `delay / inner_steps` of an engine.
         """
-        del age
         raise NotImplementedError
 
     def weigh(self, norms: Sequence[float], memory: Mapping[str, float]) -> tuple[list[float], dict[str, float]]:

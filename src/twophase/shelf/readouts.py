@@ -18,11 +18,6 @@ class Last(Readout):
     equation = "r = x"
     test = _TEST
 
-    def weight(self, count: int) -> float:
-        """Return 1."""
-        del count
-        return 1.0
-
 
 @register("ema")
 @dataclass(frozen=True)
