@@ -44,6 +44,7 @@ MISTAKES = [
     ("train --outer.method torch:optimizer=Adagrad:options=lr=0.1 --outer.restart 3", "--outer.method torch"),
     ("train --outer.method torch:optimizer=Muon:options=lr=0.1", "Muon only supports 2D parameters"),
     ("sweep --axis outer.method adamw adamx", "adamx"),
+    ("sweep --axis outer.method torch:optimizer=Adamm --controls", "Adamm"),
     ("train --outer.lrr 1", "'--outer.lrr' is no option; did you mean --outer.lr?"),
     ("train --outer.learning_rate 1", "'--outer.learning_rate' is no option; did you mean --outer.lr?"),
     ("train --inner.wd 1", "did you mean --inner.weight-decay?"),

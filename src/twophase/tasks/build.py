@@ -50,10 +50,10 @@ def preflight_all(configs: Iterable[RunConfig], *, verify: bool = False) -> dict
     """
     # Text by text, because each is read once; of several runs on it the longest one takes most tokens.
     ordered = sorted(configs, key=lambda config: (data_name(config), config.steps))
-    kinds = {
-        (data_name(c), c.device, c.repeat, getattr(c, "model", None), c.sync.fragments, c.sync.wire, c.inner.method): c
-        for c in ordered
-    }
+    kinds = {}
+    for c in ordered:
+        model, outer = getattr(c, "model", None), (c.outer.method, c.outer.filter)
+        kinds[data_name(c), c.device, c.repeat, model, c.sync.fragments, c.sync.wire, c.inner.method, outer] = c
     fingerprints = {}
     for config in kinds.values():
         task = task_of(config)
