@@ -641,7 +641,7 @@ def test_a_replica_that_cannot_begin_says_so_once(words: list[str], tmp_path: Pa
     for name, where in (("taken", port), ("nowhere", nowhere)):
         (line,) = said[name]
         assert f"failed: the processes cannot meet at 127.0.0.1:{where} (" in line
-        assert "give torchrun an address that all machines reach and a free port" in line
+        assert "Give torchrun an address that all machines reach and a free port" in line
     (line,) = said["dark"]
     assert f"failed: TorchFT: the lighthouse at http://127.0.0.1:{nowhere} cannot be reached for 1 s (" in line
     assert not any((tmp_path / name / "rounds.jsonl").exists() for name in said)

@@ -111,16 +111,23 @@ def prose(docstring: str) -> str:
     return "\n\n".join([re.sub(r"^ {4}.*$", "\n", head, flags=re.MULTILINE), *entries])
 
 
+def messages(path: Path) -> list[str]:
+    """Return the strings of a module: a value in one is a word, a line a block."""
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    strings = [node.values if isinstance(node, ast.JoinedStr) else [node] for node in nodes]
+    texts = ["".join(str(part.value) if isinstance(part, ast.Constant) else "X" for part in parts) for parts in strings]
+    return [re.sub(r"`[^`]*`", "`code`", text).replace("\n", "\n\n") for text in texts]
+
+
 ROOMS = sorted({path.relative_to(SOURCE).parts[0] for path in SOURCE.rglob("*.py")})
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_sentences_of_docstrings_are_short(room: str) -> None:
-    """A sentence of a docstring has at most 25 words, equations, tables and examples aside."""
-    place = SOURCE / room
-    texts = [
-        prose(text) for path in sorted([place, *place.rglob("*.py")]) if path.is_file() for text in docstrings(path)
-    ]
+def test_sentences_of_source_are_short(room: str) -> None:
+    """A sentence of a docstring or message has at most 25 words; equations, tables, captions may be long."""
+    paths = [path for path in (SOURCE / room, *sorted((SOURCE / room).rglob("*.py"))) if path.is_file()]
+    texts = [prose(text) for path in paths for text in docstrings(path)]
+    texts += [text for path in paths for text in messages(path) if room != "studies"]
     assert [sentence for text in texts for sentence in sentences(text) if words(sentence) > SENTENCE_WORDS] == []
 
 

@@ -96,7 +96,7 @@ def test_a_model_that_does_not_fit(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert cli.main(["train"]) == 1
     message = capsys.readouterr().err
     assert message.count("\n") == 1
-    assert "Tried to allocate 9 GiB); give a smaller model" in message
+    assert "Tried to allocate 9 GiB). Give a smaller model" in message
 
     def broken(_: object) -> int:
         raise RuntimeError("shapes")

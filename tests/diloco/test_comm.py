@@ -229,7 +229,7 @@ def test_a_device_that_is_not_the_ranks_own_is_refused(on_gpus: ProcessGroup):
     """Two ranks that exchange on the same GPU would wait for each other for ever; the engine asks before it begins."""
     on_gpus.bind(torch.device("cuda:0"))
     for device, message in {
-        "cuda:1": r"are on cuda:1, and .* device is cuda:0; call torch\.cuda\.set_device\(local_rank\) before",
+        "cuda:1": r"are on cuda:1, and .* device is cuda:0\. Call torch\.cuda\.set_device\(local_rank\) before",
         "cpu": r"are on the CPU, .* \(cuda:nccl\) takes tensors of a GPU only; .* init_process_group",
     }.items():
         with pytest.raises(ValueError, match=message):

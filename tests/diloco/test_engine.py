@@ -186,7 +186,7 @@ def test_wrapped_replicas_are_refused():
         parallel = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
         sharded = FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))
         for wrapped, words in (
-            (parallel, r"DistributedDataParallel, which averages .*\(its \.module\)"),
+            (parallel, r"DistributedDataParallel, which averages .*\. Pass its \.module"),
             (sharded, "holds a FullyShardedDataParallel; shard it by FSDP2's fully_shard"),
         ):
             for replica in (wrapped, [nn.Sequential(wrapped)]):
@@ -489,7 +489,7 @@ def test_mistakes_say_what_to_do(options: dict[str, Any], words: list[str]):
 def test_a_fragment_without_elements_is_refused():
     """It would have nothing to sum."""
     model = nn.ParameterDict({"a": nn.Parameter(torch.zeros(0)), "b": nn.Parameter(torch.zeros(3))})
-    with pytest.raises(ValueError, match="a fragment is empty: its parameters have no elements"):
+    with pytest.raises(ValueError, match=r"a fragment is empty\. Its parameters have no elements"):
         DiLoCo(model, RULE, inner_steps=2, fragments={"none": "a", "rest": "."})
 
 

@@ -545,7 +545,7 @@ def test_what_cannot_be_in_shards_is_refused(brought: list[dict[str, Any]]):
         for name, message in zip(("0.weight", "2.weight", "w"), whole, strict=True):
             assert f"parameter {name!r} is whole on every process of the mesh's shard axis" in message
             assert "fully_shard(module, mesh=mesh['shard'])" in message
-        assert "or on one of the processes that share a replica" in empty
+        assert "or fewer rows than the replica has shards" in empty
         assert ["sharded" in message for message in answers["cut matrices"]] == [True] * 3
 
 

@@ -193,16 +193,16 @@ NO_WIRE = ["topk", "topk:128", "topk:128:2", "topk:-1:2bit", "topk:1.5:2bit", "t
 @pytest.mark.parametrize("name", [*OUT_OF_RANGE, *NO_WIRE])
 def test_other_formats_are_refused(name: str):
     """A ratio outside 2 to 4096, and other bits than 2, 4 and 8, are refused with the range; other words by name."""
-    words = "RATIO must be .*2 to 4096.*2bit, 4bit or 8bit.*topk:128:2bit"
+    words = r"\. RATIO must be .*2 to 4096.*2bit, 4bit or 8bit.*topk:128:2bit"
     if name in NO_WIRE:
-        words = "it must be one of float32, bfloat16, int8 and topk:RATIO:BITS"
-    with pytest.raises(ValueError, match=rf"DiLoCo: wire is '?{name}'?; {words}"):
+        words = "; it must be one of float32, bfloat16, int8 and topk:RATIO:BITS"
+    with pytest.raises(ValueError, match=rf"DiLoCo: wire is '?{name}'?{words}"):
         check_wire(name)
 
 
 def test_a_ratio_larger_than_the_tensor_is_refused():
     """Less than one element of the smallest fragment cannot be kept; as many as the ratio can."""
-    with pytest.raises(ValueError, match=f"{NAME}, which keeps one of 128 .* has 127; take a RATIO of at most 127"):
+    with pytest.raises(ValueError, match=f"{NAME}, which keeps one of 128 .* has 127. Take a RATIO of at most 127"):
         channel(NAME, 127)
     assert channel(NAME, 128).lossy
     with pytest.raises(ValueError, match="wire is 'int4'"):

@@ -283,7 +283,7 @@ def loaded_alone() -> None:
         (lambda: start(edit(), [0]), "train two or more"),
         (lambda: OuterOptimizer(parameters(0), edit()), "give it to the engine"),
         (lambda: start(lambda params: OuterOptimizer(params, edit())), "give it to the engine"),
-        (lambda: start(edit(), restart="test-agreeing"), "take one of them away"),
+        (lambda: start(edit(), restart="test-agreeing"), "Take one of them away"),
         (loaded_alone, "train two or more"),
         (lambda: EDiT(threshold=0), "threshold"),
         (lambda: EDiT(alpha=0), "alpha"),

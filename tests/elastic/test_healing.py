@@ -103,7 +103,7 @@ def test_a_slow_and_a_silent_giver(giver: Healing, monkeypatch: pytest.MonkeyPat
     if silent:
         assert re.fullmatch(r"no more of another replica's state came for \d\.\d s", str(caught.value))
     else:
-        received = re.match(r"of another replica's state of 4 MB, (\S+) MB came in \d\.\d s", str(caught.value))
+        received = re.match(r"(\S+) of 4 MB of another replica's state came in \d\.\d s", str(caught.value))
         assert received
         assert 0.1 < float(received[1]) < 3.0  # and not the little that came before the tensor
 

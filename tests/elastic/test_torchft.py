@@ -406,7 +406,7 @@ def test_what_heals_must_be_said_before_joining():
     odd = {**mine.save(), "sampler": object()}
     refused(["save()['sampler'] is a builtins.object"], lambda: group.attach(engine, lambda: odd, mine.load))
     large = {**mine.save(), "table": torch.zeros(1).expand(400_000_000)}
-    refused(["timeout is 20 s", "1.60 GB", "pass timeout=21"], lambda: group.attach(engine, lambda: large, mine.load))
+    refused(["timeout is 20 s", "1.60 GB", "Pass timeout=21"], lambda: group.attach(engine, lambda: large, mine.load))
     refused(["call join()"], engine.step)
     group.close()
     refused(["it is closed; make a new one"], engine.join)
@@ -529,7 +529,7 @@ def test_a_lone_replica_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch, 
     assert "the other replicas did not come to a sync within 1 s" in str(error)
     (said,) = [message for message in caplog.messages if "waits at the lighthouse" in message]
     assert said.startswith(f"replica 0 waits at the lighthouse {url} until its peers end their inner steps, or until ")
-    assert "--min_replicas are present; it gives up after 1 s (--quorum-timeout)" in said
+    assert "--min_replicas are present. It gives up after 1 s (--quorum-timeout)" in said
 
 
 @pytest.mark.dist
@@ -735,12 +735,12 @@ def test_a_heal_slower_than_the_timeout_ends_the_newcomer_alone(monkeypatch: pyt
     reports, (error, _) = lives(monkeypatch, one_comes_in_vain(), (options, {}), (options, {}))
     assert isinstance(error, RunError)
     pattern = (
-        r"TorchFT: of another replica's state of (\S+) MB, (\S+) MB came in (\S+) s, and then its peers stopped "
-        r"waiting \(timeout is 2 s\); give every replica a timeout of (\d+) or more \(twophase train: --sync-timeout\)"
+        r"TorchFT: (\S+) of (\S+) MB of another replica's state came in (\S+) s, then its peers stopped "
+        r"waiting \(timeout is 2 s\)\. Give every replica a timeout of (\d+) or more \(twophase train: --sync-timeout\)"
     )
     results = re.match(pattern, str(error))
     assert results, str(error)
-    size, received, seconds, enough = map(float, results.groups())
+    received, size, seconds, enough = map(float, results.groups())
     assert 0 < received < size
     assert enough == pytest.approx(1.5 * seconds * size / received, abs=0.6 + 0.1 * enough)
     assert max(report.attempts for report in reports) > 1

@@ -88,7 +88,7 @@ def test_no_rule_is_needed() -> None:
         lambda: OuterSGD([x], restart=3),
         lambda: DiLoCo(torch.nn.Linear(2, 1), "3", inner_steps=3),
     ):
-        with pytest.raises(ValueError, match="there is none; give OuterSGD an lr"):
+        with pytest.raises(ValueError, match=r"there is none\. Give OuterSGD an lr"):
             make()
     with pytest.raises(ValueError, match="one of the two"):
         DiLoCo(torch.nn.Linear(2, 1), "auto", restart=3, inner_steps=3)

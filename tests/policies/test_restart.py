@@ -376,7 +376,7 @@ def test_answers_that_no_state_could_hold_are_refused(answer: Any, register_poli
             del state, signal
             return answer
 
-    with pytest.raises(ValueError, match=r"restart policy test-slip answers .* in round 1; its decide"):
+    with pytest.raises(ValueError, match=r"restart policy test-slip answers .* in round 1\. Its decide"):
         ask(Slip(), {}, RoundSignal(1, 1))
 
 

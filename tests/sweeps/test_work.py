@@ -178,7 +178,7 @@ def test_stopped_worker_gives_its_job_back(tmp_path: Path, when: str) -> None:
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        (MemoryError(), "MemoryError: the memory is full (no more is known); give a smaller model, fewer --replicas"),
+        (MemoryError(), "MemoryError: the memory is full (no more is known). Give a smaller model, fewer --replicas"),
         (ValueError("too small"), "ValueError: too small"),
     ],
 )

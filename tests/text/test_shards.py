@@ -108,7 +108,7 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "absent": (lambda f: (f / "train-00000.bin").unlink(), r"train-00000\.bin cannot be read .*copy it again"),
     "flipped": (change("validation-00000.bin", flip_a_bit), r"validation-00000\.bin: its SHA-256 is .* copy it again"),
     "other hash": (lambda f: damage_meta(f, sha256="cd" * 32), r"and meta\.json says cdcdcdcdcdcdcdcd"),
-    "no meta": (lambda f: (f / META).unlink(), r"holds no meta\.json; .*twophase data prepare"),
+    "no meta": (lambda f: (f / META).unlink(), r"holds no meta\.json: .*twophase data prepare"),
     "unreadable": (lambda f: ((f / META).unlink(), (f / META).mkdir()), r"meta\.json cannot be read \(it is a folder"),
     "deep": (lambda f: (f / META).write_text(101 * '{"a": ' + "1" + 101 * "}"), r"meta\.json is damaged .*100 levels"),
     "elsewhere": (lambda f: damage_meta(f, file="../train-00000.bin"), r"'\.\./train-00000\.bin' is no file of the"),

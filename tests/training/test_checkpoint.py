@@ -147,7 +147,7 @@ def test_foreign_checkpoints(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"fingerprint abc, here xyz"):
         checkpoint.Checkpoint(folder, "xyz")
     (folder / "manifest.json").write_text(of_first_format(json.loads((folder / "manifest.json").read_text())))
-    with pytest.raises(UsageError, match=r"in format 1 .* reads format 3; finish"):
+    with pytest.raises(UsageError, match=r"in format 1, .* reads format 3\. Finish"):
         checkpoint.Checkpoint(folder, "abc")
 
 

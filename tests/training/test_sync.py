@@ -206,7 +206,7 @@ def test_a_newer_checkpoint_is_not_mixed_with_a_run_that_began_without_it(
         summary, refusal = elastic_pair(monkeypatch, config, tmp_path, url, 1)
     assert isinstance(refusal, RunError), refusal
     assert re.match(
-        r".*/1/checkpoint has a checkpoint of step 14, but the other .* are at step 12; start", str(refusal)
+        r".*/1/checkpoint has a checkpoint of step 14, but the other .* are at step 12\. Start", str(refusal)
     )
     assert snapshot(late) == before
     assert (summary["exit_reason"], summary["steps"]) == ("finished", config.steps)

@@ -28,8 +28,8 @@ _WORTH = {
     True: "each at its own best inner learning rate, a restart every 3 rounds (--outer.restart 3) gave 1.09 to 1.28 "
     "times lower perplexity than none. That is still 7 to 28 % above averaging; over 300 rounds neither is "
     "distinguished",
-    False: "at momentum 0.9 a restart every 3 rounds (--outer.restart 3) gave 1.29 to 2.08 times lower perplexity than "
-    "none; after 300 rounds still 1.20 times, and 8 % above averaging",
+    False: "at momentum 0.9 a restart every 3 rounds (--outer.restart 3) gave 1.29 to 2.08 times lower perplexity "
+    "than none. After 300 rounds it is still 1.20 times, and 8 % above averaging",
 }
 """What restarts and averaging were worth, with Nesterov momentum or heavy ball."""
 RISING = 0.936

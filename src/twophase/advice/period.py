@@ -82,8 +82,8 @@ class Spectrum:
         modes = ends[2] if len(ends) == 3 else count
         if not 2 <= len(ends) <= 3 or not ends[0] <= ends[1] or not 2 <= modes <= _MOST_MODES or modes != int(modes):
             raise UsageError(
-                f"--sigma-range {' '.join(f'{end:g}' for end in ends)}: write LOW HIGH or LOW HIGH COUNT with LOW <= "
-                f"HIGH and a whole COUNT from 2 to {_MOST_MODES:,}, for example --sigma-range 0.3 0.95 20"
+                f"--sigma-range {' '.join(f'{end:g}' for end in ends)}: write LOW HIGH [COUNT] with LOW <= HIGH and a "
+                f"whole COUNT from 2 to {_MOST_MODES:,}, such as --sigma-range 0.3 0.95 20"
             )
         return ends[0], ends[1], int(modes)
 

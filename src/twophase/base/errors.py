@@ -42,8 +42,8 @@ def message_of(error: BaseException) -> str:
         return str(error) or type(error).__name__
     reason = (str(error).splitlines() or [""])[0] or "no more is known"
     return (
-        f"the memory is full ({reason}); give a smaller model, fewer --replicas, --data.batch-size or "
-        "--data.validation-windows, fewer --workers, or a GPU to each replica by torchrun; what has been saved is "
+        f"the memory is full ({reason}). Give a smaller model, fewer --replicas, --data.batch-size or "
+        "--data.validation-windows, fewer --workers, or a GPU to each replica by torchrun. What has been saved is "
         "intact"
     )
 

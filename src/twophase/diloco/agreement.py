@@ -241,8 +241,8 @@ def _same_signals(
 # ------------------------------------------------------------------------------------------------ a round's result
 
 REMEDY = (
-    "All processes must compute the same outer step: look for code that writes to the anchor or the outer optimizer on "
-    "one of them only, for unlike versions, or for faulty memory; then resume from the newest checkpoint"
+    "All processes must compute the same outer step. Look for code that writes to the anchor or the outer optimizer "
+    "on one of them only, unlike versions, or faulty memory. Then resume from the newest checkpoint"
 )
 
 

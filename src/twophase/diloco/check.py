@@ -32,7 +32,7 @@ STILL = (
     "engine's module (engine.check(inner=…) tells which)"
 )
 ALIKE = (
-    "all replicas moved alike in the first round, as they do on the same batches; give each its own part of the data, "
+    "all replicas moved alike in the first round, as they do on the same batches. Give each its own part of the data, "
     "by its rank or number"
 )
 
@@ -131,7 +131,7 @@ class Watch:
         if not (engine.at_anchor or (engine.inner_step == 0 and _is_anchor(engine))):
             yield (
                 f"the modules hold the replicas' own weights, {engine.inner_step} of {engine.schedule.inner_steps} "
-                "inner steps into a round; to save or evaluate the shared ones, use `with engine.anchored() as module:`"
+                "inner steps into a round. Save or evaluate the shared ones in `with engine.anchored() as module:`"
             )
         # One replica may have several optimizers, as Muon for matrices and AdamW for the rest.
         shares = [inner] if len(engine.replicas) == 1 else [[optimizer] for optimizer in inner]

@@ -131,7 +131,7 @@ class ProcessGroup(Communicator):
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             raise ValueError(
                 f"DiLoCo: the parameters are on {device}, and this process's current device is "
-                f"cuda:{torch.cuda.current_device()}; call torch.cuda.set_device(local_rank) before the engine is "
+                f"cuda:{torch.cuda.current_device()}. Call torch.cuda.set_device(local_rank) before the engine is "
                 "made, with the LOCAL_RANK that torchrun sets"
             )
         self._device = device

@@ -40,7 +40,7 @@ class TopK:
     def __post_init__(self) -> None:
         if not 2 <= self.ratio <= LONGEST_CHUNK or self.bits not in _BITS:
             raise ValueError(
-                f"DiLoCo: wire is {self}; RATIO must be a whole number from 2 to {LONGEST_CHUNK}, of which one element "
+                f"DiLoCo: wire is {self}. RATIO must be a whole number from 2 to {LONGEST_CHUNK}, of which one element "
                 "is kept, and BITS 2bit, 4bit or 8bit, such as topk:128:2bit"
             )
 
@@ -89,6 +89,6 @@ def check_wire(name: str, numel: int | None = None) -> str:
     if sparse is not None and numel is not None and numel < sparse.ratio:
         raise ValueError(
             f"DiLoCo: wire is {name}, which keeps one of {sparse.ratio} elements, and the smallest fragment has "
-            f"{numel}; take a RATIO of at most {numel}, or fewer fragments"
+            f"{numel}. Take a RATIO of at most {numel}, or fewer fragments"
         )
     return name

@@ -77,8 +77,8 @@ def _by_pattern(names: list[str], patterns: Mapping[str, str]) -> dict[str, list
         taker = next((fragment for fragment, pattern in patterns.items() if re.search(pattern, name)), None)
         if taker is None:
             raise ValueError(
-                f"partition: no fragment's pattern is found in the parameter name {name!r}; every parameter must "
-                "belong to a fragment, so add one at the end such as rest=."
+                f"partition: no fragment's pattern is found in the parameter name {name!r}. Every parameter must "
+                "belong to a fragment: add one at the end such as rest=."
             )
         names_by_fragment[taker].append(name)
     for fragment, taken in names_by_fragment.items():
@@ -167,8 +167,8 @@ def check_placement(name: str, p: Tensor, sharded: bool) -> None:
         )
     if sharded and not (placements and all(placement.is_shard() for placement in placements)):
         raise ValueError(
-            f"DiLoCo: parameter {name!r} is whole on every process of the mesh's shard axis, which would count it "
-            "once a process; shard every parameter, with fully_shard(module, mesh=mesh['shard'])"
+            f"DiLoCo: parameter {name!r} is whole on every process of the mesh's shard axis, which would count it once "
+            "a process. Shard every parameter, with fully_shard(module, mesh=mesh['shard'])"
         )
 
 

@@ -119,8 +119,8 @@ class Membership:
             self._communicator.broadcast(setting.anchor)
         elif delay >= setting.gap:
             raise ValueError(
-                f"DiLoCo: delay is {delay} and the fragments' syncs lie {setting.gap} inner steps apart; in "
-                "an elastic run one must end before the next begins, so take a shorter delay or fewer fragments"
+                f"DiLoCo: delay is {delay} and the fragments' syncs lie {setting.gap} inner steps apart. In an elastic "
+                "run one must end before the next begins: take a shorter delay or fewer fragments"
             )
         self.may_compare = self._members is None or self.replica_count > 1
 
@@ -130,7 +130,7 @@ class Membership:
         if gap <= schedule.delay < self._setting.gap:  # else two reductions would write into the same buffer
             raise ValueError(
                 f"DiLoCo: at inner_steps = {schedule.inner_steps} the fragments' syncs lie {gap} inner steps apart, "
-                f"and delay is {schedule.delay}; build the engine with these inner_steps, or take more of them"
+                f"and delay is {schedule.delay}. Build the engine with these inner_steps, or take more of them"
             )
         return schedule
 

@@ -76,12 +76,12 @@ class Schedule:
         last = self.inner_steps - 1
         if isinstance(self.delay, bool) or not isinstance(self.delay, int) or not 0 <= self.delay <= last:
             raise ValueError(
-                f"DiLoCo: delay is {self.delay!r}; it must be a whole number of inner steps from 0 to inner_steps - 1 "
-                f"= {last}, so that a reduction ends before the fragment's next one begins"
+                f"DiLoCo: delay is {self.delay!r}. It must be a whole number of inner steps from 0 to inner_steps - 1 "
+                f"= {last}, so that a reduction ends before the fragment's next begins"
             )
         if not isinstance(self.mixing, Real) or not 0 <= self.mixing < 1:
             raise ValueError(
-                f"DiLoCo: mixing is {self.mixing!r}; it must lie in [0, 1): 0 takes the anchor over, 0.5 keeps half of "
+                f"DiLoCo: mixing is {self.mixing!r}. It must lie in [0, 1): 0 takes the anchor over, 0.5 keeps half of "
                 "what a replica has reached by itself"
             )
 
@@ -164,7 +164,7 @@ class Setting:
         """Refuse to continue from an outer step that was interrupted."""
         if any(fragment.torn for fragment in self.fragments):
             raise ValueError(
-                "DiLoCo: the last outer step was interrupted, and a part of the anchor is ahead of the rest; go back "
+                "DiLoCo: the last outer step was interrupted, and a part of the anchor is ahead of the rest. Go back "
                 "to the newest checkpoint with load_state_dict(), on a lossy wire load_wire_state_dict() as well"
             )
 
@@ -211,9 +211,9 @@ def _collect_slots(replicas: list[nn.Module], communicator: Communicator) -> lis
     for replica in replicas:
         if any(isinstance(module, DistributedDataParallel) for module in replica.modules()):
             raise ValueError(
-                "DiLoCo: replicas holds a DistributedDataParallel, which averages the gradients of each inner step: no "
-                "replica would train on its own; pass the module inside of it (its .module), and shard a replica over "
-                "several processes by FSDP2"
+                "DiLoCo: replicas holds a DistributedDataParallel, which averages the gradients of each inner step: "
+                "no replica would train on its own. Pass its .module, and shard a replica over several processes by "
+                "FSDP2"
             )
     collected = [slots_of(replica) for replica in replicas]
     if not collected[0]:
@@ -254,8 +254,8 @@ def _cut(
     least = int(min(row[0] for row in communicator.exchange_in_replica([min(lengths)])))
     if least == 0:
         raise ValueError(
-            "DiLoCo: a fragment is empty: its parameters have no elements, or on one of the processes that share a "
-            "replica fewer rows than there are shards; take fewer or larger fragments"
+            "DiLoCo: a fragment is empty. Its parameters have no elements, or fewer rows than the replica has shards. "
+            "Take fewer or larger fragments"
         )
     check_wire(wire, least)
     dtype = torch.float64 if any(p.dtype == torch.float64 for p in first.values()) else torch.float32

@@ -249,8 +249,8 @@ def _check(state: Mapping[str, Any], setting: Setting, schedule: Schedule) -> No
     }
     if state["under_way"] and setting.communicator.elastic:  # nor could a late joiner receive it
         raise ValueError(
-            "DiLoCo.load_state_dict: the state has a reduction under way, whose result may never arrive in an "
-            "elastic run; save it in its own run, after steps until engine.under_way is False"
+            "DiLoCo.load_state_dict: the state has a reduction under way, whose result may never arrive in an elastic "
+            "run. Save it in its own run, after steps until engine.under_way is False"
         )
     if state["under_way"]:  # a reduction ends by the schedule that it began in
         here["schedules of the reduction under way"] = _saved_schedule(schedule)
@@ -265,7 +265,7 @@ def _check(state: Mapping[str, Any], setting: Setting, schedule: Schedule) -> No
     if state["inner_step"] >= schedule.inner_steps:
         raise ValueError(
             f"DiLoCo.load_state_dict: the state was saved after {state['inner_step']} inner steps of its round, but "
-            f"inner_steps is {schedule.inner_steps}; use the checkpoint's, or a checkpoint of a round's end"
+            f"inner_steps is {schedule.inner_steps}. Use the checkpoint's, or a checkpoint of a round's end"
         )
     pairs = zip(setting.fragments, state["fragments"], strict=True)
     groups = [g for f, saved in pairs if isinstance(f.outer, OuterSGD) for g in saved["outer"]["param_groups"]]

@@ -192,7 +192,7 @@ class _Exactly:
         if silent > took / 2:
             return TimeoutError(f"no more of another replica's state came for {silent:.1f} s")
         return TooSlow(
-            f"of another replica's state of {size / 1e6:.4g} MB, {self._received / 1e6:.4g} MB came in {took:.1f} s, "
-            f"and then its peers stopped waiting (timeout is {self._seconds:g} s); give every replica a timeout "
-            f"of {1.5 * needed:.0f} or more (twophase train: --sync-timeout), or a faster link"
+            f"{self._received / 1e6:.4g} of {size / 1e6:.4g} MB of another replica's state came in {took:.1f} s, then "
+            f"its peers stopped waiting (timeout is {self._seconds:g} s). Give every replica a timeout of "
+            f"{1.5 * needed:.0f} or more (twophase train: --sync-timeout), or a faster link"
         )

@@ -91,13 +91,13 @@ def check(manager: Manager, model: nn.Module, fragments: Sequence[nn.Module], st
         )
     if manager._use_async_quorum:
         raise ValueError(
-            "diloco: the manager's use_async_quorum is True, and it must be False, or a replica that heals would train "
-            "on from old weights; pass Manager(use_async_quorum=False), or take `manager` of the module of diloco"
+            "diloco: the manager's use_async_quorum is True, and a replica that heals would train on from old "
+            "weights. Pass Manager(use_async_quorum=False), or take `manager` of the module of diloco"
         )
     if manager._init_sync:
         raise ValueError(
-            "diloco: the manager's init_sync is True, and it must be False, or every other replica would repeat the "
-            "first replica's round; pass Manager(init_sync=False) and begin all with the same weights"
+            "diloco: the manager's init_sync is True, and every other replica would repeat the first replica's round. "
+            "Pass Manager(init_sync=False) and begin all with the same weights"
         )
     if steps % len(fragments) or steps < len(fragments):
         raise ValueError(

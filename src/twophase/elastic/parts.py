@@ -81,7 +81,7 @@ def check_environment() -> None:
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ValueError(
             f"TorchFT: WORLD_SIZE is {os.environ['WORLD_SIZE']}, so a replica would be spread over several processes, "
-            "which is not supported yet; start each replica as its own process, without torchrun"
+            "which is not supported yet. Start each replica as its own process, without torchrun"
         )
 
 
@@ -107,13 +107,13 @@ def address_of(host: str, lighthouse_host: str) -> str:
         raise ValueError(f"TorchFT: host is {host!r}; it must be this machine's name or IPv4 address")
     if ipaddress.ip_address(address).is_unspecified:
         raise ValueError(
-            f"TorchFT: host is {host!r}, which means every network; the training state would be served to all of them "
-            "without authentication: pass this machine's address in a trusted network"
+            f"TorchFT: host is {host!r}, which means every network. The training state would be served to all of them "
+            "without authentication. Pass this machine's address in a trusted network"
         )
     if ipaddress.ip_address(address).is_loopback and _is_elsewhere(lighthouse_host):
         raise ValueError(
             f"TorchFT: host is {host} and the lighthouse is at {lighthouse_host}, on another machine, which cannot "
-            "reach this one under that address; pass host (twophase train: --host), this machine's address in the "
+            "reach this one under that address. Pass host (twophase train: --host), this machine's address in the "
             "network that the replicas share"
         )
     return address

@@ -46,7 +46,7 @@ _HEAL_MARGIN = 5.0
 _POLL = 0.2
 _NOTICE = 5.0  # seconds of waiting for the first sync before a log line
 _WAITING = """replica %d waits at the lighthouse %s until its peers end their inner steps, or until the lighthouse's \
---min_replicas are present; it gives up after %g s (--quorum-timeout)"""
+--min_replicas are present. It gives up after %g s (--quorum-timeout)"""
 _SYNCS = 1 << 20
 """Weight of the run identity in the progress number: a run under way ranks above late joiners and earlier runs."""
 _UNDER_WAY = 1 << 40
@@ -158,8 +158,8 @@ class TorchFT(Collectives):
         least = sum(p.nbytes for replica in engine.replicas for p in replica.parameters())
         if saved < least:
             raise ValueError(
-                f"TorchFT.attach: save() returned {saved} bytes of tensors, but the replicas alone have {least}; a "
-                "restarted replica would continue with its own weights: return the state_dict() of the models and of "
+                f"TorchFT.attach: save() returned {saved} bytes of tensors, but the replicas alone have {least}: a "
+                "restarted replica would continue with its own weights. Return the state_dict() of the models and of "
                 "the inner optimizers, and the data position"
             )
 
@@ -190,7 +190,7 @@ class TorchFT(Collectives):
         if self.timeout < needed:
             raise ValueError(
                 f"TorchFT.attach: timeout is {self.timeout:g} s, but a restarted replica receives about "
-                f"{size / 1e9:.2f} GB, which may take {needed:.0f} s (at {_HEAL_RATE / 1e9:g} GB/s); pass "
+                f"{size / 1e9:.2f} GB, which may take {needed:.0f} s (at {_HEAL_RATE / 1e9:g} GB/s). Pass "
                 f"timeout={needed:.0f} or more (twophase train: --sync-timeout)"
             )
 
@@ -284,15 +284,14 @@ class TorchFT(Collectives):
             if needed:
                 raise RunError(
                     f"TorchFT: {count} of the last sync's replicas are present after {self.start_timeout:g} s, but "
-                    f"{needed} are needed, or two parts of a run could continue apart; restart the others and repeat "
-                    "this command, or take the result of a finished replica. If the others are lost, "
-                    f"repeat it with min_replicas={len(self._members)} (twophase train: --min-replicas "
-                    f"{len(self._members)})"
+                    f"{needed} are needed, or two parts of a run could continue apart. Restart the others and repeat "
+                    "this command, or take the result of a finished replica. If the others are lost, repeat it with "
+                    f"min_replicas={len(self._members)} (twophase train: --min-replicas {len(self._members)})"
                 )
             raise RunError(
-                f"TorchFT: {count} of {self.min_replicas} replicas are present after {self.start_timeout:g} s; start "
-                "the others with the same lighthouse, lower min_replicas (twophase train: --min-replicas), or take the "
-                "result of a finished replica"
+                f"TorchFT: {count} of {self.min_replicas} replicas are present after {self.start_timeout:g} s. Start "
+                "the others with the same lighthouse, lower min_replicas (twophase train: --min-replicas), or take "
+                "the result of a finished replica"
             )
         time.sleep(_POLL)
         return False
@@ -321,7 +320,7 @@ class TorchFT(Collectives):
             self.close()
             raise RunError(
                 f"TorchFT: this process listens on {', '.join(sorted(places))}, open to every network, though host is "
-                f"{self.address}; this is a fault, and the run has been stopped for safety"
+                f"{self.address}. This is a fault, and the run has been stopped for safety"
             )
 
     def _no_quorum(self, watch: parts.Watch, error: Exception) -> str:
@@ -332,7 +331,7 @@ class TorchFT(Collectives):
             )
         return (
             f"TorchFT: the other replicas did not come to a sync within {self.quorum_timeout:g} s "
-            f"({first_line(error)[:300]}); see whether they hang, or pass a quorum_timeout (twophase train: "
+            f"({first_line(error)[:300]}). See whether they hang, or pass a quorum_timeout (twophase train: "
             "--quorum-timeout) longer than their inner steps take"
         )
 

@@ -128,8 +128,8 @@ def _note(usable: dict[str, Observed], unusable: int) -> str:
         words.append(f"and {len(usable) - _MOST_NAMED} more blocks")
     more = f" No estimate for {unusable} other block{'s' if unusable > 1 else ''}." if unusable else ""
     return (
-        f"{'; '.join(words)} (95 %).{more} An average over the modes in the momentum buffer; AdamW "
-        "inside a round and different data on the replicas are outside the model."
+        f"{'; '.join(words)} (95 %).{more} An average over the modes in the momentum buffer. AdamW inside a round and "
+        "different data on the replicas are outside the model."
     )
 
 

@@ -427,7 +427,7 @@ def check_slots(group: Mapping[str, Any], context: Context) -> None:
     if value.filter.first_moment and (first_moment_key(method) is None or (method.plain and group["momentum"] == 0)):
         raise ValueError(
             f"OuterOptimizer: filter {value.filter.name} compares g with a first moment, and method {value.method} has "
-            "none; give it a momentum above 0, or leave out the filter (none)"
+            "none. Give it a momentum above 0, or leave out the filter (none)"
         )
     if method.matrices or value.filter.matrices:
         whole = method if method.matrices else value.filter

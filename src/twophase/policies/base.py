@@ -164,9 +164,8 @@ class RestartPolicy(ABC):
         rules = {self.canonical(OuterRule(lr, momentum)) for lr, momentum in ((1.0, 0.9), (0.7, 0.0))}
         if len(rules) > 1:
             raise ValueError(
-                f"restart policy {self} restarts the momentum of a rule, and there is none; give "
-                "OuterSGD an lr, such as lr=0.7, and DiLoCo an OuterRule(0.7, 0.9, nesterov=True), or take auto, which "
-                "needs none"
+                f"restart policy {self} restarts the momentum of a rule, and there is none. Give OuterSGD an lr, such "
+                "as lr=0.7, and DiLoCo an OuterRule(0.7, 0.9, nesterov=True), or take auto, which needs none"
             )
         return rules.pop()
 
@@ -296,7 +295,7 @@ def ask(policy: RestartPolicy, state: State, signal: RoundSignal) -> Answer:
     if valid and isinstance(decision, Decision):
         return answered(memory, decision)
     raise ValueError(
-        f"restart policy {policy} answers {answer!r} in round {signal.round}; its decide() must return a memory of "
+        f"restart policy {policy} answers {answer!r} in round {signal.round}. Its decide() must return a memory of "
         "numbers under names, such as {}, and None, a Restart or a Step"
     )
 

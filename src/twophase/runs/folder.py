@@ -219,7 +219,7 @@ class RunFolder:
             name, fault = next(iter(faults.items()))
             raise UsageError(
                 f"{self.path / name}: is not the log that the checkpoint of step {step} counts ({fault}). Put the "
-                "file back, or mark the gap: repeat the command with --accept-logs (for a run of a sweep or study: "
+                "file back, or mark the gap: repeat the command with --accept-logs (in a sweep or study: "
                 f"twophase train --config {shlex.quote(str(self.path / CONFIG))} --out {shlex.quote(str(self.path))} "
                 "--accept-logs)"
             )

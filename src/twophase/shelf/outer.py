@@ -43,15 +43,15 @@ class Outer:
             )
         if self.schedule.name == "transient" and not (self.method.plain or self.method.grows):
             raise ValueError(
-                f"schedule transient makes up for the short updates of a momentum that begins at 0, and method "
-                f"{self.method.name} has none; take constant, or a method of momentum SGD or FedOpt"
+                "schedule transient makes up for the short updates of a momentum that begins at 0, and method "
+                f"{self.method.name} has none. Take constant, or a method of momentum SGD or FedOpt"
             )
 
         # Elsewhere a momentum of 0 is a choice, as a value of an axis; a torch optimizer may hide its own.
         unnamed = self.method.name == "torch" and self.rule().momentum == 0
         if self.schedule.name == "momentum" and (unnamed or not self.method.first_moment):
             raise ValueError(
-                f"schedule momentum raises a momentum, and method {self.method.name} has none, or names none; take "
+                f"schedule momentum raises a momentum, and method {self.method.name} has none, or names none. Take "
                 "constant, or a method with a momentum (`twophase methods` shows which; of a torch optimizer write it "
                 "out, such as betas=0.9/0.999)"
             )
@@ -76,7 +76,7 @@ class Outer:
         if policy.needs & COMPARED and self.filter.name != "none":
             raise ValueError(
                 f"restart policy {policy} compares g with those of the replicas, and filter {self.filter.name} changes "
-                "g before it does; take one of them away (never, or none)"
+                "g before it does. Take one of them away (never, or none)"
             )
         if method.plain:
             rules = {policy.canonical(OuterRule(lr, momentum)) for lr, momentum in ((1.0, 0.9), (0.7, 0.5))}
@@ -94,7 +94,7 @@ class Outer:
             )
         if policy.takes_steps or PROBES in policy.needs:
             raise ValueError(
-                f"restart policy {policy} takes steps of momentum SGD, and method {method.name} has its own; use it "
+                f"restart policy {policy} takes steps of momentum SGD, and method {method.name} has its own. Use it "
                 "with sgd, heavy-ball or nesterov, or take a policy that only restarts, such as 3"
             )
 

@@ -45,7 +45,7 @@ class Scale:
     def __post_init__(self) -> None:
         if self.factor <= 1 or not 0 < self.start < (1 if self.kind in ("odds", "complement") else math.inf):
             raise UsageError(
-                f"a scale of kind {self.kind} starts at {self.start} with factor {self.factor}; the factor must be "
+                f"a scale of kind {self.kind} starts at {self.start} with factor {self.factor}. The factor must be "
                 "above 1, and the start above 0 (of odds below 1, too)"
             )
 

@@ -115,8 +115,8 @@ def read_meta(folder: Path) -> Meta:
         return Meta(**record)
     except FileNotFoundError:
         raise UsageError(
-            f"{folder} holds no {META}; it is no finished folder of token shards; make one with "
-            f"`twophase data prepare … --out {folder}` (repeat the command if it was interrupted)"
+            f"{folder} holds no {META}: it is no finished folder of token shards. Make one with `twophase data prepare "
+            f"… --out {folder}` (repeat the command if it was interrupted)"
         ) from None
     except OSError as error:
         raise UsageError(

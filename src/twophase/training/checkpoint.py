@@ -320,9 +320,9 @@ class Checkpoint:
             )
         if version != _FORMAT:
             raise UsageError(
-                f"checkpoint {path} is in format {version} and this version of twophase reads format {_FORMAT}; finish "
-                f"the run with the version that began it, choose another --out, or rename {path.parent} and repeat the "
-                "command, which then starts from the beginning"
+                f"checkpoint {path} is in format {version}, and this version of twophase reads format {_FORMAT}. "
+                f"Finish the run with the version that began it, choose another --out, or rename {path.parent} and "
+                "repeat the command, which then starts from the beginning"
             )
         for name, entry in entries.items():
             if not (path / name).is_file():

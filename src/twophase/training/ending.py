@@ -80,7 +80,7 @@ class Ending:
             if existing is None or existing["run"] != run:
                 raise RunError(
                     f"--run-record {self.path}: holds the end of another run, so that of run {run} cannot be written "
-                    "there; name another file or move this one, then repeat the command: checkpoints are intact"
+                    "there. Name another file or move this one, then repeat the command: checkpoints are intact"
                 ) from None
             return existing
         return record

@@ -178,7 +178,7 @@ def process_group(config: RunConfig, patience: float = 600.0, timeout: float | N
     except (RuntimeError, ValueError) as error:
         reason = first_line(error.__cause__ or error)
         raise RunError(
-            f"the processes cannot meet at {where} ({reason}); give torchrun an address that all machines reach and a "
+            f"the processes cannot meet at {where} ({reason}). Give torchrun an address that all machines reach and a "
             "free port (--master-addr, --master-port), and gloo its interface (GLOO_SOCKET_IFNAME)"
         ) from error
     try:

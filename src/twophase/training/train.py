@@ -182,8 +182,8 @@ def _take(run: Trainer, folder: RunFolder, ending: Ending, record: dict[str, Any
         if not any(run.adopt(place, record["checksum"]) for place in (here, source / WEIGHTS)):
             raise RunError(
                 f"the run is over ({ending.path}), with checksum {record['checksum']}, but {source} on "
-                f"{record['host']} has no readable weights of it; copy {WEIGHTS} from there to "
-                f"{here} and repeat the command, or move {ending.path} for a new run"
+                f"{record['host']} has no readable weights of it. Copy {WEIGHTS} from there to {here} and repeat the "
+                f"command, or move {ending.path} for a new run"
             )
         _write_env(run, folder)
         folder.write_weights(run.weights(run.config))
@@ -220,8 +220,8 @@ def _begin(run: Trainer, folder: RunFolder) -> RoundReport | None:
     if newest is not None and run.done.step < newest:
         raise RunError(
             f"{folder.checkpoint_dir} has a checkpoint of step {newest}, but the other replicas began without it and "
-            f"are at step {run.done.step}; start this replica again later, or stop them and start all together, which "
-            f"resumes all from the newest checkpoint, or move {folder.checkpoint_dir}"
+            f"are at step {run.done.step}. Start this replica again later, or move {folder.checkpoint_dir}. Or stop "
+            "all and start them together, which resumes them from the newest checkpoint"
         )
     last = folder.last_round()
     # The sync this replica joined is not recorded yet, so a line at this step or later comes from a diverged run.
@@ -266,7 +266,7 @@ def _read(run: Trainer, newest: Path) -> dict[str, Any]:
     if text != run.data_fingerprint:
         raise UsageError(
             f"{run.compute.data_name}: its file or data is not the one that this run began with (fingerprint "
-            f"{run.data_fingerprint[:12]}, at {newest} {text[:12]}); put the old one back, or choose another --out"
+            f"{run.data_fingerprint[:12]}, at {newest} {text[:12]}). Put the old one back, or choose another --out"
         )
     _load(run, saved, processes)
     run.restore_execution(execution[run.files.rank % len(execution)])

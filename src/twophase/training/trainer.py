@@ -105,7 +105,7 @@ class Trainer:
         if self.comm.elastic and any(f.readouts() is not f.anchor_views for f in engine.fragments):
             raise UsageError(
                 f"--outer.readout {config.outer.readout}: elastic replicas end a run by the anchor, not by an average "
-                "of anchors; take --outer.readout last, and a method without its own readout"
+                "of anchors. Take --outer.readout last, and a method without its own readout"
             )
         try:
             self.comm.attach(engine, self._replica_state, self._load_replica_state)

@@ -177,7 +177,7 @@ REFUSED: list[tuple[dict[str, object], int, int, str]] = [
     ({"corpus": "tokens:"}, 2, 0, "must be tokens:PATH"),
     ({"corpus": "tokens:absent"}, 2, 0, r"absent: there is no such file or folder .*\. Make one with `twophase"),
     ({"corpus": "tokens:toy/train-00000.bin"}, 2, 0, "is a part of a prepared folder; name the folder"),
-    ({"corpus": "tokens:begun"}, 2, 0, r"holds no meta\.json; .*repeat the command if it was interrupted"),
+    ({"corpus": "tokens:begun"}, 2, 0, r"holds no meta\.json: .*repeat the command if it was interrupted"),
     ({"corpus": "tokens:bare"}, 2, 0, r"do not say how many ids .*--model\.vocabulary-size"),
     ({"corpus": "tokens:bare", "tokenizer": "gpt2"}, 2, 50_304, r"--data\.tokenizer is 'gpt2', .*Leave it out"),
 ]

@@ -338,8 +338,8 @@ def _open(data: DataConfig, vocabulary_size: int, named: str, *, trust: bool = T
         raise UsageError(f"{named}: is a part of a prepared folder; name the folder: {TOKENS}{path.parent}")
     if vocabulary_size < 1:
         raise UsageError(
-            f"{named}: .bin files do not say how many ids their vocabulary has; give --model.vocabulary-size, for "
-            f"example 50304 for GPT-2's 50257 (a multiple of 64 is faster)"
+            f"{named}: .bin files do not say how many ids their vocabulary has. Give --model.vocabulary-size, for "
+            "example 50304 for GPT-2's 50257 (a multiple of 64 is faster)"
         )
     return open_bin(path, vocabulary_size, trust=trust)
 
