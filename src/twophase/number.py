@@ -81,5 +81,5 @@ def _plain(name: str) -> str:
 
 def _initials(name: str) -> str:
     """Return the first letters of several words; a single word has none that could be meant."""
-    words = [word for word in name.split("_") if word]
-    return "".join(word[0] for word in words) if len(words) > 1 else "?"
+    parts = [word for word in name.split("_") if word]
+    return "".join(word[0] for word in parts) if len(parts) > 1 else "?"

@@ -164,7 +164,7 @@ def test_later_values_at_their_default_change_nothing(tmp_path: Path):
     path = tmp_path / "config.yaml"
     path.write_text(dump_yaml(linear))
     assert overlaid(Newer(), load_yaml(path), "--config") == linear
-    assert yaml.safe_load(dump_yaml(Newer(), every=True)) == to_tree(Newer()) | {"schedule": "cosine", "fast": False}
+    assert yaml.safe_load(dump_yaml(Newer(), whole=True)) == to_tree(Newer()) | {"schedule": "cosine", "fast": False}
     assert parsed(Newer(), "--fast", "true") == Newer(fast=True)
     with pytest.raises(UsageError, match=r"unknown or absent values schedule$"):
         from_tree(Config, to_tree(linear))

@@ -41,20 +41,20 @@ FIXED = {"twophase": "fixed"}
 """Metadata of a field that follows from the configuration's class, and is no option."""
 
 
-def to_tree(config: Any, *, every: bool = False) -> Tree:
+def to_tree(config: Any, *, whole: bool = False) -> Tree:
     """Return the configuration as nested dictionaries of plain values (tuples become lists).
 
     Args:
         config: the configuration.
-        every: also the values that `LATER` leaves out.
+        whole: also the values that `LATER` leaves out.
     """
     tree: Tree = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if field.metadata == LATER and value == field.default and not every:
+        if field.metadata == LATER and value == field.default and not whole:
             continue
         if dataclasses.is_dataclass(value):
-            value = to_tree(value, every=every)
+            value = to_tree(value, whole=whole)
         elif isinstance(field.default, float) and type(value) is int:
             value = float(value)  # a learning rate of 1 and one of 1.0 are one configuration
         tree[field.name] = list(value) if isinstance(value, tuple) else value
@@ -63,7 +63,7 @@ def to_tree(config: Any, *, every: bool = False) -> Tree:
 
 def values_of(config: Any) -> dict[str, Any]:
     """Return every value by its dotted path, also those that `to_tree` leaves out."""
-    return flatten(to_tree(config, every=True))
+    return flatten(to_tree(config, whole=True))
 
 
 def from_tree(cls: type[C], tree: Mapping[str, Any], prefix: str = "") -> C:
@@ -229,22 +229,22 @@ def fingerprint(config: Any) -> str:
 
 def differences(values: Mapping[str, Any], others: Mapping[str, Any]) -> list[str]:
     """Return what differs between two trees, one phrase a value: `outer.lr is 0.7 there, 0.9 here`."""
-    here, there = flatten(values), flatten(others)
+    values, others = flatten(values), flatten(others)
     return [
-        f"{path} is {there.get(path, 'not set')} there, {here.get(path, 'not set')} here"
-        for path in sorted(here.keys() | there.keys())
-        if here.get(path) != there.get(path)
+        f"{path} is {others.get(path, 'not set')} there, {values.get(path, 'not set')} here"
+        for path in sorted(values.keys() | others.keys())
+        if values.get(path) != others.get(path)
     ]
 
 
-def dump_yaml(config: Any, *, every: bool = False) -> str:
+def dump_yaml(config: Any, *, whole: bool = False) -> str:
     """Return the configuration as YAML, in the order of its fields.
 
     Args:
-        config: the configuration, or (without `every`) its tree.
-        every: write also what `to_tree` leaves out, for people; a file that is compared must not have it.
+        config: the configuration, or (without `whole`) its tree.
+        whole: write also what `to_tree` leaves out, for people; a file that is compared must not have it.
     """
-    tree = to_tree(config, every=every) if dataclasses.is_dataclass(config) else config
+    tree = to_tree(config, whole=whole) if dataclasses.is_dataclass(config) else config
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=120)
 
 

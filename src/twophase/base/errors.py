@@ -27,7 +27,7 @@ def is_out_of_memory(error: BaseException) -> bool:
         return is_out_of_memory(error.__cause__)
     text = str(error)
     cut = len(text) >= len("[enforce fail") and _TORCH.startswith(text)
-    return isinstance(error, FULL) and (cut or any(words in text for words in (*_FULL, _TORCH)))
+    return isinstance(error, FULL) and (cut or any(phrase in text for phrase in (*_FULL, _TORCH)))
 
 
 def first_line(error: BaseException) -> str:

@@ -32,22 +32,22 @@ def _has_agent(process: int) -> bool:
     seen = False
     try:
         while process:
-            place = Path(f"/proc/{process}")
-            if _may_be_agent(place):
+            entry = Path(f"/proc/{process}")
+            if _may_be_agent(entry):
                 return True
-            process, seen = int((place / "stat").read_text(errors="replace").rpartition(")")[2].split()[1]), True
+            process, seen = int((entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[1]), True
     except (OSError, ValueError):
         return True
     return not seen  # a parent outside of this container has no number
 
 
-def _may_be_agent(place: Path) -> bool:
+def _may_be_agent(entry: Path) -> bool:
     """Tell whether a process has torch loaded, or, where that is hidden, as init's is, may be a program of Python."""
     try:
-        return b"libtorch" in (place / "maps").read_bytes()
+        return b"libtorch" in (entry / "maps").read_bytes()
     except PermissionError:
-        words = (place / "cmdline").read_bytes()
-        return b"python" in words or b"torch" in words
+        command = (entry / "cmdline").read_bytes()
+        return b"python" in command or b"torch" in command
 
 
 def _follow(parent: int) -> None:

@@ -50,24 +50,24 @@ class Parser(argparse.ArgumentParser):
     ) -> tuple[Any, list[str]]:
         """Parse all words; refuse what is no option."""
         args = list(args or ())
-        words = {_with_hyphens(word): word for word in args}
+        words_by_option = {_with_hyphens(word): word for word in args}
         options, rest = super().parse_known_args(list(map(_with_hyphens, args)), namespace)
         if rest:
-            odd = words[next((word for word in rest if word.startswith("-")), rest[0])].split("=")[0]
+            odd = words_by_option[next((word for word in rest if word.startswith("-")), rest[0])].split("=")[0]
             hint = f"{self.prog} --help lists the options"
             raise UsageError(f"{odd!r} is no option; {did_you_mean(odd, self._option_string_actions, hint)}")
         return options, rest
 
     def help_of(self, name: str | None) -> str:
         """Return the help without the groups on demand, of one group, or of `all`; refuse another name."""
-        every = list(self._action_groups)
-        named = [group for group in every if name in ("all", group.title)]
+        groups = list(self._action_groups)
+        named = [group for group in groups if name in ("all", group.title)]
         if name and not named:
             titles = [*sorted(self.on_demand), "all"]
             raise UsageError(f"--help {name}: there is no such group; {did_you_mean(name, titles)}")
-        self._action_groups = named or [group for group in every if group.title not in self.on_demand]
-        text, self._action_groups = self.format_help(), every
-        hidden = [str(group.title) for group in every if group.title in self.on_demand]
+        self._action_groups = named or [group for group in groups if group.title not in self.on_demand]
+        text, self._action_groups = self.format_help(), groups
+        hidden = [str(group.title) for group in groups if group.title in self.on_demand]
         more = f"more options: --help all, or --help with one of {', '.join(hidden)}"
         return text if name else f"{text}\n{textwrap.fill(more, 78)}\n"
 
@@ -160,12 +160,12 @@ def _texts_of_module(name: str) -> Mapping[str, Mapping[str, str]]:
 def _add_value(group: Any, path: str, kind: Any, text: str, default: Any) -> None:
     option, leaf = f"--{path.replace('_', '-')}", path.rpartition(".")[2].replace("_", "-")
     numbers = default if isinstance(default, list) else [] if default is None else [default]
-    shown = " ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in numbers)
-    shown = shown.lower() if isinstance(default, bool) else shown
+    default_text = " ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in numbers)
+    default_text = default_text.lower() if isinstance(default, bool) else default_text
     settings: dict[str, Any] = {
         "dest": path,
         "default": argparse.SUPPRESS,
-        "help": (text.rstrip(".") + (f" ({shown})" if shown else "")).replace("%", "%%"),
+        "help": (text.rstrip(".") + (f" ({default_text})" if default_text else "")).replace("%", "%%"),
     }
     if typing.get_origin(kind) in (typing.Union, UnionType):  # X | None
         (kind,) = (choice for choice in typing.get_args(kind) if choice is not type(None))

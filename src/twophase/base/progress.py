@@ -27,7 +27,7 @@ def duration(seconds: float) -> str:
 
 @contextmanager
 def meter(
-    what: str,
+    title: str,
     total: int,
     *,
     quiet: bool = False,
@@ -39,7 +39,7 @@ def meter(
     On a terminal a bar with the remaining time and the text below it; elsewhere plain lines, and one at the end.
 
     Args:
-        what: a word or two.
+        title: a word or two.
         total: what `done` counts up to.
         quiet: show nothing.
         plain_seconds: time between two plain lines, at least.
@@ -63,7 +63,7 @@ def meter(
 
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Display(*columns, console=Console(stderr=True), refresh_per_second=4) as bars:
-            task = bars.add_task(what, total=total, text="")
+            task = bars.add_task(title, total=total, text="")
             yield lambda done, text: bars.update(task, completed=done, text=text)
     else:
         began = last = time.monotonic()
@@ -72,7 +72,7 @@ def meter(
             nonlocal last
             now = time.monotonic()
             if done >= total or now - last >= plain_seconds:
-                print(f"{what} {done}/{total}  {text}  ({duration(now - began)})", file=sys.stderr, flush=True)
+                print(f"{title} {done}/{total}  {text}  ({duration(now - began)})", file=sys.stderr, flush=True)
                 last = now
 
         yield show
@@ -80,14 +80,14 @@ def meter(
 
 def round_text(line: Mapping[str, Any]) -> str:
     """A round's metrics in a few words."""
-    words = [f"round {line['round']}", f"loss {line['train_loss']:.3f}"]
+    parts = [f"round {line['round']}", f"loss {line['train_loss']:.3f}"]
     if line.get("perplexity") is not None:
-        words.append(f"perplexity {line['perplexity']:.2f}")
+        parts.append(f"perplexity {line['perplexity']:.2f}")
     if line["seconds"] > 0 and line["tokens"]:
-        words.append(f"{line['tokens'] / line['seconds']:,.0f} tok/s")
+        parts.append(f"{line['tokens'] / line['seconds']:,.0f} tok/s")
     if line.get("restarted"):
-        words.append("restart")
-    return "  ".join(words)
+        parts.append("restart")
+    return "  ".join(parts)
 
 
 def step_text(line: Mapping[str, Any]) -> str:

@@ -21,8 +21,8 @@ def check_regular(path: Path) -> int:
     """
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
-        what = "a folder" if stat.S_ISDIR(status.st_mode) else "a pipe, a socket or a device"
-        raise OSError(errno.EINVAL, f"it is {what}, not a file", str(path))
+        kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a pipe, a socket or a device"
+        raise OSError(errno.EINVAL, f"it is {kind}, not a file", str(path))
     return status.st_size
 
 

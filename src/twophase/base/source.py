@@ -8,19 +8,19 @@ from functools import cache
 from pathlib import Path
 
 
-def source_digest(places: Iterable[Path]) -> str:
+def source_digest(paths: Iterable[Path]) -> str:
     """Return twelve hexadecimal digits of Python files, which change with every byte and every name.
 
     Args:
-        places: files, and folders whose files are taken, without those of folders inside; at least one exists.
+        paths: files, and folders whose files are taken, without those of folders inside; at least one exists.
     """
-    return _digest(tuple(sorted(places)))
+    return _digest(tuple(sorted(paths)))
 
 
 @cache
-def _digest(places: tuple[Path, ...]) -> str:
+def _digest(paths: tuple[Path, ...]) -> str:
     code = hashlib.sha256()
-    for place in places:
-        for path in [place] if place.is_file() else sorted(place.glob("*.py")):
-            code.update(f"{place.name}/{path.name}\n".encode() + path.read_bytes())
+    for path in paths:
+        for file in [path] if path.is_file() else sorted(path.glob("*.py")):
+            code.update(f"{path.name}/{file.name}\n".encode() + file.read_bytes())
     return code.hexdigest()[:12]

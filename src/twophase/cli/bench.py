@@ -8,7 +8,7 @@ from pathlib import Path
 from twophase.cli.commands import run_parser
 
 
-def main(words: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Run the command; return its exit status."""
     from twophase.cli.sweeping import add_workers
     from twophase.recipes.bench import PLACES, SIZES
@@ -37,7 +37,7 @@ def main(words: list[str]) -> int:
         help="with --reference: run nothing, write what has ended into the table in DIR",
     )
     add_workers(parser)
-    options = parser.parse_args(words)
+    options = parser.parse_args(arguments)
     if (options.arm is not None) + options.reference + options.regimes != 1:
         parser.error("give an ARM, --reference for the protocol's own, or --regimes")
     if (options.into or options.arms) and not options.reference:

@@ -89,13 +89,13 @@ UNTUNED: dict[str, Any] = {"outer.lr": 1.0, "outer.momentum": 0.0, "outer.nester
 
 
 def train_config(
-    parser: Parser, words: list[str], untuned: Mapping[str, Any] | None = None
+    parser: Parser, arguments: list[str], untuned: Mapping[str, Any] | None = None
 ) -> tuple[argparse.Namespace, RunConfig]:
     """Parse all words: the parser's own options, and the checked configuration from YAML files and its own options.
 
     Args:
         parser: the parser; the options of the task's configuration are added to it.
-        words: words of the command line.
+        arguments: words of the command line.
         untuned: values of the outer optimizer for a command that says nothing of it, and names no file or recipe.
     """
     from twophase.base.config import UsageError, flatten, load_yaml, overlaid, with_values
@@ -106,13 +106,13 @@ def train_config(
     from twophase.training.config import check_rule_options
 
     # The task's own options are not known before it is.
-    files = {Path(word): load_yaml(Path(word)) for word in words_of("--config", words)}
+    files = {Path(word): load_yaml(Path(word)) for word in option_values("--config", arguments)}
     in_files = [flatten(tree).get(f"{TASK}.name") for tree in files.values()]
-    name = [LM, *(str(name) for name in in_files if name), *words_of("--task", words)][-1]
+    name = [LM, *(str(name) for name in in_files if name), *option_values("--task", arguments)][-1]
     default = config_class(name)()
     add_values(parser, default, "run")
     parser.on_demand |= {name for name, part in vars(default).items() if is_dataclass(part) and name != TASK}
-    options = parser.parse_args(words)
+    options = parser.parse_args(arguments)
     if options.recipe is not None and name != LM:
         raise UsageError(f"--recipe {options.recipe} is for --task {LM}; with --task {name} leave it out")
     config: RunConfig = default if options.recipe is None else recipe(options.recipe)
@@ -133,9 +133,9 @@ def train_config(
     return options, check(config)
 
 
-def words_of(option: str, words: Sequence[str]) -> list[str]:
+def option_values(option: str, arguments: Sequence[str]) -> list[str]:
     """Return the values that an option is given, before all options are known."""
-    pairs = itertools.pairwise([*words, ""])
+    pairs = itertools.pairwise([*arguments, ""])
     return [word.partition("=")[2] or after for word, after in pairs if word.partition("=")[0] == option]
 
 
@@ -158,7 +158,7 @@ def print_config(config: RunConfig) -> int:
     """Print the resolved configuration; return the exit status."""
     from twophase.base.config import dump_yaml
 
-    print(dump_yaml(config, every=True), end="")
+    print(dump_yaml(config, whole=True), end="")
     return 0
 
 
@@ -170,9 +170,9 @@ def config_paths() -> frozenset[str]:
     return frozenset(values_of(TrainConfig()))
 
 
-def interrupted(words: Sequence[str]) -> int:
+def interrupted(arguments: Sequence[str]) -> int:
     """Print the command that resumes; return the exit status."""
-    print(f"stopped; resume with: {command_line(words)}", file=sys.stderr)
+    print(f"stopped; resume with: {command_line(arguments)}", file=sys.stderr)
     return 130
 
 
@@ -181,8 +181,8 @@ def report_command(folder: Path) -> str:
     return shlex.join([PROGRAM, "report", str(folder)])
 
 
-def command_line(words: Sequence[str]) -> str:
+def command_line(arguments: Sequence[str]) -> str:
     """Return the command line as it can be repeated from here."""
     script = Path(sys.argv[0])
     start = ["python", "-m", PROGRAM] if script.name == "__main__.py" else [sys.argv[0]]
-    return shlex.join([*start, *words])
+    return shlex.join([*start, *arguments])

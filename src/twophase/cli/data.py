@@ -20,14 +20,14 @@ _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
 _LARGEST = 10**18
 
 
-def main(words: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Run `twophase data` with these words and return its exit status.
 
     Raises:
         UsageError: a mistake in what was asked.
     """
     parser = _parser()
-    options = parser.parse_args(words)
+    options = parser.parse_args(arguments)
     if options.command is None:
         parser.print_help()
     elif options.command == "info":
@@ -149,9 +149,9 @@ def describe(folder: Path, meta: Meta) -> str:
     for split in (TRAIN, VALIDATION):
         shards = meta.splits.get(split, ())
         documents, text = sum(shard.documents for shard in shards), sum(shard.text_bytes for shard in shards)
-        each = f", {text / meta.tokens(split):.2f} bytes a token" if shards else ""
+        per_token = f", {text / meta.tokens(split):.2f} bytes a token" if shards else ""
         lines.append(
             f"  {split:12} {meta.tokens(split):,} tokens in {len(shards)} shards, {documents:,} documents, "
-            f"{text / 1e6:,.1f} MB of text{each}"
+            f"{text / 1e6:,.1f} MB of text{per_token}"
         )
     return "\n".join([*lines, f"  fingerprint  {meta.fingerprint[:12]}"])

@@ -22,14 +22,14 @@ _SECONDS = 5.0
 """Between two writings of the page."""
 
 
-def main(words: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Run the command; return its exit status."""
     from twophase.cli.sweeping import run, take_slurm_options
     from twophase.recipes.demo import demo
     from twophase.studies._demo import draw, terminal_maps, verdict
     from twophase.tasks.lm.config import check
 
-    rest, slurm = take_slurm_options(words)
+    rest, slurm = take_slurm_options(arguments)
     options = _parser().parse_args(rest)
     sweep = demo(quick=options.quick, seeds=options.seeds, controls=not options.no_controls)
     for config in sweep.runs.values():
@@ -46,7 +46,7 @@ def main(words: list[str]) -> int:
         draw(rows, sweep, out / "figures")
         return f"\n{verdict(rows, sweep)}" if options.verbose else ""
 
-    repeat = command_line(["demo", *words])
+    repeat = command_line(["demo", *arguments])
     try:
         status = run(sweep, out, options, repeat=repeat, results=results, slurm=slurm, picture=picture)
     finally:  # also of a demo that was stopped: the page must not wait for more
@@ -163,12 +163,12 @@ def _ending(rows: list[Row], sweep: Sweep, out: Path) -> str:
     from twophase.studies._demo import findings
 
     width = min(100, shutil.get_terminal_size().columns)
-    command, what = next(iter(_following(out).items()))
-    places = {
+    command, meaning = next(iter(_following(out).items()))
+    entries = {
         "table": out / "cells.csv",
         "figures": out / "figures",
-        "next": f"{command}   ({what})",
+        "next": f"{command}   ({meaning})",
         "page": out / "story.html",
     }
     paragraphs = [textwrap.fill(text, width) for text in findings(rows, sweep)]
-    return "\n\n".join(["", *paragraphs, "\n".join(f"{name:8} {place}" for name, place in places.items())])
+    return "\n\n".join(["", *paragraphs, "\n".join(f"{name:8} {entry}" for name, entry in entries.items())])

@@ -13,13 +13,13 @@ from twophase.cli.commands import config_paths, plain_parser
 from twophase.runs.record import read_record
 
 
-def main(words: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Run the command; return its exit status."""
     parser = plain_parser("diagnose")
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run, its --out")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of words")
     parser.add_argument("--verbose", action="store_true", help="say also what the theory leaves out")
-    options = parser.parse_args(words)
+    options = parser.parse_args(arguments)
     record = read_record(options.run, config_paths())
     if not record.config and not len(record.rounds["round"]):
         raise UsageError(

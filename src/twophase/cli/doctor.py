@@ -76,11 +76,11 @@ class Check:
     remedy: str = ""
 
 
-def main(words: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Run the command; return its exit status: 1 if something that every command needs is broken."""
     parser = plain_parser("doctor")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of words")
-    options = parser.parse_args(words)
+    options = parser.parse_args(arguments)
     checks = examine()
     broken = [check.name for check in checks if check.state == "broken"]
     if options.json:
@@ -125,8 +125,8 @@ def _here() -> Iterator[Check]:
     yield Check("twophase", "version", __version__)
     yield Check("twophase", "place", str(home))
     if (git := shutil.which("git")) and any((folder / ".git").exists() for folder in home.parents[:3]):
-        words = [git, "-C", str(home), "describe", "--always", "--dirty", "--abbrev=12"]
-        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=20)  # noqa: S603 - git itself
+        argv = [git, "-C", str(home), "describe", "--always", "--dirty", "--abbrev=12"]
+        done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=20)  # noqa: S603 - git itself
         if done.returncode == 0:
             yield Check("twophase", "revision", done.stdout.strip())
 
@@ -136,15 +136,15 @@ def _machine() -> Iterator[Check]:
     yield Check("Machine", "processors", f"{os.cpu_count()}, {len(os.sched_getaffinity(0))} of them for this process")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")  # a container may have less than the machine
-    words = limit.read_text(encoding="ascii").strip() if limit.is_file() else "max"
-    memory = min(memory, int(words)) if words.isdecimal() else memory
+    text = limit.read_text(encoding="ascii").strip() if limit.is_file() else "max"
+    memory = min(memory, int(text)) if text.isdecimal() else memory
     yield Check("Machine", "memory", f"{memory / 2**30:.1f} GiB")
 
 
 def _torch() -> Iterator[Check]:
-    words = [sys.executable, "-c", _TORCH]
+    argv = [sys.executable, "-c", _TORCH]
     try:
-        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=_TORCH_SECONDS)  # noqa: S603
+        done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=_TORCH_SECONDS)  # noqa: S603
         facts = json.loads(done.stdout) if done.returncode == 0 else None
         fault = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
@@ -166,8 +166,8 @@ def _packages() -> Iterator[Check]:
         if _fits(version, spec):
             yield Check("Packages", name, version)
         elif name != "torch":  # which has a separate group
-            words = f"{version or 'not installed'}; {spec} is needed"
-            yield Check("Packages", name, words, "broken", f"pip install '{name}{spec}'")
+            text = f"{version or 'not installed'}; {spec} is needed"
+            yield Check("Packages", name, text, "broken", f"pip install '{name}{spec}'")
 
 
 def _extras() -> Iterator[Check]:
@@ -175,18 +175,18 @@ def _extras() -> Iterator[Check]:
         ranges = _requirements(extra)
         versions = {name: _version(name) for name in ranges}
         lacking = [name for name, spec in ranges.items() if not _fits(versions[name], spec)]
-        words = ", ".join(f"{name} {version}" for name, version in versions.items()) or "nothing to install"
-        words = f"lacks {', '.join(lacking)}" if lacking else words
-        words += f"; for {_PURPOSES[extra]}" if extra in _PURPOSES else ""
+        text = ", ".join(f"{name} {version}" for name, version in versions.items()) or "nothing to install"
+        text = f"lacks {', '.join(lacking)}" if lacking else text
+        text += f"; for {_PURPOSES[extra]}" if extra in _PURPOSES else ""
         remedy = f"pip install '{_NAME}[{extra}]'" if lacking else ""
-        yield Check("Extras", extra, words, "missing" if lacking else "ok", remedy)
+        yield Check("Extras", extra, text, "missing" if lacking else "ok", remedy)
 
 
 def _places() -> Iterator[Check]:
     group, name = "Commands and places", "torchft_lighthouse"
     path = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
-    words = path or "not found; needed by one machine of a run with --lighthouse"
-    yield Check(group, name, words, "ok" if path else "missing", "" if path else f"pip install '{_NAME}[ft]'")
+    text = path or "not found; needed by one machine of a run with --lighthouse"
+    yield Check(group, name, text, "ok" if path else "missing", "" if path else f"pip install '{_NAME}[ft]'")
     states: dict[str, State] = {"temporary files": "broken", "this folder": "missing"}
     for (name, state), folder in zip(states.items(), (tempfile.gettempdir(), str(Path.cwd())), strict=True):
         try:
@@ -208,8 +208,8 @@ def _requirements(extra: str = "") -> dict[str, str]:
 
     ranges: dict[str, str] = {}
     for wanted in map(Requirement, importlib.metadata.requires(_NAME) or []):
-        always, here = (wanted.marker is None or wanted.marker.evaluate({"extra": name}) for name in ("", extra))
-        if not here or (extra and always):
+        always, in_extra = (wanted.marker is None or wanted.marker.evaluate({"extra": name}) for name in ("", extra))
+        if not in_extra or (extra and always):
             continue
         ranges[wanted.name] = str(wanted.specifier)
     return ranges

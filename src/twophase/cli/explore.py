@@ -102,7 +102,7 @@ def _spectrum(question: Question, run: FromRun | None) -> dict[str, Any]:
     return {"spectrum": "run" if run else "list"}
 
 
-def main(words: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Run the command; return its exit status."""
     parser = plain_parser("explore")
     parser.add_argument(
@@ -117,7 +117,7 @@ def main(words: list[str]) -> int:
     )
     parser.add_argument("--open", action="store_true", help="open it in the browser")
     add_values(parser, Question(), "where the page begins; everything can be moved on it")
-    options = parser.parse_args(words)
+    options = parser.parse_args(arguments)
     run = read_run(options.run) if options.run else None
     question = of_run(run) if run else Question()
     values = values_given(options, question)

@@ -21,16 +21,16 @@ from twophase.number import did_you_mean
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line (without the program's name) and return its exit status."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help"):
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
         print(_overview())
         return 0
-    if words[0] in ("-V", "--version"):
+    if arguments[0] in ("-V", "--version"):
         from twophase import __version__
 
         print(f"{PROGRAM} {__version__}")
         return 0
-    name, *rest = words
+    name, *rest = arguments
     if name not in COMMANDS:
         return _complain(PROGRAM, f"{name!r} is no command; {did_you_mean(name, COMMANDS)}")
     try:
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         return _complain(f"{PROGRAM} {name}", str(error))
     except KeyboardInterrupt:
-        return interrupted(words)
+        return interrupted(arguments)
     except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

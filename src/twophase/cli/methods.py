@@ -28,7 +28,7 @@ _TITLES: dict[Slot, str] = {
 }
 
 
-def main(words: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Print the shelf, or a part of it."""
     parser = plain_parser("methods", epilog="Restart policies, the fifth slot, are in docs/policies.md.")
     parser.add_argument("name", nargs="?", help="of a value, to see its fields and what a round of it costs")
@@ -39,7 +39,7 @@ def main(words: Sequence[str]) -> int:
         metavar="FILE",
         help="fill in the tables of a page such as docs/shelf.md",
     )
-    options = parser.parse_args(words)
+    options = parser.parse_args(arguments)
     slots: Sequence[Slot] = [options.slot] if options.slot else SLOTS
     if options.name and options.into:
         parser.error("--into fills in whole tables; leave NAME or --into out")
@@ -71,13 +71,13 @@ def _lines(slot: Slot) -> str:
 
 
 def _named(slots: Sequence[Slot], name: str) -> str:
-    places: list[tuple[Slot, type[Value]]] = [
+    matches: list[tuple[Slot, type[Value]]] = [
         (slot, registered(slot)[name]) for slot in slots if name in registered(slot)
     ]
-    if not places:
+    if not matches:
         names = [name for slot in slots for name in registered(slot)]
         raise UsageError(f"{name!r} is not on the shelf; {did_you_mean(name, names)}")
-    return "\n\n".join(_about(slot, cls) for slot, cls in places)
+    return "\n\n".join(_about(slot, cls) for slot, cls in matches)
 
 
 def _about(slot: Slot, cls: type[Value]) -> str:
@@ -88,7 +88,7 @@ def _about(slot: Slot, cls: type[Value]) -> str:
     if slot != "schedule":
         rows |= {"costs": "{:.0f} passes over the parameters, {:.0f} bytes a parameter".format(*_cost(slot, cls))}
     rows |= {"test": cls.test}
-    lines = [f"  {what:9} {text}" for what, text in rows.items() if text]
+    lines = [f"  {title:9} {text}" for title, text in rows.items() if text]
     return "\n".join([f"{slot} {cls.name}", *lines, "", textwrap.indent(inspect.getdoc(cls) or "", "  ")])
 
 

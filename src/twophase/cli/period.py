@@ -7,7 +7,7 @@ from pathlib import Path
 from twophase.cli.commands import plain_parser
 
 
-def main(words: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Run the command; return its exit status."""
     from twophase.advice.period import Question, answer, describe, to_json
     from twophase.base.config import with_values
@@ -23,7 +23,7 @@ def main(words: list[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of words")
     add_values(parser, Question(), "the question")
-    options = parser.parse_args(words)
+    options = parser.parse_args(arguments)
     if options.plot:
         check_files(options.plot)
     advice = answer(with_values(Question(), values_given(options, Question())))

@@ -12,9 +12,9 @@ from twophase.runs.folder import COMPARE, REPORT
 WATCH_SECONDS = 10.0
 
 
-def main(words: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Run the command; return its exit status."""
-    options = _parser().parse_args(words)
+    options = _parser().parse_args(arguments)
     from twophase.cli.reporting import write_pages  # what reads and draws is slow to import
 
     write_pages(options)
@@ -24,8 +24,8 @@ def main(words: list[str]) -> int:
 def _parser() -> Parser:
     parser = plain_parser("report")
     add = parser.add_argument
-    what = "folder of the run or sweep, its --out; several runs are laid over each other"
-    add("folders", type=Path, metavar="RUN|SWEEP", nargs="+", help=what)
+    text = "folder of the run or sweep, its --out; several runs are laid over each other"
+    add("folders", type=Path, metavar="RUN|SWEEP", nargs="+", help=text)
     page = (
         f"the page to write ({REPORT} in the folder, with --where named after it; for several runs {COMPARE} in the "
         "folder that holds all)"

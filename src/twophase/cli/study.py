@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING
 
 from twophase.base.config import UsageError, with_values
 from twophase.base.options import add_values, values_given
-from twophase.cli.commands import plain_parser, words_of
+from twophase.cli.commands import option_values, plain_parser
 
 if TYPE_CHECKING:
     from twophase.recipes.paper import Scale
     from twophase.training.config import RunConfig
 
 
-def main(words: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Run the command; return its exit status."""
     from twophase.cli.sweeping import add_workers, watched, workers_of
     from twophase.studies.study import load, question, questions, redraw, run
     from twophase.tasks.named import LM, TASK, config_class, task_label
 
-    task = [LM, *words_of("--task", words)][-1]
+    task = [LM, *option_values("--task", arguments)][-1]
     default = None if task == LM else config_class(task)()
     parts = [name for name, part in vars(default).items() if is_dataclass(part) and name != TASK] if default else []
     parser = plain_parser("study", epilog="--list shows the names", on_demand=parts)
@@ -53,7 +53,7 @@ def main(words: list[str]) -> int:
     parser.add_argument("--quiet", action="store_true", help="show no progress")
     if default:
         add_values(parser, default, "run")
-    options = parser.parse_args(words)
+    options = parser.parse_args(arguments)
     if options.list:
         questions_by_name = questions()
         width = max(map(len, questions_by_name))

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from twophase.sweeps.table import Row
 
 
-def main(words: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Run the command; return its exit status."""
     from twophase.base.options import values_given
     from twophase.cli.sweeping import add_options, run, take_slurm_options
@@ -38,7 +38,7 @@ def main(words: list[str]) -> int:
     )
     config_options(parser)
     add_options(parser)
-    rest, slurm = take_slurm_options(words)
+    rest, slurm = take_slurm_options(arguments)
     options, config = train_config(parser, rest)
     if options.print_config:
         return print_config(config)
@@ -51,7 +51,7 @@ def main(words: list[str]) -> int:
         raise UsageError(f"--{both[0]} is an axis of the grid, too; leave the option or the axis out")
     cells = grid_of(config, axes, controls=options.controls)
     out = options.out or Path("runs") / "sweep"
-    repeat = command_line(["sweep", *words])
+    repeat = command_line(["sweep", *arguments])
     return run(Sweep("sweep", config, cells), out, options, repeat=repeat, results=_results, slurm=slurm)
 
 

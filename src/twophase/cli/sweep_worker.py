@@ -7,7 +7,7 @@ from pathlib import Path
 from twophase.cli.commands import between, plain_parser
 
 
-def main(words: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Run the command; return its exit status."""
     parser = plain_parser("sweep-worker")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the sweep's folder")
@@ -20,7 +20,7 @@ def main(words: list[str]) -> int:
         "from disk (%(default)s)",
     )
     parser.add_argument("--leash", action="store_true", help="end when stdin does")
-    options = parser.parse_args(words)
+    options = parser.parse_args(arguments)
     from twophase.sweeps.worker import serve
 
     return serve(options.out, in_memory=options.in_memory, leash=options.leash)

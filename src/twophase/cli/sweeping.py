@@ -82,7 +82,7 @@ def workers_of(workers: int | None) -> int:
 
 
 @contextmanager
-def watched(what: str, *, quiet: bool, picture: Picture | None = None) -> Iterator[Callable[[Status], None]]:
+def watched(title: str, *, quiet: bool, picture: Picture | None = None) -> Iterator[Callable[[Status], None]]:
     """Show the progress of sweeps one after the other, each on a new display; yield the function for `run_sweep`.
 
     The picture is made at the start and for every run that ends.
@@ -99,7 +99,7 @@ def watched(what: str, *, quiet: bool, picture: Picture | None = None) -> Iterat
                 displays.close()
                 above = (lambda: drawn) if picture is not None else None
                 # a plain line for every run: its setting and perplexity is what there is to see
-                display = meter(what, status.total, quiet=quiet, plain_seconds=0.0, picture=above)
+                display = meter(title, status.total, quiet=quiet, plain_seconds=0.0, picture=above)
                 show = displays.enter_context(display)
             show(status.done, _status_text(status))
 
@@ -134,14 +134,14 @@ def complete(
 
 def _status_text(status: Status) -> str:
     """Say what has just happened, and how many runs did not simply finish."""
-    words = [f"{status.setting or status.run}: {status.result or status.event}"] if status.run else []
-    words += [status.error] if status.event == "replaced" else []
+    parts = [f"{status.setting or status.run}: {status.result or status.event}"] if status.run else []
+    parts += [status.error] if status.event == "replaced" else []
     counts = {"finished before": status.skipped, "diverged": status.diverged, "failed": status.failed}
-    words += [f"{count} {name}" for name, count in counts.items() if count]
-    return "; ".join(words)
+    parts += [f"{count} {name}" for name, count in counts.items() if count]
+    return "; ".join(parts)
 
 
-def take_slurm_options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+def take_slurm_options(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     """Return the words without `--slurm-NAME VALUE`, and these by name.
 
     >>> take_slurm_options(["--workers", "4", "--slurm-time", "60", "--slurm-mem=8GB"])
@@ -149,7 +149,7 @@ def take_slurm_options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]
     """
     rest: list[str] = []
     slurm: dict[str, Any] = {}
-    waiting = list(words)
+    waiting = list(arguments)
     while waiting:
         word = waiting.pop(0)
         if not word.startswith("--slurm-"):

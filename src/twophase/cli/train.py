@@ -34,7 +34,7 @@ from twophase.training.config import MOST_REPLICAS, RunConfig
 _SECONDS = between(1e-3, 1e7, number)
 
 
-def main(words: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Run the command; return its exit status."""
     follow_torchrun()
     # Torch reads it when it is imported: a peer's death would else print stack traces before our one message.
@@ -55,7 +55,7 @@ def main(words: list[str]) -> int:
     )
     verify_option(parser)
     _elastic_options(parser)
-    options, config = train_config(parser, words, UNTUNED)
+    options, config = train_config(parser, arguments, UNTUNED)
     if options.print_config:
         return print_config(config)
     out = options.out or default_folder(config)
@@ -71,7 +71,7 @@ def main(words: list[str]) -> int:
     lead = os.environ.get("RANK", "0") == "0"
     if summary["exit_reason"] == "stopped":
         if lead:
-            interrupted(["train", *words])
+            interrupted(["train", *arguments])
         return summary["status"]
     if lead:
         print(describe_run(out, config, summary))
@@ -138,13 +138,13 @@ def default_folder(config: RunConfig) -> Path:
     setting = f"{config.outer.describe()} {_restart(config)} S {config.inner_steps} seed {config.seed}"
     if hasattr(config, TASK):
         setting = f"{config.task.name.rpartition(':')[2]} {setting}"  # type: ignore[attr-defined]
-    there = flatten(to_tree(type(config)()))
-    changed = {path: value for path, value in flatten(to_tree(config)).items() if there.get(path) != value}
+    defaults = flatten(to_tree(type(config)()))
+    changed = {path: value for path, value in flatten(to_tree(config)).items() if defaults.get(path) != value}
     for path, value in changed.items():
         if not path.startswith(_NAMED):
             setting += f" {path.rpartition('.')[2].replace('_', ' ')} {value}"
-    words = re.sub("[^A-Za-z0-9.]+", "-", setting)[:75].strip("-.")
-    return Path("runs") / f"{date.today()}-{words}-{identity}"
+    label = re.sub("[^A-Za-z0-9.]+", "-", setting)[:75].strip("-.")
+    return Path("runs") / f"{date.today()}-{label}-{identity}"
 
 
 def _restart(config: RunConfig) -> str:

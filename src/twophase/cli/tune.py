@@ -21,13 +21,13 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _LONGEST = 1e9
 
 
-def main(words: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Run the command; return its exit status."""
     from twophase.cli.sweeping import add_workers
     from twophase.recipes.arms import ARMS, CONTROL, check_arm_options
 
-    if words and not words[0].startswith("-"):
-        words = ["--task", *words]
+    if arguments and not arguments[0].startswith("-"):
+        arguments = ["--task", *arguments]
     parser = run_parser("tune", on_demand=["run"], usage=f"{PROGRAM} tune [TASK] [OPTIONS]")
     group = parser.add_argument_group("the comparison")
     group.add_argument(
@@ -58,7 +58,7 @@ def main(words: list[str]) -> int:
     )
     config_options(parser)
     add_workers(parser)
-    options, base = train_config(parser, words)
+    options, base = train_config(parser, arguments)
     if options.print_config:
         return print_config(base)
     check_arm_options(values_given(options, base))

@@ -10,7 +10,7 @@ from twophase.cli.commands import between, config_paths, plain_parser
 _PORT = 8642
 
 
-def main(words: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Run the command; return its exit status."""
     parser = plain_parser("ui")
     parser.add_argument("folder", type=Path, metavar="DIR", nargs="?", default=Path("runs"), help="folder (runs)")
@@ -22,7 +22,7 @@ def main(words: list[str]) -> int:
         help=f"port of this machine alone; 0: a free one ({_PORT})",
     )
     parser.add_argument("--open", action="store_true", help="open the list in the browser")
-    options = parser.parse_args(words)
+    options = parser.parse_args(arguments)
     if not options.folder.is_dir():
         raise UsageError(f"{options.folder}: is no folder; give the one that holds the runs and sweeps")
     from twophase.cli.serving import HOST, serve  # what reads and draws is slow to import
