@@ -62,44 +62,44 @@ def same_start(communicator: Communicator, description: Mapping[str, Any], repli
         raise ValueError(f"DiLoCo: alike: {error}; give numbers, texts, lists and dicts of them") from None
     rows = communicator.exchange([replicas, *halves(short_hash(text))])
     if any(row[1:] != rows[0][1:] for row in rows):  # only then sent: many parameters make it very long
-        here = json.loads(json.dumps(description))
-        for other, there in enumerate(communicator.gather(here, dict)):
-            difference = first_unlike(here, there, (f"process {communicator.rank}", f"process {other}"))
+        sent = json.loads(json.dumps(description))
+        for other, received in enumerate(communicator.gather(sent, dict)):
+            difference = first_unlike(sent, received, (f"process {communicator.rank}", f"process {other}"))
             if difference is not None:
                 raise ValueError(f"DiLoCo: {difference}; start all processes with the same program and options")
     return [int(row[0]) for row in rows]
 
 
-def first_unlike(here: Mapping[str, Any], there: Mapping[str, Any], names: tuple[str, str]) -> str | None:
+def first_unlike(first: Mapping[str, Any], second: Mapping[str, Any], names: tuple[str, str]) -> str | None:
     """Return a sentence on the first difference between two descriptions; None when they agree.
 
     Args:
-        here: JSON values by the words that name them.
-        there: JSON values of the other description.
+        first: JSON values by the words that name them.
+        second: JSON values of the other description.
         names: names of the two descriptions, for the sentence.
     """
-    for fact, a, b in _unlike_entries(here, there):
+    for fact, a, b in _unlike_entries(first, second):
         return f"{fact} differ between {names[0]} ({a}) and {names[1]} ({b})"
     return None
 
 
-def _unlike_entries(here: Mapping[str, Any], there: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    for fact in {**here, **there}:
-        a, b = here.get(fact, "nothing"), there.get(fact, "nothing")
+def _unlike_entries(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    for fact in {**first, **second}:
+        a, b = first.get(fact, "nothing"), second.get(fact, "nothing")
         if a != b:
             yield fact, *_difference(a, b)
 
 
-def _difference(here: Any, there: Any) -> tuple[str, str]:
+def _difference(first: Any, second: Any) -> tuple[str, str]:
     """Return the first entries that differ, as text: a whole list of parameters would hide them."""
-    if isinstance(here, Mapping) and isinstance(there, Mapping):
-        fact, a, b = next(_unlike_entries(here, there))
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        fact, a, b = next(_unlike_entries(first, second))
         return f"{fact}: {a}", f"{fact}: {b}"
-    if isinstance(here, list) and isinstance(there, list):
-        if len(here) != len(there):
-            return f"{len(here)} of them", f"{len(there)}"
-        return next(_difference(a, b) for a, b in zip(here, there, strict=True) if a != b)
-    return str(here)[:200], str(there)[:200]
+    if isinstance(first, list) and isinstance(second, list):
+        if len(first) != len(second):
+            return f"{len(first)} of them", f"{len(second)}"
+        return next(_difference(a, b) for a, b in zip(first, second, strict=True) if a != b)
+    return str(first)[:200], str(second)[:200]
 
 
 # ---------------------------------------------------------------------------------------------- a round's decisions
@@ -271,9 +271,9 @@ def first_difference(
 ) -> str | None:
     """Return a sentence on the first digest, as of `all_halves`, that differs between processes; None if equal."""
     for other, row in enumerate(everyone):
-        for place, pair in enumerate(zip(row, everyone[0], strict=True)):
+        for index, pair in enumerate(zip(row, everyone[0], strict=True)):
             if pair[0] != pair[1]:
-                number, digest = divmod(place // 2, len(digests[0]))
+                number, digest = divmod(index // 2, len(digests[0]))
                 return (
                     f"fragment {fragments[number].name!r} differs in its {list(digests[0])[digest]} between process 0 "
                     f"and process {other}"

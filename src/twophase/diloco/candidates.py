@@ -29,8 +29,8 @@ def probe_candidates(setting: Setting, fragments: Sequence[Fragment], weight: in
     losses: list[list[float]] = []
     with setting.lend(0) as model:
         # Batch norm changes its buffers in a forward pass; other modules replace a buffer's tensor.
-        places = [(m, name, b) for m in model.modules() for name, b in m.named_buffers(recurse=False)]
-        buffers = [(module, name, buffer, buffer.clone()) for module, name, buffer in places]
+        slots = [(m, name, b) for m in model.modules() for name, b in m.named_buffers(recurse=False)]
+        buffers = [(module, name, buffer, buffer.clone()) for module, name, buffer in slots]
         try:
             for fragment in fragments:
                 means = []

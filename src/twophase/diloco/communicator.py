@@ -256,8 +256,8 @@ def _parsed(text: bytes, kind: Any, process: int) -> Any:
     return value
 
 
-def _stranger(process: int, what: str) -> RunError:
+def _stranger(process: int, content: str) -> RunError:
     return RunError(
-        f"process {process} sent {what}; start all processes with the same program and options, and let no other "
+        f"process {process} sent {content}; start all processes with the same program and options, and let no other "
         "program reach the ports of the group"
     )

@@ -193,10 +193,10 @@ class DeviceSweep:
             self._step(table, update, products[first : first + table.programs], sums)
             first += table.programs
         # The only wait of a round for the device, unless a policy decides by the inner products.
-        words = torch.cat([products.sum(0).view(torch.int64), sums.view(-1)]).tolist()
-        gg, mm, gm = struct.unpack("=3d", struct.pack("=3q", *words[:3]))
+        numbers = torch.cat([products.sum(0).view(torch.int64), sums.view(-1)]).tolist()
+        gg, mm, gm = struct.unpack("=3d", struct.pack("=3q", *numbers[:3]))
         for row, name in enumerate(("anchor", "momentum buffer")[:rows]):
-            pieces = words[3 + row * sums.shape[1] : 3 + (row + 1) * sums.shape[1]]
+            pieces = numbers[3 + row * sums.shape[1] : 3 + (row + 1) * sums.shape[1]]
             self.digests[name] = joined_digits(len(self.x), pieces)
         return (gg, mm, gm) if self.measure else None
 

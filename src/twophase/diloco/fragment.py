@@ -378,8 +378,8 @@ class Fragment:
         """Pass the pseudo-gradient, or None, to the outer optimizer, as `.grad` of the anchor's parameters."""
         for anchor, gradient in zip(self.anchor_views, self.gradient_views, strict=True):
             # In every round: a user's zero_grad() may have removed it.
-            if anchor.grad is not (wanted := None if nothing else gradient):
-                anchor.grad = wanted
+            if anchor.grad is not (value := None if nothing else gradient):
+                anchor.grad = value
 
     def restore(self, mixing: float = 0.0) -> None:
         """Set theta_r <- mixing theta_r + (1 - mixing) a, for the tensors in `params`."""

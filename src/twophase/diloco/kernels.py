@@ -36,16 +36,16 @@ def pseudo_gradient(
     BLOCK: tl.constexpr,
 ):
     """Write g <- sum over replicas of (a - theta_r), over `divisor` where DIVIDE says so."""
-    row, _, places, at, inside = _place(of_program, slots, ALIGNED, REPLICAS, BLOCK)
-    a = tl.load(anchor + places, mask=inside, other=0.0)
+    row, _, index, within, inside = _elements(of_program, slots, ALIGNED, REPLICAS, BLOCK)
+    a = tl.load(anchor + index, mask=inside, other=0.0)
     began = a.to(TYPE).to(tl.float32)  # a 16-bit replica began its round at the anchor rounded to its type
     g = tl.zeros_like(a)
     for number in tl.static_range(REPLICAS):
-        theta = tl.load(_theta(row, number, TYPE, ALIGNED) + at, mask=inside, other=0.0)
+        theta = tl.load(_theta(row, number, TYPE, ALIGNED) + within, mask=inside, other=0.0)
         g += began - theta.to(tl.float32)
     if DIVIDE:
         g = tl.div_rn(g, divisor)
-    tl.store(gradient + places, g, mask=inside)
+    tl.store(gradient + index, g, mask=inside)
 
 
 @triton.jit
@@ -90,15 +90,15 @@ def outer_round(
     and m restarted where RESTART is 2. A restart is `m <- retain m + inject g`; DROPS says that retain is 0, KEEPS that
     mix_m is not, and ALONG_... which terms there are.
     """
-    row, block, places, at, inside = _place(of_program, slots, ALIGNED, REPLICAS, BLOCK)
-    x = tl.load(anchor + places, mask=inside, other=0.0)
-    g = tl.load(gradient + places, mask=inside, other=0.0)
+    row, block, index, within, inside = _elements(of_program, slots, ALIGNED, REPLICAS, BLOCK)
+    x = tl.load(anchor + index, mask=inside, other=0.0)
+    g = tl.load(gradient + index, mask=inside, other=0.0)
     if DIVIDE:
         g = tl.div_rn(g, divisor)
-        tl.store(gradient + places, g, mask=inside)
+        tl.store(gradient + index, g, mask=inside)
     m = tl.zeros_like(g)
     if MOMENTUM and not FRESH:
-        m = tl.load(momentum + places, mask=inside, other=0.0)
+        m = tl.load(momentum + index, mask=inside, other=0.0)
     _store_products(products, g, m)
     if RESTART == 1:
         m = _restarted(m, g, retain, inject, DROPS)
@@ -115,20 +115,20 @@ def outer_round(
     x -= update
     if RESTART == 2:
         m = _restarted(m, g, retain, inject, DROPS)
-    tl.store(anchor + places, x, mask=inside)
+    tl.store(anchor + index, x, mask=inside)
     for number in tl.static_range(REPLICAS):
-        tl.store(_theta(row, number, TYPE, ALIGNED) + at, x.to(TYPE), mask=inside)
+        tl.store(_theta(row, number, TYPE, ALIGNED) + within, x.to(TYPE), mask=inside)
     # All words of a block lie in one piece of 2^15 words (`twophase.diloco.flat`).
     word = block * (BLOCK // 2)
     tl.atomic_add(anchor_sums + word // 32768, _digest(tl.where(inside, x, 0.0), word, BLOCK))
     if MOMENTUM:
-        tl.store(momentum + places, m, mask=inside)
+        tl.store(momentum + index, m, mask=inside)
         if PROVE:
             tl.atomic_add(momentum_sums + word // 32768, _digest(tl.where(inside, m, 0.0), word, BLOCK))
 
 
 @triton.jit
-def _place(of_program, slots, ALIGNED: tl.constexpr, REPLICAS: tl.constexpr, BLOCK: tl.constexpr):
+def _elements(of_program, slots, ALIGNED: tl.constexpr, REPLICAS: tl.constexpr, BLOCK: tl.constexpr):
     """Return this program's parameter, a row of `slots`; its block; and its elements' places, flat and in the tensors.
 
     The last value masks what other parameters have in the block. ALIGNED says that offsets, ends and addresses are
@@ -140,8 +140,8 @@ def _place(of_program, slots, ALIGNED: tl.constexpr, REPLICAS: tl.constexpr, BLO
     offset, end = tl.load(row), tl.load(row + 1)
     if ALIGNED:
         offset, end = tl.multiple_of(offset, 16), tl.multiple_of(end, 16)
-    places = block * BLOCK + tl.arange(0, BLOCK)
-    return row, block, places, places - offset, (places >= offset) & (places < end)
+    index = block * BLOCK + tl.arange(0, BLOCK)
+    return row, block, index, index - offset, (index >= offset) & (index < end)
 
 
 @triton.jit
@@ -173,8 +173,8 @@ def _digest(values, word, BLOCK: tl.constexpr):
     """Return the weighted sum of a block's words of eight bytes, as `twophase.diloco.flat` defines it."""
     low, high = tl.split(tl.reshape(values.to(tl.uint32, bitcast=True), (BLOCK // 2, 2)))
     words = low.to(tl.uint64) | (high.to(tl.uint64) << 32)
-    place = (word % 32768 + tl.arange(0, BLOCK // 2)).to(tl.uint64)
-    weights = (place * 0x9E3779B97F4A7C15) | 1
+    position = (word % 32768 + tl.arange(0, BLOCK // 2)).to(tl.uint64)
+    weights = (position * 0x9E3779B97F4A7C15) | 1
     return tl.sum(((words ^ (words >> 29)) * weights).to(tl.int64, bitcast=True), 0)
 
 
@@ -190,13 +190,13 @@ def inner_products(
     BLOCK: tl.constexpr,
 ):
     """Take <g, g>, <m, m> and <g, m> of two flat vectors, g divided first and written back where DIVIDE says so."""
-    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = places < numel
-    g = tl.load(gradient + places, mask=inside, other=0.0)
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < numel
+    g = tl.load(gradient + index, mask=inside, other=0.0)
     if DIVIDE:
         g = tl.div_rn(g, divisor)
-        tl.store(gradient + places, g, mask=inside)
+        tl.store(gradient + index, g, mask=inside)
     m = tl.zeros_like(g)
     if MOMENTUM:
-        m = tl.load(momentum + places, mask=inside, other=0.0)
+        m = tl.load(momentum + index, mask=inside, other=0.0)
     _store_products(products, g, m)

@@ -235,11 +235,11 @@ class Membership:
         kinds = communicator.exchange([running, *halves(short_hash(json.dumps(description, sort_keys=True)))])
         if not any(row[0] for row in kinds) and any(row != kinds[0] for row in kinds):
             same_start(communicator, description, self._replicas)
-        place = [(position.syncing or [0])[0], len(position.syncing), position.inner_step]
+        progress = [(position.syncing or [0])[0], len(position.syncing), position.inner_step]
         digests = [fragment.digest() for fragment in fragments]
         run = self.run or int(1000 * time.time())
         facts = [running, self._replicas, weight, ready, communicator.replica, communicator.allowance, run]
-        everyone = communicator.exchange([*facts, *place, *all_halves(digests)])
+        everyone = communicator.exchange([*facts, *progress, *all_halves(digests)])
         fault = first_difference([row[10:] for row in everyone], fragments, digests)
         under_way = any(row[0] for row in everyone)
         if under_way and fault is None:
@@ -268,8 +268,8 @@ class Membership:
 
 def _unlike_positions(everyone: list[list[float]]) -> str | None:
     """Name the process that synchronises other fragments than process 0, or after another inner step."""
-    places = [f"{int(count)} from number {int(first)}, after inner step {int(step)}" for first, count, step in everyone]
-    for other, place in enumerate(places):
-        if place != places[0]:
-            return f"the fragments of the sync differ between process 0 ({places[0]}) and process {other} ({place})"
+    states = [f"{int(count)} from number {int(first)}, after inner step {int(step)}" for first, count, step in everyone]
+    for other, state in enumerate(states):
+        if state != states[0]:
+            return f"the fragments of the sync differ between process 0 ({states[0]}) and process {other} ({state})"
     return None

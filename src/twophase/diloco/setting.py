@@ -267,14 +267,14 @@ def _cut(
     made: list[Fragment] = []
     start = 0
     for (name, names), layout in zip(parts.items(), layouts, strict=True):
-        place = 0 if shared else start
+        begin = 0 if shared else start
         fragment = Fragment(
             name,
             len(made),
             slots=[[of_replica[name] for name in names] for of_replica in by_name],
             layout=layout,
             anchor=anchor[start : start + layout.numel],
-            gradient=room[place : place + layout.numel],
+            gradient=room[begin : begin + layout.numel],
             channel=open_channel(
                 wire,
                 layout.numel,

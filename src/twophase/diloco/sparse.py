@@ -96,13 +96,13 @@ class SparseChannel(LossyChannel):
         if stop > self._numel:
             x = functional.pad(x, (0, stop - self._numel))
         x = x.view(-1, self._length)
-        magnitudes, places = x.abs().topk(self._per_chunk, dim=1, sorted=False)
+        magnitudes, indices = x.abs().topk(self._per_chunk, dim=1, sorted=False)
         ends = torch.stack(magnitudes.aminmax(dim=1), 1).float()
         ends += ends[:, 1:] * 0  # NaN unless finite, which makes the whole chunk NaN: divergence shows
         least, step = self._steps(ends)
         codes = ((magnitudes - least) / step).round_().nan_to_num_(0.0).clamp_(0, self._most).long()
-        codes += (x.gather(1, places) < 0).long() << (self._bits - 1)
-        return ends.view(torch.uint8).flatten(), _packed((places << self._bits) + codes, self._word_bits).flatten()
+        codes += (x.gather(1, indices) < 0).long() << (self._bits - 1)
+        return ends.view(torch.uint8).flatten(), _packed((indices << self._bits) + codes, self._word_bits).flatten()
 
     def _add(self, packet: Tensor, total: Tensor, sign: int) -> None:
         """Add the elements of a packet, times `sign`, to a vector."""
@@ -115,8 +115,8 @@ class SparseChannel(LossyChannel):
             negative = (words >> (self._bits - 1) & 1).bool()
             starts = torch.arange(first, last, device=words.device)[:, None] * self._length
             # Padding sends only zeros, which change no element.
-            places = ((words >> self._bits) + starts).clamp_(max=self._numel - 1)
-            total.index_add_(0, places.flatten(), torch.where(negative, -magnitudes, magnitudes).flatten(), alpha=sign)
+            indices = ((words >> self._bits) + starts).clamp_(max=self._numel - 1)
+            total.index_add_(0, indices.flatten(), torch.where(negative, -magnitudes, magnitudes).flatten(), alpha=sign)
 
     def _steps(self, ends: Tensor) -> tuple[Tensor, Tensor]:
         """Return the least magnitude and the step of each chunk, as columns in the buffer's own type."""

@@ -235,13 +235,13 @@ def _check(state: Mapping[str, Any], setting: Setting, schedule: Schedule) -> No
         raise ValueError(
             f"DiLoCo.load_state_dict: the state lacks {', '.join(sorted(missing))}; pass what state_dict() returned"
         )
-    here: dict[str, Any] = {
+    current: dict[str, Any] = {
         "fragments": [fragment.name for fragment in setting.fragments],
         "parameters of the model": _layout(setting),
         "elements of the anchor": setting.anchor.numel(),
         "param groups": [_group_sizes(fragment.outer.state_dict()) for fragment in setting.fragments],
     }
-    there: dict[str, Any] = {
+    stored: dict[str, Any] = {
         "fragments": [saved["name"] for saved in state["fragments"]],
         "parameters of the model": state["layout"],
         "elements of the anchor": state["anchor"].numel(),
@@ -253,9 +253,9 @@ def _check(state: Mapping[str, Any], setting: Setting, schedule: Schedule) -> No
             "run. Save it in its own run, after steps until engine.under_way is False"
         )
     if state["under_way"]:  # a reduction ends by the schedule that it began in
-        here["schedules of the reduction under way"] = _saved_schedule(schedule)
-        there["schedules of the reduction under way"] = state["schedule"]
-    difference = first_unlike(here, there, ("this engine", "the state"))
+        current["schedules of the reduction under way"] = _saved_schedule(schedule)
+        stored["schedules of the reduction under way"] = state["schedule"]
+    difference = first_unlike(current, stored, ("this engine", "the state"))
     if difference is not None:
         raise ValueError(
             f"DiLoCo.load_state_dict: {difference}; build the engine with the checkpoint's model, fragments, param "
@@ -284,17 +284,17 @@ def _check_values(state: Mapping[str, Any], setting: Setting) -> None:
         counts |= {f"a sync's steps of {number}": steps for number, steps in enumerate(sync["steps"])}
     for name, value in counts.items():
         check_count("DiLoCo.load_state_dict", name, value, 0)
-    there = range(len(setting.fragments))
-    if any(check_count("DiLoCo.load_state_dict", "a fragment's number", number, 0) not in there for number in numbers):
-        raise ValueError(f"DiLoCo.load_state_dict: the state has fragments {numbers}, this engine {len(there)}")
+    valid = range(len(setting.fragments))
+    if any(check_count("DiLoCo.load_state_dict", "a fragment's number", number, 0) not in valid for number in numbers):
+        raise ValueError(f"DiLoCo.load_state_dict: the state has fragments {numbers}, this engine {len(valid)}")
     pairs = [(setting.anchor, state["anchor"])]
     for sync in state["under_way"]:
         pairs += zip((setting.fragments[number].gradient for number in sync["fragments"]), sync["sums"], strict=True)
-    for here, saved in pairs:
-        if (saved.shape, saved.dtype) != (here.shape, here.dtype):
+    for tensor, saved in pairs:
+        if (saved.shape, saved.dtype) != (tensor.shape, tensor.dtype):
             raise ValueError(
                 f"DiLoCo.load_state_dict: the state has {saved.dtype} of shape {tuple(saved.shape)} where this engine "
-                f"has {here.dtype} of shape {tuple(here.shape)}; pass what state_dict() returned"
+                f"has {tensor.dtype} of shape {tuple(tensor.shape)}; pass what state_dict() returned"
             )
 
 

@@ -65,11 +65,11 @@ class Native(DiLoCo):
         Raises:
             ValueError: a state of other fragments, parameters or outer methods; nothing has been changed.
         """
-        here, there = (
+        current, stored = (
             {"fragments": [[[name, list(values.shape)] for name, values in anchor.items()] for anchor in anchors]}
             for anchors in ([fragment.original_parameters for fragment in self._fragments], state["anchors"])
         )
-        difference = first_unlike(here, there, ("these rounds", "the state"))
+        difference = first_unlike(current, stored, ("these rounds", "the state"))
         if difference is not None:
             raise ValueError(f"diloco: {difference}; give the checkpoint's model and fragments")
         for outer, saved in zip(self.outers, state["outers"], strict=True):

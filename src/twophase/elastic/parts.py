@@ -121,13 +121,13 @@ def address_of(host: str, lighthouse_host: str) -> str:
 
 def _is_elsewhere(host: str) -> bool:
     """Return whether an address or name means another machine; False for an unknown name, which connecting reports."""
-    places: list[Any] = []
+    addresses: list[Any] = []
     with suppress(OSError, UnicodeError):
-        places = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    for family, *_, place in places:
+        addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    for family, *_, address in addresses:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             try:
-                probe.bind((place[0], 0, *place[2:]))  # an address of this machine alone can be bound
+                probe.bind((address[0], 0, *address[2:]))  # an address of this machine alone can be bound
             except OSError:
                 return True
     return False
@@ -205,14 +205,14 @@ def listening() -> set[str]:
     for descriptor in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # closed meanwhile
             sockets.add(str(descriptor.readlink()))
-    places = set()
+    open_ports = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
             _, local, _, state, *rest = line.split()
             address, port = local.split(":")
             if state == "0A" and f"socket:[{rest[5]}]" in sockets and not int(address, 16):
-                places.add(f"every address, port {int(port, 16)}")
-    return places
+                open_ports.add(f"every address, port {int(port, 16)}")
+    return open_ports
 
 
 # --- the manager ------------------------------------------------------------------------------------------------------

@@ -315,11 +315,11 @@ class TorchFT(Collectives):
                 "this process its own number (twophase train: --replica). If the other has just died, repeat the "
                 "command in some seconds"
             )
-        places = parts.listening() - self._listening_before if first else set()
-        if places:
+        ports = parts.listening() - self._listening_before if first else set()
+        if ports:
             self.close()
             raise RunError(
-                f"TorchFT: this process listens on {', '.join(sorted(places))}, open to every network, though host is "
+                f"TorchFT: this process listens on {', '.join(sorted(ports))}, open to every network, though host is "
                 f"{self.address}. This is a fault, and the run has been stopped for safety"
             )
 

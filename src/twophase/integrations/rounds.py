@@ -93,11 +93,11 @@ class Rounds:
                 for p, saved in zip(model.parameters(), weights, strict=True):
                     p.copy_(saved)
         if self._folder is not None:
-            place = Path(self._folder).resolve()
-            earlier = _RECORDING.get(place)
+            folder = Path(self._folder).resolve()
+            earlier = _RECORDING.get(folder)
             if earlier is not None:  # its training has raised, and a traceback still holds it
                 earlier.abandon()
-            _RECORDING[place] = self
+            _RECORDING[folder] = self
             self._open = record(self.engine, self._folder, {"steps": planned} if planned else {}, inner=inner)
             self.run = self._open.__enter__()
 

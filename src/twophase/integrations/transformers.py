@@ -76,7 +76,7 @@ class DiLoCoCallback(Rounds, TrainerCallback):
                     "start over. Resume from one saved with save_only_model=False, or start a new run from its weights"
                 )
             saved = parts.load(path, "DiLoCoCallback")
-            if saved.get("weights", (here := _digits(kwargs["model"]))) != here:
+            if saved.get("weights", (digits := _digits(kwargs["model"]))) != digits:
                 raise ValueError(
                     f"DiLoCoCallback: {path} belongs to other weights than those that the Trainer has loaded; set "
                     "output_dir to the folder of the checkpoint that you resume from"

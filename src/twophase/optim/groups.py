@@ -133,8 +133,8 @@ def loaded_groups(
         )
     loaded = []
     for index, group in enumerate(state["param_groups"]):
-        here = groups[index] if index < len(groups) else {}
-        loaded.append({"restart": here.get("restart", "never")} | group)
+        current = groups[index] if index < len(groups) else {}
+        loaded.append({"restart": current.get("restart", "never")} | group)
         complete_(loaded[-1])
         for name in COUNTERS:
             check_count("OuterSGD: the loaded state's group", name, loaded[-1][name], 0)
@@ -147,8 +147,8 @@ def loaded_groups(
             )
         check_needs(loaded[-1], promised, "the loaded state's ")
     count_candidates(loaded)
-    for group, here in zip(loaded, groups, strict=False):  # torch counts them
-        for index, param in zip(group["params"], here["params"], strict=False):
+    for group, current in zip(loaded, groups, strict=False):  # torch counts them
+        for index, param in zip(group["params"], current["params"], strict=False):
             for saved in map(state["state"].get(index, {}).get, _SHAPED):
                 if saved is not None and saved.shape != param.shape:
                     raise ValueError(
@@ -158,12 +158,12 @@ def loaded_groups(
     return loaded
 
 
-def as_number(what: str, value: Any) -> float:
+def as_number(name: str, value: Any) -> float:
     """Return a loss or signal as a float; raise a ValueError where it is no number."""
     try:
         return float(value.detach() if hasattr(value, "detach") else value)
     except (TypeError, ValueError, RuntimeError):  # the last of tensors with several elements
-        raise ValueError(f"{what} is {value!r}; give a single number") from None
+        raise ValueError(f"{name} is {value!r}; give a single number") from None
 
 
 def saved_group(group: Mapping[str, Any]) -> dict[str, Any]:

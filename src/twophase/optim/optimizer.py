@@ -316,19 +316,19 @@ class OuterOptimizer(OuterSGD):
 
     def _check_loaded(self, groups: list[dict[str, Any]]) -> None:
         """Complete a state's groups, perhaps those of an `OuterSGD`; refuse values that do not fit here."""
-        for group, here in zip(groups, self.param_groups, strict=False):
-            if "method" not in group and not method_of(here).plain:
+        for group, current in zip(groups, self.param_groups, strict=False):
+            if "method" not in group and not method_of(current).plain:
                 raise ValueError(
                     f"OuterOptimizer: the loaded state is of momentum SGD, and this optimizer's method is "
-                    f"{here['method']}; build it with the state's method, or start a new run"
+                    f"{current['method']}; build it with the state's method, or start a new run"
                 )
             if "method" not in group:  # what a schedule begins at
                 group["method"] = str(as_outer(rule_of(group)).method)
             for name in (*SLOTS, *WEIGHTS):
-                group.setdefault(name, here[name])
+                group.setdefault(name, current[name])
             for name in filter_of_group(group).memory:
                 group.setdefault(name, 0.0)
-            check_slots({**group, "params": here["params"]}, self.context)
+            check_slots({**group, "params": current["params"]}, self.context)
 
 
 def outer_optimizer(

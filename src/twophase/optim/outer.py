@@ -305,8 +305,8 @@ class OuterSGD(Optimizer):
             return sweep.run(Update.of(rule, answer, fresh=fresh))
         present = [buffer for buffer in part.buffers if buffer is not None]
         for fresh in (True, False):
-            places = [place for place, buffer in enumerate(part.buffers) if (buffer is None) == fresh]
-            x, g = [part.params[place] for place in places], [part.gradients[place] for place in places]
+            indices = [index for index, buffer in enumerate(part.buffers) if (buffer is None) == fresh]
+            x, g = [part.params[index] for index in indices], [part.gradients[index] for index in indices]
             m = self._make_buffers(x) if fresh and rule.momentum != 0 else present
             outer_step_(x, g, m, Update.of(rule, answer, fresh=fresh))
         return None

@@ -207,8 +207,8 @@ def register(name: str) -> Callable[[P], P]:
 def check_name(kind: str, name: str, before: type | None, now: type) -> None:
     """Refuse the name of another registered class; `now` may be a new definition of `before`."""
     if before is not None and not is_redefined(before, now):
-        place = f"{before.__module__}.{before.__qualname__}"
-        raise ValueError(f"register: a {kind} named {name!r} exists already ({place}); choose another name")
+        owner = f"{before.__module__}.{before.__qualname__}"
+        raise ValueError(f"register: a {kind} named {name!r} exists already ({owner}); choose another name")
 
 
 def is_redefined(before: type, now: type) -> bool:

@@ -63,8 +63,8 @@ class Cycle(RestartPolicy):
 
     def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
         """Restart when the round ends one of the cycles."""
-        place = (signal.round - 1) % sum(self.periods) + 1
-        return state, HARD if place in accumulate(self.periods) else None
+        position = (signal.round - 1) % sum(self.periods) + 1
+        return state, HARD if position in accumulate(self.periods) else None
 
 
 @register("at")

@@ -61,11 +61,11 @@ def parse(text: str | int | RestartPolicy) -> RestartPolicy:
     (Periodic(period=3), 'soft:3:0.2:0.1')
     """
     if isinstance(text, str) or not isinstance(text, RestartPolicy):  # of an abstract class it takes ten times as long
-        words = str(text).strip(" \t\r\n")
-        policy = _parse_text(words)
+        stripped = str(text).strip(" \t\r\n")
+        policy = _parse_text(stripped)
         if REGISTRY.get(policy.name) is not type(policy):  # its class was defined anew
             _parse_text.cache_clear()
-            policy = _parse_text(words)
+            policy = _parse_text(stripped)
         return policy
     cls = _class_of(text.name)
     if cls is type(text):
@@ -78,7 +78,7 @@ def parse(text: str | int | RestartPolicy) -> RestartPolicy:
 
 @lru_cache(maxsize=1024)
 def _parse_text(text: str) -> RestartPolicy:
-    name, *words = ["periodic", text] if re.fullmatch(r"-?[0-9]+", text) else text.split(":")
+    name, *arguments = ["periodic", text] if re.fullmatch(r"-?[0-9]+", text) else text.split(":")
     cls = _class_of(name)
     if cls is None and name in _REMOVED:
         raise ValueError(
@@ -96,11 +96,11 @@ def _parse_text(text: str) -> RestartPolicy:
     kinds = {field.name: str(field.type) for field in fields(cls)}  # type: ignore[arg-type]
     usage = ":".join([name, *(field.upper() + ",..." * ("tuple" in kind) for field, kind in kinds.items())])
     try:
-        values = [_value(word, kind) for word, kind in zip(words, kinds.values(), strict=False)]
+        values = [_value(word, kind) for word, kind in zip(arguments, kinds.values(), strict=False)]
     except ValueError as error:
         raise ValueError(f"restart {shortened(text)!r}: {error}; write {usage}") from None
     try:
-        return cls(*values, *words[len(values) :])
+        return cls(*values, *arguments[len(values) :])
     except TypeError:
         raise ValueError(f"restart {shortened(text)!r} has the wrong number of values; write {usage}") from None
 

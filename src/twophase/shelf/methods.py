@@ -433,8 +433,8 @@ class TorchMethod(Method):
 
         Its form is what a pseudo-gradient adds to the buffer: all of it in SGD without dampening.
         """
-        words = {key: value for key, _, value in (word.partition("=") for word in self.options.split(","))}
-        values = {"momentum": words.get("betas", "").split("/")[0]} | words
+        texts = {key: value for key, _, value in (word.partition("=") for word in self.options.split(","))}
+        values = {"momentum": texts.get("betas", "").split("/")[0]} | texts
         numbers = {"lr": 1.0, "momentum": 0.0, "dampening": 0.0}
         for name in numbers:
             with suppress(KeyError, ValueError):

@@ -108,8 +108,8 @@ class Outer:
 
     def describe(self) -> str:
         """Return one line for people: the method, and those of the other slots that do something."""
-        words = [self.method.rule().describe() if self.method.plain else str(self.method)]
-        return ", ".join([*words, *(f"{slot} {text}" for slot, text in self.unusual().items() if slot != "method")])
+        parts = [self.method.rule().describe() if self.method.plain else str(self.method)]
+        return ", ".join([*parts, *(f"{slot} {text}" for slot, text in self.unusual().items() if slot != "method")])
 
     @property
     def buffers(self) -> tuple[str, ...]:
@@ -156,9 +156,9 @@ def described(options: Mapping[str, Any]) -> str:
     value = configured(options)
     rule = value if isinstance(value, OuterRule) else value.rule()
     is_rule = isinstance(value, OuterRule) or value.method.plain
-    words = [rule.describe() if is_rule else str(options["method"])]
+    parts = [rule.describe() if is_rule else str(options["method"])]
     others = {slot: usual for slot, usual in USUAL.items() if slot != "method" and options.get(slot, usual) != usual}
-    return ", ".join([*words, *(f"{slot} {options[slot]}" for slot in others)])
+    return ", ".join([*parts, *(f"{slot} {options[slot]}" for slot in others)])
 
 
 def outer(

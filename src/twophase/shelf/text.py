@@ -53,7 +53,7 @@ def parse(slot: Slot, text: str | Value, defaults: Mapping[str, Any] | None = No
 
 @lru_cache(maxsize=1024)
 def _parse_text(slot: Slot, text: str, defaults: tuple[tuple[str, Any], ...]) -> Value:
-    name, *words = text.split(":")
+    name, *arguments = text.split(":")
     if name not in REGISTRY[slot]:
         load_modules(SHELF_VARIABLE)
     if name not in REGISTRY[slot]:
@@ -68,7 +68,7 @@ def _parse_text(slot: Slot, text: str, defaults: tuple[tuple[str, Any], ...]) ->
     hints = {name: hint for name, hint in get_type_hints(cls).items() if name in names}
     usage = ":".join([name, *(f"{field}={hint.__name__.upper()}" for field, hint in hints.items())])
     values: dict[str, Any] = {}
-    for word in words:
+    for word in arguments:
         field, equals, value = word.partition("=")
         if field in values:
             raise ValueError(f"{slot} {shortened(text)!r}: {field} stands there twice; give it once")
