@@ -68,12 +68,12 @@ class Change:
             rule = anchor_rule(configured({path[6:]: v for path, v in config.items() if path.startswith("outer.")}))
             of_rule = {f"outer.{name}": getattr(rule, name) for name in RULE_OPTIONS}
             values = {**of_rule, "outer.method": USUAL["method"], **values}
-        words = [
+        options = [
             f"--{path.rpartition('.')[0]}.no-{path.rpartition('.')[2]}" if value is False else f"--{path} {value}"
             for path, value in values.items()
         ]
         config_file, out = shlex.quote(f"{run}/config.yaml"), shlex.quote(f"{run}-changed")
-        return f"twophase train --config {config_file} {' '.join(words)} --out {out}"
+        return f"twophase train --config {config_file} {' '.join(options)} --out {out}"
 
 
 def change(

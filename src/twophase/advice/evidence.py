@@ -179,9 +179,9 @@ def _turns(
 
 def _ages(restarted: NDArray[np.bool_]) -> NDArray[np.int64]:
     """Return rounds since the last restart, of each round, from 0 right after it."""
-    places = np.arange(len(restarted))
-    last = np.maximum.accumulate(np.where(restarted, places, -1))
-    return places - np.concatenate([[-1], last[:-1]]) - 1
+    rounds = np.arange(len(restarted))
+    last = np.maximum.accumulate(np.where(restarted, rounds, -1))
+    return rounds - np.concatenate([[-1], last[:-1]]) - 1
 
 
 def _mean(values: Column) -> tuple[float, float]:
@@ -208,9 +208,9 @@ def _swing(values: Column) -> float:
     power = np.abs(np.fft.rfft(deviations))[1:] ** 2
     share = float(power.max() / power.sum())
     chance = len(power) * (1 - share) ** (len(power) - 1)
-    place = int(power.argmax()) + 1
+    cycles = int(power.argmax()) + 1
     # One swing over the whole stretch is a trend.
-    return count / place if chance < _SWING_CHANCE and place >= 2 else math.nan
+    return count / cycles if chance < _SWING_CHANCE and cycles >= 2 else math.nan
 
 
 def _height(g: Column, rates: Column | None) -> Column:
@@ -225,11 +225,11 @@ def _trend(height: Column, *, independent: bool = False) -> tuple[float, float]:
     Unless the rounds are `independent`, residuals count as an autoregression of order 1. Then n rounds are worth n (1 -
     r) / (1 + r) independent ones. The fit's bias of r, about (2 + 4 r) / n, is corrected.
     """
-    places = np.flatnonzero(np.isfinite(height))
-    count = len(places)
+    rounds = np.flatnonzero(np.isfinite(height))
+    count = len(rounds)
     if count < 4:
         return math.nan, math.nan
-    x, y = places - places.mean(), height[places]
+    x, y = rounds - rounds.mean(), height[rounds]
     spread = float(x @ x)
     slope = float(x @ (y - y.mean())) / spread
     residuals = y - y.mean() - slope * x
@@ -274,5 +274,5 @@ def _first_lost(block: Block) -> int:
     """
     count = len(block.index)
     measured = np.isfinite(block.pseudo_gradient_norm) | np.isfinite(block.buffer_norm) | np.isfinite(block.cosine)
-    places = np.flatnonzero(measured)
-    return int(places[-1]) + 1 if len(places) and places[-1] < count - 2 else count
+    rounds = np.flatnonzero(measured)
+    return int(rounds[-1]) + 1 if len(rounds) and rounds[-1] < count - 2 else count

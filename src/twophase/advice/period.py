@@ -186,18 +186,18 @@ def read_spectrum(path: Path) -> tuple[Floats, Floats | None]:
         if "weight" not in names and any("weight" in name for name in names):
             raise UsageError(f"--spectrum {path}: columns are {', '.join(names)}; weights must be named weight")
         columns = [names.index(name) for name in ("sigma", "weight") if name in names]
-        rows = [(number, [line[place] for place in columns if place < len(line)]) for number, line in lines[1:]]
+        rows = [(number, [line[column] for column in columns if column < len(line)]) for number, line in lines[1:]]
     else:
         columns, rows = list(range(min(len(names), 2))), lines
     table = []
-    for number, words in rows:
+    for number, cells in rows:
         try:
-            if len(words) != len(columns):
+            if len(cells) != len(columns):
                 raise ValueError
-            table.append([float(read_number(word.strip().removeprefix("+"))) for word in words])
+            table.append([float(read_number(word.strip().removeprefix("+"))) for word in cells])
         except ValueError:
             raise UsageError(
-                f"--spectrum {path}: row {number} is {','.join(words)!r}; write sigma, or sigma,weight, as numbers, "
+                f"--spectrum {path}: row {number} is {','.join(cells)!r}; write sigma, or sigma,weight, as numbers, "
                 "below a line with these names or none"
             ) from None
     if not table:

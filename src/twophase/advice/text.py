@@ -92,8 +92,8 @@ def _finding_lines(diagnosis: Diagnosis, finding: Finding) -> Iterator[str]:
             cosine = "no cosines" if math.isnan(part.cosine) else f"mean cosine {part.cosine:.2f}"
             sigma = "sigma unknown" if stage.sigma is None else f"sigma {stage.sigma[0]:.3g} to {stage.sigma[2]:.3g}"
             gain = "no gains" if math.isnan(part.gain) else f"median gain {part.gain:.3g}"
-            words = f"{stage.verdict}; {cosine}, {sigma}, {gain}"
-            yield f"  rounds {part.first} to {part.last}: {words}"
+            summary = f"{stage.verdict}; {cosine}, {sigma}, {gain}"
+            yield f"  rounds {part.first} to {part.last}: {summary}"
     advised = suggestions(diagnosis, finding)
     if advised:
         yield "what the theory suggests"
@@ -142,8 +142,8 @@ def _period_words(finding: Finding) -> str:
     if low == middle == high:
         chosen = "no restart" if middle is None else f"a restart every {middle} rounds ({option}{middle})"
     else:
-        words = ["none" if item is None else str(item) for item in (low, middle, high)]
-        chosen = f"period {words[0]}, {words[1]} or {words[2]} from low to high sigma ({option}{middle or 'never'})"
+        texts = ["none" if item is None else str(item) for item in (low, middle, high)]
+        chosen = f"period {texts[0]}, {texts[1]} or {texts[2]} from low to high sigma ({option}{middle or 'never'})"
     return f"Period for a single mode of {ends}, {horizon}: {chosen}; now it is {finding.restarts}."
 
 

@@ -294,5 +294,5 @@ def _modes(sigma: Floats) -> str:
 
 
 def _listed(numbers: ArrayLike) -> str:
-    words = [str(int(n)) for n in np.asarray(numbers)]
-    return ", ".join(words) if len(words) <= 6 else f"{', '.join(words[:5])}, ... ({len(words)} periods)"
+    texts = [str(int(n)) for n in np.asarray(numbers)]
+    return ", ".join(texts) if len(texts) <= 6 else f"{', '.join(texts[:5])}, ... ({len(texts)} periods)"

@@ -130,6 +130,6 @@ def _log_factor(where: str, rule: Rules, sigma: ArrayLike, period: ArrayLike, le
     """Return sign, log|chi| and the periods, for the function named `where`."""
     mode, periods = Mode.of(where, rule, sigma), check_counts(where, "period", period, least)
     shape = common_shape(where, modes=mode.shape, period=periods.shape)
-    places = np.broadcast_to(np.arange(mode.size).reshape(mode.shape), shape).reshape(-1)
-    sign, log = log_factors(mode.each(np.ravel), places, np.broadcast_to(periods, shape).reshape(-1))
+    indices = np.broadcast_to(np.arange(mode.size).reshape(mode.shape), shape).reshape(-1)
+    sign, log = log_factors(mode.each(np.ravel), indices, np.broadcast_to(periods, shape).reshape(-1))
     return sign.reshape(shape)[()], log.reshape(shape)[()], periods

@@ -113,35 +113,35 @@ def check_weights(where: str, weights: ArrayLike | None, modes: int) -> Floats:
     return scaled / scaled.sum()
 
 
-def check_counts(where: str, what: str, value: ArrayLike, least: int = 1) -> NDArray[np.int64]:
+def check_counts(where: str, name: str, value: ArrayLike, least: int = 1) -> NDArray[np.int64]:
     """Return whole numbers >= `least` and below 2^53 as an int64 array; refuse floats that are not whole."""
     remedy = f"it must be a whole number >= {least} and below 2^53"
-    numbers = check_numbers(where, what, value, remedy)
+    numbers = check_numbers(where, name, value, remedy)
     if not numbers.size:
-        raise ValueError(f"{where}: {what} is {value!r}; {remedy}")
+        raise ValueError(f"{where}: {name} is {value!r}; {remedy}")
     whole = (numbers == np.floor(numbers)) & (numbers >= least) & (numbers < 2.0**53)
-    refuse(where, what, np.asarray(value), ~whole, remedy)
+    refuse(where, name, np.asarray(value), ~whole, remedy)
     return numbers.astype(np.int64)
 
 
-def check_count(where: str, what: str, value: ArrayLike, least: int = 1) -> int:
+def check_count(where: str, name: str, value: ArrayLike, least: int = 1) -> int:
     """Return one such number."""
-    array = check_counts(where, what, value, least)
+    array = check_counts(where, name, value, least)
     if array.ndim:
-        raise ValueError(f"{where}: {what} is {value!r}; give one number, not several")
+        raise ValueError(f"{where}: {name} is {value!r}; give one number, not several")
     return int(array)
 
 
-def check_finite(where: str, what: str, value: ArrayLike, least: float = -np.inf) -> Floats:
+def check_finite(where: str, name: str, value: ArrayLike, least: float = -np.inf) -> Floats:
     """Return finite numbers >= `least`."""
-    values = check_numbers(where, what, value)
+    values = check_numbers(where, name, value)
     remedy = "it must be a finite number" + (f" >= {least:g}" if np.isfinite(least) else "")
-    refuse(where, what, values, ~(np.isfinite(values) & (values >= least)), remedy)
+    refuse(where, name, values, ~(np.isfinite(values) & (values >= least)), remedy)
     return values
 
 
 def check_numbers(
-    where: str, what: str, value: ArrayLike, remedy: str = "give a number or an array of numbers"
+    where: str, name: str, value: ArrayLike, remedy: str = "give a number or an array of numbers"
 ) -> Floats:
     """Return a float64 copy of real numbers, infinities and nan included."""
     try:
@@ -151,7 +151,7 @@ def check_numbers(
             raise TypeError
         return array.astype(np.float64)
     except (TypeError, ValueError):
-        raise ValueError(f"{where}: {what} is {value!r:.200}; {remedy}") from None
+        raise ValueError(f"{where}: {name} is {value!r:.200}; {remedy}") from None
 
 
 def common_shape(where: str, **shapes: tuple[int, ...]) -> tuple[int, ...]:
@@ -170,11 +170,11 @@ def check_steps(where: str, step: Floats) -> None:
         raise ValueError(f"{where}: the effective step lr * sigma reaches {step.max():g}; lr must keep it below 1e100")
 
 
-def refuse(where: str, what: str, values: NDArray[Any], wrong: NDArray[np.bool_], remedy: str) -> None:
+def refuse(where: str, name: str, values: NDArray[Any], wrong: NDArray[np.bool_], remedy: str) -> None:
     """Raise a ValueError that names the first wrong entry, if there is one."""
     if np.any(wrong):
-        index = tuple(int(places[0]) for places in np.nonzero(np.atleast_1d(wrong)))
-        place = f"[{', '.join(map(str, index))}]" if values.ndim else ""
+        index = tuple(int(axis[0]) for axis in np.nonzero(np.atleast_1d(wrong)))
+        suffix = f"[{', '.join(map(str, index))}]" if values.ndim else ""
         entry = np.atleast_1d(values)[index]
         entry = entry.item() if isinstance(entry, np.generic) else entry
-        raise ValueError(f"{where}: {what}{place} is {entry!r}; {remedy}")
+        raise ValueError(f"{where}: {name}{suffix} is {entry!r}; {remedy}")

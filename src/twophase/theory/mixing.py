@@ -214,13 +214,13 @@ class _Search:
         while True:
             lowest, change = best, None
             base, used = counts @ self.table, int(counts @ self.lengths)
-            for out in np.flatnonzero((self.exchanges <= counts).all(axis=1)):
-                tails = self.total - (used - self.length[out]) - self.length
+            for removed in np.flatnonzero((self.exchanges <= counts).all(axis=1)):
+                tails = self.total - (used - self.length[removed]) - self.length
                 fits = np.flatnonzero((tails >= 0) & (tails < len(self.table)))
-                losses = self._losses(base - self.logs[out] + self.logs[fits] + self.table[tails[fits]])
+                losses = self._losses(base - self.logs[removed] + self.logs[fits] + self.table[tails[fits]])
                 if losses.size and losses.min() < lowest - _SAME_LOSS:
                     lowest = float(losses.min())
-                    change = self.exchanges[fits[np.argmax(losses <= lowest + _SAME_LOSS)]] - self.exchanges[out]
+                    change = self.exchanges[fits[np.argmax(losses <= lowest + _SAME_LOSS)]] - self.exchanges[removed]
             if change is None:
                 return counts, best
             counts, best = counts + change, lowest

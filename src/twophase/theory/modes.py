@@ -62,11 +62,11 @@ def effective_progress(eigenvalue: ArrayLike, inner_lr: ArrayLike, inner_steps: 
         product = values * rates
     if np.any(product > 1):
         mode = np.unravel_index(int(np.argmax(product)), product.shape)
-        place = f" of mode {', '.join(str(int(i)) for i in mode)}" if product.ndim else ""
+        of_modes = f" of mode {', '.join(str(int(i)) for i in mode)}" if product.ndim else ""
         limit = 1 / values.max()
         limit = np.nextafter(limit, 0) if limit * values.max() > 1 else limit  # so that the remedy works
         raise ValueError(
-            f"{where}: inner_lr * eigenvalue{place} is {product.max():.17g}; it must be <= 1, where gradient "
+            f"{where}: inner_lr * eigenvalue{of_modes} is {product.max():.17g}; it must be <= 1, where gradient "
             f"descent does not overshoot; lower inner_lr to {limit:.17g} or less"
         )
     with np.errstate(divide="ignore"):  # log1p(-1) = -inf is meant: the mode is removed at once

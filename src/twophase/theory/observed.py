@@ -199,9 +199,9 @@ def observe(
 def _takes_own_step(rule: OuterRule, g: Floats, m: Floats, cosine: Floats, gain: ArrayLike) -> NDArray[np.bool_]:
     """Return True for rounds whose gain is that of the rule's update."""
     step = Step.of(rule)
-    behind = np.where(m > 0, step.along_m * cosine * m / g, 0.0)
-    scale = step.along_g + np.abs(behind)  # the two may cancel
-    return ~(np.abs(np.asarray(gain, dtype=np.float64) - (step.along_g + behind)) > _SAME * scale)
+    along_buffer = np.where(m > 0, step.along_m * cosine * m / g, 0.0)
+    scale = step.along_g + np.abs(along_buffer)  # the two may cancel
+    return ~(np.abs(np.asarray(gain, dtype=np.float64) - (step.along_g + along_buffer)) > _SAME * scale)
 
 
 def _pairs(
@@ -228,14 +228,14 @@ def _pairs(
     usable = usable & np.isfinite(y) & np.isfinite(d) & (m[1:] > 0) & (g[:-1] > 0)
     usable &= (ratio >= _STEADY[0]) & (ratio <= _STEADY[1])
     same = takes_step & (np.abs(m[1:] ** 2 / square[:-1] - 1) <= _SAME)
-    places = np.flatnonzero(usable & same)
+    rounds = np.flatnonzero(usable & same)
     # Weights from before the round, or they would depend on its noise.
-    weight = 1 / (w * w * g[np.maximum(places - 1, 0)] ** 2 + b * b * m[places] ** 2)
-    places, weight = places[np.isfinite(weight)], weight[np.isfinite(weight)]
-    level = lr[places] / np.mean(lr[places]) if len(places) else lr[places]
-    grows = level * ratio[places]  # the progress of the next round, which y holds, over that at the mean rate
-    past, noise = b * b * m[places] ** 2 * grows, w * ratio[places] * level**2
-    pairs = _Pairs(y[places], d[places] * grows, past, noise, g[places] ** 2, weight, cycle[places])
+    weight = 1 / (w * w * g[np.maximum(rounds - 1, 0)] ** 2 + b * b * m[rounds] ** 2)
+    rounds, weight = rounds[np.isfinite(weight)], weight[np.isfinite(weight)]
+    level = lr[rounds] / np.mean(lr[rounds]) if len(rounds) else lr[rounds]
+    grows = level * ratio[rounds]  # the progress of the next round, which y holds, over that at the mean rate
+    past, noise = b * b * m[rounds] ** 2 * grows, w * ratio[rounds] * level**2
+    pairs = _Pairs(y[rounds], d[rounds] * grows, past, noise, g[rounds] ** 2, weight, cycle[rounds])
     return pairs, int(np.sum(usable & ~same))
 
 

@@ -206,7 +206,7 @@ def best_periods(
         highest = score.max(axis=0)
         slack = np.where(np.isfinite(highest), _TIE * np.abs(highest), 0.0)
         best.append(periods[np.argmax(score >= highest - slack, axis=0)])  # the first that is as good, ties forgiven
-    return [int(each) if each.ndim == 0 else each for each in best]
+    return [int(period) if period.ndim == 0 else period for period in best]
 
 
 def block_periods(
@@ -235,14 +235,14 @@ def block_periods(
     (5, 7, 13)
     """
     rules = [rule] * len(blocks) if isinstance(rule, OuterRule) else list(rule)
-    each: Sequence[ArrayLike | None] = [None] * len(blocks) if weights is None else weights
-    if not blocks or len(rules) != len(blocks) or len(each) != len(blocks):
+    shares: Sequence[ArrayLike | None] = [None] * len(blocks) if weights is None else weights
+    if not blocks or len(rules) != len(blocks) or len(shares) != len(blocks):
         raise ValueError(
-            f"block_periods: {len(blocks)} blocks, {len(rules)} rules, {len(each)} weights; give one of each a block"
+            f"block_periods: {len(blocks)} blocks, {len(rules)} rules, {len(shares)} weights; give one of each a block"
         )
     return tuple(
         best_period(r, s, weights=w, max_period=max_period, rounds=rounds, objective=objective)
-        for r, s, w in zip(rules, blocks, each, strict=True)
+        for r, s, w in zip(rules, blocks, shares, strict=True)
     )
 
 

@@ -97,12 +97,12 @@ def power(mode: Mode, periods: Whole) -> Power:
     return result
 
 
-def log_factors(mode: Mode, places: Whole, periods: Whole) -> tuple[Signs, Floats]:
+def log_factors(mode: Mode, indices: Whole, periods: Whole) -> tuple[Signs, Floats]:
     """Return the sign and log|chi_K| of the modes `mode[places]`, each for its own K."""
-    sign, log = np.empty(places.size, np.int8), np.empty(places.size)
-    for begin in range(0, places.size, _CHUNK):
+    sign, log = np.empty(indices.size, np.int8), np.empty(indices.size)
+    for begin in range(0, indices.size, _CHUNK):
         part = slice(begin, begin + _CHUNK)
-        sign[part], log[part] = power(mode[places[part]], periods[part]).log_factor()
+        sign[part], log[part] = power(mode[indices[part]], periods[part]).log_factor()
     return sign, log
 
 
@@ -155,10 +155,10 @@ def _fill(matrix: Round, sign: Signs, log: Floats) -> None:
             unsure = ~(np.abs(plain) + np.abs(turn) <= _CANCELLATION * np.abs(x * logs)) & ~slow
         logs[slow] = np.log1p(-d[slow]) + 0.0
         signs = np.sign(x)
-        places = np.nonzero(unsure)
-        if places[0].size:
-            row, k, column = places
-            signs[places], logs[places] = (
+        indices = np.nonzero(unsure)
+        if indices[0].size:
+            row, k, column = indices
+            signs[indices], logs[indices] = (
                 coarse[begin + row, column].times(fine[k, column], matrix[column]).log_factor()
             )
         sign[block], log[block] = signs, logs

@@ -274,15 +274,15 @@ def _simulate(where: str, block: Block, sigma: Floats, initial: Floats, noise: N
     of_rows = [OuterRule(*row) for row in np.hstack(columns, dtype=object)]
     policy = _Policy(where, restart, of_rows, weights, noise.replicas)
     sigma, (lr, b, nesterov, _), w = flat(sigma), columns, flat(rules.injection[..., None])
-    places, buffers = (np.zeros((rounds + 1, count, modes)) for _ in range(2))
+    positions, buffers = (np.zeros((rounds + 1, count, modes)) for _ in range(2))
     gradients = np.empty((rounds, count, modes))
     restarts, not_finite = (np.zeros((rounds, count), dtype=bool) for _ in range(2))
-    places[0] = flat(initial)
+    positions[0] = flat(initial)
     keeps_buffer = (b > 0) | (restart.effective(OuterRule(1.0, 0.0)).momentum > 0)
     if outer is not None:  # its schedule writes into them
         lr, b, w = (column.copy() for column in (lr, b, w))
     for t in range(rounds):
-        x, old = places[t], buffers[t].copy()
+        x, old = positions[t], buffers[t].copy()
         for rows, now in () if outer is None else policy.scheduled(outer.value.schedule, t + 1):
             lr[rows], b[rows], w[rows] = now.lr, now.momentum, now.injection
         with np.errstate(all="ignore"):
@@ -302,16 +302,16 @@ def _simulate(where: str, block: Block, sigma: Floats, initial: Floats, noise: N
             for rows, answer in answers:
                 apply_answer(answer, rows, seen, m, update)
                 restarts[t, rows], not_finite[t, rows] = answer.restarted, bool(answer.not_finite)
-            gradients[t], places[t + 1], buffers[t + 1] = g, x - update, m
+            gradients[t], positions[t + 1], buffers[t + 1] = g, x - update, m
     with np.errstate(all="ignore"):
-        readouts = places if outer is None else outer.readouts(places)
+        readouts = positions if outer is None else outer.readouts(positions)
         loss = _loss(readouts, weights)
 
     def shaped(values: NDArray[Any], *axes: int) -> NDArray[Any]:
         return values.reshape(len(values), *shape, *axes)
 
     return Rollout(
-        shaped(places, modes),
+        shaped(positions, modes),
         shaped(buffers, modes),
         shaped(gradients, modes),
         shaped(restarts),

@@ -62,8 +62,8 @@ def inner_phases(eigenvalue: ArrayLike, inner_lrs: ArrayLike, noise: ArrayLike =
     values, rates = check_finite(where, "eigenvalue", eigenvalue, 0), check_finite(where, "inner_lrs", inner_lrs, 0)
     deviation, replicas = check_finite(where, "noise", noise, 0), check_count(where, "replicas", replicas)
     if values.ndim != 1 or rates.ndim < 2 or not values.size or not rates.size:
-        wanted = "give (modes,) and (..., rounds, S), none of them empty"
-        raise ValueError(f"{where}: eigenvalue has shape {values.shape} and inner_lrs {rates.shape}; {wanted}")
+        remedy = "give (modes,) and (..., rounds, S), none of them empty"
+        raise ValueError(f"{where}: eigenvalue has shape {values.shape} and inner_lrs {rates.shape}; {remedy}")
     common_shape(where, eigenvalue=values.shape, noise=deviation.shape)
     rates = np.moveaxis(rates, -2, 0)[..., None]  # (rounds, ..., S, 1)
     remaining, variance = np.ones((*rates.shape[:-2], values.size)), np.zeros(1)
@@ -149,12 +149,12 @@ def moments(
     for t in range(len(phases.progress)):
         age += 1
         answer, *others = (
-            ask(policy, state, RoundSignal(t + 1, age, extra={"inner_lr": 1.0}, rule=each)) for each in distinct
+            ask(policy, state, RoundSignal(t + 1, age, extra={"inner_lr": 1.0}, rule=r)) for r in distinct
         )
         if any(other != answer for other in others):
             raise ValueError(f"{where}: restart policy {policy} treats the rules unlike; call {where} for each rule")
         if over.name != "constant":
-            now_rules = np.frompyfunc(lambda each: over.at(each, t + 1, age), 1, 1)(rules)  # noqa: B023
+            now_rules = np.frompyfunc(lambda r: over.at(r, t + 1, age), 1, 1)(rules)  # noqa: B023
             scheduled = rule_arrays(where, now_rules)
         lr, b, w = (part[..., None] for part in (scheduled.lr, scheduled.momentum, scheduled.injection))
         with np.errstate(all="ignore"):

@@ -56,9 +56,9 @@ def soft_restart(rule: Rules, sigma: ArrayLike, period: ArrayLike) -> tuple[Any,
     for name, values in (("momentum", rules.momentum), ("lr", rules.lr), ("sigma", check_sigma(where, sigma))):
         if np.any(values == 0):
             raise ValueError(f"{where}: {name} is 0; it must be positive, there is nothing to restart otherwise")
-    every, periods = Mode.of(where, rule, sigma), check_counts(where, "period", period)
-    shape = common_shape(where, modes=every.shape, period=periods.shape)
-    mode = every.each(lambda array: np.broadcast_to(array, shape).ravel())
+    modes, periods = Mode.of(where, rule, sigma), check_counts(where, "period", period)
+    shape = common_shape(where, modes=modes.shape, period=periods.shape)
+    mode = modes.each(lambda array: np.broadcast_to(array, shape).ravel())
     state = power(mode, np.broadcast_to(periods, shape).ravel())
     gone = (state.p.hi == 0) & (state.x.hi == 0)  # no restart is needed to remove what is 0
     if np.any((state.p.hi == 0) & ~gone):
