@@ -39,7 +39,7 @@ def test_what_the_policy_allows() -> None:
     """It forbids every source but the page's own scripts, each by its hash, which no text of a file changes."""
     assert "script" not in page("t", "s", tag("p", "x")).partition("<style>")[0]
     texts = ("<script>y</script>", "z")
-    watched = [page("t", "s", what="run", problems=[text], refresh=5, scripts=["let a"]) for text in texts]
+    watched = [page("t", "s", kind="run", problems=[text], refresh=5, scripts=["let a"]) for text in texts]
     for made in watched:
         assert "default-src 'none'" in made.replace("&#x27;", "'")
         assert not re.search(r"\son\w+=|https?:|src=|http-equiv=.refresh|unsafe-eval|script-src[^;]*unsafe", made)

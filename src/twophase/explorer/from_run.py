@@ -78,8 +78,8 @@ def read_run(path: Path) -> FromRun:
         said += ["What is missing or wrong in the folder:", *record.problems]
     values = sorted((min(1.0, observed.sigma) for observed in usable.values()), reverse=True)
     most = min(int(LIMITS["count"][1]), len(values))  # as many as the page takes, evenly spread
-    places = np.linspace(0, len(values) - 1, most).round().astype(int)
-    sigma = tuple(values[place] for place in places)
+    indices = np.linspace(0, len(values) - 1, most).round().astype(int)
+    sigma = tuple(values[index] for index in indices)
     return FromRun(
         rule=rule,
         restart=str(policy) if is_shown else "never",
@@ -120,15 +120,15 @@ def _no_blocks(record: RunRecord) -> str:
 
 
 def _note(usable: dict[str, Observed], unusable: int) -> str:
-    words = [
+    parts = [
         f"{name} σ = {seen.sigma:.3g} ± {seen.interval[1] - seen.sigma:.2g} from {seen.pairs} pairs of rounds"
         for name, seen in list(usable.items())[:_MOST_NAMED]
     ]
     if len(usable) > _MOST_NAMED:
-        words.append(f"and {len(usable) - _MOST_NAMED} more blocks")
+        parts.append(f"and {len(usable) - _MOST_NAMED} more blocks")
     more = f" No estimate for {unusable} other block{'s' if unusable > 1 else ''}." if unusable else ""
     return (
-        f"{'; '.join(words)} (95 %).{more} An average over the modes in the momentum buffer. AdamW inside a round and "
+        f"{'; '.join(parts)} (95 %).{more} An average over the modes in the momentum buffer. AdamW inside a round and "
         "different data on the replicas are outside the model."
     )
 

@@ -185,9 +185,9 @@ def build(state: State, run: RunSpectrum | None = None, *, guided: bool = False)
 
 def shows(policy: RestartPolicy | None) -> bool:
     """Return whether the page's simulation can read a policy (simulation.js, `read`)."""
-    words = str(policy).replace(":", ",").split(",")[1:]
-    counts = [int(word) for word in words if word.isdecimal()]
-    return isinstance(policy, POLICIES) and len(words) <= 64 and max(counts, default=0) <= 10**9
+    arguments = str(policy).replace(":", ",").split(",")[1:]
+    counts = [int(word) for word in arguments if word.isdecimal()]
+    return isinstance(policy, POLICIES) and len(arguments) <= 64 and max(counts, default=0) <= 10**9
 
 
 def check(state: State, run: RunSpectrum | None = None) -> None:
@@ -203,8 +203,8 @@ def check(state: State, run: RunSpectrum | None = None) -> None:
             option = "--sigma-range"
         for value in {"sigma": sigmas, "curvature": state.curvatures}.get(name) or [getattr(state, name)]:
             if not low <= value <= high:  # nan, too
-                words = f"{high:,.6f}".rstrip("0").rstrip(".")
-                raise UsageError(f"{option} is {value:.9g}; the page shows values from {low:g} to {words}")
+                upper = f"{high:,.6f}".rstrip("0").rstrip(".")
+                raise UsageError(f"{option} is {value:.9g}; the page shows values from {low:g} to {upper}")
     if state.policy and not shows(parse(state.policy)):
         raise UsageError(f"--outer.restart {state.policy}: {POLICIES_WORDS}")
     if (state.spectrum == "run") != (run is not None):

@@ -134,10 +134,10 @@ class Heatmaps:
 
 def _draw(panels: Sequence[Sequence[Panel]], scale: Scale, x_label: str, y_label: str) -> tuple[Figure, ScalarMappable]:
     heights = [max(len(panel.y) for panel in row) for row in panels]
-    words = [_setting_text(value) for row in panels for panel in row for value in panel.x]
+    labels = [_setting_text(value) for row in panels for panel in row for value in panel.x]
     # Names, such as those of methods, stand upright where they would run into one another.
     upright = max(sum(map(len, map(_setting_text, panel.x))) for row in panels for panel in row) > _MOST_LETTERS
-    height = 1.2 + sum(0.35 + 0.26 * max(n, 3) for n in heights) + upright * 0.07 * max(map(len, words))
+    height = 1.2 + sum(0.35 + 0.26 * max(n, 3) for n in heights) + upright * 0.07 * max(map(len, labels))
     figure, grid = new_figure(height, len(panels), len(panels[0]), gridspec_kw={"height_ratios": heights})
     colours = colours_of(scale)
     for j, row in enumerate(panels):
@@ -218,8 +218,8 @@ def draw_tiles(
 def draw_colour_bar(figure: Figure, colours: ScalarMappable, scale: Scale, label: str, worst: float) -> None:
     """Draw a page's colour bar, with the scale's bound if it lies inside; its tip says that `worst` lies beyond."""
     clipped = worst > scale.high * (1 + 1e-9)
-    place: dict[str, Any] = {"ax": figure.axes, "aspect": 32, "fraction": 0.05, "pad": 0.02}
-    bar = figure.colorbar(colours, extend="max" if clipped else "neither", **place)
+    layout: dict[str, Any] = {"ax": figure.axes, "aspect": 32, "fraction": 0.05, "pad": 0.02}
+    bar = figure.colorbar(colours, extend="max" if clipped else "neither", **layout)
     ticks = log_ticks(scale.low, scale.high)
     bar.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
     bar.minorticks_off()
@@ -234,8 +234,8 @@ def draw_colour_bar(figure: Figure, colours: ScalarMappable, scale: Scale, label
 def shade(value: float, scale: Scale) -> tuple[tuple[int, int, int], str]:
     """Return ground (red, green and blue, 0 to 255) and ink of a cell where nothing is plotted, near `colours_of`'s."""
     share = math.log(value / scale.low) / math.log(scale.high / scale.low)
-    places = np.linspace(0, 1, len(_SHADES))
-    red, green, blue = (round(float(np.interp(share, places, channel))) for channel in zip(*_SHADES, strict=True))
+    stops = np.linspace(0, 1, len(_SHADES))
+    red, green, blue = (round(float(np.interp(share, stops, channel))) for channel in zip(*_SHADES, strict=True))
     return (red, green, blue), readable_on([red / 255, green / 255, blue / 255])
 
 

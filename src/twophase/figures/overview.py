@@ -92,12 +92,12 @@ def _page(rows: Sequence[Row], form: str) -> Heatmaps | None:
     across, up, *others = maps[0].axes
     panels = [
         Panel(
-            ", ".join(f"{path} {cell_text(value)}" for path, value in each.fixed.items()),
+            ", ".join(f"{path} {cell_text(value)}" for path, value in group.fixed.items()),
             axes.get(across, [""]),
             axes.get(up, [""]),
-            [[tile(setting) for _, setting in row] for row in each.rows],
+            [[tile(setting) for _, setting in row] for row in group.rows],
         )
-        for each in maps
+        for group in maps
     ]
     width = len(axes[others[-1]]) if others else 1
     return Heatmaps(
@@ -118,11 +118,11 @@ def describe(rows: Sequence[Row]) -> str:
     arms = len({s.arm for s in by_setting}) > 1
     table = [[*([arm_name(s.arm)] if arms else []), *s.values.values(), readable(s.result)] for s in finished[:_TOP]]
     counts = {state: sum(s.state == state for s in by_setting) for state in ("diverged", "missing")}
-    shown = f"best {len(table)} of {len(by_setting)} settings" + "".join(
+    title = f"best {len(table)} of {len(by_setting)} settings" + "".join(
         f", {n} {state}" for state, n in counts.items() if n
     )
     header = [*(["arm"] if arms else []), *by_setting[0].values, measure_of(by_setting)]
-    lines = [f"{shown}. {_seeds_note(by_setting)}", format_table(header, table), *without_ratio(rows)]
+    lines = [f"{title}. {_seeds_note(by_setting)}", format_table(header, table), *without_ratio(rows)]
     return "\n".join(lines)
 
 

@@ -143,9 +143,9 @@ def _rates(axes: Any, advice: Advice, rows: Rows) -> str:
     rows += _points("rate", periods, "slowest mode", slowest)
     rows.append({"panel": "rate", "series": "no restart", "y": without})
     finite = np.append(slowest, without)
-    shown = finite[np.isfinite(finite)] if np.isfinite(finite).any() else np.zeros(1)  # a mode may vanish altogether
-    top = max(1.25 * float(shown.max()), 2 * abs(without) if np.isfinite(without) else 0.0, 1e-3)
-    bottom = min(-0.05 * top, max(1.1 * shown.min(), -top))
+    drawn = finite[np.isfinite(finite)] if np.isfinite(finite).any() else np.zeros(1)  # a mode may vanish altogether
+    top = max(1.25 * float(drawn.max()), 2 * abs(without) if np.isfinite(without) else 0.0, 1e-3)
+    bottom = min(-0.05 * top, max(1.1 * drawn.min(), -top))
     axes.set(xlabel="restart period K", ylabel="rate (nats a round)", ylim=(bottom, top))
     return "rate against the period"
 

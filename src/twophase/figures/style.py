@@ -139,8 +139,8 @@ def headline(figure: Figure, finding: str, reading: str) -> None:
     lines = literal("\n".join(_balanced(part, 116) for part in reading.splitlines()))
     # The layout leaves room for the title alone, so it ends with empty lines for the words below it.
     title = figure.suptitle(finding + "\n " * (lines.count("\n") + 1), fontsize=9.5, fontweight="bold")
-    place: dict[str, Any] = {"xycoords": title, "ha": "center", "va": "bottom"}
-    figure.add_artist(Annotation(lines, (0.5, 0), fontsize=7.5, color="#444444", **place))
+    layout: dict[str, Any] = {"xycoords": title, "ha": "center", "va": "bottom"}
+    figure.add_artist(Annotation(lines, (0.5, 0), fontsize=7.5, color="#444444", **layout))
 
 
 def literal(text: str) -> str:
@@ -251,10 +251,10 @@ def rendered(figure: Figure, endings: Sequence[str] = (".png", ".pdf"), *, palet
 
 def check_numbers(paths: Sequence[Path], start: str, option: str) -> None:
     """Refuse to replace files of numbers, unless the last of them begins with `start`; `option` names their place."""
-    there = [path for path in paths if path.exists()]
-    if there and not (paths[-1].is_file() and paths[-1].read_bytes().startswith(start.encode())):
+    existing = [path for path in paths if path.exists()]
+    if existing and not (paths[-1].is_file() and paths[-1].read_bytes().startswith(start.encode())):
         raise UsageError(
-            f"{option}: would replace {there[0]}, which is there and holds something else; choose another name or "
+            f"{option}: would replace {existing[0]}, which is there and holds something else; choose another name or "
             "folder, or move it away"
         )
 

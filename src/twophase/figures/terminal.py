@@ -34,10 +34,10 @@ def text_maps(panels: Sequence[Sequence[Panel]], scale: Scale, *, x_label: str) 
             text.append("  ".join(map(str.ljust, titles, widths)).rstrip() + "\n", "bold")
         heads = (x_label.ljust(_LABEL) + "".join(f"{x:>{_CELL}g}" for x in panel.x) for panel in row)
         text.append("  ".join(heads) + "\n", "dim")
-        for place in reversed(range(max(len(panel.y) for panel in row))):
+        for index in reversed(range(max(len(panel.y) for panel in row))):
             for number, panel in enumerate(row):
-                text.append(f"{'  ' * (number > 0)}{panel.y[place]:<{_LABEL}g}", "dim")
-                for state, value in panel.cells[place]:
+                text.append(f"{'  ' * (number > 0)}{panel.y[index]:<{_LABEL}g}", "dim")
+                for state, value in panel.cells[index]:
                     text.append(*_cell(state, value, scale))
             text.append("\n")
     return text

@@ -40,18 +40,18 @@ class Curve:
     most: Sequence[int]
 
 
-def curve_of(name: str, cells: Sequence[Setting], every: Sequence[Setting]) -> Curve:
-    """Count the settings of an arm at each threshold; the best is that of `every` setting."""
+def curve_of(name: str, cells: Sequence[Setting], settings: Sequence[Setting]) -> Curve:
+    """Count the settings of an arm at each threshold; the best is that of all `settings`."""
     by_seed: dict[object, list[float]] = {}
     best: dict[object, float] = {}
-    for cell in every:
+    for cell in settings:
         for seed, value in zip(cell.seeds, cell.results, strict=True):
             if value is not None:
                 best[seed] = min(value, best.get(seed, value))
     for cell in cells:
         for seed, value in zip(cell.seeds, cell.results, strict=True):
             by_seed.setdefault(seed, []).extend([value / best[seed]] if value is not None else [])
-    top = min((cell.result for cell in every if cell.result is not None), default=1.0)
+    top = min((cell.result for cell in settings if cell.result is not None), default=1.0)
     within = _counts([cell.result / top for cell in cells if cell.result is not None])
     counts = [_counts(ratios) for ratios in by_seed.values()] if len(by_seed) > 1 else [within]
     return Curve(name, len(cells), within, list(map(min, *counts, within)), list(map(max, *counts, within)))
@@ -90,8 +90,8 @@ def thresholds(
                     | {"within": n, "least": least, "most": most}
                     for x, n, least, most in zip(THRESHOLDS, curve.within, curve.least, curve.most, strict=True)
                 ]
-            for name, place in lines.items():
-                axes.axvline(place, color=MUTED, linewidth=0.9, linestyle=(0, (1, 1.5)), label=f"{name}: {place:.1f} %")
+            for name, value in lines.items():
+                axes.axvline(value, color=MUTED, linewidth=0.9, linestyle=(0, (1, 1.5)), label=f"{name}: {value:.1f} %")
             axes.set(title=f"{head[0].upper()}{head[1:]}", xscale="log", xlim=(1, 100), ylim=(-2, 103))
             axes.set_xlabel("x: at most this much above the best of all, %")
             axes.set_xticks(_TICKS, list(map(str, _TICKS)))

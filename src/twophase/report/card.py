@@ -81,7 +81,7 @@ def _picture(card: Card, labels: Mapping[str, str]) -> bytes:
 
 def _document(card: Card, png: bytes, labels: Mapping[str, str], untuned: Collection[str]) -> str:
     """Return a card's page, complete in one file."""
-    shown = image(png, card.line())
+    picture = image(png, card.line())
     head = [
         "place", "best setting", "result", "averaging over arm", "interval", "word", "settings", "search",
         "seconds a run", "of averaging",
@@ -108,7 +108,7 @@ def _document(card: Card, png: bytes, labels: Mapping[str, str], untuned: Collec
         card.line(),
         section(
             "At each place",
-            shown,
+            picture,
             table(head, rows, caption="Against averaging, tuned with the same budget on the same seeds"),
             tag(
                 "p",
@@ -139,7 +139,7 @@ def _document(card: Card, png: bytes, labels: Mapping[str, str], untuned: Collec
             else "",
             anchor="stored",
         ),
-        what="bench",
+        kind="bench",
         problems=problems,
     )
 

@@ -32,7 +32,7 @@ def value_text(value: Any, spec: str = "g") -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class View:
     """What a page needs to show any setting.
 
     Args:
@@ -47,7 +47,7 @@ class Shown:
     cells: Sequence[Setting]
     curves: Mapping[tuple[str, tuple[str, ...]], int]
 
-    def number(self, setting: Setting, words: str) -> Html:
+    def number(self, setting: Setting, title: str) -> Html:
         """Return the setting's number or state as a button that shows its curve, or as text where it has none."""
         if setting.result is None:
             text = "diverged" if setting.state == "diverged" else "missing"
@@ -56,7 +56,7 @@ class Shown:
         curve = self.curves.get((setting.arm, setting.runs))
         if curve is None:
             return tag("span", text)
-        label = f"{text}, {words}: its curve"
+        label = f"{text}, {title}: its curve"
         return tag("button", text, type="button", aria_pressed="false", aria_label=label, data_curve=curve)
 
     def runs(self, setting: Setting) -> Html:
@@ -75,27 +75,27 @@ def is_map(judged: Verdict) -> bool:
     return len(paths) > 1 or sum(arm.settings for arm in judged.arms) > _MOST_POINTS
 
 
-def maps(shown: Shown) -> Iterator[Html | None]:
+def maps(view: View) -> Iterator[Html | None]:
     """Yield the maps of every arm."""
-    finished = [setting.result for setting in shown.cells if setting.result is not None]
+    finished = [setting.result for setting in view.cells if setting.result is not None]
     scale = scale_of(finished, _OUTLINED)
     best = f" ({perplexity_text(scale.low)}), so at most {perplexity_text(scale.bound)}" if finished else ""
     yield tag(
         "p",
-        f"Each number is a setting's {with_unit(measure_of(shown.cells))} on held-out data, mean over its "
+        f"Each number is a setting's {with_unit(measure_of(view.cells))} on held-out data, mean over its "
         "seeds. Lower is better and lighter. "
         f"The thick line goes around what is within {_OUTLINED:.0%} of the best of all{best}. Press a number to show "
         "or hide its curve; the links below it are its seeds and lead to its runs.",
     )
     boxes = []
-    for arm in shown.judged.arms:
+    for arm in view.judged.arms:
         title = f"{arm_name(arm.arm)}{f' (control: {arm.control})' if arm.control else ''}"
-        placed, note = _paired_places(arm, shown), "Each number stands at the setting that it is the control of"
+        placed, note = _paired_places(arm, view), "Each number stands at the setting that it is the control of"
         if placed is None:
-            placed, note = [(setting.values, setting) for setting in shown.cells if setting.arm == arm.arm], ""
-        elements = tag("div", *_arm_maps(arm, placed, scale, shown), class_="frames")
-        words = tag("p", f"{note}; what it differs in is below it.") if note else None
-        boxes.append(tag("div", tag("h3", title), words, elements))
+            placed, note = [(setting.values, setting) for setting in view.cells if setting.arm == arm.arm], ""
+        elements = tag("div", *_arm_maps(arm, placed, scale, view), class_="frames")
+        caption = tag("p", f"{note}; what it differs in is below it.") if note else None
+        boxes.append(tag("div", tag("h3", title), caption, elements))
     yield tag("div", *boxes, class_="maps")
     yield tag(
         "p",
@@ -105,7 +105,7 @@ def maps(shown: Shown) -> Iterator[Html | None]:
     )
 
 
-def _paired_places(arm: ArmVerdict, shown: Shown) -> Sequence[Placed] | None:
+def _paired_places(arm: ArmVerdict, view: View) -> Sequence[Placed] | None:
     """Return the settings of a paired control with the places of the settings that they control.
 
     A paired control has a different learning rate for each setting; on its axes the map would be half empty. None for
@@ -113,9 +113,9 @@ def _paired_places(arm: ArmVerdict, shown: Shown) -> Sequence[Placed] | None:
     """
     if arm.control != "paired":
         return None
-    controlled = {row.run: row.control_of for row in shown.record.rows if row.arm == arm.arm}
-    values_by_run = {run: setting.values for setting in shown.cells if setting.arm != arm.arm for run in setting.runs}
-    settings = [setting for setting in shown.cells if setting.arm == arm.arm]
+    controlled = {row.run: row.control_of for row in view.record.rows if row.arm == arm.arm}
+    values_by_run = {run: setting.values for setting in view.cells if setting.arm != arm.arm for run in setting.runs}
+    settings = [setting for setting in view.cells if setting.arm == arm.arm]
     partners = [values_by_run.get(controlled.get(setting.runs[0]) or "") for setting in settings]
     placed = [
         ({path: values.get(path) for path in arm.varied}, setting)
@@ -126,7 +126,7 @@ def _paired_places(arm: ArmVerdict, shown: Shown) -> Sequence[Placed] | None:
     return placed if len(distinct) == len(settings) else None
 
 
-def _arm_maps(arm: ArmVerdict, placed: Sequence[Placed], scale: Scale, shown: Shown) -> Iterator[Html]:
+def _arm_maps(arm: ArmVerdict, placed: Sequence[Placed], scale: Scale, view: View) -> Iterator[Html]:
     axes = {path: _ordered({place.get(path) for place, _ in placed}) for path in arm.varied}
     cuts = cut(placed, axes)
     if any(len(axes.get(path, ())) > _LONGEST_AXIS for path in cuts[0].axes[:2]):
@@ -135,18 +135,18 @@ def _arm_maps(arm: ArmVerdict, placed: Sequence[Placed], scale: Scale, shown: Sh
     if len(cuts) > _MOST_MAPS:
         yield tag("p", f"The first {_MOST_MAPS} of {len(cuts):,} maps; the table of every cell has all.")
     name = arm_name(arm.arm)
-    for each in cuts[:_MOST_MAPS]:
-        across, up, *_ = each.axes
-        words = [f"{path} {value_text(value)}" for path, value in each.fixed.items()]
-        words += [f"{way}: {path}" for way, path in (("across", across), ("up", up)) if path]
-        cells = [[tile(setting) for _, setting in row] for row in each.rows]
-        panel = Panel("; ".join([name, *words]), axes.get(across, []), axes.get(up, []), cells)
+    for group in cuts[:_MOST_MAPS]:
+        across, up, *_ = group.axes
+        remarks = [f"{path} {value_text(value)}" for path, value in group.fixed.items()]
+        remarks += [f"{way}: {path}" for way, path in (("across", across), ("up", up)) if path]
+        cells = [[tile(setting) for _, setting in row] for row in group.rows]
+        panel = Panel("; ".join([name, *remarks]), axes.get(across, []), axes.get(up, []), cells)
         # In the corner the names of the axes would take most of a phone's width; the caption wraps.
         caption = (
             tag("span", f"{name}; ", class_="quiet"),
-            join((tag("span", word, class_="once") for word in words), "; "),
+            join((tag("span", word, class_="once") for word in remarks), "; "),
         )
-        inside = [[list(_inside(*place, shown)) for place in row] for row in each.rows]
+        inside = [[list(_inside(*place, view)) for place in row] for row in group.rows]
         yield scroll(heat(panel, scale, caption, lambda i, j, inside=inside: inside[j][i]), panel.title)
 
 
@@ -187,21 +187,21 @@ def _edges(good: Collection[tuple[int, int]], i: int, j: int) -> str:
     return " ".join(side for side, other in sides.items() if (i, j) in good and other not in good)
 
 
-def _inside(place: Mapping[str, Any], setting: Setting | None, shown: Shown) -> Iterator[Html | None]:
+def _inside(values: Mapping[str, Any], setting: Setting | None, view: View) -> Iterator[Html | None]:
     if setting is None:
         yield tag("span", "–", title="the design has no such setting")
         return
     differences = ", ".join(
         f"{path.rpartition('.')[2]} {value_text(setting.values.get(path), '.3g')}"
-        for path, value in place.items()
+        for path, value in values.items()
         if path and setting.values.get(path) != value
     )
-    number = shown.number(setting, place_text(setting, [path for path in place if path]))
-    is_best = setting == shown.judged.best
+    number = view.number(setting, place_text(setting, [path for path in values if path]))
+    is_best = setting == view.judged.best
     yield tag("strong", number) if is_best else number
     yield tag("small", differences) if differences else None
     yield tag("small", "best of all") if is_best else None
-    yield tag("small", shown.runs(setting))
+    yield tag("small", view.runs(setting))
 
 
 def place_text(setting: Setting, varied: Sequence[str]) -> str:
@@ -215,15 +215,15 @@ def _ordered(values: Collection[Any]) -> list[Any]:
     return [*sorted(numbers), *sorted((v for v in values if v not in numbers), key=str)]
 
 
-def points(shown: Shown) -> Chart:
+def points(view: View) -> Chart:
     """Return the chart of a sweep along one axis, or none: a point for each run, a column for each setting.
 
     The settings of a categorical axis, such as the restart policy, are separate arms and have no map.
     """
     names: list[str] = []
     columns: list[list[tuple[Any, float]]] = []
-    for setting in shown.cells:
-        varied = next(arm.varied for arm in shown.judged.arms if arm.arm == setting.arm)
+    for setting in view.cells:
+        varied = next(arm.varied for arm in view.judged.arms if arm.arm == setting.arm)
         results = zip(setting.seeds, setting.results, strict=True)
         names.append(place_text(setting, varied))  # of settings near each other the same
         columns.append([(seed, value) for seed, value in results if value is not None])
@@ -232,18 +232,18 @@ def points(shown: Shown) -> Chart:
     for number, seed in enumerate(seeds):
         # Beside each other, or equal results would hide one another.
         aside = 0.3 * (number / (len(seeds) - 1) - 0.5) if len(seeds) > 1 else 0.0
-        places = [
+        points_ = [
             (column + aside, value)
             for column, results in enumerate(columns)
             for other, value in results
             if other == seed
         ]
-        curves.append(Curve("run" if seed is None else f"seed {seed}", *zip(*places, strict=True), dots=True))
+        curves.append(Curve("run" if seed is None else f"seed {seed}", *zip(*points_, strict=True), dots=True))
     return Chart(
         "settings",
         "Result of each setting on held-out data",
         "setting",
-        with_unit(measure_of(shown.cells)),
+        with_unit(measure_of(view.cells)),
         curves,
         names=names,
         note="A point for each run; lower is better.",

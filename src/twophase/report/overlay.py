@@ -50,7 +50,7 @@ def overlay(records: Sequence[RunRecord], page_folder: Path, *, refresh: float =
         f"{counted(len(names), 'run')} over each other.",
         section("In short", _results(names, records, page_folder), _differences(names, records), anchor="short"),
         section("Curves", *_curves(names, records), anchor="curves"),
-        what="runs",
+        kind="runs",
         problems=problems,
         refresh=refresh if is_going else 0,
         scripts=[script()],

@@ -47,10 +47,10 @@ class Html(str):
 
 def clean(text: object) -> str:
     """Make a text fit to be shown: no invisible characters, and no more than `LONGEST`."""
-    shown = str(text)
-    if len(shown) > LONGEST:
-        shown = f"{shown[:LONGEST]}… ({len(shown) - LONGEST:,} more characters)"
-    return _INVISIBLE.sub("\N{REPLACEMENT CHARACTER}", shown)
+    cleaned = str(text)
+    if len(cleaned) > LONGEST:
+        cleaned = f"{cleaned[:LONGEST]}… ({len(cleaned) - LONGEST:,} more characters)"
+    return _INVISIBLE.sub("\N{REPLACEMENT CHARACTER}", cleaned)
 
 
 def minus(text: str) -> str:
@@ -100,13 +100,13 @@ def tag(name: str, /, *children: object, **attributes: object) -> Html:
     >>> tag("p", "a < b", class_="x")
     '<p class="x">a &lt; b</p>'
     """
-    words = [name]
+    parts = [name]
     for key, value in attributes.items():
         if value is None or value is False:
             continue
         word = key.rstrip("_").replace("_", "-")
-        words.append(word if value is True else f'{word}="{html.escape(clean(value))}"')
-    start = f"<{' '.join(words)}>"
+        parts.append(word if value is True else f'{word}="{html.escape(clean(value))}"')
+    start = f"<{' '.join(parts)}>"
     return Html(start if name in ("input", "meta") else f"{start}{join(children)}</{name}>")
 
 
@@ -199,7 +199,7 @@ def page(
     title: str,
     subtitle: object,
     *children: object,
-    what: str = "",
+    kind: str = "",
     problems: Sequence[str] = (),
     refresh: float = 0,
     scripts: Sequence[str] = (),
@@ -213,7 +213,7 @@ def page(
         title: title of the page.
         subtitle: the line below it.
         children: the sections.
-        what: "run" or "sweep", for the notice at the top.
+        kind: "run" or "sweep", for the notice at the top.
         problems: sentences about what is missing or wrong in the folder, for that notice.
         refresh: seconds after which the page is written again and shows its newest self; 0 without a watch.
         scripts: scripts that the page runs at its end, our own code alone; `plot.script()` draws its charts.
@@ -237,7 +237,7 @@ def page(
             tag("style", Html("".join(map(asset, STYLES)) + style)),
         ]
     )
-    watch = _watch(what, refresh) if refresh else None
+    watch = _watch(kind, refresh) if refresh else None
     notice = tag("div", watch, notes(problems), class_="notice", role="note") if watch or problems else None
     body = tag(
         "body",
@@ -252,13 +252,13 @@ def page(
     return f'{DOCTYPE}\n<html lang="en"><head>{head}</head>{body}</html>\n'
 
 
-def _watch(what: str, refresh: float) -> Html:
+def _watch(kind: str, refresh: float) -> Html:
     """Say when the page was written; `watch.js` shows the checkbox, which without script has nothing to stop."""
     now = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
-    words = f"The {what} is in progress. This page was written at {now}, and is written again every {refresh:g} s. "
+    text = f"The {kind} is in progress. This page was written at {now}, and is written again every {refresh:g} s. "
     box = tag("input", type="checkbox", id="again", checked=True, autocomplete="off", data_seconds=f"{refresh:g}")
     label = tag("label", box, f" Show the newest by itself every {refresh:g} s")
-    return join([tag("p", words, tag("a", "Show the newest", href="")), tag("p", label, hidden=True)])
+    return join([tag("p", text, tag("a", "Show the newest", href="")), tag("p", label, hidden=True)])
 
 
 @cache

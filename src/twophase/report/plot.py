@@ -109,12 +109,12 @@ def figure(chart: Chart) -> Html | None:
             f"Beyond the axis: {len(heights) - len(inside):,} of {counted(len(heights), 'point')}, as far as "
             f"{written(float(farthest), '.4g')}."
         )
-    words = f"{chart.title}. {_summary(chart, drawn)}"
+    label = f"{chart.title}. {_summary(chart, drawn)}"
     return tag(
         "figure",
         # A data block is not run; no text in it can end it.
         tag("script", Html(json.dumps(data).replace("<", "\\u003c")), type="application/json"),
-        tag("div", aria_label=words),
+        tag("div", aria_label=label),
         tag("ul", class_="legend"),
         tag(
             "figcaption",
@@ -133,7 +133,7 @@ def _series(chart: Chart, curves: Sequence[tuple[Curve, _Floats]]) -> list[dict[
     before: list[float | int] | None = None  # the first curve has its places, even an empty list
     for curve, points in curves:
         thin = _thinned(points, chart.points)
-        x = [_short(place) for place in thin[:, 0].tolist()]
+        x = [_short(position) for position in thin[:, 0].tolist()]
         y = [_short(value) if math.isfinite(value) else None for value in thin[:, 1].tolist()]
         series.append({"name": clean(curve.name), "y": y})
         series[-1] |= ({"x": x} if x != before else {}) | ({"dots": 1} if curve.dots else {})
@@ -161,13 +161,13 @@ def _thinned(points: _Floats, most: int) -> _Floats:
     """Return at most about so many points: of each stretch the lowest and the highest, in their order, or its gap."""
     if len(points) <= most:
         return points
-    places: list[int] = []
+    indices: list[int] = []
     for stretch in np.array_split(np.arange(len(points)), most // 2):
         y = points[stretch, 1]
         # Without a number in it, any place of a stretch interrupts the curve.
         extremes = (np.nanargmin(y), np.nanargmax(y)) if np.isfinite(y).any() else (0,)
-        places += sorted({int(stretch[place]) for place in extremes})
-    return points[places]
+        indices += sorted({int(stretch[index]) for index in extremes})
+    return points[indices]
 
 
 def _bulk(heights: _Floats) -> _Floats:
@@ -183,11 +183,11 @@ def _summary(chart: Chart, curves: Sequence[tuple[Curve, _Floats]]) -> str:
     """Describe the chart in words, for readers without the picture."""
     parts = []
     for curve, points in curves:
-        shown = points[np.isfinite(points[:, 1])]
-        (start, first), (end, last) = shown[[0, -1]]
-        low, high = shown[:, 1].min(), shown[:, 1].max()
-        words = f"from {first:.4g} at {start:g} to {last:.4g} at {end:g}, lowest {low:.4g}, highest {high:.4g}"
-        parts.append(f"{curve.name}: {minus(words)}")
+        finite = points[np.isfinite(points[:, 1])]
+        (start, first), (end, last) = finite[[0, -1]]
+        low, high = finite[:, 1].min(), finite[:, 1].max()
+        text = f"from {first:.4g} at {start:g} to {last:.4g} at {end:g}, lowest {low:.4g}, highest {high:.4g}"
+        parts.append(f"{curve.name}: {minus(text)}")
     marks = f" Marked: {counted(len(chart.restarts), 'restart')}." if len(chart.restarts) else ""
     return f"{chart.y_label} against {chart.x_label}. {'; '.join(parts)}.{marks}"
 

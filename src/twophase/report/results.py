@@ -114,9 +114,9 @@ class Run:
         """Return the results of two runs and the values in which they differ, as a pandas table with a column each."""
         if not isinstance(other, Run):
             raise ValueError(f"Run.compare: other is a {type(other).__name__}; give another run, as load() returns it")
-        here, there = (_plain(run.summary or {}) | settings(run.record) for run in (self, other))
-        names = [name for name in dict.fromkeys([*here, *there]) if here.get(name) != there.get(name)]
-        values = [[here.get(name), there.get(name)] for name in names]
+        first, second = (_plain(run.summary or {}) | settings(run.record) for run in (self, other))
+        names = [name for name in dict.fromkeys([*first, *second]) if first.get(name) != second.get(name)]
+        values = [[first.get(name), second.get(name)] for name in names]
         return _pandas().DataFrame(values, names, [str(self.path), str(other.path)])
 
     def plot(self) -> Figure:
@@ -127,9 +127,9 @@ class Run:
             for axes, (label, source, names) in zip(grid[:, 0], _PANELS, strict=True):
                 columns: Table = getattr(self, source)
                 for number, name in enumerate(name for name in names if {name, "step"} <= columns.keys()):
-                    there = np.isfinite(columns[name])
-                    words = name.replace("_", " ")
-                    axes.plot(columns["step"][there], columns[name][there], label=words, **look(number), markevery=0.2)
+                    valid = np.isfinite(columns[name])
+                    title = name.replace("_", " ")
+                    axes.plot(columns["step"][valid], columns[name][valid], label=title, **look(number), markevery=0.2)
                 for step in restarts:
                     axes.axvline(step, color="#bbbbbb", linewidth=0.5, linestyle=":")
                 axes.set_ylabel(label)

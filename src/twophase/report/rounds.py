@@ -32,23 +32,23 @@ def rounds(record: RunRecord) -> Iterator[Html | None]:
     if not len(number):
         yield tag("p", "No round has been recorded yet.")
         return
-    shown = record.blocks[:MOST_BLOCKS]
-    if len(record.blocks) > len(shown):
-        yield tag("p", f"The charts show the first {len(shown)} of {len(record.blocks)} blocks.")
+    drawn = record.blocks[:MOST_BLOCKS]
+    if len(record.blocks) > len(drawn):
+        yield tag("p", f"The charts show the first {len(drawn)} of {len(record.blocks)} blocks.")
     marks = sorted({number for block in record.blocks for number in finite(block.number[block.restarted])})
 
     def chart(name: str, title: str, y_label: str, curves: Sequence[Curve], **options: Any) -> Html | None:
         return figure(Chart(name, title, "round", y_label, curves, restarts=marks, **options))
 
     def curves(name: str) -> list[Curve]:
-        return [Curve(block_name(block.name), block.number, _measured(block, name)) for block in shown]
+        return [Curve(block_name(block.name), block.number, _measured(block, name)) for block in drawn]
 
-    if len(shown) < 2:
-        both = [Curve(words, number, record.rounds[name]) for name, words in _NORMS.items()]
+    if len(drawn) < 2:
+        both = [Curve(label, number, record.rounds[name]) for name, label in _NORMS.items()]
         yield chart("norms", "Norms", "Euclidean norm", both, log=True)
     else:  # a chart each, since a round may be of one fragment alone
-        for name, words in _NORMS.items():
-            yield chart(name.replace("_", "-"), f"Norm of the {words}", "Euclidean norm", curves(name), log=True)
+        for name, label in _NORMS.items():
+            yield chart(name.replace("_", "-"), f"Norm of the {label}", "Euclidean norm", curves(name), log=True)
     yield chart(
         "cosine",
         "Pseudo-gradient against buffer",
@@ -93,8 +93,8 @@ def phases(record: RunRecord) -> Html | None:
         for name, values in seconds.items()
     ]
     sent = finite(record.rounds["bytes_sent"])
-    words = f" Sent by this process: {sum(sent):,.0f} bytes, {np.mean(sent):,.0f} a round." if sent else ""
-    caption = f"Time of the sync by phase, in this process.{words}"
+    note = f" Sent by this process: {sum(sent):,.0f} bytes, {np.mean(sent):,.0f} a round." if sent else ""
+    caption = f"Time of the sync by phase, in this process.{note}"
     return table(["phase", "median (ms)", "in all (ms)", "share"], rows, caption=caption)
 
 

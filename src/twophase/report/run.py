@@ -51,7 +51,7 @@ def settings(record: RunRecord) -> dict[str, Any]:
     written = flatten(to_tree(default))
     for path, value in values_of(default).items():
         group = path.rpartition(".")[0]
-        if path not in written and all(each in config for each in written if each.rpartition(".")[0] == group):
+        if path not in written and all(other in config for other in written if other.rpartition(".")[0] == group):
             config.setdefault(path, value)
     return config
 
@@ -82,7 +82,7 @@ def run_report(record: RunRecord, diagnosis: Diagnosis, *, refresh: float = 0, b
         section("Record", _summary(record, diagnosis), phases(record), anchor="record"),
         section("Repeat it", *_repeat(record), anchor="repeat"),
         section("Configuration and environment", *_settings(record), anchor="settings"),
-        what="run",
+        kind="run",
         problems=record.problems,
         refresh=refresh if record.state == "unfinished" else 0,
         scripts=[script()],
@@ -110,13 +110,13 @@ def _short(record: RunRecord, diagnosis: Diagnosis) -> Iterator[Html | None]:
 def result_words(record: RunRecord) -> str:
     """Return the validation loss and perplexity of a run, or its last measurement, or why it has none."""
     summary = record.summary or {}
-    words = [
+    parts = [
         f"{name.replace('_', ' ')} {value:.4g}{unit}"
         for name, unit in (("validation_loss", record.unit), ("perplexity", ""))
         if isinstance(value := summary.get(name), (int, float)) and abs(value) < LARGEST
     ]
-    if words:
-        return f"{record.state}: {', '.join(words)}"
+    if parts:
+        return f"{record.state}: {', '.join(parts)}"
     for name in ("perplexity", "validation_loss", "train_loss"):
         if values := finite(record.metrics.get(name, np.array([]))):
             unit = record.unit.removeprefix(" nats")
@@ -157,8 +157,8 @@ def _summary(record: RunRecord, diagnosis: Diagnosis) -> Html:
         "Share of time in the engine": quantity("engine_share", " %", 100.0, ".2g") or "unknown" * (not is_recorded),
         "Exit": summary.get("exit_reason", "not finished"),
     }
-    shown = {name: value for name, value in facts.items() if value}
-    return tag("dl", *(part for name, value in shown.items() for part in (tag("dt", name), tag("dd", value))))
+    entries = {name: value for name, value in facts.items() if value}
+    return tag("dl", *(part for name, value in entries.items() for part in (tag("dt", name), tag("dd", value))))
 
 
 def _losses(record: RunRecord) -> Html:
@@ -255,17 +255,17 @@ def _progress(diagnosis: Diagnosis) -> Iterator[Html | None]:
     if not rows:
         yield tag("p", "Nothing to estimate it from.")
         return
-    words = "block, pairs of rounds, sigma (95 %), if nothing were noise, noise in g, period by theory, now"
+    header = "block, pairs of rounds, sigma (95 %), if nothing were noise, noise in g, period by theory, now"
     caption = "Effective progress by block, over the latest rounds, and the period that the theory would choose."
-    yield table(words.split(", "), rows, caption=caption)
+    yield table(header.split(", "), rows, caption=caption)
 
 
 def _periods(finding: Finding) -> str:
     """Return the periods that the theory would choose over the interval of sigma."""
     periods = {choice.recommended.period for choice in finding.advice}
     ends = sorted(period for period in periods if period is not None)
-    words = " to ".join(dict.fromkeys(map(str, (ends[0], ends[-1])))) if ends else ""
-    return " or ".join(filter(None, [words, "none" if None in periods else ""])) or "cannot tell"
+    text = " to ".join(dict.fromkeys(map(str, (ends[0], ends[-1])))) if ends else ""
+    return " or ".join(filter(None, [text, "none" if None in periods else ""])) or "cannot tell"
 
 
 # ------------------------------------------------------------------------------------------------------------ settings
@@ -281,12 +281,12 @@ def _repeat(record: RunRecord) -> Iterator[Html | None]:
         yield tag("p", "The same run from the beginning, in a new folder:")
         yield tag("pre", f"twophase train --config {config} --out NEW")
     command = record.environment.get("command")
-    if words := list(map(str, command)) if isinstance(command, list) else []:
-        worker = "sweep-worker" in words
+    if arguments := list(map(str, command)) if isinstance(command, list) else []:
+        worker = "sweep-worker" in arguments
         yield tag("p", "A worker of a sweep trained it:" if worker else started)
-        script = ["python"] * words[0].endswith(".py") + words[:1]
-        start = ["python", "-m", "twophase"] if Path(words[0]).name == "__main__.py" else script
-        yield tag("pre", _hide_password(shlex.join([*start, *words[1:]])))
+        script = ["python"] * arguments[0].endswith(".py") + arguments[:1]
+        start = ["python", "-m", "twophase"] if Path(arguments[0]).name == "__main__.py" else script
+        yield tag("pre", _hide_password(shlex.join([*start, *arguments[1:]])))
     elif not record.config:
         yield tag("p", "Neither its configuration nor its command could be read.")
 

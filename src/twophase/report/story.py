@@ -62,7 +62,7 @@ def build(story: Story) -> str:
     """Return the page; during the runs the map that fills in comes first."""
     short = section("In short", *_short_words(story.findings), anchor="short")
     own_map = section("Your map", *_map(story), anchor="map")
-    following = [join([tag("code", command), f": {what}"]) for command, what in story.following.items()]
+    following = [join([tag("code", command), f": {meaning}"]) for command, meaning in story.following.items()]
     return page(
         "What a restart of the momentum did here",
         f"A demo of two-phase training: {story.base.replicas} copies of one small language model, "
@@ -76,7 +76,7 @@ def build(story: Story) -> str:
         section("Try it yourself", *_explorer(story.explorer), anchor="try"),
         section("What this does not show", notes(story.limits), anchor="limits"),
         section("What next", notes(following), anchor="next"),
-        what="demo",
+        kind="demo",
         refresh=story.refresh,
         scripts=[script(), asset("story.js")],
         framed=_SCRIPT.findall(story.explorer),
@@ -164,7 +164,7 @@ def _arrows(pair: Sequence[RunRecord]) -> Html:
             tag("output"),
             class_="steer",
         ),
-        tag("ul", *(tag("li", tag("i", class_=kind), words) for kind, words in kinds.items()), class_="kinds"),
+        tag("ul", *(tag("li", tag("i", class_=kind), text) for kind, text in kinds.items()), class_="kinds"),
         tag(
             "figcaption",
             "Arrows of one round, in the plane of what the replicas ask for (to the right) and what momentum carries "
@@ -191,9 +191,9 @@ def _rounds(run: RunRecord) -> Iterator[dict[str, float]]:
     rule, block, loss = run.rule, run.blocks[0], run.metrics["train_loss"]
     assert rule is not None
     weight = 1.0 if rule.form == "sum" else 1 - rule.momentum
-    for place in range(min(len(block.cosine), len(loss))):
+    for index in range(min(len(block.cosine), len(loss))):
         g, m, cosine = (
-            float(column[place]) for column in (block.pseudo_gradient_norm, block.buffer_norm, block.cosine)
+            float(column[index]) for column in (block.pseudo_gradient_norm, block.buffer_norm, block.cosine)
         )
         if not all(map(math.isfinite, (g, m, cosine))):
             return  # diverged: there is nothing to draw any more
@@ -201,20 +201,20 @@ def _rounds(run: RunRecord) -> Iterator[dict[str, float]]:
         carried = rule.momentum * m * (rule.momentum if rule.nesterov else 1.0)
         asked = g * weight * (1 + rule.momentum if rule.nesterov else 1.0)
         x, y = asked + carried * math.cos(angle), carried * math.sin(angle)
-        numbers = {"asked": asked, "length": carried, "x": rule.lr * x, "y": rule.lr * y, "loss": float(loss[place])}
+        numbers = {"asked": asked, "length": carried, "x": rule.lr * x, "y": rule.lr * y, "loss": float(loss[index])}
         numbers["angle"] = math.degrees(angle) if m > 0 else math.nan
         yield {name: float(f"{value:.4g}") for name, value in numbers.items()}
 
 
 def _arrow_words(pair: Sequence[RunRecord]) -> str:
     """Say in numbers what the picture shows: medians over the second half of both runs."""
-    words = []
+    sentences = []
     for run in pair:
         rounds = list(_rounds(run))
         late = [line for line in rounds[len(rounds) // 2 :] if line["angle"] >= 0 and line["asked"]]
         if late:
             length, angle = np.median([(line["length"] / line["asked"], line["angle"]) for line in late], axis=0)
-            words.append(
+            sentences.append(
                 f"{_name(run)}: what is carried over is {length:.1f} times as long as what is asked for, at "
                 f"{angle:.0f}° to it."
             )
@@ -222,7 +222,7 @@ def _arrow_words(pair: Sequence[RunRecord]) -> str:
         "(0° is the same way, 90° aside, 180° back. Medians over the second half of the run, without the rounds in "
         "which momentum is empty.)"
     )
-    return " ".join([*words, note] if words else [])
+    return " ".join([*sentences, note] if sentences else [])
 
 
 def _restart(story: Story) -> Iterator[Html | None]:
@@ -256,14 +256,14 @@ def _map(story: Story) -> Iterator[Html | None]:
         * math.isfinite(story.scale.bound),
     )
     yield tag("div", *(_heat(panel, story.scale) for row in story.maps for panel in row), class_="grids")
-    shown = [(name, cell) for name, cell in story.beside.items() if cell is not None]
-    if shown:
+    cells = [(name, cell) for name, cell in story.beside.items() if cell is not None]
+    if cells:
         meaning = {
             "no momentum": "nothing is carried over; the best learning rate of those tried",
             "plain averaging": "the anchor goes exactly where the replicas ask: no momentum, learning rate 1",
             "`auto`": "sets each step from what it measures: no learning rate, momentum or period to tune",
         }
-        rows = [[name.strip("`"), readable(cell.result) or cell.state, meaning.get(name, "")] for name, cell in shown]
+        rows = [[name.strip("`"), readable(cell.result) or cell.state, meaning.get(name, "")] for name, cell in cells]
         yield tag("p", "Hold the map against these. They need fewer settings, or none.")
         yield table(
             ["beside the map", "perplexity", "what it is"], rows, caption="Runs beside the map.", hide_caption=True
@@ -273,9 +273,9 @@ def _map(story: Story) -> Iterator[Html | None]:
 
 
 def _heat(panel: Panel, scale: Scale) -> Html:
-    words = [[_WORDS[state] if value is None else readable(value) for state, value in row] for row in panel.cells]
+    texts = [[_WORDS[state] if value is None else readable(value) for state, value in row] for row in panel.cells]
     axes = tag("span", "; across: learning rate; up: momentum", class_="quiet")
-    return heat(panel, scale, [tag("strong", panel.title), axes], lambda i, j: [tag("span", words[j][i])])
+    return heat(panel, scale, [tag("strong", panel.title), axes], lambda i, j: [tag("span", texts[j][i])])
 
 
 def _explorer(explorer: str) -> Iterator[Html]:

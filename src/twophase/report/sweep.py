@@ -9,7 +9,7 @@ from typing import Any
 from twophase.base.config import UsageError
 from twophase.judge.verdict import WITHIN, Verdict, verdict
 from twophase.judge.verdict_text import sections
-from twophase.report.maps import Shown, is_map, maps, perplexity_text, place_text, points, value_text
+from twophase.report.maps import View, is_map, maps, perplexity_text, place_text, points, value_text
 from twophase.report.page import Html, clean, counted, details, link, notes, page, section, table, tag
 from twophase.report.plot import MOST_POINTS, Chart, Curve, figure, script
 from twophase.report.sweep_record import SweepRecord
@@ -37,20 +37,20 @@ def sweep_report(
     judged = verdict(record.rows, within, controls)
     cells = settings(record.rows)
     counts = {state: sum(setting.state == state for setting in cells) for state in ("finished", "diverged", "missing")}
-    words = ", ".join(f"{count:,} {state}" for state, count in counts.items() if count)
+    counted_states = ", ".join(f"{count:,} {state}" for state, count in counts.items() if count)
     (_, words_of_all, _, _, remarks), *others = sections(judged)  # in the words that the terminal has
     chart, numbers = _curves(record, judged, cells)
-    shown = Shown(record, judged, cells, numbers)
+    view = View(record, judged, cells, numbers)
     return page(
         record.path.resolve().name,
-        f"{record.part} A sweep of {counted(len(cells), 'setting')} ({words}) over "
+        f"{record.part} A sweep of {counted(len(cells), 'setting')} ({counted_states}) over "
         f"{counted(len(judged.arms), 'arm')}, {record.forms}.".lstrip(),
         section("In short", tag("div", tag("p", words_of_all), class_="verdict"), notes(remarks), anchor="short"),
         section(
             "Map and curves" if is_map(judged) else "Settings and curves",
             tag(
                 "div",
-                tag("div", *(maps(shown) if is_map(judged) else [figure(points(shown)), _list(shown)])),
+                tag("div", *(maps(view) if is_map(judged) else [figure(points(view)), _list(view)])),
                 tag("div", chart or tag("p", "No run has recorded a loss that is here."), class_="beside"),
                 class_="pair",
             ),
@@ -58,29 +58,29 @@ def sweep_report(
         ),
         section("Verdict", *_verdict(others), anchor="verdict"),
         section("Every cell", _cells(record), anchor="cells"),
-        what="sweep",
+        kind="sweep",
         problems=record.problems,
         refresh=refresh if record.going else 0,
         scripts=[script()],
     )
 
 
-def _list(shown: Shown) -> Html:
+def _list(view: View) -> Html:
     """Return the settings as a table, with the number of each as a button."""
-    paths = dict.fromkeys(path for setting in shown.cells for path in setting.values)
-    varied = [path for path in paths if len({str(setting.values.get(path)) for setting in shown.cells}) > 1]
+    paths = dict.fromkeys(path for setting in view.cells for path in setting.values)
+    varied = [path for path in paths if len({str(setting.values.get(path)) for setting in view.cells}) > 1]
     rows = [
         [
             arm_name(setting.arm),
-            shown.number(setting, place_text(setting, varied)),
+            view.number(setting, place_text(setting, varied)),
             readable(setting.spread),
             setting.finished,
-            shown.runs(setting),
+            view.runs(setting),
             *(value_text(setting.values.get(path)) for path in varied),
         ]
-        for setting in shown.cells
+        for setting in view.cells
     ]
-    header = ["arm", measure_of(shown.cells), "spread", "finished", "run", *varied]
+    header = ["arm", measure_of(view.cells), "spread", "finished", "run", *varied]
     caption = "Settings. Press a number to show or hide its curve; spread: over the seeds."
     return table(header, rows, caption=caption)
 
@@ -135,9 +135,9 @@ def _losses(record: SweepRecord, setting: Setting) -> tuple[list[float], list[fl
 
 def _verdict(parts: Sequence[tuple[Any, ...]]) -> Iterator[Html | None]:
     """Yield the tables of `twophase report`, as they stand in verdict.md."""
-    for heading, words, header, lines, remarks in parts:
+    for heading, text, header, lines, remarks in parts:
         yield tag("h3", heading)
-        yield tag("p", words) if words else None
+        yield tag("p", text) if text else None
         yield table(header, lines, caption=heading, hide_caption=True)
         yield notes(remarks)
 
@@ -157,5 +157,5 @@ def _cells(record: SweepRecord) -> Html:
         ]
         for row in rows
     ]
-    shown = f"The first {len(rows)} of {len(record.rows):,} cells" if len(rows) < len(record.rows) else "All cells"
-    return details(f"{shown}, as a table", table(header, lines, caption=f"{shown}; {TABLE} has them all."))
+    title = f"The first {len(rows)} of {len(record.rows):,} cells" if len(rows) < len(record.rows) else "All cells"
+    return details(f"{title}, as a table", table(header, lines, caption=f"{title}; {TABLE} has them all."))

@@ -91,8 +91,8 @@ def read_sweep(path: Path, where: Mapping[str, str] | None = None, page_folder: 
     problems += lost
     forms = {str(row.values["outer.form"]) for row in rows if "outer.form" in row.values}
     forms = forms or ({described[1]} if described else {""})
-    words = " and ".join(FORM_WORDS.get(form, "form unknown") for form in sorted(forms))
-    return SweepRecord(path, page_folder or path, rows, problems, words, part)
+    form_words = " and ".join(FORM_WORDS.get(form, "form unknown") for form in sorted(forms))
+    return SweepRecord(path, page_folder or path, rows, problems, form_words, part)
 
 
 def _described(path: Path) -> tuple[list[tuple[Any, ...]], str] | None:

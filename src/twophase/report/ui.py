@@ -62,16 +62,16 @@ class Library:
         Raises:
             UsageError: the path leads out of the root, or to no folder.
         """
-        place = self.root.joinpath(*parts)
+        path = self.root.joinpath(*parts)
         odd = any(part in ("", ".", "..") or {"/", "\\", "\0"} & set(part) for part in parts)
-        if odd or not place.is_dir() or not place.resolve().is_relative_to(self.root):
+        if odd or not path.is_dir() or not path.resolve().is_relative_to(self.root):
             raise UsageError(f"{'/'.join(parts)}: is no folder below {self.root}")
-        return place
+        return path
 
     def list_page(self) -> str:
         """Return the page with all runs and sweeps, the newest first."""
-        every = self._folders()
-        folders = every[:_MOST_ENTRIES]
+        all_folders = self._folders()
+        folders = all_folders[:_MOST_ENTRIES]
         with self._lock:
             rows = [self._remembered(self._rows, folder, _row) for folder in folders]
         ordered = sorted(zip(folders, rows, strict=True), key=lambda pair: str(pair[1][-1]), reverse=True)
@@ -82,9 +82,9 @@ class Library:
             box = tag("input", type="checkbox", name="run", value=quote(os.fsencode(path)), aria_label=f"choose {path}")
             lines.append([target, box if row[0] == "run" else None, *row])
         header = ["folder", "choose", "kind", "state", "result", "outer optimizer", "restart", "changed"]
-        count = counted(len(every), "folder")
-        shown = count if len(lines) == len(every) else f"The newest {len(lines):,} of {count}"
-        caption = f"{shown} below {self.root}; the runs of a sweep are on its page."
+        count = counted(len(all_folders), "folder")
+        which = count if len(lines) == len(all_folders) else f"The newest {len(lines):,} of {count}"
+        caption = f"{which} below {self.root}; the runs of a sweep are on its page."
         states = [tag("option", state, value="" if state == "any state" else state) for state in _STATES]
         filters = tag(
             "p",
@@ -102,8 +102,8 @@ class Library:
             action=VIEW,
             method="get",
         )
-        words = "This page only reads the folders, and shows their newest state every few seconds."
-        return page("Runs and sweeps", words, section("All", form, anchor="all"), scripts=[asset("ui.js")], served=True)
+        note = "This page only reads the folders, and shows their newest state every few seconds."
+        return page("Runs and sweeps", note, section("All", form, anchor="all"), scripts=[asset("ui.js")], served=True)
 
     def folder_page(self, parts: Sequence[str]) -> str:
         """Return the page of a run or a sweep.
@@ -133,8 +133,8 @@ class Library:
     def _folders(self) -> list[Path]:
         """Return the folders of runs and sweeps, the newest first; those inside of one belong to it."""
         folders = []
-        for place, names, _ in os.walk(self.root):
-            folder = Path(place)
+        for directory, names, _ in os.walk(self.root):
+            folder = Path(directory)
             if is_sweep(folder) or _is_begun(folder):
                 folders.append(folder)
                 names.clear()
@@ -179,7 +179,7 @@ def _stamp(folder: Path) -> _Stamp:
     folders = [folder]
     if is_sweep(folder) and (folder / RUNS).is_dir():
         folders += sorted((folder / RUNS).iterdir())
-    files = [each / name for each in folders for name in (*FILES, SPEC, TABLE)]
+    files = [path / name for path in folders for name in (*FILES, SPEC, TABLE)]
     states = []
     for file in files:
         with suppress(OSError):  # not there, or gone since
@@ -220,8 +220,8 @@ def _sweep_row(folder: Path) -> list[object]:
     finished = [setting for setting in cells if setting.result is not None]
     missing = sum(setting.state == "missing" for setting in cells)
     best = min(finished, key=lambda setting: setting.result or 0.0, default=None)
-    words = f"{len(finished)} of {counted(len(cells), 'setting')} finished"
+    text = f"{len(finished)} of {counted(len(cells), 'setting')} finished"
     if best is not None:
-        words += f"; best {best.measure} {perplexity_text(best.result)}{f', {arm_name(best.arm)}' if best.arm else ''}"
+        text += f"; best {best.measure} {perplexity_text(best.result)}{f', {arm_name(best.arm)}' if best.arm else ''}"
     arms = len({setting.arm for setting in cells})
-    return ["unfinished" if missing else "finished", words, f"{counted(arms, 'arm')}", ""]
+    return ["unfinished" if missing else "finished", text, f"{counted(arms, 'arm')}", ""]
