@@ -103,28 +103,28 @@ def _read(text: str) -> tuple[dict[str, Scale], dict[str, str]]:
         if at:
             raise ValueError(f"{name} is a restart policy itself; leave @{restart} out")
         fixed = {METHOD: "sgd", RESTART: str(value)}
-        places = zip(dataclasses.fields(value), name.split(":")[1:], strict=False)  # type: ignore[arg-type]
-        tuned = [field.name for field, word in places if word.startswith(_TUNED)]
+        pairs = zip(dataclasses.fields(value), name.split(":")[1:], strict=False)  # type: ignore[arg-type]
+        tuned = [field.name for field, word in pairs if word.startswith(_TUNED)]
         scales = {f"policy.{name}": Scale(getattr(value, name)) for name in tuned}
     else:
-        words = [word.partition("=") for word in name.split(":")[1:]]
-        tuned = [name for name, _, number in words if number.startswith(_TUNED)]
-        scales = _scales(value, {name for name, _, _ in words} - {*tuned})
+        options = [word.partition("=") for word in name.split(":")[1:]]
+        tuned = [name for name, _, number in options if number.startswith(_TUNED)]
+        scales = _scales(value, {name for name, _, _ in options} - {*tuned})
         if others := [name for name in tuned if f"method.{name}" not in scales]:
             raise ValueError(
                 f"{', '.join(others)} of {value.name} is not tuned; fix it, as beta2=0.99, without {_TUNED}"
             )
-        name = ":".join([name.partition(":")[0], *("".join(word) for word in words if word[0] not in tuned)])
+        name = ":".join([name.partition(":")[0], *("".join(word) for word in options if word[0] not in tuned)])
         policy = parse_policy(_FIRST_PERIOD if restart == _TUNED_PERIOD else restart if at else "never")
         _check_restart(value, policy)
         fixed = {METHOD: name, RESTART: str(policy)}
         if restart == _TUNED_PERIOD:
             scales["period"] = Scale(float(_FIRST_PERIOD), "whole", low=1, high=1000)
     for other in parts:
-        slot, equals, words = other.partition("=")
+        slot, equals, text = other.partition("=")
         if slot not in _SLOTS or not equals or f"outer.{slot}" in fixed:
             raise ValueError(f"{other!r} is no part of an arm; write +SLOT=TEXT with each of {', '.join(_SLOTS)} once")
-        fixed[f"outer.{slot}"] = str(parse(slot, words))
+        fixed[f"outer.{slot}"] = str(parse(slot, text))
     return scales, fixed
 
 

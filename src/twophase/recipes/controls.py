@@ -270,16 +270,16 @@ def _has_no_momentum(outer: Any) -> bool:
 
 
 def _arm(values: Any, config: Any) -> str:
-    words = [values[FORM]] if FORM in values else []
-    words += [("heavy ball", "Nesterov")[values[NESTEROV]]] if NESTEROV in values else []
+    parts = [values[FORM]] if FORM in values else []
+    parts += [("heavy ball", "Nesterov")[values[NESTEROV]]] if NESTEROV in values else []
     if METHOD in values:
-        words.append(values[METHOD])
-    words += [f"{path.removeprefix('outer.')} {values[path]}" for path in _SLOTS if path != METHOD and path in values]
+        parts.append(values[METHOD])
+    parts += [f"{path.removeprefix('outer.')} {values[path]}" for path in _SLOTS if path != METHOD and path in values]
     of_blocks = values.get(BLOCKS)
     if RESTART in values or of_blocks == ():  # these have outer.restart, also where it does not vary
-        words.append(_restart(values.get(RESTART, config.outer.restart)))
-    words += [text_of(of_blocks)] if of_blocks else []
-    return ", ".join(words)
+        parts.append(_restart(values.get(RESTART, config.outer.restart)))
+    parts += [text_of(of_blocks)] if of_blocks else []
+    return ", ".join(parts)
 
 
 def _restart(text: str) -> str:

@@ -178,13 +178,13 @@ SCALES = {scale.name: scale for scale in (LAPTOP, PAPER, QUICK)}
 """The scales by name."""
 
 
-def arm_name(form: str, kind: str, what: str) -> str:
+def arm_name(form: str, kind: str, treatment: str) -> str:
     """Name of an arm: its form, its rule, and what its runs do.
 
     >>> arm_name("sum", "heavy ball", "K=3")
     'sum, heavy ball, K=3'
     """
-    return f"{form}, {kind}, {what}"
+    return f"{form}, {kind}, {treatment}"
 
 
 def control_name(arm: str) -> str:
@@ -193,8 +193,8 @@ def control_name(arm: str) -> str:
     >>> control_name("sum, heavy ball, K=3"), control_name("sum, heavy ball, K sweep")
     ('sum, heavy ball, never, gain of K=3', 'sum, heavy ball, never, gain of K sweep')
     """
-    form, kind, what = arm.split(", ", 2)
-    return arm_name(form, kind, f"never, gain of {what}")
+    form, kind, treatment = arm.split(", ", 2)
+    return arm_name(form, kind, f"never, gain of {treatment}")
 
 
 def robustness_heatmaps(scale: Scale) -> Sweep:
@@ -305,8 +305,8 @@ def tuned(scale: Scale, rows: Iterable[Row]) -> dict[tuple[str, str, str], tuple
         if setting.result is not None:
             values = setting.values
             key = (values[FORM], kinds[values[NESTEROV]], values[RESTART])
-            place = (setting.result, values[MOMENTUM], values[LR])
-            best[key] = min(place, best.get(key, place))
+            candidate = (setting.result, values[MOMENTUM], values[LR])
+            best[key] = min(candidate, best.get(key, candidate))
     return {key: (lr, momentum) for key, (_, momentum, lr) in best.items()}
 
 
@@ -328,10 +328,10 @@ def _second_stage(scale: Scale, best: Mapping[tuple[str, str, str], tuple[float,
             if (*rule, "never") in best:
                 fixed: dict[str, Any] = {LR: best[*rule, "never"][0], RESTART: "never"}
                 cells += _runs(scale, inner_steps, rule, BETA_SWEEP, fixed, Axis(MOMENTUM, scale.momenta))
-            for what, restart, controlled in ((K_SWEEP, "never", periods), own_tuning):
+            for treatment, restart, controlled in ((K_SWEEP, "never", periods), own_tuning):
                 if (*rule, restart) in best:
                     fixed = dict(zip((LR, MOMENTUM), best[*rule, restart], strict=True))
-                    restarted = _runs(scale, inner_steps, rule, what, fixed, Axis(RESTART, periods))
+                    restarted = _runs(scale, inner_steps, rule, treatment, fixed, Axis(RESTART, periods))
                     cells += restarted + _matched(cell for cell in restarted if cell.values[RESTART] in controlled)
         cells += _free(scale, inner_steps)
     return cells
@@ -340,17 +340,17 @@ def _second_stage(scale: Scale, best: Mapping[tuple[str, str, str], tuple[float,
 def _grid(scale: Scale, inner_steps: int, rule: tuple[str, str], restart: str) -> list[Cell]:
     """Return the runs of a rule over momentum x learning rate."""
     axes = (Axis(MOMENTUM, scale.momenta), Axis(LR, scale.lrs))
-    what = "never" if restart == "never" else f"K={restart}"
-    return _runs(scale, inner_steps, rule, what, {RESTART: restart}, *axes)
+    treatment = "never" if restart == "never" else f"K={restart}"
+    return _runs(scale, inner_steps, rule, treatment, {RESTART: restart}, *axes)
 
 
 def _runs(
-    scale: Scale, inner_steps: int, rule: tuple[str, str], what: str, fixed: Mapping[str, Any], *axes: Axis
+    scale: Scale, inner_steps: int, rule: tuple[str, str], treatment: str, fixed: Mapping[str, Any], *axes: Axis
 ) -> list[Cell]:
     """Return the runs of an arm, for every seed; `rule` is a form and a kind."""
     form, kind = rule
     shared = {"inner_steps": inner_steps, FORM: form, NESTEROV: RULES[kind], **fixed}
-    return product(scale.base, [Axis(SEED, scale.seeds), *axes], arm_name(form, kind, what), shared)
+    return product(scale.base, [Axis(SEED, scale.seeds), *axes], arm_name(form, kind, treatment), shared)
 
 
 def _free(scale: Scale, inner_steps: int) -> list[Cell]:

@@ -129,5 +129,5 @@ def at_pace(config: TrainConfig, keep: Collection[str] = ()) -> TrainConfig:
 
 def _pace(inner_steps: int) -> dict[str, Any]:
     """Count rounds between two evaluations, and two checkpoints."""
-    every = {"evaluate_every": EVALUATED_STEPS, "checkpoint_every": SAVED_STEPS}
-    return {name: max(1, steps // inner_steps) for name, steps in every.items()}
+    intervals = {"evaluate_every": EVALUATED_STEPS, "checkpoint_every": SAVED_STEPS}
+    return {name: max(1, steps // inner_steps) for name, steps in intervals.items()}

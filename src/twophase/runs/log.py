@@ -103,8 +103,8 @@ class Log:
         """
         data = self._read()
         if data:
-            places = (self.path.with_name(f"{self.path.name}.gap-{number}") for number in itertools.count(1))
-            write_atomic(next(place for place in places if not place.exists()), data)
+            paths = (self.path.with_name(f"{self.path.name}.gap-{number}") for number in itertools.count(1))
+            write_atomic(next(path for path in paths if not path.exists()), data)
         text = "".join(json.dumps(line) + "\n" for line in _readable(data, step))
         gap = {"step": step, "gap": fault, "sha256": hashlib.sha256(text.encode()).hexdigest()}
         write_atomic(self.path, f"{text}{json.dumps(gap)}\n")
@@ -160,10 +160,10 @@ def _readable(data: bytes, step: int) -> Iterator[dict[str, Any]]:
     last = 0
     for line in data[: end_of_lines(data)].splitlines():
         record = _record(line) or {}
-        at = record.get("step")
+        number = record.get("step")
         # A gap has the step of the line before it; that of this very step is rewritten.
-        if isinstance(at, int) and (last <= at < step if _is_gap(record) else last < at <= step):
-            last = at
+        if isinstance(number, int) and (last <= number < step if _is_gap(record) else last < number <= step):
+            last = number
             yield record
 
 

@@ -131,18 +131,18 @@ class Search:
         pairs = [(i, sign) for i in range(len(point)) for sign in (-1, 1)]
 
         def is_seen(index: int, by: int) -> bool:
-            beside = self._beside(point, index, by)
-            if beside is None:  # in the first protocol also a step that rounds to the same number
+            moved = self._shifted(point, index, by)
+            if moved is None:  # in the first protocol also a step that rounds to the same number
                 return self.passes_equal or not self._is_allowed(_moved(point, index, by))
-            return self._key(beside) in measured
+            return self._key(moved) in measured
 
         return all(any(is_seen(i, sign * unit) for unit in units) for i, sign in pairs)
 
     def _neighbours(self, point: Point, index: int, step: int) -> list[Point]:
-        beside = (self._beside(point, index, sign * step) for sign in (-1, 1))
-        return [move for move in beside if move is not None]
+        moves = (self._shifted(point, index, sign * step) for sign in (-1, 1))
+        return [move for move in moves if move is not None]
 
-    def _beside(self, point: Point, index: int, by: int) -> Point | None:
+    def _shifted(self, point: Point, index: int, by: int) -> Point | None:
         """Return the next point that way with another value; None where the scale ends before."""
         most = 2 ** (self.refinements + 1) if self.passes_equal else 1  # two factors lead from 1 to 2
         moves = (_moved(point, index, number * by) for number in range(1, most + 1))

@@ -115,7 +115,7 @@ class Grower:
             if branch is not None and node is branch.node:  # its children are done
                 self.states.forget(node)
                 continue
-            state = self.states.leave(branch, here=self._at == branch.node.id) if branch is not None else None
+            state = self.states.leave(branch, in_place=self._position == branch.node.id) if branch is not None else None
             if not self._unfinished(node):
                 continue
             if not self.tree.below(node):
@@ -144,7 +144,7 @@ class Grower:
         except (Stopped, OSError):  # with a full disk the next one would fare no better
             raise
         except Exception as error:
-            self._at = None
+            self._position = None
             error.add_note(f"run {', '.join(node.runs)}")
             return error
         self.states.forget(node)
@@ -171,7 +171,7 @@ class Grower:
 
     def _begun(self, node: Node) -> bool:
         """Return whether a state inside or below a node is on disk, so that its parent's end is of no use any more."""
-        if any(self.states.path(node, what).exists() for what in ("end", "part")):
+        if any(self.states.path(node, kind).exists() for kind in ("end", "part")):
             return True
         children = self._open(node)
         return len(children) == 1 and self._begun(children[0])
@@ -200,7 +200,7 @@ class Grower:
             self._restore(saved, node)
         elif node.parent is None:
             self._begin(node)
-        elif self._at != node.parent or not set(runs) <= set(self._outers.counters):
+        elif self._position != node.parent or not set(runs) <= set(self._outers.counters):
             parent = self.tree.nodes[node.parent]
             if start is None:
                 self._reach(parent)
@@ -212,7 +212,7 @@ class Grower:
     def _stretch(self, node: Node, runs: list[str]) -> None:
         """Go from the end of the parent, or from inside the stretch, to its end."""
         run = self._run
-        self._at = self._launched = None
+        self._position = self._launched = None
         # Those that are done with this stretch only: a state must not speak for others: their counters stand still.
         self._outers.restrict(runs)
         # The runs of a node differ in the outer optimizer only, or have had no round yet.
@@ -250,7 +250,7 @@ class Grower:
             for name in runs:  # below a shared stretch all of them have diverged
                 with ExitStack() as claims:
                     self._finish({name: self._log(claims, name)})
-        self._at = node.id
+        self._position = node.id
         if leaf or run.done.exit_reason != RUNNING:
             self.states.path(node, "part").unlink(missing_ok=True)
         elif time.perf_counter() - self._saved_at > _SAVE_SECONDS:
@@ -340,7 +340,7 @@ class Grower:
     def _clear(self) -> None:
         self._launched: tuple[int, float] | None = None
         """Inner steps that have not been waited for yet, and when the first was launched."""
-        self._at: str | None = None
+        self._position: str | None = None
         """Node that the replicas stand at the end of."""
         self._outers = Outers(self.configs)
         self._lines: list[dict[str, Any]] = []
@@ -389,18 +389,18 @@ class Grower:
         run.restore_execution(state["execution"])
         self._outers.restore(state, run.compute.device)
         self._lines = state["lines"]
-        self._at = node.id if run.done.step == node.stop else None
+        self._position = node.id if run.done.step == node.stop else None
         self.tally.restored += 1
 
-    def _save(self, node: Node, what: str) -> None:
+    def _save(self, node: Node, kind: str) -> None:
         """Write the present state and all that are held in memory only: any child can continue from these."""
         self.states.save_branches()
-        self.states.write(node, what, self._state())
+        self.states.write(node, kind, self._state())
         self._saved_at = time.perf_counter()
 
     def _keep_end(self, node: Node) -> None:
         """See that the state at a node's end, where the replicas stand, is on disk."""
-        stands_there = self._at == node.id and self._run.done.exit_reason == RUNNING
+        stands_there = self._position == node.id and self._run.done.exit_reason == RUNNING
         if stands_there and not self.states.path(node, "end").exists():
             self.states.write(node, "end", self._state())
 

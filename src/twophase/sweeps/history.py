@@ -149,8 +149,8 @@ def _scaled(weight: float, number: int) -> str:
 
 def _opaque(rule: OuterRule, policy: RestartPolicy, number: int, probed: int) -> str:
     # Where all are shown the name is as it was before there was a choice: states of sweeps are found by it.
-    shown = (probed,) if probed and PROBES in policy.needs else ()
-    return _name("adaptive", rule, policy, number, *shown)
+    probes = (probed,) if probed and PROBES in policy.needs else ()
+    return _name("adaptive", rule, policy, number, *probes)
 
 
 @lru_cache(4096)

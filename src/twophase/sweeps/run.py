@@ -182,13 +182,13 @@ def run_sweep(
                 call.ask(queue)
                 call.write()
             queue.begin_call(failed_only=workers == 0)
-            words = [*command, "--out", str(folder)]
-            words += [] if in_memory is None else ["--in-memory", str(in_memory)]
+            arguments = [*command, "--out", str(folder)]
+            arguments += [] if in_memory is None else ["--in-memory", str(in_memory)]
             if launch is not None:
-                launch(words)
+                launch(arguments)
             elif workers:
                 environment = os.environ | dict.fromkeys(_THREAD_VARIABLES, str(threads))
-                call.watch(Crew(folder, words, min(workers, len(work.jobs)), environment, devices))
+                call.watch(Crew(folder, arguments, min(workers, len(work.jobs)), environment, devices))
         if len(call.summaries) == len(work.runs):  # of a plan before an extension, or left by killed workers
             for path in (*(folder / STATES).glob("*"), *(folder / CLAIMS).glob("*")):
                 with contextlib.suppress(OSError):
@@ -233,8 +233,8 @@ def _work_there(sweep: Sweep, folder: Path, *, merge: bool, texts: Mapping[str, 
         )
     work = Work.read(folder)
     if work is not None and work.merge != merge:
-        words = ("with --no-merge there, without here", "without --no-merge there, with it here")[work.merge]
-        raise UsageError(f"--out {folder}: the sweep was begun {words}; repeat its command or choose another --out")
+        flags = ("with --no-merge there, without here", "without --no-merge there, with it here")[work.merge]
+        raise UsageError(f"--out {folder}: the sweep was begun {flags}; repeat its command or choose another --out")
     if work is not None and any(work.texts.get(name, text) != text for name, text in texts.items()):
         raise UsageError(
             f"--out {folder}: the text is not the one that this sweep was begun with, or --task has another file or "

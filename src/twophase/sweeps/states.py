@@ -93,16 +93,16 @@ class States:
         self.tally.most_held = max(self.tally.most_held, len(self.branches))
         return True
 
-    def leave(self, branch: Branch, *, here: bool) -> State | None:
-        """Return the state for a branch's next child; None if the replicas are `here`, or it must be read from disk."""
+    def leave(self, branch: Branch, *, in_place: bool) -> State | None:
+        """Return the state for a branch's next child; None if the replicas are `in_place` or it is read from disk."""
         branch.pending -= 1
         state = branch.state
         if state is not None and branch.pending == 0:
             branch.state = None
             self.branches.remove(branch)
-        elif state is not None and not here:
+        elif state is not None and not in_place:
             state = _cloned(state)  # the other children need it, too
-        return None if here else state
+        return None if in_place else state
 
     def save_branches(self) -> None:
         """Write the states that are in memory only."""
@@ -116,13 +116,13 @@ class States:
         on_gpu = sum(branch.on_device for branch in self.branches)
         return f"{len(self.branches) - on_gpu} states in memory and {on_gpu} on the GPU"
 
-    def path(self, node: Node, what: str) -> Path:
+    def path(self, node: Node, kind: str) -> Path:
         """Return the file of a state at a node's end (`end`) or inside the node (`part`)."""
-        return state_file(self.folder, node.id, what)
+        return state_file(self.folder, node.id, kind)
 
-    def write(self, node: Node, what: str, state: State) -> None:
+    def write(self, node: Node, kind: str, state: State) -> None:
         """Write a state, atomically and durably."""
-        path = self.path(node, what)
+        path = self.path(node, kind)
         # The logs of a long run as a tensor: safetensors bounds its header, where the rest of the tree goes.
         lines = torch.frombuffer(bytearray(json.dumps(state["lines"]).encode()), dtype=torch.uint8)
         try:
@@ -130,12 +130,12 @@ class States:
         except OSError as error:
             why = error.strerror or error
             raise OSError(f"a state cannot be written into {self.folder} ({why}); free space there") from error
-        if what == "end":
+        if kind == "end":
             self.path(node, "part").unlink(missing_ok=True)
 
-    def read(self, node: Node, what: str, runs: Sequence[str]) -> State | None:
+    def read(self, node: Node, kind: str, runs: Sequence[str]) -> State | None:
         """Return a saved state that covers the runs, or None."""
-        path = self.path(node, what)
+        path = self.path(node, kind)
         if not path.exists():
             return None
         try:
@@ -151,8 +151,8 @@ class States:
 
     def forget(self, node: Node) -> None:
         """Remove the states of a node below which everything is done."""
-        for what in ("end", "part"):
-            self.path(node, what).unlink(missing_ok=True)
+        for kind in ("end", "part"):
+            self.path(node, kind).unlink(missing_ok=True)
 
     def clear(self) -> None:
         """Remove all states."""

@@ -205,11 +205,11 @@ def arm_name(arm: str, *, long: bool = False) -> str:
     >>> arm_name("Nesterov, never, gain of K=3", long=True)
     'Nesterov, no restart, the mean step of a restart every 3 rounds'
     """
-    words = re.sub(r"\bnever\b", "no restart", arm)
+    text = re.sub(r"\bnever\b", "no restart", arm)
     if long:
-        words = re.sub(r"\bgain of K=(\d+)", r"the mean step of a restart every \1 rounds", words)
-        words = re.sub(r"\bK=(\d+)", r"restart every \1 rounds", words)
-    return words or "(all)"
+        text = re.sub(r"\bgain of K=(\d+)", r"the mean step of a restart every \1 rounds", text)
+        text = re.sub(r"\bK=(\d+)", r"restart every \1 rounds", text)
+    return text or "(all)"
 
 
 def place_words(values: Mapping[str, Any], paths: Sequence[str]) -> str:
@@ -236,8 +236,8 @@ def titles(sweep: Sweep) -> dict[str, str]:
     for arm, cells in by_arm.items():
         varied = [path for path in sweep.paths if any(values[path] != cells[0][1][path] for _, values in cells)]
         for run, values in cells:
-            words = filter(None, [arm and arm_name(arm, long=True), place_words(values, varied)])
-            names.setdefault(run, ", ".join(words) or "the only run")
+            parts = filter(None, [arm and arm_name(arm, long=True), place_words(values, varied)])
+            names.setdefault(run, ", ".join(parts) or "the only run")
     return names
 
 

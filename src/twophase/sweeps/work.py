@@ -169,9 +169,9 @@ _PLAIN = ("spec", "merge", "counts", "texts", "base", "runs", "stands_for")
 """Fields of `Work` that `plan.json` holds as they are."""
 
 
-def state_file(folder: Path, node: str, what: str) -> Path:
+def state_file(folder: Path, node: str, kind: str) -> Path:
     """Return the file of a state at a node's end (`end`) or inside the node (`part`)."""
-    return folder / f"{node}.{what}.safetensors"
+    return folder / f"{node}.{kind}.safetensors"
 
 
 Execute = Callable[[Work, Job], None]

@@ -143,8 +143,8 @@ class HuggingFace:
         """Compute loss and perplexity on the held-out text."""
         tokens, targets = self._corpus.validation()
         batch = max(1, min(64, _EVALUATED_LOGITS // (tokens.shape[1] * self._sizes.vocab_size)))
-        inputs, wanted = moved((tokens, targets), next(model.parameters()).device)
-        result = numbers(total_nats(partial(_logits, model), inputs, wanted, batch), targets, self._corpus.token_bytes)
+        inputs, labels = moved((tokens, targets), next(model.parameters()).device)
+        result = numbers(total_nats(partial(_logits, model), inputs, labels, batch), targets, self._corpus.token_bytes)
         return {name: value for name, value in result.items() if not math.isnan(value) or name == "loss"}
 
     def describe(self) -> dict[str, Any]:

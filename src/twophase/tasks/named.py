@@ -92,7 +92,7 @@ def _module(name: str, module: str) -> ModuleType:
         if not file.is_file():
             raise UsageError(f"--task {name}: there is no file {file.absolute()}; give its path")
         for loaded in (sys.modules.get(file.stem), sys.modules["__main__"]):
-            if (place := getattr(loaded, "__file__", None)) and Path(place).exists() and file.samefile(place):
+            if (path := getattr(loaded, "__file__", None)) and Path(path).exists() and file.samefile(path):
                 assert loaded is not None
                 return loaded
         # A file may have the name of a module that is there already.
@@ -139,8 +139,8 @@ def name_of(kind: type) -> str:
         )
     if file is None or "." in kind.__module__:
         return f"{kind.__module__}:{kind.__name__}"
-    place = Path(file).absolute()
-    return f"{place.relative_to(Path.cwd()) if place.is_relative_to(Path.cwd()) else place}:{kind.__name__}"
+    path = Path(file).absolute()
+    return f"{path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}:{kind.__name__}"
 
 
 @cache

@@ -169,11 +169,11 @@ class OwnTask:
             raise self._refusal(f"evaluate() of a fresh model returned the loss {value}; correct it, or its data")
         self._check_repeated("evaluate() of a fresh model", value, self.evaluate(model)["loss"])
 
-    def _check_repeated(self, what: str, value: float, again: float) -> None:
+    def _check_repeated(self, quantity: str, value: float, again: float) -> None:
         # Sums of many threads need not have the same last bits.
         if not math.isclose(value, again, rel_tol=1e-4):
             raise self._refusal(
-                f"{what} was {value:.6g}, and {again:.6g} the second time; draw all random numbers from its "
+                f"{quantity} was {value:.6g}, and {again:.6g} the second time; draw all random numbers from its "
                 "arguments, or with a generator that it seeds again"
             )
 
@@ -205,9 +205,9 @@ class OwnTask:
             if is_out_of_memory(error):
                 raise
             frames, file = inspect.trace(), inspect.getsourcefile(type(self.task))
-            place = next((frame for frame in reversed(frames) if frame.filename == file), frames[-1])
+            origin = next((frame for frame in reversed(frames) if frame.filename == file), frames[-1])
             raise self._refusal(
-                f"{method}() failed at {Path(place.filename).name}:{place.lineno} ({type(error).__name__}: "
+                f"{method}() failed at {Path(origin.filename).name}:{origin.lineno} ({type(error).__name__}: "
                 f"{first_line(error)})"
             ) from error
 

@@ -96,16 +96,16 @@ def _restored(run: Path, config: RunConfig, identity: str, newest: Path) -> Rest
             f"{run}: the run has diverged, and its weights have no curvature to speak of; give another run"
         )
     # Wherever and however the run was trained, it is looked at on the CPU and in float32.
-    here = replace(config, device="cpu", compute=ComputeConfig())
-    here = check(here if takes_repeat(here) else replace(here, repeat=False))  # older runs could set it
-    task = task_of(here)
-    preflight(here, task)
+    local = replace(config, device="cpu", compute=ComputeConfig())
+    local = check(local if takes_repeat(local) else replace(local, repeat=False))  # older runs could set it
+    task = task_of(local)
+    preflight(local, task)
     if task.describe()["fingerprint"] != progress["text"]:
-        of, what = f"--task {getattr(task, 'name', '')}", "the task, its file or data,"
-        if isinstance(here, TrainConfig):
-            of, what = f"--data.corpus {here.data.corpus}", "the text"
+        option, kind = f"--task {getattr(task, 'name', '')}", "the task, its file or data,"
+        if isinstance(local, TrainConfig):
+            option, kind = f"--data.corpus {local.data.corpus}", "the text"
         raise UsageError(
-            f"{of} of {run}: {what} is not the one that the run was trained on. Put the old one back (the text "
+            f"{option} of {run}: {kind} is not the one that the run was trained on. Put the old one back (the text "
             "`python` is that of the Python that trained it)"
         )
     method = "the task's own" if hasattr(task, "inner") else config.inner.method
@@ -144,14 +144,14 @@ def _inverse_scales(part: Mapping[str, Any], model: nn.Module, saved: checkpoint
     """Return D^-1 of a replica by parameter name: 0 for parameters that have had no gradient, which take no step."""
     try:
         inner = part["inner"]
-        places = [(group, place) for group in inner["param_groups"] for place in group["params"]]
+        pairs = [(group, index) for group in inner["param_groups"] for index in group["params"]]
         if not inner["state"]:
             raise KeyError("state")
         return {
-            name: inverse_scale(group, inner["state"][place])
-            if place in inner["state"]
+            name: inverse_scale(group, inner["state"][index])
+            if index in inner["state"]
             else 0 * weight.detach().double()
-            for (name, weight), (group, place) in zip(model.named_parameters(), places, strict=True)
+            for (name, weight), (group, index) in zip(model.named_parameters(), pairs, strict=True)
         }
     except (KeyError, TypeError, ValueError):
         raise UsageError(

@@ -121,8 +121,8 @@ def _cache_file(root: Path, corpus: str) -> Path | None:
     if not os.path.isabs(folder):  # noqa: PTH117 - the specification has relative ones ignored, and Path("") is one
         folder = os.path.expanduser("~/.cache")  # noqa: PTH111 - Path's raises where there is no home
     # One file a Python and place, overwritten when its key changes, so that upgrades leave no old files.
-    place = hashlib.sha256(str(root).encode("utf-8", "surrogatepass")).hexdigest()[:12]
-    path = Path(folder, "twophase", f"{corpus}-{platform.python_version()}-{place}.json")
+    root_hash = hashlib.sha256(str(root).encode("utf-8", "surrogatepass")).hexdigest()[:12]
+    path = Path(folder, "twophase", f"{corpus}-{platform.python_version()}-{root_hash}.json")
     return path if path.is_absolute() else None
 
 

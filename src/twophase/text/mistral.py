@@ -39,7 +39,7 @@ def model_file() -> bytes:
         UsageError: the package is not installed, or holds another file.
     """
     package = importlib.util.find_spec("mistral_common")
-    paths = [Path(place, "data", MODEL) for place in (package and package.submodule_search_locations) or ()]
+    paths = [Path(directory, "data", MODEL) for directory in (package and package.submodule_search_locations) or ()]
     path = next((path for path in paths if path.is_file()), None)
     if path is None:
         raise UsageError(
@@ -61,14 +61,14 @@ def pieces(model: bytes) -> list[Piece]:
     A piece is the bytes `0A size`, then `0A length text`, `15` and the score as a float32, and `18 kind` unless the
     kind is NORMAL. All sizes of this file are below 128, so each is one byte.
     """
-    vocabulary, at = [], 0
-    while model[at] == 0x0A:
-        end, score = at + 2 + model[at + 1], at + 5 + model[at + 3]
+    vocabulary, start = [], 0
+    while model[start] == 0x0A:
+        end, score = start + 2 + model[start + 1], start + 5 + model[start + 3]
         kind = model[end - 1] if end > score + 4 else NORMAL
         vocabulary.append(
-            Piece(str(model[at + 4 : score - 1], "utf-8"), struct.unpack_from("<f", model, score)[0], kind)
+            Piece(str(model[start + 4 : score - 1], "utf-8"), struct.unpack_from("<f", model, score)[0], kind)
         )
-        at = end
+        start = end
     return vocabulary
 
 

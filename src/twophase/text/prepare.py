@@ -213,23 +213,23 @@ class _Preparation:
         state = self._begun()
         self.tokenizer = self._tokenizer(state.get("tokenizer_sha256"))
         self.splits = Splits(folder, self.tokenizer.dtype, plan.request.shard_tokens)
-        self.place: dict[str, Any] = state.get("place", _beginning(0))
+        self.position: dict[str, Any] = state.get("place", _beginning(0))
         self.splits.resume(state.get("splits", {"closed": {}, "parts": {}}))
         self.saved = time.monotonic()
 
     def run(self, *, quiet: bool) -> Meta:
         """Read, encode and write what is missing, then declare the folder whole."""
         self._save()
-        wanted = self.plan.request.tokens
-        total = wanted or sum(len(files) for _, files in self.plan.stages)  # progress counts tokens, else files
+        limit = self.plan.request.tokens
+        total = limit or sum(len(files) for _, files in self.plan.stages)  # progress counts tokens, else files
         began, text_bytes = time.monotonic(), 0
         try:
             with meter("prepare", total, quiet=quiet) as show:
                 for size in self._stages():
                     text_bytes += size
                     tokens = {split: self.splits.tokens(split) for split in (TRAIN, VALIDATION)}
-                    files = sum(len(files) for _, files in self.plan.stages[: self.place["stage"]])
-                    done = min(tokens[TRAIN], total) if wanted else files + self.place["file"]
+                    files = sum(len(files) for _, files in self.plan.stages[: self.position["stage"]])
+                    done = min(tokens[TRAIN], total) if limit else files + self.position["file"]
                     speed = text_bytes / max(time.monotonic() - began, 1e-9)
                     show(done, f"{sum(tokens.values()) / 1e6:,.1f} M tokens, {speed / 1e6:.1f} MB/s of text")
             for split in (TRAIN, VALIDATION):
@@ -240,9 +240,9 @@ class _Preparation:
 
     def _stages(self) -> Iterator[int]:
         """Write the rest of all stages; yields the bytes of text of each batch."""
-        for stage in range(self.place["stage"], len(self.plan.stages)):
-            if stage > self.place["stage"]:
-                self.place = _beginning(stage)
+        for stage in range(self.position["stage"], len(self.plan.stages)):
+            if stage > self.position["stage"]:
+                self.position = _beginning(stage)
                 self._save()
             split, files = self.plan.stages[stage]
             if split == TRAIN and self.plan.validation and not self.splits.tokens(VALIDATION):
@@ -250,11 +250,11 @@ class _Preparation:
                 raise UsageError(f"--validation {names}: holds no text; name files that do, with another --out")
             if self._is_full(split):
                 continue
-            place = {name: self.place[name] for name in ("file", "record", "before")}
-            with closing(batches(files, self.plan.request.column, **place)) as stream:
+            position = {name: self.position[name] for name in ("file", "record", "before")}
+            with closing(batches(files, self.plan.request.column, **position)) as stream:
                 for batch in stream:
                     has_closed = self._batch(split, batch)
-                    self.place = _beginning(stage) | {name: getattr(batch, name) for name in place}
+                    self.position = _beginning(stage) | {name: getattr(batch, name) for name in position}
                     if has_closed or time.monotonic() - self.saved > SAVE_SECONDS:
                         self._save()
                     yield sum(batch.sizes)
@@ -292,7 +292,7 @@ class _Preparation:
     def _save(self) -> None:
         self.splits.flush()
         facts = {"request": self.plan.record(), "tokenizer_sha256": _digest(self.tokenizer)}
-        self._write(facts | {"place": self.place, "splits": self.splits.state()})
+        self._write(facts | {"place": self.position, "splits": self.splits.state()})
         self.saved = time.monotonic()
 
     def _write(self, state: dict[str, Any]) -> None:
@@ -307,12 +307,12 @@ class _Preparation:
             state = read_json_object(path)
             if state.pop("fingerprint") != fingerprint(state):
                 raise ValueError("it has changed since it was written")
-            request, place = state["request"], state.get("place", _beginning(0))
+            request, position = state["request"], state.get("place", _beginning(0))
             # A file that has not been read to its end may have changed, as after a cut download. The part already read
             # is compared with the recorded digest.
-            for number, (split, files) in enumerate(self.plan.stages[place["stage"] :]):
+            for number, (split, files) in enumerate(self.plan.stages[position["stage"] :]):
                 sizes = request["validation_files" if split == VALIDATION else "files"]
-                first = 0 if number else place["file"]
+                first = 0 if number else position["file"]
                 sizes |= {file.name: file.size for file in files[first:] if file.name in sizes}
             changed = differences(self.plan.record(), request)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -39,16 +39,16 @@ def permute(index: NDArray[np.integer[Any]], n: int, key: tuple[int, int]) -> In
     >>> permute(np.arange(6), 6, key=(0, 0)).tolist()
     [1, 3, 5, 4, 2, 0]
     """
-    places = np.asarray(index)
+    positions = np.asarray(index)
     half = max((n - 1).bit_length() + 1, 2) // 2
     keys = _round_keys(key[0] % 2**64, key[1] % 2**64)
-    values = _feistel(places.astype(np.uint64).reshape(-1), half, keys)
+    values = _feistel(positions.astype(np.uint64).reshape(-1), half, keys)
     outside = np.flatnonzero(values >= n)
     while outside.size:
         again = _feistel(values[outside], half, keys)
         values[outside] = again
         outside = outside[again >= n]
-    return values.astype(np.int64).reshape(places.shape)
+    return values.astype(np.int64).reshape(positions.shape)
 
 
 def window_of(seed: int, replica: int, sample: Index, windows: int) -> Index:
@@ -69,19 +69,19 @@ def window_of(seed: int, replica: int, sample: Index, windows: int) -> Index:
     [0, 1, 2, 3, 4]
     """
     chosen = np.empty(sample.shape, np.int64)
-    epoch, place = np.divmod(sample, windows)
-    block = place // _BLOCK
+    epoch, position = np.divmod(sample, windows)
+    block = position // _BLOCK
     for e, b in set(zip(epoch.tolist(), block.tolist(), strict=True)):
-        here = (epoch == e) & (block == b)
-        chosen[here] = _order(seed % 2**64, replica, e, b, windows)[place[here] - b * _BLOCK]
+        selected = (epoch == e) & (block == b)
+        chosen[selected] = _order(seed % 2**64, replica, e, b, windows)[position[selected] - b * _BLOCK]
     return chosen
 
 
 @lru_cache(maxsize=64)
 def _order(seed: int, replica: int, epoch: int, block: int, windows: int) -> Index:
     """Return a block of an epoch's order; cached, because the next batches read it as well."""
-    places = np.arange(block * _BLOCK, min((block + 1) * _BLOCK, windows))
-    return permute(places, windows, (seed, (replica << 40) + epoch))
+    positions = np.arange(block * _BLOCK, min((block + 1) * _BLOCK, windows))
+    return permute(positions, windows, (seed, (replica << 40) + epoch))
 
 
 @lru_cache(maxsize=256)

@@ -74,15 +74,15 @@ class Windows:
             UsageError: an id outside the vocabulary.
         """
         files = np.searchsorted(self._first, numbers, side="right") - 1
-        places = numbers - self._first[files]
+        positions = numbers - self._first[files]
         windows = np.empty((len(numbers), self.length + 1), self._dtype)
         for file in np.unique(files).tolist():
-            here = files == file
-            windows[here] = self._cut[file][places[here]]
+            in_file = files == file
+            windows[in_file] = self._cut[file][positions[in_file]]
         if windows.size and windows.max() >= self.vocabulary_size:
             row, column = np.argwhere(windows >= self.vocabulary_size)[0]
             raise UsageError(
-                f"{self._files[files[row]].path}: token {places[row] * self.length + column:,} is the id "
+                f"{self._files[files[row]].path}: token {positions[row] * self.length + column:,} is the id "
                 f"{windows[row, column]}, and the vocabulary has {self.vocabulary_size:,} ids. Name the vocabulary "
                 "that the file was made with, or make the file again"
             )
@@ -182,13 +182,13 @@ def digests(folder: Path, expected: Mapping[str, str | None], *, trust: bool) ->
     remembered = (json_object_or_none(folder / VERIFIED) or {}) if trust else {}
     facts: dict[str, dict[str, Any]] = {}
     result: dict[str, str] = {}
-    for name, wanted in expected.items():
+    for name, required in expected.items():
         with _refusal(folder / name):
             status, entry = (folder / name).stat(), remembered.get(name)
         facts[name] = {"size": status.st_size, "mtime_ns": status.st_mtime_ns}
         digest = entry.get("sha256") if isinstance(entry, dict) else None
         # A remembered hash that is not the expected one proves nothing: both files may have been put back since.
-        if isinstance(digest, str) and entry == facts[name] | {"sha256": digest} and wanted in (None, digest):
+        if isinstance(digest, str) and entry == facts[name] | {"sha256": digest} and required in (None, digest):
             result[name] = digest
     trusted = {folder / name: digest for name, digest in result.items()}
     sizes = {name: facts[name]["size"] for name in expected if name not in result}
@@ -197,11 +197,11 @@ def digests(folder: Path, expected: Mapping[str, str | None], *, trust: bool) ->
         for name, size in sizes.items():
             show(done // 10**6, name)
             with _refusal(folder / name):
-                result[name], wanted = file_sha256(folder / name), expected[name]
+                result[name], required = file_sha256(folder / name), expected[name]
             done += size
-            if wanted not in (None, result[name]):
+            if required not in (None, result[name]):
                 raise UsageError(
-                    f"{folder / name}: its SHA-256 is {result[name][:16]}… and {META} says {str(wanted)[:16]}…. The "
+                    f"{folder / name}: its SHA-256 is {result[name][:16]}… and {META} says {str(required)[:16]}…. The "
                     "file was changed or damaged since it was prepared; copy it again, or prepare the folder again"
                 )
             remember(folder / name, facts[name] | {"sha256": result[name]})

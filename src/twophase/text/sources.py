@@ -104,8 +104,8 @@ def find(words: Sequence[str], kind: str = "auto", *, outside: Path | None = Non
     """
     files = [file for word in words for file in _files(word, kind)]
     if outside is not None:
-        place = outside.resolve()
-        inside = [file for file in files if place in Path(file.place).parents]
+        folder = outside.resolve()
+        inside = [file for file in files if folder in Path(file.place).parents]
         named = {str(Path(os.path.expanduser(word)).absolute()) for word in words}  # noqa: PTH111 - as in _files
         if inside and (inside == files or any(file.path in named for file in inside)):
             raise UsageError(f"{inside[0].path}: lies in --out {outside}; choose another --out")
@@ -126,8 +126,8 @@ def _files(word: str, kind: str) -> list[File]:
     if word == C4 and not path.exists():
         return _c4()
     if path.is_dir():
-        inner = (each for each in path.rglob("*") if each.is_file())
-        paths = sorted(each for each in inner if not any(p.startswith(".") for p in each.relative_to(path).parts))
+        inner = (entry for entry in path.rglob("*") if entry.is_file())
+        paths = sorted(entry for entry in inner if not any(p.startswith(".") for p in entry.relative_to(path).parts))
         fault = f"the folder holds no file that ends in {_ENDINGS}; name files, or give --kind"
     elif path.exists():
         paths = [path]
@@ -135,8 +135,8 @@ def _files(word: str, kind: str) -> list[File]:
     else:
         matches = glob.glob(str(path), recursive=True)  # noqa: PTH207 - patterns may be absolute
         paths = sorted(Path(match) for match in matches if Path(match).is_file())
-        what = "matches no file of a kind that is read here" if glob.has_magic(word) else "there is no such file"
-        fault = f"{what}; name files, folders or patterns of {_ENDINGS} (relative to {Path.cwd()}), or c4"
+        reason = "matches no file of a kind that is read here" if glob.has_magic(word) else "there is no such file"
+        fault = f"{reason}; name files, folders or patterns of {_ENDINGS} (relative to {Path.cwd()}), or c4"
     files = [file for path in paths if (file := _file(path, kind))]
     if not files:
         raise UsageError(f"{word}: {fault}")

@@ -180,20 +180,20 @@ def _from_folder(folder: Path, name: str, end_of_text: str | None) -> Tokenizer:
             f"(AutoTokenizer.from_pretrained(...).save_pretrained(FOLDER))"
         )
     hf = _tokenizers(f"--tokenizer {name}")
-    beside = [folder / other for other in (CONFIG_JSON, "special_tokens_map.json", "added_tokens.json")]
+    paths = [folder / other for other in (CONFIG_JSON, "special_tokens_map.json", "added_tokens.json")]
     try:
         made = hf.Tokenizer.from_str(path.read_text(encoding="utf-8"))
-        files = {other.name: other.read_text(encoding="utf-8") for other in beside if other.is_file()}
+        files = {other.name: other.read_text(encoding="utf-8") for other in paths if other.is_file()}
         config = json_object(files.get(CONFIG_JSON, "{}"))
         end = config.get("eos_token")
         end = end.get("content") if isinstance(end, dict) else end
     except Exception as error:  # tokenizers raises bare Exception
         raise UsageError(f"--tokenizer {name}: {path} cannot be read ({error}); save the tokenizer again") from None
-    wanted = (end_of_text,) if end_of_text else (end,) if end and isinstance(end, str) else ENDS
-    end = next((token for token in wanted if made.token_to_id(token) is not None), None)
+    tokens = (end_of_text,) if end_of_text else (end,) if end and isinstance(end, str) else ENDS
+    end = next((token for token in tokens if made.token_to_id(token) is not None), None)
     if end is None:
         raise UsageError(
-            f"--tokenizer {name}: has no token {', '.join(wanted)} to end a document with; name one of its tokens with "
+            f"--tokenizer {name}: has no token {', '.join(tokens)} to end a document with; name one of its tokens with "
             f"--end-of-text TOKEN"
         )
     # A run never sees what its post-processor adds, nor names of special tokens in a text.
@@ -243,7 +243,7 @@ def _wrap(made: Any, name: str, end: str, files: Mapping[str, str]) -> Tokenizer
     dtype = np.uint16 if size <= 1 << 16 else np.uint32
 
     def encode(texts: list[str]) -> list[Ids]:
-        return [np.array(each.ids, dtype) for each in made.encode_batch_fast(texts, add_special_tokens=False)]
+        return [np.array(encoding.ids, dtype) for encoding in made.encode_batch_fast(texts, add_special_tokens=False)]
 
     sizes = _token_bytes(content, vocabulary, size)
     return Tokenizer(name, _identity(content), size, vocabulary[end], sizes, {TOKENIZER_JSON: text, **files}, encode)

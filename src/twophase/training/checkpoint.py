@@ -217,12 +217,12 @@ class Writer:
             shutil.rmtree(half)
 
 
-def unwritable(where: Path, what: str, error: OSError, checkpoints: Path) -> OSError:
+def unwritable(where: Path, item: str, error: OSError, checkpoints: Path) -> OSError:
     """Return the error of a disk that is full or cannot be written, with its remedy.
 
     Args:
         where: the file or folder.
-        what: object that cannot be written there.
+        item: object that cannot be written there.
         error: error of the operating system.
         checkpoints: the run's `checkpoint/`, from which a repeated command resumes.
     """
@@ -236,7 +236,7 @@ def unwritable(where: Path, what: str, error: OSError, checkpoints: Path) -> OSE
         else f"resumes from its checkpoint of step {step}, which is whole"
     )
     return OSError(
-        f"{what} cannot be written to {where} ({error.strerror or error}); {remedy}, then repeat the command: the run "
+        f"{item} cannot be written to {where} ({error.strerror or error}); {remedy}, then repeat the command: the run "
         f"{begins}"
     )
 

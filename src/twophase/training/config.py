@@ -242,8 +242,8 @@ Range = tuple[str, Callable[[Any], bool], str]
 
 def whole_numbers(smallest: int, largest: int, *paths: str) -> list[Range]:
     """Return ranges of whole numbers."""
-    words = f"a whole number from {smallest} to {largest:,}"
-    return [(path, lambda value: smallest <= value <= largest, words) for path in paths]
+    requirement = f"a whole number from {smallest} to {largest:,}"
+    return [(path, lambda value: smallest <= value <= largest, requirement) for path in paths]
 
 
 def require(config: Any, ranges: Iterable[Range]) -> None:
@@ -252,13 +252,13 @@ def require(config: Any, ranges: Iterable[Range]) -> None:
     Raises:
         UsageError: naming the option, its value and the range.
     """
-    for path, holds, wanted in ranges:
+    for path, holds, requirement in ranges:
         if not holds(get(config, path)):
-            raise _refusal(path, get(config, path), wanted)
+            raise _refusal(path, get(config, path), requirement)
 
 
-def _refusal(path: str, value: object, wanted: str) -> UsageError:
-    return UsageError(f"--{path.replace('_', '-')} is {value}; it must be {wanted}")
+def _refusal(path: str, value: object, requirement: str) -> UsageError:
+    return UsageError(f"--{path.replace('_', '-')} is {value}; it must be {requirement}")
 
 
 def inner_lr(config: RunConfig, step: int) -> float:
@@ -393,20 +393,20 @@ def _check_inner(inner: InnerConfig) -> None:
     """Refuse options of the inner optimizer that do not go together."""
     usual = InnerConfig()
     if inner.method == "sgd" and inner.betas != usual.betas:
-        wanted = "left alone with --inner.method sgd, which has --inner.momentum"
-        raise _refusal("inner.betas", inner.betas, wanted)
+        requirement = "left alone with --inner.method sgd, which has --inner.momentum"
+        raise _refusal("inner.betas", inner.betas, requirement)
     if inner.method not in ("sgd", "muon") and inner.momentum != usual.momentum:
-        wanted = f"left alone with --inner.method {inner.method}; it is for sgd and muon"
-        raise _refusal("inner.momentum", inner.momentum, wanted)
+        requirement = f"left alone with --inner.method {inner.method}; it is for sgd and muon"
+        raise _refusal("inner.momentum", inner.momentum, requirement)
     if inner.method == "schedule-free" and inner.betas[0] == 0:
-        wanted = "two numbers, the first above 0, with --inner.method schedule-free"
-        raise _refusal("inner.betas", inner.betas, wanted)
+        requirement = "two numbers, the first above 0, with --inner.method schedule-free"
+        raise _refusal("inner.betas", inner.betas, requirement)
     if inner.method == "schedule-free" and inner.schedule != "constant":
-        wanted = "constant with --inner.method schedule-free, whose average takes the schedule's place"
-        raise _refusal("inner.schedule", inner.schedule, wanted)
+        requirement = "constant with --inner.method schedule-free, whose average takes the schedule's place"
+        raise _refusal("inner.schedule", inner.schedule, requirement)
     if inner.schedule != "wsd" and inner.decay != usual.decay:
-        wanted = f"left alone with --inner.schedule {inner.schedule}; it is for wsd"
-        raise _refusal("inner.decay", inner.decay, wanted)
+        requirement = f"left alone with --inner.schedule {inner.schedule}; it is for wsd"
+        raise _refusal("inner.decay", inner.decay, requirement)
     if inner.schedule == "wsd" and not 0 <= inner.decay <= 1 - inner.warmup:
-        wanted = f"a share of the steps, in [0, 1 - inner.warmup] = [0, {1 - inner.warmup:g}]"
-        raise _refusal("inner.decay", inner.decay, wanted)
+        requirement = f"a share of the steps, in [0, 1 - inner.warmup] = [0, {1 - inner.warmup:g}]"
+        raise _refusal("inner.decay", inner.decay, requirement)

@@ -74,16 +74,16 @@ def _mapped(function: Callable[[Any], Any], batch: Any) -> Any:
     return function(batch)
 
 
-def check_memory(what: str, needed: int, device: torch.device, remedy: str) -> None:
+def check_memory(parts: str, needed: int, device: torch.device, remedy: str) -> None:
     """Refuse a run that cannot fit into a device's memory, or this process's part of the machine's.
 
     Raises:
         UsageError: with the estimate and the remedy.
     """
-    there = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else machine_bytes()
-    if needed > there:
+    total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else machine_bytes()
+    if needed > total:
         raise UsageError(
-            f"--device {device}: {what} need at least {needed / 1e9:,.1f} GB, and its memory has {there / 1e9:,.1f}; "
+            f"--device {device}: {parts} need at least {needed / 1e9:,.1f} GB, and its memory has {total / 1e9:,.1f}; "
             f"{remedy}"
         )
 
@@ -97,7 +97,7 @@ def machine_bytes() -> int:
 
 
 @contextmanager
-def room_for(what: str, device: torch.device | str) -> Iterator[None]:
+def room_for(parts: str, device: torch.device | str) -> Iterator[None]:
     """Explain an out-of-memory error of the block: the object, the device and the remedy.
 
     Raises:
@@ -109,7 +109,7 @@ def room_for(what: str, device: torch.device | str) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         raise RunError(
-            f"--device {device}: out of memory for {what} ({first_line(error)}); use a device with more memory, "
+            f"--device {device}: out of memory for {parts} ({first_line(error)}); use a device with more memory, "
             "a smaller model, or more processes with fewer replicas each. What the run has saved is intact"
         ) from error
 

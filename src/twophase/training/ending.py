@@ -70,8 +70,8 @@ class Ending:
             RunError: the file holds the record of another run.
             OSError: it cannot be written.
         """
-        checksum, place = summary["checksum"], str(folder.resolve())
-        record = {"run": run, "config": config, "checksum": checksum, "host": socket.gethostname(), "folder": place}
+        checksum, path = summary["checksum"], str(folder.resolve())
+        record = {"run": run, "config": config, "checksum": checksum, "host": socket.gethostname(), "folder": path}
         record["summary"] = standard(summary)
         try:
             write_atomic(self.path, sealed(record, _SEAL), replace=False)

@@ -63,7 +63,7 @@ class Recorder:
         self._folder, self._engine, self._lead, self._inner, self._opened = folder, engine, lead, inner, opened
         self._lines: Any = None
         """The folder with its trackers, opened by the first line."""
-        self._place: tuple[int, int, dict[str, int]] | None = None
+        self._position: tuple[int, int, dict[str, int]] | None = None
         """Inner steps, rounds, and rounds by fragment, after which the next line belongs."""
         self._is_begun = False
         if not _is_absent(engine):
@@ -111,7 +111,7 @@ class Recorder:
         """Set the next line's place to the engine's position, before the newest round of some fragments."""
         fragments = self._engine.fragments if isinstance(self._engine, DiLoCo) else ()
         parts = {fragment.name: fragment.round - (fragment.name in newest) for fragment in fragments}
-        self._place = self.step, _rounds(self._engine), parts
+        self._position = self.step, _rounds(self._engine), parts
 
     def lines(self) -> Any:
         """Return the target of lines, in process 0; first cut the folder's lines after the loop's position.
@@ -119,8 +119,8 @@ class Recorder:
         The cut waits for the first line, because the loop may load a state until then. The remaining lines count in
         the summary. A loop that begins again moves the files of an unfinished run into a subfolder.
         """
-        if self._place is not None:
-            (step, rounds, parts), folder = self._place, self._folder
+        if self._position is not None:
+            (step, rounds, parts), folder = self._position, self._folder
             is_anew = not (self._is_begun or step or rounds) and _has_lines(folder)
             if is_anew:
                 aside = folder.set_aside("begun-anew")
@@ -130,7 +130,7 @@ class Recorder:
             self._newest = {name: math.nan if value is None else value for name, value in logged} | self._newest
             device = _outers(self._engine)[0].param_groups[0]["params"][0].device
             folder.write_env(environment(device), anew=is_anew)
-            self._place, self._is_begun = None, True
+            self._position, self._is_begun = None, True
         if self._lines is None:  # after the folder was set aside, and with it the trackers' id
             self._lines = self._opened()
         return self._lines
@@ -141,7 +141,7 @@ class Recorder:
         is_back, self.step, self.round = (step, rounds) < (self.step, self.round), step, rounds
         if is_back:  # a later state, as a late replica receives, cuts no line
             self._newest, self._round_is_finite = {}, True
-        if is_back or self._place is not None:
+        if is_back or self._position is not None:
             self.go_on()
 
     def summary(self, seconds: float) -> dict[str, Any]:
@@ -243,9 +243,9 @@ def setting(engine: DiLoCo | OuterSGD, config: Any = None) -> Tree:
     if all(isinstance(outer, OuterSGD) for outer in outers):
         options = [options_of(group) for outer in outers for group in outer.param_groups]
         tree["outer"] = options[0]
-        if len(words := dict.fromkeys(map(described, options))) > 1:  # the groups share no rule
+        if len(rules := dict.fromkeys(map(described, options))) > 1:  # the groups share no rule
             tree["outer"] = {
-                "method": f"OuterSGD whose param groups are {'; '.join(words)}",
+                "method": f"OuterSGD whose param groups are {'; '.join(rules)}",
                 "restart": options[0]["restart"],
             }
     sync: Tree = {}

@@ -231,21 +231,21 @@ def _meeting(store: dist.Store, rank: int, size: int, patience: float) -> str:
     Processes that torchrun has restarted meet in a store that still holds the addresses of the last ones. So the first
     process names the meeting, and each other process continues only when its own new name is in the first one's list.
     """
-    mine, end = uuid.uuid4().hex, time.monotonic() + patience
+    key, end = uuid.uuid4().hex, time.monotonic() + patience
     if rank == 0:
-        store.set("twophase", mine)
+        store.set("twophase", key)
         for other in range(1, size):
             try:
-                store.wait([f"{mine}/{other}"], timedelta(seconds=max(0.01, end - time.monotonic())))
+                store.wait([f"{key}/{other}"], timedelta(seconds=max(0.01, end - time.monotonic())))
             except dist.DistStoreError:
                 raise RuntimeError(f"process {other} has not come in {patience:g} s") from None
-        store.set(f"{mine}/all", " ".join(store.get(f"{mine}/{other}").decode() for other in range(1, size)))
-        return mine
+        store.set(f"{key}/all", " ".join(store.get(f"{key}/{other}").decode() for other in range(1, size)))
+        return key
     while time.monotonic() < end:
         if store.check(["twophase"]):
             meeting = store.get("twophase").decode()
-            store.set(f"{meeting}/{rank}", mine)
-            if store.check([f"{meeting}/all"]) and mine.encode() in store.get(f"{meeting}/all"):
+            store.set(f"{meeting}/{rank}", key)
+            if store.check([f"{meeting}/all"]) and key.encode() in store.get(f"{meeting}/all"):
                 return meeting
         time.sleep(0.05)
     raise RuntimeError(f"a process has not come in {patience:g} s")

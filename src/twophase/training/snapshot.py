@@ -68,28 +68,28 @@ class Snapshots:
 
 
 def _fits(copy: Tensor, tensor: Tensor) -> bool:
-    places = (tensor.device, torch.device("cpu"))
-    return copy.shape == tensor.shape and copy.dtype == tensor.dtype and copy.device in places
+    devices = (tensor.device, torch.device("cpu"))
+    return copy.shape == tensor.shape and copy.dtype == tensor.dtype and copy.device in devices
 
 
 def _buffers(live: Mapping[_Key, Tensor]) -> dict[_Key, Tensor]:
     """Allocate memory for copies: on the tensors' own devices where there is room, else in main memory."""
     buffers: dict[_Key, Tensor] = {}
     for device in {tensor.device for tensor in live.values()}:
-        wanted = {key: tensor for key, tensor in live.items() if tensor.device == device}
-        places: list[dict[str, Any]] = [{}]
+        tensors = {key: tensor for key, tensor in live.items() if tensor.device == device}
+        choices: list[dict[str, Any]] = [{}]
         if device.type == "cuda":
-            places = [{"pin_memory": True}]  # pinned copies have the bus's full speed
+            choices = [{"pin_memory": True}]  # pinned copies have the bus's full speed
             free, total = torch.cuda.mem_get_info(device)
-            if free - sum(tensor.nbytes for tensor in wanted.values()) >= _RESERVE * total:
-                places.insert(0, {"device": device})
-        for place in places:
+            if free - sum(tensor.nbytes for tensor in tensors.values()) >= _RESERVE * total:
+                choices.insert(0, {"device": device})
+        for options in choices:
             try:
                 buffers |= {
-                    key: torch.empty(tensor.shape, dtype=tensor.dtype, **place) for key, tensor in wanted.items()
+                    key: torch.empty(tensor.shape, dtype=tensor.dtype, **options) for key, tensor in tensors.items()
                 }
                 break
             except torch.OutOfMemoryError:  # free memory may be in pieces, or under a limit of this process
-                if place is places[-1]:
+                if options is choices[-1]:
                     raise
     return buffers

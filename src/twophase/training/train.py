@@ -161,12 +161,12 @@ def _check_data(run: Trainer, folder: RunFolder) -> None:
     fault = next(filter(None, faults), "")
     if not fault:
         return
-    place = ""
+    aside = ""
     if run.lead:
         with disk(folder):
-            place = str(folder.set_aside("damaged-data"))
-    place = run.files.gather(place, str)[0]
-    raise RunError(f"{fault}; {place} keeps what rests on it, and the repeated command begins again")
+            aside = str(folder.set_aside("damaged-data"))
+    aside = run.files.gather(aside, str)[0]
+    raise RunError(f"{fault}; {aside} keeps what rests on it, and the repeated command begins again")
 
 
 def _take(run: Trainer, folder: RunFolder, ending: Ending, record: dict[str, Any]) -> dict[str, Any]:
@@ -176,13 +176,13 @@ def _take(run: Trainer, folder: RunFolder, ending: Ending, record: dict[str, Any
             f"--run-record {ending.path}: holds the end of another run, with another configuration or other data; "
             "choose another --out, or another file"
         )
-    summary, source, here = record["summary"], Path(record["folder"]), folder.path / WEIGHTS
+    summary, source, target = record["summary"], Path(record["folder"]), folder.path / WEIGHTS
     with disk(folder):
         # First the weights that a user has copied here, because the other replica's folder is out of reach.
-        if not any(run.adopt(place, record["checksum"]) for place in (here, source / WEIGHTS)):
+        if not any(run.adopt(path, record["checksum"]) for path in (target, source / WEIGHTS)):
             raise RunError(
                 f"the run is over ({ending.path}), with checksum {record['checksum']}, but {source} on "
-                f"{record['host']} has no readable weights of it. Copy {WEIGHTS} from there to {here} and repeat the "
+                f"{record['host']} has no readable weights of it. Copy {WEIGHTS} from there to {target} and repeat the "
                 f"command, or move {ending.path} for a new run"
             )
         _write_env(run, folder)
@@ -229,11 +229,11 @@ def _begin(run: Trainer, folder: RunFolder) -> RoundReport | None:
     if last is not None and (newer or run.done.is_foreign_sync(last["step"], last["checksum"])):
         # The replica and its peers have trained apart: one folder cannot hold two histories.
         with disk(folder):
-            place = folder.set_aside(f"parted-{last['step']:08d}")
+            aside = folder.set_aside(f"parted-{last['step']:08d}")
         _log.warning(
             "step %d of this replica's record is not of this run, which begins a new one; %s keeps the old",
             last["step"],
-            place,
+            aside,
         )
     return report
 
@@ -323,5 +323,5 @@ def disk(folder: RunFolder) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        place = Path(error.filename or folder.path)
-        raise checkpoint.unwritable(place, "the run's files", error, folder.checkpoint_dir) from error
+        path = Path(error.filename or folder.path)
+        raise checkpoint.unwritable(path, "the run's files", error, folder.checkpoint_dir) from error

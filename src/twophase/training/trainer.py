@@ -159,8 +159,8 @@ class Trainer:
         """Set anchor and buffers from a finished replica's file, if it exists and has this checksum."""
         try:
             tensors = safetensors.torch.load(read_bytes(weights))
-            for name, place in (self.engine.anchor | self._buffers()).items():
-                place.copy_(tensors[name].view_as(place))
+            for name, tensor in (self.engine.anchor | self._buffers()).items():
+                tensor.copy_(tensors[name].view_as(tensor))
         except (OSError, safetensors.SafetensorError, KeyError, RuntimeError):  # missing, damaged, or of another model
             return False
         return self.engine.checksum() == checksum
@@ -294,8 +294,8 @@ class Trainer:
         self.done.exit_reason = self._exit_reason(report)
         if self.comm.elastic:
             self.done.history = [*self.done.history[1 - _REMEMBERED :], (self.done.step, report.checksum)]
-        every = self.config.evaluate_every
-        due = every and report.complete and report.round % every == 0
+        interval = self.config.evaluate_every
+        due = interval and report.complete and report.round % interval == 0
         if self.lead and (due or self.done.exit_reason in (FINISHED, DIVERGED)):
             line |= _columns(self.validate())
         return line | {"inner_lr": inner_lr(self.config, self.done.step - 1)}

@@ -43,14 +43,14 @@ def activate(name: str) -> None:
     A switch of the whole process, which compiled code cannot make: call this before the code runs.
     """
     current = getattr(attention, "current_flash_attention_impl", lambda: None)()  # not in older versions
-    wanted = "FA3" if name == "flash3" else None
-    if wanted == current:
+    implementation = "FA3" if name == "flash3" else None
+    if implementation == current:
         return
-    if wanted is None:
+    if implementation is None:
         attention.restore_flash_attention_impl()
         return
     try:
-        attention.activate_flash_attention_impl(wanted)
+        attention.activate_flash_attention_impl(implementation)
     except (AttributeError, ImportError, RuntimeError, ValueError) as error:
         raise UsageError(
             f"--compute.attention {name}: FlashAttention 3 cannot be used here ({error}). It needs a torch with "
@@ -70,8 +70,8 @@ def choose(config: TrainConfig, shape: torch.Size, device: torch.device, communi
     Returns:
         A name of `BACKENDS`, or `default` where torch shall choose.
     """
-    wanted, model, precision = config.compute.attention, config.model, config.compute.precision
-    names = tuple(BACKENDS) if wanted == "auto" else (wanted,)
+    setting, model, precision = config.compute.attention, config.model, config.compute.precision
+    names = tuple(BACKENDS) if setting == "auto" else (setting,)
     if config.deterministic:
         names = tuple(name for name in _REPEATABLE if name in names)
     timed = not config.deterministic and not communicator.elastic
@@ -87,13 +87,13 @@ def choose(config: TrainConfig, shape: torch.Size, device: torch.device, communi
         verdicts = communicator.gather(works, bool)
         if not all(verdicts):
             raise UsageError(
-                f"--compute.attention {wanted}: process 0 chose {name}, which does not work in process "
+                f"--compute.attention {setting}: process 0 chose {name}, which does not work in process "
                 f"{verdicts.index(False)}. Start all processes on like GPUs with the same torch, or name a kernel "
                 "that all have: --compute.attention efficient"
             )
-    if name == "default" and wanted != "auto":
+    if name == "default" and setting != "auto":
         raise UsageError(
-            f"--compute.attention {wanted}: this kernel does not work here for {precision}, "
+            f"--compute.attention {setting}: this kernel does not work here for {precision}, "
             f"heads of {model.hidden_size // model.heads}"
             f"{' and --deterministic' * config.deterministic}; use --compute.attention auto"
         )

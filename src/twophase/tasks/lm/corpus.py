@@ -88,15 +88,15 @@ class Corpus:
         size = self.data.batch_size
         if self.in_epochs:
             sample = step * size + np.arange(size)
-            places = window_of(seed, replica, sample, self.windows_per_replica)
+            windows = window_of(seed, replica, sample, self.windows_per_replica)
         else:
             # The lowest counter word counts the words drawn within a step, so the step goes into the second one.
             words = np.random.Philox(key=seed % 2**64 + (replica << 64), counter=step << 64).random_raw(size)
             # The remainder favours small starts by less than one part in 2^64 / tokens.
-            places = (words % np.uint64(self.windows_per_replica)).astype(np.int64)
+            windows = (words % np.uint64(self.windows_per_replica)).astype(np.int64)
         # Windows of a text overlap, and those across the border of two shares belong to none.
         stride = self.windows_per_replica + (0 if self.in_epochs else self.data.sequence_length)
-        return _pair(self.training[replica * stride + places])
+        return _pair(self.training[replica * stride + windows])
 
     def validation(self) -> tuple[Ids, Ids]:
         """Return windows spread evenly over the held-out ones, from the first to the last, the same for every seed.
@@ -111,15 +111,15 @@ class Corpus:
     def check_enough(self, steps: int) -> None:
         """Refuse a run of so many steps that would read a window of shards twice; say how many tokens it takes."""
         available, size, replicas = self.windows_per_replica, self.data.batch_size, self.replicas
-        wanted, length, possible = steps * size, self.data.sequence_length, available // size
-        if not self.in_epochs or wanted <= available:
+        needed, length, possible = steps * size, self.data.sequence_length, available // size
+        if not self.in_epochs or needed <= available:
             return
         fewer = f"--steps {possible}" if possible else f"--data.batch-size {available // steps} or less"
         if available < min(steps, size):
             fewer = f"--steps {available} or less with --data.batch-size 1"
         more = "prepare more tokens" if "tokenizer_sha256" in self.description else "use a larger file"
         raise UsageError(
-            f"--data.corpus {self.description['corpus']}: the run takes {wanted * replicas * length:,} training "
+            f"--data.corpus {self.description['corpus']}: the run takes {needed * replicas * length:,} training "
             f"tokens (--steps {steps} x --data.batch-size {size} x --data.sequence-length {length} x --replicas "
             f"{replicas}). Whole windows have {available * replicas * length:,}. To run, {more}, use {fewer}, or "
             "allow reading them again with --repeat"
@@ -344,18 +344,18 @@ def _open(data: DataConfig, vocabulary_size: int, named: str, *, trust: bool = T
     return open_bin(path, vocabulary_size, trust=trust)
 
 
-def _check_tokenizer(shards: Shards, wanted: str, named: str) -> None:
-    if not wanted:
+def _check_tokenizer(shards: Shards, expected: str, named: str) -> None:
+    if not expected:
         return
     if shards.meta is None:
         raise UsageError(
-            f"--data.tokenizer is {wanted!r}, and the .bin files of {named} do not say which tokenizer made them. "
-            f"Leave it out, or prepare the text with `twophase data prepare … --tokenizer {wanted}`"
+            f"--data.tokenizer is {expected!r}, and the .bin files of {named} do not say which tokenizer made them. "
+            f"Leave it out, or prepare the text with `twophase data prepare … --tokenizer {expected}`"
         )
     name, digest = shards.meta.tokenizer, shards.meta.tokenizer_sha256
-    prefix = wanted.lower()
-    if wanted != name and not (len(prefix) >= MIN_HASH_DIGITS and digest.lower().startswith(prefix)):
+    prefix = expected.lower()
+    if expected != name and not (len(prefix) >= MIN_HASH_DIGITS and digest.lower().startswith(prefix)):
         raise UsageError(
-            f"--data.tokenizer is {wanted!r}, and {named} was made with {name!r} (SHA-256 {digest[:12]}…); name the "
-            f"folder that was made with {wanted!r}, or use --data.tokenizer {name}"
+            f"--data.tokenizer is {expected!r}, and {named} was made with {name!r} (SHA-256 {digest[:12]}…); name the "
+            f"folder that was made with {expected!r}, or use --data.tokenizer {name}"
         )

@@ -26,11 +26,11 @@ def total_nats(model: Callable[[Tensor], Tensor], tokens: Tensor, targets: Tenso
         Nats; summed in float64 from losses of at least float32.
     """
     nats = 0.0
-    for inputs, wanted in zip(tokens.split(batch), targets.split(batch), strict=True):
+    for inputs, labels in zip(tokens.split(batch), targets.split(batch), strict=True):
         logits = model(inputs).flatten(0, -2)
         if logits.dtype in (torch.bfloat16, torch.float16):
             logits = logits.float()
-        nats += F.cross_entropy(logits, wanted.flatten(), reduction="none").cpu().double().sum().item()
+        nats += F.cross_entropy(logits, labels.flatten(), reduction="none").cpu().double().sum().item()
     return nats
 
 

@@ -103,9 +103,9 @@ def describe(out: Path, record: Mapping[str, Any]) -> str:
     text = f"no tokenizer: {record['corpus']} does not say what its ids mean, or it was not asked for"
     if record["tokenizer"]:
         text = f"tokenizer: {record['tokenizer']}, {record['tokenizer_ids']:,} ids"
-    what = "the anchor" if record["readout"] == "last" else f"the readout {record['readout']}"
+    readout = "the anchor" if record["readout"] == "last" else f"the readout {record['readout']}"
     return (
-        f"{out}: LlamaForCausalLM, {record['parameters']:,} parameters in {record['dtype']}, {what} after "
+        f"{out}: LlamaForCausalLM, {record['parameters']:,} parameters in {record['dtype']}, {readout} after "
         f"{record['steps']:,} inner steps ({record['source']})\n{text}"
     )
 

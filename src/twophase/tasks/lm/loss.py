@@ -98,16 +98,16 @@ def _forward(
     total = torch.zeros((), dtype=exact, device=x.device)
     grad_weight = torch.zeros(weight.shape if gradients else 0, dtype=exact, device=x.device)
     grads_x: list[Tensor] = []
-    for part, wanted in zip(x.split(rows), targets.split(rows), strict=True):
+    for part, labels in zip(x.split(rows), targets.split(rows), strict=True):
         piece = after(part, [total, grad_weight, *grads_x[-1:]]) if _in_order(x) else part
         z = F.linear(piece, cast).to(exact)
-        places = wanted[:, None]
+        index = labels[:, None]
         log_sum = torch.logsumexp(z, -1, keepdim=True)
-        total = total + (log_sum - z.gather(1, places)).sum()
+        total = total + (log_sum - z.gather(1, index)).sum()
         if gradients:
             # The column test instead of a scatter: it fuses with the exponential.
             columns = torch.arange(z.shape[1], device=z.device)
-            slope = (((z - log_sum).exp() - (columns == places).to(exact)) / count).to(x.dtype)
+            slope = (((z - log_sum).exp() - (columns == index).to(exact)) / count).to(x.dtype)
             grads_x.append(slope @ cast)
             grad_weight = grad_weight + (slope.t() @ piece).to(exact)
     grad_x = torch.cat(grads_x) if gradients else x.new_zeros(0)

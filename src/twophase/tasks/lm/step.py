@@ -84,8 +84,8 @@ class Step:
 
         def mean() -> Tensor:
             micro, total = self.chosen["micro_batch"], torch.zeros((), device=self.device)
-            for inputs, wanted in zip(tokens.split(micro), targets.split(micro), strict=True):
-                total += self._loss(model, inputs, wanted, self.chosen["attention"]) * (len(inputs) / len(tokens))
+            for inputs, labels in zip(tokens.split(micro), targets.split(micro), strict=True):
+                total += self._loss(model, inputs, labels, self.chosen["attention"]) * (len(inputs) / len(tokens))
             return total
 
         return self._until_it_fits(mean, model)
@@ -103,9 +103,9 @@ class Step:
             # Only the process that evaluates is here, so nothing may be agreed on: before the first step torch chooses.
             micro, attention = self.chosen["micro_batch"], self.chosen.get("attention", "default")
             sums = []
-            for inputs, wanted in zip(tokens.split(micro), targets.split(micro), strict=True):
-                value = (self._loss if len(inputs) == micro else loss)(model, inputs, wanted, attention)
-                sums.append(value.double() * wanted.numel())
+            for inputs, labels in zip(tokens.split(micro), targets.split(micro), strict=True):
+                value = (self._loss if len(inputs) == micro else loss)(model, inputs, labels, attention)
+                sums.append(value.double() * labels.numel())
             return torch.stack(sums).sum()
 
         return self._until_it_fits(total, model).item()
@@ -142,8 +142,8 @@ class Step:
                 value.backward()
                 return value.detach()
             total = torch.zeros((), device=self.device)
-            for inputs, wanted in zip(tokens.split(micro), targets.split(micro), strict=True):
-                value = self._loss(model, inputs, wanted, self.chosen["attention"]) * (micro / batch)
+            for inputs, labels in zip(tokens.split(micro), targets.split(micro), strict=True):
+                value = self._loss(model, inputs, labels, self.chosen["attention"]) * (micro / batch)
                 value.backward()
                 total += value.detach()
             return total

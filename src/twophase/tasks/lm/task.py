@@ -64,8 +64,8 @@ class LanguageTask:
         tokens, targets = self.corpus.validation()
         logits = tokens.shape[1] * self.vocabulary_size  # of a window; in float32, they should not take over
         batch = max(1, min(64, _EVALUATED_LOGITS // logits))
-        there = moved((tokens, targets), next(model.parameters()).device)
-        return numbers(total_nats(model, there[0], there[1], batch), targets, self.corpus.token_bytes)
+        pair = moved((tokens, targets), next(model.parameters()).device)
+        return numbers(total_nats(model, pair[0], pair[1], batch), targets, self.corpus.token_bytes)
 
     def describe(self) -> dict[str, Any]:
         """Describe the corpus, and the unit of the loss."""
