@@ -41,11 +41,11 @@ def simulate(alone: Channel, parts: Sequence[Tensor]) -> Tensor:
 
 
 def residuals(channels: Sequence[Channel]) -> list[Tensor]:
-    """Copies of what each sender owes, and int8's sum, of which each process has a part; a wire may have no state."""
+    """Copy each sender's residual, and that of int8's sum, of which each process has a part; empty without a state."""
     states = [state for channel in channels if (state := channel.state_dict())]
     returned = [state["returned"] for state in states if state["wire"] == "int8"]
-    owed = [x.clone() for state in states for x in state["sent"]]
-    return owed + ([torch.cat(returned)] if returned else [])
+    residual = [x.clone() for state in states for x in state["sent"]]
+    return residual + ([torch.cat(returned)] if returned else [])
 
 
 def same_bits(first: Tensor, second: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Points at which the page's numbers are held against the package's: random ones, and nasty ones of every regime."""
+"""Points at which the page's numbers are held against the package's: random ones, and edge cases of every regime."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def test_fingerprint_is_the_hash_of_canonical_json():
 
 @dataclass(frozen=True)
 class Newer(Config):
-    """The same, of a later version: two values more."""
+    """The configuration of a later version, with two more values."""
 
     schedule: str = field(default="cosine", metadata=LATER)
     fast: bool = field(default=False, metadata=LATER)

@@ -1,4 +1,4 @@
-"""The command line as a person meets it: start-up, messages, exit statuses, killing and resuming."""
+"""The command line end to end: start-up, messages, exit statuses, killing and resuming."""
 
 from __future__ import annotations
 

@@ -579,8 +579,8 @@ def test_a_sync_that_fails_before_its_outer_step_is_undone(wire: str, fault: str
             with engine.anchored() as anchored:
                 assert torch.equal(anchored.get_parameter("weight"), engine.anchor["weight"])
     engine.finish()
-    owed = engine.wire_state_dict().get("0", {}).get("sent", [torch.zeros(64)])[0].view(8, 8)
-    moved = start - engine.anchor["weight"] + owed  # a lossy wire's rounding of the failed sync is given up
+    residual = engine.wire_state_dict().get("0", {}).get("sent", [torch.zeros(64)])[0].view(8, 8)
+    moved = start - engine.anchor["weight"] + residual  # a lossy wire's rounding of the failed sync is given up
     assert moved.sum().item() == pytest.approx(8 * moves.sum().item(), rel=0.05)
 
 

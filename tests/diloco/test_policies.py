@@ -220,7 +220,7 @@ def test_probes_are_means_and_leave_no_trace(pair: list[dict[str, Any]], policy:
 @pytest.mark.dist
 @each_case
 def test_two_processes_resume(pair: list[dict[str, Any]], policy: str, options: str):
-    """Set down in the middle of a round, with a reduction under way where there is a delay, and taken up: the same."""
+    """Saved in the middle of a round (with a delay, during a reduction) and resumed, a run has the same bits."""
     for answers in pair:
         whole, resumed = (answers[which][policy, options] for which in ("whole", "resumed"))
         assert resumed["reports"] == whole["reports"]

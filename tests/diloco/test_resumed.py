@@ -51,7 +51,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "name", [pytest.param(name, marks=[pytest.mark.slow] if "fragments" in RUNS[name] else []) for name in RUNS]
 )
 def test_resumed_anywhere_equals_uninterrupted(name: str):
-    """Saved after any inner step, with what is under way and owed, a run goes on with the same bits and reports."""
+    """Saved after any inner step, with its reduction and residuals, a run resumes with the same bits and reports."""
     options = {"outer": NESTEROV, "restart": 2, "inner_steps": 4} | RUNS[name]
     rounds = 4 if "fragments" in options and options["outer"] is not EDIT else 6  # two restarts, and a rejection
     whole, steps = start(**options), rounds * options["inner_steps"] + 2
@@ -132,10 +132,10 @@ def test_what_a_state_does_not_name_is_owed_no_longer(wire: str):
     run = start(outer=NESTEROV, restart=2, inner_steps=2, wire=wire)
     for step in range(4):
         run.step(step)
-    (owed,) = run.engine.wire_state_dict().values()
-    assert any(residual.any() for residual in owed["sent"])
+    (wires,) = run.engine.wire_state_dict().values()
+    assert any(residual.any() for residual in wires["sent"])
     run.engine.load_wire_state_dict({})
-    assert not any(residual.any() for residual in owed["sent"])
+    assert not any(residual.any() for residual in wires["sent"])
 
 
 def test_a_sum_is_divided_by_those_that_made_it():

@@ -1,4 +1,4 @@
-"""The sparse wire: against a slow twin, what stays owed, and its states (bits, and what is undone: test_wire)."""
+"""The sparse wire: a slow twin, error-feedback residuals, saved states (bits and failed syncs: test_wire)."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ SHAPES = [(NAME, 128), (NAME, 5000), ("topk:8:2bit", 4096), ("topk:16:4bit", 409
 """A wire, and a length: one chunk, several, of a padded end or none, of a ratio that is no power of two."""
 
 
-def twin(owed: NDArray[np.float64], g: NDArray[np.float64], ratio: int, bits: int) -> NDArray[np.float64]:
-    """What a sender sends, taken out of what it owes: from the equations, a chunk and an element at a time."""
-    owed[:] = 0.95 * owed + g
-    sent, steps = np.zeros_like(owed), 2 ** (bits - 1) - 1
+def twin(residual: NDArray[np.float64], g: NDArray[np.float64], ratio: int, bits: int) -> NDArray[np.float64]:
+    """Return what a sender sends, and subtract it from the residual: from the equations, element by element."""
+    residual[:] = 0.95 * residual + g
+    sent, steps = np.zeros_like(residual), 2 ** (bits - 1) - 1
     chunks = -(-len(g) // (4096 // ratio * ratio))
     length = -(-len(g) // (chunks * ratio)) * ratio
     for start in range(0, len(g), length):
-        chunk = owed[start : start + length]
+        chunk = residual[start : start + length]
         largest = np.argsort(-np.abs(chunk), kind="stable")[: length // ratio]
         least, most = (float(np.float32(end(abs(chunk[largest])))) for end in (min, max))
         for place in largest:
             step = (most - least) / steps or 1.0
             size = least + np.clip(np.round((abs(chunk[place]) - least) / step), 0, steps) * step
             sent[start + place] = np.copysign(size, chunk[place])
-    owed -= sent
+    residual -= sent
     return sent
 
 
@@ -45,12 +45,12 @@ def test_equals_the_slow_twin(name: str, numel: int):
     format_ = TopK.of(name)
     assert format_ is not None
     senders = channel(name, numel, 3, dtype=torch.float64)
-    owed = [np.zeros(numel) for _ in range(3)]
+    residual = [np.zeros(numel) for _ in range(3)]
     for number in range(24):
         parts = contributions(numel, 3, number, torch.float64)
-        expected = sum(twin(e, g.numpy(), format_.ratio, format_.bits) for e, g in zip(owed, parts, strict=True))
+        expected = sum(twin(e, g.numpy(), format_.ratio, format_.bits) for e, g in zip(residual, parts, strict=True))
         np.testing.assert_allclose(simulate(senders, parts).numpy(), expected, rtol=0, atol=1e-12)
-        np.testing.assert_allclose(np.stack(residuals([senders])), np.stack(owed), rtol=0, atol=1e-12)
+        np.testing.assert_allclose(np.stack(residuals([senders])), np.stack(residual), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -60,7 +60,7 @@ class Stranger(SingleProcess):
         return [sent, self.answers.pop(0)[: len(sent)].ljust(len(sent))]
 
 
-def test_what_a_stranger_sends_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_foreign_messages_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Each of these ends in one message that names the process; honest values of any length and type arrive whole."""
     cases = hostile(tmp_path / "proof")
     for name in ("load", "loads", "Unpickler"):

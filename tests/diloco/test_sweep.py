@@ -128,7 +128,7 @@ def test_measured_norms_win_over_the_sweeps(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("arrived", [0, 1])
 def test_an_interrupted_sweep_is_refused(arrived: int, monkeypatch: pytest.MonkeyPatch):
-    """An anchor of which a part is ahead of the others is neither saved nor trained on; a checkpoint mends it."""
+    """A partly updated anchor is neither saved nor trained on; loading a checkpoint repairs it."""
     monkeypatch.setattr(sweep, "SMALL", 1 << 10)
     monkeypatch.setattr(transfer, "_PART_BYTES", 8 * PART)
     module = model()

@@ -220,9 +220,9 @@ def test_nothing_is_lost(size: int):
         sent = sent + sum(parts)
         received = received + together(channels, parts)[0]
     states = [channel.state_dict() for channel in channels]
-    owed = sum(state["sent"][0] for state in states) + torch.cat([state["returned"] for state in states])
-    assert float((sent - received).abs().max()) > 1e-4, "something must be owed, or the test shows nothing"
-    torch.testing.assert_close(received + owed, sent, rtol=0, atol=1e-13)
+    residual = sum(state["sent"][0] for state in states) + torch.cat([state["returned"] for state in states])
+    assert float((sent - received).abs().max()) > 1e-4, "without a residual the test shows nothing"
+    torch.testing.assert_close(received + residual, sent, rtol=0, atol=1e-13)
 
 
 # --- state ----------------------------------------------------------------------------------------------------------
@@ -351,7 +351,7 @@ def test_clear_forgets_everything(name: str):
 
 
 def test_processes_come_and_go():
-    """From 3 processes to 2: what senders owe still counts, what owners of other parts owed is forgotten."""
+    """From 3 processes to 2: senders' residuals still count, those of owners of other parts are dropped."""
     numel = 6 * BLOCK
     channels = [channel("int8", numel) for _ in range(3)]
     together(channels, contributions(numel, 3, 0))

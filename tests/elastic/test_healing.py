@@ -1,4 +1,4 @@
-"""The way of a state to a replica that comes late: whole or an error, in time or told so, and no code."""
+"""State transfer to a late joiner: complete or an error, within the timeout, without unpickling."""
 
 from __future__ import annotations
 

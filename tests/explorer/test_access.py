@@ -1,4 +1,4 @@
-"""The page in headless Chromium for everyone: WCAG, both themes, roles, and the way of the Tab key on a phone."""
+"""The page in headless Chromium for everyone: WCAG, both themes, roles, and the order of the Tab key on a phone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page in headless Chromium under a hand: sliders, fields, keys, the map, addresses."""
+"""The page's controls in headless Chromium: sliders, fields, keys, the map, addresses."""
 
 from __future__ import annotations
 

@@ -144,8 +144,8 @@ def test_losses_below_0_are_said() -> None:
 
 
 @pytest.mark.parametrize("path", ["a", "c"])
-def test_patterns_are_no_formulas(path: str) -> None:
-    """Two dollar signs in a value of an axis, as of patterns of parameters, stand in the figure as they are."""
+def test_dollar_signs_are_no_mathtext(path: str) -> None:
+    """Dollar signs in an axis value, such as a pattern of parameters, are drawn literally."""
     pytest.importorskip("matplotlib")
     pattern = r"ends=bias$|\bad{$,b=."
     rows = [

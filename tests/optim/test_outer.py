@@ -245,7 +245,7 @@ def test_named_parameters_and_late_groups():
     ],
 )
 def test_impossible_values_say_what_to_do(arguments: dict[str, Any], message: str):
-    """A value outside its range is refused with the remedy, for all or in a group, which may be added once mended."""
+    """A value outside its range is refused with the remedy, for all groups or one, addable once corrected."""
     everywhere: dict[str, Any] = {"lr": 0.1} | arguments
     with pytest.raises(ValueError, match=message):
         OuterSGD(parameters(0), **everywhere)

@@ -304,7 +304,7 @@ def test_adamw_restarts_as_a_new_one():
 
 
 @pytest.mark.parametrize("text", [f"adamw:second={second}" for second in ("keep", "restart")])
-def test_a_parameter_at_rest_restarts(text: str):
+def test_a_parameter_without_gradient_restarts(text: str):
     """A parameter without a gradient in the round of a restart has its moments restarted with the others'."""
     x, rest = parameters(0, [(3,), (4,)])
     optimizer = OuterOptimizer([x, rest], text, restart=2)

@@ -28,8 +28,8 @@ def test_odd_characters() -> None:
     assert page("\ud800", "x").encode("utf-8")
 
 
-def test_links_lead_nowhere_else() -> None:
-    """No path can be read as an address of another kind, or leave its attribute."""
+def test_links_are_escaped() -> None:
+    """A path is never read as another scheme, and never ends its attribute."""
     assert link("x", "javascript:alert(1)") == '<a href="javascript%3Aalert%281%29">x</a>'
     assert link("x", 'runs/a"b/') == '<a href="runs/a%22b">x</a>'
     assert link("<b>", None) == "&lt;b&gt;"

@@ -1,4 +1,4 @@
-"""Logs and temporary files: nothing is glued, lost or altered unseen, and nothing of a live process is removed."""
+"""Logs and temporary files: no line is joined, lost or altered unnoticed, and no file of a live process is removed."""
 
 from __future__ import annotations
 

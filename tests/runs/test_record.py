@@ -172,7 +172,7 @@ def test_a_fragment_without_an_outer_step_makes_no_block(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", ["pseudo_gradient_norm", "buffer_norm", "gain"])
 def test_the_largest_numbers_warn_of_nothing(tmp_path: Path, name: str) -> None:
-    """Numbers whose square, or sum, is no float any more give words and no warning."""
+    """Norms whose square or sum overflows are described, without a warning."""
 
     def change(lines: Lines) -> Lines:
         for line in lines[3:12]:

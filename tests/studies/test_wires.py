@@ -1,4 +1,4 @@
-"""The study of wires: what it concludes from made-up runs, the bytes that it tells, and that it really trains."""
+"""The study of wires: what it concludes from made-up runs, the bytes that it reports, and that it really trains."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ def test_the_bytes_told_are_those_of_the_wire(group: ProcessGroup, wire: str) ->
 
 
 def test_the_elements_are_those_of_the_model() -> None:
-    """Bytes are told for as many parameters as the model has that is trained."""
+    """The reported bytes are those of all parameters of the trained model."""
     result = result_of(seeds_only, QUICK)
     assert result.settings["parameters"] == sum(p.numel() for p in Llama(QUICK.base.model, 96, seed=0).parameters())
     assert result.numbers["bytes_a_round"]["int8"] == wires.sent_bytes("int8", result.settings["parameters"])

@@ -570,7 +570,7 @@ def test_an_inner_optimizer_that_cannot_be_made(rings: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("name", ["digit", "rings:Ring", "nothere.py:Rings", "no_such_module:Rings", "hf:", "rings:"])
-def test_names_that_lead_nowhere(name: str) -> None:
+def test_unknown_task_names_are_refused(name: str) -> None:
     """A name without a class is refused, and so is another task's name on an axis."""
     with pytest.raises(UsageError, match="--task"):
         config_class(name)

@@ -19,7 +19,7 @@ from twophase.text.library import fingerprint, library_documents
 
 
 def words(number: int) -> str:
-    """Forty words that name a number."""
+    """Return a text of 40 words, each with this number."""
     return " ".join([f"word{number}"] * 40)
 
 

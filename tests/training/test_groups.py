@@ -154,7 +154,7 @@ def test_damaged_tokens_in_one_of_three_elastic_replicas(tmp_path: Path, config:
 
 @pytest.mark.parametrize("fault", ["stop@up:1", "kill@meeting:1"])
 def test_an_elastic_peer_is_lost_while_it_joins(config: TrainConfig, tmp_path: Path, fault: str):
-    """The other waits for another one as long as its start timeout says; then one message, status 1, and no round."""
+    """A replica waits for a lost peer until its start timeout, then ends with status 1, one message and no round."""
     (tmp_path / "config.yaml").write_text(dump_yaml(config))
     with lighthouse() as url, Run(tmp_path, tmp_path / "config.yaml", url, "--start-timeout", "2") as run:
         first = run.replica(0)

@@ -1,4 +1,4 @@
-"""A loop that is not ours, recorded: the folder is that of any run, and the loop's bits are its own."""
+"""An external training loop, recorded: a folder as of any run, and unchanged bits of the loop."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ class Communicator(Protocol):
         lengths = [row[0] for row in self.exchange([len(text)])]
         for number, length in enumerate(lengths):
             if not 1 <= length <= _LONGEST:
-                raise _stranger(number, f"a message of {length:g} bytes, where 1 to {_LONGEST} are allowed")
+                raise _foreign(number, f"a message of {length:g} bytes, where 1 to {_LONGEST} are allowed")
         rows = self.exchange_bytes(text.ljust(int(max(lengths))))
         return [_parsed(row, kind, number) for number, row in enumerate(rows)]
 
@@ -250,13 +250,13 @@ def _parsed(text: bytes, kind: Any, process: int) -> Any:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise _stranger(process, f"no JSON ({type(error).__name__})") from None
+        raise _foreign(process, f"no JSON ({type(error).__name__})") from None
     if not isinstance(value, kind):
-        raise _stranger(process, f"a value of type {type(value).__name__}")
+        raise _foreign(process, f"a value of type {type(value).__name__}")
     return value
 
 
-def _stranger(process: int, content: str) -> RunError:
+def _foreign(process: int, content: str) -> RunError:
     return RunError(
         f"process {process} sent {content}; start all processes with the same program and options, and let no other "
         "program reach the ports of the group"

@@ -1,4 +1,4 @@
-"""A run of any task read back: its configuration, the weights of a checkpoint, and what is looked at in them."""
+"""A run of any task read back: its configuration, a checkpoint's weights, and Adam's scales for them."""
 
 from __future__ import annotations
 
