@@ -120,6 +120,6 @@ def test_versions() -> None:
 
 def test_no_torch_in_this_process() -> None:
     """The doctor itself imports no torch, so that a broken one cannot end it."""
-    code = "import sys, twophase.cli.doctor as d; list(d._here()); print('torch' in sys.modules)"
+    code = "import sys, twophase.cli.doctor as d; list(d._install()); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path.home())
     assert done.stdout.strip() == "False"

@@ -151,6 +151,6 @@ def test_agreement_is_of_the_whole_gradient():
     """`|g|^2` over all groups of a fragment by the replicas' mean square; 1 where none has moved, NaN stays one."""
     dots = [[(3.0, 0.0, 0.0), (1.0, 5.0, 2.0)], [(0.0, 1.0, 0.0)], [(2.0, 1.0, 0.0)]]
     shared = Shared({}, dots, (8.0, 0.0, math.nan))
-    assert (shared.shown(0)["agreement"], shared.shown(1)["agreement"]) == (0.5, 1.0)
-    assert math.isnan(shared.shown(2)["agreement"])
-    assert "agreement" not in Shared({"loss": 1.0}, dots).shown(0)
+    assert (shared.signals_of(0)["agreement"], shared.signals_of(1)["agreement"]) == (0.5, 1.0)
+    assert math.isnan(shared.signals_of(2)["agreement"])
+    assert "agreement" not in Shared({"loss": 1.0}, dots).signals_of(0)

@@ -96,17 +96,17 @@ def change(
     with contextlib.suppress(ValueError):  # unknown to this process
         policy = parse(config.get("outer.restart", "never"))
     if "diverges" in verdicts and not (policy and policy.takes_steps):
-        half, shown = {"outer.lr": round(rule.lr / 2, 6)}, rule.describe()
+        half, text = {"outer.lr": round(rule.lr / 2, 6)}, rule.describe()
         if stable_limit(rule) <= 1:
-            words = f"Halve the outer learning rate: {shown} diverges, and no restart stabilizes a mode that does."
+            advice = f"Halve the outer learning rate: {text} diverges, and no restart stabilizes a mode that does."
         elif rule.momentum > 0 or rule.lr > 1:  # effective progress is at most 1: no mode of the theory diverges
             more = "" if policy == Never() else " without restarts"
-            words = (
-                f"Lower the inner learning rate, or halve the outer one: under {shown} no linear mode diverges{more}."
+            advice = (
+                f"Lower the inner learning rate, or halve the outer one: under {text} no linear mode diverges{more}."
             )
         else:
-            words, half = "Lower the inner learning rate: averaging makes no linear mode diverge.", {}
-        return Change(words, "whether it is enough, the run shows", half)
+            advice, half = "Lower the inner learning rate: averaging makes no linear mode diverge.", {}
+        return Change(advice, "whether it is enough, the run shows", half)
     if policy is None or policy.takes_steps or config.get("sync.restart"):
         return Change("None: there is no evidence about this policy; hold it against plain averaging.", "", {})
     if rule.momentum == 0:
@@ -123,9 +123,9 @@ def change(
             averaging,
         )
     if gain is None or gain <= LARGE_GAIN:
-        shown = "" if gain is None else f" (its mean outer gain is {gain:.3g}, where averaging has 1)"
+        outer_gain = "" if gain is None else f" (its mean outer gain is {gain:.3g}, where averaging has 1)"
         return Change(
-            f"None: nothing measured supports one at a step of this size{shown}; plain averaging is the control.",
+            f"None: nothing measured supports one at a step of this size{outer_gain}; plain averaging is the control.",
             "at a momentum of 0.1 or 0.3, tuned without restarts, periods from 2 to 11 and none were at most 2 % apart",
             {},
         )

@@ -115,8 +115,8 @@ def _spec(out: Path) -> dict[str, Any]:
 
 def _with_others(rows: Sequence[Mapping[str, Any]], path: Path) -> list[Mapping[str, Any]]:
     """Return rows and those that a table has of other places and arms, in the protocol's order of places."""
-    here = {(row["place"], row["arm"]) for row in rows}
-    others = [row for row in _rows(path) if (row["place"], row["arm"]) not in here] if path.is_file() else []
+    new = {(row["place"], row["arm"]) for row in rows}
+    others = [row for row in _rows(path) if (row["place"], row["arm"]) not in new] if path.is_file() else []
     order = {place.name: number for number, place in enumerate(PLACES)}
     return sorted([*rows, *others], key=lambda row: (order.get(row["place"], len(order)), row["arm"]))
 
@@ -187,8 +187,8 @@ def bench_arm(
 
     by_place = []
     for place in ended:
-        words = [against(place.name, other) for other in (CONTROL, *others[place.name])]
-        by_place.append(_place_card(place, size.at(place), arm, rows, words, note=notes[place.name]))
+        answers = [against(place.name, other) for other in (CONTROL, *others[place.name])]
+        by_place.append(_place_card(place, size.at(place), arm, rows, answers, note=notes[place.name]))
     everywhere = [place.name for place in ended if others[place.name]]
     named = dict.fromkeys([CONTROL, *(other for _, other in theirs.index), arm])
     card = Card(
@@ -249,18 +249,18 @@ def write_reference(out: Path, into: Path) -> None:
     seconds = {(row["place"], row["arm"]): float(row["seconds"]) for row in merged}
     by_place = {}
     for place in dict.fromkeys(row["place"] for row in merged):
-        by_place[place] = there = dict(facts["places"].get(place, {}))
+        by_place[place] = merged_facts = dict(facts["places"].get(place, {}))
         if place in places:
-            here = _facts_here(out, place)
-            if there and spec["arms"]:
-                different = differences(here, {name: there[name] for name in here})
+            new = _facts_here(out, place)
+            if merged_facts and spec["arms"]:
+                different = differences(new, {name: merged_facts[name] for name in new})
                 if different or not _repeats(rows, _rows(into / REFERENCE), place):
                     raise UsageError(
                         f"--into {into}: its other arms at {place} are of another text, Python or torch, or "
                         "averaging does not repeat here. Run all arms of this place on one kind of machine"
                     )
-            there |= here
-        there["seconds"] = round(sum(s for (at, _), s in seconds.items() if at == place))
+            merged_facts |= new
+        merged_facts["seconds"] = round(sum(s for (name, _), s in seconds.items() if name == place))
     into.mkdir(parents=True, exist_ok=True)
     write_atomic(into / REFERENCE, table_text(merged))
     write_atomic(into / FACTS, json.dumps({**protocol, "places": by_place}, indent=1) + "\n")
@@ -298,13 +298,13 @@ def _facts_here(out: Path, place: str) -> dict[str, Any]:
     }
 
 
-def _difference(place: Place, there: Mapping[str, Any] | None, out: Path) -> str:
+def _difference(place: Place, old: Mapping[str, Any] | None, out: Path) -> str:
     """Return a note on what a place and its stored arms differ in; nothing where they do not."""
-    if there is None:
+    if old is None:
         return f"{place.name}: there are no stored arms."
-    here = _facts_here(out, place.name)
-    parts = [f"{name} {there[name]} for {here[name]}" for name in ("python", "torch") if there[name] != here[name]]
-    parts += ["another text"] * (there["texts"] != here["texts"])
+    new = _facts_here(out, place.name)
+    parts = [f"{name} {old[name]} for {new[name]}" for name in ("python", "torch") if old[name] != new[name]]
+    parts += ["another text"] * (old["texts"] != new["texts"])
     return f"{place.name}: the stored arms ran with {', '.join(parts)}." if parts else ""
 
 

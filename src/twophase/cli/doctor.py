@@ -106,7 +106,7 @@ def main(arguments: list[str]) -> int:
 def examine() -> list[Check]:
     """Run all checks; report a failing check as a line."""
     checks: list[Check] = []
-    for look in (_here, _machine, _torch, _packages, _extras, _places):
+    for look in (_install, _machine, _torch, _packages, _extras, _commands):
         name = look.__name__.strip("_")
         try:
             checks += look()
@@ -115,7 +115,7 @@ def examine() -> list[Check]:
     return checks
 
 
-def _here() -> Iterator[Check]:
+def _install() -> Iterator[Check]:
     from twophase import __version__
 
     yield Check("Python", "version", f"{platform.python_version()} ({platform.python_implementation()})")
@@ -182,7 +182,7 @@ def _extras() -> Iterator[Check]:
         yield Check("Extras", extra, text, "missing" if lacking else "ok", remedy)
 
 
-def _places() -> Iterator[Check]:
+def _commands() -> Iterator[Check]:
     group, name = "Commands and places", "torchft_lighthouse"
     path = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
     text = path or "not found; needed by one machine of a run with --lighthouse"

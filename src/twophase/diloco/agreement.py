@@ -121,7 +121,7 @@ class Shared:
     squares: Sequence[float | None] = ()
     probes: Sequence[Sequence[float]] = ()
 
-    def shown(self, index: int) -> dict[str, float]:
+    def signals_of(self, index: int) -> dict[str, float]:
         """Return the signals for a fragment's restart policies, with the agreement of the replicas."""
         square = self.squares[index] if self.squares else None
         if square is None or self.dots is None:

@@ -275,7 +275,7 @@ class Sync:
         transfer = part.transfer if isinstance(part.transfer, PartTransfer) else None
         swept = round_sweep(fragment, transfer, restore=restores, prove=not self.setting.alone)
         step_of(fragment.outer)(
-            signals=shared.shown(index),
+            signals=shared.signals_of(index),
             measure=True,
             measured=measured,
             probes=(shared.probes[index] or None) if shared.probes else None,
@@ -308,7 +308,7 @@ class Sync:
                 digests = [part.fragment.digest(part.digests) for part in self.parts]
         reports = []
         for index, (part, digest) in enumerate(zip(self.parts, digests, strict=True)):
-            agreement = self._shared.shown(index).get(AGREEMENT)
+            agreement = self._shared.signals_of(index).get(AGREEMENT)
             restarted = any(group.restarted for group in part.groups)
             name, number = part.fragment.name, part.fragment.round
             reports.append(

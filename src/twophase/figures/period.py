@@ -185,4 +185,4 @@ def _ring(axes: Any, period: int | None, height: float, edge: int) -> None:
 
 
 def _points(panel: str, x: Any, series: str, y: Any) -> Rows:
-    return [{"panel": panel, "x": place, "series": series, "y": value} for place, value in zip(x, y, strict=True)]
+    return [{"panel": panel, "x": position, "series": series, "y": value} for position, value in zip(x, y, strict=True)]

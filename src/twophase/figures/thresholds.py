@@ -81,8 +81,8 @@ def thresholds(
         for axes, (head, curves) in zip(grid[0], panels.items(), strict=True):
             for curve in curves:
                 style, share = look(names.index(curve.name)), 100 / max(curve.settings, 1)
-                low, high, middle = (share * np.array(each) for each in (curve.least, curve.most, curve.within))
-                if curve.settings == max(each.settings for each in curves):  # more bands would hide one another
+                low, high, middle = (share * np.array(counts) for counts in (curve.least, curve.most, curve.within))
+                if curve.settings == max(other.settings for other in curves):  # more bands would hide one another
                     axes.fill_between(THRESHOLDS, low, high, step="post", color=style["color"], alpha=0.18, linewidth=0)
                 axes.plot(THRESHOLDS, middle, drawstyle="steps-post", label=literal(curve.name), **style)
                 rows += [

@@ -61,8 +61,8 @@ def demo(
             axes = [seed_axis, Axis(MOMENTUM, momenta), Axis(LR, lrs)]
             cells += product(base, axes, arm_name(kind, restart), {NESTEROV: nesterov, RESTART: restart})
     # Workers take the runs in this order, so the story has its pair within half a minute.
-    shown = {SEED: seeds[0] if seeds else 0, NESTEROV: False, MOMENTUM: momenta[-1], LR: lrs[len(lrs) // 2]}
-    cells.sort(key=lambda cell: any(cell.values[path] != value for path, value in shown.items()))
+    first = {SEED: seeds[0] if seeds else 0, NESTEROV: False, MOMENTUM: momenta[-1], LR: lrs[len(lrs) // 2]}
+    cells.sort(key=lambda cell: any(cell.values[path] != value for path, value in first.items()))
     if controls:
         restarted = [cell for cell in cells if cell.values[RESTART] != "never"]
         least = _QUICK_MATCHED_FROM if quick else _MATCHED_FROM

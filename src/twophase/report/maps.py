@@ -122,12 +122,12 @@ def _paired_places(arm: ArmVerdict, view: View) -> Sequence[Placed] | None:
         for values, setting in zip(partners, settings, strict=True)
         if values is not None
     ]
-    distinct = {tuple(place.items()) for place, _ in placed}
+    distinct = {tuple(values.items()) for values, _ in placed}
     return placed if len(distinct) == len(settings) else None
 
 
 def _arm_maps(arm: ArmVerdict, placed: Sequence[Placed], scale: Scale, view: View) -> Iterator[Html]:
-    axes = {path: _ordered({place.get(path) for place, _ in placed}) for path in arm.varied}
+    axes = {path: _ordered({values.get(path) for values, _ in placed}) for path in arm.varied}
     cuts = cut(placed, axes)
     if any(len(axes.get(path, ())) > _LONGEST_AXIS for path in cuts[0].axes[:2]):
         yield tag("p", f"An axis has more than {_LONGEST_AXIS} values; see the table of every cell.")
@@ -146,7 +146,7 @@ def _arm_maps(arm: ArmVerdict, placed: Sequence[Placed], scale: Scale, view: Vie
             tag("span", f"{name}; ", class_="quiet"),
             join((tag("span", word, class_="once") for word in remarks), "; "),
         )
-        inside = [[list(_inside(*place, view)) for place in row] for row in group.rows]
+        inside = [[list(_inside(*entry, view)) for entry in row] for row in group.rows]
         yield scroll(heat(panel, scale, caption, lambda i, j, inside=inside: inside[j][i]), panel.title)
 
 

@@ -138,19 +138,19 @@ def table(
     columns = zip(*rows, strict=True) if rows else [("-",)] * len(header)
     numeric = [all(map(_reads_as_number, column)) for column in columns]
 
-    def cell(name: str, place: int, content: object, **scope: str) -> Html:
+    def cell(name: str, index: int, content: object, **scope: str) -> Html:
         # A column of long texts needs a least width, or it would become a tower.
         is_long = not isinstance(content, Html) and len(str(content)) > 14
-        looks = "n" if numeric[place] else "t" if is_long else None
-        shown = minus(str(content)) if numeric[place] and content is not None else content
-        return tag(name, shown, **scope, class_=looks)
+        looks = "n" if numeric[index] else "t" if is_long else None
+        text = minus(str(content)) if numeric[index] and content is not None else content
+        return tag(name, text, **scope, class_=looks)
 
     heads = (
         tag("th", title, scope="col", class_="n" if right else None)
         for title, right in zip(header, numeric, strict=True)
     )
     body = (
-        tag("tr", cell("th", 0, row[0], scope="row"), *(cell("td", place, row[place]) for place in range(1, len(row))))
+        tag("tr", cell("th", 0, row[0], scope="row"), *(cell("td", index, row[index]) for index in range(1, len(row))))
         for row in rows
     )
     title = tag("caption", caption, class_="quiet" if hide_caption else None)
@@ -178,7 +178,7 @@ def notes(texts: Sequence[object]) -> Html | None:
 
 def with_options(text: str) -> Html:
     """Return a sentence with its command-line options set as code, which a line does not break."""
-    return join(tag("code", part) if place % 2 else part for place, part in enumerate(_OPTION.split(text)))
+    return join(tag("code", part) if number % 2 else part for number, part in enumerate(_OPTION.split(text)))
 
 
 def image(png: bytes, alt: str) -> Html:

@@ -126,7 +126,7 @@ class Search:
         point = self.best(results)
         if point is None:
             return False
-        measured = {self._key(at) for at in results}
+        measured = {self._key(tried) for tried in results}
         units = [2**k for k in range(self.refinements + 1)]
         pairs = [(i, sign) for i in range(len(point)) for sign in (-1, 1)]
 

@@ -396,9 +396,9 @@ class _Call:
         if self.progress is not None:
             summary = self.summaries.get(run, {})
             measures = {"perplexity": PERPLEXITY, "validation_loss": LOSS}
-            results = [f"{words} {readable(summary[name])}" for name, words in measures.items() if summary.get(name)]
-            words = (run, event, error, self._titles.get(run, ""), "".join(results[:1]))
-            self.progress(Status(len(self.work.runs), *self._counts(), *words, rows=self._rows))
+            results = [f"{name} {readable(summary[key])}" for key, name in measures.items() if summary.get(key)]
+            details = (run, event, error, self._titles.get(run, ""), "".join(results[:1]))
+            self.progress(Status(len(self.work.runs), *self._counts(), *details, rows=self._rows))
 
     def _rows(self) -> list[Row]:
         return rows_of(self.sweep, self.summaries, self.errors, self.work.stands_for)

@@ -90,23 +90,22 @@ class Batch:
 # ------------------------------------------------------------------------------------------------------- which files
 
 
-def find(words: Sequence[str], kind: str = "auto", *, outside: Path | None = None) -> tuple[list[File], list[File]]:
-    """Return the files that some words name, and those of C4's validation split among them.
+def find(sources: Sequence[str], kind: str = "auto", *, outside: Path | None = None) -> tuple[list[File], list[File]]:
+    """Return the files of some sources, and those of C4's validation split among them.
 
     Args:
-        words: `c4` (on the hub), files, folders, or glob patterns. Their order is kept; files of one word are sorted by
-            name.
+        sources: `c4` (on the hub), files, folders, or glob patterns, in order; the files of each are sorted by name.
         kind: `json`, `parquet` or `text`, or `auto` for what each name ends in.
         outside: a folder whose files are left out: where the result goes.
 
     Raises:
         UsageError: a word that names nothing, or nothing that can be read; a file named twice.
     """
-    files = [file for word in words for file in _files(word, kind)]
+    files = [file for word in sources for file in _files(word, kind)]
     if outside is not None:
         folder = outside.resolve()
         inside = [file for file in files if folder in Path(file.place).parents]
-        named = {str(Path(os.path.expanduser(word)).absolute()) for word in words}  # noqa: PTH111 - as in _files
+        named = {str(Path(os.path.expanduser(word)).absolute()) for word in sources}  # noqa: PTH111 - as in _files
         if inside and (inside == files or any(file.path in named for file in inside)):
             raise UsageError(f"{inside[0].path}: lies in --out {outside}; choose another --out")
         files = [file for file in files if file not in inside]
