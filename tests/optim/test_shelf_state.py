@@ -459,7 +459,7 @@ def test_values_of_an_earlier_definition_are_named(key: Any):
 
     try:
         old, _ = define()(), define()
-        with pytest.raises(ValueError, match="earlier definition of Again; make it anew"):
+        with pytest.raises(ValueError, match="earlier definition of Again; create it again"):
             parse(key, old)
         registered(key)["again"] = bare = type("Bare", (), {})  # type: ignore[index]
         with pytest.raises(ValueError, match=f"make {bare.__name__} a frozen dataclass"):

@@ -220,7 +220,7 @@ def test_run_is_the_same(
         assert logs(tmp_path / place) == logs(tmp_path / "plain")
         weights = [(tmp_path / name / "weights.safetensors").read_bytes() for name in ("plain", place)]
         assert weights[0] == weights[1]
-        message = "tracker wandb failed (the server is gone); the run goes on without it\n"
+        message = "tracker wandb failed (the server is gone); the run continues without it\n"
         assert capfd.readouterr() == ("", "" if place == "none" else message)  # neither welcome nor goodbye
 
 
@@ -274,7 +274,7 @@ def test_far_behind(
         tracker.log({"x": 1.0}, step)
     tracker.close()
     tracker.close()
-    assert capfd.readouterr().err == "tracker wandb failed (it is 5 lines behind); the run goes on without it\n"
+    assert capfd.readouterr().err == "tracker wandb failed (it is 5 lines behind); the run continues without it\n"
 
 
 def test_exception_of_the_run(wandb: Backend, config: TrainConfig, tmp_path: Path) -> None:

@@ -437,7 +437,7 @@ def test_a_full_disk_keeps_what_was_complete(original: Path, whole: Callable[...
     limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))
     try:
-        with pytest.raises(OSError, match=r"cannot be written \(File too large\); make room; what was complete stays"):
+        with pytest.raises(OSError, match=r"cannot be written \(File too large\); make room; complete files stay"):
             prepare(asked)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

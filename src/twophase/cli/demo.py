@@ -68,7 +68,7 @@ class _Page:
         """Write the page of a running demo, at most every few seconds; a full disk does not end the demo."""
         began = time.monotonic()
         if self.next_at is None and not self.quiet:
-            print(f"page {self.path}: open it in a browser now; it shows the newest by itself", flush=True)
+            print(f"page {self.path}: open it in a browser now; it refreshes by itself", flush=True)
         elif self.next_at is not None and began < self.next_at:
             return
         with suppress(OSError):

@@ -167,7 +167,7 @@ def _elastic_options(parser: argparse.ArgumentParser) -> None:
         "--min-replicas",
         type=between(1, MOST_REPLICAS),
         metavar="N",
-        help="replicas that a run needs to begin (all of them), and to go on (most of the last round's)",
+        help="replicas that a run needs to begin (all of them), and to continue (most of the last round's)",
     )
     group.add_argument(
         "--run-record",

@@ -71,7 +71,7 @@ def parse(text: str | int | RestartPolicy) -> RestartPolicy:
     if cls is type(text):
         return text
     if cls is not None and is_redefined(cls, type(text)):
-        raise ValueError(f"restart {text!r} is of an earlier definition of {cls.__name__}; make it anew")
+        raise ValueError(f"restart {text!r} is of an earlier definition of {cls.__name__}; create it again")
     # Its text form would be that of another policy, or of none.
     raise ValueError(f'restart {text!r} has no text form; decorate {type(text).__name__} with @register("name")')
 

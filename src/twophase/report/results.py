@@ -207,9 +207,7 @@ class Sweep:
         arms = {name: name for name in dict.fromkeys(row.arm for row in self.record.rows)}
         written = arms | {arm_name(name): name for name in arms}
         if arm == control:
-            raise ValueError(
-                f"Sweep.compare: {arm!r} stands on both sides; give two arms of {', '.join(map(repr, arms))}"
-            )
+            raise ValueError(f"Sweep.compare: {arm!r} is on both sides; give two arms of {', '.join(map(repr, arms))}")
         for name in (arm, control):
             if name not in written:
                 raise ValueError(f"Sweep.compare: there is no arm {name!r}; the arms are {', '.join(map(repr, arms))}")

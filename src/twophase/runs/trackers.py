@@ -198,7 +198,7 @@ class Tracker:
         except BaseException as error:  # an extension's SystemExit is no reason to end, either
             self._drop(textwrap.shorten(str(error), 200) or type(error).__name__)
 
-    def _drop(self, why: str, then: str = "the run goes on without it") -> None:
+    def _drop(self, why: str, then: str = "the run continues without it") -> None:
         if not self._failed:
             self._failed = True
             print(f"tracker {self._name} failed ({why}); {then}", file=sys.stderr, flush=True)

@@ -38,8 +38,8 @@ class Outer:
     def __post_init__(self) -> None:
         if self.method.reads_out and self.readout.name != "last":
             raise ValueError(
-                f"readout {self.readout} stands beside that of method {self.method.name}, which evaluates its own "
-                "average; take the readout away (last)"
+                f"readout {self.readout} cannot go with method {self.method.name}, which evaluates its own average; "
+                "take the readout away (last)"
             )
         if self.schedule.name == "transient" and not (self.method.plain or self.method.grows):
             raise ValueError(

@@ -40,7 +40,7 @@ def parse(slot: Slot, text: str | Value, defaults: Mapping[str, Any] | None = No
         cls = REGISTRY[slot].get(getattr(text, "name", "")) if text.slot == slot else None
         if cls is not type(text):
             if cls and is_redefined(cls, type(text)):
-                raise ValueError(f"{slot} {text!r} is of an earlier definition of {cls.__name__}; make it anew")
+                raise ValueError(f"{slot} {text!r} is of an earlier definition of {cls.__name__}; create it again")
             raise ValueError(f'{slot} {text!r} is no {slot} of the shelf; decorate its class with @register("name")')
         return text
     arguments = slot, str(text).strip(), tuple((defaults or {}).items())

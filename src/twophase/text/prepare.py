@@ -125,7 +125,7 @@ def prepare(request: Request, *, quiet: bool = True) -> Meta:
                 (folder / STATE).unlink(missing_ok=True)
             return meta
     except OSError as error:
-        advice = "what was complete stays there; repeat the command to go on from it"
+        advice = "complete files stay there; repeat the command to resume"
         fault = f"--out {request.out}: cannot be written ({error.strerror or error})"
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise OSError(f"{fault}; make room; {advice}") from None  # a failure while running, and no mistake
