@@ -190,10 +190,10 @@ def worker(replica: int, folder: Path, urls: dict[str, str]) -> None:
 
 def abandoned() -> dict[str, Any]:
     """A replica that trains alone, whose lighthouse goes away; its torchft goes on calling for it, and logs that."""
-    mine = Replica()
+    replica = Replica()
     with communicator(URL, patience=1.0, replicas=1) as group:
-        engine = DiLoCo(mine.model, RULE, inner_steps=1, communicator=group)
-        group.attach(engine, mine.save, mine.load)
+        engine = DiLoCo(replica.model, RULE, inner_steps=1, communicator=group)
+        group.attach(engine, replica.save, replica.load)
         with lighthouse() as url:
             group.lighthouse, group._lighthouse_at = url, ("127.0.0.1", urlsplit(url).port or 0)
             assert engine.join() is None
@@ -207,26 +207,26 @@ def abandoned() -> dict[str, Any]:
     return {"alone": (report.replicas, report.bytes_sent), "url": url, "error": error}
 
 
-def tampered(replica: int, mine: Replica, engine: DiLoCo) -> str:
+def tampered(number: int, replica: Replica, engine: DiLoCo) -> str:
     """Round 3 ends with one bit of the anchor of replica 1 changed: what is said of it."""
     for _ in range(20):
-        mine.step(replica)
+        replica.step(number)
         try:
             report = engine.step({"loss": 0.0})
         except Disagreement as fault:
             return str(fault)
-        if report and report.round == 3 and replica == 1:
+        if report and report.round == 3 and number == 1:
             engine.fragments[0].flat[5] += 1e-3
     return "not noticed"
 
 
-def until_it_is_back(replica: int, mine: Replica, engine: DiLoCo, reports: list[dict[str, Any]]) -> dict[str, Any]:
+def until_it_is_back(number: int, replica: Replica, engine: DiLoCo, reports: list[dict[str, Any]]) -> dict[str, Any]:
     """Process 1 kills itself in round 4; five rounds after its successor has come, all end."""
     successor = bool(reports)
     ended: list[float] = []
     while not any(report["newcomers"] for report in reports[:-5]):
-        loss = mine.step(replica)
-        if replica == 1 and not successor and engine.round == 3 and engine.inner_step == 1:
+        loss = replica.step(number)
+        if number == 1 and not successor and engine.round == 3 and engine.inner_step == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         if engine.round > 3:
             time.sleep(0.02)
@@ -239,9 +239,9 @@ def until_it_is_back(replica: int, mine: Replica, engine: DiLoCo, reports: list[
         "reports": reports,
         "digests": [str(fragment.digest()) for fragment in engine.fragments],
         "counters": engine.fragments[0].counters()[1],
-        "model": {key: value.clone() for key, value in mine.model.state_dict().items()},
+        "model": {key: value.clone() for key, value in replica.model.state_dict().items()},
         "stall": max(after - before for before, after in itertools.pairwise(ended)),
-        "seen": mine.seen,
+        "seen": replica.seen,
     }
 
 
@@ -424,10 +424,10 @@ def test_a_run_that_cannot_begin_is_one_clear_error():
             (url, {"start_timeout": 0.5}, ["1 of 2 replicas are present after 0.5 s"]),
         )
         for at, options, words in cases:
-            mine = Replica()
+            replica = Replica()
             with communicator(at, **options) as group:
-                engine = DiLoCo(mine.model, RULE, inner_steps=1, communicator=group)
-                group.attach(engine, mine.save, mine.load)
+                engine = DiLoCo(replica.model, RULE, inner_steps=1, communicator=group)
+                group.attach(engine, replica.save, replica.load)
                 refused(words, engine.join, RuntimeError)
             group.close()  # again is nothing
 
@@ -452,17 +452,17 @@ def lives(monkeypatch: pytest.MonkeyPatch, live: Live, *options: tuple[dict[str,
     """
     replicas = [Replica() for _ in options]  # not in the threads: their weights come from one generator
 
-    def option(place: int, url: str) -> Any:
-        mine, (of_group, of_engine) = replicas[place], options[place]
+    def option(number: int, url: str) -> Any:
+        replica, (of_group, of_engine) = replicas[number], options[number]
         with communicator(
-            url, **{"replica": place, "replicas": len(options), "start_timeout": 20.0, **of_group}
+            url, **{"replica": number, "replicas": len(options), "start_timeout": 20.0, **of_group}
         ) as group:
-            engine = DiLoCo(mine.model, **{"outer": RULE, "inner_steps": 1, **of_engine}, communicator=group)
-            group.attach(engine, mine.save, mine.load)
-            return live(place, group, mine, engine)
+            engine = DiLoCo(replica.model, **{"outer": RULE, "inner_steps": 1, **of_engine}, communicator=group)
+            group.attach(engine, replica.save, replica.load)
+            return live(number, group, replica, engine)
 
     with lighthouse() as url:
-        return side_by_side(monkeypatch, *(partial(option, place, url) for place in range(len(options))))
+        return side_by_side(monkeypatch, *(partial(option, number, url) for number in range(len(options))))
 
 
 def one_comes_in_vain() -> Live:
@@ -473,8 +473,8 @@ def one_comes_in_vain() -> Live:
     """
     begun, gone = threading.Event(), threading.Event()
 
-    def live(place: int, group: Any, mine: Replica, engine: DiLoCo) -> Any:
-        if place:
+    def live(number: int, group: Any, replica: Replica, engine: DiLoCo) -> Any:
+        if number:
             begun.wait(PATIENCE)
             before = engine.checksum()
             try:
@@ -487,7 +487,7 @@ def one_comes_in_vain() -> Live:
         engine.join()
         reports = []
         while not gone.is_set() or reports[-1].attempts > 1:
-            mine.step(place)
+            replica.step(number)
             reports.append(engine.step())
             begun.set()
         assert {(report.replicas, report.newcomers) for report in reports} == {(1, 0)}
@@ -520,9 +520,9 @@ def test_a_lone_replica_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch, 
 
         def option() -> Any:
             with communicator(url, quorum_timeout=1.0) as group:
-                mine = Replica()
-                engine = DiLoCo(mine.model, RULE, communicator=group, inner_steps=1)
-                group.attach(engine, mine.save, mine.load)
+                replica = Replica()
+                engine = DiLoCo(replica.model, RULE, communicator=group, inner_steps=1)
+                group.attach(engine, replica.save, replica.load)
                 return engine.join()
 
         (error,) = side_by_side(monkeypatch, option)
@@ -537,8 +537,8 @@ def test_two_with_one_number_do_not_begin(monkeypatch: pytest.MonkeyPatch, caplo
     """They would train on the same text: each warns once, and after start_timeout one ends with the number of both."""
     both = threading.Barrier(2)
 
-    def live(place: int, group: Any, mine: Replica, engine: DiLoCo) -> Any:
-        del place, mine
+    def live(number: int, group: Any, replica: Replica, engine: DiLoCo) -> Any:
+        del number, replica
         group._started()  # so that none is there alone for long
         both.wait(PATIENCE)
         return engine.join()
@@ -574,22 +574,22 @@ def test_replicas_may_ask_for_unlike_numbers(monkeypatch: pytest.MonkeyPatch):
     """One that would begin with two waits for the one that wants three, and no message of either is left unanswered."""
     tried = threading.Event()
 
-    def live(place: int, group: Any, mine: Replica, engine: DiLoCo) -> Any:
+    def live(number: int, group: Any, replica: Replica, engine: DiLoCo) -> Any:
         failures: list[Exception] = []
         fail, enough = group._fail, group.enough
         group._fail = lambda error: (failures.append(error), fail(error))
 
         def enough_for(count: int, needed: int | None = None) -> bool:
             answer = enough(count, needed)
-            if place == 1 and count == 2:
+            if number == 1 and count == 2:
                 tried.set()
             return answer
 
         group.enough = enough_for
-        if place == 2:
+        if number == 2:
             tried.wait(PATIENCE)
         engine.join()
-        mine.step(place)
+        replica.step(number)
         report = engine.step()
         assert report is not None
         return report.replicas, failures
@@ -603,12 +603,12 @@ def test_replicas_may_ask_for_unlike_numbers(monkeypatch: pytest.MonkeyPatch):
 def test_one_of_two_does_not_go_on_alone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     """It waits for the other, which has gone, and ends after start_timeout with the option that would let it go on."""
 
-    def live(place: int, group: Any, mine: Replica, engine: DiLoCo) -> Any:
+    def live(number: int, group: Any, replica: Replica, engine: DiLoCo) -> Any:
         engine.join()
         group.start_timeout = 0.5
         reports = []
-        while place == 0 or not reports:
-            mine.step(place)
+        while number == 0 or not reports:
+            replica.step(number)
             try:
                 reports.append(engine.step())
             except RunError as error:
@@ -634,30 +634,30 @@ def test_a_newcomer_has_no_weight_in_a_repeated_sync(monkeypatch: pytest.MonkeyP
     newcomer, begun = others + 1, threading.Event()
     states: dict[int, list[torch.Tensor]] = {}
 
-    def live(place: int, group: Any, mine: Replica, engine: DiLoCo) -> Any:
+    def live(number: int, group: Any, replica: Replica, engine: DiLoCo) -> Any:
         reduce = engine._reduce
 
         def dies(members: Any) -> Any:
-            if place != newcomer and group._healing._offer is not None:
+            if number != newcomer and group._healing._offer is not None:
                 raise Died
             return reduce(members)
 
         engine._reduce = dies
-        if place == newcomer:
+        if number == newcomer:
             begun.wait(PATIENCE)
         report = engine.join({"loss": 7.0})
         while report is None or report.attempts == 1:
-            mine.step(place)
-            states[place] = [p.detach().clone() for p in mine.model.parameters()]
-            report = engine.step({"loss": float(place)})
+            replica.step(number)
+            states[number] = [p.detach().clone() for p in replica.model.parameters()]
+            report = engine.step({"loss": float(number)})
             begun.set()
         return report, [a.clone() for a in engine.anchor.values()]
 
     rule = {"outer": OuterRule(1.0, 0.0)}
     results = lives(monkeypatch, live, *[({"min_replicas": others + 1}, rule)] * (others + 2))
-    (dead,) = (place for place, option in enumerate(results) if isinstance(option, Died))
+    (dead,) = (number for number, option in enumerate(results) if isinstance(option, Died))
     counts = 1 - dead if others else dead
-    for report, anchor in (option for place, option in enumerate(results) if place != dead):
+    for report, anchor in (option for number, option in enumerate(results) if number != dead):
         assert (report.replicas, report.newcomers) == (1, others)
         assert report.attempts == 2
         assert report.minority
@@ -677,17 +677,17 @@ def test_a_newcomer_comes_into_a_delayed_sync_that_is_repeated(monkeypatch: pyte
     dead = threading.Event()
     groups: dict[int, Any] = {}
 
-    def live(place: int, group: Any, mine: Replica, engine: DiLoCo) -> Any:
-        groups[place] = group
-        if place == 2:
+    def live(number: int, group: Any, replica: Replica, engine: DiLoCo) -> Any:
+        groups[number] = group
+        if number == 2:
             dead.wait(PATIENCE)
         reports = [report] if (report := engine.join()) else []
         while engine.round < 3:  # after a fourth, `auto` would have forgotten the repeated one
-            mine.step(place)
+            replica.step(number)
             if report := engine.step():
                 reports.append(report)
-            if place < 2 and engine.round == 1 and engine.under_way:
-                if place == 1:
+            if number < 2 and engine.round == 1 and engine.under_way:
+                if number == 1:
                     dead.set()
                     raise Died
                 until("the third is up", lambda: 2 in groups and groups[2]._manager)
@@ -721,8 +721,8 @@ def test_a_heal_slower_than_the_timeout_ends_the_newcomer_alone(monkeypatch: pyt
     def slowly(state: Any, stream: Any) -> None:
         data = io.BytesIO()
         save(state, data)
-        for place in range(0, data.tell(), 40_000):
-            stream.write(data.getvalue()[place : place + 40_000])
+        for start in range(0, data.tell(), 40_000):
+            stream.write(data.getvalue()[start : start + 40_000])
             stream.flush()
             time.sleep(0.3)
 
@@ -730,7 +730,7 @@ def test_a_heal_slower_than_the_timeout_ends_the_newcomer_alone(monkeypatch: pyt
     monkeypatch.setattr(healing, "_streaming_save", slowly)
     monkeypatch.setattr(torchft, "_HEAL_MARGIN", 0.0)
 
-    monkeypatch.setattr(Replica, "save", lambda mine: original(mine) | {"more": torch.zeros(100_000)})
+    monkeypatch.setattr(Replica, "save", lambda replica: original(replica) | {"more": torch.zeros(100_000)})
     options = {"min_replicas": 1, "timeout": 2.0, "max_attempts": 1}
     reports, (error, _) = lives(monkeypatch, one_comes_in_vain(), (options, {}), (options, {}))
     assert isinstance(error, RunError)
@@ -758,19 +758,19 @@ def test_a_run_under_way_is_not_taken_over(monkeypatch: pytest.MonkeyPatch):
         engine.step()
     state = copy.deepcopy(engine.state_dict())
 
-    def live(place: int, group: Any, mine: Replica, engine: DiLoCo) -> Any:
-        if place:  # as after restoring: it says how far it is, and meets those that have begun
+    def live(number: int, group: Any, replica: Replica, engine: DiLoCo) -> Any:
+        if number:  # as after restoring: it says how far it is, and meets those that have begun
             begun.wait(PATIENCE)
             engine.load_state_dict(state)
             enter = group.enter
             group.enter = lambda syncs, **options: enter(max(syncs, 1 + engine.syncs), **options)
         report = engine.join({})
-        if place:
+        if number:
             done.set()
             return report
         reports = []
         while not done.is_set() or len(reports) < 2:
-            mine.step(place)
+            replica.step(number)
             reports.append(engine.step())
             begun.set()
         return reports
