@@ -33,11 +33,11 @@ PATIENCE = 100.0
 _LIGHTHOUSE = {"join_timeout_ms": 30000, "quorum_tick_ms": 20, "heartbeat_timeout_ms": int(1000 * HEARTBEAT)}
 
 
-def until(what: str, true: Callable[[], Any]) -> None:
+def until(event: str, true: Callable[[], Any]) -> None:
     """Wait for something."""
     end = time.monotonic() + PATIENCE
     while not true():
-        assert time.monotonic() < end, f"in {PATIENCE:g} s: not {what}"
+        assert time.monotonic() < end, f"in {PATIENCE:g} s: not {event}"
         time.sleep(0.02)
 
 
@@ -154,7 +154,7 @@ class Run(Processes):
             faults = (*faults, f"touch=up-{number}@up:1", *others)
         self.launched[number] = time.time()
         pairs = [word.partition("=") for word in (f"events={number}.events", *faults)]  # ACTION=FILE@MOMENT:COUNT
-        words = [f"{what}={self.folder / file}" if equal else what for what, equal, file in pairs]
+        words = [f"{event}={self.folder / file}" if equal else event for event, equal, file in pairs]
         command = [sys.executable, str(DRIVER), *words, "--", *self.words, "--replica", str(number), *options]
         return self.start(str(number), command)
 
@@ -167,9 +167,9 @@ class Run(Processes):
         path = self.folder / f"{number}.events"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
-    def await_event(self, number: int, what: str, times: int = 1) -> None:
+    def await_event(self, number: int, event: str, times: int = 1) -> None:
         """Wait until it has happened so often."""
-        until(f"{what} in {number}", lambda: sum(e["what"] == what for e in self.events(number)) >= times)
+        until(f"{event} in {number}", lambda: sum(e["what"] == event for e in self.events(number)) >= times)
 
     def lines(self, number: int) -> list[dict[str, Any]]:
         """A replica's rounds."""

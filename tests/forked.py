@@ -205,8 +205,8 @@ def places(size: int) -> list[dict[str, str]]:
     """The variables of processes that meet over the loopback, as torchrun makes them."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size), "GLOO_SOCKET_IFNAME": "lo"}
-    return [{**os.environ, "OMP_NUM_THREADS": "1", **place, "RANK": r, "LOCAL_RANK": r} for r in map(str, range(size))]
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size), "GLOO_SOCKET_IFNAME": "lo"}
+    return [{**os.environ, "OMP_NUM_THREADS": "1", **group, "RANK": r, "LOCAL_RANK": r} for r in map(str, range(size))]
 
 
 def finish(folder: Path, commands: Sequence[Sequence[str]], envs: Sequence[Mapping[str, str]]) -> None:

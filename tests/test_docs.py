@@ -182,9 +182,9 @@ OURS = sorted({(page, line) for page, line in command_lines() if twophase_words(
 def test_commands_have_their_options(page: str, line: str) -> None:
     """Each command exists, and so do all its options."""
     words = twophase_words(line)
-    shown = help_of(*words[: 2 if words[0] == "data" else 1])
+    text = help_of(*words[: 2 if words[0] == "data" else 1])
     for option in (word.split("=")[0] for word in words if word.startswith("--") and not word.startswith("--task.")):
-        assert re.search(rf"{re.escape(option.replace('.no-', '.'))}\b", shown), f"{page}: no option {option}"
+        assert re.search(rf"{re.escape(option.replace('.no-', '.'))}\b", text), f"{page}: no option {option}"
 
 
 @pytest.mark.parametrize(
@@ -219,8 +219,8 @@ def test_the_oldest_releases_are_those_that_are_allowed() -> None:
         re.findall(r"^(\S+)==(\S+)$", (ROOT / "constraints-oldest.txt").read_text(encoding="utf-8"), re.MULTILINE)
     )
     (installed,) = re.findall(r"-c constraints-oldest\.txt [^@]*-e '\.\[([a-z,]+)\]'", MAKEFILE)
-    wanted = [*PROJECT["dependencies"], *(each for extra in installed.split(",") for each in EXTRAS[extra])]
-    bounds = dict(word.split(">=") for word in wanted if ">=" in word)
+    packages = [*PROJECT["dependencies"], *(each for extra in installed.split(",") for each in EXTRAS[extra])]
+    bounds = dict(word.split(">=") for word in packages if ">=" in word)
     assert {name: listed.get(name) for name in bounds} == bounds
 
 

@@ -281,11 +281,11 @@ def test_the_page_has_what_was_measured():
         assert f"{row['part']:>25}  {float(row['ms']):5.4g}  {float(row['share']):8.4g}" in text
     cells: dict[tuple[str, str, str], list[str]] = {}
     for row in table(folder / "nano.csv"):
-        place = row["rule"], f"{float(row['lr']):g}", row["restart"].replace("auto", "never")
-        cells.setdefault(place, []).append(f"{float(row['perplexity']):.2f}")
+        key = row["rule"], f"{float(row['lr']):g}", row["restart"].replace("auto", "never")
+        cells.setdefault(key, []).append(f"{float(row['perplexity']):.2f}")
     assert sum(map(len, cells.values())) == 40
     names = {"heavy_ball": "heavy ball", "nesterov": "Nesterov", "averaging": "averaging", "auto": "`auto`"}
-    for rule, lr in {place[:2] for place in cells}:
+    for rule, lr in {key[:2] for key in cells}:
         shown = [", ".join(cells.get((rule, lr, restart), ["–"])) for restart in ("never", "7", "5", "3", "2")]
         assert f"| {names[rule]} | {lr} | {' | '.join(shown)} |" in text
     rates = [float(row["tokens_per_second"]) for row in table(folder / "run.csv") if row["tokens_per_second"]]
@@ -295,7 +295,7 @@ def test_the_page_has_what_was_measured():
 
 def test_the_tests_that_need_a_gpu_are_there():
     """The unit of these tests leaves them out, with a note, in a tree without them; this one has them."""
-    assert all(place.is_dir() for place in engine.TESTS)
+    assert all(path.is_dir() for path in engine.TESTS)
 
 
 def refused(capsys: pytest.CaptureFixture[str], words: list[str], *named: str) -> None:
@@ -403,18 +403,18 @@ def test_run_stops_and_goes_on(tmp_path: Path, words: list[str]):
     corpus = words[words.index("--corpus") + 1]
 
     def losses(out: str, *deadlines: float) -> list[str]:
-        place = tmp_path / out
-        place.mkdir()
+        folder = tmp_path / out
+        folder.mkdir()
         for seconds in deadlines:
-            settings = Settings(place, tmp_path / f"{out}-work", time.time() + seconds, tiny=True, corpus=corpus)
+            settings = Settings(folder, tmp_path / f"{out}-work", time.time() + seconds, tiny=True, corpus=corpus)
             settings.work.mkdir(exist_ok=True)
             try:
-                run.curve(settings, Record(place, "run", tiny=True))
+                run.curve(settings, Record(folder, "run", tiny=True))
             except Unfinished:
-                assert not (place / "run.json").exists()
-                assert (place / "run.csv").exists()
-        assert "curve" in Record(place, "run", tiny=True).units
-        return [row["validation_loss"] for row in table(place / "run.csv")]
+                assert not (folder / "run.json").exists()
+                assert (folder / "run.csv").exists()
+        assert "curve" in Record(folder, "run", tiny=True).units
+        return [row["validation_loss"] for row in table(folder / "run.csv")]
 
     assert losses("parts", -1.0, 1000.0) == losses("whole", 1000.0)
 

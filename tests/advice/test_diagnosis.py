@@ -132,11 +132,11 @@ def test_blocks_are_judged_apart(tmp_path: Path) -> None:
 def test_missing_numbers(tmp_path: Path) -> None:
     """Nulls in half of the rounds leave a verdict or a reason, never an error; null everywhere is "cannot tell"."""
     lines = round_facts(write_run(tmp_path, EMA, [0.95] * 3))
-    for nulls, wanted in ((lines[::2], {"oscillates", "cannot tell"}), (lines, {"cannot tell"})):
+    for nulls, verdicts in ((lines[::2], {"oscillates", "cannot tell"}), (lines, {"cannot tell"})):
         for line in nulls:
             line["groups"][0] |= {"cosine": None, "pseudo_gradient_norm": None}
         write_lines(tmp_path / "rounds.jsonl", lines)
-        assert finding_of(tmp_path).verdict in wanted
+        assert finding_of(tmp_path).verdict in verdicts
 
 
 REVIEWED = OuterRule(0.35, 0.9, nesterov=True)
@@ -148,8 +148,8 @@ def test_what_was_not_measured_is_no_number(tmp_path: Path, missing: tuple[str, 
     folder = write_run(tmp_path, SUM, [0.5] * 3)
     lines = round_facts(folder)
     for line in lines[30:]:
-        for place in (line, line["groups"][0]):
-            place.update(dict.fromkeys(missing))
+        for entry in (line, line["groups"][0]):
+            entry.update(dict.fromkeys(missing))
     write_lines(folder / "rounds.jsonl", lines)
     words = describe(judged(folder), "run", verbose=True)
     assert "no gains" in words
@@ -279,8 +279,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     (tmp_path / "other").mkdir()
     (tmp_path / "elastic" / "replica-0").mkdir(parents=True)
     (tmp_path / "elastic" / "replica-0" / "rounds.jsonl").touch()
-    for place, message in (("none", "does not exist"), ("other", "twophase train"), ("elastic", "replica-0")):
-        assert main(["diagnose", str(tmp_path / place)]) == 2
+    for name, message in (("none", "does not exist"), ("other", "twophase train"), ("elastic", "replica-0")):
+        assert main(["diagnose", str(tmp_path / name)]) == 2
         assert message in capsys.readouterr().err
 
 
@@ -316,10 +316,10 @@ def reshaped(folder: Path, norms: Sequence[float | None], rates: Sequence[float]
         for name in ("rounds.jsonl", "metrics.jsonl")
     )
     for line, norm in zip(rounds, norms, strict=True):
-        for place in (line, line["groups"][0]):
-            place["pseudo_gradient_norm"] = norm
+        for entry in (line, line["groups"][0]):
+            entry["pseudo_gradient_norm"] = norm
             if norm is None:
-                place["cosine"] = place["buffer_norm"] = None
+                entry["cosine"] = entry["buffer_norm"] = None
     for line, rate in zip(metrics, rates, strict=True):
         line["inner_lr"] = rate
     write_lines(folder / "rounds.jsonl", rounds)

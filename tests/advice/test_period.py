@@ -264,9 +264,9 @@ def test_json_and_words_of_extreme_answers(question: Question) -> None:
     """Infinite rates and losses are null in JSON and words in words; nothing warns on the way."""
     advice = answer(question)
     facts = json.loads(to_json(advice), parse_constant=pytest.fail)
-    for criterion, shown in zip(advice.criteria, facts["criteria"], strict=True):
-        assert shown["rate"] == (criterion.rate if math.isfinite(criterion.rate) else None)
-        assert (shown["period"], shown["objective"]) == (criterion.period, criterion.objective)
+    for criterion, row in zip(advice.criteria, facts["criteria"], strict=True):
+        assert row["rate"] == (criterion.rate if math.isfinite(criterion.rate) else None)
+        assert (row["period"], row["objective"]) == (criterion.period, criterion.objective)
     assert describe(advice).count("\n") > 12
 
 
@@ -302,7 +302,7 @@ def test_figure_and_its_numbers(tmp_path: Path, capsys: Capture) -> None:
     never = float(log_final_loss(HB, SIX, 120, 120)) / math.log(10)
     assert points["loss", "no restart"][0][1] == pytest.approx(never, rel=1e-11)
 
-    rounds, shown = np.transpose(points["residual", "no restart"])
+    rounds, logs = np.transpose(points["residual", "no restart"])
     count = len(rounds) - 1
     assert rounds.tolist() == list(range(count + 1))
     for name, policy in (("no restart", "never"), ("recommended", "7")):
@@ -314,7 +314,7 @@ def test_figure_and_its_numbers(tmp_path: Path, capsys: Capture) -> None:
     times, bound = np.transpose(points["envelope", "sigma 0.95"])
     np.testing.assert_allclose(bound, envelope(HB, 0.95, times), rtol=1e-9)
     assert times[[0, -1]].tolist() == [0, count]
-    assert np.all(np.abs(shown) <= np.interp(rounds, times, bound) * 1.01)
+    assert np.all(np.abs(logs) <= np.interp(rounds, times, bound) * 1.01)
 
 
 @pytest.mark.slow
@@ -361,9 +361,9 @@ def test_what_is_exactly_zero_is_in_sight(monkeypatch: pytest.MonkeyPatch, tmp_p
         lines = {line.get_label(): line for line in axes.lines}
         assert lines["exactly zero"].get_xdata().tolist() == gone
         ring = lines["recommended: 1"]
-        place = ring.get_transform().transform(np.column_stack(ring.get_data()))
-        assert np.isfinite(place).all()
-        assert axes.bbox.padded(1).contains(*place[0])
+        centre = ring.get_transform().transform(np.column_stack(ring.get_data()))
+        assert np.isfinite(centre).all()
+        assert axes.bbox.padded(1).contains(*centre[0])
 
 
 # --- without torch ------------------------------------------------------------------------------------------------

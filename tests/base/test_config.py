@@ -180,10 +180,10 @@ def test_differences_are_phrases_with_both_values():
 @pytest.mark.slow
 @settings(max_examples=6)
 @given(CONFIGS, CONFIGS)
-def test_differences_are_empty_exactly_for_equal_trees(here: Config, there: Config):
+def test_differences_are_empty_exactly_for_equal_trees(first: Config, second: Config):
     """No differences if and only if the trees are equal; and as many phrases as there are unequal values."""
-    values, others = flatten(to_tree(here)), flatten(to_tree(there))
-    assert len(differences(to_tree(here), to_tree(there))) == sum(values[path] != others[path] for path in VALUES)
+    values, others = flatten(to_tree(first)), flatten(to_tree(second))
+    assert len(differences(to_tree(first), to_tree(second))) == sum(values[path] != others[path] for path in VALUES)
 
 
 # --- YAML ---------------------------------------------------------------------------------------------------------

@@ -95,9 +95,9 @@ def test_a_look_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.tempfile, "TemporaryFile", refuse)
     checks = doctor.examine()
     assert "could not be examined" in check_of(checks, "extras").text
-    place = check_of(checks, "temporary files")
-    assert place.state == "broken"
-    assert "No space left" in place.text
+    check = check_of(checks, "temporary files")
+    assert check.state == "broken"
+    assert "No space left" in check.text
     assert main(["doctor"]) == 1
 
 

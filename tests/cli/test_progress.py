@@ -38,11 +38,11 @@ def test_a_pipe_has_a_plain_line_for_every_run(capsys: pytest.CaptureFixture[str
     sweep = demo()
     shown(sweep)
     lines = [re.sub(r"  \(\d+ s\)$", "", line) for line in capsys.readouterr().err.splitlines()]
-    place = "momentum 0.9, lr 0.7"
+    setting = "momentum 0.9, lr 0.7"
     assert lines == [
         "demo 2/83  2 finished before",
-        f"demo 3/83  heavy ball, no restart, {place}: perplexity 15.9; 2 finished before",
-        f"demo 4/83  heavy ball, restart every 3 rounds, {place}: diverged; 2 finished before; 1 diverged",
+        f"demo 3/83  heavy ball, no restart, {setting}: perplexity 15.9; 2 finished before",
+        f"demo 4/83  heavy ball, restart every 3 rounds, {setting}: diverged; 2 finished before; 1 diverged",
         "demo 4/83  worker 7 was killed; 2 finished before; 1 diverged",
     ]
     assert not any(run in line for run in sweep.runs for line in lines)
@@ -70,7 +70,7 @@ def test_a_terminal_has_the_map(monkeypatch: pytest.MonkeyPatch, width: int, col
     shown(demo())
     written = terminal.getvalue()
     lines = RESTORED.sub("", written).replace("\r", "\n").splitlines()
-    last = lines[max(place for place, line in enumerate(lines) if line.startswith("Heavy ball")) :]
+    last = lines[max(index for index, line in enumerate(lines) if line.startswith("Heavy ball")) :]
     assert last[3].replace("\N{MIDDLE DOT}", "-").split() == "0.9 - 15.9 - 0.9 - div. -".split()
     assert "4/83" in "".join(last)
     assert max(map(len, lines)) <= width

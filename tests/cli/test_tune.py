@@ -343,9 +343,9 @@ def test_killed_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     done = call(*words, "--out", "whole")
     assert done.returncode == 0, done.stderr
     kills = 0
-    for place in ("tune.json", "stage-00/cells.csv", "stage-01/runs/*/rounds.jsonl", "fresh/plan.json"):
+    for name in ("tune.json", "stage-00/cells.csv", "stage-01/runs/*/rounds.jsonl", "fresh/plan.json"):
         process = Forked(*words, "--out", "cut")
-        while process.poll() is None and not any(Path("cut").glob(place)):
+        while process.poll() is None and not any(Path("cut").glob(name)):
             time.sleep(0.01)  # the process needs the processor
         kills += process.poll() is None
         process.kill()

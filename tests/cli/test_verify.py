@@ -37,8 +37,8 @@ def test_damaged_shards(
     shardmaker.flip(shards / "train-00000.bin")
     corpus_of.cache_clear()
     out, (name, *more) = tmp_path / "out", words.split()
-    place = [*SMALL, "--data.corpus", f"tokens:{shards}", "--out", str(out), "--quiet"]
-    assert main([name, *([*more, str(shards)] if name == "data" else place + more)]) == status
+    options = [*SMALL, "--data.corpus", f"tokens:{shards}", "--out", str(out), "--quiet"]
+    assert main([name, *([*more, str(shards)] if name == "data" else options + more)]) == status
     said = capsys.readouterr().err
     assert "train-00000.bin" in said
     assert "copy it again, or prepare the folder again" in said

@@ -58,12 +58,12 @@ def test_places_in_a_run_are_compared():
     group.elastic = True
     setting: Any = SimpleNamespace(communicator=group, fragments=[], modules=[None], describe=dict, gap=1)
     members = Membership(setting, 0)
-    place = Position([1, 2], blocking=True, inner_step=16)
+    position = Position([1, 2], blocking=True, inner_step=16)
     with pytest.raises(
         Disagreement, match=r"between process 0 \(2 from number 1, after inner step 16\) and process 1 \(2"
     ):
-        members.attend(place, 1)
-    assert members.arrive(place, ready=True).begun
+        members.attend(position, 1)
+    assert members.arrive(position, ready=True).begun
 
 
 def test_an_edit_is_another_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

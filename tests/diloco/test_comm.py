@@ -329,8 +329,8 @@ def test_all_of_a_group_hear_the_same(heard: list[dict[str, Any]], name: str, ra
     size = len(ranks)
     rounding = 0.0 if size == 2 else 1e-6  # of three, the order in which they are added
     assert [rank for rank in range(SIZE) if name in heard[rank]] == ranks
-    for place, answer in enumerate(heard[rank][name] for rank in ranks):
-        assert answer["place"] == [place, size]
+    for index, answer in enumerate(heard[rank][name] for rank in ranks):
+        assert answer["place"] == [index, size]
         assert torch.equal(answer["sum"], heard[ranks[0]][name]["sum"])
         torch.testing.assert_close(answer["sum"], sum(map(vector, ranks)), rtol=rounding, atol=rounding)
         assert torch.equal(answer["copied"], vector(10 + ranks[0]))

@@ -74,8 +74,8 @@ def vectors(draw: Callable[..., Any], min_size: int) -> Tensor:
     if draw(st.booleans()):  # a long one, with the random words at random places
         length = draw(st.sampled_from(LENGTHS))
         long = torch.arange(length, dtype=integer) * 2654435761
-        places = draw(st.lists(st.integers(0, length - 1), min_size=len(short), max_size=len(short), unique=True))
-        long[torch.tensor(places, dtype=torch.int64)] = flat
+        indices = draw(st.lists(st.integers(0, length - 1), min_size=len(short), max_size=len(short), unique=True))
+        long[torch.tensor(indices, dtype=torch.int64)] = flat
         flat = long
     return flat.view(dtype)
 
@@ -160,10 +160,10 @@ def test_no_two_signs_of_a_piece_cancel():
     """A sign also changes w ^ (w >> 29) by 2^2 or 2^34, and no two weights add up, or differ, to make that vanish."""
     golden, piece = flat._GOLDEN % 2**64, flat._PIECE
     weights = flat._weights(torch.device("cpu")).numpy().view(np.uint64)
-    assert weights.tolist() == [place * golden % 2**64 | 1 for place in range(piece)]
+    assert weights.tolist() == [index * golden % 2**64 | 1 for index in range(piece)]
     # Of places i and j the odd weights add up to (i + j) golden + 0, 1 or 2 and differ by (i - j) golden - 1, 0 or 1.
-    sums = {(place * golden + extra) % 2**64 for place in range(2 * piece) for extra in (0, 1, 2)}
-    differences = {(place * golden + extra) % 2**64 for place in range(piece) for extra in (-1, 0, 1)}
+    sums = {(index * golden + extra) % 2**64 for index in range(2 * piece) for extra in (0, 1, 2)}
+    differences = {(index * golden + extra) % 2**64 for index in range(piece) for extra in (-1, 0, 1)}
     assert all(value % 2**29 for value in (sums | differences) - {0})
 
 
@@ -181,7 +181,7 @@ def test_weighted_checksum_is_the_same_on_every_machine():
     values = []
     for start in range(0, len(words), 1 << 15):
         piece = enumerate(words[start : start + (1 << 15)])
-        values.append(sum((word ^ word >> 29) * (place * 0x9E3779B97F4A7C15 | 1) for place, word in piece))
+        values.append(sum((word ^ word >> 29) * (index * 0x9E3779B97F4A7C15 | 1) for index, word in piece))
     values.append(halves[-1] - (halves[-1] >> 31 << 32))  # the odd one, as a signed number
     state = len(halves)
     for value in values:

@@ -157,7 +157,7 @@ def test_digests_see_every_bit(dtype: torch.dtype):
     assert list(digest) == ["anchor", "momentum buffer", "counters"]
     assert all(len(digits) == 16 and int(digits, 16) >= 0 for digits in digest.values())
     assert fragment_of(dtype)[0].digest() == digest
-    for what, tensors in (
+    for change, tensors in (
         ("anchor", fragment.anchor_views),
         ("momentum buffer", [fragment.outer.state[a]["momentum_buffer"] for a in fragment.anchor_views]),
     ):
@@ -165,7 +165,7 @@ def test_digests_see_every_bit(dtype: torch.dtype):
             for element, bit in itertools.product((0, tensor.numel() - 1), range(8 * tensor.dtype.itemsize)):
                 flip(tensor, element, bit)
                 changed = fragment.digest()
-                assert {key for key in digest if digest[key] != changed[key]} == {what}, (what, element, bit)
+                assert {key for key in digest if digest[key] != changed[key]} == {change}, (change, element, bit)
                 flip(tensor, element, bit)
     assert fragment.digest() == digest
 

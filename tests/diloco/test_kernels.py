@@ -22,14 +22,14 @@ pytest.importorskip("triton", reason="Triton is not installed: make gate, or pip
 def assert_alike(case: tuple[Any, ...], result: dict[str, Any]) -> None:
     """A case's rounds by the kernels against those of torch's operations on a CPU."""
     expected = interpreted.rounds(*case)
-    for actual, wanted in zip(result["reports"], expected["reports"], strict=True):
-        assert actual[0] == wanted[0]
-        assert actual[1:] == pytest.approx(wanted[1:], rel=1e-4, abs=1e-5)
+    for actual, desired in zip(result["reports"], expected["reports"], strict=True):
+        assert actual[0] == desired[0]
+        assert actual[1:] == pytest.approx(desired[1:], rel=1e-4, abs=1e-5)
     report, engine = result["checksums"]
     assert report == engine  # the kernel's own, and that of torch's operations on the same bits
     coarse = torch.float16 in case  # there a last bit of the anchor can turn over a replica's rounding
-    for actual, wanted in zip(result["tensors"], expected["tensors"], strict=True):
-        torch.testing.assert_close(actual.cpu(), wanted, rtol=2e-3 if coarse else 1e-5, atol=2e-3 if coarse else 1e-5)
+    for actual, desired in zip(result["tensors"], expected["tensors"], strict=True):
+        torch.testing.assert_close(actual.cpu(), desired, rtol=2e-3 if coarse else 1e-5, atol=2e-3 if coarse else 1e-5)
 
 
 def test_kernels_take_the_round_of_the_engine(tmp_path: Path):

@@ -68,8 +68,8 @@ def _registered(register_policy: Callable[[str], Any]) -> Iterator[None]:
 @torch.no_grad()
 def loss(model: nn.Module, replica: int, number: int) -> float:
     """On data of a replica's own, which change from time to time: a pull towards a place that they name."""
-    place = math.sin(1.7 * number + replica)
-    return sum(float(((p.double() - place) ** 2).mean()) for p in model.parameters())
+    position = math.sin(1.7 * number + replica)
+    return sum(float(((p.double() - position) ** 2).mean()) for p in model.parameters())
 
 
 @dataclass
@@ -191,15 +191,15 @@ each_case = pytest.mark.parametrize(("policy", "options"), CASES)
 @each_case
 def test_two_processes_decide_as_one(pair: list[dict[str, Any]], policy: str, options: str):
     """Two replicas here and one in each of two processes: the same decisions, bits, gains and counters everywhere."""
-    here = scenario(policy, options, [0, 1])
-    for rank, there in enumerate(answers["whole"][policy, options] for answers in pair):
-        assert there["reports"] == here["reports"]
-        assert there["counters"] == here["counters"]
-        assert unlike(of_one_process(here["tensors"], rank), there["tensors"]) == []
-    chosen = {report["gain"] if policy.startswith(STEPPING) else report["restarted"] for report in here["reports"]}
+    expected = scenario(policy, options, [0, 1])
+    for rank, actual in enumerate(answers["whole"][policy, options] for answers in pair):
+        assert actual["reports"] == expected["reports"]
+        assert actual["counters"] == expected["counters"]
+        assert unlike(of_one_process(expected["tensors"], rank), actual["tensors"]) == []
+    chosen = {report["gain"] if policy.startswith(STEPPING) else report["restarted"] for report in expected["reports"]}
     assert len(chosen) > 1
-    assert here["reports"][-1]["checksum"] != undecided(options)
-    assert not any(report["not_finite"] for report in here["reports"])
+    assert expected["reports"][-1]["checksum"] != undecided(options)
+    assert not any(report["not_finite"] for report in expected["reports"])
 
 
 @pytest.mark.dist
@@ -270,8 +270,8 @@ def test_candidates_have_the_other_fragments_at_the_anchor():
     first = {name for name, _ in run.engine.fragments[0].named}
     assert 0 < len(first) < len(NAMES)
     assert len(seen) == 4  # each on the data of two replicas
-    for share, place in zip((1.0, 1.0, 0.5, 0.5), seen, strict=True):
-        for name, value in place.items():
+    for share, weights in zip((1.0, 1.0, 0.5, 0.5), seen, strict=True):
+        for name, value in weights.items():
             mean = (replicas[0][name] + replicas[1][name]) / 2
             if name in first:
                 torch.testing.assert_close(value, anchor[name] + share * (mean - anchor[name]), rtol=0, atol=1e-6)

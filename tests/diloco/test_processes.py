@@ -412,12 +412,12 @@ def brought(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_two_processes_are_one(brought: list[dict[str, Any]], name: str):
     """Two replicas in this process and one in each of two: the same bits everywhere, and the same reports."""
-    here = scenario(name, [0, 1], None)
-    for rank, there in enumerate(answers["two"][name] for answers in brought[:2]):
-        assert str(there["reports"]) == str(here["reports"])  # a gain may be NaN
-        assert unlike(of_one_process(here["tensors"], rank), there["tensors"]) == []
-    assert any(report["restarted"] for report in here["reports"]) == (name != "heavy ball")
-    assert {report["rejected"] for report in here["reports"]} == ({0, 1, 2} if name.startswith("edit") else {0})
+    expected = scenario(name, [0, 1], None)
+    for rank, actual in enumerate(answers["two"][name] for answers in brought[:2]):
+        assert str(actual["reports"]) == str(expected["reports"])  # a gain may be NaN
+        assert unlike(of_one_process(expected["tensors"], rank), actual["tensors"]) == []
+    assert any(report["restarted"] for report in expected["reports"]) == (name != "heavy ball")
+    assert {report["rejected"] for report in expected["reports"]} == ({0, 1, 2} if name.startswith("edit") else {0})
 
 
 @pytest.mark.parametrize("name", RESUMED)
@@ -501,28 +501,28 @@ def test_shards_equal_the_whole(brought: list[dict[str, Any]], name: str):
 
     An evaluation has unsharded the model before every call of the engine.
     """
-    here = trained(name, [0, 1], None, lambda _: None)
-    there = [answers["sharded"][name] for answers in brought]
+    alone = trained(name, [0, 1], None, lambda _: None)
+    shards = [answers["sharded"][name] for answers in brought]
     # To rounding, to the steps of int8's scales, and roughly where a shard has chunks of its own.
     tolerance = {"int8": 0.05, "sparse": 0.2}.get(name, 2e-5)
-    checksums = [[report["checksum"] for report in answers["reports"]] for answers in there]
+    checksums = [[report["checksum"] for report in answers["reports"]] for answers in shards]
     assert checksums[0] == checksums[2] != checksums[1] == checksums[3]
     plain = ("round", "inner_steps", "partial", "complete", "replicas", "restarted")
     measured = ("pseudo_gradient_norm", "buffer_norm", "cosine", "gain")
-    for answers in there:
-        for whole, shard_report, firsts in zip(here["reports"], answers["reports"], there[0]["reports"], strict=True):
+    for answers in shards:
+        for whole, shard_report, firsts in zip(alone["reports"], answers["reports"], shards[0]["reports"], strict=True):
             assert [whole[key] for key in plain] == [shard_report[key] for key in plain]
             assert str([shard_report[key] for key in measured]) == str([firsts[key] for key in measured])
             for key in measured:
                 assert shard_report[key] == pytest.approx(
                     whole[key], rel=100 * tolerance, abs=tolerance, nan_ok=True
                 ), key
-    for rank, answers in enumerate(there):
-        for key, a in here["anchor"].items():
+    for rank, answers in enumerate(shards):
+        for key, a in alone["anchor"].items():
             shard = a.chunk(2)[rank % 2]
             torch.testing.assert_close(answers["anchor"][key], shard, rtol=tolerance, atol=tolerance)
             assert same_bits(answers["models"][0][key].chunk(2)[rank % 2], answers["anchor"][key])
-    assert list(here["anchor"]) == NAMES
+    assert list(alone["anchor"]) == NAMES
 
 
 def test_shards_resume(brought: list[dict[str, Any]]):

@@ -259,13 +259,13 @@ def test_a_state_of_another_engine_is_refused(
     engine: Callable[[], DiLoCo], state: Callable[[], dict[str, Any]], message: str
 ):
     """One that lacks parts, is damaged, or is of another model or schedule is refused by name; nothing has changed."""
-    mine = engine()
-    before, groups = mine.checksum(), [dict(f.outer.param_groups[0]) for f in mine.fragments]
+    fresh = engine()
+    before, groups = fresh.checksum(), [dict(f.outer.param_groups[0]) for f in fresh.fragments]
     with pytest.raises(ValueError, match=rf"^DiLoCo\.load_state_dict: .*{message}"):
-        mine.load_state_dict(state())
-    assert mine.checksum() == before
-    assert (mine.round, mine.inner_step, mine.syncs) == (0, 0, 0)
-    assert [dict(f.outer.param_groups[0]) for f in mine.fragments] == groups
+        fresh.load_state_dict(state())
+    assert fresh.checksum() == before
+    assert (fresh.round, fresh.inner_step, fresh.syncs) == (0, 0, 0)
+    assert [dict(f.outer.param_groups[0]) for f in fresh.fragments] == groups
 
 
 @pytest.mark.parametrize(("policy", "lacks"), [("loss", "loss_end, loss_start"), ("probe:keep,drop", "probes")])

@@ -31,10 +31,10 @@ def twin(residual: NDArray[np.float64], g: NDArray[np.float64], ratio: int, bits
         chunk = residual[start : start + length]
         largest = np.argsort(-np.abs(chunk), kind="stable")[: length // ratio]
         least, most = (float(np.float32(end(abs(chunk[largest])))) for end in (min, max))
-        for place in largest:
+        for index in largest:
             step = (most - least) / steps or 1.0
-            size = least + np.clip(np.round((abs(chunk[place]) - least) / step), 0, steps) * step
-            sent[start + place] = np.copysign(size, chunk[place])
+            size = least + np.clip(np.round((abs(chunk[index]) - least) / step), 0, steps) * step
+            sent[start + index] = np.copysign(size, chunk[index])
     residual -= sent
     return sent
 
@@ -84,11 +84,11 @@ def test_what_is_kept_is_within_half_a_step(values: list[float], bits: int, rati
     count = -(-len(x) // ratio)
     order = x.abs().sort(descending=True).values
     step = (order[0] - order[count - 1]) / (2 ** (bits - 1) - 1)
-    there = y != 0
-    assert int(there.sum()) <= count
-    assert bool((y[there].sign() == x[there].sign()).all())
-    assert bool(((y - x)[there].abs() <= step / 2 + 1e-6 * order[0]).all())
-    assert bool((x[there].abs() >= order[count - 1]).all())
+    nonzero = y != 0
+    assert int(nonzero.sum()) <= count
+    assert bool((y[nonzero].sign() == x[nonzero].sign()).all())
+    assert bool(((y - x)[nonzero].abs() <= step / 2 + 1e-6 * order[0]).all())
+    assert bool((x[nonzero].abs() >= order[count - 1]).all())
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e300])

@@ -66,12 +66,12 @@ class Plain:
         for replica, model in enumerate(self.models):
             drift(model, self.time, replica)
         self.time += 1
-        place = (self.time - 1) % self.inner_steps + 1
+        position = (self.time - 1) % self.inner_steps + 1
         for part in self.parts:
             part.steps += 1
             part.age += 1
         self.apply([part for part in self.parts if part.launched is not None and part.age == self.delay])
-        due = [part for part in self.parts if part.offset == place]
+        due = [part for part in self.parts if part.offset == position]
         self.launch(due)
         if self.delay == 0:
             self.apply(due)

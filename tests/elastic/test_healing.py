@@ -89,8 +89,8 @@ def test_a_slow_and_a_silent_giver(giver: Healing, monkeypatch: pytest.MonkeyPat
     def by_pieces(state: Any, stream: Any) -> None:
         data = io.BytesIO()
         whole(state, data)
-        for place in range(0, data.tell(), 100_000):
-            stream.write(data.getvalue()[place : place + 100_000])
+        for start in range(0, data.tell(), 100_000):
+            stream.write(data.getvalue()[start : start + 100_000])
             stream.flush()
             over.wait(PATIENCE if silent else 0.1)
 

@@ -35,9 +35,9 @@ def test_sliders_fields_and_keys(view: View) -> None:
     lr = float(page.input_value("#field-lr"))
     assert lr > 1.2
     assert page.inner_html("#residual .plot") != before
-    shown = number(view.readouts()["log₁₀ loss, no restart"])
+    value = number(view.readouts()["log₁₀ loss, no restart"])
     true = log_final_loss(OuterRule(lr, 0.9, False, "ema"), SIX, 120, 120) / math.log(10)
-    assert math.isclose(shown, true, rel_tol=6e-4)
+    assert math.isclose(value, true, rel_tol=6e-4)
     view.act("fill", "#field-restart", "11")
     page.focus("#slider-restart")
     view.press("ArrowRight", "ArrowUp")
@@ -163,9 +163,9 @@ def test_state_survives_the_address(view: View) -> None:
     fragment = page.evaluate("location.hash")
     assert fragment.startswith("#v=1&lr=0.123&")
     assert fragment.endswith("&policy=cycle:4,7&schedule=cosine&noise=0.05&seed=12")
-    shown = view.readouts()
+    readouts = view.readouts()
     page = view.open(State(), fragment)
-    assert view.readouts() == shown
+    assert view.readouts() == readouts
     assert page.input_value("#field-lr") == "0.123"
     assert page.input_value("#field-policy") == "cycle:4,7"
     assert page.input_value("#policy") == "cycle:5,6,10"  # the choice of its kind

@@ -45,10 +45,10 @@ def check_first(view: View) -> None:
     """Step 1: the round in which the mode passes zero, and how far it swings."""
     words = said(view)
     residual = rollout(rule_at(view.page), SIX, ROUNDS).residual[:, 3]  # of the mode that is drawn in bold
-    shown = re.search(r"It oscillates: it passes 0 in round (\d+) and swings to (\S+),", words)
-    assert shown, words
-    assert int(shown[1]) == np.argmax(residual < 0)
-    assert number(shown[2]) == pytest.approx(residual.min(), rel=0.05)
+    match = re.search(r"It oscillates: it passes 0 in round (\d+) and swings to (\S+),", words)
+    assert match, words
+    assert int(match[1]) == np.argmax(residual < 0)
+    assert number(match[2]) == pytest.approx(residual.min(), rel=0.05)
     assert view.page.inner_text("#guide-next") == "Next: Now restart it"
 
 
@@ -56,29 +56,29 @@ def check_second(view: View) -> None:
     """Step 2: both losses, their ratio, and the rounds that are saved."""
     words, rule = said(view), rule_at(view.page)
     period = int(view.page.input_value("#field-restart"))
-    shown = re.search(
+    match = re.search(
         r"Restarted every (\d+) rounds: loss (\S+) after 60 rounds, and (\S+) without. "
         r"That is ([\d,]+) times lower, or as low (\d+) rounds sooner",
         words,
     )
-    assert shown, words
-    assert int(shown[1]) == period
+    assert match, words
+    assert int(match[1]) == period
     with_restarts, without = loss_of(rule, period), loss_of(rule)
-    assert number(shown[2]) == pytest.approx(with_restarts, rel=0.06)
-    assert number(shown[3]) == pytest.approx(without, rel=0.06)
-    assert float(shown[4].replace(",", "")) == pytest.approx(without / with_restarts, rel=0.06)
+    assert number(match[2]) == pytest.approx(with_restarts, rel=0.06)
+    assert number(match[3]) == pytest.approx(without, rel=0.06)
+    assert float(match[4].replace(",", "")) == pytest.approx(without / with_restarts, rel=0.06)
     loss = rollout(rule, SIX, ROUNDS, period).loss
     late = np.flatnonzero(loss > without)[-1] + 1
-    assert int(shown[5]) == ROUNDS - late
+    assert int(match[5]) == ROUNDS - late
 
 
 def check_third(view: View) -> None:
     """Step 3: the loss without restarts, and that no period would save a tenth of the rounds."""
     words, rule = said(view), rule_at(view.page)
-    shown = re.search(r"At β = (\S+) the loss after 60 rounds is (\S+) without restarts; the best K would save", words)
-    assert shown, words
+    match = re.search(r"At β = (\S+) the loss after 60 rounds is (\S+) without restarts; the best K would save", words)
+    assert match, words
     assert 0 < rule.momentum < 0.6
-    assert number(shown[2]) == pytest.approx(loss_of(rule), rel=0.06)
+    assert number(match[2]) == pytest.approx(loss_of(rule), rel=0.06)
     best = min(range(1, ROUNDS + 1), key=lambda period: loss_of(rule, period))
     loss = rollout(rule, SIX, ROUNDS, best).loss
     assert np.flatnonzero(loss > loss_of(rule)).max(initial=-1) + 1 >= 0.9 * ROUNDS

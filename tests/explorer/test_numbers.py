@@ -33,9 +33,9 @@ HEIGHT = 3600
 """Of the window: every panel is in sight, for one that is not is drawn only when it comes."""
 
 
-def close(shown: str, true: float) -> bool:
+def close(text: str, true: float) -> bool:
     """Whether a number on the page is the true one to the four figures that it shows."""
-    return shown == "–" if math.isnan(true) else math.isclose(number(shown), true, rel_tol=6e-4, abs_tol=1e-9)
+    return text == "–" if math.isnan(true) else math.isclose(number(text), true, rel_tol=6e-4, abs_tol=1e-9)
 
 
 def quickly(view: View, code: str, argument: Any) -> Any:
@@ -267,7 +267,7 @@ def test_simulated_runs_are_rollouts(view: View, name: str) -> None:
     """Residuals, losses, restarts and gains under policies, schedules and the page's noise are `rollout`'s."""
     state = RUNS[name]
     page, rule, sigma = view.show(state), rule_of(state), modes_of(state)
-    shown = page.evaluate(
+    result = page.evaluate(
         """() => {
             const { state, residual, modes, losses, restarts, gains } = app.model;
             const place = (j, t) => { const [sign, log] = residual(j, t); return sign * Math.exp(log); };
@@ -281,20 +281,20 @@ def test_simulated_runs_are_rollouts(view: View, name: str) -> None:
             };
         }"""
     )
-    noise = state.noise * np.array(shown["draws"]).reshape(state.rounds, 1, len(sigma))
+    noise = state.noise * np.array(result["draws"]).reshape(state.rounds, 1, len(sigma))
     policy = parse(state.policy or (str(state.restart) if state.restart else "never"))
     for arm, chosen in {"none": Never(), "restart": policy}.items():
         under = Scheduled(chosen, state.schedule, state.rounds) if state.schedule != "constant" else chosen
         run = rollout(rule, sigma, state.rounds, under, noise=noise)
-        np.testing.assert_allclose(shown[arm], np.log10(run.loss), rtol=1e-9, atol=1e-9)
+        np.testing.assert_allclose(result[arm], np.log10(run.loss), rtol=1e-9, atol=1e-9)
         if arm == "restart":
-            np.testing.assert_allclose(shown["residual"], run.residual, rtol=1e-8, atol=1e-12)
-            assert shown["restarts"] == (np.flatnonzero(run.restarts[:-1]) + 1).tolist()
+            np.testing.assert_allclose(result["residual"], run.residual, rtol=1e-8, atol=1e-12)
+            assert result["restarts"] == (np.flatnonzero(run.restarts[:-1]) + 1).tolist()
     if state.schedule == "constant" and not policy.needs:
-        assert shown["gain"] == pytest.approx(mean_outer_gain(rule, policy, state.rounds), rel=1e-9)
+        assert result["gain"] == pytest.approx(mean_outer_gain(rule, policy, state.rounds), rel=1e-9)
     else:
-        assert policy.needs == frozenset() or shown["gain"] is None or math.isnan(shown["gain"])
-    assert close(view.readouts()["log₁₀ loss, restart"], shown["restart"][-1])
+        assert policy.needs == frozenset() or result["gain"] is None or math.isnan(result["gain"])
+    assert close(view.readouts()["log₁₀ loss, restart"], result["restart"][-1])
 
 
 def test_the_map_of_simulated_runs(view: View) -> None:
@@ -389,13 +389,13 @@ def test_recommendation_and_warnings_do_not_contradict(view: View, name: str) ->
     """Never is recommended where nothing moves or oscillates, and no sentence speaks of what is not there."""
     state, best, said = SAID[name]
     page = view.show(state)
-    words, shown = page.inner_text("#warning"), view.readouts()["Recommended K"]
+    words, text = page.inner_text("#warning"), view.readouts()["Recommended K"]
     assert said in words
-    assert best is None or shown == best
-    assert ("is no momentum at all" in words) == (shown == "1")
+    assert best is None or text == best
+    assert ("is no momentum at all" in words) == (text == "1")
     assert not ("diverge" in said and "slows" in words)
     bold = page.inner_text("#choices tr.chosen button")
-    assert bold == shown
+    assert bold == text
     assert not re.search(r"\b(every )?1 rounds", page.inner_text("body"))
     if state.restart >= state.rounds:
         assert "no restart within the horizon" in page.inner_html("#residual")

@@ -91,20 +91,20 @@ class Replica:
         return {"live": live, "agreed": self.model.state_dict()}
 
 
-def worker(folder: Path, number: int, places: list[str]) -> None:
+def worker(folder: Path, number: int, urls: list[str]) -> None:
     """Train in two parts, the second resumed from a file; then lose one replica and let it come back."""
     torch.set_num_threads(1)
     first = Replica(number)
-    torch.save(first.train(places[0], lambda _: first.step == STOP), folder / f"stopped {number}.pt")
+    torch.save(first.train(urls[0], lambda _: first.step == STOP), folder / f"stopped {number}.pt")
     saved = torch.load(folder / f"stopped {number}.pt", weights_only=True)["live"]
     rest = Replica(number, seed=1)  # other weights, which the file replaces
-    whole = rest.train(places[1], lambda _: rest.step == STEPS, saved, folder / f"run {number}")
+    whole = rest.train(urls[1], lambda _: rest.step == STEPS, saved, folder / f"run {number}")
     torch.save(whole, folder / f"resumed {number}.pt")
     healed = Replica(number)
     if number == 1:
-        healed.train(places[2], lambda _: healed.step == STOP)
+        healed.train(urls[2], lambda _: healed.step == STOP)
         healed = Replica(number, seed=1)  # comes back with nothing
-    torch.save(healed.train(places[2], lambda group: group.current_step() == 8), folder / f"healed {number}.pt")
+    torch.save(healed.train(urls[2], lambda group: group.current_step() == 8), folder / f"healed {number}.pt")
 
 
 # --- processes ------------------------------------------------------------------------------------------------------
@@ -142,8 +142,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, set[str]]:
         seen.update(*by_replica)
 
     with contextlib.ExitStack() as stack:
-        places = [stack.enter_context(lighthouse(2)) for _ in range(3)]
-        commands = [[__file__, str(folder), str(number), *places] for number in range(2)]
+        urls = [stack.enter_context(lighthouse(2)) for _ in range(3)]
+        commands = [[__file__, str(folder), str(number), *urls] for number in range(2)]
         run(commands, [folder / "0.log", folder / "1.log"], watch)
     return folder, seen
 
@@ -201,8 +201,8 @@ def test_listens_on_this_machine_only(results: tuple[Path, set[str]]):
 def test_example(tmp_path: Path):
     """The example's replicas end with the same agreed weights."""
     logs = [tmp_path / "0.log", tmp_path / "1.log"]
-    with lighthouse(2) as place:
-        run([[str(EXAMPLE), str(number), "2", place] for number in range(2)], logs)
+    with lighthouse(2) as url:
+        run([[str(EXAMPLE), str(number), "2", url] for number in range(2)], logs)
     ends = [re.findall(r"agreed weights (\S+)", log.read_text()) for log in logs]
     assert [len(matches) for matches in ends] == [1, 1]
     assert ends[0] == ends[1]
@@ -255,19 +255,19 @@ def rounds_of(value: float, *, outer: Any = trainers.RULE, is_split: bool = Fals
 
 
 @pytest.mark.parametrize(
-    ("here", "there", "words"),
+    ("first", "second", "words"),
     [
         ({}, {"is_split": True}, r"diloco: fragments differ between these rounds .* give the checkpoint's"),
         ({"is_split": True}, {}, r"diloco: fragments differ between these rounds .* give the checkpoint's"),
         ({"outer": twophase.outer("adamw", lr=0.1)}, {}, "state is of momentum SGD"),
     ],
 )
-def test_a_state_that_does_not_fit_is_refused(here: dict[str, Any], there: dict[str, Any], words: str):
+def test_a_state_that_does_not_fit_is_refused(first: dict[str, Any], second: dict[str, Any], words: str):
     """The first difference in fragments or method is named, and no anchor has changed."""
-    rounds = rounds_of(1.0, **here)
+    rounds = rounds_of(1.0, **first)
     before = [anchors.keys() for anchors in rounds.state_dict()["anchors"]]
     with pytest.raises(ValueError, match=words):
-        rounds.load_state_dict(rounds_of(2.0, **there).state_dict())
+        rounds.load_state_dict(rounds_of(2.0, **second).state_dict())
     after = rounds.state_dict()["anchors"]
     assert [anchors.keys() for anchors in after] == before
     assert all(float(p.mean()) == 1.0 for anchors in after for p in anchors.values())

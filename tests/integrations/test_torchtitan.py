@@ -41,14 +41,14 @@ def program(folder: Path, *words: str, lighthouse: str = "") -> subprocess.Compl
 
 def replicas(folder: Path, name: str, *words: str) -> list[int]:
     """Run two replicas side by side below a lighthouse of their own; their exit codes."""
-    place = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{free_port()}"
     options = ["--min_replicas", "2", "--quorum_tick_ms", "20", "--heartbeat_timeout_ms", "1000"]
-    with subprocess.Popen([str(LIGHTHOUSE), "--bind", place, *options], stderr=subprocess.DEVNULL) as lighthouse:
+    with subprocess.Popen([str(LIGHTHOUSE), "--bind", address, *options], stderr=subprocess.DEVNULL) as lighthouse:
         try:
 
             def one_of_them(number: int) -> subprocess.CompletedProcess[str]:
                 more = ["--fault_tolerance.replica_id", str(number), "--dump_folder", str(folder), *SETTING, *words]
-                return program(folder, name, *more, "--hf_assets_path", str(folder), lighthouse=f"http://{place}")
+                return program(folder, name, *more, "--hf_assets_path", str(folder), lighthouse=f"http://{address}")
 
             with ThreadPoolExecutor(2) as pool:
                 ends = list(pool.map(one_of_them, range(2)))

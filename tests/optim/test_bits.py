@@ -242,11 +242,11 @@ def test_a_step_has_the_bits_of_each_type_alone(dtypes: tuple[torch.dtype, torch
     update = Update(9.0, 0.9, True, "sum", step=Step(0.7, 0.21))
     columns = [[*randoms(seed, dtype=dtypes[0]), *randoms(seed + 5, dtype=dtypes[1])] for seed in range(2)]
     columns.append([m.float() for m in randoms(2) * 2])
-    alone = [[column[place].clone() for column in columns] for place in range(len(columns[0]))]
+    alone = [[column[index].clone() for column in columns] for index in range(len(columns[0]))]
     outer_step_(columns[0], columns[1], columns[2], update)
-    for place, (x, g, m) in enumerate(alone):
+    for index, (x, g, m) in enumerate(alone):
         outer_step_([x], [g], [m], update)
-        assert same_bits(x, columns[0][place])
+        assert same_bits(x, columns[0][index])
 
 
 @pytest.mark.parametrize("along_g", [1.0, 0.7])
@@ -266,15 +266,15 @@ def test_a_step_that_keeps_nothing_of_the_buffer(dtype: torch.dtype, along_g: fl
 @each_rule
 def test_parameters_on_several_devices(rule: OuterRule):
     """One group over several devices steps as torch.optim.SGD does; meta stands in for the second one."""
-    here, there = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, device="meta"))
+    on_cpu, on_meta = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, device="meta"))
     alone = nn.Parameter(torch.ones(3))
-    outers = [OuterSGD.from_rule([here, there], rule), OuterSGD.from_rule([alone], rule)]
+    outers = [OuterSGD.from_rule([on_cpu, on_meta], rule), OuterSGD.from_rule([alone], rule)]
     for _ in range(3):
-        for p in (here, there, alone):
+        for p in (on_cpu, on_meta, alone):
             p.grad = torch.full_like(p, 0.5)
         for outer in outers:
             outer.step()
-    assert same_bits(here, alone)
+    assert same_bits(on_cpu, alone)
 
 
 # --- inner products ---------------------------------------------------------------------------------------------------

@@ -38,12 +38,12 @@ def test_equals_the_printed_equations(rule: OuterRule, policy: str):
     gradients = [math.sin(t * t) + 0.3 for t in range(1, 21)]
     param = nn.Parameter(torch.tensor([1.5], dtype=torch.float64))
     outer, twin = OuterSGD.from_rule([param], rule, policy), ReferenceOuter(param, rule, parse(policy))
-    for g, place in zip(gradients, simulate(rule, gradients, parse(policy), 1.5), strict=True):
+    for g, expected in zip(gradients, simulate(rule, gradients, parse(policy), 1.5), strict=True):
         param.grad = torch.tensor([g], dtype=torch.float64)
         outer.step()
         twin.round(param.grad)
         for x, m in ((param, outer.state[param]["momentum_buffer"]), (twin.x, twin.m)):
-            assert (x.item(), m.item()) == pytest.approx(place, rel=1e-13, abs=1e-14)
+            assert (x.item(), m.item()) == pytest.approx(expected, rel=1e-13, abs=1e-14)
 
 
 # --- reductions -------------------------------------------------------------------------------------------------------

@@ -198,9 +198,9 @@ def test_candidates_are_tried_from_the_same_place():
     assert len(seen) == 6
     torch.testing.assert_close(flat(params), seen[0], rtol=0, atol=1e-12)  # out as it was, then the candidate's step
     steps = [(1, 0.3, 0.27), (0, 0.3, 0.27), (0.5, 0.3, 0.27), (1, 1, 0), (0, 1, 0), (1, 1.3, 0)]
-    for place, (retain, along_g, along_m) in zip(seen, steps, strict=True):
+    for anchor, (retain, along_g, along_m) in zip(seen, steps, strict=True):
         step = along_g * g + along_m * (0.9 * retain * m + g)
-        torch.testing.assert_close(place, before - step, rtol=0, atol=1e-12)
+        torch.testing.assert_close(anchor, before - step, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("schedule", ["momentum:warmup=6", "warmup:warmup=4"])

@@ -216,13 +216,13 @@ def test_lookahead_and_slow_momentum_in_the_engine():
     package = pytest.importorskip("pytorch_optimizer", reason="the package pytorch-optimizer is not installed")
     models = [nn.Linear(3, 2).double() for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
-    here, there = (torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models)
+    first, second = (torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models)
     engine = DiLoCo(models[0], outer("lookahead", lr=0.6), inner_steps=5)
-    wrapped = package.Lookahead(there, k=5, alpha=0.6)
+    wrapped = package.Lookahead(second, k=5, alpha=0.6)
     for number in range(5 * ROUNDS):
         for model in models:
             give_round(number, list(model.parameters()))
-        here.step()
+        first.step()
         engine.step()
         wrapped.step()
     for p, q in zip(*(model.parameters() for model in models), strict=True):

@@ -62,13 +62,13 @@ def test_loading_replaces_everything():
     params = parameters(0)
     outer = OuterSGD(params, 0.1, 0.9, restart=3)
     start = copy.deepcopy(outer.state_dict())
-    places = [p.detach().clone() for p in params]
+    weights = [p.detach().clone() for p in params]
     run(outer, range(5))
     first = [p.detach().clone() for p in params]
     outer.load_state_dict(start)
     assert not any("momentum_buffer" in outer.state[p] for p in params)
     with torch.no_grad():
-        for p, x in zip(params, places, strict=True):
+        for p, x in zip(params, weights, strict=True):
             p.copy_(x)
     run(outer, range(5))
     assert all(same_bits(p, x) for p, x in zip(params, first, strict=True))
@@ -236,7 +236,7 @@ def adafactor(p: nn.Parameter) -> OuterOptimizer:
 
 
 @pytest.mark.parametrize(
-    ("build", "shape", "dtype", "places"),
+    ("build", "shape", "dtype", "devices"),
     [
         (momentum_sgd, (), torch.float32, {"momentum_buffer": "meta"}),
         (momentum_sgd, (3,), torch.float32, {"momentum_buffer": "meta"}),
@@ -244,14 +244,14 @@ def adafactor(p: nn.Parameter) -> OuterOptimizer:
         (adafactor, (4, 3), torch.float32, {"row_var": "meta", "col_var": "meta", "step": "cpu"}),
     ],
 )
-def test_loaded_buffers_lie_on_their_parameters_device(build: Any, shape: Any, dtype: torch.dtype, places: Any):
+def test_loaded_buffers_lie_on_their_parameters_device(build: Any, shape: Any, dtype: torch.dtype, devices: Any):
     """Whatever device the state was saved from, shown with torch's device without data; counts stay where they are."""
-    here, there = (nn.Parameter(torch.ones(shape, dtype=dtype, device=device)) for device in ("cpu", "meta"))
-    saved, outer = build(here), build(there)
-    here.grad = torch.ones_like(here)
+    on_cpu, on_meta = (nn.Parameter(torch.ones(shape, dtype=dtype, device=device)) for device in ("cpu", "meta"))
+    saved, outer = build(on_cpu), build(on_meta)
+    on_cpu.grad = torch.ones_like(on_cpu)
     saved.step()
     outer.load_state_dict(saved.state_dict())
-    assert {key: value.device.type for key, value in outer.state[there].items() if key in places} == places
+    assert {key: value.device.type for key, value in outer.state[on_meta].items() if key in devices} == devices
 
 
 @pytest.mark.parametrize(
@@ -261,11 +261,11 @@ def test_hooks_around_loading_have_the_last_word(build: Any):
     """Torch's hooks work: one that matches by name, from fewer parameters, and one that changes what was loaded."""
 
     def by_name(optimizer: OuterSGD, state: dict[str, Any]) -> dict[str, Any]:
-        (group,), (here,) = state["param_groups"], optimizer.param_groups
-        places = {name: place for place, name in enumerate(here["param_names"])}
+        (group,), (current,) = state["param_groups"], optimizer.param_groups
+        order = {name: number for number, name in enumerate(current["param_names"])}
         indices = dict(zip(group["param_names"], group["params"], strict=True))
-        numbers = {places[name]: state["state"][index] for name, index in indices.items()}
-        whole = {"params": list(places.values()), "param_names": list(places)}
+        numbers = {order[name]: state["state"][index] for name, index in indices.items()}
+        whole = {"params": list(order.values()), "param_names": list(order)}
         return {"state": numbers, "param_groups": [group | whole]}
 
     def doubled(optimizer: OuterSGD) -> None:

@@ -91,11 +91,11 @@ def mesh_of_one(tmp_path: Path) -> Iterator[Any]:
     dist.destroy_process_group()
 
 
-def assert_same_run(here: dict[str, Any], whole: dict[str, Any]) -> None:
-    for a, b in zip(here["x"], whole["x"], strict=True):
+def assert_same_run(actual: dict[str, Any], whole: dict[str, Any]) -> None:
+    for a, b in zip(actual["x"], whole["x"], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-13)
-    assert here["angles"] == pytest.approx(whole["angles"], rel=1e-9, abs=1e-12)
-    assert here["counters"] == whole["counters"]
+    assert actual["angles"] == pytest.approx(whole["angles"], rel=1e-9, abs=1e-12)
+    assert actual["counters"] == whole["counters"]
 
 
 @pytest.mark.slow
@@ -117,10 +117,10 @@ def test_dtensor_state_round_trip(mesh_of_one: Any):
     other = OuterSGD(params, 0.1, 0.9, restart=3)
     other.load_state_dict(copy.deepcopy(outer.state_dict()))
     for p in params:
-        here, there = (optimizer.state[p]["momentum_buffer"] for optimizer in (other, outer))
-        assert here.dtype == torch.float32
-        assert here.placements == there.placements
-        assert same_bits(here.full_tensor(), there.full_tensor())
+        loaded, buffer = (optimizer.state[p]["momentum_buffer"] for optimizer in (other, outer))
+        assert loaded.dtype == torch.float32
+        assert loaded.placements == buffer.placements
+        assert same_bits(loaded.full_tensor(), buffer.full_tensor())
 
 
 @pytest.mark.dist
@@ -189,22 +189,22 @@ def test_inside_torchft(policy: str, norm_ratio: type[RestartPolicy]):
     local_sgd = pytest.importorskip("torchft.local_sgd")
     rule, count = OuterRule(0.7, 0.9, nesterov=True), 4
 
-    there = small_model(0)
-    inner = torch.optim.AdamW(there.parameters(), lr=1e-2)
-    outer = OuterSGD.from_rule(there.parameters(), rule, policy)
+    wrapped = small_model(0)
+    inner = torch.optim.AdamW(wrapped.parameters(), lr=1e-2)
+    outer = OuterSGD.from_rule(wrapped.parameters(), rule, policy)
     manager = torchft_manager()
-    with local_sgd.DiLoCo(manager, [there], inner, outer, sync_every=count):
-        for _ in inner_steps(there, inner, range(10 * count)):
+    with local_sgd.DiLoCo(manager, [wrapped], inner, outer, sync_every=count):
+        for _ in inner_steps(wrapped, inner, range(10 * count)):
             pass
     assert manager.should_commit.call_count == 10
 
-    here = small_model(0)
-    inner = torch.optim.AdamW(here.parameters(), lr=1e-2)
-    engine = DiLoCo(here, rule, restart=policy, inner_steps=count)
-    for _ in inner_steps(here, inner, range(10 * count)):
+    actual = small_model(0)
+    inner = torch.optim.AdamW(actual.parameters(), lr=1e-2)
+    engine = DiLoCo(actual, rule, restart=policy, inner_steps=count)
+    for _ in inner_steps(actual, inner, range(10 * count)):
         engine.step()
     assert engine.round == 10
-    for p, q in zip(here.parameters(), there.parameters(), strict=True):
+    for p, q in zip(actual.parameters(), wrapped.parameters(), strict=True):
         assert same_bits(p, q)
     assert isinstance(engine.outer, OuterSGD)
     assert counters(outer) == counters(engine.outer)

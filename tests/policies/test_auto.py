@@ -37,8 +37,8 @@ def by_hand(gradients: np.ndarray) -> np.ndarray:
         largest = max(norms[begin - 1 :])
         last = updates[-1] if updates else np.zeros_like(g)
         length = np.linalg.norm(last)
-        behind = (1 - norms[-1] / largest) * norms[-1] / length * last if length > 0 else 0 * last
-        updates.append(g + behind)
+        along_buffer = (1 - norms[-1] / largest) * norms[-1] / length * last if length > 0 else 0 * last
+        updates.append(g + along_buffer)
     return np.array(updates)
 
 
@@ -136,8 +136,8 @@ def test_an_update_is_at_most_twice_as_long_as_averaging(norms: list[float], buf
 
     Pseudo-gradients and buffer in other units give the same weights.
     """
-    there, _ = steps(norms, buffer, unit)
-    for step, other, norm in zip(steps(norms, buffer)[0], there, norms, strict=True):
+    target, _ = steps(norms, buffer, unit)
+    for step, other, norm in zip(steps(norms, buffer)[0], target, norms, strict=True):
         assert step.along_g == 1
         assert 0 <= step.along_m * buffer <= norm * (1 + 1e-12)
         assert other.along_m == pytest.approx(step.along_m, rel=1e-9, abs=1e-12 * norm / buffer)

@@ -179,9 +179,9 @@ def test_the_same_path_in_the_other_form(rule: OuterRule, text: str):
     """Rule and policy converted to the other form take the same path with the same restarts."""
     policy = parse("norm:3.0") if text == "norm:1.5" and rule.form == "sum" else parse(text)
     other = convert(rule, policy, "ema" if rule.form == "sum" else "sum")
-    here, there = noisy(rule, policy), noisy(*other)
-    np.testing.assert_allclose(here.residual, there.residual, rtol=0, atol=1e-11)
-    assert here.restarts.tolist() == there.restarts.tolist()
+    first, second = noisy(rule, policy), noisy(*other)
+    np.testing.assert_allclose(first.residual, second.residual, rtol=0, atol=1e-11)
+    assert first.restarts.tolist() == second.restarts.tolist()
     assert (other[1] == policy) is not isinstance(policy, NormRatio)
     if isinstance(policy, NormRatio):
         assert isinstance(other[1], NormRatio)

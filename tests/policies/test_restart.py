@@ -218,8 +218,8 @@ def largest(rule: OuterRule, policy: RestartPolicy, rounds: int) -> float:
 def test_converted_rule_and_policy_take_the_same_path(rule: OuterRule, policy: RestartPolicy, gradients: list[float]):
     """`convert` keeps the whole trajectory, soft injections included, for any pseudo-gradients; twice it is undone."""
     other = convert(rule, policy, OTHER[rule.form])
-    here, there = ([x for x, _ in simulate(its_rule, gradients, its)] for its_rule, its in ((rule, policy), other))
-    assert here == pytest.approx(there, rel=1e-12, abs=1e-12 * (1 + largest(rule, policy, len(gradients))))
+    first, second = ([x for x, _ in simulate(its_rule, gradients, its)] for its_rule, its in ((rule, policy), other))
+    assert first == pytest.approx(second, rel=1e-12, abs=1e-12 * (1 + largest(rule, policy, len(gradients))))
     back_rule, back = convert(*other, rule.form)
     assert back_rule.lr == pytest.approx(rule.lr, rel=1e-15)
     if isinstance(policy, Soft):

@@ -107,11 +107,11 @@ def test_every_sweep_is_sound(scale: Scale) -> None:
             if cell.arm == "momentum-free":
                 assert (cell.config.outer.momentum, cell.config.outer.restart) == (0.0, "never")
                 continue
-            form, kind, what = cell.arm.split(", ", 2)
+            form, kind, treatment = cell.arm.split(", ", 2)
             assert (form, kind == "Nesterov") == (cell.config.outer.form, cell.config.outer.nesterov)
-            without = what.startswith("never") or what == "beta sweep"
+            without = treatment.startswith("never") or treatment == "beta sweep"
             assert (cell.config.outer.restart == "never") == without
-            assert (cell.control_of is not None) == ("gain of" in what)
+            assert (cell.control_of is not None) == ("gain of" in treatment)
             if cell.control_of:
                 of = restarted[cell.arm, cell.control_of].config
                 assert with_values(cell.config, {"outer.lr": of.outer.lr, "outer.restart": of.outer.restart}) == of
@@ -158,14 +158,14 @@ def test_soft_restart(scale: Scale, cells: int) -> None:
         coefficients = set(product(scale.retain, scale.inject)) - {(0.0, 0.0)}
         policies = {str(Soft(period, *pair)) for pair in coefficients} | {str(period)}
         for form in FORMS:
-            here = [
+            chosen = [
                 cell for cell in sweep.cells if (cell.config.inner_steps, cell.config.outer.form) == (inner_steps, form)
             ]
-            soft = Counter(c.config.outer.restart for c in here if c.arm == f"{form}, Nesterov, soft K={period}")
+            soft = Counter(c.config.outer.restart for c in chosen if c.arm == f"{form}, Nesterov, soft K={period}")
             assert soft == dict.fromkeys(policies, len(scale.seeds))
-            controls = [c for c in here if c.arm == f"{form}, Nesterov, never, gain of soft K={period}"]
+            controls = [c for c in chosen if c.arm == f"{form}, Nesterov, never, gain of soft K={period}"]
             assert len({c.control_of for c in controls}) == len(soft) * len(scale.seeds)
-            assert sum(c.arm == f"{form}, Nesterov, never" for c in here) == len(scale.seeds)
+            assert sum(c.arm == f"{form}, Nesterov, never" for c in chosen) == len(scale.seeds)
         averaging = [c for c in sweep.cells if c.arm == "momentum-free" and c.config.outer.lr == 1.0]
         assert {c.config.inner_steps for c in averaging} == {scale.short, scale.long}
 
@@ -209,9 +209,9 @@ def test_second_stage_cells() -> None:
         fires = [k for k in scale.periods if k < scale.rounds(inner_steps)]
         for rule, nesterov in [(rule, rule.endswith("Nesterov")) for rule in RULES]:
             form = rule.split(", ")[0]
-            here = [c for c in second if c.arm.startswith(rule) and c.config.inner_steps == inner_steps]
+            chosen = [c for c in second if c.arm.startswith(rule) and c.config.inner_steps == inner_steps]
             arms: dict[str, list[tuple[object, ...]]] = {}
-            for cell in here:
+            for cell in chosen:
                 arms.setdefault(cell.arm.removeprefix(f"{rule}, "), []).append(place(cell))
             where = (inner_steps, form, nesterov)
             assert Counter(arms["beta sweep"]) == dict.fromkeys(

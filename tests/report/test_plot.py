@@ -54,17 +54,17 @@ def opened(watched: Watched, folder: Path, *charts: Chart, width: int = 1280, sc
 
 
 @pytest.mark.parametrize("boom", [[1e150], [1e150] * 2 * MOST_POINTS, []])
-@pytest.mark.parametrize("place", [0, 1, 2])
-def test_a_curve_without_a_number_has_its_place(boom: list[float], place: int) -> None:
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_a_curve_without_a_number_has_its_place(boom: list[float], index: int) -> None:
     """The buttons of a page choose curves by their places, those of runs that exploded among them."""
     names = ["a", "c"]
-    names.insert(place, "boom")
+    names.insert(index, "boom")
     curves = [Curve(name, *((range(len(boom)), boom) if name == "boom" else ([0, 1], [1.0, 2.0]))) for name in names]
     made = figure(Chart("n", "t", "x", "y", curves, shown=[2]))
     data = data_of(made)
     assert ([series["name"] for series in data["series"]], data["shown"]) == (names, [2])
     assert "x" in data["series"][0]
-    assert (f"{names[2]}: from 1" in (made or "")) == (place < 2)
+    assert (f"{names[2]}: from 1" in (made or "")) == (index < 2)
     assert [series["name"] for series in data_of(figure(Chart("n", "t", "x", "y", curves)))["series"]] == ["a", "c"]
 
 
@@ -140,10 +140,10 @@ def test_strokes_are_those_of_the_figures() -> None:
 def test_numbers_of_a_chart_keep_their_digits(watched: Watched, tmp_path: Path) -> None:
     """Four figures of any value, all of a step's: neither ticks a thousandth apart nor steps become one text."""
     chart = Chart("n", "t", "step", "y", [Curve("c", [1_234_566, 1_234_567], [0.0015, 0.012345])])
-    shown = opened(watched, tmp_path, chart)
+    view = opened(watched, tmp_path, chart)
     texts = {0.0015: "0.0015", 0.012345: "0.01235", 12345: "12,345", -2.34567: "−2.346", 2e7: "2e7", 1.23e-5: "1.23e−5"}
-    assert shown.evaluate("values => values.map(plots.text)", list(texts)) == list(texts.values())
-    box = shown.locator("figure.plot > div")
+    assert view.evaluate("values => values.map(plots.text)", list(texts)) == list(texts.values())
+    box = view.locator("figure.plot > div")
     box.press("End")
     assert box.locator("[aria-live]").text_content() == "step 1,234,567: c 0.01235"
 
@@ -158,49 +158,49 @@ def test_every_axis_tells_its_places_apart(browser: Browser, tmp_path: Path) -> 
         for values in several
     ]
     (tmp_path / "page.html").write_text(page("axes", "", *made, scripts=[script()]), encoding="utf-8")
-    shown = browser.new_page(bypass_csp=True)
+    view = browser.new_page(bypass_csp=True)
     # The texts are drawn: note them on their way.
-    shown.add_init_script(
+    view.add_init_script(
         "const write = CanvasRenderingContext2D.prototype.fillText; window.drawn = []\n"
         "CanvasRenderingContext2D.prototype.fillText = function (text, ...place) {"
         " drawn.push([this.canvas, text]); return write.call(this, text, ...place) }"
     )
-    shown.goto((tmp_path / "page.html").as_uri())
-    shown.wait_for_function("document.querySelectorAll('canvas').length === 5")
-    texts = shown.evaluate(
+    view.goto((tmp_path / "page.html").as_uri())
+    view.wait_for_function("document.querySelectorAll('canvas').length === 5")
+    texts = view.evaluate(
         "[...document.querySelectorAll('canvas')].map(c => drawn.filter(d => d[0] === c).map(d => d[1]))"
     )
     for numbers in texts:
         last = numbers[-(len(numbers) // numbers.count("step")) :]  # of the last drawing
         assert len(set(last)) == len(last) >= 8, last
-    shown.close()
+    view.close()
 
 
 @pytest.mark.browser
 def test_the_legend_says_of_which_marks_some_are_drawn(watched: Watched, tmp_path: Path) -> None:
     """Of more restarts or syncs than a chart has room for some are drawn, and a reader can see that by the legend."""
     chart = Chart("n", "t", "round", "y", [Curve("c", range(101), range(101))], restarts=range(61), syncs=range(60))
-    shown = opened(watched, tmp_path, chart)
-    marks = shown.locator(".legend li:not(.place):not(:has(button))").all_text_contents()
+    view = opened(watched, tmp_path, chart)
+    marks = view.locator(".legend li:not(.place):not(:has(button))").all_text_contents()
     assert marks == ["sync (outer step)", "restart, some of them"]
 
 
 @pytest.mark.browser
 def test_keys_move_over_what_is_in_view(watched: Watched, tmp_path: Path) -> None:
     """In a part of a chart that the reader has drawn out, keys read that part: from its first place to its last."""
-    shown = opened(watched, tmp_path, Chart("n", "t", "round", "y", [Curve("c", range(101), range(101))]))
-    area, box = shown.locator(".u-over").bounding_box(), shown.locator("figure.plot > div")
+    view = opened(watched, tmp_path, Chart("n", "t", "round", "y", [Curve("c", range(101), range(101))]))
+    area, box = view.locator(".u-over").bounding_box(), view.locator("figure.plot > div")
     assert area is not None
     x, y = area["x"], area["y"] + 50
-    shown.mouse.move(x + 0.402 * area["width"], y)
-    shown.mouse.down()
-    shown.mouse.move(x + 0.598 * area["width"], y, steps=4)
-    shown.mouse.up()
+    view.mouse.move(x + 0.402 * area["width"], y)
+    view.mouse.down()
+    view.mouse.move(x + 0.598 * area["width"], y, steps=4)
+    view.mouse.up()
     keys = {"Home": 41, "ArrowRight": 42, "End": 59, "Escape": None, "ArrowRight ": 41, "End ": 59}
-    for key, place in keys.items():
+    for key, index in keys.items():
         box.press(key.strip())
-        if place:
-            assert box.locator("[aria-live]").text_content() == f"round {place}: c {place}"
+        if index:
+            assert box.locator("[aria-live]").text_content() == f"round {index}: c {index}"
     for key in ("Alt+ArrowLeft", "Control+Home", "Meta+ArrowRight"):  # the browser's own
         box.press(key)
         assert box.locator("[aria-live]").text_content() == "round 59: c 59"
@@ -218,29 +218,29 @@ def test_charts_in_a_browser(watched: Watched, tmp_path: Path, width: int, schem
         Chart("norm", "Norm", "round", "norm", norms, log=True, restarts=[3]),
         Chart("dots", "Dots", "restart", "perplexity", dots, names=["never", "3"]),
     ]
-    shown = opened(watched, tmp_path, *charts, width=width, scheme=scheme)
-    boxes = shown.locator("figure.plot > div")
-    assert shown.locator("canvas").count() == 3
+    view = opened(watched, tmp_path, *charts, width=width, scheme=scheme)
+    boxes = view.locator("figure.plot > div")
+    assert view.locator("canvas").count() == 3
     for _ in range(4):
         boxes.first.press("ArrowRight")
     assert boxes.first.locator("[aria-live]").text_content() == "round 4: <b> 2.5; b 1"
-    assert shown.locator("figure.plot").first.locator("output").all_text_contents() == ["2.5", "1"]
+    assert view.locator("figure.plot").first.locator("output").all_text_contents() == ["2.5", "1"]
     boxes.last.press("End")
     assert boxes.last.locator("[aria-live]").text_content() == "3: seed 0 9"
     boxes.first.hover()
-    assert all(shown.locator("figure.plot").first.locator("output").all_text_contents())
-    toggle = shown.get_by_role("button", name="<b>")
-    before = shown.locator("canvas").first.screenshot()
+    assert all(view.locator("figure.plot").first.locator("output").all_text_contents())
+    toggle = view.get_by_role("button", name="<b>")
+    before = view.locator("canvas").first.screenshot()
     toggle.click()
     assert toggle.get_attribute("aria-pressed") == "false"
-    hidden = shown.locator("canvas").first.screenshot()
-    shown.emulate_media(color_scheme="light" if scheme == "dark" else "dark")
-    shown.wait_for_timeout(100)
-    assert len({before, hidden, shown.locator("canvas").first.screenshot()}) == 3
-    numbers = shown.evaluate("decodeURIComponent(document.querySelector('a[download]').href)")
+    hidden = view.locator("canvas").first.screenshot()
+    view.emulate_media(color_scheme="light" if scheme == "dark" else "dark")
+    view.wait_for_timeout(100)
+    assert len({before, hidden, view.locator("canvas").first.screenshot()}) == 3
+    numbers = view.evaluate("decodeURIComponent(document.querySelector('a[download]').href)")
     assert "<b>,2,\n<b>,3,2.5\n" in numbers
-    assert axe_violations(shown) == []
-    assert shown.evaluate("document.documentElement.scrollWidth") <= width
-    assert shown.pdf().startswith(b"%PDF")
-    assert shown.locator("canvas").count() == 3
+    assert axe_violations(view) == []
+    assert view.evaluate("document.documentElement.scrollWidth") <= width
+    assert view.pdf().startswith(b"%PDF")
+    assert view.locator("canvas").count() == 3
     assert watched.troubles == []

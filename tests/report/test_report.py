@@ -478,12 +478,12 @@ def test_a_sweep_along_one_axis_is_points(tmp_path: Path, axes: list[Axis], name
 def test_a_table_with_other_results_than_the_runs(sweep_folder: Path, capsys: Output, column: str) -> None:
     """A digit of cells.csv that was changed is refused with the run and the remedy, whatever --where asks for."""
     rows = read_rows(sweep_folder / "cells.csv")
-    place = next(k for k, row in enumerate(rows) if row.state == "finished" and row.values["outer.lr"] == 0.7)
-    rows[place] = dataclasses.replace(rows[place], **{column: "diverged" if column == "state" else 8.0625})
+    index = next(k for k, row in enumerate(rows) if row.state == "finished" and row.values["outer.lr"] == 0.7)
+    rows[index] = dataclasses.replace(rows[index], **{column: "diverged" if column == "state" else 8.0625})
     write_rows(sweep_folder / "cells.csv", rows)
     assert main(["report", str(sweep_folder), "--where", "outer.lr=0.3"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"{column} of run {rows[place].run} is" in line
+    assert f"{column} of run {rows[index].run} is" in line
     assert "repeat the sweep's command" in line
 
 
@@ -747,8 +747,8 @@ def test_a_watched_page_keeps_the_place(browser: Browser, tmp_path: Path) -> Non
         element.click()
     page.focus("#settings ~ details summary")
     page.evaluate("document.querySelector('#settings ~ details summary').scrollIntoView()")
-    place = "[document.activeElement.textContent, document.activeElement.getBoundingClientRect().top, scrollY > 0]"
-    before = page.evaluate(place)
+    script = "[document.activeElement.textContent, document.activeElement.getBoundingClientRect().top, scrollY > 0]"
+    before = page.evaluate(script)
     # The newest has a paragraph more, far above.
     (tmp_path / "page.html").write_text(text.replace("<main>", "<main><p id='new'>new</p>"), encoding="utf-8")
     page.clock.run_for(9_000)
@@ -756,7 +756,7 @@ def test_a_watched_page_keeps_the_place(browser: Browser, tmp_path: Path) -> Non
     with page.expect_event("load"):
         page.clock.run_for(1_500)
     assert page.query_selector("#new") is not None
-    name, height, scrolled = page.evaluate(place)
+    name, height, scrolled = page.evaluate(script)
     assert (name, scrolled) == (before[0], before[2])
     assert scrolled
     assert name.startswith("Configuration, ")

@@ -147,10 +147,10 @@ def test_fragments_are_no_further_rounds(tmp_path: Path) -> None:
     write_run(tmp_path, EMA, [], 20, blocks={"a": [0.3], "b": [0.5]}, config=config_of(EMA, rounds=40, inner_steps=2))
     lines = [json.loads(line) for line in (tmp_path / "rounds.jsonl").read_text().splitlines()]
     apart = [
-        line | {"step": 2 * line["round"] - 1 + place, "fragments": [line["fragments"][place]]}
-        | {"groups": [line["groups"][place]]}
+        line | {"step": 2 * line["round"] - 1 + index, "fragments": [line["fragments"][index]]}
+        | {"groups": [line["groups"][index]]}
         for line in lines
-        for place in (0, 1)
+        for index in (0, 1)
     ]  # fmt: skip
     write_lines(tmp_path / "rounds.jsonl", apart)
     (tmp_path / "config.yaml").write_text(dump_yaml(config_of(EMA, rounds=40, inner_steps=2)))

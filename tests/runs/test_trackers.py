@@ -38,10 +38,10 @@ class Backend:
         self.fail_at = ""
         self.block: threading.Event | None = None
 
-    def _meet(self, place: str) -> None:
-        if self.block is not None and place == self.fail_at:
+    def _meet(self, stage: str) -> None:
+        if self.block is not None and stage == self.fail_at:
             self.block.wait()
-        elif place == self.fail_at:
+        elif stage == self.fail_at:
             raise ConnectionError("the server\nis gone")
 
     def init(self, **arguments: Any) -> Backend:
@@ -119,7 +119,7 @@ def test_tensorboard_reads_the_logs(config: TrainConfig, tmp_path: Path) -> None
     """
     pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
     run(replace(config, log_every=1), tmp_path / "run", "tensorboard")
-    shown = scalars(tmp_path / "run")
+    logged = scalars(tmp_path / "run")
     metrics, rounds = logs(tmp_path / "run")
     for name, key, lines in (
         ("loss/train", "train_loss", metrics),
@@ -128,18 +128,18 @@ def test_tensorboard_reads_the_logs(config: TrainConfig, tmp_path: Path) -> None
         ("round/restarted", "restarted", rounds),
         ("round/number", "round", rounds),
     ):
-        assert shown[name] == [(line["step"], pytest.approx(float(line[key]), rel=1e-6)) for line in lines], name
-    assert [step for step, _ in shown["loss/validation"]] == [5]
-    assert [step for step, _ in shown["loss/step"]] == [step for step, _ in shown["speed/tokens_per_second"]]
-    assert [step for step, _ in shown["loss/step"]] == [1, 2, 3, 4, 5]
-    assert [step for step, _ in shown["round/seconds/outer"]] == [2, 4, 5]
+        assert logged[name] == [(line["step"], pytest.approx(float(line[key]), rel=1e-6)) for line in lines], name
+    assert [step for step, _ in logged["loss/validation"]] == [5]
+    assert [step for step, _ in logged["loss/step"]] == [step for step, _ in logged["speed/tokens_per_second"]]
+    assert [step for step, _ in logged["loss/step"]] == [1, 2, 3, 4, 5]
+    assert [step for step, _ in logged["round/seconds/outer"]] == [2, 4, 5]
     (tmp_path / "run" / "summary.json").unlink()
     for lost in ("step-00000004", "step-00000005"):
         folder = tmp_path / "run" / "checkpoint" / lost
         if folder.exists():
             folder.rename(tmp_path / lost)
     run(replace(config, log_every=1), tmp_path / "run", "tensorboard")
-    assert scalars(tmp_path / "run")["loss/train"] == shown["loss/train"]
+    assert scalars(tmp_path / "run")["loss/train"] == logged["loss/train"]
 
 
 def test_same_lines_to_all(backends: dict[str, Backend], config: TrainConfig, tmp_path: Path) -> None:
@@ -175,11 +175,11 @@ def test_a_loop_that_begins_anew_is_a_run_of_its_own(
 
     One that loads its state inside of the block has not begun anew.
     """
-    shown: dict[str, list[tuple[int, dict[str, float]]]] = {}
+    logged: dict[str, list[tuple[int, dict[str, float]]]] = {}
 
     def init(*, name: str, **_: Any) -> Backend:  # a server, which knows its runs by their names
         backend = Backend()
-        backend.lines = shown.setdefault(name, [])
+        backend.lines = logged.setdefault(name, [])
         backend._next_step = max((step + 1 for step, _ in backend.lines), default=0)
         return backend
 
@@ -195,7 +195,7 @@ def test_a_loop_that_begins_anew_is_a_run_of_its_own(
                 engine.step({"loss": loss})
             state = copy.deepcopy(engine.state_dict())
             raise ZeroDivisionError
-    losses = [[(step, line["loss/train"]) for step, line in lines if "loss/train" in line] for lines in shown.values()]
+    losses = [[(step, line["loss/train"]) for step, line in lines if "loss/train" in line] for lines in logged.values()]
     second = [*((step, 1.0) for step in range(2, 13, 2)), (14, 2.0), (16, 2.0)]
     assert losses == [[(step, 9.0) for step in range(2, 9, 2)], second]
 
@@ -214,14 +214,14 @@ def test_run_is_the_same(
 ) -> None:
     """With a tracker that works, or fails anywhere, weights and logs are those of a run without one, bit for bit."""
     run(config, tmp_path / "plain")
-    for place in ("none", "init", "log", "finish"):
-        wandb.fail_at = place
-        assert run(config, tmp_path / place, "wandb")["exit_reason"] == "finished"
-        assert logs(tmp_path / place) == logs(tmp_path / "plain")
-        weights = [(tmp_path / name / "weights.safetensors").read_bytes() for name in ("plain", place)]
+    for stage in ("none", "init", "log", "finish"):
+        wandb.fail_at = stage
+        assert run(config, tmp_path / stage, "wandb")["exit_reason"] == "finished"
+        assert logs(tmp_path / stage) == logs(tmp_path / "plain")
+        weights = [(tmp_path / name / "weights.safetensors").read_bytes() for name in ("plain", stage)]
         assert weights[0] == weights[1]
         message = "tracker wandb failed (the server is gone); the run continues without it\n"
-        assert capfd.readouterr() == ("", "" if place == "none" else message)  # neither welcome nor goodbye
+        assert capfd.readouterr() == ("", "" if stage == "none" else message)  # neither welcome nor goodbye
 
 
 @pytest.fixture
@@ -238,16 +238,16 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
             assert not thread.is_alive()  # it ends when it can
 
 
-@pytest.mark.parametrize("place", ["init", "log", "finish"])
+@pytest.mark.parametrize("stage", ["init", "log", "finish"])
 def test_blocked(
     backends: dict[str, Backend],
     hurried: threading.Event,
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
-    place: str,
+    stage: str,
 ) -> None:
     """A tracker that never answers holds up neither the run nor another tracker, and is reported once."""
-    backends["wandb"].fail_at, backends["wandb"].block = place, hurried
+    backends["wandb"].fail_at, backends["wandb"].block = stage, hurried
     folder = types.SimpleNamespace(path=tmp_path, log=lambda *_: None)
     with tracked(folder, ["wandb", "trackio"], run_name="first", config={}) as recorder:
         for step in range(20):

@@ -88,14 +88,14 @@ def test_momentum_rises():
     assert schedule.at(OuterRule(1.0, 0.0), 1, 1).momentum == 0
     x, m = parameters(0, [(5,)]), 0.0
     optimizer = OuterOptimizer(x, outer("heavy-ball", schedule="momentum:warmup=3"))
-    place = x[0].detach().clone()
+    expected = x[0].detach().clone()
     for number in range(1, 7):
         (g,) = randoms(number, [(5,)])
         give(x, [g])
         optimizer.step()
         m = 0.9 * min(1, (number - 1) / 3) * m + g
-        place -= 0.7 * m
-        torch.testing.assert_close(x[0].detach(), place, rtol=1e-12, atol=1e-12)
+        expected -= 0.7 * m
+        torch.testing.assert_close(x[0].detach(), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", registered("schedule"))

@@ -230,7 +230,7 @@ def test_kinds_of_runs_are_as_alone(base: RunConfig, lm: TrainConfig, tmp_path: 
         by_policy.setdefault(config.outer.restart, []).append(expected[run]["summary"])
     ends = {policy: {summary["checksum"] for summary in some} for policy, some in by_policy.items()}
     if together:
-        assert sum(wanted["summary"]["diverged"] for wanted in expected.values()) >= 3
+        assert sum(reference["summary"]["diverged"] for reference in expected.values()) >= 3
     elif case == "one history":
         assert (len(made.runs), made.steps) == (4, 18)
     elif case == "a policy that measures":
@@ -417,7 +417,7 @@ def test_runs_that_share_nothing_are_the_runs_alone(base: RunConfig, tmp_path: P
     expected = alone(made)
     walker = grow(made, tmp_path)
     check(made, tmp_path, expected)
-    (early,) = (wanted["summary"] for wanted in expected.values() if wanted["summary"]["diverged"])
+    (early,) = (reference["summary"] for reference in expected.values() if reference["summary"]["diverged"])
     assert walker.tally.steps == made.steps - base.steps + early["steps"] == len(walker.tally.step_seconds)
     assert early["steps"] < base.steps
     for run in made.runs:
@@ -498,9 +498,9 @@ def test_damaged_states_are_never_used(store: tuple[States, list[str]]) -> None:
     path = saved.path(node, "end")
     data, unused = path.read_bytes(), 0
     for case in range(240):
-        place, lines[:] = generator.randrange(len(data)), []
-        other = bytes([data[place] ^ 1 << generator.randrange(8)])
-        path.write_bytes(data[:place] + (other + data[place + 1 :] if case % 4 else b""))
+        index, lines[:] = generator.randrange(len(data)), []
+        other = bytes([data[index] ^ 1 << generator.randrange(8)])
+        path.write_bytes(data[:index] + (other + data[index + 1 :] if case % 4 else b""))
         state = saved.read(node, "end", ["run"])
         assert (state is None) == (len(lines) == 1)
         assert all("that part is done again" in line and "\n" not in line for line in lines)

@@ -160,8 +160,8 @@ def history(config: TrainConfig, how: str) -> History:
     elif is_scheduled(rule, policy):
         names = [tuple(map(str, vector)) for vector in coefficients(rule, policy, len(syncs))]
     else:
-        shown = config.outer.probe_sequences if "probes" in policy.needs else 0
-        names = [(rule, str(policy), number, shown) for number in range(len(syncs))]
+        probes = config.outer.probe_sequences if "probes" in policy.needs else 0
+        names = [(rule, str(policy), number, probes) for number in range(len(syncs))]
     trunk = dataclasses.replace(config, outer=OuterConfig(), inner_steps=1)
     return History(trunk, tuple(zip(syncs, names, strict=True)))
 
@@ -317,8 +317,8 @@ def test_merging_is_equality_of_coefficients(drawn: list[dict[str, Any]], data: 
 
 def plainness(outer: OuterConfig) -> tuple[bool, ...]:
     """Momentum-free first, then without restarts, then heavy ball, then in sum form, then without a probe's size."""
-    shown = outer.probe_sequences > 0  # of a batch of 8, and never all of it
-    return outer.momentum != 0, outer.restart != "never", outer.nesterov, outer.form == "ema", shown
+    probes = outer.probe_sequences > 0  # of a batch of 8, and never all of it
+    return outer.momentum != 0, outer.restart != "never", outer.nesterov, outer.form == "ema", probes
 
 
 @given(CELLS)
@@ -424,12 +424,12 @@ facts = [[astuple(node) for node in made.forest.nodes.values()], dict(made.stand
 
 def test_a_plan_is_the_same_in_every_process() -> None:
     """Nodes, twins and jobs do not depend on the process or its hash seed: workers on many machines agree."""
-    here: dict[str, Any] = {}
-    exec(PRINT_PLAN, here)  # noqa: S102 - the same text as in the other process
+    namespace: dict[str, Any] = {}
+    exec(PRINT_PLAN, namespace)  # noqa: S102 - the same text as in the other process
     done = subprocess.run(
         [sys.executable, "-c", PRINT_PLAN + "print(json.dumps(facts))"],
         env=os.environ | {"PYTHONHASHSEED": "12345"},
         capture_output=True,
         check=True,
     )
-    assert json.loads(done.stdout) == json.loads(json.dumps(here["facts"]))
+    assert json.loads(done.stdout) == json.loads(json.dumps(namespace["facts"]))

@@ -234,9 +234,9 @@ def test_shared_stretches_are_done_once(tmp_path: Path, command: list[str]) -> N
     sweep = grid(lr=(0.3, 0.5, 0.7), momentum=(0.5, 0.9), restart=("never", "3", "4"))
     assert counts(run_sweep(sweep, tmp_path, workers=2, command=command)) == (18, 0, 0, 0)
     made = work_of(tmp_path)
-    wanted = [job.node for job in made.jobs.values() if not job.deep]
-    assert len(wanted) >= 2
-    assert sorted(lines(tmp_path / "trunks")) == sorted(wanted)
+    expected = [job.node for job in made.jobs.values() if not job.deep]
+    assert len(expected) >= 2
+    assert sorted(lines(tmp_path / "trunks")) == sorted(expected)
     assert tries(tmp_path, sweep) == [1] * 18
     assert list((tmp_path / "forest").iterdir()) == []  # though these workers have removed no state
 
@@ -334,10 +334,10 @@ def test_trials_that_cannot_be_written(
         patch.setattr(Trials, "record", flaky)
         run_sweep(sweep, tmp_path, workers=1, command=command)
     assert states(tmp_path) == ["finished", "diverged"]
-    wanted = [("diverges", "diverged"), ("ok", "finished")]
-    assert failures == 99 or trials_of(tmp_path) == wanted
+    expected = [("diverges", "diverged"), ("ok", "finished")]
+    assert failures == 99 or trials_of(tmp_path) == expected
     assert run_sweep(sweep, tmp_path, workers=1, command=["/nonexistent"]).skipped == 2
-    assert trials_of(tmp_path) == wanted
+    assert trials_of(tmp_path) == expected
 
 
 def test_leftovers_of_killed_processes_go(tmp_path: Path, command: list[str]) -> None:
@@ -364,8 +364,8 @@ def test_no_run_is_lost_or_counted_twice(tmp_path: Path, command: list[str]) -> 
     modes = ("ok", "killed once", "killed after", "killed always", "fails", "diverges", "lies", "killed always", "ok")
     sweep, statuses = sweep_of(*modes), []
     outcome = run_sweep(sweep, tmp_path, workers=3, command=command, progress=statuses.append)
-    wanted = {"killed always": "failed", "fails": "failed", "lies": "failed", "diverges": "diverged"}
-    assert states(tmp_path) == [wanted.get(mode, "finished") for mode in modes]
+    expected = {"killed always": "failed", "fails": "failed", "lies": "failed", "diverges": "diverged"}
+    assert states(tmp_path) == [expected.get(mode, "finished") for mode in modes]
     assert counts(outcome) == (4, 1, 4, 0)
     assert tries(tmp_path, sweep) == [1, 2, 1, 3, 1, 1, 1, 3, 1]
     for cell, phrase in zip(sweep.cells[3:8], ("attempt 3 of 3", "ValueError", "", "no valid", "killed"), strict=True):

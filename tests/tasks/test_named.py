@@ -203,7 +203,7 @@ def test_a_package_of_the_working_directory_is_a_workers_too(rings: Path, monkey
     """Python's -P, with which workers start, takes the working directory from the path."""
     (rings.parent / "beside").mkdir()
     rings.rename(rings.parent / "beside" / "tasks.py")
-    monkeypatch.setattr(sys, "path", [place for place in sys.path if place not in ("", str(rings.parent))])
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(rings.parent))])
     assert named.task_class("beside.tasks:Rings").__name__ == "Rings"
     for module in ("beside", "beside.tasks"):
         sys.modules.pop(module)

@@ -60,16 +60,16 @@ def test_which_kernels_are_tried(
 
 
 @pytest.mark.parametrize(
-    ("wanted", "deterministic", "remedy"),
+    ("setting", "deterministic", "remedy"),
     [("flash", False, "heads of 16; use .* auto"), ("cudnn", True, "and --deterministic; use .* auto")],
 )
 def test_a_kernel_that_does_not_work_is_refused(
-    monkeypatch: pytest.MonkeyPatch, wanted: str, deterministic: bool, remedy: str
+    monkeypatch: pytest.MonkeyPatch, setting: str, deterministic: bool, remedy: str
 ):
     """A given kernel that fails, or does not repeat as was asked, is a message; `auto` leaves it to torch."""
     monkeypatch.setattr(attention, "fastest_attention", stub({"cudnn"}, []))
-    config = with_values(TrainConfig(), {"compute.attention": wanted, "deterministic": deterministic})
-    with pytest.raises(UsageError, match=rf"--compute.attention {wanted}: .*{remedy}"):
+    config = with_values(TrainConfig(), {"compute.attention": setting, "deterministic": deterministic})
+    with pytest.raises(UsageError, match=rf"--compute.attention {setting}: .*{remedy}"):
         choose(config, SHAPE, GPU, SingleProcess())
     monkeypatch.setattr(attention, "fastest_attention", stub(set(), []))
     assert choose(TrainConfig(), SHAPE, GPU, SingleProcess()) == "default"

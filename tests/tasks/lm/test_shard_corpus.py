@@ -155,17 +155,17 @@ def test_facts_of_a_prepared_folder(folder: Path, tmp_path: Path, monkeypatch: p
     assert moved.description["fingerprint"] == description["fingerprint"]
 
 
-@pytest.mark.parametrize("wanted", ["", "toy", SHA256, SHA256[:8], SHA256[:20].upper()])
-def test_the_expected_tokenizer_is_accepted(folder: Path, wanted: str):
+@pytest.mark.parametrize("tokenizer", ["", "toy", SHA256, SHA256[:8], SHA256[:20].upper()])
+def test_the_expected_tokenizer_is_accepted(folder: Path, tokenizer: str):
     """By name, by the beginning of its hash, or not asked for."""
-    assert build(data(folder, tokenizer=wanted), 2).description["tokenizer"] == "toy"
+    assert build(data(folder, tokenizer=tokenizer), 2).description["tokenizer"] == "toy"
 
 
-@pytest.mark.parametrize("wanted", ["mistral", SHA256[:7], SHA256[1:20], "to", "TOY"])
-def test_another_tokenizer_is_refused(folder: Path, wanted: str):
+@pytest.mark.parametrize("tokenizer", ["mistral", SHA256[:7], SHA256[1:20], "to", "TOY"])
+def test_another_tokenizer_is_refused(folder: Path, tokenizer: str):
     """Another name, too few digits or others: the message names both and what to do."""
-    with pytest.raises(UsageError, match=rf"--data\.tokenizer is '{wanted}', .*'toy' \(SHA-256 0123456789ab"):
-        build(data(folder, tokenizer=wanted), 2)
+    with pytest.raises(UsageError, match=rf"--data\.tokenizer is '{tokenizer}', .*'toy' \(SHA-256 0123456789ab"):
+        build(data(folder, tokenizer=tokenizer), 2)
 
 
 REFUSED: list[tuple[dict[str, object], int, int, str]] = [
