@@ -43,8 +43,7 @@ def message_of(error: BaseException) -> str:
     reason = (str(error).splitlines() or [""])[0] or "no more is known"
     return (
         f"the memory is full ({reason}). Give a smaller model, fewer --replicas, --data.batch-size or "
-        "--data.validation-windows, fewer --workers, or a GPU to each replica by torchrun. What has been saved is "
-        "intact"
+        "--data.validation-windows, fewer --workers, or a GPU to each replica by torchrun. Saved state is intact"
     )
 
 

@@ -212,8 +212,7 @@ def _collect_slots(replicas: list[nn.Module], communicator: Communicator) -> lis
         if any(isinstance(module, DistributedDataParallel) for module in replica.modules()):
             raise ValueError(
                 "DiLoCo: replicas holds a DistributedDataParallel, which averages the gradients of each inner step: "
-                "no replica would train on its own. Pass its .module, and shard a replica over several processes by "
-                "FSDP2"
+                "no replica would train on its own. Pass its .module. Use FSDP2 to shard a replica over processes"
             )
     collected = [slots_of(replica) for replica in replicas]
     if not collected[0]:
