@@ -78,7 +78,7 @@ def engine_run(
             disturbance = None if noise is None else noise[:, replica, part]
             inners.append(Disturbed([model.get_parameter(name)], disturbance))
 
-    def weights(model: nn.Module) -> np.ndarray:
+    def place(model: nn.Module) -> np.ndarray:
         return torch.cat([model.get_parameter(name).detach() for name in names]).numpy()
 
     engine = DiLoCo(
@@ -87,10 +87,10 @@ def engine_run(
         restart=restart,
         inner_steps=INNER_STEPS,
         signals=("loss_start", "loss_end", "inner_lr", "progress"),
-        probe=lambda model, _replica, _round: half_square(weights(model)),
+        probe=lambda model, _replica, _round: half_square(place(model)),
     )
     curvatures = torch.from_numpy(CURVATURES)
-    anchors, reports = [np.full_like(CURVATURES, start)], []
+    places, reports = [np.full_like(CURVATURES, start)], []
     for _ in range(ROUNDS * INNER_STEPS):
         for inner in inners:
             inner.zero_grad()
@@ -99,21 +99,21 @@ def engine_run(
             (0.5 * curvatures * x * x).sum().backward()
         for inner in inners:
             inner.step()
-        ends = half_square(np.mean([weights(model) for model in models], axis=0))
-        signals = {"loss_start": half_square(anchors[-1]), "loss_end": ends}
-        report = engine.step(signals | {"inner_lr": 1.0, "progress": len(anchors) / ROUNDS})
+        ends = half_square(np.mean([place(model) for model in models], axis=0))
+        signals = {"loss_start": half_square(places[-1]), "loss_end": ends}
+        report = engine.step(signals | {"inner_lr": 1.0, "progress": len(places) / ROUNDS})
         if report is not None:
-            anchors.append(torch.cat([engine.anchor[name] for name in names]).numpy().copy())
+            places.append(torch.cat([engine.anchor[name] for name in names]).numpy().copy())
             reports.append(report)
             if readouts is not None:
                 with engine.anchored(readout=True) as model:
-                    readouts.append(weights(model).copy())
-    return np.array(anchors), reports
+                    readouts.append(place(model).copy())
+    return np.array(places), reports
 
 
-def assert_agree(anchors: np.ndarray, reports: Sequence[Any], expected: np.ndarray, restarts: np.ndarray) -> None:
+def assert_agree(places: np.ndarray, reports: Sequence[Any], expected: np.ndarray, restarts: np.ndarray) -> None:
     """Equal decisions in every round and equal residuals to 1e-12."""
     assert [report.restarted for report in reports] == restarts.tolist()
-    assert anchors.shape == expected.shape
+    assert places.shape == expected.shape
     assert np.abs(expected).max() < 10  # the modes are stable, so that 1e-12 means something
-    np.testing.assert_allclose(anchors, expected, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(places, expected, rtol=0, atol=1e-12)

@@ -43,9 +43,9 @@ KEYSTONE = [Never(), Periodic(1), Periodic(3), Cycle((2, 5)), AtRounds((4, 9)), 
 @pytest.mark.parametrize("policy", KEYSTONE, ids=str)
 def test_keystone(rule: OuterRule, policy: RestartPolicy):
     """Two replicas with equal data follow the exact modes, restarts included; the report has the modes' norms."""
-    anchors, reports = engine_run(rule, policy)
+    places, reports = engine_run(rule, policy)
     expected = rollout(rule, SIGMA, ROUNDS, policy)
-    assert_agree(anchors, reports, expected.residual, expected.restarts)
+    assert_agree(places, reports, expected.residual, expected.restarts)
     for t, report in enumerate(reports):
         g, m = expected.pseudo_gradient[t], expected.buffer[t]
         assert report.pseudo_gradient_norm == pytest.approx(np.linalg.norm(g), abs=1e-12)
@@ -64,9 +64,9 @@ def named(value: Any) -> str:
 def test_disturbed_replicas(rule: OuterRule, policy: RestartPolicy, replicas: int):
     """Replicas that are disturbed differently follow the rollout with the same disturbances."""
     noise = disturbances(replicas)
-    anchors, reports = engine_run(rule, policy, noise)
+    places, reports = engine_run(rule, policy, noise)
     expected = rollout(rule, SIGMA, ROUNDS, policy, noise=noise)
-    assert_agree(anchors, reports, expected.residual, expected.restarts)
+    assert_agree(places, reports, expected.residual, expected.restarts)
 
 
 @each_rule
@@ -121,9 +121,9 @@ def test_adaptive_decisions_coincide(rule: OuterRule, replicas: int | None, numb
     """Adaptive policies, shown the engine's measures and the theory's, decide alike in every round."""
     policy = policies(against, norm_ratio)[number]
     noise = None if replicas is None else disturbances(replicas)
-    anchors, reports = engine_run(rule, policy, noise)
+    places, reports = engine_run(rule, policy, noise)
     expected = rollout(rule, SIGMA, ROUNDS, policy, noise=0.0 if noise is None else noise)
-    assert_agree(anchors, reports, expected.residual, expected.restarts)
+    assert_agree(places, reports, expected.residual, expected.restarts)
     assert 0 < expected.restarts.sum() < ROUNDS
 
 
@@ -160,9 +160,9 @@ def test_our_policies_in_the_engine(rule: OuterRule, text: str):
     """Every policy of ours, given what it needs, decides as in the theory and moves alike, with 1 to 3 replicas."""
     noise = disturbances(1 + RULES.index(rule) % 3)
     policy = convert(RULES[0], parse(text), rule.form)[1]
-    anchors, reports = engine_run(rule, policy, noise)
+    places, reports = engine_run(rule, policy, noise)
     expected = rollout(rule, SIGMA, ROUNDS, policy, noise=noise)
-    assert_agree(anchors, reports, expected.residual, expected.restarts)
+    assert_agree(places, reports, expected.residual, expected.restarts)
     assert_gains(reports, expected)
     assert not any(report.not_finite for report in reports)
     assert np.abs(rollout(rule, SIGMA, ROUNDS, noise=noise).residual - expected.residual).max() > 1e-3
@@ -194,9 +194,9 @@ def test_our_policies_in_the_optimizer_alone(rule: OuterRule, text: str):
 def test_agreement_of_the_replicas(rule: OuterRule, replicas: int, agreeing: RestartPolicy):
     """What a policy is told of the replicas' agreement is the theory's, and so are its restarts."""
     noise = disturbances(replicas)
-    anchors, reports = engine_run(rule, agreeing, noise)
+    places, reports = engine_run(rule, agreeing, noise)
     expected = rollout(rule, SIGMA, ROUNDS, agreeing, noise=noise)
-    assert_agree(anchors, reports, expected.residual, expected.restarts)
+    assert_agree(places, reports, expected.residual, expected.restarts)
     assert 0 < expected.restarts.sum() < ROUNDS
 
 
@@ -243,15 +243,15 @@ def test_restarts_of_blocks(against: Any, norm_ratio: Any):
             return OuterSGD(groups, lr=0.1)
 
         noise = None if replicas is None else disturbances(replicas)
-        anchors, reports = engine_run(build, noise=noise)
+        places, reports = engine_run(build, noise=noise)
         blocks = [Block(SIGMA[2 * i : 2 * i + 2], rule, policy) for i, (rule, policy) in enumerate(rules)]
         expected = rollout_blocks(blocks, ROUNDS, noise=0.0 if noise is None else noise)
         joined = np.concatenate([run.residual for run in expected.blocks], axis=-1)
         for number, run in enumerate(expected.blocks):
             groups = [report.groups[number] for report in reports]
-            assert_agree(anchors[:, 2 * number : 2 * number + 2], groups, run.residual, run.restarts)
+            assert_agree(places[:, 2 * number : 2 * number + 2], groups, run.residual, run.restarts)
             fired.add(tuple(run.restarts))
-        np.testing.assert_allclose((anchors**2).mean(axis=-1) / 2, expected.loss, rtol=0, atol=1e-12)
+        np.testing.assert_allclose((places**2).mean(axis=-1) / 2, expected.loss, rtol=0, atol=1e-12)
         assert not np.allclose(joined, rollout(rules[0][0], SIGMA, ROUNDS, rules[0][1]).residual, atol=1e-3)
     assert len(fired) > 8  # the blocks and the disturbances made for different decisions
 
@@ -300,7 +300,7 @@ def test_policies_are_shown_the_same(rule: OuterRule, rounds: tuple[int, ...], r
 def test_keystone_sees_a_wrong_rule():
     """Another momentum, form, kind, lr, period, soft restart or sigma is 1e-3 and more away from the engine."""
     rule, policy = OuterRule(0.1, 0.9), Periodic(3)
-    anchors, _ = engine_run(rule, policy)
+    places, _ = engine_run(rule, policy)
     for other, restart, sigma in [
         (replace(rule, momentum=0.89), policy, SIGMA),
         (replace(rule, form="ema"), policy, SIGMA),
@@ -310,15 +310,15 @@ def test_keystone_sees_a_wrong_rule():
         (rule, Soft(3, 0.1, 0.0), SIGMA),
         (rule, policy, 0.99 * SIGMA),
     ]:
-        assert np.abs(rollout(other, sigma, ROUNDS, restart).residual - anchors).max() > 1e-3
+        assert np.abs(rollout(other, sigma, ROUNDS, restart).residual - places).max() > 1e-3
 
 
 def test_keystone_sees_wrong_disturbances(against: Any):
     """Disturbances that are left out, shifted by a round, given to other modes or only of one replica show."""
     rule, policy, noise = OuterRule(0.1, 0.9), against(), disturbances(3)
-    anchors, reports = engine_run(rule, policy, noise)
+    places, reports = engine_run(rule, policy, noise)
     for wrong in (0 * noise, np.roll(noise, 1, axis=0), noise[..., ::-1], noise[:, :1], 1.01 * noise):
         run = rollout(rule, SIGMA, ROUNDS, policy, noise=wrong)
-        assert np.abs(run.residual - anchors).max() > 1e-3
+        assert np.abs(run.residual - places).max() > 1e-3
     quiet = rollout(rule, SIGMA, ROUNDS, policy)
     assert [report.restarted for report in reports] != quiet.restarts.tolist()

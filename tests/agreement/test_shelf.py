@@ -49,9 +49,9 @@ def built(method: str, **slots: str) -> Outer:
 def assert_same(value: Outer, policy: RestartPolicy, noise: np.ndarray | None = None) -> None:
     """The engine's anchors, readouts, restarts and norms are those of the rollout."""
     readouts: list[np.ndarray] = []
-    anchors, reports = engine_run(value, policy, noise, readouts=readouts)
+    places, reports = engine_run(value, policy, noise, readouts=readouts)
     expected = rollout(value, SIGMA, ROUNDS, policy, noise=0.0 if noise is None else noise)
-    assert_agree(anchors, reports, expected.residual, expected.restarts)
+    assert_agree(places, reports, expected.residual, expected.restarts)
     np.testing.assert_allclose(readouts, expected.readout[1:], rtol=0, atol=1e-12)
     for report, g, m in zip(reports, expected.pseudo_gradient, expected.buffer, strict=False):
         assert report.pseudo_gradient_norm == pytest.approx(np.linalg.norm(g), abs=1e-12)
@@ -64,9 +64,9 @@ def assert_same(value: Outer, policy: RestartPolicy, noise: np.ndarray | None = 
 @pytest.mark.parametrize("schedule", linear("schedule"))
 def test_schedules(schedule: str, rule: OuterRule, more: int):
     """Every schedule with heavy ball and Nesterov in both forms, under policies that count, and some that measure."""
-    index = linear("schedule").index(schedule) + more
-    number = (index + RULES.index(rule)) % 4  # no restart, hard, soft and measured ones, with two rules each
-    number += index % (len(POLICIES) - 3) if number == 3 else 0
+    place = linear("schedule").index(schedule) + more
+    number = (place + RULES.index(rule)) % 4  # no restart, hard, soft and measured ones, with two rules each
+    number += place % (len(POLICIES) - 3) if number == 3 else 0
     policy = convert(RULES[0], parse(POLICIES[number]), rule.form)[1]
     assert_same(built(str(as_outer(rule).method), schedule=schedule), policy, disturbances(1 + number % 3))
 

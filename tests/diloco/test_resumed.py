@@ -51,7 +51,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "name", [pytest.param(name, marks=[pytest.mark.slow] if "fragments" in RUNS[name] else []) for name in RUNS]
 )
 def test_resumed_anywhere_equals_uninterrupted(name: str):
-    """Saved after any inner step, with its reduction and residuals, a run resumes with the same bits and reports."""
+    """Saved after any inner step, with what is under way and owed, a run goes on with the same bits and reports."""
     options = {"outer": NESTEROV, "restart": 2, "inner_steps": 4} | RUNS[name]
     rounds = 4 if "fragments" in options and options["outer"] is not EDIT else 6  # two restarts, and a rejection
     whole, steps = start(**options), rounds * options["inner_steps"] + 2
@@ -132,10 +132,10 @@ def test_what_a_state_does_not_name_is_owed_no_longer(wire: str):
     run = start(outer=NESTEROV, restart=2, inner_steps=2, wire=wire)
     for step in range(4):
         run.step(step)
-    (wires,) = run.engine.wire_state_dict().values()
-    assert any(residual.any() for residual in wires["sent"])
+    (owed,) = run.engine.wire_state_dict().values()
+    assert any(residual.any() for residual in owed["sent"])
     run.engine.load_wire_state_dict({})
-    assert not any(residual.any() for residual in wires["sent"])
+    assert not any(residual.any() for residual in owed["sent"])
 
 
 def test_a_sum_is_divided_by_those_that_made_it():
@@ -259,13 +259,13 @@ def test_a_state_of_another_engine_is_refused(
     engine: Callable[[], DiLoCo], state: Callable[[], dict[str, Any]], message: str
 ):
     """One that lacks parts, is damaged, or is of another model or schedule is refused by name; nothing has changed."""
-    fresh = engine()
-    before, groups = fresh.checksum(), [dict(f.outer.param_groups[0]) for f in fresh.fragments]
+    mine = engine()
+    before, groups = mine.checksum(), [dict(f.outer.param_groups[0]) for f in mine.fragments]
     with pytest.raises(ValueError, match=rf"^DiLoCo\.load_state_dict: .*{message}"):
-        fresh.load_state_dict(state())
-    assert fresh.checksum() == before
-    assert (fresh.round, fresh.inner_step, fresh.syncs) == (0, 0, 0)
-    assert [dict(f.outer.param_groups[0]) for f in fresh.fragments] == groups
+        mine.load_state_dict(state())
+    assert mine.checksum() == before
+    assert (mine.round, mine.inner_step, mine.syncs) == (0, 0, 0)
+    assert [dict(f.outer.param_groups[0]) for f in mine.fragments] == groups
 
 
 @pytest.mark.parametrize(("policy", "lacks"), [("loss", "loss_end, loss_start"), ("probe:keep,drop", "probes")])
