@@ -339,7 +339,6 @@ def test_all_of_a_group_hear_the_same(heard: list[dict[str, Any]], name: str, ra
         assert answer["bytes"] == [2 * (size - 1) * n // size for n in (4 * 1001, 8 * 5)]  # there and back
 
 
-@pytest.mark.dist
 def test_collectives_of_one_process():
     """What it sends, it receives; a mesh without one of the two axes makes no group."""
     for launch in (SingleProcess().launch_scatter, SingleProcess().launch_gather):
@@ -351,6 +350,7 @@ def test_collectives_of_one_process():
         ProcessGroup.of_mesh(mesh)
 
 
+@pytest.mark.dist
 @pytest.mark.parametrize(("name", "numel"), SUMS)
 def test_wires_of_three_processes(heard: list[dict[str, Any]], name: str, numel: int):
     """Each wire sums to the bits that one process with three replicas has; bytes reported are bytes handed over."""

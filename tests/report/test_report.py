@@ -22,6 +22,7 @@ from sitecheck import Page
 from twophase.advice import verdict as advice
 from twophase.advice.verdict import diagnose
 from twophase.base.config import UsageError
+from twophase.base.files import write_atomic
 from twophase.cli.main import main
 from twophase.judge.verdict import verdict
 from twophase.judge.verdict_text import describe
@@ -648,6 +649,22 @@ def test_mistakes(sweep_folder: Path, tmp_path: Path, capsys: Output, message: s
     assert main(["report", *map(str, MISTAKES[message](run, sweep_folder))]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
+
+
+def test_a_verdict_that_was_cut_off(sweep_folder: Path, capsys: Output) -> None:
+    """After a full disk between its two files the same command completes it."""
+
+    def full(path: Path, text: str) -> None:
+        if path.suffix == ".md":
+            raise OSError(28, "No space left on device")
+        write_atomic(path, text)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("twophase.judge.verdict_text.write_atomic", full)
+        assert main(["report", str(sweep_folder)]) == 2
+    assert "the verdict cannot be written" in capsys.readouterr().err
+    assert written(sweep_folder)
+    assert (sweep_folder / "verdict.md").is_file()
 
 
 # ----------------------------------------------------------------------------------------------------------- Chromium

@@ -343,6 +343,14 @@ def test_a_class_of_a_program_from_a_pipe(monkeypatch: pytest.MonkeyPatch) -> No
         name_of(vars(program)["Rings"])
 
 
+def test_a_class_of_a_program_without_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A notebook, or `python -c`, trains a class by its name; a source it has none."""
+    program = ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", program)
+    exec(RINGS, vars(program))  # noqa: S102 - as Python does it
+    assert twophase.train("__main__:Rings", SHORT, "run", quiet=True).summary
+
+
 def test_a_module_that_trains_when_it_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its dotted name it is refused as a file is; each worker process would begin the run anew."""
     (tmp_path / "pack").mkdir()
@@ -388,6 +396,11 @@ MISTAKES = {
         "    def evaluate",
         "    def describe(self):\n        return {'data': torch.zeros(2)}\n\n    def evaluate",
         "describe() holds what is not JSON",
+    ),
+    "a unit that is no text": (
+        "    def evaluate",
+        "    def describe(self):\n        return {'loss_unit': {1, 2}}\n\n    def evaluate",
+        "describe() has loss_unit {1, 2}",
     ),
     "values that it refuses": (
         "width: int = 8",

@@ -214,7 +214,7 @@ def _form_advice(rule: OuterRule, finding: Finding) -> Iterator[str]:
         yield (
             f"Check the form: if lr {rule.lr:g} was taken from torch.optim.SGD or DiLoCo (sum form), its step here "
             f"is {factor:.3g} times too small. It would be --outer.lr {rule.lr * factor:.3g} in EMA form, or "
-            f"--outer.form sum. It equals lr {_other_form(rule).lr:.3g} in sum form."
+            f"--outer.form sum. Now it equals lr {_other_form(rule).lr:.3g} in sum form."
         )
 
 

@@ -19,7 +19,7 @@ from twophase.base.reading import read_json_object
 from twophase.cli.tuning import FRESH, TuneResults, Tuning, run_tuning
 from twophase.figures.style import styled
 from twophase.judge.bench import Against, Card, PlaceCard, behind, beside, results_of
-from twophase.judge.cells import means
+from twophase.judge.cells import means, pandas
 from twophase.recipes.arms import CONTROL, Arm
 from twophase.recipes.bench import (
     CANDIDATES,
@@ -70,6 +70,7 @@ def run_bench(
         UsageError: a folder of something else, or an arm that cannot be run anywhere.
     """
     check_optuna()
+    pandas()
     spec = {
         "protocol": PROTOCOL,
         "fingerprint": protocol_fingerprint(),

@@ -19,7 +19,7 @@ from twophase.base.files import write_atomic
 from twophase.base.progress import duration
 from twophase.base.reading import read_json_object
 from twophase.cli.sweeping import complete, devices_of, workers_of
-from twophase.judge.cells import Paired
+from twophase.judge.cells import Paired, pandas
 from twophase.judge.decision import Decision, decide
 from twophase.recipes.arms import ARMS, CONTROL, METHOD, Arm
 from twophase.report.results import DataFrame, Table
@@ -248,6 +248,7 @@ def run_tuning(tuning: Tuning, folder: Path, *, workers: int | None = None, quie
     if workers is not None and not (isinstance(workers, Integral) and workers >= 1):
         raise UsageError(f"--workers is {workers}; a comparison waits for its runs: give 1 or more")
     check_optuna()
+    pandas()
     # All that can be refused is, before there is a folder. Later settings differ from these in their numbers alone.
     seeds = (*tuning.seeds, *tuning.fresh)
     texts = preflight_all(tuning.first(arm, seed) for arm in tuning.arms for seed in seeds)

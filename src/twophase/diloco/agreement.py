@@ -242,7 +242,7 @@ def _same_signals(
 
 REMEDY = (
     "All processes must compute the same outer step. Look for code that writes to the anchor or the outer optimizer "
-    "on one of them only, unlike versions, or faulty memory. Then resume from the newest checkpoint"
+    "on one of them only, for unlike versions, or for faulty memory. Then resume from the newest checkpoint"
 )
 
 

@@ -294,7 +294,7 @@ class LossyChannel(Channel):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a copy of `state_dict()`; see `Channel.load_state_dict`."""
         super().load_state_dict(state)
-        for residual, saved in zip(self._sent, state["sent"], strict=True):
+        for residual, saved in zip(self._sent, state.get("sent", ()), strict=True):
             residual.value.copy_(saved)
         if "returned" in state:
             self._returned = self._residual(state["returned_start"], state["returned"].numel())

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions
+from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, BroadcastOptions
 
 from twophase.diloco.communicator import Communicator, Done, Interrupted, Pending
 
@@ -62,6 +62,10 @@ class Collectives(Communicator):
             received,
             sent,
         )
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Broadcast from process 0."""
+        self._launch(lambda group: group.broadcast([tensor], BroadcastOptions()), 0, tensor).wait()
 
     def exchange_bytes(self, sent: bytes, *, in_replica: bool = False) -> list[bytes]:
         """All-gather; a replica is one process."""

@@ -53,12 +53,22 @@ def outcomes(settings: Iterable[Setting], *place: str) -> DataFrame:
     return seed_table(lines, keys, place)
 
 
-def seed_table(lines: Sequence[Mapping[Any, float]], keys: Sequence[Any] = (), names: Sequence[str] = ()) -> DataFrame:
-    """Arrange lines of numbers by seed, NaN where a line lacks a seed; indexed by `keys`, whose parts have `names`."""
+def pandas() -> Any:
+    """Import pandas.
+
+    Raises:
+        UsageError: it is not installed.
+    """
     try:
         import pandas as pd  # noqa: PLC0415 - an extra, and slow to import
     except ModuleNotFoundError:
         raise UsageError("comparing arms needs pandas, which is not installed; pip install 'twophase[sweep]'") from None
+    return pd
+
+
+def seed_table(lines: Sequence[Mapping[Any, float]], keys: Sequence[Any] = (), names: Sequence[str] = ()) -> DataFrame:
+    """Arrange lines of numbers by seed, NaN where a line lacks a seed; indexed by `keys`, whose parts have `names`."""
+    pd = pandas()
     return pd.DataFrame(lines, pd.MultiIndex.from_tuples(keys, names=names) if names else None, dtype=float)
 
 

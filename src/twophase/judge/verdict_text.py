@@ -64,7 +64,7 @@ def write(judged: Verdict, folder: Path, where: Mapping[str, str] | None = None)
         f"{stem}.json": json.dumps(judged, default=_fields, indent=1, allow_nan=False, ensure_ascii=False) + "\n",
     }
     try:
-        for name, content in contents.items():
+        for name, content in reversed(contents.items()):  # JSON first: a later report knows both files by it
             write_atomic(folder / name, content)
     except OSError as error:
         raise UsageError(f"{folder}: the verdict cannot be written ({error.strerror}); check the folder") from None

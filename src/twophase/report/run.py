@@ -119,7 +119,7 @@ def result_words(record: RunRecord) -> str:
         return f"{record.state}: {', '.join(parts)}"
     for name in ("perplexity", "validation_loss", "train_loss"):
         if values := finite(record.metrics.get(name, np.array([]))):
-            unit = record.unit.removeprefix(" nats")
+            unit = record.unit if name != "perplexity" else " a token" if record.unit.endswith(" a token") else ""
             return f"{record.state}: last {name.replace('_', ' ')} {values[-1]:.4g}{unit}"
     return f"{record.state}: no loss recorded"
 

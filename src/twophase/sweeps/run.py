@@ -259,9 +259,9 @@ def _planned(
     if not path.exists() or path.read_text(encoding="utf-8") != text:  # new, or extended
         write_atomic(path, text)
     (folder / FIGURES).mkdir(exist_ok=True)
-    if runs is not None:
+    if runs is not None and not place.exists() and (not place.is_symlink() or place.resolve() == runs.resolve()):
         runs.mkdir(parents=True, exist_ok=True)
-        if not place.is_symlink() and not place.exists():
+        if not place.is_symlink():
             place.symlink_to(os.path.relpath(runs, folder), target_is_directory=True)
     if place.is_symlink() and not place.exists():
         raise UsageError(

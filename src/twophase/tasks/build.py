@@ -50,15 +50,17 @@ def preflight_all(configs: Iterable[RunConfig], *, verify: bool = False) -> dict
     """
     # Text by text, because each is read once; of several runs on it the longest one takes most tokens.
     ordered = sorted(configs, key=lambda config: (data_name(config), config.steps))
-    kinds = {}
+    kinds: dict[Any, dict[Any, RunConfig]] = {}
     for c in ordered:
-        model, outer = getattr(c, "model", None), (c.outer.method, c.outer.filter)
-        kinds[data_name(c), c.device, c.repeat, model, c.sync.fragments, c.sync.wire, c.inner.method, outer] = c
+        model = getattr(c, "model", None)
+        kind = data_name(c), c.device, c.repeat, model, c.sync.fragments, c.sync.wire, c.inner.method
+        kinds.setdefault(kind, {})[c.outer.method, c.outer.filter] = c
     fingerprints = {}
-    for config in kinds.values():
+    for by_method in kinds.values():
+        config = max(by_method.values(), key=lambda config: config.steps)
         task = task_of(config)
         if verify and data_name(config) not in fingerprints and (verify_data := getattr(task, "verify_data", None)):
             verify_data()
-        preflight(config, task)
+        preflight(config, task, methods=by_method.values())
         fingerprints[data_name(config)] = task.describe()["fingerprint"]
     return fingerprints

@@ -117,20 +117,29 @@ class OwnTask:
         identity = self._call("describe") if hasattr(self.task, "describe") else {}
         try:
             description = dict(identity)
-            unit = {"loss_unit": description.pop("loss_unit", "")}  # for pages alone
+            unit = description.pop("loss_unit", "")  # for pages alone
             text = json.dumps(description, sort_keys=True)
         except (TypeError, ValueError) as error:
             raise self._refusal(f"describe() holds what is not JSON ({error}); return plain values by name") from None
+        if not isinstance(unit, str):
+            raise self._refusal(f"describe() has loss_unit {unit!r:.80}; give a text, such as 'nats a token'")
         values = json.dumps([text, to_tree(self.options), self.source()], sort_keys=True)
         digest = description.pop("fingerprint", None)
         text = values if digest is None else f"{values}{digest}"
-        return {"task": self.name, **description, **unit, "fingerprint": hashlib.sha256(text.encode()).hexdigest()}
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        return {"task": self.name, **description, "loss_unit": unit, "fingerprint": digest}
 
     def source(self) -> str:
-        """Return digits of the file of the task's class and of its bases beside it; of a shipped class, the name."""
+        """Return digits of the file of the task's class and of its bases beside it.
+
+        Of a class that is shipped or has no file, return the name.
+        """
         if type(self.task).__module__.startswith("twophase."):
             return type(self.task).__qualname__
-        place = Path(inspect.getfile(type(self.task)))
+        try:
+            place = Path(inspect.getfile(type(self.task)))
+        except (OSError, TypeError):  # of a notebook, or of `python -c`
+            return type(self.task).__qualname__
         bases = [sys.modules[kind.__module__] for kind in type(self.task).__mro__]
         files = {Path(file) for module in bases if (file := getattr(module, "__file__", None))}
         return source_digest({place, *(file for file in files if file.absolute().parent == place.absolute().parent)})

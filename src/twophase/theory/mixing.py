@@ -93,7 +93,8 @@ def mixed_periods(rule: OuterRule, sigma: ArrayLike, *, max_period: int) -> Mixt
         bounds=[(0, None)] * longest + [(None, None)],
         method="highs",
     )
-    assert solved.status == 0, solved.message  # it is feasible and bounded
+    if solved.status != 0:
+        raise RuntimeError(f"mixed_periods: the linear program was not solved: {solved.message}")
     shares = np.where(solved.x[:-1] > _SMALL_SHARE, solved.x[:-1], 0.0)
     shares /= shares.sum()
     used = np.flatnonzero(shares)

@@ -158,7 +158,7 @@ def named_values(path: str, words: Sequence[str], example: str) -> dict[str, str
         if not (name and equals and value):
             raise _refusal(path, word, f"NAME=VALUE, such as {example}")
         if name in pairs:
-            raise _refusal(path, word, "a new name")
+            raise _refusal(path, word, "a name that is given once")
         pairs[name] = value
     return pairs
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+
 import torch
 from torch import nn
 
@@ -27,8 +29,10 @@ def _outline(task: Task, seed: int) -> nn.Module:
         return task.model(seed)
 
 
-def preflight(config: RunConfig, task: Task, processes: int = 1) -> None:
+def preflight(config: RunConfig, task: Task, processes: int = 1, methods: Iterable[RunConfig] = ()) -> None:
     """Refuse a run that this machine cannot train with so many processes, before a folder is made for it.
+
+    `methods` are configurations that differ in the outer optimizer; by default this one.
 
     Raises:
         UsageError: replicas that the processes cannot share, an impossible device, unusable or too little data, an
@@ -54,7 +58,7 @@ def preflight(config: RunConfig, task: Task, processes: int = 1) -> None:
         check_inner(model, config.inner)
     # Both AdamWs have two. Others may have fewer, and a run that fits must not be refused.
     moments = 0 if hasattr(task, "inner") or config.inner.method in ("sgd", "muon") else 2
-    outer, policies = config.outer.value(config.rounds), config.sync.policies()
+    outer = config.outer.value(config.rounds)
     buffers = len(outer.buffers) if isinstance(outer, Outer) else int(outer.momentum != 0)
     check_memory(
         f"the weights and optimizers of {share} replicas of {sum(sizes.values()):,} parameters",
@@ -72,6 +76,13 @@ def preflight(config: RunConfig, task: Task, processes: int = 1) -> None:
         check_wire(config.sync.wire, numel)
     except ValueError as error:
         raise UsageError(str(error).replace("DiLoCo: wire", "--sync.wire", 1)) from None
+    for other in methods or (config,):
+        _check_outer(other, model, fragments)
+
+
+def _check_outer(config: RunConfig, model: nn.Module, fragments: Mapping[str, Sequence[str]]) -> None:
+    """Make the outer optimizer of each fragment."""
+    outer, policies = config.outer.value(config.rounds), config.sync.policies()
     for fragment, names in fragments.items() if isinstance(outer, Outer) else ():
         policy = (policies or {}).get(fragment, config.outer.policy())
         params, context = [model.get_parameter(name) for name in names], Context(weighs=True)
