@@ -511,7 +511,7 @@ def test_restarted_after_the_others_have_finished(begin: Begin, tmp_path: Path) 
     run.ended("1", run.replica(1), 1)
     line = run.said("1")[-1]
     assert f"the run is over ({record}), with checksum " in line
-    assert "copy weights.safetensors from there to " in line
+    assert "Copy weights.safetensors from there to " in line
     run.ended("1", run.replica(1, options=["--outer.lr", "0.5", "--out", str(tmp_path / "new")]), 2)
     assert "holds the end of another run" in run.said("1")[-1]
     (tmp_path / "elsewhere").rename(run.out / "replica-0")
@@ -654,5 +654,5 @@ def test_a_timeout_that_a_heal_would_outlast(
     assert main([*words, "--lighthouse", "http://127.0.0.1:1", "--replica", "0", "--sync-timeout", "4"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "timeout is 4 s, but a restarted replica receives about" in line
-    assert "pass timeout=5 or more" in line
+    assert "Pass timeout=5 or more" in line
     assert not (tmp_path / "run/replica-0/rounds.jsonl").exists()
