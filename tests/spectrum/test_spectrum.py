@@ -165,7 +165,7 @@ def damaged(run: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         ("empty", "", "is not the folder of a run"),
         ("file", "", "is a file; give the folder"),
         ("whole", "--blocks head", "it must be NAME=VALUE"),
-        ("whole", "--blocks a=head a=.", "it must be a new name"),
+        ("whole", "--blocks a=head a=.", "it must be a name that is given once"),
         ("whole", "--blocks a=head", "add one at the end such as rest=."),
         ("whole", "--out FILE", "--out"),
         ("whole", "--out TABLE", "would replace"),
