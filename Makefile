@@ -21,7 +21,7 @@ help:
 	@echo "make test    set up and run the tests"
 	@echo "make test-oldest  the quick tests with the oldest releases that pyproject.toml allows, in an environment of their own"
 	@echo "make coverage  the same, and the branch coverage of each module"
-	@echo "make check   set up and run ruff and pyright"
+	@echo "make check   set up and run ruff, the import law and pyright"
 	@echo "make bench   set up and run the benchmarks, each held against its bounds (ARGS=\"sync loader\": some of them)"
 	@echo "make gate    set up and hold the CUDA code of a training step to its bounds, without a GPU"
 	@echo "make faults  set up, kill 1,000 processes and give 10,000 damaged or odd inputs (two hours on two cores)"
@@ -93,11 +93,10 @@ demo: setup
 test: setup-dev
 	@$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
-# without torchft, which wants a later torch, and without the palette's bound, which is that of matplotlib in constraints.txt
+# without torchft, which wants a later torch
 OLDEST := .venv-oldest
 test-oldest: $(OLDEST)/.installed
-	@$(OLDEST)/bin/python -m pytest -n 2 --dist worksteal -m "not slow" --ignore tests/elastic --ignore tests/test_house.py \
-	  --deselect tests/figures/test_style.py::test_palette_keeps_pale_tiles $(ARGS)
+	@$(OLDEST)/bin/python -m pytest -n 2 --dist worksteal -m "not slow" --ignore tests/elastic $(ARGS)
 $(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
 	@echo "making $(OLDEST)"
 	@$(PYTHON) -m venv $(OLDEST)
@@ -114,6 +113,7 @@ coverage: $(VENV)/.installed-gate
 check: setup-dev
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@$(BIN)/lint-imports --no-cache
 	@$(BIN)/pyright
 
 bench: setup-dev

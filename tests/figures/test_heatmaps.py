@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from twophase.figures import heatmaps as plot
 from twophase.figures import overview
-from twophase.figures.heatmaps import Heatmaps, Panel, Scale, readable_on, scale_of
-from twophase.figures.style import INK, log_ticks
+from twophase.figures.heatmaps import Heatmaps, Panel, Scale, scale_of
+from twophase.figures.style import log_ticks
 from twophase.sweeps.table import Row, State, settings
 
 LABELS: dict[str, Any] = {
@@ -87,35 +87,6 @@ def test_cells_say_what_they_are() -> None:
     assert [label.get_text() for label in axes.get_yticklabels()] == ["1", "2"]
 
 
-def test_outline_encloses_the_good_region() -> None:
-    """The outline is drawn on the edges between cells inside and outside the bound, and on no others."""
-    pytest.importorskip("matplotlib")
-    figure, _ = plot._draw([[panel([8.0, 8.5], [20.0, 9.9])]], scale_of([8.0, 20.0]), "x", "y")
-    lines: list[Any] = [line for line in figure.axes[0].lines if line.get_color() == INK]
-    edges = {(tuple(line.get_xdata()), tuple(line.get_ydata())) for line in lines}
-    assert edges == {
-        ((-0.5, 0.5), (-0.5, -0.5)), ((0.5, 1.5), (-0.5, -0.5)),  # below
-        ((-0.5, -0.5), (-0.5, 0.5)), ((1.5, 1.5), (-0.5, 0.5)),  # left and right of the lower row
-        ((-0.5, 0.5), (0.5, 0.5)), ((0.5, 0.5), (0.5, 1.5)),  # around the bad corner
-        ((1.5, 1.5), (0.5, 1.5)), ((0.5, 1.5), (1.5, 1.5)),  # right and top
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize(("worst", "clipped"), [(20.0, False), (23.9, False), (80.0, True)])
-def test_colour_bar_says_when_it_is_clipped(worst: float, clipped: bool) -> None:
-    """The scale ends at three times the best; beyond that the bar has an arrow and says where colours end."""
-    pytest.importorskip("matplotlib")
-    scale = scale_of([8.0, worst])
-    assert scale.high == min(worst, 24.0)
-    figure, colours = plot._draw([[panel([8.0, worst])]], scale, "x", "y")
-    plot.draw_colour_bar(figure, colours, scale, "perplexity", worst)
-    label = figure.axes[-1].get_ylabel()
-    assert label.startswith("perplexity\nlower is better (log scale")
-    assert ("colours end at 24.0" in label) == clipped
-    assert colours.colorbar is not None
-    assert colours.colorbar.extend == ("max" if clipped else "neither")
-
-
 @pytest.mark.parametrize(
     ("values", "title"),
     [
@@ -160,22 +131,6 @@ def test_dollar_signs_are_no_mathtext(path: str) -> None:
     texts = [text.get_text() for text in figure.findobj(lambda artist: hasattr(artist, "get_text"))]  # type: ignore[attr-defined]
     assert [text for text in texts if "bias" in text and "bias\\$" not in text] == []
     assert sum("bias" in text for text in texts) >= 1
-
-
-def test_text_is_readable_on_every_colour() -> None:
-    """The ink on every colour of the map has a contrast ratio of at least 4.5, the WCAG 2 bound for text."""
-    matplotlib = pytest.importorskip("matplotlib")
-
-    def luminance(colour: tuple[float, ...]) -> float:
-        r, g, b = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in colour[:3])
-        return 0.2126 * r + 0.7152 * g + 0.0722 * b
-
-    steps = [matplotlib.colormaps["viridis_r"](k / 255) for k in range(256)]
-    for colour in steps:
-        ink = luminance(matplotlib.colors.to_rgb(readable_on(colour[:3])))
-        low, high = sorted([ink, luminance(colour)])
-        assert (high + 0.05) / (low + 0.05) >= 4.5
-    assert [luminance(c) for c in steps] == sorted((luminance(c) for c in steps), reverse=True)  # also good in grey
 
 
 def test_scale() -> None:

@@ -1,0 +1,63 @@
+"""The package: public names that load what they need, and limits of length; `lint-imports` holds the import law."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from importlib import import_module, metadata
+from pathlib import Path
+
+import pytest
+
+import twophase
+
+ROOT = Path(twophase.__file__).parent
+
+
+def test_lengths():
+    """No file of the source has over 450 lines, no function over 85."""
+    long = []
+    for path in sorted(ROOT.rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        long += [path.name] * (len(text.splitlines()) > 450)
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef) and (node.end_lineno or 0) - node.lineno >= 85:
+                long.append(f"{path.name}: {node.name}")
+    assert long == []
+
+
+def test_public_names_are_listed_alike():
+    """`__all__`, the table of homes and the imports for type checkers hold the same names, sorted."""
+    tree = ast.parse((ROOT / "__init__.py").read_text(encoding="utf-8"))
+    block = next(node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    assert {alias.name: node.module for node in imports for alias in node.names} == twophase._HOMES
+    assert twophase.__all__ == sorted(twophase._HOMES)
+
+
+@pytest.mark.parametrize("name", twophase.__all__)
+def test_public_name_is_its_home_modules(name: str):
+    """Each public name is the object of its home module; `dir` shows it."""
+    assert getattr(twophase, name) is getattr(import_module(twophase._HOMES[name]), name)
+    assert name in dir(twophase)
+
+
+def test_lazy_names_load_what_they_need():
+    """Importing the package loads no torch, nor does a policy or a rule; the optimizer asks for it."""
+    code = "import sys, twophase; twophase.Periodic, twophase.OuterRule; print('torch' in sys.modules)"
+    code += "; sys.modules['torch'] = None; twophase.OuterSGD"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == "False\n"
+    assert "ModuleNotFoundError: import of torch halted" in done.stderr
+
+
+def test_unknown_name():
+    """A name that does not exist is an AttributeError, so that hasattr works."""
+    assert not hasattr(twophase, "Periodical")
+
+
+def test_version_is_the_distributions():
+    """The version in the source is the installed distribution's, and the package says that it is typed."""
+    assert metadata.version("twophase") == twophase.__version__
+    assert (ROOT / "py.typed").exists()
