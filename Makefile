@@ -14,7 +14,7 @@ ARGS ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev setup-torchtitan demo test test-oldest coverage check bench gate faults docs clean
+.PHONY: help setup setup-dev setup-torchtitan demo test test-oldest coverage check bench faults docs clean
 
 help:
 	@echo "make demo    set up, train the demo's runs and draw them (runs/demo/figures)"
@@ -23,7 +23,6 @@ help:
 	@echo "make coverage  the same, and the branch coverage of each module"
 	@echo "make check   set up and run ruff, the import law and pyright"
 	@echo "make bench   set up and run the benchmarks, each held against its bounds (ARGS=\"sync loader\": some of them)"
-	@echo "make gate    set up and hold the CUDA code of a training step to its bounds, without a GPU"
 	@echo "make faults  set up, kill 1,000 processes and give 10,000 damaged or odd inputs (two hours on two cores)"
 	@echo "make docs    set up, build the documentation into site/ and check its links"
 	@echo "make setup-torchtitan  an environment for the tests of torchtitan, which are skipped without it"
@@ -68,11 +67,6 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	  echo "no chromium here: the tests of pages will be skipped (apt-get install chromium brings it)"
 	@touch $@
 
-$(VENV)/.installed-gate: $(VENV)/.installed-dev
-	@echo "installing Triton"
-	@$(PIP) -e '.[gate]'
-	@touch $@
-
 # torchtitan pins an older datasets than ours, so it has an environment of its own, which borrows torch from $(VENV), and
 # with the .pth files there coverage, which counts in processes that tests start
 TITAN := .venv-torchtitan
@@ -105,8 +99,8 @@ $(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
 	  pytorch-optimizer -e '.[plot,sweep,slurm,studies,data,hf,trainer,lightning,schedulefree,tensorboard]'
 	@touch $@
 
-# with Triton, whose interpreter runs the kernels of a GPU, and where it can be installed with torchtitan
-coverage: $(VENV)/.installed-gate
+# where it can be installed with torchtitan
+coverage: setup-dev
 	@$(MAKE) setup-torchtitan || echo "no environment for torchtitan: its tests are not counted"
 	@$(BIN)/python -m pytest -n 2 --dist worksteal --cov $(ARGS)
 
@@ -118,10 +112,6 @@ check: setup-dev
 
 bench: setup-dev
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks $(ARGS)
-
-gate: $(VENV)/.installed-gate
-	@$(BIN)/python -m pytest -q tests/diloco/test_kernels.py
-	@$(BIN)/python benchmarks/cuda_gate.py
 
 faults: setup-dev
 	@$(BIN)/python tests/faults $(ARGS)

@@ -26,7 +26,7 @@ BENCHMARKS = {
     "theory": ["--modes", "300000"],
     "explorer": [],
 }
-"""The options of each. Those that need a GPU (`gpu.py`) or emit code for one (`cuda_gate.py`) are not among them."""
+"""The options of each. Those that need a GPU (`gpu.py`) are not among them."""
 
 
 def run(name: str) -> str:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
-import types
 import warnings
 from typing import Any
 
@@ -14,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from rounds import Pair, report_of, shift
-from twophase.diloco import device_sweep, fragment, sweep, transfer
+from twophase.diloco import fragment, sweep, transfer
 from twophase.diloco import sync as sync_module
 from twophase.diloco.communicator import Pending
 from twophase.diloco.engine import DiLoCo
@@ -155,25 +153,6 @@ def test_an_interrupted_sweep_is_refused(arrived: int, monkeypatch: pytest.Monke
     engine.load_state_dict(saved)
     assert all(map(torch.equal, before, engine.anchor.values()))
     assert engine.step() is not None
-
-
-def test_a_device_without_kernels_warns_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
-    """Where Triton is missing, or gives other numbers, torch's operations go on, and a warning says why."""
-    device_sweep.kernels.cache_clear()
-    monkeypatch.setitem(sys.modules, "twophase.diloco.kernels", None)
-    for _ in range(2):
-        assert device_sweep.kernels(torch.device("cpu")) is None
-    device_sweep.kernels.cache_clear()
-
-    def does_nothing(*_: Any, **__: Any) -> None: ...
-
-    monkeypatch.setitem(sys.modules, "twophase.diloco.kernels", types.ModuleType("kernels"))
-    for name in ("pseudo_gradient", "outer_round"):
-        monkeypatch.setattr(sys.modules["twophase.diloco.kernels"], name, None, raising=False)
-    monkeypatch.setattr(device_sweep, "_launch", does_nothing)
-    assert device_sweep.kernels(torch.device("cpu")) is None
-    device_sweep.kernels.cache_clear()
-    assert len(caplog.records) == 2
 
 
 def test_gaps_do_not_count(monkeypatch: pytest.MonkeyPatch):

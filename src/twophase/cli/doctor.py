@@ -40,7 +40,6 @@ _PURPOSES = {
     "lightning": "`twophase.integrations.lightning`",
     "ft": "`--lighthouse`: replicas that die and come back",
     "schedulefree": "`--inner.method schedule-free`",
-    "gate": "`make gate`: the CUDA code of a step, without a GPU",
     "docs": "`make docs`: the documentation site",
     "dev": "tests and checks",
 }

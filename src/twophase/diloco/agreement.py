@@ -17,7 +17,6 @@ import torch
 import twophase
 from twophase.base.errors import RunError
 from twophase.base.source import source_digest
-from twophase.diloco import device_sweep
 from twophase.diloco.communicator import Communicator, Interrupted
 from twophase.diloco.fragment import Fragment, short_hash
 from twophase.optim.outer import OuterSGD
@@ -172,7 +171,7 @@ def agree(
 def _dots(fragment: Fragment) -> list[Dots]:
     """Return the inner products of each param group; for another optimizer than `OuterSGD`, <g, g> alone."""
     if isinstance(fragment.outer, OuterSGD):
-        return device_sweep.dots(fragment) if fragment.on_device else fragment.outer.dots()
+        return fragment.outer.dots()
     return [(float(torch.linalg.vector_norm(fragment.gradient, dtype=torch.float64)) ** 2, 0.0, 0.0)]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -116,22 +116,11 @@ class Digest:
 
 
 def weighted_checksum(flat: Tensor) -> str:
-    """Return an accelerator's checksum: weighted sums of independent pieces.
-
-    The kernels of `device_sweep` compute it in the round's own pass.
-    """
+    """Return an accelerator's checksum: weighted sums of independent pieces."""
     halves = flat.detach().view(torch.int32)
     sums = _sums(halves, _weights(flat.device), rows=_ROWS)
-    return joined_digits(len(halves), sums + halves[len(halves) // 2 * 2 :].tolist())
-
-
-def joined_digits(halves: int, sums: Sequence[int]) -> str:
-    """Join the sums of a vector's pieces (modulo 2^64) to sixteen hexadecimal digits; `halves` counts four-byte words.
-
-    An odd word at the end is a separate piece.
-    """
-    state = halves
-    for value in sums:
+    state = len(halves)
+    for value in sums + halves[len(halves) // 2 * 2 :].tolist():  # an odd word at the end is a separate piece
         state = ((state ^ (value & _MASK)) * _PRIME) & _MASK  # FNV-1a, a word at a time
         state ^= state >> 29
     return f"{state:016x}"
@@ -172,8 +161,6 @@ def _sums(halves: Tensor, weights: Tensor, *, rows: int) -> list[int]:
 
 
 _PIECE = 1 << 15  # words; the digits depend on it
-PIECE_ELEMENTS = 2 * _PIECE
-"""Elements of a piece of the weighted sums."""
 _ROWS = 512  # pieces at a time on an accelerator: enough to fill it, and a scratch of 128 MiB
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 over the golden ratio, as a signed word
 _MASK = (1 << 64) - 1

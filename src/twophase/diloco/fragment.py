@@ -237,8 +237,6 @@ class Fragment:
         """Inner steps in its next pseudo-gradient."""
         self.divisor: float = 1
         """Number by which its gradient, a sum over replicas, is still to be divided."""
-        self.on_device = False
-        """True if kernels of an accelerator take its round under way."""
         self.torn = False
         """True if an interrupted outer step has changed only a part of it."""
 

@@ -30,7 +30,6 @@ from twophase.diloco.fragment import (
     tensors_of,
 )
 from twophase.diloco.sparse import SparseChannel
-from twophase.diloco.sweep import goes_on_device
 from twophase.diloco.transfer import Channel
 from twophase.diloco.wire import LossyChannel
 from twophase.optim.filters import Context
@@ -140,16 +139,14 @@ class Setting:
         """Facts that all processes must have been started with, by the words that name them; JSON values."""
 
     def describe(self) -> dict[str, Any]:
-        """Return the facts that all processes must share now: the constants, the outer settings, and the kernels."""
+        """Return the facts that all processes must share now: the constants and the outer settings."""
         settings = {
             f"fragment {f.name}": [
                 {key: str(value) for key, value in group.items() if key != "params"} for group in f.outer.param_groups
             ]
             for f in self.fragments
         }
-        # Kernels round differently in the last bits.
-        kernels = {f.name: goes_on_device(f) for f in self.fragments if not f.flat.is_cpu}
-        return {**self.constants, "outer settings": settings, "kernels of the outer round": kernels}
+        return {**self.constants, "outer settings": settings}
 
     def promise(self, signals: Collection[str], *, compared: bool) -> None:
         """Name the values that restart policies may need from now on, and refuse a policy that needs more."""

@@ -15,7 +15,6 @@ from twophase.diloco.flat import checksum
 from twophase.diloco.fragment import Fragment
 from twophase.diloco.membership import Members, Membership, Position
 from twophase.diloco.setting import Schedule, Setting, check_needs
-from twophase.diloco.sweep import goes_on_device
 from twophase.diloco.sync import Part, Sync
 from twophase.diloco.weighing import Weighing
 from twophase.optim.outer import OuterSGD
@@ -220,7 +219,7 @@ def _load_sync(saved: Mapping[str, Any], setting: Setting) -> Sync:
         fragments, saved["steps"], saved["sums"], divisors, means, weighings, strict=True
     ):
         fragment.gradient.copy_(total)
-        fragment.on_device, fragment.divisor = goes_on_device(fragment), divisor
+        fragment.divisor = divisor
         square = None if mean is None else torch.tensor(mean * count, dtype=torch.float64)
         parts.append(Part(fragment, steps, square, weighing=Weighing(**weighing) if weighing else None))
     sync = Sync(setting, Members(count, replicas), parts, blocking=False)

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from twophase.diloco import device_sweep
 from twophase.diloco.communicator import Communicator
 from twophase.diloco.flat import Digest, divide_
 from twophase.diloco.fragment import SMALL, Fragment, progress_of
@@ -33,17 +32,6 @@ _PART_ELEMENTS = 1 << 18
 
 
 # ------------------------------------------------------------------------------------------ conditions of a sweep
-
-
-def goes_on_device(fragment: Fragment) -> bool:
-    """Return whether the kernels of an accelerator write a fragment's pseudo-gradient and take its outer step."""
-    return (
-        not fragment.flat.is_cpu
-        and not fragment.channel.lossy
-        and _is_sweepable(fragment)
-        and not fragment.needs & {PROBES, *COMPARED}
-        and device_sweep.is_usable(fragment)
-    )
 
 
 def goes_in_parts(fragment: Fragment) -> bool:
@@ -99,7 +87,7 @@ def _has_no_buffer(fragment: Fragment) -> bool:
     return group["momentum"] == 0 or not any(BUFFER in state for state in fragment.outer.state.values())
 
 
-# ------------------------------------------------------------------------------------------------- on the CPU
+# ------------------------------------------------------------------------------------------------ the sweep itself
 
 
 def transfer_in_parts(fragment: Fragment, communicator: Communicator) -> PartTransfer:
@@ -169,7 +157,7 @@ class FlatSweep:
         flat, gradient, momentum = self._fragment.flat, self._fragment.gradient, self._momentum
         remembers = momentum is not None and not update.fresh
         update = update.simplified(unrounded=True)
-        fused = flat.is_cpu and fused_is_exact(flat.dtype, update)
+        fused = fused_is_exact(flat.dtype, update)
         scratch: Scratch = {}
         products: list[Tensor] = []
         for start, stop, x, g, *m in self._parts([flat, gradient] if momentum is None else [flat, gradient, momentum]):
@@ -212,10 +200,9 @@ class FlatSweep:
             digest.add(start, stop)
 
 
-def round_sweep(fragment: Fragment, transfer: PartTransfer | None, *, restore: bool, prove: bool) -> Any:
-    """Return the `FlatSweep` or `device_sweep.DeviceSweep` of a fragment; None where it cannot be swept."""
-    on_device = not fragment.flat.is_cpu
-    if not (fragment.on_device if on_device else _holds_all_in_order(fragment)):
+def round_sweep(fragment: Fragment, transfer: PartTransfer | None, *, restore: bool, prove: bool) -> FlatSweep | None:
+    """Return the sweep of a fragment's round; None where it cannot be swept: on a GPU, or with another optimizer."""
+    if not fragment.flat.is_cpu or not _holds_all_in_order(fragment):
         return None
     momentum = None
     if fragment.outer_sgd.param_groups[0]["momentum"] != 0:
@@ -224,25 +211,4 @@ def round_sweep(fragment: Fragment, transfer: PartTransfer | None, *, restore: b
             if not _has_no_buffer(fragment):  # some parameters have a buffer and others lack it
                 return None
             momentum = fragment.new_momentum()
-    if on_device:
-        return device_sweep.sweep_of(fragment, momentum, restore=restore, prove=prove)
     return FlatSweep(fragment, momentum, transfer, restore=restore, prove=prove)
-
-
-def sweep_again(fragment: Fragment, outer: OuterSGD, anchor: Tensor) -> Any:
-    """Return the kernels' sweep of another optimizer's round on a copy of a fragment's anchor, with its gradient.
-
-    None unless the fragment's own round ran on the kernels: other operations round differently.
-    """
-    if not fragment.on_device:
-        return None
-    (group,) = outer.param_groups
-    momentum, views = None, []
-    if group["momentum"] != 0:
-        momentum = torch.zeros_like(anchor)
-        views = fragment.layout.views(momentum)
-        for param, view in zip(group["params"], views, strict=True):
-            if (buffer := outer.state[param].get(BUFFER)) is not None:
-                view.copy_(buffer)
-                outer.state[param][BUFFER] = view
-    return device_sweep.sweep_on(fragment, anchor, momentum, views)

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from twophase.diloco import device_sweep
 from twophase.diloco.agreement import Shared, agree, averaged, prove
 from twophase.diloco.candidates import count_candidates, probe_candidates
 from twophase.diloco.communicator import Interrupted
@@ -24,7 +23,7 @@ from twophase.diloco.fragment import Fragment
 from twophase.diloco.membership import Members
 from twophase.diloco.report import FragmentRound, RoundReport, merged
 from twophase.diloco.setting import Setting
-from twophase.diloco.sweep import goes_in_parts, goes_on_device, round_sweep, step_of, transfer_in_parts
+from twophase.diloco.sweep import goes_in_parts, round_sweep, step_of, transfer_in_parts
 from twophase.diloco.transfer import PartTransfer, Transfer
 from twophase.diloco.weighing import Weighing, weigh
 from twophase.optim.groups import GroupRound
@@ -112,7 +111,7 @@ class Sync:
             whole = alone or not self._blocking or communicator.elastic or communicator.sharded
             self._in_parts = not whole and all(map(goes_in_parts, self.fragments))
             for part in self.parts:
-                part.fragment.divisor, part.fragment.on_device = self.members.replicas, goes_on_device(part.fragment)
+                part.fragment.divisor = self.members.replicas
                 if not self._in_parts:
                     part.square = self._write(part)
         with self._phase("reduce"):
@@ -134,12 +133,8 @@ class Sync:
         if not self.members.weight or part.is_rejected:  # nothing is sent, error-feedback residuals neither
             fragment.gradient.zero_()
             return torch.zeros(()) if measure else None
-        if not fragment.on_device:
-            weights = part.weighing.weights[part.weighing.first :][: len(fragment.params)] if part.weighing else ()
-            return fragment.write_pseudo_gradient(alone=alone, measure=measure, weights=weights)
-        device_sweep.write(fragment, self.members.replicas if alone else 1)
-        fragment.divisor = 1 if alone else self.members.replicas
-        return None
+        weights = part.weighing.weights[part.weighing.first :][: len(fragment.params)] if part.weighing else ()
+        return fragment.write_pseudo_gradient(alone=alone, measure=measure, weights=weights)
 
     @property
     def accepted(self) -> list[bool]:
@@ -210,7 +205,7 @@ class Sync:
                 self._wait()
             for part in self.parts:
                 fragment = part.fragment
-                if not self._in_parts and not fragment.on_device:
+                if not self._in_parts:
                     fragment.divide()
                 fragment.hand_over(nothing=part.is_rejected)
         with self._phase("outer"):

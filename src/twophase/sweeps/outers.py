@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from twophase.diloco.fragment import Fragment
-from twophase.diloco.sweep import sweep_again
 from twophase.optim.groups import COUNTERS
 from twophase.optim.outer import BUFFER, OuterSGD
 from twophase.policies.base import Answer, RestartPolicy, RoundSignal, ask
@@ -116,7 +115,7 @@ class Outers:
         for param, gradient in zip(scratch.param_groups[0]["params"], fragment.gradient_views, strict=True):
             param.grad = gradient
         self.load(scratch, run)
-        scratch.step(measure=True, signals=signals, sweep=sweep_again(fragment, scratch, self._copy))
+        scratch.step(measure=True, signals=signals)
         if not torch.allclose(self._copy, fragment.flat, rtol=0.0, atol=0.0, equal_nan=True):
             raise RuntimeError(
                 f"forest: run {run} does not take the update of the runs that should share this round with it. This "

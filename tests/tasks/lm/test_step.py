@@ -245,7 +245,7 @@ def test_the_first_evaluation_chooses_for_the_batch():
 
 
 def test_the_estimate_of_the_paper_model():
-    """Within 5 % of the peaks of fake CUDA tensors (as in benchmarks/cuda_gate.py), less gradients, compiled or not."""
+    """Within 5 % of the peaks counted in the compiler's CUDA code, less gradients, compiled or not."""
     from twophase.recipes.pretraining import paper_150m
 
     def gigabytes(sequences: int = 64, **values: Any) -> float:
