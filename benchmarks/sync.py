@@ -12,9 +12,9 @@ progress, so both must end with the same bits, which is checked.
 torch's fused SGD and without norms, checksums and agreement; it, too, must end with the same bits.
 `copy_bandwidth_ratio`: bytes that a step in one process has to move (without a reduction), over its time, over the rate
 of a plain copy of as many parameters (bytes read and written), taken in turn; medians.
-`topk_bytes_ratio`, `int8_bytes_ratio`, `bfloat16_bytes_ratio`: bytes sent in a round as the engine reports them, over
+`int8_bytes_ratio`, `bfloat16_bytes_ratio`: bytes sent in a round as the engine reports them, over
 float32's; `..._loopback` the same as the network interface counts them, TCP's headers and answers included;
-`topk_cpu_ratio`, …: CPU time of such a sync over float32's, of all threads of the process that took more, medians. It
+`int8_cpu_ratio`, …: CPU time of such a sync over float32's, of all threads of the process that took more, medians. It
 is what encoding costs; what a network costs follows from the bytes.
 
 The program moves into a network namespace that has a loopback interface only (Linux, `unshare`, `ip`): so torchft's

@@ -41,9 +41,9 @@ def simulate(alone: Channel, parts: Sequence[Tensor]) -> Tensor:
 
 
 def residuals(channels: Sequence[Channel]) -> list[Tensor]:
-    """Copy each sender's residual, and that of int8's sum, of which each process has a part; empty without a state."""
+    """Copy each sender's residual, and that of the sum, of which each process has a part; empty without a state."""
     states = [state for channel in channels if (state := channel.state_dict())]
-    returned = [state["returned"] for state in states if state["wire"] == "int8"]
+    returned = [state["returned"] for state in states]
     residual = [x.clone() for state in states for x in state["sent"]]
     return residual + ([torch.cat(returned)] if returned else [])
 

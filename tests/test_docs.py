@@ -157,10 +157,11 @@ def help_of(*command: str) -> str:
 
 
 def command_lines() -> list[tuple[str, str]]:
-    """Every line of the console blocks, with those that end in a backslash joined."""
+    """Every line of the console blocks, with those that end in a backslash joined; of the log, a record, none."""
     return [
         (page, line.removeprefix("$ "))
         for page, text in blocks("console")
+        if page != "docs/log.md"
         for line in text.replace("\\\n", "").splitlines()
         if shlex.split(line, comments=True)
     ]

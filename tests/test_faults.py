@@ -62,7 +62,6 @@ KINDS: dict[str, dict[str, Any]] = {
         "sync.wire": "int8",
     },
 }
-KINDS["sparse"] = KINDS["streaming"] | {"sync.wire": "topk:16:2bit", "steps": 96}
 KINDS["delayed"] = {"inner_steps": 6, "sync.delay": 2, "sync.mixing": 0.5}
 KINDS["probing"] = {"outer.restart": "probe:keep,drop,average"}
 KINDS["three streaming"] = KINDS["streaming"] | {"replicas": 3, "steps": 96}
@@ -244,7 +243,6 @@ def test_of_three_one_is_killed_at_each_moment(begin: Begin, good: Good) -> None
         ("two", "counted:7", 33),
         ("probing", "inner:22", 33),
         ("streaming", "under way:11", 40),
-        ("sparse", "under way:11", 40),
     ],
 )
 def test_one_of_two_is_killed(begin: Begin, good: Good, kind: str, fault: str, step: int) -> None:

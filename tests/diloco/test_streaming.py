@@ -320,9 +320,7 @@ def test_fragments_together_are_the_whole(rule: OuterRule, restart: int | None, 
     assert unlike(cut.tensors(), whole.tensors()) == []
 
 
-@pytest.mark.parametrize(
-    ("wire", "rule"), [("float32", HEAVY_BALL), ("bfloat16", EMA), ("int8", NESTEROV), ("topk:8:2bit", EMA)]
-)
+@pytest.mark.parametrize(("wire", "rule"), [("float32", HEAVY_BALL), ("bfloat16", EMA), ("int8", NESTEROV)])
 def test_each_block_is_as_if_alone(rule: OuterRule, wire: str):
     """A staggered fragment has the bits of a model whose other blocks are frozen and whose first round is shorter."""
     policies = {"first": 2, "norm": "cycle:1,3", "last": "soft:3:0.5:0.25"}

@@ -45,7 +45,6 @@ URL = "http://127.0.0.1:1"
 SCENARIOS: dict[str, dict[str, Any]] = {
     "plain": {"inner_steps": 3, "restart": "test-longer:3"},  # which decides by what it remembers
     "streams": {"inner_steps": 4, "restart": 3, "fragments": 2, "delay": 1, "mixing": 0.25, "wire": "int8"},
-    "sparse": {"inner_steps": 4, "restart": 3, "fragments": 2, "wire": "topk:8:2bit"},
     "weighed": {"inner_steps": 3, "restart": 3, "outer": outer(RULE, filter="edit:temperature=0.1:clip=0.1")},
     "adamw": {"inner_steps": 3, "restart": 3, "outer": outer("adamw", lr=0.05, second="restart", schedule="warmup")},
 }
@@ -256,8 +255,8 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         return Program(["-W", "error", __file__, str(replica), str(folder), *pairs], log, log, os.environ)
 
     with ExitStack() as stack:
-        a, b, c, d, e, f, g = [stack.enter_context(lighthouse()) for _ in range(7)]
-        urls = {"plain": a, "streams": b, "sparse": c, "weighed": f, "adamw": g, "tampered": d, "kill": e}
+        a, b, d, e, f, g = [stack.enter_context(lighthouse()) for _ in range(6)]
+        urls = {"plain": a, "streams": b, "weighed": f, "adamw": g, "tampered": d, "kill": e}
         first, second = launch(0, urls), launch(1, urls)
         try:
             killed = second.wait(timeout=120)

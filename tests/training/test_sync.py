@@ -28,7 +28,6 @@ SYNCS: dict[str, dict[str, Any]] = {
     "fragments": {"sync.fragments": ("3",), "sync.restart": ("0=1", "1=2", "2=never")},
     "delay": {"sync.delay": 4, "sync.mixing": 0.5},
     "streaming": {"sync.fragments": ("ends=embedding|head|norm", "rest=."), "sync.delay": 2, "sync.wire": "int8"},
-    "sparse": {"sync.wire": "topk:2:4bit", "sync.fragments": ("2",), "sync.delay": 1},
     "bfloat16": {"sync.wire": "bfloat16", "sync.fragments": ("2",), "sync.stagger": False},
 }
 

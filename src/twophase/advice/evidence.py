@@ -143,12 +143,9 @@ def observed_in(block: Block, rule: OuterRule, lr: Column | None, part: slice = 
 
 def outside(record: RunRecord) -> tuple[str, ...]:
     """Say, in sentences, which properties of a run's syncs `observe` takes for progress."""
-    said = []
     if record.number("sync.mixing") > 0:
-        said.append("Replicas kept a share of their own parameters (--sync.mixing), which the estimate ignores.")
-    if str(record.config.get("sync.wire", "")).startswith("topk"):
-        said.append("A sparse wire (--sync.wire topk) sends residuals of earlier rounds late: they look like progress.")
-    return tuple(said)
+        return ("Replicas kept a share of their own parameters (--sync.mixing), which the estimate ignores.",)
+    return ()
 
 
 def _turns(

@@ -63,8 +63,8 @@ class DiLoCo(EngineState):
         stagger: True spreads the fragments' syncs evenly over a round; False has all at its end.
         delay: inner steps between the launch of a reduction and its application, >= 0, < inner_steps.
         mixing: share of a replica's own parameters that stays when the new anchor is applied, in [0, 1).
-        wire: number format of pseudo-gradients in transit: "float32" (the buffers' own type), "bfloat16", "int8", or
-            the largest elements alone, "topk:128:2bit" (`formats.TopK`). The last two have error feedback.
+        wire: number format of pseudo-gradients in transit: "float32" (the buffers' own type), "bfloat16" or "int8",
+            which has error feedback.
         communicator: processes of the run; None means the default torch.distributed group where one is initialised.
         signals: names of the values that `step(signals=...)` will get; a restart policy that needs more is refused.
         probe: `probe(module, replica, round)` returns a replica's loss with a candidate's parameters, forward only, on

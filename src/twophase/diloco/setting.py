@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from twophase.diloco.agreement import versions
 from twophase.diloco.communicator import Communicator
 from twophase.diloco.flat import plan
-from twophase.diloco.formats import TopK, check_wire
+from twophase.diloco.formats import check_wire
 from twophase.diloco.fragment import (
     Fragment,
     Slot,
@@ -29,7 +29,6 @@ from twophase.diloco.fragment import (
     slots_of,
     tensors_of,
 )
-from twophase.diloco.sparse import SparseChannel
 from twophase.diloco.transfer import Channel
 from twophase.diloco.wire import LossyChannel
 from twophase.optim.filters import Context
@@ -253,7 +252,6 @@ def _cut(
             "DiLoCo: a fragment is empty. Its parameters have no elements, or fewer rows than the replica has shards. "
             "Take fewer or larger fragments"
         )
-    check_wire(wire, least)
     dtype = torch.float64 if any(p.dtype == torch.float64 for p in first.values()) else torch.float32
     anchor = torch.zeros(sum(lengths), dtype=dtype, device=slots[0][0].device)
     # Fragments that are never reduced at the same time share a buffer for their pseudo-gradients.
@@ -292,12 +290,11 @@ def open_channel(name: str, numel: int, *, dtype: torch.dtype, device: torch.dev
     """Return the channel of a wire; arguments as of `Channel`, options as of `wire.LossyChannel`.
 
     Raises:
-        ValueError: an unknown wire, or one that keeps less than one element.
+        ValueError: an unknown wire.
     """
-    if check_wire(name, numel) == "float32":
+    if check_wire(name) == "float32":
         return Channel(name, numel, dtype=dtype, device=device)
-    kind = SparseChannel if TopK.of(name) else LossyChannel
-    return kind(name, numel, dtype=dtype, device=device, **options)
+    return LossyChannel(name, numel, dtype=dtype, device=device, **options)
 
 
 def _constants(fragments: Sequence[Fragment], replica: nn.Module, communicator: Communicator) -> dict[str, Any]:

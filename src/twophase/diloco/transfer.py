@@ -1,4 +1,4 @@
-"""Sum pseudo-gradients over processes, each fragment through its channel: exact, or lossy (`wire`, `sparse`)."""
+"""Sum pseudo-gradients over processes, each fragment through its channel: exact, or lossy (`wire`)."""
 
 from __future__ import annotations
 
@@ -103,8 +103,8 @@ class PartTransfer(Transfer):
 class Channel:
     """Sum a fragment's pseudo-gradient over the processes; the same on every process.
 
-    This channel is exact: a sum is an all-reduce in the tensor's own type, and it has no state. `wire.LossyChannel` and
-    `sparse.SparseChannel` have error-feedback residuals, which the methods below `launch` save, restore and clear.
+    This channel is exact: a sum is an all-reduce in the tensor's own type, and it has no state. `wire.LossyChannel`
+    has error-feedback residuals on int8, which the methods below `launch` save, restore and clear.
 
     Args:
         name: name of the wire, checked (`formats.check_wire`).

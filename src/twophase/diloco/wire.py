@@ -310,10 +310,9 @@ class LossyChannel(Channel):
         sent, returned, start = state["sent"], state.get("returned"), state.get("returned_start", 0)
         if len(sent) != len(self._sent):
             return f"the state has {len(sent)} senders' residuals, this channel {len(self._sent)}"
-        for number, saved in enumerate([*sent, *state.get("committed", ())]):
+        for number, saved in enumerate(sent):
             if saved.shape != (self._numel,):
-                sender = number % len(sent)
-                return f"sender {sender}'s residual has shape {tuple(saved.shape)} instead of ({self._numel},)"
+                return f"sender {number}'s residual has shape {tuple(saved.shape)} instead of ({self._numel},)"
         if returned is not None and (returned.dim() != 1 or not 0 <= start <= self._numel - returned.numel()):
             return f"the part's residual, {tuple(returned.shape)} at {start}, is not within {self._numel} elements"
         return None

@@ -1,4 +1,4 @@
-"""Does it matter how the pseudo-gradients travel: in float32, bfloat16, int8, or as their largest elements alone?
+"""Does it matter how the pseudo-gradients travel: in float32, bfloat16 or int8?
 
 Every run is done once for each wire, with all else equal. Runs: both rules at a small and a large momentum, with and
 without restarts, at the short communication period, which sends most. A run on a lossy wire is compared with the
@@ -13,7 +13,9 @@ that nothing changes this is the careful side.
 A lossy run is another trajectory, not float32's plus an error. The effect of rounding grows over a run to the size of
 any other small change. So single pairs differ even where the mean does not.
 
-Source: `twophase.diloco.wire`, `twophase.diloco.sparse`; the paper sends float32.
+The stored results have a fourth wire, top-k, which is gone; figure and answer show the wires that a result has.
+
+Source: `twophase.diloco.wire`; the paper sends float32.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ import numpy as np
 from scipy.special import stdtr
 
 import twophase.studies._lm as lm
-from twophase.diloco.formats import WIRES, TopK
+from twophase.diloco.formats import WIRES
 from twophase.figures.matplotlib_types import Axes, Figure
 from twophase.figures.style import MUTED, headline, look, name_panels, new_page, share_legend
 from twophase.judge.cells import ARM, BOTH, CONTROL, MISSING, DataFrame, Paired, comparable, outcomes
@@ -80,15 +82,12 @@ def sent_bytes(wire: str, numel: int, processes: int = PROCESSES) -> int:
     """Count the bytes that each process sends to sum a vector of float32 over processes, as the engine reports them.
 
     With n elements and M processes, a ring in float32 sends 2 (M - 1) parts of 4 n / M bytes. A lossy wire sends each
-    other owner its packet, and each its part's result: 2 (M - 1) packets of ceil(n / 128 M) blocks. The sparse one
-    sends its packet of the whole vector to each of the M - 1 others.
+    other owner its packet, and each its part's result: 2 (M - 1) packets of ceil(n / 128 M) blocks.
     """
     from twophase.diloco.wire import BLOCK, packet_bytes  # noqa: PLC0415 - torch, which a list of studies does without
 
     if wire == EXACT:
         return 2 * (processes - 1) * 4 * numel // processes
-    if sparse := TopK.of(wire):
-        return (processes - 1) * sparse.packet_bytes(numel)
     blocks = -(-numel // (processes * BLOCK))
     return 2 * (processes - 1) * packet_bytes(wire, blocks * BLOCK)
 
@@ -256,13 +255,14 @@ def verdict(change: Mapping[str, Any], spread: float | None) -> str:
 def answer(result: Result) -> str:
     """Compare each wire with float32 in each place, with what the seed alone does, and say what is sent."""
     numbers, settings = result.numbers, result.settings
+    wires, lossy = list(numbers["bytes_a_round"]), lossy_wires(result)
     places = numbers["places"] | {"all places": numbers["all_places"] | {"perplexity": None, "state": ""}}
     seeds = len(settings["seeds"])
     seeds_words = f"{seeds} seeds" if seeds > 1 else "one seed, so there is no noise to judge by"
-    header = ["", "float32", "seeds", *(word for wire in LOSSY for word in (wire, "verdict"))]
+    header = ["", "float32", "seeds", *(word for wire in lossy for word in (wire, "verdict"))]
     body = [_table_line(name, facts) for name, facts in places.items()]
     chance = 2 * float(stdtr(seeds - 1, -CLEAR)) if seeds > 1 else 0.0
-    comparisons = len(LOSSY) * len(places)
+    comparisons = len(lossy) * len(places)
     rule = (
         f" '{NOISE}': within {CLEAR:g} standard errors of 0, and no larger than 'seeds'; without any effect "
         f"{chance * comparisons:.1f} of the {comparisons} would be beyond {CLEAR:g} standard errors."
@@ -283,18 +283,18 @@ def answer(result: Result) -> str:
     lines += [
         _claim(f"sent as {wire}, {claim}, within seed noise", {name: changes[wire] for name, changes in facts})
         for claim, facts in claims.items()
-        for wire in LOSSY
+        for wire in lossy
     ]
     gains = []
     for name, facts in numbers["restart_gain"].items():
-        ratios = [f"{facts['gain'][wire]['ratio']:.2f}" for wire in WIRES if facts["gain"][wire]["ratio"] is not None]
+        ratios = [f"{facts['gain'][wire]['ratio']:.2f}" for wire in wires if facts["gain"][wire]["ratio"] is not None]
         gains.append(f"{name} {' / '.join(ratios) or 'not known'}")
     what = f"{lm.measure(settings).capitalize()} without restarts over that with K={PERIOD}"
-    lines.append(f"{what}, {' / '.join(WIRES)}: {'; '.join(gains)}.")
+    lines.append(f"{what}, {' / '.join(wires)}: {'; '.join(gains)}.")
     typical = ", ".join(f"{what} {value:.1%}" for what, value in numbers["typical"].items() if value is not None)
     lines.append(f"A single run's change of log {lm.measure(settings)}, root mean square: {typical or 'not known'}.")
     sent, share = numbers["bytes_a_round"], numbers["bytes_over_float32"]
-    each = ", ".join(f"{wire} {sent[wire]:,} ({share[wire]:.3f} of float32's)" for wire in WIRES)
+    each = ", ".join(f"{wire} {sent[wire]:,} ({share[wire]:.3f} of float32's)" for wire in wires)
     lines.append(
         f"Bytes that each of {PROCESSES} processes sends a round, {settings['parameters']:,} parameters: {each}. "
         "Computed from the wire's packets: the runs themselves have both replicas in one process, which rounds as two "
@@ -325,34 +325,38 @@ def _claim(claim: str, by_place: Mapping[str, Mapping[str, Any]]) -> str:
 # --------------------------------------------------------------------------------------------------------------- figure
 
 
-_LOOKS = {wire: number for number, wire in enumerate(LOSSY, start=1)}
-_SHIFTS = (-0.25, 0.0, 0.25)
+def lossy_wires(result: Result) -> list[str]:
+    """Return the wires of a result that lose digits; a stored one may have more than a new one."""
+    return [wire for wire in result.numbers["bytes_a_round"] if wire != EXACT]
 
 
 def draw(result: Result) -> Figure:
     """Draw (a) rows by place; across: each wire's change against float32, on the seeds' spread; (b) bytes a round."""
     places = result.numbers["places"] | {"all places": result.numbers["all_places"]}
     settings, several = result.settings, len(result.settings["seeds"]) > 1
+    lossy = lossy_wires(result)
+    looks = {wire: number for number, wire in enumerate(lossy, start=1)}
     figure = new_page(1.7 + 0.36 * len(places))
     changes, sent = figure.subplots(1, 2, width_ratios=(3.2, 1))
     for row, facts in enumerate(places.values()):
         if facts["spread"] is not None:
             ends = (-100 * facts["spread"], 100 * facts["spread"])
             changes.fill_betweenx([row - 0.42, row + 0.42], *ends, color="#e4e4e4", linewidth=0)
-        for wire, shift in zip(_LOOKS, _SHIFTS, strict=True):
+        for index, wire in enumerate(lossy):
             line: Mapping[str, Any] = {}  # the mean over the places has no dots
             if "rule" in facts:
                 place = {name: facts[name] for name in ("rule", "momentum", "restart")}
                 line = first(result.rows, wire=wire, **place) or {}
             dots = [value for name, value in line.items() if name.startswith("float32_log_seed") and value is not None]
-            _draw_change(changes, row + shift, facts["change"][wire], wire, dots)
+            shift = 0.25 * (index - (len(lossy) - 1) / 2)
+            _draw_change(changes, row + shift, facts["change"][wire], (wire, looks[wire]), dots)
     changes.axvline(0, color=MUTED, linewidth=0.7, zorder=1)
     names = [f"{name}\n{perplexity_words(facts)}" if "perplexity" in facts else name for name, facts in places.items()]
     changes.set_yticks(range(len(places)), map(shown_name, names))
     changes.axhline(len(places) - 1.5, color=MUTED, linewidth=0.5)
     changes.set_ylim(len(places) - 0.4, -0.6)
     changes.set_xlabel(f"{lm.measure(settings)} against float32, same seed, %\n(left of 0 is better)")
-    for wire, number in _LOOKS.items():
+    for wire, number in looks.items():
         style = look(number, every=1)
         changes.plot([], [], color=style["color"], marker=style["marker"], linestyle="-", label=wire)
     changes.fill_between([], [], [], color="#e4e4e4", label="float32, another seed: one standard deviation")
@@ -377,19 +381,21 @@ def _finding(result: Result) -> str:
     facts, share = result.numbers["all_places"], result.numbers["bytes_over_float32"]
     wires = [
         f"by {change_words(facts['change'][wire]) or 'what is not known'} with {wire} ({share[wire]:.2g} of the bytes)"
-        for wire in LOSSY
+        for wire in lossy_wires(result)
     ]
     seed = "" if facts["spread"] is None else f", by {facts['spread']:.1%} with another seed"
     return f"{lm.measure(result.settings).capitalize()} changes {', '.join(wires)}{seed}"
 
 
-def _draw_change(panel: Axes, height: float, change: Mapping[str, Any], wire: str, dots: Sequence[float]) -> None:
-    """Draw one wire in one place: its mean with its error, and the seeds' log ratios as strokes."""
-    style = look(_LOOKS[wire], every=1)
+def _draw_change(
+    panel: Axes, height: float, change: Mapping[str, Any], wire: tuple[str, int], dots: Sequence[float]
+) -> None:
+    """Draw one wire, by its name and number, in one place: mean with error; log ratios of the seeds as strokes."""
+    style = look(wire[1], every=1)
     colour = style["color"]
     if change["ratio"] is None:
         word = "div." if "diverged" in change["verdict"] else "missing"
-        panel.text(0, height, f"{wire}: {word}", color=colour, fontsize=7, ha="center", va="center")
+        panel.text(0, height, f"{wire[0]}: {word}", color=colour, fontsize=7, ha="center", va="center")
         return
     if change["low"] is not None:
         ends, seeds = ([100 * math.expm1(log) for log in logs] for logs in ((change["low"], change["high"]), dots))
@@ -400,7 +406,7 @@ def _draw_change(panel: Axes, height: float, change: Mapping[str, Any], wire: st
 
 def _draw_bytes(panel: Axes, result: Result) -> None:
     sent, share = result.numbers["bytes_a_round"], result.numbers["bytes_over_float32"]
-    colours = [look(number)["color"] for number in (0, *_LOOKS.values())]
+    colours = [look(number)["color"] for number in range(len(sent))]
     thousands = [number / 1000 for number in sent.values()]
     panel.barh(range(len(sent)), thousands, color=colours, height=0.6)
     for row, wire in enumerate(sent):

@@ -129,9 +129,8 @@ class SyncConfig:
     mixing: float = 0.0
     """Share of its own parameters that a replica keeps when the anchor comes back, in [0, 1)."""
     wire: str = "float32"
-    """Format of the pseudo-gradients: float32, bfloat16, int8 in blocks, or the largest elements alone. The format
-    topk:128:2bit sends one element of 128, its place and 2 bits. Both int8 and topk have error feedback. If all
-    replicas live in one process, each counts as a process here."""
+    """Format of the pseudo-gradients: float32, bfloat16, or int8 in blocks with error feedback. If all replicas live in
+    one process, each counts as a process here."""
 
     def parts(self) -> int | dict[str, str]:
         """Return the number of fragments, or their patterns by name."""

@@ -8,8 +8,6 @@ import torch
 from torch import nn
 
 from twophase.base.config import UsageError
-from twophase.diloco.flat import plan
-from twophase.diloco.formats import check_wire
 from twophase.diloco.fragment import partition
 from twophase.optim.filters import Context
 from twophase.optim.optimizer import OuterOptimizer
@@ -71,11 +69,6 @@ def preflight(config: RunConfig, task: Task, processes: int = 1, methods: Iterab
         fragments = partition(sizes, config.sync.parts())
     except ValueError as error:
         raise UsageError(f"--sync.fragments {' '.join(config.sync.fragments)}: {error}") from None
-    try:
-        numel = min(plan((name, (sizes[name],)) for name in names).numel for names in fragments.values())
-        check_wire(config.sync.wire, numel)
-    except ValueError as error:
-        raise UsageError(str(error).replace("DiLoCo: wire", "--sync.wire", 1)) from None
     for other in methods or (config,):
         _check_outer(other, model, fragments)
 
