@@ -94,8 +94,6 @@ MISTAKES = [
     ("export absent there", "absent"),
     ("period --sigma 0.5 --plot figure.svg", "--plot figure.svg"),
     ("period --sigma 0.5 --max-period inf", "--max-period"),
-    ("ui none", "none: is no folder"),
-    ("ui . --port 70000", "--port: is 70000"),
     ("train --outer.zeta 1", "'--outer.zeta' is no option"),
     ("train --outer.lr", "--outer.lr: expected one argument"),
     ("train --outer.form emma", "--outer.form: 'emma' is not known; did you mean ema?"),

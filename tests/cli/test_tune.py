@@ -21,7 +21,6 @@ from twophase.base.config import RunError, UsageError
 from twophase.cli import tuning as room
 from twophase.cli.tuning import TuneResults, Tuning, run_tuning
 from twophase.policies.scheduled import Periodic
-from twophase.report.ui import Library
 from twophase.shelf.text import parse
 from twophase.sweeps.grid import Sweep
 from twophase.sweeps.table import read_rows, write_rows
@@ -362,7 +361,6 @@ def test_killed_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert (Path("cut/fresh/trials.journal")).stat().st_size > 0
     report = call("report", "cut/fresh")
     assert report.returncode == 0, report.stderr
-    assert "cut/fresh" in Library(tmp_path).list_page()
 
     Path("rings.py").write_text(RINGS.replace("noise: float = 0.2", "noise: float = 0.1"), encoding="utf-8")
     assert call(*words, "--out", "cut").returncode == 2

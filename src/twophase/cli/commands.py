@@ -27,7 +27,6 @@ COMMANDS = {
     "tune": "which outer optimizer: every arm tuned with the same budget, then judged on fresh seeds",
     "bench": "an outer optimizer through a fixed protocol, against stored reference arms",
     "report": "a run, several over each other, or a sweep as one HTML page; of a sweep also the verdict",
-    "ui": "a live list of all runs and sweeps below a folder, in the browser of this machine alone",
     "diagnose": "does a run's outer loop oscillate, overshoot or lag, and what the theory suggests",
     "spectrum": "curvature of a trained run by block, what a round removes of it, and a period for each",
     "period": "when to restart a rule on a spectrum, what it gains, and where it cannot help",

@@ -205,7 +205,6 @@ def page(
     scripts: Sequence[str] = (),
     framed: Sequence[str] = (),
     style: str = "",
-    served: bool = False,
 ) -> str:
     """Return the whole document.
 
@@ -219,13 +218,11 @@ def page(
         scripts: scripts that the page runs at its end, our own code alone; `plot.script()` draws its charts.
         framed: scripts of our own pages that are shown in a frame of this one, which its policy must allow, too.
         style: further looks.
-        served: the page comes from `twophase ui` and may ask that server, and no other, for more.
     """
     scripts = [*scripts, *([asset("watch.js")] if refresh else [])]
     allowed = [*scripts, *framed]
     digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in allowed)
-    base = _POLICY.replace("form-action 'none'", "form-action 'self'; connect-src 'self'") if served else _POLICY
-    policy = "; script-src ".join([base, *([" ".join(f"'sha256-{digest}'" for digest in digests)] if allowed else [])])
+    policy = "; script-src ".join([_POLICY, *([" ".join(f"'sha256-{digest}'" for digest in digests)] if allowed else [])])
     head = join(
         [
             tag("meta", charset="utf-8"),
