@@ -33,7 +33,6 @@ COMMANDS = {
     "methods": "the outer methods, filters, schedules and readouts that --outer takes, with their sources",
     "explore": "write an interactive page (one file): what restarts do while you move the hyperparameters",
     "study": "check a claim of the theory: compute it, draw it, say what holds and what does not",
-    "doctor": "the machine, the versions, the devices, what is missing and how to get it",
     "sweep-worker": "one more worker for a sweep that was started elsewhere, here or on any machine",
 }
 """What each command does; its module in this package has its name."""

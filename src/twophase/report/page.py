@@ -222,7 +222,9 @@ def page(
     scripts = [*scripts, *([asset("watch.js")] if refresh else [])]
     allowed = [*scripts, *framed]
     digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in allowed)
-    policy = "; script-src ".join([_POLICY, *([" ".join(f"'sha256-{digest}'" for digest in digests)] if allowed else [])])
+    policy = "; script-src ".join(
+        [_POLICY, *([" ".join(f"'sha256-{digest}'" for digest in digests)] if allowed else [])]
+    )
     head = join(
         [
             tag("meta", charset="utf-8"),
