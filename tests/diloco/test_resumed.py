@@ -17,10 +17,8 @@ from twophase.diloco.communicator import Done
 from twophase.diloco.engine import DiLoCo
 from twophase.diloco.report import RoundReport
 from twophase.rule import OuterRule
-from twophase.shelf.outer import outer
 
 NESTEROV = OuterRule(0.3, 0.9, nesterov=True)
-EDIT = outer(NESTEROV, filter="edit:threshold=0.5:warmup=1:clip=2")
 
 
 # --- equal to itself, resumed -------------------------------------------------------------------------------------
@@ -36,10 +34,6 @@ RUNS: dict[str, dict[str, Any]] = {
     "in turn, all under way": {"fragments": 3, "inner_steps": 6, "delay": 5, "mixing": 0.5, "wire": "int8"},
     "in turn, uneven": {"fragments": 3, "inner_steps": 7, "delay": 3},
     "at once": {"fragments": 3, "inner_steps": 5, "delay": 2, "mixing": 0.5, "stagger": False, "wire": "int8"},
-    "weighed": {"outer": EDIT},
-    "weighed, in turn": {"outer": EDIT, "fragments": 3, "inner_steps": 6, "delay": 2, "mixing": 0.5},
-    "weighed, int8": {"outer": EDIT, "fragments": 2, "inner_steps": 6, "wire": "int8"},
-    "weighed, at once": {"outer": EDIT, "fragments": 3, "inner_steps": 6, "stagger": False, "wire": "bfloat16"},
 }
 
 
@@ -50,7 +44,7 @@ RUNS: dict[str, dict[str, Any]] = {
 def test_resumed_anywhere_equals_uninterrupted(name: str):
     """Saved after any inner step, with what is under way and owed, a run goes on with the same bits and reports."""
     options = {"outer": NESTEROV, "restart": 2, "inner_steps": 4} | RUNS[name]
-    rounds = 4 if "fragments" in options and options["outer"] is not EDIT else 6  # two restarts, and a rejection
+    rounds = 4 if "fragments" in options else 6  # two restarts
     whole, steps = start(**options), rounds * options["inner_steps"] + 2
     states, ends, reports = [through_file(whole.state())], [], []
     for step in range(steps):
@@ -68,7 +62,6 @@ def test_resumed_anywhere_equals_uninterrupted(name: str):
         assert unlike(resumed.tensors(), whole.tensors()) == []
     said = [report for report in reports if report is not None]
     assert sum(report["restarted"] == "True" for report in said) >= 2
-    assert any(report["rejected"] != "0" for report in said) == name.startswith("weighed")
 
 
 def without_times(report: RoundReport | None) -> dict[str, Any] | None:

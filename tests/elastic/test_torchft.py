@@ -45,7 +45,6 @@ URL = "http://127.0.0.1:1"
 SCENARIOS: dict[str, dict[str, Any]] = {
     "plain": {"inner_steps": 3, "restart": "test-longer:3"},  # which decides by what it remembers
     "streams": {"inner_steps": 4, "restart": 3, "fragments": 2, "delay": 1, "mixing": 0.25, "wire": "int8"},
-    "weighed": {"inner_steps": 3, "restart": 3, "outer": outer(RULE, filter="edit:temperature=0.1:clip=0.1")},
     "adamw": {"inner_steps": 3, "restart": 3, "outer": outer("adamw", lr=0.05, second="restart", schedule="warmup")},
 }
 ROUNDS = 12

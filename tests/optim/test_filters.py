@@ -19,64 +19,29 @@ from twophase.optim.filters import Context, filtered
 from twophase.optim.methods import orthogonalized
 from twophase.optim.optimizer import OuterOptimizer
 from twophase.restart import parse as parse_policy
-from twophase.rule import Form, OuterRule
+from twophase.rule import OuterRule
 from twophase.shelf.base import Filter
-from twophase.shelf.filters import CGAD, Clip, HeLoCo, Orthogonal
+from twophase.shelf.filters import Clip, Orthogonal
 from twophase.shelf.outer import outer
 from twophase.shelf.text import parse, registered
 
 SHAPES = [(7,), (3, 5), (2, 3, 4), (6, 2)]
-AGE = 0.75
 
-Twin = Callable[[list[Tensor], list[Tensor], OuterRule], list[Tensor]]
+Twin = Callable[[list[Tensor]], list[Tensor]]
 each_restart = pytest.mark.parametrize("restart", ["never", "3", "soft:4:0.3:0.1"])
 
 
 # --- slow twins: lists of numbers, an equation a line -----------------------------------------------------------------
 
 
-def clipped(gradients: list[Tensor], buffers: list[Tensor], rule: OuterRule) -> list[Tensor]:
+def clipped(gradients: list[Tensor]) -> list[Tensor]:
     """The clip of torch.nn.utils, which the norm of all of them decides."""
-    del buffers, rule
     length = math.sqrt(sum(v * v for g in gradients for v in g.flatten().tolist()))
     return [g * min(1.0, 15.0 / length) for g in gradients]
 
 
-def helocoed(gradients: list[Tensor], buffers: list[Tensor], rule: OuterRule) -> list[Tensor]:
-    """Algorithm 2 of the paper; its momentum is a mean of pseudo-gradients, in EMA form."""
-    c_ok, k_s, k_d, kappa, beta_max, eps = 0.3, 0.9, 0.8, 2.0, 0.25, 1e-8
-    corrected = []
-    for g, m in zip(gradients, buffers, strict=True):
-        delta, memory = g.flatten().tolist(), m.flatten().tolist()
-        if rule.form == "sum":
-            memory = [(1 - rule.momentum) * v for v in memory]
-        length, size = math.sqrt(sum(v * v for v in delta)), math.sqrt(sum(v * v for v in memory))
-        u, v = [d / length for d in delta], [w / size if size else 0.0 for w in memory]
-        c = sum(a * b for a, b in zip(u, v, strict=True))
-        conf = length / (length + kappa * size + eps)
-        if size < eps or c >= c_ok:
-            new = delta
-        elif c < 0:
-            beta = min(k_s * -c * conf, beta_max)
-            new = [d - beta * c * length * b for d, b in zip(delta, v, strict=True)]
-        else:
-            turn = min(k_d * (1 - c) * conf, 1.0)
-            mixed = [(1 - turn) * a + turn * b for a, b in zip(u, v, strict=True)]
-            norm = math.sqrt(sum(w * w for w in mixed))
-            new = [length * w / norm for w in mixed]
-        corrected.append(torch.tensor(new, dtype=g.dtype).view(g.shape))
-    return corrected
-
-
-def aged(gradients: list[Tensor], buffers: list[Tensor], rule: OuterRule) -> list[Tensor]:
-    """sigma(tau) = gamma(tau) exp(-alpha tau) of the paper."""
-    del buffers, rule
-    return [g * 0.5 * (1 + math.cos(math.pi * AGE / 2.5)) * math.exp(-0.4 * AGE) for g in gradients]
-
-
-def orthogonals(gradients: list[Tensor], buffers: list[Tensor], rule: OuterRule) -> list[Tensor]:
+def orthogonals(gradients: list[Tensor]) -> list[Tensor]:
     """Muon's iteration on each matrix, scaled to its Frobenius norm."""
-    del buffers, rule
     results = []
     for g in gradients:
         matrix = g.reshape(g.shape[0], -1)
@@ -88,8 +53,6 @@ def orthogonals(gradients: list[Tensor], buffers: list[Tensor], rule: OuterRule)
 
 TWINS: dict[str, Twin] = {
     "clip:norm=15": clipped,
-    "heloco:keep=0.3:shrink=0.9:rotate=0.8:kappa=2:cap=0.25": helocoed,
-    "cgad:alpha=0.4:cutoff=2.5": aged,
     "orthogonal": orthogonals,
 }
 
@@ -101,14 +64,14 @@ def test_equals_its_slow_twin(text: str, restart: str, rule: OuterRule):
     """Over 24 rounds parameters and momentum are the twin's, with gradients that turn against the momentum at times."""
     params = parameters(0, SHAPES)
     twins = [ReferenceOuter(p.reshape(-1), rule, parse_policy(restart)) for p in params]
-    optimizer = OuterOptimizer(params, outer(rule, filter=text), restart, context=Context(AGE))
+    optimizer = OuterOptimizer(params, outer(rule, filter=text), restart)
     for number in range(24):
         gradients = [
             g * (1 - 3 * (number % 7 == 5)) + 0.3 * math.cos(number) for g in randoms(1000 + number % 5, SHAPES)
         ]
         give(params, gradients)
         optimizer.step()
-        seen = TWINS[text](gradients, [twin.m for twin in twins], rule)
+        seen = TWINS[text](gradients)
         for twin, g in zip(twins, seen, strict=True):
             twin.round(g.reshape(-1))
         torch.testing.assert_close(flat(params), flat([twin.x for twin in twins]), rtol=1e-12, atol=1e-12)
@@ -116,41 +79,11 @@ def test_equals_its_slow_twin(text: str, restart: str, rule: OuterRule):
         assert same_bits(flat([p.grad for p in params]), flat(gradients))  # the caller's are only read
 
 
-def test_heloco_meets_all_its_cases():
-    """A g along m stays, one across is turned at its length, one against is shortened along m alone."""
-    m = torch.tensor([2.0, 0.0], dtype=torch.float64)
-    along, across, against = torch.tensor([[1.0, 0.1], [0.1, 1.0], [-1.0, 0.5]], dtype=torch.float64)
-    stays, turned, shortened = filtered(HeLoCo(), [along, across, against], [m] * 3, Context())
-    assert same_bits(stays, along)
-    assert float(turned.norm()) == pytest.approx(float(across.norm()), rel=1e-15)
-    assert turned[0] > across[0]
-    assert against[0] < shortened[0] < 0
-    assert shortened[1] == against[1]
-
-
-@pytest.mark.parametrize(("dampening", "form"), [(0.0, "sum"), (0.9, "ema")])
-def test_heloco_knows_the_buffer_of_torchs_sgd(dampening: float, form: Form):
-    """Without dampening it is a sum, with that of the momentum a mean: behind HeLoCo it is the rule of that form."""
-    ends = []
-    text = f"torch:optimizer=SGD:options=lr=0.1,momentum=0.9,dampening={dampening}"
-    for method in (OuterRule(0.1, 0.9, form=form), text):
-        params = parameters(0, SHAPES)
-        optimizer = OuterOptimizer(params, outer(method, filter="heloco"))
-        if dampening:  # torch's first buffer is g itself, whatever the dampening; the rule's is made so here
-            run(optimizer, range(1))
-            for p, x in zip(params, randoms(5, SHAPES), strict=True):
-                p.data.copy_(x)
-                optimizer.state[p]["momentum_buffer"].copy_(x)
-        run(optimizer, range(1, 24))
-        ends.append(flat(params))
-    torch.testing.assert_close(*ends, rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("shape", [(6, 9), (9, 6), (4, 4), (3, 2, 5)])
 def test_orthogonal_makes_the_singular_values_alike(shape: tuple[int, ...]):
     """Against an SVD: the left and right vectors of g, values within 40 % of their root mean square, and g's norm."""
     (g,) = randoms(3, [shape])
-    (new,) = filtered(Orthogonal(), [g], [None], Context())
+    (new,) = filtered(Orthogonal(), [g], Context())
     matrix = g.reshape(shape[0], -1)
     u, _, vh = torch.linalg.svd(matrix, full_matrices=False)
     turned = u.T @ new.reshape(matrix.shape) @ vh.T
@@ -164,38 +97,31 @@ def test_orthogonal_makes_the_singular_values_alike(shape: tuple[int, ...]):
 
 
 @pytest.mark.parametrize("method", ["nesterov", "adamw"])
-@pytest.mark.parametrize(
-    "text",
-    "clip:norm=1e9 heloco:keep=-1 heloco:shrink=0:rotate=0 cgad:alpha=0:cutoff=0 cgad orthogonal:steps=1".split(),
-)
+@pytest.mark.parametrize("text", ["clip:norm=1e9", "orthogonal:steps=1"])
 def test_limits_are_no_filter(text: str, method: str):
-    """A bound that nothing reaches, thresholds that keep all, no decay or no age, and vectors: the bits of `none`."""
+    """A bound that nothing reaches, and vectors: the bits of `none`."""
     shapes = [(7,), (1,), (7,)] if text.startswith("orthogonal") else SHAPES
-    age = 0.0 if text == "cgad" else AGE
     ends = []
     for name in ("none", text):
         params = parameters(0, shapes, torch.float32)
         if text.startswith("orthogonal"):  # which needs a matrix, and leaves the others
             params.append(torch.nn.Parameter(torch.ones(1, 1)))
         value = outer(method, lr=0.1, momentum=0.9, filter=name)
-        run(OuterOptimizer(params, value, "4", context=Context(age)), range(12), measure=True)
+        run(OuterOptimizer(params, value, "4"), range(12), measure=True)
         ends.append(params[:3])
-    if text.startswith("heloco:shrink"):  # turned by nothing: to rounding
-        torch.testing.assert_close(*map(flat, ends), rtol=1e-5, atol=1e-6)
-    else:
-        assert all(map(same_bits, *ends))
+    assert all(map(same_bits, *ends))
 
 
-@pytest.mark.parametrize("text", [name for name, cls in registered("filter").items() if not cls.replicas])  # type: ignore[attr-defined]
+@pytest.mark.parametrize("text", registered("filter"))
 def test_reports_are_of_the_filtered(text: str):
     """Norm, cosine and gain in the report are of g as the method sees it, and gain is measured along that g."""
     params = parameters(0, SHAPES)
-    optimizer = OuterOptimizer(params, outer("heavy-ball", lr=0.3, momentum=0.9, filter=text), context=Context(AGE))
+    optimizer = OuterOptimizer(params, outer("heavy-ball", lr=0.3, momentum=0.9, filter=text))
     for number in range(3):
         gradients = randoms(40 - number, SHAPES)
         buffers = [optimizer.state.get(p, {}).get("momentum_buffer") for p in params]
         buffers = [None if m is None else m.clone() for m in buffers]
-        g = flat(filtered(parse("filter", text), gradients, buffers, Context(AGE, scale=1 - 0.9)))
+        g = flat(filtered(parse("filter", text), gradients, Context()))
         give(params, gradients)
         before = flat(params)
         optimizer.step(measure=True)
@@ -207,7 +133,7 @@ def test_reports_are_of_the_filtered(text: str):
         assert report.cosine == pytest.approx(float(g @ m) / scale if scale else 0.0, rel=1e-9, abs=1e-12)
 
 
-@pytest.mark.parametrize("filters", [("heloco", "clip:norm=3"), ("orthogonal", "none")])
+@pytest.mark.parametrize("filters", [("clip:norm=0.1", "clip:norm=3"), ("orthogonal", "none")])
 def test_groups_filter_by_themselves_and_resume(filters: Sequence[str]):
     """A filter for each group, set down and taken up after every round, has the bits of an uninterrupted run."""
 
@@ -251,16 +177,8 @@ def test_orthogonal_leaves_vectors_in_groups_and_fragments_of_their_own(fragment
 @pytest.mark.parametrize(
     ("text", "method", "words"),
     [
-        ("heloco:keep=2", "nesterov", "keep"),
-        ("heloco:kappa=-1", "nesterov", "kappa"),
-        ("heloco:eps=0", "nesterov", "eps"),
-        ("heloco", "sgd:lr=1:momentum=0", "momentum above 0"),
-        ("heloco", "gpa", "none"),
-        ("cgad:alpha=-0.1", "sgd", "alpha"),
-        ("cgad:cutoff=-1", "sgd", "cutoff"),
         ("orthogonal:steps=0", "nesterov", "steps"),
         ("orthogonal:steps=21", "nesterov", "at most 20"),
-        ("helocos", "nesterov", "heloco"),
     ],
 )
 def test_refused(text: str, method: str, words: str):
@@ -281,11 +199,11 @@ def test_a_filter_of_ones_own_has_the_arithmetic_of_its_class_or_is_refused():
     params, clipped_params = (parameters(0) for _ in range(2))
     for each, value in ((params, Same(0.5)), (clipped_params, Clip(0.5))):
         give(each, randoms(1))
-        for p, new in zip(each, filtered(value, [p.grad for p in each], [None] * len(each), Context()), strict=True):
+        for p, new in zip(each, filtered(value, [p.grad for p in each], Context()), strict=True):
             p.data = new
     assert all(map(same_bits, params, clipped_params))
     with pytest.raises(ValueError, match=r"filter without has no arithmetic.*filter_of\(Without\)"):
-        filtered(Without(), [torch.ones(2)], [None], Context())
+        filtered(Without(), [torch.ones(2)], Context())
 
 
 def test_orthogonal_of_zeros_in_half_precision():
@@ -296,14 +214,6 @@ def test_orthogonal_of_zeros_in_half_precision():
     assert torch.equal(x.detach(), torch.ones(3, 2, dtype=torch.float16))
 
 
-def test_heloco_that_keeps_all_keeps_an_opposite_pseudo_gradient():
-    """At keep=-1 every g stays, also where rounding takes the cosine below -1."""
-    for number in range(20):
-        m = torch.randn(9, generator=torch.Generator().manual_seed(number))
-        (g,) = filtered(HeLoCo(keep=-1), [-m], [m], Context())
-        assert same_bits(g, -m), number
-
-
 def test_a_sparse_pseudo_gradient_is_refused_before_the_filter():
     """The message names the remedy, whatever the filter would say."""
     x = torch.nn.Parameter(torch.ones(3, 2))
@@ -312,7 +222,7 @@ def test_a_sparse_pseudo_gradient_is_refused_before_the_filter():
         OuterOptimizer([x], outer("averaging", filter="clip")).step()
 
 
-@pytest.mark.parametrize("value", [Clip(2.0), HeLoCo(keep=0.1), CGAD(cutoff=0), Orthogonal(3)])
+@pytest.mark.parametrize("value", [Clip(2.0), Orthogonal(3)])
 def test_text_and_value_are_one(value: Filter):
     """The text form of a filter is parsed to an equal value."""
     assert parse("filter", str(value)) == value

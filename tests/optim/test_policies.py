@@ -204,7 +204,7 @@ def test_candidates_are_tried_from_the_same_place():
 
 
 @pytest.mark.parametrize("schedule", ["momentum:warmup=6", "warmup:warmup=4"])
-@pytest.mark.parametrize("filtering", ["none", "heloco"])
+@pytest.mark.parametrize("filtering", ["none", "clip"])
 def test_the_candidate_that_keeps_is_the_step_taken(filtering: str, schedule: str):
     """Behind a filter and under a schedule, too: the probed place is where the round ends."""
     params = parameters(0)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from twophase.rule import OuterRule
-from twophase.shelf.outer import outer
 from twophase.theory.inputs import rule_grid
 from twophase.theory.modes import scheduled_progress
 from twophase.theory.rollout import rollout
@@ -70,7 +69,7 @@ def test_without_noise_it_is_the_rollout(restart: str, schedule: str) -> None:
     sigma = scheduled_progress(EIGENVALUES, np.full(4, 0.4))
     assert np.abs(phases.progress - sigma).max() < 1e-15
     for index, rule in np.ndenumerate(rules):
-        run = rollout(outer(rule, schedule=schedule), sigma, 12, restart, initial=[1.0, -2.0, 0.5])
+        run = rollout(rule, sigma, 12, restart, schedule=schedule, initial=[1.0, -2.0, 0.5])
         x, m = run.residual, run.buffer
         for part, expected in (("mean_x", x), ("mean_m", m), ("xx", x * x), ("xm", x * m), ("mm", m * m)):
             error = np.abs(getattr(exact_moments, part)[:, *index] - expected).max()

@@ -177,23 +177,6 @@ def test_an_inner_optimizer_of_another_kind_is_resumed(
     assert run(config, tmp_path / "parts")["checksum"] == whole["checksum"]
 
 
-class Broken(Regression):
-    """A bad batch for one replica."""
-
-    def batch(self, seed: int, step: int, replica: int) -> Any:
-        """Return a batch, the bad one without a number."""
-        batch = super().batch(seed, step, replica)
-        return batch | {"targets": batch["targets"] * float("nan")} if (step, replica) == (5, 1) else batch
-
-
-def test_a_replica_that_a_filter_leaves_out_ends_no_run(config: TrainConfig, tmp_path: Path) -> None:
-    """Its loss is no number, and the anchor is that of the others; without the filter the run has diverged."""
-    cases = [with_values(config, SHORT | {"replicas": 3, "outer.filter": name}) for name in ("none", "edit")]
-    plain, edited = (run(case, tmp_path / case.outer.filter, Broken()) for case in cases)
-    assert (plain["exit_reason"], edited["exit_reason"]) == ("diverged", "finished")
-    assert edited["validation_loss"] < float("inf")
-
-
 class Frozen(Regression):
     """A large part that does not learn, and a small one that does."""
 

@@ -101,13 +101,11 @@ class Watch:
         if room > _MOST_NUMBERS - _FEWEST_NUMBERS:
             self._before = []
 
-    def end(self, engine: EngineState, report: RoundReport, accepted: Sequence[bool]) -> RoundReport:
+    def end(self, engine: EngineState, report: RoundReport) -> RoundReport:
         """Check a sync's pseudo-gradient, and the first sync's step; average the buffers where the engine must."""
         if report.complete and self.buffers == "mean":
-            average_buffers(engine.replicas, engine.communicator, accepted)
-        if report.rejected:  # then the anchor may follow one replica, or none
-            pass
-        elif report.pseudo_gradient_norm == 0:
+            average_buffers(engine.replicas, engine.communicator)
+        if report.pseudo_gradient_norm == 0:
             self._warn(STILL)
         elif self._before:
             steps = [view - engine.anchor[name] for name, (view, _) in zip(self._names, self._before, strict=True)]
@@ -241,27 +239,23 @@ def _on_cpu(module: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def average_buffers(replicas: Sequence[nn.Module], communicator: Communicator, accepted: Sequence[bool] = ()) -> None:
-    """Set the floating-point buffers of all replicas to their mean, in float64; leave them where none is accepted.
+def average_buffers(replicas: Sequence[nn.Module], communicator: Communicator) -> None:
+    """Set the floating-point buffers of all replicas to their mean, in float64.
 
     Args:
         replicas: modules of this process, as many as in every other process.
         communicator: processes of the run.
-        accepted: flags, in order of rank, of the replicas that count in the mean; of another length, all count.
     """
     buffers = [[buffer for _, buffer in float_buffers(module)] for module in replicas]
-    if not buffers[0] or (accepted and not any(accepted)):
+    if not buffers[0]:
         return
     count = len(replicas) * communicator.size
-    if len(accepted) != count:  # no filter, or a sync that was saved with another number of replicas
-        accepted = [True] * count
     device = buffers[0][0].device  # a replica may be elsewhere
     total = torch.zeros(sum(buffer.numel() for buffer in buffers[0]), dtype=torch.float64, device=device)
-    for of_one, counts in zip(buffers, accepted[len(replicas) * communicator.rank :], strict=False):
-        if counts:  # a diverged replica's NaN times 0 would still be NaN
-            total += torch.cat([buffer.double().flatten().to(device) for buffer in of_one])
+    for of_one in buffers:
+        total += torch.cat([buffer.double().flatten().to(device) for buffer in of_one])
     communicator.launch_sum(total).wait()
-    mean = total / sum(accepted)
+    mean = total / count
     for of_one in buffers:
         for buffer, part in zip(of_one, mean.split([buffer.numel() for buffer in of_one]), strict=True):
             buffer.copy_(part.view_as(buffer))

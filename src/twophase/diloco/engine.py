@@ -70,7 +70,7 @@ class DiLoCo(EngineState):
         probe: `probe(module, replica, round)` returns a replica's loss with a candidate's parameters, forward only, on
             a batch that depends on the replica's number here and the round. For policies that weigh candidates.
         alike: other facts that all processes must have been started with, by the words that name them (JSON values).
-        buffers: "mean" averages float buffers, as of BatchNorm, once a round over accepted replicas; else "local".
+        buffers: "mean" averages float buffers, as of BatchNorm, once a round over all replicas; else "local".
 
     Raises:
         ValueError: no trainable parameters, replicas that differ, parameters on several devices, an argument outside
@@ -239,7 +239,7 @@ class DiLoCo(EngineState):
         with torch.no_grad():
             try:
                 self._watch.begin(self)
-                while not sync.receive(signals, self.inner_steps):  # processes have died: repeat without them
+                while not sync.receive(signals):  # processes have died: repeat without them
                     failed, sync = sync, self._launch(sync.fragments, sync.members.attempts + 1, blocking=True)
                     sync.add(failed)
                     if not self._position.blocking:  # healed by a donor that launches a delayed sync
@@ -253,7 +253,7 @@ class DiLoCo(EngineState):
             self._position.round += complete
             self._position.syncs += 1
             number, full = self.round + (not complete), self.schedule.full()
-            return self._watch.end(self, sync.report(number, complete=complete, full=full), sync.accepted)
+            return self._watch.end(self, sync.report(number, complete=complete, full=full))
 
     def check(self, inner: Optimizer | Sequence[Optimizer] = (), *, strict: bool = False) -> tuple[str, ...]:
         """Return a sentence for each mistake of the loop that no error shows (`twophase.diloco.check`).

@@ -14,7 +14,7 @@ import operator
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -272,10 +272,8 @@ class Fragment:
         self.params = [tensors_of(slots) for slots in self.slots]
         return self.params
 
-    def write_pseudo_gradient(
-        self, *, alone: bool, measure: bool = False, weights: Sequence[float] = ()
-    ) -> Tensor | None:
-        """Write g <- sum over this process's replicas of w_r (a - theta_r), from `params`.
+    def write_pseudo_gradient(self, *, alone: bool, measure: bool = False) -> Tensor | None:
+        """Write g <- sum over this process's replicas of (a - theta_r), from `params`.
 
         Differences are summed, not parameters: a sum of parameters would round away the low bits of a small
         difference. A reduction over processes has the same order, difference first, then sum. So two replicas in one
@@ -287,14 +285,13 @@ class Fragment:
         Args:
             alone: True if this process is the only one, so that each replica is its own sender on a lossy wire.
             measure: True also sums the squared norms of the replicas' own differences.
-            weights: weights w of the replicas; empty for weights 1.
 
         Returns:
             The sum of squared norms, a scalar in float64, or None.
         """
         self.close_gaps()
         simulated = alone and self.channel.lossy
-        if self._is_plain and not (simulated or measure or weights):  # few calls: they cost more than elements here
+        if self._is_plain and not (simulated or measure):  # few calls: they cost more than elements here
             torch._foreach_copy_(self.gradient_views, self.params[0])
             torch.sub(self.flat, self.gradient, out=self.gradient)
             for params in self.params[1:]:
@@ -314,8 +311,6 @@ class Fragment:
             for anchor, out, theta in zip(self.anchor_views, views, params, strict=True):
                 adds = number > 0 and not simulated
                 difference = progress_of(anchor, theta, None if adds else out)
-                if weights:  # a diverged replica's NaN times 0 would still be NaN
-                    difference.mul_(weights[number]) if weights[number] else difference.zero_()
                 if adds:
                     out.add_(difference)
                 if square is not None:
@@ -367,17 +362,12 @@ class Fragment:
         divide_(self.gradient, self.divisor)
         self.divisor = 1
 
-    def set_age(self, rounds: float) -> None:
-        """Set the age of the pseudo-gradient for the outer optimizer's filter."""
-        if isinstance(self.outer, OuterOptimizer):
-            self.outer.context = replace(self.outer.context, age=rounds)
-
-    def hand_over(self, *, nothing: bool = False) -> None:
-        """Pass the pseudo-gradient, or None, to the outer optimizer, as `.grad` of the anchor's parameters."""
+    def hand_over(self) -> None:
+        """Pass the pseudo-gradient to the outer optimizer, as `.grad` of the anchor's parameters."""
         for anchor, gradient in zip(self.anchor_views, self.gradient_views, strict=True):
             # In every round: a user's zero_grad() may have removed it.
-            if anchor.grad is not (value := None if nothing else gradient):
-                anchor.grad = value
+            if anchor.grad is not gradient:
+                anchor.grad = gradient
 
     def restore(self, mixing: float = 0.0) -> None:
         """Set theta_r <- mixing theta_r + (1 - mixing) a, for the tensors in `params`."""

@@ -62,8 +62,6 @@ class RoundReport:
             sweep does; `restore` and `checksum` only copies and digests outside a sweep. On an accelerator a phase may
             only launch work. The phase that reads a number waits for it: `outer`, or `reduce` for sums.
         checksum: digits that depend on every bit of the new anchor (of the fragments that were synchronised).
-        rejected: number of replicas that a filter left out, of several fragments the most. If it left out all, there
-            was no outer step, and the anchor is as before.
     """
 
     round: int
@@ -82,7 +80,6 @@ class RoundReport:
     bytes_sent: int
     seconds: Mapping[str, float]
     checksum: str
-    rejected: int = 0
 
     @property
     def not_finite(self) -> tuple[str, ...]:
@@ -127,7 +124,6 @@ class RoundReport:
         parts = [
             f"{self.inner_steps} inner steps",
             f"{self.replicas} {'replica' if self.replicas == 1 else 'replicas'}",
-            *([f"{self.rejected} rejected"] if self.rejected else []),
             restarts["0"] if is_whole else ", ".join(f"{name}: {restart}" for name, restart in restarts.items()),
         ]
         if self.groups:
@@ -164,5 +160,4 @@ def merged(reports: Sequence[RoundReport]) -> RoundReport:
         bytes_sent=sum(report.bytes_sent for report in reports),
         seconds={phase: sum(report.seconds.get(phase, 0.0) for report in reports) for phase in sorted(phases)},
         checksum=f"{checksum:016x}",
-        rejected=max(report.rejected for report in reports),
     )

@@ -33,9 +33,9 @@ from twophase.diloco.transfer import Channel
 from twophase.diloco.wire import LossyChannel
 from twophase.optim.filters import Context
 from twophase.optim.groups import as_number
-from twophase.optim.optimizer import OuterOptimizer, filter_of_group, outer_optimizer
+from twophase.optim.optimizer import OuterOptimizer, outer_optimizer
 from twophase.optim.outer import OuterSGD
-from twophase.policies.base import AGREEMENT, COMPARED, MEASURED, PROBES, Never, RestartPolicy
+from twophase.policies.base import COMPARED, MEASURED, PROBES, Never, RestartPolicy
 from twophase.policies.checks import check_count
 from twophase.policies.text import parse
 from twophase.rule import OuterRule
@@ -126,7 +126,7 @@ class Setting:
         self.fragments, self.anchor = _cut(slots, fragments, communicator, wire, schedule)
         self.gap = schedule.gap(len(self.fragments))
         """The least number of inner steps between two syncs."""
-        _build_outers(self.fragments, outer, restart, _context(schedule, communicator))
+        _build_outers(self.fragments, outer, restart, _context(communicator))
         self.constants = {
             **versions(),
             **alike,
@@ -322,16 +322,13 @@ def _constants(fragments: Sequence[Fragment], replica: nn.Module, communicator: 
 # ------------------------------------------------------------------------------------------------- outer optimizers
 
 
-def _context(schedule: Schedule, communicator: Communicator) -> Context:
+def _context(communicator: Communicator) -> Context:
     """Return the facts about the engine that filters may use."""
 
     def total(numbers: Sequence[float]) -> list[float]:
         return [sum(column) for column in zip(*communicator.exchange_in_replica(list(numbers)), strict=True)]
 
-    age = schedule.delay / schedule.inner_steps
-    if communicator.sharded:
-        return Context(age, total, sharded=True, weighs=True)
-    return Context(age, weighs=True)
+    return Context(total, sharded=True) if communicator.sharded else Context()
 
 
 def _build_outers(
@@ -390,13 +387,7 @@ def _build_outers(
 
 
 def check_needs(groups: Sequence[Mapping[str, Any]], supplied: Collection[str]) -> None:
-    """Refuse a restart policy or a filter that needs values which the caller will not supply."""
-    for group in groups:
-        if "filter" in group and filter_of_group(group).replicas and AGREEMENT not in supplied:
-            raise ValueError(
-                f"DiLoCo: filter {group['filter']} compares replicas, and there is 1; train two or more, or take the "
-                "filter none or clip"
-            )
+    """Refuse a restart policy that needs values which the caller will not supply."""
     for policy in [group["restart"] for group in groups]:
         if not (missing := parse(policy).needs - MEASURED - set(supplied)):
             continue

@@ -16,7 +16,6 @@ from twophase.diloco.fragment import Fragment
 from twophase.diloco.membership import Members, Membership, Position
 from twophase.diloco.setting import Schedule, Setting, check_needs
 from twophase.diloco.sync import Part, Sync
-from twophase.diloco.weighing import Weighing
 from twophase.optim.outer import OuterSGD
 from twophase.policies.checks import check_count
 
@@ -197,15 +196,7 @@ def _saved_sync(sync: Sync) -> dict[str, Any]:
         "divisors": [fragment.divisor for fragment in sync.fragments],
         "bytes_sent": sync.bytes_sent,
         "squares": sync.mean_squares(),
-        "weighings": [_saved_weighing(part.weighing) for part in sync.parts],
     }
-
-
-def _saved_weighing(weighing: Weighing | None) -> dict[str, Any] | None:
-    if weighing is None:
-        return None
-    numbers = {"total": weighing.total, "rejected": weighing.rejected, "memory": dict(weighing.memory)}
-    return numbers | {"weights": list(weighing.weights)}
 
 
 def _load_sync(saved: Mapping[str, Any], setting: Setting) -> Sync:
@@ -213,15 +204,14 @@ def _load_sync(saved: Mapping[str, Any], setting: Setting) -> Sync:
     fragments = [setting.fragments[number] for number in saved["fragments"]]
     divisors = saved.get("divisors") or [replicas] * len(fragments)
     means = saved.get("squares") or [None] * len(fragments)
-    weighings = saved.get("weighings") or [None] * len(fragments)
     parts = []
-    for fragment, steps, total, divisor, mean, weighing in zip(
-        fragments, saved["steps"], saved["sums"], divisors, means, weighings, strict=True
+    for fragment, steps, total, divisor, mean in zip(
+        fragments, saved["steps"], saved["sums"], divisors, means, strict=True
     ):
         fragment.gradient.copy_(total)
         fragment.divisor = divisor
         square = None if mean is None else torch.tensor(mean * count, dtype=torch.float64)
-        parts.append(Part(fragment, steps, square, weighing=Weighing(**weighing) if weighing else None))
+        parts.append(Part(fragment, steps, square))
     sync = Sync(setting, Members(count, replicas), parts, blocking=False)
     sync.age, sync.bytes_before = saved["age"], saved["bytes_sent"]
     return sync

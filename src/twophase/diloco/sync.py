@@ -25,7 +25,6 @@ from twophase.diloco.report import FragmentRound, RoundReport, merged
 from twophase.diloco.setting import Setting
 from twophase.diloco.sweep import goes_in_parts, round_sweep, step_of, transfer_in_parts
 from twophase.diloco.transfer import PartTransfer, Transfer
-from twophase.diloco.weighing import Weighing, weigh
 from twophase.optim.groups import GroupRound
 from twophase.optim.outer import OuterSGD
 from twophase.policies.base import AGREEMENT, COMPARED
@@ -46,7 +45,6 @@ class Part:
         groups: round of each param group.
         digests: digests taken during the step.
         restored: True if the replicas have the new anchor.
-        weighing: weights of the replicas, where a filter compares them.
     """
 
     fragment: Fragment
@@ -57,12 +55,6 @@ class Part:
     groups: tuple[GroupRound, ...] = ()
     digests: Mapping[str, str] = field(default_factory=dict)
     restored: bool = False
-    weighing: Weighing | None = None
-
-    @property
-    def is_rejected(self) -> bool:
-        """True if every replica has weight 0: nothing is sent, and no outer step is taken."""
-        return self.weighing is not None and self.weighing.total == 0
 
 
 class Sync:
@@ -95,7 +87,7 @@ class Sync:
         sync = cls(setting, members, [Part(fragment, 0) for fragment in fragments], blocking=blocking)
         try:
             sync._send()
-        except BaseException:  # an error of a filter, or Ctrl-C
+        except BaseException:  # Ctrl-C
             sync.withdraw()
             raise
         return sync
@@ -119,28 +111,17 @@ class Sync:
                 fragment = part.fragment
                 if self._in_parts:
                     part.transfer = transfer_in_parts(fragment, communicator)
-                elif (fragment.channel.lossy or not alone) and not part.is_rejected:
+                elif fragment.channel.lossy or not alone:
                     part.transfer = fragment.channel.launch(communicator, fragment.gradient, quantized=alone)
 
     def _write(self, part: Part) -> Tensor | None:
         """Write a pseudo-gradient; return the sum of its replicas' squared norms for a policy that needs it."""
         fragment, alone = part.fragment, self.setting.alone
         measure = bool(fragment.needs & COMPARED)
-        with suppress(Interrupted):  # as in `advance`
-            part.weighing = weigh(self.setting.communicator, fragment, counts=self.members.weight > 0)
-        if part.weighing is not None:
-            fragment.divisor = part.weighing.total
-        if not self.members.weight or part.is_rejected:  # nothing is sent, error-feedback residuals neither
+        if not self.members.weight:  # nothing is sent, error-feedback residuals neither
             fragment.gradient.zero_()
             return torch.zeros(()) if measure else None
-        weights = part.weighing.weights[part.weighing.first :][: len(fragment.params)] if part.weighing else ()
-        return fragment.write_pseudo_gradient(alone=alone, measure=measure, weights=weights)
-
-    @property
-    def accepted(self) -> list[bool]:
-        """True if each replica, in order of rank, has weight in all fragments; empty where no filter compares them."""
-        columns = [part.weighing.weights for part in self.parts if part.weighing and part.weighing.weights]
-        return [all(weights) for weights in zip(*columns, strict=True)]
+        return fragment.write_pseudo_gradient(alone=alone, measure=measure)
 
     @property
     def bytes_sent(self) -> int:
@@ -177,18 +158,15 @@ class Sync:
         means = averaged(self.setting.communicator, self.members.weight, local)
         return [mean[0] if mean else None for mean in means]
 
-    def receive(self, signals: Mapping[str, float], inner_steps: int) -> bool:
+    def receive(self, signals: Mapping[str, float]) -> bool:
         """Wait for the mean pseudo-gradients, and agree on the values that the outer steps depend on.
 
         Args:
             signals: values of this process.
-            inner_steps: inner steps of a round; the unit in which filters count the age of the pseudo-gradients.
 
         Returns:
             Whether all processes succeeded; else one has died, and the sync has been withdrawn.
         """
-        for fragment in self.fragments:
-            fragment.set_age(self.age / inner_steps)
         agreed = False
         with suppress(Interrupted):
             self._agree(signals)
@@ -207,7 +185,7 @@ class Sync:
                 fragment = part.fragment
                 if not self._in_parts:
                     fragment.divide()
-                fragment.hand_over(nothing=part.is_rejected)
+                fragment.hand_over()
         with self._phase("outer"):
             self._shared = agree(setting.communicator, self.fragments, weight, signals, self._local_squares())
         if any(map(count_candidates, self.fragments)):
@@ -280,8 +258,6 @@ class Sync:
             for name, seconds in transfer.seconds.items():
                 self.seconds[name] += seconds
                 self.seconds["outer"] -= seconds
-        if part.weighing is not None:
-            fragment.outer.param_groups[0].update(part.weighing.memory)
         part.groups = tuple(fragment.outer.last_round)
         part.norm = sum([group.pseudo_gradient_norm**2 for group in part.groups]) ** 0.5
         if swept is not None:
@@ -324,7 +300,6 @@ class Sync:
                     bytes_sent=self.bytes_sent,
                     seconds=self.seconds,
                     checksum=digest["anchor"],
-                    rejected=part.weighing.rejected if part.weighing else 0,
                 )
             )
         if not alone:

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from twophase.optim.filters import Context
 from twophase.optim.optimizer import OuterOptimizer
 from twophase.optim.outer import OuterSGD
 from twophase.rule import OuterRule
@@ -51,10 +50,7 @@ def cost(value: Outer | OuterRule) -> tuple[float, float]:
     read and write.
     """
     x = torch.nn.Parameter(torch.ones(64, 64))
-    if isinstance(value, OuterRule):
-        outer = OuterSGD.from_rule([x], value)
-    else:
-        outer = OuterOptimizer([x], value, context=Context(weighs=True))
+    outer = OuterSGD.from_rule([x], value) if isinstance(value, OuterRule) else OuterOptimizer([x], value)
     x.grad = torch.linspace(-1, 1, x.numel()).view(64, 64)
     for _ in range(2):
         outer.step()

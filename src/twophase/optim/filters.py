@@ -1,4 +1,4 @@
-"""Apply the shelf's filters: from a group's pseudo-gradients and first moments to the pseudo-gradients of the method.
+"""Apply the shelf's filters: from a group's pseudo-gradients to those that the method sees.
 
 `@filter_of(Clip)` registers the function of a filter. It returns new tensors, or its arguments.
 """
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from twophase.optim.functional import is_plain
 from twophase.optim.methods import arithmetic_of, orthogonalized
-from twophase.optim.products import PIECE_DOTS, Dots
+from twophase.optim.products import PIECE_DOTS
 from twophase.shelf.base import Filter
-from twophase.shelf.filters import Clip, EDiT, HeLoCo, Orthogonal
+from twophase.shelf.filters import Clip, Orthogonal
 
 Total = Callable[[Sequence[float]], list[float]]
 """Sums over the shards of a parameter; each process gives the numbers of its shard."""
@@ -27,26 +27,20 @@ class Context:
     """Hold what a filter may read besides its tensors.
 
     Args:
-        age: rounds that the pseudo-gradient is old when it is applied.
         total: sums of numbers over the shards.
-        scale: factor that brings a group's first moment to the EMA form.
-        weighs: True if an engine weighs its replicas as a filter of `replicas` says.
         sharded: True if this process holds a shard of each parameter.
     """
 
-    age: float = 0.0
     total: Total = field(default=list)
-    scale: float = 1.0
-    weighs: bool = False
     sharded: bool = False
 
 
-Function = Callable[[Any, Sequence[Tensor], Sequence[Tensor | None], Context], list[Tensor]]
+Function = Callable[[Any, Sequence[Tensor], Context], list[Tensor]]
 _FUNCTIONS: dict[type[Filter], Function] = {}
 
 
 def filter_of(kind: type[Filter]) -> Callable[[Function], Function]:
-    """Register the function of a filter: (filter, pseudo-gradients, first moments, context) to pseudo-gradients."""
+    """Register the function of a filter: (filter, pseudo-gradients, context) to pseudo-gradients."""
 
     def add(function: Function) -> Function:
         _FUNCTIONS[kind] = function
@@ -55,14 +49,11 @@ def filter_of(kind: type[Filter]) -> Callable[[Function], Function]:
     return add
 
 
-def filtered(
-    value: Filter, gradients: Sequence[Tensor], buffers: Sequence[Tensor | None], context: Context
-) -> list[Tensor]:
+def filtered(value: Filter, gradients: Sequence[Tensor], context: Context) -> list[Tensor]:
     """Return a group's pseudo-gradients as the method sees them; the arguments are only read."""
     if value.linear:
-        factor = value.factor(context.age)
-        return list(gradients) if factor == 1 else [g * factor for g in gradients]
-    return function_of(value)(value, gradients, buffers, context)
+        return list(gradients)
+    return function_of(value)(value, gradients, context)
 
 
 def function_of(value: Filter) -> Function:
@@ -89,58 +80,17 @@ def square(tensor: Tensor) -> float:
 
 
 @filter_of(Clip)
-def clip(value: Clip, gradients: Sequence[Tensor], buffers: Sequence[Tensor | None], context: Context) -> list[Tensor]:
+def clip(value: Clip, gradients: Sequence[Tensor], context: Context) -> list[Tensor]:
     """Scale all of them by `min(1, norm / |g|)` with the norm over all."""
-    del buffers
     (whole,) = context.total([sum(map(square, gradients))])
     factor = min(1.0, value.norm / whole**0.5) if whole > 0 else 1.0
     return list(gradients) if factor == 1 else [g * factor for g in gradients]
 
 
-@filter_of(EDiT)
-def edit(value: EDiT, gradients: Sequence[Tensor], buffers: Sequence[Tensor | None], context: Context) -> list[Tensor]:
-    """Clip the weighted mean of the replicas, which `weigh` decides before they are averaged."""
-    return clip(Clip(value.clip), gradients, buffers, context)
-
-
-@filter_of(HeLoCo)
-def heloco(
-    value: HeLoCo, gradients: Sequence[Tensor], buffers: Sequence[Tensor | None], context: Context
-) -> list[Tensor]:
-    """Correct each parameter's pseudo-gradient by its angle to the first moment; without one it stays."""
-    pairs = [(g.to(m.dtype), m) for g, m in zip(gradients, buffers, strict=True) if m is not None]
-    products = [dot(a, b) for g, m in pairs for a, b in ((g, g), (m, m), (g, m))]
-    totals = context.total(torch.stack(products).tolist()) if products else []
-    dots = iter(zip(totals[::3], totals[1::3], totals[2::3], strict=True))
-    return [
-        g if m is None else _along(value, g, m, next(dots), context.scale)
-        for g, m in zip(gradients, buffers, strict=True)
-    ]
-
-
-def _along(value: HeLoCo, g: Tensor, m: Tensor, dots: Dots, scale: float) -> Tensor:
-    gg, mm, gm = dots
-    length, memory = gg**0.5, mm**0.5
-    if not min(length, memory * scale) >= value.eps:  # also NaN
-        return g
-    cosine = max(-1.0, min(1.0, gm / length / memory))  # rounding may lead beyond
-    if cosine >= value.keep:
-        return g
-    confidence = length / (length + value.kappa * memory * scale + value.eps)
-    if cosine < 0:
-        share = min(value.shrink * -cosine * confidence, value.cap)
-        return g - m * (share * cosine * length / memory)
-    turn = min(value.rotate * (1 - cosine) * confidence, 1.0)
-    mixed = ((1 - turn) ** 2 + turn**2 + 2 * turn * (1 - turn) * cosine) ** 0.5  # the length of u
-    return g * ((1 - turn) / mixed) + m * (turn * length / (memory * mixed))
-
-
 @filter_of(Orthogonal)
-def orthogonal(
-    value: Orthogonal, gradients: Sequence[Tensor], buffers: Sequence[Tensor | None], context: Context
-) -> list[Tensor]:
+def orthogonal(value: Orthogonal, gradients: Sequence[Tensor], context: Context) -> list[Tensor]:
     """Orthogonalize each matrix and keep its norm; a tensor of more axes is flattened behind its first one."""
-    del buffers, context
+    del context
     return [g if g.ndim < 2 or not g.numel() else _orthogonal(g, value.steps) for g in gradients]
 
 

@@ -98,7 +98,6 @@ class OuterOptimizer(OuterSGD):
         named = {slot: str(parse(slot, param_group[slot])) for slot in SLOTS if slot in param_group}
         numbers = asdict(parse("method", named["method"]).rule()) if "method" in named else {}
         group = dict.fromkeys(WEIGHTS, 0.0) | self._default.texts() | numbers | param_group | named
-        group = dict.fromkeys(filter_of_group(group).memory, 0.0) | group
         dropped = [name for name in ("lr", "momentum") if name in param_group and group["schedule"] != "constant"]
         if dropped:
             raise ValueError(
@@ -176,12 +175,9 @@ class OuterOptimizer(OuterSGD):
 
     def _filtered(self, part: Part) -> Part:
         buffers = part.buffers
-        method = method_of(part.group)
-        if not method.plain:  # momentum 0 may be that of a method that keeps a buffer all the same
+        if not method_of(part.group).plain:  # momentum 0 may be that of a method that keeps a buffer all the same
             buffers = [self.state.get(p, {}).get(FIRST) for p in part.params]
-        rule = rule_of(part.group)
-        context = replace(self.context, scale=(1 - rule.momentum) / rule.injection)
-        gradients = filtered(filter_of_group(part.group), part.gradients, buffers, context)
+        gradients = filtered(filter_of_group(part.group), part.gradients, self.context)
         return part._replace(gradients=gradients, buffers=buffers)
 
     def _check(self, group: Mapping[str, Any]) -> None:
@@ -326,8 +322,6 @@ class OuterOptimizer(OuterSGD):
                 group["method"] = str(as_outer(rule_of(group)).method)
             for name in (*SLOTS, *WEIGHTS):
                 group.setdefault(name, current[name])
-            for name in filter_of_group(group).memory:
-                group.setdefault(name, 0.0)
             check_slots({**group, "params": current["params"]}, self.context)
 
 
@@ -419,16 +413,6 @@ def check_slots(group: Mapping[str, Any], context: Context) -> None:
                 f"OuterOptimizer: method {method} refuses a parameter of shape {tuple(p.shape)} ({error.__cause__}). "
                 "Give such parameters a group with another method, or take one for all shapes, such as adamw"
             ) from error
-    if value.filter.replicas and not context.weighs:
-        raise ValueError(
-            f"OuterOptimizer: filter {value.filter.name} compares the replicas of an engine; give it to the engine, as "
-            f'DiLoCo(replicas, twophase.outer(..., filter="{value.filter.name}"), ...), or take clip'
-        )
-    if value.filter.first_moment and (first_moment_key(method) is None or (method.plain and group["momentum"] == 0)):
-        raise ValueError(
-            f"OuterOptimizer: filter {value.filter.name} compares g with a first moment, and method {value.method} has "
-            "none. Give it a momentum above 0, or leave out the filter (none)"
-        )
     if method.matrices or value.filter.matrices:
         whole = method if method.matrices else value.filter
         if context.sharded or any(getattr(p, "placements", ()) for p in group["params"]):

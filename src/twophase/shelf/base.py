@@ -15,7 +15,6 @@ axes of a sweep, and entries of a state.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, Self, TypeVar, get_args
 
@@ -117,31 +116,8 @@ class Filter(Value):
     """What happens to a pseudo-gradient before the method sees it."""
 
     slot: ClassVar[Slot] = "filter"
-    replicas: ClassVar[bool] = False
-    """Whether it compares the replicas' own pseudo-gradients, before they are averaged."""
     matrices: ClassVar[bool] = False
     """Whether it works on whole matrices."""
-    first_moment: ClassVar[bool] = False
-    """Whether it compares g with the method's first moment."""
-    memory: ClassVar[tuple[str, ...]] = ()
-    """Names of the numbers that it keeps in its param group from round to round; 0 before the first one."""
-
-    def factor(self, age: float) -> float:
-        """Return what a linear filter multiplies g with.
-
-        Args:
-            age: rounds that g is old when it is applied, `delay / inner_steps` of an engine.
-        """
-        raise NotImplementedError
-
-    def weigh(self, norms: Sequence[float], memory: Mapping[str, float]) -> tuple[list[float], dict[str, float]]:
-        """Return the weights of a filter of `replicas`, and its numbers after the round.
-
-        Args:
-            norms: of each replica's own pseudo-gradient; not finite where a replica has diverged.
-            memory: its numbers before the round.
-        """
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ def rule_arrays(where: str, rule: Rules) -> RuleArrays:
     if refused or not array.size:
         raise ValueError(
             f"{where}: rule is {refused[0] if refused else rule!r}; give an OuterRule such as OuterRule(0.7, 0.9), "
-            "or an array of them (rule_grid makes one). Only rollout takes a linear value of twophase.outer"
+            "or an array of them (rule_grid makes one)"
         )
 
     rows = [(item.lr, item.momentum, item.injection, item.nesterov, item.form == "ema") for item in array.flat]

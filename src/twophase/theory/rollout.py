@@ -1,7 +1,5 @@
 """Simulate the outer iteration on quadratic modes, round by round: any rule, any policy, with noise, with blocks.
 
-Any linear outer optimizer of the shelf may replace the rule (`theory.outer`).
-
 In a mode with residual x the inner phase of a round makes the pseudo-gradient `g = sigma x`. The outer rule and the
 restart policy act on it as in the optimizer, with the same objects and the equations of the rule's form.
 
@@ -35,8 +33,8 @@ from twophase.policies.base import (
 )
 from twophase.policies.text import parse
 from twophase.rule import OuterRule
-from twophase.shelf.base import Method, Schedule
-from twophase.shelf.outer import Outer
+from twophase.shelf.base import Schedule
+from twophase.shelf.text import parse as parse_shelf
 from twophase.theory.inputs import (
     Floats,
     Rules,
@@ -48,7 +46,6 @@ from twophase.theory.inputs import (
     rule_arrays,
 )
 from twophase.theory.noise import Noise, disturbance
-from twophase.theory.outer import LinearOuter, Round, momentum_sgd
 
 _LOSSES = frozenset({"loss_start", "loss_end"})
 _SUPPLIED = MEASURED | _LOSSES | {PROBES, AGREEMENT, "inner_lr", "progress"}
@@ -64,11 +61,9 @@ class Rollout:
         buffer: m of the rule's own form at the same times, after any restart, the same shape.
         pseudo_gradient: g that the outer rule saw, averaged over replicas, shape (rounds, ..., modes).
         restarts: True where the buffer restarted in a round, shape (rounds, ...).
-        loss: `1/2 sum_j w_j r_j^2` with weights of sum 1, r the readout, at its times, shape (rounds + 1, ...).
+        loss: `1/2 sum_j w_j x_j^2` with weights of sum 1, at the times of `residual`, shape (rounds + 1, ...).
         not_finite: True where a signal that the policy needs was not finite, shape (rounds, ...): the trajectory has
             diverged, and the policy was not asked.
-        readout: the evaluated point at the times of `residual`, the same shape: x itself, or the average of a readout
-            or method that keeps one.
     """
 
     residual: Floats
@@ -77,15 +72,15 @@ class Rollout:
     restarts: NDArray[np.bool_]
     loss: Floats
     not_finite: NDArray[np.bool_]
-    readout: Floats
 
 
 def rollout(
-    rule: Rules | Outer | Method,
+    rule: Rules,
     sigma: ArrayLike,
     rounds: int,
     restart: RestartPolicy | str | int = Never(),  # noqa: B008 - a frozen value
     *,
+    schedule: Schedule | str = "constant",
     weights: ArrayLike | None = None,
     initial: ArrayLike = 1.0,
     noise: ArrayLike = 0.0,
@@ -112,11 +107,11 @@ def rollout(
     asked, and `not_finite` says so.
 
     Args:
-        rule: an outer rule, an array of rules of any shape B, or one value of `twophase.outer` with linear slots. Every
-            schedule and readout is linear, and the methods and filters that docs/shelf.md marks.
+        rule: an outer rule, or an array of rules of any shape B.
         sigma: effective progress in [0, 1], shape (modes,), or with leading axes that broadcast with B.
         rounds: T >= 1.
         restart: a policy, its text form, or a period.
+        schedule: schedule of the outer learning rate and momentum over the rounds, or its text form.
         weights: w_j >= 0 of the modes in the loss, shape (modes,), normalised to sum 1; None means equal.
         initial: x before the first round: a number, or an array that broadcasts as `sigma` does.
         noise: standard deviation >= 0 of the white Gaussian noise in every replica's pseudo-gradient, mode and round;
@@ -134,13 +129,9 @@ def rollout(
     >>> run = rollout(OuterRule(1.0, 0.9, form="ema"), [0.95], 80, "5")
     >>> run.residual.shape, round(float(np.log10(run.loss[-1])), 2)
     ((81, 1), -64.54)
-    >>> from twophase.shelf.outer import outer
-    >>> averaged = rollout(outer("heavy-ball", readout="tail:rounds=5"), [0.05, 0.2], 40)
-    >>> bool(averaged.loss[-1] < rollout(OuterRule(0.7, 0.9), [0.05, 0.2], 40).loss[-1])
-    True
     """
     runs, _ = _rollouts(
-        "rollout", {"rollout": Block(sigma, rule, restart, weights)}, rounds, initial, noise, replicas, seeds
+        "rollout", {"rollout": Block(sigma, rule, restart, weights, schedule)}, rounds, initial, noise, replicas, seeds
     )
     return runs[0]
 
@@ -151,16 +142,18 @@ class Block:
 
     Args:
         sigma: effective progress of the modes, in [0, 1], modes on the last axis.
-        rule: an outer rule, an array of rules, or a value of `twophase.outer`, as of `rollout`.
+        rule: an outer rule, or an array of rules.
         restart: a policy, its text form, or a period. It sees the norms of this block only.
         weights: weights >= 0 of the modes in the loss, one of them > 0, not normalised: `rollout_blocks` normalises
             over all blocks. None means 1 each.
+        schedule: schedule of the outer learning rate and momentum, or its text form.
     """
 
     sigma: ArrayLike
-    rule: Rules | Outer | Method
+    rule: Rules
     restart: RestartPolicy | str | int = Never()  # noqa: RUF009 - a frozen value
     weights: ArrayLike | None = None
+    schedule: Schedule | str = "constant"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -253,11 +246,8 @@ def _simulate(where: str, block: Block, sigma: Floats, initial: Floats, noise: N
     rounds, *seeds, modes = noise.mean.shape
     # A policy object is not parsed: here it needs no text form, which `parse` would ask for.
     restart = block.restart if isinstance(block.restart, RestartPolicy) else parse(block.restart)
-    outer, rule = None, block.rule
-    if isinstance(rule, Outer | Method):
-        outer = LinearOuter(where, rule, restart, rounds)
-        rule = outer.rule
-    rules = rule_arrays(where, rule)
+    schedule: Schedule = parse_shelf("schedule", block.schedule).over(rounds)
+    rules = rule_arrays(where, block.rule)
     weights = check_weights(where, block.weights, sigma.shape[-1])
     batch = common_shape(where, rule=rules.shape, sigma=sigma.shape[:-1], initial=initial.shape[:-1])
     shape = (*seeds, *batch)
@@ -279,33 +269,30 @@ def _simulate(where: str, block: Block, sigma: Floats, initial: Floats, noise: N
     restarts, not_finite = (np.zeros((rounds, count), dtype=bool) for _ in range(2))
     positions[0] = flat(initial)
     keeps_buffer = (b > 0) | (restart.effective(OuterRule(1.0, 0.0)).momentum > 0)
-    if outer is not None:  # its schedule writes into them
+    if is_scheduled := schedule.name != "constant":
         lr, b, w = (column.copy() for column in (lr, b, w))
     for t in range(rounds):
         x, old = positions[t], buffers[t].copy()
-        for rows, now in () if outer is None else policy.scheduled(outer.value.schedule, t + 1):
+        for rows, now in policy.scheduled(schedule, t + 1) if is_scheduled else ():
             lr[rows], b[rows], w[rows] = now.lr, now.momentum, now.injection
         with np.errstate(all="ignore"):
             g, mean = sigma * x, of_round(noise.mean[t])
             square = (g * g).sum(axis=1) + (2 * g * mean + of_round(noise.square[t])).sum(
                 axis=1
             )  # mean_r |sigma x + n_r|^2
-            raw = g = g + mean
-            if outer is not None:
-                g, keeps_buffer = outer.factor * raw, (b > 0) | outer.keeps_buffer
-            answers = policy.ask(t + 1, (t + 1) / rounds, x, raw, g, np.where(keeps_buffer, old, 0.0), square)
+            g = g + mean
+            answers = policy.ask(t + 1, (t + 1) / rounds, x, g, np.where(keeps_buffer, old, 0.0), square)
             for rows, answer in answers:
                 if answer.restart is not None and answer.restart.before:
                     old[rows] = restarted(answer.restart, old[rows], g[rows])
-            seen = Round(t + 1, lr, b, w, x, g, old)
-            m, update = momentum_sgd(seen, nesterov) if outer is None else outer.step(seen, nesterov)
+            seen = Round(lr, b, w, g, old)
+            m, update = momentum_sgd(seen, nesterov)
             for rows, answer in answers:
                 apply_answer(answer, rows, seen, m, update)
                 restarts[t, rows], not_finite[t, rows] = answer.restarted, bool(answer.not_finite)
             gradients[t], positions[t + 1], buffers[t + 1] = g, x - update, m
     with np.errstate(all="ignore"):
-        readouts = positions if outer is None else outer.readouts(positions)
-        loss = _loss(readouts, weights)
+        loss = _loss(positions, weights)
 
     def shaped(values: NDArray[Any], *axes: int) -> NDArray[Any]:
         return values.reshape(len(values), *shape, *axes)
@@ -317,8 +304,30 @@ def _simulate(where: str, block: Block, sigma: Floats, initial: Floats, noise: N
         shaped(restarts),
         shaped(loss),
         shaped(not_finite),
-        shaped(readouts, modes),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Hold what the arithmetic of a round sees, with rows for trajectories.
+
+    Args:
+        lr, momentum, injection: numbers of the rule, after the schedule, shape (rows, 1).
+        g: the pseudo-gradient, shape (rows, modes).
+        m: the momentum buffer.
+    """
+
+    lr: Floats
+    momentum: Floats
+    injection: Floats
+    g: Floats
+    m: Floats
+
+
+def momentum_sgd(now: Round, nesterov: NDArray[np.bool_]) -> tuple[Floats, Floats]:
+    """Return the new m and the update of a rule."""
+    m = now.momentum * now.m + now.injection * now.g
+    return m, now.lr * np.where(nesterov, now.momentum * m + now.injection * now.g, m)
 
 
 def apply_answer(answer: Answer, rows: Rows, now: Round, m: Floats, update: Floats) -> None:
@@ -390,17 +399,14 @@ class _Policy:
         yield from self.rows
 
     def ask(  # noqa: PLR0917 - what a round has shown
-        self, number: int, progress: float, x: Floats, raw: Floats, g: Floats, m: Floats, square: Floats
+        self, number: int, progress: float, x: Floats, g: Floats, m: Floats, square: Floats
     ) -> list[tuple[Rows, Answer]]:
-        """Return one round's answers other than None, each with its trajectories.
-
-        `raw` is g before the filter, and `square` the mean |g|^2 of the replicas.
-        """
+        """Return one round's answers other than None, each with its trajectories; `square`: mean |g|^2 of replicas."""
         needs = self.policy.needs
         norms = _norms(g, m) if needs & MEASURED else None
         supplied: dict[str, list[float]] = {}
         if needs & _LOSSES:
-            ends = _loss(x - raw, self.weights)
+            ends = _loss(x - g, self.weights)
             supplied = {"loss_start": _loss(x, self.weights).tolist(), "loss_end": ends.tolist()}
         if AGREEMENT in needs:
             joint = (g * g).sum(axis=1)

@@ -21,8 +21,7 @@ from twophase.policies.text import parse
 from twophase.shelf.base import Schedule
 from twophase.shelf.text import parse as parse_shelf
 from twophase.theory.inputs import Floats, Rules, check_count, check_finite, common_shape, refuse, rule_arrays
-from twophase.theory.outer import Round, momentum_sgd
-from twophase.theory.rollout import apply_answer, restarted
+from twophase.theory.rollout import Round, apply_answer, momentum_sgd, restarted
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -158,7 +157,7 @@ def moments(
             scheduled = rule_arrays(where, now_rules)
         lr, b, w = (part[..., None] for part in (scheduled.lr, scheduled.momentum, scheduled.injection))
         with np.errstate(all="ignore"):
-            seen = Round(t + 1, lr, b, w, x, phases.progress[t] * x + n, m)
+            seen = Round(lr, b, w, phases.progress[t] * x + n, m)
             if answer.restart is not None and answer.restart.before:
                 seen = replace(seen, m=restarted(answer.restart, np.broadcast_to(m, seen.g.shape), seen.g))
             to_m, update = momentum_sgd(seen, nesterov)

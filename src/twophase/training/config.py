@@ -75,7 +75,7 @@ class OuterConfig:
     """Method of the update: NAME or NAME:FIELD=VALUE:..., such as adamw:lr=0.05; `twophase methods` lists them. The
     options lr, momentum, nesterov and form are those of sgd; other methods have their own, in this text."""
     filter: str = field(default=USUAL["filter"], metadata=LATER)
-    """Filter of the pseudo-gradient before the update: clip:norm=1, heloco, cgad, orthogonal, edit; see
+    """Filter of the pseudo-gradient before the update: clip:norm=1 or orthogonal; see
     `twophase methods`."""
     schedule: str = field(default=USUAL["schedule"], metadata=LATER)
     """Outer learning rate and momentum by the round: constant, warmup:warmup=10, cosine, linear, transient, momentum;
@@ -374,9 +374,6 @@ def check(config: RunConfig) -> None:
             path = "outer.restart" if policies is None else path
             for policy in (policies or {"": config.outer.policy()}).values():
                 value.check_restart(policy, first_moment=value.method.first_moment)
-            if value.filter.replicas and config.replicas == 1:
-                path = "outer.filter"
-                raise ValueError(f"{value.filter.name} compares replicas, and there is 1; give --replicas 2 or more")
     except UsageError:
         raise
     except ValueError as error:  # a policy's

@@ -9,7 +9,6 @@ from torch import nn
 
 from twophase.base.config import UsageError
 from twophase.diloco.fragment import partition
-from twophase.optim.filters import Context
 from twophase.optim.optimizer import OuterOptimizer
 from twophase.shelf.outer import Outer
 from twophase.training.config import RunConfig
@@ -78,8 +77,8 @@ def _check_outer(config: RunConfig, model: nn.Module, fragments: Mapping[str, Se
     outer, policies = config.outer.value(config.rounds), config.sync.policies()
     for fragment, names in fragments.items() if isinstance(outer, Outer) else ():
         policy = (policies or {}).get(fragment, config.outer.policy())
-        params, context = [model.get_parameter(name) for name in names], Context(weighs=True)
+        params = [model.get_parameter(name) for name in names]
         try:
-            OuterOptimizer(params, outer, policy, signals=policy.needs, context=context)
+            OuterOptimizer(params, outer, policy, signals=policy.needs)
         except ValueError as error:
             raise UsageError(f"--outer.method {config.outer.method}: {error}") from None

@@ -309,8 +309,7 @@ class Trainer:
 
     def _exit_reason(self, report: RoundReport) -> str:
         """Return the state of the run after a round, the same on all processes."""
-        loss = report.signals[LOSS]  # the mean includes replicas that a filter left out, whose loss may be NaN
-        bounded = loss <= self.loss_bound or (not math.isfinite(loss) and 0 < report.rejected < report.replicas)
+        bounded = report.signals[LOSS] <= self.loss_bound
         if report.not_finite or not (bounded and math.isfinite(report.pseudo_gradient_norm)):
             return DIVERGED
         if self.done.step == self.config.steps:
