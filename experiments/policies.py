@@ -1,0 +1,199 @@
+"""Restart policies that the experiments compare; docs/log.md, 22 November 2026, says why none is recommended.
+
+Import this module, or name it for the command line:
+
+    PYTHONPATH=experiments TWOPHASE_POLICIES=policies twophase train --outer.restart gradient
+
+Restart tests: `gradient` and `norm:1.5`, both before the round's g is mixed in. Parts of `auto` are its controls:
+`along:0.5` (its direction with a fixed gain), `ramp:0.5` (with a rising gain), `gain:1` (its gain alone). `observe`
+averages and measures.
+
+Source: theory note R30.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar
+
+from twophase.policies.adaptive import Auto
+from twophase.policies.base import (
+    AGREEMENT,
+    AVERAGING,
+    Decision,
+    Restart,
+    RestartPolicy,
+    RoundSignal,
+    State,
+    Step,
+    register,
+)
+from twophase.policies.checks import LARGEST, check_number
+from twophase.policies.text import POLICIES_VARIABLE
+from twophase.rule import OuterRule
+
+
+def share_with_workers() -> None:
+    """Name this module in the environment, so that the worker processes of a sweep load it too."""
+    folder = str(Path(__file__).parent)
+    for variable, separator, value in (
+        (POLICIES_VARIABLE, ",", Path(__file__).stem),
+        ("PYTHONPATH", os.pathsep, folder),
+    ):
+        values = [part for part in os.environ.get(variable, "").split(separator) if part]
+        os.environ[variable] = separator.join(dict.fromkeys([value, *values]))
+
+
+@register("gradient")
+@dataclass(frozen=True, slots=True)
+class Gradient(RestartPolicy):
+    """Restart when the pseudo-gradient points against the buffer: `<g, m> < 0`. Text form `gradient`.
+
+    Not in the first round after a restart. Without noise the first choice of the adaptive rules. In language models
+    pseudo-gradients stay positively correlated even in failing runs, so it hardly ever fires.
+
+    Source: theory note R30; O'Donoghue and Candes (2015), the gradient scheme.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"cosine"})
+
+    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
+        """Restart before the mixing when the cosine is negative."""
+        return state, _drop_if(signal.value("cosine") < 0, signal)
+
+
+@register("norm")
+@dataclass(frozen=True, slots=True)
+class NormRatio(RestartPolicy):
+    """Restart when the buffer has outgrown the pseudo-gradient: `|m| > ratio |g|`. Text form `norm:1.5`.
+
+    Args:
+        ratio: above 0, for the buffer of the rule's own form (an EMA buffer is 1 - momentum times a sum buffer).
+    """
+
+    ratio: float
+
+    needs: ClassVar[frozenset[str]] = frozenset({"pseudo_gradient_norm", "buffer_norm"})
+
+    def __post_init__(self) -> None:
+        """Refuse what lies outside of the range, and keep a plain number."""
+        ratio = check_number("NormRatio", "ratio", self.ratio, (0, math.inf), "norm:1.5")
+        object.__setattr__(self, "ratio", ratio)
+
+    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
+        """Restart before the mixing when the buffer is too long."""
+        return state, _drop_if(signal.value("buffer_norm") > self.ratio * signal.value("pseudo_gradient_norm"), signal)
+
+    def scaled(self, factor: float) -> RestartPolicy:
+        """Scale the ratio with the buffer."""
+        return replace(self, ratio=self.ratio * factor)
+
+
+def _drop_if(fires: bool, signal: RoundSignal) -> Decision:
+    """Restart before the mixing if a test fires, unless the buffer holds a single round."""
+    return Restart(before=True) if fires and signal.rounds_since_restart > 1 else None
+
+
+# --------------------------------------------------------------------------------------------------- `auto` in parts
+
+
+class _Alone(RestartPolicy):
+    """A policy whose updates are its own: of the rule nothing enters, as with `auto`."""
+
+    takes_steps: ClassVar[bool] = True
+
+    def canonical(self, rule: OuterRule) -> OuterRule:
+        """Return the same rule for all, also for those without momentum."""
+        del rule
+        return OuterRule(1.0, 0.5)
+
+
+class _Part(_Alone):
+    """A part of `auto`."""
+
+    def __post_init__(self) -> None:
+        """Refuse negative shares, and keep plain numbers."""
+        share = check_number(type(self).__name__, "share", self.share, (0, LARGEST), f"{self.name}:0.5")  # type: ignore[attr-defined]
+        object.__setattr__(self, "share", share)
+
+
+@register("along")
+@dataclass(frozen=True, slots=True)
+class Along(_Part):
+    """Go on along the last update by a fixed share: the direction of `auto` without its gain. Text form `along:0.5`.
+
+    `u <- g + share |g| u / |u|,  x <- x - u`; `auto` has `1 - |g| / M` in the place of the share.
+
+    Args:
+        share: >= 0.
+    """
+
+    share: float
+
+    needs: ClassVar[frozenset[str]] = frozenset({"pseudo_gradient_norm", "buffer_norm"})
+
+    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
+        """Return the step of the round."""
+        return state, self._step(signal, self.share)
+
+    @staticmethod
+    def _step(signal: RoundSignal, share: float) -> Step:
+        g, u = signal.value("pseudo_gradient_norm"), signal.value("buffer_norm")
+        along = share * g / u if u > 0 else 0.0
+        return Step(1.0, along, mix=(along, 1.0))
+
+
+@register("ramp")
+@dataclass(frozen=True, slots=True)
+class Ramp(Along):
+    """Go on along the last update by a share that rises over the run: `auto` as a schedule. Text form `ramp:0.5`.
+
+    `u <- g + share (t / T) |g| u / |u|,  x <- x - u` in round t of T.
+
+    Args:
+        share: gain at the run's end, >= 0.
+    """
+
+    needs: ClassVar[frozenset[str]] = Along.needs | {"progress"}
+
+    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
+        """Return the step of the round."""
+        return state, self._step(signal, self.share * signal.value("progress"))
+
+
+@register("gain")
+@dataclass(frozen=True, slots=True)
+class Gain(_Part):
+    """Lengthen plain averaging as g shrinks: the gain of `auto` without its direction. Text form `gain:1`.
+
+    `x <- x - (1 + share (1 - |g| / M)) g` with the M of `auto`.
+
+    Args:
+        share: >= 0; 1 has the length that `auto` has where all updates are parallel.
+    """
+
+    share: float
+
+    needs: ClassVar[frozenset[str]] = Auto.needs
+
+    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
+        """Return the step of the round."""
+        after, largest = Auto.largest(state, signal)
+        shrunk = 1 - signal.value("pseudo_gradient_norm") / largest if largest > 0 else 0.0
+        return after, Step(1 + self.share * shrunk, 0.0)
+
+
+@register("observe")
+@dataclass(frozen=True, slots=True)
+class Observe(_Alone):
+    """Average, and measure: the cosine of g and the last g, and how far replicas agree. Text form `observe`."""
+
+    needs: ClassVar[frozenset[str]] = Along.needs | {"cosine", AGREEMENT}
+
+    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
+        """Average; the buffer becomes g."""
+        del signal
+        return state, Step(AVERAGING.along_g, AVERAGING.along_m, mix=(0.0, 1.0))
