@@ -158,11 +158,11 @@ def test_a_command_that_is_cut_short(capfd: pytest.CaptureFixture[str], monkeypa
         print("the rest")
         raise BrokenPipeError
 
-    monkeypatch.setattr("twophase.cli.methods.main", interrupt)
-    assert cli.main(["methods"]) == 130
-    assert re.fullmatch(r"stopped; resume with: .* methods\n", capfd.readouterr().err)
-    monkeypatch.setattr("twophase.cli.methods.main", break_pipe)
-    assert cli.main(["methods"]) == 0
+    monkeypatch.setattr("twophase.cli.period.main", interrupt)
+    assert cli.main(["period"]) == 130
+    assert re.fullmatch(r"stopped; resume with: .* period\n", capfd.readouterr().err)
+    monkeypatch.setattr("twophase.cli.period.main", break_pipe)
+    assert cli.main(["period"]) == 0
     assert capfd.readouterr() == ("", "")
 
 

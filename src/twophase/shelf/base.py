@@ -31,7 +31,7 @@ REGISTRY: dict[Slot, dict[str, type[Value]]] = {slot: {} for slot in SLOTS}
 class Value:
     """A named value of a slot: a frozen dataclass with `@register("name")`.
 
-    Class variables, for `twophase methods` and docs/shelf.md:
+    Class variables, for docs/shelf.md:
 
     * `equation`: in the letters of the slots, one line.
     * `source`: paper, or the library that it is from.

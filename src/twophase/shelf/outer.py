@@ -52,8 +52,7 @@ class Outer:
         if self.schedule.name == "momentum" and (unnamed or not self.method.first_moment):
             raise ValueError(
                 f"schedule momentum raises a momentum, and method {self.method.name} has none, or names none. Take "
-                "constant, or a method with a momentum (`twophase methods` shows which; of a torch optimizer write it "
-                "out, such as betas=0.9/0.999)"
+                "constant, or a method with a momentum (of a torch optimizer write it out, such as betas=0.9/0.999)"
             )
 
     @property
@@ -90,7 +89,7 @@ class Outer:
             raise ValueError(
                 f"restart policy {policy} restarts a first moment, and method {method.name} has none"
                 + (" that outlasts a round at momentum 0" if first_moment else "")
-                + "; use never, or a method with a momentum (`twophase methods` shows which)"
+                + "; use never, or a method with a momentum"
             )
         if policy.takes_steps or PROBES in policy.needs:
             raise ValueError(
@@ -172,8 +171,7 @@ def outer(
     """Return an outer optimizer as a value, for `DiLoCo` and every other place that takes a rule.
 
     Args:
-        method: its name or text form, such as `"adamw"` or `"adamw:lr=0.3"`, or an `OuterRule`; `twophase methods`
-            lists them.
+        method: its name or text form, such as `"adamw"` or `"adamw:lr=0.3"`, or an `OuterRule`.
         filter: of the pseudo-gradient, a text form or a value.
         schedule: of learning rate and momentum, the same.
         readout: what is evaluated, the same.

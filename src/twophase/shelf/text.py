@@ -58,8 +58,8 @@ def _parse_text(slot: Slot, text: str, defaults: tuple[tuple[str, Any], ...]) ->
         load_modules(SHELF_VARIABLE)
     if name not in REGISTRY[slot]:
         raise ValueError(
-            f"{slot} {shortened(name)!r} is not known; {did_you_mean(name, REGISTRY[slot])} (`twophase methods` lists "
-            f"them; {SHELF_VARIABLE}, an environment variable, names modules with values of your own)"
+            f"{slot} {shortened(name)!r} is not known; {did_you_mean(name, REGISTRY[slot])} ({SHELF_VARIABLE}, "
+            "an environment variable, names modules with values of your own)"
         )
     cls = REGISTRY[slot][name]
     if not is_dataclass(cls):

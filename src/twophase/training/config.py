@@ -72,11 +72,10 @@ class OuterConfig:
     means all of it. Other policies ignore it."""
 
     method: str = field(default=USUAL["method"], metadata=LATER)
-    """Method of the update: NAME or NAME:FIELD=VALUE:..., such as adamw:lr=0.05; `twophase methods` lists them. The
+    """Method of the update: NAME or NAME:FIELD=VALUE:..., such as adamw:lr=0.05; docs/shelf.md lists them. The
     options lr, momentum, nesterov and form are those of sgd; other methods have their own, in this text."""
     filter: str = field(default=USUAL["filter"], metadata=LATER)
-    """Filter of the pseudo-gradient before the update: clip:norm=1 or orthogonal; see
-    `twophase methods`."""
+    """Filter of the pseudo-gradient before the update: clip:norm=1 or orthogonal; see docs/shelf.md."""
     schedule: str = field(default=USUAL["schedule"], metadata=LATER)
     """Outer learning rate and momentum by the round: constant, warmup:warmup=10, cosine, linear, transient, momentum;
     cosine and linear end with the run."""
