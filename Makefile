@@ -22,7 +22,7 @@ help:
 	@echo "make test-oldest  the quick tests with the oldest releases that pyproject.toml allows, in an environment of their own"
 	@echo "make coverage  the same, and the branch coverage of each module"
 	@echo "make check   set up and run ruff, the import law and pyright"
-	@echo "make bench   set up and run the benchmarks, each held against its bounds (ARGS=\"sync loader\": some of them)"
+	@echo "make bench   set up and run the benchmarks, each held against its bounds (ARGS=\"sync storage\": some of them)"
 	@echo "make faults  set up, kill 1,000 processes and give 10,000 damaged or odd inputs (two hours on two cores)"
 	@echo "make docs    set up, build the documentation into site/ and check its links"
 	@echo "make setup-torchtitan  an environment for the tests of torchtitan, which are skipped without it"

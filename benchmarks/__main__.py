@@ -19,14 +19,11 @@ BENCHMARKS = {
     "sync": ["--rounds", "5"],
     "engine_overhead": ["--seconds", "10"],
     "lm_throughput": [],
-    "checkpoint": [],
-    "forest": ["--steps", "240"],
-    "data": ["--megabytes", "6"],
-    "loader": ["--megabytes", "40"],
+    "storage": [],
     "theory": ["--modes", "300000"],
     "explorer": [],
 }
-"""The options of each. Those that need a GPU (`gpu.py`) are not among them."""
+"""The options of each. What needs a GPU is in experiments/gpu."""
 
 
 def run(name: str) -> str:

@@ -6,10 +6,8 @@
   fused AdamW, in smaller pieces where it runs out of memory; compiled is model and loss in one call.
 
 A step is forward, backward, AdamW and zero_grad of a replica. Each contestant has a process of its own, so that each
-peak memory is its own; it is told over a pipe to run a burst of at least a second (0.3 s on a CPU) while the others
-wait. Bursts are equally long and taken in turn, so that clocks and heat strike all alike. Two steps at full size do not
-fit on one GPU together: after a burst a contestant keeps weights and optimizer only, and a burst begins with untimed
-steps, which take the memory again.
+peak memory is its own. Bursts of at least a second (0.3 s on a CPU) are taken in turn, so that clocks and heat affect
+all alike; after one a contestant gives back what it has cached, because two steps at full size do not fit on one GPU.
 
     rho            = our floating-point operations a second (causal counting) / those of the matrix product
     eager_ratio    = our tokens a second / transformers'
@@ -22,17 +20,17 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import math
+import multiprocessing
 import resource
 import statistics
-import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -40,7 +38,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own custom
 from torch import Tensor
 
 from bounds import finish
-from twophase.base.config import RunError, UsageError, from_tree, to_tree
+from twophase.base.config import RunError, UsageError
 from twophase.recipes.pretraining import RECIPES
 from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
 from twophase.tasks.lm.speed import flops_per_token
@@ -55,19 +53,6 @@ BURST = {"cuda": 1.0, "cpu": 0.3}
 Call = Callable[[], object]
 Facts = dict[str, Any]
 """What a contestant has chosen: sequences at a time, attention kernel. Filled in by its first step."""
-
-
-@dataclass(frozen=True)
-class Contestant:
-    """What a process computes.
-
-    Args:
-        kind: a key of `KINDS`.
-        config: shape, precision, compilation and device.
-    """
-
-    kind: str
-    config: TrainConfig
 
 
 @dataclass
@@ -91,28 +76,23 @@ class Outcome:
 
 
 def product(config: TrainConfig, device: torch.device, facts: Facts) -> Call:
-    """A matrix product of random numbers."""
+    """Return a matrix product of random numbers."""
     del config, facts
     size, dtype = PRODUCT_SIZE[device.type], PRODUCT_TYPE[device.type]
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
-
-    def call() -> None:
-        torch.mm(a, b, out=out)
-
-    return call
+    return lambda: torch.mm(a, b, out=out)
 
 
 def batch(config: TrainConfig, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Random tokens and targets of one step."""
-    data = config.data
-    shape = data.batch_size, data.sequence_length + 1
+    """Return random tokens and targets of one step."""
+    shape = config.data.batch_size, config.data.sequence_length + 1
     windows = torch.randint(config.model.vocabulary_size, shape, generator=torch.Generator().manual_seed(0))
     return windows[:, :-1].contiguous().to(device), windows[:, 1:].contiguous().to(device)
 
 
 def twophase_step(config: TrainConfig, device: torch.device, facts: Facts) -> Call:
-    """Our step, as `twophase train` takes it."""
+    """Return our step, as `twophase train` takes it."""
     vocabulary = config.model.vocabulary_size
     compute = Step(config, vocabulary, device, 1)
     model = drawn(config, vocabulary, config.seed).to(device)
@@ -129,7 +109,7 @@ def twophase_step(config: TrainConfig, device: torch.device, facts: Facts) -> Ca
 
 
 def theirs(config: TrainConfig, device: torch.device, facts: Facts, *, compiled: bool = False) -> Call:
-    """The step of transformers' Llama, loss included."""
+    """Return the step of transformers' Llama, loss included."""
     import transformers  # noqa: PLC0415 - the other contestants run without it
 
     warnings.filterwarnings("ignore", module="transformers")
@@ -175,7 +155,7 @@ def theirs(config: TrainConfig, device: torch.device, facts: Facts, *, compiled:
 
 
 def theirs_compiled(config: TrainConfig, device: torch.device, facts: Facts) -> Call:
-    """The step of transformers' Llama, model and loss in one compiled call."""
+    """Return the step of transformers' Llama, model and loss in one compiled call."""
     return theirs(config, device, facts, compiled=True)
 
 
@@ -188,7 +168,7 @@ KINDS: Mapping[str, Callable[[TrainConfig, torch.device, Facts], Call]] = {
 
 
 def wait_for(device: torch.device) -> float:
-    """Seconds since some time, after all work that has been launched; on a CPU, less what other programs take."""
+    """Return seconds since some time, after all launched work; on a CPU, less what other programs take."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         return time.perf_counter()
@@ -196,13 +176,7 @@ def wait_for(device: torch.device) -> float:
 
 
 def burst(call: Call, seconds: float, repeats: int, device: torch.device) -> tuple[float, int]:
-    """Repeat a call for some seconds.
-
-    Args:
-        call: launches the work.
-        seconds: how long at least.
-        repeats: how often to try first; grows until the calls take that long.
-        device: where they run.
+    """Repeat a call for at least some seconds, `repeats` times at first.
 
     Returns:
         Seconds of one call, and the repeats that took `seconds`.
@@ -217,168 +191,110 @@ def burst(call: Call, seconds: float, repeats: int, device: torch.device) -> tup
         repeats = math.ceil(repeats * min(10.0, 1.1 * seconds / max(elapsed, 1e-9)))
 
 
-def peak_bytes(device: torch.device) -> int:
-    """The largest memory so far: allocated on a GPU, else held by this process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak
-
-
-# The process of a contestant, and its end of the pipe.
-
-
-def leave_memory(device: torch.device) -> None:
-    """Give what this process has cached to the others, which choose their pieces by what is free."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-def work(kind: str, config: TrainConfig) -> None:
-    """Build a contestant, then run a burst for each line of standard input, which holds its seconds."""
-    answers, sys.stdout = sys.stdout, sys.stderr  # libraries print; the pipe is for answers
-
-    def answer(**values: Any) -> None:
-        print(json.dumps(values), file=answers, flush=True)
-
+def work(kind: str, config: TrainConfig, pipe: Connection) -> None:
+    """Build a contestant, then run a burst for each number of seconds that arrives, and answer with an `Outcome`."""
+    outcome = Outcome()
+    repeats, device = 1, torch.device(config.device)
     try:
         torch.set_num_threads(1)
         torch.manual_seed(0)
-        device = torch.device(config.device)
-        facts: Facts = {}
-        call = KINDS[kind](config, device, facts)
+        call = KINDS[kind](config, device, outcome.facts)
         call()  # compiles, tunes, chooses
-        leave_memory(device)
-        repeats = 1
-        answer(facts=facts, peak_bytes=peak_bytes(device))
-        for line in sys.stdin:
+        while True:
+            if device.type == "cuda":
+                outcome.peak_bytes = torch.cuda.max_memory_allocated(device)
+                torch.cuda.empty_cache()  # the others choose their pieces by what is free
+            else:
+                outcome.peak_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            pipe.send(outcome)
+            seconds = pipe.recv()
             call()  # the memory and the clocks of the contestant before are not ours
             call()
-            seconds, repeats = burst(call, float(line), repeats, device)
-            leave_memory(device)
-            answer(seconds=seconds, facts=facts, peak_bytes=peak_bytes(device))
+            taken, repeats = burst(call, seconds, repeats, device)
+            outcome.seconds.append(taken)
+    except EOFError:  # all is measured
+        return
     except Exception as error:  # whatever it is, the other contestants go on
-        answer(error=str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__)
+        outcome.error = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        pipe.send(outcome)
 
 
-class Process:
-    """Our end of a contestant's pipe."""
-
-    def __init__(self, name: str, contestant: Contestant) -> None:
-        self.name = name
-        self.outcome = Outcome()
-        words = ["--contestant", contestant.kind, "--config", json.dumps(to_tree(contestant.config))]
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        self._listen()
-
-    def run(self, seconds: float) -> None:
-        """Have it run a burst, and keep what it answers."""
-        assert self._process.stdin
-        try:
-            print(seconds, file=self._process.stdin, flush=True)
-        except BrokenPipeError:
-            self.outcome.error = "its process has died"
-        else:
-            self._listen()
-
-    def _listen(self) -> None:
-        assert self._process.stdout
-        line = self._process.stdout.readline()
-        answer: dict[str, Any] = json.loads(line or "{}")
-        if not line:
-            answer["error"] = f"its process ended with status {self._process.wait()}"
-        outcome = self.outcome
-        outcome.error = answer.get("error", "")
-        outcome.peak_bytes = answer.get("peak_bytes", outcome.peak_bytes)
-        outcome.facts = answer.get("facts", outcome.facts)
-        outcome.seconds += [answer["seconds"]] if "seconds" in answer else []
-
-    def close(self) -> None:
-        """End it; one that does not listen is killed."""
-        assert self._process.stdin
-        assert self._process.stdout
-        try:
-            self._process.stdin.close()
-            self._process.wait(20)
-        except (BrokenPipeError, subprocess.TimeoutExpired):
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
-
-
-def contest(contestants: Mapping[str, Contestant], seconds: float, length: float) -> dict[str, Outcome]:
-    """Let contestants work in turn, in bursts.
-
-    Args:
-        contestants: by name, each for a process of its own.
-        seconds: for all bursts; three of each at least.
-        length: seconds of a burst at least.
+def contest(config: TrainConfig, kinds: Sequence[str], seconds: float, length: float) -> dict[str, Outcome]:
+    """Let contestants work in turn, in bursts of at least `length` seconds, for `seconds` and three times at least.
 
     Returns:
         What was measured of each; one that fails is left out from then on and has an `error`.
     """
-    processes: list[Process] = []
-    try:
-        for name, contestant in contestants.items():
-            processes.append(process := Process(name, contestant))
-            print(f"{name}: {process.outcome.error or process.outcome.facts or 'ready'}", flush=True)
-        end = time.perf_counter() + seconds
-        rounds = 0
-        while time.perf_counter() < end or rounds < 3:
-            for process in processes:
-                if not process.outcome.error:
-                    process.run(length)
-            rounds += 1
-    finally:
-        for process in processes:
-            process.close()
-    return {process.name: process.outcome for process in processes}
+    context = multiprocessing.get_context("spawn")
+    outcomes = {kind: Outcome() for kind in kinds}
+    pipes: dict[str, Connection] = {}
+
+    def listen(kind: str) -> None:
+        try:
+            outcomes[kind] = pipes[kind].recv()
+        except EOFError:
+            outcomes[kind].error = "its process ended"
+
+    processes = []
+    for kind in kinds:
+        pipes[kind], theirs = context.Pipe()
+        processes.append(context.Process(target=work, args=(kind, config, theirs), daemon=True))
+        processes[-1].start()
+        theirs.close()
+        listen(kind)
+        print(f"{kind}: {outcomes[kind].error or outcomes[kind].facts or 'ready'}", flush=True)
+    end, turns = time.perf_counter() + seconds, 0
+    while time.perf_counter() < end or turns < 3:
+        for kind, outcome in outcomes.items():
+            if not outcome.error:
+                pipes[kind].send(length)
+                listen(kind)
+        turns += 1
+    for kind, process in zip(outcomes, processes, strict=True):
+        pipes[kind].close()
+        process.join(20)
+    return outcomes
 
 
 def speed_ratio(outcome: Outcome, other: Outcome) -> float:
-    """How many times as fast one contestant's calls are as another's: the median over the bursts of each turn."""
+    """Return how many times as fast one contestant's calls are: the median over the bursts of each turn."""
     return statistics.median(b / a for a, b in zip(outcome.seconds, other.seconds, strict=True))
 
 
-def figures_of(config: TrainConfig, outcomes: Mapping[str, Outcome], device_name: str) -> dict[str, float]:
-    """Print a line for each contestant, and return the figures of the last line."""
-    model, data = config.model, config.data
-    flops = flops_per_token(model, model.vocabulary_size, data.sequence_length)
-    device = torch.device(config.device).type
-    good = {name: outcome for name, outcome in outcomes.items() if not outcome.error}
+def figures_of(config: TrainConfig, outcomes: Mapping[str, Outcome]) -> dict[str, float]:
+    """Return the figures, those of contestants that failed left out, and print each contestant's speed and memory."""
+    flops = flops_per_token(config.model, config.model.vocabulary_size, config.data.sequence_length)
+    operations = 2 * PRODUCT_SIZE[torch.device(config.device).type] ** 3
     figures: dict[str, float] = {}
-    for name, outcome in good.items():
-        memory = f"peak {outcome.peak_bytes / 1e9:6.2f} GB"
-        if name == "product":
-            rate = 2 * PRODUCT_SIZE[device] ** 3 / statistics.median(outcome.seconds)
-            print(f"product     {PRODUCT_SIZE[device]}^3 {PRODUCT_TYPE[device]}: {rate / 1e12:.3f} TFLOP/s, {memory}")
-            figures["product_tflops"] = rate / 1e12
+    for name, outcome in outcomes.items():
+        if outcome.error:
+            print(f"{name}: {outcome.error}")
             continue
-        rate = config.step_tokens / statistics.median(outcome.seconds)
-        share = ""
-        if "product" in good:
-            # From the ratio of neighbouring bursts: clocks that change over the run change both.
-            work_ratio = config.step_tokens * flops.causal / (2 * PRODUCT_SIZE[device] ** 3)
-            rho = speed_ratio(outcome, good["product"]) * work_ratio
-            share = f" causal, {rho:6.1%} of the product"
-            figures |= {"rho": rho} if name == "ours" else {}
-        print(
-            f"{name:9} {rate:12,.0f} tok/s {rate * flops.causal / 1e12:9.3f} TFLOP/s{share}, {memory}, {outcome.facts}"
-        )
+        memory = f"peak {outcome.peak_bytes / 1e9:.2f} GB"
+        calls = 1 / statistics.median(outcome.seconds)
+        if name == "product":
+            figures["product_tflops"] = operations * calls / 1e12
+            print(f"{name:9} {figures['product_tflops']:.3f} TFLOP/s, {memory}")
+            continue
+        rate = config.step_tokens * calls
+        print(f"{name:9} {rate:,.0f} tok/s, {rate * flops.causal / 1e12:.3f} TFLOP/s, {memory}, {outcome.facts}")
         figures["peak_memory_gb" if name == "ours" else f"{name}_peak_memory_gb"] = outcome.peak_bytes / 1e9
-        if name == "ours":
-            figures["tokens_per_second"] = rate
-            peak = next((value for chip, value in PEAK.items() if chip in device_name), None)
-            figures |= {"mfu_palm": rate * flops.palm / peak} if peak else {}
-        elif "ours" in good:
-            figures[f"{name}_ratio"] = speed_ratio(good["ours"], outcome)
+        if name != "ours":
+            figures |= {} if outcomes["ours"].error else {f"{name}_ratio": speed_ratio(outcomes["ours"], outcome)}
+            continue
+        figures["tokens_per_second"] = rate
+        if not outcomes["product"].error:
+            # From the ratio of neighbouring bursts: clocks that change over the run change both.
+            work_ratio = config.step_tokens * flops.causal / operations
+            figures["rho"] = speed_ratio(outcome, outcomes["product"]) * work_ratio
+        device = torch.cuda.get_device_name() if config.device.startswith("cuda") else ""
+        peak = next((value for chip, value in PEAK.items() if chip in device), None)
+        figures |= {"mfu_palm": rate * flops.palm / peak} if peak else {}
     return {name: round(value, 4) for name, value in figures.items()}
 
 
-def cpu_config() -> TrainConfig:
-    """A small shape, for a machine without a GPU."""
+def tiny_config() -> TrainConfig:
+    """Return a small shape, for a machine without a GPU."""
     config = RECIPES["nano"]()
     model = ModelConfig(layers=2, hidden_size=128, intermediate_size=344, heads=2, vocabulary_size=2048)
     data = DataConfig(sequence_length=128, batch_size=4)
@@ -390,34 +306,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default="paper_150m", choices=list(RECIPES), help="shape on a GPU (paper_150m)")
     parser.add_argument("--seconds", type=float, help="time for all bursts (60 on a GPU, 15 without)")
-    parser.add_argument("--micro-batch", type=int, default=0, help="sequences at a time for ours (0: what fits)")
-    parser.add_argument("--no-compile", action="store_true", help="leave our step uncompiled")
-    parser.add_argument("--only-ours", action="store_true", help="leave transformers out")
-    parser.add_argument("--contestant", choices=list(KINDS), help=argparse.SUPPRESS)
-    parser.add_argument("--config", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.contestant:
-        work(options.contestant, from_tree(TrainConfig, json.loads(options.config)))
-        return 0
-    cuda = torch.cuda.is_available()
-    config = RECIPES[options.recipe]() if cuda else cpu_config()
-    compute = replace(config.compute, micro_batch=options.micro_batch, compile=not options.no_compile)
-    mine = replace(config, compute=compute)
-    name = torch.cuda.get_device_name() if cuda else "CPU, one thread"
-    print(f"{name}; torch {torch.__version__}; {config.compute.precision}", flush=True)
-    contestants = {"product": Contestant("product", config), "ours": Contestant("ours", mine)}
-    if options.only_ours:
-        pass
-    elif importlib.util.find_spec("transformers") is None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    config = RECIPES[options.recipe]() if device == "cuda" else tiny_config()
+    kinds = list(KINDS)
+    if importlib.util.find_spec("transformers") is None:
         print("transformers is not installed here: its ratios are left out (pip install transformers)")
-    else:
-        contestants |= {kind: Contestant(kind, config) for kind in ("eager", "compiled")}
-    outcomes = contest(contestants, options.seconds or (60.0 if cuda else 15.0), BURST["cuda" if cuda else "cpu"])
-    figures = figures_of(config, outcomes, name)
-    errors = [f"{name}: {outcome.error}" for name, outcome in outcomes.items() if outcome.error]
-    print(*errors, sep="\n", end="\n" * bool(errors))
-    status = finish("lm_throughput_gpu" if cuda else "lm_throughput", figures)
-    return 1 if errors else status
+        kinds = ["product", "ours"]
+    outcomes = contest(config, kinds, options.seconds or {"cuda": 60.0, "cpu": 15.0}[device], BURST[device])
+    status = finish("lm_throughput_gpu" if device == "cuda" else "lm_throughput", figures_of(config, outcomes))
+    return 1 if any(outcome.error for outcome in outcomes.values()) else status
 
 
 if __name__ == "__main__":

@@ -91,9 +91,10 @@ def test_blocks_that_are_not_run_say_why() -> None:
 
 
 def test_what_no_test_runs_imports_what_there_is() -> None:
-    """Every name that a benchmark, or a block that is left out, takes from the package is there."""
+    """Every name that a benchmark, an experiment, or a block that is left out takes from the package is there."""
     codes = {page: code for page, code in blocks("python") if "not run" in code}
-    codes |= {str(path): path.read_text(encoding="utf-8") for path in sorted((ROOT / "benchmarks").rglob("*.py"))}
+    paths = [path for room in ("benchmarks", "experiments") for path in sorted((ROOT / room).rglob("*.py"))]
+    codes |= {str(path): path.read_text(encoding="utf-8") for path in paths}
     imports = [
         (where, node.module, name.name)
         for where, code in codes.items()

@@ -1,9 +1,18 @@
-"""Single kernels at full speed: the matrix product, copies, the model's products, attention; and a step's by class."""
+"""How fast the device is, how fast the kernels of a step of paper_150m are on it, and where the step's time goes.
+
+    python experiments/gpu/kernels.py --out runs/gpu           two minutes on one GPU
+
+* `kernels-products.csv`, `kernels-attention.csv`: products and attention kernels at the model's shapes, each by itself;
+* `kernels-top.csv`: the twenty kernels of a step that take most;
+* `kernels-sum.csv`: the step's kernels by class, and a named remainder, against the measured step;
+* `kernels.json`: a matrix product and a copy at full speed.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,10 +24,12 @@ from torch.nn import attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
-from lm_throughput import Call, burst, wait_for
+from machine import arguments, paper_150m, save_figures, save_rows
 from twophase.base.config import RunError
 from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.step import DTYPES, drawn
+
+from lm_throughput import PRODUCT_SIZE, Call, burst, product, twophase_step, wait_for  # isort: skip - machine names its folder
 
 CLASSES = (
     # Inductor names an elementwise kernel after all operations near it, attention and products included; only its
@@ -223,3 +234,33 @@ def closing_sum(step_ms: float, classes: dict[str, float], alone: dict[str, floa
     kernels = sum(classes.values())
     parts = classes | {"sum of kernels": kernels, "remainder: no kernel runs": step_ms - kernels, "step": step_ms}
     return [{"part": name, "ms": ms, "share": ms / step_ms, "alone_ms": alone.get(name)} for name, ms in parts.items()]
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Measure, and write the files."""
+    options = arguments(__doc__ or "", words)
+    config = paper_150m(options)
+    device = torch.device(config.device)
+    step_seconds, long, short = (0.05, 0.02, 0.005) if options.tiny else (5.0, 1.5, 0.2)
+    batch = min(config.data.batch_size, 32)
+    rate = 2 * PRODUCT_SIZE[device.type] ** 3 / seconds_of(product(config, device, {}), long, device)
+    figures = {"product_tflops": rate / 1e12, "copy_gb_per_second": copying(device, long) / 1e9}
+    lines = products(config, device, batch * config.data.sequence_length, short)
+    save_rows(options, "kernels-products", lines)
+    alone: dict[str, float] = {"matrix products": sum(line["step_ms"] for line in lines)}
+    lines = attentions(config, device, batch, short)
+    save_rows(options, "kernels-attention", lines)
+    alone["attention"] = min(line["step_ms"] for line in lines if "step_ms" in line)
+    alone["optimizer"] = 1e3 * optimizer_seconds(config, device, short)
+    facts: dict[str, Any] = {}
+    call = twophase_step(config, device, facts)
+    step_ms = 1e3 * seconds_of(call, step_seconds, device)
+    top, classes, profiled_ms = profiled(call, device, 3)
+    save_rows(options, "kernels-top", top)
+    save_rows(options, "kernels-sum", closing_sum(step_ms, classes, alone))
+    save_figures(options, "kernels", figures | {"step_ms": step_ms, "profiled_step_ms": profiled_ms, **facts})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

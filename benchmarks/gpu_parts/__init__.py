@@ -1,1 +1,0 @@
-"""The parts of gpu.py: what each measures, in units that are done once."""
