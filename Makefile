@@ -96,7 +96,7 @@ $(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
 	@$(PYTHON) -m venv $(OLDEST)
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(OLDEST)/bin/python -m pip install --quiet $(PIP_FLAGS) -c constraints-oldest.txt \
 	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) gmpy2 hypothesis mpmath pytest pytest-timeout pytest-xdist \
-	  pytorch-optimizer -e '.[plot,sweep,slurm,studies,data,hf,trainer,lightning,schedulefree,tensorboard]'
+	  pytorch-optimizer -e '.[plot,sweep,studies,data,hf,trainer,lightning,schedulefree,tensorboard]'
 	@touch $@
 
 # where it can be installed with torchtitan

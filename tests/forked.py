@@ -47,8 +47,6 @@ _CONTEXT.set_forkserver_preload(
         "twophase.sweeps.run",
         "torchft.process_group",
         "torch._dynamo",  # torch imports it, in seconds, with a process's first optimizer
-        "optuna.storages",
-        "sqlalchemy.dialects.sqlite",
         "matplotlib.backends.backend_agg",
         "matplotlib.backends.backend_pdf",
     ]

@@ -80,9 +80,6 @@ def call(corpus: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     ("words", "package"),
     [
         (["sweep", *GRID], "matplotlib"),
-        (["sweep", *GRID], "optuna"),
-        (["tune", "digits", "--points", "3"], "optuna"),
-        (["bench", "nesterov"], "optuna"),
         (["tune", "digits", "--points", "3"], "pandas"),
         (["bench", "nesterov"], "pandas"),
     ],
@@ -91,7 +88,7 @@ def call(corpus: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
 def test_a_missing_extra_is_refused_before_the_first_run(
     call: Call, words: list[str], package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What cannot draw, or record its trials, ends with one message and makes no folder."""
+    """What cannot draw, or compare, ends with one message and makes no folder."""
     monkeypatch.setitem(sys.modules, package, None)
     said = call(*words, "--workers", "1", "--out", tmp_path / "sweep", status=2)
     assert package in said.err
@@ -367,30 +364,6 @@ def test_worker_with_another_text(tmp_path: Path, corpus: str, call: Call) -> No
     said = call("sweep-worker", "--out", folder, status=2)
     assert "this machine's text is not the one" in said.err
     assert list((folder / "runs").iterdir()) == []
-
-
-# --------------------------------------------------------------------------------------------------------------- Slurm
-
-
-@pytest.mark.slow
-def test_slurm_launcher(tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`--launcher slurm` submits workers, which need the folder alone; `--workers 0` submits none."""
-    calls = []
-
-    def fake(folder: Path, command: list[str], workers: int, options: dict[str, Any]) -> list[str]:
-        calls.append((folder, list(command), workers, dict(options)))
-        return [f"7_{number}" for number in range(workers)]
-
-    monkeypatch.setattr("twophase.sweeps.slurm.submit", fake)
-    folder = tmp_path / "sweep"
-    words = ["sweep", "--axis", "outer.lr", "0.3", "0.7", "--launcher", "slurm", "--slurm-time", "60", "--out", folder]
-    said = call(*words, "--workers", "5")
-    assert "submitted 5 workers to Slurm: 7_0, 7_1, 7_2, 7_3 …" in said.out
-    ((place, command, workers, options),) = calls
-    assert (place, workers, options) == (folder, 5, {"time": "60"})
-    assert command[-3:] == ["sweep-worker", "--out", str(folder)]
-    call(*words, "--workers", "0")
-    assert len(calls) == 1
 
 
 # ------------------------------------------------------------------------------------------------------------ full disk

@@ -22,7 +22,7 @@ from faults.children import Ended, begin, call, ended
 from faults.scenes import Cases, Scene, Stage, contents, differences, emptied
 
 SHOWN = re.compile(
-    r"env\.json|(config|summary)\.(yaml|json)|.*\.jsonl|.*\.log|trials\.journal|\.lock|\.verified\.json|.*\.html|verdict\..*"
+    r"env\.json|(config|summary)\.(yaml|json)|.*\.jsonl|.*\.log|\.lock|\.verified\.json|.*\.html|verdict\..*"
 )
 """Files whose content commands show as it is, without being able to tell what it was."""
 WEIGHTS = "weights.safetensors"

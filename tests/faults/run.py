@@ -35,7 +35,7 @@ PRELOADED = (
     "torch._dynamo twophase.cli.train twophase.cli.sweep twophase.cli.sweeping twophase.cli.sweep_worker "
     "twophase.cli.data twophase.cli.reporting twophase.cli.diagnose twophase.cli.explore twophase.cli.study "
     "twophase.cli.period twophase.sweeps.worker twophase.training.train twophase.training.session twophase.tasks.build "
-    "twophase.tasks.lm.task optuna.storages optuna.trial matplotlib.backends.backend_agg "
+    "twophase.tasks.lm.task matplotlib.backends.backend_agg "
     "matplotlib.backends.backend_pdf twophase.figures.overview twophase.report.sweep PIL.Image"
 ).split()
 SHARES: dict[str, dict[str, int]] = {

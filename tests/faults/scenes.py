@@ -29,7 +29,7 @@ _TASK = "--task.width 2 --task.batch-size 4 --steps 8 --inner-steps 2 --checkpoi
 TIMES = re.compile(r".*seconds?|engine_share|flops_per_second_palm|mfu|peak_memory_bytes|logs|summary_sha256")
 """Keys of JSON that differ between equal runs: durations, speeds, and what is known of logs that hold such."""
 _UNLIKE = re.compile(
-    r"\.lock|forest|verdict\..*|env\.json|.*\.log|\.verified\.json|trials\.journal|jobs\.jsonl|report\.html|manifest\.json"
+    r"\.lock|forest|verdict\..*|env\.json|.*\.log|\.verified\.json|jobs\.jsonl|report\.html|manifest\.json"
 )
 _TEMPORARY = re.compile(r"\.(tmp|writing)-.*|.*\.(tmp|part\.\w+|lock\d.*)|\.preparing\.json")
 

@@ -10,11 +10,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import optuna
 import pytest
 
 from commands import snapshot, wait_until
@@ -28,7 +26,6 @@ from twophase.sweeps.grid import Cell, Sweep, product
 from twophase.sweeps.queue import Queue
 from twophase.sweeps.run import Outcome, Status, read_plan, read_summaries, run_sweep
 from twophase.sweeps.table import read_rows, write_rows
-from twophase.sweeps.trials import TRIALS, Trials, open_storage
 
 # A worker that trains nothing. `mode` of a configuration says how it misbehaves.
 WORKER = r"""
@@ -188,14 +185,6 @@ def must_not(*_: Any, **__: Any) -> Any:
     raise AssertionError("this must not be called")
 
 
-def trials_of(folder: Path) -> list[tuple[str, str]]:
-    """Arm and state of each trial of a sweep's study."""
-    storage = open_storage(folder)
-    (name,) = optuna.get_all_study_names(storage)
-    study = optuna.load_study(study_name=name, storage=storage)
-    return sorted((trial.user_attrs["arm"], trial.user_attrs["state"]) for trial in study.trials)
-
-
 # ------------------------------------------------------------------------------------------------------- what is run
 
 
@@ -205,8 +194,7 @@ def test_sweep_runs_and_resumes(tmp_path: Path, command: list[str]) -> None:
     outcome = run_sweep(sweep, tmp_path, workers=2, command=command, threads=3, progress=seen.append)
     assert counts(outcome) == (2, 1, 1, 0)
     assert {path.name for path in tmp_path.iterdir()} - {"started"} == {
-        ".lock", "cells.csv", "claims", "figures", "plan.json", "runs", "sweep.json", "trials.journal", "worker-0.log",
-        "worker-1.log",
+        ".lock", "cells.csv", "claims", "figures", "plan.json", "runs", "sweep.json", "worker-0.log", "worker-1.log",
     }  # fmt: skip
     assert json.loads((tmp_path / "sweep.json").read_text()) == sweep.spec()
     rows = read_rows(tmp_path / "cells.csv")
@@ -242,19 +230,16 @@ def test_shared_stretches_are_done_once(tmp_path: Path, command: list[str]) -> N
 
 
 def test_workers_elsewhere(tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launcher gets the command; no worker is started here, a repeat sees the results, and shows them as trials."""
-    sweep, commands = sweep_of("ok", "diverges", "ok"), []
+    """Without workers the call writes the plan; a worker needs the folder alone, and a repeat sees the results."""
+    sweep = sweep_of("ok", "diverges", "ok")
     folder = tmp_path / "out"
     with monkeypatch.context() as patch:
         patch.setattr("twophase.sweeps.crew.subprocess.Popen", must_not)
         assert counts(run_sweep(sweep, folder, workers=0)) == (0, 0, 0, 0)
-        run_sweep(sweep, folder, workers=4, command=["go"], in_memory=2, launch=commands.append)
-    assert commands == [["go", "--out", str(folder), "--in-memory", "2"]]
     assert states(folder) == ["missing"] * 3
     subprocess.run([*command, "--out", str(folder)], check=True, capture_output=True)
-    assert counts(run_sweep(sweep, folder, workers=4, launch=must_not)) == (0, 0, 0, 3)
+    assert counts(run_sweep(sweep, folder, workers=0)) == (0, 0, 0, 3)
     assert states(folder) == ["finished", "diverged", "finished"]
-    assert trials_of(folder) == [("diverges", "diverged"), ("ok", "finished"), ("ok", "finished")]
 
 
 def test_failures_of_workers_elsewhere_are_told(tmp_path: Path) -> None:
@@ -311,35 +296,6 @@ def test_a_folder_that_is_moved_meanwhile(tmp_path: Path, command: list[str]) ->
     assert states(moved) == ["finished"] * 2
 
 
-# ------------------------------------------------------------------------------------------------------------- trials
-
-
-@pytest.mark.parametrize(("failures", "torn"), [(1, b""), (1, b'{"op_code": 4, "wor'), (99, b"")])
-def test_trials_that_cannot_be_written(
-    tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch, failures: int, torn: bytes
-) -> None:
-    """A disk that is full, also inside of a line of the journal, stops no run: trials are written later, each once."""
-    record, calls = Trials.record, iter(range(failures))
-
-    def flaky(*words: Any) -> None:
-        if next(calls, None) is not None:
-            with (tmp_path / TRIALS).open("ab") as file:
-                file.write(torn)
-            raise OSError("no space left")
-        record(*words)
-
-    sweep = sweep_of("ok", "diverges")
-    refused = pytest.raises(RuntimeError, match=r"the trials cannot be written \(no space left\)")
-    with monkeypatch.context() as patch, refused if failures == 99 else nullcontext():
-        patch.setattr(Trials, "record", flaky)
-        run_sweep(sweep, tmp_path, workers=1, command=command)
-    assert states(tmp_path) == ["finished", "diverged"]
-    expected = [("diverges", "diverged"), ("ok", "finished")]
-    assert failures == 99 or trials_of(tmp_path) == expected
-    assert run_sweep(sweep, tmp_path, workers=1, command=["/nonexistent"]).skipped == 2
-    assert trials_of(tmp_path) == expected
-
-
 def test_leftovers_of_killed_processes_go(tmp_path: Path, command: list[str]) -> None:
     """The next call on a sweep's folder removes what killed processes left half written."""
     run_sweep(sweep_of("ok"), tmp_path, workers=1, command=command)
@@ -393,9 +349,9 @@ def test_failed_shared_stretch_fails_the_runs_below(tmp_path: Path, command: lis
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lost", ["claims", "trials.journal", "plan.json", "summary.json"])
+@pytest.mark.parametrize("lost", ["claims", "plan.json", "summary.json"])
 def test_lost_files_cost_nothing_else(tmp_path: Path, command: list[str], lost: str) -> None:
-    """Without its claims, trials or plan a half-done sweep goes on; a run whose summary is damaged is done again."""
+    """Without its claims or plan a half-done sweep goes on; a run whose summary is damaged is done again."""
     sweep = sweep_of("ok", "fails once", "ok")
     assert run_sweep(sweep, tmp_path, workers=1, command=command).finished == 2
     again = lost == "summary.json"
@@ -405,9 +361,6 @@ def test_lost_files_cost_nothing_else(tmp_path: Path, command: list[str], lost: 
         shutil.rmtree(tmp_path / lost) if lost == "claims" else (tmp_path / lost).unlink()
     assert counts(run_sweep(sweep, tmp_path, workers=1, command=command)) == (1 + again, 0, 0, 2 - again)
     assert tries(tmp_path, sweep) == [1 + again, 2, 1]
-    if lost == "claims":  # a run that failed and was tried again is a trial of each
-        runs = ["fails once", "fails once", "ok", "ok"], ["failed", "finished", "finished", "finished"]
-        assert trials_of(tmp_path) == list(zip(*runs, strict=True))
 
 
 def test_lingering_worker_is_ended(tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -558,7 +511,6 @@ def test_a_sweep_can_be_extended(tmp_path: Path, command: list[str]) -> None:
     assert counts(run_sweep(more, tmp_path, workers=1, command=command)) == (3, 0, 0, 1)
     assert states(tmp_path) == ["finished"] * 4
     assert tries(tmp_path, more) == [1, 2, 1, 1]
-    assert trials_of(tmp_path) == [("fails once", "finished"), *[("ok", "finished")] * 3]
     assert run_sweep(more, tmp_path, workers=1, command=["/nonexistent"]).skipped == 4
 
 

@@ -38,7 +38,6 @@ from twophase.recipes.bench import (
 from twophase.report.card import contents
 from twophase.runs.folder import check_place, list_some
 from twophase.runs.log import standard
-from twophase.sweeps.trials import check_optuna
 from twophase.sweeps.work import PLAN
 
 SPEC, RESULTS = "bench.json", "results.csv"
@@ -69,7 +68,6 @@ def run_bench(
     Raises:
         UsageError: a folder of something else, or an arm that cannot be run anywhere.
     """
-    check_optuna()
     pandas()
     spec = {
         "protocol": PROTOCOL,

@@ -35,6 +35,8 @@ COMMANDS = {
     "sweep-worker": "one more worker for a sweep that was started elsewhere, here or on any machine",
 }
 """What each command does; its module in this package has its name."""
+HIDDEN = ("sweep-worker",)
+"""Commands that the overview leaves out: scripts call them."""
 
 
 def plain_parser(command: str, **options: Any) -> Parser:

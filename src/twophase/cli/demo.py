@@ -24,13 +24,12 @@ _SECONDS = 5.0
 
 def main(arguments: list[str]) -> int:
     """Run the command; return its exit status."""
-    from twophase.cli.sweeping import run, take_slurm_options
+    from twophase.cli.sweeping import run
     from twophase.recipes.demo import demo
     from twophase.studies._demo import draw, terminal_maps, verdict
     from twophase.tasks.lm.config import check
 
-    rest, slurm = take_slurm_options(arguments)
-    options = _parser().parse_args(rest)
+    options = _parser().parse_args(arguments)
     sweep = demo(quick=options.quick, seeds=options.seeds, controls=not options.no_controls)
     for config in sweep.runs.values():
         check(config)
@@ -48,7 +47,7 @@ def main(arguments: list[str]) -> int:
 
     repeat = command_line(["demo", *arguments])
     try:
-        status = run(sweep, out, options, repeat=repeat, results=results, slurm=slurm, picture=picture)
+        status = run(sweep, out, options, repeat=repeat, results=results, picture=picture)
     finally:  # also of a demo that was stopped: the page must not wait for more
         rows = page.finish()
     if rows:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from twophase.base.errors import FULL, RunError, UsageError, is_out_of_memory, message_of
-from twophase.cli.commands import COMMANDS, PROGRAM, interrupted
+from twophase.cli.commands import COMMANDS, HIDDEN, PROGRAM, interrupted
 from twophase.number import did_you_mean
 
 
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _overview() -> str:
-    lines = [f"  {name:12} {text}" for name, text in COMMANDS.items()]
+    lines = [f"  {name:12} {text}" for name, text in COMMANDS.items() if name not in HIDDEN]
     return (
         f"usage: {PROGRAM} COMMAND [OPTIONS]\n\n"
         "Two-phase training (DiLoCo, local SGD) with outer momentum that knows when to forget.\n\n"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def main(arguments: list[str]) -> int:
     """Run the command; return its exit status."""
     from twophase.base.options import values_given
-    from twophase.cli.sweeping import add_options, run, take_slurm_options
+    from twophase.cli.sweeping import add_options, run
     from twophase.recipes.controls import grid_of
     from twophase.sweeps.grid import Sweep, parse_axes
 
@@ -38,8 +38,7 @@ def main(arguments: list[str]) -> int:
     )
     config_options(parser)
     add_options(parser)
-    rest, slurm = take_slurm_options(arguments)
-    options, config = train_config(parser, rest)
+    options, config = train_config(parser, arguments)
     if options.print_config:
         return print_config(config)
     if not options.axis:
@@ -52,7 +51,7 @@ def main(arguments: list[str]) -> int:
     cells = grid_of(config, axes, controls=options.controls)
     out = options.out or Path("runs") / "sweep"
     repeat = command_line(["sweep", *arguments])
-    return run(Sweep("sweep", config, cells), out, options, repeat=repeat, results=_results, slurm=slurm)
+    return run(Sweep("sweep", config, cells), out, options, repeat=repeat, results=_results)
 
 
 def _results(rows: list[Row], sweep: Sweep, out: Path) -> str:

@@ -8,10 +8,10 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from twophase.base.config import RunError, UsageError
 from twophase.base.progress import duration, meter
@@ -60,13 +60,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=between(0, 10**6),
         metavar="N",
         help="states at branches that a worker holds in memory at most, each about the size of a checkpoint (8)",
-    )
-    parser.add_argument(
-        "--launcher",
-        choices=("local", "slurm"),
-        default="local",
-        help="where the workers run; slurm submits an array of --workers jobs, with sbatch's options as "
-        "--slurm-partition NAME, --slurm-time 8:00:00, --slurm-gpus 1 and so on",
     )
 
 
@@ -141,27 +134,6 @@ def _status_text(status: Status) -> str:
     return "; ".join(parts)
 
 
-def take_slurm_options(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """Return the words without `--slurm-NAME VALUE`, and these by name.
-
-    >>> take_slurm_options(["--workers", "4", "--slurm-time", "60", "--slurm-mem=8GB"])
-    (['--workers', '4'], {'time': '60', 'mem': '8GB'})
-    """
-    rest: list[str] = []
-    slurm: dict[str, Any] = {}
-    waiting = list(arguments)
-    while waiting:
-        word = waiting.pop(0)
-        if not word.startswith("--slurm-"):
-            rest.append(word)
-            continue
-        name, equals, value = word.removeprefix("--slurm-").partition("=")
-        if not equals:
-            value = waiting.pop(0) if waiting and not waiting[0].startswith("--") else True
-        slurm[name] = value
-    return rest, slurm
-
-
 def run(
     sweep: Sweep,
     out: Path,
@@ -169,7 +141,6 @@ def run(
     *,
     repeat: str,
     results: Results,
-    slurm: Mapping[str, Any] | None = None,
     picture: Picture | None = None,
 ) -> int:
     """Run a sweep, show it, and print its results.
@@ -180,16 +151,12 @@ def run(
         The exit status.
     """
     name = f"twophase {sweep.name}" if sweep.name == "sweep" else "twophase"
-    if slurm and options.launcher != "slurm":
-        raise UsageError(f"--slurm-{next(iter(slurm))} is given without --launcher slurm; add that, or leave it out")
-    if options.launcher == "slurm" and options.workers is None:
-        raise UsageError("--launcher slurm needs --workers, the number of jobs in the array; for example --workers 16")
     if len(sweep.cells) > MOST_CELLS and not (options.yes or options.dry_run):
         raise UsageError(
             f"the grid has {len(sweep.cells)} cells ({len(sweep.runs)} runs), more than {MOST_CELLS}; look at them "
             "with --dry-run, then add --yes"
         )
-    devices = devices_of(sweep.runs.values()) if options.launcher == "local" else []
+    devices = devices_of(sweep.runs.values())
     workers = (len(devices) or _cores()) if options.workers is None else options.workers
     work, texts = read_plan(sweep, out), None
     # An edited task or text and the same command must not give the old table in silence.
@@ -203,18 +170,6 @@ def run(
         print(dry_run(sweep, out, workers=max(workers, 1), merge=not options.no_merge))
         return 0
     check_drawing()  # what cannot be drawn is refused before hours of runs
-    launched: list[str] = []
-    has_jobs = options.launcher == "slurm" and workers > 0
-    if has_jobs:
-        from twophase.sweeps.slurm import checked
-
-        checked(slurm or {})  # before a folder is made
-
-    def launch(command: Sequence[str]) -> None:
-        from twophase.sweeps.slurm import submit
-
-        launched.extend(submit(out, command, workers, slurm or {}))
-
     with watched(sweep.name, quiet=options.quiet, picture=picture) as progress:
         outcome = run_sweep(
             sweep,
@@ -223,13 +178,12 @@ def run(
             threads=max(config.threads for config in sweep.runs.values()),
             merge=not options.no_merge,
             devices=devices,
-            launch=launch if has_jobs else None,
             texts=texts,
             in_memory=options.in_memory,
             progress=progress,
         )
     print(f"{out}: {_counts_text(outcome)} in {duration(outcome.seconds)}")
-    _explain(name, outcome, read_plan(sweep, out), launched=launched, repeat=repeat, workers=workers)
+    _explain(name, outcome, read_plan(sweep, out), repeat=repeat, workers=workers)
     status = 1 if outcome.errors else 0
     try:
         print(results(read_rows(out / TABLE), sweep, out))
@@ -250,17 +204,13 @@ def _counts_text(outcome: Outcome) -> str:
     return ", ".join(f"{count} {name}" for name, count in parts.items() if count or name == "runs finished")
 
 
-def _explain(
-    name: str, outcome: Outcome, work: Work | None, *, launched: Sequence[str], repeat: str, workers: int
-) -> None:
+def _explain(name: str, outcome: Outcome, work: Work | None, *, repeat: str, workers: int) -> None:
     """Print what merging saved, what failed, and how to go on."""
     if work is not None and work.counts["runs"] < work.counts["cells"]:
         print(
             f"{work.counts['cells']} cells are {work.counts['runs']} different runs; {work.counts['steps_asked']} "
             f"inner steps asked, {work.counts['steps']} in the plan"
         )
-    if launched:
-        print(f"submitted {len(launched)} workers to Slurm: {', '.join(launched[:4])}{' …' * (len(launched) > 4)}")
     runs_by_error: dict[str, list[str]] = {}  # a full disk or a missing text fails many in the same way
     for run, error in outcome.errors.items():
         runs_by_error.setdefault(error.replace(run, "RUN"), []).append(run)
@@ -270,9 +220,8 @@ def _explain(
         print(f"{name}: {only if len(runs) == 1 else several}", file=sys.stderr)
     if outcome.errors:
         print(f"try the failed runs again with: {repeat}", file=sys.stderr)
-    if launched or (workers == 0 and work is not None and outcome.skipped < len(work.runs)):
-        again = repeat if workers == 0 else f"{repeat} --workers 0"
-        print(f"see how far it is, and draw what is there, with: {again}")
+    if workers == 0 and work is not None and outcome.skipped < len(work.runs):
+        print(f"see how far it is, and draw what is there, with: {repeat}")
 
 
 def dry_run(sweep: Sweep, out: Path, *, workers: int, merge: bool) -> str:

@@ -29,7 +29,6 @@ from twophase.sweeps.bracket import Point, Search
 from twophase.sweeps.grid import Sweep
 from twophase.sweeps.run import TABLE
 from twophase.sweeps.table import ABOVE_ZERO, Row, format_table, measure_of, read_rows, readable, result, with_unit
-from twophase.sweeps.trials import check_optuna
 from twophase.tasks.named import check
 
 SPEC, RESULT, FRESH = "tune.json", "verdict.json", "fresh"
@@ -247,7 +246,6 @@ def run_tuning(tuning: Tuning, folder: Path, *, workers: int | None = None, quie
 
     if workers is not None and not (isinstance(workers, Integral) and workers >= 1):
         raise UsageError(f"--workers is {workers}; a comparison waits for its runs: give 1 or more")
-    check_optuna()
     pandas()
     # All that can be refused is, before there is a folder. Later settings differ from these in their numbers alone.
     seeds = (*tuning.seeds, *tuning.fresh)

@@ -11,12 +11,11 @@ A sweep's folder holds
 | `figures/`       | what is drawn of it                                                                  |
 | `forest/`        | states at branches that are still needed; empty at the end                           |
 | `claims/`        | which worker has which job; empty at the end                                         |
-| `trials.journal` | the runs as an Optuna study                                                          |
 | `jobs.jsonl`     | inner steps and seconds of each piece of work                                        |
 | `worker-<n>.log` | output of a worker that was started here                                              |
 
-Workers are separate processes: the same whether this call starts them, Slurm does, or a user on another machine that
-sees the folder. This call starts the requested number, replaces dead workers, and watches the folder. A run is finished
+Workers are separate processes: the same whether this call starts them, or a user on another machine that sees the
+folder. This call starts the requested number, replaces dead workers, and watches the folder. A run is finished
 when its folder says so, never because a worker said so.
 """
 
@@ -42,7 +41,6 @@ from twophase.sweeps.grid import Sweep, extends, spec_differences
 from twophase.sweeps.plan import plan
 from twophase.sweeps.queue import CLAIMS, Queue
 from twophase.sweeps.table import LOSS, PERPLEXITY, Row, readable, rows_of, titles, write_rows
-from twophase.sweeps.trials import Trials, check_optuna
 from twophase.sweeps.work import RUNS, STATES, Work
 
 SPEC, TABLE, FIGURES = "sweep.json", "cells.csv", "figures"
@@ -131,7 +129,6 @@ def run_sweep(
     runs: Path | None = None,
     texts: Mapping[str, str] | None = None,
     in_memory: int | None = None,
-    launch: Callable[[Sequence[str]], None] | None = None,
 ) -> Outcome:
     """Run what is not finished yet of a sweep; repeating the call resumes it.
 
@@ -150,20 +147,17 @@ def run_sweep(
         texts: fingerprints of what the runs train on, by name, which every worker compares with what it sees; None
             where nothing is left to do.
         in_memory: branch states that a worker holds in memory at most, >= 0; None leaves it to the worker.
-        launch: starts workers elsewhere, given the command; this call then starts none and does not wait.
 
     Returns:
         What this call did.
 
     Raises:
-        UsageError: no Optuna, workers < 0, or a folder of another sweep, in use or not writable; nothing is changed.
-        RunError: the workers cannot be started, or die one after the other, the trials cannot be written, or the
-            folder was moved.
+        UsageError: workers < 0, or a folder of another sweep, in use or not writable; nothing is changed.
+        RunError: the workers cannot be started, or die one after the other, or the folder was moved.
         KeyboardInterrupt: after the workers have been told to stop and have ended.
     """
     if not isinstance(workers, Integral) or workers < 0:
         raise UsageError(f"--workers is {workers}; it must be a whole number >= 1, or 0 to start none here")
-    check_optuna()
     folder = Path(folder).absolute()
     check_place(folder, SPEC, "sweep")  # refuse before anything is touched
     lock = lock_folder(folder, "is running a sweep")
@@ -184,9 +178,7 @@ def run_sweep(
             queue.begin_call(failed_only=workers == 0)
             arguments = [*command, "--out", str(folder)]
             arguments += [] if in_memory is None else ["--in-memory", str(in_memory)]
-            if launch is not None:
-                launch(arguments)
-            elif workers:
+            if workers:
                 environment = os.environ | dict.fromkeys(_THREAD_VARIABLES, str(threads))
                 call.watch(Crew(folder, arguments, min(workers, len(work.jobs)), environment, devices))
         if len(call.summaries) == len(work.runs):  # of a plan before an extension, or left by killed workers
@@ -286,19 +278,16 @@ def _planned(
 
 
 class _Call:
-    """One call of `run_sweep`: counts, trials and table."""
+    """One call of `run_sweep`: counts and table."""
 
     def __init__(self, sweep: Sweep, work: Work, progress: Callable[[Status], None] | None) -> None:
         self.sweep, self.work, self.progress = sweep, work, progress
         self.began = time.monotonic()
-        self.trials: Trials | None = Trials(sweep, work.folder)
         self.summaries: dict[str, Any] = read_summaries(list(work.runs), work.folder)
         self.skipped = frozenset(self.summaries)
         self.errors: dict[str, str] = {}
         self.table_at, self.tabled = 0.0, 0
         """When the table was last written, and how many runs had ended or failed then."""
-        self.unrecorded = ""
-        """Why the last runs are not among the trials."""
         self._titles = titles(sweep)
         self.write()
         self._report("begun")
@@ -348,12 +337,7 @@ class _Call:
             self.write()
 
     def outcome(self) -> Outcome:
-        """Sum up the call; raise a RunError where the trials cannot be written."""
-        if self.unrecorded:
-            raise RunError(
-                f"the trials cannot be written ({self.unrecorded}); when they can again, repeat the command: nothing "
-                "that is finished is lost"
-            )
+        """Sum up the call."""
         return Outcome(*self._counts(), time.monotonic() - self.began, dict(self.errors))
 
     def _counts(self) -> tuple[int, int, int, int]:
@@ -381,14 +365,7 @@ class _Call:
                     self._report("failed", run, reason)
 
     def write(self) -> None:
-        """Bring trials and table up to date."""
-        try:
-            # Opened anew after a failure: what Optuna has read may differ from the file.
-            self.trials = self.trials or Trials(self.sweep, self.work.folder)
-            self.trials.record(self.summaries, self.errors)
-            self.unrecorded = ""
-        except Exception as error:  # a full disk, or another process's lock: the next write tries again
-            self.trials, self.unrecorded = None, str(error) or type(error).__name__
+        """Bring the table up to date."""
         write_rows(self.work.folder / TABLE, self._rows())
         self.table_at, self.tabled = time.monotonic(), self.ended
 
