@@ -9,9 +9,12 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 import twophase
+import twophase.theory
 from suite import Outer
 from twophase.diloco.comm import ProcessGroup
 from twophase.restart import Restart, RestartPolicy, register
+
+theory = twophase.theory
 
 # ---------------------------------------------------------------------------------------------------------- rules
 

@@ -30,6 +30,7 @@ class Training:
     Args:
         model: plain, norm (BatchNorm), frozen (a layer does not train) or tied (two layers share their weights).
         resume: inner step after which all is saved, built anew, and loaded.
+        finish: whether the rest of the last round is synchronized.
         options: further arguments of the engine.
     """
 
@@ -40,6 +41,7 @@ class Training:
     model: str = "plain"
     steps: int = 30
     resume: int = 0
+    finish: bool = True
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -134,7 +136,8 @@ def train(api: Any, training: Training, numbers: Sequence[int] = (), mesh: Any =
             states = run.saved()
             run = Run(api, training, numbers, seed=40, mesh=mesh)
             run.load(states)
-    reports.append(run.engine.finish())
+    if training.finish:
+        reports.append(run.engine.finish())
     result = run.result(reports)
     result["weights"] = {str(number): weights for number, weights in result["weights"].items()}
     if "compression" in training.options:  # whose bits may change one day, but not what it learns
