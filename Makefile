@@ -46,7 +46,7 @@ $(VENV)/.torch: $(VENV)/.created
 
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml constraints.txt
 	@echo "installing twophase"
-	@$(PIP) -e '.[plot,sweep,data]'
+	@$(PIP) -e '.[plot,sweep,digits,data]'
 	@touch $@
 
 # the reference is read off the source, so that neither torch nor twophase needs to be installed
@@ -67,7 +67,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	  echo "no chromium here: the tests of pages will be skipped (apt-get install chromium brings it)"
 	@touch $@
 
-# torchtitan pins an older datasets than ours, so it has an environment of its own, which borrows torch from $(VENV), and
+# torchtitan pins releases of its own, so it has an environment of its own, which borrows torch from $(VENV), and
 # with the .pth files there coverage, which counts in processes that tests start
 TITAN := .venv-torchtitan
 setup-torchtitan: $(TITAN)/.installed
@@ -96,7 +96,7 @@ $(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
 	@$(PYTHON) -m venv $(OLDEST)
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(OLDEST)/bin/python -m pip install --quiet $(PIP_FLAGS) -c constraints-oldest.txt \
 	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) gmpy2 hypothesis mpmath pytest pytest-timeout pytest-xdist \
-	  pytorch-optimizer -e '.[plot,sweep,studies,data,hf,trainer,lightning,schedulefree,tensorboard]'
+	  pytorch-optimizer -e '.[plot,sweep,digits,data,hf,trainer,lightning,schedulefree,tensorboard]'
 	@touch $@
 
 # where it can be installed with torchtitan

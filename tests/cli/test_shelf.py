@@ -14,7 +14,7 @@ from twophase.cli.main import main
 from twophase.runs.record import read_record
 from twophase.sweeps.table import read_rows
 
-need("sklearn", "the extra studies is not installed")
+need("sklearn", "the extra digits is not installed")
 pytestmark = pytest.mark.usefixtures("forked_workers")
 
 SHORT = "--task digits --task.width 2 --task.batch-size 4 --steps 24 --inner-steps 2 --quiet".split()

@@ -254,5 +254,5 @@ def test_answer_and_figures(result: Result):
 def test_without_scikit_learn(monkeypatch: pytest.MonkeyPatch):
     """A missing scikit-learn is told with the remedy."""
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(UsageError, match=r"scikit-learn.*pip install 'twophase\[studies\]'"):
+    with pytest.raises(UsageError, match=r"scikit-learn.*pip install 'twophase\[digits\]'"):
         linear_network.table(quick=True)

@@ -75,7 +75,7 @@ def load_data(digits: tuple[int, int], count: int) -> Data:
         from sklearn.datasets import load_digits  # noqa: PLC0415 - an extra
     except ModuleNotFoundError:
         raise UsageError(
-            "the study linear_network needs scikit-learn, which is not installed; pip install 'twophase[studies]'"
+            "the study linear_network needs scikit-learn, which is not installed; pip install 'twophase[digits]'"
         ) from None
     pixels, labels = load_digits(return_X_y=True)
     order = np.stack([np.flatnonzero(labels == digit)[: count // 2] for digit in digits], axis=1).ravel()

@@ -24,7 +24,7 @@ def _images() -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     """Return the images (1797, 1, 8, 8), scaled to [0, 1], and their digits."""
     package = find_spec("sklearn")
     if package is None or not package.submodule_search_locations:
-        raise UsageError("--task digits needs scikit-learn; install twophase[studies]")
+        raise UsageError("--task digits needs scikit-learn; pip install 'twophase[digits]'")
     # The file that `load_digits` reads: to import scikit-learn for it would take every process two seconds.
     path = Path(package.submodule_search_locations[0], "datasets", "data", "digits.csv.gz")
     pixels, digits = np.hsplit(np.loadtxt(path, delimiter=","), [-1])
