@@ -44,7 +44,6 @@ class Config:
     inner_steps: int = 2
     betas: tuple[float, float] = (0.9, 0.99)
     schedule: str = field(default="cosine", metadata=LATER)
-    probed: ClassVar[int] = 0
     shares_steps: ClassVar[bool] = True
 
 

@@ -1,8 +1,9 @@
-"""The policies and rules that tests run over, three of them made here; one number under a rule; answers to rounds."""
+"""The policies and rules that tests run over, four of them made here; one number under a rule; answers to rounds."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -12,7 +13,6 @@ import pytest
 from twophase.policies.base import Decision
 from twophase.restart import (
     MEASURED,
-    PROBES,
     Answer,
     Never,
     Restart,
@@ -73,10 +73,27 @@ class Longer(RestartPolicy):
         return {"period": state["period"] + 1}, Restart()
 
 
+@register("test-rising")
+@dataclass(frozen=True, slots=True)
+class Rising(RestartPolicy):
+    """Restart when the loss that the caller supplies has risen since the round before."""
+
+    retain: float
+
+    needs: ClassVar[frozenset[str]] = frozenset({"loss"})
+
+    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
+        """Restart before the mixing."""
+        loss = signal.value("loss")
+        return {"last": loss}, Restart(self.retain, before=True) if loss > state.get("last", math.inf) else None
+
+
 MEASURING = ("gradient", "norm:1.5", "auto", "gain:1")
-SUPPLIED = ("loss:0.0", "loss:0.5", "ramp:0.5", "test-shrink")
-PROBING = ("probe:keep,average", "probe:keep,drop,average", "probe:drop,half,fresh,1.3")
-ALL = (*MEASURING, *SUPPLIED, "test-half:3", "test-longer:3", *PROBING)
+TOLD = ("ramp:0.5", "test-shrink")
+"""What the theory's model can tell as well."""
+SUPPLIED = ("test-rising:0.0", "test-rising:0.5", *TOLD)
+ALL = (*MEASURING, *SUPPLIED, "test-half:3", "test-longer:3")
+MODELLED = (*MEASURING, *TOLD, "test-half:3", "test-longer:3")
 SCHEDULED = ("3", "cycle:2,3,1", "at:4,9", "soft:3:0.2:0.1", "soft:2:-0.3:0.6")
 
 SUM, EMA = OuterRule(0.1, 0.9), OuterRule(1.0, 0.9, form="ema")
@@ -118,7 +135,7 @@ def asked(text: str, rows: Sequence[Mapping[str, Any]], rule: OuterRule = SUM) -
     policy = parse(text)
     state, age, answers = policy.initial_state(), 0, []
     for number, row in enumerate(rows, start=1):
-        measured = {name: value for name, value in row.items() if name in MEASURED | {PROBES}}
+        measured = {name: value for name, value in row.items() if name in MEASURED}
         extra = {name: value for name, value in row.items() if name not in measured}
         answer = ask(policy, state, RoundSignal(number, age + 1, **measured, extra=extra, rule=rule))
         state, age = json.loads(json.dumps(answer.state)), answer.age(age + 1)

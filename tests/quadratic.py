@@ -65,7 +65,7 @@ def engine_run(
 
     The loss of a replica is `sum(curvature x^2) / 2`. Its parameters are one tensor, or, when `outer` is a function,
     one for every two modes, so that blocks can have param groups. What policies need is supplied as the theory defines
-    it, from `mean(x^2) / 2`. What would be evaluated after each round goes into `readouts`.
+    it. What would be evaluated after each round goes into `readouts`.
     """
     size = 2 if callable(outer) else len(CURVATURES)
     slices = [slice(i, i + size) for i in range(0, len(CURVATURES), size)]
@@ -86,8 +86,7 @@ def engine_run(
         outer,
         restart=restart,
         inner_steps=INNER_STEPS,
-        signals=("loss_start", "loss_end", "inner_lr", "progress"),
-        probe=lambda model, _replica, _round: half_square(place(model)),
+        signals=("inner_lr", "progress"),
     )
     curvatures = torch.from_numpy(CURVATURES)
     places, reports = [np.full_like(CURVATURES, start)], []
@@ -99,9 +98,7 @@ def engine_run(
             (0.5 * curvatures * x * x).sum().backward()
         for inner in inners:
             inner.step()
-        ends = half_square(np.mean([place(model) for model in models], axis=0))
-        signals = {"loss_start": half_square(places[-1]), "loss_end": ends}
-        report = engine.step(signals | {"inner_lr": 1.0, "progress": len(places) / ROUNDS})
+        report = engine.step({"inner_lr": 1.0, "progress": len(places) / ROUNDS})
         if report is not None:
             places.append(torch.cat([engine.anchor[name] for name in names]).numpy().copy())
             reports.append(report)

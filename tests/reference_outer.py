@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from twophase.policies.base import Answer, Decision, Never, Restart, RestartPolicy, RoundSignal, answered, ask
+from twophase.policies.base import Answer, Never, Restart, RestartPolicy, RoundSignal, ask
 from twophase.rule import OuterRule
 
 
@@ -20,19 +18,12 @@ class ReferenceOuter:
         x: initial parameters as one vector; copied.
         rule: its form decides which equations are used.
         policy: restart policy.
-        loss: of parameters, for a policy that weighs candidates.
     """
 
-    def __init__(
-        self,
-        x: Tensor,
-        rule: OuterRule,
-        policy: RestartPolicy | None = None,
-        loss: Callable[[Tensor], float] | None = None,
-    ) -> None:
+    def __init__(self, x: Tensor, rule: OuterRule, policy: RestartPolicy | None = None) -> None:
         self.x = x.detach().clone()
         self.m = torch.zeros_like(self.x)
-        self.rule, self.policy, self.loss = rule, policy or Never(), loss
+        self.rule, self.policy = rule, policy or Never()
         self.policy_state = self.policy.initial_state()
         self.t = self.age = 0
 
@@ -42,10 +33,7 @@ class ReferenceOuter:
         m = self.m.double() if self.rule.momentum else 0 * self.m.double()  # at momentum 0 nothing is remembered
         g_norm, m_norm = float(g.double().norm()), float(m.norm())
         cosine = float(g.double() @ m) / (g_norm * m_norm) if g_norm * m_norm > 0 else 0.0
-        probes = None
-        if self.loss is not None:
-            probes = tuple(self._tried(g, candidate) for candidate in self.policy.candidates(self.rule))
-        signal = RoundSignal(self.t, self.age + 1, g_norm, m_norm, cosine, extra or {}, self.rule, probes)
+        signal = RoundSignal(self.t, self.age + 1, g_norm, m_norm, cosine, extra or {}, self.rule)
         answer = ask(self.policy, self.policy_state, signal)
         self.policy_state, self.age = answer.state, answer.age(self.age + 1)
         self._update(g, answer)
@@ -69,14 +57,6 @@ class ReferenceOuter:
                 c, d = answer.step.mix
                 m_new = c * m + d * g
         self.m = _restarted(m_new, g, restart) if restart is not None and not restart.before else m_new
-
-    def _tried(self, g: Tensor, candidate: Decision) -> float:
-        """Return the loss after a round with a candidate, which a twin takes."""
-        assert self.loss is not None
-        twin = ReferenceOuter(self.x, self.rule)
-        twin.m = self.m.clone()
-        twin._update(g, answered({}, candidate))
-        return self.loss(twin.x)
 
 
 def _restarted(m: Tensor, g: Tensor, restart: Restart) -> Tensor:

@@ -63,7 +63,6 @@ KINDS: dict[str, dict[str, Any]] = {
     },
 }
 KINDS["delayed"] = {"inner_steps": 6, "sync.delay": 2, "sync.mixing": 0.5}
-KINDS["probing"] = {"outer.restart": "probe:keep,drop,average"}
 KINDS["three streaming"] = KINDS["streaming"] | {"replicas": 3, "steps": 96}
 KINDS["long"] = {"steps": 96}  # a replica that has been away for long needs time to come back
 
@@ -241,16 +240,14 @@ def test_of_three_one_is_killed_at_each_moment(begin: Begin, good: Good) -> None
     [
         ("two", "reduce:6", 33),
         ("two", "counted:7", 33),
-        ("probing", "inner:22", 33),
         ("streaming", "under way:11", 40),
     ],
 )
 def test_one_of_two_is_killed(begin: Begin, good: Good, kind: str, fault: str, step: int) -> None:
-    """Between quorum and outer step, where candidates are probed, or with a sum of two fragments under way.
+    """Between quorum and outer step, or with a sum of two fragments under way.
 
     The other repeats the sync alone unless it had succeeded, and waits at a step for the successor. No round counts
-    twice. Alone, with its successor and before, the losses decide; a successor, which has no inner steps behind it in
-    its first round, probes like the other.
+    twice.
     """
     run = begin(kind, alone=2)
     first = run.replica(0, f"hold=second@inner:{step}")
@@ -264,8 +261,6 @@ def test_one_of_two_is_killed(begin: Begin, good: Good, kind: str, fault: str, s
         counted = moment == "counted"  # both had all that the round needs
         assert (lines[5]["attempts"] == 1) == counted
         assert lines[5]["replicas"] == (2 if counted else 1)
-    elif kind == "probing":
-        assert len({line["groups"][0]["gain"] for line in lines[1:]}) > 2, "one candidate has won throughout"
     else:
         assert max(line["attempts"] for line in lines) > 1
     tell_recovery(run, f"kill at {moment}", of=1, survivor=0)

@@ -1,10 +1,8 @@
 """Export the public names of restart policies; the modules of `twophase.policies` define them."""
 
 from twophase.policies.base import (
-    AGREEMENT,
     HARD,
     MEASURED,
-    PROBES,
     Answer,
     Decision,
     Never,
@@ -13,7 +11,6 @@ from twophase.policies.base import (
     RoundSignal,
     State,
     Step,
-    answered,
     ask,
     register,
 )
@@ -22,11 +19,9 @@ from twophase.policies.scheduled import AtRounds, Cycle, Periodic, Soft
 from twophase.policies.text import POLICIES_VARIABLE, parse
 
 __all__ = [
-    "AGREEMENT",
     "HARD",
     "MEASURED",
     "POLICIES_VARIABLE",
-    "PROBES",
     "Answer",
     "AtRounds",
     "Cycle",
@@ -39,7 +34,6 @@ __all__ = [
     "Soft",
     "State",
     "Step",
-    "answered",
     "ask",
     "convert",
     "mean_outer_gain",

@@ -303,7 +303,7 @@ def test_extension_of_a_stopped_sweep(tmp_path: Path, call: Call, stop_after: Ca
 # ------------------------------------------------------------------------------------------- runs that share no steps
 
 BLOCKS = "--sync.fragments a=embedding|head b=.".split()
-BY_BLOCK = "--axis sync.restart none a=loss,b=auto a=probe:keep,average,b=cycle:5,6".split()
+BY_BLOCK = "--axis sync.restart none a=2,b=auto a=soft:2:0.5:0,b=cycle:5,6".split()
 
 
 @pytest.mark.slow
@@ -314,12 +314,12 @@ def test_policies_by_block(tmp_path: Path, corpus: str, call: Call) -> None:
     said = complete(call, folder, *words)
     assert "5 were finished before" in said.out
     rows = read_rows(folder / "cells.csv")
-    texts = ["none", "a=loss:0.0,b=auto", "a=probe:keep,average,b=cycle:5,6"]
+    texts = ["none", "a=2,b=auto", "a=soft:2:0.5:0,b=cycle:5,6"]
     facts = [(row.arm, row.values["sync.restart"], row.state, row.twin_of) for row in rows]
     grid = [(arm, text, "finished", None) for arm, text in zip(["never", *texts[1:]], texts, strict=True)]
     assert facts == [*grid, *[("momentum-free", "none", "finished", None)] * 2]
     assert steps_done(folder) == 5 * 22
-    for row, policies in ((rows[0], ""), (rows[1], "--sync.restart a=loss:0.0 b=auto")):
+    for row, policies in ((rows[0], ""), (rows[1], "--sync.restart a=2 b=auto")):
         alone = tmp_path / row.run
         values = [*SMALL, "--data.corpus", corpus, *BLOCKS, *policies.split(), "--outer.lr", "0.7"]
         call("train", *values, "--out", alone)

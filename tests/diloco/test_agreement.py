@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -21,9 +20,7 @@ from twophase.base import source
 from twophase.diloco import agreement, communicator
 from twophase.diloco.agreement import (
     Disagreement,
-    Shared,
     agree,
-    averaged,
     same_start,
     versions,
 )
@@ -109,24 +106,16 @@ def together(*calls: Callable[[Communicator], Any]) -> list[Any]:
 
 
 def test_a_replica_without_weight_decides_nothing():
-    """A newcomer's losses and probes, and signals that it cannot have, count in no mean, even as NaN; all learn them.
+    """A newcomer's signals, and those that it cannot have, count in no mean; all learn them.
 
     The others weigh by their replicas.
     """
     agreed = together(
-        lambda group: agree(group, [], 1, {"loss": 1.0}, [4.0]),
-        lambda group: agree(group, [], 0, {}, [0.0]),
-        lambda group: agree(group, [], 3, {"loss": 5.0}, [8.0]),
+        lambda group: agree(group, [], 1, {"loss": 1.0}),
+        lambda group: agree(group, [], 0, {}),
+        lambda group: agree(group, [], 3, {"loss": 5.0}),
     )
-    assert [(shared.signals, shared.squares) for shared in agreed] == 3 * [({"loss": 4.0}, [7.0])]
-    probed = together(
-        lambda group: averaged(group, 0, [[math.nan], []]),
-        lambda group: averaged(group, 1, [[1.0], []]),
-        lambda group: averaged(group, 1, [[math.inf], []]),
-    )
-    assert probed == 3 * [[[math.inf], []]]
-    alone = together(lambda group: averaged(group, 0, [[9.0]]), lambda group: averaged(group, 3, [[0.1]]))
-    assert alone == 2 * [[[0.1]]]  # 3 x 0.1 / 3 would be another number
+    assert [shared.signals for shared in agreed] == 3 * [{"loss": 4.0}]
 
 
 @given(st.floats(0, 1), st.lists(st.integers(0, 5), min_size=1, max_size=9).filter(any))
@@ -143,14 +132,4 @@ def test_what_all_have_alike_is_not_rounded(value: float, weights: list[int]):
         def exchange_in_replica(self, numbers: Sequence[float]) -> list[list[float]]:
             return [list(numbers) for _ in weights]
 
-    assert agree(Same(), [], 1, {"progress": value}, []).signals == {"progress": value}
-    assert averaged(Same(), 1, [[value]]) == [[value]]
-
-
-def test_agreement_is_of_the_whole_gradient():
-    """`|g|^2` over all groups of a fragment by the replicas' mean square; 1 where none has moved, NaN stays one."""
-    dots = [[(3.0, 0.0, 0.0), (1.0, 5.0, 2.0)], [(0.0, 1.0, 0.0)], [(2.0, 1.0, 0.0)]]
-    shared = Shared({}, dots, (8.0, 0.0, math.nan))
-    assert (shared.signals_of(0)["agreement"], shared.signals_of(1)["agreement"]) == (0.5, 1.0)
-    assert math.isnan(shared.signals_of(2)["agreement"])
-    assert "agreement" not in Shared({"loss": 1.0}, dots).signals_of(0)
+    assert agree(Same(), [], 1, {"progress": value}).signals == {"progress": value}

@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from policies import Rising
 from replicas import Run, drift, network, same_bits, start
 from rounds import blocks, report_of, shift
 from twophase.diloco.communicator import Done, SingleProcess
@@ -25,7 +26,6 @@ from twophase.optim.methods import from_torch
 from twophase.optim.outer import OuterSGD
 from twophase.restart import RestartPolicy, RoundSignal, State
 from twophase.rule import OuterRule
-from twophase.shelf.outer import outer
 
 
 def begin(outer: Any, replicas: Sequence[int] = (0, 1), *, inner_steps: int = 3, **options: Any) -> Run:
@@ -254,18 +254,18 @@ def test_a_round_without_its_signals_has_not_happened(where: str, delay: int):
         return torch.cat([tensor.detach().clone().flatten() for tensor in tensors])
 
     def train(*, forget: bool) -> tuple[Tensor, Tensor]:
-        run = begin(OuterRule(0.3, 0.9), restart="loss", inner_steps=3, delay=delay, signals=["loss_start", "loss_end"])
-        engine, losses = run.engine, {"loss_start": 1.0, "loss_end": 2.0}
+        run = begin(OuterRule(0.3, 0.9), restart=Rising(0.0), inner_steps=3, delay=delay, signals=["loss"])
+        engine, losses = run.engine, {"loss": 1.0}
         for step in range(1, 9):
             for replica, model in enumerate(run.models):
                 drift(model, step, replica)
             if forget and where == "step" and engine.reports_next:
-                with pytest.raises(ValueError, match="needs loss_end, loss_start"):
+                with pytest.raises(ValueError, match="needs loss"):
                     engine.step()
                 assert not engine.at_anchor
             engine.step(losses)
         if forget and where == "finish":
-            with pytest.raises(ValueError, match="needs loss_end, loss_start"):
+            with pytest.raises(ValueError, match="needs loss"):
                 engine.finish()
             assert not engine.at_anchor
         assert engine.finish(losses) is not None
@@ -276,27 +276,6 @@ def test_a_round_without_its_signals_has_not_happened(where: str, delay: int):
     assert torch.equal(a, b)
     assert torch.equal(x, a)
     assert torch.equal(x, y)
-
-
-def test_a_function_is_asked_for_the_signals_of_each_round():
-    """It is called where a round ends, once, with the fragments whose round it is; `finish` asks for each by itself."""
-    engine = begin(
-        OuterRule(0.3, 0.9), restart="loss", inner_steps=4, fragments=2, signals=["loss_start", "loss_end"]
-    ).engine
-    asked: list[tuple[int, list[str]]] = []
-
-    def values(names: list[str]) -> dict[str, float]:
-        asked.append((step, names))
-        return {"loss_start": float(len(asked)), "loss_end": 0.5}
-
-    asked_at = []
-    for step in range(1, 8):  # noqa: B007 - the function reads it
-        report = engine.step(values)
-        asked_at += [report.signals["loss_start"]] if report else []
-    step = 8
-    engine.finish(values)
-    assert asked == [(2, ["0"]), (4, ["1"]), (6, ["0"]), (8, ["0"]), (8, ["1"])]
-    assert asked_at == [1.0, 2.0, 3.0]
 
 
 # --- what takes part ----------------------------------------------------------------------------------------------
@@ -511,19 +490,22 @@ def test_replaced_parameters_are_noticed(harm: str):
 
 @pytest.mark.parametrize(("delay", "reached"), [(0, -8), (1, -6)], ids=["at-once", "delayed"])
 @pytest.mark.parametrize("wire", ["float32", "int8"])
-def test_an_exception_inside_a_sync_loses_nothing(delay: int, reached: float, wire: str):
-    """A probe that raises, or Ctrl-C there, undoes the sync: the next one takes its progress, once."""
+def test_an_exception_inside_a_sync_loses_nothing(
+    delay: int, reached: float, wire: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Ctrl-C before the outer step undoes the sync: the next one takes its progress, once."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.weight)
-    asked = itertools.count()
+    rule = OuterRule(1.0, 0.0)  # averaging: the anchor is what one replica has reached
+    engine = DiLoCo(model, rule, inner_steps=2, delay=delay, wire=wire)
+    asked, look = itertools.count(), engine._watch.begin
 
-    def probe(*_: Any) -> float:
+    def begin(*arguments: Any) -> None:
         if next(asked) == 0:
             raise KeyboardInterrupt
-        return 0.0
+        look(*arguments)
 
-    rule = OuterRule(1.0, 0.0)  # averaging: the anchor is what one replica has reached
-    engine = DiLoCo(model, rule, inner_steps=2, delay=delay, wire=wire, restart="probe:keep,average", probe=probe)
+    monkeypatch.setattr(engine._watch, "begin", begin)
     interrupted = 0
     for _ in range(8):
         shift(model, by=-1.0)
@@ -600,36 +582,6 @@ def test_a_lent_replica_is_restored_over_an_interrupt(monkeypatch: pytest.Monkey
     with pytest.raises(KeyboardInterrupt), engine.anchored() as anchored:
         assert not torch.equal(anchored.get_parameter("weight"), before)
     assert torch.equal(model.weight, before)
-
-
-def test_a_policy_of_probes_that_comes_later_is_refused():
-    """The engine was built without a function that answers it."""
-    engine = DiLoCo(nn.Linear(2, 2), RULE, inner_steps=1)
-    engine.outer.param_groups[0]["restart"] = "probe:keep,drop"
-    with pytest.raises(ValueError, match=r"a restart policy needs probes; give the engine a function"):
-        engine.step()
-
-
-def test_candidates_after_a_probe_that_raised_are_of_the_new_sync():
-    """A filter makes new tensors, and those of the sync that was given up are not judged again."""
-    model = nn.Linear(1, 1, bias=False)
-    nn.init.zeros_(model.weight)
-    probed: list[float] = []
-
-    def probe(module: nn.Module, *_: Any) -> float:
-        probed.append(module.get_parameter("weight").item())
-        if len(probed) == 1:
-            raise KeyboardInterrupt
-        return probed[-1]
-
-    value = outer("averaging", filter="clip:norm=0.5")
-    engine = DiLoCo(model, value, inner_steps=1, restart="probe:keep,0.5", probe=probe)
-    for change in (1.0, -2.0):
-        shift(model, by=change)
-        with suppress(KeyboardInterrupt):
-            engine.step()
-    assert probed == [0.5, -0.5, -0.25]
-    assert engine.anchor["weight"].item() == -0.5
 
 
 def test_a_policy_that_raises_after_a_group_has_stepped_leaves_no_half_round(register_policy: Callable[[str], Any]):

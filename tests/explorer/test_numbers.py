@@ -224,7 +224,7 @@ class Scheduled(RestartPolicy):
     policy: RestartPolicy
     schedule: str
     rounds: int
-    needs: ClassVar[frozenset[str]] = MEASURED | {"loss_start", "loss_end"}
+    needs: ClassVar[frozenset[str]] = MEASURED
     takes_steps: ClassVar[bool] = True
 
     def initial_state(self) -> dict[str, float]:
@@ -251,10 +251,6 @@ RUNS = {
     "at": dataclasses.replace(HEAVY, policy="at:4,9,20"),
     "soft": dataclasses.replace(USUAL, policy="soft:3:0.2:0.1"),
     "soft, ema": dataclasses.replace(HEAVY, policy="soft:4:-0.4:0.8", form="ema", schedule="linear", noise=0.05),
-    "loss": dataclasses.replace(HEAVY, policy="loss", noise=0.1),
-    "loss, a share": dataclasses.replace(USUAL, policy="loss:0.5"),
-    "probe": dataclasses.replace(USUAL, policy="probe:keep,drop", form="ema", lr=3.0),
-    "probe, steps": dataclasses.replace(HEAVY, policy="probe:fresh,keep,half,average,1.3", noise=0.1),
     "linear": dataclasses.replace(USUAL, schedule="linear"),
     "cosine, no restart": dataclasses.replace(HEAVY, schedule="cosine", restart=0),
     "noise": dataclasses.replace(USUAL, noise=0.3, seed=7),
@@ -351,11 +347,10 @@ def test_noise_is_white_and_normal(view: View) -> None:
     assert kstest(many.ravel(), "norm").pvalue > 1e-3
 
 
-TEXTS = """auto auto:1 loss loss:0.5 loss:1 loss:-0.1 loss:x cycle:5,6,10 cycle:5 cycle: cycle:0,3 cycle:1.5 cycle
+TEXTS = """auto auto:1 loss probe:keep,drop cycle:5,6,10 cycle:5 cycle: cycle:0,3 cycle:1.5 cycle
 at:4,9 at:9,4 at:4,4 at:0 soft:3:0.2:0.1 soft:3:-0.4:0.8 soft:3:0.2 soft:0:1:1 soft:3:1e31:0 soft:3:nan:0
-probe:keep,drop probe:keep probe:keep,keep probe:keep,average,1.3 probe:keep,-1 probe:keep,toString probe:half,fresh
 nothing constructor cycle:3.0,4 cycle:+3 cycle:1e3 at:1e1 at:03 soft:3.0:0.2:0.1 soft:3:+1:0 soft:3:.2:-0 soft:3:1e-1:2.
-probe:keep,+1 probe:keep,1. probe:keep,1e0 loss:.5 loss:+0""".split()
+""".split()
 
 
 def test_policies_are_read_as_the_package_reads_them(view: View) -> None:

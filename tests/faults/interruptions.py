@@ -20,7 +20,7 @@ STUDY = "study period_criteria"
 SCENES = {
     "train plain": 5,
     "train streaming": 3,
-    "train probing": 2,
+    "train auto": 2,
     "tokens": 1,
     "task digits": 1,
     "tune digits": 1,

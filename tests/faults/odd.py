@@ -25,10 +25,7 @@ NUMBERS = (
     "$(id) `id` %s {} ; | & * ? ../.. / /dev/null /dev/full /proc/self/mem never loss"
 ).split()
 TEXTS = [*NUMBERS, "", " ", "\t", "\n", "é", "🙂", "\u202e", "\udcff", "a" * 5000, "9" * 5000, "-", "--", "=", "x=y"]
-POLICIES = (
-    "never auto gradient loss probe:keep,average probe:keep,drop at:4,9 cycle:5,6,10 soft:3:0.2:0.1 3 cosine norm gain "
-    "agreement adaptive stall"
-).split()
+POLICIES = ("never auto gradient at:4,9 cycle:5,6,10 soft:3:0.2:0.1 3 cosine norm gain adaptive stall").split()
 _LIMIT = 6 << 30
 """Bytes of address space that a command may take beside what this process has."""
 FAMILIES = {"option": 5, "yaml": 4, "policy": 8, "corpus": 1, "words": 2}

@@ -23,7 +23,7 @@ TINY = (
 KINDS = {
     "plain": ["--outer.restart", "2"],
     "streaming": "--sync.fragments 2 --sync.delay 1 --sync.mixing 0.5 --sync.wire int8 --inner-steps 4".split(),
-    "probing": ["--outer.restart", "probe:keep,drop,average", "--checkpoint-every", "2"],
+    "auto": ["--outer.restart", "auto", "--checkpoint-every", "2"],
 }
 _TASK = "--task.width 2 --task.batch-size 4 --steps 8 --inner-steps 2 --checkpoint-every 1 --quiet".split()
 TIMES = re.compile(r".*seconds?|engine_share|flops_per_second_palm|mfu|peak_memory_bytes|logs|summary_sha256")

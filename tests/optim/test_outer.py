@@ -240,7 +240,7 @@ def test_named_parameters_and_late_groups():
         ({"form": "mean"}, 'form is \'mean\'; .*"sum".*"ema"'),
         ({"restart": "sometimes"}, "'sometimes' is not known; .*never"),
         ({"restart": 0}, "period is 0; .*>= 1"),
-        ({"restart": "loss"}, r"needs loss_end, loss_start; .*step\(signals=\.\.\.\)"),
+        ({"restart": "test-rising:0"}, r"needs loss; .*step\(signals=\.\.\.\)"),
         ({"restart": "auto", "momentum": 0.0}, "policy auto needs a buffer, and at momentum 0 there is none"),
     ],
 )
@@ -257,14 +257,14 @@ def test_impossible_values_say_what_to_do(arguments: dict[str, Any], message: st
     assert len(outer.param_groups) == 2
 
 
-@pytest.mark.parametrize("fault", ["signals", "probes", "sparse", "lr"])
+@pytest.mark.parametrize("fault", ["signals", "sparse", "lr"])
 def test_a_round_that_one_group_refuses_has_happened_in_none(fault: str):
     """Whatever the second group lacks, the first has not moved either; the next call is the same round."""
-    policy = {"signals": "loss", "probes": "probe:keep,drop"}.get(fault, "never")
+    policy = "test-rising:0" if fault == "signals" else "never"
     params, twin = parameters(0), parameters(0)
     groups = [{"params": params[:1]}, {"params": params[1:], "restart": policy}]
     outer = OuterSGD(groups, 0.5, 0.9, signals=parse(policy).needs)
-    supplied: dict[str, Any] = {"signals": {"loss_start": 1.0, "loss_end": 1.0}, "probe": lambda: 1.0}
+    supplied: dict[str, Any] = {"signals": {"loss": 1.0}}
     give(params, randoms(1))
     outer.step(**supplied)
     before = [p.detach().clone() for p in params]
@@ -274,7 +274,7 @@ def test_a_round_that_one_group_refuses_has_happened_in_none(fault: str):
     if fault == "lr":
         outer.param_groups[1]["lr"] = -1.0
     with pytest.raises(ValueError, match="OuterSGD"):
-        outer.step(**{key: value for key, value in supplied.items() if not key.startswith(fault[:5])})
+        outer.step(**{key: value for key, value in supplied.items() if key != fault})
     assert all(map(same_bits, params, before))
     assert [group["rounds"] for group in outer.param_groups] == [1, 1]
     outer.param_groups[1]["lr"] = 0.5
@@ -290,18 +290,15 @@ def test_a_round_that_one_group_refuses_has_happened_in_none(fault: str):
 
 @pytest.mark.parametrize("value", [None, "low", torch.ones(2)])
 def test_what_is_no_number_is_refused_by_name(value: Any):
-    """A signal or a probe's loss that is none, before anything moves; a scalar tensor is one."""
+    """A signal that is none, before anything moves; a scalar tensor is one."""
     params = parameters(0)
     give(params, randoms(1))
-    outer = OuterSGD(params, 0.5, 0.9, restart="loss", signals=["loss_start", "loss_end"])
-    with pytest.raises(ValueError, match=r"signals\['loss_end'\] is .*; give a single number"):
-        outer.step(signals={"loss_start": 1.0, "loss_end": value})
-    probing = OuterSGD(params, 0.5, 0.9, restart="probe:keep,drop", signals=["probes"])
-    with pytest.raises(ValueError, match=r"what probe\(\) returned is .*; give a single number"):
-        probing.step(probe=lambda: value)
+    outer = OuterSGD(params, 0.5, 0.9, restart="test-rising:0", signals=["loss"])
+    with pytest.raises(ValueError, match=r"signals\['loss'\] is .*; give a single number"):
+        outer.step(signals={"loss": value})
     assert all(map(same_bits, params, randoms(0)))
-    outer.step(signals={"loss_start": 1.0, "loss_end": torch.tensor(1.0)})  # type: ignore[dict-item]
-    assert (outer.param_groups[0]["rounds"], probing.param_groups[0]["rounds"]) == (1, 0)
+    outer.step(signals={"loss": torch.tensor(1.0)})  # type: ignore[dict-item]
+    assert outer.param_groups[0]["rounds"] == 1
 
 
 def test_auto_keeps_its_buffer():

@@ -10,10 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from policies import ALL, EMA, SUM, asked, columns, each_rule, fired
-from twophase.policies.adaptive import LossTest, Probe
+from policies import ALL, EMA, MODELLED, SUM, Rising, asked, columns, each_rule, fired
 from twophase.restart import (
-    PROBES,
     Answer,
     AtRounds,
     Cycle,
@@ -22,7 +20,6 @@ from twophase.restart import (
     RestartPolicy,
     RoundSignal,
     Soft,
-    Step,
     ask,
     convert,
     parse,
@@ -47,40 +44,26 @@ WHOLE: Any = np.int64
 @pytest.mark.parametrize(
     ("text", "policy"),
     [
-        ("loss", LossTest(0.0)),
-        ("loss:0.5", LossTest(np.float64(0.5))),
         ("norm:2", NormRatio(2)),
         ("norm:0.5", NormRatio(SINGLE(0.5))),
         ("soft:3:0:0.5", Soft(WHOLE(3), WHOLE(0), SINGLE(0.5))),
         ("3", Periodic(WHOLE(3))),
         ("cycle:2,3", Cycle([np.int32(2), 3])),  # type: ignore[arg-type]
         ("at:4,9", AtRounds([WHOLE(4), 9])),  # type: ignore[arg-type]
-        ("probe:keep,1.3", Probe(("keep", 1.3))),  # type: ignore[arg-type]
-        ("probe:keep,2", Probe(("keep", 2.0))),  # type: ignore[arg-type]
-        ("probe:keep,2", Probe(("keep", WHOLE(2)))),
-        ("probe:keep,1e+25", Probe(("keep", 10**25))),  # type: ignore[arg-type]
-        ("probe:0.5,1e-07", Probe((0.5, 1e-7))),  # type: ignore[arg-type]
-        ("probe:keep,1.30", Probe(("keep", "1.30"))),  # as written: the name of a run is made of it
+        ("test-rising:0.5", Rising(0.5)),
     ],
 )
 def test_what_texts_mean(text: str, policy: RestartPolicy):
-    """A text names its values in the order of the fields; those with a default may be left out.
+    """A text names its values in the order of the fields.
 
-    NumPy's numbers become plain ones, lists tuples and gains text, so that text and hash are those of an equal policy.
+    NumPy's numbers become plain ones and lists tuples, so that text and hash are those of an equal policy.
     """
     assert parse(text) == parse(str(policy)) == policy
-    assert str(policy) == text or text == "loss"
+    assert str(policy) == text
     assert hash(parse(text)) == hash(policy)
     values = [getattr(policy, field.name) for field in fields(policy)]  # type: ignore[arg-type]
     items = [item for value in values for item in (value if isinstance(value, tuple) else (value,))]
-    assert {type(item) for item in items} <= ({str} if isinstance(policy, Probe) else {int, float})
-
-
-@pytest.mark.parametrize("choice", [None, True, (), -1, 0.0, math.nan, math.inf, 10**400, "often", b"keep"])
-def test_what_is_no_candidate_is_refused(choice: Any):
-    """Neither a word nor a gain above 0: one ValueError that names what may stand there."""
-    with pytest.raises(ValueError, match=r"Probe: candidate .* is not known; choose from keep, .* a gain above 0"):
-        Probe(("keep", choice))
+    assert {type(item) for item in items} <= {int, float}
 
 
 # --- decisions by hand --------------------------------------------------------------------------------------------
@@ -98,64 +81,40 @@ def test_rounds_written_out():
 
 
 def test_comparisons_written_out():
-    """`norm:1.5` fires where |m| > 1.5 |g| strictly; `loss` compares a round's start with the end of the one before."""
+    """`norm:1.5` fires where |m| > 1.5 |g| strictly; a user's own compares a loss with that of the round before."""
     norms = columns("pseudo_gradient_norm buffer_norm", (1, 9), (1, 1.5), (1, 1.51), (2, 2.9), (0, 0.1))
     assert fired(asked("norm:1.5", norms)) == [3, 5]
-    losses = columns(
-        "loss_start loss_end", (9.0, 5.0), (4.0, 3.0), (3.1, 2.5), (2.5, 2.4), (2.3, 2.6), (2.55, 2.0), (2.1, 9.0)
-    )
-    assert fired(asked("loss", losses)) == [3, 7]
-    assert [answer.restart for answer in asked("loss:0.5", losses) if answer.restart] == 2 * [Restart(0.5, before=True)]
-
-
-def test_probes_written_out():
-    """The least finite loss wins, the first among equals; each word is the decision that the table names."""
-    words, steps = "probe:keep,drop,half,average,fresh,1.3", [Step(1.0, 0.0), Step(1.3, 0.0)]
-    decisions = [
-        (None, None),
-        (DROP, None),
-        (Restart(0.5, before=True), None),
-        (None, steps[0]),
-        (Restart(before=True, step=steps[0]), steps[0]),
-        (None, steps[1]),
-    ]
-    for best, (restart, step) in enumerate(decisions):
-        losses = [2.0] * 6
-        losses[best] = 1.0
-        losses[best - 1] = math.nan if best % 2 else -math.inf
-        (answer,) = asked(words, columns("probes", tuple(losses)))
-        assert (answer.restart, answer.step) == (restart, step)
-    assert [a.restart for a in asked(words, columns("probes", (3.0, 1.0, 1.0, 2.0, 5.0, 9.0)))] == [DROP]
-    assert parse(words).candidates(SUM) == (None, DROP, Restart(0.5, before=True), steps[0], decisions[4][0], steps[1])
+    answers = asked("test-rising:0.5", columns("loss", 9.0, 4.0, 4.1, 4.1, 3.0, 3.1))
+    assert fired(answers) == [3, 6]
+    assert [answer.restart for answer in answers if answer.restart] == 2 * [Restart(0.5, before=True)]
 
 
 # --- what is not there, or not finite -----------------------------------------------------------------------------
 
 
-def complete(policy: RestartPolicy, **changed: Any) -> RoundSignal:
+def complete(**changed: Any) -> RoundSignal:
     """A third round in which everything is there."""
-    measured = {"pseudo_gradient_norm": 1.0, "buffer_norm": 2.0, "cosine": 0.5, "probes": (1.0,) * 4}
-    extra = {"loss_start": 2.0, "loss_end": 1.0, "inner_lr": 0.1, "progress": 0.5}
-    measured["probes"] = tuple(measured["probes"][: len(policy.candidates(SUM))]) or None  # type: ignore[index]
+    measured = {"pseudo_gradient_norm": 1.0, "buffer_norm": 2.0, "cosine": 0.5}
+    extra = {"loss": 2.0, "inner_lr": 0.1, "progress": 0.5}
     extra |= {name: value for name, value in changed.items() if name in extra}
     measured |= {name: value for name, value in changed.items() if name in measured}
-    return RoundSignal(3, 3, **measured, extra=extra, rule=SUM)  # type: ignore[arg-type]
+    return RoundSignal(3, 3, **measured, extra=extra, rule=SUM)
 
 
 @pytest.mark.parametrize("text", ALL)
 def test_what_is_not_finite_is_told(text: str):
     """Of whatever a policy needs, a NaN or infinity is named, decides nothing and leaves its memory as it is."""
     policy = parse(text)
-    state = ask(policy, policy.initial_state(), complete(policy)).state
-    assert not ask(policy, state, complete(policy)).not_finite
+    state = ask(policy, policy.initial_state(), complete()).state
+    assert not ask(policy, state, complete()).not_finite
     for name, broken in itertools.product(policy.needs, (math.nan, math.inf, -math.inf)):
-        signal = complete(policy, **{name: (broken,) * len(policy.candidates(SUM)) if name == PROBES else broken})
+        signal = complete(**{name: broken})
         assert ask(policy, state, signal) == Answer(state, not_finite=(name,))
     unneeded = {"pseudo_gradient_norm", "buffer_norm", "cosine"} - policy.needs
-    assert not ask(policy, state, complete(policy, **dict.fromkeys(unneeded, math.nan))).not_finite
+    assert not ask(policy, state, complete(**dict.fromkeys(unneeded, math.nan))).not_finite
 
 
-@pytest.mark.parametrize("text", [text for text in ALL if parse(text).needs - {PROBES}])
+@pytest.mark.parametrize("text", [text for text in ALL if parse(text).needs])
 def test_what_is_missing_is_an_error(text: str):
     """A policy that is asked without what it needs raises a KeyError with its name: that is a caller's mistake."""
     policy = parse(text)
@@ -174,7 +133,7 @@ def noisy(rule: OuterRule, policy: RestartPolicy | str, replicas: int = 2) -> An
 
 
 @each_rule
-@pytest.mark.parametrize("text", ALL)
+@pytest.mark.parametrize("text", MODELLED)
 def test_the_same_path_in_the_other_form(rule: OuterRule, text: str):
     """Rule and policy converted to the other form take the same path with the same restarts."""
     policy = parse("norm:3.0") if text == "norm:1.5" and rule.form == "sum" else parse(text)
@@ -188,7 +147,7 @@ def test_the_same_path_in_the_other_form(rule: OuterRule, text: str):
         assert other[1].ratio == pytest.approx(policy.ratio * (0.1 if rule.form == "sum" else 10))
 
 
-@pytest.mark.parametrize("text", [text for text in ALL if not parse(text).takes_steps])
+@pytest.mark.parametrize("text", [text for text in MODELLED if not parse(text).takes_steps])
 def test_without_momentum_nothing_can_be_forgotten(text: str):
     """At momentum 0 a policy that takes no steps of its own changes nothing, in both forms and kinds."""
     for nesterov, form in itertools.product((False, True), ("sum", "ema")):

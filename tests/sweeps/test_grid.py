@@ -109,7 +109,7 @@ def test_parse_axes_takes_sets_of_words() -> None:
     """Of a setting of several words each value is a set: NAME= behind a comma begins a word, other commas do not."""
     axes = parse_axes(
         [
-            ["sync.restart", "none", "a=soft:3:.5:0", "a=03, b=probe:keep,average", "a=cycle:5,6,b=at:4,9,c=never"],
+            ["sync.restart", "none", "a=soft:3:.5:0", "a=03, b=cycle:1,2", "a=cycle:5,6,b=at:4,9,c=never"],
             ["sync.fragments", "2", "a=embedding|head,b=.", "a=x{1,2},b=."],
         ],
         BASE,
@@ -120,7 +120,7 @@ def test_parse_axes_takes_sets_of_words() -> None:
             (
                 (),
                 ("a=soft:3:0.5:0",),
-                ("a=3", "b=probe:keep,average"),
+                ("a=3", "b=cycle:1,2"),
                 ("a=cycle:5,6", "b=at:4,9", "c=never"),
             ),
         ),

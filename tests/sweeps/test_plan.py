@@ -112,7 +112,6 @@ def test_rule_of_thumb() -> None:
 POLICIES = (
     *("never", "1", "2", "3", "5", "cycle:2,1", "cycle:3", "at:2,4", "soft:2:0.5:0.25", "soft:2:0.5:2.5"),
     *("soft:3:0:1", "soft:3:0:0", "soft:2:1:0", "early:2:0:0", "twice:2:0", "measured:1.5"),
-    "probe:keep,drop",
 )
 VALUES = {
     "outer.lr": st.sampled_from([0.0, 0.3, 0.7, 3.0, 7.0]),
@@ -120,7 +119,6 @@ VALUES = {
     "outer.nesterov": st.booleans(),
     "outer.form": st.sampled_from(FORMS),
     "outer.restart": st.sampled_from(POLICIES),
-    "outer.probe_sequences": st.sampled_from([0, 0, 0, 2, 3]),
     "inner_steps": st.sampled_from([4, 4, 4, 7, 8, 30]),
     "steps": st.sampled_from([26, 26, 26, 26, 28]),
     "seed": st.sampled_from([0, 0, 0, 0, 1]),
@@ -156,12 +154,11 @@ def history(config: TrainConfig, how: str) -> History:
     rule, policy = config.outer.rule(), config.outer.policy()
     names: list[Any]
     if how == "bits":
-        names = [name.update for name in bits(rule, policy, len(syncs), config.probed)]
+        names = [name.update for name in bits(rule, policy, len(syncs))]
     elif is_scheduled(rule, policy):
         names = [tuple(map(str, vector)) for vector in coefficients(rule, policy, len(syncs))]
     else:
-        probes = config.outer.probe_sequences if "probes" in policy.needs else 0
-        names = [(rule, str(policy), number, probes) for number in range(len(syncs))]
+        names = [(rule, str(policy), number) for number in range(len(syncs))]
     trunk = dataclasses.replace(config, outer=OuterConfig(), inner_steps=1)
     return History(trunk, tuple(zip(syncs, names, strict=True)))
 
@@ -316,9 +313,8 @@ def test_merging_is_equality_of_coefficients(drawn: list[dict[str, Any]], data: 
 
 
 def plainness(outer: OuterConfig) -> tuple[bool, ...]:
-    """Momentum-free first, then without restarts, then heavy ball, then in sum form, then without a probe's size."""
-    probes = outer.probe_sequences > 0  # of a batch of 8, and never all of it
-    return outer.momentum != 0, outer.restart != "never", outer.nesterov, outer.form == "ema", probes
+    """Momentum-free first, then without restarts, then heavy ball, then in sum form."""
+    return outer.momentum != 0, outer.restart != "never", outer.nesterov, outer.form == "ema"
 
 
 @given(CELLS)
@@ -357,34 +353,6 @@ def test_nothing_else_is_shared(path: str) -> None:
     assert made.steps == sum(alone.steps for alone in apart)
     assert made.stands_for == {run: other for alone in apart for run, other in alone.stands_for.items()}
     assert len(made.runs) == 3 * len(values)
-
-
-PROBING = {"restart": ("probe:keep,average", "probe:keep,drop")}
-NODES_OF_BEFORE = ["10679ac7675fb430", "2b34e6fab1214fd2", "e8318d92288fad75"]
-"""Of its 12 steps in rounds of 4, when every probe took a whole batch."""
-
-
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_probes_of_several_sizes_share_their_first_round(momentum: float) -> None:
-    """Runs with different numbers of sequences are no twins; all of a batch is as no number."""
-    base = with_values(TrainConfig(steps=40, inner_steps=4), {"outer.momentum": momentum})
-    sweep = grid(base, probe_sequences=(0, 1, 2, 8), **PROBING)
-    made = plan(sweep)
-    assert (len(made.runs), made.steps) == (6, 6 * 36 + 4)
-    assert len(made.stands_for) == 2
-    for twin, other in made.stands_for.items():
-        eight, none = sweep.runs[twin].outer, sweep.runs[other].outer
-        assert (eight.probe_sequences, none.probe_sequences) == (8, 0)
-        assert eight.restart == none.restart
-
-
-def test_states_of_before_are_found() -> None:
-    """Runs that are shown whole batches have the nodes and jobs that they had before there was a choice."""
-    base = TrainConfig(steps=12, inner_steps=4)
-    more = plan(grid(base, probe_sequences=(0, 1), **PROBING)).forest
-    whole = plan(grid(base, **PROBING)).forest
-    assert set(whole.nodes) <= set(more.nodes)
-    assert list(whole.nodes) == NODES_OF_BEFORE
 
 
 def test_runs_in_fragments_share_nothing() -> None:

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 import oracle
 from oracle import HB, NAG
-from policies import ALL as ADAPTIVE
-from twophase.policies.base import AGREEMENT
+from policies import MODELLED as ADAPTIVE
 from twophase.restart import (
     MEASURED,
     AtRounds,
@@ -400,7 +399,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rule": 0.7}, r"rule is 0\.7; .*OuterRule\(0\.7, 0\.9\)"),
     ({"sigma": [0.5, 1.5]}, r"sigma\[1\] is 1\.5; .*\[0, 1\]"),
     ({"restart": needing("cosine", "validation_loss")}, "restart policy Needing.* needs validation_loss.*cosine"),
-    ({"restart": needing(AGREEMENT)}, "needs the agreement of the replicas.*replicas=2"),
     ({"weights": [1.0]}, r"weights have shape \(1,\); .*\(2,\)"),
     ({"initial": [1.0, np.nan]}, r"initial\[1\] is nan; .*finite"),
     ({"initial": [1.0, 1.0, 1.0]}, "initial has 3 modes; .*all 2 values"),

@@ -24,8 +24,6 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"outer.lr": -0.1}, r"--outer\.lr is -0\.1; "),
     ({"outer.restart": "0"}, r"--outer\.restart: .*period is 0; "),
     ({"outer.restart": "often"}, r"--outer\.restart: restart 'often' is not known; write never"),
-    ({"outer.probe_sequences": 5}, r"--outer\.probe-sequences is 5; .*1 to --data\.batch-size 4"),
-    ({"outer.probe_sequences": -1}, r"--outer\.probe-sequences is -1; "),
     ({"inner_steps": 23}, r"--inner-steps is 23; .*at most steps \(22\); lower --inner-steps"),
     ({"inner_steps": 0}, r"--inner-steps is 0; it must be a whole number from 1 to 100,000,000"),
     ({"replicas": 0}, r"--replicas is 0; "),
@@ -96,17 +94,15 @@ def test_defaults() -> None:
 
 
 def test_a_configuration_of_an_earlier_version_is_the_same_run(tmp_path: Path) -> None:
-    """One that was written without schedules, and sizes of a probe, has the same fingerprint, and is read."""
+    """One that was written without schedules has the same fingerprint, and is read."""
     before = to_tree(TrainConfig())
     assert "schedule" not in before["inner"]
-    assert "probe_sequences" not in before["outer"]
     path = tmp_path / "config.yaml"
     path.write_text(dump_yaml(TrainConfig()))
     assert fingerprint(from_tree(TrainConfig, load_yaml(path))) == fingerprint(TrainConfig()) == "52b976f3b5af"
-    for values in ({"inner.schedule": "wsd", "inner.decay": 0.1}, {"outer.probe_sequences": 2}):
-        changed = with_values(TrainConfig(), values)
-        assert fingerprint(changed) != fingerprint(TrainConfig())
-        assert from_tree(TrainConfig, to_tree(changed)) == changed
+    changed = with_values(TrainConfig(), {"inner.schedule": "wsd", "inner.decay": 0.1})
+    assert fingerprint(changed) != fingerprint(TrainConfig())
+    assert from_tree(TrainConfig, to_tree(changed)) == changed
     del before["inner"]["lr"]
     with pytest.raises(UsageError, match=r"absent values inner\.lr$"):
         from_tree(TrainConfig, before)

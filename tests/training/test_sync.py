@@ -86,9 +86,8 @@ def test_the_words_on_a_run_have_its_fragments_policies(config: TrainConfig, tmp
 
 @pytest.mark.dist
 def test_two_processes_equal_one(config: TrainConfig, tmp_path: Path) -> None:
-    """Streaming fragments on an int8 wire, and candidates probed: one replica a process, or two in one, same bytes."""
-    probed = {"outer.restart": "probe:average,drop,1.3", "outer.probe_sequences": 3}
-    config = with_values(config, SYNCS["streaming"] | probed)
+    """Streaming fragments on an int8 wire, and `auto`: one replica a process, or two in one, same bytes."""
+    config = with_values(config, SYNCS["streaming"] | {"outer.restart": "auto"})
     summary = run(config, tmp_path / "one")
     (tmp_path / "config.yaml").write_text(dump_yaml(config))
     words = ["train", "--config", str(tmp_path / "config.yaml"), "--quiet", "--out", str(tmp_path / "two")]

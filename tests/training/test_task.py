@@ -63,8 +63,8 @@ class Regression:
 
 @pytest.fixture
 def config() -> TrainConfig:
-    """A run that converges, with a policy that probes part of a batch."""
-    values = {"inner.lr": 0.1, "outer.restart": "probe:keep,drop", "outer.probe_sequences": 3, "log_every": 7}
+    """A run that converges, with a restart policy."""
+    values = {"inner.lr": 0.1, "outer.restart": "3", "log_every": 7}
     return with_values(TrainConfig(steps=60, inner_steps=6, checkpoint_every=2), values)
 
 
@@ -95,9 +95,8 @@ class Points(NamedTuple):
 def test_a_batch_of_named_tuples_keeps_its_kind() -> None:
     """They are tuples, whose classes take their values one by one."""
     batch = {"points": [Points(np.ones((3, 2)), (torch.ones(3),))]}
-    first = device.first_examples(device.moved(batch, torch.device("cpu")), 2)
-    (points,) = first["points"]
-    assert (type(points), points.inputs.shape, points.targets[0].shape) == (Points, (2, 2), (2,))
+    (points,) = device.moved(batch, torch.device("cpu"))["points"]
+    assert (type(points), points.inputs.shape, points.targets[0].shape) == (Points, (3, 2), (3,))
 
 
 def test_the_plain_step_is_autograd(config: TrainConfig) -> None:
@@ -110,7 +109,7 @@ def test_the_plain_step_is_autograd(config: TrainConfig) -> None:
     model, batch = trainer.replicas[0].model, {"inputs": torch.ones(2, 3), "targets": torch.zeros(2, 1)}
     (weight,) = model.parameters()
     expected = 2 * weight.detach().sum() * torch.ones(1, 3)
-    assert compute.gradients(model, batch) == compute.loss(model, batch)
+    assert compute.gradients(model, batch) == task.loss(model, batch)
     assert weight.grad is not None
     torch.testing.assert_close(weight.grad, expected)
 

@@ -27,7 +27,7 @@ class Outer(Rule):
     """The outer rule, and when its momentum restarts."""
 
     restart: str = str(State.restart)
-    """Rounds between restarts, `never`, or another policy: cycle, at, soft, auto, loss, probe."""
+    """Rounds between restarts, `never`, or another policy: cycle, at, soft, auto."""
 
 
 @dataclass(frozen=True)

@@ -64,17 +64,14 @@ def signals(rounds: Path) -> dict[str, float]:
 
     Returns:
         `cosine`, `early_cosine`: median cosine of successive pseudo-gradients in the second and first half of the
-        rounds. `shrunk`: see `theory.observed.shrunk`. `agreement`: median of |g|^2 over the mean of the replicas'
-        squared norms; 1 for a single replica.
+        rounds. `shrunk`: see `theory.observed.shrunk`.
     """
     lines = [json.loads(line) for line in rounds.read_text(encoding="utf-8").splitlines()]
     norms = [line["pseudo_gradient_norm"] for line in lines]
     cosines = [line["cosine"] for line in lines[1:]]
     half = len(cosines) // 2
-    measured = {
+    return {
         "cosine": statistics.median(cosines[half:]),
         "early_cosine": statistics.median(cosines[:half]),
         "shrunk": shrunk(norms),
     }
-    agreements = [line["fragments"][0]["agreement"] for line in lines if "agreement" in line["fragments"][0]]
-    return measured | {"agreement": statistics.median(agreements) if agreements else 1.0}

@@ -21,7 +21,7 @@ from twophase.diloco.communicator import Communicator, Interrupted
 from twophase.diloco.fragment import Fragment, short_hash
 from twophase.optim.outer import OuterSGD
 from twophase.optim.products import Dots
-from twophase.policies.base import AGREEMENT, COMPARED, MEASURED
+from twophase.policies.base import MEASURED
 
 
 class Disagreement(RunError):  # noqa: N818 - a public name
@@ -111,22 +111,10 @@ class Shared:
     Args:
         signals: means over the replicas of the values passed to `step`.
         dots: <g, g>, <m, m> and <g, m> of each param group of each fragment; None where no policy needs them.
-        squares: mean squared norm of the replicas' own pseudo-gradients, of each fragment that is measured.
-        probes: losses of the candidates of each fragment's restart policy; empty without candidates.
     """
 
     signals: dict[str, float]
     dots: Sequence[list[Dots]] | None = None
-    squares: Sequence[float | None] = ()
-    probes: Sequence[Sequence[float]] = ()
-
-    def signals_of(self, index: int) -> dict[str, float]:
-        """Return the signals for a fragment's restart policies, with the agreement of the replicas."""
-        square = self.squares[index] if self.squares else None
-        if square is None or self.dots is None:
-            return self.signals
-        whole = sum(gg for gg, _, _ in self.dots[index])
-        return self.signals | {AGREEMENT: whole / square if square != 0 else 1.0}
 
 
 def agree(
@@ -134,7 +122,6 @@ def agree(
     fragments: Sequence[Fragment],
     weight: float,
     signals: Mapping[str, float],
-    squares: Sequence[float | None],
 ) -> Shared:
     """Average the signals, and adopt process 0's measurements.
 
@@ -146,26 +133,21 @@ def agree(
         fragments: fragments that take their outer step next; each has its mean pseudo-gradient in `.grad`.
         weight: number of this process's replicas that count.
         signals: values of this process.
-        squares: mean squared norm of this process's replicas' pseudo-gradients, for each fragment that is measured.
     """
-    measured = communicator.sharded or any(f.needs & (MEASURED | COMPARED) for f in fragments)
+    measured = communicator.sharded or any(f.needs & MEASURED for f in fragments)
     dots = [_dots(fragment) for fragment in fragments] if measured else None
     if communicator.size == 1 and not communicator.sharded:
-        return Shared({name: float(signals[name]) for name in sorted(signals)}, dots, squares)
+        return Shared({name: float(signals[name]) for name in sorted(signals)}, dots)
     names, values = _same_signals(communicator, weight, signals)
-    local_squares = [square for square in squares if square is not None]
     local_dots = [number for groups in dots or () for group in groups for number in group]
-    if not (names or local_squares or local_dots):
-        return Shared({}, None, squares)
-    rows = _rows(communicator, weight, values, [*local_squares, *local_dots])
-    averaged_count = len(names) + len(local_squares)
-    means = iter(_weighted_mean([row[: 1 + averaged_count] for row in rows]))
-    shared_signals = {name: next(means) for name in names}
-    shared_squares = [None if square is None else next(means) for square in squares]
-    first = iter(rows[0][1 + averaged_count :])
+    if not (names or local_dots):
+        return Shared({})
+    rows = _rows(communicator, weight, values, local_dots)
+    means = _weighted_mean([row[: 1 + len(names)] for row in rows])
+    first = iter(rows[0][1 + len(names) :])
     if dots is not None:
         dots = [[(next(first), next(first), next(first)) for _ in groups] for groups in dots]
-    return Shared(shared_signals, dots, shared_squares)
+    return Shared(dict(zip(names, means, strict=True)), dots)
 
 
 def _dots(fragment: Fragment) -> list[Dots]:
@@ -175,17 +157,8 @@ def _dots(fragment: Fragment) -> list[Dots]:
     return [(float(torch.linalg.vector_norm(fragment.gradient, dtype=torch.float64)) ** 2, 0.0, 0.0)]
 
 
-def averaged(communicator: Communicator, weight: float, values: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Average lists of numbers, as many on every process, over the replicas (and over the shards of each)."""
-    if not any(values):  # an exchange of 0 numbers is not allowed
-        return [[] for _ in values]
-    rows = _rows(communicator, weight, [number for numbers in values for number in numbers])
-    means = iter(_weighted_mean(rows))
-    return [[next(means) for _ in numbers] for numbers in values]
-
-
 def _rows(
-    communicator: Communicator, weight: float, means: Sequence[float], sums: Sequence[float] = ()
+    communicator: Communicator, weight: float, means: Sequence[float], sums: Sequence[float]
 ) -> list[list[float]]:
     """Return each process's weight and numbers; of a sharded replica their means over its shards, or their sums."""
     shards = communicator.exchange_in_replica([*means, *sums])

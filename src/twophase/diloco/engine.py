@@ -32,7 +32,7 @@ from twophase.diloco.communicator import Communicator
 from twophase.diloco.fragment import Fragment
 from twophase.diloco.membership import Members, Membership, Position
 from twophase.diloco.report import RoundReport, merged
-from twophase.diloco.setting import OuterChoice, Probe, Restarts, Schedule, Setting, Signals, check_kind, values_for
+from twophase.diloco.setting import OuterChoice, Restarts, Schedule, Setting, Signals, check_kind, values_for
 from twophase.diloco.state import EngineState
 from twophase.diloco.sync import Sync
 
@@ -67,8 +67,6 @@ class DiLoCo(EngineState):
             which has error feedback.
         communicator: processes of the run; None means the default torch.distributed group where one is initialised.
         signals: names of the values that `step(signals=...)` will get; a restart policy that needs more is refused.
-        probe: `probe(module, replica, round)` returns a replica's loss with a candidate's parameters, forward only, on
-            a batch that depends on the replica's number here and the round. For policies that weigh candidates.
         alike: other facts that all processes must have been started with, by the words that name them (JSON values).
         buffers: "mean" averages float buffers, as of BatchNorm, once a round over all replicas; else "local".
 
@@ -91,7 +89,6 @@ class DiLoCo(EngineState):
         wire: str = "float32",
         communicator: Communicator | None = None,
         signals: Collection[str] = (),
-        probe: Probe | None = None,
         alike: Mapping[str, Any] | None = None,
         buffers: str = "local",
     ) -> None:
@@ -111,7 +108,6 @@ class DiLoCo(EngineState):
             restart=restart,
             fragments=fragments,
             wire=wire,
-            probe=probe,
             alike={**self._watch.alike, **(alike or {})},
         )
         self.fragments = self._setting.fragments
@@ -120,7 +116,7 @@ class DiLoCo(EngineState):
         self.replica_count = self._membership.replica_count
         self._position = Position([fragment.number for fragment in self.fragments], blocking=delay == 0)
         self._under_way = []
-        self._setting.promise(signals, compared=self._membership.may_compare)
+        self._setting.promise(signals)
         self._setting.restore()
 
     def __repr__(self) -> str:
@@ -154,16 +150,15 @@ class DiLoCo(EngineState):
         Args:
             signals: values of this process, such as its mean training loss, for the report and for restart policies
                 that need them. They are read where a round ends, and averaged over the replicas; all processes give
-                the same names. A function is called where a round ends, with the names of its fragments, and returns
-                the values since their last outer step.
+                the same names.
 
         Returns:
             The report of the round that has just ended, or None inside a round.
 
         Raises:
             ValueError: a round ends, and a signal is missing that a restart policy needs; nothing has happened.
-            Any error of the probe, or an interrupt before the outer step: the sync is undone, and the next one takes
-                its progress. After an interrupt inside the outer step the engine refuses to continue.
+            An interrupt before the outer step: the sync is undone, and the next one takes its progress. After an
+                interrupt inside the outer step the engine refuses to continue.
         """
         check_kind(signals)  # in every step, and not only where a round ends
         self._setting.check_whole()
@@ -192,7 +187,7 @@ class DiLoCo(EngineState):
         Afterwards every replica equals the anchor, for any mixing.
 
         Args:
-            signals: values as for `step`; a function is called for each fragment by itself.
+            signals: values as for `step`.
 
         Raises:
             ValueError: a signal is missing that a restart policy needs; call it again with all of them.
@@ -245,7 +240,7 @@ class DiLoCo(EngineState):
                     if not self._position.blocking:  # healed by a donor that launches a delayed sync
                         return self._follow(sync, signals)
                 sync.apply()
-            except BaseException:  # an error of the probe, or Ctrl-C
+            except BaseException:  # Ctrl-C
                 sync.withdraw()  # nothing where its outer step has begun, or where it is withdrawn already
                 raise
             self._membership.complete(sync.members, sync.fragments)

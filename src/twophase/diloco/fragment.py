@@ -272,7 +272,7 @@ class Fragment:
         self.params = [tensors_of(slots) for slots in self.slots]
         return self.params
 
-    def write_pseudo_gradient(self, *, alone: bool, measure: bool = False) -> Tensor | None:
+    def write_pseudo_gradient(self, *, alone: bool) -> None:
         """Write g <- sum over this process's replicas of (a - theta_r), from `params`.
 
         Differences are summed, not parameters: a sum of parameters would round away the low bits of a small
@@ -284,14 +284,10 @@ class Fragment:
 
         Args:
             alone: True if this process is the only one, so that each replica is its own sender on a lossy wire.
-            measure: True also sums the squared norms of the replicas' own differences.
-
-        Returns:
-            The sum of squared norms, a scalar in float64, or None.
         """
         self.close_gaps()
         simulated = alone and self.channel.lossy
-        if self._is_plain and not (simulated or measure):  # few calls: they cost more than elements here
+        if self._is_plain and not simulated:  # few calls: they cost more than elements here
             torch._foreach_copy_(self.gradient_views, self.params[0])
             torch.sub(self.flat, self.gradient, out=self.gradient)
             for params in self.params[1:]:
@@ -301,8 +297,7 @@ class Fragment:
                 flat, *views = self._gathered
                 torch._foreach_copy_(views, params)
                 self.gradient.add_(torch.sub(self.flat, flat, out=flat))
-            return None
-        square = torch.zeros((), dtype=torch.float64, device=self.gradient.device) if measure else None
+            return
         scratch = torch.zeros_like(self.gradient) if simulated and len(self.slots) > 1 else None
         for number, params in enumerate(self.params):
             target, views = self.gradient, self.gradient_views
@@ -313,13 +308,10 @@ class Fragment:
                 difference = progress_of(anchor, theta, None if adds else out)
                 if adds:
                     out.add_(difference)
-                if square is not None:
-                    square += torch.linalg.vector_norm(difference).double() ** 2
             if simulated:
                 self.channel.quantize(target, number)
                 if number:
                     self.gradient.add_(target)
-        return square
 
     def close_gaps(self) -> None:
         """Zero the padding between two pseudo-gradients: another fragment's values would coarsen int8's scales."""

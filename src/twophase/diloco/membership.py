@@ -96,7 +96,6 @@ class Membership:
 
     Attributes:
         replica_count: replicas of the whole run; of this process in an elastic one.
-        may_compare: True if a sync may have two or more replicas.
         joined: True if this process takes part in syncs: in an elastic run from `DiLoCo.join` on.
         run: identity of an elastic run: the milliseconds since 1970 at which it first began.
         present: numbers of the replicas of the last successful sync, in an elastic run.
@@ -122,7 +121,6 @@ class Membership:
                 f"DiLoCo: delay is {delay} and the fragments' syncs lie {setting.gap} inner steps apart. In an elastic "
                 "run one must end before the next begins: take a shorter delay or fewer fragments"
             )
-        self.may_compare = self._members is None or self.replica_count > 1
 
     def checked(self, schedule: Schedule) -> Schedule:
         """Check and return a schedule of other inner steps: syncs of fragments that share a buffer must not overlap."""

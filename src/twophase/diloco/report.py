@@ -20,8 +20,6 @@ class FragmentRound:
         inner_steps: inner steps of each replica in its pseudo-gradient.
         restarted: True if the momentum of any of its param groups restarted.
         checksum: digits that depend on every bit of its new anchor.
-        agreement: |g|^2 over the mean of the replicas' squared norms, where a policy or a filter needs it: 1 if the
-            replicas agree, 1 / replicas if their pseudo-gradients are orthogonal.
     """
 
     name: str
@@ -29,7 +27,6 @@ class FragmentRound:
     inner_steps: int
     restarted: bool
     checksum: str
-    agreement: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +54,10 @@ class RoundReport:
         pseudo_gradient_norm: Euclidean norm of g over all parameters that were synchronised.
         signals: means over the replicas of the values passed to `step(signals=...)`.
         bytes_sent: bytes that this process sent to others for the reduction; 0 in a single process.
-        seconds: wall time of the phases `pseudo_gradient`, `reduce`, `outer`, `restore`, `checksum`, `probe` where a
-            restart policy weighs candidates, and `quorum` in an elastic run. `outer` contains all that its
-            sweep does; `restore` and `checksum` only copies and digests outside a sweep. On an accelerator a phase may
-            only launch work. The phase that reads a number waits for it: `outer`, or `reduce` for sums.
+        seconds: wall time of the phases `pseudo_gradient`, `reduce`, `outer`, `restore`, `checksum`, and `quorum` in an
+            elastic run. `outer` contains all that its sweep does; `restore` and `checksum` only copies and digests
+            outside a sweep. On an accelerator a phase may only launch work. The phase that reads a number waits for
+            it: `outer`, or `reduce` for sums.
         checksum: digits that depend on every bit of the new anchor (of the fragments that were synchronised).
     """
 
@@ -113,9 +110,6 @@ class RoundReport:
         """
         fields = asdict(self)
         del fields["signals"]
-        for fragment in fields["fragments"]:
-            if fragment["agreement"] is None:
-                del fragment["agreement"]
         return fields | {"buffer_norm": self.buffer_norm, "cosine": self.cosine, "gain": self.gain}
 
     def __str__(self) -> str:

@@ -35,7 +35,7 @@ from twophase.optim.filters import Context
 from twophase.optim.groups import as_number
 from twophase.optim.optimizer import OuterOptimizer, outer_optimizer
 from twophase.optim.outer import OuterSGD
-from twophase.policies.base import COMPARED, MEASURED, PROBES, Never, RestartPolicy
+from twophase.policies.base import MEASURED, Never, RestartPolicy
 from twophase.policies.checks import check_count
 from twophase.policies.text import parse
 from twophase.rule import OuterRule
@@ -46,10 +46,8 @@ from twophase.shelf.text import registered
 OuterFactory = Callable[[list[tuple[str, Tensor]]], Optimizer]
 OuterChoice = OuterRule | Outer | Method | RestartPolicy | str | OuterFactory
 Restarts = RestartPolicy | str | int | None
-Signals = Mapping[str, float] | Callable[[list[str]], Mapping[str, float]] | None
-"""Values by name, or a function that returns them for the names of the fragments that end their round."""
-Probe = Callable[[nn.Module, int, int], float]
-"""A function of a module, a replica's number in this process and a round's number; returns a probe batch's loss."""
+Signals = Mapping[str, float] | None
+"""Values by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +110,9 @@ class Setting:
         restart: Restarts | Mapping[str, Restarts],
         fragments: int | Mapping[str, str],
         wire: str,
-        probe: Probe | None,
         alike: Mapping[str, Any],
     ) -> None:
-        self.modules, self.communicator, self.probe = modules, communicator, probe
+        self.modules, self.communicator = modules, communicator
         self.mixing = schedule.mixing
         self.supplied = frozenset[str]()
         """Names of the values that restart policies may need: see `promise`."""
@@ -147,10 +144,9 @@ class Setting:
         }
         return {**self.constants, "outer settings": settings}
 
-    def promise(self, signals: Collection[str], *, compared: bool) -> None:
+    def promise(self, signals: Collection[str]) -> None:
         """Name the values that restart policies may need from now on, and refuse a policy that needs more."""
-        probes = () if self.probe is None else (PROBES,)
-        self.supplied = frozenset([*signals, *probes, *(COMPARED if compared else ())])
+        self.supplied = frozenset(signals)
         outers = [fragment.outer for fragment in self.fragments if isinstance(fragment.outer, OuterSGD)]
         check_needs([group for outer in outers for group in outer.param_groups], self.supplied)
         for outer in outers:
@@ -388,31 +384,24 @@ def _build_outers(
 
 def check_needs(groups: Sequence[Mapping[str, Any]], supplied: Collection[str]) -> None:
     """Refuse a restart policy that needs values which the caller will not supply."""
-    for policy in [group["restart"] for group in groups]:
-        if not (missing := parse(policy).needs - MEASURED - set(supplied)):
-            continue
-        ways = []
-        if PROBES in missing:
-            ways.append("give the engine a function that evaluates the loss on a probe batch, DiLoCo(..., probe=...)")
-        if missing & COMPARED:
-            ways.append("train two or more replicas: it compares them, and there is 1")
-        if names := sorted(missing - {PROBES, *COMPARED}):
-            ways.append(f"pass them to step(signals=...), and promise them with DiLoCo(signals={names!r})")
-        lacking = [*names, *sorted(missing & {PROBES, *COMPARED}, reverse=True)]
-        raise ValueError(f"DiLoCo: restart policy {policy} needs {', '.join(lacking)}; {', and '.join(ways)}")
+    for group in groups:
+        if missing := sorted(parse(group["restart"]).needs - MEASURED - set(supplied)):
+            raise ValueError(
+                f"DiLoCo: restart policy {group['restart']} needs {', '.join(missing)}; pass them to "
+                f"step(signals=...), and promise them with DiLoCo(signals={missing!r})"
+            )
 
 
 def check_kind(signals: Signals) -> None:
-    """Refuse signals that are neither a mapping, a function nor None."""
-    if not (signals is None or callable(signals) or isinstance(signals, Mapping)):
+    """Refuse signals that are neither a mapping nor None."""
+    if not (signals is None or isinstance(signals, Mapping)):
         raise ValueError(f"DiLoCo: signals are {signals!r}; give names and values, such as {{'loss': 2.3}}")
 
 
 def values_for(fragments: Sequence[Fragment], signals: Signals) -> Mapping[str, float]:
     """Check and return the signals for the end of these fragments' round, before the round changes anything."""
-    values = (signals([fragment.name for fragment in fragments]) if callable(signals) else signals) or {}
-    groups = [g for f in fragments if isinstance(f.outer, OuterSGD) for g in f.outer.param_groups]
-    check_needs(groups, {PROBES, *COMPARED, *values})
+    values = signals or {}
+    check_needs([g for f in fragments if isinstance(f.outer, OuterSGD) for g in f.outer.param_groups], values)
     for name, value in values.items():
         as_number(f"DiLoCo: signals[{name!r}]", value)
     return values

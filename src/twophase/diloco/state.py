@@ -195,7 +195,6 @@ def _saved_sync(sync: Sync) -> dict[str, Any]:
         "replicas": sync.members.replicas,
         "divisors": [fragment.divisor for fragment in sync.fragments],
         "bytes_sent": sync.bytes_sent,
-        "squares": sync.mean_squares(),
     }
 
 
@@ -203,15 +202,11 @@ def _load_sync(saved: Mapping[str, Any], setting: Setting) -> Sync:
     count, replicas = len(setting.modules), saved["replicas"]
     fragments = [setting.fragments[number] for number in saved["fragments"]]
     divisors = saved.get("divisors") or [replicas] * len(fragments)
-    means = saved.get("squares") or [None] * len(fragments)
     parts = []
-    for fragment, steps, total, divisor, mean in zip(
-        fragments, saved["steps"], saved["sums"], divisors, means, strict=True
-    ):
+    for fragment, steps, total, divisor in zip(fragments, saved["steps"], saved["sums"], divisors, strict=True):
         fragment.gradient.copy_(total)
         fragment.divisor = divisor
-        square = None if mean is None else torch.tensor(mean * count, dtype=torch.float64)
-        parts.append(Part(fragment, steps, square))
+        parts.append(Part(fragment, steps))
     sync = Sync(setting, Members(count, replicas), parts, blocking=False)
     sync.age, sync.bytes_before = saved["age"], saved["bytes_sent"]
     return sync

@@ -25,7 +25,7 @@ from twophase.diloco.transfer import PartTransfer
 from twophase.optim.functional import PIECE_CPU, Scratch, Update, fused_is_exact, round_
 from twophase.optim.outer import BUFFER, OuterSGD
 from twophase.optim.products import Dots
-from twophase.policies.base import COMPARED, MEASURED, PROBES
+from twophase.policies.base import MEASURED
 
 _PART_ELEMENTS = 1 << 18
 """Elements of a part: few enough for a cache, enough to pay for the calls."""
@@ -44,7 +44,7 @@ def goes_in_parts(fragment: Fragment) -> bool:
         and fragment.flat.is_cpu
         and not fragment.channel.lossy
         and _is_sweepable(fragment)
-        and not fragment.needs & (MEASURED | {PROBES, *COMPARED})
+        and not fragment.needs & MEASURED
         and all(theta.is_contiguous() and theta.is_cpu for params in fragment.params for theta in params)
     )
 

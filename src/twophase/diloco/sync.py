@@ -13,10 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
 
-from twophase.diloco.agreement import Shared, agree, averaged, prove
-from twophase.diloco.candidates import count_candidates, probe_candidates
+from twophase.diloco.agreement import Shared, agree, prove
 from twophase.diloco.communicator import Interrupted
 from twophase.diloco.flat import checksum
 from twophase.diloco.fragment import Fragment
@@ -27,7 +25,6 @@ from twophase.diloco.sweep import goes_in_parts, round_sweep, step_of, transfer_
 from twophase.diloco.transfer import PartTransfer, Transfer
 from twophase.optim.groups import GroupRound
 from twophase.optim.outer import OuterSGD
-from twophase.policies.base import AGREEMENT, COMPARED
 
 PHASES = ("pseudo_gradient", "reduce", "outer", "restore", "checksum")
 
@@ -39,7 +36,6 @@ class Part:
     Args:
         fragment: fragment with its buffers.
         steps: inner steps of its round.
-        square: sum of the squared norms of this process's replicas' pseudo-gradients, for policies that need it.
         transfer: reduction of its pseudo-gradient; None where nothing is sent.
         norm: Euclidean norm of g, after its outer step.
         groups: round of each param group.
@@ -49,7 +45,6 @@ class Part:
 
     fragment: Fragment
     steps: int
-    square: Tensor | None = None
     transfer: Transfer | None = None
     norm: float = 0.0
     groups: tuple[GroupRound, ...] = ()
@@ -104,8 +99,10 @@ class Sync:
             self._in_parts = not whole and all(map(goes_in_parts, self.fragments))
             for part in self.parts:
                 part.fragment.divisor = self.members.replicas
-                if not self._in_parts:
-                    part.square = self._write(part)
+                if not self._in_parts and self.members.weight:
+                    part.fragment.write_pseudo_gradient(alone=alone)
+                elif not self._in_parts:  # nothing is sent, error-feedback residuals neither
+                    part.fragment.gradient.zero_()
         with self._phase("reduce"):
             for part in self.parts:
                 fragment = part.fragment
@@ -113,15 +110,6 @@ class Sync:
                     part.transfer = transfer_in_parts(fragment, communicator)
                 elif fragment.channel.lossy or not alone:
                     part.transfer = fragment.channel.launch(communicator, fragment.gradient, quantized=alone)
-
-    def _write(self, part: Part) -> Tensor | None:
-        """Write a pseudo-gradient; return the sum of its replicas' squared norms for a policy that needs it."""
-        fragment, alone = part.fragment, self.setting.alone
-        measure = bool(fragment.needs & COMPARED)
-        if not self.members.weight:  # nothing is sent, error-feedback residuals neither
-            fragment.gradient.zero_()
-            return torch.zeros(()) if measure else None
-        return fragment.write_pseudo_gradient(alone=alone, measure=measure)
 
     @property
     def bytes_sent(self) -> int:
@@ -147,16 +135,6 @@ class Sync:
         for part in self.parts:
             if part.transfer is not None:
                 part.transfer.wait()
-
-    def _local_squares(self) -> list[float | None]:
-        count = len(self.setting.modules)
-        return [None if part.square is None else float(part.square) / count for part in self.parts]
-
-    def mean_squares(self) -> list[float | None]:
-        """Return the mean squared norms of all replicas' pseudo-gradients, where they are measured."""
-        local = [[] if square is None else [square] for square in self._local_squares()]
-        means = averaged(self.setting.communicator, self.members.weight, local)
-        return [mean[0] if mean else None for mean in means]
 
     def receive(self, signals: Mapping[str, float]) -> bool:
         """Wait for the mean pseudo-gradients, and agree on the values that the outer steps depend on.
@@ -187,10 +165,7 @@ class Sync:
                     fragment.divide()
                 fragment.hand_over()
         with self._phase("outer"):
-            self._shared = agree(setting.communicator, self.fragments, weight, signals, self._local_squares())
-        if any(map(count_candidates, self.fragments)):
-            with self._phase("probe"):
-                self._shared.probes = probe_candidates(setting, self.fragments, weight)
+            self._shared = agree(setting.communicator, self.fragments, weight, signals)
 
     def add(self, failed: Sync) -> None:
         """Add the time and the bytes of a failed attempt to this one's."""
@@ -248,10 +223,9 @@ class Sync:
         transfer = part.transfer if isinstance(part.transfer, PartTransfer) else None
         swept = round_sweep(fragment, transfer, restore=restores, prove=not self.setting.alone)
         step_of(fragment.outer)(
-            signals=shared.signals_of(index),
+            signals=shared.signals,
             measure=True,
             measured=measured,
-            probes=(shared.probes[index] or None) if shared.probes else None,
             sweep=swept,
         )
         if transfer is not None:
@@ -278,8 +252,7 @@ class Sync:
             else:
                 digests = [part.fragment.digest(part.digests) for part in self.parts]
         reports = []
-        for index, (part, digest) in enumerate(zip(self.parts, digests, strict=True)):
-            agreement = self._shared.signals_of(index).get(AGREEMENT)
+        for part, digest in zip(self.parts, digests, strict=True):
             restarted = any(group.restarted for group in part.groups)
             name, number = part.fragment.name, part.fragment.round
             reports.append(
@@ -293,7 +266,7 @@ class Sync:
                     attempts=members.attempts,
                     minority=members.minority,
                     restarted=restarted,
-                    fragments=(FragmentRound(name, number, part.steps, restarted, digest["anchor"], agreement),),
+                    fragments=(FragmentRound(name, number, part.steps, restarted, digest["anchor"]),),
                     groups=part.groups,
                     pseudo_gradient_norm=part.norm,
                     signals=self._shared.signals,

@@ -22,7 +22,7 @@ from importlib.resources import files
 from typing import Any, Literal
 
 from twophase.base.errors import UsageError
-from twophase.policies.adaptive import Auto, LossTest, Probe
+from twophase.policies.adaptive import Auto
 from twophase.policies.base import RestartPolicy
 from twophase.policies.scheduled import AtRounds, Cycle, Soft
 from twophase.policies.text import parse
@@ -116,11 +116,11 @@ class RunSpectrum:
     note: str
 
 
-POLICIES = (Cycle, AtRounds, Soft, Auto, LossTest, Probe)
+POLICIES = (Cycle, AtRounds, Soft, Auto)
 """The policies that the page simulates besides a period."""
 
 POLICIES_WORDS = (
-    "the page shows never, a period such as 3, cycle, at, soft, auto, loss and probe. A policy has at most 64 "
+    "the page shows never, a period such as 3, cycle, at, soft and auto. A policy has at most 64 "
     "numbers and rounds up to 10^9; write one of these"
 )
 

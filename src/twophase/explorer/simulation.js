@@ -1,7 +1,7 @@
 "use strict";
 // Runs that no closed form gives, round by round in plain doubles as twophase.theory.rollout makes them: policies beside a
 // fixed period, an outer learning rate with a schedule, noise. m is the buffer in the rule's own form, g the
-// pseudo-gradient. A policy is a function of a round that answers null, or {retain, inject, before} for m <- retain m +
+// pseudo-gradient. A policy is a function of a round that answers null, or {retain, inject} for m <- retain m +
 // inject g, with {step: [A, B]} for x <- x - A g - B m in the place of the rule's update and {mix: [c, d]} for m <- c m + d g.
 
 const simulation = (() => {
@@ -13,7 +13,6 @@ const simulation = (() => {
   const after = (isDue, answer = HARD) => ({ t }) => (isDue(t) ? answer : null);
   const every = (period) => after((t) => t % period === 0);
   const sum = (values) => values.reduce((a, b) => a + b, 0);
-  const loss = (x) => sum(Array.from(x, (v) => v * v));
 
   function auto() {
     let older = 0,
@@ -29,33 +28,6 @@ const simulation = (() => {
     };
   }
 
-  function lossTest(retain = 0) {
-    let end = Infinity;
-    return ({ x, g }) => {
-      const worse = loss(x) > end;
-      end = loss(x.map((v, j) => v - g[j]));
-      return worse ? { retain, before: true } : null;
-    };
-  }
-
-  const CANDIDATES = {
-    keep: null,
-    drop: { retain: 0, before: true },
-    half: { retain: 0.5, before: true },
-    average: { step: [1, 0] },
-    fresh: { retain: 0, before: true, step: [1, 0] },
-  };
-
-  const probe = (choices) => ({ x, g, m, update }) => {
-    const losses = choices.map((choice) => {
-      const [along, back] = choice?.step ?? update,
-        kept = choice?.retain ?? 1;
-      const value = loss(x.map((v, j) => v - along * g[j] - back * kept * m[j]));
-      return Number.isFinite(value) ? value : Infinity;
-    });
-    return choices[losses.indexOf(Math.min(...losses))];
-  };
-
   const isCount = (word) => /^\d+$/.test(word) && Number(word) >= 1 && Number(word) <= 1e9;
 
   /** What makes a policy from its text form, as on the command line, or null; `measures` if its gain is unknown before. */
@@ -68,12 +40,6 @@ const simulation = (() => {
     const plan = (make, measures = false) => ({ make, measures });
     if (numbers.length > 64) return null;
     if (name === "auto" && !words.length) return plan(auto, true);
-    if (name === "loss" && words.length < 2 && numbers.every((v) => v >= 0 && v < 1)) return plan(() => lossTest(first), true);
-    if (name === "probe" && words.length === 1 && lists[0].length > 1 && new Set(lists[0]).size === lists[0].length) {
-      const choices = lists[0].map((word, i) => CANDIDATES[word] ?? { step: [numbers[i], 0] });
-      const isKnown = (word, i) => Object.hasOwn(CANDIDATES, word) || (numbers[i] > 0 && numbers[i] <= MOST);
-      if (lists[0].every(isKnown)) return plan(() => probe(choices.map((c, i) => (lists[0][i] === "keep" ? null : c))), true);
-    }
     if (name === "soft" && words.length === 3 && numbers.length === 3) {
       const fits = isCount(all[0]) && Math.abs(second) <= MOST && Math.abs(third) <= MOST;
       return fits ? plan(() => after((t) => t % first === 0, { retain: second, inject: third })) : null;
@@ -140,17 +106,16 @@ const simulation = (() => {
     for (let t = 1; t <= rounds; t++) {
       for (let j = 0; j < count; j++) g[j] = sigmas[j] * x[j] + (noise ? size * noise[(t - 1) * count + j] : 0);
       const lr = rule.lr * SCHEDULES[schedule](t, rounds);
-      const update = nesterov ? [lr * (1 + b) * w, lr * b * b] : [lr * w, lr * b];
-      const answer = policy && policy({ t, x, g, m, update });
-      const restarted = answer?.retain !== undefined,
-        early = restarted && answer.before;
+      const answer = policy && policy({ t, g, m });
+      const restarted = answer?.retain !== undefined;
       for (let j = 0; j < count; j++) {
-        const old = early ? answer.retain && answer.retain * m[j] : m[j]; // 0 times infinity would be no number
+        const old = m[j];
         let next = b * old + w * g[j];
         if (answer?.step) x[j] -= answer.step[0] * g[j] + (answer.step[1] && answer.step[1] * old);
         else x[j] -= lr * (nesterov ? b * next + w * g[j] : next);
+        // 0 times infinity would be no number
         if (answer?.mix) next = (answer.mix[0] && answer.mix[0] * old) + answer.mix[1] * g[j];
-        if (restarted && !early) next = (answer.retain && answer.retain * next) + (answer.inject && answer.inject * g[j]);
+        if (restarted) next = (answer.retain && answer.retain * next) + (answer.inject && answer.inject * g[j]);
         m[j] = next;
         places[j][t] = x[j];
       }

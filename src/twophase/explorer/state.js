@@ -64,7 +64,7 @@ const store = (() => {
       limits = given.limits[field.of ?? name];
     if (field.kind === "policy") {
       if (text === "" || simulation.read(text)) return { value: text.trim() };
-      return { error: "Write auto, loss, probe:keep,drop, cycle:5,6,10, at:4,9 or soft:3:0.2:0.1." };
+      return { error: "Write auto, cycle:5,6,10, at:4,9 or soft:3:0.2:0.1." };
     }
     if (field.kind === "word") {
       return field.words.includes(text) ? { value: text } : { error: `Choose ${field.words.join(" or ")}.` };

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from twophase.optim.products import Angles
-from twophase.policies.base import MEASURED, PROBES, Answer
+from twophase.policies.base import MEASURED, Answer
 from twophase.policies.checks import check_count
 from twophase.policies.text import parse
 from twophase.rule import OuterRule, check_rule
@@ -97,29 +97,16 @@ def check_needs(group: Mapping[str, Any], supplied: Collection[str], origin: str
 
     Args:
         group: a completed param group.
-        supplied: names of the present or promised signals, and `"probes"`.
+        supplied: names of the present or promised signals.
         origin: the policy's origin, for the message.
     """
     missing = parse(group["restart"]).needs - MEASURED - set(supplied)
     if missing:
-        ways = ["pass them to step(signals=...), the same on every replica"] if missing - {PROBES} else []
-        ways += ["pass the loss on a probe batch as a function, step(probe=...)"] if PROBES in missing else []
         raise ValueError(
-            f"OuterSGD: {origin}restart policy {group['restart']} needs {', '.join(sorted(missing))}; "
-            f"{' and '.join(ways)}, and promise it at construction with signals={sorted(missing)!r}"
+            f"OuterSGD: {origin}restart policy {group['restart']} needs {', '.join(sorted(missing))}; pass them to "
+            "step(signals=...), the same on every replica, and promise them at construction with "
+            f"signals={sorted(missing)!r}"
         )
-
-
-def count_candidates(groups: Sequence[Mapping[str, Any]]) -> int:
-    """Return how many candidates the groups' policy wants probed; refuse different probing policies."""
-    policies = {str(p): p for group in groups if PROBES in (p := parse(group["restart"])).needs}
-    if len(policies) > 1:
-        raise ValueError(
-            f"OuterSGD: the groups have different probing policies, {', '.join(sorted(policies))}; give all of them "
-            "the same one: they are judged together"
-        )
-    # How many there are does not depend on the rule.
-    return sum(len(policy.candidates(OuterRule(0.0, 0.0))) for policy in policies.values())
 
 
 def loaded_groups(
@@ -146,7 +133,6 @@ def loaded_groups(
                 f"OuterSGD: the loaded policy's memory {memory!r:.200} holds no numbers; load what was saved"
             )
         check_needs(loaded[-1], promised, "the loaded state's ")
-    count_candidates(loaded)
     for group, current in zip(loaded, groups, strict=False):  # torch counts them
         for index, param in zip(group["params"], current["params"], strict=False):
             for saved in map(state["state"].get(index, {}).get, _SHAPED):
@@ -159,7 +145,7 @@ def loaded_groups(
 
 
 def as_number(name: str, value: Any) -> float:
-    """Return a loss or signal as a float; raise a ValueError where it is no number."""
+    """Return a signal as a float; raise a ValueError where it is no number."""
     try:
         return float(value.detach() if hasattr(value, "detach") else value)
     except (TypeError, ValueError, RuntimeError):  # the last of tensors with several elements

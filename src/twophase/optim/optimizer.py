@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -137,36 +136,6 @@ class OuterOptimizer(OuterSGD):
             return inspect.unwrap(OuterSGD.step)(self, closure, measured=measured, **options)
         finally:
             self._parts_of_round = None
-
-    @torch.no_grad()
-    def candidate(self, number: int) -> list[tuple[Tensor, Tensor]]:
-        """Return what `OuterSGD.candidate` does, with the rule of this round."""
-        if number == 0:
-            self._parts_of_round = None  # as in `dots`
-        self._parts()  # a filter compares g with a momentum of the rounds before, as in `step`: not of this one
-        before = [{name: group[name] for name in ("lr", "momentum")} for group in self.param_groups]
-        for group in self.param_groups:
-            self._schedule(group)
-        try:
-            moved = super().candidate(number)
-            others = {id(x): new for part in self._parts() for x, new in self._rehearsed(part)}
-            return [(p, others.get(id(p), new)) for p, new in moved]
-        finally:  # a repeated sync filters with the same momentum again
-            for group, numbers in zip(self.param_groups, before, strict=True):
-                group.update(numbers)
-
-    def _rehearsed(self, part: Part) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the next parameters of a method that is not momentum SGD; change nothing."""
-        method, group = method_of(part.group), part.group
-        for x, g in zip(part.params, part.gradients, strict=True) if not method.plain else ():
-            rule = rule_of(group)
-            weights = advance(method, rule, {name: group[name] for name in WEIGHTS})
-            round_ = Round(group["rounds"] + 1, rule, Answer({}), weights)
-            # Not all are tensors: torch's SGD without momentum remembers None.
-            state = copy.deepcopy({key: value for key, value in self.state.get(x, {}).items() if key != READOUT})
-            new = x.to(buffer_dtype(x), copy=True)
-            update = function_of(method)(method, round_, x, g.to(new.dtype), _completed(method, x, state))
-            yield x, new.sub_(update)
 
     def _parts(self) -> list[Part]:
         if self._parts_of_round is None:

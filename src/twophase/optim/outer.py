@@ -17,13 +17,12 @@ from twophase.optim.groups import (
     check_group,
     check_needs,
     complete_,
-    count_candidates,
     loaded_groups,
     rule_of,
     saved_group,
 )
 from twophase.optim.products import Angles, Dots, dots
-from twophase.policies.base import MEASURED, PROBES, Answer, Never, Restart, RestartPolicy, RoundSignal, answered, ask
+from twophase.policies.base import MEASURED, Answer, Never, Restart, RestartPolicy, RoundSignal, ask
 from twophase.policies.text import parse
 from twophase.rule import Form, OuterRule, check_rule
 
@@ -93,8 +92,7 @@ class OuterSGD(Optimizer):
         nesterov: True if the step looks ahead.
         form: `"sum"` (as torch.optim.SGD) or `"ema"` (as the restart paper).
         restart: a policy of `twophase.restart`, its text form, or a period.
-        signals: names of the further values that `step(signals=...)` will pass, and `"probes"` if it will pass `probe`;
-            a policy that needs more is refused.
+        signals: names of the further values that `step(signals=...)` will pass; a policy that needs more is refused.
 
     Raises:
         ValueError: a value outside its range, an unknown policy, or one that needs signals not promised.
@@ -152,7 +150,6 @@ class OuterSGD(Optimizer):
         try:
             complete_(group)
             check_needs(group, self.promised)
-            count_candidates(self.param_groups)  # refuses groups that cannot be judged together
         except ValueError:
             self.param_groups.pop()
             raise
@@ -163,10 +160,8 @@ class OuterSGD(Optimizer):
         closure: Callable[[], Any] | None = None,
         *,
         signals: Mapping[str, float] | None = None,
-        probe: Callable[[], float] | None = None,
         measure: bool = False,
         measured: Sequence[Dots] | None = None,
-        probes: Sequence[float] | None = None,
         sweep: Sweep | None = None,
     ) -> Any:
         """Take one outer round.
@@ -174,13 +169,10 @@ class OuterSGD(Optimizer):
         Args:
             closure: re-evaluates and returns the loss, as for any torch optimizer.
             signals: further values for policies that need them, such as losses; the same on every replica.
-            probe: loss at the current parameters (the mean over processes), for policies that weigh candidates. It
-                takes the same data at each call of a step, and no gradient: `.grad` holds the pseudo-gradient.
             measure: True to leave each group's norms, cosine and gain in `last_round`, by three more reads of g and m.
                 A signal that is not finite is then named there, without a warning.
             measured: result of `dots()`; of several processes, the same one's for all: equal bits need not give equal
                 sums on unlike machines.
-            probes: losses of the candidates where they are computed already, in place of `probe`.
             sweep: the parameters, gradients and buffers of the only group as flat vectors.
 
         Returns:
@@ -192,27 +184,22 @@ class OuterSGD(Optimizer):
                 loss = closure()
         self.last_round, self.begun = [], False
         parts = self._parts()
-        is_bare = not measure and all(option is None for option in (signals, probe, measured, probes))
-        if is_bare and self.is_rehearsal():
+        if not measure and signals is None and measured is None and self.is_rehearsal():
             self._rehearse(parts)
             return loss
-        supplied = set(signals or ()) | (set() if probe is None and probes is None else {PROBES})
         for part in parts:  # all of them before any: a round that is refused has not happened
             self._check(part.group)  # a scheduler may have changed it, or a user its policy
-            check_needs(part.group, supplied)
+            check_needs(part.group, signals or ())
         if signals is not None:  # the policies' memory would hold the tensor itself, which may change
             needed = frozenset().union(*(parse(part.group["restart"]).needs for part in parts))
             signals = {
                 name: as_number(f"OuterSGD: signals[{name!r}]", value) if name in needed else value
                 for name, value in signals.items()
             }
-        if probes is None and probe is not None and self.candidate_count:
-            probes = self._probe(probe)
-        losses = None if probes is None else tuple(probes)
         self.begun = True
         for index, part in enumerate(parts):
             angles = None if measured is None else Angles.of(measured[index])
-            self._step_group(part, signals, losses, measure=measure, angles=angles, sweep=sweep)
+            self._step_group(part, signals, measure=measure, angles=angles, sweep=sweep)
         return loss
 
     _check, _report = staticmethod(check_group), staticmethod(GroupRound.of)  # of a group
@@ -256,7 +243,6 @@ class OuterSGD(Optimizer):
         self,
         part: Part,
         signals: Mapping[str, float] | None,
-        losses: tuple[float, ...] | None,
         *,
         measure: bool,
         angles: Angles | None,
@@ -276,7 +262,7 @@ class OuterSGD(Optimizer):
         norms: tuple[float | None, ...] = (None, None, None)
         if angles is not None:
             norms = (angles.pseudo_gradient_norm, angles.buffer_norm, angles.cosine if cosine else None)
-        signal = RoundSignal(number, age, *norms, signals, rule_of(group), losses)
+        signal = RoundSignal(number, age, *norms, signals, rule_of(group))
         answer = ask(policy, group["policy_state"], signal)
         totals = self._apply(part, answer, sweep)
         if angles is None and totals is not None:  # `measured` is of all shards, and the sweep's of this one
@@ -331,44 +317,6 @@ class OuterSGD(Optimizer):
     def dots(self) -> list[Dots]:
         """Return `<g, g>`, `<m, m>` and `<g, m>` of each group that has a gradient, before g is mixed in."""
         return [_dots(part) for part in self._parts()]
-
-    @property
-    def candidate_count(self) -> int:
-        """Number of candidates that the groups' policy wants probed; 0 if none does, a ValueError if they differ."""
-        return count_candidates(self.param_groups)
-
-    @torch.no_grad()
-    def candidate(self, number: int) -> list[tuple[Tensor, Tensor]]:
-        """Return each parameter that takes part, and its value after this round with the candidate of that number.
-
-        Groups with a policy that does not probe take their rule's update in it.
-
-        Args:
-            number: number of the candidate, from 0. The new tensors have the buffers' dtype.
-        """
-        moved: list[tuple[Tensor, Tensor]] = []
-        for group, *columns in self._parts():
-            policy, rule = parse(group["restart"]), rule_of(group)
-            decision = policy.candidates(rule)[number] if PROBES in policy.needs else None
-            along_g, along_m = answered({}, decision).weights(rule)
-            for p, g, buffer in zip(*columns, strict=True):
-                new = p.to(buffer_dtype(p), copy=True).sub_(g, alpha=along_g)
-                moved.append((p, new if buffer is None or along_m == 0 else new.sub_(buffer, alpha=along_m)))
-        return moved
-
-    def _probe(self, probe: Callable[[], float]) -> list[float]:
-        """Return the losses of the candidates; the parameters come out as they were."""
-        before = [(p, p.clone()) for part in self._parts() for p in part.params]
-        losses = []
-        for number in range(self.candidate_count):
-            try:
-                for p, new in self.candidate(number):  # each candidate is a step from the round's start
-                    p.copy_(new)
-                losses.append(as_number("OuterSGD: what probe() returned", probe()))
-            finally:
-                for p, old in before:
-                    p.copy_(old)
-        return losses
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as every torch optimizer does; next to tensors it holds plain numbers and text alone."""

@@ -24,12 +24,6 @@ State = dict[str, float]
 """A policy's memory: plain numbers under string keys, so that JSON and `torch.save(weights_only)` both carry it."""
 MEASURED = frozenset({"pseudo_gradient_norm", "buffer_norm", "cosine"})
 """What a policy may need that the optimizer measures by itself."""
-PROBES = "probes"
-"""What a policy needs that decides by the losses of its candidates."""
-AGREEMENT = "agreement"
-"""`|g|^2` over the mean of the replicas' squared norms: 1 if they agree, 1 / replicas if they share nothing."""
-COMPARED = frozenset({AGREEMENT})
-"""What an engine of at least two replicas measures by comparing them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +38,6 @@ class RoundSignal:
         cosine: cosine of the angle between g and that buffer, 0 when either vanishes; None unless needed.
         extra: further all-reduced values that the caller supplies, such as losses.
         rule: the rule that the policy is used with.
-        probes: the losses of the policy's `candidates`, in their order; None unless it needs `"probes"`.
     """
 
     round: int
@@ -54,7 +47,6 @@ class RoundSignal:
     cosine: float | None = None
     extra: Mapping[str, float] | None = None
     rule: OuterRule | None = None
-    probes: tuple[float, ...] | None = None
 
     def value(self, name: str) -> float:
         """Return a measured or supplied number by its name; raise KeyError if it is missing."""
@@ -138,11 +130,6 @@ class RestartPolicy(ABC):
 
         Called through `ask`, which has checked that everything in `needs` is there and finite.
         """
-
-    def candidates(self, rule: OuterRule) -> tuple[Decision, ...]:
-        """List the decisions to measure the losses of, for a policy that needs `"probes"`."""
-        del rule
-        return ()
 
     def canonical(self, rule: OuterRule) -> OuterRule:
         """Choose a representative of the rules that make the same updates with this policy, the same for all."""
@@ -280,28 +267,20 @@ def ask(policy: RestartPolicy, state: State, signal: RoundSignal) -> Answer:
         KeyError: something that it needs is missing.
         ValueError: the answer is none; a memory that no checkpoint can hold would be lost when the run resumes.
     """
-    needs = policy.needs
-    broken = [name for name in needs if name != PROBES and not math.isfinite(signal.value(name))]
-    if PROBES in needs and not any(math.isfinite(loss) for loss in signal.probes or ()):
-        broken.append(PROBES)  # of several candidates a single one may blow up; it is not chosen
+    broken = sorted(name for name in policy.needs if not math.isfinite(signal.value(name)))
     if broken:
-        return Answer(state, not_finite=tuple(sorted(broken)))
+        return Answer(state, not_finite=tuple(broken))
     answer = policy.decide(policy.initial_state() | state, signal)
     try:
         memory, decision = answer
         valid = all(isinstance(key, str) and not math.isnan(value) for key, value in memory.items())
     except (AttributeError, TypeError, ValueError):
         memory, decision, valid = {}, None, False
-    if valid and isinstance(decision, Decision):
-        return answered(memory, decision)
+    if valid and isinstance(decision, Step):
+        return Answer(memory, step=decision)
+    if valid and isinstance(decision, Restart | None):
+        return Answer(memory, decision, decision and decision.step)
     raise ValueError(
         f"restart policy {policy} answers {answer!r} in round {signal.round}. Its decide() must return a memory of "
         "numbers under names, such as {}, and None, a Restart or a Step"
     )
-
-
-def answered(state: State, decision: Decision) -> Answer:
-    """Return a decision as an answer."""
-    if isinstance(decision, Step):
-        return Answer(state, step=decision)
-    return Answer(state, decision, decision and decision.step)

@@ -21,10 +21,6 @@ from twophase.policies.base import REGISTRY, RestartPolicy, is_redefined
 POLICIES_VARIABLE = "TWOPHASE_POLICIES"
 """Environment variable: modules that register further policies, separated by commas; loaded on an unknown name.
 The command line and a sweep's workers, processes of their own, learn of such policies in this way."""
-_REMOVED = dict.fromkeys(
-    ("bound", "cap", "lookahead", "opposed", "reseed", "slowmo", "speed", "tracked"), "a period such as 3"
-) | {"cosine": "gradient (docs/policies.md)", "debiased": "a period, with schedule transient"}
-"""Policies of earlier versions, which old configs and checkpoints still name, and their replacements."""
 
 
 def _class_of(name: str) -> type[RestartPolicy] | None:
@@ -80,10 +76,6 @@ def parse(text: str | int | RestartPolicy) -> RestartPolicy:
 def _parse_text(text: str) -> RestartPolicy:
     name, *arguments = ["periodic", text] if re.fullmatch(r"-?[0-9]+", text) else text.split(":")
     cls = _class_of(name)
-    if cls is None and name in _REMOVED:
-        raise ValueError(
-            f"restart {shortened(text)!r} was removed (CHANGELOG.md); start a new run with {_REMOVED[name]}"
-        )
     if cls is None:
         forms = (
             "write never, a period such as 3, cycle:5,6,10, at:4,9, soft:3:0.2:0.1, or "
@@ -106,8 +98,7 @@ def _parse_text(text: str) -> RestartPolicy:
 
 
 def _value(word: str, kind: str) -> Any:
-    """Return the value of a field of some type: a number, or a tuple of numbers or of texts."""
+    """Return the value of a field of some type: a number, or a tuple of numbers."""
     if "tuple" not in kind:
         return number(word)
-    items = word.split(",") if word else []
-    return tuple(items if "str" in kind else map(number, items))
+    return tuple(map(number, word.split(","))) if word else ()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from twophase.number import did_you_mean
-from twophase.policies.base import COMPARED, PROBES, Never, RestartPolicy
+from twophase.policies.base import Never, RestartPolicy
 from twophase.rule import OuterRule
 from twophase.shelf.base import SLOTS, Filter, Method, Readout, Schedule, Slot, value_text
 from twophase.shelf.text import parse
@@ -72,11 +72,6 @@ class Outer:
             first_moment: whether the method has a buffer that a restart acts on.
         """
         method = self.method
-        if policy.needs & COMPARED and self.filter.name != "none":
-            raise ValueError(
-                f"restart policy {policy} compares g with those of the replicas, and filter {self.filter.name} changes "
-                "g before it does. Take one of them away (never, or none)"
-            )
         if method.plain:
             rules = {policy.canonical(OuterRule(lr, momentum)) for lr, momentum in ((1.0, 0.9), (0.7, 0.5))}
             if len(rules) == 1 and self.schedule.name != "constant":
@@ -91,7 +86,7 @@ class Outer:
                 + (" that outlasts a round at momentum 0" if first_moment else "")
                 + "; use never, or a method with a momentum"
             )
-        if policy.takes_steps or PROBES in policy.needs:
+        if policy.takes_steps:
             raise ValueError(
                 f"restart policy {policy} takes steps of momentum SGD, and method {method.name} has its own. Use it "
                 "with sgd, heavy-ball or nesterov, or take a policy that only restarts, such as 3"

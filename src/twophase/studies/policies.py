@@ -20,7 +20,6 @@ from typing import ClassVar
 
 from twophase.policies.adaptive import Auto
 from twophase.policies.base import (
-    AGREEMENT,
     AVERAGING,
     Decision,
     Restart,
@@ -183,9 +182,9 @@ class Gain(_Part):
 @register("observe")
 @dataclass(frozen=True, slots=True)
 class Observe(_Alone):
-    """Average, and measure: the cosine of g and the last g, and how far replicas agree. Text form `observe`."""
+    """Average, and measure the cosine of g and the last g. Text form `observe`."""
 
-    needs: ClassVar[frozenset[str]] = Along.needs | {"cosine", AGREEMENT}
+    needs: ClassVar[frozenset[str]] = Along.needs | {"cosine"}
 
     def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
         """Average; the buffer becomes g."""

@@ -196,8 +196,8 @@ def words_of(text: str) -> tuple[str, ...]:
 
     A comma ends a word where `NAME=` follows it; other commas belong to the word. `none` is no words at all.
 
-    >>> words_of("ends=probe:keep,average,blocks=3")
-    ('ends=probe:keep,average', 'blocks=3')
+    >>> words_of("ends=at:4,9,blocks=3")
+    ('ends=at:4,9', 'blocks=3')
     """
     return () if text == _NO_WORDS else tuple(_NEXT_WORD.split(text.strip()))
 

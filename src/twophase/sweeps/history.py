@@ -24,7 +24,7 @@ from fractions import Fraction
 from functools import lru_cache
 
 from twophase.base.errors import UsageError
-from twophase.policies.base import PROBES, Answer, Restart, RestartPolicy, RoundSignal, ask
+from twophase.policies.base import Answer, Restart, RestartPolicy, RoundSignal, ask
 from twophase.rule import OuterRule
 
 ABSENT = "-"
@@ -62,7 +62,7 @@ def answers(rule: OuterRule, policy: RestartPolicy, rounds: int) -> Iterator[Ans
         yield answer
 
 
-def algebra(rule: OuterRule, policy: RestartPolicy, rounds: int, probed: int = 0) -> list[str]:
+def algebra(rule: OuterRule, policy: RestartPolicy, rounds: int) -> list[str]:
     """Name each round's update: equal names for equal coefficients `c_t1 ... c_tt`, in exact arithmetic.
 
     The coefficients are not written out, because their digits grow with the rounds. Instead `sum_i c_ti X^i` is
@@ -72,13 +72,12 @@ def algebra(rule: OuterRule, policy: RestartPolicy, rounds: int, probed: int = 0
         rule: the outer rule; its numbers count as the decimals that they print as.
         policy: the restart policy.
         rounds: T >= 1.
-        probed: sequences that a policy which probes is shown; 0 means all. No other policy's names depend on it.
 
     Returns:
         T names. An adaptive policy's updates are not known in advance: they are named after the policy itself.
     """
     if not is_scheduled(rule, policy):
-        return [_opaque(policy.canonical(rule), policy, number, probed) for number in range(1, rounds + 1)]
+        return [_opaque(policy.canonical(rule), policy, number) for number in range(1, rounds + 1)]
     lr, momentum = _residue(rule.lr), _residue(rule.momentum)
     weight = 1 if rule.form == "sum" else (1 - momentum) % _PRIME
     buffer, gradient, names = 0, 1, []
@@ -96,15 +95,13 @@ def algebra(rule: OuterRule, policy: RestartPolicy, rounds: int, probed: int = 0
     return names
 
 
-def bits(rule: OuterRule, policy: RestartPolicy, rounds: int, probed: int = 0) -> list[Round]:
+def bits(rule: OuterRule, policy: RestartPolicy, rounds: int) -> list[Round]:
     """Name each round's update and buffer: equal names only for the same floating-point operations.
 
     The arguments are those of `algebra`.
     """
-    # At momentum 0 a policy that probes may be plain as well. But a forest evaluates candidates for one class of runs a
-    # round only, so its run and its count of restarts are not shared.
-    if not is_scheduled(rule, policy) or PROBES in policy.needs:
-        names = [_opaque(rule, policy, number, probed) for number in range(1, rounds + 1)]
+    if not is_scheduled(rule, policy):
+        names = [_opaque(rule, policy, number) for number in range(1, rounds + 1)]
         return [Round(name, f"m{name}" if rule.momentum else ABSENT) for name in names]
     if rule.momentum == 0:
         return [Round(_name("step", rule.lr, _scaled(1.0, t)), ABSENT) for t in range(1, rounds + 1)]
@@ -147,10 +144,8 @@ def _scaled(weight: float, number: int) -> str:
     return _name("g", number) if weight == 1 else _name("g", number, weight)
 
 
-def _opaque(rule: OuterRule, policy: RestartPolicy, number: int, probed: int) -> str:
-    # Where all are shown the name is as it was before there was a choice: states of sweeps are found by it.
-    probes = (probed,) if probed and PROBES in policy.needs else ()
-    return _name("adaptive", rule, policy, number, *probes)
+def _opaque(rule: OuterRule, policy: RestartPolicy, number: int) -> str:
+    return _name("adaptive", rule, policy, number)
 
 
 @lru_cache(4096)

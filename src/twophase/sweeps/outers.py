@@ -126,7 +126,7 @@ class Outers:
     def _history(self, run: str) -> list[str]:
         if run not in self._histories:
             config = self.configs[run]
-            history = bits(config.outer.rule(), config.outer.policy(), config.rounds, config.probed)
+            history = bits(config.outer.rule(), config.outer.policy(), config.rounds)
             self._histories[run] = [update.buffer for update in history]
         return self._histories[run]
 

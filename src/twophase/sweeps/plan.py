@@ -153,7 +153,7 @@ def plan(sweep: Sweep, *, merge: bool = True, finished: Collection[str] = ()) ->
     """Find the canonical runs of a sweep and the forest that they form.
 
     Args:
-        sweep: its configurations have an outer rule and policy, `steps`, `inner_steps`, `probed` and `shares_steps`.
+        sweep: its configurations have an outer rule and policy, `steps`, `inner_steps` and `shares_steps`.
         merge: let one run stand for all that are the same in exact arithmetic.
         finished: ids of runs that are there already; a class that has one takes it as its canonical run.
 
@@ -201,8 +201,8 @@ class _History:
         rule, policy = config.outer.rule(), config.outer.policy()
         # The last round may be shorter.
         syncs = [*range(config.inner_steps, config.steps, config.inner_steps), config.steps]
-        same_bits = (update.update for update in bits(rule, policy, len(syncs), config.probed))
-        same_algebra = algebra(rule, policy, len(syncs), config.probed)
+        same_bits = (update.update for update in bits(rule, policy, len(syncs)))
+        same_algebra = algebra(rule, policy, len(syncs))
         return cls(
             fingerprint(trunk),
             config.steps,
@@ -245,11 +245,11 @@ def _grow(runs: Iterable[str], histories: Mapping[str, _History]) -> Iterator[No
         ]
 
 
-def _plainness(config: RunConfig) -> tuple[bool, bool, bool, bool, bool]:
+def _plainness(config: RunConfig) -> tuple[bool, bool, bool, bool]:
     """Return the sort key of equal runs: the plainest configuration comes first."""
     rule = config.outer.rule()
     restarts = config.outer.policy() != Never()
-    return rule.momentum > 0, restarts, rule.nesterov, rule.form != "sum", config.probed > 0
+    return rule.momentum > 0, restarts, rule.nesterov, rule.form != "sum"
 
 
 def _digest(*parts: object) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -11,23 +10,10 @@ from numpy.typing import ArrayLike
 from twophase.theory.inputs import Floats, check_count, check_counts, check_finite
 
 
-@dataclass(frozen=True, slots=True)
-class Noise:
-    """Hold the replicas' disturbances: their mean and their mean square, (rounds, [seeds], modes)."""
-
-    mean: Floats
-    square: Floats
-    replicas: int
-
-    def of(self, modes: slice) -> Noise:
-        """Return the part of some modes."""
-        return Noise(self.mean[..., modes], self.square[..., modes], self.replicas)
-
-
 def disturbance(
     where: str, noise: ArrayLike, replicas: int, seeds: int | Sequence[int] | None, *, size: tuple[int, int]
-) -> Noise:
-    """Return the noise of so many rounds and modes, from its standard deviation or as given."""
+) -> Floats:
+    """Return the replicas' mean disturbance, (rounds, [seeds], modes): from its standard deviation, or as given."""
     values, replicas = check_finite(where, "noise", noise), check_count(where, "replicas", replicas)
     if values.ndim:
         if values.ndim != 3 or values.shape[::2] != size or values.shape[1] == 0:
@@ -39,26 +25,22 @@ def disturbance(
             raise ValueError(f"{where}: replicas is {replicas}, but noise holds {values.shape[1]}; leave replicas out")
         if seeds is not None:
             raise ValueError(f"{where}: seeds go with noise that is drawn; leave them out, or give noise as a number")
-        return Noise(values.mean(axis=1), (values**2).mean(axis=1), values.shape[1])
+        return values.mean(axis=1)
     if values < 0:
         raise ValueError(f"{where}: noise is {values.item()!r}; a standard deviation is >= 0")
     if seeds is None:
-        mean, square = _draws(0, replicas, size) if values else (np.zeros(size), np.zeros(size))
-        return Noise(values * mean, values**2 * square, replicas)
+        return values * _draws(0, replicas, size) if values else np.zeros(size)
     numbers = check_counts(where, "seeds", seeds, least=0 if np.ndim(seeds) else 1)
     drawn = [
         _draws(seed, replicas, size) for seed in (numbers.ravel().tolist() if numbers.ndim else range(int(numbers)))
     ]
-    means, squares = (np.stack(parts, axis=1) for parts in zip(*drawn, strict=True))
-    return Noise(values * means, values**2 * squares, replicas)
+    return values * np.stack(drawn, axis=1)
 
 
-def _draws(seed: int, replicas: int, size: tuple[int, int]) -> tuple[Floats, Floats]:
-    """Draw standard normals; return mean and mean square over replicas, (rounds, modes), a stream for each replica."""
-    total, square = np.zeros(size), np.zeros(size)
+def _draws(seed: int, replicas: int, size: tuple[int, int]) -> Floats:
+    """Draw standard normals; return their mean over the replicas, (rounds, modes), a stream for each replica."""
+    total = np.zeros(size)
     for replica in range(replicas):
         stream = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(replica,)))
-        draw = stream.standard_normal(size)
-        total += draw
-        square += draw * draw
-    return total / replicas, square / replicas
+        total += stream.standard_normal(size)
+    return total / replicas

@@ -18,19 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from twophase.policies.base import (
-    AGREEMENT,
-    MEASURED,
-    PROBES,
-    Answer,
-    Never,
-    Restart,
-    RestartPolicy,
-    RoundSignal,
-    State,
-    answered,
-    ask,
-)
+from twophase.policies.base import MEASURED, Answer, Never, Restart, RestartPolicy, RoundSignal, State, ask
 from twophase.policies.text import parse
 from twophase.rule import OuterRule
 from twophase.shelf.base import Schedule
@@ -45,10 +33,9 @@ from twophase.theory.inputs import (
     common_shape,
     rule_arrays,
 )
-from twophase.theory.noise import Noise, disturbance
+from twophase.theory.noise import disturbance
 
-_LOSSES = frozenset({"loss_start", "loss_end"})
-_SUPPLIED = MEASURED | _LOSSES | {PROBES, AGREEMENT, "inner_lr", "progress"}
+_SUPPLIED = MEASURED | {"inner_lr", "progress"}
 """Signals that the model can supply to a policy."""
 
 
@@ -95,12 +82,8 @@ def rollout(
 
     The policy is asked once a round and sees the signals of `OuterSGD`: the rule, the counters and, if it `needs` them,
     norms and cosine. These are over all modes of its trajectory, before g is mixed in (at momentum 0 the buffer counts
-    as 0). The signals of an engine are here
-
-    * `loss_start`, `loss_end`: the model's loss at the anchor x, and at x - g, where the replicas' mean has come to;
-    * `probes`: its loss at each candidate anchor, without noise;
-    * `agreement`: `|g|^2` over the mean of the replicas' own squared norms; needs at least two replicas;
-    * `inner_lr`: 1, for it is constant; `progress`: the share of the rounds that are done, this one included.
+    as 0). Of a run's further signals there are `inner_lr`, which is 1, for it is constant, and `progress`, the share of
+    the rounds that are done, this one included.
 
     A policy that needs nothing is asked once for all trajectories of a rule, others for each. A mode that diverges
     becomes inf and nan without a warning. Where a signal that the policy needs is inf or nan, the policy is no longer
@@ -237,13 +220,13 @@ def _rollouts(  # noqa: PLR0917 - the arguments of both public functions
     runs = []
     for (name, block), sigma, end in zip(blocks.items(), sigmas, np.cumsum(modes).tolist(), strict=True):
         part = slice(end - sigma.shape[-1], end)
-        runs.append(_simulate(name, block, sigma, start[..., part], disturbed.of(part)))
+        runs.append(_simulate(name, block, sigma, start[..., part], disturbed[..., part]))
     return runs, modes
 
 
-def _simulate(where: str, block: Block, sigma: Floats, initial: Floats, noise: Noise) -> Rollout:
+def _simulate(where: str, block: Block, sigma: Floats, initial: Floats, noise: Floats) -> Rollout:
     """Simulate the modes of a block; all trajectories are rows of arrays (trajectories, modes)."""
-    rounds, *seeds, modes = noise.mean.shape
+    rounds, *seeds, modes = noise.shape
     # A policy object is not parsed: here it needs no text form, which `parse` would ask for.
     restart = block.restart if isinstance(block.restart, RestartPolicy) else parse(block.restart)
     schedule: Schedule = parse_shelf("schedule", block.schedule).over(rounds)
@@ -262,7 +245,7 @@ def _simulate(where: str, block: Block, sigma: Floats, initial: Floats, noise: N
     forms = np.where(rules.ema, "ema", "sum")
     columns = [flat(values[..., None]) for values in (rules.lr, rules.momentum, rules.nesterov, forms)]
     of_rows = [OuterRule(*row) for row in np.hstack(columns, dtype=object)]
-    policy = _Policy(where, restart, of_rows, weights, noise.replicas)
+    policy = _Policy(where, restart, of_rows)
     sigma, (lr, b, nesterov, _), w = flat(sigma), columns, flat(rules.injection[..., None])
     positions, buffers = (np.zeros((rounds + 1, count, modes)) for _ in range(2))
     gradients = np.empty((rounds, count, modes))
@@ -276,12 +259,8 @@ def _simulate(where: str, block: Block, sigma: Floats, initial: Floats, noise: N
         for rows, now in policy.scheduled(schedule, t + 1) if is_scheduled else ():
             lr[rows], b[rows], w[rows] = now.lr, now.momentum, now.injection
         with np.errstate(all="ignore"):
-            g, mean = sigma * x, of_round(noise.mean[t])
-            square = (g * g).sum(axis=1) + (2 * g * mean + of_round(noise.square[t])).sum(
-                axis=1
-            )  # mean_r |sigma x + n_r|^2
-            g = g + mean
-            answers = policy.ask(t + 1, (t + 1) / rounds, x, g, np.where(keeps_buffer, old, 0.0), square)
+            g = sigma * x + of_round(noise[t])
+            answers = policy.ask(t + 1, (t + 1) / rounds, g, np.where(keeps_buffer, old, 0.0))
             for rows, answer in answers:
                 if answer.restart is not None and answer.restart.before:
                     old[rows] = restarted(answer.restart, old[rows], g[rows])
@@ -364,9 +343,7 @@ Rows = slice | list[int]
 class _Policy:
     """Hold a policy and its memory: of all trajectories of a rule together if it needs nothing, otherwise of each."""
 
-    def __init__(
-        self, where: str, policy: RestartPolicy, rules: list[OuterRule], weights: Floats, replicas: int
-    ) -> None:
+    def __init__(self, where: str, policy: RestartPolicy, rules: list[OuterRule]) -> None:
         self.policy = policy
         missing = self.policy.needs - _SUPPLIED
         if missing:
@@ -374,12 +351,6 @@ class _Policy:
                 f"{where}: restart policy {self.policy!r} needs {', '.join(sorted(missing))}, which the model does not "
                 f"have; use a policy that needs none but {', '.join(sorted(_SUPPLIED))}"
             )
-        if AGREEMENT in self.policy.needs and replicas < 2:
-            raise ValueError(
-                f"{where}: restart policy {self.policy!r} needs the agreement of the replicas, and there is "
-                f"{replicas}; give replicas=2 or more, and noise"
-            )
-        self.weights = weights
         self.rows: list[tuple[Rows, OuterRule]] = [([row], rule) for row, rule in enumerate(rules)]
         if not self.policy.needs:
             rows_by_rule: dict[OuterRule, list[int]] = {}
@@ -398,38 +369,19 @@ class _Policy:
         ]
         yield from self.rows
 
-    def ask(  # noqa: PLR0917 - what a round has shown
-        self, number: int, progress: float, x: Floats, g: Floats, m: Floats, square: Floats
-    ) -> list[tuple[Rows, Answer]]:
-        """Return one round's answers other than None, each with its trajectories; `square`: mean |g|^2 of replicas."""
-        needs = self.policy.needs
-        norms = _norms(g, m) if needs & MEASURED else None
-        supplied: dict[str, list[float]] = {}
-        if needs & _LOSSES:
-            ends = _loss(x - g, self.weights)
-            supplied = {"loss_start": _loss(x, self.weights).tolist(), "loss_end": ends.tolist()}
-        if AGREEMENT in needs:
-            joint = (g * g).sum(axis=1)
-            supplied[AGREEMENT] = np.divide(joint, square, out=np.ones_like(square), where=square != 0).tolist()
+    def ask(self, number: int, progress: float, g: Floats, m: Floats) -> list[tuple[Rows, Answer]]:
+        """Return one round's answers other than None, each with its trajectories."""
+        norms = _norms(g, m) if self.policy.needs & MEASURED else None
+        extra = {"inner_lr": 1.0, "progress": progress}
         answers: list[tuple[Rows, Answer]] = []
         for index, (rows, rule) in enumerate(self.rows):
             measured = (None, None, None) if norms is None else norms[index]
-            extra = {name: values[index] for name, values in supplied.items()} | {"inner_lr": 1.0, "progress": progress}
-            probes = self._probes(x[index], g[index], m[index], rule) if PROBES in needs else None
             age = self.ages[index] + 1
-            answer = ask(self.policy, self.states[index], RoundSignal(number, age, *measured, extra, rule, probes))
+            answer = ask(self.policy, self.states[index], RoundSignal(number, age, *measured, extra, rule))
             self.states[index], self.ages[index] = answer.state, answer.age(age)
             if answer.restart is not None or answer.step is not None or answer.not_finite:
                 answers.append((rows, answer))
         return answers
-
-    def _probes(self, x: Floats, g: Floats, m: Floats, rule: OuterRule) -> tuple[float, ...]:
-        """Return the losses of the candidate anchors of one trajectory."""
-        losses = []
-        for decision in self.policy.candidates(rule):
-            along_g, along_m = answered({}, decision).weights(rule)
-            losses.append(float(_loss(x - along_g * g - (along_m * m if along_m else 0.0), self.weights)))
-        return tuple(losses)
 
 
 def _norms(g: Floats, m: Floats) -> list[tuple[float, float, float]]:

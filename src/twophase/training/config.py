@@ -65,11 +65,7 @@ class OuterConfig:
     form: Form = "sum"
     """`sum` (as torch.optim.SGD) or `ema` (as the restart paper); lr_sum = lr_ema (1 - momentum)."""
     restart: str = "never"
-    """Restarts of the momentum: never, a period such as 3, cycle:5,6,10, at:4,9, soft:3:0.2:0.1, or an adaptive policy:
-    auto, loss, probe:keep,average and more."""
-    probe_sequences: int = field(default=0, metadata=LATER)
-    """Sequences on which a policy that probes weighs its candidates: the first ones of each replica's next batch; 0
-    means all of it. Other policies ignore it."""
+    """Restarts of the momentum: never, a period such as 3, cycle:5,6,10, at:4,9, soft:3:0.2:0.1, or auto."""
 
     method: str = field(default=USUAL["method"], metadata=LATER)
     """Method of the update: NAME or NAME:FIELD=VALUE:..., such as adamw:lr=0.05; docs/shelf.md lists them. The
@@ -220,11 +216,6 @@ class RunConfig:
     def rounds(self) -> int:
         """Outer rounds of the run, the last and perhaps shorter one included."""
         return math.ceil(self.steps / self.inner_steps)
-
-    @property
-    def probed(self) -> int:
-        """Examples of a probe batch; 0 where they are all of it."""
-        return self.outer.probe_sequences
 
     @property
     def shares_steps(self) -> bool:

@@ -60,11 +60,6 @@ def moved(batch: Any, device: torch.device) -> Any:
     return _mapped(move, batch)
 
 
-def first_examples(batch: Any, count: int) -> Any:
-    """Return the first `count` examples of a batch; 0 means all of them."""
-    return _mapped(lambda leaf: leaf[:count], batch) if count else batch
-
-
 def _mapped(function: Callable[[Any], Any], batch: Any) -> Any:
     if isinstance(batch, dict):
         return {key: _mapped(function, part) for key, part in batch.items()}

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from twophase.base.config import UsageError
 from twophase.training.config import InnerConfig, RunConfig
-from twophase.training.device import first_examples, moved, room_for
+from twophase.training.device import moved, room_for
 from twophase.training.task import Step, Task
 
 
@@ -36,7 +36,7 @@ class Replica:
         self.shares = [float(group["lr"]) / config.inner.lr for group in self.inner.param_groups]
         """Learning rate of each param group, in `inner.lr`s: the schedule keeps their ratios."""
         self.round_losses: list[float] = []
-        """Training loss of each inner step since the longest-running fragment began its round."""
+        """Training loss of each inner step since the last report."""
 
     def step(self, step: int, lr: float) -> Tensor:
         """Take one inner step; return the training loss, a scalar that is still on the device.
@@ -60,11 +60,6 @@ class Replica:
         if change := getattr(self.inner, name, None):
             change()
 
-    def probe(self, model: nn.Module, step: int, examples: int = 0) -> float:
-        """Compute a model's mean loss, forward only, on the first examples (0: all) of an inner step's batch."""
-        batch = first_examples(self.task.batch(self.config.seed, step, self.number), examples)
-        return float(self.compute.loss(model, moved(batch, self.compute.device)))
-
     @torch.no_grad()
     def evaluate(self) -> Mapping[str, float]:
         """Evaluate this replica's model on held-out data."""
@@ -81,7 +76,7 @@ class Replica:
         # Groups saved by another version of torch may lack a setting; it keeps this version's value.
         groups = [now | group for now, group in zip(fresh, saved, strict=True)]
         self.inner.load_state_dict(state["inner"] | {"param_groups": groups})
-        self.round_losses = list(map(float, state.get("round_losses", ())))  # older states have their sum
+        self.round_losses = list(map(float, state["round_losses"]))
 
 
 class MuonAdamW(Optimizer):

@@ -71,10 +71,6 @@ class Step(Protocol):
         """Add the gradient of the mean loss to `.grad`; return the loss, a scalar that the device may still compute."""
         ...
 
-    def loss(self, model: Any, batch: Any) -> Tensor:
-        """Return the mean loss of some examples, forward only."""
-        ...
-
     def evaluate(self, model: Any) -> Mapping[str, float]:
         """Evaluate as `Task.evaluate` does."""
         ...
@@ -103,11 +99,6 @@ class PlainStep:
             loss = self.task.loss(model, batch)
             loss.backward()
         return loss.detach()
-
-    @torch.no_grad()
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """Compute the task's loss."""
-        return self.task.loss(model, batch)
 
     def rates(self, batches: int, seconds: float) -> dict[str, float]:
         """Return batches a second."""

@@ -11,15 +11,13 @@ import itertools
 import json
 import math
 import time
-import weakref
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from twophase.base.config import RunError, UsageError, fingerprint, values_of
 from twophase.base.reading import read_bytes
@@ -38,10 +36,10 @@ _REMEMBERED = 1000
 """Newest syncs in `Progress.history`."""
 LOSS, STOP = "train_loss", "stop"
 """Signals that the processes share at the end of a round."""
-FOR_POLICIES = ("inner_lr", "loss_end", "loss_start", "progress")
-"""Signals for restart policies: inner learning rate of the round's last step, training losses of its last and first
-quarter, completed share of the run. (A fragment's round lasts from its previous outer step to the next.)"""
-_NOTHING: dict[str, float] = dict.fromkeys((LOSS, STOP, *FOR_POLICIES), 0.0)
+FOR_POLICIES = ("inner_lr", "progress", LOSS)
+"""Signals for restart policies: inner learning rate of the last step, completed share of the run, mean training loss
+since the last report."""
+_NOTHING: dict[str, float] = dict.fromkeys((STOP, *FOR_POLICIES), 0.0)
 """Signals of a replica without weight."""
 RUNNING, STOPPED, FINISHED, DIVERGED = "running", "stopped", "finished", "diverged"
 RESERVED = frozenset(
@@ -81,7 +79,7 @@ class Trainer:
             self.engine = self._engine()
 
     def _engine(self) -> DiLoCo:
-        config, sync, this = self.config, self.config.sync, weakref.proxy(self)
+        config, sync = self.config, self.config.sync
         try:
             engine = DiLoCo(
                 [replica.model for replica in self.replicas],
@@ -96,8 +94,6 @@ class Trainer:
                 buffers="local" if self.comm.elastic else "mean",
                 communicator=self.comm,
                 signals=FOR_POLICIES,
-                # No reference cycle: the models' memory is freed with the run, and not by the garbage collector.
-                probe=lambda *arguments: this._probe(*arguments),  # noqa: PLW0108 - its bound method holds the run
                 alike={"data": self.data_fingerprint[:12], "training code": self._source()} | _alike(config),
             )
         except ValueError as error:  # processes, or fragments, that do not fit
@@ -121,11 +117,6 @@ class Trainer:
         parts = (type(self.replicas[0].model), type(self.task))
         return source_digest({Path(__file__).parent, *(Path(inspect.getfile(kind)).parent for kind in parts)})
 
-    def _probe(self, model: nn.Module, number: int, _round: int) -> float:
-        """Compute the loss of a candidate on the first examples of a replica's next batch."""
-        # By this configuration: in a forest, the replica's is that of the first run.
-        return self.replicas[number].probe(model, self.done.step, self.config.outer.probe_sequences)
-
     def _replica_state(self) -> dict[str, Any]:
         """Return the state that a late joiner needs in addition to the engine's."""
         self.settle()
@@ -144,8 +135,7 @@ class Trainer:
         if self.done.step == 0:  # its tokens count the whole run, so its time does too
             self.done.seconds, self.done.engine_seconds = state["seconds"], state["engine_seconds"]
         self.replicas[0].load_state_dict(state["replica"])
-        self.done.step, self.done.round_steps, self.replicas[0].round_losses = state["step"], 0, []
-        self.done.begun = {fragment.name: state["step"] for fragment in self.engine.fragments}
+        self.done.step, self.replicas[0].round_losses = state["step"], []
         self.done.exit_reason = state["exit_reason"]
         self.done.history = list(state["history"])
         self.validation = None
@@ -236,44 +226,27 @@ class Trainer:
 
         Where a round ends, `should_stop` is called, and its answer reaches all processes.
         """
-        self.done.round_steps += 1
         signals = None
         if self.done.step == self.config.steps or self.engine.reports_next:
             self.settle()  # else the wait for the inner steps would count as the engine's time
             # An elastic replica stops alone.
-            signals = partial(self._signals, 0.0 if self.comm.elastic else float(should_stop()))
+            signals = self._signals(0.0 if self.comm.elastic else float(should_stop()))
         clock = time.perf_counter()
         with room_for("the outer step", self.config.device):
             report = self._last(self.engine.step(signals), signals)
         self.done.engine_seconds += time.perf_counter() - clock
         return report
 
-    def _signals(self, stop: float, fragments: Sequence[str]) -> dict[str, float]:
-        """Return this process's signals at the end of a round of some fragments; their next round begins now."""
-        config, done = self.config, self.done
-        steps = self._steps_of(fragments)
-        done.begun |= dict.fromkeys(fragments, done.step)
-        quarter = max(1, steps // 4)
-
-        def mean(steps: int, part: slice) -> float:
-            # Each replica's mean first: the same bits as with one process a replica.
-            rounds = [replica.round_losses[-steps:][part] for replica in self.replicas] if steps else []
-            means = [sum(losses) / len(losses) for losses in rounds if losses]
-            return sum(means) / len(means) if means else 0.0
-
+    def _signals(self, stop: float) -> dict[str, float]:
+        """Return this process's signals at the end of a round."""
+        # Each replica's mean first: the same bits as with one process a replica.
+        means = [sum(losses) / len(losses) for replica in self.replicas if (losses := replica.round_losses)]
         return {
-            LOSS: mean(done.round_steps, slice(None)),
+            LOSS: sum(means) / len(means) if means else 0.0,
             STOP: stop,
-            "inner_lr": inner_lr(config, done.step - 1),
-            "loss_end": mean(steps, slice(-quarter, None)),
-            "loss_start": mean(steps, slice(quarter)),
-            "progress": done.step / config.steps,
+            "inner_lr": inner_lr(self.config, self.done.step - 1),
+            "progress": self.done.step / self.config.steps,
         }
-
-    def _steps_of(self, fragments: Sequence[str]) -> int:
-        """Return the inner steps of the longest of some fragments' present rounds."""
-        first = self.done.step - len(self.replicas[0].round_losses)
-        return self.done.step - min(self.done.begun.get(name, first) for name in fragments)
 
     def _last(self, report: RoundReport | None, signals: Signals) -> RoundReport | None:
         """Return the report of a sync; at the run's end, also synchronize remaining steps, even for a late joiner."""
@@ -287,10 +260,8 @@ class Trainer:
         """Set `done.exit_reason` after a round; return its line of metrics, with a validation in process 0 if due."""
         loss = report.signals[LOSS]
         line: dict[str, Any] = {"step": self.done.step, "round": report.round, "train_loss": loss}
-        self.done.round_steps = 0
-        steps = self._steps_of([fragment.name for fragment in self.engine.fragments])
         for replica in self.replicas:
-            replica.round_losses = replica.round_losses[-steps:] if steps else []
+            replica.round_losses = []
         self.done.exit_reason = self._exit_reason(report)
         if self.comm.elastic:
             self.done.history = [*self.done.history[1 - _REMEMBERED :], (self.done.step, report.checksum)]
@@ -370,10 +341,6 @@ class Progress:
     """Progress of a run; the plain numbers of a checkpoint."""
 
     step: int = 0
-    round_steps: int = 0
-    """Inner steps since the last report."""
-    begun: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Step after which the present round of each fragment began, by its name; empty before the first one has ended."""
     recent_loss: float = 0.0
     """Sum of the training losses since the last line of `steps.jsonl`."""
     recent_losses: int = 0

@@ -232,18 +232,6 @@ def test_the_first_guess_follows_the_memory(monkeypatch: pytest.MonkeyPatch):
     assert compute.chosen["micro_batch"] == 6
 
 
-def test_the_first_evaluation_chooses_for_the_batch():
-    """A replica that comes late may probe 3 sequences before its first step: pieces are chosen for batches of 8."""
-    config = TrainConfig()
-    compute, (tokens, targets) = Step(config, VOCABULARY, CPU, 1), batch(config)
-    compute.loss(model_of(config), (tokens[:3], targets[:3]))
-    assert compute.chosen["micro_batch"] == config.data.batch_size == 8
-    value, grads = gradients(config, compute)
-    plain, expected = gradients(config)
-    assert torch.equal(value, plain)
-    assert all(torch.equal(grads[name], grad) for name, grad in expected.items())
-
-
 def test_the_estimate_of_the_paper_model():
     """Within 5 % of the peaks counted in the compiler's CUDA code, less gradients, compiled or not."""
     from twophase.recipes.pretraining import paper_150m

@@ -83,12 +83,6 @@ class TrainConfig(RunConfig, LanguageConfig):
         """Tokens of an inner step of one replica."""
         return self.data.batch_size * self.data.sequence_length
 
-    @property
-    def probed(self) -> int:
-        """Sequences of a probe batch where they are fewer than a step's; 0 where they are all of them."""
-        count = self.outer.probe_sequences
-        return count if count < self.data.batch_size else 0
-
 
 def check(config: TrainConfig) -> TrainConfig:
     """Return the configuration if it can be run.
@@ -127,11 +121,6 @@ def check(config: TrainConfig) -> TrainConfig:
                 "compute.micro_batch",
                 lambda size: size == 0 or (size > 0 and batch % size == 0),
                 f"0 (as many as the memory holds) or a divisor of --data.batch-size {batch}",
-            ),
-            (
-                "outer.probe_sequences",
-                lambda count: 0 <= count <= batch,
-                f"a whole number from 1 to --data.batch-size {batch}, or 0 (all of the next batch)",
             ),
         ],
     )

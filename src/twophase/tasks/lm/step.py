@@ -75,22 +75,6 @@ class Step:
         return self._until_it_fits(lambda: self._pass(model, *batch), model)
 
     @torch.no_grad()
-    def loss(self, model: Llama, batch: Batch) -> Tensor:
-        """Compute the mean loss of some sequences, forward only and piece by piece; a scalar on the device."""
-        # Chosen for a training step's batch, for every input: a late joiner may probe before it trains. Pieces of 3,
-        # chosen for a probe of 3, would be kept for batches of 8, which they do not divide.
-        tokens, targets = batch
-        self._choose(torch.Size((self.config.data.batch_size, tokens.shape[1])))
-
-        def mean() -> Tensor:
-            micro, total = self.chosen["micro_batch"], torch.zeros((), device=self.device)
-            for inputs, labels in zip(tokens.split(micro), targets.split(micro), strict=True):
-                total += self._loss(model, inputs, labels, self.chosen["attention"]) * (len(inputs) / len(tokens))
-            return total
-
-        return self._until_it_fits(mean, model)
-
-    @torch.no_grad()
     def nats(self, model: Llama, tokens: Tensor, targets: Tensor) -> float:
         """Sum the losses of many sequences, forward only, in a training step's pieces; wait for the device.
 
