@@ -90,7 +90,7 @@ test: setup-dev
 # without torchft, which wants a later torch
 OLDEST := .venv-oldest
 test-oldest: $(OLDEST)/.installed
-	@$(OLDEST)/bin/python -m pytest -n 2 --dist worksteal -m "not slow" --ignore tests/elastic $(ARGS)
+	@$(OLDEST)/bin/python -m pytest -n 2 --dist worksteal -m "not slow" $(ARGS)
 $(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
 	@echo "making $(OLDEST)"
 	@$(PYTHON) -m venv $(OLDEST)

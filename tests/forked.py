@@ -43,9 +43,7 @@ _CONTEXT.set_forkserver_preload(
         "twophase.tasks.build",
         "twophase.training.session",
         "twophase.training.train",
-        "twophase.elastic.torchft",
         "twophase.sweeps.run",
-        "torchft.process_group",
         "torch._dynamo",  # torch imports it, in seconds, with a process's first optimizer
         "matplotlib.backends.backend_agg",
         "matplotlib.backends.backend_pdf",

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import signal
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from forked import finish, places
+from forked import Program, finish, places
 from modules import load
+from processes import PATIENCE, lighthouse, until
 from replicas import same_bits
 
 FOLDER = Path(__file__).parents[1] / "examples"
@@ -68,6 +72,38 @@ def test_plain_loop_in_two_processes(tmp_path: Path):
         assert values[-1] < 0.5 * values[0]
         assert "2 replica(s)" in printed
     assert len({re.findall(r"checksum (\w{16})", printed)[0] for printed in logs}) == 1
+
+
+# --- replicas that die and come back ------------------------------------------------------------------------------
+
+
+@pytest.mark.dist
+def test_torchft_diloco_over_a_kill(tmp_path: Path):
+    """Two replicas train over loopback; one is killed and started again, and both end with the same weights."""
+    pytest.importorskip("torchft", reason="the extra ft is not installed")
+    logs = {name: tmp_path / name for name in ("0", "1", "1 again")}
+    with lighthouse(2) as url, ExitStack() as stack:
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCHFT_LIGHTHOUSE": url}
+
+        def start(name: str) -> Program:
+            words = [str(FOLDER / "torchft_diloco.py"), name[0], "--rounds", "30"]
+            process = Program(words, logs[name], tmp_path / f"{name}.err", env)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            return process
+
+        first, second = start("0"), start("1")
+        until("some rounds", lambda: "sync 20:" in logs["1"].read_text())
+        second.kill()
+        assert second.wait(PATIENCE) == -signal.SIGKILL
+        again = start("1 again")
+        for process, name in ((first, "0"), (again, "1 again")):
+            assert process.wait(PATIENCE) == 0, (tmp_path / f"{name}.err").read_text()[-3000:]
+    printed = [logs[name].read_text() for name in ("0", "1 again")]
+    assert "sync 40: 2 replica(s), 6 restarts" in printed[0]
+    ends = [re.findall(r"agreed weights (\S+)", text) for text in printed]
+    assert ends[0] == ends[1]
+    assert len(ends[0]) == 1
 
 
 # --- notebooks ----------------------------------------------------------------------------------------------------

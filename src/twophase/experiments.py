@@ -52,7 +52,7 @@ def train(
     folder = default_folder(resolved) if out is None else Path(out)
     if finished(folder, resolved) is None:
         options = argparse.Namespace(
-            lighthouse=None, start_timeout=600.0, sync_timeout=None, run_record=None, accept_logs=False,
+            start_timeout=600.0, sync_timeout=None, accept_logs=False,
             track=[track] if isinstance(track, str) else list(track), quiet=quiet,
         )  # fmt: skip
         import torch  # noqa: PLC0415 - as in the commands, which say what is wrong before it is loaded

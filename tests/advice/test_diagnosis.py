@@ -277,9 +277,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["diagnose", str(folder), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["findings"][0]["verdict"] == "oscillates"
     (tmp_path / "other").mkdir()
-    (tmp_path / "elastic" / "replica-0").mkdir(parents=True)
-    (tmp_path / "elastic" / "replica-0" / "rounds.jsonl").touch()
-    for name, message in (("none", "does not exist"), ("other", "twophase train"), ("elastic", "replica-0")):
+    for name, message in (("none", "does not exist"), ("other", "twophase train")):
         assert main(["diagnose", str(tmp_path / name)]) == 2
         assert message in capsys.readouterr().err
 

@@ -65,11 +65,11 @@ def test_help_has_one_usage_and_groups(capsys: pytest.CaptureFixture[str]) -> No
         assert texts[words].count("usage:") == 1
         assert "None" not in texts[words]
         assert max(map(len, texts[words].splitlines())) <= 80
-    for group in ("elastic", "model", "data", "inner", "outer", "sync", "compute"):
+    for group in ("processes", "model", "data", "inner", "outer", "sync", "compute"):
         assert f"\n{group}:\n" in texts["train -h all"]
         assert f"\n{group}:\n" not in texts["train --help"]
         assert (f"\n{group}:\n" in texts["train --help model"]) == (group == "model")
-        assert (f"\n{group}:\n" in texts["sweep --help all"]) == (group != "elastic")
+        assert (f"\n{group}:\n" in texts["sweep --help all"]) == (group != "processes")
         assert group in texts["train --help"].rpartition("more options")[2]
     assert "\nrun:\n" in texts["train --help"]
     assert "\nrun:\n" not in texts["sweep --help"]

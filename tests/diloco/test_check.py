@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from forked import bring, in_processes
-from meeting import Meeting
 from rounds import Pair
 from twophase.diloco.check import ALIKE, STILL
 from twophase.diloco.engine import DiLoCo
@@ -173,16 +172,6 @@ def test_optimizers_of_a_part_or_with_frozen_parameters_are_sound() -> None:
     assert engine.check(parts, strict=True) == ()
     (finding,) = engine.check([parts[0], torch.optim.SGD([torch.zeros(1)], lr=0.1)])[:-1]
     assert finding == "the inner optimizers do not hold 1.bias, which the engine synchronizes and nothing trains"
-
-
-def test_buffers_where_processes_come_and_go() -> None:
-    """The engine cannot average them there, and says what helps in its place."""
-    engine = DiLoCo(model(norm=True), RULE, inner_steps=1, communicator=Meeting())
-    engine.join()
-    rounds(engine, [torch.optim.SGD(engine.replicas[0].parameters(), lr=0.1)], [batches(0)], 1)
-    (finding,) = engine.check()
-    assert "1.running_mean" in finding
-    assert "LayerNorm" in finding
 
 
 def test_a_parameter_with_two_places_is_told() -> None:

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from elastic import state_of
 from faults import calls
 from faults.calls import Allocations, Fault
 from faults.children import WORKERS, Ended, begin, ended, start
 from faults.scenes import Cases, Scene, Stage, differences, emptied, prepare_pictures, temporary
+from processes import state_of
 
 STUDY = "study period_criteria"
 SCENES = {

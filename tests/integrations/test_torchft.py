@@ -1,4 +1,4 @@
-"""torchft's own DiLoCo in real processes: our engine's rounds, resumption, healing, listeners, and what is refused.
+"""torchft's own DiLoCo in real processes: our engine's rounds, resumption, healing, and what is refused.
 
 Run as a program, this file is one replica group.
 """
@@ -6,11 +6,11 @@ Run as a program, this file is one replica group.
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
-import re
 import sys
-import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,14 +22,13 @@ from torch import nn
 
 import trainers
 import twophase
-from elastic import lighthouse, listeners
 from forked import Program
+from processes import lighthouse
 from replicas import same_bits
 from twophase.diloco.engine import DiLoCo
 
 pytest.importorskip("torchft", reason="the extra ft is not installed")
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "torchft_diloco.py"
 TESTS = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": TESTS}
 STEPS, STOP = 32, 13
@@ -47,48 +46,66 @@ class Replica:
                 p.add_(seed)
         self.inner = trainers.optimizer(self.model)
 
-    def position(self) -> dict[str, int]:
-        """Return the place in the data."""
-        return {"step": self.step}
+    def save(self) -> dict[str, Any]:
+        """Return what a replica that comes back receives."""
+        return {"model": self.model.state_dict(), "inner": self.inner.state_dict(), "step": self.step}
 
-    def go_to(self, state: dict[str, int]) -> None:
-        """Take over a place in the data."""
+    def load(self, state: dict[str, Any]) -> None:
+        """Take it over."""
+        self.model.load_state_dict(state["model"])
+        self.inner.load_state_dict(state["inner"])
         self.step = state["step"]
 
-    def state(self, rounds: Any) -> dict[str, Any]:
-        """Return all that a resumed training needs."""
-        parts = {"model": self.model, "inner": self.inner, "rounds": rounds}
-        return {name: part.state_dict() for name, part in parts.items()} | self.position()
+    def manager(self, lighthouse: str, store: torch.distributed.TCPStore) -> Any:
+        """Make torchft's manager as its documentation does."""
+        import torchft
+
+        return torchft.Manager(
+            pg=torchft.ProcessGroupGloo(timeout=timedelta(seconds=60)),
+            state_dict=self.save,
+            load_state_dict=self.load,
+            min_replica_size=2,
+            use_async_quorum=False,
+            init_sync=False,
+            quorum_retries=10,
+            replica_id=f"replica_{self.number}",
+            lighthouse_addr=lighthouse,
+            hostname="127.0.0.1",
+            store_addr="127.0.0.1",
+            store_port=store.port,
+            rank=0,
+            world_size=1,
+        )
 
     def train(
         self, lighthouse: str, until: Callable[[Any], bool], state: dict[str, Any] | None = None, folder: Any = None
     ) -> dict[str, Any]:
         """Train with two fragments until the manager has come so far; all that the replica holds then."""
-        from twophase.integrations.torchft import diloco, manager
+        from twophase.integrations.torchft import diloco
 
-        live: dict[str, Any] = {}
-        fragments = [self.model[0], self.model[2]]
-        with manager(
-            lighthouse, replica=self.number, replicas=2, state_dict=self.position, load_state_dict=self.go_to
-        ) as group, contextlib.ExitStack() as stack:  # fmt: skip
-            rounds = diloco(group, self.model, self.inner, trainers.RULE, inner_steps=8, restart=3, fragments=fragments)
+        store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        manager, fragments = self.manager(lighthouse, store), [self.model[0], self.model[2]]
+        with contextlib.ExitStack() as stack:
+            stack.callback(manager.shutdown, wait=False)
+            rounds = diloco(
+                manager, self.model, self.inner, trainers.RULE, inner_steps=8, restart=3, fragments=fragments
+            )
             if state is not None:
-                self.model.load_state_dict(state["model"])
-                self.inner.load_state_dict(state["inner"])
+                self.load(state)
                 rounds.load_state_dict(state["rounds"])
-                self.go_to(state)
             if folder is not None:
                 setting = {"inner_steps": 8, "replicas": 2}
                 stack.enter_context(twophase.record(rounds.outers[0], folder, setting, inner=self.inner))
             with rounds:
-                while not until(group):
+                while not until(manager):
                     trainers.loss(self.model, *trainers.batch(self.step, self.number)).backward()
                     self.inner.step()
                     self.inner.zero_grad()
                     self.step += 1
-                live = self.state(rounds)
-                live = {**live, "model": {name: p.clone() for name, p in live["model"].items()}}
-        return {"live": live, "agreed": self.model.state_dict()}
+                live = copy.deepcopy(self.save()) | {"rounds": rounds.state_dict()}
+                with rounds.anchored():
+                    anchored = copy.deepcopy(self.model.state_dict())
+        return {"live": live, "anchored": anchored, "agreed": self.model.state_dict()}
 
 
 def worker(folder: Path, number: int, urls: list[str]) -> None:
@@ -110,13 +127,12 @@ def worker(folder: Path, number: int, urls: list[str]) -> None:
 # --- processes ------------------------------------------------------------------------------------------------------
 
 
-def run(commands: list[list[str]], logs: list[Path], watch: Callable[[list[Any]], None] = lambda _: None) -> None:
+def run(commands: list[list[str]], logs: list[Path]) -> None:
     """Run programs side by side until all have ended well."""
     processes: list[Any] = []
     try:
         for words, log in zip(commands, logs, strict=True):
             processes.append(Program(words, log, log, ONE_THREAD))
-        watch(processes)
         codes = [process.wait(timeout=120) for process in processes]
         assert codes == [0] * len(codes), "\n".join(log.read_text()[-3000:] for log in logs)
     finally:
@@ -126,36 +142,24 @@ def run(commands: list[list[str]], logs: list[Path], watch: Callable[[list[Any]]
 
 
 @pytest.fixture(scope="session")
-def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, set[str]]:
-    """The folder of two replicas' files, and the addresses on which both listened."""
-    folder, seen = tmp_path_factory.mktemp("torchft"), set()
-
-    def watch(processes: list[Any]) -> None:
-        """See each replica's store, channel of states and manager."""
-        by_replica: list[set[str]] = [set(), set()]
-        for _ in range(1200):
-            if any(process.poll() is not None for process in processes) or min(map(len, by_replica)) >= 3:
-                break
-            for process, addresses in zip(processes, by_replica, strict=True):
-                addresses.update(listeners(process.pid))
-            time.sleep(0.02)
-        seen.update(*by_replica)
-
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of two replicas' files."""
+    folder = tmp_path_factory.mktemp("torchft")
     with contextlib.ExitStack() as stack:
         urls = [stack.enter_context(lighthouse(2)) for _ in range(3)]
         commands = [[__file__, str(folder), str(number), *urls] for number in range(2)]
-        run(commands, [folder / "0.log", folder / "1.log"], watch)
-    return folder, seen
+        run(commands, [folder / "0.log", folder / "1.log"])
+    return folder
 
 
-def load(results: tuple[Path, set[str]], name: str) -> list[dict[str, Any]]:
-    return [torch.load(results[0] / f"{name} {number}.pt", weights_only=True) for number in range(2)]
+def load(results: Path, name: str) -> list[dict[str, Any]]:
+    return [torch.load(results / f"{name} {number}.pt", weights_only=True) for number in range(2)]
 
 
 pytestmark = pytest.mark.dist
 
 
-def test_rounds_are_those_of_our_engine(results: tuple[Path, set[str]]):
+def test_rounds_are_those_of_our_engine(results: Path):
     """Stopped in mid-round and resumed from a file, both end with the bits of our engine in two fragments."""
     models: list[nn.Module] = [trainers.build() for _ in range(2)]
     inners = [trainers.optimizer(model) for model in models]
@@ -169,13 +173,15 @@ def test_rounds_are_those_of_our_engine(results: tuple[Path, set[str]]):
     ends = load(results, "resumed")
     for end, model in zip(ends, models, strict=True):
         assert all(same_bits(p, end["live"]["model"][name]) for name, p in model.named_parameters())
-        assert all(same_bits(a, end["agreed"][name]) for name, a in engine.anchor.items())
+        for name, a in engine.anchor.items():
+            assert same_bits(a, end["anchored"][name])
+            assert same_bits(a, end["agreed"][name])
         groups = [outer["param_groups"][0] for outer in end["live"]["rounds"]["outers"]]
         assert [(group["rounds"], group["restarts"]) for group in groups] == [(STEPS // 8, 1)] * 2
     assert not all(same_bits(p, ends[1]["live"]["model"][name]) for name, p in ends[0]["live"]["model"].items())
 
 
-def test_a_healed_replica_agrees(results: tuple[Path, set[str]]):
+def test_a_healed_replica_agrees(results: Path):
     """A replica that comes back with other weights takes over weights, buffers and counters, and goes on alike."""
     first, second = load(results, "healed")
     assert all(same_bits(p, second["agreed"][name]) for name, p in first["agreed"].items())
@@ -185,27 +191,11 @@ def test_a_healed_replica_agrees(results: tuple[Path, set[str]]):
             assert same_bits(state["momentum_buffer"], other["state"][key]["momentum_buffer"])
 
 
-def test_record_is_a_run(results: tuple[Path, set[str]]):
+def test_record_is_a_run(results: Path):
     """`twophase.record` of an outer optimizer writes a standard run, one a replica."""
     for number in range(2):
-        loaded: Any = twophase.load(results[0] / f"run {number}")
+        loaded: Any = twophase.load(results / f"run {number}")
         assert loaded.summary["rounds"] == STEPS // 8
-
-
-def test_listens_on_this_machine_only(results: tuple[Path, set[str]]):
-    """Store, channel of states and manager of both replicas are bound to 127.0.0.1."""
-    assert len(results[1]) >= 6
-    assert {address.partition(":")[0] for address in results[1]} <= {"0100007F", "0000000000000000FFFF00000100007F"}
-
-
-def test_example(tmp_path: Path):
-    """The example's replicas end with the same agreed weights."""
-    logs = [tmp_path / "0.log", tmp_path / "1.log"]
-    with lighthouse(2) as url:
-        run([[str(EXAMPLE), str(number), "2", url] for number in range(2)], logs)
-    ends = [re.findall(r"agreed weights (\S+)", log.read_text()) for log in logs]
-    assert [len(matches) for matches in ends] == [1, 1]
-    assert ends[0] == ends[1]
 
 
 # --- refusals -------------------------------------------------------------------------------------------------------
@@ -220,7 +210,7 @@ def test_example(tmp_path: Path):
         ({"fragments": [0]}, r"leave out 2\.weight"),
         ({"fragments": [0, 2, 0]}, "overlap"),
         ({"inner_steps": 7}, "inner_steps is 7"),
-        ({"version": "0.1.1"}, "only 0.2.0 is supported"),
+        ({"state": {}}, "no state_dict"),
     ],
 )
 def test_refusals(monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], words: str):
@@ -228,12 +218,12 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], words
     from twophase.integrations.torchft import diloco
 
     group: Any = SimpleNamespace(
-        _init_sync=change.get("init_sync", False), _use_async_quorum=change.get("use_async_quorum", False)
+        _init_sync=change.get("init_sync", False),
+        _use_async_quorum=change.get("use_async_quorum", False),
+        _user_state_dicts=change.get("state", {"default": dict}),
     )
     if "bucket" in change:
         monkeypatch.setenv("TORCHFT_USE_BUCKETIZATION", change["bucket"])
-    if "version" in change:
-        monkeypatch.setattr("importlib.metadata.version", lambda _: change["version"])
     model = trainers.build()
     fragments = [model[index] for index in change.get("fragments", [0, 2])]
     steps = change.get("inner_steps", 12)
@@ -271,32 +261,6 @@ def test_a_state_that_does_not_fit_is_refused(first: dict[str, Any], second: dic
     after = rounds.state_dict()["anchors"]
     assert [anchors.keys() for anchors in after] == before
     assert all(float(p.mean()) == 1.0 for anchors in after for p in anchors.values())
-
-
-def test_a_state_that_cannot_be_given_is_refused():
-    """What no replica that comes back could be given is named at the start, not when all wait for it in each round."""
-    from twophase.elastic.healing import Healing
-    from twophase.integrations.torchft import diloco
-
-    transport = Healing("127.0.0.1", 1.0)
-    group = MagicMock(_init_sync=False, _use_async_quorum=False, _checkpoint_transport=transport)
-    group._manager_state_dict.return_value = {"user": {"default": {"seen": {1, 2}}}}
-    model = trainers.build()
-    try:
-        with pytest.raises(ValueError, match=r"the state\['user'\]\['default'\]\['seen'\] is a builtins.set; a state"):
-            diloco(group, model, trainers.optimizer(model), inner_steps=4)
-    finally:
-        transport.shutdown()
-
-
-def test_a_heal_that_fails_says_why(caplog: pytest.LogCaptureFixture):
-    """Torchft tries it again in every round, while all others wait, and its log is the only place with the reason."""
-    from twophase.elastic.native import _tell
-
-    with caplog.at_level("WARNING", "twophase"):
-        _tell("got exception in pg configure: a process has gone")
-        _tell("got exception in recovery: no more of another replica's state came for 2 s")
-    assert caplog.messages == ["torchft got exception in recovery: no more of another replica's state came for 2 s"]
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic import free_port
+from processes import free_port
 from replicas import same_bits
 
 ROOT = Path(__file__).parents[2]

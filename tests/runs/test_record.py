@@ -35,14 +35,6 @@ def put(lines: Lines, **values: Any) -> Lines:
     return lines
 
 
-@pytest.mark.parametrize("read", [read_record, lambda path: run_config(path, dict)])
-def test_the_folder_of_replicas_names_one(tmp_path: Path, read: Callable[[Path], Any]) -> None:
-    """Elastic replicas have a folder each, whatever is to be read of their run."""
-    write_run(tmp_path / "replica-1", EMA, [0.3] * 3, 20)
-    with pytest.raises(UsageError, match=r"a separate folder; give .*replica-1$"):
-        read(tmp_path)
-
-
 def test_a_recorded_loop_is_named(tmp_path: Path) -> None:
     """What needs its model says that the run is of another program, and not that its configuration is damaged."""
     (tmp_path / "config.yaml").write_text("recorded: true\nsteps: 8\n")

@@ -24,7 +24,6 @@ import shardmaker
 import twophase
 from commands import outcome
 from forked import Forked, Program
-from meeting import Meeting
 from twophase.base import source
 from twophase.base.config import RunError, UsageError, overlaid
 from twophase.cli.main import main
@@ -487,47 +486,6 @@ def test_a_second_signal_of_either_kind_acts(numbers: tuple[signal.Signals, sign
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert [signal.getsignal(number) for number in numbers] == before
-
-
-def test_a_state_from_a_peer_brings_its_time() -> None:
-    """A replica that begins with a peer's state has trained as long; rates are of its own steps in any case."""
-    config = overlaid(config_class("rings:Rings")(), SHORT | {"log_every": 5}, "test")
-    peer, late = (Trainer(build.task_of(config), config, SingleProcess()) for _ in range(2))
-    peer.inner_step()
-    late.inner_step()
-    state = peer._replica_state() | {"step": 4000, "seconds": 50.0, "engine_seconds": 2.0}
-    late._load_replica_state(state)
-    assert (late.done.seconds, late.done.recent_losses) == (0.0, 0)  # of its own, which it had
-    assert late.step_line() is None  # due, and without a step to tell of
-    for _ in range(5):
-        late.inner_step()
-    line = late.step_line()
-    assert line is not None
-    assert (line["step"], line["train_loss"] > 0) == (4005, True)
-    late.done.step = 0
-    late._load_replica_state(state)
-    assert (late.done.seconds, late.done.engine_seconds) == (50.0, 2.0)
-
-
-def test_an_elastic_replica_needs_room_for_itself_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory of eight replicas is not asked of the process of one."""
-    asked: list[int] = []
-
-    def preflight(config: Any, _: Any, processes: int) -> None:
-        asked.append(config.replicas // processes)
-        raise UsageError("enough")
-
-    monkeypatch.setattr("twophase.training.preflight.preflight", preflight)
-    elastic = ["--lighthouse", "http://127.0.0.1:1", "--replica", "0"]
-    assert main(["train", "--task", "rings:Rings", "--replicas", "8", "--out", "run", *elastic]) == 2
-    assert asked == [1]
-
-
-def test_elastic_replicas_have_no_average_of_anchors() -> None:
-    """A late one would lack it."""
-    config = overlaid(config_class("rings:Rings")(), SHORT | {"outer.readout": "ema"}, "test")
-    with pytest.raises(UsageError, match=r"--outer\.readout ema: elastic replicas end a run by the anchor"):
-        Trainer(build.task_of(config), config, Meeting())
 
 
 def test_a_task_of_several_files(tmp_path: Path, rings: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -16,8 +17,8 @@ import pytest
 
 import forkedrun
 import shardmaker
-from elastic import DRIVER, Processes, Run, free_port, lighthouse, state_of, until
 from forked import places
+from processes import DRIVER, Processes, free_port, state_of, until
 from trained import run, stop_after
 from twophase.base.config import dump_yaml, with_values
 from twophase.runs.folder import WEIGHTS, RunFolder, read_lines
@@ -135,35 +136,40 @@ def test_damaged_tokens_in_one_process(tmp_path: Path, config: TrainConfig, vict
         assert not (group.out / "summary.json").exists()
 
 
-def test_damaged_tokens_in_one_of_three_elastic_replicas(tmp_path: Path, config: TrainConfig):
-    """The replica that has them ends with status 1 and the shard's name; the others, a majority, have one result."""
-    config = with_values(token_folders(tmp_path, config, 3, damaged=1), {"replicas": 3})
-    (tmp_path / "config.yaml").write_text(dump_yaml(config))
-    with lighthouse() as url, Run(tmp_path, tmp_path / "config.yaml", url) as replicas:
-        processes = [replicas.replica(number, f"cd=place-{number}") for number in range(3)]
-        replicas.ended("1", processes[1], 1)
-        (line,) = last_words(replicas, "1")
-        assert "tokens/train-00000.bin was damaged since it was prepared" in line
-        for number in (0, 2):
-            replicas.ended(str(number), processes[number])
-        assert replicas.summary(0)["checksum"] == replicas.summary(2)["checksum"]
-        assert replicas.sizes(0) in ([2], [3, 2])
-        assert not any(line["minority"] for line in replicas.lines(0))
-        assert not (replicas.out / "replica-1" / "summary.json").exists()
+def test_one_is_killed(config: TrainConfig, weights: bytes, tmp_path: Path):
+    """The other ends with status 1 and one message; the repeated command gives the bytes of an undisturbed run."""
+    with Group(tmp_path, config) as group:
+        first, second = group.both([[], ["kill@reduce:14"]])
+        group.ended("1", second, -signal.SIGKILL)
+        group.ended("0", first, 1)
+        (line,) = last_words(group, "0")
+        assert "failed: the connection to the other processes is lost (" in line
+        for rank, process in enumerate(group.both()):
+            group.ended(str(rank), process)
+    assert (tmp_path / "run" / WEIGHTS).read_bytes() == weights
 
 
-@pytest.mark.parametrize("fault", ["stop@up:1", "kill@meeting:1"])
-def test_an_elastic_peer_is_lost_while_it_joins(config: TrainConfig, tmp_path: Path, fault: str):
-    """A replica waits for a lost peer until its start timeout, then ends with status 1, one message and no round."""
-    (tmp_path / "config.yaml").write_text(dump_yaml(config))
-    with lighthouse() as url, Run(tmp_path, tmp_path / "config.yaml", url, "--start-timeout", "2") as run:
-        first = run.replica(0)
-        second = run.replica(1, fault)
-        run.ended("0", first, 1)
-        (line,) = last_words(run, "0")
-        assert "failed: TorchFT: 1 of 2 replicas are present after 2 s" in line
-        assert not run.lines(0)
+def test_one_stands_still(config: TrainConfig, tmp_path: Path):
+    """It closes no connection, so the other waits for it, but no longer than its timeout; then the same message."""
+    with Group(tmp_path, config, "--sync-timeout", "2") as group:
+        first, second = group.both([[], ["stop@reduce:2"]])
+        group.ended("0", first, 1)
+        (line,) = last_words(group, "0")
+        assert "failed: the connection to the other processes is lost (" in line
         second.kill()
+
+
+def test_a_process_that_cannot_begin_says_so_once(group: Group):
+    """A taken port, and no first process: one message each and status 1, in bounded time."""
+    first, second = places(2)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        first["MASTER_PORT"] = str(taken.getsockname()[1])
+        command = [sys.executable, "-m", "twophase", *group.words]
+        for name, env in (("taken", first), ("nowhere", second)):
+            group.ended(name, group.start(name, command, **env), 1)
+            (line,) = last_words(group, name)
+            assert f"failed: the processes cannot meet at 127.0.0.1:{env['MASTER_PORT']} (" in line
+    assert not group.out.exists()
 
 
 def workers(agent: int) -> list[int]:

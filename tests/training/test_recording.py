@@ -20,7 +20,6 @@ from torch import nn
 
 import twophase
 from forked import in_processes
-from meeting import Meeting
 from twophase import DiLoCo, OuterRule, OuterSGD, record
 from twophase.base.config import UsageError, load_yaml
 from twophase.cli.main import main
@@ -311,28 +310,6 @@ def test_a_last_round_that_is_taken_again(tmp_path: Path, fragments: int) -> Non
     assert read_record(tmp_path / "run").problems == []
 
 
-@pytest.mark.parametrize("saved_at", [None, 9, 10])
-def test_a_loop_that_joins_others_goes_on(tmp_path: Path, saved_at: int | None) -> None:
-    """Its place is where `join` has brought it: by its own state, or to the beginning, with the old lines beside."""
-    state: list[Any] = []
-    with suppress(ZeroDivisionError), record((loop := Loop(Meeting(), 1)).engine, tmp_path / "run"):
-        loop.engine.join()
-        for step, loss in enumerate(loop.train(range(14)), 1):
-            loop.engine.step({"loss": loss})
-            if step == saved_at:
-                state = copy.deepcopy(loop.state())
-        raise ZeroDivisionError
-    loop = Loop(Meeting(), 1)
-    with record(loop.engine, tmp_path / "run"):
-        loop.engine.join(restore=(lambda: loop.load(state)) if state else lambda: None)
-        assert loop.engine.taken == (saved_at or 0)
-        for loss in loop.train(range(loop.engine.taken, 20)):
-            loop.engine.step({"loss": loss})
-    assert [line["round"] for line in read_lines(tmp_path / "run" / "rounds.jsonl")] == [1, 2, 3, 4, 5]
-    assert (tmp_path / "run" / "begun-anew").exists() == (saved_at is None)
-    assert read_record(tmp_path / "run").problems == []
-
-
 def test_a_loop_that_begins_anew_loses_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Without a state the rounds begin with 1 again; those of before lie in a folder beside, which a warning names."""
     recorded(Loop(), tmp_path / "run", range(KILLED), killed=True)
@@ -525,14 +502,11 @@ def test_param_groups_of_several_rules_have_none(tmp_path: Path) -> None:
 
 
 def test_the_setting_of_a_loop() -> None:
-    """Syncs are there where they are unusual, replicas where the engine knows them, and equal sets have one order."""
+    """Syncs are there where they are unusual, and equal sets have one order."""
     assert "sync" not in setting(Loop().engine)
     engine = Loop(delay=1, mixing=0.5, wire="bfloat16").engine
     assert setting(engine)["sync"] == {"delay": 1, "mixing": 0.5, "wire": "bfloat16"}
     assert setting(Loop(fragments=2).engine)["sync"] == {"fragments": ["0", "1"]}  # which restart alike
-    engine = Loop(Meeting(), replicas=1).engine  # among processes that come and go
-    assert "replicas" not in setting(engine)
-    assert setting(engine, {"replicas": 2})["replicas"] == 2
     assert setting(engine, {"width": np.int64(9)})["user"] == {"width": 9}
     assert setting(engine, TrainConfig().model)["user"]["layers"] == TrainConfig().model.layers
     for layers in ({8, 0}, {0, 8}, frozenset([8, 0])):

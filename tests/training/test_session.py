@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,7 @@ from twophase.base.config import RunError, UsageError
 from twophase.tasks.lm.config import TrainConfig
 from twophase.training import session
 from twophase.training.device import make_repeatable
-from twophase.training.session import _meeting, communication, process_group, take_device
+from twophase.training.session import _meeting, process_group, take_device
 
 
 def set_place(monkeypatch: pytest.MonkeyPatch, **values: Any) -> None:
@@ -91,25 +90,6 @@ def test_deterministic_kernels_on_a_gpu(monkeypatch: pytest.MonkeyPatch):
         make_repeatable(torch.device(device), strictly=strictly)
         assert torch.are_deterministic_algorithms_enabled() == then
     assert not filled.fill_uninitialized_memory
-
-
-@pytest.mark.parametrize(
-    ("size", "replica", "host", "message"),
-    [
-        ("2", 0, "127.0.0.1", "--lighthouse: here a replica is one process"),
-        ("1", 2, "127.0.0.1", "--replica is 2; it must be at least 0 and below --replicas, which is 2"),
-        ("1", 0, "0.0.0.0", "host is '0.0.0.0'"),  # noqa: S104 - refused
-    ],
-)
-def test_elastic_replicas_that_cannot_meet(
-    monkeypatch: pytest.MonkeyPatch, size: str, replica: int, host: str, message: str
-):
-    """Each is refused before anything listens."""
-    monkeypatch.setenv("WORLD_SIZE", size)
-    shared = {"lighthouse": "http://127.0.0.1:1", "sync_timeout": None, "quorum_timeout": None, "start_timeout": 600.0}
-    options = argparse.Namespace(replica=replica, host=host, min_replicas=None, **shared)
-    with pytest.raises(UsageError, match=message), communication(TrainConfig(replicas=2), options):
-        pass
 
 
 @pytest.mark.parametrize(

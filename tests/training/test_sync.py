@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import re
-import shutil
-import threading
-import time
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from commands import outcome, snapshot
-from elastic import lighthouse, side_by_side, until
-from trained import end_group, run, run_in_parts, start_group, stop_after
-from twophase.base.config import RunError, dump_yaml, with_values
+from commands import outcome
+from trained import end_group, run, run_in_parts, start_group
+from twophase.base.config import dump_yaml, with_values
 from twophase.cli.train import describe_run
-from twophase.diloco.communicator import SingleProcess
 from twophase.runs.folder import read_lines
 from twophase.runs.record import read_record
 from twophase.tasks.lm.config import TrainConfig, check
-from twophase.training import checkpoint
 
 SYNCS: dict[str, dict[str, Any]] = {
     "fragments": {"sync.fragments": ("3",), "sync.restart": ("0=1", "1=2", "2=never")},
@@ -110,102 +102,3 @@ def test_unlike_processes_are_refused(config: TrainConfig, tmp_path: Path) -> No
     for rank, (_, text) in enumerate(ended):
         assert f"--outer.lr differ between process {rank} (" in text
     assert not (tmp_path / "run" / "rounds.jsonl").exists()
-
-
-class Alone(SingleProcess):
-    """An elastic communicator of one replica without peers."""
-
-    elastic, replica = True, 0
-
-    def attach(self, engine: Any, save: Any, load: Any) -> None:
-        """Without a late joiner, no state is needed."""
-
-    def enter(self, syncs: int, *, run: int = 0) -> None:
-        """Without peers, no other replica is further."""
-
-    def enough(self, count: int, needed: int | None = None) -> bool:
-        """Need one replica."""
-        return count == (needed or 1)
-
-
-def test_a_replica_that_stops_alone(config: TrainConfig, tmp_path: Path) -> None:
-    """Asked to stop, also just after a round, an elastic replica ends there with a checkpoint, and resumes it."""
-    whole = run(config, tmp_path / "whole", communicator=Alone())
-    # Inside a round, after the first one, and after one that is saved anyway.
-    parts = run_in_parts(config, tmp_path / "parts", (5, 6, 12), communicator=Alone())
-    assert (parts["exit_reason"], parts["checksum"]) == ("finished", whole["checksum"])
-
-
-def test_stopped_with_a_sync_under_way(config: TrainConfig, tmp_path: Path) -> None:
-    """A sync with a delay is ended before an elastic replica stops, and the resumed run is the uninterrupted one."""
-    config = with_values(config, {"sync.delay": 2, "sync.mixing": 0.5})
-    whole = run(config, tmp_path / "whole", communicator=Alone())
-    part = run(config, tmp_path / "parts", communicator=Alone(), should_stop=stop_after(6))
-    assert (part["exit_reason"], part["steps"], part["rounds"]) == ("stopped", 8, 1)
-    parts = run(config, tmp_path / "parts", communicator=Alone())
-    assert (parts["exit_reason"], parts["checksum"]) == ("finished", whole["checksum"])
-
-
-def elastic_pair(
-    monkeypatch: pytest.MonkeyPatch, config: TrainConfig, folder: Path, url: str, least: int
-) -> list[dict[str, Any]]:
-    """Run two replicas in threads; where one may begin alone, the other comes after the first round."""
-    pytest.importorskip("torchft", reason="the extra ft is not installed")
-    from twophase.elastic.torchft import TorchFT
-
-    groups = [TorchFT(replica=n, replicas=2, lighthouse=url, min_replicas=least, timeout=20.0) for n in (0, 1)]
-    begun = threading.Event()
-
-    def replica(number: int) -> dict[str, Any]:
-        def await_other(line: dict[str, Any]) -> None:
-            if least == 1 and number == 0 and line["step"] == 6:
-                begun.set()
-                until("the other is up", lambda: groups[1]._manager)
-                time.sleep(0.3)  # until the lighthouse knows of it
-
-        with groups[number] as group:
-            if least == 1 and number == 1:
-                begun.wait(60)
-            return run(config, folder / str(number), communicator=group, on_round=await_other)
-
-    return side_by_side(monkeypatch, partial(replica, 0), partial(replica, 1))
-
-
-@pytest.mark.dist
-def test_a_late_joiner_of_the_last_sync_is_finished(
-    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A replica that comes into the last sync, or is given the state of a run's end, has a whole run with that end."""
-    pair = partial(elastic_pair, monkeypatch, replace(config, steps=12), tmp_path)
-    with lighthouse() as url:
-        first, late = pair(url, 1)
-        (line,) = read_lines(tmp_path / "1" / "rounds.jsonl")
-        assert (line["round"], line["replicas"], line["newcomers"]) == (2, 1, 1)
-        assert checkpoint.latest_step(tmp_path / "1" / "checkpoint") == 12
-        (tmp_path / "0" / "summary.json").unlink()  # as if it had been killed before this was written
-        shutil.rmtree(tmp_path / "1")
-        again, healed = pair(url, 2)
-    for summary in (late, again, healed):
-        for key in ("exit_reason", "steps", "rounds", "checksum", "perplexity"):
-            assert summary[key] == first[key], (key, summary)
-    assert first["exit_reason"] == "finished"
-    assert checkpoint.latest_step(tmp_path / "1" / "checkpoint") == 12
-
-
-@pytest.mark.dist
-def test_a_newer_checkpoint_is_not_mixed_with_a_run_that_began_without_it(
-    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The replica that holds it ends with what can be done, its folder untouched, and the run goes on without it."""
-    late = tmp_path / "1"
-    run(config, late, communicator=Alone(), should_stop=stop_after(14))
-    before = snapshot(late)
-    with lighthouse() as url:
-        summary, refusal = elastic_pair(monkeypatch, config, tmp_path, url, 1)
-    assert isinstance(refusal, RunError), refusal
-    assert re.match(
-        r".*/1/checkpoint has a checkpoint of step 14, but the other .* are at step 12\. Start", str(refusal)
-    )
-    assert snapshot(late) == before
-    assert (summary["exit_reason"], summary["steps"]) == ("finished", config.steps)
-    assert [line["round"] for line in read_lines(tmp_path / "0" / "rounds.jsonl")] == [1, 2, 3, 4]

@@ -11,7 +11,6 @@ import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -33,7 +32,7 @@ from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.task import LanguageTask, corpus_of
 from twophase.training import checkpoint, parts
 from twophase.training.config import inner_lr
-from twophase.training.train import _begin, _restore, train
+from twophase.training.train import _restore, train
 from twophase.training.trainer import Trainer
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -233,15 +232,6 @@ def test_lost_lines_of_a_log_are_noticed(
     lines, (gap,) = read_log(log)
     assert ([line["round"] for line in lines], gap["step"]) == ([1, 3, 4], 14)
     assert load_same(tmp_path / "run", whole)
-
-
-def test_an_elastic_replica_notices_lost_lines_before_it_joins(config: TrainConfig, tmp_path: Path) -> None:
-    """Its state may come from a peer, but its log goes on: a log that lost lines below the checkpoint is refused."""
-    run(config, tmp_path, should_stop=stop_after(14))
-    newcomer: Any = SimpleNamespace(comm=SimpleNamespace(elastic=True), join=lambda _: pytest.fail("it has joined"))
-    (tmp_path / "rounds.jsonl").write_bytes(b"")
-    with RunFolder.claim(tmp_path, config) as folder, pytest.raises(UsageError, match=r"rounds\.jsonl.*--accept-logs"):
-        _begin(newcomer, folder)
 
 
 # ---------------------------------------------------------------------------------------------------------- a full disk

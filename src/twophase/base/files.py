@@ -27,7 +27,7 @@ TEMPORARY = ".tmp-"
 _LEFTOVER = re.compile(re.escape(TEMPORARY) + r".+-\d+-[0-9a-f]{8}")
 
 
-def write_atomic(path: Path, content: str | bytes, *, durable: bool = True, replace: bool = True) -> None:
+def write_atomic(path: Path, content: str | bytes, *, durable: bool = True) -> None:
     """Write `content` to `path` in one indivisible step.
 
     The bytes go to a temporary file in the same folder, reach the disk, and take the name only then.
@@ -36,10 +36,8 @@ def write_atomic(path: Path, content: str | bytes, *, durable: bool = True, repl
         path: the file.
         content: text or bytes.
         durable: whether it must survive a power cut; False spares waiting for the disk, twice.
-        replace: whether it may take the place of a file that is there.
 
     Raises:
-        FileExistsError: there is one, and it may not be replaced, also one that another process writes just now.
         OSError: the folder cannot be written, the disk is full, or a folder, pipe or device has the name; `path` is
             then as it was.
     """
@@ -57,11 +55,7 @@ def write_atomic(path: Path, content: str | bytes, *, durable: bool = True, repl
             file.flush()
             if durable:
                 os.fsync(file.fileno())
-            if replace:
-                temporary.replace(path)  # under the lock: without one, the old name is that of a leftover
-            else:
-                os.link(temporary, path)  # of several processes one succeeds
-                temporary.unlink()
+            temporary.replace(path)  # under the lock: without one, the old name is that of a leftover
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise

@@ -29,7 +29,7 @@ from twophase.number import number
 from twophase.runs.folder import ENV, SUMMARY, read_summary, weights_fault
 from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.named import TASK
-from twophase.training.config import MOST_REPLICAS, RunConfig
+from twophase.training.config import RunConfig
 
 _SECONDS = between(1e-3, 1e7, number)
 
@@ -39,7 +39,7 @@ def main(arguments: list[str]) -> int:
     follow_torchrun()
     # Torch reads it when it is imported: a peer's death would else print stack traces before our one message.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    parser = run_parser("train", on_demand=["elastic"])
+    parser = run_parser("train", on_demand=["processes"])
     config_options(parser)
     parser.add_argument(
         "--track",
@@ -54,14 +54,11 @@ def main(arguments: list[str]) -> int:
         help="resume although a log was shortened, altered or lost since the checkpoint; a line in it marks the gap",
     )
     verify_option(parser)
-    _elastic_options(parser)
+    _process_options(parser)
     options, config = train_config(parser, arguments, UNTUNED)
     if options.print_config:
         return print_config(config)
     out = options.out or default_folder(config)
-    _check_elastic(options)
-    if options.lighthouse is not None:
-        out = out / f"replica-{options.replica}"  # each replica is a separate run, on any machine
     if options.verify:  # before a finished run's result, too
         from twophase.tasks.build import task_of
 
@@ -152,81 +149,37 @@ def _restart(config: RunConfig) -> str:
     return f"restart {', '.join(config.sync.restart) or config.outer.policy()}"
 
 
-def _elastic_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("elastic", "Elastic replicas (extra twophase[ft]).")
-    group.add_argument("--lighthouse", metavar="URL", help="of torchft_lighthouse, such as http://10.0.0.1:29510")
-    group.add_argument(
-        "--replica", type=between(0, MOST_REPLICAS), metavar="N", help="the number of this replica, from 0"
-    )
-    group.add_argument(
-        "--host",
-        metavar="ADDRESS",
-        help="of the interface to listen on; a private one (127.0.0.1)",
-    )
-    group.add_argument(
-        "--min-replicas",
-        type=between(1, MOST_REPLICAS),
-        metavar="N",
-        help="replicas that a run needs to begin (all of them), and to continue (most of the last round's)",
-    )
-    group.add_argument(
-        "--run-record",
-        type=Path,
-        metavar="FILE",
-        help="file for the run's end, which late replicas take over; let all replicas reach it (OUT/run.json)",
-    )
+def _process_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("processes", "Processes of torchrun.")
     group.add_argument(
         "--sync-timeout",
         type=_SECONDS,
         metavar="S",
-        help="seconds for a heal or a reduction (120); also under torchrun (600 on GPUs, 1800 without)",
-    )
-    group.add_argument(
-        "--quorum-timeout", type=_SECONDS, metavar="S", help="seconds for the slowest's inner steps (3600)"
+        help="seconds for a reduction under torchrun (600 on GPUs, 1800 without)",
     )
     group.add_argument(
         "--start-timeout",
         type=_SECONDS,
         default=600.0,
         metavar="S",
-        help="seconds to wait for the other replicas at the start, also under torchrun (600)",
+        help="seconds to wait for the other processes of torchrun at the start (600)",
     )
-
-
-def _check_elastic(options: argparse.Namespace) -> None:
-    names = ("replica", "host", "min_replicas", "quorum_timeout", "run_record")
-    options_set = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None]
-    if options.lighthouse is None and options_set:
-        raise UsageError(
-            f"{options_set[0]} is for elastic replicas, and --lighthouse is missing; give the URL of "
-            "torchft_lighthouse, such as --lighthouse http://127.0.0.1:29510"
-        )
-    if options.lighthouse is not None and options.replica is None:
-        raise UsageError("--replica is missing; with --lighthouse each replica has a distinct number, from 0")
-    if options.run_record is not None and not os.access(options.run_record.parent, os.W_OK):
-        raise UsageError(
-            f"--run-record {options.run_record}: its folder is missing or cannot be written; make it, or name a "
-            "file in another one"
-        )
 
 
 def train_run(out: Path, config: RunConfig, options: argparse.Namespace) -> dict[str, Any]:
     """Train what is not finished yet."""
     from twophase.runs.trackers import check, tracked
     from twophase.tasks.build import task_of
-    from twophase.training.ending import Ending
     from twophase.training.preflight import preflight
-    from twophase.training.session import claimed, communication, signals, take_device, world_size
+    from twophase.training.session import claimed, process_group, signals, take_device, world_size
     from twophase.training.train import train
 
     trackers = check(options.track)  # before a folder is made
     take_device(config)
     task = task_of(config)
-    processes = world_size() if options.lighthouse is None else config.replicas
-    preflight(config, task, processes)  # before a folder is made for what cannot be run
-    ending = None if options.lighthouse is None else Ending(options.run_record or out.parent / "run.json")
+    preflight(config, task, world_size())  # before a folder is made for what cannot be run
     with (
-        communication(config, options, ending) as communicator,
+        process_group(config, options.start_timeout, options.sync_timeout) as communicator,
         signals() as stopped,
         claimed(out, config, communicator, accept_logs=options.accept_logs) as folder,
         tracked(folder, trackers, run_name=out.name, config=to_tree(config), lead=communicator.rank == 0) as recorder,
@@ -237,7 +190,6 @@ def train_run(out: Path, config: RunConfig, options: argparse.Namespace) -> dict
                 config,
                 recorder,
                 communicator=communicator,
-                ending=ending,
                 on_round=lambda line: show(line["step"], round_text(line)),
                 on_step=lambda line: show(line["step"], step_text(line)),
                 should_stop=stopped.is_set,

@@ -13,20 +13,23 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from datetime import timedelta
 from typing import Any, Literal
 
 import safetensors.torch
 import torch.distributed as dist
+import torchft
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torchtitan.experiments.torchft.checkpoint import TorchFTCheckpointManager
 from torchtitan.experiments.torchft.config.job_config import FaultTolerance, FaultTolerantModelSpec
 from torchtitan.experiments.torchft.diloco import fragment_llm
+from torchtitan.experiments.torchft.manager import TorchFTManager
 from torchtitan.experiments.torchft.optimizer import TorchFTOptimizersContainer
 from torchtitan.experiments.torchft.trainer import FaultTolerantTrainer
 from torchtitan.trainer import Trainer
 
-from twophase.elastic import native
+from twophase.integrations.torchft import DiLoCo, check
 from twophase.optim.outer import BUFFER, OuterSGD
 from twophase.policies.text import parse
 from twophase.rule import OuterRule
@@ -68,10 +71,36 @@ class Optimizers(TorchFTOptimizersContainer):
         return super().state_dict()
 
 
+class Manager(TorchFTManager):
+    """torchtitan's manager without torchft's initial copy: all replicas begin alike, by the seed.
+
+    With the copy every other replica would repeat the first replica's first round.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(FaultTolerance):
+        """torchtitan's own options."""
+
+    def __init__(self, config: Config) -> None:
+        groups = {"gloo": torchft.ProcessGroupGloo, "nccl": torchft.ProcessGroupNCCL}
+        if config.process_group not in groups:
+            raise ValueError(f"--fault_tolerance.process_group is {config.process_group}; it must be gloo or nccl")
+        self.use_async_quorum, self.group_size, self.replica_id = False, config.group_size, config.replica_id
+        self._manager = torchft.Manager(
+            pg=groups[config.process_group](timeout=timedelta(milliseconds=config.process_group_timeout_ms)),
+            min_replica_size=config.min_replica_size,
+            load_state_dict=None,
+            state_dict=None,
+            use_async_quorum=False,
+            init_sync=False,
+            replica_id=f"torchtitan_ft_{config.replica_id}",
+        )
+
+
 class Rounds(Stateful):
     """Entry of torchtitan's checkpoint with what it lacks: anchors, outer states, counters of this process."""
 
-    def __init__(self, rounds: native.Native) -> None:
+    def __init__(self, rounds: DiLoCo) -> None:
         self.rounds = rounds
         self.key = f"rank {dist.get_rank()}"  # a shared key would keep one rank's shard for all
 
@@ -108,7 +137,6 @@ class DiLoCoTrainer(FaultTolerantTrainer):
 
     Raises:
         ValueError: settings with which replicas differ without an error, or an unknown rule or policy.
-        ImportError: another release of torchft than 0.2.0.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -127,12 +155,11 @@ class DiLoCoTrainer(FaultTolerantTrainer):
         checkpoint: Any = replace(config.checkpoint, folder=folder, enable_ft_dataloader_checkpoints=False)  # type: ignore[call-arg]
         super().__init__(replace(config, checkpoint=checkpoint))
         manager, model = self.ft_manager.manager, self.model_parts[0]
-        native.begin_alike(manager)
         split, layers = getattr(config.model_spec, "fragment_fn", None), getattr(self.model_config, "layers", ())
         fragments = split(model, tolerance, len(layers)) if split else [model]
-        native.check(manager, model, fragments, tolerance.sync_steps)
+        check(manager, model, fragments, tolerance.sync_steps)
         outers = [OuterSGD.from_rule(module.named_parameters(), rule, policy) for module in fragments]
-        self.rounds = native.Native(manager, fragments, self.optimizers, outers, tolerance.sync_steps)
+        self.rounds = DiLoCo(manager, fragments, self.optimizers, outers, tolerance.sync_steps)
         self.checkpointer.states["twophase"] = Rounds(self.rounds)
         # torchtitan's train() would add torchtitan's rounds to these
         self.config = replace(self.config, fault_tolerance=replace(tolerance, semi_sync_method=None))
@@ -151,7 +178,9 @@ def configured(config: Trainer.Config, outer: Outer | None = None) -> DiLoCoTrai
         outer: outer rule and policy; None is the DiLoCo paper's rule without restarts.
     """
     values = _values(config)
-    values["fault_tolerance"] = replace(values.get("fault_tolerance") or FaultTolerance(sync_steps=100))
+    values["fault_tolerance"] = Manager.Config(
+        **_values(values.get("fault_tolerance") or FaultTolerance(sync_steps=100))
+    )
     values["fault_tolerance"].enable, values["fault_tolerance"].semi_sync_method = True, "diloco"
     values["optimizer"] = Optimizers.Config(**_values(config.optimizer))
     values["checkpoint"] = TorchFTCheckpointManager.Config(**_values(config.checkpoint) | {"enable": True})

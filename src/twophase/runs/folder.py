@@ -191,20 +191,6 @@ class RunFolder:
     def rewind(self, position: Mapping[str, Mark | int], step: int = 0) -> None:
         """Cut the logs back to where a checkpoint was taken, so that a resumed run repeats no line.
 
-        Args, and the UsageError that it raises, are those of `check_logs`, which it calls.
-        """
-        self.check_logs(position, step)
-        for name, log in self._logs.items():
-            log.rewind(position.get(name), step)
-
-    def cut(self, step: int, rounds: Mapping[str, int]) -> None:
-        """Cut the lines after an inner step and after the rounds of fragments; a loop that went back repeats them."""
-        for log in self._logs.values():
-            log.cut(step, rounds)
-
-    def check_logs(self, position: Mapping[str, Mark | int], step: int) -> None:
-        """Compare the logs with what a checkpoint counts; lines after that do not matter.
-
         As `accept_logs` says, those that were lost or altered then hold what can still be read, and a mark of the gap.
 
         Args:
@@ -225,10 +211,13 @@ class RunFolder:
             )
         for name, fault in faults.items():
             self._logs[name].mend(step, fault)
+        for name, log in self._logs.items():
+            log.rewind(position.get(name), step)
 
-    def last_round(self) -> dict[str, Any] | None:
-        """Return the newest whole line of `rounds.jsonl`; None for an empty log."""
-        return next(reversed(read_rounds(self.path)), None)
+    def cut(self, step: int, rounds: Mapping[str, int]) -> None:
+        """Cut the lines after an inner step and after the rounds of fragments; a loop that went back repeats them."""
+        for log in self._logs.values():
+            log.cut(step, rounds)
 
     def set_aside(self, name: str) -> Path:
         """Move logs, checkpoints and trackers' id to a folder of that name, or its first free number; return it."""

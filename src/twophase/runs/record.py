@@ -201,7 +201,6 @@ def read_record(path: Path, paths: Collection[str] = ()) -> RunRecord:
         what = "is a file" if path.exists() else "does not exist"
         raise UsageError(f"{path}: {what}; give the folder of a run, its --out")
     if not is_run(path):
-        _check_elastic(path)
         raise UsageError(
             f"{path}: is not the folder of a run (it has no {CONFIG}, {ROUNDS}, {METRICS} or {SUMMARY}). Give the "
             "--out of `twophase train`, or (for reports) a folder below runs/ of a sweep"
@@ -253,7 +252,6 @@ def run_config(run: Path, parse: Callable[[Mapping[str, Any]], Config]) -> tuple
     """
     path = run / CONFIG
     if not path.is_file():
-        _check_elastic(run)
         what = "there is no such folder" if not run.is_dir() else f"holds no {CONFIG}, so it is not the folder of a run"
         raise UsageError(f"{run}: {what}; give the --out of `twophase train`, or the folder of one run of a sweep")
     try:
@@ -270,12 +268,6 @@ def run_config(run: Path, parse: Callable[[Mapping[str, Any]], Config]) -> tuple
         f"{run}: was recorded from another program's loop, whose model and data are not known here; save or measure "
         "the model there"
     )
-
-
-def _check_elastic(path: Path) -> None:
-    replicas = sorted(entry.name for entry in path.glob("replica-*") if is_run(entry))
-    if replicas:
-        raise UsageError(f"{path}: each replica of this run has a separate folder; give {path / replicas[0]}")
 
 
 def _json_object(path: Path) -> dict[str, Any]:

@@ -275,14 +275,6 @@ def read_latest(folder: Path, read: Callable[[Path], T]) -> T | None:
     return None
 
 
-def counted_logs(path: Path) -> dict[str, Any]:
-    """Return the log positions that a checkpoint recorded; none if they are unreadable, which loading refuses."""
-    try:
-        return dict(json.loads((path / _PROGRESS).read_text(encoding="utf-8"))["logs"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
-
-
 def clean(folder: Path) -> None:
     """Remove checkpoints that a crash left half written or half removed."""
     for path in folder.glob(f"{_WRITING}*"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import socket
@@ -24,7 +23,6 @@ from twophase.diloco.comm import ProcessGroup
 from twophase.diloco.communicator import Communicator, SingleProcess, in_agreement
 from twophase.runs.folder import RunFolder
 from twophase.training.config import RunConfig
-from twophase.training.ending import Ending
 
 
 class Stop(threading.Event):
@@ -85,47 +83,6 @@ def take_device(config: RunConfig) -> None:
         )
     if count:
         torch.cuda.set_device(rank)
-
-
-@contextmanager
-def communication(
-    config: RunConfig, options: argparse.Namespace, ending: Ending | None = None
-) -> Iterator[Communicator]:
-    """Join the replicas that meet at a lighthouse, or the processes that torchrun started.
-
-    Args:
-        config: the run.
-        options: options of the command line.
-        ending: record of the run's end, shared by elastic replicas.
-    """
-    if options.lighthouse is None:
-        with process_group(config, options.start_timeout, options.sync_timeout) as communicator:
-            yield communicator
-        return
-    if world_size() > 1:
-        raise UsageError("--lighthouse: here a replica is one process; start each by itself, without torchrun")
-    if not 0 <= options.replica < config.replicas:
-        raise UsageError(
-            f"--replica is {options.replica}; it must be at least 0 and below --replicas, which is {config.replicas}"
-        )
-    from twophase.elastic.torchft import TorchFT  # noqa: PLC0415 - an extra
-
-    try:
-        elastic = TorchFT(
-            replica=options.replica,
-            replicas=config.replicas,
-            lighthouse=options.lighthouse,
-            host=options.host or "127.0.0.1",
-            timeout=120.0 if options.sync_timeout is None else options.sync_timeout,
-            quorum_timeout=3600.0 if options.quorum_timeout is None else options.quorum_timeout,
-            start_timeout=options.start_timeout,
-            min_replicas=options.min_replicas,
-            over=ending.is_over if ending else lambda _: False,
-        )
-    except (ValueError, ImportError) as error:
-        raise UsageError(str(error)) from None
-    with elastic:
-        yield elastic
 
 
 @contextmanager
@@ -254,9 +211,9 @@ def _meeting(store: dist.Store, rank: int, size: int, patience: float) -> str:
 @contextmanager
 def claimed(out: Path, config: Any, communicator: Communicator, *, accept_logs: bool = False) -> Iterator[RunFolder]:
     """Claim the run's folder in process 0 on behalf of all; a refusal is raised in every process."""
-    files, folder = SingleProcess() if communicator.elastic else communicator, RunFolder(out, "", None)
-    with in_agreement(files):
-        if files.rank == 0:  # other processes read checkpoints and write no logs
+    folder = RunFolder(out, "", None)
+    with in_agreement(communicator):
+        if communicator.rank == 0:  # other processes read checkpoints and write no logs
             folder = RunFolder.claim(out, config, accept_logs=accept_logs)
     with folder:
         yield folder

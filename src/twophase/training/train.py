@@ -12,11 +12,9 @@ from typing import Any
 
 from twophase.base.config import RunError, UsageError, fingerprint
 from twophase.diloco.communicator import Communicator, SingleProcess, in_agreement
-from twophase.diloco.report import RoundReport
-from twophase.runs.folder import METRICS, ROUNDS, STEPS, WEIGHTS, RunFolder
+from twophase.runs.folder import METRICS, ROUNDS, STEPS, RunFolder
 from twophase.training import checkpoint
 from twophase.training.config import RunConfig, check
-from twophase.training.ending import Ending
 from twophase.training.preflight import preflight
 from twophase.training.task import Task
 from twophase.training.trainer import RUNNING, STOPPED, Progress, Trainer
@@ -30,7 +28,6 @@ def train(
     folder: RunFolder,
     *,
     communicator: Communicator | None = None,
-    ending: Ending | None = None,
     on_round: Callable[[dict[str, Any]], None] = lambda _: None,
     on_step: Callable[[dict[str, Any]], None] = lambda _: None,
     should_stop: Callable[[], bool] = lambda: False,
@@ -42,7 +39,6 @@ def train(
         config: the run.
         folder: the run's folder, written by process 0.
         communicator: the processes that share the replicas; None means this one alone.
-        ending: record of the run's end, which a late elastic replica adopts.
         on_round: function called with each round's line of metrics (in process 0).
         on_step: function called with each line of `steps.jsonl` (in process 0).
         should_stop: function called after every step (after every round with several processes). True writes a
@@ -53,26 +49,17 @@ def train(
 
     Raises:
         UsageError: an impossible configuration, corpus, device or checkpoint.
-        RunError: elastic replicas do not meet, began without this one's newer checkpoint, or have a result that
-            cannot be adopted; or the data is damaged.
+        RunError: the data is damaged, or the connection to the other processes is lost.
         OSError: the folder cannot be written, or the disk is full; nothing is lost since the newest checkpoint.
     """
     communicator = communicator or SingleProcess()
     check(config)
-    preflight(config, task, config.replicas if communicator.elastic else communicator.size)
+    preflight(config, task, communicator.size)
     run = Trainer(task, config, communicator)
-    with in_agreement(run.files), disk(folder):
+    with in_agreement(run.comm), disk(folder):
         if run.lead:
             checkpoint.clean(folder.checkpoint_dir)
-    if ending is not None and (record := ending.read()):
-        return _take(run, folder, ending, record)
-    try:
-        _go(run, folder, on_round, on_step, should_stop)
-    except RunError:
-        record = ending and ending.read(run.engine.run)
-        if not ending or not record:  # else the other replicas finished during this one's absence
-            raise
-        return _take(run, folder, ending, record)
+    _go(run, folder, on_round, on_step, should_stop)
 
     # The last checkpoint is complete now, on all processes.
     _check_data(run, folder)
@@ -82,10 +69,6 @@ def train(
     summary, weights = run.outcome() | run.summary(), run.weights(config)
     with disk(folder):
         folder.write_weights(weights)
-        if ending is not None:  # a late replica may read the weights once the record exists
-            record = ending.conclude(run.engine.run, run.identity, folder.path, summary)
-            if record["checksum"] != summary["checksum"]:
-                return _take(run, folder, ending, record)
         folder.finish(summary)
     return summary
 
@@ -99,8 +82,8 @@ def _go(
 ) -> None:
     """Train to the end, or until `should_stop`, and write the last checkpoint; arguments as of `train`."""
     config = run.config
-    joined = _begin(run, folder)
-    with in_agreement(run.files), disk(folder):
+    _restore(run, folder)
+    with in_agreement(run.comm), disk(folder):
         if run.lead:
             _write_env(run, folder)
     done = run.done
@@ -110,29 +93,22 @@ def _go(
     def stopping() -> bool:
         return should_stop() or bool(run.data_fault())
 
-    if run.comm.elastic:  # a state received from a peer is not on this disk yet
-        saved = checkpoint.latest_step(folder.checkpoint_dir) if joined is None else None
-
     with checkpoint.Writer(
         folder.checkpoint_dir,
         fingerprint=fingerprint(config),
         keep=config.keep_checkpoints,
-        communicator=run.files,
+        communicator=run.comm,
         before=folder.sync_logs if run.lead else lambda: None,
     ) as writer:
-        while (joined is not None or done.step < config.steps) and done.exit_reason == RUNNING:
-            if joined is None:
-                run.inner_step()
-                if done.step == first + 1:  # at the first checkpoint an error would cost all steps
-                    run.check_states()
-                report = run.synchronize(stopping)
-                _log_step(run, folder, on_step)
-            else:  # a late joiner, at the end of its peers' round
-                report, joined = joined, None
+        while done.step < config.steps and done.exit_reason == RUNNING:
+            run.inner_step()
+            if done.step == first + 1:  # at the first checkpoint an error would cost all steps
+                run.check_states()
+            report = run.synchronize(stopping)
+            _log_step(run, folder, on_step)
             done.seconds = before + time.perf_counter() - started
             if report is None:
-                # A checkpoint cannot hold an elastic sync under way: the sync ends first.
-                if run.files.size == 1 and not (run.comm.elastic and run.engine.under_way) and stopping():
+                if run.comm.size == 1 and stopping():
                     done.exit_reason = STOPPED
                 continue
             line = run.end_round(report)
@@ -141,8 +117,6 @@ def _go(
                     folder.log(ROUNDS, {"step": done.step} | report.as_dict())
                     folder.log(METRICS, line)
                 on_round(line | {"restarted": report.restarted, "seconds": done.seconds, "tokens": run.tokens()})
-            if run.comm.elastic and done.exit_reason == RUNNING and stopping():  # without its peers
-                done.exit_reason = STOPPED
             due = report.complete and report.round % config.checkpoint_every == 0
             if done.exit_reason == RUNNING and due:
                 _save(run, folder, writer)
@@ -157,7 +131,7 @@ def _check_data(run: Trainer, folder: RunFolder) -> None:
 
     Logs and checkpoints depend on that data: they are set aside, so that a repeated command starts from step 0.
     """
-    faults = run.files.gather(run.data_fault(wait=run.done.exit_reason != STOPPED), str)
+    faults = run.comm.gather(run.data_fault(wait=run.done.exit_reason != STOPPED), str)
     fault = next(filter(None, faults), "")
     if not fault:
         return
@@ -165,31 +139,8 @@ def _check_data(run: Trainer, folder: RunFolder) -> None:
     if run.lead:
         with disk(folder):
             aside = str(folder.set_aside("damaged-data"))
-    aside = run.files.gather(aside, str)[0]
+    aside = run.comm.gather(aside, str)[0]
     raise RunError(f"{fault}; {aside} keeps what rests on it, and the repeated command begins again")
-
-
-def _take(run: Trainer, folder: RunFolder, ending: Ending, record: dict[str, Any]) -> dict[str, Any]:
-    """Adopt and write the result of a run that has ended without this replica; return its summary."""
-    if record["config"] != run.identity:
-        raise UsageError(
-            f"--run-record {ending.path}: holds the end of another run, with another configuration or other data; "
-            "choose another --out, or another file"
-        )
-    summary, source, target = record["summary"], Path(record["folder"]), folder.path / WEIGHTS
-    with disk(folder):
-        # First the weights that a user has copied here, because the other replica's folder is out of reach.
-        if not any(run.adopt(path, record["checksum"]) for path in (target, source / WEIGHTS)):
-            raise RunError(
-                f"the run is over ({ending.path}), with checksum {record['checksum']}, but {source} on "
-                f"{record['host']} has no readable weights of it. Copy {WEIGHTS} from there to {target} and repeat the "
-                f"command, or move {ending.path} for a new run"
-            )
-        _write_env(run, folder)
-        folder.write_weights(run.weights(run.config))
-        folder.finish(summary)
-    _log.warning("the run ended without this replica: copied result (checksum %s) from %s", record["checksum"], source)
-    return summary
 
 
 def _write_env(run: Trainer, folder: RunFolder) -> None:
@@ -206,44 +157,12 @@ def _log_step(run: Trainer, folder: RunFolder, on_step: Callable[[dict[str, Any]
         on_step(line)
 
 
-def _begin(run: Trainer, folder: RunFolder) -> RoundReport | None:
-    """Restore the run from disk, or from its elastic peers."""
-    if not run.comm.elastic:
-        _restore(run, folder)
-        return None
-    newest = checkpoint.latest_step(folder.checkpoint_dir)
-    with disk(folder):
-        if newest is not None:  # the state may come from a peer, but the logs continue
-            folder.check_logs(checkpoint.counted_logs(checkpoint.path_of(folder.checkpoint_dir, newest)), newest)
-        folder.rewind(folder.position())  # drops a line that a kill has cut
-    report = run.join(lambda: _restore(run, folder))
-    if newest is not None and run.done.step < newest:
-        raise RunError(
-            f"{folder.checkpoint_dir} has a checkpoint of step {newest}, but the other replicas began without it and "
-            f"are at step {run.done.step}. Start this replica again later, or move {folder.checkpoint_dir}. Or stop "
-            "all and start them together, which resumes them from the newest checkpoint"
-        )
-    last = folder.last_round()
-    # The sync this replica joined is not recorded yet, so a line at this step or later comes from a diverged run.
-    newer = last is not None and last["step"] >= run.done.step + (report is None)
-    if last is not None and (newer or run.done.is_foreign_sync(last["step"], last["checksum"])):
-        # The replica and its peers have trained apart: one folder cannot hold two histories.
-        with disk(folder):
-            aside = folder.set_aside(f"parted-{last['step']:08d}")
-        _log.warning(
-            "step %d of this replica's record is not of this run, which begins a new one; %s keeps the old",
-            last["step"],
-            aside,
-        )
-    return report
-
-
 def _restore(run: Trainer, folder: RunFolder) -> None:
     """Continue from the newest checkpoint of process 0, if it has one."""
-    with in_agreement(run.files):
+    with in_agreement(run.comm):
         step = checkpoint.latest_step(folder.checkpoint_dir)
-    step = run.files.gather(step, int | None)[0]
-    with in_agreement(run.files):
+    step = run.comm.gather(step, int | None)[0]
+    with in_agreement(run.comm):
         logs = {} if step is None else _read(run, checkpoint.path_of(folder.checkpoint_dir, step))
         if run.lead:
             with disk(folder):
@@ -252,9 +171,9 @@ def _restore(run: Trainer, folder: RunFolder) -> None:
 
 def _read(run: Trainer, newest: Path) -> dict[str, Any]:
     """Load a checkpoint into a new run; return the log positions it recorded. Call no collective in here."""
-    if run.files.size > 1 and not newest.is_dir():
+    if run.comm.size > 1 and not newest.is_dir():
         raise UsageError(
-            f"checkpoint {newest} is not in the folder that process {run.files.rank} sees, and process 0 has it; "
+            f"checkpoint {newest} is not in the folder that process {run.comm.rank} sees, and process 0 has it; "
             "choose an --out that all processes see"
         )
     saved = checkpoint.Checkpoint(newest, fingerprint(run.config))
@@ -269,7 +188,7 @@ def _read(run: Trainer, newest: Path) -> dict[str, Any]:
             f"{run.data_fingerprint[:12]}, at {newest} {text[:12]}). Put the old one back, or choose another --out"
         )
     _load(run, saved, processes)
-    run.restore_execution(execution[run.files.rank % len(execution)])
+    run.restore_execution(execution[run.comm.rank % len(execution)])
     run.done = done
     if run.done.exit_reason == STOPPED:
         run.done.exit_reason = RUNNING
@@ -281,9 +200,9 @@ def _load(run: Trainer, saved: checkpoint.Checkpoint, processes: int) -> None:
     state = saved.part(checkpoint.ENGINE)
     with saved.content(checkpoint.ENGINE):
         run.engine.load_state_dict(state)  # at a round's end it also sets the models
-    wire_file = checkpoint.wire_file(run.files.rank)
+    wire_file = checkpoint.wire_file(run.comm.rank)
     # With other processes, the residuals belong to no process.
-    if processes == run.files.size and saved.holds(wire_file):
+    if processes == run.comm.size and saved.holds(wire_file):
         residuals = saved.part(wire_file)
         with saved.content(wire_file):
             run.engine.load_wire_state_dict(residuals)
@@ -307,12 +226,12 @@ def _save(run: Trainer, folder: RunFolder, writer: checkpoint.Writer) -> None:
     if run.lead:
         parts[checkpoint.ENGINE] = engine
     if residuals:
-        parts[checkpoint.wire_file(run.files.rank)] = residuals
+        parts[checkpoint.wire_file(run.comm.rank)] = residuals
     progress = dataclasses.asdict(run.done) | {
         "logs": folder.position() if run.lead else {},
         "text": run.data_fingerprint,
-        "execution": run.files.gather(run.execution, dict),  # each process may have its own choice
-        "processes": run.files.size,
+        "execution": run.comm.gather(run.execution, dict),  # each process may have its own choice
+        "processes": run.comm.size,
     }
     writer.save(run.done.step, parts, progress)
 

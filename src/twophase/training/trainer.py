@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
-import json
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -19,12 +18,10 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from twophase.base.config import RunError, UsageError, fingerprint, values_of
-from twophase.base.reading import read_bytes
+from twophase.base.config import UsageError, fingerprint, values_of
 from twophase.base.source import source_digest
-from twophase.diloco.communicator import Communicator, SingleProcess
+from twophase.diloco.communicator import Communicator
 from twophase.diloco.engine import DiLoCo, Signals
-from twophase.diloco.fragment import short_hash
 from twophase.diloco.report import RoundReport, merged
 from twophase.training.config import RunConfig, inner_lr
 from twophase.training.device import environment, make_repeatable, peak_bytes, room_for
@@ -32,15 +29,11 @@ from twophase.training.inner import Replica
 from twophase.training.parts import take_apart
 from twophase.training.task import Task, step_of
 
-_REMEMBERED = 1000
-"""Newest syncs in `Progress.history`."""
 LOSS, STOP = "train_loss", "stop"
 """Signals that the processes share at the end of a round."""
 FOR_POLICIES = ("inner_lr", "progress", LOSS)
 """Signals for restart policies: inner learning rate of the last step, completed share of the run, mean training loss
 since the last report."""
-_NOTHING: dict[str, float] = dict.fromkeys((STOP, *FOR_POLICIES), 0.0)
-"""Signals of a replica without weight."""
 RUNNING, STOPPED, FINISHED, DIVERGED = "running", "stopped", "finished", "diverged"
 RESERVED = frozenset(
     "step round train_loss validation_loss inner_lr tokens seconds engine_share diverged exit_reason steps rounds "
@@ -56,17 +49,15 @@ class Trainer:
         self.config = config
         self.task = task
         self.comm = communicator
-        self.files: Communicator = SingleProcess() if communicator.elastic else communicator
-        """The processes that write one folder; each elastic replica has its own."""
-        self.lead = self.files.rank == 0
+        self.lead = communicator.rank == 0
         self.done = Progress()
         self.validation: Mapping[str, float] | None = None
         """Held-out numbers of the present anchor, if it has been evaluated."""
         device = torch.device(config.device)
         torch.set_num_threads(config.threads)
         make_repeatable(device, strictly=config.deterministic)
-        share = 1 if communicator.elastic else config.replicas // communicator.size
-        first = communicator.replica if communicator.elastic else communicator.rank * share
+        share = config.replicas // communicator.size
+        first = communicator.rank * share
         self.compute = step_of(task, device, share, communicator)
         self.data = task.describe()
         self.data_fingerprint: str = self.data["fingerprint"]
@@ -81,7 +72,7 @@ class Trainer:
     def _engine(self) -> DiLoCo:
         config, sync = self.config, self.config.sync
         try:
-            engine = DiLoCo(
+            return DiLoCo(
                 [replica.model for replica in self.replicas],
                 config.outer.value(config.rounds),
                 restart=sync.policies() or config.outer.policy(),
@@ -91,23 +82,13 @@ class Trainer:
                 delay=sync.delay,
                 mixing=sync.mixing,
                 wire=sync.wire,
-                buffers="local" if self.comm.elastic else "mean",
+                buffers="mean",
                 communicator=self.comm,
                 signals=FOR_POLICIES,
                 alike={"data": self.data_fingerprint[:12], "training code": self._source()} | _alike(config),
             )
         except ValueError as error:  # processes, or fragments, that do not fit
             raise UsageError(str(error)) from None
-        if self.comm.elastic and any(f.readouts() is not f.anchor_views for f in engine.fragments):
-            raise UsageError(
-                f"--outer.readout {config.outer.readout}: elastic replicas end a run by the anchor, not by an average "
-                "of anchors. Take --outer.readout last, and a method without its own readout"
-            )
-        try:
-            self.comm.attach(engine, self._replica_state, self._load_replica_state)
-        except ValueError as error:  # a timeout too short for a heal
-            raise RunError(str(error)) from None
-        return engine
 
     def _source(self) -> str:
         """Hash the code that determines a replica's training, without the engine's: this room's and the task's."""
@@ -116,55 +97,6 @@ class Trainer:
             return f"{source_digest([Path(__file__).parent])} {source()}"
         parts = (type(self.replicas[0].model), type(self.task))
         return source_digest({Path(__file__).parent, *(Path(inspect.getfile(kind)).parent for kind in parts)})
-
-    def _replica_state(self) -> dict[str, Any]:
-        """Return the state that a late joiner needs in addition to the engine's."""
-        self.settle()
-        return {
-            "step": self.done.step,
-            "exit_reason": self.done.exit_reason,  # not "running" if a replica joins at the end of a run
-            "replica": self.replicas[0].state_dict(),
-            "history": self.done.history,
-            "seconds": self.done.seconds,
-            "engine_seconds": self.done.engine_seconds,
-        }
-
-    def _load_replica_state(self, state: dict[str, Any]) -> None:
-        self._losses.clear()
-        self._last_line, self.done.recent_loss, self.done.recent_losses = None, 0.0, 0  # not over peers' steps
-        if self.done.step == 0:  # its tokens count the whole run, so its time does too
-            self.done.seconds, self.done.engine_seconds = state["seconds"], state["engine_seconds"]
-        self.replicas[0].load_state_dict(state["replica"])
-        self.done.step, self.replicas[0].round_losses = state["step"], []
-        self.done.exit_reason = state["exit_reason"]
-        self.done.history = list(state["history"])
-        self.validation = None
-
-    @property
-    def identity(self) -> str:
-        """Digest of the values that all replicas of a run share: the configuration and the data."""
-        return short_hash(json.dumps([self.data_fingerprint, _alike(self.config)], sort_keys=True, default=str))
-
-    def adopt(self, weights: Path, checksum: str) -> bool:
-        """Set anchor and buffers from a finished replica's file, if it exists and has this checksum."""
-        try:
-            tensors = safetensors.torch.load(read_bytes(weights))
-            for name, tensor in (self.engine.anchor | self._buffers()).items():
-                tensor.copy_(tensors[name].view_as(tensor))
-        except (OSError, safetensors.SafetensorError, KeyError, RuntimeError):  # missing, damaged, or of another model
-            return False
-        return self.engine.checksum() == checksum
-
-    def join(self, restore: Callable[[], None]) -> RoundReport | None:
-        """Join the other elastic replicas; `restore` reads the newest checkpoint if no run is under way.
-
-        Returns:
-            The report of the round that this replica joined, if the sync ended that round.
-        """
-        try:
-            return self._last(self.engine.join(_NOTHING, restore=restore), _NOTHING)
-        except ValueError as error:
-            raise UsageError(str(error)) from None
 
     def inner_step(self) -> None:
         """Take an inner step of every replica."""
@@ -212,8 +144,7 @@ class Trainer:
         if not self.lead or config.log_every == 0 or done.step % config.log_every:
             return None
         self.settle()  # before the clock is read: it waits for the device
-        if self._last_line is None:  # no inner step since a peer's state was loaded
-            return None
+        assert self._last_line is not None
         (step, clock), self._last_line = self._last_line, (done.step, time.perf_counter())
         loss = done.recent_loss / max(done.recent_losses, 1)
         done.recent_loss, done.recent_losses = 0.0, 0
@@ -229,8 +160,7 @@ class Trainer:
         signals = None
         if self.done.step == self.config.steps or self.engine.reports_next:
             self.settle()  # else the wait for the inner steps would count as the engine's time
-            # An elastic replica stops alone.
-            signals = self._signals(0.0 if self.comm.elastic else float(should_stop()))
+            signals = self._signals(float(should_stop()))
         clock = time.perf_counter()
         with room_for("the outer step", self.config.device):
             report = self._last(self.engine.step(signals), signals)
@@ -249,10 +179,10 @@ class Trainer:
         }
 
     def _last(self, report: RoundReport | None, signals: Signals) -> RoundReport | None:
-        """Return the report of a sync; at the run's end, also synchronize remaining steps, even for a late joiner."""
+        """Return the report of a sync; at the run's end, also synchronize remaining steps."""
         if self.done.step < self.config.steps:
             return report
-        final = self.engine.finish(signals or _NOTHING)
+        final = self.engine.finish(signals)
         reports = [part for part in (report, final) if part is not None]
         return merged(reports) if reports else None
 
@@ -263,8 +193,6 @@ class Trainer:
         for replica in self.replicas:
             replica.round_losses = []
         self.done.exit_reason = self._exit_reason(report)
-        if self.comm.elastic:
-            self.done.history = [*self.done.history[1 - _REMEMBERED :], (self.done.step, report.checksum)]
         interval = self.config.evaluate_every
         due = interval and report.complete and report.round % interval == 0
         if self.lead and (due or self.done.exit_reason in (FINISHED, DIVERGED)):
@@ -349,13 +277,6 @@ class Progress:
     engine_seconds: float = 0.0
     """Seconds in the engine: everything but forward, backward and inner optimizer."""
     exit_reason: str = RUNNING
-    history: list[tuple[int, str]] = dataclasses.field(default_factory=list)
-    """Step and checksum of the newest syncs of elastic replicas."""
-
-    def is_foreign_sync(self, step: int, checksum: str) -> bool:
-        """Tell whether (step, checksum) is not in this run's recent sync history."""
-        history = dict(self.history)
-        return bool(history) and step >= min(history) and history.get(step) != checksum
 
 
 def _alike(config: RunConfig) -> dict[str, Any]:

@@ -21,12 +21,6 @@ GPU, SHAPE = torch.device("cuda", 1), torch.Size((8, 64))
 Tried = list[tuple[tuple[str, ...], bool]]
 
 
-class Elastic(SingleProcess):
-    """A process among others that come and go."""
-
-    elastic, rank, size = True, 3, 4
-
-
 def stub(works: set[str], tried: Tried) -> Callable[..., str]:
     """A machine on which these kernels work, the last of those that are tried being the fastest."""
 
@@ -106,15 +100,6 @@ def test_all_processes_take_process_0s_choice(
     assert results[0] == outcome if isinstance(outcome, str) else "process 1" in results[0]
     assert [[timed for _, timed in calls] for calls in tried[:1]] == [[True]]
     assert all(calls in ([], [((outcome,), False)], [(("flash",), False)]) for calls in tried[1:])
-
-
-def test_where_processes_come_and_go_nothing_is_timed(monkeypatch: pytest.MonkeyPatch):
-    """Each takes the first that works in a fixed order, and asks no other: a collective would be for those there."""
-    tried: Tried = []
-    monkeypatch.setattr(attention, "fastest_attention", stub({"flash", "efficient"}, tried))
-    monkeypatch.setattr(Elastic, "gather", None)
-    assert choose(TrainConfig(), SHAPE, GPU, Elastic()) == "flash"
-    assert [timed for _, timed in tried] == [False]
 
 
 def test_a_kernel_may_fail_as_it_likes(monkeypatch: pytest.MonkeyPatch):

@@ -62,8 +62,7 @@ def activate(name: str) -> None:
 def choose(config: TrainConfig, shape: torch.Size, device: torch.device, communicator: Communicator) -> str:
     """Return the attention kernel that every process of the run uses from now on; a collective call.
 
-    Process 0 chooses for all: kernels round differently, and processes that time for themselves may differ. An elastic
-    run has no process 0 to ask, so each takes the first kernel that works, in a fixed order.
+    Process 0 chooses for all: kernels round differently, and processes that time for themselves may differ.
 
     The shape is (sequences, length) of a forward pass in this process.
 
@@ -74,14 +73,13 @@ def choose(config: TrainConfig, shape: torch.Size, device: torch.device, communi
     names = tuple(BACKENDS) if setting == "auto" else (setting,)
     if config.deterministic:
         names = tuple(name for name in _REPEATABLE if name in names)
-    timed = not config.deterministic and not communicator.elastic
+    timed = not config.deterministic
 
     def fastest(names: tuple[str, ...], timed: bool) -> str:
         return fastest_attention(model, shape, precision, names, device, timed=timed)
 
-    together = not communicator.elastic and communicator.size > 1
-    name = fastest(names, timed) if communicator.rank == 0 or not together else ""
-    if together:
+    name = fastest(names, timed) if communicator.rank == 0 else ""
+    if communicator.size > 1:
         name = communicator.gather(name, str)[0]
         works = communicator.rank == 0 or name == "default" or fastest((name,), timed=False) == name
         verdicts = communicator.gather(works, bool)

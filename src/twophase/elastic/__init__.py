@@ -1,1 +1,0 @@
-"""torchft behind `Communicator`: the only room that knows its private names."""
