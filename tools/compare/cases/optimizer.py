@@ -128,7 +128,7 @@ class Manager:
     """What torchft's DiLoCo asks of its `Manager`, over gloo, where nobody joins or leaves."""
 
     _use_async_quorum = _init_sync = False
-    _checkpoint_transport = None
+    _checkpoint_transport, _user_state_dicts = None, {"default": dict}
 
     def __init__(self) -> None:
         self.step, self.state = 0, {}
