@@ -23,7 +23,7 @@ help:
 	@echo "make coverage  the same, and the branch coverage of each module"
 	@echo "make check   set up and run ruff, the import law and pyright"
 	@echo "make bench   set up and run the benchmarks, each held against its bounds (ARGS=\"sync storage\": some of them)"
-	@echo "make faults  set up, kill 1,000 processes and give 10,000 damaged or odd inputs (two hours on two cores)"
+	@echo "make faults  set up, and kill four commands at every call that writes; fill the disk at each (an hour on two cores)"
 	@echo "make docs    set up, build the documentation into site/ and check its links"
 	@echo "make setup-torchtitan  an environment for the tests of torchtitan, which are skipped without it"
 	@echo "make setup   only the set-up for use;  make setup-dev  also what tests and checks need"
@@ -114,7 +114,7 @@ bench: setup-dev
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks $(ARGS)
 
 faults: setup-dev
-	@$(BIN)/python tests/faults $(ARGS)
+	@FAULTS=all $(BIN)/python -m pytest -n 2 tests/faults $(ARGS)
 
 docs: $(VENV)/.installed $(VENV)/.installed-docs
 	@$(BIN)/python -m twophase explore --out docs/assets/explore.html
