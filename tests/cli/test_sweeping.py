@@ -81,7 +81,6 @@ def call(corpus: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     [
         (["sweep", *GRID], "matplotlib"),
         (["tune", "digits", "--points", "3"], "pandas"),
-        (["bench", "nesterov"], "pandas"),
     ],
     ids=lambda value: value if isinstance(value, str) else value[0],
 )

@@ -88,7 +88,7 @@ def test_every_study_is_complete() -> None:
         assert len(question) <= 100
         module = study.load(name)
         assert all(callable(getattr(module, part)) for part in ("table", "answer", "draw"))
-        assert hasattr(module, "sweep") == (name not in (*THEORY, "linear_network", "bench", "regimes"))
+        assert hasattr(module, "sweep") == (name not in (*THEORY, "linear_network"))
 
 
 def test_four_files(toy: Any, tmp_path: Path) -> None:

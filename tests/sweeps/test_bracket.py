@@ -101,13 +101,6 @@ def test_the_end_of_a_scale_is_an_end(start: int, refinements: int) -> None:
     assert search.is_interior(results)
 
 
-def test_the_search_of_the_first_protocol_stays_as_it_was() -> None:
-    """The stored rows of the bench come from it: no momentum below 0.2 where it begins at 0.6."""
-    search = Search({"momentum": Scale(0.6, "complement")}, 100, passes_equal=False)
-    results = run(search, lambda values: values["momentum"])
-    assert sorted(search.values(point)["momentum"] for point in results) == [0.2, 0.434315, 0.6, 0.8]
-
-
 def test_walks_away_from_divergence() -> None:
     """Where everything diverges, all numbers become smaller; a NaN counts as diverged."""
 

@@ -25,7 +25,6 @@ COMMANDS = {
     "export": "write a run's model as a Hugging Face folder, with its tokenizer",
     "sweep": "a grid of runs; repeat the command to resume it",
     "tune": "which outer optimizer: every arm tuned with the same budget, then judged on fresh seeds",
-    "bench": "an outer optimizer through a fixed protocol, against stored reference arms",
     "report": "a run, several over each other, or a sweep as one HTML page; of a sweep also the verdict",
     "diagnose": "does a run's outer loop oscillate, overshoot or lag, and what the theory suggests",
     "spectrum": "curvature of a trained run by block, what a round removes of it, and a period for each",

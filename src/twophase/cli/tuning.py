@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,6 @@ class Tuning:
         budget: seconds for the whole, from which the first stage finds the number of points, in the place of points.
         seeds: tuning seeds, of which a setting's results are averaged.
         fresh: seeds of the final comparison, at least 2 and none of the tuning seeds.
-        is_first: True to search as in the bench's first protocol, for comparable numbers.
 
     Raises:
         UsageError: naming the option, its value and the remedy.
@@ -63,7 +62,6 @@ class Tuning:
     budget: float | None = None
     seeds: Sequence[int] = (0, 1)
     fresh: Sequence[int] = (100, 101, 102, 103, 104)
-    is_first: bool = False
     arms: tuple[Arm, ...] = field(init=False)
     """The control and the further arms."""
 
@@ -122,21 +120,7 @@ class Tuning:
         """Return what identifies the comparison."""
         values = {name: list(getattr(self, name)) for name in ("seeds", "fresh")}
         values |= {"points": self.points, "budget": self.budget, "refinements": Search.refinements}
-        values |= {} if self.is_first else {"search": 2}
         return {"base": to_tree(self.base), "arms": [arm.text for arm in self.arms], **values}
-
-    def search(self, arm: Arm, points: int) -> Search:
-        """Return the search of an arm."""
-        if not self.is_first:
-            return Search(arm.scales, points)
-        scales = {n: replace(s, kind="complement", low=0.0) if s.kind == "odds" else s for n, s in arm.scales.items()}
-        return Search(scales, points, passes_equal=False)
-
-    def is_interior(self, search: Search, results: Mapping[Point, float]) -> bool:
-        """Return whether a search ended by itself: with one more point it would ask for nothing."""
-        if self.is_first:  # as the stored rows have it: whole steps on all sides are enough
-            return search.is_interior(results)
-        return not replace(search, most=search.most + 1).pending(results)
 
 
 @dataclass(frozen=True)
@@ -298,7 +282,7 @@ class _Stages:
         self._note(points, spent)
         while True:
             # The first stage is one setting an arm, for any number of points.
-            searches = [(arm, self.tuning.search(arm, points or 1)) for arm in arms]
+            searches = [(arm, Search(arm.scales, points or 1)) for arm in arms]
             wanted = [(arm, point) for arm, search in searches for point in search.pending(results[arm.text])]
             if not wanted:
                 break
@@ -348,7 +332,7 @@ class _Stages:
     def _sweep(self, name: str, wanted: Sequence[_Setting], seeds: Sequence[int]) -> dict[_Setting, list[Row]]:
         """Run some settings; return the row of each seed."""
         cells = {
-            (arm, point): [arm.cell(self.tuning.base, self.tuning.search(arm, 1).values(point), seed) for seed in seeds]
+            (arm, point): [arm.cell(self.tuning.base, Search(arm.scales, 1).values(point), seed) for seed in seeds]
             for arm, point in wanted
         }
         place = self.folder / name
@@ -383,7 +367,7 @@ class _Stages:
         return Tuned(
             arm.text,
             search.values(point),
-            self.tuning.is_interior(search, results),
+            search.is_interior(results),
             len(results),
             seconds + _seconds(rows),
             results[point],

@@ -203,7 +203,7 @@ def stored_facts() -> dict[str, Any]:
 
 
 def _stored(name: str) -> Path:
-    places = (_FROM_WHEEL, Path(__file__).parents[3] / "docs" / "bench")
+    places = (_FROM_WHEEL, Path(__file__).parents[3] / "experiments" / "bench")
     path = next((place / name for place in places if (place / name).is_file()), None)
     if path is None:
         raise UsageError(f"{name} is not in this copy; make it: twophase bench --reference, or --regimes")

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from twophase.base.errors import UsageError
@@ -29,21 +29,20 @@ class Scale:
 
     Args:
         start: first value, > 0; of odds also < 1.
-        kind: `factor`, `whole` (a factor, rounded to whole numbers), `odds`, or `complement`. The last is the
-            momentum's of the bench's first protocol: 1 - (1 - start) factor^(-k / 2^r), never far below the start.
+        kind: `factor`, `whole` (a factor, rounded to whole numbers), or `odds`.
         factor: factor of the first steps, > 1.
         low: least value that makes sense.
         high: greatest.
     """
 
     start: float
-    kind: Literal["factor", "whole", "odds", "complement"] = "factor"
+    kind: Literal["factor", "whole", "odds"] = "factor"
     factor: float = 2.0
     low: float = 0.0
     high: float = math.inf
 
     def __post_init__(self) -> None:
-        if self.factor <= 1 or not 0 < self.start < (1 if self.kind in ("odds", "complement") else math.inf):
+        if self.factor <= 1 or not 0 < self.start < (1 if self.kind == "odds" else math.inf):
             raise UsageError(
                 f"a scale of kind {self.kind} starts at {self.start} with factor {self.factor}. The factor must be "
                 "above 1, and the start above 0 (of odds below 1, too)"
@@ -51,8 +50,6 @@ class Scale:
 
     def value(self, steps: float) -> float:
         """Return the value so many factors from the start, to six digits."""
-        if self.kind == "complement":
-            return float(f"{1 - (1 - self.start) * self.factor**-steps:.6g}")
         value = self.start * self.factor**steps
         if self.kind == "odds":
             value /= 1 - self.start + value
@@ -71,14 +68,11 @@ class Search:
         scales: scales of the tuned numbers, by name.
         most: points that the search may ask for, >= 1: the arm's budget.
         refinements: number of halvings of the steps once the best is interior.
-        passes_equal: True if a step that rounds to the same whole number continues to the next one. Without it, as in
-            the bench's first protocol, a search may end next to an untried period.
     """
 
     scales: Mapping[str, Scale]
     most: int
     refinements: int = 1
-    passes_equal: bool = True
 
     def values(self, point: Point) -> dict[str, float]:
         """Return the tuned numbers of a point."""
@@ -122,21 +116,8 @@ class Search:
         return min(finite, key=lambda point: finite[point]) if finite else None
 
     def is_interior(self, results: Mapping[Point, float]) -> bool:
-        """Return whether the best point has worse or equal neighbours, or the end of a scale, on all sides."""
-        point = self.best(results)
-        if point is None:
-            return False
-        measured = {self._key(tried) for tried in results}
-        units = [2**k for k in range(self.refinements + 1)]
-        pairs = [(i, sign) for i in range(len(point)) for sign in (-1, 1)]
-
-        def is_seen(index: int, by: int) -> bool:
-            moved = self._shifted(point, index, by)
-            if moved is None:  # in the first protocol also a step that rounds to the same number
-                return self.passes_equal or not self._is_allowed(_moved(point, index, by))
-            return self._key(moved) in measured
-
-        return all(any(is_seen(i, sign * unit) for unit in units) for i, sign in pairs)
+        """Return whether the search ended by itself: with one more point it would ask for nothing."""
+        return self.best(results) is not None and not replace(self, most=self.most + 1).pending(results)
 
     def _neighbours(self, point: Point, index: int, step: int) -> list[Point]:
         moves = (self._shifted(point, index, sign * step) for sign in (-1, 1))
@@ -144,8 +125,8 @@ class Search:
 
     def _shifted(self, point: Point, index: int, by: int) -> Point | None:
         """Return the next point that way with another value; None where the scale ends before."""
-        most = 2 ** (self.refinements + 1) if self.passes_equal else 1  # two factors lead from 1 to 2
-        moves = (_moved(point, index, number * by) for number in range(1, most + 1))
+        steps = range(1, 2 ** (self.refinements + 1) + 1)  # two factors lead from 1 to 2
+        moves = (_moved(point, index, number * by) for number in steps)
         moved = next((move for move in moves if self._key(move) != self._key(point)), None)
         return moved if moved and self._is_allowed(moved) else None
 

@@ -1,88 +1,138 @@
-"""Which outer optimizer is better than averaging, each tuned? The comparisons that registration 1 of the bench names.
+"""Which outer optimizer is better than averaging, each tuned? Registration 1, judged on the stored rows.
 
-No run is made here: the rows are those of the stored reference table. Families, words and expectations are those of
-docs/bench/registration-1.md.
+    python experiments/bench/tables.py --out runs/bench           draws, and prints what docs/bench.md shows
+
+No run is made here: `reference.csv` has the rows of protocol 1. Its arms are labels; some cannot be written any more.
+Families, words and expectations are those of `registration-1.md`.
 """
 
 from __future__ import annotations
 
-import itertools
+import csv
 import math
-from collections.abc import Mapping, Sequence
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
 
+from against import Against, behind, results_of
+from protocol import FOLDER, PLACES
 from twophase.figures.matplotlib_types import Axes, Figure
-from twophase.figures.profiles import draw_profiles
-from twophase.figures.style import INK, PAPER, headline, new_page, share_legend
-from twophase.judge.bench import Against, behind, results_of
+from twophase.figures.style import INK, MUTED, PAPER, headline, look, new_page, share_legend
 from twophase.judge.cells import DataFrame
 from twophase.judge.decision import MARGIN
-from twophase.recipes.arms import CONTROL, Arm
-from twophase.recipes.bench import ARMS, CANDIDATES, NESTEROV, PLACES, SCHEDULES, families, short, stored
-from twophase.studies.study import Result
-from twophase.sweeps.bracket import Scale
+from twophase.recipes.arms import CONTROL
 from twophase.sweeps.table import format_table, geometric_mean
 
-QUESTION = "Which outer optimizer is better than plain averaging, if both are tuned?"
+from common import Result, options_of, save  # isort: skip - protocol names its folder
+
+HEAVY_BALL, NESTEROV = "heavy-ball:momentum=~0.6", "nesterov:momentum=~0.6"
+CANDIDATES = ("auto", "averaging+filter=orthogonal", "auto+filter=orthogonal")
+"""Arms without an outer number to tune."""
+SCHEDULES = (
+    "memoryless+schedule=linear:final=2",
+    f"{HEAVY_BALL}+schedule=momentum:warmup=0",
+    "ramp:~0.5",
+    "along:~0.5",
+    "gain:~1",
+)
+"""Controls of `auto`: what depends on the round alone, or is one part of it."""
+MOMENTUM = tuple(f"{rule}{restart}" for rule in (HEAVY_BALL, NESTEROV) for restart in ("", "@3", "@K"))
+SHELF = ("adamw", "adamw@3", "muon", "muon@3", "slowmo", "slowmo@3", "averaging+readout=tail:rounds=3")
+ONE_REPLICA = ("gpa", "schedule-free")
+"""Arms for a single replica alone. There Nesterov is SNOO, and memoryless is Lookahead."""
+ARMS = ("memoryless", *CANDIDATES, *SCHEDULES, *MOMENTUM, f"{NESTEROV}+filter=orthogonal", *SHELF)
+"""Of protocol 1, beside averaging, at every place of the full list."""
+FEW = ("memoryless", *CANDIDATES, "ramp:~0.5", NESTEROV, f"{NESTEROV}@3")
+"""At the places that are there for a trend."""
 MAIN = tuple(place.name for place in PLACES if not place.few)
+TREND = tuple(place.name for place in PLACES if place.few)
 CONTROLS = (CONTROL, "memoryless", *SCHEDULES)
 """What a candidate must beat."""
 ENOUGH = 6
 """Places of eight that the stretch goal asks for."""
 SIGNS = {"better": "+", "worse": "\N{MINUS SIGN}", "equivalent": "=", "undecided": ""}
 """What a word looks like in the map."""
+FARTHEST = 30
+"""Per cent behind the best, in the profiles."""
 Words = Mapping[tuple[str, str, str], Mapping[str, Any]]
 """A comparison's line by place, arm and control."""
 
 
-def table(*, quick: bool = False) -> Result:
-    """Judge the stored rows; `quick` is of no meaning here."""
-    del quick
+def stored(name: str) -> list[dict[str, str]]:
+    """Return the rows of a stored table: `reference.csv` or `regimes.csv`."""
+    with (FOLDER / name).open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def families() -> dict[str, tuple[tuple[str, str, str], ...]]:
+    """Return the comparisons of registration 1, in its order: place, arm and control, by title.
+
+    Those of a family share a chance of 5 % for any wrong word among them.
+    """
+
+    def of_all(arms: Iterable[str], controls: Iterable[str]) -> tuple[tuple[str, str, str], ...]:
+        pairs = list(product(arms, controls))
+        there = {place: (*ARMS, *ONE_REPLICA) if place == "one-replica" else ARMS for place in MAIN}
+        return tuple((place, *pair) for place in MAIN for pair in pairs if pair[0] in there[place])
+
+    others = [arm for arm in (*ARMS, *ONE_REPLICA) if arm not in CANDIDATES]
+    restarted = [arm for arm in ARMS if "@" in arm]
+    return {
+        "candidates against averaging": of_all(CANDIDATES, [CONTROL]),
+        "candidates against schedule controls": of_all(CANDIDATES, CONTROLS[1:]),
+        "other arms against averaging": of_all(others, [CONTROL]),
+        "with a restart against without": tuple(
+            pair for arm in restarted for pair in of_all([arm], [arm.partition("@")[0]])
+        ),
+        "places for a trend, against averaging": tuple((place, arm, CONTROL) for place in TREND for arm in FEW),
+    }
+
+
+def short(arm: str) -> str:
+    """Return an arm's text for a table: without where searches begin, and its parts in words."""
+    return (
+        re.sub(r"~[\d.]+(e[+-]?\d+)?", "C", re.sub(r":momentum=~0\.6(?![\d.e])", "", arm))
+        .replace("filter=", "")
+        .replace("schedule=linear:final=2", "rising rate")
+        .replace("schedule=momentum:warmup=0", "momentum ramp")
+        .replace("readout=tail:rounds=3", "tail average")
+    )
+
+
+def table() -> Result:
+    """Judge the stored rows."""
     rows = stored("reference.csv")
     results = results_of(rows)
     lines = [
-        {"family": family.title, **_line(pair, results, len(family.pairs))}
-        for family in families()
-        for pair in family.pairs
+        {"family": title, **_line(pair, results, len(pairs))} for title, pairs in families().items() for pair in pairs
     ]
     words = {(line["place"], line["arm"], line["control"]): line for line in lines}
     searches = {(row["place"], row["arm"]): row.get("interior") for row in rows}
     numbers = {
         "places": [place.name for place in PLACES],
-        "words": {family.title: _counts(lines, family.title) for family in families()},
+        "words": {title: _counts(lines, title) for title in families()},
         "arms": {arm: _summary(arm, words) for arm in dict.fromkeys(line["arm"] for line in lines)},
         "candidates": {arm: candidate(arm, words) for arm in CANDIDATES},
         "behind": behind(results, MAIN, dict.fromkeys([CONTROL, *ARMS])),
         "expectations": expectations(words),
         "searches": len(searches),
         "cut": sum(value == "false" for value in searches.values()),
-        **_momenta(rows),
         "hours": sum({(row["place"], row["arm"]): float(row["seconds"]) for row in rows}.values()) / 3600,
     }
-    settings = {"main_places": MAIN, "margin": MARGIN, "comparisons": {f.title: len(f.pairs) for f in families()}}
-    return Result(lines, numbers, settings)
+    comparisons = {title: len(pairs) for title, pairs in families().items()}
+    return Result(lines, numbers, {"main_places": MAIN, "margin": MARGIN, "comparisons": comparisons})
 
 
 def _line(pair: tuple[str, str, str], results: DataFrame, comparisons: int) -> dict[str, Any]:
     """Hold an arm against another at a place."""
     place, arm, control = pair
     against = Against.of(results, *pair, comparisons)
-    assert against is not None, f"the stored table lacks {pair}"
     ends = {name: getattr(against, name) for name in ("ratio", "low", "high")}
     return {"place": place, "arm": arm, "control": control, "word": against.word, **ends}
-
-
-def _momenta(rows: Sequence[Mapping[str, str]]) -> dict[str, int]:
-    """Count tuned momenta, and those that whole steps of protocol 1's search cannot lower any further."""
-    momenta = {(r["place"], r["arm"]): float(r["method.momentum"]) for r in rows if r.get("method.momentum")}
-    least = {}
-    for arm in {arm for _, arm in momenta}:
-        start = Arm(arm, 1.0).scales["method.momentum"].start
-        scale = Scale(start, "complement")
-        least[arm] = next(scale.value(-k) for k in itertools.count() if not scale.allows(-k - 1))
-    return {"momenta": len(momenta), "least": sum(value <= least[arm] for (_, arm), value in momenta.items())}
 
 
 def _counts(lines: Sequence[Mapping[str, Any]], family: str) -> dict[str, int]:
@@ -211,13 +261,12 @@ def answer(result: Result) -> str:
             ),
             f"Searches whose best has a neighbour that was not tried: {numbers['cut']} of {numbers['searches']}. "
             "Their optimum may lie outside the searched range.",
-            f"Tuned momenta at the least value of whole steps: {numbers['least']} of {numbers['momenta']}.",
             f"By the clock all runs took {numbers['hours']:.1f} hours of one thread.",
         ]
     )
 
 
-def draw(result: Result) -> Figure:
+def figures(result: Result) -> dict[str, Figure]:
     """Draw each arm's ratio to averaging at each place, with the words, and how often each is near the best."""
     figure = new_page(7.2)
     upper, lower = figure.subplots(2, 1, height_ratios=(2.3, 1))
@@ -229,7 +278,7 @@ def draw(result: Result) -> Figure:
     first = [short(arm) for arm, facts in arms.items() if facts["better"] == most]
     finding = f"{', '.join(first)}: better than averaging at {most} of {count}" if most else "no arm is better anywhere"
     headline(figure, finding, f"{count} of {count} places; every arm tuned with the same budget, held-out seeds")
-    return figure
+    return {"": figure}
 
 
 def _map(axes: Axes, result: Result) -> None:
@@ -257,12 +306,33 @@ def _map(axes: Axes, result: Result) -> None:
 
 
 def _profile(axes: Axes, result: Result) -> None:
+    """Draw the share of places in which each arm is within x of the best, over x; most in grey."""
     distances = result.numbers["behind"]
     shown = (CONTROL, *CANDIDATES, "ramp:~0.5", NESTEROV, f"{NESTEROV}+filter=orthogonal")
-    last = [*(arm for arm in distances if arm not in shown), *shown]
-    draw_profiles(axes, {arm: distances[arm] for arm in last}, {arm: short(arm) for arm in shown})
+    for number, arm in enumerate([*(arm for arm in distances if arm not in shown), *shown]):
+        style: dict[str, Any] = look(shown.index(arm)) if arm in shown else {"color": MUTED, "alpha": 0.25}
+        finite = [distance for distance in distances[arm] if math.isfinite(distance)]
+        shares = [count / max(len(distances[arm]), 1) for count in (*range(len(finite) + 1), len(finite))]
+        label = short(arm) if arm in shown else None
+        axes.step([0, *finite, 1e9], shares, where="post", label=label, zorder=2 + number / 100, **style)
+    axes.set_xlim(-0.5, FARTHEST)
+    axes.set_xlabel("x, % behind the best arm of the place")
+    axes.set_ylabel("share of places within x")
 
 
 def ranked(arms: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Order arms by the number of places at which they are better, then by their mean ratio."""
     return sorted(arms, key=lambda arm: (-arms[arm]["better"], -(arms[arm]["mean_ratio"] or 0)))
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Draw, write the numbers, and print the answer."""
+    options = options_of(__doc__).parse_args(words)
+    result = table()
+    save("bench", options.out, result, figures)
+    print(answer(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
