@@ -73,7 +73,9 @@ class DiLoCoCallback(Rounds, Callback):
         self._steps = trainer.global_step
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
         scale = trainer.accumulate_grad_batches  # which Lightning has divided the loss by
-        self.step(None if loss is None else lambda _: {"loss": float(loss) * scale})
+        # Only where it is read: a number of a GPU's tensor waits for the device.
+        reads = loss is not None and self.engine.reports_next
+        self.step({"loss": float(loss) * scale} if reads else None)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
         """Log the module's logged metrics."""
