@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
-import resource
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -363,55 +361,3 @@ def test_worker_with_another_text(tmp_path: Path, corpus: str, call: Call) -> No
     said = call("sweep-worker", "--out", folder, status=2)
     assert "this machine's text is not the one" in said.err
     assert list((folder / "runs").iterdir()) == []
-
-
-# ------------------------------------------------------------------------------------------------------------ full disk
-
-
-@contextlib.contextmanager
-def small_files(limit: int) -> Iterator[None]:
-    """Neither this process nor the workers that it starts can let a file grow beyond the limit."""
-    usual, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (usual, hard))
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("what", ["states", "weights"])
-def test_full_disk(tmp_path: Path, call: Call, what: str) -> None:
-    """Writes that fail in the middle, of states or weights: status 1 and the reason, once; then it goes on as ever."""
-    limit, more, reason = {
-        "states": (
-            40_000,
-            "--in-memory 0 --axis outer.restart never 2 --axis seed 0 1",
-            "OSError: a state cannot be written into",
-        ),
-        "weights": (16_000, "--axis outer.restart never --axis seed 0 1 2", "the run's files cannot be written to"),
-    }[what]
-    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
-    folder = tmp_path / "sweep"
-    first = ["sweep", *"--axis outer.restart never --axis seed 0".split(), "--out", folder, "--workers", "0"]
-    call(*first)
-    call("sweep-worker", "--out", folder)
-    runs = snapshot(folder / "runs")
-    words = ["sweep", *more.split(), "--out", folder, "--workers", "1"]
-    with small_files(limit):
-        done = call(*words, "--quiet", status=1)
-    assert done.err.count(reason) == 1
-    assert "Traceback" not in done.err
-    assert "try the failed runs again with" in done.err
-    states = [row.state for row in read_rows(folder / "cells.csv")]
-    assert states[0] == "finished"
-    assert states.count("failed") == 2  # in a sweep with states the fourth run has no sibling left, and needs none
-    after = snapshot(folder / "runs")
-    assert {name: after[name] for name in runs} == runs
-    call(*words)
-    assert {row.state for row in read_rows(folder / "cells.csv")} == {"finished"}
-    assert list((folder / "forest").iterdir()) == []
-    assert {name: snapshot(folder / "runs")[name] for name in runs} == runs
-    made = Work.read(folder)
-    assert made is not None
-    assert set(outcomes(folder)) == set(made.runs)  # nothing half-written anywhere
