@@ -67,7 +67,7 @@ class Stage:
             status = process.wait(60)
         finally:
             process.kill()
-        return status, *(log.read_text() for log in logs)
+        return status, logs[0].read_text(), logs[1].read_text()
 
     def wanted(self, scene: str) -> dict[str, bytes]:
         """Return what an undisturbed scene writes, and count its calls."""
