@@ -65,7 +65,7 @@ def round_lines(blocks: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
         ]
         lines.append(
             {"step": t + 1, "round": t + 1, "inner_steps": 1, "partial": False, "complete": True, "replicas": 2}
-            | {"newcomers": 0, "attempts": 1, "restarted": any(group["restarted"] for group in groups)}
+            | {"restarted": any(group["restarted"] for group in groups)}
             | {"fragments": fragments, "groups": groups, "bytes_sent": 0, "checksum": "0" * 16}
             | {"seconds": {"pseudo_gradient": 1e-3, "reduce": 1e-4, "outer": 2e-3, "restore": 1e-3, "checksum": 1e-3}}
             | {name: groups[0][name] for name in ("pseudo_gradient_norm", "buffer_norm", "cosine", "gain")}

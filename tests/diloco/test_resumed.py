@@ -219,11 +219,10 @@ UNDER_WAY = "reduction under way.* the checkpoint's"
 @pytest.mark.parametrize(
     ("engine", "state", "message"),
     [
-        (small, dict, "lacks anchor, fragments, inner_step, launching, layout, round, schedule, syncs, under_way"),
+        (small, dict, "lacks anchor, fragments, inner_step, layout, round, schedule, syncs, taken, under_way"),
         (small, lambda: None, "pass what state_dict"),
         (small, lambda: small().state_dict() | {"anchor": torch.zeros(3)}, r"elements of the anchor .*\(32\).*\(3\)"),
         (small, lambda: small().state_dict() | {"inner_step": 5}, "after 5 inner steps of its round, but inner_steps"),
-        (small, lambda: small().state_dict() | {"launching": [1]}, r"has fragments \[1\], this engine 1"),
         (small, lambda: small(nn.Linear(4, 2)).state_dict(), r"parameters of the model .*\(3\).*\(4\)"),
         (small, lambda: small(nn.Sequential(nn.Linear(3, 2))).state_dict(), r"model .*\(weight\).*\(0.weight\)"),
         (

@@ -356,7 +356,7 @@ def test_reports_of_a_staggered_run():
             continue
         (part,) = report.fragments
         assert report.checksum == part.checksum
-        assert (report.replicas, report.newcomers, report.attempts, report.bytes_sent) == (2, 0, 1, 0)
+        assert (report.replicas, report.bytes_sent) == (2, 0)
         assert report.inner_steps == part.inner_steps
         assert report.restarted == part.restarted == any(group.restarted for group in report.groups)
         assert len(report.groups) == 1

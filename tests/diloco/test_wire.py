@@ -136,14 +136,12 @@ def test_one_process_makes_the_same_bits(name: str, size: int, numel: int, dtype
         parts = contributions(numel, size, seed + number, dtype)
         expected = simulate(alone, parts)
         assert all(same_bits(total, expected) for total in together(channels, parts))
-        for sent in (*channels, alone):
-            sent.commit()
     assert all(map(same_bits, residuals(channels), residuals([alone])))
 
 
 def test_float32_is_left_alone():
     """The wire float32 loses nothing, remembers nothing, and sums float64 in float64."""
-    exact = channel("float32", 5, dtype=torch.float64, transactional=True)
+    exact = channel("float32", 5, dtype=torch.float64)
     x = contribution(5, 0, 0, torch.float64)
     y = x.clone()
     exact.quantize(y, 0)
@@ -218,12 +216,11 @@ def test_nothing_is_lost(size: int):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("transactional", [False, True])
-def test_a_saved_channel_continues(size: int, transactional: bool):
+def test_a_saved_channel_continues(size: int):
     """Channels that load what others saved, through a file without pickled code, go on bit for bit."""
     numel = 3 * BLOCK + 1
     rounds = [contributions(numel, size, number) for number in range(4)]
-    channels = [channel("int8", numel, transactional=transactional) for _ in range(size)]
+    channels = [channel("int8", numel) for _ in range(size)]
     uninterrupted: list[Tensor] = []
     saved: list[list[bytes]] = []
     for parts in rounds:
@@ -233,7 +230,7 @@ def test_a_saved_channel_continues(size: int, transactional: bool):
         saved.append([file.getvalue() for file in files])
         uninterrupted.append(together(channels, parts)[0])
     for start in range(4):
-        resumed = [channel("int8", numel, transactional=transactional) for _ in range(size)]
+        resumed = [channel("int8", numel) for _ in range(size)]
         for target, data in zip(resumed, saved[start], strict=True):
             target.load_state_dict(torch.load(io.BytesIO(data), weights_only=True))
         for parts, expected in zip(rounds[start:], uninterrupted[start:], strict=True):
@@ -265,49 +262,10 @@ def test_another_channels_state_is_refused():
             channel(name, numel).load_state_dict(good)
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_withdraw_restores_the_residuals(size: int):
-    """After a failed round the residuals are, bit for bit, as committed, and the round repeated gives the same bits."""
-    numel = 4 * BLOCK + 9
-    channels = [channel("int8", numel, transactional=True) for _ in range(size)]
-    twins = [channel("int8", numel) for _ in range(size)]
-    for number in range(ROUNDS):
-        parts = contributions(numel, size, number)
-        expected = together(twins, parts)[0]
-        before = residuals(channels) if number else []
-        for attempt in range(3):
-            assert same_bits(together(channels, parts)[0], expected)
-            assert not number or not all(map(torch.equal, before, residuals(channels)))
-            if attempt < 2:
-                for member_channel in channels:
-                    member_channel.withdraw()
-                assert not number or all(map(same_bits, before, residuals(channels)))
-        for member_channel in (*channels, *twins):
-            member_channel.commit()
-        for member_channel in channels:
-            member_channel.withdraw()  # nothing is left to undo
-
-
-def test_withdraw_undoes_all_since_the_last_commit():
-    """Several updates of one sender since the last commit build on each other and are undone together."""
-    numel = BLOCK + 7
-    pair, twin = channel("int8", numel, 2, transactional=True), channel("int8", numel, 2)
-    for number in range(3):
-        x, y = contribution(numel, 0, number), contribution(numel, 0, number)
-        pair.quantize(x, 1)
-        twin.quantize(y, 1)
-        assert same_bits(x, y)
-    pair.withdraw()
-    assert pair.state_dict()["sent"][1].count_nonzero() == 0
-    before = twin.state_dict()["sent"][1].clone()
-    twin.withdraw()  # not transactional: what the codes lacked stays
-    assert torch.equal(twin.state_dict()["sent"][1], before)
-
-
 def test_a_failed_transfer_can_be_given_up():
-    """Where a collective fails, withdraw() frees channel and residuals; the round repeated is as it would be."""
+    """Where a collective fails, withdraw() frees the channel, and its residuals keep what the next sum takes."""
     numel, calls = 2 * BLOCK, []
-    channels = [channel("int8", numel, transactional=True) for _ in range(2)]
+    channels = [channel("int8", numel) for _ in range(2)]
     parts = contributions(numel, 2, 0)
     transfers = [channels[rank].launch(Failing(rank, 2, calls), parts[rank].clone()) for rank in range(2)]
     for member_channel, transfer in zip(channels, transfers, strict=True):
@@ -316,14 +274,14 @@ def test_a_failed_transfer_can_be_given_up():
         with pytest.raises(AssertionError, match="wait for the transfer under way"):
             member_channel.launch(SingleProcess(), parts[0].clone())
         member_channel.withdraw()
-    expected = together([channel("int8", numel) for _ in range(2)], parts)
-    assert same_bits(together(channels, parts)[0], expected[0])
+    sums = together(channels, parts)
+    assert same_bits(sums[0], sums[1])
 
 
 def test_clear_forgets_everything():
     """After clear() a channel is as new, also when a transfer was under way; loading gives that one up as well."""
     numel = 2 * BLOCK + 1
-    cleared, loaded, fresh = (channel("int8", numel, 2, transactional=True) for _ in range(3))
+    cleared, loaded, fresh = (channel("int8", numel, 2) for _ in range(3))
     first, second = (contributions(numel, 2, number) for number in range(2))
     entries, expected = fresh.state_dict().keys(), simulate(fresh, second)
     for used in (cleared, loaded):

@@ -159,13 +159,6 @@ def test_blocks_have_rows_and_curves_of_their_own(tmp_path: Path) -> None:
     assert "0.3 (0.3 to 0.3)" in together
 
 
-def elastic(text: str) -> str:
-    """Return rounds in one of which replicas came late, and one went."""
-    lines = [json.loads(line) for line in text.splitlines()]
-    lines[7] |= {"newcomers": 1, "attempts": 3, "replicas": 1, "minority": True}
-    return "".join(json.dumps(line) + "\n" for line in lines)
-
-
 CHANGED: dict[str, tuple[str, Callable[[str], str | None], list[str]]] = {
     "unfinished": ("summary.json", lambda _: None, ["The run has not finished"]),
     "torn": ("rounds.jsonl", lambda text: text[:-150], ["The last line of rounds.jsonl is cut in its middle"]),
@@ -191,16 +184,6 @@ CHANGED: dict[str, tuple[str, Callable[[str], str | None], list[str]]] = {
             '<th scope="row">corpus.share</th><td>1 2</td>',
             '<th scope="row">outer</th><td class="n">2</td><td class="n">120</td>',  # milliseconds
             "&lt;update,\N{NO-BREAK SPACE}g&gt;",  # no line ends inside of a bracket
-        ],
-    ),
-    "replicas that come and go": (
-        "rounds.jsonl",
-        elastic,
-        [
-            "Replicas that come and go",
-            "with any: 1 round<",
-            "with more than one: 1 round<",
-            "allowed by --min-replicas: 1 round<",
         ],
     ),
 }

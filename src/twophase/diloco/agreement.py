@@ -17,7 +17,7 @@ import torch
 import twophase
 from twophase.base.errors import RunError
 from twophase.base.source import source_digest
-from twophase.diloco.communicator import Communicator, Interrupted
+from twophase.diloco.communicator import Communicator
 from twophase.diloco.fragment import Fragment, short_hash
 from twophase.optim.outer import OuterSGD
 from twophase.optim.products import Dots
@@ -131,14 +131,14 @@ def agree(
     Args:
         communicator: processes of the run.
         fragments: fragments that take their outer step next; each has its mean pseudo-gradient in `.grad`.
-        weight: number of this process's replicas that count.
+        weight: number of this process's replicas.
         signals: values of this process.
     """
     measured = communicator.sharded or any(f.needs & MEASURED for f in fragments)
     dots = [_dots(fragment) for fragment in fragments] if measured else None
     if communicator.size == 1 and not communicator.sharded:
         return Shared({name: float(signals[name]) for name in sorted(signals)}, dots)
-    names, values = _same_signals(communicator, weight, signals)
+    names, values = _same_signals(communicator, signals)
     local_dots = [number for groups in dots or () for group in groups for number in group]
     if not (names or local_dots):
         return Shared({})
@@ -168,8 +168,8 @@ def _rows(
 
 
 def _weighted_mean(rows: Sequence[Sequence[float]]) -> list[float]:
-    """Return the mean of rows of (weight, values...), over those with weight."""
-    weights, *columns = zip(*(row for row in rows if row[0]), strict=True)
+    """Return the mean of rows of (weight, values...)."""
+    weights, *columns = zip(*rows, strict=True)
     return [_mean(column, weights) for column in columns]
 
 
@@ -180,10 +180,8 @@ def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
     return sum(weight * value for weight, value in zip(weights, values, strict=True)) / sum(weights)
 
 
-def _same_signals(
-    communicator: Communicator, weight: float, signals: Mapping[str, float]
-) -> tuple[list[str], list[float]]:
-    """Return the names of the signals, and this process's values; a process without weight may lack them.
+def _same_signals(communicator: Communicator, signals: Mapping[str, float]) -> tuple[list[str], list[float]]:
+    """Return the names of the signals, and this process's values.
 
     The next exchange sends a number for each name. With unlike names, unlike quantities would be averaged, or the
     transport would fail without a reason.
@@ -194,19 +192,13 @@ def _same_signals(
         raise ValueError(
             "DiLoCo: step(signals=...) has other names in another shard of this replica; give the same ones"
         )
-    rows = communicator.exchange([weight, *head])
-    if any(row[1:] != head for row in rows):
+    if any(row != head for row in communicator.exchange(head)):
         everyone = [list(map(str, names_there)) for names_there in communicator.gather(names, list)]
-        counted = [(number, everyone[number]) for number, row in enumerate(rows) if row[0]]
-        first, expected = counted[0] if counted else (0, names)
-        for number, names_there in counted:
-            if names_there != expected:
-                raise ValueError(
-                    f"DiLoCo: step(signals=...) differs between process {first} ({', '.join(expected) or 'none'}) and "
-                    f"process {number} ({', '.join(names_there) or 'none'}); give the same names on every process"
-                )
-        if names != expected:
-            return expected, [0.0] * len(expected)
+        number, names_there = next((n, there) for n, there in enumerate(everyone) if there != everyone[0])
+        raise ValueError(
+            f"DiLoCo: step(signals=...) differs between process 0 ({', '.join(everyone[0]) or 'none'}) and process "
+            f"{number} ({', '.join(names_there) or 'none'}); give the same names on every process"
+        )
     return names, [float(signals[name]) for name in names]
 
 
@@ -228,10 +220,7 @@ def prove(
     """
     if communicator.size == 1:
         return
-    try:
-        everyone = communicator.exchange(all_halves(digests))
-    except Interrupted:  # the round counts already; the members of the next one compare all states before it
-        return
+    everyone = communicator.exchange(all_halves(digests))
     fault = first_difference(everyone, fragments, digests)
     if any(row[0] for row in communicator.exchange_in_replica([float(fault is not None)])):
         fault = fault or "a fragment differs in another shard of this replica"

@@ -60,8 +60,8 @@ class Watch:
                 )
         if buffers not in ("local", "mean"):
             raise ValueError(f'DiLoCo: buffers is {buffers!r}; it must be "local" or "mean"')
-        if buffers == "mean" and (communicator.elastic or communicator.sharded):
-            raise ValueError('DiLoCo: buffers is "mean"; with elastic or sharded replicas, it must be "local"')
+        if buffers == "mean" and communicator.sharded:
+            raise ValueError('DiLoCo: buffers is "mean"; with sharded replicas, it must be "local"')
         self.buffers = buffers
         self.alike: dict[str, object] = {}
         if buffers == "mean":  # processes with unlike buffers would wait in the all-reduce for ever
@@ -149,15 +149,14 @@ class Watch:
 
     def _of_buffers(self, engine: EngineState) -> str:
         """Return a sentence on buffers that the loop changes and the engine does not average; "" without any."""
-        communicator = engine.communicator
-        if self.buffers == "mean" or (engine.replica_count == 1 and not communicator.elastic):
+        if self.buffers == "mean" or engine.replica_count == 1:
             return ""
         now = _on_cpu(engine.replicas[0])
         names = [name for name, b in self._first_buffers.items() if name in now and not torch.equal(b, now[name])]
         if not names:
             return ""
         remedy = 'DiLoCo(…, buffers="mean") averages them once a round'
-        if communicator.elastic or communicator.sharded:  # where the engine cannot
+        if engine.communicator.sharded:  # where the engine cannot
             remedy = "take a norm without running statistics (LayerNorm, GroupNorm), or average them in your loop"
         return f"the buffers {_some(names)} differ between replicas and are not synchronized; {remedy}"
 
@@ -198,7 +197,7 @@ def _is_comparable(engine: EngineState) -> bool:
     """Return whether the anchor's first step is parallel to the mean progress, in precise enough numbers."""
     return (
         engine.replica_count > 1
-        and not (engine.communicator.elastic or engine.communicator.sharded)
+        and not engine.communicator.sharded
         and len(engine.fragments) == 1
         and not engine.fragments[0].channel.lossy
         and isinstance(engine.fragments[0].outer, OuterSGD)

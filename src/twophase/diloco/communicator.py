@@ -1,15 +1,13 @@
 """The interface through which the engine talks to other processes, and the single process that needs no messages.
 
-The engine is written once, against `Communicator`. `comm.ProcessGroup` sums over a `torch.distributed` group; an
-elastic communicator's members may leave and join.
+The engine is written once, against `Communicator`. `comm.ProcessGroup` sums over a `torch.distributed` group.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -31,10 +29,6 @@ _LONGEST = 1 << 24
 
 _MISTAKE = 2.0
 """Code by which a process reports a `UsageError` to its peers; 1 means any other failure."""
-
-
-class Interrupted(Exception):  # noqa: N818 - no error: a process has died, and its peers continue
-    """A collective of an elastic communicator failed; the sync is repeated with the remaining processes."""
 
 
 class Pending(Protocol):
@@ -65,10 +59,6 @@ class Communicator(Protocol):
     that a backend does not override behave as in a single process.
     """
 
-    elastic: bool = False
-    """True if processes may leave and join. Then a sync lies between `begin` and a `commit` that may fail, collectives
-    may raise `Interrupted`, and `rank` and `size` change with `begin`."""
-
     sharded: bool = False
     """True if several processes share one replica."""
 
@@ -85,7 +75,7 @@ class Communicator(Protocol):
     @property
     def alone(self) -> bool:
         """True if all replicas always live in this process, so that there is nothing to compare."""
-        return self.size == 1 and not self.elastic
+        return self.size == 1
 
     def bind(self, device: torch.device) -> None:
         """Check that this process can take part with parameters on a device."""
@@ -152,56 +142,6 @@ class Communicator(Protocol):
     def exchange_in_replica(self, numbers: Sequence[float]) -> list[list[float]]:
         """Exchange between the processes that share one replica's shards; without shards, return this process's."""
         return _unpacked(self.exchange_bytes(_packed(numbers), in_replica=True))
-
-    # ------------------------------------------------------------------------------------------ elastic runs
-
-    replica: int = 0
-    """Number of this replica, the same in every quorum."""
-
-    allowance: float = math.inf
-    """Number of replicas that may continue without most of those of the last sync; inf allows none."""
-
-    def begin(self) -> bool:
-        """Begin a sync with the processes that take part in it.
-
-        Returns:
-            Whether this process was behind, and has loaded a donor's state.
-        """
-        return False
-
-    def commit(self) -> bool:
-        """Return whether every collective since `begin` has succeeded, so that the sync counts."""
-        return True
-
-    def attach(self, engine: Any, save: Callable[[], Any], load: Callable[[Any], None]) -> None:
-        """Define the state that a late joiner receives: the engine's and the rest (models, optimizers, …).
-
-        Args:
-            engine: `DiLoCo` of this process.
-            save: function that returns the rest, as a tree of tensors, numbers and text.
-            load: function that loads it.
-        """
-
-    def enter(self, syncs: int, *, run: int = 0) -> None:
-        """Announce this process's progress before `begin`, which sends a peer's state to processes that are behind.
-
-        Args:
-            syncs: successful syncs in its state, plus 1; 0 asks for any state.
-            run: identity of the run under way, if any. Late joiners and replicas of an earlier run are behind it
-                at any number of syncs.
-        """
-
-    def enough(self, count: int, needed: int | None = None) -> bool:
-        """Return whether a run may begin, or continue, with this many replicas; wait a moment if not.
-
-        Args:
-            count: number of replicas present; in a run under way, of those of the last sync.
-            needed: number that a run under way needs; None where it has not begun.
-
-        Raises:
-            RuntimeError: they have not joined in time.
-        """
-        return count >= (needed or 1)
 
 
 class SingleProcess(Communicator):

@@ -19,7 +19,7 @@ Source: DiLoCo (arXiv 2311.08105), algorithm 1; streaming DiLoCo (arXiv 2501.185
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,10 +27,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from twophase.diloco.agreement import same_start
 from twophase.diloco.check import Watch
 from twophase.diloco.communicator import Communicator
 from twophase.diloco.fragment import Fragment
-from twophase.diloco.membership import Members, Membership, Position
 from twophase.diloco.report import RoundReport, merged
 from twophase.diloco.setting import OuterChoice, Restarts, Schedule, Setting, Signals, check_kind, values_for
 from twophase.diloco.state import EngineState
@@ -112,9 +112,9 @@ class DiLoCo(EngineState):
         )
         self.fragments = self._setting.fragments
         self.anchor: dict[str, Tensor] = {name: view for f in self.fragments for name, view in f.named}
-        self._membership = Membership(self._setting, delay)
-        self.replica_count = self._membership.replica_count
-        self._position = Position([fragment.number for fragment in self.fragments], blocking=delay == 0)
+        self.replica_count = sum(same_start(self.communicator, self._setting.describe(), len(self.replicas)))
+        self.communicator.broadcast(self._setting.anchor)
+        self.round = self.inner_step = self.taken = self.syncs = 0
         self._under_way = []
         self._setting.promise(signals)
         self._setting.restore()
@@ -162,11 +162,10 @@ class DiLoCo(EngineState):
         """
         check_kind(signals)  # in every step, and not only where a round ends
         self._setting.check_whole()
-        self._membership.check_joined()
         due, ending = self._due(), self._ending()
         values = values_for(ending, signals) if ending else {}
-        position, delay, following = self._position, self.schedule.delay, self.inner_step + 1
-        position.inner_step, position.taken = following if following < self.inner_steps else 0, position.taken + 1
+        delay, following = self.schedule.delay, self.inner_step + 1
+        self.inner_step, self.taken = following if following < self.inner_steps else 0, self.taken + 1
         for fragment in self.fragments:
             fragment.steps += 1
         report = None
@@ -177,8 +176,10 @@ class DiLoCo(EngineState):
                 report = self._complete(sync, values)
             elif sync.age == (delay + 1) // 2:
                 sync.advance()
-        if due:
-            report = self._follow(self._launch(due), values) or report
+        if due and delay:
+            self._under_way.append(self._launch(due, blocking=False))
+        elif due:
+            report = self._complete(self._launch(due), values)
         return report
 
     def finish(self, signals: Signals = None) -> RoundReport | None:
@@ -194,59 +195,39 @@ class DiLoCo(EngineState):
         """
         check_kind(signals)
         self._setting.check_whole()
-        reports: list[RoundReport | None] = []
-        while self._under_way and None not in reports:
+        reports: list[RoundReport] = []
+        while self._under_way:
             values = values_for(self._under_way[0].fragments, signals)
             reports.append(self._complete(self._under_way.pop(0), values))
-        while None not in reports and (rest := [f for f in self.fragments if f.steps > 0]):  # a heal may change them
-            values = values_for(rest[:1], signals)
-            reports.append(self._follow(self._launch(rest[:1], blocking=True), values))
-        if None in reports:  # a donor's state has put this replica back into the middle of a round
-            return None
+        for fragment in [f for f in self.fragments if f.steps > 0]:
+            values = values_for([fragment], signals)
+            reports.append(self._complete(self._launch([fragment]), values))
         if self.schedule.mixing:
             self._setting.restore()
-        self._position.inner_step = 0
+        self.inner_step = 0
         if not reports:
             return None
-        self._position.round = max(fragment.round for fragment in self.fragments)
-        return replace(merged([report for report in reports if report]), round=self.round, complete=True)
+        self.round = max(fragment.round for fragment in self.fragments)
+        return replace(merged(reports), round=self.round, complete=True)
 
-    def _launch(self, fragments: list[Fragment], attempts: int = 1, *, blocking: bool = False) -> Sync:
-        """Begin a sync of these fragments; after a heal, of those that the donor synchronizes."""
-        self._position.syncing = [fragment.number for fragment in fragments]
-        self._position.blocking = blocking or self.schedule.delay == 0
-        return self._reduce(self._membership.attend(self._position, attempts))
-
-    def _reduce(self, members: Members) -> Sync:
-        fragments = [self.fragments[number] for number in self._position.syncing]
+    def _launch(self, fragments: list[Fragment], *, blocking: bool = True) -> Sync:
+        """Begin a sync of these fragments; `blocking` if no inner step comes before its end."""
         with torch.no_grad():
-            return Sync.launch(self._setting, fragments, members, blocking=self._position.blocking)
+            return Sync.launch(self._setting, fragments, self.replica_count, blocking=blocking)
 
-    def _follow(self, sync: Sync, signals: Mapping[str, float]) -> RoundReport | None:
-        """Complete the newest sync if it is blocking, here or at the donor of the state."""
-        if self._position.blocking:
-            return self._complete(sync, signals)
-        self._under_way.append(sync)
-        return None
-
-    def _complete(self, sync: Sync, signals: Mapping[str, float]) -> RoundReport | None:
-        """Wait for the sums, take the outer steps, and set the replicas to the new anchor; None as of `_follow`."""
+    def _complete(self, sync: Sync, signals: Mapping[str, float]) -> RoundReport:
+        """Wait for the sums, take the outer steps, and set the replicas to the new anchor."""
         with torch.no_grad():
             try:
                 self._watch.begin(self)
-                while not sync.receive(signals):  # processes have died: repeat without them
-                    failed, sync = sync, self._launch(sync.fragments, sync.members.attempts + 1, blocking=True)
-                    sync.add(failed)
-                    if not self._position.blocking:  # healed by a donor that launches a delayed sync
-                        return self._follow(sync, signals)
+                sync.receive(signals)
                 sync.apply()
             except BaseException:  # Ctrl-C
-                sync.withdraw()  # nothing where its outer step has begun, or where it is withdrawn already
+                sync.withdraw()  # nothing where its outer step has begun
                 raise
-            self._membership.complete(sync.members, sync.fragments)
             complete = sync.fragments[-1] is self.fragments[-1]
-            self._position.round += complete
-            self._position.syncs += 1
+            self.round += complete
+            self.syncs += 1
             number, full = self.round + (not complete), self.schedule.full()
             return self._watch.end(self, sync.report(number, complete=complete, full=full))
 
@@ -268,13 +249,20 @@ class DiLoCo(EngineState):
 
     @inner_steps.setter
     def inner_steps(self, count: int) -> None:
-        self.schedule = self._membership.checked(replace(self.schedule, inner_steps=count))
+        schedule = replace(self.schedule, inner_steps=count)
+        gap = schedule.gap(len(self.fragments))
+        if gap <= schedule.delay < self._setting.gap:  # else two reductions would write into the same buffer
+            raise ValueError(
+                f"DiLoCo: at inner_steps = {count} the fragments' syncs lie {gap} inner steps apart, and delay is "
+                f"{schedule.delay}. Build the engine with these inner_steps, or take more of them"
+            )
+        self.schedule = schedule
         for fragment in self.fragments:
             fragment.offset = self.schedule.offset(fragment.number, len(self.fragments))
 
     def _due(self) -> list[Fragment]:
         """Return the fragments whose pseudo-gradient the next `step()` takes."""
-        return [fragment for fragment in self.fragments if fragment.offset == self._position.inner_step + 1]
+        return [fragment for fragment in self.fragments if fragment.offset == self.inner_step + 1]
 
     def _ending(self) -> list[Fragment]:
         """Return the fragments whose round the next `step()` ends."""
@@ -286,39 +274,3 @@ class DiLoCo(EngineState):
     def reports_next(self) -> bool:
         """True if the next `step()` ends a round, and so reads the signals."""
         return bool(self._ending())
-
-    # -------------------------------------------------------------------------------------------------- elastic runs
-
-    @torch.no_grad()
-    def join(
-        self, signals: Mapping[str, float] | None = None, *, restore: Callable[[], None] = lambda: None
-    ) -> RoundReport | None:
-        """Join the other replicas of an elastic run; once, before the first `step()`.
-
-        A late joiner receives a donor's state when the donor has ended its inner steps. It takes part in that sync with
-        weight 0, because its progress is the donor's. At a run's beginning it waits until enough replicas are present.
-        Then each restores its checkpoint, and those that are behind receive a peer's state. If its peers begin while a
-        replica still restores, it joins their run, even if its own checkpoint is newer.
-
-        Args:
-            signals: values as for `step`, with the same names: peers may be at the end of a round.
-            restore: function that loads this replica's newest checkpoint, if any; called where no run is under way.
-
-        Returns:
-            The report of the sync that this replica has joined, if that ended a round.
-
-        Raises:
-            ValueError: the replicas were not started alike.
-            RuntimeError: too few replicas joined in time.
-        """
-        if self._membership.joined:
-            return None
-        self._position.syncing, restored = [], False
-        while (arrival := self._membership.arrive(self._position, ready=restored)).members is None:
-            if arrival.begun:
-                self._membership.begin_run(self._position, at_anchor=self.at_anchor)
-                return None
-            if arrival.enough and not restored:
-                restore()
-                restored = True
-        return self._follow(self._reduce(arrival.members), signals or {})

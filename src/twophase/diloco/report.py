@@ -33,7 +33,7 @@ class FragmentRound:
 class RoundReport:
     """Report a round; `print(report)` shows it in a line, and `as_dict()` has every number for a log.
 
-    The same on every process, except `bytes_sent`, `seconds`, and the `attempts` of a late joiner.
+    The same on every process, except `bytes_sent` and `seconds`.
 
     A model in several fragments has a report for each sync, of one fragment or several.
 
@@ -45,9 +45,6 @@ class RoundReport:
             round of a fragment that is synchronised inside other fragments' rounds.
         complete: True if all fragments have ended the round now.
         replicas: number of replicas that took part.
-        newcomers: number of late joiners, which received a donor's state and had weight 0 in this round.
-        attempts: number of attempts; more than 1 when processes died during the sync.
-        minority: True if most of the replicas of the round before were missing, as `min_replicas` allows.
         restarted: True if the momentum of any param group restarted.
         fragments: report of each fragment.
         groups: norms, cosine, gain and restart of each param group; empty for an outer optimizer other than `OuterSGD`.
@@ -66,9 +63,6 @@ class RoundReport:
     partial: bool
     complete: bool
     replicas: int
-    newcomers: int
-    attempts: int
-    minority: bool
     restarted: bool
     fragments: tuple[FragmentRound, ...]
     groups: tuple[GroupRound, ...]
@@ -144,9 +138,6 @@ def merged(reports: Sequence[RoundReport]) -> RoundReport:
         reports[-1],
         inner_steps=max(report.inner_steps for report in reports),
         partial=any(report.partial for report in reports),
-        newcomers=max(report.newcomers for report in reports),
-        attempts=max(report.attempts for report in reports),
-        minority=any(report.minority for report in reports),
         restarted=any(report.restarted for report in reports),
         fragments=fragments,
         groups=tuple(group for report in reports for group in report.groups),

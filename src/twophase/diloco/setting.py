@@ -271,7 +271,6 @@ def _cut(
                 dtype=dtype,
                 device=anchor.device,
                 senders=senders,
-                transactional=communicator.elastic,
             ),
             offset=schedule.offset(len(made), len(parts)),
         )

@@ -13,13 +13,13 @@ from twophase.diloco.agreement import first_unlike
 from twophase.diloco.communicator import Communicator
 from twophase.diloco.flat import checksum
 from twophase.diloco.fragment import Fragment
-from twophase.diloco.membership import Members, Membership, Position
 from twophase.diloco.setting import Schedule, Setting, check_needs
 from twophase.diloco.sync import Part, Sync
 from twophase.optim.outer import OuterSGD
 from twophase.policies.checks import check_count
 
-_KEYS = {"anchor", "layout", "fragments", "under_way", "schedule", "launching", "round", "inner_step", "syncs"}
+_COUNTS = ("round", "inner_step", "taken", "syncs")
+_KEYS = {"anchor", "layout", "fragments", "under_way", "schedule", *_COUNTS}
 
 
 class EngineState:
@@ -31,35 +31,16 @@ class EngineState:
     fragments: list[Fragment]
     anchor: dict[str, Tensor]
     schedule: Schedule
+    round: int
+    """Rounds that all fragments have ended."""
+    inner_step: int
+    """Inner steps since the round began."""
+    taken: int
+    """Inner steps of each replica since the run began."""
+    syncs: int
+    """Syncs that have ended, over all fragments."""
     _setting: Setting
-    _membership: Membership
-    _position: Position
     _under_way: list[Sync]
-
-    @property
-    def round(self) -> int:
-        """Rounds that all fragments have ended."""
-        return self._position.round
-
-    @property
-    def inner_step(self) -> int:
-        """Inner steps since the round began."""
-        return self._position.inner_step
-
-    @property
-    def taken(self) -> int:
-        """Inner steps of each replica since the run began."""
-        return self._position.taken
-
-    @property
-    def syncs(self) -> int:
-        """Successful syncs, over all fragments."""
-        return self._position.syncs
-
-    @property
-    def run(self) -> int:
-        """Identity of an elastic run, in milliseconds since 1970; 0 before `join`, and in other runs."""
-        return self._membership.run
 
     @property
     def under_way(self) -> bool:
@@ -97,21 +78,14 @@ class EngineState:
     def state_dict(self) -> dict[str, Any]:
         """Return anchor, outer optimizers and position, the same on every process.
 
-        In an elastic run it also names the fragments that hold a donor's progress here, and so have weight 0. Models,
-        inner optimizers and error-feedback residuals (`wire_state_dict`) complete the run.
+        Models, inner optimizers and error-feedback residuals (`wire_state_dict`) complete the run.
 
         It holds tensors, numbers and text only, so no reader needs a pickle that runs code. The tensors are live: save
         them before the next step, or clone them. It waits for a reduction under way; then call it on all processes.
-
-        Raises:
-            ValueError: a reduction is `under_way` in an elastic run: its result may never arrive.
         """
         self._setting.check_whole()
-        if self._under_way and self.communicator.elastic:
-            raise ValueError("DiLoCo.state_dict: a reduction is under way; take steps until engine.under_way is False")
         for sync in self._under_way:
             sync.settle()
-        position = self._position
         return {
             "anchor": self._setting.anchor,
             "layout": _layout(self._setting),
@@ -121,10 +95,7 @@ class EngineState:
             ],
             "under_way": [_saved_sync(sync) for sync in self._under_way],
             "schedule": _saved_schedule(self.schedule),
-            "launching": list(position.syncing),
-            "at_once": position.blocking,
-            **{name: getattr(position, name) for name in ("round", "inner_step", "taken", "syncs")},
-            **self._membership.state_dict(),
+            **{name: getattr(self, name) for name in _COUNTS},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -146,7 +117,7 @@ class EngineState:
 
     @torch.no_grad()
     def _load(self, state: Mapping[str, Any]) -> None:
-        setting, position = self._setting, self._position
+        setting = self._setting
         before = [fragment.outer.state_dict() for fragment in self.fragments]
         try:
             for fragment, saved in zip(self.fragments, state["fragments"], strict=True):
@@ -158,12 +129,7 @@ class EngineState:
         setting.anchor.copy_(state["anchor"])
         for fragment, saved in zip(self.fragments, state["fragments"], strict=True):
             fragment.round, fragment.steps, fragment.torn = saved["round"], saved["steps"], False
-        position.round, position.inner_step, position.syncs = state["round"], state["inner_step"], state["syncs"]
-        # Earlier versions did not save `taken`; their whole rounds were equally long.
-        position.taken = state.get("taken", state["round"] * state["schedule"]["inner_steps"] + state["inner_step"])
-        position.syncing = list(state["launching"])
-        position.blocking = state.get("at_once", self.schedule.delay == 0)
-        self._membership.load_state_dict(state)
+        self.round, self.inner_step, self.taken, self.syncs = (state[name] for name in _COUNTS)
         setting.look_up(self.fragments)
         self._under_way = [_load_sync(saved, setting) for saved in state["under_way"]]
 
@@ -192,22 +158,22 @@ def _saved_sync(sync: Sync) -> dict[str, Any]:
         "steps": [part.steps for part in sync.parts],
         "sums": [fragment.gradient for fragment in sync.fragments],
         "age": sync.age,
-        "replicas": sync.members.replicas,
+        "replicas": sync.replicas,
         "divisors": [fragment.divisor for fragment in sync.fragments],
         "bytes_sent": sync.bytes_sent,
     }
 
 
 def _load_sync(saved: Mapping[str, Any], setting: Setting) -> Sync:
-    count, replicas = len(setting.modules), saved["replicas"]
     fragments = [setting.fragments[number] for number in saved["fragments"]]
-    divisors = saved.get("divisors") or [replicas] * len(fragments)
     parts = []
-    for fragment, steps, total, divisor in zip(fragments, saved["steps"], saved["sums"], divisors, strict=True):
+    for fragment, steps, total, divisor in zip(
+        fragments, saved["steps"], saved["sums"], saved["divisors"], strict=True
+    ):
         fragment.gradient.copy_(total)
         fragment.divisor = divisor
         parts.append(Part(fragment, steps))
-    sync = Sync(setting, Members(count, replicas), parts, blocking=False)
+    sync = Sync(setting, saved["replicas"], parts, blocking=False)
     sync.age, sync.bytes_before = saved["age"], saved["bytes_sent"]
     return sync
 
@@ -231,11 +197,6 @@ def _check(state: Mapping[str, Any], setting: Setting, schedule: Schedule) -> No
         "elements of the anchor": state["anchor"].numel(),
         "param groups": [_group_sizes(saved["outer"]) for saved in state["fragments"]],
     }
-    if state["under_way"] and setting.communicator.elastic:  # nor could a late joiner receive it
-        raise ValueError(
-            "DiLoCo.load_state_dict: the state has a reduction under way, whose result may never arrive in an elastic "
-            "run. Save it in its own run, after steps until engine.under_way is False"
-        )
     if state["under_way"]:  # a reduction ends by the schedule that it began in
         current["schedules of the reduction under way"] = _saved_schedule(schedule)
         stored["schedules of the reduction under way"] = state["schedule"]
@@ -258,8 +219,8 @@ def _check(state: Mapping[str, Any], setting: Setting, schedule: Schedule) -> No
 
 def _check_values(state: Mapping[str, Any], setting: Setting) -> None:
     """Refuse counts below 0, numbers of fragments that do not exist, and sums of another shape."""
-    numbers = [*state["launching"], *state.get("borrowed", ())]
-    counts = {name: state[name] for name in ("round", "inner_step", "syncs")}
+    numbers: list[int] = []
+    counts = {name: state[name] for name in _COUNTS}
     for saved in state["fragments"]:
         counts |= {f"{saved['name']}'s {name}": saved[name] for name in ("round", "steps")}
     for sync in state["under_way"]:

@@ -2,23 +2,20 @@
 
 launch -> (advance) -> receive -> apply -> report
                           |
-                          +-> withdraw: the vote failed; the next sync takes the progress
+                          +-> withdraw: interrupted; the next sync takes the progress
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from twophase.diloco.agreement import Shared, agree, prove
-from twophase.diloco.communicator import Interrupted
 from twophase.diloco.flat import checksum
 from twophase.diloco.fragment import Fragment
-from twophase.diloco.membership import Members
 from twophase.diloco.report import FragmentRound, RoundReport, merged
 from twophase.diloco.setting import Setting
 from twophase.diloco.sweep import goes_in_parts, round_sweep, step_of, transfer_in_parts
@@ -57,29 +54,29 @@ class Sync:
 
     Args:
         setting: values that all syncs share.
-        members: replicas that take part.
+        replicas: number of replicas in all processes.
         parts: fragments of the sync.
         blocking: True if no inner step comes between its launch and its end.
     """
 
-    def __init__(self, setting: Setting, members: Members, parts: list[Part], *, blocking: bool) -> None:
-        self.setting, self.members, self.parts = setting, members, parts
+    def __init__(self, setting: Setting, replicas: int, parts: list[Part], *, blocking: bool) -> None:
+        self.setting, self.replicas, self.parts = setting, replicas, parts
         self.fragments = [part.fragment for part in parts]
         """In their order."""
         self.age = 0
         """Inner steps since the launch."""
         self.bytes_before = 0
-        """Bytes sent for it by attempts that failed, or before it was loaded from a state."""
+        """Bytes sent for it before it was loaded from a state."""
         self._in_parts = False
         self._blocking = blocking
         self._shared = Shared({})
-        self.seconds = dict.fromkeys(PHASES, 0.0) | dict(members.seconds)
+        self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         """Wall time of each phase so far."""
 
     @classmethod
-    def launch(cls, setting: Setting, fragments: Sequence[Fragment], members: Members, *, blocking: bool) -> Sync:
+    def launch(cls, setting: Setting, fragments: Sequence[Fragment], replicas: int, *, blocking: bool) -> Sync:
         """Write the fragments' pseudo-gradients and begin to sum them; arguments as of the class."""
-        sync = cls(setting, members, [Part(fragment, 0) for fragment in fragments], blocking=blocking)
+        sync = cls(setting, replicas, [Part(fragment, 0) for fragment in fragments], blocking=blocking)
         try:
             sync._send()
         except BaseException:  # Ctrl-C
@@ -94,15 +91,13 @@ class Sync:
         with self._phase("pseudo_gradient"):
             self.setting.look_up(self.fragments)
             # In parts only where the outer step may begin before the whole sum is there. With a delay it has arrived by
-            # then. An elastic vote comes before any change of the anchor. Shards add up their norms before the step.
-            whole = alone or not self._blocking or communicator.elastic or communicator.sharded
+            # then. Shards add up their norms before the step.
+            whole = alone or not self._blocking or communicator.sharded
             self._in_parts = not whole and all(map(goes_in_parts, self.fragments))
             for part in self.parts:
-                part.fragment.divisor = self.members.replicas
-                if not self._in_parts and self.members.weight:
+                part.fragment.divisor = self.replicas
+                if not self._in_parts:
                     part.fragment.write_pseudo_gradient(alone=alone)
-                elif not self._in_parts:  # nothing is sent, error-feedback residuals neither
-                    part.fragment.gradient.zero_()
         with self._phase("reduce"):
             for part in self.parts:
                 fragment = part.fragment
@@ -121,57 +116,33 @@ class Sync:
 
         At the same step on all processes: collectives must begin in one order everywhere, or they would deadlock.
         """
-        with suppress(Interrupted):  # `receive` raises it again, and the sync is repeated
-            for part in self.parts:
-                if part.transfer is not None:
-                    part.transfer.advance()
+        for part in self.parts:
+            if part.transfer is not None:
+                part.transfer.advance()
 
     def settle(self) -> None:
         """Wait for the sums, without the outer steps."""
-        with suppress(Interrupted):  # as in `advance`
-            self._wait()
-
-    def _wait(self) -> None:
         for part in self.parts:
             if part.transfer is not None:
                 part.transfer.wait()
 
-    def receive(self, signals: Mapping[str, float]) -> bool:
+    def receive(self, signals: Mapping[str, float]) -> None:
         """Wait for the mean pseudo-gradients, and agree on the values that the outer steps depend on.
 
         Args:
             signals: values of this process.
-
-        Returns:
-            Whether all processes succeeded; else one has died, and the sync has been withdrawn.
         """
-        agreed = False
-        with suppress(Interrupted):
-            self._agree(signals)
-            agreed = True
-        agreed = self.setting.communicator.commit() and agreed  # every process must vote
-        if not agreed:
-            self.withdraw()
-        return agreed
-
-    def _agree(self, signals: Mapping[str, float]) -> None:
-        setting, weight = self.setting, self.members.weight
+        setting = self.setting
         with self._phase("reduce"):
             if not self._in_parts:
-                self._wait()
+                self.settle()
             for part in self.parts:
                 fragment = part.fragment
                 if not self._in_parts:
                     fragment.divide()
                 fragment.hand_over()
         with self._phase("outer"):
-            self._shared = agree(setting.communicator, self.fragments, weight, signals)
-
-    def add(self, failed: Sync) -> None:
-        """Add the time and the bytes of a failed attempt to this one's."""
-        for name, seconds in failed.seconds.items():
-            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
-        self.bytes_before += failed.bytes_sent
+            self._shared = agree(setting.communicator, self.fragments, len(setting.modules), signals)
 
     def withdraw(self) -> None:
         """Undo the sync: the replicas hold their progress, and the next sync takes it."""
@@ -204,7 +175,6 @@ class Sync:
                 fragment = part.fragment
                 if not part.restored:
                     fragment.restore(setting.mixing)
-                fragment.channel.commit()
                 fragment.round += 1
                 if setting.mixing == 0:
                     fragment.steps = 0  # the progress during the delay is discarded
@@ -245,7 +215,7 @@ class Sync:
             complete: True if all fragments have ended the round.
             full: inner steps of a whole round.
         """
-        alone, members = self.setting.alone, self.members
+        alone = self.setting.alone
         with self._phase("checksum"):
             if alone:
                 digests = [{"anchor": p.digests.get("anchor") or checksum(p.fragment.flat)} for p in self.parts]
@@ -261,10 +231,7 @@ class Sync:
                     inner_steps=part.steps,
                     partial=part.steps < full,
                     complete=complete,
-                    replicas=members.replicas,
-                    newcomers=members.newcomers,
-                    attempts=members.attempts,
-                    minority=members.minority,
+                    replicas=self.replicas,
                     restarted=restarted,
                     fragments=(FragmentRound(name, number, part.steps, restarted, digest["anchor"]),),
                     groups=part.groups,

@@ -140,7 +140,7 @@ class Channel:
         Until `Transfer.wait()` has returned, the tensor's values are undefined and the channel takes no other.
 
         Args:
-            communicator: processes of this round, which may differ from the last one's.
+            communicator: processes of the run.
             tensor: vector, 1-D, contiguous, of the channel's length, dtype and device.
             quantized: True if the tensor is a sum of contributions from `quantize`, in one process.
         """
@@ -176,9 +176,6 @@ class Channel:
     def _misfit(self, state: Mapping[str, Any]) -> str | None:
         wire = state.get("wire")
         return None if wire is None else f"the state has residuals of wire {wire}, this channel no residuals"
-
-    def commit(self) -> None:
-        """Record the present residuals for `withdraw`."""
 
     def withdraw(self) -> None:
         """Cancel a transfer under way: its sum has failed, or is not applied."""

@@ -123,12 +123,12 @@ def _by_block(scales: Tensor, *vectors: Tensor) -> Iterator[list[Tensor]]:
 # ----------------------------------------------------------------------------------------------------------- channel
 
 
+@dataclass(frozen=True, slots=True)
 class _Residual:
-    """Hold the error-feedback residuals of the elements from `start` on; with `undoable`, also the last commit's."""
+    """Hold the error-feedback residuals of the elements from `start` on."""
 
-    def __init__(self, start: int, value: Tensor, *, undoable: bool) -> None:
-        self.start, self.value = start, value
-        self.committed = value.clone() if undoable else None
+    start: int
+    value: Tensor
 
 
 class LossyChannel(Channel):
@@ -142,7 +142,6 @@ class LossyChannel(Channel):
         dtype: type of the tensors that are summed and of the residuals, float32 or float64.
         device: device of the tensors.
         senders: number of replicas in this process that call `quantize`, else 1; each has its own residual.
-        transactional: True if `withdraw()` also restores the residuals; it costs a second copy of them.
     """
 
     lossy = True
@@ -155,10 +154,8 @@ class LossyChannel(Channel):
         dtype: torch.dtype,
         device: torch.device,
         senders: int,
-        transactional: bool = False,
     ) -> None:
         super().__init__(name, numel, dtype=dtype, device=device)
-        self._transactional = transactional
         self._feedback = name != "bfloat16"
         self._sent = [self._residual(0, numel) for _ in range(senders)] if self._feedback else []
         self._returned: _Residual | None = None  # of the part that this process owns, from the first sum on
@@ -241,11 +238,7 @@ class LossyChannel(Channel):
     # ------------------------------------------------------------------------------------------------------ memory
 
     def _residual(self, start: int, numel: int) -> _Residual:
-        zeros = torch.zeros(numel, dtype=self._dtype, device=self._device)
-        return _Residual(start, zeros, undoable=self._transactional)
-
-    def _residuals(self) -> list[_Residual]:
-        return self._sent if self._returned is None else [*self._sent, self._returned]
+        return _Residual(start, torch.zeros(numel, dtype=self._dtype, device=self._device))
 
     def _pieces(self, numel: int) -> Iterator[tuple[int, int]]:
         size = _PIECE_ELEMENTS if self._device.type == "cpu" else _PIECE_ELEMENTS_ELSEWHERE
@@ -299,7 +292,6 @@ class LossyChannel(Channel):
         if "returned" in state:
             self._returned = self._residual(state["returned_start"], state["returned"].numel())
             self._returned.value.copy_(state["returned"])
-        self.commit()
 
     def _misfit(self, state: Mapping[str, Any]) -> str | None:
         if not self._feedback:
@@ -317,21 +309,11 @@ class LossyChannel(Channel):
             return f"the part's residual, {tuple(returned.shape)} at {start}, is not within {self._numel} elements"
         return None
 
-    def commit(self) -> None:
-        """Record the present residuals for `withdraw`."""
-        for residual in self._residuals():
-            if residual.committed is not None:
-                residual.committed.copy_(residual.value)
-
     def withdraw(self) -> None:
-        """Cancel a transfer under way; a transactional channel restores its residuals of the last `commit()`.
+        """Cancel a transfer under way.
 
-        Other channels hold this transfer's rounding errors in the place of earlier ones; the next sum takes all of the
-        rest. A residual of the second stage that began later, because this process now owns another part, is zero then.
+        The residuals hold its rounding errors in the place of earlier ones; the next sum takes all of the rest.
         """
-        for residual in self._residuals():
-            if residual.committed is not None:
-                residual.value.copy_(residual.committed)
         if self._under_way is not None:
             self._under_way = self._payloads = None  # a failed collective may still write into them
 
@@ -340,5 +322,4 @@ class LossyChannel(Channel):
         for residual in self._sent:
             residual.value.zero_()
         self._returned = None
-        self.commit()
         self.withdraw()

@@ -1,4 +1,4 @@
-"""The rounds on a run's page: norms, cosine and gain of each block, the sync's phases, and attendance."""
+"""The rounds on a run's page: norms, cosine and gain of each block, and the sync's phases."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from twophase.report.page import Html, counted, join, table, tag
+from twophase.report.page import Html, table, tag
 from twophase.report.plot import Chart, Curve, figure
 from twophase.runs.record import Block, Column, RunRecord
 
@@ -68,7 +68,6 @@ def rounds(record: RunRecord) -> Iterator[Html | None]:
         "<update,\N{NO-BREAK SPACE}g>\N{NO-BREAK SPACE}/ <g,\N{NO-BREAK SPACE}g>.",
         bulk=True,
     )
-    yield _attendance(record)
 
 
 def _measured(block: Block, name: str) -> Column:
@@ -100,21 +99,3 @@ def phases(record: RunRecord) -> Html | None:
 
 def _milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:,.0f}" if 0.1 <= seconds < 1e12 else f"{1e3 * seconds:.3g}"
-
-
-def _attendance(record: RunRecord) -> Html | None:
-    """Return, of an elastic run, the replicas that took part and that joined late, and the attempts of syncs."""
-    replicas, late, tries, few = (record.rounds[name] for name in ("replicas", "newcomers", "attempts", "minority"))
-    if not ((late > 0).any() or (tries > 1).any() or len(set(finite(replicas))) > 1):
-        return None
-    with_late, with_more, with_few = (counted(int(rounds.sum()), "round") for rounds in (late > 0, tries > 1, few > 0))
-    rows = [
-        ["replicas in the mean", f"{np.nanmin(replicas):.0f}", f"{np.nanmax(replicas):.0f}", ""],
-        ["newcomers, without weight", "", f"{np.nanmax(late):.0f}", f"with any: {with_late}"],
-        ["attempts at a sync", "", f"{np.nanmax(tries):.0f}", f"with more than one: {with_more}"],
-        ["without most of the round before", "", "", f"allowed by --min-replicas: {with_few}"],
-    ]
-    header = ["in a round", "fewest", "most", "how often"]
-    curve = Curve("replicas in the mean", record.rounds["round"], replicas)
-    drawn = figure(Chart("replicas", "Replicas that took part", "round", "replicas", [curve]))
-    return join([table(header, rows, caption="Replicas that come and go."), drawn])

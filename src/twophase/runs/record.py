@@ -35,7 +35,7 @@ WHOLE = "whole model"
 LARGEST = 1e100
 """Numbers beyond this, as a diverged run may write, count as missing: their squares and sums would overflow."""
 _LARGEST_COUNT = 1 << 53  # below it, a float holds every whole number
-_TOTALS = tuple("step round inner_steps replicas newcomers attempts minority restarted complete bytes_sent".split())
+_TOTALS = tuple("step round inner_steps replicas restarted complete bytes_sent".split())
 _MEASURED = ("pseudo_gradient_norm", "buffer_norm", "cosine", "gain")
 
 

@@ -8,7 +8,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from twophase.base.config import Tree, UsageError, flatten
 from twophase.diloco.comm import default_communicator
-from twophase.diloco.communicator import Communicator, SingleProcess, in_agreement
+from twophase.diloco.communicator import Communicator, in_agreement
 from twophase.diloco.engine import DiLoCo
 from twophase.diloco.report import RoundReport
 from twophase.optim.groups import GroupRound
@@ -32,7 +32,7 @@ from twophase.training.device import environment
 from twophase.training.session import claimed
 
 _log = logging.getLogger("twophase")
-_CALLS = ("step", "finish", "join")
+_CALLS = ("step", "finish")
 _NAMES = {"loss": "train_loss"}
 """Names of metrics in reports and trackers."""
 _PLAN = ("steps", "inner_steps", "replicas", "seed")
@@ -66,8 +66,7 @@ class Recorder:
         self._position: tuple[int, int, dict[str, int]] | None = None
         """Inner steps, rounds, and rounds by fragment, after which the next line belongs."""
         self._is_begun = False
-        if not _is_absent(engine):
-            self.go_on()
+        self.go_on()
         self._newest, self._round_is_finite = dict[str, float](), True
 
     def log(self, step: int | None = None, **values: float | Tensor) -> None:
@@ -107,10 +106,10 @@ class Recorder:
         self.log(**values)
         self._round_is_finite = finite
 
-    def go_on(self, newest: Collection[str] = ()) -> None:
-        """Set the next line's place to the engine's position, before the newest round of some fragments."""
+    def go_on(self) -> None:
+        """Set the next line's place to the engine's position."""
         fragments = self._engine.fragments if isinstance(self._engine, DiLoCo) else ()
-        parts = {fragment.name: fragment.round - (fragment.name in newest) for fragment in fragments}
+        parts = {fragment.name: fragment.round for fragment in fragments}
         self._position = self.step, _rounds(self._engine), parts
 
     def lines(self) -> Any:
@@ -139,7 +138,7 @@ class Recorder:
         """Continue from a loaded state after `step` inner steps: the next line cuts later lines."""
         rounds = _rounds(self._engine)
         is_back, self.step, self.round = (step, rounds) < (self.step, self.round), step, rounds
-        if is_back:  # a later state, as a late replica receives, cuts no line
+        if is_back:  # a later state cuts no line
             self._newest, self._round_is_finite = {}, True
         if is_back or self._position is not None:
             self.go_on()
@@ -186,7 +185,7 @@ def record(
     an unfinished run into a subfolder. A loop that changes the outer learning rate by hand sets the first
     one as the param group's `initial_lr`, as torch's schedulers do. The folder identifies its run by that value.
 
-    Of several processes, process 0 writes. Elastic replicas each write, and each needs its own folder.
+    Of several processes, process 0 writes.
 
     Args:
         engine: a `DiLoCo`, or an `OuterSGD` whose `step()` is a round.
@@ -219,8 +218,7 @@ def record(
             target = tracked(claim, trackers, run_name=path.name, config=tree, lead=lead)
             run = Recorder(claim, engine, step, lead, inner, opened=partial(open_trackers.enter_context, target))
             size = int(tree.get("inner_steps", 1))
-            check_folder = partial(_begin, claim, engine, files)
-            with _observed(engine, run, check_folder) if isinstance(engine, DiLoCo) else _hooked(engine, run, size):
+            with _observed(engine, run) if isinstance(engine, DiLoCo) else _hooked(engine, run, size):
                 yield run
             if lead:
                 run.lines()  # also for a loop without lines
@@ -238,8 +236,7 @@ def setting(engine: DiLoCo | OuterSGD, config: Any = None) -> Tree:
     outers = _outers(engine)
     if isinstance(engine, DiLoCo):
         tree["inner_steps"] = engine.inner_steps
-        if not engine.communicator.elastic:  # else it sees its own replicas alone
-            tree["replicas"] = engine.replica_count
+        tree["replicas"] = engine.replica_count
     if all(isinstance(outer, OuterSGD) for outer in outers):
         options = [options_of(group) for outer in outers for group in outer.param_groups]
         tree["outer"] = options[0]
@@ -300,10 +297,10 @@ def _plain(config: Any) -> Tree:
 
 
 def _processes(engine: DiLoCo | OuterSGD) -> Communicator:
-    """Return the processes that share a folder: all, but one in an elastic run."""
+    """Return the processes that share a folder: all."""
     if isinstance(engine, OuterSGD) or engine.communicator.sharded:
         return default_communicator()
-    return SingleProcess() if engine.communicator.elastic else engine.communicator
+    return engine.communicator
 
 
 def _outers(engine: DiLoCo | OuterSGD) -> list[Optimizer]:
@@ -316,11 +313,6 @@ def _rounds(engine: DiLoCo | OuterSGD) -> int:
     return engine.round if isinstance(engine, DiLoCo) else max(group["rounds"] for group in engine.param_groups)
 
 
-def _is_absent(engine: DiLoCo | OuterSGD) -> bool:
-    """Tell whether an engine has yet to join an elastic run, so that its position is not the run's."""
-    return isinstance(engine, DiLoCo) and engine.communicator.elastic and not engine.run
-
-
 def _has_lines(folder: RunFolder) -> bool:
     return any([read_rounds(folder.path), read_lines(folder.path / METRICS)])  # both: a damaged file is refused
 
@@ -330,7 +322,7 @@ def _begin(folder: RunFolder, engine: DiLoCo | OuterSGD, files: Communicator) ->
 
     Args:
         folder: the run's folder.
-        engine: engine of `record`; before it has joined, only a finished folder is refused.
+        engine: engine of `record`.
         files: the processes that share the folder.
     """
     rounds, step = _rounds(engine), 0
@@ -340,8 +332,6 @@ def _begin(folder: RunFolder, engine: DiLoCo | OuterSGD, files: Communicator) ->
                 raise UsageError(
                     f"{folder.path}: holds a finished run ({SUMMARY}); choose another folder, or move this one"
                 )
-            if _is_absent(engine):
-                return 0
             _has_lines(folder)  # refuses a damaged file
             step = max((line["step"] for line in read_rounds(folder.path) if line["round"] <= rounds), default=0)
             step = engine.taken if isinstance(engine, DiLoCo) else step
@@ -349,25 +339,15 @@ def _begin(folder: RunFolder, engine: DiLoCo | OuterSGD, files: Communicator) ->
 
 
 @contextmanager
-def _observed(engine: DiLoCo, run: Recorder, check_folder: Callable[[], int]) -> Iterator[None]:
+def _observed(engine: DiLoCo, run: Recorder) -> Iterator[None]:
     """Record the reports of an engine's calls; until the record ends, instance attributes hide the methods."""
-    inside, absent = False, _is_absent(engine)
 
     def noting(name: str) -> Any:
         call = getattr(engine, name)
 
         def observed(*args: Any, **options: Any) -> RoundReport | None:
-            nonlocal inside, absent
-            inside = True
-            try:
-                report = call(*args, **options)
-            finally:
-                inside = False
-            run.step = engine.taken  # for a late replica, its peers' steps
-            if absent:  # `join` has loaded the position of the run
-                absent = False
-                check_folder()
-                run.go_on([fragment.name for fragment in report.fragments] if report else ())
+            report = call(*args, **options)
+            run.step = engine.taken
             if report is not None:
                 run.end_round(report.as_dict(), report.signals, _is_finite(report))
             return report
@@ -378,8 +358,7 @@ def _observed(engine: DiLoCo, run: Recorder, check_folder: Callable[[], int]) ->
 
     def loading(state: Mapping[str, Any]) -> None:
         load(state)
-        if not inside:  # else a peer's state, received by a late replica: its own rounds still count
-            run.rewind(engine.taken)
+        run.rewind(engine.taken)
 
     calls = {name: noting(name) for name in _CALLS} | {"load_state_dict": loading}
     vars(engine).update(calls)
@@ -434,9 +413,6 @@ def _line(outer: OuterSGD, groups: Sequence[GroupRound], inner_steps: int, secon
         partial=False,
         complete=True,
         replicas=1,
-        newcomers=0,
-        attempts=1,
-        minority=False,
         restarted=any(group.restarted for group in groups),
         fragments=(),
         groups=tuple(groups),
