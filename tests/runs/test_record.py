@@ -58,7 +58,7 @@ def test_unit_of_the_losses(environment: dict[str, Any], config: dict[str, Any],
 
 
 def test_missing_rounds_are_named(tmp_path: Path) -> None:
-    """Nothing is said of a sound folder; a gap, as a late joiner leaves it, is a sentence with its length and place."""
+    """Nothing is said of a sound folder; a gap is a sentence with its length and place."""
     record = changed(tmp_path / "sound", lambda lines: lines)
     assert record.blocks[0].number.tolist() == list(range(1, 21))
     assert record.blocks[0].index.tolist() == list(range(20))

@@ -51,10 +51,10 @@ class RoundReport:
         pseudo_gradient_norm: Euclidean norm of g over all parameters that were synchronised.
         signals: means over the replicas of the values passed to `step(signals=...)`.
         bytes_sent: bytes that this process sent to others for the reduction; 0 in a single process.
-        seconds: wall time of the phases `pseudo_gradient`, `reduce`, `outer`, `restore`, `checksum`, and `quorum` in an
-            elastic run. `outer` contains all that its sweep does; `restore` and `checksum` only copies and digests
-            outside a sweep. On an accelerator a phase may only launch work. The phase that reads a number waits for
-            it: `outer`, or `reduce` for sums.
+        seconds: wall time of the phases `pseudo_gradient`, `reduce`, `outer`, `restore` and `checksum`. `outer`
+            contains all that its sweep does; `restore` and `checksum` only copies and digests outside a sweep. On an
+            accelerator a phase may only launch work. The phase that reads a number waits for it: `outer`, or `reduce`
+            for sums.
         checksum: digits that depend on every bit of the new anchor (of the fragments that were synchronised).
     """
 

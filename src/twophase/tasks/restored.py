@@ -114,7 +114,6 @@ def _restored(run: Path, config: RunConfig, identity: str, newest: Path) -> Rest
             f"{run}: the inner optimizer is {method}, and no curvature is known whose modes its steps shrink; give a "
             "run with --inner.method adamw or sgd"
         )
-    # In an elastic run each replica has a folder. One is read at a time.
     files = filter(saved.holds, map(checkpoint.replica_file, range(config.replicas)))
     first = saved.part(next(files, checkpoint.replica_file(0)))
     model = _loaded(task.model(config.seed), first.get("model", {}), weights, run)
