@@ -73,9 +73,10 @@ class DiLoCoCallback(Rounds, Callback):
         self._steps = trainer.global_step
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
         scale = trainer.accumulate_grad_batches  # which Lightning has divided the loss by
-        # Only where it is read: a number of a GPU's tensor waits for the device.
-        reads = loss is not None and self.engine.reports_next
-        self.step({"loss": float(loss) * scale} if reads else None)
+        if loss is None or not self.engine.reports_next:  # to read a number would wait for the device
+            self.step()
+        else:
+            self.step({"loss": float(loss) * scale})
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
         """Log the module's logged metrics."""
