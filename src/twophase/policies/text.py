@@ -16,7 +16,7 @@ from typing import Any
 
 from twophase.number import did_you_mean, number, shortened
 from twophase.policies import adaptive, scheduled  # noqa: F401 - their policies register
-from twophase.policies.base import REGISTRY, RestartPolicy, is_redefined
+from twophase.policies.base import REGISTRY, RestartPolicy
 
 POLICIES_VARIABLE = "TWOPHASE_POLICIES"
 """Environment variable: modules that register further policies, separated by commas; loaded on an unknown name.
@@ -63,11 +63,8 @@ def parse(text: str | int | RestartPolicy) -> RestartPolicy:
             _parse_text.cache_clear()
             policy = _parse_text(stripped)
         return policy
-    cls = _class_of(text.name)
-    if cls is type(text):
+    if _class_of(text.name) is type(text):
         return text
-    if cls is not None and is_redefined(cls, type(text)):
-        raise ValueError(f"restart {text!r} is of an earlier definition of {cls.__name__}; create it again")
     # Its text form would be that of another policy, or of none.
     raise ValueError(f'restart {text!r} has no text form; decorate {type(text).__name__} with @register("name")')
 
