@@ -27,6 +27,7 @@ COMMIT = "e62799b0"
 OLD, PYTHON, TEXT, CACHE = HOME / "old", HOME / "venv" / "bin" / "python", HOME / "text.txt", HOME / "old.json"
 COMMON = ("suite.py", "worker.py", "api_old.py", "differences.py")
 """What every stored result of the old side depends on, beside the module of its case."""
+WHOLE_DEMO = "demo, 83 cells, whole"
 SHOWN = 4
 """Differences of a case that are printed."""
 
@@ -50,7 +51,7 @@ def set_up() -> None:
 def run_side(side: str, names: Sequence[str]) -> dict[str, Any]:
     """Run cases in a process of their own, and in another one those that are left if it dies; return their lines."""
     source, python = (OLD / "src", PYTHON) if side == "old" else (ROOT / "src", Path(sys.executable))
-    paths = {"PYTHONPATH": f"{source}{os.pathsep}{HERE}", "COMPARE_TEXT": str(TEXT)}
+    paths = {"PYTHONPATH": f"{source}{os.pathsep}{HERE}"}
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     lines: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -114,11 +115,13 @@ def modules_of_cases() -> dict[str, str]:
     return json.loads(subprocess.run(words, check=True, capture_output=True, env=environment).stdout)
 
 
-def compare(patterns: Sequence[str]) -> int:
+def compare(patterns: Sequence[str], *, demo: bool) -> int:
     """Run the cases on both sides at the same time, print a table, and return the exit status."""
     if not PYTHON.exists():
         raise SystemExit(f"{HOME} is missing; run first: python tools/compare setup")
     modules = modules_of_cases()
+    if not demo:
+        del modules[WHOLE_DEMO]
     if patterns:
         modules = {n: m for n, m in modules.items() if any(fnmatch(n, p) or n.startswith(p) for p in patterns)}
         if not modules:
@@ -144,11 +147,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python tools/compare", description=__doc__)
     parser.add_argument("what", nargs="?", choices=("run", "setup"), default="run", help="setup: once, a minute")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="cases, by the beginning of their names")
+    parser.add_argument("--demo", action="store_true", help="add the whole demo, against its stored cells; ten minutes")
     options = parser.parse_args()
     if options.what == "setup":
         set_up()
         return 0
-    return compare(options.only)
+    return compare(options.only, demo=options.demo)
 
 
 if __name__ == "__main__":

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import csv
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 import twophase
 import twophase.theory
-from suite import Outer
+from suite import HOME, Outer
+from twophase.base.config import get
 from twophase.diloco.comm import ProcessGroup
 from twophase.restart import Restart, RestartPolicy, register
+from twophase.tasks.lm.config import TrainConfig
 
 theory = twophase.theory
 
@@ -128,3 +133,97 @@ def torchft_diloco(manager: Any, model: nn.Module, inner: Any, outer: Outer, **o
     from twophase.integrations.torchft import diloco  # noqa: PLC0415 - slow to import
 
     return diloco(manager, model, inner, rule(outer), **options)
+
+
+# ----------------------------------------------------------------------------------------------------------- runs
+
+
+def config(outer: Outer, restart: str = "never", **values: Any) -> dict[str, Any]:
+    """Return a run's values by dotted path; of `values` the names have two underscores where paths have a dot."""
+    made, slots = rule(outer), _slots(replace(outer, rounds=0))
+    paths = {"outer.lr": made.lr, "outer.momentum": made.momentum, "outer.nesterov": made.nesterov}
+    paths |= {"outer.form": made.form, "outer.restart": restart, "outer.filter": slots["filter"]}
+    if outer.schedule != "constant":
+        paths["outer.schedule"] = slots["schedule"]
+    return paths | {name.replace("__", "."): value for name, value in values.items()}
+
+
+def words(config: Mapping[str, Any]) -> list[str]:
+    """Return the same values as options of the command."""
+    said = []
+    for path, value in config.items():
+        option = f"--{path.replace('_', '-')}"
+        if not isinstance(value, bool):
+            said += [option, str(value)]
+        elif value:
+            said.append(option)
+    return said
+
+
+def train(task: str, config: Mapping[str, Any], out: Path) -> None:
+    """Train a run."""
+    twophase.train(task, config, out, quiet=True)
+
+
+def sweep(task: str, axes: Mapping[str, Sequence[Any]], config: Mapping[str, Any], out: Path) -> None:
+    """Run a sweep with controls, by one worker."""
+    twophase.sweep(task, axes, config, out, controls=True, workers=1, quiet=True)
+
+
+def demo(out: Path, steps: int) -> list[dict[str, Any]]:
+    """Train the demo's cells, so many steps each; return the configuration of each cell."""
+    from twophase.cli.sweeping import complete  # noqa: PLC0415 - it belongs to a command
+    from twophase.recipes.demo import demo as plan  # noqa: PLC0415
+    from twophase.tasks.build import preflight_all  # noqa: PLC0415
+
+    made = plan(base=TrainConfig(steps=steps))
+    complete(made, out, texts=preflight_all(made.runs.values()), workers=1, quiet=True)
+    return [{"arm": cell.arm, **_canonical(cell.config)} for cell in made.cells]
+
+
+def whole_demo(out: Path) -> dict[str, Any]:
+    """Return the cells of the demo's seed 0, as they are stored."""
+    del out
+    return {key: cell for key, cell in cells(HOME / "old" / "docs" / "demo-cells.csv").items() if ", seed 0" in key}
+
+
+def _canonical(config: Any) -> dict[str, Any]:
+    """Return the values that matter, in the names of e62799b0."""
+    names = "seed steps inner_steps replicas inner.lr inner.schedule inner.warmup model.hidden_size data.batch_size"
+    outer = "outer.lr outer.momentum outer.nesterov outer.form outer.restart"
+    return {name: get(config, name) for name in f"{names} {outer}".split()}
+
+
+def cells(table: Path) -> dict[str, Any]:
+    """Return the results of a sweep's cells, by arm and values in the names of e62799b0."""
+    with table.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    axes = ("outer.lr", "outer.momentum", "outer.restart", "seed", "sync.fragments")
+    values = {row["run"]: [f"{axis} {row[axis]}" for axis in axes if axis in row] for row in rows}
+    keys = {row["run"]: ", ".join([row["arm"], *values[row["run"]]]) for row in rows}
+    names = ("perplexity", "validation_loss", "diverged", "state")
+    return {
+        keys[row["run"]]: {name: row[name] for name in names} | {"control of": keys.get(row["control_of"], "")}
+        for row in rows
+    }
+
+
+def lines(out: Path) -> tuple[list[Any], list[Any], dict[str, Any]]:
+    """Return the rounds, metrics and summary of a run, without times, digests and places."""
+    rounds, metrics = (
+        [json.loads(line) for line in (out / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+        for name in ("rounds", "metrics")
+    )
+    summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
+    names = "validation_loss perplexity perplexity_per_byte tokens diverged exit_reason steps rounds restarts accuracy"
+    kept = {name: summary[name] for name in names.split() if name in summary}
+    timed = ("seconds", "tokens_per_second", "engine_share", "peak_memory")
+    metrics = [{name: value for name, value in line.items() if name not in timed} for line in metrics]
+    return [{"step": line["step"], **report_numbers(line)} for line in rounds], metrics, kept
+
+
+def export(run: Path, out: Path) -> None:
+    """Export a run as a Hugging Face folder."""
+    from twophase.tasks.lm.export import export as write  # noqa: PLC0415 - slow to import
+
+    write(run, out)

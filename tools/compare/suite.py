@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sys
+import signal
+import socket
 import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+HOME = Path(__file__).parents[2] / ".compare"
+"""Where `setup` has put the old side, and a text."""
+WHOLE_DEMO = "demo, 83 cells, whole"
+"""The case that takes ten minutes; `--demo` adds it."""
+LONGEST = 900
+"""Seconds after which a case is ended; far more than any takes but on a busy machine."""
 CASES: dict[str, Callable[[Any], Any]] = {}
 """Cases by name. Each takes an adapter (`api_old`, `api_new`) and returns numbers, texts, lists and dicts of them."""
 
@@ -64,14 +72,23 @@ def digests(tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> dic
     return {name: digest(tensor) for name, tensor in dict(tensors).items()}
 
 
-def in_group(size: int, work: Callable[[int], Any]) -> list[Any]:
-    """Fork `size` processes that meet over gloo; return what `work(rank)` gives in each.
+def in_group(size: int, work: Callable[[int], Any], *, join: bool = True) -> list[Any]:
+    """Fork `size` ranks that meet over gloo; return what `work(rank)` gives in each.
+
+    Args:
+        size: number of ranks.
+        work: what each does; its result must fit into JSON.
+        join: False leaves it to `work` to join the group, by the variables that torchrun sets.
 
     Raises:
-        RuntimeError: with the last line of the traceback of the first process that failed.
+        RuntimeError: with the last line of the traceback of the first rank that failed.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        children = [_fork(rank, size, Path(folder), work) for rank in range(size)]
+    with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+        free.close()
+        children = [
+            _fork(rank, size, Path(folder), port, work if not join else partial(_joined, work)) for rank in range(size)
+        ]
         for child in children:
             os.waitpid(child, 0)
         results = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(size)]
@@ -81,21 +98,28 @@ def in_group(size: int, work: Callable[[int], Any]) -> list[Any]:
     return [result["result"] for result in results]
 
 
-def _fork(rank: int, size: int, folder: Path, work: Callable[[int], Any]) -> int:
+def _fork(rank: int, size: int, folder: Path, port: int, work: Callable[[int], Any]) -> int:
     if child := os.fork():
         return child
+    signal.alarm(LONGEST)
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in places.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
     path = folder / f"{rank}.json"
     path.write_text(json.dumps({"error": f"rank {rank} ended early"}))
     try:
-        store, patience = f"file://{folder / 'store'}", timedelta(seconds=60)
-        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=patience)
         path.write_text(json.dumps({"result": work(rank)}))
-        dist.barrier()
     except BaseException as error:
         path.write_text(json.dumps({"error": f"rank {rank}: {last_line(error)}"}))
     finally:
-        sys.stdout.flush()
         os._exit(0)
+
+
+def _joined(work: Callable[[int], Any], rank: int) -> Any:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    result = work(rank)
+    dist.barrier()
+    return result
 
 
 def last_line(error: BaseException) -> str:
