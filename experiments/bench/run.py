@@ -125,6 +125,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return 2
     lines = against_averaging(rows)
     write_atomic(options.out / "against.csv", table_text(lines))
+    print(options.out / "against.csv")
     head = ["place", "arm", "word", "ratio", "low", "high"]
     print(format_table(head, [[_short(line[name]) for name in head] for line in lines]))
     return 0

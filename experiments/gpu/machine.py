@@ -52,9 +52,11 @@ def paper_150m(options: argparse.Namespace) -> TrainConfig:
 
 def save_rows(options: argparse.Namespace, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write rows as a csv file, and print them."""
-    write_atomic(options.out / f"{name}.csv", table_text(rows))
+    path = options.out / f"{name}.csv"
+    write_atomic(path, table_text(rows))
     columns = list(dict.fromkeys(column for row in rows for column in row))
-    print(format_table(columns, [[_short(row.get(column)) for column in columns] for row in rows]), flush=True)
+    table = format_table(columns, [[_short(row.get(column)) for column in columns] for row in rows])
+    print(path, table, sep="\n", flush=True)
 
 
 def _short(value: Any) -> Any:
@@ -67,4 +69,4 @@ def save_figures(options: argparse.Namespace, name: str, figures: Mapping[str, A
     about = {"date": time.strftime("%Y-%m-%d %H:%M"), "device": device, "torch": torch.__version__}
     text = json.dumps({**figures, **about, "cuda": torch.version.cuda}, indent=1)
     write_atomic(options.out / f"{name}.json", text + "\n")
-    print(text, flush=True)
+    print(options.out / f"{name}.json", text, sep="\n", flush=True)
