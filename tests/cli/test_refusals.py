@@ -46,6 +46,7 @@ MISTAKES += [  # words, and what the message names
     ("data info .", "meta.json"),
     ("export absent there", "absent"),
     ("diagnose absent", "absent"),
+    ("sweep", "--axis"),
     ("sweep --axis outer.lrr 1 2", "outer.lr"),
     ("sweep --axis outer.lr 1 -1", "--outer.lr"),
     ("sweep --axis outer.lr 1 1.0", "outer.lr"),
@@ -59,7 +60,7 @@ MISTAKES += [  # words, and what the message names
 ]
 CONFIGURATIONS = ["outer: {momentun: 0.3}", "outer: {nesterov: 1}", "", "- 1", "inner: {betas: 0.9}", "[" * 100_000,
                   "{a: " * 11, "a: &a [x, x]\nb: [*a, *a]", "seed: !!int '1'", "seed: 1\nseed: 2", "été: 1",
-                  "outer: {lr: 1}\nouter.lr: 2", "seed: 1:30"]  # fmt: skip
+                  "outer: {lr: 1}\nouter.lr: 2", "seed: 1:30", 'corpus: "a\\0b"', "#" * 300_000]  # fmt: skip
 FILES = [("train --config odd", "error", text) for text in CONFIGURATIONS]
 FILES += [("train --data.corpus file:odd", "odd", text) for text in ("", "été. " * 500)]
 FILES += [(words, "odd", "mine") for words in ("explore --out odd", "sweep --axis outer.lr 1 --out odd")]

@@ -29,6 +29,7 @@ from twophase.runs.folder import read_lines
 from twophase.sweeps import crew as launch
 from twophase.sweeps.grid import Sweep, parse_axes, product
 from twophase.sweeps.plan import Plan, plan
+from twophase.sweeps.run import Outcome
 from twophase.sweeps.table import Row, read_rows
 from twophase.sweeps.work import DONE_LOG, Work
 from twophase.tasks.lm.config import TrainConfig
@@ -109,6 +110,19 @@ def test_a_failed_run_is_an_error_in_python(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("twophase.cli.sweeping.run_sweep", lambda *_, **__: SimpleNamespace(errors={"a": "no room"}))
     with pytest.raises(RunError, match="1 runs failed, a with: no room"):
         sweeping.complete(Sweep("s", TrainConfig(), product(TrainConfig(), [])), tmp_path, texts={}, workers=1)
+
+
+def test_failed_runs_are_explained(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reason that runs share is said once, with how to try them again, though there may be no table."""
+
+    def fail(sweep: Sweep, *_: Any, **__: Any) -> Outcome:
+        return Outcome(0, 0, len(sweep.runs), 0, 1.0, {run: f"OSError: no room for {run}" for run in sweep.runs})
+
+    monkeypatch.setattr("twophase.cli.sweeping.run_sweep", fail)
+    words = ["sweep", "--axis", "outer.lr", "0.3", "0.7", "--workers", "1", "--out", tmp_path / "sweep"]
+    said = call(*words, status=1)
+    assert said.err.count("no room") == 1
+    assert "again with" in said.err
 
 
 @pytest.mark.slow
