@@ -9,7 +9,7 @@ import pytest
 
 from twophase.base.config import UsageError
 from twophase.base.files import table_text
-from twophase.figures.style import signed, write_files
+from twophase.figures.style import check_numbers, signed, write_files
 
 
 def test_texts() -> None:
@@ -23,3 +23,12 @@ def test_unwritable_folder(tmp_path: Path) -> None:
     """A figure that cannot be written says where."""
     with pytest.raises(UsageError, match="missing"):
         write_files(tmp_path / "missing" / "f", {".csv": "a\n"})
+
+
+def test_numbers_of_something_else_stay(tmp_path: Path) -> None:
+    """A table that no figure wrote is not replaced; one that begins as the figure's may be."""
+    path = tmp_path / "f.csv"
+    path.write_text("sigma,weight\n")
+    check_numbers([path], "sigma", "--plot")
+    with pytest.raises(UsageError, match="--plot"):
+        check_numbers([path], "period", "--plot")
