@@ -85,6 +85,7 @@ class Replica:
 
         store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         manager, fragments = self.manager(lighthouse, store), [self.model[0], self.model[2]]
+        ends: dict[str, Any] = {}
         with contextlib.ExitStack() as stack:
             stack.callback(manager.shutdown, wait=False)
             rounds = diloco(
@@ -102,10 +103,10 @@ class Replica:
                     self.inner.step()
                     self.inner.zero_grad()
                     self.step += 1
-                live = copy.deepcopy(self.save()) | {"rounds": rounds.state_dict()}
+                ends["live"] = copy.deepcopy(self.save()) | {"rounds": rounds.state_dict()}
                 with rounds.anchored():
-                    anchored = copy.deepcopy(self.model.state_dict())
-        return {"live": live, "anchored": anchored, "agreed": self.model.state_dict()}
+                    ends["anchored"] = copy.deepcopy(self.model.state_dict())
+        return {**ends, "agreed": self.model.state_dict()}
 
 
 def worker(folder: Path, number: int, urls: list[str]) -> None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchft import local_sgd
 from torchft.manager import Manager
@@ -54,7 +54,7 @@ class DiLoCo(local_sgd.DiLoCo):
 
         With several fragments no replica holds them between two rounds.
         """
-        params = [p for module in self._modules for p in module.parameters()]
+        params: list[Tensor] = [p for module in self._modules for p in module.parameters()]
         before = [p.detach().clone() for p in params]
         for fragment in self._fragments:
             fragment.restore_parameters()
