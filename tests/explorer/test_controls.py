@@ -250,3 +250,18 @@ def test_many_moves_between_two_frames_are_one_drawing(view: View) -> None:
     drawings, lr = page.evaluate(code)
     assert drawings == 1
     assert float(page.input_value("#field-lr")) == lr
+
+
+def test_every_panel_is_drawn_once_the_hand_rests(view: View) -> None:
+    """Panels out of sight, and all cells of the map, are there soon after the page opens or a slider stops."""
+    page = view.open()
+    there = "document.querySelectorAll('figure .plot svg').length"
+    for momentum in (0.9, 0.5):
+        page.evaluate("momentum => app.change({momentum})", momentum)
+        page.wait_for_timeout(450)
+        page.evaluate("async () => { while (lossMap.busy()) await new Promise(requestAnimationFrame); }")
+        assert page.evaluate(there) == 7
+        label = page.get_attribute("#gain svg", "aria-label")
+        assert label == page.evaluate("panels.gain.plot(app.model, 600, 'light').getAttribute('aria-label')")
+    page.evaluate("app.change({restart: 9}); app.render(); window.dispatchEvent(new Event('beforeprint'));")
+    assert page.evaluate("lossMap.busy()") is False

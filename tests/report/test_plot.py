@@ -14,12 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from browser import Watched, axe_violations
-from twophase.figures.style import look
 from twophase.report.page import page
 from twophase.report.plot import MOST_POINTS, Chart, Curve, figure, script
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Page
 
 UPLOT = files("twophase.report").joinpath("uplot")
 
@@ -129,13 +128,6 @@ def test_any_numbers_can_be_drawn(values: list[float], log: bool, bulk: bool) ->
     assert made is None or not re.search(r"NaN|Infinity", made.split("</script>")[0])
 
 
-def test_strokes_are_those_of_the_figures() -> None:
-    """A curve of a page has a dash where the curve of that number in a figure has one."""
-    dashes = re.search(r"const DASHES = (\[.*\])\n", script())
-    assert dashes is not None
-    assert [bool(dash) for dash in json.loads(dashes[1])] == [look(number)["linestyle"] != "-" for number in range(8)]
-
-
 @pytest.mark.browser
 def test_numbers_of_a_chart_keep_their_digits(watched: Watched, tmp_path: Path) -> None:
     """Four figures of any value, all of a step's: neither ticks a thousandth apart nor steps become one text."""
@@ -146,34 +138,6 @@ def test_numbers_of_a_chart_keep_their_digits(watched: Watched, tmp_path: Path) 
     box = view.locator("figure.plot > div")
     box.press("End")
     assert box.locator("[aria-live]").text_content() == "step 1,234,567: c 0.01235"
-
-
-@pytest.mark.browser
-def test_every_axis_tells_its_places_apart(browser: Browser, tmp_path: Path) -> None:
-    """No axis is without numbers, or has a number twice: not of values near each other, and not without a decade."""
-    near = {True: ([1.25, 1.45], [3.301, 3.302]), False: ([0.6931, 0.69311], [-1234567.0, -1234560.0], [2.0, 3.0])}
-    made = [
-        figure(Chart("n", "t", "step", "y", [Curve("c", [5_000_000, 5_001_000], values)], log=log))
-        for log, several in near.items()
-        for values in several
-    ]
-    (tmp_path / "page.html").write_text(page("axes", "", *made, scripts=[script()]), encoding="utf-8")
-    view = browser.new_page(bypass_csp=True)
-    # The texts are drawn: note them on their way.
-    view.add_init_script(
-        "const write = CanvasRenderingContext2D.prototype.fillText; window.drawn = []\n"
-        "CanvasRenderingContext2D.prototype.fillText = function (text, ...place) {"
-        " drawn.push([this.canvas, text]); return write.call(this, text, ...place) }"
-    )
-    view.goto((tmp_path / "page.html").as_uri())
-    view.wait_for_function("document.querySelectorAll('canvas').length === 5")
-    texts = view.evaluate(
-        "[...document.querySelectorAll('canvas')].map(c => drawn.filter(d => d[0] === c).map(d => d[1]))"
-    )
-    for numbers in texts:
-        last = numbers[-(len(numbers) // numbers.count("step")) :]  # of the last drawing
-        assert len(set(last)) == len(last) >= 8, last
-    view.close()
 
 
 @pytest.mark.browser
