@@ -27,7 +27,8 @@ COMMIT = "e62799b0"
 OLD, PYTHON, TEXT, CACHE = HOME / "old", HOME / "venv" / "bin" / "python", HOME / "text.txt", HOME / "old.json"
 COMMON = ("suite.py", "worker.py", "api_old.py", "differences.py")
 """What every stored result of the old side depends on, beside the module of its case."""
-WHOLE_DEMO = "demo, 83 cells, whole"
+WHOLE = ", whole"
+"""The end of the names of cases that take ten minutes; `--demo` adds them."""
 SHOWN = 4
 """Differences of a case that are printed."""
 
@@ -60,7 +61,7 @@ def run_side(side: str, names: Sequence[str]) -> dict[str, Any]:
             words = [python, HERE / "worker.py", side, file, *rest]
             done = subprocess.run(words, check=False, env={**os.environ, **paths, **threads}, cwd=folder)
             for line in map(json.loads, file.read_text(encoding="utf-8").splitlines() if file.exists() else []):
-                lines[line["name"]] = line
+                lines[line["name"]] = lines.get(line["name"], {}) | line
             if done.returncode:
                 begun = next((name for name, line in lines.items() if "seconds" not in line), None)
                 if begun is None:  # an adapter or a module of cases does not import
@@ -78,18 +79,22 @@ def case_hashes(modules: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def old_results(modules: Mapping[str, str]) -> dict[str, Any]:
-    """Return the old side's lines, from the last run where neither case nor adapter has changed since."""
+def stored_results(modules: Mapping[str, str]) -> dict[str, Any]:
+    """Return the old side's lines of earlier runs, where neither case nor adapter has changed since."""
     stored = json.loads(CACHE.read_text(encoding="utf-8")) if CACHE.exists() else {}
     hashes = case_hashes(modules)
-    known = {name: stored[name] for name in modules if stored.get(name, {}).get("hash") == hashes[name]}
-    made = run_side("old", [name for name in modules if name not in known])
-    made = {name: {**line, "hash": hashes[name]} for name, line in made.items()}
-    stored |= {name: line for name, line in made.items() if "result" in line}
+    return {name: stored[name] for name in modules if stored.get(name, {}).get("hash") == hashes[name]}
+
+
+def keep(modules: Mapping[str, str], lines: Mapping[str, Any]) -> dict[str, Any]:
+    """Store new lines of the old side; return them."""
+    stored = json.loads(CACHE.read_text(encoding="utf-8")) if CACHE.exists() else {}
+    hashes = case_hashes(modules)
+    stored |= {name: {**line, "hash": hashes[name]} for name, line in lines.items() if "result" in line}
     partial = CACHE.with_suffix(f".{os.getpid()}")
     partial.write_text(json.dumps(stored), encoding="utf-8")
     partial.replace(CACHE)
-    return known | made
+    return dict(lines)
 
 
 def judge(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, list[str]]:
@@ -120,15 +125,18 @@ def compare(patterns: Sequence[str], *, demo: bool) -> int:
     if not PYTHON.exists():
         raise SystemExit(f"{HOME} is missing; run first: python tools/compare setup")
     modules = modules_of_cases()
-    if not demo:
-        del modules[WHOLE_DEMO]
+    modules = {n: m for n, m in modules.items() if demo or not n.endswith(WHOLE)}
     if patterns:
         modules = {n: m for n, m in modules.items() if any(fnmatch(n, p) or n.startswith(p) for p in patterns)}
         if not modules:
             raise SystemExit(f"--only {' '.join(patterns)}: no case has such a name")
+    stored = stored_results(modules)
+    missing, names = [name for name in modules if name not in stored], list(modules)
+    # Two processes: one a side, or where the old side is known both for the new one.
+    jobs = [("old", missing), ("new", names)] if missing else [("new", names[::2]), ("new", names[1::2])]
     with ThreadPoolExecutor() as pool:
-        sides = pool.submit(old_results, modules), pool.submit(run_side, "new", list(modules))
-        old, new = (side.result() for side in sides)
+        first, second = pool.map(run_side, *zip(*jobs, strict=True))
+    old, new = (stored | keep(modules, first), second) if missing else (stored, first | second)
     counts: dict[str, int] = {}
     for name in modules:
         verdict, found = judge(name, old[name], new[name])

@@ -22,8 +22,6 @@ from torch import Tensor
 
 HOME = Path(__file__).parents[2] / ".compare"
 """Where `setup` has put the old side, and a text."""
-WHOLE_DEMO = "demo, 83 cells, whole"
-"""The case that takes ten minutes; `--demo` adds it."""
 LONGEST = 900
 """Seconds after which a case is ended; far more than any takes but on a busy machine."""
 CASES: dict[str, Callable[[Any], Any]] = {}

@@ -113,12 +113,12 @@ class Run:
         states = self.api.outer_states(self.engine)
         tensors = {f"{name} {key}": value for name, state in states.items() for key, value in state.items()}
         return {
+            "reports": [self.api.report_numbers(report) for report in reports if report is not None],
             "weights": {
                 number: digests(each.state_dict()) for number, each in zip(self.numbers, self.models, strict=True)
             },
             "anchor": digests(self.engine.anchor),
             "momentum": digests({name: value for name, value in tensors.items() if torch.is_tensor(value)}),
-            "reports": [self.api.report_numbers(report) for report in reports if report is not None],
         }
 
 

@@ -18,7 +18,8 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from suite import HOME, WHOLE_DEMO, Outer, case, digests, in_group
+from differences import near
+from suite import HOME, Outer, case, digests, in_group
 
 NESTEROV = Outer("nesterov")
 SMALL = {
@@ -40,6 +41,9 @@ OTHER = {name: SMALL[name] for name in ("steps", "inner_steps", "inner__schedule
 DEMO_STEPS = 64
 """Of 960, so that a restart after the third round still counts."""
 
+DEMO = 0.02
+"""Relative tolerance of the whole demo's perplexities."""
+
 
 def in_folder(work: Callable[[Any, Path], Any]) -> Callable[[Any], Any]:
     """Give a case a folder that is removed afterwards."""
@@ -55,7 +59,7 @@ def content(api: Any, out: Path) -> dict[str, Any]:
     """Return a run's weights and records."""
     rounds, metrics, summary = api.lines(out)
     weights = digests(load_file(out / "weights.safetensors"))
-    return {"weights": weights, "rounds": rounds, "metrics": metrics, "summary": summary}
+    return {"summary": summary, "metrics": metrics, "rounds": rounds, "weights": weights}
 
 
 def run(api: Any, folder: Path, task: str, outer: Outer, restart: str, **values: Any) -> dict[str, Any]:
@@ -195,4 +199,16 @@ def short_demo(api: Any, folder: Path) -> dict[str, Any]:
 
 
 case("demo, 83 cells, short", in_folder(short_demo))
-case(WHOLE_DEMO, in_folder(lambda api, folder: api.whole_demo(folder / "demo")))
+
+
+def whole_demo(api: Any, folder: Path) -> dict[str, Any]:
+    """Train the demo as the command does; the stored cells are of another processor, and without `auto`."""
+    cells = api.whole_demo(folder / "demo").items()
+    return {
+        key: [cell["state"], near(float(cell["perplexity"] or "nan"), DEMO)]
+        for key, cell in cells
+        if not key.startswith("auto")
+    }
+
+
+case("demo, 83 cells, whole", in_folder(whole_demo))
