@@ -14,7 +14,7 @@ ARGS ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev setup-torchtitan demo test test-oldest coverage check bench faults docs clean
+.PHONY: help setup setup-dev setup-torchtitan demo test test-oldest coverage check bench experiments faults docs clean
 
 help:
 	@echo "make demo    set up, train the demo's runs and draw them (runs/demo/figures)"
@@ -23,6 +23,7 @@ help:
 	@echo "make coverage  the same, and the branch coverage of each module"
 	@echo "make check   set up and run ruff, the import law and pyright"
 	@echo "make bench   set up and run the benchmarks, each held against its bounds (ARGS=\"sync storage\": some of them)"
+	@echo "make experiments  set up, draw the stored results again and run every experiment in a tiny size (two minutes)"
 	@echo "make faults  set up, and kill four commands at every call that writes; fill the disk at each (an hour on two cores)"
 	@echo "make docs    set up, build the documentation into site/ and check its links"
 	@echo "make setup-torchtitan  an environment for the tests of torchtitan, which are skipped without it"
@@ -112,6 +113,9 @@ check: setup-dev
 
 bench: setup-dev
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks $(ARGS)
+
+experiments: setup-dev
+	@$(BIN)/python experiments/check.py $(ARGS)
 
 faults: setup-dev
 	@FAULTS=all $(BIN)/python -m pytest -n 2 tests/faults $(ARGS)

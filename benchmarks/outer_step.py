@@ -3,14 +3,13 @@
 Once with a fixed restart period, and once with the policy `auto`, which has norms measured in every round before the
 step and then takes its own. The pseudo-gradients shrink by a hundredth a round, as under a decaying inner learning
 rate; for `auto, averaging` they do not, and it averages, as in every round whose pseudo-gradient is the largest so far:
-then it writes a buffer that it has not read, which takes longer. `gradient` has the angle measured too and takes the
-rule's step.
+then it writes a buffer that it has not read, which takes longer.
 
 Time: medians of interleaved steps on the same parameters. Ours and fused take eight steps each a round, and exchange
 their buffers after it, because where tensors lie in memory made up to an eighth of a difference. CPU time with one
-thread, so that other programs count less, else wall time. `time_ratio`, `auto_ratio`, `averaging_ratio` and
-`gradient_ratio` are those of the worse rule over `torch.optim.SGD(fused=True)`, the fastest that torch has;
-`foreach_ratio` is that over `foreach=True`. Steps that restart, every third one, write the buffer twice: `time_ratio`
+thread, so that other programs count less, else wall time. `time_ratio`, `auto_ratio` and `averaging_ratio` are those of
+the worse rule over `torch.optim.SGD(fused=True)`, the fastest that torch has; `foreach_ratio` is that over
+`foreach=True`. Steps that restart, every third one, write the buffer twice: `time_ratio`
 and `foreach_ratio` are of the others, and `restart_ratio` is of these. Memory: growth of the process's peak resident
 set during the first step from a fresh process each (that is where buffers and scratch appear).
 Last line: one JSON object.
@@ -27,7 +26,6 @@ from pathlib import Path
 
 import torch
 
-import twophase.studies.policies  # noqa: F401 - makes `gradient` known
 from bounds import finish
 from twophase.optim.outer import BUFFER, OuterSGD
 
@@ -45,7 +43,7 @@ def tensors() -> list[torch.nn.Parameter]:
 
 PERIOD = 3
 AVERAGING = "auto, averaging"
-OURS = {"ours": str(PERIOD), "gradient": "gradient", "auto": "auto", AVERAGING: "auto"}
+OURS = {"ours": str(PERIOD), "auto": "auto", AVERAGING: "auto"}
 RESTARTS = "at a restart"
 SHRINK = 0.99  # of a pseudo-gradient from round to round
 PAIRS = 8  # of ours and fused a round: single steps vary by a tenth, and their ratio is to be known to a hundredth
@@ -136,12 +134,11 @@ def main() -> None:
             ("restart_ratio", RESTARTS, "fused"),
             ("auto_ratio", "auto", "fused"),
             ("averaging_ratio", AVERAGING, "fused"),
-            ("gradient_ratio", "gradient", "fused"),
             ("foreach_ratio", "ours", "foreach"),
         ):
             figures[f"{figure}_{short}"] = round(seconds[name] / seconds[other], 3)
         figures[f"memory_ratio_{short}"] = round(peak["ours"] / peak["foreach"], 3)
-    ratios = [f"{name}_ratio" for name in ("time", "restart", "auto", "averaging", "gradient", "foreach", "memory")]
+    ratios = [f"{name}_ratio" for name in ("time", "restart", "auto", "averaging", "foreach", "memory")]
     worst = {ratio: max(value for name, value in figures.items() if name.startswith(ratio)) for ratio in ratios}
     sys.exit(finish("outer_step", worst | figures))
 

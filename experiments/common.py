@@ -63,10 +63,17 @@ def options_of(description: str | None, *, trains: bool = False) -> argparse.Arg
     return parser
 
 
-def run(name: str, description: str | None, table: Callable[[bool], Result], figures: Figures) -> None:
-    """Run an experiment that trains no model of a sweep: compute its table, given `--quick`, and write its files."""
+def compute(
+    name: str,
+    description: str | None,
+    table: Callable[[bool], Result],
+    figures: Figures,
+    tables: Callable[[Result], str],
+) -> None:
+    """Compute an experiment without a sweep, whose `table` is given `--quick`; write its files and print its tables."""
     options = options_of(description).parse_args()
-    save(name, options.out, table(options.quick), figures)
+    result = table(options.quick)
+    print(tables(result), *save(name, options.out, result, figures), sep="\n")
 
 
 def train(sweep: Sweep, folder: Path, *, workers: int, runs: Path) -> list[Row]:
@@ -105,9 +112,7 @@ def save(name: str, out: Path, result: Result, figures: Figures) -> list[Path]:
     facts = plain({"settings": result.settings, "numbers": result.numbers})
     text = json.dumps(facts, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     files = draw(result, figures) | {".csv": table_text(result.rows), ".json": text}
-    paths = write_files(out / name, files)
-    print("\n".join(map(str, paths)))
-    return paths
+    return write_files(out / name, files)
 
 
 def draw(result: Result, figures: Figures) -> dict[str, bytes]:

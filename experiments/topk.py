@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from common import Result, run
+from common import Result, compute
 from twophase.sweeps.table import format_table
 from twophase.tasks.digits import Digits
 
@@ -104,11 +104,20 @@ def table(quick: bool) -> Result:
         }
         for arm, (ratio, _) in ARMS.items()
     }
-    body = [[arm, *(f"{number:.4g}" for number in facts.values())] for arm, facts in numbers.items()]
-    print(format_table(["", "loss", "over float32", "bytes over float32"], body))
     settings = {"block": BLOCK, "decay": DECAY, "replicas": REPLICAS, "inner_steps": INNER_STEPS, "lr": LR}
     return Result(rows, numbers, settings | {"rounds": rounds, "seeds": list(seeds), "parameters": elements})
 
 
+def tables(result: Result) -> str:
+    """Write losses and bytes of every arm."""
+    body = [[arm, *(f"{number:.4g}" for number in facts.values())] for arm, facts in result.numbers.items()]
+    return format_table(["", "loss", "over float32", "bytes over float32"], body)
+
+
+def main() -> None:
+    """Run the experiment."""
+    compute("topk", __doc__, table, lambda _: {}, tables)
+
+
 if __name__ == "__main__":
-    run("topk", __doc__, table, lambda _: {})
+    main()

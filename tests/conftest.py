@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start, and for torch below
-os.environ.setdefault("TWOPHASE_POLICIES", "twophase.studies.policies")  # tests ask every policy, also in workers
+# tests ask every policy, also in the processes that they start
+os.environ.setdefault("TWOPHASE_POLICIES", "policies")
+os.environ["PYTHONPATH"] = f"{Path(__file__).parents[1] / 'experiments'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

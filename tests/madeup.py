@@ -23,24 +23,3 @@ def rows(sweep: Sweep, value: Value, seconds: float = 1.0) -> list[Row]:
             losses = {"perplexity": number, "validation_loss": number}
             summaries[cell.run_id] = losses | {"seconds": seconds, "diverged": number is None}
     return rows_of(sweep, summaries)
-
-
-def staged_rows(study: Any, scale: Any, value: Value) -> list[Row]:
-    """Return made-up rows of a sweep study, all stages of one that chooses its later cells by them."""
-    so_far: list[Row] = []
-    while True:
-        sweep = study.sweep(scale, so_far) if hasattr(study, "CHOOSES_RUNS") else study.sweep(scale)
-        if len(sweep.cells) == len(so_far):
-            return so_far
-        so_far = rows(sweep, value)
-
-
-def pages(study: Any, result: Any) -> list[Any]:
-    """Draw a study's figure, and those of its details."""
-    return [study.draw(result), *(study.details(result).values() if hasattr(study, "details") else ())]
-
-
-def line_of(text: str, words: str) -> str:
-    """Return the only line of a text that has these words."""
-    (line,) = [line for line in text.splitlines() if words in line]
-    return line

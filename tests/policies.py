@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -25,6 +28,16 @@ from twophase.restart import (
     register,
 )
 from twophase.rule import OuterRule
+
+# those of the experiments, which are another module `policies`
+_SPEC = importlib.util.spec_from_file_location(
+    "experiment_policies", Path(__file__).parents[1] / "experiments" / "policies.py"
+)
+assert _SPEC is not None
+assert _SPEC.loader is not None
+OF_EXPERIMENTS = importlib.util.module_from_spec(_SPEC)
+sys.modules[_SPEC.name] = OF_EXPERIMENTS
+_SPEC.loader.exec_module(OF_EXPERIMENTS)
 
 
 @register("test-shrink")

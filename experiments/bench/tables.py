@@ -329,8 +329,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Draw, write the numbers, and print the answer."""
     options = options_of(__doc__).parse_args(words)
     result = table()
-    save("bench", options.out, result, figures)
-    print(answer(result))
+    print(answer(result), *save("bench", options.out, result, figures), sep="\n")
     return 0
 
 

@@ -14,7 +14,6 @@ import pytest
 from numpy.typing import NDArray
 
 import textmaker
-from forked import call
 from runmaker import EMA, NESTEROV, SUM, config_of, observed, round_lines, write_lines, write_run, write_summary
 from twophase.advice.evidence import grown
 from twophase.advice.text import LIMITS, describe, suggestions
@@ -289,15 +288,6 @@ def test_the_advised_command_can_be_pasted(tmp_path: Path) -> None:
     lines = describe(diagnosis, "run", verbose=True).splitlines()
     assert any(diagnosis.command in line for line in lines)
     assert not any(line.endswith("-") for line in lines)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("command", ["diagnose", "report"])
-def test_runs_of_studies_are_read(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that knows no policy of the studies still names it in the words about a run that used it."""
-    folder = write_run(tmp_path, EMA, [0.95] * 3, restart="norm:1.5")
-    monkeypatch.delenv("TWOPHASE_POLICIES", raising=False)
-    assert "(restart norm:1.5)" in call(command, folder).stdout
 
 
 def test_a_run_that_was_ended_for_divergence(tmp_path: Path) -> None:

@@ -37,14 +37,14 @@ def corpus(tmp_path: Path) -> str:
 
 @pytest.mark.slow
 def test_help_without_torch() -> None:
-    """`--help`, of the program and of each command, loads no torch, nor do the questions of all studies."""
+    """`--help`, of the program and of each command, loads no torch."""
     code = (
         "import sys, contextlib, json; from twophase.cli.main import main\n"
         "for words in json.loads(sys.argv[1]):\n"
         "    with contextlib.suppress(SystemExit): main(words)\n"
         "    assert not {'torch', 'matplotlib', 'transformers', 'pandas', 'sklearn'} & set(sys.modules), words"
     )
-    commands = [["--help"], ["--version"], ["study", "--list"], *([command, "--help"] for command in COMMANDS)]
+    commands = [["--help"], ["--version"], *([command, "--help"] for command in COMMANDS)]
     done = subprocess.run(
         [sys.executable, "-c", code, json.dumps(commands)], capture_output=True, text=True, check=False
     )
@@ -110,30 +110,6 @@ def output(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     """Run a command in this process; return what it printed."""
     assert cli.main(list(map(str, words))) == 0
     return capsys.readouterr().out
-
-
-def test_list_of_studies(capsys: pytest.CaptureFixture[str]) -> None:
-    """`study --list` is one line a study: its name and its question; a wrong name is answered with the names."""
-    lines = output(capsys, "study", "--list").splitlines()
-    assert len(lines) >= 4
-    assert all(line.split()[0].isidentifier() and line.endswith("?") for line in lines)
-    assert cli.main(["study", "figure_1"]) == 2
-    assert capsys.readouterr().err.endswith(", ".join(line.split()[0] for line in lines) + "\n")
-
-
-@pytest.mark.slow
-def test_study(tmp_path: Path) -> None:
-    """A study prints its question, its answer and its files, which lie in runs/studies."""
-    pytest.importorskip("matplotlib")
-    done = call("study", "period_criteria", "--quick", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert lines[0] == "How much does each criterion for the restart period lose against the best period?"
-    assert "oes not hold: '" in done.stdout or "Holds: '" in done.stdout
-    endings = (".png", ".pdf", "-rounds.png", "-rounds.pdf", ".csv", ".json")
-    files = [f"runs/studies/period_criteria{ending}" for ending in endings]
-    assert lines[-6:] == files
-    assert sorted(snapshot(tmp_path)) == sorted(files)
 
 
 def test_config_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

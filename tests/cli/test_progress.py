@@ -10,7 +10,7 @@ import pytest
 from madeup import rows
 from twophase.cli.sweeping import watched
 from twophase.recipes.demo import demo
-from twophase.studies._demo import terminal_maps
+from twophase.report.demo import terminal_maps
 from twophase.sweeps.grid import Sweep
 from twophase.sweeps.run import Status
 from twophase.sweeps.table import Row, titles

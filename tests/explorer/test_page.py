@@ -137,11 +137,8 @@ def test_only_a_page_asked_for_without_words_is_guided(capsys: Capture, tmp_path
         assert data_of(out.read_text(encoding="utf-8"))["guided"] is is_guided
 
 
-def test_policies_that_the_page_lacks_are_refused(
-    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_policies_that_the_page_lacks_are_refused(capsys: Capture, tmp_path: Path) -> None:
     """A policy that is registered elsewhere: the message names the option, the value and what the page shows."""
-    monkeypatch.setenv("TWOPHASE_POLICIES", "twophase.studies.policies")
     message = refused(capsys, "--outer.restart", "gradient", "--out", tmp_path / "page.html")
     assert "--outer.restart gradient: the page shows never" in message
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from policies import ALL, EMA, MODELLED, SUM, Rising, asked, columns, each_rule, fired
+from policies import ALL, EMA, MODELLED, OF_EXPERIMENTS, SUM, Rising, asked, columns, each_rule, fired
 from twophase.restart import (
     Answer,
     AtRounds,
@@ -25,7 +25,6 @@ from twophase.restart import (
     parse,
 )
 from twophase.rule import OuterRule
-from twophase.studies.policies import NormRatio
 from twophase.theory.rollout import rollout
 
 DROP = Restart(before=True)
@@ -44,8 +43,8 @@ WHOLE: Any = np.int64
 @pytest.mark.parametrize(
     ("text", "policy"),
     [
-        ("norm:2", NormRatio(2)),
-        ("norm:0.5", NormRatio(SINGLE(0.5))),
+        ("norm:2", OF_EXPERIMENTS.NormRatio(2)),
+        ("norm:0.5", OF_EXPERIMENTS.NormRatio(SINGLE(0.5))),
         ("soft:3:0:0.5", Soft(WHOLE(3), WHOLE(0), SINGLE(0.5))),
         ("3", Periodic(WHOLE(3))),
         ("cycle:2,3", Cycle([np.int32(2), 3])),  # type: ignore[arg-type]
@@ -141,9 +140,9 @@ def test_the_same_path_in_the_other_form(rule: OuterRule, text: str):
     first, second = noisy(rule, policy), noisy(*other)
     np.testing.assert_allclose(first.residual, second.residual, rtol=0, atol=1e-11)
     assert first.restarts.tolist() == second.restarts.tolist()
-    assert (other[1] == policy) is not isinstance(policy, NormRatio)
-    if isinstance(policy, NormRatio):
-        assert isinstance(other[1], NormRatio)
+    assert (other[1] == policy) is not isinstance(policy, OF_EXPERIMENTS.NormRatio)
+    if isinstance(policy, OF_EXPERIMENTS.NormRatio):
+        assert isinstance(other[1], OF_EXPERIMENTS.NormRatio)
         assert other[1].ratio == pytest.approx(policy.ratio * (0.1 if rule.form == "sum" else 10))
 
 

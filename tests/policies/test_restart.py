@@ -403,7 +403,7 @@ try:
     parse("gradient")
 except ValueError as error:
     assert "docs/policies.md" in str(error)
-from twophase.studies.policies import share_with_workers
+from policies import share_with_workers
 share_with_workers()
 share_with_workers()
 print(os.environ["TWOPHASE_POLICIES"], parse("gradient"))
@@ -415,4 +415,4 @@ for name in ("gradient", "soft", "auto"):
 """
     bare = {name: value for name, value in os.environ.items() if name != "TWOPHASE_POLICIES"}
     ended = subprocess.run([sys.executable, "-c", code], env=bare, capture_output=True, text=True, check=True)
-    assert ended.stdout.split() == ["twophase.studies.policies", "gradient", "True", "True", "True"]
+    assert ended.stdout.split() == ["policies", "gradient", "True", "True", "True"]

@@ -7,8 +7,8 @@ from itertools import product
 
 import pytest
 
+from paper import INNER_STEPS, LRS, MOMENTA, PERIODS, RULES
 from twophase.base.config import UsageError
-from twophase.recipes.paper import INNER_STEPS, LRS, MOMENTA, PERIODS, RULES
 from twophase.recipes.pretraining import RECIPES, at_pace, nano, paper_150m, recipe, small
 from twophase.rule import OuterRule
 from twophase.tasks.lm.config import check

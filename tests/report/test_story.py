@@ -16,10 +16,10 @@ from runmaker import NESTEROV, SUM, config_of, write_run, write_summary
 from twophase.explorer.page import State
 from twophase.explorer.page import build as explorer
 from twophase.recipes.demo import demo
+from twophase.report import demo as told
 from twophase.report import story
 from twophase.rule import OuterRule
 from twophase.runs.record import RunRecord, read_record
-from twophase.studies import _demo
 from twophase.theory.rollout import rollout
 
 if TYPE_CHECKING:
@@ -49,14 +49,14 @@ def page_of(pair: list[RunRecord], refresh: float = 0, **options: Any) -> str:
     return story.build(
         story.Story(
             sweep.base,
-            _demo.findings(results, sweep),
-            _demo.main_maps(results),
-            _demo.scale(results),
-            _demo.beside(results),
+            told.findings(results, sweep),
+            told.main_maps(results),
+            told.scale(results),
+            told.beside(results),
             pair,
             explorer(State(), guided=True),
-            _demo.verdict(results, sweep),
-            _demo.LIMITS,
+            told.verdict(results, sweep),
+            told.LIMITS,
             {"twophase report runs/demo": "every comparison"},
             refresh,
         )

@@ -76,7 +76,7 @@ def test_a_changed_value(tmp_path: Path, name: str) -> None:
 
 
 def test_a_link_in_the_place_of_a_run(tmp_path: Path) -> None:
-    """A run's folder that is a link is refused by its name; the folder of all runs may be one, as in studies."""
+    """A run's folder that is a link is refused by its name; the folder of all runs may be one, as in experiments."""
     (tmp_path / "shared").mkdir()
     (tmp_path / "sweep").mkdir()
     made = written(tmp_path / "sweep")

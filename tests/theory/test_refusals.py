@@ -13,8 +13,6 @@ from twophase import theory
 from twophase.rule import OuterRule
 from twophase.theory.inputs import check_weights, rule_grid
 
-RATES = [[0.1, 0.1]] * 3
-PHASES = theory.inner_phases([1.0, 0.5], RATES, noise=1.0)
 OF_A_MODE: dict[str, tuple[Any, ...]] = {  # functions of a rule and sigma, and their further arguments
     **dict.fromkeys(("effective_step", "transition", "regime", "asymptotic_rate", "phase", "heuristic_period"), ()),
     **dict.fromkeys(("restart_factor", "restart_rate", "restart_table", "soft_restart", "envelope"), (3,)),
@@ -39,10 +37,6 @@ REFUSED: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
     ("cycle_matrix", (HB, 0.5, 3, math.nan), {}, "retain"),
     ("advise", (HB, [0.0, 0.0]), {}, "mode"),
     ("advise", (HB, [0.5]), {"max_period": 10**9}, "max_period"),
-    ("inner_phases", ([1], RATES, 1, 0), {}, "replicas"),
-    ("moments", (HB, PHASES), {"spread": -1}, "spread"),
-    ("moments", (HB, PHASES, "auto"), {}, "auto"),
-    ("best_rates", (PHASES, [1.0, 0.5]), {"initial": -1}, "initial"),
 ]
 
 

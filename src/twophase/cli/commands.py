@@ -27,10 +27,8 @@ COMMANDS = {
     "tune": "which outer optimizer: every arm tuned with the same budget, then judged on fresh seeds",
     "report": "a run, several over each other, or a sweep as one HTML page; of a sweep also the verdict",
     "diagnose": "does a run's outer loop oscillate, overshoot or lag, and what the theory suggests",
-    "spectrum": "curvature of a trained run by block, what a round removes of it, and a period for each",
     "period": "when to restart a rule on a spectrum, what it gains, and where it cannot help",
     "explore": "write an interactive page (one file): what restarts do while you move the hyperparameters",
-    "study": "check a claim of the theory: compute it, draw it, say what holds and what does not",
     "sweep-worker": "one more worker for a sweep that was started elsewhere, here or on any machine",
 }
 """What each command does; its module in this package has its name."""

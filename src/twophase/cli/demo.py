@@ -26,7 +26,7 @@ def main(arguments: list[str]) -> int:
     """Run the command; return its exit status."""
     from twophase.cli.sweeping import run
     from twophase.recipes.demo import demo
-    from twophase.studies._demo import draw, terminal_maps, verdict
+    from twophase.report.demo import draw, terminal_maps, verdict
     from twophase.tasks.lm.config import check
 
     options = _parser().parse_args(arguments)
@@ -94,8 +94,8 @@ class _Page:
     def _write(self, rows: list[Row], refresh: float) -> None:
         from twophase.base.files import write_atomic
         from twophase.explorer.page import State, build
+        from twophase.report import demo as told
         from twophase.report import story
-        from twophase.studies import _demo
 
         base, rule = self.sweep.base, self.sweep.cells[0].config.outer
         # Judging loads pandas, for which the first page, and with it the training, must not wait.
@@ -103,14 +103,14 @@ class _Page:
         state = State(rule.lr, rule.momentum, rule.nesterov, rule.form, rounds=base.rounds)
         page = story.Story(
             base,
-            _demo.findings(rows, self.sweep) if is_judged else ["No run has ended yet."],
-            _demo.main_maps(rows),
-            _demo.scale(rows),
-            _demo.beside(rows),
+            told.findings(rows, self.sweep) if is_judged else ["No run has ended yet."],
+            told.main_maps(rows),
+            told.scale(rows),
+            told.beside(rows),
             self._pair(),
             build(state, guided=True),
-            _demo.verdict(rows, self.sweep) if is_judged else "",
-            _demo.LIMITS,
+            told.verdict(rows, self.sweep) if is_judged else "",
+            told.LIMITS,
             _following(self.out),
             refresh,
         )
@@ -159,7 +159,7 @@ def _ending(rows: list[Row], sweep: Sweep, out: Path) -> str:
     import shutil
     import textwrap
 
-    from twophase.studies._demo import findings
+    from twophase.report.demo import findings
 
     width = min(100, shutil.get_terminal_size().columns)
     command, meaning = next(iter(_following(out).items()))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import twophase.studies.policies  # noqa: F401 - the run of a study may name a policy of it
 from twophase.advice.text import describe
 from twophase.advice.verdict import as_json, diagnose
 from twophase.base.config import UsageError

@@ -1,4 +1,4 @@
-"""The command line: `twophase demo | train | data | export | sweep | sweep-worker | report | spectrum | ...`.
+"""The command line: `twophase demo | train | data | export | sweep | sweep-worker | report | ...`.
 
 Each command is a module of this package with a `main` of its words; `commands` describes them. A command imports torch
 only when it runs, so that `--help` answers without it. Exit status 0 is success, 1 a failure while running (a single

@@ -7,7 +7,6 @@ import sys
 import time
 from pathlib import Path
 
-import twophase.studies.policies  # noqa: F401 - the runs of a study may name policies of it
 from twophase.advice.text import describe as describe_diagnosis
 from twophase.advice.verdict import diagnose
 from twophase.base.config import UsageError

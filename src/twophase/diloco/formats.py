@@ -1,4 +1,4 @@
-"""Name the wires; without torch, for configurations and studies."""
+"""Name the wires; without torch, for configurations."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def _parse_text(text: str) -> RestartPolicy:
         )
         raise ValueError(
             f"restart {shortened(text)!r} is not known; {did_you_mean(name, REGISTRY, forms)} ({POLICIES_VARIABLE}, "
-            "an environment variable, names modules with further policies; docs/policies.md has those of the studies)"
+            "an environment variable, names modules with further policies; docs/policies.md)"
         )
     kinds = {field.name: str(field.type) for field in fields(cls)}  # type: ignore[arg-type]
     usage = ":".join([name, *(field.upper() + ",..." * ("tuple" in kind) for field, kind in kinds.items())])

@@ -13,11 +13,14 @@ from collections.abc import Sequence
 
 from twophase.base.config import with_values
 from twophase.recipes.controls import LR, MOMENTUM, NESTEROV, RESTART, gain_matched_all, momentum_free, with_averaging
-from twophase.recipes.paper import PERIOD, RULES
 from twophase.sweeps.grid import Axis, Cell, Sweep, product
 from twophase.sweeps.table import SEED
 from twophase.tasks.lm.config import TrainConfig
 
+RULES = {"heavy ball": False, "Nesterov": True}
+"""The two kinds of rule, and whether they look ahead."""
+PERIOD = 3
+"""Rounds from restart to restart."""
 _LRS, _MOMENTA = (0.3, 0.7, 1.1), (0.1, 0.3, 0.5, 0.7, 0.9)
 _QUICK_LRS, _QUICK_MOMENTA = (0.3, 1.1), (0.1, 0.5, 0.9)
 _MATCHED_FROM, _QUICK_MATCHED_FROM = 0.5, 0.9

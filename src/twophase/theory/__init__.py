@@ -43,15 +43,6 @@ from twophase.theory.periods import (
     rounded_period,
 )
 from twophase.theory.rollout import Block, BlockRollout, Rollout, rollout, rollout_blocks
-from twophase.theory.schedules import (
-    InnerPhases,
-    Moments,
-    OuterRates,
-    best_rates,
-    inner_phases,
-    moments,
-    single_mode_rates,
-)
 from twophase.theory.soft import cycle_matrix, soft_restart
 
 __all__ = [
@@ -59,16 +50,12 @@ __all__ = [
     "Block",
     "BlockRollout",
     "Criterion",
-    "InnerPhases",
     "Mixture",
-    "Moments",
-    "OuterRates",
     "Rollout",
     "Schedule",
     "advise",
     "asymptotic_rate",
     "best_period",
-    "best_rates",
     "best_schedule",
     "block_periods",
     "cancellation_periods",
@@ -80,11 +67,9 @@ __all__ = [
     "envelope",
     "heuristic_period",
     "hurt_share",
-    "inner_phases",
     "log_final_loss",
     "log_restart_factor",
     "mixed_periods",
-    "moments",
     "oscillatory_interval",
     "phase",
     "phase_shift",
@@ -98,7 +83,6 @@ __all__ = [
     "rounded_period",
     "rule_grid",
     "scheduled_progress",
-    "single_mode_rates",
     "soft_restart",
     "stable_limit",
     "transition",

@@ -1,1 +1,0 @@
-"""Studies: one claim per file, computed, drawn and answered by `twophase study NAME`; see `study.py`."""
