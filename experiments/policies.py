@@ -21,7 +21,6 @@ from typing import ClassVar
 
 from twophase.policies.adaptive import Auto
 from twophase.policies.base import (
-    AVERAGING,
     Decision,
     Restart,
     RestartPolicy,
@@ -195,4 +194,4 @@ class Observe(_Alone):
     def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
         """Average; the buffer becomes g."""
         del signal
-        return state, Step(AVERAGING.along_g, AVERAGING.along_m, mix=(0.0, 1.0))
+        return state, Step(1.0, 0.0, mix=(0.0, 1.0))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from runmaker import EMA, NESTEROV, SUM, observed
-from twophase.policies.base import AVERAGING, Decision, Never, RoundSignal, State
+from twophase.policies.base import Decision, Never, RoundSignal, State, Step
 from twophase.rule import OuterRule
 from twophase.theory.observed import LEAST, Observed, observe
 
@@ -166,7 +166,7 @@ class AverageLate(Never):
 
     def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
         """Average in the second half."""
-        return state, AVERAGING if signal.round > 30 else None
+        return state, Step(1.0, 0.0) if signal.round > 30 else None
 
 
 @pytest.mark.parametrize(("restart", "foreign"), [("never", 0), (AverageLate(), 29), ("auto", 59)])

@@ -80,10 +80,6 @@ class Step:
         return cls(lr * (1 + b) * w, lr * b * b) if rule.nesterov else cls(lr * w, lr * b)
 
 
-AVERAGING = Step(1.0, 0.0)
-"""Plain averaging of the replicas."""
-
-
 @dataclass(frozen=True, slots=True)
 class Restart:
     """Restart the buffer: `m <- retain m + inject g`, after (default) or before g is mixed into it.
