@@ -33,6 +33,7 @@ from twophase.base.config import UsageError
 from twophase.diloco.fragment import partition
 from twophase.rule import OuterRule
 from twophase.runs.record import RunRecord
+from twophase.tasks.lm.model import Llama
 from twophase.theory.inputs import Floats
 from twophase.theory.modes import scheduled_progress
 from twophase.theory.periods import best_period, log_final_loss, rounded_period
@@ -46,6 +47,13 @@ PLACES = ("early", "mid", "late")
 STEPS, PROBES = 32, 2  # Lanczos steps and random vectors of a density
 _LARGEST, _APART = 5, 10  # largest eigenvalues that are reported, and those that a density counts by themselves
 _LONGEST_PERIOD = 1000
+_LLAMA = {
+    "embeddings": "^embedding$",
+    "attention": "query_key_value|output",
+    "mlp": "gate_up|down",
+    "norms": "norm",
+    "head": "^head$",
+}
 
 
 @dataclass(frozen=True)
@@ -83,13 +91,13 @@ def setting_of(config: RunConfig) -> Setting:
 def patterns_of(restored: Restored) -> dict[str, str]:
     """Return the patterns of a run's blocks: its fragments if they have names, else the model's own blocks.
 
-    The model's own are its `block_patterns()`, else the first parts of the parameters' names that differ.
+    The model's own are parts of the built-in one, else the first parts of the parameters' names that differ.
     """
     fragments = restored.config.sync.parts()
     if not isinstance(fragments, int):
         return fragments
-    if patterns := getattr(restored.model, "block_patterns", None):
-        return patterns()
+    if isinstance(restored.model, Llama):
+        return {name: pattern for name, pattern in _LLAMA.items() if name != "head" or restored.model.head is not None}
     paths = [name.split(".") for name in restored.names]
     depth = 1 + next((place for place, parts in enumerate(zip(*paths, strict=False)) if len(set(parts)) > 1), 0)
     heads = {".".join(path[:depth]): len(path) > depth for path in paths}

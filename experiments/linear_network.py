@@ -23,9 +23,9 @@ import numpy as np
 
 import digits
 from common import Result, compute, select
-from model import AVERAGING, HEAVY_BALL, USUAL
+from model import AVERAGING, HEAVY_BALL, USUAL, signed
 from twophase.figures.matplotlib_types import Axes, Figure
-from twophase.figures.style import MUTED, headline, look, name_panels, new_figure, signed
+from twophase.figures.style import MUTED, headline, look, name_panels, new_figure
 from twophase.sweeps.table import format_table
 from twophase.theory.contraction import restart_factor
 

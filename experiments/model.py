@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 
 from common import select
 from twophase.figures.matplotlib_types import Axes
-from twophase.figures.style import look, signed
+from twophase.figures.style import look
 from twophase.policies.base import RestartPolicy
 from twophase.policies.gain import mean_outer_gain
 from twophase.policies.scheduled import Periodic
@@ -114,6 +114,11 @@ def draw_losses(
         marks = every or (3 + 2 * number, x[-1] // 5)
         axes.plot(x, y, label=f"{some[0][name]} ({signed(y[-1])})", **look(looks[each], every=marks))
     axes.set(xlabel="outer round", ylabel="log₁₀ loss", xlim=(0, rows[-1]["round"]))
+
+
+def signed(value: float, digits: int = 1) -> str:
+    """Write a number with a true minus sign, for text in figures."""
+    return f"{value:.{digits}f}".replace("-", "\N{MINUS SIGN}")
 
 
 def listed(values: Iterable[Any]) -> str:

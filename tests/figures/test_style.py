@@ -9,14 +9,13 @@ import pytest
 
 from twophase.base.config import UsageError
 from twophase.base.files import table_text
-from twophase.figures.style import check_numbers, signed, write_files
+from twophase.figures.style import check_numbers, write_files
 
 
 def test_texts() -> None:
-    """Tables have 12 digits and nothing without a number; negative numbers bear a minus sign, not a hyphen."""
+    """Tables have 12 digits and nothing without a number."""
     rows = [{"a": 1 / 3, "b": None}, {"b": float("nan"), "c": True}, {"a": np.int64(7), "c": "x, y"}]
     assert table_text(rows) == 'a,b,c\n0.333333333333,,\n,,true\n7,,"x, y"\n'
-    assert (signed(-3.96), signed(2.5, 0)) == ("\N{MINUS SIGN}4.0", "2")
 
 
 def test_unwritable_folder(tmp_path: Path) -> None:

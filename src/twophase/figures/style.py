@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -101,11 +101,6 @@ def new_figure(height: float, rows: int = 1, columns: int = 1, **options: Any) -
     return figure, figure.subplots(rows, columns, squeeze=False, **options)
 
 
-def signed(value: float, digits: int = 1) -> str:
-    """Write a number with a true minus sign, for text in figures."""
-    return f"{value:.{digits}f}".replace("-", "\N{MINUS SIGN}")
-
-
 def log_ticks(low: float, high: float) -> list[float]:
     """Return round numbers for a logarithmic scale, from four to about ten; on a very short one its rounded thirds."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
@@ -178,17 +173,6 @@ def region_words(pairs: Sequence[tuple[float, float]], apart: str) -> str:
         both=f"widens the good region {apart}",
         same="leaves the good region as wide as it is",
     )
-
-
-def span(numbers: Iterable[float], form: str) -> str:
-    """Write the smallest and the largest of some numbers; once where both read the same.
-
-    >>> span([0.5, 2.0, 1.0], ".1f"), span([0.001, 0.002], ".0%")
-    ('0.5 to 2.0', '0%')
-    """
-    some = list(numbers)
-    low, high = format(min(some), form), format(max(some), form)
-    return low if low == high else f"{low} to {high}"
 
 
 def share_legend(figure: Figure, panels: Sequence[Axes], spare: Sequence[Axes] = (), columns: int = 3) -> None:

@@ -207,15 +207,6 @@ def config_of(tree: Mapping[str, Any]) -> RunConfig:
     return from_tree(config_class(str(name)), tree)
 
 
-def task_label(name: str) -> str:
-    """Return a task's name for figures and folders: its class, or the last part of a model's name.
-
-    >>> task_label("examples/rings.py:Rings"), task_label("hf:Qwen/Qwen2-0.5B"), task_label("digits")
-    ('Rings', 'Qwen2-0.5B', 'digits')
-    """
-    return Path(name.rpartition(":")[2]).resolve().name
-
-
 def check(config: RunConfig) -> RunConfig:
     """Return a configuration if it can be run.
 

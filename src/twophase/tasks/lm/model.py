@@ -20,14 +20,6 @@ from twophase.tasks.lm.config import ModelConfig
 from twophase.tasks.lm.loss import cross_entropy
 
 EMBEDDING_STD = 0.02
-BLOCKS = {
-    "embeddings": "^embedding$",
-    "attention": "query_key_value|output",
-    "mlp": "gate_up|down",
-    "norms": "norm",
-    "head": "^head$",
-}
-"""The blocks of `twophase spectrum`: a pattern of parameter names for each."""
 
 
 class Llama(nn.Module):
@@ -80,10 +72,6 @@ class Llama(nn.Module):
         self.head = None if config.tie_embeddings else nn.Parameter(torch.empty(vocabulary_size, size))
         self._rotation: tuple[Any, tuple[Tensor, Tensor]] | None = None
         self._draw(seed)
-
-    def block_patterns(self) -> dict[str, str]:
-        """Return the patterns of the blocks that have parameters."""
-        return {name: pattern for name, pattern in BLOCKS.items() if name != "head" or self.head is not None}
 
     @torch.no_grad()
     def _draw(self, seed: int) -> None:
