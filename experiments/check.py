@@ -26,6 +26,7 @@ from common import RESULTS, load, plain, save
 TOLERANCE = 1e-6
 """Of computed numbers, relative: the last digits differ between processors."""
 _FOLDER = Path(__file__).parent
+DOCS = _FOLDER.parent / "docs"
 _SECONDS = 300.0
 Check = Callable[[Path], str]
 """Checks something in a temporary folder; returns what it did, and raises an exception where that fails."""
@@ -75,6 +76,20 @@ def runs(*words: str) -> Check:
     return check
 
 
+def shown(script: str, page: str) -> Check:
+    """Run a script, whose tables must stand on a page of the documentation."""
+
+    def check(_: Path) -> str:
+        command = [sys.executable, str(_FOLDER / script)]
+        said = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+        shown, page_text = (" ".join(text.split()) for text in (said, (DOCS / page).read_text(encoding="utf-8")))
+        if shown not in page_text:
+            raise ValueError(f"docs/{page} does not show what it prints")
+        return f"its tables are those of docs/{page}"
+
+    return check
+
+
 def _tiny(name: str) -> Check:
     return runs(f"{name}.py", "--quick", "--out", "{out}", "--workers", "1")
 
@@ -90,7 +105,9 @@ CHECKS: dict[str, Sequence[Check]] = {
     "bench": [
         runs("bench/tables.py", "--out", "{out}"),
         runs("bench/run.py", "averaging+filter=orthogonal", "--size", "tiny", "--out", "{out}/bench", "--quiet"),
+        shown("bench/regimes.py", "bench.md"),
     ],
+    "gpu": [runs("gpu/kernels.py", "--tiny", "--out", "{out}"), runs("gpu/run.py", "--redraw", "--out", "{out}")],
     "linear_network": [runs("linear_network.py", "--quick", "--out", "{out}")],
     "robustness_heatmaps": [redrawn("robustness_heatmaps"), _tiny("robustness_heatmaps")],
     "retuning": [redrawn("retuning"), _tiny("retuning")],

@@ -21,14 +21,23 @@ from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))  # its timers and contestants
 
 
-def arguments(doc: str, words: Sequence[str] | None) -> argparse.Namespace:
-    """Read the options that every script has; ends with status 2 and one line where there is no GPU."""
+def arguments(doc: str, words: Sequence[str] | None, *, redraws: bool = False) -> argparse.Namespace:
+    """Read the options that every script has; ends with status 2 and one line where there is no GPU.
+
+    Args:
+        doc: the script's docstring.
+        words: of the command line; None takes those of this process.
+        redraws: add `--redraw`, which needs no GPU.
+    """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="folder of the results (runs/gpu)")
     parser.add_argument("--corpus", default="python", help="python, file:PATH or tokens:FOLDER (python)")
     parser.add_argument("--tiny", action="store_true", help="a toy model on a CPU, to try the script")
+    parser.set_defaults(redraw=False)
+    if redraws:
+        parser.add_argument("--redraw", action="store_true", help="draw the stored curve, measure nothing")
     options = parser.parse_args(words)
-    if not (options.tiny or torch.cuda.is_available()):
+    if not (options.tiny or options.redraw or torch.cuda.is_available()):
         print(f"{Path(sys.argv[0]).name}: torch finds no GPU here; --tiny tries it with a toy", file=sys.stderr)
         raise SystemExit(2)
     torch.set_num_threads(1)

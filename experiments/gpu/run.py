@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import csv
 import importlib.util
 import statistics
 import sys
@@ -25,6 +26,7 @@ from twophase.runs.folder import METRICS, STEPS, read_lines, read_summary
 
 import lm_throughput  # isort: skip - machine names its folder
 
+STORED = Path(__file__).parents[1] / "results" / "gpu"
 COLUMNS = ("train_loss", "tokens_per_second", "flops_per_second", "peak_memory_bytes", "validation_loss")
 
 
@@ -49,11 +51,16 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     axes.set(xlabel="inner step", ylabel="loss, nats a token")
     axes.legend()
     figure.savefig(path, dpi=120)
+    print(path)
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Measure, and write the files."""
-    options = arguments(__doc__ or "", words)
+    options = arguments(__doc__ or "", words, redraws=True)
+    if options.redraw:
+        with (STORED / "run.csv").open(encoding="utf-8", newline="") as file:
+            draw(list(csv.DictReader(file)), options.out / "run.png")
+        return 0
     config = paper_150m(options)
     kinds = list(lm_throughput.KINDS) if importlib.util.find_spec("transformers") else ["product", "ours"]
     seconds, length = (0.0, 0.02) if options.tiny else (30.0, 1.0)

@@ -53,5 +53,5 @@ def test_curve_is_drawn(scripts: dict[str, ModuleType], tmp_path: Path) -> None:
     figures = json.loads((STORED / "run.json").read_text())["units"]["curve"]["figures"]
     rates = [float(row["tokens_per_second"]) for row in rows if row["tokens_per_second"]]
     assert statistics.median(rates) == pytest.approx(figures["run_tokens_per_second"])
-    scripts["run"].draw(rows, tmp_path / "run.png")
+    assert scripts["run"].main(["--redraw", "--out", str(tmp_path)]) == 0
     assert (tmp_path / "run.png").stat().st_size > 10_000
