@@ -53,13 +53,13 @@ def run_side(side: str, names: Sequence[str]) -> dict[str, Any]:
     """Run cases in a process of their own, and in another one those that are left if it dies; return their lines."""
     source, python = (OLD / "src", PYTHON) if side == "old" else (ROOT / "src", Path(sys.executable))
     paths = {"PYTHONPATH": f"{source}{os.pathsep}{HERE}"}
-    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    settings = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TQDM_DISABLE"), "1")
     lines: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "results"
         while rest := [name for name in names if name not in lines]:
             words = [python, HERE / "worker.py", side, file, *rest]
-            done = subprocess.run(words, check=False, env={**os.environ, **paths, **threads}, cwd=folder)
+            done = subprocess.run(words, check=False, env={**os.environ, **paths, **settings}, cwd=folder)
             for line in map(json.loads, file.read_text(encoding="utf-8").splitlines() if file.exists() else []):
                 lines[line["name"]] = lines.get(line["name"], {}) | line
             if done.returncode:
@@ -79,22 +79,17 @@ def case_hashes(modules: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def stored_results(modules: Mapping[str, str]) -> dict[str, Any]:
-    """Return the old side's lines of earlier runs, where neither case nor adapter has changed since."""
-    stored = json.loads(CACHE.read_text(encoding="utf-8")) if CACHE.exists() else {}
-    hashes = case_hashes(modules)
-    return {name: stored[name] for name in modules if stored.get(name, {}).get("hash") == hashes[name]}
+def stored_results() -> dict[str, Any]:
+    """Return the old side's lines of earlier runs."""
+    return json.loads(CACHE.read_text(encoding="utf-8")) if CACHE.exists() else {}
 
 
-def keep(modules: Mapping[str, str], lines: Mapping[str, Any]) -> dict[str, Any]:
-    """Store new lines of the old side; return them."""
-    stored = json.loads(CACHE.read_text(encoding="utf-8")) if CACHE.exists() else {}
-    hashes = case_hashes(modules)
-    stored |= {name: {**line, "hash": hashes[name]} for name, line in lines.items() if "result" in line}
+def keep(lines: Mapping[str, Any], hashes: Mapping[str, str]) -> None:
+    """Store new lines of the old side, with what they depend on."""
+    new = {name: {**line, "hash": hashes[name]} for name, line in lines.items() if "result" in line}
     partial = CACHE.with_suffix(f".{os.getpid()}")
-    partial.write_text(json.dumps(stored), encoding="utf-8")
+    partial.write_text(json.dumps(stored_results() | new), encoding="utf-8")
     partial.replace(CACHE)
-    return dict(lines)
 
 
 def judge(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, list[str]]:
@@ -130,13 +125,15 @@ def compare(patterns: Sequence[str], *, demo: bool) -> int:
         modules = {n: m for n, m in modules.items() if any(fnmatch(n, p) or n.startswith(p) for p in patterns)}
         if not modules:
             raise SystemExit(f"--only {' '.join(patterns)}: no case has such a name")
-    stored = stored_results(modules)
+    hashes = case_hashes(modules)  # of the files as they are now, and not after the run
+    stored = {name: line for name, line in stored_results().items() if line["hash"] == hashes.get(name)}
     missing, names = [name for name in modules if name not in stored], list(modules)
     # Two processes: one a side, or where the old side is known both for the new one.
     jobs = [("old", missing), ("new", names)] if missing else [("new", names[::2]), ("new", names[1::2])]
     with ThreadPoolExecutor() as pool:
         first, second = pool.map(run_side, *zip(*jobs, strict=True))
-    old, new = (stored | keep(modules, first), second) if missing else (stored, first | second)
+    keep(first if missing else {}, hashes)
+    old, new = (stored | first, second) if missing else (stored, first | second)
     counts: dict[str, int] = {}
     for name in modules:
         verdict, found = judge(name, old[name], new[name])

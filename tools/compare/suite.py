@@ -81,12 +81,11 @@ def in_group(size: int, work: Callable[[int], Any], *, join: bool = True) -> lis
     Raises:
         RuntimeError: with the last line of the traceback of the first rank that failed.
     """
-    with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as free:
+    with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-        free.close()
-        children = [
-            _fork(rank, size, Path(folder), port, work if not join else partial(_joined, work)) for rank in range(size)
-        ]
+    each = partial(_joined, work) if join else work
+    with tempfile.TemporaryDirectory() as folder:
+        children = [_fork(rank, size, Path(folder), port, each) for rank in range(size)]
         for child in children:
             os.waitpid(child, 0)
         results = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(size)]
