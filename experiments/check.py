@@ -27,7 +27,7 @@ TOLERANCE = 1e-6
 """Of computed numbers, relative: the last digits differ between processors."""
 _FOLDER = Path(__file__).parent
 DOCS = _FOLDER.parent / "docs"
-_SECONDS = 300.0
+_SECONDS = 600.0
 Check = Callable[[Path], str]
 """Checks something in a temporary folder; returns what it did, and raises an exception where that fails."""
 
