@@ -31,11 +31,13 @@ from twophase.diloco.engine import DiLoCo
 from twophase.diloco.report import RoundReport
 from twophase.recipes.pretraining import RECIPES
 from twophase.restart import Periodic
+from twophase.rule import OuterRule
 from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.task import LanguageTask
 from twophase.training.inner import Replica
 from twophase.training.preflight import preflight
 
+RULE = OuterRule(0.7, 0.9, nesterov=True)
 _RECORDED = 8
 """S at which the record is timed."""
 
@@ -91,9 +93,8 @@ class Loop:
             seconds: to measure for; three pairs of blocks at least.
             least: inner steps of a block at least.
         """
-        rule = self.config.outer.rule()
         models = [replica.model for replica in self.replicas]
-        engine = DiLoCo(models, rule, restart=Periodic(3), inner_steps=inner_steps)
+        engine = DiLoCo(models, RULE, restart=Periodic(3), inner_steps=inner_steps)
         block = inner_steps * -(-least // inner_steps)  # whole rounds
         engine_seconds = 0.0
         reports: list[RoundReport] = []
@@ -145,10 +146,7 @@ def measure(config: TrainConfig, inner_steps: list[int], seconds: float, least: 
 def record_ratio(config: TrainConfig, inner_steps: int, seconds: float) -> float:
     """Time of whole rounds with `twophase.record` over that without, in turn; a median over pairs of blocks."""
     loops = Loop(config), Loop(config)
-    engines = [
-        DiLoCo([r.model for r in loop.replicas], config.outer.rule(), restart=3, inner_steps=inner_steps)
-        for loop in loops
-    ]
+    engines = [DiLoCo([r.model for r in loop.replicas], RULE, restart=3, inner_steps=inner_steps) for loop in loops]
     with tempfile.TemporaryDirectory() as folder, twophase.record(engines[0], f"{folder}/run"):
         ratios: list[float] = []
         end = time.perf_counter() + seconds
