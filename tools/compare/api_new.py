@@ -16,10 +16,9 @@ from torch import Tensor, nn
 import twophase
 import twophase.theory
 from suite import Outer
-from twophase.base.config import get
+from twophase.base.config import get, with_values
 from twophase.diloco.comm import ProcessGroup
 from twophase.restart import Restart, RestartPolicy, register
-from twophase.tasks.lm.config import TrainConfig
 
 theory = twophase.theory
 
@@ -178,7 +177,7 @@ def demo(out: Path, steps: int) -> list[dict[str, Any]]:
     from twophase.recipes.demo import demo as plan  # noqa: PLC0415
     from twophase.tasks.build import preflight_all  # noqa: PLC0415
 
-    made = plan(base=TrainConfig(steps=steps))
+    made = plan(base=with_values(plan().base, {"steps": steps}))  # the recipe's own values, whatever the defaults are
     complete(made, out, texts=preflight_all(made.runs.values()), workers=1, quiet=True)
     return [{"arm": cell.arm, **_canonical(cell.config)} for cell in made.cells]
 
