@@ -114,14 +114,14 @@ def _cell(place: Place, arm: str, seed: int, periods: Periods) -> Cell:
         "model.hidden_size": place.width,
         "inner_steps": place.inner_steps,
         "sync.restart": tuple(f"{name}={policy}" for name, policy in zip(BLOCKS, periods, strict=True)),
-        "outer.momentum": momentum,
+        "outer.momentum": momentum or None,
         "seed": seed,
     }
     fixed = {
         "model.intermediate_size": base.model.intermediate_size * place.width // base.model.hidden_size,
         "steps": place.design.steps,
         "outer.lr": LR if momentum else 1.0,
-        "outer.nesterov": momentum > 0,
+        "outer.method": "nesterov" if momentum else "averaging",
         "outer.form": FORM,
         "outer.restart": NEVER,
         "sync.fragments": tuple(f"{name}={pattern}" for name, pattern in BLOCKS.items()),

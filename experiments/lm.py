@@ -60,7 +60,7 @@ def _line(setting: Setting, scale: Scale, states: Sequence[str]) -> Line:
     return {
         "arm": setting.arm,
         "form": "" if free else values["outer.form"],
-        "rule": "" if free else next(kind for kind, ahead in RULES.items() if ahead == values["outer.nesterov"]),
+        "rule": "" if free else next(kind for kind, method in RULES.items() if method == values["outer.method"]),
         "inner_steps": values["inner_steps"],
         "rounds": rounds,
         "momentum": values["outer.momentum"],

@@ -24,8 +24,8 @@ from twophase.policies.scheduled import Periodic, Soft
 from twophase.recipes.controls import (
     FORM,
     LR,
+    METHOD,
     MOMENTUM,
-    NESTEROV,
     RESTART,
     gain_matched_all,
     momentum_free,
@@ -46,8 +46,8 @@ PERIODS = (2, 3, 5, 7, 9, 11)
 """Restart periods K of the paper's table 1, in rounds."""
 INNER_STEPS = (64, 128, 512, 1024, 2048)
 """Communication periods S of the paper's table 1, in inner steps."""
-RULES = {"heavy ball": False, "Nesterov": True}
-"""The paper's two outer rules, and whether they look ahead."""
+RULES = {"heavy ball": "heavy-ball", "Nesterov": "nesterov"}
+"""The paper's two outer rules, and the method of each."""
 BOTH_FORMS: tuple[Form, ...] = ("sum", "ema")
 PERIOD = 3
 """The restart period of the paper's heatmaps."""
@@ -276,12 +276,12 @@ def tuned(scale: Scale, rows: Iterable[Row]) -> dict[tuple[str, str, str], tuple
         return None
     # Taken by its run, not by its arm: the table may be that of another sweep with these runs.
     first_rows = [replace(by_run[cell.run_id], arm=cell.arm, values=cell.values, twin_of=None) for cell in cells]
-    kinds = {ahead: kind for kind, ahead in RULES.items()}
+    kinds = {method: kind for kind, method in RULES.items()}
     best: dict[tuple[str, str, str], tuple[float, float, float]] = {}
     for setting in settings(first_rows):
         if setting.result is not None:
             values = setting.values
-            key = (values[FORM], kinds[values[NESTEROV]], values[RESTART])
+            key = (values[FORM], kinds[values[METHOD]], values[RESTART])
             candidate = (setting.result, values[MOMENTUM], values[LR])
             best[key] = min(candidate, best.get(key, candidate))
     return {key: (lr, momentum) for key, (_, momentum, lr) in best.items()}
@@ -326,7 +326,7 @@ def _runs(
 ) -> list[Cell]:
     """Return the runs of an arm, for every seed; `rule` is a form and a kind."""
     form, kind = rule
-    shared = {"inner_steps": inner_steps, FORM: form, NESTEROV: RULES[kind], **fixed}
+    shared = {"inner_steps": inner_steps, FORM: form, METHOD: RULES[kind], **fixed}
     return product(scale.base, [Axis(SEED, scale.seeds), *axes], arm_name(form, kind, treatment), shared)
 
 

@@ -50,7 +50,7 @@ FORM, LR = "sum", 0.7
 MOMENTA = (0.5, 0.9)
 """One at which the demo works, and DiLoCo's usual one, at which it needs restarts."""
 RESTARTS = ("never", str(PERIOD))
-_AXES = ("outer.nesterov", "outer.momentum", "outer.restart")
+_AXES = ("outer.method", "outer.momentum", "outer.restart")
 """A place is a value of each."""
 PROCESSES = 2
 """What is sent is counted for one replica a process."""
@@ -64,11 +64,11 @@ def sweep(scale: Scale) -> Sweep:
     """Cross wire, restart and momentum for both rules, at the short communication period."""
     momenta = tuple(momentum for momentum in MOMENTA if momentum in scale.momenta)
     cells: list[Cell] = []
-    for kind, ahead in RULES.items():
+    for kind, method in RULES.items():
         for restart in RESTARTS:
             for wire in WIRES:
                 fixed = {
-                    "inner_steps": scale.short, "outer.form": FORM, "outer.nesterov": ahead, "outer.lr": LR,
+                    "inner_steps": scale.short, "outer.form": FORM, "outer.method": method, "outer.lr": LR,
                     "outer.restart": restart, "sync.wire": wire,
                 }  # fmt: skip
                 axes = [Axis("outer.momentum", momenta), Axis(SEED, scale.seeds)]
@@ -103,12 +103,12 @@ def table(rows: Sequence[Row], scale: Scale) -> Result:
         if wire_of[line["arm"]] == EXACT
     }
     places = {}
-    for (kind, ahead), momentum, restart in product_of(rules, momenta, RESTARTS):
-        line = exact.get((ahead, momentum, restart), {"perplexity": None, "state": "missing"})
+    for (kind, method), momentum, restart in product_of(rules, momenta, RESTARTS):
+        line = exact.get((method, momentum, restart), {"perplexity": None, "state": "missing"})
         places[_place_name(kind, momentum, restart)] = {
             "rule": kind, "momentum": momentum, "restart": restart,
             "perplexity": line["perplexity"], "state": line["state"],
-            **_facts({wire: of_wire.loc[[(ahead, momentum, restart)]] for wire, of_wire in logs.items()}),
+            **_facts({wire: of_wire.loc[[(method, momentum, restart)]] for wire, of_wire in logs.items()}),
         }  # fmt: skip
     config = scale.base
     vocabulary = config.model.vocabulary_size or VOCABULARY_SIZES[config.data.vocabulary]
@@ -118,8 +118,8 @@ def table(rows: Sequence[Row], scale: Scale) -> Result:
         "places": places,
         "all_places": _facts(logs),
         "restart_gain": {
-            f"{SHORT_KINDS[kind]} {momentum:g}": _gain_facts(logs, (ahead, momentum))
-            for (kind, ahead), momentum in product_of(rules, momenta)
+            f"{SHORT_KINDS[kind]} {momentum:g}": _gain_facts(logs, (method, momentum))
+            for (kind, method), momentum in product_of(rules, momenta)
         },
         "typical": _typical(logs),
         "bytes_a_round": sent,

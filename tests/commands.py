@@ -14,7 +14,8 @@ from twophase.runs.folder import read_lines, read_summary
 
 SMALL = (
     "--model.layers 1 --model.hidden-size 16 --model.intermediate-size 24 --data.sequence-length 16 "
-    "--data.batch-size 4 --data.validation-windows 8 --steps 22 --inner-steps 6 --checkpoint-every 1"
+    "--data.batch-size 4 --data.validation-windows 8 --steps 22 --inner-steps 6 --checkpoint-every 1 "
+    "--outer.method nesterov --inner.schedule cosine"
 ).split()
 
 

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from twophase.diloco.engine import DiLoCo, RoundReport
-from twophase.diloco.setting import OuterFactory
+from twophase.optim.build import OuterFactory
+from twophase.optim.restarting import follow
 from twophase.restart import RestartPolicy
 from twophase.rule import OuterRule
-from twophase.shelf.outer import Outer
+from twophase.schedule import Schedule
 
 CURVATURES = np.array([0.02, 0.1, 0.3, 0.55, 0.8, 1.0])
 INNER_LR, INNER_STEPS, ROUNDS = 0.25, 4, 24
@@ -54,18 +55,18 @@ def half_square(x: np.ndarray) -> float:
 
 
 def engine_run(
-    outer: OuterRule | Outer | OuterFactory,
+    outer: OuterRule | OuterFactory,
     restart: RestartPolicy | None = None,
     noise: np.ndarray | None = None,
     *,
     start: float = 1.0,
-    readouts: list[np.ndarray] | None = None,
+    schedule: str = "constant",
 ) -> tuple[np.ndarray, list[RoundReport]]:
     """The anchor before and after every round, shape (rounds + 1, modes), and the reports.
 
     The loss of a replica is `sum(curvature x^2) / 2`. Its parameters are one tensor, or, when `outer` is a function,
     one for every two modes, so that blocks can have param groups. What policies need is supplied as the theory defines
-    it. What would be evaluated after each round goes into `readouts`.
+    it.
     """
     size = 2 if callable(outer) else len(CURVATURES)
     slices = [slice(i, i + size) for i in range(0, len(CURVATURES), size)]
@@ -88,6 +89,7 @@ def engine_run(
         inner_steps=INNER_STEPS,
         signals=("inner_lr", "progress"),
     )
+    follow(engine.outer, Schedule.parse(schedule), ROUNDS)
     curvatures = torch.from_numpy(CURVATURES)
     places, reports = [np.full_like(CURVATURES, start)], []
     for _ in range(ROUNDS * INNER_STEPS):
@@ -102,9 +104,6 @@ def engine_run(
         if report is not None:
             places.append(torch.cat([engine.anchor[name] for name in names]).numpy().copy())
             reports.append(report)
-            if readouts is not None:
-                with engine.anchored(readout=True) as model:
-                    readouts.append(place(model).copy())
     return np.array(places), reports
 
 

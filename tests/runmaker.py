@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from twophase.base.config import dump_yaml, fingerprint
+from twophase.optim.names import options_of
 from twophase.rule import OuterRule
 from twophase.sweeps.grid import Axis, Sweep, product
 from twophase.sweeps.table import rows_of, write_rows
@@ -26,7 +27,7 @@ NESTEROV = OuterRule(0.7, 0.9, nesterov=True)
 
 def config_of(rule: OuterRule, restart: str = "never", rounds: int = 60, **values: Any) -> TrainConfig:
     """A configuration with that rule, of one inner step a round."""
-    outer = OuterConfig(rule.lr, rule.momentum, rule.nesterov, rule.form, restart)
+    outer = OuterConfig(**options_of(rule), restart=restart)
     return dataclasses.replace(TrainConfig(outer=outer, steps=rounds, inner_steps=1), **values)
 
 

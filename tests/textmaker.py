@@ -39,6 +39,8 @@ def write_lines(path: Path, texts: Iterable[str], column: str = "text") -> Path:
 def small_run(corpus: Path, size: int = 16, /, **values: Any) -> TrainConfig:
     """A run of a moment on a text: one layer, widths and windows of about a size, and what `values` say by path."""
     small = {
+        "outer.method": "nesterov",
+        "inner.schedule": "cosine",
         "model.layers": 1,
         "model.hidden_size": size,
         "model.intermediate_size": size * 3 // 2,

@@ -26,8 +26,8 @@ HEAVY_BALL, NESTEROV = "heavy-ball:momentum=~0.6", "nesterov:momentum=~0.6"
 CANDIDATES = ("auto", "averaging+filter=orthogonal", "auto+filter=orthogonal")
 """Arms without an outer number to tune."""
 SCHEDULES = (
-    "memoryless+schedule=linear:final=2",
-    f"{HEAVY_BALL}+schedule=momentum:warmup=0",
+    "averaging:lr=~1+schedule=linear:2",
+    f"{HEAVY_BALL}+schedule=momentum:0",
     "ramp:~0.5",
     "along:~0.5",
     "gain:~1",

@@ -12,15 +12,13 @@ if TYPE_CHECKING:
     from twophase.diloco.engine import DiLoCo
     from twophase.diloco.report import RoundReport
     from twophase.experiments import sweep, train, tune
-    from twophase.optim.methods import from_torch
-    from twophase.optim.optimizer import OuterOptimizer
     from twophase.optim.outer import OuterSGD
+    from twophase.optim.restarting import Restarting
     from twophase.policies.adaptive import Auto
     from twophase.policies.base import Never
     from twophase.policies.scheduled import AtRounds, Cycle, Periodic, Soft
     from twophase.report.results import load
     from twophase.rule import OuterRule
-    from twophase.shelf.outer import outer
     from twophase.training.recording import record
 
 __version__ = "0.1.0"
@@ -31,15 +29,13 @@ _HOMES = {
     "Cycle": "twophase.policies.scheduled",
     "DiLoCo": "twophase.diloco.engine",
     "Never": "twophase.policies.base",
-    "OuterOptimizer": "twophase.optim.optimizer",
     "OuterRule": "twophase.rule",
     "OuterSGD": "twophase.optim.outer",
     "Periodic": "twophase.policies.scheduled",
+    "Restarting": "twophase.optim.restarting",
     "RoundReport": "twophase.diloco.report",
     "Soft": "twophase.policies.scheduled",
-    "from_torch": "twophase.optim.methods",
     "load": "twophase.report.results",
-    "outer": "twophase.shelf.outer",
     "record": "twophase.training.recording",
     "sweep": "twophase.experiments",
     "train": "twophase.experiments",
@@ -52,15 +48,13 @@ __all__ = [
     "Cycle",
     "DiLoCo",
     "Never",
-    "OuterOptimizer",
     "OuterRule",
     "OuterSGD",
     "Periodic",
+    "Restarting",
     "RoundReport",
     "Soft",
-    "from_torch",
     "load",
-    "outer",
     "record",
     "sweep",
     "train",

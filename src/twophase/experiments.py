@@ -19,7 +19,7 @@ from twophase.report.results import Run, load
 from twophase.report.results import Sweep as SweepResults
 from twophase.sweeps.grid import Axis, Sweep
 from twophase.tasks.named import LM, TASK, check, check_is_called_by_a_program, config_class, name_of
-from twophase.training.config import RunConfig, check_rule_options
+from twophase.training.config import RunConfig
 
 
 def train(
@@ -35,8 +35,7 @@ def train(
     Args:
         task: a name (`lm`, `digits`, `hf:MODEL`, `FILE.py:CLASS`), or an object with the methods of a task.
         config: values of the run by dotted path or nested, such as `{"outer.lr": 0.7, "steps": 960}`, or a whole
-            configuration without `task`. Further values are those of `twophase.training.config` (the command's are
-            plain averaging and wsd).
+            configuration without `task`. Further values are those of `twophase.training.config`, as of the command.
         out: the run's folder; by default one below `runs/` with a readable name, found again by the same values.
         track: trackers that get every line as well: tensorboard, trackio, wandb.
         quiet: show no progress.
@@ -185,10 +184,7 @@ def _configuration(task: Any, config: RunConfig | Mapping[str, Any] | None) -> R
         raise UsageError(f"config is a {type(config).__name__}; give values by dotted path, or a configuration")
     flat = flatten(config or {})
     texts = {path: str(value) if isinstance(value, RestartPolicy) else value for path, value in flat.items()}
-    resolved = overlaid(overlaid(base, tree, "the task"), texts, "config")
-    if not _is_whole(flat):
-        check_rule_options(resolved, flat)
-    return check(resolved)
+    return check(overlaid(overlaid(base, tree, "the task"), texts, "config"))
 
 
 def _is_whole(flat: Mapping[str, Any]) -> bool:

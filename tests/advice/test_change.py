@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 import pytest
 
 from twophase.advice import change as house
 from twophase.advice.change import change
+from twophase.optim.names import options_of
 from twophase.rule import Form, OuterRule
 
 NESTEROV = OuterRule(0.7, 0.9, nesterov=True)
-AVERAGING = {"outer.lr": 1.0, "outer.momentum": 0.0, "outer.nesterov": False, "outer.restart": "never"}
+AVERAGING = {"outer.method": "averaging", "outer.lr": None, "outer.momentum": None, "outer.restart": "never"}
 CASES: dict[str, tuple[OuterRule, dict[str, Any], str, dict[str, Any]]] = {
     "too large a momentum": (NESTEROV, {}, "cannot tell", AVERAGING),
     "the same with restarts": (NESTEROV, {"outer.restart": "5"}, "held", AVERAGING),
@@ -50,10 +50,10 @@ def test_a_rising_rate_where_the_map_of_regimes_says_so() -> None:
     beyond, below = (change(rule, ["cannot tell"], 60, config, house.RISING + d) for d in (0.01, -0.01))
     assert beyond is not None
     assert below is not None
-    assert dict(beyond.values) == {"outer.schedule": "linear:final=2"}
+    assert dict(beyond.values) == {"outer.schedule": "linear:2"}
     larger = change(OuterRule(1.5, 0.0), ["cannot tell"], 60, config, house.RISING + 0.01)
     assert larger is not None
-    assert dict(larger.values) == {"outer.schedule": "linear:final=2", "outer.lr": 1.0}  # from 1 to 2, as it says
+    assert dict(larger.values) == {"outer.schedule": "linear:2", "outer.lr": 1.0}  # from 1 to 2, as it says
     assert dict(below.values) == {"outer.filter": "orthogonal"}
 
 
@@ -76,7 +76,7 @@ def test_the_command_makes_the_changed_run() -> None:
     assert advised is not None
     command = advised.command("runs/one", {})
     assert "--config runs/one/config.yaml" in command
-    assert "--outer.momentum 0.0 --outer.no-nesterov" in command
+    assert "--outer.method averaging --outer.lr none --outer.momentum none" in command
     assert "--config 'runs/a b/config.yaml'" in advised.command("runs/a b", {})
     assert advised.command("runs/one", {"recorded": True}).endswith("OuterRule(lr=1, momentum=0)")
 
@@ -87,7 +87,7 @@ def test_the_command_makes_the_changed_run() -> None:
 def test_the_code_makes_the_changed_rule(verdict: str, lr: float, momentum: float, nesterov: bool, form: Form) -> None:
     """The line for a recorded loop is the changed rule in the run's own form, with Nesterov momentum if it had that."""
     rule = OuterRule(1.2 if momentum else 12.0 if form == "ema" else 1.2, 0.9, nesterov, form)
-    config = {"recorded": True, **{f"outer.{name}": value for name, value in asdict(rule).items()}}
+    config = {"recorded": True, **{f"outer.{name}": value for name, value in options_of(rule).items()}}
     advised = change(rule, [verdict], 60, config)
     assert advised is not None
     code = advised.command("runs/one", config).removeprefix("in your loop: ")

@@ -24,7 +24,7 @@ from twophase.theory.modes import asymptotic_rate, effective_progress, envelope
 from twophase.theory.periods import best_period, cancellation_periods, log_final_loss
 from twophase.theory.rollout import rollout
 
-PAPER = "--outer.lr 1 --outer.momentum 0.9 --outer.no-nesterov --outer.form ema".split()
+PAPER = "--outer.lr 1 --outer.momentum 0.9 --outer.method heavy-ball --outer.form ema".split()
 HB = OuterRule(1.0, 0.9, False, "ema")
 SIX = [0.95, 0.85, 0.75, 0.60, 0.45, 0.30]
 Capture = pytest.CaptureFixture[str]
@@ -55,7 +55,7 @@ def test_sigma_from_the_command_line(capsys: Capture) -> None:
     assert facts["weights"] == pytest.approx([1 / 7, 2 / 7, 1e-300 / 7, 1 / 7, 3 / 7], rel=1e-15)
     assert (facts["rounds"], facts["max_period"]) == (120, 40)
     assert facts["rule"] == {"lr": 1.0, "momentum": 0.9, "nesterov": False, "form": "ema"}
-    question = Question(outer=Rule(1.0, 0.9, False, "ema"), sigma=tuple(SIX), rounds=120)
+    question = Question(outer=Rule("heavy-ball", 1.0, 0.9, "ema"), sigma=tuple(SIX), rounds=120)
     assert to_json(answer(question)) == to_json(advise(HB, SIX, rounds=120))
 
 
@@ -251,12 +251,12 @@ def test_words_hold_the_numbers() -> None:
 @pytest.mark.parametrize(
     "question",
     [
-        Question(outer=Rule(2.0, 0.5, True, "ema"), sigma=(1.0,)),  # infinite rates
-        Question(outer=Rule(2.0, 0.5, True, "ema"), sigma=(1.0,), rounds=20),  # and a loss of 0
-        Question(outer=Rule(1.0, 0.5, False), sigma=(1.0, 0.3), rounds=3),
-        Question(outer=Rule(1e90, 0.5), sigma=(1.0, 0.3), rounds=100),
-        Question(outer=Rule(1.0, 0.9), sigma=(1e-300,), rounds=100),
-        Question(outer=Rule(0.5, 0.0), sigma=(0.5,)),
+        Question(outer=Rule("nesterov", 2.0, 0.5, "ema"), sigma=(1.0,)),  # infinite rates
+        Question(outer=Rule("nesterov", 2.0, 0.5, "ema"), sigma=(1.0,), rounds=20),  # and a loss of 0
+        Question(outer=Rule("heavy-ball", 1.0, 0.5), sigma=(1.0, 0.3), rounds=3),
+        Question(outer=Rule("nesterov", 1e90, 0.5), sigma=(1.0, 0.3), rounds=100),
+        Question(outer=Rule("nesterov", 1.0, 0.9), sigma=(1e-300,), rounds=100),
+        Question(outer=Rule("nesterov", 0.5, 0.0), sigma=(0.5,)),
     ],
     ids=str,
 )

@@ -9,18 +9,16 @@ from policies import RULES
 from quadratic import ROUNDS, SIGMA, assert_agree, disturbances, engine_run
 from twophase.restart import convert, parse
 from twophase.rule import OuterRule
-from twophase.shelf.outer import outer
 from twophase.theory.rollout import rollout
 
 
 @pytest.mark.parametrize("policy", ["never", "3", "soft:3:0.2:0.1", "norm:1.5"])
 @pytest.mark.parametrize("rule", RULES, ids=OuterRule.describe)
-@pytest.mark.parametrize("schedule", ["linear:final=2", "momentum:start=0.5:warmup=0"])
+@pytest.mark.parametrize("schedule", ["linear:2", "momentum:0.5"])
 def test_engine_and_rollout_agree(schedule: str, rule: OuterRule, policy: str):
     """Anchors, restarts and norms of a scheduled run, with noise."""
-    schedule = f"linear:final=2:rounds={ROUNDS}" if schedule.startswith("linear") else f"momentum:warmup={ROUNDS}"
     restart, noise = convert(RULES[0], parse(policy), rule.form)[1], disturbances(2)
-    places, reports = engine_run(outer(rule, schedule=schedule), restart, noise)
+    places, reports = engine_run(rule, restart, noise, schedule=schedule)
     expected = rollout(rule, SIGMA, ROUNDS, restart, schedule=schedule, noise=noise)
     assert_agree(places, reports, expected.residual, expected.restarts)
     for report, g in zip(reports, expected.pseudo_gradient, strict=True):

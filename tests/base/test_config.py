@@ -247,7 +247,7 @@ def test_options_say_what_they_are():
     text = " ".join(parser.format_help().split())
     assert text.startswith("usage: x [OPTIONS] ")
     assert "--schedule cosine|linear|constant|wsd Schedule after the warmup: cosine or linear decay to zero" in text
-    assert "constant, then linear decay (cosine)" in text
+    assert "constant, then linear decay (wsd)" in text
     assert "in the gradient's point (0.9 0.999)" in text
     parser = Parser("x")
     add_values(parser, Percent(), "values")

@@ -20,11 +20,12 @@ import yaml
 import textmaker
 from commands import SMALL, snapshot
 from forked import Forked, call
-from twophase.base.config import fingerprint, with_values
+from twophase.base.config import fingerprint, flatten, values_of, with_values
 from twophase.base.options import Parser
 from twophase.cli import main as cli
 from twophase.cli.commands import COMMANDS
 from twophase.cli.train import default_folder
+from twophase.experiments import _configuration
 from twophase.runs.folder import RUN_ID
 from twophase.tasks.lm.config import TrainConfig
 
@@ -80,7 +81,7 @@ def test_help_has_one_usage_and_groups(capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.slow
 def test_a_mistake_from_outside(tmp_path: Path) -> None:
     """The process itself ends with status 2 and the message, without a traceback."""
-    done = call(*"train --outer.momentum 1".split(), cwd=tmp_path)
+    done = call(*"train --outer.method nesterov --outer.momentum 1".split(), cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("twophase train: error: --outer.momentum is 1.0; it must lie in [0, 1)")
     assert "Traceback" not in done.stderr
@@ -114,11 +115,13 @@ def output(capsys: pytest.CaptureFixture[str], *words: object) -> str:
 
 def test_config_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """YAML files are laid over each other from left to right and options win; `--print-config` reads back the same."""
-    (tmp_path / "a.yaml").write_text("outer: {lr: 0.3, nesterov: false, restart: 3}\ninner: {schedule: wsd}\nseed: 5\n")
+    (tmp_path / "a.yaml").write_text(
+        "outer: {lr: 0.3, method: heavy-ball, restart: 3}\ninner: {schedule: wsd}\nseed: 5\n"
+    )
     (tmp_path / "b.yaml").write_text("outer: {lr: 1e-1}\n")
     files = ["--config", tmp_path / "a.yaml", "--config", tmp_path / "b.yaml"]
     text = output(capsys, "train", *files, "--seed", "7", "--print-config")
-    assert all(line in text for line in ("lr: 0.1", "nesterov: false", "restart: '3'", "schedule: wsd", "seed: 7"))
+    assert all(line in text for line in ("lr: 0.1", "method: heavy-ball", "restart: '3'", "schedule: wsd", "seed: 7"))
     (tmp_path / "c.yaml").write_text(text)
     assert output(capsys, "train", "--config", tmp_path / "c.yaml", "--print-config") == text
     assert output(capsys, "sweep", "--config", tmp_path / "c.yaml", "--axis", "seed", "1", "--print-config") == text
@@ -159,24 +162,24 @@ def test_a_list_grows_where_its_option_is_repeated(words: str, values: list[str]
 
 
 def test_booleans_may_be_spelt_out(capsys: pytest.CaptureFixture[str]) -> None:
-    """`--outer.nesterov false` means `--outer.no-nesterov`."""
-    for words in (["--outer.nesterov", "false"], ["--outer.no-nesterov"]):
-        assert "nesterov: false" in output(capsys, "train", *words, "--print-config")
-    assert "nesterov: true" in output(capsys, "train", "--outer.nesterov", "True", "--print-config")
+    """`--sync.stagger false` means `--sync.no-stagger`."""
+    for words in (["--sync.stagger", "false"], ["--sync.no-stagger"]):
+        assert "stagger: false" in output(capsys, "train", *words, "--print-config")
+    assert "stagger: true" in output(capsys, "train", "--sync.stagger", "True", "--print-config")
 
 
 NESTEROV = "Nesterov-lr-0.7-momentum-0.9-sum-form-restart"
 DEFAULT_FOLDERS = [
     # changes, and what the name of the folder begins with
-    ({}, f"{NESTEROV}-never-S-16-seed-0-"),
-    ({"outer.nesterov": False, "outer.form": "ema"}, "heavy-ball-lr-0.7-momentum-0.9-EMA-form-restart-never"),
+    ({}, "averaging-lr-1-restart-never-S-16-seed-0-"),
+    ({"outer.method": "heavy-ball", "outer.form": "ema"}, "heavy-ball-lr-0.7-momentum-0.9-EMA-form-restart-never"),
     (
-        {"outer.momentum": 0.0, "outer.restart": "cycle:5,6"},
-        "momentum-free-lr-0.7-momentum-0-sum-form-restart-cycle-5-6-",
+        {"outer.method": "adamw", "outer.restart": "cycle:5,6"},
+        "adamw-lr-0.02-momentum-0.9-restart-cycle-5-6-",
     ),
-    ({"sync.fragments": ("2",), "sync.restart": ("0=3", "1=at:4,9")}, f"{NESTEROV}-0-3-1"),
-    ({"steps": 320, "seed": 3}, f"{NESTEROV}-never-S-16-seed-3-steps-320-"),
-    ({"sync.fragments": ("60",), "sync.restart": tuple(f"{i}=3" for i in range(60))}, "Nesterov"),
+    ({"outer.method": "nesterov", "sync.fragments": ("2",), "sync.restart": ("0=3", "1=at:4,9")}, f"{NESTEROV}-0-3-1"),
+    ({"outer.method": "nesterov", "steps": 320, "seed": 3}, f"{NESTEROV}-never-S-16-seed-3-steps-320-"),
+    ({"sync.fragments": ("60",), "sync.restart": tuple(f"{i}=3" for i in range(60))}, "averaging"),
 ]
 
 
@@ -275,15 +278,30 @@ def test_rank_0_reports_first(
     assert bool(waits) == under_torchrun
 
 
-def test_a_bare_train_averages(capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a word about the outer optimizer the recommended default holds; with one, DiLoCo's usual values."""
-    for words, lr, momentum, schedule in (
-        ([], 1.0, 0.0, "wsd"),
-        (["--inner.schedule", "linear"], 1.0, 0.0, "linear"),
-        (["--inner.decay", "0.1"], 1.0, 0.0, "wsd"),
-        (["--outer.restart", "3"], 0.7, 0.9, "cosine"),
-        (["--recipe", "nano"], 0.9, 0.7, "cosine"),
-    ):
-        assert cli.main(["train", "--print-config", *words]) == 0
-        tree = yaml.safe_load(capsys.readouterr().out)
-        assert (tree["outer"]["lr"], tree["outer"]["momentum"], tree["inner"]["schedule"]) == (lr, momentum, schedule)
+def test_one_default(capsys: pytest.CaptureFixture[str]) -> None:
+    """Averaging and wsd where nothing is said, in `train`, `sweep`, `tune`, Python; an option changes itself alone."""
+
+    def resolved(*words: str) -> dict[str, Any]:
+        assert cli.main([*words, "--print-config"]) == 0
+        return flatten(yaml.safe_load(capsys.readouterr().out))
+
+    default = resolved("train")
+    assert (default["outer.method"], default["outer.lr"], default["inner.schedule"]) == ("averaging", None, "wsd")
+    assert (
+        resolved("sweep", "--axis", "seed", "0") == resolved("tune") == default == values_of(_configuration("lm", {}))
+    )
+    digits = values_of(_configuration("digits", {}))
+    assert {path: digits[path] for path in default.keys() & digits.keys()} == {
+        path: value for path, value in default.items() if path in digits
+    }
+    assert resolved("train", "--task", "digits") == digits | {"task.name": "digits"}
+    changes = {
+        "outer.method": "nesterov", "outer.lr": 0.5, "outer.form": "ema", "outer.restart": "3",
+        "outer.filter": "clip:1.0", "outer.schedule": "linear:2", "inner.schedule": "cosine", "inner.lr": 0.01,
+        "steps": 320, "sync.delay": 2, "replicas": 4,
+    }  # fmt: skip
+    for path, value in changes.items():
+        now = resolved("train", f"--{path}", str(value))
+        assert {name: now[name] for name in now if now[name] != default[name]} == {path: value}
+        assert values_of(_configuration("lm", {path: value})) == now
+    assert resolved("train", "--recipe", "nano")["outer.method"] == "nesterov"

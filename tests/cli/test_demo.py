@@ -35,7 +35,7 @@ def test_the_page_follows_and_ends(tmp_path: Path, capsys: pytest.CaptureFixture
     first = page.path.read_text(encoding="utf-8")
     assert "No run has ended yet." in first
     assert "in progress" in first
-    results = rows(page.sweep, lambda cell: 8.0 + cell.config.outer.lr)
+    results = rows(page.sweep, lambda cell: 8.0 + cell.config.outer.numbers()["lr"])
     page.follow(results)
     assert page.path.read_text(encoding="utf-8") == first
     page.next_at = 0.0
@@ -86,7 +86,7 @@ def test_the_ending_names_the_page_last(
     """
 
     def value(cell: Cell) -> float:
-        return 8.0 + cell.config.outer.momentum
+        return 8.0 + cell.config.outer.numbers()["momentum"]
 
     def run(sweep: Sweep, out: Path, _: Any, *, results: Any, picture: Any, **more: Any) -> int:
         assert " demo --quick --verbose --out" in more["repeat"]

@@ -101,10 +101,8 @@ def test_assets_reach_a_wheel() -> None:
 def test_options_become_the_first_state(capsys: Capture, tmp_path: Path) -> None:
     """Rule, restart, horizon and each way to give a spectrum; the slowest mode is shown first."""
     out = tmp_path / "deep" / "page.html"
-    words = (
-        "--outer.lr 1 --outer.momentum 0.8 --outer.no-nesterov --outer.form ema --outer.restart 7 --rounds 120".split()
-    )
-    state = asked(capsys, out, *words, "--sigma", 0.9, 0.5, 0.2)
+    words = "--outer.lr 1 --outer.momentum 0.8 --outer.method heavy-ball --outer.form ema --outer.restart 7".split()
+    state = asked(capsys, out, *words, "--rounds", 120, "--sigma", 0.9, 0.5, 0.2)
     rule = {"lr": 1.0, "momentum": 0.8, "nesterov": False, "form": "ema", "restart": 7, "rounds": 120}
     assert {name: state[name] for name in rule} == rule
     assert (state["spectrum"], state["sigmas"], state["mode"]) == ("list", [0.9, 0.5, 0.2], 2)
@@ -157,7 +155,7 @@ def test_spectrum_of_a_run(capsys: Capture, tmp_path: Path, monkeypatch: pytest.
     assert (state["spectrum"], state["lr"], state["restart"], state["rounds"]) == ("run", 0.5, 9, 60)
     state = asked(capsys, tmp_path / "page.html", "--run", run, "--outer.lr", 0.7, "--outer.restart", "never")
     assert (state["lr"], state["momentum"], state["restart"]) == (0.7, 0.8, 0)
-    assert of_run(from_run).outer.nesterov
+    assert of_run(from_run).outer.method == "nesterov"
     state = asked(capsys, tmp_path / "page.html", "--run", run, "--eigenvalues", 0.5, "--inner-lr", 0.5)
     assert (state["spectrum"], state["lr"], state["inner_steps"]) == ("curvature", 0.5, 1)
     monkeypatch.setattr("twophase.explorer.from_run._MOST_NAMED", 0)

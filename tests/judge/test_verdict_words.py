@@ -114,10 +114,8 @@ def test_which_arms_are_controls() -> None:
 @pytest.mark.parametrize(
     ("path", "usual", "other"),
     [
-        ("outer.method", "sgd", "another"),
         ("outer.filter", "none", "another"),
         ("outer.schedule", "constant", "another"),
-        ("outer.readout", "last", "another"),
         ("outer.restart", "3", "auto"),
         ("outer.restart", "never", "unknown-here"),
         ("outer.restart", None, "auto"),  # a blank cell of the table

@@ -15,8 +15,8 @@ from outers import SHAPES, flat, give, parameters, randoms, run, scalar
 from policies import SCHEDULED, each_rule, simulate
 from reference_outer import ReferenceOuter
 from replicas import same_bits, through_file
-from twophase.optim.filters import dot
 from twophase.optim.outer import OuterSGD
+from twophase.optim.products import dots
 from twophase.restart import Restart, RestartPolicy, RoundSignal, State, parse
 from twophase.rule import OuterRule
 
@@ -379,7 +379,7 @@ def test_inner_products_are_summed_in_pieces():
     """Float32 sums over many elements round visibly; pieces of them in float64 do not."""
     x = torch.rand(1 << 22, generator=torch.Generator().manual_seed(0))
     expected = float((x.double() ** 2).sum())
-    assert float(dot(x, x)) == pytest.approx(expected, rel=5e-6)
+    assert dots([x], [])[0] == pytest.approx(expected, rel=5e-6)
     assert float(torch.dot(x, x)) != pytest.approx(expected, rel=5e-6)
 
 

@@ -15,7 +15,6 @@ import policies  # noqa: F401 - they register
 from outers import buffers, counters, parameters, run, scalar
 from replicas import same_bits, through_file
 from twophase.optim.functional import buffer_dtype
-from twophase.optim.optimizer import OuterOptimizer
 from twophase.optim.outer import OuterSGD
 from twophase.restart import Periodic, Soft
 
@@ -229,18 +228,12 @@ def momentum_sgd(p: nn.Parameter) -> OuterSGD:
     return OuterSGD([p], lr=0.1, momentum=0.9)
 
 
-def adafactor(p: nn.Parameter) -> OuterOptimizer:
-    """Buffers that are not as large as the parameter, and a count."""
-    return OuterOptimizer([p], "torch:optimizer=Adafactor:options=lr=0.1")
-
-
 @pytest.mark.parametrize(
     ("build", "shape", "dtype", "devices"),
     [
         (momentum_sgd, (), torch.float32, {"momentum_buffer": "meta"}),
         (momentum_sgd, (3,), torch.float32, {"momentum_buffer": "meta"}),
         (momentum_sgd, (3,), torch.complex64, {"momentum_buffer": "meta"}),
-        (adafactor, (4, 3), torch.float32, {"row_var": "meta", "col_var": "meta", "step": "cpu"}),
     ],
 )
 def test_loaded_buffers_lie_on_their_parameters_device(build: Any, shape: Any, dtype: torch.dtype, devices: Any):
@@ -253,10 +246,7 @@ def test_loaded_buffers_lie_on_their_parameters_device(build: Any, shape: Any, d
     assert {key: value.device.type for key, value in outer.state[on_meta].items() if key in devices} == devices
 
 
-@pytest.mark.parametrize(
-    "build", [lambda named: OuterSGD(named, 0.1, 0.9), lambda named: OuterOptimizer(named, "adamw")]
-)
-def test_hooks_around_loading_have_the_last_word(build: Any):
+def test_hooks_around_loading_have_the_last_word():
     """Torch's hooks work: one that matches by name, from fewer parameters, and one that changes what was loaded."""
 
     def by_name(optimizer: OuterSGD, state: dict[str, Any]) -> dict[str, Any]:
@@ -275,7 +265,7 @@ def test_hooks_around_loading_have_the_last_word(build: Any):
         [(name, nn.Parameter(torch.full((2,), float(len(name))))) for name in names]
         for names in (("a", "bb"), ("new", "bb", "a"))
     )
-    outer, other = build(saved), build(loaded)
+    outer, other = OuterSGD(saved, 0.1, 0.9), OuterSGD(loaded, 0.1, 0.9)
     for _, x in saved:
         x.grad = x.detach().clone()
     outer.step()
@@ -289,16 +279,13 @@ def test_hooks_around_loading_have_the_last_word(build: Any):
     assert [copy.deepcopy(optimizer).begun for optimizer in (outer, other)] == [False, False]
 
 
-@pytest.mark.parametrize(
-    "build", [lambda groups: OuterSGD(groups, 0.1, 0.9), lambda groups: OuterOptimizer(groups, "adamw")]
-)
 @pytest.mark.parametrize("option", [{"weight_decay": 0.1}, {"dampening": 0.5}, {"maximize": True}])
-def test_a_group_with_what_no_outer_step_has_is_refused(build: Any, option: dict[str, Any]):
+def test_a_group_with_what_no_outer_step_has_is_refused(option: dict[str, Any]):
     """What a group asks for in vain is refused at construction and in a step: its own state would not load either."""
     with pytest.raises(ValueError, match=r"a param group has .*leave it out"):
-        build([{"params": [scalar(0.0)], **option}])
+        OuterSGD([{"params": [scalar(0.0)], **option}], 0.1, 0.9)
     x = scalar(0.0)
-    outer = build([{"params": [x], **dict.fromkeys(option, 0)}])
+    outer = OuterSGD([{"params": [x], **dict.fromkeys(option, 0)}], 0.1, 0.9)
     outer.param_groups[0] |= option
     x.grad = torch.ones_like(x)
     with pytest.raises(ValueError, match=r"a param group has .*leave it out"):

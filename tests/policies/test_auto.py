@@ -100,8 +100,8 @@ def test_a_rule_without_momentum_gets_a_buffer() -> None:
     np.testing.assert_array_equal(without.residual, with_one.residual)
     averaging = rollout(OuterRule(1.0, 0.0), [0.9, 0.2], 20, "never")
     assert not np.array_equal(without.residual, averaging.residual)
-    assert OuterConfig(momentum=0.0, restart="auto").rule().momentum > 0
-    assert OuterConfig(momentum=0.0, restart="3").rule() == OuterRule(OuterConfig().lr, 0.0, OuterConfig().nesterov)
+    assert OuterConfig(restart="auto").rule().momentum > 0
+    assert OuterConfig(restart="3").rule() == OuterRule(1.0, 0.0)
     anchors = []
     for momentum in (0.0, 0.9):
         model = nn.Linear(2, 1)

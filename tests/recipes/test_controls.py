@@ -18,18 +18,17 @@ from twophase.recipes.controls import (
     with_averaging,
 )
 from twophase.restart import AtRounds, Never, Periodic, RoundSignal, Soft, ask
-from twophase.rule import OuterRule
-from twophase.shelf.base import SLOTS
 from twophase.sweeps.grid import Axis, Cell, product
 from twophase.tasks.lm.config import TrainConfig, check
-from twophase.training.config import SyncConfig
+from twophase.training.config import OuterConfig, SyncConfig
 
 POLICIES = ("2", "3", "7", "cycle:2,5", "at:4,9", "soft:3:0.25:0.5", "soft:5:0.75:1.0", "soft:2:-0.3:0.1")
 
 
 def direct_gain(config: TrainConfig) -> float:
     """Mean displacement a round under a constant pseudo-gradient of 1, by a plain loop over the periodic policies."""
-    outer, policy = config.outer, config.outer.policy()
+    outer, policy = config.outer.rule(), config.outer.policy()
+    assert outer is not None
     enters = 1.0 if outer.form == "sum" else 1 - outer.momentum
     buffer, total = 0.0, 0.0
     for number in range(1, config.rounds + 1):
@@ -44,7 +43,7 @@ def direct_gain(config: TrainConfig) -> float:
 
 def restarted(restart: str, **values: object) -> Cell:
     """One restarted cell of 23 rounds, the last of them short."""
-    base = with_values(TrainConfig(), {"steps": 90, "inner_steps": 4} | values)
+    base = with_values(TrainConfig(), {"steps": 90, "inner_steps": 4, "outer.method": "nesterov"} | values)
     (cell,) = product(base, [Axis("outer.restart", (restart,))], "arm")
     return cell
 
@@ -59,7 +58,13 @@ def restarted(restart: str, **values: object) -> Cell:
 def test_gains_are_equal(restart: str, form: str, nesterov: bool, momentum: float, lr: float) -> None:
     """A control has the mean outer gain of its cell to six digits, counted round by round, and differs in no more."""
     cell = restarted(
-        restart, **{"outer.form": form, "outer.nesterov": nesterov, "outer.momentum": momentum, "outer.lr": lr}
+        restart,
+        **{
+            "outer.form": form,
+            "outer.method": "nesterov" if nesterov else "heavy-ball",
+            "outer.momentum": momentum,
+            "outer.lr": lr,
+        },
     )
     control = gain_matched(cell, "control")
     assert control is not None
@@ -99,7 +104,12 @@ def test_momentum_free_is_plain_sgd() -> None:
     assert [(cell.config.seed, cell.config.outer.lr) for cell in cells] == [(s, lr) for s in (0, 1) for lr in lrs]
     for cell in cells:
         outer = cell.config.outer
-        assert (cell.arm, outer.momentum, outer.nesterov, outer.restart) == ("momentum-free", 0.0, False, "never")
+        assert (cell.arm, outer.method, outer.rule().momentum, outer.restart) == (
+            "momentum-free",
+            "averaging",
+            0.0,
+            "never",
+        )
         assert (cell.config.inner_steps, cell.values["inner_steps"], cell.control_of) == (8, 8, None)
 
 
@@ -116,11 +126,11 @@ def test_restarts_that_count(period: int, rounds: int) -> None:
 @pytest.mark.parametrize(("lr", "restart"), [(0.0, "3"), (0.7, "soft:3:-5:0")])
 def test_no_control_where_no_rate_has_the_gain(lr: float, restart: str) -> None:
     """A rule that moves nothing, or backwards on average, has no gain-matched control, and that is no error."""
-    base = with_values(TrainConfig(), {"outer.lr": lr, "outer.momentum": 0.9, "outer.restart": restart})
+    base = with_values(TrainConfig(), {"outer.method": "nesterov", "outer.lr": lr, "outer.restart": restart})
     assert gain_matched(Cell("", {}, base), "control") is None
 
 
-BASE = TrainConfig(sync=SyncConfig(fragments=("a=embedding", "b=.")))
+BASE = TrainConfig(outer=OuterConfig("nesterov"), sync=SyncConfig(fragments=("a=embedding", "b=.")))
 BY_BLOCK = ("a=3", "b=auto")
 
 
@@ -128,7 +138,7 @@ def test_policies_by_block_are_arms() -> None:
     """A set of policies names its arm; without one it is outer.restart that does, whether that varies or not."""
     blocks, lrs = Axis("sync.restart", ((), BY_BLOCK)), Axis("outer.lr", (0.3, 0.7))
     assert [cell.arm for cell in in_arms(BASE, [blocks, lrs])] == ["never"] * 2 + ["a=3,b=auto"] * 2
-    both = [Axis("outer.nesterov", (True,)), blocks, Axis("outer.restart", ("3",))]
+    both = [Axis("outer.method", ("nesterov",)), blocks, Axis("outer.restart", ("3",))]
     assert [cell.arm for cell in in_arms(BASE, both)] == ["Nesterov, K=3", "Nesterov, K=3, a=3,b=auto"]
 
 
@@ -147,76 +157,61 @@ def test_controls_restart_in_no_block() -> None:
 
 def test_an_adaptive_policy_has_no_matched_gain() -> None:
     """A policy that decides from what a run measures gets the momentum-free controls alone."""
-    base = TrainConfig()
+    base = with_values(TrainConfig(), {"outer.method": "nesterov"})
     axes = [Axis("outer.restart", ("gradient", "3"))]
     added = controls_of(base, axes, in_arms(base, axes))
     assert [cell.arm for cell in added if cell.control_of] == ["never, gain of K=3"]
 
 
-def test_controls_are_of_momentum_sgd_alone() -> None:
-    """What an axis or the base has in the other slots, a control has not; only then do its rows name them."""
-    base = with_values(TrainConfig(), {"steps": 90, "inner_steps": 4, "outer.readout": "ema"})
-    axes = [Axis("outer.method", ("sgd", "adamw")), Axis("outer.filter", ("none", "clip")), Axis("seed", (0, 1))]
+def test_controls_are_rules_alone() -> None:
+    """What an axis or the base has as filter or schedule, a control has not; only then do its rows name them."""
+    base = with_values(TrainConfig(), {"steps": 90, "inner_steps": 4, "outer.schedule": "linear:2"})
+    axes = [Axis("outer.method", ("nesterov", "adamw")), Axis("outer.filter", ("none", "clip:1")), Axis("seed", (0, 1))]
     cells = in_arms(base, axes)
     assert list(dict.fromkeys(cell.arm for cell in cells)) == [
-        f"{method}, filter {words}" for method in ("sgd", "adamw") for words in ("none", "clip")
+        f"{method}, filter {words}" for method in ("Nesterov", "adamw") for words in ("none", "clip:1")
     ]
     free = controls_of(base, axes, cells)
-    assert len(free) == 4
+    assert len(free) == 2
     for cell in free:
         check(cell.config)
         outer = cell.config.outer
-        assert (outer.method, outer.filter, outer.schedule, outer.readout) == ("sgd", "none", "constant", "last")
-        assert cell.values.keys() >= {"outer.method", "outer.filter", "outer.readout"}
-        assert "outer.schedule" not in cell.values
+        assert (outer.method, outer.filter, outer.schedule) == ("averaging", "none", "constant")
+        assert cell.values.keys() >= {"outer.method", "outer.filter", "outer.schedule"}
     plain = [Axis("outer.restart", ("never", "3"))]
     for cell in controls_of(TrainConfig(), plain, in_arms(TrainConfig(), plain)):
-        assert not cell.values.keys() & {f"outer.{slot}" for slot in SLOTS}
+        assert not cell.values.keys() & {"outer.filter", "outer.schedule"}
 
 
 @pytest.mark.parametrize(
-    ("values", "rule"),
+    ("values", "has_one"),
     [
-        ({"outer.method": "adamw"}, None),
-        ({"outer.filter": "clip"}, None),
-        ({"outer.schedule": "cosine"}, None),
-        ({"outer.readout": "ema"}, None),
-        ({"outer.method": "heavy-ball:lr=0.3"}, OuterRule(0.3, 0.9)),
-        ({"outer.method": "sgd:form=ema:lr=2"}, OuterRule(2.0, 0.9, True, "ema")),
+        ({"outer.method": "adamw"}, False),
+        ({"outer.filter": "clip:1"}, False),
+        ({"outer.schedule": "linear:2"}, False),
+        ({"outer.method": "heavy-ball", "outer.lr": 0.3}, True),
     ],
 )
-def test_rules_alone_have_a_matched_gain(values: dict[str, object], rule: OuterRule | None) -> None:
-    """A method that is a rule by another name has the control of that rule; what is more than a rule has none."""
-    control = gain_matched(restarted("3", **values), "control")
-    assert (control is None) == (rule is None)
-    if control is not None and rule is not None:
-        names = ("lr", "momentum", "nesterov", "form")
-        numbers = {f"outer.{name}": getattr(rule, name) for name in names}
-        expected = gain_matched(restarted("3", **numbers), "control")
-        assert expected is not None
-        assert control.config.outer == expected.config.outer
+def test_rules_alone_have_a_matched_gain(values: dict[str, object], has_one: bool) -> None:
+    """What is more than a rule has none."""
+    assert (gain_matched(restarted("3", **values), "control") is not None) == has_one
 
 
-@pytest.mark.parametrize(
-    ("restarted", "other"),
-    [
-        ("adamw", "gpa"),
-        ("nesterov", "torch:optimizer=Adagrad:options=lr=0.1"),
-        ("nesterov", "averaging"),
-        ("sgd:momentum=0.5", "heavy-ball:lr=0.7:momentum=0"),
-    ],
-)
-def test_methods_without_a_first_moment_are_left_out(
-    caplog: pytest.LogCaptureFixture, restarted: str, other: str
-) -> None:
-    """In a grid of methods and restarts the impossible cells are left out and told of; alone such a cell is refused."""
-    methods, restarts = Axis("outer.method", (restarted, other)), Axis("outer.restart", ("never", "3"))
-    cells = grid_of(TrainConfig(), [methods, restarts], controls=False)
-    assert [(cell.values["outer.method"], cell.values["outer.restart"]) for cell in cells] == [
-        (restarted, "never"),
-        (restarted, "3"),
-        (other, "never"),
+def test_averaging_is_one_cell_in_a_grid(caplog: pytest.LogCaptureFixture) -> None:
+    """Of its restarts and momenta, which would all be the same run, and the user is told."""
+    axes = [
+        Axis("outer.method", ("nesterov", "averaging")),
+        Axis("outer.momentum", (0.5, 0.9)),
+        Axis("outer.restart", ("never", "3")),
     ]
-    assert "1 cells are left out" in caplog.text
-    with pytest.raises(UsageError, match="first moment"):
-        grid_of(with_values(TrainConfig(), {"outer.restart": "3"}), [Axis("outer.method", ("gpa",))], controls=False)
+    cells = grid_of(TrainConfig(), axes, controls=False)
+    words = [
+        (cell.values["outer.method"], cell.values["outer.momentum"], cell.values["outer.restart"]) for cell in cells
+    ]
+    assert words == [
+        *(("nesterov", momentum, restart) for momentum in (0.5, 0.9) for restart in ("never", "3")),
+        ("averaging", None, "never"),
+    ]
+    assert "3 cells are left out" in caplog.text
+    with pytest.raises(UsageError, match="heavy-ball or nesterov"):
+        grid_of(TrainConfig(), axes[1:], controls=False)

@@ -9,8 +9,8 @@ import pytest
 
 from paper import INNER_STEPS, LRS, MOMENTA, PERIODS, RULES
 from twophase.base.config import UsageError
+from twophase.optim.names import rule_of
 from twophase.recipes.pretraining import RECIPES, at_pace, nano, paper_150m, recipe, small
-from twophase.rule import OuterRule
 from twophase.tasks.lm.config import check
 from twophase.tasks.lm.speed import parameter_count
 from twophase.training.config import inner_lr
@@ -41,7 +41,7 @@ def test_schedule():
 
 def test_every_cell_of_the_paper():
     """Every communication period, rule, learning rate, momentum and restart period of table 1 can be run as it is."""
-    rules = [OuterRule(*numbers) for numbers in product(LRS, MOMENTA, RULES.values())]
+    rules = [rule_of(method, lr, momentum) for lr, momentum, method in product(LRS, MOMENTA, RULES.values())]
     restarts = [None, *PERIODS, "soft:3:0.2:0.1"]
     cells = [(inner_steps, rules[0], restart) for inner_steps, restart in product(INNER_STEPS, restarts)]
     for inner_steps, rule, restart in [*cells, *((128, rule, 3) for rule in rules)]:  # all pairs would show no more

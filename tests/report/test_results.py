@@ -52,8 +52,8 @@ def test_two_runs(tmp_path: Path) -> None:
     run, other = run_of(tmp_path / "run"), run_of(tmp_path / "other", rounds=30)
     table = run.compare(other)
     assert table.loc["steps"].tolist() == [run.config["steps"], other.config["steps"]]
-    other.record.config["inner.schedule"] = "wsd"
-    assert run.compare(other).loc["inner.schedule"].tolist() == ["cosine", "wsd"]
+    other.record.config["inner.schedule"] = "cosine"
+    assert run.compare(other).loc["inner.schedule"].tolist() == ["wsd", "cosine"]
     del run.record.config["inner.warmup"]
     assert run.compare(other).loc["inner.schedule"].isna().tolist() == [True, False]
     assert "outer.lr" not in table.index

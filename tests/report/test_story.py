@@ -44,7 +44,8 @@ def page_of(pair: list[RunRecord], refresh: float = 0, **options: Any) -> str:
     sweep = demo(quick=True, **options)
     values = {(0.9, 1.1): "diverged", (0.9, 0.3): None if refresh else 12.0}
     results = rows(
-        sweep, lambda c: values.get((c.values["outer.momentum"], c.values["outer.lr"]), 8.0 + c.config.outer.lr)
+        sweep,
+        lambda c: values.get((c.values["outer.momentum"], c.values["outer.lr"]), 8.0 + c.config.outer.numbers()["lr"]),
     )
     return story.build(
         story.Story(

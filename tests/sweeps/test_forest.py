@@ -44,6 +44,7 @@ from twophase.training.trainer import Trainer
 def base() -> RunConfig:
     """A run of a moment, of a task whose steps cost next to nothing."""
     small = {"steps": 18, "inner_steps": 4, "inner.lr": 0.01}  # the last round is shorter
+    small |= {"outer.method": "nesterov", "inner.schedule": "cosine"}
     return with_values(config_class(name_of(Toy))(), small)
 
 
@@ -110,7 +111,7 @@ def grow_in_parts(made: Plan, path: Path, limits: Iterable[int], **options: Any)
     raise AssertionError("the limits are at an end, and the forest is not grown")
 
 
-PATHS = {name: f"outer.{name}" for name in ("lr", "momentum", "restart", "nesterov")}
+PATHS = {name: f"outer.{name}" for name in ("lr", "momentum", "restart", "method")}
 PATHS |= {"wire": "sync.wire"}
 
 
@@ -128,7 +129,7 @@ def draw(base: RunConfig, generator: random.Random, *, count: int) -> Sweep:
         values = {
             "outer.lr": generator.choice([0.3, 0.7, 7.0]),
             "outer.momentum": generator.choice([0.0, 0.5, 0.9]),
-            "outer.nesterov": generator.random() < 0.5,
+            "outer.method": generator.choice(["heavy-ball", "nesterov"]),
             "outer.form": generator.choice(["sum", "sum", "ema"]),
             "outer.restart": generator.choice(POLICIES),
             "inner_steps": generator.choice([4, 4, 4, 7, 13]),
@@ -159,7 +160,7 @@ ADAPTIVE = ("worse", str(Shrink()), "ramp:0.5", str(Half(3)))
 SIGNALS = {"restart": ("never", "1", "2", *ADAPTIVE)}
 STEEP = {"steps": 14, "inner_steps": 2, "inner.lr": 0.03, "outer.lr": 4.0}  # the loss rises again and again
 CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, ...]], bool]] = {
-    "one history": ({}, {"momentum": (0.0,), "restart": ("never", "2"), "nesterov": (False, True)}, False),
+    "one history": ({}, {"momentum": (0.0,), "restart": ("never", "2"), "method": ("heavy-ball", "nesterov")}, False),
     "a policy that measures": ({}, {"momentum": (0.5, 0.9), "restart": ("never", "every-other")}, True),
     # `auto` takes nothing of the rule: at momentum 0 it is the same run as at any other.
     "a buffer of its own": ({"outer.lr": 1.0}, {"momentum": (0.0, 0.5), "restart": ("never", "auto")}, False),

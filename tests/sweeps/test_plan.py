@@ -46,7 +46,8 @@ def grid(base: TrainConfig, **axes: tuple[Any, ...]) -> Sweep:
 # --- counts that were published before there was a planner --------------------------------------------------------
 # Exact counts of the performance notes, section 3.2.
 
-BOTH = (False, True)
+METHODS = ("heavy-ball", "nesterov")
+BASE = TrainConfig(outer=OuterConfig("nesterov"))
 GRID_1 = {"lr": (0.3, 0.5, 0.7, 0.9, 1.0, 1.2), "restart": ("1", "2", "4", "8", "16", "32", "never")}
 WITH_ZERO, WITHOUT_ZERO = (0.0, 0.5, 0.7, 0.9, 0.95), (0.3, 0.5, 0.7, 0.9, 0.95)
 TABLE_1 = {  # form and momenta: asked over executed rounds, and distinct runs, of 12 and 63 rounds
@@ -63,7 +64,7 @@ TABLE_1 = {  # form and momenta: asked over executed rounds, and distinct runs, 
 def test_counts_of_grid_1(rounds: int, form: str, momenta: Any) -> None:
     """Distinct runs, and asked over executed rounds, are those of the table, which counts in exact arithmetic."""
     base = with_values(TrainConfig(steps=rounds, inner_steps=1), {"outer.form": form})
-    made = plan(grid(base, momentum=momenta, nesterov=BOTH, **GRID_1))
+    made = plan(grid(base, momentum=momenta, method=METHODS, **GRID_1))
     assert (made.cells, made.steps_asked) == (420, 420 * rounds)
     saving, runs = TABLE_1[form, momenta][rounds].split()
     assert len(made.runs) == int(runs)
@@ -74,7 +75,7 @@ def test_counts_of_grid_1(rounds: int, form: str, momenta: Any) -> None:
 GRID_2 = {
     "lr": (0.1, 0.3, 0.5, 0.7, 0.9, 1.1),
     "momentum": (0.1, 0.3, 0.5, 0.7, 0.9),
-    "nesterov": BOTH,
+    "method": METHODS,
     "restart": ("2", "3", "5", "7", "9", "11", "never"),
 }
 TABLE_2 = {  # inner steps a round: distinct runs, executed steps in EMA form, saving in sum form
@@ -101,8 +102,8 @@ def test_counts_of_grid_2(inner_steps: int, form: str) -> None:
 
 def test_rule_of_thumb() -> None:
     """A sweep of the paper's periods around one rule executes 7T - 43 rounds for T > 11; 43 is the sum of K + 1."""
-    for rounds, form, nesterov in itertools.product((12, 13, 40), FORMS, BOTH):
-        base = with_values(TrainConfig(steps=rounds, inner_steps=1), {"outer.form": form, "outer.nesterov": nesterov})
+    for rounds, form, method in itertools.product((12, 13, 40), FORMS, METHODS):
+        base = with_values(TrainConfig(steps=rounds, inner_steps=1), {"outer.form": form, "outer.method": method})
         made = plan(grid(base, restart=GRID_2["restart"]))
         assert made.steps == 7 * rounds - 43
 
@@ -116,7 +117,7 @@ POLICIES = (
 VALUES = {
     "outer.lr": st.sampled_from([0.0, 0.3, 0.7, 3.0, 7.0]),
     "outer.momentum": st.sampled_from([0.0, 0.5, 0.9, 0.9]),
-    "outer.nesterov": st.booleans(),
+    "outer.method": st.sampled_from(METHODS),
     "outer.form": st.sampled_from(FORMS),
     "outer.restart": st.sampled_from(POLICIES),
     "inner_steps": st.sampled_from([4, 4, 4, 7, 8, 30]),
@@ -134,7 +135,7 @@ TWINS = st.lists(st.fixed_dictionaries(VALUES | CLOSE), min_size=8, max_size=20)
 
 
 def cells_of(drawn: list[dict[str, Any]]) -> list[Cell]:
-    return [Cell("", values, with_values(TrainConfig(), values)) for values in drawn]
+    return [Cell("", values, with_values(BASE, values)) for values in drawn]
 
 
 class History(NamedTuple):
@@ -314,7 +315,7 @@ def test_merging_is_equality_of_coefficients(drawn: list[dict[str, Any]], data: 
 
 def plainness(outer: OuterConfig) -> tuple[bool, ...]:
     """Momentum-free first, then without restarts, then heavy ball, then in sum form."""
-    return outer.momentum != 0, outer.restart != "never", outer.nesterov, outer.form == "ema"
+    return outer.momentum != 0, outer.restart != "never", outer.method == "nesterov", outer.form == "ema"
 
 
 @given(CELLS)
@@ -345,7 +346,10 @@ OTHER_VALUES = {
 def test_nothing_else_is_shared(path: str) -> None:
     """Runs that differ in more than the outer optimizer have a tree for each value, and twins, as if planned apart."""
     values = OTHER_VALUES[path]
-    base, outer = TrainConfig(steps=40, inner_steps=4), {"momentum": (0.0, 0.9), "restart": ("never", "2")}
+    base, outer = (
+        dataclasses.replace(BASE, steps=40, inner_steps=4),
+        {"momentum": (0.0, 0.9), "restart": ("never", "2")},
+    )
     made = plan(grid(base, **{path: values}, **outer))
     apart = [plan(grid(with_values(base, {path: value}), **outer)) for value in values]
     assert len(made.forest.roots) == len(values)
@@ -358,7 +362,10 @@ def test_nothing_else_is_shared(path: str) -> None:
 def test_runs_in_fragments_share_nothing() -> None:
     """Runs that are not combined whole at a round's end are trees of one without twins; others plan as ever."""
     blocks = {"sync.fragments": ("a=x", "b=."), "sync.restart": ("a=2", "b=measured:2")}
-    base, outer = TrainConfig(steps=40, inner_steps=4), {"momentum": (0.0, 0.9), "restart": ("never", "2")}
+    base, outer = (
+        dataclasses.replace(BASE, steps=40, inner_steps=4),
+        {"momentum": (0.5, 0.9), "restart": ("never", "2")},
+    )
     alone = [
         cell
         for values in ({"sync.fragments": ("2",)}, blocks, {"sync.delay": 1}, {"sync.delay": 1, "sync.mixing": 0.5})
@@ -366,7 +373,7 @@ def test_runs_in_fragments_share_nothing() -> None:
     ]
     plain = plan(grid(base, **outer))
     made = plan(sweep_of([*alone, *grid(base, **outer).cells]))
-    assert len(made.runs) == 16 + len(plain.runs) == 16 + 3
+    assert len(made.runs) == 16 + len(plain.runs) == 16 + 4
     assert made.stands_for == plain.stands_for
     assert made.steps == 16 * 40 + plain.steps
     trees = made.forest.roots[:16]
@@ -381,9 +388,11 @@ from twophase.sweeps.grid import Axis, Sweep, product
 from dataclasses import astuple
 from twophase.sweeps.plan import plan
 from twophase.tasks.lm.config import TrainConfig
+from twophase.training.config import OuterConfig
 
 axes = [Axis("outer.momentum", (0.0, 0.5, 0.9)), Axis("outer.restart", ("1", "2", "soft:3:0.5:0.1", "never"))]
-cells = product(TrainConfig(steps=26), [*axes, Axis("inner_steps", (4, 6)), Axis("seed", (0, 1))])
+base = TrainConfig(steps=26, outer=OuterConfig("nesterov"))
+cells = product(base, [*axes, Axis("inner_steps", (4, 6)), Axis("seed", (0, 1))])
 made = plan(Sweep("test", TrainConfig(), cells))
 jobs = [job.id for job in made.forest.jobs(30)]
 facts = [[astuple(node) for node in made.forest.nodes.values()], dict(made.stands_for), jobs]

@@ -22,7 +22,9 @@ def short_run(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
 @pytest.fixture(scope="session")
 def config(short_run: TrainConfig) -> TrainConfig:
     """The short run with a restart after the second round, and lines about steps."""
-    return TrainConfig(**{**vars(short_run), "outer": OuterConfig(restart="2"), "evaluate_every": 2, "log_every": 4})
+    return TrainConfig(
+        **{**vars(short_run), "outer": OuterConfig("nesterov", restart="2"), "evaluate_every": 2, "log_every": 4}
+    )
 
 
 @pytest.fixture(scope="session")

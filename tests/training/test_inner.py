@@ -138,8 +138,8 @@ def plain(config: TrainConfig, model: nn.Module) -> list[Any]:
 )
 def test_one_replica_is_the_plain_optimizer(method: str, values: dict[str, Any]) -> None:
     """With outer learning rate 1 and no momentum, one replica walks as a plain loop does, up to rounding."""
-    common = {"inner.schedule": "constant", "inner.warmup": 0.0, "outer.lr": 1.0, "outer.momentum": 0.0}
-    common |= {"inner.lr": 0.02, "outer.nesterov": False, "replicas": 1, "steps": 30, "inner_steps": 7}
+    common = {"inner.schedule": "constant", "inner.warmup": 0.0}
+    common |= {"inner.lr": 0.02, "replicas": 1, "steps": 30, "inner_steps": 7}
     config = valued(TrainConfig(), method, **common | values)
     task, trainer = Tower(), Trainer(Tower(), config, SingleProcess())
     model = task.model(0)

@@ -7,7 +7,8 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,7 +19,9 @@ import twophase.theory
 from suite import Outer
 from twophase.base.config import get, with_values
 from twophase.diloco.comm import ProcessGroup
+from twophase.optim.restarting import follow, named_optimizer
 from twophase.restart import Restart, RestartPolicy, register
+from twophase.schedule import Schedule
 
 theory = twophase.theory
 
@@ -32,22 +35,13 @@ def rule(outer: Outer) -> Any:
     return twophase.OuterRule(outer.lr, outer.momentum, outer.method == "nesterov", outer.form)
 
 
-def _slots(outer: Outer) -> dict[str, str]:
-    """Return filter and schedule as this side's texts."""
-    name, _, value = outer.filter.partition(":")
-    texts = {"filter": f"clip:norm={value}" if name == "clip" else outer.filter}
-    name, _, value = outer.schedule.partition(":")
-    ends = {"constant": "", "linear": f":final={value}:rounds={outer.rounds}"}
-    return texts | {"schedule": name + ends.get(name, f":start={value}:warmup={outer.rounds}")}
-
-
 def _outer_value(outer: Outer) -> Any:
     """Return the outer optimizer as `DiLoCo` takes it."""
     if outer.method == "auto":
         return "auto"
     if outer.method in {"adamw", "muon"}:
-        return twophase.outer(outer.method, lr=outer.lr, **_slots(outer))
-    return twophase.outer(rule(outer), **_slots(outer))
+        return partial(named_optimizer, method=outer.method, lr=outer.lr)
+    return rule(outer)
 
 
 @register("shrinking")
@@ -75,8 +69,13 @@ def engine(
     wire = options.pop("compression", "float32")
     restart = Shrinking() if restart == "own" else restart
     communicator = ProcessGroup.of_mesh(mesh) if mesh else None
-    value = _outer_value(outer) if isinstance(outer, Outer) else outer
-    return twophase.DiLoCo(replicas, value, restart=restart, wire=wire, communicator=communicator, **options)
+    options |= {"restart": restart, "wire": wire, "communicator": communicator}
+    if not isinstance(outer, Outer):
+        return twophase.DiLoCo(replicas, outer, **options)
+    made = twophase.DiLoCo(replicas, _outer_value(outer), filter=outer.filter, **options)
+    for fragment in made.fragments:
+        follow(fragment.outer, Schedule.parse(outer.schedule), outer.rounds)
+    return made
 
 
 def engine_state(engine: Any) -> dict[str, Any]:
@@ -141,11 +140,10 @@ def torchft_diloco(manager: Any, model: nn.Module, inner: Any, outer: Outer, **o
 
 def config(outer: Outer, restart: str = "never", **values: Any) -> dict[str, Any]:
     """Return a run's values by dotted path; of `values` the names have two underscores where paths have a dot."""
-    made, slots = rule(outer), _slots(replace(outer, rounds=0))
-    paths = {"outer.lr": made.lr, "outer.momentum": made.momentum, "outer.nesterov": made.nesterov}
-    paths |= {"outer.form": made.form, "outer.restart": restart, "outer.filter": slots["filter"]}
-    if outer.schedule != "constant":
-        paths["outer.schedule"] = slots["schedule"]
+    paths = {"outer.method": outer.method, "outer.lr": outer.lr, "outer.form": outer.form, "outer.restart": restart}
+    paths |= {"outer.filter": outer.filter, "outer.schedule": outer.schedule}
+    if outer.method != "averaging":
+        paths["outer.momentum"] = outer.momentum
     return paths | {name.replace("__", "."): value for name, value in values.items()}
 
 
@@ -188,11 +186,16 @@ def whole_demo(out: Path) -> dict[str, Any]:
     return cells(out / "cells.csv")
 
 
+_DEFAULT = {"lr": 0.7, "momentum": 0.9, "nesterov": True, "form": "sum"}
+
+
 def _canonical(config: Any) -> dict[str, Any]:
     """Return the values that matter, in the names of e62799b0."""
     names = "seed steps inner_steps replicas inner.lr inner.schedule inner.warmup model.hidden_size data.batch_size"
-    outer = "outer.lr outer.momentum outer.nesterov outer.form outer.restart"
-    return {name: get(config, name) for name in f"{names} {outer}".split()}
+    # Of the rule nothing enters auto; e62799b0 has its default there.
+    rule = _DEFAULT if config.outer.restart == "auto" else asdict(config.outer.rule())
+    outer = {f"outer.{name}": value for name, value in rule.items()} | {"outer.restart": config.outer.restart}
+    return {name: get(config, name) for name in names.split()} | outer
 
 
 def cells(table: Path) -> dict[str, Any]:
@@ -200,6 +203,8 @@ def cells(table: Path) -> dict[str, Any]:
     with table.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     axes = ("outer.lr", "outer.momentum", "outer.restart", "seed", "sync.fragments")
+    for row in rows:
+        row.update({"outer.lr": "0.7", "outer.momentum": "0.9"} if row["arm"] == "auto" else {})
     values = {row["run"]: [f"{axis} {row[axis]}" for axis in axes if axis in row] for row in rows}
     keys = {row["run"]: ", ".join([row["arm"], *values[row["run"]]]) for row in rows}
     names = ("perplexity", "validation_loss", "diverged", "state")

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from twophase.optim.names import rule_of
 from twophase.policies.base import Never, RestartPolicy
 from twophase.policies.gain import mean_outer_gain
 from twophase.policies.text import parse
 from twophase.rule import OuterRule
 from twophase.runs.folder import RECORDED
-from twophase.shelf.outer import RULE_OPTIONS, USUAL, anchor_rule, configured
 from twophase.theory.modes import stable_limit
 
 LEAST_ROUNDS = 8
@@ -57,21 +57,15 @@ class Change:
             return ""
         if config.get(RECORDED):
             if "outer.filter" in self.values:
-                return f'in your loop: DiLoCo(model, twophase.outer("averaging", filter="{_FILTER}"), inner_steps=…)'
-            rule = {name: self.values.get(f"outer.{name}", config.get(f"outer.{name}")) for name in RULE_OPTIONS}
-            looks = ", nesterov=True" if rule["nesterov"] else ""
+                return f'in your loop: DiLoCo(model, "averaging", filter="{_FILTER}", inner_steps=…)'
+            outer = {path[6:]: value for path, value in {**config, **self.values}.items() if path.startswith("outer.")}
+            rule = rule_of(*(outer.get(name) for name in ("method", "lr", "momentum")), outer.get("form") or "sum")
+            assert rule is not None
+            looks = ", nesterov=True" if rule.nesterov else ""
             # Without a momentum both forms are the same.
-            looks += ', form="ema"' if rule["momentum"] and rule["form"] == "ema" else ""
-            return f"in your loop: OuterRule(lr={rule['lr']:g}, momentum={rule['momentum']:g}{looks})"
-        values = self.values
-        if "outer.method" in config:  # the numbers in a method's text take precedence
-            rule = anchor_rule(configured({path[6:]: v for path, v in config.items() if path.startswith("outer.")}))
-            of_rule = {f"outer.{name}": getattr(rule, name) for name in RULE_OPTIONS}
-            values = {**of_rule, "outer.method": USUAL["method"], **values}
-        options = [
-            f"--{path.rpartition('.')[0]}.no-{path.rpartition('.')[2]}" if value is False else f"--{path} {value}"
-            for path, value in values.items()
-        ]
+            looks += ', form="ema"' if rule.momentum and rule.form == "ema" else ""
+            return f"in your loop: OuterRule(lr={rule.lr:g}, momentum={rule.momentum:g}{looks})"
+        options = [f"--{path} {'none' if value is None else value}" for path, value in self.values.items()]
         config_file, out = shlex.quote(f"{run}/config.yaml"), shlex.quote(f"{run}-changed")
         return f"twophase train --config {config_file} {' '.join(options)} --out {out}"
 
@@ -114,7 +108,8 @@ def change(
     gain = None
     with contextlib.suppress(ValueError):  # an adaptive policy has no gain that is known in advance
         gain = mean_outer_gain(rule, policy, min(planned or rounds, MANY_ROUNDS))
-    averaging = {"outer.lr": 1.0, "outer.momentum": 0.0, "outer.nesterov": False, "outer.restart": "never"}
+    own = {"outer.lr": None, "outer.momentum": None}
+    averaging = {"outer.method": "averaging", **own, "outer.restart": "never"}
     if gain is not None and gain < _SMALL_GAIN:
         return Change(
             f"Average the replicas, without outer momentum: the mean outer gain of this rule is {gain:.3g}, where "
@@ -153,7 +148,7 @@ def _of_averaging(rule: OuterRule, config: Mapping[str, Any], shrunk: float | No
             "in the bench's map of regimes this limit had 14 of 16 signs right at held-out places. A rising rate "
             "was better by 2 to 7 % in the 5 beyond it. But four of these had an inner rate below averaging's best, "
             "and where it was the best one, this helped at one of three places",
-            {"outer.schedule": "linear:final=2"} | ({} if rule.lr == 1 else {"outer.lr": 1.0}),
+            {"outer.schedule": "linear:2"} | ({} if rule.lr == 1 else {"outer.lr": 1.0}),
         )
     if config.get("inner.method") == "muon":
         return Change(

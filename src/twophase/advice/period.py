@@ -9,6 +9,7 @@ import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -30,19 +31,19 @@ _MOST_MODES = 10_000  # of it; more say nothing new, and each costs memory
 class Rule:
     """The outer rule."""
 
+    method: Literal["heavy-ball", "nesterov"] = "nesterov"
+    """Heavy ball, or Nesterov momentum."""
     lr: float = 0.7
     """Outer learning rate, in the form named below."""
     momentum: float = 0.9
     """Outer momentum, in [0, 1)."""
-    nesterov: bool = True
-    """Look ahead (Nesterov) instead of heavy ball."""
     form: Form = "sum"
     """`sum` (as torch.optim.SGD) or `ema` (as the restart paper); lr_sum = lr_ema (1 - momentum)."""
 
     def value(self) -> OuterRule:
         """Return the rule as a value; refuse numbers that make none."""
         try:
-            return OuterRule(self.lr, self.momentum, self.nesterov, self.form)
+            return OuterRule(self.lr, self.momentum, self.method == "nesterov", self.form)
         except ValueError as error:
             raise UsageError(str(error).replace("OuterRule: ", "--outer.", 1)) from None
 

@@ -13,7 +13,6 @@ from twophase.policies.gain import mean_outer_gain
 from twophase.policies.text import parse
 from twophase.rule import FORM_WORDS, OuterRule
 from twophase.runs.record import WHOLE
-from twophase.shelf.outer import USUAL
 from twophase.theory.contraction import restart_can_help
 
 _WIDTH = 100
@@ -109,11 +108,10 @@ def suggestions(diagnosis: Diagnosis, finding: Finding) -> list[str]:
     with contextlib.suppress(ValueError):  # unknown to this process
         policy = parse(finding.restarts)
     if policy is not None and policy.takes_steps:
-        sentences = [
+        return [
             f"The policy {finding.restarts} takes its own steps, to which nothing here applies. Compare it with "
-            "plain averaging (--outer.restart never --outer.momentum 0 --outer.lr 1)."
+            "plain averaging (--outer.method averaging --outer.restart never)."
         ]
-        return [*sentences, *_method_advice(diagnosis, sentences)]
     gain = None
     if policy is not None:
         with contextlib.suppress(ValueError):  # an adaptive policy
@@ -126,7 +124,7 @@ def suggestions(diagnosis: Diagnosis, finding: Finding) -> list[str]:
     if rule.momentum > 0 and finding.latest.evidence.rounds >= LEAST_ROUNDS:
         sentences += _control_advice(finding, rule, gain)
     sentences += _form_advice(rule, finding)
-    return [*sentences, *_method_advice(diagnosis, sentences)]
+    return sentences
 
 
 def _period_words(finding: Finding) -> str:
@@ -194,8 +192,8 @@ def _control_advice(finding: Finding, rule: OuterRule, gain: float | None) -> It
         )
     if gain is not None:
         yield (
-            f"Controls: no momentum at this mean gain (--outer.momentum 0 --outer.lr {gain:.3g}), plain averaging "
-            f"(--outer.momentum 0 --outer.lr 1), half the rate (--outer.lr {rule.lr / 2:.3g}, "
+            f"Controls: no momentum at this mean gain (--outer.method averaging --outer.lr {gain:.3g}), plain "
+            f"averaging (--outer.method averaging), half the rate (--outer.lr {rule.lr / 2:.3g}, "
             f"{FORM_WORDS[rule.form]})."
         )
 
@@ -215,15 +213,6 @@ def _form_advice(rule: OuterRule, finding: Finding) -> Iterator[str]:
             f"Check the form: if lr {rule.lr:g} was taken from torch.optim.SGD or DiLoCo (sum form), its step here "
             f"is {factor:.3g} times too small. It would be --outer.lr {rule.lr * factor:.3g} in EMA form, or "
             f"--outer.form sum. Now it equals lr {_other_form(rule).lr:.3g} in sum form."
-        )
-
-
-def _method_advice(diagnosis: Diagnosis, sentences: Iterable[str]) -> Iterator[str]:
-    """Name the method that the options of the sentences are of, where the run has another, which refuses them."""
-    if diagnosis.method not in ("", USUAL["method"]) and any("--outer.lr" in sentence for sentence in sentences):
-        yield (
-            f"Give these options together with --outer.method {USUAL['method']}, with the rule's other numbers: "
-            f"{diagnosis.method} takes none of them."
         )
 
 

@@ -89,7 +89,6 @@ class Diagnosis:
     change: Change | None = None  # the one that the evidence supports
     command: str = ""  # that makes the changed run
     outer: str = ""  # the outer optimizer in words; empty if it is not known
-    method: str = ""  # the run's `outer.method`; empty of a loop that is not the engine's
 
 
 def diagnose(record: RunRecord) -> Diagnosis:
@@ -101,7 +100,7 @@ def diagnose(record: RunRecord) -> Diagnosis:
             "and a momentum that stay the same, and say nothing of others."
         )
     elif rule is None:
-        reason = "The configuration holds no outer rule (lr, momentum, nesterov, form), so the record has no scale."
+        reason = "The configuration holds no outer rule (method, lr, momentum, form), so the record has no scale."
     elif not len(record.rounds["round"]):
         reason = "No round has been recorded yet."
     elif not record.blocks:
@@ -129,7 +128,6 @@ def diagnose(record: RunRecord) -> Diagnosis:
         changed,
         command,
         record.outer_words,
-        str(record.config.get("outer.method", "")),
     )
 
 

@@ -55,7 +55,7 @@ def to_tree(config: Any, *, whole: bool = False) -> Tree:
             continue
         if dataclasses.is_dataclass(value):
             value = to_tree(value, whole=whole)
-        elif isinstance(field.default, float) and type(value) is int:
+        elif "float" in str(field.type) and type(value) is int:
             value = float(value)  # a learning rate of 1 and one of 1.0 are one configuration
         tree[field.name] = list(value) if isinstance(value, tuple) else value
     return tree
@@ -94,6 +94,11 @@ def from_tree(cls: type[C], tree: Mapping[str, Any], prefix: str = "") -> C:
             )
         if dataclasses.is_dataclass(model):
             value = from_tree(type(model), value, f"{prefix}{name}.")
+        elif model is None:
+            try:
+                value = fit(hints_of(cls)[name], value)
+            except ValueError as error:
+                raise UsageError(f"{prefix}{name}: {error}; put the file back as it was written") from None
         elif isinstance(model, tuple):
             value = tuple(value)
         elif isinstance(model, float):
@@ -134,8 +139,13 @@ def fit(hint: Any, value: Any) -> Any:
 
     >>> fit(float, "1e-3"), fit(float, 3), fit(bool, "True"), fit(tuple[float, float], [0.9, "0.99"])
     (0.001, 3.0, True, (0.9, 0.99))
+    >>> fit(float | None, "none"), fit(float | None, "0.7")
+    (None, 0.7)
     """
     kinds = typing.get_args(hint)
+    if type(None) in kinds:
+        (kind,) = (kind for kind in kinds if kind is not type(None))
+        return None if value is None or value == "none" else fit(kind, value)
     if typing.get_origin(hint) is tuple:
         count = None if Ellipsis in kinds else len(kinds)
         if not isinstance(value, list | tuple) or count not in (None, len(value)):

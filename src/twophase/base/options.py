@@ -167,6 +167,7 @@ def _add_value(group: Any, path: str, kind: Any, text: str, default: Any) -> Non
         "default": argparse.SUPPRESS,
         "help": (text.rstrip(".") + (f" ({default_text})" if default_text else "")).replace("%", "%%"),
     }
+    reader = _reader(kind)
     if typing.get_origin(kind) in (typing.Union, UnionType):  # X | None
         (kind,) = (choice for choice in typing.get_args(kind) if choice is not type(None))
     if kind is bool:
@@ -176,10 +177,11 @@ def _add_value(group: Any, path: str, kind: Any, text: str, default: Any) -> Non
         return
     if typing.get_origin(kind) is tuple:
         kind, *others = typing.get_args(kind)
+        reader = _reader(kind)
         settings["nargs"] = "*" if Ellipsis in others else 1 + len(others)
     if typing.get_origin(kind) is typing.Literal:
         settings["metavar"] = "|".join(typing.get_args(kind))
-    group.add_argument(option, **{"type": _reader(kind), "metavar": _METAVARS.get(kind, "TEXT")} | settings)
+    group.add_argument(option, **{"type": reader, "metavar": _METAVARS.get(kind, "TEXT")} | settings)
 
 
 def _reader(kind: Any) -> Callable[[str], Any]:

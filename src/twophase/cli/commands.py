@@ -6,7 +6,7 @@ import argparse
 import itertools
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -80,26 +80,18 @@ def verify_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-UNTUNED: dict[str, Any] = {"outer.lr": 1.0, "outer.momentum": 0.0, "outer.nesterov": False}
-"""The outer optimizer where nothing is tuned, plain averaging: docs/restarts.md, "What to use when"."""
-
-
-def train_config(
-    parser: Parser, arguments: list[str], untuned: Mapping[str, Any] | None = None
-) -> tuple[argparse.Namespace, RunConfig]:
+def train_config(parser: Parser, arguments: list[str]) -> tuple[argparse.Namespace, RunConfig]:
     """Parse all words: the parser's own options, and the checked configuration from YAML files and its own options.
 
     Args:
         parser: the parser; the options of the task's configuration are added to it.
         arguments: words of the command line.
-        untuned: values of the outer optimizer for a command that says nothing of it, and names no file or recipe.
     """
     from twophase.base.config import UsageError, flatten, load_yaml, overlaid, with_values
     from twophase.base.options import add_values, values_given
     from twophase.recipes.pretraining import at_pace, recipe
     from twophase.tasks.lm.config import TrainConfig
     from twophase.tasks.named import LM, TASK, check, config_class
-    from twophase.training.config import check_rule_options
 
     # The task's own options are not known before it is.
     files = {Path(word): load_yaml(Path(word)) for word in option_values("--config", arguments)}
@@ -118,11 +110,7 @@ def train_config(
         paths += flatten(tree)
     config = with_values(config, {f"{TASK}.name": name} if name != LM else {})
     values = values_given(options, config)
-    if untuned and not (files or options.recipe or any(path.startswith(("outer.", "sync.restart")) for path in values)):
-        # The decay that averaging is best with, unless another schedule is asked for.
-        values = {**untuned, "inner.schedule": "wsd", **values}
     config = with_values(config, values)
-    check_rule_options(config, values)
     if options.recipe:
         assert isinstance(config, TrainConfig)
         config = at_pace(config, keep={*paths, *values})

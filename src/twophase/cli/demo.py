@@ -97,7 +97,8 @@ class _Page:
         from twophase.report import demo as told
         from twophase.report import story
 
-        base, rule = self.sweep.base, self.sweep.cells[0].config.outer
+        base, rule = self.sweep.base, self.sweep.cells[0].config.outer.rule()
+        assert rule is not None
         # Judging loads pandas, for which the first page, and with it the training, must not wait.
         is_judged = any(row.state != "missing" for row in rows)
         state = State(rule.lr, rule.momentum, rule.nesterov, rule.form, rounds=base.rounds)

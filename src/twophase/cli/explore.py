@@ -42,7 +42,8 @@ class Question(Spectrum):
 def of_run(run: FromRun) -> Question:
     """Return the question with a run's own rule, period and length, on which options come on top."""
     rule = run.rule
-    outer = Outer(rule.lr, rule.momentum, rule.nesterov, rule.form, run.restart)
+    method: Any = "nesterov" if rule.nesterov else "heavy-ball"
+    outer = Outer(method, rule.lr, rule.momentum, rule.form, run.restart)
     return Question(outer=outer, rounds=run.rounds)
 
 
@@ -64,7 +65,7 @@ def state_of(question: Question, run: FromRun | None = None) -> State:
     state = State(
         lr=float(outer.lr),
         momentum=float(outer.momentum),
-        nesterov=outer.nesterov,
+        nesterov=outer.method == "nesterov",
         form=outer.form,
         restart=policy.period if isinstance(policy, Periodic) else 0,
         policy=str(policy) if shows(policy) else "",

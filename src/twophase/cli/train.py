@@ -7,6 +7,7 @@ import math
 import os
 import re
 import signal
+import sys
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ from twophase.base.leash import follow_torchrun
 from twophase.base.progress import meter, round_text, step_text
 from twophase.base.reading import read_json_object
 from twophase.cli.commands import (
-    UNTUNED,
     between,
     config_options,
     interrupted,
@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> int:
     )
     verify_option(parser)
     _process_options(parser)
-    options, config = train_config(parser, arguments, UNTUNED)
+    options, config = train_config(parser, arguments)
     if options.print_config:
         return print_config(config)
     out = options.out or default_folder(config)
@@ -170,6 +170,7 @@ def train_run(out: Path, config: RunConfig, options: argparse.Namespace) -> dict
     """Train what is not finished yet."""
     from twophase.runs.trackers import check, tracked
     from twophase.tasks.build import task_of
+    from twophase.training.outer import outer_line
     from twophase.training.preflight import preflight
     from twophase.training.session import claimed, process_group, signals, take_device, world_size
     from twophase.training.train import train
@@ -184,6 +185,8 @@ def train_run(out: Path, config: RunConfig, options: argparse.Namespace) -> dict
         claimed(out, config, communicator, accept_logs=options.accept_logs) as folder,
         tracked(folder, trackers, run_name=out.name, config=to_tree(config), lead=communicator.rank == 0) as recorder,
     ):
+        if communicator.rank == 0 and not options.quiet:
+            print(outer_line(config), file=sys.stderr)
         with meter("train", config.steps, quiet=options.quiet or communicator.rank > 0) as show:
             summary = train(
                 task,

@@ -35,8 +35,8 @@ def main(arguments: list[str]) -> int:
         nargs="+",
         default=ARMS,
         metavar="ARM",
-        help="METHOD[@RESTART][+SLOT=TEXT], such as nesterov@3, adamw@K (a tuned period), auto, or "
-        f"nesterov+readout=tail; {CONTROL} is always there (default: {' '.join(ARMS)})",
+        help="METHOD[:lr=X][@RESTART][+filter=TEXT], such as nesterov@3, adamw@K (a tuned period), auto, or "
+        f"nesterov+filter=orthogonal; {CONTROL} is always there (default: {' '.join(ARMS)})",
     )
     group.add_argument(
         "--budget", type=_seconds, metavar="TIME", help="for all of it, about, such as 30m or 2h (default: 2h)"

@@ -21,10 +21,9 @@ from twophase.base.reading import read_json_object
 from twophase.cli.sweeping import complete, devices_of, workers_of
 from twophase.judge.cells import Paired, pandas
 from twophase.judge.decision import Decision, decide
-from twophase.recipes.arms import ARMS, CONTROL, METHOD, Arm
+from twophase.recipes.arms import ARMS, CONTROL, Arm
 from twophase.report.results import DataFrame, Table
 from twophase.runs.folder import check_place, list_some, lock_folder
-from twophase.shelf.text import parse
 from twophase.sweeps.bracket import Point, Search
 from twophase.sweeps.grid import Sweep
 from twophase.sweeps.run import TABLE
@@ -101,7 +100,7 @@ class Tuning:
                 start = check(self.first(arm, self.seeds[0]))
             except UsageError as error:  # of what the arm has changed
                 raise UsageError(f"--arms {arm.text}: {error}") from None
-            plain = with_values(start, {METHOD: str(parse("method", start.outer.method))})  # 0.90 is 0.9
+            plain = with_values(start, {"outer": start.outer.plain()})  # 0.90 is 0.9, and the method's own value
             other = texts_by_start.setdefault((*arm.scales, fingerprint(plain)), arm.text)
             if other != arm.text:  # counted twice, an arm would widen all intervals
                 why = f"{CONTROL}, which is always there" if other == CONTROL else f"the arm {other}; give it once"

@@ -30,7 +30,7 @@ class Disagreement(RunError):  # noqa: N818 - a public name
 
 # ------------------------------------------------------------------------------------------------------ the start
 
-_ROOMS = ("rule.py", "restart.py", "policies", "shelf", "base", "optim", "diloco")
+_ROOMS = ("rule.py", "restart.py", "schedule.py", "policies", "base", "optim", "diloco")
 """Code that the engine's numbers rest on; a trainer adds its facts by `DiLoCo(alike=...)`."""
 
 

@@ -35,6 +35,7 @@ from twophase.diloco.report import RoundReport, merged
 from twophase.diloco.setting import OuterChoice, Restarts, Schedule, Setting, Signals, check_kind, values_for
 from twophase.diloco.state import EngineState
 from twophase.diloco.sync import Sync
+from twophase.optim.orthogonal import Filter
 
 
 class DiLoCo(EngineState):
@@ -55,10 +56,14 @@ class DiLoCo(EngineState):
 
     Args:
         replicas: module, or list of modules with the same parameters, that train in this process.
-        outer: `OuterRule`, another method `twophase.outer(...)`, or a policy that needs none, `"auto"`. A function from
-            a fragment's named anchor parameters to a torch optimizer over them, with param groups, is allowed too.
+        outer: `OuterRule`, a name (`"averaging"`, `"heavy-ball"`, `"nesterov"`, `"adamw"`, `"muon"`), or a policy that
+            needs no rule, `"auto"`. A function from a fragment's named anchor parameters to a torch optimizer over
+            them, or to several over parts of them, is allowed too.
         inner_steps: inner steps a round, >= 1 (S; H in DiLoCo papers).
-        restart: policy of outer momentum restarts, or a mapping from fragment names to policies; not with a function.
+        restart: policy of outer momentum restarts, or a mapping from fragment names to policies. Of another optimizer
+            than a rule's the whole state begins anew (`Restarting`).
+        filter: of the pseudo-gradient before the outer step: `"orthogonal"`, `"clip:1"` (a norm), or a function that
+            changes a fragment's pseudo-gradients by name in place, equally on all processes (`optim.orthogonal`).
         fragments: number of fragments, >= 1, or a mapping from names to patterns; see `fragment.partition`.
         stagger: True spreads the fragments' syncs evenly over a round; False has all at its end.
         delay: inner steps between the launch of a reduction and its application, >= 0, < inner_steps.
@@ -82,6 +87,7 @@ class DiLoCo(EngineState):
         *,
         inner_steps: int,
         restart: Restarts | Mapping[str, Restarts] = None,
+        filter: str | Filter | None = None,  # noqa: A002 - what it is
         fragments: int | Mapping[str, str] = 1,
         stagger: bool = True,
         delay: int = 0,
@@ -93,6 +99,7 @@ class DiLoCo(EngineState):
         buffers: str = "local",
     ) -> None:
         self.schedule, self.wire = Schedule(inner_steps, stagger, delay, mixing), wire
+        self.filter = filter if filter is None or isinstance(filter, str) else getattr(filter, "__qualname__", "own")
         if communicator is None:
             from twophase.diloco.comm import default_communicator  # noqa: PLC0415 - torch may lack process groups
 
@@ -106,9 +113,10 @@ class DiLoCo(EngineState):
             self.schedule,
             outer=outer,
             restart=restart,
+            filter=filter,
             fragments=fragments,
             wire=wire,
-            alike={**self._watch.alike, **(alike or {})},
+            alike={**self._watch.alike, **(alike or {}), "filters": self.filter},
         )
         self.fragments = self._setting.fragments
         self.anchor: dict[str, Tensor] = {name: view for f in self.fragments for name, view in f.named}

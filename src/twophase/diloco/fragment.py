@@ -23,8 +23,10 @@ from torch.optim import Optimizer
 
 from twophase.diloco.flat import Digest, Layout, checksum, divide_
 from twophase.diloco.transfer import Channel
-from twophase.optim.optimizer import OuterOptimizer, outer_of
+from twophase.optim.groups import rule_of
+from twophase.optim.orthogonal import Filter
 from twophase.optim.outer import BUFFER, OuterSGD
+from twophase.optim.restarting import Restarting
 
 SMALL = 1 << 20
 """Elements up to which calls cost more than elements. Up to that size a fragment is measured tensor by tensor, which
@@ -229,6 +231,7 @@ class Fragment:
         self._momentum: Tensor | None = None
         self.momentum_views: list[Tensor] = []
         self.outer: Optimizer
+        self.filter: Filter | None = None
         self.params: list[list[Tensor]] = []
         """The parameters of each replica, by the last `look_up`."""
         self.round = 0
@@ -253,10 +256,13 @@ class Fragment:
 
     def describe_outer(self) -> list[str]:
         """Return rule and restart of each param group; for another optimizer than `OuterSGD` its name."""
-        if not isinstance(self.outer, OuterSGD):
-            return [type(self.outer).__name__]
         groups = self.outer.param_groups
-        return [f"{outer_of(group).describe()}, restart {group['restart']}" for group in groups]
+        if isinstance(self.outer, OuterSGD):
+            return [f"{rule_of(group).describe()}, restart {group['restart']}" for group in groups]
+        if isinstance(self.outer, Restarting):
+            names = " and ".join(type(each).__name__ for each in self.outer.optimizers)
+            return [f"{names}, restart {group['restart']}" for group in groups]
+        return [type(self.outer).__name__]
 
     @property
     def needs(self) -> frozenset[str]:
@@ -354,6 +360,11 @@ class Fragment:
         divide_(self.gradient, self.divisor)
         self.divisor = 1
 
+    def apply_filter(self) -> None:
+        """Let the filter change the mean pseudo-gradient."""
+        if self.filter is not None:
+            self.filter({name: g for (name, _), g in zip(self.named, self.gradient_views, strict=True)})
+
     def hand_over(self) -> None:
         """Pass the pseudo-gradient to the outer optimizer, as `.grad` of the anchor's parameters."""
         for anchor, gradient in zip(self.anchor_views, self.gradient_views, strict=True):
@@ -369,12 +380,6 @@ class Fragment:
                 continue
             for theta, anchor in zip(params, self.anchor_views, strict=True):
                 theta.lerp_(anchor.to(device=theta.device, dtype=theta.dtype), 1 - mixing)
-
-    def readouts(self) -> list[Tensor]:
-        """Return the tensors to evaluate, one a parameter: the anchor, or an average of anchors."""
-        if not (isinstance(self.outer, OuterOptimizer) and self.outer.reads_out):
-            return self.anchor_views
-        return [self.outer.readout(x) for x in self.anchor_views]
 
     def counters(self) -> list[Any]:
         """Return the settings and counters of groups and parameters on which the next outer step depends."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Real
@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from twophase.diloco.agreement import versions
 from twophase.diloco.communicator import Communicator
@@ -31,20 +30,15 @@ from twophase.diloco.fragment import (
 )
 from twophase.diloco.transfer import Channel
 from twophase.diloco.wire import LossyChannel
-from twophase.optim.filters import Context
+from twophase.optim.build import OuterChoice, is_policy, outer_optimizer
 from twophase.optim.groups import as_number
-from twophase.optim.optimizer import OuterOptimizer, outer_optimizer
+from twophase.optim.orthogonal import Filter, filter_of
 from twophase.optim.outer import OuterSGD
-from twophase.policies.base import MEASURED, Never, RestartPolicy
+from twophase.optim.restarting import Restarting
+from twophase.policies.base import MEASURED, RestartPolicy
 from twophase.policies.checks import check_count
 from twophase.policies.text import parse
-from twophase.rule import OuterRule
-from twophase.shelf.base import Method
-from twophase.shelf.outer import Outer
-from twophase.shelf.text import registered
 
-OuterFactory = Callable[[list[tuple[str, Tensor]]], Optimizer]
-OuterChoice = OuterRule | Outer | Method | RestartPolicy | str | OuterFactory
 Restarts = RestartPolicy | str | int | None
 Signals = Mapping[str, float] | None
 """Values by name."""
@@ -108,6 +102,7 @@ class Setting:
         *,
         outer: OuterChoice,
         restart: Restarts | Mapping[str, Restarts],
+        filter: str | Filter | None,  # noqa: A002 - what it is
         fragments: int | Mapping[str, str],
         wire: str,
         alike: Mapping[str, Any],
@@ -123,7 +118,7 @@ class Setting:
         self.fragments, self.anchor = _cut(slots, fragments, communicator, wire, schedule)
         self.gap = schedule.gap(len(self.fragments))
         """The least number of inner steps between two syncs."""
-        _build_outers(self.fragments, outer, restart, _context(communicator))
+        _build_outers(self.fragments, outer, restart, filter, communicator)
         self.constants = {
             **versions(),
             **alike,
@@ -317,30 +312,16 @@ def _constants(fragments: Sequence[Fragment], replica: nn.Module, communicator: 
 # ------------------------------------------------------------------------------------------------- outer optimizers
 
 
-def _context(communicator: Communicator) -> Context:
-    """Return the facts about the engine that filters may use."""
-
-    def total(numbers: Sequence[float]) -> list[float]:
-        return [sum(column) for column in zip(*communicator.exchange_in_replica(list(numbers)), strict=True)]
-
-    return Context(total, sharded=True) if communicator.sharded else Context()
-
-
 def _build_outers(
     fragments: Sequence[Fragment],
     outer: OuterChoice,
     restart: Restarts | Mapping[str, Restarts],
-    context: Context,
+    filters: str | Filter | None,
+    communicator: Communicator,
 ) -> None:
     """Build an optimizer for each fragment: a shared one would also step on gradients of fragments without a sync."""
-    if isinstance(outer, str | RestartPolicy):
-        if str(outer).partition(":")[0] in registered("method"):
-            raise ValueError(f'DiLoCo: outer is {outer}, the name of a method; give twophase.outer("{outer}")')
-        if restart is not None:
-            raise ValueError(
-                f"DiLoCo: outer is {outer}, a policy, and restart {restart}; give an OuterRule, or one of the two"
-            )
-        outer, restart = parse(outer).own_rule(), outer
+    if is_policy(outer) and restart is not None:
+        raise ValueError(f"DiLoCo: outer is {outer}, a policy, and restart is {restart}; give one of the two")
     names = [fragment.name for fragment in fragments]
     policies = restart if isinstance(restart, Mapping) else dict.fromkeys(names, restart)
     if set(policies) != set(names):
@@ -348,37 +329,27 @@ def _build_outers(
             f"DiLoCo: restart and fragments do not name the same ({', '.join(sorted(set(policies) ^ set(names)))}); "
             f"the fragments are {', '.join(names)}: give each its policy"
         )
-    if isinstance(outer, type) and issubclass(outer, Optimizer):
-        value = "an OuterRule" if issubclass(outer, OuterSGD) else f"from_torch({outer.__name__}, lr=...)"
-        raise ValueError(f"DiLoCo: outer is the class {outer.__name__}; give {value}, or a function of parameters")
-    is_value = isinstance(outer, OuterRule | Outer | Method)
-    if isinstance(outer, Optimizer) or not (is_value or callable(outer)):
-        raise ValueError(
-            f"DiLoCo: outer is {type(outer).__name__}; pass an OuterRule, a twophase.outer(...), or a function "
-            "of the engine's anchor parameters, lambda params: OuterSGD(params, lr=0.7, momentum=0.9, nesterov=True)"
-        )
+
+    def total(numbers: Sequence[float]) -> list[float]:
+        return [sum(column) for column in zip(*communicator.exchange_in_replica(list(numbers)), strict=True)]
+
+    try:
+        chosen = filter_of(filters, total if communicator.sharded else None)
+    except ValueError as error:
+        raise ValueError(f"DiLoCo: {error}") from None
     for fragment in fragments:
+        fragment.filter = chosen
         policy = policies[fragment.name]
-        if isinstance(outer, OuterRule | Outer | Method):
-            policy = Never() if policy is None else policy
-            needs = parse(policy).needs  # `check_needs` refuses them with a remedy
-            fragment.outer = outer_optimizer(fragment.named, outer, policy, signals=needs, context=context)
-            continue
-        if policy is not None:
-            raise ValueError(
-                "DiLoCo: restart goes with an OuterRule or a twophase.outer(...); here give it to the optimizer that "
-                "outer builds"
-            )
-        fragment.outer = outer(fragment.named)
-        if isinstance(fragment.outer, OuterOptimizer):
-            fragment.outer.take_place_in(context)
-        taken = {id(p) for group in getattr(fragment.outer, "param_groups", []) for p in group["params"]}
-        unused = [name for name, p in fragment.named if id(p) not in taken]
-        if unused:
-            raise ValueError(
-                f"DiLoCo: the {type(fragment.outer).__name__} that outer built does not hold {', '.join(unused[:3])}"
-                f"{' …' * (len(unused) > 3)}; parameters without a group would be set back in every round: give it all"
-            )
+        try:
+            needs = () if policy is None else parse(policy).needs  # `promise` checks them
+            made = outer_optimizer(fragment.named, outer, policy, needs)
+        except ValueError as error:
+            raise ValueError(f"DiLoCo: {error}") from None
+        optimizers = made.optimizers if isinstance(made, Restarting) else [made]
+        measures = isinstance(made, Restarting) and made.needs
+        if communicator.sharded and (measures or any(isinstance(each, torch.optim.Muon) for each in optimizers)):
+            raise ValueError("DiLoCo: Muon and measured restarts need whole parameters, got shards; take another outer")
+        fragment.outer = made
 
 
 def check_needs(groups: Sequence[Mapping[str, Any]], supplied: Collection[str]) -> None:

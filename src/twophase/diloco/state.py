@@ -53,22 +53,19 @@ class EngineState:
         return not (self.schedule.mixing or self._under_way or any(fragment.steps for fragment in self.fragments))
 
     @contextmanager
-    def anchored(self, number: int = 0, *, readout: bool = False) -> Iterator[nn.Module]:
+    def anchored(self, number: int = 0) -> Iterator[nn.Module]:
         """Yield a replica with the anchor's parameters, for an evaluation; restore its own afterwards.
 
         Between the syncs of several fragments, or while a reduction is under way, no replica equals the anchor.
 
         Args:
             number: number of the replica in this process.
-            readout: True takes the average of anchors that the outer optimizer may hold.
         """
-        values = [fragment.readouts() if readout else fragment.anchor_views for fragment in self.fragments]
-        averaged = any(value is not f.anchor_views for value, f in zip(values, self.fragments, strict=True))
-        if self.at_anchor and not averaged:
+        if self.at_anchor:
             yield self.replicas[number]
             return
         with self._setting.lend(number) as replica:
-            self._setting.write(number, values)
+            self._setting.write(number, [fragment.anchor_views for fragment in self.fragments])
             yield replica
 
     def checksum(self) -> str:

@@ -72,9 +72,10 @@ def _is_sweepable(fragment: Fragment) -> bool:
 
 def _holds_all_in_order(fragment: Fragment) -> bool:
     outer = fragment.outer
-    # A subclass may step differently; a hook may change gradients before a sweep, or the anchor after its copy.
+    # A subclass may step differently; a hook may change gradients before a sweep, or the anchor after its copy; a
+    # filter needs the whole pseudo-gradient.
     hooks = outer._optimizer_step_pre_hooks or outer._optimizer_step_post_hooks
-    if type(outer) is not OuterSGD or len(outer.param_groups) != 1 or hooks:
+    if type(outer) is not OuterSGD or len(outer.param_groups) != 1 or hooks or fragment.filter is not None:
         return False
     (group,) = outer.param_groups
     params, views = group["params"], fragment.anchor_views

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch.optim import Optimizer
 
 from twophase.diloco.agreement import Shared, agree, prove
 from twophase.diloco.flat import checksum
@@ -38,6 +39,7 @@ class Part:
         groups: round of each param group.
         digests: digests taken during the step.
         restored: True if the replicas have the new anchor.
+        restarted: True if an outer optimizer other than `OuterSGD` has begun anew.
     """
 
     fragment: Fragment
@@ -47,6 +49,7 @@ class Part:
     groups: tuple[GroupRound, ...] = ()
     digests: Mapping[str, str] = field(default_factory=dict)
     restored: bool = False
+    restarted: bool = False
 
 
 class Sync:
@@ -140,6 +143,7 @@ class Sync:
                 fragment = part.fragment
                 if not self._in_parts:
                     fragment.divide()
+                    fragment.apply_filter()
                 fragment.hand_over()
         with self._phase("outer"):
             self._shared = agree(setting.communicator, self.fragments, len(setting.modules), signals)
@@ -188,7 +192,9 @@ class Sync:
         if not isinstance(fragment.outer, OuterSGD):
             # Before the step: some optimizers overwrite g.
             part.norm = measured[0][0] ** 0.5 if measured else float(torch.linalg.vector_norm(fragment.gradient))
+            before = _restarts(fragment.outer)
             fragment.outer.step()
+            part.restarted = _restarts(fragment.outer) > before
             return
         transfer = part.transfer if isinstance(part.transfer, PartTransfer) else None
         swept = round_sweep(fragment, transfer, restore=restores, prove=not self.setting.alone)
@@ -223,7 +229,7 @@ class Sync:
                 digests = [part.fragment.digest(part.digests) for part in self.parts]
         reports = []
         for part, digest in zip(self.parts, digests, strict=True):
-            restarted = any(group.restarted for group in part.groups)
+            restarted = part.restarted or any(group.restarted for group in part.groups)
             name, number = part.fragment.name, part.fragment.round
             reports.append(
                 RoundReport(
@@ -250,6 +256,11 @@ class Sync:
 
     def _phase(self, name: str) -> _Phase:
         return _Phase(self.seconds, name)
+
+
+def _restarts(outer: Optimizer) -> int:
+    """Return the restarts of an optimizer so far; 0 where it does not count them."""
+    return sum(group.get("restarts", 0) for group in outer.param_groups)
 
 
 class _Phase:

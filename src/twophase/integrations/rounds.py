@@ -32,7 +32,7 @@ class Rounds:
     """Outer rounds of one training; callbacks inherit it and call `begin`, `step` and `end`.
 
     Args:
-        outer: outer optimizer: an `OuterRule` or `twophase.outer(...)`, `"auto"`, or a function that builds it.
+        outer: outer optimizer: an `OuterRule`, a name, `"auto"`, or a function that builds it.
         inner_steps: steps of the trainer's optimizer in a round, >= 1.
         restart: restart policy of the outer momentum; None is never.
         record: folder of a standard run (`twophase.record`), written while the trainer trains; None writes none.

@@ -15,11 +15,8 @@ from torchft.manager import Manager
 
 from twophase.diloco.agreement import first_unlike
 from twophase.integrations.rounds import USUAL
-from twophase.optim.optimizer import outer_optimizer
-from twophase.optim.outer import OuterSGD
+from twophase.optim.build import OuterChoice, outer_optimizer
 from twophase.policies.base import Never, RestartPolicy
-from twophase.rule import OuterRule
-from twophase.shelf.outer import Outer
 
 __all__ = ["DiLoCo", "diloco"]
 
@@ -34,7 +31,7 @@ class DiLoCo(local_sgd.DiLoCo):
     """
 
     def __init__(
-        self, manager: Manager, fragments: Sequence[nn.Module], inner: Optimizer, outers: list[OuterSGD], steps: int
+        self, manager: Manager, fragments: Sequence[nn.Module], inner: Optimizer, outers: list[Optimizer], steps: int
     ) -> None:
         super().__init__(manager, [*fragments], inner, [*outers], sync_every=steps)
         self.outers = outers
@@ -99,7 +96,7 @@ def diloco(
     manager: Manager,
     model: nn.Module,
     inner: Optimizer,
-    outer: OuterRule | Outer = USUAL,
+    outer: OuterChoice = USUAL,
     *,
     inner_steps: int,
     restart: RestartPolicy | str | int | None = None,
@@ -128,7 +125,7 @@ def diloco(
             model, the inner optimizer and the place in the data.
         model: this replica; all replicas begin with the same weights, for the first exchange is in the first round.
         inner: its optimizer.
-        outer: the outer rule, or `twophase.outer(...)`.
+        outer: the outer rule, or another choice as of `twophase.DiLoCo`.
         inner_steps: inner steps in which every fragment is synchronised once, a multiple of their number.
         restart: restart policy of the outer momentum, in rounds of each fragment; None is never. A policy that
             measures decides by each replica's own arithmetic: use it where the processors are alike.

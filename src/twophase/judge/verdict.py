@@ -20,7 +20,6 @@ from twophase.judge.bootstrap import LEVEL
 from twophase.judge.cells import outcomes
 from twophase.judge.comparison import Arm, Comparison, compare
 from twophase.policies.text import parse
-from twophase.shelf.outer import USUAL
 from twophase.sweeps.grid import words_of
 from twophase.sweeps.table import Row, Setting, arm_name, cell_text, geometric_mean, settings, without_ratio
 
@@ -169,7 +168,8 @@ def _as_number(value: Any) -> float | str:
 def _why_control(group: Sequence[Setting], paired: bool, named: bool) -> str:
     momentum_free = all(
         setting.values.get("outer.momentum") == 0
-        and all(setting.values.get(f"outer.{slot}", usual) == usual for slot, usual in USUAL.items())
+        and setting.values.get("outer.filter", "none") == "none"
+        and setting.values.get("outer.schedule", "constant") == "constant"
         and not _takes_steps(setting.values)
         for setting in group
     )

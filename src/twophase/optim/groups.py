@@ -15,7 +15,6 @@ from twophase.policies.checks import check_count
 from twophase.policies.text import parse
 from twophase.rule import OuterRule, check_rule
 
-_SHAPED = ("momentum_buffer", "iterate", "average", "pending", "readout")  # of a parameter's shape, in all methods
 COUNTERS = ("rounds", "rounds_since_restart", "restarts")
 
 
@@ -29,7 +28,7 @@ class GroupRound:
         buffer_norm: Euclidean norm of m before g was mixed in.
         cosine: cosine of the angle between that m and g, 0 when either vanishes.
         gain: `<update, g> / <g, g>`, with update = x before - x after; 1 would be plain averaging. NaN when g = 0.
-            (Behind a filter all five are of its g.)
+            (Behind an engine's filter all five are of its g.)
         not_finite: needs of its restart policy that were not finite: the run has diverged, and nothing restarted.
     """
 
@@ -81,8 +80,7 @@ def check_group(group: Mapping[str, Any]) -> None:
     for key in ("dampening", "weight_decay", "maximize", "together"):
         if group.get(key):
             raise ValueError(
-                f"OuterSGD: a param group has {key}={group[key]}; an outer step has no {key} but what its "
-                "method's text says: leave it out"
+                f"OuterSGD: a param group has {key}={group[key]}; an outer step has no {key}: leave it out"
             )
     rule, policy = rule_of(group), parse(group["restart"])
     if policy.effective(rule).momentum != rule.momentum:
@@ -135,12 +133,12 @@ def loaded_groups(
         check_needs(loaded[-1], promised, "the loaded state's ")
     for group, current in zip(loaded, groups, strict=False):  # torch counts them
         for index, param in zip(group["params"], current["params"], strict=False):
-            for saved in map(state["state"].get(index, {}).get, _SHAPED):
-                if saved is not None and saved.shape != param.shape:
-                    raise ValueError(
-                        f"OuterSGD: the loaded buffer of parameter {index} has shape {tuple(saved.shape)}, the "
-                        f"parameter {tuple(param.shape)}; load the state of an optimizer of these parameters"
-                    )
+            saved = state["state"].get(index, {}).get("momentum_buffer")
+            if saved is not None and saved.shape != param.shape:
+                raise ValueError(
+                    f"OuterSGD: the loaded buffer of parameter {index} has shape {tuple(saved.shape)}, the "
+                    f"parameter {tuple(param.shape)}; load the state of an optimizer of these parameters"
+                )
     return loaded
 
 

@@ -26,8 +26,6 @@ from twophase.policies.base import MEASURED, Answer, Never, Restart, RestartPoli
 from twophase.policies.text import parse
 from twophase.rule import Form, OuterRule, check_rule
 
-_NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
-"""Entries of a parameter's state that are no tensors of its shape, though a parameter without axes looks like one."""
 BUFFER = "momentum_buffer"  # torch.optim.SGD's key, so that its checkpoints load here
 
 
@@ -258,7 +256,7 @@ class OuterSGD(Optimizer):
         cosine = True
         if angles is None and (policy.needs & MEASURED or (measure and not (sweep is not None and sweep.measure))):
             cosine = measure or "cosine" in policy.needs
-            angles = Angles.of(_dots(part, sweep, cosine=cosine))
+            angles = Angles.of(dots_of(part, sweep, cosine=cosine))
         norms: tuple[float | None, ...] = (None, None, None)
         if angles is not None:
             norms = (angles.pseudo_gradient_norm, angles.buffer_norm, angles.cosine if cosine else None)
@@ -316,7 +314,7 @@ class OuterSGD(Optimizer):
     @torch.no_grad()
     def dots(self) -> list[Dots]:
         """Return `<g, g>`, `<m, m>` and `<g, m>` of each group that has a gradient, before g is mixed in."""
-        return [_dots(part) for part in self._parts()]
+        return [dots_of(part) for part in self._parts()]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as every torch optimizer does; next to tensors it holds plain numbers and text alone."""
@@ -338,7 +336,6 @@ class OuterSGD(Optimizer):
 
         def check(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
             saved.update(state, param_groups=loaded_groups(state, self.param_groups, self.promised))
-            self._check_loaded(saved["param_groups"])
             return saved
 
         # Between the user's own hooks, which may change what is loaded, and what has been.
@@ -352,14 +349,7 @@ class OuterSGD(Optimizer):
             for param, index in zip(group["params"], loaded["params"], strict=True):
                 self.state.pop(param, None)  # not left empty: a state saved again has the bytes of the first one
                 for key, saved in state_dict["state"].get(index, {}).items():
-                    self.state[param][key] = _copied(key, saved, param)
-
-    def _check_loaded(self, groups: list[dict[str, Any]]) -> None:
-        """Refuse the state of another method."""
-        for method in [group["method"] for group in groups if group.get("method")]:
-            raise ValueError(
-                f"OuterSGD: the loaded state is of an OuterOptimizer with method {method}; load it into one"
-            )
+                    self.state[param][key] = _copied(saved, param)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy."""
@@ -373,18 +363,17 @@ class OuterSGD(Optimizer):
             complete_(group)
 
 
-def _copied(key: str, saved: Any, param: Tensor) -> Any:
+def _copied(saved: Any, param: Tensor) -> Any:
     """Return a copy of an entry of a parameter's state, a buffer of its shape with its device and buffer dtype."""
     if not isinstance(saved, Tensor):
         return saved
-    if key in _NUMBERS or (saved.dim() == 0 and param.dim() > 0):  # torch chooses their device and dtype
-        return saved.clone()
     if saved.shape != param.shape or not (saved.is_floating_point() or saved.is_complex()):
         return saved.to(device=param.device, copy=True)
     return saved.to(device=param.device, dtype=buffer_dtype(param), copy=True)
 
 
-def _dots(part: Part, sweep: Sweep | None = None, *, cosine: bool = True) -> Dots:
+def dots_of(part: Part, sweep: Sweep | None = None, *, cosine: bool = True) -> Dots:
+    """Return `<g, g>`, `<m, m>` and `<g, m>` of a group; a missing buffer counts as 0."""
     if sweep is not None:
         totals = sweep.dots(fresh=part.buffers[0] is None, angle=cosine)
         if totals is not None:

@@ -9,8 +9,8 @@ steps. Three kinds of runs tell the two apart:
 * the gain-matched run of a restarted one (`gain_matched`): the same rule without restarts, whose learning rate gives
   the same mean outer gain over the run. What remains between the two is what restarts do beyond a smaller step.
 
-They are runs of momentum SGD, for any method, filter, schedule or readout of the grid. The gain of another method is
-not known in advance, so its restarted runs have no gain-matched one.
+They are rules without filter and schedule, for any method, filter or schedule of the grid. The gain of another method
+is not known in advance, so its restarted runs have no gain-matched one.
 
 A period that is not shorter than the run restarts nothing that still counts; `restarts_that_count` says so.
 """
@@ -27,12 +27,8 @@ from twophase.base.config import UsageError, get, with_values
 from twophase.policies.base import Never, RestartPolicy, RoundSignal, ask
 from twophase.policies.gain import mean_outer_gain
 from twophase.rule import OuterRule
-from twophase.shelf.base import Method
-from twophase.shelf.methods import TorchMethod
-from twophase.shelf.outer import USUAL, Outer
 from twophase.sweeps.grid import MOMENTUM_FREE, Axis, Cell, product, text_of
 from twophase.tasks.named import check
-from twophase.training.config import check_rule_options
 
 AVERAGING_LR = 1.0
 """The learning rate at which outer SGD without momentum is plain averaging of the replicas."""
@@ -40,10 +36,11 @@ _log = logging.getLogger(__name__)
 _ANY = OuterRule(1.0, 0.5)
 """When a schedule restarts does not depend on the rule."""
 LR, MOMENTUM, RESTART, BLOCKS = "outer.lr", "outer.momentum", "outer.restart", "sync.restart"
-NESTEROV, FORM, METHOD = "outer.nesterov", "outer.form", "outer.method"
+FORM, METHOD = "outer.form", "outer.method"
 """Axes of sweeps, by their dotted paths."""
-_SLOTS = {f"outer.{slot}": usual for slot, usual in USUAL.items()}
-"""The slots of the outer optimizer by their paths, with what stands there in a control."""
+_USUAL = {"outer.filter": "none", "outer.schedule": "constant"}
+"""What a control has there."""
+_WORDS = {"heavy-ball": "heavy ball", "nesterov": "Nesterov"}
 
 
 def with_averaging(lrs: Iterable[float]) -> tuple[float, ...]:
@@ -74,7 +71,7 @@ def momentum_free(
     Raises:
         UsageError: as for `grid.product`.
     """
-    shared = {NESTEROV: False, MOMENTUM: 0.0, RESTART: "never"} | dict(fixed or {})
+    shared = {METHOD: "averaging", MOMENTUM: None, RESTART: "never"} | dict(fixed or {})
     return product(base, [*axes, Axis(LR, tuple(lrs))], MOMENTUM_FREE, shared)
 
 
@@ -100,7 +97,7 @@ def gain_matched(cell: Cell, arm: str, gain: Callable[..., float] = mean_outer_g
     Source: theory note R31; the paper has no such control.
     """
     outer, rounds, rule = cell.config.outer, cell.config.rounds, cell.config.outer.rule()
-    if not outer.is_rule:
+    if rule is None or not outer.is_rule:
         return None
     restarted, plain = (gain(rule, policy, rounds) for policy in (outer.policy(), Never()))
     if plain == 0 or restarted <= 0:
@@ -109,9 +106,6 @@ def gain_matched(cell: Cell, arm: str, gain: Callable[..., float] = mean_outer_g
     if lr == _six_digits(rule.lr):
         return None
     changed = {LR: lr, RESTART: "never"}
-    if outer.method != USUAL["method"]:  # a rule by another name, whose text may hold its numbers
-        names = {MOMENTUM: rule.momentum, NESTEROV: rule.nesterov, FORM: rule.form}
-        changed = {METHOD: USUAL["method"]} | names | changed
     return Cell(arm, {**cell.values, **changed}, with_values(cell.config, changed), control_of=cell.run_id)
 
 
@@ -150,7 +144,7 @@ def _six_digits(value: float) -> float:
 
 
 def in_arms(base: Any, axes: Sequence[Axis]) -> list[Cell]:
-    """Return all combinations of the axes' values, in arms by form, rule, method, slots and restart, if these vary.
+    """Return all combinations of the axes' values, in arms by form, method, filter, schedule and restart, if they vary.
 
     They say *what* is tuned, with the restart of all or of each fragment; all other axes are what it is tuned over. A
     grid that varies none of them is one arm without a name.
@@ -181,12 +175,13 @@ def controls_of(base: Any, axes: Sequence[Axis], cells: Sequence[Cell]) -> list[
     Returns:
         The cells of the controls.
     """
-    lrs = next((axis.values for axis in axes if axis.path == LR), (base.outer.lr,))
+    lrs = next((axis.values for axis in axes if axis.path == LR), (base.outer.numbers().get("lr", AVERAGING_LR),))
+    lrs = [lr for lr in lrs if lr is not None]
     others = [axis for axis in axes if not axis.path.startswith("outer.") and axis.path != BLOCKS]
     by_block = any(cell.config.sync.restart for cell in cells)
     varied = {axis.path for axis in axes}
     # Only where the grid has others, so that the tables of all other grids stay as they are.
-    fixed = {path: usual for path, usual in _SLOTS.items() if path in varied or get(base, path) != usual}
+    fixed = {path: usual for path, usual in _USUAL.items() if path in varied or get(base, path) != usual}
     controls = momentum_free(base, others, with_averaging(lrs), fixed | ({BLOCKS: ()} if by_block else {}))
     for cell in cells:
         policy = cell.config.outer.policy()
@@ -202,7 +197,7 @@ def controls_of(base: Any, axes: Sequence[Axis], cells: Sequence[Cell]) -> list[
 def grid_of(base: Any, axes: Sequence[Axis], *, controls: bool) -> list[Cell]:
     """Return the checked cells of `in_arms`, and behind them those of `controls_of` if there are to be controls.
 
-    Of a grid of methods and restarts, a method without a first moment is combined with `never` only.
+    Of a grid of methods, averaging has no cells for momenta and restarts, which would be the same run.
 
     Raises:
         UsageError: as `in_arms`, a cell that cannot be run, or restarts that no run looks at.
@@ -214,67 +209,48 @@ def grid_of(base: Any, axes: Sequence[Axis], *, controls: bool) -> list[Cell]:
             f"--axis {RESTART} changes nothing: {BLOCKS} gives every fragment its own policy; leave one of them "
             f"out, or vary the policies with --axis {BLOCKS}"
         )
-    cells = _with_first_moment(cells, varied)
+    cells = _different(cells, varied)
     for cell in cells:  # before the controls, which take an outer rule as sound
         check(cell.config)
-        check_rule_options(cell.config, varied)
     added = controls_of(base, axes, cells) if controls else []
     for cell in added:
         check(cell.config)
     return cells + added
 
 
-def _with_first_moment(cells: list[Cell], varied: Collection[str]) -> list[Cell]:
-    """Leave out restarts of methods that have nothing to restart, and say so, where both are axes."""
-    if not {METHOD, RESTART} <= set(varied):
+def _different(cells: list[Cell], varied: Collection[str]) -> list[Cell]:
+    """Leave out the cells of averaging that differ in a restart or a momentum alone, and say so, where both vary."""
+    if METHOD not in varied:
         return cells
-    left_out = [cell for cell in cells if _restarts_nothing(cell.config)]
-    if left_out:
-        names = ", ".join(dict.fromkeys(cell.config.outer.method.partition(":")[0] for cell in left_out))
-        _log.warning("%d cells are left out: %s, with restarts, have no first moment", len(left_out), names)
-    outside = set(map(id, left_out))
-    return [cell for cell in cells if id(cell) not in outside]
+    kept: dict[str, Cell] = {}
+    for cell in cells:
+        plain = cell
+        if cell.config.outer.method == "averaging":
+            values = {MOMENTUM: None} if MOMENTUM in varied else {}
+            if RESTART in varied and not cell.config.outer.policy().takes_steps:
+                values[RESTART] = "never"
+            config = with_values(cell.config, values)
+            plain = Cell(_arm({**cell.values, **values}, config), {**cell.values, **values}, config)
+        kept.setdefault(plain.run_id, plain)
+    if len(kept) < len(cells):
+        _log.warning("%d cells are left out: averaging has no momentum to vary or restart", len(cells) - len(kept))
+    return list(kept.values())
 
 
-def _restarts_nothing(config: Any) -> bool:
-    """Return whether a configuration has a restart, but its method no first moment to reset."""
-    value, policy = config.outer.value(config.rounds), config.outer.policy()
-    if policy == Never():
-        return False
-    if isinstance(value, Outer):
-        return not has_first_moment(value.method)
-    # Momentum 0 as an option, without a method, may be the control of a grid.
-    return config.outer.method != USUAL["method"] and policy.effective(value).momentum == 0
-
-
-def has_first_moment(method: Method) -> bool:
-    """Return whether a restart has a buffer to act on; of a torch optimizer a step tells, which alone needs torch.
-
-    Raises:
-        UsageError: a torch optimizer that cannot be built.
-    """
-    if not isinstance(method, TorchMethod):
-        return method.restarts
-
-    from twophase.optim.methods import first_moment_key  # noqa: PLC0415 - the only exception of contract torch
-
-    try:
-        return first_moment_key(method) is not None
-    except ValueError as error:
-        raise UsageError(f"--{METHOD}: {error}") from None
+def has_first_moment(method: str) -> bool:
+    """Return whether a restart of a method changes anything."""
+    return method != "averaging"
 
 
 def _has_no_momentum(outer: Any) -> bool:
-    """Return whether the options, or the method's text, say 0; a restart policy may still need a momentum."""
-    return 0 in (outer.momentum, outer.rule().momentum)
+    """Return whether a restart has nothing to act on; a restart policy may still need a momentum."""
+    return bool(outer.numbers().get("momentum") == 0)
 
 
 def _arm(values: Any, config: Any) -> str:
     parts = [values[FORM]] if FORM in values else []
-    parts += [("heavy ball", "Nesterov")[values[NESTEROV]]] if NESTEROV in values else []
-    if METHOD in values:
-        parts.append(values[METHOD])
-    parts += [f"{path.removeprefix('outer.')} {values[path]}" for path in _SLOTS if path != METHOD and path in values]
+    parts += [_WORDS.get(values[METHOD], values[METHOD])] if METHOD in values else []
+    parts += [f"{path.removeprefix('outer.')} {values[path]}" for path in _USUAL if path in values]
     of_blocks = values.get(BLOCKS)
     if RESTART in values or of_blocks == ():  # these have outer.restart, also where it does not vary
         parts.append(_restart(values.get(RESTART, config.outer.restart)))

@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from twophase.base.config import with_values
-from twophase.recipes.controls import LR, MOMENTUM, NESTEROV, RESTART, gain_matched_all, momentum_free, with_averaging
+from twophase.recipes.controls import LR, METHOD, MOMENTUM, RESTART, gain_matched_all, momentum_free, with_averaging
 from twophase.sweeps.grid import Axis, Cell, Sweep, product
 from twophase.sweeps.table import SEED
 from twophase.tasks.lm.config import TrainConfig
+from twophase.training.config import InnerConfig
 
-RULES = {"heavy ball": False, "Nesterov": True}
-"""The two kinds of rule, and whether they look ahead."""
+RULES = {"heavy ball": "heavy-ball", "Nesterov": "nesterov"}
+"""The two kinds of rule, and the method of each."""
 PERIOD = 3
 """Rounds from restart to restart."""
 _LRS, _MOMENTA = (0.3, 0.7, 1.1), (0.1, 0.3, 0.5, 0.7, 0.9)
@@ -45,36 +46,35 @@ def demo(
         quick: a smaller grid of shorter runs: 24 a seed, and 8 for the controls, each at half the price.
         seeds: each seed repeats every run; tables and figures then show means over the seeds.
         controls: add the momentum-free and the gain-matched runs, and `auto`.
-        base: values that all runs share (`TrainConfig()` when None). Outer learning rate, momentum, kind, restart and
-            seed are replaced, and with `quick` its steps and inner learning rate too.
+        base: values that all runs share (`TrainConfig()` with a cosine when None). Outer method, learning rate,
+            momentum, restart and seed are replaced, and with `quick` its steps and inner learning rate too.
 
     Returns:
         The sweep; its arms are named `heavy ball, never`, `heavy ball, K=3`, `Nesterov, never`, `Nesterov, K=3`,
         `momentum-free`, the two restart-free ones with `, gain of K=3` behind, and `auto`. It begins with the two runs
         that its story shows round by round: heavy ball at the largest momentum, without restarts and with them.
     """
-    base = base or TrainConfig()
+    base = base or TrainConfig(inner=InnerConfig(schedule="cosine"))
     lrs, momenta = (_QUICK_LRS, _QUICK_MOMENTA) if quick else (_LRS, _MOMENTA)
     if quick:
         base = with_values(base, _QUICK)
     seed_axis = Axis(SEED, tuple(seeds))
     cells: list[Cell] = []
-    for kind, nesterov in RULES.items():
+    for kind, method in RULES.items():
         for restart in ("never", str(PERIOD)):
             axes = [seed_axis, Axis(MOMENTUM, momenta), Axis(LR, lrs)]
-            cells += product(base, axes, arm_name(kind, restart), {NESTEROV: nesterov, RESTART: restart})
+            cells += product(base, axes, arm_name(kind, restart), {METHOD: method, RESTART: restart})
     # Workers take the runs in this order, so the story has its pair within half a minute.
-    first = {SEED: seeds[0] if seeds else 0, NESTEROV: False, MOMENTUM: momenta[-1], LR: lrs[len(lrs) // 2]}
+    first = {SEED: seeds[0] if seeds else 0, METHOD: "heavy-ball", MOMENTUM: momenta[-1], LR: lrs[len(lrs) // 2]}
     cells.sort(key=lambda cell: any(cell.values[path] != value for path, value in first.items()))
     if controls:
         restarted = [cell for cell in cells if cell.values[RESTART] != "never"]
         least = _QUICK_MATCHED_FROM if quick else _MATCHED_FROM
         cells += momentum_free(base, [seed_axis], with_averaging(_LRS))
-        for kind, nesterov in RULES.items():
-            matched = [c for c in restarted if c.values[NESTEROV] == nesterov and c.values[MOMENTUM] >= least]
+        for kind, method in RULES.items():
+            matched = [c for c in restarted if c.values[METHOD] == method and c.values[MOMENTUM] >= least]
             cells += gain_matched_all(matched, matched_arm(kind))
-        # Of the rule nothing enters; its values are the base's.
-        fixed = {NESTEROV: base.outer.nesterov, MOMENTUM: base.outer.momentum, LR: base.outer.lr, RESTART: AUTO}
+        fixed = {METHOD: "averaging", MOMENTUM: None, LR: None, RESTART: AUTO}  # of the rule nothing enters
         cells += product(base, [seed_axis], AUTO, fixed)
     return Sweep("demo-quick" if quick else "demo", base, cells)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from twophase.base.config import UsageError, with_values
 from twophase.number import did_you_mean
+from twophase.optim.names import options_of
 from twophase.policies.base import Never, RestartPolicy
 from twophase.policies.text import parse
 from twophase.rule import OuterRule
@@ -58,8 +59,8 @@ def paper_150m(
             layers=12, hidden_size=1024, intermediate_size=2688, heads=16, norm_eps=1e-5, vocabulary_size=VOCABULARY
         ),
         data=DataConfig(corpus=C4, tokenizer="mistral", sequence_length=2048, batch_size=64, validation_windows=512),
-        inner=InnerConfig(lr=1e-3, weight_decay=0.1, betas=(0.9, 0.999), warmup=1200 / 12500),
-        outer=OuterConfig(rule.lr, rule.momentum, rule.nesterov, rule.form, str(policy)),
+        inner=InnerConfig(lr=1e-3, weight_decay=0.1, betas=(0.9, 0.999), warmup=1200 / 12500, schedule="cosine"),
+        outer=OuterConfig(**options_of(rule), restart=str(policy)),
         compute=ComputeConfig(precision="bf16-mixed", compile=True),
         replicas=2,
         steps=12500,

@@ -12,6 +12,7 @@ from typing import Any
 from twophase.base.config import UsageError, flatten, values_of
 from twophase.base.reading import read_json_object
 from twophase.judge.verdict import select
+from twophase.optim.names import numbers_of
 from twophase.report.page import relative
 from twophase.rule import FORM_WORDS
 from twophase.runs.folder import REPORT, RUN_ID, SUMMARY, list_some, read_summary
@@ -106,6 +107,8 @@ def _described(path: Path) -> tuple[list[tuple[Any, ...]], str] | None:
         cells = []
         for cell in spec["cells"]:
             values = base | flatten(cell["values"])
+            own = numbers_of({path[6:]: value for path, value in values.items() if path.startswith("outer.")})
+            values |= {f"outer.{name}": value for name, value in own.items() if values[f"outer.{name}"] is None}
             texts = {name: cell_text(values[name]) for name in spec["axes"]}
             cells.append((cell["arm"], cell["run"], texts, cell["control_of"]))
     except FileNotFoundError:

@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 from twophase import __version__
 from twophase.base.config import UsageError, fingerprint, flatten, load_yaml
 from twophase.base.reading import read_json_object
+from twophase.optim.names import describe, rule_of
 from twophase.policies.base import RestartPolicy
 from twophase.policies.text import parse
 from twophase.rule import OuterRule
 from twophase.runs.folder import CONFIG, ENV, METRICS, RECORDED, ROUNDS, STEPS, SUMMARY, USER, list_some, read_summary
 from twophase.runs.log import read_log
-from twophase.shelf.outer import anchor_rule, configured, described
 
 Column = NDArray[np.float64]
 Line = Mapping[str, Any]
@@ -113,7 +113,9 @@ class RunRecord:
     def rule(self) -> OuterRule | None:
         """The outer rule, if the configuration holds one and nothing but it moves the anchors."""
         try:
-            return anchor_rule(configured(self._outer))
+            options = {"filter": "none", "schedule": "constant", "form": "sum"} | self._outer
+            is_more = options["filter"] != "none" or options["schedule"] != "constant"
+            return None if is_more else rule_of(*(options[name] for name in ("method", "lr", "momentum", "form")))
         except (KeyError, TypeError, ValueError):
             return None
 
@@ -121,9 +123,9 @@ class RunRecord:
     def outer_words(self) -> str:
         """The outer optimizer in words; empty if the configuration holds none."""
         try:
-            return described(self._outer)
+            return describe(self._outer)
         except (KeyError, TypeError, ValueError):
-            return str(self._outer.get("method", ""))  # a method of a module that is not at hand
+            return str(self._outer.get("method", ""))  # of another program's optimizer
 
     @property
     def _outer(self) -> dict[str, Any]:

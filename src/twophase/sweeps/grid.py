@@ -7,7 +7,6 @@ import math
 import re
 import typing
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -25,9 +24,6 @@ from twophase.base.config import (
 )
 from twophase.number import did_you_mean
 from twophase.policies.text import parse
-from twophase.shelf.base import SLOTS
-from twophase.shelf.outer import USUAL
-from twophase.shelf.text import parse as parse_value
 
 MOMENTUM_FREE = "momentum-free"
 """Name of the arm of outer SGD without momentum."""
@@ -121,8 +117,15 @@ class Sweep:
         return fingerprint(self.spec())
 
     def values(self, cell: Cell) -> dict[str, Any]:
-        """Return a cell's value at every path that varies in the sweep, whether its own arm varies it or not."""
-        return {path: get(cell.config, path) for path in self.paths}
+        """Return a cell's value at every path that varies in the sweep, whether its own arm varies it or not.
+
+        An outer learning rate or momentum that is the method's own is written out.
+        """
+        values = {path: get(cell.config, path) for path in self.paths}
+        if None in values.values():
+            own = {f"outer.{name}": value for name, value in cell.config.outer.numbers().items()}
+            values = {path: own.get(path) if value is None else value for path, value in values.items()}
+        return values
 
     def spec(self) -> Tree:
         """Describe what identifies the sweep as plain JSON values: name, base, axes and cells."""
@@ -135,10 +138,10 @@ class Sweep:
                 {
                     "arm": cell.arm,
                     "run": cell.run_id,
-                    "values": {path: _json(value) for path, value in cell.values.items()},
+                    "values": {path: _json(row[path]) for path in cell.values},
                     "control_of": cell.control_of,
                 }
-                for cell in self.cells
+                for cell, row in zip(self.cells, rows, strict=True)
             ],
         }
 
@@ -249,7 +252,7 @@ def _fitted(base: Any, path: str, values: Sequence[Any]) -> list[Any]:
             except ValueError as error:
                 raise UsageError(f"--axis {path}: {error}") from None
         # The policies of blocks are the same in any order.
-        alike.append(sorted(fitted[-1]) if hint == _WORDS and fits_policies else _of_shelf(path, fitted[-1]))
+        alike.append(sorted(fitted[-1]) if hint == _WORDS and fits_policies else fitted[-1])
         if alike[-1] in alike[:-1]:
             text = text_of(fitted[-1]) if hint == _WORDS else fitted[-1]
             raise UsageError(f"--axis {path}: the value {text} is given twice; leave one out")
@@ -287,18 +290,6 @@ def _fitted_words(path: str, words: Any, *, fits_policies: bool) -> tuple[str, .
             )
         pairs.append(f"{name}={_canonical(path, rest)}" if fits_policies else word)
     return tuple(pairs)
-
-
-def _of_shelf(path: str, value: Any) -> Any:
-    """Return the value of the shelf that a text stands for, in any spelling; of other paths the value unchanged.
-
-    The text itself stays in the configuration, whose fingerprint names the run.
-    """
-    slot = path.removeprefix("outer.")
-    if slot in SLOTS and str(value).partition(":")[0] != USUAL["method"]:  # which has numbers of other options
-        with suppress(ValueError):  # refused where the cell is checked
-            return parse_value(slot, value)
-    return value
 
 
 def _canonical(path: str, policy: str) -> str:

@@ -28,8 +28,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from twophase.base.config import Tree, fingerprint
+from twophase.base.config import Tree, fingerprint, to_tree
 from twophase.policies.base import Never
+from twophase.rule import OuterRule
 from twophase.sweeps.grid import Sweep
 from twophase.sweeps.history import algebra, bits
 
@@ -161,7 +162,7 @@ def plan(sweep: Sweep, *, merge: bool = True, finished: Collection[str] = ()) ->
         The plan; the same for the same arguments, on every machine.
     """
     trees = {cell.run_id: cell.tree for cell in sweep.cells}
-    histories = {run: _History.of(config, trees[run]) for run, config in sweep.runs.items()}
+    histories = {run: _History.of(config, trees[run], merge=merge) for run, config in sweep.runs.items()}
     classes: dict[Any, list[str]] = {}
     for run, history in histories.items():
         classes.setdefault((history.trunk, history.algebra) if merge else run, []).append(run)
@@ -193,10 +194,11 @@ class _History:
     algebra: Updates
 
     @classmethod
-    def of(cls, config: RunConfig, tree: Tree) -> _History:
+    def of(cls, config: RunConfig, tree: Tree, *, merge: bool) -> _History:
         if not config.shares_steps:
             alone = ((config.steps, "alone"),)
-            return cls(fingerprint(tree), config.steps, alone, alone)
+            plain = {**tree, "outer": to_tree(config.outer.plain())}  # without values that change nothing
+            return cls(fingerprint(plain if merge else tree), config.steps, alone, alone)
         trunk = {path: value for path, value in tree.items() if path not in {"outer", "inner_steps"}}
         rule, policy = config.outer.rule(), config.outer.policy()
         # The last round may be shorter.
@@ -247,7 +249,7 @@ def _grow(runs: Iterable[str], histories: Mapping[str, _History]) -> Iterator[No
 
 def _plainness(config: RunConfig) -> tuple[bool, bool, bool, bool]:
     """Return the sort key of equal runs: the plainest configuration comes first."""
-    rule = config.outer.rule()
+    rule = config.outer.rule() or OuterRule(1.0, 0.0)
     restarts = config.outer.policy() != Never()
     return rule.momentum > 0, restarts, rule.nesterov, rule.form != "sum"
 

@@ -12,6 +12,7 @@ from twophase.tasks.lm.task import LanguageTask
 from twophase.tasks.named import instance_of
 from twophase.tasks.own import OwnTask
 from twophase.training.config import RunConfig
+from twophase.training.outer import outer_of
 from twophase.training.preflight import preflight
 from twophase.training.task import Task
 
@@ -50,17 +51,17 @@ def preflight_all(configs: Iterable[RunConfig], *, verify: bool = False) -> dict
     """
     # Text by text, because each is read once; of several runs on it the longest one takes most tokens.
     ordered = sorted(configs, key=lambda config: (data_name(config), config.steps))
-    kinds: dict[Any, dict[Any, RunConfig]] = {}
+    kinds: dict[Any, RunConfig] = {}
     for c in ordered:
         model = getattr(c, "model", None)
-        kind = data_name(c), c.device, c.repeat, model, c.sync.fragments, c.sync.wire, c.inner.method
-        kinds.setdefault(kind, {})[c.outer.method, c.outer.filter] = c
+        kinds[data_name(c), c.device, c.repeat, model, c.sync.fragments, c.sync.wire, c.inner.method] = c
+    for c in {c.outer.method: c for c in ordered}.values():
+        outer_of(c)  # a user's file may be missing
     fingerprints = {}
-    for by_method in kinds.values():
-        config = max(by_method.values(), key=lambda config: config.steps)
+    for config in kinds.values():
         task = task_of(config)
         if verify and data_name(config) not in fingerprints and (verify_data := getattr(task, "verify_data", None)):
             verify_data()
-        preflight(config, task, methods=by_method.values())
+        preflight(config, task)
         fingerprints[data_name(config)] = task.describe()["fingerprint"]
     return fingerprints

@@ -21,8 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 from twophase.policies.base import MEASURED, Answer, Never, Restart, RestartPolicy, RoundSignal, State, ask
 from twophase.policies.text import parse
 from twophase.rule import OuterRule
-from twophase.shelf.base import Schedule
-from twophase.shelf.text import parse as parse_shelf
+from twophase.schedule import Schedule
 from twophase.theory.inputs import (
     Floats,
     Rules,
@@ -229,7 +228,7 @@ def _simulate(where: str, block: Block, sigma: Floats, initial: Floats, noise: F
     rounds, *seeds, modes = noise.shape
     # A policy object is not parsed: here it needs no text form, which `parse` would ask for.
     restart = block.restart if isinstance(block.restart, RestartPolicy) else parse(block.restart)
-    schedule: Schedule = parse_shelf("schedule", block.schedule).over(rounds)
+    schedule = Schedule.parse(block.schedule)
     rules = rule_arrays(where, block.rule)
     weights = check_weights(where, block.weights, sigma.shape[-1])
     batch = common_shape(where, rule=rules.shape, sigma=sigma.shape[:-1], initial=initial.shape[:-1])
@@ -252,11 +251,11 @@ def _simulate(where: str, block: Block, sigma: Floats, initial: Floats, noise: F
     restarts, not_finite = (np.zeros((rounds, count), dtype=bool) for _ in range(2))
     positions[0] = flat(initial)
     keeps_buffer = (b > 0) | (restart.effective(OuterRule(1.0, 0.0)).momentum > 0)
-    if is_scheduled := schedule.name != "constant":
+    if is_scheduled := schedule.kind != "constant":
         lr, b, w = (column.copy() for column in (lr, b, w))
     for t in range(rounds):
         x, old = positions[t], buffers[t].copy()
-        for rows, now in policy.scheduled(schedule, t + 1) if is_scheduled else ():
+        for rows, now in policy.scheduled(schedule, t + 1, rounds) if is_scheduled else ():
             lr[rows], b[rows], w[rows] = now.lr, now.momentum, now.injection
         with np.errstate(all="ignore"):
             g = sigma * x + of_round(noise[t])
@@ -361,12 +360,9 @@ class _Policy:
         self.ages = [0] * len(self.states)
         self._unscheduled = self.rows
 
-    def scheduled(self, schedule: Schedule, number: int) -> Iterator[tuple[Rows, OuterRule]]:
+    def scheduled(self, schedule: Schedule, number: int, rounds: int) -> Iterator[tuple[Rows, OuterRule]]:
         """Set the rules of a round, and yield each with its trajectories."""
-        self.rows = [
-            (rows, schedule.at(rule, number, age + 1))
-            for (rows, rule), age in zip(self._unscheduled, self.ages, strict=True)
-        ]
+        self.rows = [(rows, schedule.at(rule, number, rounds)) for rows, rule in self._unscheduled]
         yield from self.rows
 
     def ask(self, number: int, progress: float, g: Floats, m: Floats) -> list[tuple[Rows, Answer]]:

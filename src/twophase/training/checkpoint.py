@@ -31,8 +31,6 @@ from twophase.base.files import file_sha256, sync_folder, write_atomic
 from twophase.base.reading import read_json_object
 from twophase.diloco.communicator import Communicator
 from twophase.diloco.flat import plan
-from twophase.optim.optimizer import READOUT
-from twophase.shelf.methods import AVERAGE
 from twophase.training import parts as files
 from twophase.training.snapshot import Snapshots
 
@@ -348,15 +346,6 @@ class Checkpoint:
         with self.content(ENGINE):
             layout = plan((name, tuple(shape)) for name, shape in state["layout"])
             return {slot.name: view for slot, view in zip(layout.slots, layout.views(state["anchor"]), strict=True)}
-
-    def weights(self) -> dict[str, Tensor]:
-        """Read the evaluated weights: the anchor, or the average of anchors that the outer optimizer keeps."""
-        anchor, states = self.anchor(), []
-        for fragment in self.part(ENGINE)["fragments"]:
-            outer = fragment["outer"]
-            states += [outer["state"].get(i, {}) for group in outer["param_groups"] for i in group["params"]]
-        pairs = zip(anchor.items(), states, strict=True)
-        return {name: state.get(READOUT, state.get(AVERAGE, x)) for (name, x), state in pairs}
 
     def part(self, name: str) -> Any:
         """Read one part, with its tensors on the CPU."""

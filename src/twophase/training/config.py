@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from twophase.base.config import LATER, UsageError, get
 from twophase.diloco.formats import check_wire
 from twophase.number import shortened
+from twophase.optim.names import RULES, TORCH, check_method, describe, numbers_of, read_filter, rule_of
 from twophase.policies.base import RestartPolicy
+from twophase.policies.scheduled import Soft
 from twophase.policies.text import parse
-from twophase.rule import Form, OuterRule, check_rule
-from twophase.shelf.base import SLOTS
-from twophase.shelf.outer import RULE_OPTIONS, USUAL, Outer, configured, described
-from twophase.shelf.text import parse as parse_value
+from twophase.rule import Form, OuterRule
+from twophase.schedule import Schedule
 
 LARGEST_LR = 1e30
 """A factor well inside float32's range; a larger one fails inside torch."""
@@ -45,7 +43,7 @@ class InnerConfig:
     """Share of the inner steps that is linear warmup."""
     clip_norm: float = 0.0
     """Bound on the gradient norm; 0 means none."""
-    schedule: Literal["cosine", "linear", "constant", "wsd"] = field(default="cosine", metadata=LATER)
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "wsd"
     """Schedule after the warmup: cosine or linear decay to zero at the run's end, constant, or wsd (warmup, stable,
     decay): constant, then linear decay."""
     decay: float = field(default=0.2, metadata=LATER)
@@ -56,52 +54,58 @@ class InnerConfig:
 class OuterConfig:
     """The outer optimizer: how the replicas' progress is combined once a round."""
 
-    lr: float = 0.7
-    """Outer learning rate, in the form named below."""
-    momentum: float = 0.9
-    """Outer momentum, in [0, 1)."""
-    nesterov: bool = True
-    """Look ahead (Nesterov) instead of heavy ball."""
+    method: str = "averaging"
+    """averaging of the replicas; heavy-ball or nesterov momentum (nesterov is DiLoCo's published rule); adamw; muon; or
+    FILE.py:FUNCTION, your function from named parameters to a torch optimizer."""
+    lr: float | None = None
+    """Outer learning rate, in the form named below; none is the method's own: averaging 1, heavy-ball and nesterov 0.7,
+    adamw 0.02, muon 0.1."""
+    momentum: float | None = None
+    """Outer momentum, in [0, 1); none is the method's own, 0.9. Averaging has no momentum."""
     form: Form = "sum"
     """`sum` (as torch.optim.SGD) or `ema` (as the restart paper); lr_sum = lr_ema (1 - momentum)."""
     restart: str = "never"
-    """Restarts of the momentum: never, a period such as 3, cycle:5,6,10, at:4,9, soft:3:0.2:0.1, or auto."""
+    """Restarts of the momentum: never, a period such as 3, cycle:5,6,10, at:4,9, soft:3:0.2:0.1, or the adaptive policy
+    auto."""
+    filter: str = "none"
+    """Filter of the pseudo-gradient before the update: none, orthogonal, or clip:1, a bound on its norm."""
+    schedule: str = "constant"
+    """Outer learning rate and momentum over the run: constant, linear:2 (on a line to twice the learning rate) or
+    momentum:0 (the momentum rises from 0)."""
 
-    method: str = field(default=USUAL["method"], metadata=LATER)
-    """Method of the update: NAME or NAME:FIELD=VALUE:..., such as adamw:lr=0.05; docs/shelf.md lists them. The
-    options lr, momentum, nesterov and form are those of sgd; other methods have their own, in this text."""
-    filter: str = field(default=USUAL["filter"], metadata=LATER)
-    """Filter of the pseudo-gradient before the update: clip:norm=1 or orthogonal; see docs/shelf.md."""
-    schedule: str = field(default=USUAL["schedule"], metadata=LATER)
-    """Outer learning rate and momentum by the round: constant, warmup:warmup=10, cosine, linear, transient, momentum;
-    cosine and linear end with the run."""
-    readout: str = field(default=USUAL["readout"], metadata=LATER)
-    """Evaluated and exported weights: the last anchor, or an average such as ema:decay=0.9 or tail:rounds=10."""
-
-    def value(self, rounds: int = 0) -> OuterRule | Outer:
-        """Return the outer optimizer as a value, a rule if that is enough; its schedule needs the run's `rounds`."""
-        value = configured(vars(self), rounds)
-        return self.policy().effective(value) if isinstance(value, OuterRule) else value
+    def rule(self) -> OuterRule | None:
+        """Return the rule, with a momentum where the policy needs a buffer; None for a method that is no rule."""
+        rule = rule_of(self.method, self.lr, self.momentum, self.form)
+        return None if rule is None else self.policy().effective(rule)
 
     def describe(self) -> str:
         """Describe the outer optimizer in words, without its restart policy."""
-        value = self.value()
-        return value.describe() if isinstance(value, OuterRule) else described(vars(self))
+        return describe(vars(self))
+
+    def numbers(self) -> dict[str, float]:
+        """Return learning rate and momentum as they are used; nothing for a user's function."""
+        return numbers_of(vars(self))
+
+    def ignored(self) -> list[str]:
+        """Return the names of the values that are given and change nothing."""
+        rule, policy = rule_of(self.method, self.lr, self.momentum), self.policy()
+        names = ["lr", "momentum"] if rule is None and self.method not in TORCH else []
+        if policy.takes_steps:
+            names += ["lr", "momentum", "form", "schedule", "method"]
+        elif rule is None or rule.momentum == 0:
+            names += ["form", *(["restart"] if rule is not None else [])]
+        defaults = OuterConfig()
+        return [name for name in names if getattr(self, name) != getattr(defaults, name)]
+
+    def plain(self) -> OuterConfig:
+        """Return the same outer optimizer with every number written out and what changes nothing left out."""
+        usual = {name: getattr(OuterConfig(), name) for name in self.ignored()}
+        return replace(self, **(self.numbers() | usual))
 
     @property
     def is_rule(self) -> bool:
         """True if a rule and a restart policy describe it completely."""
-        return isinstance(self.value(), OuterRule)
-
-    def rule(self) -> OuterRule:
-        """Return the rule; for a method other than momentum SGD, return how g enters its first moment.
-
-        It has a momentum where the policy needs a buffer.
-        """
-        value = self.value()
-        if isinstance(value, OuterRule):
-            return value
-        return self.policy().effective(value.rule()) if value.method.plain else value.rule()
+        return self.method in RULES and self.filter == "none" and self.schedule == "constant"
 
     def policy(self) -> RestartPolicy:
         """Return the restart policy as a value."""
@@ -271,29 +275,6 @@ def inner_lr(config: RunConfig, step: int) -> float:
     return inner.lr * (steps - step) / (steps - start)
 
 
-def check_rule_options(config: RunConfig, paths: Iterable[str]) -> None:
-    """Refuse options of momentum SGD with another method, which would ignore them.
-
-    Args:
-        config: configuration of a run.
-        paths: dotted paths of the values that the user set.
-    """
-    unused = [f"outer.{name}" for name in RULE_OPTIONS if f"outer.{name}" in paths]
-    if twice := [name for name in unused if f":{name.removeprefix('outer.')}=" in config.outer.method]:
-        raise UsageError(f"--{twice[0]} is in --outer.method {config.outer.method} too; leave the option out")
-    if unused and config.outer.method.partition(":")[0] != USUAL["method"]:
-        name = unused[0].removeprefix("outer.")
-        has_it = False
-        with suppress(ValueError):  # of a method that `check` refuses
-            has_it = name in {field.name for field in dataclasses.fields(parse_value("method", config.outer.method))}
-        method = config.outer.method.partition(":")[0]
-        text = f"write it into the method's text, such as --outer.method {method}:{name}=VALUE"
-        raise UsageError(
-            f"--{unused[0]} is an option of --outer.method sgd, and the method is {config.outer.method}; "
-            f"{text if has_it else f'{config.outer.method} has no {name}, take sgd'}, or leave it out"
-        )
-
-
 def check(config: RunConfig) -> None:
     """Refuse a configuration that cannot be run; the task checks its own values.
 
@@ -325,7 +306,7 @@ def check(config: RunConfig) -> None:
                 lambda count: count <= config.steps,
                 f"at most steps ({config.steps}); lower --inner-steps or raise --steps",
             ),
-            ("outer.lr", lambda lr: not lr > LARGEST_LR, f"at most {LARGEST_LR:g}, far beyond any use"),
+            ("outer.lr", lambda lr: not (lr or 0) > LARGEST_LR, f"at most {LARGEST_LR:g}, far beyond any use"),
             (
                 "sync.delay",
                 lambda delay: 0 <= delay < config.inner_steps,
@@ -339,10 +320,6 @@ def check(config: RunConfig) -> None:
     if config.compute.autotune and not config.compute.compile:
         raise _refusal("compute.autotune", True, "used together with --compute.compile")
     try:
-        check_rule("--outer", config.outer.lr, config.outer.momentum, config.outer.form)
-    except ValueError as error:
-        raise UsageError(str(error).replace("--outer: ", "--outer.", 1)) from None
-    try:
         check_wire(sync.wire)
     except ValueError as error:
         raise UsageError(str(error).replace("DiLoCo: wire", "--sync.wire", 1)) from None
@@ -350,29 +327,49 @@ def check(config: RunConfig) -> None:
     names = {str(number) for number in range(parts)} if isinstance(parts, int) else set(parts)
     if not names:
         raise _refusal("sync.fragments", "empty", f"a whole number from 1 to {MOST_FRAGMENTS:,}, or patterns by name")
-    path = "outer.restart"
-    try:
-        config.outer.policy()
-        for slot in SLOTS:
-            path = f"outer.{slot}"
-            parse_value(slot, getattr(config.outer, slot))
-        path = "outer.method"
-        value = config.outer.value(config.rounds)
-        path = "sync.restart"
-        policies = sync.policies()
-        if isinstance(value, Outer):
-            path = "outer.restart" if policies is None else path
-            for policy in (policies or {"": config.outer.policy()}).values():
-                value.check_restart(policy, first_moment=value.method.first_moment)
-    except UsageError:
-        raise
-    except ValueError as error:  # a policy's
-        raise UsageError(f"--{path}: {error}") from None
+    policies = _check_outer(config)
     if policies is not None and set(policies) != names:
         raise UsageError(
             f"--sync.restart names {', '.join(sorted(policies))}, and the fragments are {', '.join(sorted(names))}; "
             "give each fragment its policy, on an axis of a sweep with commas between them"
         )
+
+
+def _check_outer(config: RunConfig) -> dict[str, RestartPolicy] | None:
+    """Refuse an outer optimizer that cannot be; return the restart policies of the fragments."""
+    outer, path = config.outer, "outer.restart"
+    try:
+        restarts = [outer.policy()]
+        path = "sync.restart"
+        policies = config.sync.policies()
+        restarts = restarts if policies is None else list(policies.values())
+        path = "outer.method"
+        check_method(outer.method)
+        path = "outer.momentum"
+        check_method(outer.method, outer.momentum)
+        rule = outer.rule()
+        if rule is None and outer.numbers():  # the same ranges as a rule's
+            OuterRule(**outer.numbers())
+        path = "outer.filter"
+        read_filter(outer.filter)
+        path = "outer.schedule"
+        schedule = Schedule.parse(outer.schedule)
+        if schedule.kind == "momentum" and (rule is None or rule.momentum == 0):
+            raise ValueError(f"schedule {schedule} needs a momentum; take --outer.method heavy-ball or nesterov")
+        path = "outer.restart"
+        for policy in restarts:
+            if rule is None and (policy.takes_steps or isinstance(policy, Soft)):
+                raise ValueError(f"restart {policy} is for rules; take a period, or --outer.method nesterov")
+            if policy.takes_steps and schedule.kind != "constant":
+                raise ValueError(f"restart {policy} takes steps that schedule {schedule} would not change")
+    except UsageError:
+        raise
+    except ValueError as error:
+        of_rule = "OuterRule: "
+        text = str(error)
+        text = f"outer.{text.removeprefix(of_rule)}" if text.startswith(of_rule) else f"{path}: {text}"
+        raise UsageError(f"--{text}") from None
+    return policies
 
 
 def _check_inner(inner: InnerConfig) -> None:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-
 import torch
 from torch import nn
 
 from twophase.base.config import UsageError
 from twophase.diloco.fragment import partition
-from twophase.optim.optimizer import OuterOptimizer
-from twophase.shelf.outer import Outer
 from twophase.training.config import RunConfig
 from twophase.training.device import check_memory, prepare_repeatable, usable_device
 from twophase.training.inner import check_inner
+from twophase.training.outer import outer_of
 from twophase.training.task import Task
 
 
@@ -26,10 +23,8 @@ def _outline(task: Task, seed: int) -> nn.Module:
         return task.model(seed)
 
 
-def preflight(config: RunConfig, task: Task, processes: int = 1, methods: Iterable[RunConfig] = ()) -> None:
+def preflight(config: RunConfig, task: Task, processes: int = 1) -> None:
     """Refuse a run that this machine cannot train with so many processes, before a folder is made for it.
-
-    `methods` are configurations that differ in the outer optimizer; by default this one.
 
     Raises:
         UsageError: replicas that the processes cannot share, an impossible device, unusable or too little data, an
@@ -55,8 +50,9 @@ def preflight(config: RunConfig, task: Task, processes: int = 1, methods: Iterab
         check_inner(model, config.inner)
     # Both AdamWs have two. Others may have fewer, and a run that fits must not be refused.
     moments = 0 if hasattr(task, "inner") or config.inner.method in ("sgd", "muon") else 2
-    outer = config.outer.value(config.rounds)
-    buffers = len(outer.buffers) if isinstance(outer, Outer) else int(outer.momentum != 0)
+    outer_of(config)  # a user's file may be missing
+    rule = config.outer.rule()
+    buffers = {"adamw": 2}.get(config.outer.method, 1) if rule is None else int(rule.momentum != 0)
     check_memory(
         f"the weights and optimizers of {share} replicas of {sum(sizes.values()):,} parameters",
         # In float32: weights, gradients and moments of each replica; anchor, pseudo-gradient and the outer buffers.
@@ -65,20 +61,6 @@ def preflight(config: RunConfig, task: Task, processes: int = 1, methods: Iterab
         "take a smaller model, fewer --replicas, or more processes by torchrun",
     )
     try:
-        fragments = partition(sizes, config.sync.parts())
+        partition(sizes, config.sync.parts())
     except ValueError as error:
         raise UsageError(f"--sync.fragments {' '.join(config.sync.fragments)}: {error}") from None
-    for other in methods or (config,):
-        _check_outer(other, model, fragments)
-
-
-def _check_outer(config: RunConfig, model: nn.Module, fragments: Mapping[str, Sequence[str]]) -> None:
-    """Make the outer optimizer of each fragment."""
-    outer, policies = config.outer.value(config.rounds), config.sync.policies()
-    for fragment, names in fragments.items() if isinstance(outer, Outer) else ():
-        policy = (policies or {}).get(fragment, config.outer.policy())
-        params = [model.get_parameter(name) for name in names]
-        try:
-            OuterOptimizer(params, outer, policy, signals=policy.needs)
-        except ValueError as error:
-            raise UsageError(f"--outer.method {config.outer.method}: {error}") from None

@@ -22,12 +22,13 @@ from twophase.diloco.comm import default_communicator
 from twophase.diloco.communicator import Communicator, in_agreement
 from twophase.diloco.engine import DiLoCo
 from twophase.diloco.report import RoundReport
-from twophase.optim.groups import GroupRound
-from twophase.optim.optimizer import options_of
+from twophase.optim.groups import GroupRound, rule_of
+from twophase.optim.names import options_of
 from twophase.optim.outer import OuterSGD
+from twophase.optim.restarting import Restarting
+from twophase.rule import OuterRule
 from twophase.runs.folder import METRICS, RECORDED, ROUNDS, SUMMARY, USER, RunFolder, read_lines, read_rounds
 from twophase.runs.trackers import check, tracked
-from twophase.shelf.outer import described
 from twophase.training.device import environment
 from twophase.training.session import claimed
 
@@ -238,13 +239,18 @@ def setting(engine: DiLoCo | OuterSGD, config: Any = None) -> Tree:
         tree["inner_steps"] = engine.inner_steps
         tree["replicas"] = engine.replica_count
     if all(isinstance(outer, OuterSGD) for outer in outers):
-        options = [options_of(group) for outer in outers for group in outer.param_groups]
-        tree["outer"] = options[0]
-        if len(rules := dict.fromkeys(map(described, options))) > 1:  # the groups share no rule
-            tree["outer"] = {
-                "method": f"OuterSGD whose param groups are {'; '.join(rules)}",
-                "restart": options[0]["restart"],
-            }
+        every = [group for outer in outers for group in outer.param_groups]
+        rules = dict.fromkeys(map(_first_rule, every))
+        tree["outer"] = options_of(next(iter(rules)))
+        if len(rules) > 1:
+            text = "; ".join(rule.describe() for rule in rules)
+            tree["outer"] = {"method": f"OuterSGD whose param groups are {text}"}
+        tree["outer"]["restart"] = str(every[0]["restart"])
+    elif all(isinstance(outer, Restarting) for outer in outers):
+        names = [type(each).__name__ for each in outers[0].optimizers]  # type: ignore[attr-defined]
+        tree["outer"] = {"method": " and ".join(names), "restart": outers[0].param_groups[0]["restart"]}
+    if isinstance(engine, DiLoCo) and engine.fragments[0].filter is not None and "outer" in tree:
+        tree["outer"]["filter"] = engine.filter
     sync: Tree = {}
     groups = {f"param group {number}": group for number, group in enumerate(outers[0].param_groups)}
     if isinstance(engine, DiLoCo):
@@ -264,6 +270,12 @@ def setting(engine: DiLoCo | OuterSGD, config: Any = None) -> Tree:
             if tree.setdefault(name, value) != value:
                 raise ValueError(f"record: config has {name} = {value}, and the engine {tree[name]}; leave it out")
     return tree | ({USER: values} if values else {})
+
+
+def _first_rule(group: Mapping[str, Any]) -> OuterRule:
+    """Return the rule that a param group had before a scheduler of torch changed it."""
+    momentum = group.get("max_momentum", group["momentum"])
+    return rule_of(dict(group) | {"lr": float(group.get("initial_lr", group["lr"])), "momentum": momentum})
 
 
 def _plain(config: Any) -> Tree:

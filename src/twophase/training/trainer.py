@@ -23,9 +23,12 @@ from twophase.base.source import source_digest
 from twophase.diloco.communicator import Communicator
 from twophase.diloco.engine import DiLoCo, Signals
 from twophase.diloco.report import RoundReport, merged
+from twophase.optim.restarting import follow
+from twophase.schedule import Schedule
 from twophase.training.config import RunConfig, inner_lr
 from twophase.training.device import environment, make_repeatable, peak_bytes, room_for
 from twophase.training.inner import Replica
+from twophase.training.outer import outer_of
 from twophase.training.parts import take_apart
 from twophase.training.task import Task, step_of
 
@@ -72,10 +75,11 @@ class Trainer:
     def _engine(self) -> DiLoCo:
         config, sync = self.config, self.config.sync
         try:
-            return DiLoCo(
+            engine = DiLoCo(
                 [replica.model for replica in self.replicas],
-                config.outer.value(config.rounds),
+                outer_of(config),
                 restart=sync.policies() or config.outer.policy(),
+                filter=config.outer.filter,
                 inner_steps=config.inner_steps,
                 fragments=sync.parts(),
                 stagger=sync.stagger,
@@ -87,6 +91,9 @@ class Trainer:
                 signals=FOR_POLICIES,
                 alike={"data": self.data_fingerprint[:12], "training code": self._source()} | _alike(config),
             )
+            for fragment in engine.fragments:
+                follow(fragment.outer, Schedule.parse(config.outer.schedule), config.rounds)
+            return engine
         except ValueError as error:  # processes, or fragments, that do not fit
             raise UsageError(str(error)) from None
 
@@ -200,9 +207,9 @@ class Trainer:
         return line | {"inner_lr": inner_lr(self.config, self.done.step - 1)}
 
     def validate(self) -> Mapping[str, float]:
-        """Evaluate the anchor, or its readout, on held-out data."""
+        """Evaluate the anchor on held-out data."""
         if self.validation is None:
-            with self.engine.anchored(readout=True):
+            with self.engine.anchored():
                 self.validation = self.replicas[0].evaluate()
         return self.validation
 
@@ -220,9 +227,8 @@ class Trainer:
         return self.done.step * self.config.replicas * self.compute.tokens
 
     def weights(self, config: RunConfig) -> bytes:
-        """Return the evaluated weights (anchor or readout, buffers) as a safetensors file of a run."""
-        pairs = [pair for f in self.engine.fragments for pair in zip(dict(f.named), f.readouts(), strict=True)]
-        tensors = {name: value.contiguous().clone() for name, value in [*pairs, *self._buffers().items()]}
+        """Return the evaluated weights (anchor and buffers) as a safetensors file of a run."""
+        tensors = {name: value.contiguous().clone() for name, value in (self.engine.anchor | self._buffers()).items()}
         return safetensors.torch.save(tensors, metadata={"config": fingerprint(config)})
 
     def _buffers(self) -> dict[str, Tensor]:
@@ -243,7 +249,7 @@ class Trainer:
         done = self.done
         if restarts is None:
             optimizers = [fragment.outer for fragment in self.engine.fragments]
-            restarts = sum(group["restarts"] for outer in optimizers for group in outer.param_groups)
+            restarts = sum(group.get("restarts", 0) for outer in optimizers for group in outer.param_groups)
         return {
             "tokens": self.tokens(),
             "seconds": done.seconds,

@@ -143,6 +143,9 @@ def train(api: Any, training: Training, numbers: Sequence[int] = (), mesh: Any =
     if "compression" in training.options:  # whose bits may change one day, but not what it learns
         last = run.losses[-8 * len(numbers) :]
         result["must"] = {"loss": near(sum(last) / len(last), COMPRESSED_LOSS)}
+    if isinstance(training.outer, Outer) and training.outer.method in {"adamw", "muon"}:  # torch's own, to rounding
+        values = [float(view.double().sum()) for view in run.engine.anchor.values()]
+        result["must"] = {"sums of the anchor": [near(value, 1e-5) for value in values]}
     return result | {"evaluated in the middle": held}
 
 

@@ -26,7 +26,6 @@ from twophase.base.files import replacing, sync_folder, write_atomic
 from twophase.base.reading import json_object_or_none
 from twophase.runs.folder import CHECKPOINTS, CONFIG, ENV, SUMMARY, WEIGHTS, read_summary, weights_fault
 from twophase.runs.record import run_config
-from twophase.shelf.text import registered
 from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.export_tokenizer import Ids, tokenizer_source, write_tokenizer
 from twophase.tasks.lm.model import Llama
@@ -76,7 +75,6 @@ def export(
             "another run"
         )
     model = _model(config, weights, run)
-    method = registered("method").get(config.outer.method.partition(":")[0])
     out.parent.mkdir(parents=True, exist_ok=True)
     with replacing(out.resolve()) as folder:  # an empty folder there gives way
         folder.mkdir()
@@ -86,7 +84,6 @@ def export(
             "run": identity,
             "steps": steps,
             "source": origin,
-            "readout": config.outer.method if getattr(method, "reads_out", False) else config.outer.readout,
             "dtype": dtype,
             "parameters": sum(weight.numel() for weight in model.parameters()),
             "corpus": config.data.corpus,
@@ -103,9 +100,8 @@ def describe(out: Path, record: Mapping[str, Any]) -> str:
     text = f"no tokenizer: {record['corpus']} does not say what its ids mean, or it was not asked for"
     if record["tokenizer"]:
         text = f"tokenizer: {record['tokenizer']}, {record['tokenizer_ids']:,} ids"
-    readout = "the anchor" if record["readout"] == "last" else f"the readout {record['readout']}"
     return (
-        f"{out}: LlamaForCausalLM, {record['parameters']:,} parameters in {record['dtype']}, {readout} after "
+        f"{out}: LlamaForCausalLM, {record['parameters']:,} parameters in {record['dtype']}, the anchor after "
         f"{record['steps']:,} inner steps ({record['source']})\n{text}"
     )
 
@@ -137,7 +133,7 @@ def _weights(run: Path, identity: str) -> tuple[dict[str, Tensor], str, int]:
 
     def read(newest: Path) -> tuple[dict[str, Tensor], str, int]:
         saved = checkpoint.Checkpoint(newest, identity)
-        return saved.weights(), newest.name, saved.step
+        return saved.anchor(), newest.name, saved.step
 
     newest = checkpoint.read_latest(run / CHECKPOINTS, read)
     if newest is None and summary is not None:  # a sweep's run keeps no checkpoints

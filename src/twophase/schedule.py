@@ -1,0 +1,74 @@
+"""Schedules of the outer learning rate and momentum over the rounds of a run, as values without tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from twophase.rule import OuterRule
+
+_LEAST_MOMENTUM = 1e-300
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """How learning rate and momentum of an outer rule change over a run of T rounds, t = 1 ... T.
+
+    | text         | what changes                                                                        |
+    |--------------|-------------------------------------------------------------------------------------|
+    | `constant`   | nothing                                                                             |
+    | `linear:2`   | lr_t = lr (1 + (2 - 1) (t-1) / T): on a line to twice its value; `linear:0` decays  |
+    | `momentum:0` | b_t = 0 + (b - 0) (t-1) / T: the momentum rises from 0 to its own value             |
+
+    Args:
+        kind: `constant`, `linear` or `momentum`.
+        end: of `linear` the last learning rate over the first, from 0 to 100; of `momentum` the first momentum, in
+            [0, 1).
+
+    Raises:
+        ValueError: another kind, or a number outside its range.
+
+    >>> Schedule.parse("linear:2").at(OuterRule(0.5, 0.0), 6, 10).lr
+    0.75
+    """
+
+    kind: str = "constant"
+    end: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse what is no schedule."""
+        if self.kind not in ("constant", "linear", "momentum"):
+            raise ValueError(
+                f"schedule is {self.kind!r}; write constant, linear:2 (a factor) or momentum:0 (its start)"
+            )
+        if self.kind == "linear" and not 0 <= self.end <= 100:
+            raise ValueError(f"schedule linear: its last factor must be in [0, 100], got {self.end}")
+        if self.kind == "momentum" and not 0 <= self.end < 1:
+            raise ValueError(f"schedule momentum: its start must be in [0, 1), got {self.end}")
+
+    @classmethod
+    def parse(cls, text: str | Schedule) -> Schedule:
+        """Return the schedule of a text form; a schedule is returned as it is."""
+        if isinstance(text, Schedule):
+            return text
+        kind, colon, end = text.strip().partition(":")
+        if bool(colon) == (kind == "constant"):
+            raise ValueError(f"schedule is {text!r}; write constant, linear:2 (a factor) or momentum:0 (its start)")
+        try:
+            return cls(kind, float(end) if colon else 0.0)
+        except ValueError as error:
+            raise ValueError(f"schedule {text!r}: {error}") from None
+
+    def at(self, rule: OuterRule, number: int, rounds: int) -> OuterRule:
+        """Return the rule of round `number`, from 1, in a run of `rounds`; later rounds have the last one's values."""
+        if self.kind == "constant":
+            return rule
+        share = min(1.0, (number - 1) / max(1, rounds))
+        if self.kind == "linear":
+            return replace(rule, lr=rule.lr * (self.end + (1 - self.end) * (1 - share)))
+        momentum = self.end + (rule.momentum - self.end) * share
+        # At momentum 0 an optimizer has no buffer, and a later round would lack this one's pseudo-gradient.
+        return replace(rule, momentum=max(momentum, _LEAST_MOMENTUM)) if rule.momentum else rule
+
+    def __str__(self) -> str:
+        """Return the text form."""
+        return self.kind if self.kind == "constant" else f"{self.kind}:{self.end:.17g}"

@@ -1,0 +1,68 @@
+"""Outer schedules: their numbers, their text, and the steps of an optimizer that follows one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from outers import parameters, run
+from replicas import same_bits, through_file
+from twophase.optim.outer import OuterSGD
+from twophase.optim.restarting import Restarting, follow
+from twophase.rule import OuterRule
+from twophase.schedule import Schedule
+
+RULE = OuterRule(0.5, 0.8, nesterov=True)
+
+
+def test_numbers():
+    """A line of learning rates to a factor, a rising momentum, and both end with the run."""
+    lrs = [Schedule.parse("linear:2").at(RULE, t, 5).lr for t in range(1, 8)]
+    np.testing.assert_allclose(lrs, [0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.0], rtol=1e-15)
+    momenta = [Schedule.parse("momentum:0.3").at(RULE, t, 5).momentum for t in range(1, 8)]
+    np.testing.assert_allclose(momenta, [0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.8], rtol=1e-15)
+    assert Schedule.parse("constant").at(RULE, 3, 5) is RULE
+    assert Schedule.parse("momentum:0").at(RULE, 1, 5).momentum > 0  # else there would be no buffer
+    assert Schedule.parse("momentum:0.3").at(OuterRule(1.0, 0.0), 2, 5) == OuterRule(1.0, 0.0)
+    for text in ("constant", "linear:2", "linear:0.1", "momentum:0"):
+        assert Schedule.parse(str(Schedule.parse(text))) == Schedule.parse(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["cosine", "linear", "linear:-1", "linear:101", "linear:nan", "momentum:1", "constant:1", "momentum:x", ""]
+)
+def test_refused(text: str):
+    """What is no schedule."""
+    with pytest.raises(ValueError, match="schedule"):
+        Schedule.parse(text)
+
+
+@pytest.mark.parametrize("text", ["linear:2", "momentum:0.1"])
+def test_an_optimizer_follows(text: str):
+    """By the rounds of its groups, also after loading, with the bits of an optimizer that is given these numbers."""
+    params, twins = parameters(0), parameters(0)
+    outer = OuterSGD(params, 0.5, 0.8, nesterov=True, restart=3)
+    follow(outer, Schedule.parse(text), 6)
+    twin = OuterSGD(twins, 0.5, 0.8, nesterov=True, restart=3)
+    for number in range(8):
+        run(outer, range(number, number + 1))
+        rule = Schedule.parse(text).at(RULE, number + 1, 6)
+        twin.param_groups[0].update(lr=rule.lr, momentum=rule.momentum)
+        run(twin, range(number, number + 1))
+        state = through_file(outer.state_dict())
+        outer = OuterSGD(params, 0.5, 0.8, nesterov=True)
+        follow(outer, Schedule.parse(text), 6)
+        outer.load_state_dict(state)
+    assert all(map(same_bits, params, twins))
+
+
+def test_of_another_optimizer_learning_rates_alone():
+    """Each group's by its own first value; a momentum is refused."""
+    params = parameters(0)
+    outer = Restarting(torch.optim.Adam([{"params": params[:2], "lr": 0.2}, {"params": params[2:]}], lr=0.1))
+    follow(outer, Schedule("linear", 0.0), 4)
+    run(outer, range(2))
+    assert [group["lr"] for group in outer.param_groups] == pytest.approx([0.15, 0.075])
+    with pytest.raises(ValueError, match="momentum"):
+        follow(outer, Schedule("momentum", 0.0), 4)
