@@ -17,6 +17,7 @@ from processes import free_port
 from replicas import same_bits
 
 ROOT = Path(__file__).parents[2]
+FOLDERS = os.pathsep.join([str(ROOT / "src"), str(ROOT / "experiments")])  # the tests' policies are there
 PYTHON = ROOT / ".venv-torchtitan" / "bin" / "python"
 LIGHTHOUSE = ROOT / ".venv" / "bin" / "torchft_lighthouse"
 PROGRAM = Path(__file__).with_name("titan_replica.py")
@@ -34,7 +35,7 @@ def program(folder: Path, *words: str, lighthouse: str = "") -> subprocess.Compl
     """Run the program as torchrun would for one process."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCHFT_LIGHTHOUSE": lighthouse}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    environment |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "PYTHONPATH": str(ROOT / "src")}
+    environment |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "PYTHONPATH": FOLDERS}
     command = [str(PYTHON), str(PROGRAM), str(folder), *words]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
 
@@ -109,7 +110,7 @@ def test_names_of_torchtitan(tmp_path: Path):
         "config = ConfigManager().parse_args(words)",
         "print(config.outer.restart, config.model_spec.name, config.fault_tolerance.semi_sync_method)",
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    environment = {**os.environ, "PYTHONPATH": FOLDERS}
     command = [str(PYTHON), "-c", "\n".join(lines)]
     end = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path, check=True)
     assert end.stdout.splitlines()[-1] == "3 llama3 diloco"
