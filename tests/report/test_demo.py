@@ -19,6 +19,7 @@ from twophase.recipes.demo import demo
 from twophase.report.demo import draw, findings, terminal_maps, verdict
 from twophase.sweeps.grid import Cell
 from twophase.tasks.lm.config import TrainConfig, check
+from twophase.training.config import InnerConfig
 
 MAIN = ["heavy ball, never", "heavy ball, K=3", "Nesterov, never", "Nesterov, K=3"]
 MATCHED = ["heavy ball, never, gain of K=3", "Nesterov, never, gain of K=3"]
@@ -38,15 +39,15 @@ def test_runs() -> None:
     arms = Counter(cell.arm for cell in sweep.cells)
     assert arms == dict.fromkeys(MAIN, 15) | {"momentum-free": 4, "auto": 1} | dict.fromkeys(MATCHED, 9)
     assert len(sweep.runs) == 83
-    assert sweep.base == TrainConfig()
+    assert sweep.base == TrainConfig(inner=InnerConfig(schedule="cosine"))
     assert {cell.config.outer.form for cell in sweep.cells} == {"sum"}
     for cell in sweep.cells:
-        assert with_values(TrainConfig(), cell.values) == check(cell.config)
-        assert cell.arm.startswith("Nesterov") == cell.config.outer.nesterov or cell.arm == "auto"
+        assert with_values(sweep.base, cell.values) == check(cell.config)
+        assert cell.arm.startswith("Nesterov") == (cell.config.outer.method == "nesterov") or cell.arm == "auto"
         policy = {"auto": "auto"}.get(cell.arm, "never")
         assert cell.config.outer.restart == ("3" if cell.arm.endswith(", K=3") else policy)
     free = [cell.config.outer for cell in sweep.cells if cell.arm == "momentum-free"]
-    assert [(outer.lr, outer.momentum) for outer in free] == [(lr, 0.0) for lr in (0.3, 0.7, 1.0, 1.1)]
+    assert [(outer.lr, outer.momentum) for outer in free] == [(lr, None) for lr in (0.3, 0.7, 1.0, 1.1)]
     main = demo(controls=False)
     assert main.cells == sweep.cells[:60]
     axes = main.spec()["axes"]
@@ -100,7 +101,8 @@ def test_figures_show_every_cell(tmp_path: Path) -> None:
 
     def numbered(cell: Cell) -> float:
         of = by_run[cell.control_of] if cell.control_of else cell
-        return 8 + of.values["outer.momentum"] + of.values["outer.lr"] / 100 + (cell.control_of is not None) / 1000
+        momentum, lr = (of.values[name] or 0.0 for name in ("outer.momentum", "outer.lr"))  # `auto` has neither
+        return 8 + momentum + lr / 100 + (cell.control_of is not None) / 1000
 
     paths = draw(rows(sweep, numbered), sweep, tmp_path)
     assert [path.name for path in paths] == [

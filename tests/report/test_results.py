@@ -54,7 +54,7 @@ def test_two_runs(tmp_path: Path) -> None:
     assert table.loc["steps"].tolist() == [run.config["steps"], other.config["steps"]]
     other.record.config["inner.schedule"] = "cosine"
     assert run.compare(other).loc["inner.schedule"].tolist() == ["wsd", "cosine"]
-    del run.record.config["inner.warmup"]
+    del run.record.config["inner.warmup"], run.record.config["inner.schedule"]
     assert run.compare(other).loc["inner.schedule"].isna().tolist() == [True, False]
     assert "outer.lr" not in table.index
     assert run.compare(run).empty
