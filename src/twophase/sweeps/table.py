@@ -215,8 +215,8 @@ def arm_name(arm: str, *, long: bool = False) -> str:
 def place_words(values: Mapping[str, Any], paths: Sequence[str]) -> str:
     """Name a place by its values of some axes, by their last words where these are unambiguous.
 
-    >>> place_words({"outer.lr": 0.3, "outer.nesterov": True}, ["outer.lr", "outer.nesterov"])
-    'lr 0.3, nesterov true'
+    >>> place_words({"outer.lr": 0.3, "outer.method": "nesterov"}, ["outer.lr", "outer.method"])
+    'lr 0.3, method nesterov'
     """
     last = [path.rpartition(".")[2] for path in paths]
     parts = []
