@@ -85,7 +85,7 @@ def setting_of(config: RunConfig) -> Setting:
         steps = range(first, min(first + config.inner_steps, config.steps))
         steps = steps[0 if config.sync.mixing else config.sync.delay :] or steps[-1:]
         lrs[place] = tuple(inner_lr(config, step) / damping for step in steps)
-    return Setting(config.outer.rule(), config.rounds, lrs, config.inner.weight_decay)
+    return Setting(config.outer.known_rule(), config.rounds, lrs, config.inner.weight_decay)
 
 
 def patterns_of(restored: Restored) -> dict[str, str]:

@@ -254,5 +254,5 @@ def _predicted(blocks: Sequence[Facts], setting: Setting, policy: str) -> float:
         if share > 0:
             weights = loss_weights(density)
             loss = log_final_loss(setting.rule, density["sigma_mid"], setting.rounds, period, weights)
-            logs.append(math.log(share / total) + float(loss - math.log(0.5)))
+            logs.append(math.log(share / total) + float(loss - math.log(0.5)))  # type: ignore[arg-type]
     return float(logsumexp(logs))

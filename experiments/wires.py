@@ -197,7 +197,7 @@ def _spread(logs: DataFrame) -> float | None:
     return None if error is None else error * math.sqrt(len(logs.columns))
 
 
-def _gain_facts(logs: Mapping[str, DataFrame], rule: tuple[bool, float]) -> dict[str, Any]:
+def _gain_facts(logs: Mapping[str, DataFrame], rule: tuple[str, float]) -> dict[str, Any]:
     """Say what a restart gains on each wire (never over K), and how that differs from float32's, seed by seed."""
     sides = {
         wire: [every.loc[[(*rule, restart)]].reset_index(drop=True) for restart in RESTARTS]

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import MagicMock
 
 import pytest
@@ -96,7 +96,7 @@ class Replica:
                 rounds.load_state_dict(state["rounds"])
             if folder is not None:
                 setting = {"inner_steps": 8, "replicas": 2}
-                stack.enter_context(twophase.record(rounds.outers[0], folder, setting, inner=self.inner))
+                stack.enter_context(twophase.record(cast("Any", rounds.outers[0]), folder, setting, inner=self.inner))
             with rounds:
                 while not until(manager):
                     trainers.loss(self.model, *trainers.batch(self.step, self.number)).backward()

@@ -183,7 +183,7 @@ def test_the_table():
         (("nesterov", 0.7, 1.0), "momentum"),
     ):
         with pytest.raises(ValueError, match=word):
-            rule_of(*arguments)
+            rule_of(*arguments)  # type: ignore[arg-type]
 
 
 def test_adamw_and_muon_are_torchs():

@@ -269,8 +269,8 @@ def test_hooks_around_loading_have_the_last_word():
     for _, x in saved:
         x.grad = x.detach().clone()
     outer.step()
-    other.register_load_state_dict_pre_hook(by_name)
-    other.register_load_state_dict_post_hook(doubled)
+    other.register_load_state_dict_pre_hook(by_name)  # type: ignore[arg-type]
+    other.register_load_state_dict_post_hook(doubled)  # type: ignore[arg-type]
     other.load_state_dict(outer.state_dict())
     expected = {name: 2 * outer.state[x]["momentum_buffer"] for name, x in saved}
     actual = {name: other.state[x]["momentum_buffer"] for name, x in loaded if x in other.state}

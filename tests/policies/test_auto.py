@@ -100,7 +100,7 @@ def test_a_rule_without_momentum_gets_a_buffer() -> None:
     np.testing.assert_array_equal(without.residual, with_one.residual)
     averaging = rollout(OuterRule(1.0, 0.0), [0.9, 0.2], 20, "never")
     assert not np.array_equal(without.residual, averaging.residual)
-    assert OuterConfig(restart="auto").rule().momentum > 0
+    assert OuterConfig(restart="auto").known_rule().momentum > 0
     assert OuterConfig(restart="3").rule() == OuterRule(1.0, 0.0)
     anchors = []
     for momentum in (0.0, 0.9):

@@ -142,8 +142,8 @@ def test_the_same_path_in_the_other_form(rule: OuterRule, text: str):
     assert first.restarts.tolist() == second.restarts.tolist()
     assert (other[1] == policy) is not isinstance(policy, OF_EXPERIMENTS.NormRatio)
     if isinstance(policy, OF_EXPERIMENTS.NormRatio):
-        assert isinstance(other[1], OF_EXPERIMENTS.NormRatio)
-        assert other[1].ratio == pytest.approx(policy.ratio * (0.1 if rule.form == "sum" else 10))
+        ratios: list[Any] = [policy, other[1]]
+        assert ratios[1].ratio == pytest.approx(ratios[0].ratio * (0.1 if rule.form == "sum" else 10))
 
 
 @pytest.mark.parametrize("text", [text for text in MODELLED if not parse(text).takes_steps])

@@ -152,7 +152,7 @@ class History(NamedTuple):
 def history(config: TrainConfig, how: str) -> History:
     """By the names of the bits (`"bits"`), or by the exact coefficients of an oracle (`"exact"`)."""
     syncs = [step for step in range(1, config.steps + 1) if step % config.inner_steps == 0 or step == config.steps]
-    rule, policy = config.outer.rule(), config.outer.policy()
+    rule, policy = config.outer.known_rule(), config.outer.policy()
     names: list[Any]
     if how == "bits":
         names = [name.update for name in bits(rule, policy, len(syncs))]

@@ -612,7 +612,7 @@ def test_a_loop_by_hand_has_the_same_rounds(tmp_path: Path) -> None:
     task = build.task_of(config)
     modules = [task.model(0) for _ in range(2)]
     inner = [torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=0.1, fused=True) for m in modules]
-    engine = twophase.DiLoCo(modules, config.outer.rule(), restart=2, inner_steps=4)
+    engine = twophase.DiLoCo(modules, config.outer.known_rule(), restart=2, inner_steps=4)
     with twophase.record(engine, "recorded", {"steps": 22, "seed": 0}, inner=inner[0]):
         for step in range(22):
             for number, (module, optimizer) in enumerate(zip(modules, inner, strict=True)):

@@ -59,7 +59,7 @@ class Change:
             if "outer.filter" in self.values:
                 return f'in your loop: DiLoCo(model, "averaging", filter="{_FILTER}", inner_steps=…)'
             outer = {path[6:]: value for path, value in {**config, **self.values}.items() if path.startswith("outer.")}
-            rule = rule_of(*(outer.get(name) for name in ("method", "lr", "momentum")), outer.get("form") or "sum")
+            rule = rule_of(outer.get("method", ""), outer.get("lr"), outer.get("momentum"), outer.get("form") or "sum")
             assert rule is not None
             looks = ", nesterov=True" if rule.nesterov else ""
             # Without a momentum both forms are the same.

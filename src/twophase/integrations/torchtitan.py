@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torchft
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torchtitan.experiments.torchft.checkpoint import TorchFTCheckpointManager
 from torchtitan.experiments.torchft.config.job_config import FaultTolerance, FaultTolerantModelSpec
 from torchtitan.experiments.torchft.diloco import fragment_llm
@@ -158,7 +159,7 @@ class DiLoCoTrainer(FaultTolerantTrainer):
         split, layers = getattr(config.model_spec, "fragment_fn", None), getattr(self.model_config, "layers", ())
         fragments = split(model, tolerance, len(layers)) if split else [model]
         check(manager, model, fragments, tolerance.sync_steps)
-        outers = [OuterSGD.from_rule(module.named_parameters(), rule, policy) for module in fragments]
+        outers: list[Optimizer] = [OuterSGD.from_rule(module.named_parameters(), rule, policy) for module in fragments]
         self.rounds = DiLoCo(manager, fragments, self.optimizers, outers, tolerance.sync_steps)
         self.checkpointer.states["twophase"] = Rounds(self.rounds)
         # torchtitan's train() would add torchtitan's rounds to these

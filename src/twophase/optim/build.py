@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
+from typing import Any, cast
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -37,7 +38,7 @@ def chosen(outer: OuterChoice) -> OuterRule | OuterFactory:
         return partial(named_optimizer, method=outer)
     if is_policy(outer):
         try:
-            return parse(outer).own_rule()
+            return parse(cast("str", outer)).own_rule()
         except ValueError as error:
             raise ValueError(f"outer must be {choices}, got {outer} ({error})") from None
     if isinstance(outer, Optimizer | type) or not (isinstance(outer, OuterRule) or callable(outer)):
@@ -63,14 +64,17 @@ def outer_optimizer(
         ValueError: as `chosen`; a function's `OuterSGD` beside a restart, or parameters that its optimizer lacks.
     """
     named = list(named)
-    outer, policy = chosen(outer), parse(outer if is_policy(outer) else Never() if restart is None else restart)
+    outer, policy = (
+        chosen(outer),
+        parse(cast("str", outer) if is_policy(outer) else Never() if restart is None else restart),
+    )
     if isinstance(outer, OuterRule):
         return OuterSGD.from_rule(named, outer, policy, signals)
     built = outer(named)
-    optimizers = list(built) if isinstance(built, list | tuple) else [built]
+    optimizers: list[Any] = list(built) if isinstance(built, list | tuple) else [built]
     if not optimizers or not all(isinstance(each, Optimizer) for each in optimizers):
         raise ValueError(f"outer must build a torch optimizer, or a list of them, got {built!r:.80}")
-    made = optimizers[0] if isinstance(built, Optimizer) else Restarting(optimizers, policy)
+    made: Optimizer = optimizers[0] if isinstance(built, Optimizer) else Restarting(optimizers, policy)
     if isinstance(made, OuterSGD) and policy != Never():
         raise ValueError(f"restart {policy} must be given to the OuterSGD that outer builds")
     if restart is not None and not isinstance(made, OuterSGD | Restarting):

@@ -226,7 +226,7 @@ def _different(cells: list[Cell], varied: Collection[str]) -> list[Cell]:
     for cell in cells:
         plain = cell
         if cell.config.outer.method == "averaging":
-            values = {MOMENTUM: None} if MOMENTUM in varied else {}
+            values: dict[str, Any] = {MOMENTUM: None} if MOMENTUM in varied else {}
             if RESTART in varied and not cell.config.outer.policy().takes_steps:
                 values[RESTART] = "never"
             config = with_values(cell.config, values)

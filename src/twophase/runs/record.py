@@ -113,7 +113,7 @@ class RunRecord:
     def rule(self) -> OuterRule | None:
         """The outer rule, if the configuration holds one and nothing but it moves the anchors."""
         try:
-            options = {"filter": "none", "schedule": "constant", "form": "sum"} | self._outer
+            options: dict[str, Any] = {"filter": "none", "schedule": "constant", "form": "sum"} | self._outer
             is_more = options["filter"] != "none" or options["schedule"] != "constant"
             return None if is_more else rule_of(*(options[name] for name in ("method", "lr", "momentum", "form")))
         except (KeyError, TypeError, ValueError):

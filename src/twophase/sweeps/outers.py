@@ -64,7 +64,7 @@ class Outers:
             if policy.needs:
                 happening: Any = (policy, repr(counters))
             else:
-                answer = _counted(outer.rule(), policy, counters, number)[1]
+                answer = _counted(outer.known_rule(), policy, counters, number)[1]
                 happening = (answer.restart, answer.step)
             classes.setdefault((outer.rule(), self._names[run], happening), []).append(run)
         return list(classes.values())
@@ -73,7 +73,7 @@ class Outers:
         """Make an optimizer that of a run: its rule, policy, counters and buffer."""
         config = self.configs[run].outer
         (group,) = outer.param_groups
-        rule = dataclasses.asdict(config.rule())
+        rule = dataclasses.asdict(config.known_rule())
         group.update(rule | {"restart": str(config.policy())} | self.counters[run])
         outer.state.clear()  # of a step that has failed
         for param, buffer in zip(group["params"], self.buffers.get(self._names[run], ()), strict=False):
@@ -89,7 +89,7 @@ class Outers:
             if policy.needs:
                 self.counters[run] = {key: group[key] for key in (*COUNTERS, "policy_state")}
             else:
-                self.counters[run] = _counted(config.rule(), policy, self.counters[run], number)[0]
+                self.counters[run] = _counted(config.known_rule(), policy, self.counters[run], number)[0]
             name = self._names[run] = self._history(run)[number - 1]
             if name not in (ABSENT, ZERO) and name not in buffers:
                 buffers[name] = [outer.state[param][BUFFER] for param in group["params"]]
@@ -126,7 +126,7 @@ class Outers:
     def _history(self, run: str) -> list[str]:
         if run not in self._histories:
             config = self.configs[run]
-            history = bits(config.outer.rule(), config.outer.policy(), config.rounds)
+            history = bits(config.outer.known_rule(), config.outer.policy(), config.rounds)
             self._histories[run] = [update.buffer for update in history]
         return self._histories[run]
 

@@ -200,7 +200,7 @@ class _History:
             plain = {**tree, "outer": to_tree(config.outer.plain())}  # without values that change nothing
             return cls(fingerprint(plain if merge else tree), config.steps, alone, alone)
         trunk = {path: value for path, value in tree.items() if path not in {"outer", "inner_steps"}}
-        rule, policy = config.outer.rule(), config.outer.policy()
+        rule, policy = config.outer.known_rule(), config.outer.policy()
         # The last round may be shorter.
         syncs = [*range(config.inner_steps, config.steps, config.inner_steps), config.steps]
         same_bits = (update.update for update in bits(rule, policy, len(syncs)))

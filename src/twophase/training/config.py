@@ -78,6 +78,12 @@ class OuterConfig:
         rule = rule_of(self.method, self.lr, self.momentum, self.form)
         return None if rule is None else self.policy().effective(rule)
 
+    def known_rule(self) -> OuterRule:
+        """Return the rule of a method that is one."""
+        rule = self.rule()
+        assert rule is not None, f"{self.method} is no rule"
+        return rule
+
     def describe(self) -> str:
         """Describe the outer optimizer in words, without its restart policy."""
         return describe(vars(self))
@@ -349,7 +355,7 @@ def _check_outer(config: RunConfig) -> dict[str, RestartPolicy] | None:
         check_method(outer.method, outer.momentum)
         rule = outer.rule()
         if rule is None and outer.numbers():  # the same ranges as a rule's
-            OuterRule(**outer.numbers())
+            OuterRule(outer.numbers()["lr"], outer.numbers()["momentum"])
         path = "outer.filter"
         read_filter(outer.filter)
         path = "outer.schedule"

@@ -250,7 +250,7 @@ def setting(engine: DiLoCo | OuterSGD, config: Any = None) -> Tree:
         names = [type(each).__name__ for each in outers[0].optimizers]  # type: ignore[attr-defined]
         tree["outer"] = {"method": " and ".join(names), "restart": outers[0].param_groups[0]["restart"]}
     if isinstance(engine, DiLoCo) and engine.fragments[0].filter is not None and "outer" in tree:
-        tree["outer"]["filter"] = engine.filter
+        tree["outer"]["filter"] = str(engine.filter)
     sync: Tree = {}
     groups = {f"param group {number}": group for number, group in enumerate(outers[0].param_groups)}
     if isinstance(engine, DiLoCo):
