@@ -16,6 +16,7 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from scipy.special import logsumexp
 
 import blocks as spectrum
@@ -254,5 +255,5 @@ def _predicted(blocks: Sequence[Facts], setting: Setting, policy: str) -> float:
         if share > 0:
             weights = loss_weights(density)
             loss = log_final_loss(setting.rule, density["sigma_mid"], setting.rounds, period, weights)
-            logs.append(math.log(share / total) + float(loss - math.log(0.5)))  # type: ignore[arg-type]
-    return float(logsumexp(logs))
+            logs.append(math.log(share / total) + float(loss - math.log(0.5)))
+    return float(np.asarray(logsumexp(logs)))  # its stubs speak of a tuple
