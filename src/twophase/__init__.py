@@ -9,57 +9,38 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from twophase.diloco.engine import DiLoCo
-    from twophase.diloco.report import RoundReport
-    from twophase.experiments import sweep, train, tune
-    from twophase.optim.outer import OuterSGD
-    from twophase.optim.restarting import Restarting
-    from twophase.policies.adaptive import Auto
-    from twophase.policies.base import Never
-    from twophase.policies.scheduled import AtRounds, Cycle, Periodic, Soft
-    from twophase.report.results import load
-    from twophase.rule import OuterRule
-    from twophase.training.recording import record
+    from twophase.diloco.engine import DiLoCo as DiLoCo
+    from twophase.diloco.report import RoundReport as RoundReport
+    from twophase.experiments import sweep as sweep
+    from twophase.experiments import train as train
+    from twophase.experiments import tune as tune
+    from twophase.optim.outer_sgd import OuterSGD as OuterSGD
+    from twophase.optim.restarting import Restarting as Restarting
+    from twophase.report.results import load as load
+    from twophase.restart import AtRounds as AtRounds
+    from twophase.restart import Auto as Auto
+    from twophase.restart import Cycle as Cycle
+    from twophase.restart import Never as Never
+    from twophase.restart import Periodic as Periodic
+    from twophase.restart import Soft as Soft
+    from twophase.rule import OuterRule as OuterRule
+    from twophase.training.recording import record as record
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "AtRounds": "twophase.policies.scheduled",
-    "Auto": "twophase.policies.adaptive",
-    "Cycle": "twophase.policies.scheduled",
+    **dict.fromkeys(("AtRounds", "Auto", "Cycle", "Never", "Periodic", "Soft"), "twophase.restart"),
     "DiLoCo": "twophase.diloco.engine",
-    "Never": "twophase.policies.base",
     "OuterRule": "twophase.rule",
-    "OuterSGD": "twophase.optim.outer",
-    "Periodic": "twophase.policies.scheduled",
+    "OuterSGD": "twophase.optim.outer_sgd",
     "Restarting": "twophase.optim.restarting",
     "RoundReport": "twophase.diloco.report",
-    "Soft": "twophase.policies.scheduled",
     "load": "twophase.report.results",
     "record": "twophase.training.recording",
-    "sweep": "twophase.experiments",
-    "train": "twophase.experiments",
-    "tune": "twophase.experiments",
+    **dict.fromkeys(("sweep", "train", "tune"), "twophase.experiments"),
 }
 
-__all__ = [
-    "AtRounds",
-    "Auto",
-    "Cycle",
-    "DiLoCo",
-    "Never",
-    "OuterRule",
-    "OuterSGD",
-    "Periodic",
-    "Restarting",
-    "RoundReport",
-    "Soft",
-    "load",
-    "record",
-    "sweep",
-    "train",
-    "tune",
-]
+__all__ = sorted(_HOMES)  # noqa: PLE0605 - a list
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Hold the outer rule: what the outer optimizer does with a pseudo-gradient, as a value without tensors.
+"""The outer rule: what the outer optimizer does with a pseudo-gradient, as a value without tensors.
 
 Mixing up the two writings of momentum changes the step size by `1/(1 - momentum)`, tenfold at momentum 0.9. Every rule
 therefore names its form.
@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from numbers import Real
+from operator import index
 from typing import Literal, get_args
 
 Form = Literal["ema", "sum"]
@@ -26,34 +27,23 @@ FORMS: tuple[Form, ...] = get_args(Form)
 FORM_WORDS: dict[str, str] = {"sum": "sum form", "ema": "EMA form"}
 
 
-def check_rule(where: str, lr: float, momentum: float, form: str, nesterov: object = False) -> None:
-    """Raise a ValueError that begins with `where` unless the values make an outer rule."""
-    if nesterov not in (True, False):  # OuterRule(0.7, 0.9, "ema") would be Nesterov in sum form
-        raise ValueError(f"{where}: nesterov is {nesterov!r}; it must be True or False (form comes after it)")
-    if form not in FORMS:
-        raise ValueError(f'{where}: form is {form!r}; write "sum" (as torch.optim.SGD) or "ema" (as the restart paper)')
-    if not (isinstance(lr, Real) and 0 <= lr < math.inf and not (isinstance(lr, int) and lr > 10**308)):
-        raise ValueError(f"{where}: lr is {lr!r}; it must be a finite number >= 0 (DiLoCo uses 0.7, sum form)")
-    if not (isinstance(momentum, Real) and 0 <= momentum < 1):
-        raise ValueError(
-            f"{where}: momentum is {momentum!r}; it must lie in [0, 1): at 1 the buffer never forgets (DiLoCo uses 0.9)"
-        )
+def whole_number(name: str, value: object, least: int = 1) -> int:
+    """Return a whole number, NumPy's included, as an int; a ValueError names one that is not >= `least`."""
+    try:
+        number = least - 1 if isinstance(value, bool) else index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = least - 1
+    if not least <= number <= 10**15:  # which every float, JSON reader and tensor holds exactly
+        raise ValueError(f"{name} must be a whole number >= {least}, got {value!r}")
+    return number
 
 
 @dataclass(frozen=True, slots=True)
 class OuterRule:
-    """Hold the hyperparameters of an outer momentum step, in a named form: see the table of the module.
+    """Hyperparameters of an outer momentum step, in a named form: see the table of the module.
 
-    Args:
-        lr: outer learning rate, dimensionless, finite and >= 0 (the paper's nu when the form is `"ema"`).
-        momentum: outer momentum, 0 <= momentum < 1 (the paper's beta_out).
-        nesterov: whether the step looks ahead.
-        form: `"sum"` or `"ema"`, which of the two writings `lr` is meant in.
-
-    Raises:
-        ValueError: a value outside its range.
-
-    Source: paper section 2, equations for T_HB and T_NAG; the conversion is exact (theory note R3).
+    `lr` is finite and >= 0 (the paper's nu in EMA form), `momentum` in [0, 1) (its beta_out). `form` says which of the
+    two writings `lr` is meant in. Source: paper section 2, equations for T_HB and T_NAG.
 
     >>> OuterRule(0.7, 0.9, nesterov=True).to("ema").lr
     7.000000000000001
@@ -65,8 +55,14 @@ class OuterRule:
     form: Form = "sum"
 
     def __post_init__(self) -> None:
-        """Refuse impossible values, so that no code that takes a rule has to."""
-        check_rule("OuterRule", self.lr, self.momentum, self.form, self.nesterov)
+        if self.nesterov not in (True, False):  # OuterRule(0.7, 0.9, "ema") would be Nesterov in sum form
+            raise ValueError(f"nesterov must be True or False, got {self.nesterov!r}; form comes after it")
+        if self.form not in FORMS:
+            raise ValueError(f'form must be "sum" (as torch.optim.SGD) or "ema" (as the paper), got {self.form!r}')
+        if not (isinstance(self.lr, Real) and 0 <= self.lr < math.inf):
+            raise ValueError(f"lr must be a finite number >= 0, got {self.lr!r}")
+        if not (isinstance(self.momentum, Real) and 0 <= self.momentum < 1):
+            raise ValueError(f"momentum must be in [0, 1), got {self.momentum!r}")
         for name in ("lr", "momentum"):  # NumPy's scalars become plain numbers, which JSON and checkpoints take
             object.__setattr__(self, name, float(getattr(self, name)))
         object.__setattr__(self, "nesterov", bool(self.nesterov))
@@ -76,7 +72,6 @@ class OuterRule:
 
         Buffers differ by the same factor, `m_ema = (1 - momentum) m_sum`. A soft restart needs a conversion, too.
         """
-        check_rule("OuterRule.to", self.lr, self.momentum, form)
         if form == self.form:
             return self
         scale = 1 - self.momentum
@@ -84,7 +79,7 @@ class OuterRule:
 
     @property
     def injection(self) -> float:
-        """Return the weight with which a pseudo-gradient enters the buffer: 1 (sum form) or 1 - momentum (EMA form)."""
+        """Weight with which a pseudo-gradient enters the buffer: 1 (sum form) or 1 - momentum (EMA form)."""
         return 1.0 if self.form == "sum" else 1 - self.momentum
 
     def describe(self) -> str:

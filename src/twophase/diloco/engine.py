@@ -1,83 +1,87 @@
 """`DiLoCo`: many inner steps alone, then one outer step together.
 
-One round, with anchor a (the last agreed parameters) and R replicas theta_r over all processes:
+One round, with anchor a (the last agreed parameters) and R replicas theta_r over all ranks:
 
     theta_r <- inner optimizer, `inner_steps` times           (the caller's loop)
-    g = (1/R) sum_r (a - theta_r)                             one reduction of one flat buffer
+    g = (1/R) sum_r (a - theta_r)                             one all-reduce of one flat buffer
     a <- outer optimizer (a, g)                               momentum, restarts
     theta_r <- a                                              the inner optimizer keeps its state
 
-(16-bit replicas hold a rounded to their type, and their progress counts from there.)
-
-With several fragments (streaming DiLoCo) each fragment has its own rounds, staggered over the inner steps. With a delay
-the reduction runs while the replicas train on, and its result is mixed into their parameters:
+With several fragments (Streaming DiLoCo) each has its own rounds, staggered over the inner steps. With a delay the
+all-reduce runs while the replicas train on, and its result is mixed into their parameters:
 
     theta_r <- mixing theta_r + (1 - mixing) a
 
-Source: DiLoCo (arXiv 2311.08105), algorithm 1; streaming DiLoCo (arXiv 2501.18512); the restart paper, section 2.
+Source: DiLoCo (arXiv 2311.08105), algorithm 1; Streaming DiLoCo (arXiv 2501.18512); the restart paper, section 2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from twophase.diloco.agreement import same_start
-from twophase.diloco.check import Watch
-from twophase.diloco.communicator import Communicator
-from twophase.diloco.fragment import Fragment
-from twophase.diloco.report import RoundReport, merged
-from twophase.diloco.setting import OuterChoice, Restarts, Schedule, Setting, Signals, check_kind, values_for
-from twophase.diloco.state import EngineState
-from twophase.diloco.sync import Sync
-from twophase.optim.orthogonal import Filter
+from twophase.diloco import checks, state
+from twophase.diloco.compression import BLOCK, COMPRESSIONS, Compression
+from twophase.diloco.fragment import Fragment, padded, partition, reshard, slots_of
+from twophase.diloco.group import ProcessGroup, SingleProcess, default_group
+from twophase.diloco.report import FragmentRound, RoundReport, merged
+from twophase.optim.build import OuterChoice, outer_optimizer
+from twophase.optim.orthogonal import Filter, filter_of
+from twophase.optim.outer_sgd import GroupRound, OuterSGD
+from twophase.optim.restarting import Restarting
+from twophase.restart import RestartPolicy
+from twophase.rule import whole_number
+
+Signals = Mapping[str, float] | None
+Restarts = RestartPolicy | str | int | None
+_INTERRUPTED = "DiLoCo: the last outer step was interrupted; load_state_dict() of a checkpoint first"
 
 
-class DiLoCo(EngineState):
+class DiLoCo:
     """The engine: call `step()` once after every inner optimizer step.
 
-        engine = DiLoCo(model, OuterRule(0.7, 0.9, nesterov=True), restart=Periodic(3), inner_steps=500)
+        engine = DiLoCo(model, "averaging", inner_steps=500)
         for batch in batches:
             ...                                  # forward, backward, inner.step(), inner.zero_grad()
             report = engine.step()               # a RoundReport when a round ends, else None
         engine.finish()                          # the last, shorter round
 
-    A process may have one replica or several, alone or in a `torch.distributed` group; `step()` follows the inner steps
-    of all of them. FSDP2 may shard a replica over processes (`ProcessGroup.of_mesh`). All start from process 0's first
-    replica. Parameters that require a gradient take part. `check()` looks for mistakes of the loop; a warning names
-    replicas that move alike in the first round, and rounds without any progress.
-
-    The anchor is one flat buffer in float32 (float64 for float64 models); `anchor` maps names to views of it.
+    A process may have one replica or several, alone or in a `torch.distributed` group; FSDP2 may shard a replica over
+    ranks. All start from rank 0's first replica. Parameters that require a gradient take part.
 
     Args:
         replicas: module, or list of modules with the same parameters, that train in this process.
-        outer: `OuterRule`, a name (`"averaging"`, `"heavy-ball"`, `"nesterov"`, `"adamw"`, `"muon"`), or a policy that
-            needs no rule, `"auto"`. A function from a fragment's named anchor parameters to a torch optimizer over
-            them, or to several over parts of them, is allowed too.
+        outer: an `OuterRule`; a name: "averaging", "heavy-ball", "nesterov", "adamw", "muon", "auto"; or a function
+            from a fragment's named anchor parameters to a torch optimizer over them, or to several over parts of them.
         inner_steps: inner steps a round, >= 1 (S; H in DiLoCo papers).
-        restart: policy of outer momentum restarts, or a mapping from fragment names to policies. Of another optimizer
-            than a rule's the whole state begins anew (`Restarting`).
-        filter: of the pseudo-gradient before the outer step: `"orthogonal"`, `"clip:1"` (a norm), or a function that
-            changes a fragment's pseudo-gradients by name in place, equally on all processes (`optim.orthogonal`).
-        fragments: number of fragments, >= 1, or a mapping from names to patterns; see `fragment.partition`.
+        restart: policy, or policies by fragment name; of another optimizer than `OuterSGD` the whole state restarts.
+        filter: of the pseudo-gradient before the outer step: "orthogonal", "clip:1" (a norm), or a function that
+            changes a fragment's pseudo-gradients by name in place, the same on all ranks.
+        fragments: number of fragments, >= 1, or patterns of parameter names by fragment name; see `partition`.
         stagger: True spreads the fragments' syncs evenly over a round; False has all at its end.
-        delay: inner steps between the launch of a reduction and its application, >= 0, < inner_steps.
+        delay: inner steps between the launch of an all-reduce and its application, in [0, inner_steps) (tau in
+            Streaming DiLoCo).
         mixing: share of a replica's own parameters that stays when the new anchor is applied, in [0, 1).
-        wire: number format of pseudo-gradients in transit: "float32" (the buffers' own type), "bfloat16" or "int8",
-            which has error feedback.
-        communicator: processes of the run; None means the default torch.distributed group where one is initialised.
-        signals: names of the values that `step(signals=...)` will get; a restart policy that needs more is refused.
-        alike: other facts that all processes must have been started with, by the words that name them (JSON values).
-        buffers: "mean" averages float buffers, as of BatchNorm, once a round over all replicas; else "local".
+        compression: of pseudo-gradients in transit: "float32" (none), "bfloat16" or "int8".
+        group: ranks of the run; None is the default torch.distributed group where one is initialised.
+        expect_equal: further JSON values that all ranks must have been started with.
+        buffers: "mean" averages floating-point buffers, as BatchNorm's statistics, once a round; else "local".
+
+    Attributes:
+        anchor: the anchor's parameters by name, views of `flat`, which is float32 (float64 for float64 models).
+        fragments, round: the fragments, each with its `outer` optimizer, and the rounds that all have ended.
+        inner_step: inner steps since the round began; `taken` counts those of the whole run.
+        syncs: outer steps of all fragments together.
 
     Raises:
-        ValueError: no trainable parameters, replicas that differ, parameters on several devices, an argument outside
-            its range, or a restart policy that needs other values.
+        ValueError: an argument outside its range, or replicas or ranks that differ.
     """
 
     def __init__(
@@ -92,193 +96,352 @@ class DiLoCo(EngineState):
         stagger: bool = True,
         delay: int = 0,
         mixing: float = 0.0,
-        wire: str = "float32",
-        communicator: Communicator | None = None,
-        signals: Collection[str] = (),
-        alike: Mapping[str, Any] | None = None,
+        compression: str = "float32",
+        group: SingleProcess | None = None,
+        expect_equal: Mapping[str, Any] | None = None,
         buffers: str = "local",
     ) -> None:
-        self.schedule, self.wire = Schedule(inner_steps, stagger, delay, mixing), wire
+        self.delay, self.mixing, self.stagger = whole_number("DiLoCo: delay", delay, 0), float(mixing), bool(stagger)
+        self._inner_steps = whole_number("DiLoCo: inner_steps", inner_steps)
+        if self.delay >= self._inner_steps:
+            raise ValueError(f"DiLoCo: delay must be in [0, inner_steps), got {delay} with inner_steps={inner_steps}")
+        if stagger not in (True, False):
+            raise ValueError(f"DiLoCo: stagger must be True or False, got {stagger!r}")
+        if not 0 <= self.mixing < 1:
+            raise ValueError(f"DiLoCo: mixing must be in [0, 1), got {mixing}")
+        if compression not in COMPRESSIONS:
+            raise ValueError(f"DiLoCo: compression must be one of {', '.join(COMPRESSIONS)}, got {compression!r}")
+        self.compression, self.buffers, self.group = compression, buffers, group or default_group()
         self.filter = filter if filter is None or isinstance(filter, str) else getattr(filter, "__qualname__", "own")
-        if communicator is None:
-            from twophase.diloco.comm import default_communicator  # noqa: PLC0415 - torch may lack process groups
-
-            communicator = default_communicator()
-        self.communicator: Communicator = communicator
         self.replicas: list[nn.Module] = [replicas] if isinstance(replicas, nn.Module) else list(replicas)
-        self._watch = Watch(buffers, self.replicas, self.communicator)
-        self._setting = Setting(
-            self.replicas,
-            self.communicator,
-            self.schedule,
-            outer=outer,
-            restart=restart,
-            filter=filter,
-            fragments=fragments,
-            wire=wire,
-            alike={**self._watch.alike, **(alike or {}), "filters": self.filter},
+        slots = [slots_of(replica) for replica in self.replicas]
+        checks.check_replicas(self.replicas, slots, self.group, buffers)
+        if isinstance(self.group, ProcessGroup):
+            self.group.bind(next(iter(slots[0].values())).device)
+        self._build(
+            slots, partition({name: slot.parameter.numel() for name, slot in slots[0].items()}, fragments), filter
         )
-        self.fragments = self._setting.fragments
-        self.anchor: dict[str, Tensor] = {name: view for f in self.fragments for name, view in f.named}
-        self.replica_count = sum(same_start(self.communicator, self._setting.describe(), len(self.replicas)))
-        self.communicator.broadcast(self._setting.anchor)
+        self._build_outers(outer, restart)
         self.round = self.inner_step = self.taken = self.syncs = 0
-        self._under_way = []
-        self._setting.promise(signals)
-        self._setting.restore()
+        self._interrupted = False
+        self._watch = checks.Watch(self)
+        self.replica_count = checks.assert_started_equal(self, expect_equal or {})
+        if isinstance(self.group, ProcessGroup):
+            self.group.broadcast(self.flat)
+        self.restore()
 
-    def __repr__(self) -> str:
-        """Return replicas, rule, restart, inner steps and round in a line."""
-        outers = dict.fromkeys(text for fragment in self.fragments for text in fragment.describe_outer())
-        parts = [
-            f"{self.replica_count} {'replica' if self.replica_count == 1 else 'replicas'}",
-            *([f"{len(self.fragments)} fragments"] if len(self.fragments) > 1 else []),
-            " | ".join(outers),
-            f"{self.inner_steps} inner steps a round",
-            f"round {self.round}",
-        ]
-        return f"DiLoCo({', '.join(parts)})"
+    def _build(
+        self, slots: Sequence[Mapping[str, Any]], parts: Mapping[str, Sequence[str]], filters: str | Filter | None
+    ) -> None:
+        """Make the fragments over one flat anchor, which holds the first replica's parameters."""
+        tensors = {name: slot.tensor() for name, slot in slots[0].items()}
+        lengths = [sum(padded(tensors[name].numel()) for name in names) for names in parts.values()]
+        if any(0 in of_shard for of_shard in self.group.gather_json(lengths, shards=True)):
+            raise ValueError("DiLoCo: fragments must have elements on every shard; take fewer or larger ones")
+        dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors.values()) else torch.float32
+        self.flat = torch.zeros(sum(lengths), dtype=dtype, device=next(iter(tensors.values())).device)
+        anchors = self.flat.split(lengths)
+        # Codes are made in blocks. Fragments that are never reduced at the same time share the room.
+        sizes = [-(-length // BLOCK) * BLOCK if self.compression != "float32" else length for length in lengths]
+        self._shares_room = self.stagger and self.delay < self._inner_steps // len(parts)
+        room = torch.zeros(max(sizes) if self._shares_room else sum(sizes), dtype=dtype, device=self.flat.device)
+        rooms = [room[:size] for size in sizes] if self._shares_room else room.split(sizes)
+        senders = len(self.replicas) if self.group.size == 1 else 1
+        chosen = filter_of(filters, partial(_sum_over_shards, self.group) if self.group.sharded else None)
+        self.fragments: list[Fragment] = []
+        for (name, names), anchor, gradient in zip(parts.items(), anchors, rooms, strict=True):
+            compression = None if self.compression == "float32" else Compression(self.compression, gradient, senders)
+            of_replicas = [[by_name[name] for name in names] for by_name in slots]
+            self.fragments.append(Fragment(name, of_replicas, anchor, gradient, compression, filter=chosen))
+            torch._foreach_copy_(self.fragments[-1].views, [tensors[name] for name in names])
+        self._set_inner_steps(self._inner_steps)
+        self.anchor: dict[str, Tensor] = {name: view for fragment in self.fragments for name, view in fragment.named}
 
-    def description(self) -> dict[str, Any]:
-        """Return the facts that all processes must share, by the words that name them."""
-        return self._setting.describe()
+    def _build_outers(self, outer: OuterChoice, restart: Restarts | Mapping[str, Restarts]) -> None:
+        """Build an optimizer for each fragment: a shared one would step on gradients of others, too."""
+        names = [fragment.name for fragment in self.fragments]
+        policies = restart if isinstance(restart, Mapping) else dict.fromkeys(names, restart)
+        if different := policies.keys() ^ set(names):
+            raise ValueError(f"DiLoCo: restart must name the fragments {names}, differs in {min(different)!r}")
+        for fragment in self.fragments:
+            try:
+                fragment.outer = made = outer_optimizer(fragment.named, outer, policies[fragment.name])
+            except ValueError as error:
+                raise ValueError(f"DiLoCo: {error}") from None
+            parts = made.optimizers if isinstance(made, Restarting) else [made]
+            measures = isinstance(made, Restarting) and made.needs
+            if self.group.sharded and (measures or any(isinstance(part, torch.optim.Muon) for part in parts)):
+                raise ValueError("DiLoCo: outer must not be Muon or measure its state, for parameters are sharded")
 
-    @property
-    def outer(self) -> Optimizer:
-        """The outer optimizer of a model in one fragment; of several each has `fragments[i].outer`."""
-        if len(self.fragments) > 1:
-            raise ValueError("DiLoCo: outer is the optimizer of a single fragment; of several, take fragments[i].outer")
-        return self.fragments[0].outer
+    def _set_inner_steps(self, count: int) -> None:
+        self._inner_steps, parts = count, len(self.fragments)
+        for number, fragment in enumerate(self.fragments, start=1):
+            fragment.offset = -(-number * count // parts) if self.stagger else count
 
-    # ---------------------------------------------------------------------------------------------------- the rounds
+    # ------------------------------------------------------------------------------------------------- the rounds
 
     def step(self, signals: Signals = None) -> RoundReport | None:
         """Count one inner step of every replica; launch and complete the syncs that are due.
 
         Args:
-            signals: values of this process, such as its mean training loss, for the report and for restart policies
-                that need them. They are read where a round ends, and averaged over the replicas; all processes give
-                the same names.
+            signals: values of this process by name, such as its mean training loss, for the report and for restart
+                policies. They are read where a round ends, and averaged over the replicas; all ranks give the same
+                names.
 
         Returns:
             The report of the round that has just ended, or None inside a round.
 
         Raises:
-            ValueError: a round ends, and a signal is missing that a restart policy needs; nothing has happened.
-            An interrupt before the outer step: the sync is undone, and the next one takes its progress. After an
-                interrupt inside the outer step the engine refuses to continue.
+            ValueError: a round ends and a signal that a restart policy needs is missing; nothing has happened.
         """
-        check_kind(signals)  # in every step, and not only where a round ends
-        self._setting.check_whole()
-        due, ending = self._due(), self._ending()
-        values = values_for(ending, signals) if ending else {}
-        delay, following = self.schedule.delay, self.inner_step + 1
-        self.inner_step, self.taken = following if following < self.inner_steps else 0, self.taken + 1
+        if self._interrupted:
+            raise RuntimeError(_INTERRUPTED)
+        ending = self._ending()
+        checks.check_signals(ending, signals or {})
+        self.inner_step, self.taken = self.inner_step + 1, self.taken + 1
         for fragment in self.fragments:
             fragment.steps += 1
-        report = None
-        for sync in list(self._under_way):
-            sync.age += 1
-            if sync.age == delay:
-                self._under_way.remove(sync)
-                report = self._complete(sync, values)
-            elif sync.age == (delay + 1) // 2:
-                sync.advance()
-        if due and delay:
-            self._under_way.append(self._launch(due, blocking=False))
-        elif due:
-            report = self._complete(self._launch(due), values)
-        return report
+            if fragment.age is not None:
+                fragment.age += 1
+                if fragment.age == (self.delay + 1) // 2:
+                    fragment.advance()
+        due = [fragment for fragment in self.fragments if fragment.offset == self.inner_step]
+        if self.inner_step == self._inner_steps:
+            self.inner_step = 0
+        self._launch(due)  # first, so that an error below leaves no rank with a collective fewer
+        return self._complete(ending, signals or {}) if ending else None
 
     def finish(self, signals: Signals = None) -> RoundReport | None:
-        """End the run: apply the reductions under way and synchronise the remaining progress; None without any.
+        """End the run: apply the all-reduces under way and synchronise the remaining progress; None without any.
 
-        Afterwards every replica equals the anchor, for any mixing.
-
-        Args:
-            signals: values as for `step`.
-
-        Raises:
-            ValueError: a signal is missing that a restart policy needs; call it again with all of them.
+        Afterwards every replica equals the anchor, for any mixing. Arguments as of `step`.
         """
-        check_kind(signals)
-        self._setting.check_whole()
-        reports: list[RoundReport] = []
-        while self._under_way:
-            values = values_for(self._under_way[0].fragments, signals)
-            reports.append(self._complete(self._under_way.pop(0), values))
-        for fragment in [f for f in self.fragments if f.steps > 0]:
-            values = values_for([fragment], signals)
-            reports.append(self._complete(self._launch([fragment]), values))
-        if self.schedule.mixing:
-            self._setting.restore()
+        if self._interrupted:
+            raise RuntimeError(_INTERRUPTED)
+        checks.check_signals([f for f in self.fragments if f.steps or f.age is not None], signals or {})
+        reports = []
+        for age in sorted({f.age for f in self.fragments if f.age is not None}, reverse=True):
+            reports += [self._complete([f for f in self.fragments if f.age == age], signals or {})]
+        for fragment in self.fragments:
+            if fragment.steps:
+                self._launch([fragment])
+                reports.append(self._complete([fragment], signals or {}))
+        if self.mixing:
+            self.restore()
         self.inner_step = 0
         if not reports:
             return None
         self.round = max(fragment.round for fragment in self.fragments)
         return replace(merged(reports), round=self.round, complete=True)
 
-    def _launch(self, fragments: list[Fragment], *, blocking: bool = True) -> Sync:
-        """Begin a sync of these fragments; `blocking` if no inner step comes before its end."""
-        with torch.no_grad():
-            return Sync.launch(self._setting, fragments, self.replica_count, blocking=blocking)
+    def _ending(self) -> list[Fragment]:
+        """Return the fragments whose round the next `step()` ends."""
+        if self.delay:
+            return [f for f in self.fragments if f.age is not None and f.age + 1 == self.delay]
+        return [f for f in self.fragments if f.offset == self.inner_step + 1]
 
-    def _complete(self, sync: Sync, signals: Mapping[str, float]) -> RoundReport:
-        """Wait for the sums, take the outer steps, and set the replicas to the new anchor."""
-        with torch.no_grad():
-            try:
-                self._watch.begin(self)
-                sync.receive(signals)
-                sync.apply()
-            except BaseException:  # Ctrl-C
-                sync.withdraw()  # nothing where its outer step has begun
-                raise
-            complete = sync.fragments[-1] is self.fragments[-1]
-            self.round += complete
-            self.syncs += 1
-            number, full = self.round + (not complete), self.schedule.full()
-            return self._watch.end(self, sync.report(number, complete=complete, full=full))
+    def _launch(self, fragments: Sequence[Fragment]) -> None:
+        if fragments and self.group.sharded:
+            reshard(self.replicas)
+        for fragment in fragments:
+            fragment.launch(self.group)
 
-    def check(self, inner: Optimizer | Sequence[Optimizer] = (), *, strict: bool = False) -> tuple[str, ...]:
-        """Return a sentence for each mistake of the loop that no error shows (`twophase.diloco.check`).
+    @torch.no_grad()
+    def _complete(self, fragments: Sequence[Fragment], signals: Mapping[str, float]) -> RoundReport:
+        """Wait for the sums, take the outer steps, set the replicas to the new anchor, and compare all ranks."""
+        try:
+            self._watch.before_sync(self)
+            for fragment in fragments:
+                with fragment.phase("reduce"):
+                    fragment.complete(self.replica_count)
+            means, dots = checks.share_inputs(self, fragments, signals)
+        except BaseException:  # also Ctrl-C: the next sync takes the progress
+            for fragment in fragments:
+                fragment.undo()
+            raise
+        self._interrupted = True  # until all fragments have the new anchor
+        steps = []
+        for number, fragment in enumerate(fragments):
+            outer = fragment.outer
+            before = [group.get("restarts", 0) for group in outer.param_groups]
+            with fragment.phase("outer"):
+                if isinstance(outer, OuterSGD):
+                    outer.step(signals=means, measure=True, dots=dots[number] if dots else None)
+                    groups = tuple(outer.last_round)
+                    norm = sum(group.pseudo_gradient_norm**2 for group in groups) ** 0.5
+                else:  # its step may overwrite g
+                    groups, norm = (), dots[number][0][0] ** 0.5 if dots else fragment.gradient.norm().item()
+                    outer.step()
+            restarted = before != [group.get("restarts", 0) for group in outer.param_groups]
+            steps.append((norm, restarted, groups))
+        if self.group.sharded:
+            reshard(self.replicas)
+        for fragment in fragments:
+            with fragment.phase("restore"):
+                fragment.restore(self.mixing)
+            fragment.round, fragment.age = fragment.round + 1, None
+            if self.mixing == 0:
+                fragment.steps = 0  # the progress during the delay is discarded
+        self._interrupted = False
+        complete = fragments[-1] is self.fragments[-1]
+        self.round, self.syncs = self.round + complete, self.syncs + 1
+        reports = [self._report(f, step, means, complete) for f, step in zip(fragments, steps, strict=True)]
+        checks.assert_equal_on_all_ranks(self.group, fragments, [report.checksum for report in reports])
+        if complete and self.buffers == "mean":
+            checks.average_buffers(self.replicas, self.group)
+        report = reports[0] if len(reports) == 1 else merged(reports)
+        self._watch.after_sync(self, report)
+        return report
 
-        Args:
-            inner: inner optimizer, or one for each replica of this process; several of a single replica.
-            strict: True raises a ValueError where there are mistakes.
-        """
-        return self._watch.check(self, [inner] if isinstance(inner, Optimizer) else list(inner), strict=strict)
+    def _report(
+        self,
+        fragment: Fragment,
+        step: tuple[float, bool, tuple[GroupRound, ...]],
+        means: Mapping[str, float],
+        complete: bool,
+    ) -> RoundReport:
+        norm, restarted, groups = step
+        with fragment.phase("checksum"):
+            checksum = checks.digest([fragment.anchor])
+        whole = self._inner_steps - (self.delay if self.mixing == 0 else 0)  # a delay without mixing is discarded
+        return RoundReport(
+            round=self.round + (not complete),
+            inner_steps=fragment.launched,
+            partial=fragment.launched < whole,
+            complete=complete,
+            replicas=self.replica_count,
+            restarted=restarted,
+            fragments=(FragmentRound(fragment.name, fragment.round, fragment.launched, restarted, checksum),),
+            groups=groups,
+            pseudo_gradient_norm=norm,
+            signals=means,
+            bytes_sent=fragment.bytes_sent,
+            seconds=fragment.seconds,
+            checksum=checksum,
+        )
 
-    # -------------------------------------------------------------------------------------------------- the schedule
+    # -------------------------------------------------------------------------------------------------- the state
 
     @property
     def inner_steps(self) -> int:
-        """Inner steps a round; a sweep changes them where runs of different rounds part."""
-        return self.schedule.inner_steps
+        """Inner steps a round; can be set between two rounds."""
+        return self._inner_steps
 
     @inner_steps.setter
     def inner_steps(self, count: int) -> None:
-        schedule = replace(self.schedule, inner_steps=count)
-        gap = schedule.gap(len(self.fragments))
-        if gap <= schedule.delay < self._setting.gap:  # else two reductions would write into the same buffer
+        count = whole_number("DiLoCo: inner_steps", count, self.delay + 1)
+        if self.inner_step or any(fragment.steps or fragment.age is not None for fragment in self.fragments):
+            raise ValueError("DiLoCo: inner_steps must be set between two rounds, and after a sync of all fragments")
+        if self._shares_room and count // len(self.fragments) <= self.delay:
             raise ValueError(
-                f"DiLoCo: at inner_steps = {count} the fragments' syncs lie {gap} inner steps apart, and delay is "
-                f"{schedule.delay}. Build the engine with these inner_steps, or take more of them"
+                f"DiLoCo: inner_steps must be above {len(self.fragments)} fragments x the delay, got {count}"
             )
-        self.schedule = schedule
-        for fragment in self.fragments:
-            fragment.offset = self.schedule.offset(fragment.number, len(self.fragments))
+        self._set_inner_steps(count)
 
-    def _due(self) -> list[Fragment]:
-        """Return the fragments whose pseudo-gradient the next `step()` takes."""
-        return [fragment for fragment in self.fragments if fragment.offset == self.inner_step + 1]
-
-    def _ending(self) -> list[Fragment]:
-        """Return the fragments whose round the next `step()` ends."""
-        if delay := self.schedule.delay:
-            return [f for sync in self._under_way if sync.age + 1 == delay for f in sync.fragments]
-        return self._due()
+    @property
+    def outer(self) -> Optimizer:
+        """The outer optimizer of a model in one fragment; of several each has `fragments[i].outer`."""
+        (fragment,) = self.fragments
+        return fragment.outer
 
     @property
     def reports_next(self) -> bool:
         """True if the next `step()` ends a round, and so reads the signals."""
         return bool(self._ending())
+
+    @property
+    def at_anchor(self) -> bool:
+        """True if the replicas equal the anchor: no inner step since the last sync, and no all-reduce under way."""
+        return self.mixing == 0 and not any(f.steps or f.age is not None for f in self.fragments)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Set all replicas to the anchor."""
+        reshard(self.replicas)
+        for fragment in self.fragments:
+            fragment.restore()
+
+    @contextmanager
+    def anchored(self, number: int = 0) -> Iterator[nn.Module]:
+        """Yield a replica with the anchor's parameters, for an evaluation; restore its own afterwards.
+
+        Between the syncs of several fragments, or while an all-reduce is under way, no replica equals the anchor.
+        """
+        if self.at_anchor:
+            yield self.replicas[number]
+            return
+        reshard(self.replicas)
+        before = [[theta.clone() for theta in fragment.parameters()[number]] for fragment in self.fragments]
+        try:
+            self._write(number, [fragment.views for fragment in self.fragments])
+            yield self.replicas[number]
+        finally:
+            self._write(number, before)
+
+    @torch.no_grad()
+    def _write(self, number: int, values: Sequence[Sequence[Tensor]]) -> None:
+        reshard(self.replicas)
+        for fragment, tensors in zip(self.fragments, values, strict=True):
+            torch._foreach_copy_(fragment.parameters()[number], list(tensors))
+
+    def checksum(self) -> str:
+        """Return the digest of the anchor, which all ranks share."""
+        return checks.digest([self.flat])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return anchor, outer optimizers and position, the same on every rank.
+
+        Models, inner optimizers and, with compression, each rank's `residuals()` complete the run. It holds tensors,
+        numbers and text only (`torch.load(weights_only=True)`). The tensors are live: save them before the next step,
+        or clone them. It waits for an all-reduce under way; then call it on all ranks.
+        """
+        if self._interrupted:
+            raise RuntimeError(_INTERRUPTED)
+        return state.saved(self)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from `state_dict()`. Construct the engine first, then load it, the models and inner optimizers.
+
+        As for every torch optimizer, the saved settings (lr, momentum, restart policy) replace the constructor's. A
+        state in which the replicas were the anchor also sets them to it.
+
+        Raises:
+            ValueError: not an engine's state, or of another model or schedule; nothing has been changed.
+        """
+        state.load(self, state_dict)
+        self._interrupted = False
+        if self.at_anchor:
+            self.restore()
+
+    def residuals(self) -> dict[str, Tensor]:
+        """Return what this rank still owes by compression, (senders, numel) by fragment; see `state_dict`."""
+        for fragment in self.fragments:
+            fragment.settle()
+        return {f.name: f.compression.residuals for f in self.fragments if f.compression is not None}
+
+    def load_residuals(self, residuals: Mapping[str, Tensor]) -> None:
+        """Continue from `residuals()`; those of other fragments become zero."""
+        state.load_residuals(self.residuals(), residuals)
+
+    def check(self, inner: Optimizer | Sequence[Optimizer] = (), *, strict: bool = False) -> tuple[str, ...]:
+        """Return a sentence for each mistake of the loop that no error shows, or with `strict` raise a ValueError.
+
+        `inner` is the inner optimizer, or one for each replica of this process, or several of a single replica.
+        """
+        found = self._watch.check(self, [inner] if isinstance(inner, Optimizer) else list(inner))
+        if strict and found:
+            raise ValueError(f"DiLoCo.check: {'; '.join(found)}")
+        return found
+
+    def __repr__(self) -> str:
+        """Return replicas, outer optimizer, restart, inner steps and round in a line."""
+        outers = dict.fromkeys(text for fragment in self.fragments for text in checks.describe(fragment.outer))
+        count = f"{len(self.fragments)} fragments, " * (len(self.fragments) > 1)
+        return (
+            f"DiLoCo({self.replica_count} replica{'s' * (self.replica_count > 1)}, {count}{' | '.join(outers)}, "
+            f"{self.inner_steps} inner steps a round, round {self.round})"
+        )
+
+
+def _sum_over_shards(group: SingleProcess, numbers: Sequence[float]) -> list[float]:
+    return [sum(column) for column in zip(*group.gather_json(numbers, shards=True), strict=True)]

@@ -1,102 +1,67 @@
-"""A fragment: a named part of the parameters with its own schedule of syncs.
+"""A fragment: a named part of the parameters with its own outer optimizer, rounds and schedule.
 
-A model is one fragment, or is cut into several (`partition`): in contiguous parts of about equal size, or by patterns
-on the parameters' names. Each has its own outer optimizer, round count and restart period.
-
-Only this module handles sharded parameters (DTensors of FSDP2): every other module receives the local shard.
+Only this module knows that parameters may be sharded (DTensors of FSDP2): all others see this rank's shard.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import operator
 import re
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from twophase.diloco.flat import Digest, Layout, checksum, divide_
-from twophase.diloco.transfer import Channel
-from twophase.optim.groups import rule_of
+from twophase.diloco.compression import CompressedWork, Compression
+from twophase.diloco.group import ProcessGroup, SingleProcess, Work
 from twophase.optim.orthogonal import Filter
-from twophase.optim.outer import BUFFER, OuterSGD
-from twophase.optim.restarting import Restarting
-
-SMALL = 1 << 20
-"""Elements up to which calls cost more than elements. Up to that size a fragment is measured tensor by tensor, which
-rounds differently from a sweep."""
+from twophase.rule import whole_number
 
 
 def partition(sizes: Mapping[str, int], fragments: int | Mapping[str, str]) -> dict[str, list[str]]:
-    """Cut parameters into fragments.
+    """Return parameter names by fragment, for parameters of some sizes in the module's order.
 
-    Args:
-        sizes: number of elements by parameter name, in the module's order.
-        fragments: number of fragments, >= 1, contiguous and with the smallest possible largest one; or regular
-            expressions by fragment name. A parameter belongs to the first expression that its name contains.
-
-    Returns:
-        Parameter names by fragment name; fragments of a count are named "0", "1", ….
-
-    Raises:
-        ValueError: more fragments than parameters, an invalid pattern, one without parameters, or a parameter without
-            a pattern.
+    `fragments` is their number, contiguous, with the smallest possible largest one, named "0", "1", …; or regular
+    expressions by fragment name, where a parameter belongs to the first expression that its name contains.
 
     >>> partition({"a": 5, "b": 1, "c": 4}, 2)
     {'0': ['a'], '1': ['b', 'c']}
-    >>> partition({"embedding": 5, "blocks.0": 1, "head": 5}, {"ends": "embedding|head", "blocks": "blocks"})
-    {'ends': ['embedding', 'head'], 'blocks': ['blocks.0']}
     """
     names = list(sizes)
-    if isinstance(fragments, Mapping):
-        return _by_pattern(names, fragments)
-    if isinstance(fragments, bool) or not isinstance(fragments, int) or not 1 <= fragments <= len(sizes):
-        raise ValueError(
-            f"partition: fragments is {fragments!r}; it must be a whole number between 1 and the number of parameters, "
-            f"{len(sizes)}, or patterns by name"
-        )
-    starts = _balanced(list(sizes.values()), fragments)
-    stops = [*starts[1:], len(names)]
-    return {str(number): names[start:stop] for number, (start, stop) in enumerate(zip(starts, stops, strict=True))}
-
-
-def _by_pattern(names: list[str], patterns: Mapping[str, str]) -> dict[str, list[str]]:
-    names_by_fragment: dict[str, list[str]] = {fragment: [] for fragment in patterns}
-    for fragment, pattern in patterns.items():
+    if not isinstance(fragments, Mapping):
+        if (count := whole_number("DiLoCo: fragments", fragments)) > len(names):
+            raise ValueError(f"DiLoCo: fragments must be at most the {len(names)} parameters, got {fragments}")
+        starts = [*_balanced(list(sizes.values()), count), len(names)]
+        return {str(i): names[start:stop] for i, (start, stop) in enumerate(pairwise(starts))}
+    for fragment, pattern in fragments.items():
         try:
             re.compile(pattern)
-        except (re.error, TypeError) as error:
+        except re.error as error:
             raise ValueError(
-                f"partition: the pattern {pattern!r} of fragment {fragment!r} is no regular expression ({error})"
+                f"DiLoCo: fragments {fragment!r} must be a regular expression, got {pattern!r}: {error}"
             ) from None
+    taken: dict[str, list[str]] = {fragment: [] for fragment in fragments}
     for name in names:
-        taker = next((fragment for fragment, pattern in patterns.items() if re.search(pattern, name)), None)
-        if taker is None:
-            raise ValueError(
-                f"partition: no fragment's pattern is found in the parameter name {name!r}. Every parameter must "
-                "belong to a fragment: add one at the end such as rest=."
-            )
-        names_by_fragment[taker].append(name)
-    for fragment, taken in names_by_fragment.items():
-        if not taken:
-            raise ValueError(
-                f"partition: fragment {fragment!r} takes no parameter: nothing that an earlier fragment leaves matches "
-                f"{patterns[fragment]!r}; parameters are named like {names[0]!r}"
-            )
-    return names_by_fragment
+        owner = next((fragment for fragment, pattern in fragments.items() if re.search(pattern, name)), None)
+        if owner is None:
+            raise ValueError(f"DiLoCo: fragments has no pattern for the parameter {name!r}; end with a rest='.'")
+        taken[owner].append(name)
+    if empty := [fragment for fragment, found in taken.items() if not found]:
+        raise ValueError(f"DiLoCo: fragments {empty[0]!r} takes no parameter; they are named like {names[0]!r}")
+    return taken
 
 
 def _balanced(sizes: list[int], count: int) -> list[int]:
     """Return the starts of contiguous, non-empty parts with the least possible largest sum."""
 
     def starts(capacity: int) -> list[int]:
-        """Return the starts of parts that are filled up to a capacity, but leave an element for each later part."""
+        """Fill parts up to a capacity, but leave an element for each later part."""
         result, filled = [0], 0
         for index, size in enumerate(sizes):
             must_end = len(sizes) - index < count - len(result) + 1
@@ -113,9 +78,12 @@ def _balanced(sizes: list[int], count: int) -> list[int]:
     return starts(low)
 
 
+# ------------------------------------------------------------------------------------------ parameters of a replica
+
+
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Name a trainable parameter and its place in its module."""
+    """A trainable parameter and its place in its module."""
 
     name: str
     module: nn.Module
@@ -124,310 +92,204 @@ class Slot:
     dtype: torch.dtype
     device: torch.device
 
+    def tensor(self) -> Tensor:
+        """Return the parameter now, of a sharded one this rank's shard; refuse one that was replaced."""
+        p = self.parameter
+        if self.module._parameters.get(self.leaf) is not p or p.dtype is not self.dtype or p.device != self.device:
+            raise ValueError(
+                f"DiLoCo: parameter {self.name!r} was replaced, moved or cast after the engine was built; build it last"
+            )
+        return p.detach() if type(p) is nn.Parameter else local(p)
 
-def slots_of(replica: nn.Module) -> list[Slot]:
-    """Return the trainable parameters of a module, in its order."""
-    reshard(fsdp_modules(replica))  # after an evaluation FSDP2 names whole parameters in place of the trained shards
-    slots = []
+
+def slots_of(replica: nn.Module) -> dict[str, Slot]:
+    """Return the trainable parameters of a module by name."""
+    if not isinstance(replica, nn.Module):
+        raise ValueError(f"DiLoCo: replicas must be a module or a list of modules, holds {replica!r:.80}")
+    reshard([replica])  # after an evaluation FSDP2 names whole parameters in place of the shards
+    slots = {}
     for name, p in replica.named_parameters():
         if p.requires_grad:
             path, _, leaf = name.rpartition(".")
-            slots.append(Slot(name, replica.get_submodule(path), leaf, p, p.dtype, p.device))
+            slots[name] = Slot(name, replica.get_submodule(path), leaf, p, p.dtype, p.device)
     return slots
 
 
-def tensors_of(slots: Sequence[Slot]) -> list[Tensor]:
-    """Return the present parameters, of a sharded parameter this process's shard.
-
-    Raises:
-        ValueError: a parameter was replaced; further training would silently synchronise nothing.
-    """
-    tensors: list[Tensor] = []
-    for slot in slots:
-        p = slot.parameter
-        tensors.append(p if type(p) is nn.Parameter else local(p))
-        if slot.module._parameters.get(slot.leaf) is not p or p.dtype is not slot.dtype or p.device != slot.device:
-            raise ValueError(
-                f"DiLoCo: parameter {slot.name!r} was replaced, moved or cast after the engine was built; call "
-                ".to(), .double() or load_state_dict(assign=True) first and build the engine last"
-            )
-    return tensors
-
-
 def local(p: Tensor) -> Tensor:
-    """Return this process's part of a parameter: its shard of a DTensor, and all of an ordinary parameter."""
+    """Return this rank's shard of a DTensor, and all of another tensor."""
     return p.detach().to_local() if hasattr(p, "to_local") else p.detach()  # type: ignore[operator]
 
 
-def check_placement(name: str, p: Tensor, sharded: bool) -> None:
-    """Refuse shards that would not be summed, and on a mesh parameters that would be summed more than once."""
-    placements = getattr(p, "placements", ())
-    if placements and not sharded:
-        raise ValueError(
-            f"DiLoCo: parameter {name!r} is sharded (a DTensor); pass communicator=ProcessGroup.of_mesh(mesh), with an "
-            "axis of replicas and the axis of its shards"
-        )
-    if sharded and not (placements and all(placement.is_shard() for placement in placements)):
-        raise ValueError(
-            f"DiLoCo: parameter {name!r} is whole on every process of the mesh's shard axis, which would count it once "
-            "a process. Shard every parameter, with fully_shard(module, mesh=mesh['shard'])"
-        )
-
-
-def fsdp_modules(replica: nn.Module) -> list[Any]:
-    """Return the modules of a replica that FSDP2 shards."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:  # not imported means not used; importing it costs 50 MB
-        return []
-    if any(isinstance(module, fsdp.FullyShardedDataParallel) for module in replica.modules()):  # shards as if whole
-        raise ValueError("DiLoCo: replicas holds a FullyShardedDataParallel; shard it by FSDP2's fully_shard instead")
-    return [module for module in replica.modules() if isinstance(module, fsdp.FSDPModule)]
-
-
-def reshard(modules: Sequence[Any]) -> None:
+def reshard(replicas: Sequence[nn.Module]) -> None:
     """Make FSDP2 free whole parameters: the engine reads and writes shards."""
-    for module in modules:
-        module.reshard()
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported means not used; importing it costs 50 MB
+    for replica in replicas if fsdp else ():
+        for module in replica.modules():
+            if isinstance(module, fsdp.FSDPModule):  # type: ignore[union-attr]
+                module.reshard()  # type: ignore[operator]
+
+
+# --------------------------------------------------------------------------------------------------- the fragment
 
 
 class Fragment:
-    """Hold a fragment in this process: its part of the flat anchor, outer optimizer, pseudo-gradient and rounds.
+    """A part of the model in this process.
 
     Args:
-        name: name of the fragment.
-        number: index among the fragments, from 0.
-        slots: parameters in each replica of this process.
-        layout: places of the parameters in the flat buffers.
-        anchor: (layout.numel,) part of the anchor.
-        gradient: (layout.numel,) buffer for the pseudo-gradient.
-        channel: channel that sums the pseudo-gradient over the processes.
+        name, slots: its name, and its parameters in each replica of this process.
+        anchor: (numel,) its part of the flat anchor; each parameter begins at a cache line.
+        gradient: (numel,) room for its pseudo-gradient, free between two of its rounds.
+        compression, filter: of what it sends, and of the mean pseudo-gradient, or None.
+
+    Attributes:
+        outer: its outer optimizer, over `views`, the anchor's parameters.
         offset: inner step of a round, from 1, after which its pseudo-gradient is taken.
+        round: outer steps so far.
+        steps: inner steps that its next pseudo-gradient holds.
+        age: inner steps since its reduction was launched; None where none is under way.
+        launched: inner steps in that reduction.
+        bytes_sent: bytes that this rank has sent for it.
     """
+
+    outer: Optimizer
+    offset: int
 
     def __init__(
         self,
         name: str,
-        number: int,
-        *,
-        slots: list[list[Slot]],
-        layout: Layout,
+        slots: Sequence[Sequence[Slot]],
         anchor: Tensor,
         gradient: Tensor,
-        channel: Channel,
-        offset: int,
+        compression: Compression | None = None,
+        *,
+        filter: Filter | None = None,  # noqa: A002 - what it is
     ) -> None:
-        self.name, self.number, self.offset = name, number, offset
-        self.slots, self.layout, self.channel = slots, layout, channel
-        self.flat, self.gradient = anchor, gradient
-        self.anchor_views = layout.views(anchor)
-        self.gradient_views = layout.views(gradient)
-        self.gaps = layout.gaps(gradient)
-        self.bounds = [(slot.offset, slot.end) for slot in layout.slots]
-        self.anchor_digest = Digest(anchor) if anchor.is_cpu else None
-        kinds = {(slot.dtype, slot.device) for slots_of_replica in slots for slot in slots_of_replica}
-        self._is_plain = kinds == {(anchor.dtype, anchor.device)} and layout.numel <= SMALL
-        self._gathered: list[Tensor] = []
-        """Buffer of a replica's parameters as one vector, and its views; for small fragments of several replicas."""
-        self._momentum: Tensor | None = None
-        self.momentum_views: list[Tensor] = []
-        self.outer: Optimizer
-        self.filter: Filter | None = None
-        self.params: list[list[Tensor]] = []
-        """The parameters of each replica, by the last `look_up`."""
-        self.round = 0
-        """Rounds that it has ended."""
-        self.steps = 0
-        """Inner steps in its next pseudo-gradient."""
-        self.divisor: float = 1
-        """Number by which its gradient, a sum over replicas, is still to be divided."""
-        self.torn = False
-        """True if an interrupted outer step has changed only a part of it."""
+        self.name, self.slots, self.compression, self.filter = name, slots, compression, filter
+        self.anchor, self.gradient = anchor, gradient
+        self._shapes = [slot.tensor().shape for slot in slots[0]]
+        self.views, self.gradient_views = views_of(anchor, self._shapes), views_of(gradient, self._shapes)
+        ends = [view.storage_offset() - gradient.storage_offset() + view.numel() for view in self.gradient_views]
+        starts = [view.storage_offset() - gradient.storage_offset() for view in self.gradient_views[1:]]
+        self._gaps = [gradient[a:b] for a, b in zip(ends, [*starts, len(gradient)], strict=True) if a < b]
+        self.named = list(zip((slot.name for slot in slots[0]), self.views, strict=True))
+        self.round = self.steps = self.launched = self.bytes_sent = 0
+        self.age: int | None = None
+        self.work: Work | CompressedWork | None = None
+        self.seconds: dict[str, float] = {}
 
-    @property
-    def named(self) -> list[tuple[str, Tensor]]:
-        """The anchor's parameters by name."""
-        return list(zip((slot.name for slot in self.layout.slots), self.anchor_views, strict=True))
+    def parameters(self) -> list[list[Tensor]]:
+        """Return the parameters of each replica as they are now."""
+        return [[slot.tensor() for slot in slots] for slots in self.slots]
 
-    @property
-    def outer_sgd(self) -> OuterSGD:
-        """The outer optimizer of a fragment that has an `OuterSGD`."""
-        assert isinstance(self.outer, OuterSGD)
-        return self.outer
+    @torch.no_grad()
+    def launch(self, group: SingleProcess) -> None:
+        """Write g <- sum over this process's replicas of (a - theta_r), and begin to sum it over the ranks.
 
-    def describe_outer(self) -> list[str]:
-        """Return rule and restart of each param group; for another optimizer than `OuterSGD` its name."""
-        groups = self.outer.param_groups
-        if isinstance(self.outer, OuterSGD):
-            return [f"{rule_of(group).describe()}, restart {group['restart']}" for group in groups]
-        if isinstance(self.outer, Restarting):
-            names = " and ".join(type(each).__name__ for each in self.outer.optimizers)
-            return [f"{names}, restart {group['restart']}" for group in groups]
-        return [type(self.outer).__name__]
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """Names of the values that its restart policies need; empty without an `OuterSGD`."""
-        return self.outer.needs if isinstance(self.outer, OuterSGD) else frozenset()
-
-    def look_up(self) -> list[list[Tensor]]:
-        """Return the present parameters of each replica, valid in `params` until the next inner step.
-
-        Raises:
-            ValueError: a parameter was replaced after the engine was built.
+        Differences are summed, not parameters, whose sum would round away the low bits of a small difference. With the
+        same order, difference first, then sum, two replicas in one process have the bits of two processes.
         """
-        self.params = [tensors_of(slots) for slots in self.slots]
-        return self.params
-
-    def write_pseudo_gradient(self, *, alone: bool) -> None:
-        """Write g <- sum over this process's replicas of (a - theta_r), from `params`.
-
-        Differences are summed, not parameters: a sum of parameters would round away the low bits of a small
-        difference. A reduction over processes has the same order, difference first, then sum. So two replicas in one
-        process equal two processes bit for bit.
-
-        A 16-bit replica began its round at the anchor rounded to its type, so its progress counts from there. Counted
-        from the anchor, an unchanged replica would add its rounding error to the momentum in every round.
-
-        Args:
-            alone: True if this process is the only one, so that each replica is its own sender on a lossy wire.
-        """
-        self.close_gaps()
-        simulated = alone and self.channel.lossy
-        if self._is_plain and not simulated:  # few calls: they cost more than elements here
-            torch._foreach_copy_(self.gradient_views, self.params[0])
-            torch.sub(self.flat, self.gradient, out=self.gradient)
-            for params in self.params[1:]:
-                if not self._gathered:
-                    flat = torch.zeros_like(self.flat)
-                    self._gathered = [flat, *self.layout.views(flat)]
-                flat, *views = self._gathered
-                torch._foreach_copy_(views, params)
-                self.gradient.add_(torch.sub(self.flat, flat, out=flat))
-            return
-        scratch = torch.zeros_like(self.gradient) if simulated and len(self.slots) > 1 else None
-        for number, params in enumerate(self.params):
-            target, views = self.gradient, self.gradient_views
-            if scratch is not None and number:
-                target, views = scratch, self.layout.views(scratch)
-            for anchor, out, theta in zip(self.anchor_views, views, params, strict=True):
-                adds = number > 0 and not simulated
-                difference = progress_of(anchor, theta, None if adds else out)
-                if adds:
-                    out.add_(difference)
-            if simulated:
-                self.channel.quantize(target, number)
+        self.seconds, alone = {}, group.size == 1
+        with self.phase("pseudo_gradient"):
+            for gap in self._gaps:  # the room may hold another fragment's values there
+                gap.zero_()
+            for number, params in enumerate(self.parameters()):
+                target = self.gradient if number == 0 else torch.zeros_like(self.gradient)
+                out = self.gradient_views if number == 0 else views_of(target, self._shapes)
+                for a, theta, difference in zip(self.views, params, out, strict=True):
+                    # A 16-bit replica began its round at a rounded to its type. Counted from a itself, an unchanged
+                    # replica would add its rounding error to the momentum in every round.
+                    start = a if theta.dtype == a.dtype else a.to(theta.dtype).to(a.dtype)
+                    torch.sub(start, theta.to(a.device), out=difference)
+                if self.compression and alone:  # each replica is a sender of its own
+                    self.compression.quantize_(target, number)
                 if number:
                     self.gradient.add_(target)
+        self.work, self.bytes_sent = None, 0
+        with self.phase("reduce"):
+            if alone and self.compression:
+                self.compression.round_(self.gradient)
+            elif self.compression:
+                self.work = self.compression.all_reduce(self.gradient, cast("ProcessGroup", group))
+            elif not alone:
+                self.work = group.all_reduce(self.gradient)
+        self.launched, self.steps, self.age = self.steps, 0, 0
 
-    def close_gaps(self) -> None:
-        """Zero the padding between two pseudo-gradients: another fragment's values would coarsen int8's scales."""
-        if self.gaps:
-            torch._foreach_zero_(self.gaps)
+    def advance(self) -> None:
+        """Begin the second stage of a compressed sum, once the first has had half the delay.
 
-    def momentum(self) -> Tensor | None:
-        """Return the flat vector whose views are all parameters' momentum buffers; None if a parameter lacks one.
-
-        Buffers with other memory, such as loaded ones, are copied into a new vector and become its views.
+        At the same inner step on all ranks: collectives must begin in one order everywhere, or they deadlock.
         """
-        if type(self.outer) is not OuterSGD:  # another optimizer's state may hold more
-            return None
-        state, views = self.outer.state, self.momentum_views
-        # In the order of the parameters, as rounds make them: a lookup by parameter takes far longer.
-        buffers = [entry.get(BUFFER) for entry in state.values()]
-        if views and len(buffers) == len(views) and all(map(operator.is_, buffers, views)):
-            return self._momentum
-        buffers = [state.get(p, {}).get(BUFFER) for p in self.anchor_views]
-        present = [buffer for buffer in buffers if buffer is not None]
-        kinds = [(type(buffer), buffer.dtype, buffer.shape) for buffer in present]
-        if kinds != [(Tensor, self.flat.dtype, view.shape) for view in self.anchor_views]:
-            return None
-        self._momentum, self.momentum_views = None, []  # free it first, or memory would hold two and the buffers
-        momentum = self.new_momentum()
-        torch._foreach_copy_(self.momentum_views, present)
-        for p, view in zip(self.anchor_views, self.momentum_views, strict=True):
-            state[p] = state.pop(p) | {BUFFER: view}
-        return momentum
+        if isinstance(self.work, CompressedWork):
+            self.work.advance()
 
-    def new_momentum(self) -> Tensor:
-        """Make a flat vector, and its `momentum_views`, for momentum buffers that are still to be written."""
-        # Never the earlier vector: other objects, such as a sweep's forest, may have views of it.
-        self._momentum = torch.zeros_like(self.flat)
-        self.momentum_views = self.layout.views(self._momentum)
-        return self._momentum
+    def settle(self) -> None:
+        """Wait for the sum."""
+        if self.work is not None:
+            self.work.wait()
+            self.bytes_sent += self.work.bytes_sent
+        self.work = None
 
-    def divide(self) -> None:
-        """Make the sum of pseudo-gradients their mean."""
-        divide_(self.gradient, self.divisor)
-        self.divisor = 1
-
-    def apply_filter(self) -> None:
-        """Let the filter change the mean pseudo-gradient."""
+    @torch.no_grad()
+    def complete(self, replicas: int) -> None:
+        """Wait for the sum, make it the mean, filter it, and assign it as `.grad` of the anchor."""
+        self.settle()
+        self.gradient.div_(replicas)
         if self.filter is not None:
-            self.filter({name: g for (name, _), g in zip(self.named, self.gradient_views, strict=True)})
+            names = [name for name, _ in self.named]
+            self.filter(dict(zip(names, self.gradient_views, strict=True)))
+        for view, gradient in zip(self.views, self.gradient_views, strict=True):
+            view.grad = gradient  # each time: a user's zero_grad() may have removed it
 
-    def hand_over(self) -> None:
-        """Pass the pseudo-gradient to the outer optimizer, as `.grad` of the anchor's parameters."""
-        for anchor, gradient in zip(self.anchor_views, self.gradient_views, strict=True):
-            # In every round: a user's zero_grad() may have removed it.
-            if anchor.grad is not gradient:
-                anchor.grad = gradient
+    def undo(self) -> None:
+        """Give the progress of an interrupted reduction to the next one: the replicas still hold it."""
+        self.steps, self.launched, self.age, self.work = self.steps + self.launched, 0, None, None
 
+    @torch.no_grad()
     def restore(self, mixing: float = 0.0) -> None:
-        """Set theta_r <- mixing theta_r + (1 - mixing) a, for the tensors in `params`."""
-        for params in self.params:
+        """Set theta_r <- mixing theta_r + (1 - mixing) a."""
+        for params in self.parameters():
             if mixing == 0:
-                torch._foreach_copy_(params, self.anchor_views)
+                torch._foreach_copy_(params, self.views)
                 continue
-            for theta, anchor in zip(params, self.anchor_views, strict=True):
-                theta.lerp_(anchor.to(device=theta.device, dtype=theta.dtype), 1 - mixing)
+            for theta, anchor in zip(params, self.views, strict=True):
+                theta.lerp_(anchor.to(theta.device, theta.dtype), 1 - mixing)
 
-    def counters(self) -> list[Any]:
-        """Return the settings and counters of groups and parameters on which the next outer step depends."""
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.outer.param_groups]
-        plain = [{k: v for k, v in state.items() if not isinstance(v, Tensor)} for state in self._states()]
-        return [self.round, groups, plain]
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the wall time of a phase to `seconds`, under a profiler scope of its name."""
+        start = time.perf_counter()
+        with torch.profiler.record_function(f"twophase::{name}"):
+            yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
-    def digest(self, taken: Mapping[str, str] | None = None) -> dict[str, str]:
-        """Return sixteen hexadecimal digits each of the anchor, the outer optimizer's tensors, and its counters.
+    def state_dict(self) -> dict[str, Any]:
+        """Return rounds, outer optimizer and, where a reduction is under way, its sum."""
+        state = {"name": self.name, "round": self.round, "steps": self.steps, "outer": self.outer.state_dict()}
+        if self.age is not None:
+            self.settle()
+            state |= {"age": self.age, "launched": self.launched, "sum": self.gradient, "bytes_sent": self.bytes_sent}
+        return state
 
-        Args:
-            taken: digests that a sweep has taken already.
-        """
-        digits = dict(taken or {})
-        anchor = digits.get("anchor") or checksum(self.flat)
-        buffer = digits.get("momentum buffer")
-        if buffer is None and (momentum := self.momentum()) is not None:
-            buffer = checksum(momentum)
-        elif buffer is None:
-            tensors = [s[key] for s in self._states() for key in sorted(s) if isinstance(s[key], Tensor)]
-            buffer = short_hash("\n".join(map(checksum_of, tensors)))
-        counters = json.dumps(self.counters(), sort_keys=True, default=_exactly)
-        return {"anchor": anchor, "momentum buffer": buffer, "counters": short_hash(counters)}
-
-    def _states(self) -> list[Mapping[str, Any]]:
-        """Return the outer optimizer's state of each parameter, in their order."""
-        return [self.outer.state.get(p, {}) for group in self.outer.param_groups for p in group["params"]]
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict()`; the outer optimizer is loaded by the engine, before."""
+        self.round, self.steps, self.work = state["round"], state["steps"], None
+        self.age, self.launched = state.get("age"), state.get("launched", 0)
+        self.bytes_sent = state.get("bytes_sent", 0)
+        if self.age is not None:
+            self.gradient.copy_(state["sum"])
 
 
-def progress_of(anchor: Tensor, theta: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return a - theta, with a rounded to the replica's type, on the anchor's device."""
-    start = anchor if theta.dtype == anchor.dtype else anchor.to(theta.dtype).to(anchor.dtype)
-    return torch.sub(start, theta.to(anchor.device), out=out)
+# ------------------------------------------------------------------------------------------------- flat buffers
+
+_ALIGNMENT = 16  # elements: a cache line in float32; products of the same numbers then have the same bits anywhere
 
 
-def checksum_of(tensor: Tensor) -> str:
-    """Return the checksum of a tensor of any dtype and shape."""
-    flat = tensor.detach().reshape(-1).contiguous()
-    if flat.dtype not in (torch.float32, torch.float64):
-        flat = nn.functional.pad(flat.view(torch.uint8), (0, -flat.nbytes % 8)).view(torch.float32)
-    return checksum(flat)
+def padded(numel: int) -> int:
+    """Return the elements that a parameter takes in a flat buffer."""
+    return -(-numel // _ALIGNMENT) * _ALIGNMENT
 
 
-def _exactly(value: Any) -> Any:
-    """Return text for values that JSON lacks; the plain text of a learning rate that is a tensor would round it."""
-    return [str(value.dtype), list(value.shape), checksum_of(value)] if isinstance(value, Tensor) else str(value)
-
-
-def short_hash(text: str) -> str:
-    """Return sixteen hexadecimal digits of a text."""
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+def views_of(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    """Return the parameters' places in a flat buffer, in their shapes."""
+    starts = accumulate((padded(shape.numel()) for shape in shapes), initial=0)
+    return [flat[start : start + shape.numel()].view(shape) for start, shape in zip(starts, shapes, strict=False)]

@@ -1,77 +1,57 @@
-"""Build the outer optimizer of some parameters from what a user chooses: a rule, a name, `auto`, or a function."""
+"""The outer optimizer of some parameters from what a user chooses: a rule, a name, `auto`, or a function."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, cast
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from twophase.optim.names import NAMES, RULES, TORCH
-from twophase.optim.outer import OuterSGD
-from twophase.optim.restarting import Restarting, named_optimizer
-from twophase.policies.base import Never, RestartPolicy
-from twophase.policies.text import parse
+from twophase.optim.outer_sgd import OuterSGD
+from twophase.optim.restarting import Restarting
+from twophase.restart import Never, RestartPolicy, parse
 from twophase.rule import OuterRule
 
 OuterFactory = Callable[[list[tuple[str, Tensor]]], Optimizer | Sequence[Optimizer]]
 OuterChoice = OuterRule | RestartPolicy | str | OuterFactory
 
 
-def is_policy(outer: OuterChoice) -> bool:
-    """Return whether an outer optimizer is given as a policy that needs no rule."""
-    return isinstance(outer, RestartPolicy) or (isinstance(outer, str) and outer not in NAMES)
-
-
-def chosen(outer: OuterChoice) -> OuterRule | OuterFactory:
-    """Return the rule of a name or of a policy that needs none, such as `auto`; a rule or a function as it is.
-
-    Raises:
-        ValueError: an unknown name, a policy that needs a rule, an optimizer in the place of a function.
-    """
-    choices = f"an OuterRule, one of {', '.join(NAMES)}, auto, or a function of named parameters to a torch optimizer"
-    if isinstance(outer, str) and outer in RULES:
-        return RULES[outer]
-    if isinstance(outer, str) and outer in TORCH:
-        return partial(named_optimizer, method=outer)
-    if is_policy(outer):
-        try:
-            return parse(cast("str", outer)).own_rule()
-        except ValueError as error:
-            raise ValueError(f"outer must be {choices}, got {outer} ({error})") from None
-    if isinstance(outer, Optimizer | type) or not (isinstance(outer, OuterRule) or callable(outer)):
-        raise ValueError(f"outer must be {choices}, got {outer!r:.80}")
-    return outer
-
-
 def outer_optimizer(
-    named: Iterable[tuple[str, Tensor]],
-    outer: OuterChoice,
-    restart: RestartPolicy | str | int | None = None,
-    signals: Collection[str] = (),
+    named: Iterable[tuple[str, Tensor]], outer: OuterChoice, restart: RestartPolicy | str | int | None = None
 ) -> Optimizer:
     """Return the outer optimizer of some parameters.
 
     Args:
         named: parameters by name.
-        outer: a rule, a name of the table (`optim.names`), `auto`, or a function to one torch optimizer or to several.
+        outer: a rule; a name of the table (`optim.names`); a policy that takes the steps itself, `"auto"`; or a
+            function of the named parameters to a torch optimizer, or to several over parts of them.
         restart: restart policy; of another optimizer than a rule's the whole state begins anew.
-        signals: names of the values that the policy of a rule will get.
 
     Raises:
-        ValueError: as `chosen`; a function's `OuterSGD` beside a restart, or parameters that its optimizer lacks.
+        ValueError: another choice; a restart beside a policy, or beside a function's `OuterSGD`; parameters that the
+            function's optimizer lacks.
     """
-    named = list(named)
-    outer, policy = (
-        chosen(outer),
-        parse(cast("str", outer) if is_policy(outer) else Never() if restart is None else restart),
-    )
+    named, policy = list(named), Never() if restart is None else parse(restart)
+    choices = f"outer must be an OuterRule, one of {', '.join(NAMES)}, auto, or a function to a torch optimizer"
+    if isinstance(outer, RestartPolicy) or (isinstance(outer, str) and outer not in NAMES):
+        try:
+            own = parse(outer)
+        except ValueError:
+            own = Never()
+        if not own.takes_steps or restart is not None:
+            raise ValueError(f"{choices}, got {outer!r}" + f" with restart {restart}" * (restart is not None))
+        return OuterSGD(named, restart=own)
+    if isinstance(outer, str):
+        outer = RULES[outer] if outer in RULES else partial(named_optimizer, method=outer)
     if isinstance(outer, OuterRule):
-        return OuterSGD.from_rule(named, outer, policy, signals)
+        return OuterSGD(named, outer.lr, outer.momentum, nesterov=outer.nesterov, form=outer.form, restart=policy)
+    if isinstance(outer, Optimizer | type) or not callable(outer):
+        raise ValueError(f"{choices}, got {outer!r:.80}")
     built = outer(named)
-    optimizers: list[Any] = list(built) if isinstance(built, list | tuple) else [built]
+    optimizers = list(built) if isinstance(built, Sequence) else [built]
     if not optimizers or not all(isinstance(each, Optimizer) for each in optimizers):
         raise ValueError(f"outer must build a torch optimizer, or a list of them, got {built!r:.80}")
     made: Optimizer = optimizers[0] if isinstance(built, Optimizer) else Restarting(optimizers, policy)
@@ -81,5 +61,29 @@ def outer_optimizer(
         made = Restarting(made, policy)
     taken = {id(p) for group in getattr(made, "param_groups", []) for p in group["params"]}
     if unused := [name for name, p in named if id(p) not in taken]:
-        raise ValueError(f"the {type(made).__name__} that outer built must hold every parameter, lacks {unused[0]}")
+        raise ValueError(f"outer must build an optimizer of every parameter, lacks {unused[0]}")
+    return made
+
+
+def named_optimizer(
+    named: Iterable[tuple[str, Tensor]], method: str, lr: float | None = None, momentum: float | None = None
+) -> list[Optimizer]:
+    """Return torch's optimizers of `adamw` or `muon`, without weight decay, for `Restarting`.
+
+    Muon takes the matrices. Vectors and tensors of more axes take Nesterov's momentum in sum form at learning rate 0.7.
+
+    Args:
+        named: parameters by name.
+        method: a name of `names.TORCH`.
+        lr: learning rate; None takes the table's.
+        momentum: of AdamW beta_1; None takes the table's.
+    """
+    lr, momentum = (own if given is None else given for given, own in zip((lr, momentum), TORCH[method], strict=True))
+    named = list(named)
+    if method == "adamw":
+        return [torch.optim.AdamW(named, lr, (momentum, 0.99), weight_decay=0.0)]
+    matrices, rest = ([(n, p) for n, p in named if (p.ndim == 2) == is_matrix] for is_matrix in (True, False))
+    made: list[Optimizer] = [torch.optim.Muon(matrices, lr, 0.0, momentum)] if matrices else []
+    if rest:
+        made.append(torch.optim.SGD(rest, RULES["nesterov"].lr, momentum, nesterov=momentum > 0))
     return made

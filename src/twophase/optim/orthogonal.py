@@ -23,12 +23,8 @@ _STEPS = 5
 def filter_of(value: str | Filter | None, total: Callable[[list[float]], list[float]] | None = None) -> Filter | None:
     """Return the function of `orthogonal`, `clip:1` or a user's own; None where nothing is filtered.
 
-    Args:
-        value: text form, a function, or None.
-        total: sums of numbers over the shards of a parameter; None where parameters are whole.
-
-    Raises:
-        ValueError: an unknown text, or a filter of whole tensors where parameters are sharded.
+    `total` sums numbers over the shards of a parameter; None where parameters are whole. A ValueError refuses another
+    text, and a filter of whole tensors where parameters are sharded.
     """
     kind, norm = ("function", 0.0) if callable(value) else read_filter(value or "none")
     if total is not None and kind in ("function", "orthogonal"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from twophase.rule import OuterRule
 
@@ -19,13 +20,8 @@ class Schedule:
     | `linear:2`   | lr_t = lr (1 + (2 - 1) (t-1) / T): on a line to twice its value; `linear:0` decays  |
     | `momentum:0` | b_t = 0 + (b - 0) (t-1) / T: the momentum rises from 0 to its own value             |
 
-    Args:
-        kind: `constant`, `linear` or `momentum`.
-        end: of `linear` the last learning rate over the first, from 0 to 100; of `momentum` the first momentum, in
-            [0, 1).
-
-    Raises:
-        ValueError: another kind, or a number outside its range.
+    `end` is the number: of `linear` the last learning rate over the first, in [0, 100]; of `momentum` the first
+    momentum, in [0, 1). A ValueError refuses others.
 
     >>> Schedule.parse("linear:2").at(OuterRule(0.5, 0.0), 6, 10).lr
     0.75
@@ -35,11 +31,8 @@ class Schedule:
     end: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse what is no schedule."""
         if self.kind not in ("constant", "linear", "momentum"):
-            raise ValueError(
-                f"schedule is {self.kind!r}; write constant, linear:2 (a factor) or momentum:0 (its start)"
-            )
+            raise ValueError(f"schedule must be constant, linear:2 (a factor) or momentum:0, got {self.kind!r}")
         if self.kind == "linear" and not 0 <= self.end <= 100:
             raise ValueError(f"schedule linear: its last factor must be in [0, 100], got {self.end}")
         if self.kind == "momentum" and not 0 <= self.end < 1:
@@ -52,7 +45,7 @@ class Schedule:
             return text
         kind, colon, end = text.strip().partition(":")
         if bool(colon) == (kind == "constant"):
-            raise ValueError(f"schedule is {text!r}; write constant, linear:2 (a factor) or momentum:0 (its start)")
+            raise ValueError(f"schedule must be constant, linear:2 (a factor) or momentum:0, got {text!r}")
         try:
             return cls(kind, float(end) if colon else 0.0)
         except ValueError as error:
@@ -72,3 +65,30 @@ class Schedule:
     def __str__(self) -> str:
         """Return the text form."""
         return self.kind if self.kind == "constant" else f"{self.kind}:{self.end:.17g}"
+
+
+def follow(optimizer: Any, schedule: Schedule, rounds: int) -> None:
+    """Set learning rate and momentum of each param group before every step, as a schedule over `rounds` says.
+
+    Args:
+        optimizer: an `OuterSGD` or a `Restarting`, whose groups count their rounds.
+        schedule: of learning rates; one of the momentum goes with an `OuterSGD`.
+        rounds: of the run.
+
+    Raises:
+        ValueError: a schedule of the momentum of another optimizer.
+    """
+    if schedule.kind == "constant":
+        return
+    if schedule.kind == "momentum" and "form" not in optimizer.param_groups[0]:
+        raise ValueError(f"schedule {schedule} must be of heavy-ball or nesterov, got {type(optimizer).__name__}")
+    rules = [OuterRule(group["lr"], group["momentum"] if "form" in group else 0.0) for group in optimizer.param_groups]
+
+    def set_numbers(optimizer: Any, *_: Any) -> None:
+        for group, rule in zip(optimizer.param_groups, rules, strict=True):
+            now = schedule.at(rule, group["rounds"] + 1, rounds)
+            group["lr"] = now.lr
+            if schedule.kind == "momentum":
+                group["momentum"] = now.momentum
+
+    optimizer.register_step_pre_hook(set_numbers)

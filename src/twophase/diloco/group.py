@@ -1,0 +1,194 @@
+"""The ranks of a run: a `torch.distributed` group of replicas, and of the shards of each where FSDP2 shards them."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Its functions have the default group of this moment as default arguments, and torch's optimizers import it, too. If
+# that happens after init_process_group(), destroy_process_group() leaves gloo's threads behind, of which one that frees
+# a tensor as Python ends aborts the process.
+import torch.distributed.nn
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from twophase.base.errors import RunError, first_line
+
+TIMEOUT = 480.0
+"""Seconds. At NCCL's own default, 600, its watchdog aborts the process without our message and status."""
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Say in one line that a rank is gone, where torch speaks of sockets."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "Duplicate GPU" in str(error):
+            raise RunError("two ranks use one GPU; call torch.cuda.set_device(local_rank) before init") from error
+        raise RunError(f"the connection to another rank is lost ({first_line(error)}); see the logs of all") from error
+
+
+@dataclass(slots=True)
+class Work:
+    """A collective under way; `wait()` returns when its tensors hold the result."""
+
+    work: Any
+    tensors: tuple[Tensor, ...]  # those that it uses, whose memory must not be freed under it
+    timeout: float  # seconds, on a GPU
+    bytes_sent: int = 0
+
+    def wait(self) -> None:
+        """Wait for the result.
+
+        NCCL's own `wait()` returns at once, because it makes the current stream wait. After the death of a rank the
+        next read from the GPU would hang until the watchdog aborts the process. So the host polls, once a round.
+        """
+        if not self.tensors:
+            return
+        with _explained():
+            if self.tensors[0].device.type == "cpu":
+                self.work.wait()
+            else:
+                end = time.monotonic() + self.timeout
+                while not self.work.is_completed():  # also true when it has failed
+                    if time.monotonic() > end:
+                        self.work.wait(timedelta(milliseconds=1))  # raises, and aborts the kernel that hangs
+                        raise RuntimeError(f"no answer for {self.timeout:g} s")
+                    time.sleep(1e-4)
+                self.work.wait(timedelta(seconds=math.ceil(self.timeout)))
+        self.tensors = ()
+
+
+class SingleProcess:
+    """The only process of a run: what the others would send is what it has itself."""
+
+    rank, size, sharded = 0, 1, False
+
+    def all_reduce(self, tensor: Tensor) -> Work:
+        """Return a collective that has ended."""
+        del tensor
+        return Work(None, (), 0.0)
+
+    def gather_bytes(self, data: bytes, *, shards: bool = False) -> list[bytes]:
+        """Return this process's bytes."""
+        del shards
+        return [data]
+
+    def gather_json(self, value: Any, *, shards: bool = False) -> list[Any]:
+        """Return this process's value."""
+        del shards
+        return [value]
+
+
+class ProcessGroup(SingleProcess):
+    """The ranks of a run: `group` holds those with the same shard of every replica, `shards` those of one replica.
+
+    Args:
+        group: a `torch.distributed` group; None is the default group, which must be initialised.
+        shards: ranks that share this replica (FSDP2); None is this rank alone.
+        timeout: seconds that a collective on a GPU may take, > 0; on a CPU the group's own timeout holds.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        shards: dist.ProcessGroup | None = None,
+        *,
+        timeout: float = TIMEOUT,
+    ) -> None:
+        if not 0 < timeout < math.inf:
+            raise ValueError(f"ProcessGroup: timeout must be a positive number of seconds, got {timeout}")
+        if not dist.is_initialized():
+            raise RuntimeError("ProcessGroup: call torch.distributed.init_process_group() first")
+        self.group, self.shards, self.timeout = group, shards, timeout
+        self.rank, self.size, self.sharded = dist.get_rank(group), dist.get_world_size(group), shards is not None
+        self._device = torch.device("cpu")
+        """Where small messages lie."""
+
+    @classmethod
+    def of_mesh(
+        cls, mesh: DeviceMesh, replica: str = "replica", shard: str = "shard", *, timeout: float = TIMEOUT
+    ) -> ProcessGroup:
+        """Take both groups from a mesh, whose axes are named; then `fully_shard(module, mesh=mesh[shard])`.
+
+        `init_device_mesh("cuda", (4, 2), mesh_dim_names=("replica", "shard"))` is 4 replicas of 2 shards.
+        """
+        for name in (replica, shard):
+            if name not in (mesh.mesh_dim_names or ()):
+                raise ValueError(f"ProcessGroup.of_mesh: the mesh has no axis {name!r}, but {mesh.mesh_dim_names}")
+        return cls(mesh.get_group(replica), mesh.get_group(shard), timeout=timeout)
+
+    def bind(self, device: torch.device) -> None:
+        """Choose where small messages lie, for parameters on `device`; refuse a group that cannot send from there."""
+        if _takes_cpu(self.group) and (self.shards is None or _takes_cpu(self.shards)):
+            return
+        if device.type == "cpu":
+            raise ValueError("DiLoCo: the group takes no CPU tensors; init_process_group('cpu:gloo,cuda:nccl') does")
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            raise ValueError(
+                f"DiLoCo: parameters are on {device}, and the current device is cuda:{torch.cuda.current_device()}; "
+                "call torch.cuda.set_device(local_rank) first"
+            )
+        self._device = device
+
+    def all_reduce(self, tensor: Tensor) -> Work:
+        """Begin to replace `tensor` by its sum over the replicas. A ring sends 2 (size - 1) / size of it."""
+        with _explained():
+            work = dist.all_reduce(tensor, group=self.group, async_op=True)
+        return Work(work, (tensor,), self.timeout, 2 * (self.size - 1) * tensor.nbytes // self.size)
+
+    def all_to_all(self, received: Tensor, sent: Tensor) -> Work:
+        """Begin to send the r-th part of `sent` to rank r."""
+        with _explained():
+            work = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
+        return Work(work, (received, sent), self.timeout, (self.size - 1) * sent.nbytes // self.size)
+
+    def all_gather(self, received: Tensor, sent: Tensor, *, shards: bool = False) -> Work:
+        """Begin to gather `sent` of all ranks, one after the other, in `received`."""
+        group = self.shards if shards else self.group
+        # Newer releases warn of the older name, older releases lack the newer one.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        with _explained():
+            work = gather(received, sent, group=group, async_op=True)
+        return Work(work, (received, sent), self.timeout, (self.size - 1) * sent.nbytes)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Take `tensor` from rank 0."""
+        with _explained():
+            work = dist.broadcast(tensor, group=self.group, group_src=0, async_op=True)
+        Work(work, (tensor,), self.timeout).wait()
+
+    def gather_bytes(self, data: bytes, *, shards: bool = False) -> list[bytes]:
+        """Return the bytes of every rank, as many on each."""
+        if shards and not self.sharded:
+            return [data]
+        count = dist.get_world_size(self.shards) if shards else self.size
+        sent = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
+        received = torch.empty(count * len(data), dtype=torch.uint8, device=self._device)
+        self.all_gather(received, sent, shards=shards).wait()
+        return [row.numpy().tobytes() for row in received.cpu().view(count, len(data))]
+
+    def gather_json(self, value: Any, *, shards: bool = False) -> list[Any]:
+        """Return a JSON value of every rank."""
+        text = json.dumps(value).encode()
+        longest = max(int(length) for length in self.gather_bytes(b"%12d" % len(text), shards=shards))
+        return [json.loads(row) for row in self.gather_bytes(text.ljust(longest), shards=shards)]
+
+
+def _takes_cpu(group: dist.ProcessGroup | None) -> bool:
+    return "cpu" in dist.get_backend_config(group) or dist.get_backend(group) == "gloo"
+
+
+def default_group() -> SingleProcess:
+    """Return torch's default group where one is initialised, else this process alone."""
+    return ProcessGroup() if dist.is_available() and dist.is_initialized() else SingleProcess()

@@ -1,0 +1,434 @@
+"""`OuterSGD`: `torch.optim.SGD` on pseudo-gradients, whose momentum restarts when a policy says so.
+
+The sum form is torch's, and torch computes it, in one fused pass where it can. A few plain lines below compute the EMA
+form and 16-bit parameters, whose buffers are float32. `twophase.rule` has the equations.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.sgd import sgd
+
+from twophase.restart import (
+    MEASURED,
+    Decision,
+    Never,
+    Restart,
+    RestartPolicy,
+    RoundSignal,
+    Step,
+    ask,
+    parse,
+    update_weights,
+)
+from twophase.rule import Form, OuterRule
+
+BUFFER = "momentum_buffer"  # torch.optim.SGD's key, so that its checkpoints load here
+COUNTERS = ("rounds", "rounds_since_restart", "restarts")
+Dots = tuple[float, float, float]
+"""`<g, g>`, `<m, m>` and `<g, m>` of a param group, with the m before g is mixed in."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRound:
+    """The last round of a param group: norms of g, and of m before g was mixed in, and the cosine between the two.
+
+    `gain` is `<update, g> / <g, g>`: 1 would be plain averaging, and it is NaN where g = 0. `not_finite` names needs of
+    the policy that were not finite: the run has diverged, and nothing restarted.
+    """
+
+    restarted: bool
+    pseudo_gradient_norm: float
+    buffer_norm: float
+    cosine: float
+    gain: float
+    not_finite: tuple[str, ...] = ()
+
+
+class OuterSGD(torch.optim.SGD):
+    """Outer optimizer: SGD with momentum on pseudo-gradients, with restarts.
+
+    Each `step()` is one outer round; `.grad` of each parameter holds the pseudo-gradient, the anchor minus the mean of
+    the replicas. With `Never()` in sum form it is `torch.optim.SGD`, bit for bit. A param group may override every
+    argument, so a restart period for a block of parameters is a param group:
+
+        OuterSGD([{"params": embeddings, "restart": 5}, {"params": blocks, "restart": 9}], lr=0.7, momentum=0.9)
+
+    Groups count `rounds`, `rounds_since_restart` and `restarts`. A group without gradients takes no round; in another
+    one a parameter without a gradient does not move, and its buffer restarts with the group. `state_dict()` holds
+    tensors, numbers and text (`torch.load(weights_only=True)`); a state of `torch.optim.SGD` loads, too. A first step
+    at lr 0 is no round: `torch.distributed.checkpoint` takes one to learn what a state holds.
+
+    Args:
+        params: parameters, named parameters, or param groups.
+        lr: outer learning rate, >= 0, in the form given; a policy such as `auto`, which takes the steps, needs none.
+        momentum, nesterov: b, in [0, 1), and whether to look ahead.
+        form: "sum" (as torch.optim.SGD) or "ema" (as the restart paper); lr_sum = lr_ema (1 - b).
+        restart: a policy of `twophase.restart`, its text form, or a period.
+
+    Raises:
+        ValueError: an argument outside its range.
+
+    >>> x = torch.nn.Parameter(torch.ones(1))
+    >>> optimizer = OuterSGD([x], lr=1.0, momentum=0.5, restart=2)
+    >>> for _ in range(3):
+    ...     x.grad = torch.full((1,), 0.125)
+    ...     optimizer.step()
+    >>> x.item()
+    0.5625
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | None = None,
+        momentum: float = 0.0,
+        *,
+        nesterov: bool = False,
+        form: Form = "sum",
+        restart: RestartPolicy | str | int = Never(),  # noqa: B008 - a frozen value
+    ) -> None:
+        policy = parse(restart)
+        if lr is None and not policy.takes_steps:
+            raise ValueError("OuterSGD: lr is missing; DiLoCo uses lr=0.7, momentum=0.9, nesterov=True")
+        rule = OuterRule(1.0 if lr is None else lr, momentum, nesterov, form)
+        self._own = {"nesterov": rule.nesterov, "form": form, "restart": policy}
+        self.last_round: list[GroupRound] = []
+        super().__init__(params, lr=rule.lr, momentum=rule.momentum)
+        self.defaults |= self._own
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; what it leaves out are the constructor's arguments, and its rounds count from 0."""
+        super().add_param_group(self._own | param_group)
+        try:
+            _complete(self.param_groups[-1])
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self,
+        closure: Any = None,
+        *,
+        signals: Mapping[str, float] | None = None,
+        measure: bool = False,
+        dots: Sequence[Dots] | None = None,
+    ) -> Any:
+        """Take one outer round.
+
+        Args:
+            closure: as for every torch optimizer.
+            signals: values for policies that need more than norms and cosine, the same on every rank.
+            measure: True to leave norms, cosine and gain of each group in `last_round`, at the cost of reading g and m
+                once more; they are there anyway where a policy needs them.
+            dots: what `dots()` has returned, where several ranks hold shards and have added it up.
+
+        Returns:
+            The closure's value, or None.
+
+        Raises:
+            KeyError: a policy needs a signal that is missing; nothing has happened.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.last_round = []
+        is_plain = not measure and signals is None and dots is None  # an engine's or a recorder's step is a round
+        if is_plain and is_init_step(self):
+            for group in self.param_groups:
+                self._buffers(group, [p for p in group["params"] if p.grad is not None])
+            return loss
+        groups = [group for group in self.param_groups if any(p.grad is not None for p in group["params"])]
+        measured: list[Dots | None] = list(dots) if dots is not None else [None] * len(groups)
+        decisions: list[tuple[dict[str, float], Decision, tuple[str, ...]]] = []
+        for index, group in enumerate(groups):  # all before any: a round that a policy refuses has not happened
+            if not isinstance(group["restart"], RestartPolicy):
+                group["restart"] = parse(group["restart"])
+            if measured[index] is None and (measure or group["restart"].needs & MEASURED):
+                measured[index] = self._measure(group)
+            now = measured[index]
+            norms = (None, None, None) if now is None else angles(now)
+            signal = RoundSignal(group["rounds"] + 1, group["rounds_since_restart"] + 1, *norms, extra=signals)
+            decisions.append(ask(group["restart"], group["policy_state"], signal))
+        for group, of_group, (memory, decision, broken) in zip(groups, measured, decisions, strict=True):
+            self._update(group, decision)
+            age = group["rounds_since_restart"] + 1
+            group["rounds"] += 1
+            group["rounds_since_restart"] = int(decision.before) if isinstance(decision, Restart) else age
+            group["restarts"] += isinstance(decision, Restart)
+            group["policy_state"] = memory
+            if of_group is not None:
+                self.last_round.append(_report(group, of_group, decision, broken))
+            elif broken:
+                names = ", ".join(broken)
+                warnings.warn(f"OuterSGD: {names} is not finite, and nothing restarted", RuntimeWarning, stacklevel=2)
+        return loss
+
+    def _update(self, group: dict[str, Any], decision: Decision) -> None:
+        """Take a group's update and its restart."""
+        params = [p for p in group["params"] if p.grad is not None]
+        grads = [p.grad for p in params]
+        lr, momentum, nesterov, weight = group["lr"], group["momentum"], group["nesterov"], 1.0
+        if isinstance(decision, Step):
+            lr, momentum, nesterov = decision.lr, decision.momentum, False
+        elif group["form"] == "ema":
+            weight = 1 - momentum
+        buffers = self._buffers(group, params) if momentum != 0 or isinstance(decision, Step) else []
+        by_torch = not buffers or (weight == 1 and momentum != 0 and all(p.dtype.itemsize >= _FLOAT32 for p in params))
+        if isinstance(decision, Restart) and decision.before:
+            restart_(buffers, grads, decision)
+        if by_torch:
+            _update_by_torch_(params, grads, buffers, lr=lr, momentum=momentum, nesterov=nesterov)
+        else:
+            for x, g, m in zip(params, grads, buffers, strict=True):
+                m.mul_(momentum).add_(g, alpha=weight)
+                direction = m
+                if nesterov:  # (1 + b) m - b m_old, with b m_old = m - w g
+                    direction = (
+                        torch.add(g, m, alpha=momentum) if weight == 1 else m.mul(momentum).add_(g, alpha=weight)
+                    )
+                x.add_(direction, alpha=-lr)  # 16-bit x is rounded here, once
+        if isinstance(decision, Restart):
+            if not decision.before:
+                restart_(buffers, grads, decision)
+            # A new cycle begins for parameters without a gradient in this round, too.
+            taken = {id(m) for m in buffers}
+            states = [self.state.get(p, {}).get(BUFFER) for p in group["params"]]
+            resting = [m for m in states if m is not None and id(m) not in taken]
+            restart_(resting, resting, Restart(decision.retain))
+
+    def _buffers(self, group: Mapping[str, Any], params: Sequence[Tensor]) -> list[Tensor]:
+        """Return the momentum buffers, at first -0, which plus any g is g; float32 for 16-bit parameters."""
+        for p in params if group["momentum"] != 0 or group["restart"].takes_steps else ():
+            if self.state[p].get(BUFFER) is None:
+                dtype = p.dtype if p.dtype.itemsize >= _FLOAT32 else torch.float32
+                self.state[p][BUFFER] = torch.full_like(p, -0.0, dtype=dtype, requires_grad=False)
+        return [self.state[p][BUFFER] for p in params if BUFFER in self.state[p]]
+
+    def _measure(self, group: Mapping[str, Any]) -> Dots:
+        params = [p for p in group["params"] if p.grad is not None]
+        reads = group["momentum"] != 0 or group["restart"].takes_steps  # else a buffer is left from another momentum
+        buffers = [self.state.get(p, {}).get(BUFFER) if reads else None for p in params]
+        return dots([p.grad for p in params], buffers)
+
+    @torch.no_grad()
+    def dots(self) -> list[Dots]:
+        """Return `<g, g>`, `<m, m>` and `<g, m>` of each group that has a gradient, before g is mixed in."""
+        return [self._measure(group) for group in self.param_groups if any(p.grad is not None for p in group["params"])]
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Everything that the policies of the groups need."""
+        policies = [group["restart"] for group in self.param_groups]
+        return frozenset[str]().union(*((p if isinstance(p, RestartPolicy) else parse(p)).needs for p in policies))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as every torch optimizer does, with policies and their memory as text."""
+        state = super().state_dict()
+        return state | {"param_groups": [_saved(group) for group in state["param_groups"]]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict()` returned; its settings win over the constructor's.
+
+        A state of `torch.optim.SGD` loads too, unless it used dampening, weight decay or maximize, which an outer step
+        lacks: in sum form, with this optimizer's restart policies, rounds counted from 0.
+
+        Raises:
+            ValueError: not the state of such an optimizer, or of other parameters; nothing has been changed.
+        """
+        if missing := {"state", "param_groups"} - state_dict.keys():
+            raise ValueError(f"OuterSGD: the state must have {min(missing)}, as state_dict() returns it")
+        groups = []
+        for current, saved in zip(self.param_groups, state_dict["param_groups"], strict=False):
+            groups.append({"restart": current["restart"]} | saved)
+            _complete(groups[-1])
+            for p, index in zip(current["params"], saved["params"], strict=False):
+                buffer = state_dict["state"].get(index, {}).get(BUFFER)
+                if buffer is not None and buffer.shape != p.shape:
+                    raise ValueError(f"OuterSGD: the saved buffer of parameter {index} must have shape {[*p.shape]}")
+        loaded = {**state_dict, "param_groups": groups + state_dict["param_groups"][len(groups) :]}
+        super().load_state_dict(loaded)
+        # torch has cast float32 buffers to the type of 16-bit parameters, and shares the others with the caller.
+        for group, saved in zip(self.param_groups, groups, strict=True):
+            for p, index in zip(group["params"], saved["params"], strict=True):
+                self.state.pop(p, None)
+                for key, value in state_dict["state"].get(index, {}).items():
+                    if isinstance(value, Tensor):
+                        dtype = torch.float32 if key == BUFFER and p.dtype.itemsize < _FLOAT32 else value.dtype
+                        value = value.to(p.device, dtype, copy=True)  # noqa: PLW2901 - a copy of it
+                    self.state[p][key] = value
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take a loaded or copied state."""
+        super().__setstate__(state)
+        self.last_round = []
+        self._own = {name: self.defaults[name] for name in ("nesterov", "form", "restart")}
+        for group in self.param_groups:
+            _complete(group)
+
+
+def is_init_step(optimizer: Optimizer) -> bool:
+    """Return whether a step is that of `torch.distributed.checkpoint`, which learns by it what a state holds.
+
+    It comes with an empty state, at lr 0 and with gradients of 0; a warm-up from lr 0 has others.
+    """
+    groups = optimizer.param_groups
+    if optimizer.state or any(group["lr"] != 0 or group["rounds"] for group in groups):
+        return False
+    grads: list[Any] = [p.grad for group in groups for p in group["params"] if p.grad is not None]
+    return not any(bool((g.to_local() if hasattr(g, "to_local") else g).any()) for g in grads)
+
+
+def rule_of(group: Mapping[str, Any]) -> OuterRule:
+    """Return the rule of a param group; a ValueError if its values make none."""
+    return OuterRule(group["lr"], group["momentum"], group["nesterov"], group["form"])
+
+
+def _complete(group: dict[str, Any]) -> None:
+    """Check a param group's values, fill in those that it lacks, and read its policy and memory from text."""
+    missing = {"lr", "momentum"} - group.keys()
+    if missing:
+        raise ValueError(f"OuterSGD: a param group must have {', '.join(sorted(missing))}, as torch.optim.SGD's")
+    for name in ("weight_decay", "dampening", "maximize"):
+        if group.get(name):
+            raise ValueError(f"OuterSGD: {name} must be 0, got {group[name]}; an outer step has none")
+    for name, value in {"form": "sum", "nesterov": False, **dict.fromkeys(COUNTERS, 0)}.items():
+        group.setdefault(name, value)
+    rule_of(group)
+    group["restart"] = parse(group.get("restart", "never"))
+    memory = group.get("policy_state", {})
+    group["policy_state"] = json.loads(memory) if isinstance(memory, str) else dict(memory)
+
+
+def _saved(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a param group as numbers and text."""
+    plain = {key: value.item() if hasattr(value, "item") else value for key, value in group.items()}
+    # The memory is one leaf: torch.distributed.checkpoint restores those alone that a fresh optimizer's state has, too.
+    return plain | {"restart": str(group["restart"]), "policy_state": json.dumps(group["policy_state"], default=float)}
+
+
+def _report(group: Mapping[str, Any], measured: Dots, decision: Decision, broken: tuple[str, ...]) -> GroupRound:
+    """Return a round in numbers; the gain follows from the angle, because the update is linear in g and m."""
+    norm, buffer_norm, cosine = angles(measured)
+    injection = 1.0 if group["form"] == "sum" else 1 - group["momentum"]
+    along_g, along_m = update_weights(group["lr"], group["momentum"], injection, group["nesterov"])
+    if isinstance(decision, Step):
+        along_g, along_m = decision.lr, decision.lr * decision.momentum
+    elif isinstance(decision, Restart) and decision.before:
+        along_g, along_m = along_g + along_m * decision.inject, along_m * decision.retain
+    along = cosine * buffer_norm / norm if norm else math.nan  # <m, g> / <g, g>
+    gain = along_g + along_m * along
+    return GroupRound(isinstance(decision, Restart), norm, buffer_norm, cosine, gain, broken)
+
+
+# ------------------------------------------------------------------------------------------- arithmetic and measuring
+
+_FLOAT32 = 4  # bytes
+_FEW = 1 << 20  # elements of a group, up to which it is faster to join its tensors
+_PIECE = 1 << 17  # elements: g and m of a piece stay in the cache
+
+
+def _update_by_torch_(
+    params: list[Tensor], grads: list[Any], buffers: list[Tensor], *, lr: float, momentum: float, nesterov: bool
+) -> None:
+    """Take torch's update, on a CPU in one fused pass where that has the bits of torch's plain loop."""
+    # On a CPU the fused kernel rounds the elements that fill no vector register in another way. It ignores strides, so
+    # that of a transposed or channels-last tensor it would take the wrong elements (tests/optim/test_outer_sgd.py).
+    rows = list(zip(params, grads, buffers or params, strict=True))
+    fits = [
+        type(x.data) is Tensor
+        and (x.is_cuda or (x.is_cpu and x.numel() % 16 == 0))
+        and (x.is_floating_point() and x.dtype.itemsize >= _FLOAT32)
+        and (x.is_contiguous() and g.is_contiguous() and m.is_contiguous())
+        for x, g, m in rows
+    ]
+    for fused in (True, False):
+        chosen = [row for row, fit in zip(rows, fits, strict=True) if fit == fused]
+        sgd(
+            [x for x, _, _ in chosen],
+            [g for _, g, _ in chosen],
+            [m if buffers else None for _, _, m in chosen],
+            fused=fused,
+            foreach=False,  # torch's would write into g
+            lr=lr,
+            momentum=momentum,
+            nesterov=nesterov and momentum != 0,
+            weight_decay=0.0,
+            dampening=0.0,
+            maximize=False,
+        )
+
+
+def restart_(buffers: Sequence[Tensor], grads: Sequence[Any], restart: Restart) -> None:
+    """Restart in place, `m <- retain m + inject g`; exact zeros for retain = inject = 0, also of a NaN in m."""
+    for m, g in zip(buffers, grads, strict=False):  # without momentum there are no buffers
+        if restart.retain == 0:
+            m.zero_()  # not a product: 0 x inf would keep a NaN alive
+        else:
+            m.mul_(restart.retain)
+        if restart.inject != 0:
+            m.add_(g, alpha=restart.inject)
+
+
+def dots(grads: Sequence[Any], buffers: Sequence[Tensor | None]) -> Dots:
+    """Return `<g, g>`, `<m, m>` and `<g, m>` over all tensors; a missing buffer counts as 0.
+
+    Products are summed in the tensors' type (of 16-bit ones in float32) within a piece, and in float64 over pieces.
+    """
+    rows: list[tuple[Any, ...]] = [(g,) for g in grads]
+    if any(m is not None for m in buffers):
+        rows = [(g, torch.zeros_like(g) if m is None else m) for g, m in zip(grads, buffers, strict=True)]
+    pieces = [piece for row in rows for piece in _pieces(row)]
+    if sum(g.numel() for g in grads) <= _FEW and all(type(g) is Tensor and g.is_cpu for g, *_ in pieces):
+        batches: list[list[tuple[Tensor, ...]]] = [[]]
+        for piece in pieces:  # joined, up to a piece's size: an operation on each would cost more
+            if sum(g.numel() for g, *_ in batches[-1]) + piece[0].numel() > _PIECE:
+                batches.append([])
+            batches[-1].append(piece)
+        columns = [list(zip(*batch, strict=True)) for batch in batches if batch]
+        pieces = [tuple(ts[0] if len(ts) == 1 else torch.cat(ts) for ts in batch) for batch in columns]
+    return _sums([product for piece in pieces for product in _products(*piece)])
+
+
+def _pieces(row: Sequence[Tensor]) -> Iterable[tuple[Tensor, ...]]:
+    """Cut a tensor g, and its m, into flat pieces, on a CPU of the cache's size; a DTensor is taken whole."""
+    if hasattr(row[0], "full_tensor"):
+        return [tuple(row)]
+    real = [torch.view_as_real(t.detach()) if t.is_complex() else t.detach() for t in row]  # a complex number is two
+    dtype = real[0].dtype if real[0].dtype.itemsize >= _FLOAT32 else torch.float32
+    flat = [t.reshape(-1).to(dtype) for t in real]
+    return zip(*(t.split(_PIECE if t.is_cpu else 1 << 24) for t in flat), strict=True)
+
+
+def _products(g: Tensor, m: Tensor | None = None) -> list[Tensor]:
+    """Return <g, g>, <m, m> and <g, m> of a piece."""
+    pairs = [(g, g)] if m is None else [(g, g), (m, m), (g, m)]
+    if type(g) is Tensor:
+        found = [torch.dot(a, b) for a, b in pairs]
+    else:  # the sum of a DTensor is partial on each rank
+        found = [(a * b).sum(dtype=torch.float64).full_tensor() for a, b in pairs]  # type: ignore[attr-defined]
+    return found if m is not None else [found[0], torch.zeros_like(found[0]), torch.zeros_like(found[0])]
+
+
+def _sums(products: Sequence[Tensor]) -> Dots:
+    gg, mm, gm = torch.stack([t.to(products[0].device) for t in products]).double().view(-1, 3).sum(0).tolist()
+    return gg, mm, gm
+
+
+def angles(measured: Dots) -> tuple[float, float, float]:
+    """Return the norms of g and m, and the cosine between them, 0 when either is zero."""
+    gg, mm, gm = measured
+    scale = gg**0.5 * mm**0.5  # the product of the squares may over- or underflow
+    cosine = gm / scale if scale != 0 else 0.0
+    return gg**0.5, mm**0.5, math.copysign(1.0, cosine) if abs(cosine) > 1 else cosine  # a NaN stays one

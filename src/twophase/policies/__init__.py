@@ -1,1 +1,0 @@
-"""Hold restart and step policies as values (standard library only)."""
