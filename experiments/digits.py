@@ -18,8 +18,7 @@ from torch.func import functional_call, jacrev
 from common import select
 from model import AVERAGING, HEAVY_BALL, NESTEROV, USUAL
 from twophase.diloco.engine import DiLoCo
-from twophase.policies.gain import mean_outer_gain
-from twophase.policies.scheduled import Periodic
+from twophase.restart import Periodic, mean_outer_gain
 from twophase.rule import OuterRule
 from twophase.theory.contraction import restart_factor
 from twophase.theory.inputs import rule_grid

@@ -20,8 +20,8 @@ import numpy as np
 from common import Figures, Result, load, options_of, save, select, train
 from paper import LAPTOP, PAPER, QUICK, RULES, Scale
 from twophase.judge.cells import ARM, BOTH, CONTROL, MISSING, Paired, comparable, outcomes
-from twophase.policies.text import parse
 from twophase.recipes.controls import AVERAGING_LR, MOMENTUM_FREE, restarts_that_count
+from twophase.restart import parse
 from twophase.sweeps.grid import Sweep
 from twophase.sweeps.run import TABLE
 from twophase.sweeps.table import Row, Setting, geometric_mean, read_rows, readable, settings

@@ -11,9 +11,7 @@ from numpy.typing import ArrayLike
 from common import select
 from twophase.figures.matplotlib_types import Axes
 from twophase.figures.style import look
-from twophase.policies.base import RestartPolicy
-from twophase.policies.gain import mean_outer_gain
-from twophase.policies.scheduled import Periodic
+from twophase.restart import Periodic, RestartPolicy, mean_outer_gain
 from twophase.rule import OuterRule
 from twophase.theory.contraction import restart_table
 from twophase.theory.inputs import Rules, rule_grid

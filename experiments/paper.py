@@ -19,8 +19,6 @@ from dataclasses import dataclass, replace
 from itertools import product as product_of
 from typing import Any
 
-from twophase.policies.base import RestartPolicy
-from twophase.policies.scheduled import Periodic, Soft
 from twophase.recipes.controls import (
     FORM,
     LR,
@@ -32,6 +30,7 @@ from twophase.recipes.controls import (
     with_averaging,
 )
 from twophase.recipes.pretraining import paper_150m
+from twophase.restart import Periodic, RestartPolicy, Soft
 from twophase.rule import Form
 from twophase.sweeps.grid import Axis, Cell, Sweep, product
 from twophase.sweeps.table import SEED, Row, settings

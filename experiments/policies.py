@@ -19,8 +19,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
-from twophase.policies.adaptive import Auto
-from twophase.policies.base import (
+from twophase.restart import (
+    POLICIES_VARIABLE,
+    Auto,
     Decision,
     Restart,
     RestartPolicy,
@@ -29,9 +30,6 @@ from twophase.policies.base import (
     Step,
     register,
 )
-from twophase.policies.checks import LARGEST, check_number
-from twophase.policies.text import POLICIES_VARIABLE
-from twophase.rule import OuterRule
 
 
 def share_with_workers() -> None:
@@ -46,7 +44,7 @@ def share_with_workers() -> None:
 
 
 @register("gradient")
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Gradient(RestartPolicy):
     """Restart when the pseudo-gradient points against the buffer: `<g, m> < 0`. Text form `gradient`.
 
@@ -64,7 +62,7 @@ class Gradient(RestartPolicy):
 
 
 @register("norm")
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class NormRatio(RestartPolicy):
     """Restart when the buffer has outgrown the pseudo-gradient: `|m| > ratio |g|`. Text form `norm:1.5`.
 
@@ -77,9 +75,9 @@ class NormRatio(RestartPolicy):
     needs: ClassVar[frozenset[str]] = frozenset({"pseudo_gradient_norm", "buffer_norm"})
 
     def __post_init__(self) -> None:
-        """Refuse what lies outside of the range, and keep a plain number."""
-        ratio = check_number("NormRatio", "ratio", self.ratio, (0, math.inf), "norm:1.5")
-        object.__setattr__(self, "ratio", ratio)
+        """Refuse what lies outside of the range."""
+        if not 0 < self.ratio < math.inf:
+            raise ValueError(f"NormRatio: ratio must be above 0, got {self.ratio}")
 
     def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
         """Restart before the mixing when the buffer is too long."""
@@ -98,32 +96,9 @@ def _drop_if(fires: bool, signal: RoundSignal) -> Decision:
 # --------------------------------------------------------------------------------------------------- `auto` in parts
 
 
-class _Alone(RestartPolicy):
-    """A policy whose updates are its own: of the rule nothing enters, as with `auto`."""
-
-    takes_steps: ClassVar[bool] = True
-
-    def canonical(self, rule: OuterRule) -> OuterRule:
-        """Return the same rule for all, also for those without momentum."""
-        del rule
-        return OuterRule(1.0, 0.5)
-
-
-class _Part(_Alone):
-    """A part of `auto`."""
-
-    def __post_init__(self) -> None:
-        """Refuse negative shares, and keep plain numbers."""
-        share = check_number(type(self).__name__, "share", self.share, (0, LARGEST), f"{self.name}:0.5")  # type: ignore[attr-defined]
-        object.__setattr__(self, "share", share)
-
-
-@register("along")
-@dataclass(frozen=True, slots=True)
-class Along(_Part):
-    """Go on along the last update by a fixed share: the direction of `auto` without its gain. Text form `along:0.5`.
-
-    `u <- g + share |g| u / |u|,  x <- x - u`; `auto` has `1 - |g| / M` in the place of the share.
+@dataclass(frozen=True)
+class _Part(RestartPolicy):
+    """A part of `auto`: its updates are its own, and of the rule nothing enters.
 
     Args:
         share: >= 0.
@@ -131,7 +106,23 @@ class Along(_Part):
 
     share: float
 
-    needs: ClassVar[frozenset[str]] = frozenset({"pseudo_gradient_norm", "buffer_norm"})
+    takes_steps: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        """Refuse negative shares."""
+        if not 0 <= self.share <= 1e30:
+            raise ValueError(f"{type(self).__name__}: share must be in [0, 1e30], got {self.share}")
+
+
+@register("along")
+@dataclass(frozen=True)
+class Along(_Part):
+    """Go on along the last update by a fixed share: the direction of `auto` without its gain. Text form `along:0.5`.
+
+    `u <- g + share |g| u / |u|,  x <- x - u`; `auto` has `1 - |g| / M` in the place of the share.
+    """
+
+    needs: ClassVar[frozenset[str]] = Auto.needs
 
     def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
         """Return the step of the round."""
@@ -140,19 +131,15 @@ class Along(_Part):
     @staticmethod
     def _step(signal: RoundSignal, share: float) -> Step:
         g, u = signal.value("pseudo_gradient_norm"), signal.value("buffer_norm")
-        along = share * g / u if u > 0 else 0.0
-        return Step(1.0, along, mix=(along, 1.0))
+        return Step(1.0, share * g / u if u > 0 else 0.0)
 
 
 @register("ramp")
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Ramp(Along):
     """Go on along the last update by a share that rises over the run: `auto` as a schedule. Text form `ramp:0.5`.
 
     `u <- g + share (t / T) |g| u / |u|,  x <- x - u` in round t of T.
-
-    Args:
-        share: gain at the run's end, >= 0.
     """
 
     needs: ClassVar[frozenset[str]] = Along.needs | {"progress"}
@@ -163,35 +150,33 @@ class Ramp(Along):
 
 
 @register("gain")
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Gain(_Part):
     """Lengthen plain averaging as g shrinks: the gain of `auto` without its direction. Text form `gain:1`.
 
     `x <- x - (1 + share (1 - |g| / M)) g` with the M of `auto`.
-
-    Args:
-        share: >= 0; 1 has the length that `auto` has where all updates are parallel.
+    At a share of 1 it has the length that `auto` has where all updates are parallel.
     """
-
-    share: float
 
     needs: ClassVar[frozenset[str]] = Auto.needs
 
     def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
         """Return the step of the round."""
-        after, largest = Auto.largest(state, signal)
+        after, _ = Auto().decide(state, signal)
+        largest = max(after.values())
         shrunk = 1 - signal.value("pseudo_gradient_norm") / largest if largest > 0 else 0.0
         return after, Step(1 + self.share * shrunk, 0.0)
 
 
 @register("observe")
-@dataclass(frozen=True, slots=True)
-class Observe(_Alone):
+@dataclass(frozen=True)
+class Observe(RestartPolicy):
     """Average, and measure the cosine of g and the last g. Text form `observe`."""
 
     needs: ClassVar[frozenset[str]] = Along.needs | {"cosine"}
+    takes_steps: ClassVar[bool] = True
 
     def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
         """Average; the buffer becomes g."""
         del signal
-        return state, Step(1.0, 0.0, mix=(0.0, 1.0))
+        return state, Step(1.0)

@@ -17,8 +17,7 @@ from common import Result, compute, select
 from model import KINDS, SIX, WIDE, dot_chart, log10_loss, signed
 from twophase.figures.matplotlib_types import Axes, Figure
 from twophase.figures.style import DIVERGED, HATCH, INK, headline, look, new_figure, share_legend
-from twophase.policies.gain import mean_outer_gain
-from twophase.policies.scheduled import Periodic
+from twophase.restart import Periodic, mean_outer_gain
 from twophase.rule import FORM_WORDS, FORMS, Form, OuterRule
 from twophase.sweeps.table import format_table
 from twophase.theory.inputs import rule_grid

@@ -15,7 +15,7 @@ any other small change. So single pairs differ even where the mean does not.
 
 The stored results have a fourth wire, top-k, which is gone; figure and table show the wires that a result has.
 
-Source: `twophase.diloco.wire`; the paper sends float32.
+Source: `twophase.diloco.compression`; the paper sends float32.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ import lm
 from common import Result
 from lm import SHORT_KINDS, change_words, first, lines_of, perplexity_words, public
 from paper import PERIOD, RULES, Scale, arm_name
-from twophase.diloco.formats import WIRES
-from twophase.diloco.wire import BLOCK, packet_bytes
+from twophase.diloco.compression import BLOCK, COMPRESSIONS
 from twophase.figures.matplotlib_types import Axes, Figure
 from twophase.figures.style import MUTED, headline, look, name_panels, new_page, share_legend
 from twophase.judge.cells import ARM, BOTH, CONTROL, MISSING, DataFrame, Paired, comparable, outcomes
@@ -44,7 +43,7 @@ from twophase.sweeps.table import arm_name as shown_name
 from twophase.tasks.lm.config import VOCABULARY_SIZES
 from twophase.tasks.lm.speed import parameter_count
 
-EXACT, *LOSSY = WIRES
+EXACT, *LOSSY = COMPRESSIONS
 FORM, LR = "sum", 0.7
 """DiLoCo's usual learning rate, in its usual form."""
 MOMENTA = (0.5, 0.9)
@@ -54,6 +53,8 @@ _AXES = ("outer.method", "outer.momentum", "outer.restart")
 """A place is a value of each."""
 PROCESSES = 2
 """What is sent is counted for one replica a process."""
+_CODES = {"bfloat16": 2 * BLOCK, "int8": BLOCK + 4}
+"""Bytes of a block; of int8 with its scale."""
 CLEAR = 2.0
 """Standard errors."""
 NOISE = "within seed noise"
@@ -66,10 +67,10 @@ def sweep(scale: Scale) -> Sweep:
     cells: list[Cell] = []
     for kind, method in RULES.items():
         for restart in RESTARTS:
-            for wire in WIRES:
+            for wire in COMPRESSIONS:
                 fixed = {
                     "inner_steps": scale.short, "outer.form": FORM, "outer.method": method, "outer.lr": LR,
-                    "outer.restart": restart, "sync.wire": wire,
+                    "outer.restart": restart, "sync.compression": wire,
                 }  # fmt: skip
                 axes = [Axis("outer.momentum", momenta), Axis(SEED, scale.seeds)]
                 arm = arm_name(FORM, kind, f"{_restart_words(restart)}, {wire}")
@@ -81,22 +82,22 @@ def sent_bytes(wire: str, numel: int, processes: int = PROCESSES) -> int:
     """Count the bytes that each process sends to sum a vector of float32 over processes, as the engine reports them.
 
     With n elements and M processes, a ring in float32 sends 2 (M - 1) parts of 4 n / M bytes. A lossy wire sends each
-    other owner its packet, and each its part's result: 2 (M - 1) packets of ceil(n / 128 M) blocks.
+    other owner its part's codes, and each its part's result: 2 (M - 1) times those of ceil(n / 128 M) blocks.
     """
     if wire == EXACT:
         return 2 * (processes - 1) * 4 * numel // processes
     blocks = -(-numel // (processes * BLOCK))
-    return 2 * (processes - 1) * packet_bytes(wire, blocks * BLOCK)
+    return 2 * (processes - 1) * blocks * _CODES[wire]
 
 
 def table(rows: Sequence[Row], scale: Scale) -> Result:
     """Compare every setting with float32 by seed, and say by place, restart and wire what that comes to."""
-    lines, wire_of = lines_of(rows, scale), {row.arm: row.values["sync.wire"] for row in rows}
+    lines, wire_of = lines_of(rows, scale), {row.arm: row.values["sync.compression"] for row in rows}
     rules, momenta = list(RULES.items()), sorted({line["momentum"] for line in lines})
     at = list(product_of(RULES.values(), momenta, RESTARTS))
-    every = np.log(outcomes([line["setting"] for line in lines], "sync.wire", *_AXES))
-    wires = every.index.get_level_values("sync.wire")
-    logs = {wire: every[wires == wire].droplevel("sync.wire").reindex(at) for wire in WIRES}
+    every = np.log(outcomes([line["setting"] for line in lines], "sync.compression", *_AXES))
+    wires = every.index.get_level_values("sync.compression")
+    logs = {wire: every[wires == wire].droplevel("sync.compression").reindex(at) for wire in COMPRESSIONS}
     exact = {
         (RULES[line["rule"]], line["momentum"], line["restart"]): line
         for line in lines
@@ -113,7 +114,7 @@ def table(rows: Sequence[Row], scale: Scale) -> Result:
     config = scale.base
     vocabulary = config.model.vocabulary_size or VOCABULARY_SIZES[config.data.vocabulary]
     parameters = parameter_count(config.model, vocabulary)
-    sent = {wire: sent_bytes(wire, parameters) for wire in WIRES}
+    sent = {wire: sent_bytes(wire, parameters) for wire in COMPRESSIONS}
     numbers = {
         "places": places,
         "all_places": _facts(logs),
@@ -123,7 +124,7 @@ def table(rows: Sequence[Row], scale: Scale) -> Result:
         },
         "typical": _typical(logs),
         "bytes_a_round": sent,
-        "bytes_over_float32": {wire: sent[wire] / sent[EXACT] for wire in WIRES},
+        "bytes_over_float32": {wire: sent[wire] / sent[EXACT] for wire in COMPRESSIONS},
     }
     gaps = {wire: of_wire - logs[EXACT] for wire, of_wire in logs.items()}
     for line in lines:

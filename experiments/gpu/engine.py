@@ -2,8 +2,8 @@
 
     python experiments/gpu/engine.py --out runs/gpu           five minutes on one GPU
 
-* `engine-phases.csv`: at S = 1 and 16 tokens a second with the engine over those without, and a round's phases;
-* `engine.json`: the same, `resume_same_bits`, and for how many inner steps a checkpoint stops training.
+`engine.json`: at S = 1 and 16 tokens a second with the engine over those without, and its share of the time;
+`resume_same_bits`; and for how many inner steps a checkpoint stops training.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from machine import arguments, paper_150m, save_figures, save_rows
+from machine import arguments, paper_150m, save_figures
 from twophase.base.config import RunError
 from twophase.experiments import train
 from twophase.runs.folder import read_summary
@@ -55,9 +56,7 @@ def main(words: Sequence[str] | None = None) -> int:
     options = arguments(__doc__ or "", words)
     config = paper_150m(options)
     seconds, least, saves = (0.1, 1, 1) if options.tiny else (20.0, 4, 3)
-    overheads = engine_overhead.measure(config, [1, 16], seconds, least)
-    save_rows(options, "engine-phases", [{"inner_steps": count, **one.phases} for count, one in overheads.items()])
-    figures = engine_overhead.figures_of(overheads)
+    figures: dict[str, Any] = engine_overhead.measure(config, [1, 16], seconds, least)
     short = replace(
         config,
         data=replace(config.data, validation_windows=4),

@@ -12,11 +12,11 @@ from twophase.base.config import RunError, UsageError, flatten, overlaid, to_tre
 from twophase.cli.sweeping import complete
 from twophase.cli.train import default_folder, finished, train_run
 from twophase.cli.tuning import TuneResults, Tuning, run_tuning
-from twophase.policies.base import RestartPolicy
 from twophase.recipes.arms import ARMS, check_arm_options
 from twophase.recipes.controls import grid_of
 from twophase.report.results import Run, load
 from twophase.report.results import Sweep as SweepResults
+from twophase.restart import RestartPolicy
 from twophase.sweeps.grid import Axis, Sweep
 from twophase.tasks.named import LM, TASK, check, check_is_called_by_a_program, config_class, name_of
 from twophase.training.config import RunConfig

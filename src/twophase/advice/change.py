@@ -11,12 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from twophase.optim.names import rule_of
-from twophase.policies.base import Never, RestartPolicy
-from twophase.policies.gain import mean_outer_gain
-from twophase.policies.text import parse
+from twophase.restart import Never, RestartPolicy, mean_outer_gain, parse
 from twophase.rule import OuterRule
 from twophase.runs.folder import RECORDED
+from twophase.runs.method import rule_of
 from twophase.theory.modes import stable_limit
 
 LEAST_ROUNDS = 8

@@ -45,7 +45,7 @@ class Rule:
         try:
             return OuterRule(self.lr, self.momentum, self.method == "nesterov", self.form)
         except ValueError as error:
-            raise UsageError(str(error).replace("OuterRule: ", "--outer.", 1)) from None
+            raise UsageError(f"--outer.{error}") from None
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Iterator
 
 from twophase.advice.change import LARGE_GAIN, MANY_ROUNDS
 from twophase.advice.verdict import LEAST_ROUNDS, Diagnosis, Finding, step_alone
-from twophase.policies.gain import mean_outer_gain
-from twophase.policies.text import parse
+from twophase.restart import mean_outer_gain, parse
 from twophase.rule import FORM_WORDS, OuterRule
 from twophase.runs.record import WHOLE
 from twophase.theory.contraction import restart_can_help

@@ -14,9 +14,7 @@ from twophase.base.reading import check_regular
 from twophase.cli.commands import plain_parser
 from twophase.explorer.from_run import FromRun, read_run
 from twophase.explorer.page import MARK, POLICIES_WORDS, State, build, shows
-from twophase.policies.base import Never
-from twophase.policies.scheduled import Periodic
-from twophase.policies.text import parse
+from twophase.restart import Never, Periodic, parse
 
 _RANGE_MODES = 16
 """Modes of --sigma-range without a COUNT."""

@@ -255,7 +255,7 @@ def _timed(config: RunConfig) -> tuple[float, float]:
     """Measure seconds of an inner step of all replicas, and of a run's validation."""
     import torch
 
-    from twophase.diloco.communicator import SingleProcess
+    from twophase.diloco.group import SingleProcess
     from twophase.tasks.build import task_of
     from twophase.training.trainer import Trainer
 

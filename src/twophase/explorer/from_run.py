@@ -11,8 +11,7 @@ import numpy as np
 from twophase.advice.evidence import observed_in, outside
 from twophase.base.config import UsageError
 from twophase.explorer.page import LIMITS, RunSpectrum, shows
-from twophase.policies.base import Never
-from twophase.policies.scheduled import Periodic
+from twophase.restart import Never, Periodic
 from twophase.rule import OuterRule
 from twophase.runs.folder import METRICS, ROUNDS
 from twophase.runs.record import Block, RunRecord, read_record

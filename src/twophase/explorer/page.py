@@ -22,10 +22,7 @@ from importlib.resources import files
 from typing import Any, Literal
 
 from twophase.base.errors import UsageError
-from twophase.policies.adaptive import Auto
-from twophase.policies.base import RestartPolicy
-from twophase.policies.scheduled import AtRounds, Cycle, Soft
-from twophase.policies.text import parse
+from twophase.restart import AtRounds, Auto, Cycle, RestartPolicy, Soft, parse
 from twophase.rule import Form
 
 MARK = '<meta name="generator" content="twophase explore">'

@@ -14,11 +14,7 @@ __all__ = ["DiLoCoCallback", "join_replicas"]
 
 
 class DiLoCoCallback(Rounds, Callback):
-    """Outer rounds for a Lightning `Trainer`.
-
-        callback = DiLoCoCallback(OuterRule(0.7, 0.9, nesterov=True), inner_steps=500, restart=3, record="runs/mine")
-        trainer = Trainer(devices=1, callbacks=[callback])
-        trainer.fit(module, data, ckpt_path=...)
+    """Outer rounds for a Lightning `Trainer`: `Trainer(devices=1, callbacks=[DiLoCoCallback(inner_steps=500)])`.
 
     An inner step is a step of the optimizer: under `accumulate_grad_batches` several batches. Lightning's checkpoints
     hold the engine's state, in the middle of a round as well. A resumed training equals an uninterrupted one except for
@@ -29,8 +25,7 @@ class DiLoCoCallback(Rounds, Callback):
     `val_loss` is the validation loss.
 
     Raises:
-        ValueError: a Trainer over several devices, manual optimization, or a checkpoint that was written without this
-            callback; when the training begins.
+        ValueError: when the training begins: several devices, manual optimization, or a checkpoint without this state.
     """
 
     _loaded: dict[str, Any] | None = None
@@ -41,54 +36,37 @@ class DiLoCoCallback(Rounds, Callback):
         if stage != "fit":
             return
         if trainer.world_size > 1:
-            raise ValueError(
-                f"DiLoCoCallback: this Trainer spans {trainer.world_size} devices, and would average every gradient; "
-                "it must be 1. Call join_replicas() first and pass Trainer(devices=1), a separate one in each process"
-            )
+            count = f"{trainer.world_size} devices"
+            raise ValueError(f"DiLoCoCallback: Trainer must have devices=1, after join_replicas(), has {count}")
         if not pl_module.automatic_optimization:
-            raise ValueError(
-                "DiLoCoCallback: automatic_optimization is False, so steps of the inner optimizer cannot be counted; "
-                "it must be True. Or make a twophase.DiLoCo in the module and call its step() after each of them"
-            )
+            raise ValueError("DiLoCoCallback: automatic_optimization must be True; else step a twophase.DiLoCo")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Build the engine; a resumed Trainer has loaded weights, optimizer and this callback's state."""
-        self._steps = trainer.global_step
-        if self._steps and self._loaded is None:
-            raise ValueError(
-                f"DiLoCoCallback: the training resumes from step {self._steps} without this callback's state; resume "
-                "from a checkpoint that was written with it (ckpt_path=...)"
-            )
-        steps = trainer.estimated_stepping_batches
+        self._steps, steps = trainer.global_step, trainer.estimated_stepping_batches
         planned = int(steps) if 0 < steps < math.inf else None  # of max_time alone, or of data without a length
         self.begin(pl_module, trainer.optimizers[0], self._steps, planned, self._loaded)
         self._loaded = None
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int  # noqa: ARG002
-    ) -> None:  # fmt: skip
+    def on_train_batch_end(self, trainer: Trainer, *args: Any, **_: Any) -> None:
         """Count an inner step, if this batch was the last of one; this comes before Lightning saves and validates."""
         if trainer.global_step == self._steps:
             return
         self._steps = trainer.global_step
-        loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
-        scale = trainer.accumulate_grad_batches  # which Lightning has divided the loss by
-        if loss is None or not self.engine.reports_next:  # to read a number would wait for the device
-            self.step()
-        else:
-            self.step({"loss": float(loss) * scale})
+        signals = None
+        outputs = args[1]  # after the module
+        if isinstance(outputs, Mapping) and "loss" in outputs and self.engine.reports_next:  # else no wait for a GPU
+            scale = trainer.accumulate_grad_batches  # which Lightning has divided the loss by
+            signals = {"loss": float(outputs["loss"]) * scale}
+        self.step(signals)
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+    def on_validation_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """Log the module's logged metrics."""
         if self.run is not None:
-            values = {
-                "validation_loss" if name == "val_loss" else name: value
-                for name, value in trainer.callback_metrics.items()
-                if value.numel() == 1 and name not in ("self", "step", "round")  # the last two are the record's
-            }
-            self.run.log(None, **values)
+            values = {"validation_loss" if n == "val_loss" else n: v for n, v in trainer.callback_metrics.items()}
+            self.run.log(None, **{n: v for n, v in values.items() if n not in ("self", "step", "round")})  # its own
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+    def on_train_end(self, *_: Any, **__: Any) -> None:
         """Take the last round, if it was cut short."""
         self.end()
 
@@ -98,7 +76,7 @@ class DiLoCoCallback(Rounds, Callback):
             self.on_train_start(trainer, pl_module)
             self.end()
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:  # noqa: ARG002
+    def on_exception(self, *_: Any, **__: Any) -> None:
         """Leave the record unfinished."""
         self.abandon()
 

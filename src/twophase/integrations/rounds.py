@@ -1,9 +1,9 @@
-"""Share engine, saved state and record of a training among the callbacks of trainers; join torchrun's processes."""
+"""Engine, saved state and record of a training, as the callbacks of trainers share them; join torchrun's processes."""
 
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -13,16 +13,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from twophase.base.config import UsageError
-from twophase.diloco.engine import DiLoCo
+from twophase.base.errors import UsageError
+from twophase.diloco.engine import DiLoCo, Signals
 from twophase.diloco.report import RoundReport
-from twophase.diloco.setting import OuterChoice, Restarts, Signals
-from twophase.rule import OuterRule
+from twophase.optim.build import OuterChoice
 from twophase.training.recording import Recorder, record
-from twophase.training.session import world_size
 
-USUAL = OuterRule(0.7, 0.9, nesterov=True)
-"""Outer rule of the DiLoCo paper."""
 _TORCHRUN = "RANK LOCAL_RANK GROUP_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE TORCHELASTIC_RUN_ID".split()
 _RECORDING: WeakValueDictionary[Path, Rounds] = WeakValueDictionary()
 """Trainings of this process by the folder of their record; a trainer may not report that its training has raised."""
@@ -32,11 +28,8 @@ class Rounds:
     """Outer rounds of one training; callbacks inherit it and call `begin`, `step` and `end`.
 
     Args:
-        outer: outer optimizer: an `OuterRule`, a name, `"auto"`, or a function that builds it.
-        inner_steps: steps of the trainer's optimizer in a round, >= 1.
-        restart: restart policy of the outer momentum; None is never.
         record: folder of a standard run (`twophase.record`), written while the trainer trains; None writes none.
-        options: further arguments of `DiLoCo`, such as `fragments`, `delay` and `wire`.
+        outer, inner_steps, options: arguments of `DiLoCo`; "nesterov" is DiLoCo's published rule.
 
     Attributes:
         engine: the `DiLoCo` of the training, from its beginning on.
@@ -48,17 +41,10 @@ class Rounds:
     run: Recorder | None = None
 
     def __init__(
-        self,
-        outer: OuterChoice = USUAL,
-        *,
-        inner_steps: int,
-        restart: Restarts = None,
-        record: str | Path | None = None,
-        **options: Any,
+        self, outer: OuterChoice = "nesterov", *, inner_steps: int, record: str | Path | None = None, **options: Any
     ) -> None:
-        self._setting = {"outer": outer, "inner_steps": inner_steps, "restart": restart, **options}
-        self._folder = record
-        self._open: AbstractContextManager[Recorder] | None = None
+        self._settings: dict[str, Any] = {"outer": outer, "inner_steps": inner_steps, **options}
+        self._folder, self._block = record, ExitStack()
         self.reports: list[RoundReport] = []
 
     def begin(
@@ -66,94 +52,73 @@ class Rounds:
     ) -> None:
         """Build the engine over a model that holds its first, or its restored, weights, and open the record.
 
-        Args:
-            model: this process's replica.
-            inner: its optimizer, whose learning rate the record notes.
-            step: inner steps that it has taken.
-            planned: inner steps in all; None where that is not known.
-            state: `saved()` of that step, where the training resumes.
+        `inner` has taken `step` of the `planned` inner steps (None: not known); `saved()` returned `state` after them.
 
         Raises:
-            ValueError: replicas that resume from different steps, or anything that `DiLoCo` refuses.
+            ValueError: no state, replicas that resume from different steps, or anything that `DiLoCo` refuses.
         """
         self.abandon()  # of an earlier training that raised
+        if step and not state:
+            raise ValueError(f"DiLoCoCallback: the checkpoint of step {step} must hold this callback's state, has none")
         weights = [p.detach().clone() for p in model.parameters()] if state else []
-        self.engine = DiLoCo(model, **self._setting, alike={"planned inner steps": planned})
+        expected: Any = {"planned inner steps": planned, **self._settings.get("expect_equal", {})}
+        self.engine = DiLoCo(model, **self._settings | {"expect_equal": expected})
         self.reports = []
-        steps = self.engine.communicator.gather(step, int)
+        steps = self.engine.group.gather_json(step)
         if len(set(steps)) > 1:  # a kill between two replicas' checkpoints leaves them so
-            raise ValueError(
-                f"DiLoCoCallback: the replicas resume from steps {steps}; give all of them the checkpoint of step "
-                f"{min(steps)}"
-            )
+            raise ValueError(f"DiLoCoCallback: all replicas must resume from step {min(steps)}, have steps {steps}")
         if state:
             self.engine.load_state_dict(state["engine"])
-            self.engine.load_wire_state_dict(state["wire"])
+            self.engine.load_residuals(state["residuals"])
             with torch.no_grad():  # building the engine set all replicas to the first one's weights
-                for p, saved in zip(model.parameters(), weights, strict=True):
-                    p.copy_(saved)
+                torch._foreach_copy_(list(model.parameters()), weights)
         if self._folder is not None:
             folder = Path(self._folder).resolve()
-            earlier = _RECORDING.get(folder)
-            if earlier is not None:  # its training has raised, and a traceback still holds it
+            if earlier := _RECORDING.get(folder):  # its training has raised, and a traceback still holds it
                 earlier.abandon()
             _RECORDING[folder] = self
-            self._open = record(self.engine, self._folder, {"steps": planned} if planned else {}, inner=inner)
-            self.run = self._open.__enter__()
+            self.run = self._block.enter_context(
+                record(self.engine, folder, {"steps": planned} if planned else {}, inner=inner)
+            )
 
     def step(self, signals: Signals = None) -> None:
         """Count an inner step; a round may end."""
-        self._keep(self.engine.step(signals))
+        self.reports += filter(None, [self.engine.step(signals)])
 
     def end(self) -> None:
         """Take the last round, if it was cut short, and finish the record."""
-        self._keep(self.engine.finish())
-        self._close(None)
+        self.reports += filter(None, [self.engine.finish()])
+        self._block.close()
+        self.run = None
 
     def abandon(self) -> None:
         """Close the record of a training that has raised; its run stays unfinished."""
-        self._close(RuntimeError("the training has raised"))
+        self._block.__exit__(RuntimeError, RuntimeError("the training has raised"), None)
+        self.run = None
 
     def saved(self) -> dict[str, Any]:
-        """Return what a checkpoint of the trainer lacks: anchor, outer state and position; on int8, the residual."""
-        return {"engine": self.engine.state_dict(), "wire": self.engine.wire_state_dict()}
-
-    def _close(self, reason: Exception | None) -> None:
-        if self._open is not None:
-            self._open.__exit__(type(reason) if reason else None, reason, None)
-            self._open = self.run = None
-
-    def _keep(self, report: RoundReport | None) -> None:
-        if report is not None:
-            self.reports.append(report)
+        """Return what a checkpoint of the trainer lacks: anchor, outer state, position, residuals of compression."""
+        return {"engine": self.engine.state_dict(), "residuals": self.engine.residuals()}
 
 
 def join_replicas() -> int:
-    """Join the processes that torchrun started, and hide torchrun from the trainer; a second call does nothing.
+    """Join the processes that torchrun started, hide torchrun from the trainer, and return this replica's number.
 
-    Trainers that see torchrun wrap the model in `DistributedDataParallel`, which averages the gradients of every inner
-    step. Afterwards each process is a separate trainer on its own GPU. Choose its folder and its share of the data by
-    the number returned. Call this function before the trainer's arguments are made and before CUDA is used.
-
-    Returns:
-        The number of this replica, from 0; 0 without torchrun.
-
-    Raises:
-        UsageError: torchrun started more processes on this machine than `CUDA_VISIBLE_DEVICES` names GPUs.
+    Trainers that see torchrun average the gradients of every inner step. Afterwards each process is a separate trainer
+    on its own GPU; its number chooses its folder and its share of the data. Call this before the trainer's arguments
+    are made and before CUDA is used. A second call, or one without torchrun, changes nothing.
+    A UsageError says that there are more processes on this machine than `CUDA_VISIBLE_DEVICES` names GPUs.
     """
     if not dist.is_initialized():
-        if world_size() == 1:
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return 0
         local = int(os.environ.get("LOCAL_RANK", "0"))
-        # Transformers' Trainer would spread a replica over all GPUs that it sees.
+        # transformers' Trainer would spread a replica over all GPUs that it sees
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(local + 1))))
         if visible not in ("", "-1"):  # which hide all GPUs
             names = visible.split(",")
             if local >= len(names):
-                raise UsageError(
-                    f"join_replicas: process {local} of this machine has no GPU, for CUDA_VISIBLE_DEVICES is "
-                    f"{visible!r}; give torchrun --nproc-per-node {len(names)} or fewer"
-                )
+                raise UsageError(f"join_replicas: CUDA_VISIBLE_DEVICES must name GPU {local}, is {visible}")
             os.environ["CUDA_VISIBLE_DEVICES"] = names[local]
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     for name in _TORCHRUN:

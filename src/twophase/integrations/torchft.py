@@ -1,11 +1,22 @@
-"""torchft's own `DiLoCo` with restarts, refused where torchft 0.2.0 would let replicas differ without an error."""
+"""torchft's own `DiLoCo` with restarts; settings with which torchft 0.2.0 lets replicas differ are refused.
+
+The user makes torchft's `Manager`; nothing of torchft is replaced. What torchft does not promise:
+
+* States travel between replicas as pickles, by ports without authentication: use it in a trusted network.
+* A replica that comes back contributes the pseudo-gradient of its donor to its first sync, so that one counts twice.
+* A policy that measures decides by each replica's own arithmetic: use it where the processors are alike.
+* Overlap (`fragment_sync_delay`) may take a failed reduction for a success; buckets and quantization leave out tensors
+  or do nothing. None of them is offered.
+"""
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,52 +24,51 @@ from torch.optim import Optimizer
 from torchft import local_sgd
 from torchft.manager import Manager
 
-from twophase.diloco.agreement import first_unlike
-from twophase.integrations.rounds import USUAL
+from twophase.diloco.engine import Restarts
 from twophase.optim.build import OuterChoice, outer_optimizer
-from twophase.policies.base import Never, RestartPolicy
+from twophase.restart import MEASURED
+from twophase.rule import whole_number
 
 __all__ = ["DiLoCo", "diloco"]
+
+try:
+    _VERSION = version("torchft")
+except PackageNotFoundError:  # a build of another name, as torchft-nightly
+    _VERSION = "unknown"
+if _VERSION != "0.2.0":
+    warnings.warn(f"twophase is tested with torchft 0.2.0, here is version {_VERSION}", stacklevel=2)
 
 
 class DiLoCo(local_sgd.DiLoCo):
     """torchft's `DiLoCo` with an outer optimizer for each fragment, and a state to save; made by `diloco`.
 
     After its `with` block the model holds the agreed weights; inner steps since the last round are discarded.
-
-    Attributes:
-        outers: outer optimizers, one a fragment; `twophase.record(rounds.outers[0], folder)` records its rounds.
+    `outers` has the outer optimizers, one a fragment; `twophase.record(rounds.outers[0], folder)` records its rounds.
     """
 
     def __init__(
-        self, manager: Manager, fragments: Sequence[nn.Module], inner: Optimizer, outers: list[Optimizer], steps: int
+        self, manager: Manager, fragments: list[nn.Module], inner: Optimizer, outers: list[Optimizer], steps: int
     ) -> None:
-        super().__init__(manager, [*fragments], inner, [*outers], sync_every=steps)
+        super().__init__(manager, fragments, inner, [*outers], sync_every=steps)
         self.outers = outers
-        self._modules = [*fragments]
+        self._params: list[Tensor] = [p for fragment in fragments for p in fragment.parameters()]
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> Literal[False]:
         super().__exit__(kind, error, trace)
         if kind is None:
-            for fragment in self._fragments:
-                fragment.restore_parameters()
+            self._restore_parameters()
         return False
 
     @contextmanager
     @torch.no_grad()
     def anchored(self) -> Iterator[None]:
-        """Put the agreed weights, torchft's `original_parameters`, into the model, for an evaluation.
-
-        With several fragments no replica holds them between two rounds.
-        """
-        params: list[Tensor] = [p for module in self._modules for p in module.parameters()]
-        before = [p.detach().clone() for p in params]
-        for fragment in self._fragments:
-            fragment.restore_parameters()
+        """Put the agreed weights, which replicas leave between rounds, into the model, for an evaluation."""
+        before = [p.detach().clone() for p in self._params]
+        self._restore_parameters()
         try:
             yield
         finally:
-            torch._foreach_copy_(params, before)
+            torch._foreach_copy_(self._params, before)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state without model and inner optimizer: anchors, outer states, counters."""
@@ -71,23 +81,15 @@ class DiLoCo(local_sgd.DiLoCo):
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict()`, before the first step; model and inner optimizer are loaded by the caller.
-
-        Raises:
-            ValueError: a state of other fragments, parameters or outer methods; nothing has been changed.
-        """
-        current, stored = (
-            {"fragments": [[[name, list(values.shape)] for name, values in anchor.items()] for anchor in anchors]}
-            for anchors in ([fragment.original_parameters for fragment in self._fragments], state["anchors"])
-        )
-        difference = first_unlike(current, stored, ("these rounds", "the state"))
-        if difference is not None:
-            raise ValueError(f"diloco: {difference}; give the checkpoint's model and fragments")
+        """Continue from `state_dict()` of the same fragments, before the first step; the caller loads the rest."""
+        own, anchors = [fragment.original_parameters for fragment in self._fragments], state["anchors"]
+        shapes = [[{name: [*t.shape] for name, t in anchor.items()} for anchor in each] for each in (own, anchors)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(f"diloco: the state must have the fragments {shapes[0]}, has {shapes[1]}")
         for outer, saved in zip(self.outers, state["outers"], strict=True):
             outer.load_state_dict(saved)  # first: it may refuse
-        for fragment, anchor in zip(self._fragments, state["anchors"], strict=True):
-            for name, values in anchor.items():
-                fragment.original_parameters[name].copy_(values)
+        for anchor, saved in zip(own, anchors, strict=True):
+            torch._foreach_copy_([*anchor.values()], [saved[name] for name in anchor])
         self._local_step = state["inner_step"]
         self._manager.load_state_dict(state["manager"])
 
@@ -96,81 +98,48 @@ def diloco(
     manager: Manager,
     model: nn.Module,
     inner: Optimizer,
-    outer: OuterChoice = USUAL,
+    outer: OuterChoice = "nesterov",
     *,
     inner_steps: int,
-    restart: RestartPolicy | str | int | None = None,
+    restart: Restarts = None,
     fragments: Sequence[nn.Module] | None = None,
 ) -> DiLoCo:
-    """Return torchft's `DiLoCo`, with an `OuterSGD` for each fragment.
+    """Return torchft's `DiLoCo` with an outer optimizer for each fragment; `examples/torchft_diloco.py` trains with it.
 
-        manager = torchft.Manager(
-            pg=torchft.ProcessGroupGloo(timeout=timedelta(seconds=120)),
-            state_dict=save, load_state_dict=load,   # model, inner optimizer, place in the data
-            min_replica_size=2, use_async_quorum=False, init_sync=False, quorum_retries=10, ...,
-        )
-        with diloco(manager, model, inner, inner_steps=500, restart=3) as rounds:
-            while manager.current_step() < 100:      # fragment rounds
-                ...                                  # forward, backward
-                inner.step()                         # torchft's rounds hang on it
-                inner.zero_grad()
-
-    `examples/torchft_diloco.py` is a whole program. A replica that comes back receives what `save` returns, and from
-    torchft the anchors and the outer optimizers with their counters. Overlap (`fragment_sync_delay`), buckets and
-    quantization are not offered. With torchft 0.2.0, overlap may report a failed reduction as a success; buckets and
-    quantization leave out tensors or do nothing.
+    In its `with` block torchft's rounds hang on `inner.step()`. A replica that comes back receives what the manager's
+    `state_dict` function returns, and from torchft the anchors and the outer optimizers with their counters.
 
     Args:
         manager: torchft's, with `use_async_quorum=False`, `init_sync=False`, and functions that save and load the
             model, the inner optimizer and the place in the data.
-        model: this replica; all replicas begin with the same weights, for the first exchange is in the first round.
+        model: this replica, which begins with the weights of all others.
         inner: its optimizer.
-        outer: the outer rule, or another choice as of `twophase.DiLoCo`.
+        outer: as of `twophase.DiLoCo`; "nesterov" is DiLoCo's published rule.
         inner_steps: inner steps in which every fragment is synchronised once, a multiple of their number.
-        restart: restart policy of the outer momentum, in rounds of each fragment; None is never. A policy that
-            measures decides by each replica's own arithmetic: use it where the processors are alike.
+        restart: restart policy of the outer momentum, in rounds of each fragment; None is never.
         fragments: modules that together hold every trainable parameter once; None means the model.
 
     Raises:
-        ValueError: fragments that leave out or share parameters; a manager with `init_sync` or `use_async_quorum`, or
-            without functions for the state; buckets in the environment.
+        ValueError: an argument outside its range, another manager, buckets in the environment, a policy with signals.
     """
+    inner_steps = whole_number("diloco: inner_steps", inner_steps)
     modules = [model] if fragments is None else [*fragments]
-    check(manager, model, modules, inner_steps)
-    policy = Never() if restart is None else restart
-    outers = [outer_optimizer(module.named_parameters(), outer, policy) for module in modules]
+    if not modules or not all(isinstance(module, nn.Module) for module in modules):
+        raise ValueError(f"diloco: fragments must be modules, got {fragments!r:.80}")
+    if inner_steps % len(modules):
+        raise ValueError(f"diloco: inner_steps must be a multiple of {len(modules)} fragments, got {inner_steps}")
+    held = [id(p) for module in modules for p in module.parameters()]
+    lost = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
+    if lost or len(held) != len(set(held)):
+        fault = f"lack {lost[0]}" if lost else "overlap"
+        raise ValueError(f"diloco: fragments must hold every trainable parameter once, {fault}")
+    if os.environ.get(local_sgd.USE_BUCKETIZATION_ENV) == "True":  # only the last bucket's tensors are copied back
+        raise ValueError(f"diloco: {local_sgd.USE_BUCKETIZATION_ENV} must be unset, is True")
+    if manager._use_async_quorum or manager._init_sync:  # after the latter all repeat the first replica's first round
+        raise ValueError("diloco: use_async_quorum and init_sync of the manager must be False")
+    if not manager._user_state_dicts:  # a replica that comes back would add old weights to the mean
+        raise ValueError("diloco: the manager must have state_dict and load_state_dict of model, optimizer and data")
+    outers = [outer_optimizer(module.named_parameters(), outer, restart) for module in modules]
+    if missing := getattr(outers[0], "needs", MEASURED) - MEASURED:
+        raise ValueError(f"diloco: restart must need no signals, for torchft passes none; it needs {min(missing)}")
     return DiLoCo(manager, modules, inner, outers, inner_steps)
-
-
-def check(manager: Manager, model: nn.Module, fragments: Sequence[nn.Module], inner_steps: int) -> None:
-    """Refuse settings with which torchft 0.2.0 lets replicas differ without an error."""
-    if os.environ.get(local_sgd.USE_BUCKETIZATION_ENV) == "True":
-        raise ValueError(
-            f"diloco: the environment has {local_sgd.USE_BUCKETIZATION_ENV}=True, and torchft copies back the tensors "
-            "of the last bucket alone; it must be unset"
-        )
-    if manager._use_async_quorum:
-        raise ValueError("diloco: the manager's use_async_quorum is True; it must be False")
-    if manager._init_sync:
-        raise ValueError(
-            "diloco: the manager's init_sync is True, and every other replica would repeat the first replica's round; "
-            "it must be False, with the same weights in all replicas at the start"
-        )
-    if not manager._user_state_dicts:
-        raise ValueError(
-            "diloco: the manager has no state_dict and load_state_dict; they must save and load the model, the inner "
-            "optimizer and the place in the data, or a replica that comes back adds old weights to the mean"
-        )
-    if inner_steps % len(fragments) or inner_steps < len(fragments):
-        raise ValueError(
-            f"diloco: inner_steps is {inner_steps}; it must be a multiple of the {len(fragments)} fragments, for "
-            f"torchft synchronises one every inner_steps/{len(fragments)} steps"
-        )
-    names = [id(p) for fragment in fragments for p in fragment.parameters()]
-    lost = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in names]
-    if lost or len(names) != len(set(names)):
-        fault = f"leave out {', '.join(lost[:3])}{' …' * (len(lost) > 3)}" if lost else "overlap"
-        raise ValueError(
-            f"diloco: the fragments {fault}, so replicas would differ; give modules that together hold every trainable "
-            "parameter of the model once"
-        )

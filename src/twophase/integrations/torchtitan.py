@@ -5,23 +5,22 @@
         --outer.lr 0.7 --outer.restart 3 --fault_tolerance.group_size 2 --fault_tolerance.replica_id 0
 
 `--config` takes the name of any function in torchtitan's registries of llama3; `configured` does the same for other
-models.
+models. What torchft does not promise, such as safety in a network that is not trusted, holds here too.
 """
 
 from __future__ import annotations
 
 import importlib
+import io
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from typing import Any, Literal
 
-import safetensors.torch
+import torch
 import torch.distributed as dist
 import torchft
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 from torchtitan.experiments.torchft.checkpoint import TorchFTCheckpointManager
 from torchtitan.experiments.torchft.config.job_config import FaultTolerance, FaultTolerantModelSpec
 from torchtitan.experiments.torchft.diloco import fragment_llm
@@ -30,33 +29,22 @@ from torchtitan.experiments.torchft.optimizer import TorchFTOptimizersContainer
 from torchtitan.experiments.torchft.trainer import FaultTolerantTrainer
 from torchtitan.trainer import Trainer
 
-from twophase.integrations.torchft import DiLoCo, check
-from twophase.optim.outer import BUFFER, OuterSGD
-from twophase.policies.text import parse
+from twophase.integrations.torchft import DiLoCo, diloco
+from twophase.restart import parse
 from twophase.rule import OuterRule
-from twophase.training import parts
 
 _REGISTRIES = ("torchtitan.models.llama3.config_registry", "torchtitan.experiments.torchft.llama3.config_registry")
 
 
 @dataclass(kw_only=True, slots=True)
 class Outer:
-    """Outer rule and restart policy; the options are `--outer.lr`, `--outer.restart` and so on."""
+    """Options `--outer.lr` and so on: the rule, as of `OuterRule`, and the restart policy, in rounds of a fragment."""
 
     lr: float = 0.7
-    """Outer learning rate, >= 0."""
-
     momentum: float = 0.9
-    """Outer momentum, in [0, 1)."""
-
     nesterov: bool = True
-    """True if the outer step looks ahead."""
-
     form: Literal["sum", "ema"] = "sum"
-    """Form of the rule: sum, as torch.optim.SGD, or ema, as the restart paper."""
-
     restart: str = "never"
-    """When the outer momentum restarts, in rounds of each fragment: never, 3, cycle:5,6,10, auto, and so on."""
 
 
 class Optimizers(TorchFTOptimizersContainer):
@@ -73,10 +61,7 @@ class Optimizers(TorchFTOptimizersContainer):
 
 
 class Manager(TorchFTManager):
-    """torchtitan's manager without torchft's initial copy: all replicas begin alike, by the seed.
-
-    With the copy every other replica would repeat the first replica's first round.
-    """
+    """torchtitan's manager without torchft's initial copy, after which all would repeat the first replica's round."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(FaultTolerance):
@@ -84,8 +69,6 @@ class Manager(TorchFTManager):
 
     def __init__(self, config: Config) -> None:
         groups = {"gloo": torchft.ProcessGroupGloo, "nccl": torchft.ProcessGroupNCCL}
-        if config.process_group not in groups:
-            raise ValueError(f"--fault_tolerance.process_group is {config.process_group}; it must be gloo or nccl")
         self.use_async_quorum, self.group_size, self.replica_id = False, config.group_size, config.replica_id
         self._manager = torchft.Manager(
             pg=groups[config.process_group](timeout=timedelta(milliseconds=config.process_group_timeout_ms)),
@@ -106,38 +89,22 @@ class Rounds(Stateful):
         self.key = f"rank {dist.get_rank()}"  # a shared key would keep one rank's shard for all
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as text and bytes: the template that loads has no tensors of later rounds."""
-        part = parts.take_apart(self.rounds.state_dict())
-        local = {name: x.to_local() if isinstance(x, DTensor) else x for name, x in part.tensors.items()}
-        tensors = {name: tensor.contiguous() for name, tensor in local.items()}
-        return {f"{self.key} tree": part.tree, f"{self.key} tensors": safetensors.torch.save(tensors)}
+        """Return the state as bytes: the template that loads has no tensors of later rounds."""
+        file = io.BytesIO()
+        torch.save(self.rounds.state_dict(), file)
+        return {self.key: file.getvalue()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from `state_dict()` of the same number of ranks."""
-        tensors = safetensors.torch.load(state_dict[f"{self.key} tensors"])
-        state = parts.put_together(parts.Part(state_dict[f"{self.key} tree"], tensors))
-        for outer, saved in zip(self.rounds.outers, state["outers"], strict=True):
-            params = [p for group in outer.param_groups for p in group["params"]]
-            for index, values in saved["state"].items():
-                p = params[index]
-                if isinstance(p, DTensor):  # llama3 always has shards, of the whole where a replica has one process
-                    buffer, like = values[BUFFER].to(p.device), {"shape": p.shape, "stride": p.stride()}
-                    values[BUFFER] = DTensor.from_local(buffer, p.device_mesh, p.placements, run_check=False, **like)
-        self.rounds.load_state_dict(state)
+        self.rounds.load_state_dict(torch.load(io.BytesIO(state_dict[self.key]), weights_only=True))
 
 
 class DiLoCoTrainer(FaultTolerantTrainer):
     """torchtitan's `FaultTolerantTrainer`, whose rounds are torchft's with an `OuterSGD` for each fragment.
 
-    Every replica keeps a whole checkpoint in a separate folder, `replica-0` and so on. A resumed training then equals
-    an uninterrupted one bit for bit. torchtitan's own checkpoint keeps one replica's inner optimizer for all, and no
-    outer state. A late joiner receives weights and both optimizers from torchft.
-
-    Args:
-        config: torchtitan's, with `outer`; made by `configured`.
-
-    Raises:
-        ValueError: settings with which replicas differ without an error, or an unknown rule or policy.
+    Every replica keeps a whole checkpoint in a separate folder, `replica-0` and so on, for torchtitan's own has one
+    replica's inner optimizer and no outer state. A resumed training then equals an uninterrupted one bit for bit.
+    A ValueError refuses settings with which replicas would differ without an error.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -155,12 +122,17 @@ class DiLoCoTrainer(FaultTolerantTrainer):
         # the data's place is in the whole checkpoint; the other kind, of every step, would run ahead of it
         checkpoint: Any = replace(config.checkpoint, folder=folder, enable_ft_dataloader_checkpoints=False)  # type: ignore[call-arg]
         super().__init__(replace(config, checkpoint=checkpoint))
-        manager, model = self.ft_manager.manager, self.model_parts[0]
-        split, layers = getattr(config.model_spec, "fragment_fn", None), getattr(self.model_config, "layers", ())
-        fragments = split(model, tolerance, len(layers)) if split else [model]
-        check(manager, model, fragments, tolerance.sync_steps)
-        outers: list[Optimizer] = [OuterSGD.from_rule(module.named_parameters(), rule, policy) for module in fragments]
-        self.rounds = DiLoCo(manager, fragments, self.optimizers, outers, tolerance.sync_steps)
+        model, layers = self.model_parts[0], getattr(self.model_config, "layers", ())
+        split = getattr(config.model_spec, "fragment_fn", None)
+        self.rounds = diloco(
+            self.ft_manager.manager,
+            model,
+            self.optimizers,
+            rule,
+            inner_steps=tolerance.sync_steps,
+            restart=policy,
+            fragments=split(model, tolerance, len(layers)) if split else None,
+        )
         self.checkpointer.states["twophase"] = Rounds(self.rounds)
         # torchtitan's train() would add torchtitan's rounds to these
         self.config = replace(self.config, fault_tolerance=replace(tolerance, semi_sync_method=None))
@@ -174,15 +146,11 @@ class DiLoCoTrainer(FaultTolerantTrainer):
 def configured(config: Trainer.Config, outer: Outer | None = None) -> DiLoCoTrainer.Config:
     """Return a configuration of torchtitan with our rounds, for a function that `--config` names.
 
-    Args:
-        config: configuration of any torchtitan model without pipeline stages.
-        outer: outer rule and policy; None is the DiLoCo paper's rule without restarts.
+    `config` may be of any torchtitan model without pipeline stages; without `outer`, DiLoCo's published rule steps.
     """
     values = _values(config)
-    values["fault_tolerance"] = Manager.Config(
-        **_values(values.get("fault_tolerance") or FaultTolerance(sync_steps=100))
-    )
-    values["fault_tolerance"].enable, values["fault_tolerance"].semi_sync_method = True, "diloco"
+    tolerance = _values(values.get("fault_tolerance") or FaultTolerance(sync_steps=100))
+    values["fault_tolerance"] = Manager.Config(**tolerance | {"enable": True, "semi_sync_method": "diloco"})
     values["optimizer"] = Optimizers.Config(**_values(config.optimizer))
     values["checkpoint"] = TorchFTCheckpointManager.Config(**_values(config.checkpoint) | {"enable": True})
     if config.debug.seed is None:
@@ -209,24 +177,19 @@ def _values(config: Any) -> dict[str, Any]:
 def _check(config: DiLoCoTrainer.Config) -> None:
     """Refuse settings under which torchft 0.2.0 or torchtitan errs silently."""
     tolerance = config.fault_tolerance
-    faults = {
-        "fault_tolerance.enable": (tolerance.enable, True),
-        "fault_tolerance.semi_sync_method": (tolerance.semi_sync_method, "diloco"),
-        "fault_tolerance.should_quantize": (tolerance.should_quantize, False),
-        "fault_tolerance.fragment_sync_delay": (tolerance.fragment_sync_delay, 0),
-        "fault_tolerance.fragment_update_alpha": (tolerance.fragment_update_alpha, 0.0),
-        "checkpoint.enable": (config.checkpoint.enable, True),  # else torchtitan gives a late joiner no weights
-        "parallelism.pipeline_parallel_degree": (config.parallelism.pipeline_parallel_degree, 1),
+    allowed = {
+        "fault_tolerance.enable": (tolerance.enable, [True]),
+        "fault_tolerance.semi_sync_method": (tolerance.semi_sync_method, ["diloco"]),
+        "fault_tolerance.process_group": (tolerance.process_group, ["gloo", "nccl"]),
+        "fault_tolerance.should_quantize": (tolerance.should_quantize, [False]),
+        "fault_tolerance.fragment_sync_delay": (tolerance.fragment_sync_delay, [0]),
+        "fault_tolerance.fragment_update_alpha": (tolerance.fragment_update_alpha, [0.0]),
+        "fault_tolerance.replica_id": (tolerance.replica_id, range(tolerance.group_size)),
+        "checkpoint.enable": (config.checkpoint.enable, [True]),  # else torchtitan gives a late joiner no weights
+        "parallelism.pipeline_parallel_degree": (config.parallelism.pipeline_parallel_degree, [1]),
     }
-    for option, (value, needed) in faults.items():
-        if value != needed:
-            raise ValueError(f"--{option} is {value}; with twophase it must be {needed}, or replicas may differ")
-    if not 0 <= tolerance.replica_id < tolerance.group_size:
-        raise ValueError(
-            f"--fault_tolerance.replica_id is {tolerance.replica_id}; it must be in [0, {tolerance.group_size}), for "
-            "--fault_tolerance.group_size is the number of replicas"
-        )
-    if config.debug.seed is None:
-        raise ValueError(
-            "--debug.seed is None; give all replicas the same number, for they begin with the same weights"
-        )
+    for option, (value, choices) in allowed.items():
+        if value not in choices:
+            raise ValueError(f"--{option} must be in {choices} with twophase, is {value}")
+    if config.debug.seed is None:  # all replicas begin with the same weights
+        raise ValueError("--debug.seed must be a number, the same for all replicas, is None")

@@ -2,133 +2,86 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save_model
-from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 
+from twophase.diloco.checks import digest
 from twophase.integrations.rounds import Rounds, join_replicas
 from twophase.training import parts
 
 __all__ = ["DiLoCoCallback", "join_replicas"]
 
-_FILE = "twophase.safetensors"
-
 
 class DiLoCoCallback(Rounds, TrainerCallback):
-    """Outer rounds for a `Trainer`.
+    """Outer rounds for a `Trainer`: `Trainer(..., callbacks=[DiLoCoCallback(inner_steps=500, restart=3)])`.
 
-        callback = DiLoCoCallback(OuterRule(0.7, 0.9, nesterov=True), inner_steps=500, restart=3, record="runs/mine")
-        trainer = Trainer(..., callbacks=[callback])
-        trainer.train(resume_from_checkpoint=...)
-        trainer.save_model()                    # the last round comes after the Trainer's last checkpoint
-
-    The Trainer keeps its optimizer, schedule, logging and checkpoints. Each checkpoint also holds the engine's state.
-    A resumed training equals an uninterrupted one bit for bit, in the middle of a round as well. Each replica has a
-    separate Trainer: call `join_replicas()` first, and give each an `output_dir`.
+    The Trainer keeps its optimizer, schedule, logging and checkpoints. Each checkpoint also holds the engine's state,
+    and a resumed training equals an uninterrupted one bit for bit, in the middle of a round as well. The last round
+    comes after the Trainer's last checkpoint: call `save_model()` at the end. Each replica has a separate Trainer: call
+    `join_replicas()` first, and give each an `output_dir`.
 
     Arguments, attributes: see `Rounds`. With `record`, logged and evaluation losses go into the run too.
 
     Raises:
-        ValueError: a Trainer over several processes or GPUs, `load_best_model_at_end`, `save_total_limit=1`, or a
-            checkpoint that was written without this callback or the optimizer; when the training begins.
+        ValueError: when the training begins: several processes or GPUs in one Trainer, `load_best_model_at_end`,
+            `save_total_limit=1`, or a checkpoint without this callback's state or the optimizer's.
     """
 
-    def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+    _at_end = False
+
+    def on_train_begin(self, args: TrainingArguments, state: Any, *_: Any, **kwargs: Any) -> None:
         """Build the engine; the Trainer has placed the model and, when it resumes, loaded weights and optimizer."""
-        if args.world_size > 1 or args.n_gpu > 1:
-            remedy = "call join_replicas() before TrainingArguments are made, so that each process has its own Trainer"
-            if args.world_size == 1:  # without torchrun, join_replicas() does nothing
-                remedy = f"use torchrun --nproc-per-node {args.n_gpu} and {remedy}, or set CUDA_VISIBLE_DEVICES=0"
-            raise ValueError(
-                f"DiLoCoCallback: this Trainer spans {args.world_size} processes with {args.n_gpu} GPUs each, and "
-                f"averages every gradient; it must be 1 process with at most 1 GPU: {remedy}"
-            )
+        if args.world_size > 1 or args.n_gpu > 1:  # it would average every gradient
+            count = f"{args.world_size} processes with {args.n_gpu} GPUs"
+            raise ValueError(f"DiLoCoCallback: the Trainer must have one GPU, after join_replicas(), has {count}")
         if args.load_best_model_at_end:
-            raise ValueError(
-                "DiLoCoCallback: load_best_model_at_end is True, but a round cannot end from older weights; it must be "
-                "False: pick the model among the checkpoints afterwards"
-            )
-        if args.save_total_limit == 1:
-            raise ValueError(
-                "DiLoCoCallback: save_total_limit is 1, and the Trainer removes the earlier checkpoint before the "
-                "engine's state is in the new one. A kill in between would leave no resumable one; give 2 or more"
-            )
-        if getattr(args, "enable_jit_checkpoint", False) or state.is_hyper_param_search:
-            raise ValueError(
-                "DiLoCoCallback: enable_jit_checkpoint and hyperparameter_search save where no callback can add the "
-                "engine's state; leave them out"
-            )
-        path, saved = _path(args, state), None
-        if state.global_step:
-            if not path.exists():
-                raise ValueError(
-                    f"DiLoCoCallback: {path} is missing: the checkpoint was written without this callback, "
-                    "incompletely, or in another folder; resume from an earlier checkpoint of output_dir"
-                )
+            raise ValueError("DiLoCoCallback: load_best_model_at_end must be False: no round ends from older weights")
+        if args.save_total_limit == 1:  # the earlier checkpoint goes before the engine's state is in the new one
+            raise ValueError("DiLoCoCallback: save_total_limit must be 2 or more, or a kill leaves no checkpoint; is 1")
+        path, model, saved = _path(args, state), kwargs["model"], None
+        if state.global_step and path.exists():
             if not any(path.parent.glob("*optimizer*")):  # the Trainer begins with a fresh one, and says nothing
-                raise ValueError(
-                    f"DiLoCoCallback: {path.parent} has no optimizer.pt, so the inner optimizer and its schedule would "
-                    "start over. Resume from one saved with save_only_model=False, or start a new run from its weights"
-                )
+                raise ValueError(f"DiLoCoCallback: {path.parent} must hold the optimizer (save_only_model=False)")
             saved = parts.load(path, "DiLoCoCallback")
-            if saved.get("weights", (digits := _digits(kwargs["model"]))) != digits:
-                raise ValueError(
-                    f"DiLoCoCallback: {path} belongs to other weights than those that the Trainer has loaded; set "
-                    "output_dir to the folder of the checkpoint that you resume from"
-                )
-        self.begin(kwargs["model"], kwargs["optimizer"], state.global_step, state.max_steps, saved)
-        self._final = []
-        if state.global_step >= state.max_steps:  # in the middle of an epoch, the Trainer takes a step beyond the end
+            if saved["weights"] != digest([*model.parameters()]):  # the Trainer resumes from another folder
+                raise ValueError(f"DiLoCoCallback: output_dir must be the checkpoint's, {path} has other weights")
+        self.begin(model, kwargs["optimizer"], state.global_step, state.max_steps, saved)
+        self._at_end = state.global_step >= state.max_steps
+        if self._at_end:
             self.end()
-            self._final = [p.detach().clone() for p in kwargs["model"].parameters()]
 
-    def on_step_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+    def on_pre_optimizer_step(self, *_: Any, **kwargs: Any) -> None:
+        """Make nothing of the step that a Trainer takes which resumes after its last one."""
+        if self._at_end:
+            kwargs["model"].zero_grad()
+
+    def on_step_end(self, *_: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Count an inner step; this comes before the Trainer logs, evaluates and saves."""
-        if not self._final:
-            return self.step()
-        with torch.no_grad():
-            for p, final in zip(kwargs["model"].parameters(), self._final, strict=True):
-                p.copy_(final)
-        return None
+        if not self._at_end:
+            self.step()
 
-    def on_log(  # noqa: D102 - the Trainer's
-        self,
-        args: TrainingArguments,  # noqa: ARG002
-        state: Any,
-        control: Any,  # noqa: ARG002
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,  # noqa: ARG002
-    ) -> None:
+    def on_log(self, args: TrainingArguments, state: Any, *_: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Log the losses of training and evaluation."""
         names = {"loss": "loss", "eval_loss": "validation_loss"}
-        values: dict[str, Any] = {names[name]: value for name, value in (logs or {}).items() if name in names}
+        values = {names[name]: value for name, value in kwargs["logs"].items() if name in names}
         if self.run is not None and values:
             self.run.log(state.global_step, **values)
 
-    def on_save(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+    def on_save(self, args: TrainingArguments, state: Any, *_: Any, **kwargs: Any) -> None:
         """Write the engine's state into the checkpoint that the Trainer has just written."""
-        path = _path(args, state)
+        path, model = _path(args, state), kwargs["model"]
         if not any(path.parent.glob("*model*.safetensors")):  # save_pretrained writes in the group's process 0 only,
-            save_model(kwargs["model"], str(path.with_name("model.safetensors")))  # and each replica has its own
-        parts.save(path, self.saved() | {"weights": _digits(kwargs["model"])})
+            save_model(model, str(path.with_name("model.safetensors")))  # and each replica has its own
+        parts.save(path, self.saved() | {"weights": digest([*model.parameters()])})
 
-    def on_train_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+    def on_train_end(self, *_: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Take the last round, if it was cut short."""
-        if not self._final:
+        if not self._at_end:
             self.end()
 
 
-def _digits(model: nn.Module) -> str:
-    """Return digits of a model's weights."""
-    digest = hashlib.sha256()
-    for weight in model.parameters():
-        digest.update(weight.detach().contiguous().flatten().view(torch.uint8).cpu().numpy().data)
-    return digest.hexdigest()
-
-
 def _path(args: TrainingArguments, state: Any) -> Path:
-    return Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / _FILE
+    return Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / "twophase.safetensors"

@@ -19,7 +19,7 @@ from twophase.base.config import UsageError
 from twophase.judge.bootstrap import LEVEL
 from twophase.judge.cells import outcomes
 from twophase.judge.comparison import Arm, Comparison, compare
-from twophase.policies.text import parse
+from twophase.restart import parse
 from twophase.sweeps.grid import words_of
 from twophase.sweeps.table import Row, Setting, arm_name, cell_text, geometric_mean, settings, without_ratio
 

@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from twophase.base.config import UsageError, with_values
-from twophase.optim.names import NAMES, check_method, numbers_of, read_filter
-from twophase.policies.base import RestartPolicy
-from twophase.policies.text import parse as parse_policy
+from twophase.optim.names import NAMES, read_filter
+from twophase.optim.schedules import Schedule
 from twophase.recipes.controls import BLOCKS, FORM, LR, METHOD, MOMENTUM, RESTART, has_first_moment
-from twophase.schedule import Schedule
+from twophase.restart import RestartPolicy
+from twophase.restart import parse as parse_policy
+from twophase.runs.method import check_method, numbers_of
 from twophase.sweeps.bracket import Scale
 from twophase.sweeps.grid import Cell
 from twophase.sweeps.table import SEED
@@ -158,7 +159,6 @@ def _policy(text: str) -> RestartPolicy:
 def needs_no_rule(policy: RestartPolicy | str) -> bool:
     """Return whether a policy uses nothing of a rule, so that it is an arm by itself; False for an unknown one."""
     try:
-        parse_policy(policy).own_rule()
+        return parse_policy(policy).takes_steps
     except ValueError:
         return False
-    return True

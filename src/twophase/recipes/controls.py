@@ -24,17 +24,13 @@ from functools import cache
 from typing import Any
 
 from twophase.base.config import UsageError, get, with_values
-from twophase.policies.base import Never, RestartPolicy, RoundSignal, ask
-from twophase.policies.gain import mean_outer_gain
-from twophase.rule import OuterRule
+from twophase.restart import Never, Restart, RestartPolicy, RoundSignal, State, age_after, ask, mean_outer_gain
 from twophase.sweeps.grid import MOMENTUM_FREE, Axis, Cell, product, text_of
 from twophase.tasks.named import check
 
 AVERAGING_LR = 1.0
 """The learning rate at which outer SGD without momentum is plain averaging of the replicas."""
 _log = logging.getLogger(__name__)
-_ANY = OuterRule(1.0, 0.5)
-"""When a schedule restarts does not depend on the rule."""
 LR, MOMENTUM, RESTART, BLOCKS = "outer.lr", "outer.momentum", "outer.restart", "sync.restart"
 FORM, METHOD = "outer.form", "outer.method"
 """Axes of sweeps, by their dotted paths."""
@@ -125,16 +121,17 @@ def restarts_that_count(policy: RestartPolicy, rounds: int) -> int:
     Raises:
         ValueError: an adaptive policy, which decides from what a run measures.
 
-    >>> from twophase.policies.scheduled import Periodic
+    >>> from twophase.restart import Periodic
     >>> [restarts_that_count(Periodic(k), 6) for k in (2, 3, 5, 6, 7)]
     [2, 1, 1, 0, 0]
     """
     if policy.needs:
         raise ValueError(f"restarts_that_count: {policy} decides from measured signals; it cannot be known in advance")
-    state, age, count = policy.initial_state(), 0, 0
+    state: State = {}
+    age = count = 0
     for number in range(1, rounds):
-        answer = ask(policy, state, RoundSignal(number, age + 1, rule=_ANY))
-        state, age, count = answer.state, answer.age(age + 1), count + answer.restarted
+        state, decision, _ = ask(policy, state, RoundSignal(number, age + 1))
+        age, count = age_after(decision, age + 1), count + isinstance(decision, Restart)
     return count
 
 

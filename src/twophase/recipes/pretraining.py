@@ -15,10 +15,9 @@ from typing import Any
 
 from twophase.base.config import UsageError, with_values
 from twophase.number import did_you_mean
-from twophase.optim.names import options_of
-from twophase.policies.base import Never, RestartPolicy
-from twophase.policies.text import parse
+from twophase.restart import Never, RestartPolicy, parse
 from twophase.rule import OuterRule
+from twophase.runs.method import options_of
 from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
 from twophase.training.config import ComputeConfig, InnerConfig, OuterConfig
 

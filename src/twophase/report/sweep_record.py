@@ -12,10 +12,10 @@ from typing import Any
 from twophase.base.config import UsageError, flatten, values_of
 from twophase.base.reading import read_json_object
 from twophase.judge.verdict import select
-from twophase.optim.names import numbers_of
 from twophase.report.page import relative
 from twophase.rule import FORM_WORDS
 from twophase.runs.folder import REPORT, RUN_ID, SUMMARY, list_some, read_summary
+from twophase.runs.method import numbers_of
 from twophase.sweeps.run import SPEC, TABLE
 from twophase.sweeps.table import Row, cell_text, perplexity_of, read_rows
 from twophase.sweeps.work import RUNS

@@ -19,12 +19,11 @@ from numpy.typing import NDArray
 from twophase import __version__
 from twophase.base.config import UsageError, fingerprint, flatten, load_yaml
 from twophase.base.reading import read_json_object
-from twophase.optim.names import describe, rule_of
-from twophase.policies.base import RestartPolicy
-from twophase.policies.text import parse
+from twophase.restart import RestartPolicy, parse
 from twophase.rule import OuterRule
 from twophase.runs.folder import CONFIG, ENV, METRICS, RECORDED, ROUNDS, STEPS, SUMMARY, USER, list_some, read_summary
 from twophase.runs.log import read_log
+from twophase.runs.method import describe, rule_of
 
 Column = NDArray[np.float64]
 Line = Mapping[str, Any]

@@ -27,8 +27,8 @@ from typing import Any, cast
 import torch
 
 from twophase.base.config import RunError, UsageError
-from twophase.diloco.communicator import SingleProcess
-from twophase.optim.outer import OuterSGD
+from twophase.diloco.group import SingleProcess
+from twophase.optim.outer_sgd import OuterSGD
 from twophase.runs.folder import METRICS, ROUNDS, RunFolder, read_summary
 from twophase.sweeps.outers import Outers
 from twophase.sweeps.plan import Forest, Node
@@ -217,7 +217,7 @@ class Grower:
         self._outers.restrict(runs)
         # The runs of a node differ in the outer optimizer only, or have had no round yet.
         run.config = self.configs[max(runs, key=lambda name: self.configs[name].inner_steps)]
-        run.engine.inner_steps = run.config.inner_steps
+        run.engine._set_inner_steps(run.config.inner_steps)  # inside of a round, in whose first steps they agree
         leaf = not self.tree.below(node)
         before, started = run.done.seconds, time.perf_counter()
         with ExitStack() as claims:
@@ -277,7 +277,7 @@ class Grower:
             return
         number = engine.round + 1
         first, *others = self._outers.classes(runs, number)
-        before = engine.fragments[0].flat.clone() if others else torch.empty(0)
+        before = engine.flat.clone() if others else torch.empty(0)
         outer = cast("OuterSGD", engine.outer)
         self._outers.load(outer, first[0])
         report = run.synchronize()
@@ -364,7 +364,7 @@ class Grower:
             "text": run.data_fingerprint,
             "replicas": [replica.state_dict() for replica in run.replicas],
             "engine": engine,
-            "wire": run.engine.wire_state_dict(),
+            "residuals": run.engine.residuals(),
             **self._outers.state(),
             "done": dataclasses.asdict(run.done),
             "execution": run.execution,
@@ -380,9 +380,9 @@ class Grower:
         run = self._trainer
         if state["text"] != run.data_fingerprint:
             raise UsageError("the text is not the one that this sweep began with; put it back or choose another --out")
-        run.engine.inner_steps = max(self.configs[name].inner_steps for name in node.runs)
+        run.engine._set_inner_steps(max(self.configs[name].inner_steps for name in node.runs))
         run.engine.load_state_dict(state["engine"])
-        run.engine.load_wire_state_dict(state["wire"])
+        run.engine.load_residuals(state["residuals"])
         for replica, saved in zip(run.replicas, state["replicas"], strict=True):
             replica.load_state_dict(saved)
         run.done, run.validation = Progress(**state["done"]), None

@@ -23,7 +23,7 @@ from twophase.base.config import (
     with_values,
 )
 from twophase.number import did_you_mean
-from twophase.policies.text import parse
+from twophase.restart import parse
 
 MOMENTUM_FREE = "momentum-free"
 """Name of the arm of outer SGD without momentum."""

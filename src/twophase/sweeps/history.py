@@ -7,12 +7,12 @@ as their updates are the same, in one of two senses:
 * **algebra**: equal coefficients in exact arithmetic, numbers being what they are in decimal (0.7 is 7/10). The usual
   identities follow. Momentum 0 makes heavy ball, Nesterov and all periods one rule. A period at or above the number of
   rounds is no restart. Period 1 is plain SGD. A rule in its other form is the same rule.
-* **bits**: the same floating-point operations on the same numbers, so that `twophase.optim.functional` gives the same
+* **bits**: the same floating-point operations on the same numbers, so that `twophase.optim.outer_sgd` gives the same
   bits. This holds for float32 and float64 anchors; of 16-bit ones, momentum 0 rounds differently. Equal bits imply
   equal algebra, up to the reading of decimals. The converse fails: lr 7 in EMA form and 0.7 in sum form at momentum 0.9
   round differently.
 
-Source: theory notes R2 to R4; the operations are those of `outer_step_` and `restart_`.
+Source: theory notes R2 to R4; the operations are those of `OuterSGD.step` and `restart_`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
-from twophase.base.errors import UsageError
-from twophase.policies.base import Answer, Restart, RestartPolicy, RoundSignal, ask
+from twophase.restart import Restart, RestartPolicy, RoundSignal, State, age_after, ask
 from twophase.rule import OuterRule
+from twophase.training.config import OF_STEPS
 
 ABSENT = "-"
 """The buffer of a run that has none yet, or needs none (momentum 0)."""
@@ -51,15 +51,14 @@ def is_scheduled(rule: OuterRule, policy: RestartPolicy) -> bool:
     return not policy.takes_steps and (not policy.needs or rule.momentum == 0)
 
 
-def answers(rule: OuterRule, policy: RestartPolicy, rounds: int) -> Iterator[Answer]:
-    """Yield a scheduled policy's answer in each round."""
-    state, age = policy.initial_state(), 0
+def restarts(policy: RestartPolicy, rounds: int) -> Iterator[Restart | None]:
+    """Yield a scheduled policy's restart in each round, or None."""
+    state: State = {}
+    age = 0
     for number in range(1, rounds + 1):
-        answer = ask(policy, state, RoundSignal(number, age + 1, rule=rule))
-        if answer.step is not None:
-            raise UsageError(f"restart policy {policy} takes a step in round {number}; its class must say takes_steps")
-        state, age = answer.state, answer.age(age + 1)
-        yield answer
+        state, decision, _ = ask(policy, state, RoundSignal(number, age + 1))
+        age = age_after(decision, age + 1)
+        yield decision if isinstance(decision, Restart) else None
 
 
 def algebra(rule: OuterRule, policy: RestartPolicy, rounds: int) -> list[str]:
@@ -77,12 +76,11 @@ def algebra(rule: OuterRule, policy: RestartPolicy, rounds: int) -> list[str]:
         T names. An adaptive policy's updates are not known in advance: they are named after the policy itself.
     """
     if not is_scheduled(rule, policy):
-        return [_opaque(policy.canonical(rule), policy, number) for number in range(1, rounds + 1)]
+        return [_opaque(OF_STEPS if policy.takes_steps else rule, policy, number) for number in range(1, rounds + 1)]
     lr, momentum = _residue(rule.lr), _residue(rule.momentum)
     weight = 1 if rule.form == "sum" else (1 - momentum) % _PRIME
     buffer, gradient, names = 0, 1, []
-    for answer in answers(rule, policy, rounds) if not policy.needs else [Answer({})] * rounds:
-        restart = answer.restart
+    for restart in restarts(policy, rounds) if not policy.needs else [None] * rounds:
         gradient = gradient * _POINT % _PRIME
         rewritten = None if restart is None else (_residue(restart.retain), _residue(restart.inject))
         if rewritten and restart and restart.before:
@@ -102,12 +100,11 @@ def bits(rule: OuterRule, policy: RestartPolicy, rounds: int) -> list[Round]:
     """
     if not is_scheduled(rule, policy):
         names = [_opaque(rule, policy, number) for number in range(1, rounds + 1)]
-        return [Round(name, f"m{name}" if rule.momentum else ABSENT) for name in names]
+        return [Round(name, f"m{name}" if rule.momentum or policy.takes_steps else ABSENT) for name in names]
     if rule.momentum == 0:
         return [Round(_name("step", rule.lr, _scaled(1.0, t)), ABSENT) for t in range(1, rounds + 1)]
     buffer, history = ABSENT, []
-    for number, answer in enumerate(answers(rule, policy, rounds), start=1):
-        restart = answer.restart
+    for number, restart in enumerate(restarts(policy, rounds), start=1):
         if restart is not None and restart.before:
             buffer = _rewritten(buffer, restart, number)
         buffer = _mixed(buffer, rule.momentum, rule.injection, number)

@@ -9,11 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twophase.diloco.fragment import Fragment
-from twophase.optim.groups import COUNTERS
-from twophase.optim.outer import BUFFER, OuterSGD
-from twophase.policies.base import Answer, RestartPolicy, RoundSignal, ask
-from twophase.rule import OuterRule
+from twophase.diloco.fragment import Fragment, views_of
+from twophase.optim.outer_sgd import BUFFER, COUNTERS, OuterSGD
+from twophase.restart import Decision, Restart, RestartPolicy, RoundSignal, age_after, ask
 from twophase.sweeps.history import ABSENT, ZERO, bits
 from twophase.training.config import RunConfig
 
@@ -37,8 +35,7 @@ class Outers:
     def begin(self, runs: Iterable[str]) -> None:
         """Start runs before their first round."""
         for run in runs:
-            initial = self.configs[run].outer.policy().initial_state()
-            self.counters[run] = dict.fromkeys(COUNTERS, 0) | {"policy_state": initial}
+            self.counters[run] = dict.fromkeys(COUNTERS, 0) | {"policy_state": {}}
             self._names[run] = ABSENT
 
     def restrict(self, runs: Iterable[str]) -> None:
@@ -64,8 +61,7 @@ class Outers:
             if policy.needs:
                 happening: Any = (policy, repr(counters))
             else:
-                answer = _counted(outer.known_rule(), policy, counters, number)[1]
-                happening = (answer.restart, answer.step)
+                happening = _counted(policy, counters, number)[1]
             classes.setdefault((outer.rule(), self._names[run], happening), []).append(run)
         return list(classes.values())
 
@@ -74,7 +70,7 @@ class Outers:
         config = self.configs[run].outer
         (group,) = outer.param_groups
         rule = dataclasses.asdict(config.known_rule())
-        group.update(rule | {"restart": str(config.policy())} | self.counters[run])
+        group.update(rule | {"restart": config.policy()} | self.counters[run])
         outer.state.clear()  # of a step that has failed
         for param, buffer in zip(group["params"], self.buffers.get(self._names[run], ()), strict=False):
             outer.state[param][BUFFER] = buffer.clone()  # other runs may have the same buffer
@@ -84,12 +80,11 @@ class Outers:
         (group,) = outer.param_groups
         buffers: dict[str, list[Tensor]] = {}
         for run in members:
-            config = self.configs[run].outer
-            policy = config.policy()
+            policy = self.configs[run].outer.policy()
             if policy.needs:
                 self.counters[run] = {key: group[key] for key in (*COUNTERS, "policy_state")}
             else:
-                self.counters[run] = _counted(config.known_rule(), policy, self.counters[run], number)[0]
+                self.counters[run] = _counted(policy, self.counters[run], number)[0]
             name = self._names[run] = self._history(run)[number - 1]
             if name not in (ABSENT, ZERO) and name not in buffers:
                 buffers[name] = [outer.state[param][BUFFER] for param in group["params"]]
@@ -109,14 +104,14 @@ class Outers:
         """
         if self._scratch is None or self._copy is None:
             self._copy = torch.empty_like(before)
-            self._scratch = OuterSGD(fragment.layout.views(self._copy), lr=0.0)
+            self._scratch = OuterSGD(views_of(self._copy, [view.shape for view in fragment.views]), lr=0.0)
         scratch = self._scratch
         self._copy.copy_(before)
         for param, gradient in zip(scratch.param_groups[0]["params"], fragment.gradient_views, strict=True):
             param.grad = gradient
         self.load(scratch, run)
         scratch.step(measure=True, signals=signals)
-        if not torch.allclose(self._copy, fragment.flat, rtol=0.0, atol=0.0, equal_nan=True):
+        if not torch.allclose(self._copy, fragment.anchor, rtol=0.0, atol=0.0, equal_nan=True):
             raise RuntimeError(
                 f"forest: run {run} does not take the update of the runs that should share this round with it. This "
                 "is a fault of the plan; please report it with the sweep's plan.json"
@@ -131,12 +126,10 @@ class Outers:
         return self._histories[run]
 
 
-def _counted(
-    rule: OuterRule, policy: RestartPolicy, counters: Mapping[str, Any], number: int
-) -> tuple[dict[str, Any], Answer]:
-    """Return a scheduled policy's counters after a round, as `OuterSGD` keeps them, and its answer."""
+def _counted(policy: RestartPolicy, counters: Mapping[str, Any], number: int) -> tuple[dict[str, Any], Decision]:
+    """Return a scheduled policy's counters after a round, as `OuterSGD` keeps them, and its decision."""
     age = counters["rounds_since_restart"] + 1
-    answer = ask(policy, counters["policy_state"], RoundSignal(number, age, rule=rule))
-    restarts = counters["restarts"] + answer.restarted
-    after = {"rounds": number, "rounds_since_restart": answer.age(age), "restarts": restarts}
-    return after | {"policy_state": answer.state}, answer
+    memory, decision, _ = ask(policy, counters["policy_state"], RoundSignal(number, age))
+    restarts = counters["restarts"] + isinstance(decision, Restart)
+    after = {"rounds": number, "rounds_since_restart": age_after(decision, age), "restarts": restarts}
+    return after | {"policy_state": memory}, decision

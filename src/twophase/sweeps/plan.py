@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from twophase.base.config import Tree, fingerprint, to_tree
-from twophase.policies.base import Never
+from twophase.restart import Never
 from twophase.rule import OuterRule
 from twophase.sweeps.grid import Sweep
 from twophase.sweeps.history import algebra, bits

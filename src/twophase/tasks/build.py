@@ -54,7 +54,7 @@ def preflight_all(configs: Iterable[RunConfig], *, verify: bool = False) -> dict
     kinds: dict[Any, RunConfig] = {}
     for c in ordered:
         model = getattr(c, "model", None)
-        kinds[data_name(c), c.device, c.repeat, model, c.sync.fragments, c.sync.wire, c.inner.method] = c
+        kinds[data_name(c), c.device, c.repeat, model, c.sync.fragments, c.sync.compression, c.inner.method] = c
     for c in {c.outer.method: c for c in ordered}.values():
         outer_of(c)  # a user's file may be missing
     fingerprints = {}

@@ -11,8 +11,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import ArrayLike
 
-from twophase.policies.base import Never, RestartPolicy
-from twophase.policies.scheduled import Periodic
+from twophase.restart import Never, Periodic, RestartPolicy
 from twophase.rule import OuterRule
 from twophase.theory.contraction import hurt_share, log_restart_factor, restart_can_help, restart_rate, restart_table
 from twophase.theory.inputs import Floats, check_count, check_modes, check_rule, check_weights, rule_grid

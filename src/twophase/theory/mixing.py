@@ -9,8 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from twophase.policies.base import Never, RestartPolicy
-from twophase.policies.scheduled import AtRounds
+from twophase.restart import AtRounds, Never, RestartPolicy
 from twophase.rule import OuterRule
 from twophase.theory.contraction import restart_table
 from twophase.theory.inputs import (

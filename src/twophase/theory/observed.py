@@ -30,7 +30,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from twophase.policies.base import Step
+from twophase.restart import update_weights
 from twophase.rule import OuterRule
 from twophase.theory.inputs import Floats
 
@@ -198,10 +198,10 @@ def observe(
 
 def _takes_own_step(rule: OuterRule, g: Floats, m: Floats, cosine: Floats, gain: ArrayLike) -> NDArray[np.bool_]:
     """Return True for rounds whose gain is that of the rule's update."""
-    step = Step.of(rule)
-    along_buffer = np.where(m > 0, step.along_m * cosine * m / g, 0.0)
-    scale = step.along_g + np.abs(along_buffer)  # the two may cancel
-    return ~(np.abs(np.asarray(gain, dtype=np.float64) - (step.along_g + along_buffer)) > _SAME * scale)
+    along_g, along_m = update_weights(rule.lr, rule.momentum, rule.injection, rule.nesterov)
+    along_buffer = np.where(m > 0, along_m * cosine * m / g, 0.0)
+    scale = along_g + np.abs(along_buffer)  # the two may cancel
+    return ~(np.abs(np.asarray(gain, dtype=np.float64) - (along_g + along_buffer)) > _SAME * scale)
 
 
 def _pairs(

@@ -11,17 +11,28 @@ of the sigmas). The study `linear_network` measures what fails for them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from twophase.policies.base import MEASURED, Answer, Never, Restart, RestartPolicy, RoundSignal, State, ask
-from twophase.policies.text import parse
+from twophase.optim.schedules import Schedule
+from twophase.restart import (
+    MEASURED,
+    Decision,
+    Never,
+    Restart,
+    RestartPolicy,
+    RoundSignal,
+    State,
+    Step,
+    age_after,
+    ask,
+    parse,
+)
 from twophase.rule import OuterRule
-from twophase.schedule import Schedule
 from twophase.theory.inputs import (
     Floats,
     Rules,
@@ -79,12 +90,12 @@ def rollout(
     `x <- x - lr m` (heavy ball) or `x <- x - lr (w g + b m)` (Nesterov, the new m). Then the policy's restart, if any:
     `m <- retain m + inject g`, on the buffer of the rule's own form.
 
-    The policy is asked once a round and sees the signals of `OuterSGD`: the rule, the counters and, if it `needs` them,
+    The policy is asked once a round and sees the signals of `OuterSGD`: the counters and, if it `needs` them,
     norms and cosine. These are over all modes of its trajectory, before g is mixed in (at momentum 0 the buffer counts
     as 0). Of a run's further signals there are `inner_lr`, which is 1, for it is constant, and `progress`, the share of
     the rounds that are done, this one included.
 
-    A policy that needs nothing is asked once for all trajectories of a rule, others for each. A mode that diverges
+    A policy that needs nothing is asked once for all trajectories, others for each. A mode that diverges
     becomes inf and nan without a warning. Where a signal that the policy needs is inf or nan, the policy is no longer
     asked, and `not_finite` says so.
 
@@ -243,31 +254,34 @@ def _simulate(where: str, block: Block, sigma: Floats, initial: Floats, noise: F
 
     forms = np.where(rules.ema, "ema", "sum")
     columns = [flat(values[..., None]) for values in (rules.lr, rules.momentum, rules.nesterov, forms)]
-    of_rows = [OuterRule(*row) for row in np.hstack(columns, dtype=object)]
-    policy = _Policy(where, restart, of_rows)
+    policy = _Policy(where, restart, count)
     sigma, (lr, b, nesterov, _), w = flat(sigma), columns, flat(rules.injection[..., None])
     positions, buffers = (np.zeros((rounds + 1, count, modes)) for _ in range(2))
     gradients = np.empty((rounds, count, modes))
     restarts, not_finite = (np.zeros((rounds, count), dtype=bool) for _ in range(2))
     positions[0] = flat(initial)
-    keeps_buffer = (b > 0) | (restart.effective(OuterRule(1.0, 0.0)).momentum > 0)
-    if is_scheduled := schedule.kind != "constant":
+    keeps_buffer = (b > 0) | restart.takes_steps
+    rows_by_rule: dict[OuterRule, list[int]] = {}
+    if schedule.kind != "constant":
         lr, b, w = (column.copy() for column in (lr, b, w))
+        for row, values in enumerate(np.hstack(columns, dtype=object)):
+            rows_by_rule.setdefault(OuterRule(*values), []).append(row)
     for t in range(rounds):
         x, old = positions[t], buffers[t].copy()
-        for rows, now in policy.scheduled(schedule, t + 1, rounds) if is_scheduled else ():
-            lr[rows], b[rows], w[rows] = now.lr, now.momentum, now.injection
+        for rule, chosen in rows_by_rule.items():
+            now = schedule.at(rule, t + 1, rounds)
+            lr[chosen], b[chosen], w[chosen] = now.lr, now.momentum, now.injection
         with np.errstate(all="ignore"):
             g = sigma * x + of_round(noise[t])
             answers = policy.ask(t + 1, (t + 1) / rounds, g, np.where(keeps_buffer, old, 0.0))
-            for rows, answer in answers:
-                if answer.restart is not None and answer.restart.before:
-                    old[rows] = restarted(answer.restart, old[rows], g[rows])
+            for rows, decision, _ in answers:
+                if isinstance(decision, Restart) and decision.before:
+                    old[rows] = restarted(decision, old[rows], g[rows])
             seen = Round(lr, b, w, g, old)
             m, update = momentum_sgd(seen, nesterov)
-            for rows, answer in answers:
-                apply_answer(answer, rows, seen, m, update)
-                restarts[t, rows], not_finite[t, rows] = answer.restarted, bool(answer.not_finite)
+            for rows, decision, broken in answers:
+                apply_decision(decision, rows, seen, m, update)
+                restarts[t, rows], not_finite[t, rows] = isinstance(decision, Restart), bool(broken)
             gradients[t], positions[t + 1], buffers[t + 1] = g, x - update, m
     with np.errstate(all="ignore"):
         loss = _loss(positions, weights)
@@ -308,15 +322,13 @@ def momentum_sgd(now: Round, nesterov: NDArray[np.bool_]) -> tuple[Floats, Float
     return m, now.lr * np.where(nesterov, now.momentum * m + now.injection * now.g, m)
 
 
-def apply_answer(answer: Answer, rows: Rows, now: Round, m: Floats, update: Floats) -> None:
-    """Put a policy's step and restart into some trajectories' new buffer and update."""
-    if answer.step is not None:
-        update[rows] = _combined(answer.step.along_g, now.g[rows], answer.step.along_m, now.m[rows])
-        if answer.step.mix is not None:
-            retained, added = answer.step.mix
-            m[rows] = _combined(retained, now.m[rows], added, now.g[rows])
-    if answer.restart is not None and not answer.restart.before:
-        m[rows] = restarted(answer.restart, m[rows], now.g[rows])
+def apply_decision(decision: Decision, rows: Rows, now: Round, m: Floats, update: Floats) -> None:
+    """Put a policy's step or restart into some trajectories' new buffer and update."""
+    if isinstance(decision, Step):
+        m[rows] = _combined(decision.momentum, now.m[rows], 1.0, now.g[rows])
+        update[rows] = decision.lr * m[rows]
+    elif isinstance(decision, Restart) and not decision.before:
+        m[rows] = restarted(decision, m[rows], now.g[rows])
 
 
 def _loss(x: Floats, weights: Floats) -> Floats:
@@ -340,9 +352,9 @@ Rows = slice | list[int]
 
 
 class _Policy:
-    """Hold a policy and its memory: of all trajectories of a rule together if it needs nothing, otherwise of each."""
+    """Hold a policy and its memory: of all trajectories together if it needs nothing, otherwise of each."""
 
-    def __init__(self, where: str, policy: RestartPolicy, rules: list[OuterRule]) -> None:
+    def __init__(self, where: str, policy: RestartPolicy, count: int) -> None:
         self.policy = policy
         missing = self.policy.needs - _SUPPLIED
         if missing:
@@ -350,33 +362,23 @@ class _Policy:
                 f"{where}: restart policy {self.policy!r} needs {', '.join(sorted(missing))}, which the model does not "
                 f"have; use a policy that needs none but {', '.join(sorted(_SUPPLIED))}"
             )
-        self.rows: list[tuple[Rows, OuterRule]] = [([row], rule) for row, rule in enumerate(rules)]
-        if not self.policy.needs:
-            rows_by_rule: dict[OuterRule, list[int]] = {}
-            for row, rule in enumerate(rules):
-                rows_by_rule.setdefault(rule, []).append(row)
-            self.rows = [(slice(None) if len(rows_by_rule) == 1 else rows, rule) for rule, rows in rows_by_rule.items()]
-        self.states: list[State] = [self.policy.initial_state() for _ in self.rows]
+        self.rows: list[Rows] = [[row] for row in range(count)] if self.policy.needs else [slice(None)]
+        self.states: list[State] = [{} for _ in self.rows]
         self.ages = [0] * len(self.states)
-        self._unscheduled = self.rows
 
-    def scheduled(self, schedule: Schedule, number: int, rounds: int) -> Iterator[tuple[Rows, OuterRule]]:
-        """Set the rules of a round, and yield each with its trajectories."""
-        self.rows = [(rows, schedule.at(rule, number, rounds)) for rows, rule in self._unscheduled]
-        yield from self.rows
-
-    def ask(self, number: int, progress: float, g: Floats, m: Floats) -> list[tuple[Rows, Answer]]:
-        """Return one round's answers other than None, each with its trajectories."""
+    def ask(self, number: int, progress: float, g: Floats, m: Floats) -> list[tuple[Rows, Decision, tuple[str, ...]]]:
+        """Return one round's decisions other than None and what was not finite, each with its trajectories."""
         norms = _norms(g, m) if self.policy.needs & MEASURED else None
         extra = {"inner_lr": 1.0, "progress": progress}
-        answers: list[tuple[Rows, Answer]] = []
-        for index, (rows, rule) in enumerate(self.rows):
+        answers: list[tuple[Rows, Decision, tuple[str, ...]]] = []
+        for index, rows in enumerate(self.rows):
             measured = (None, None, None) if norms is None else norms[index]
             age = self.ages[index] + 1
-            answer = ask(self.policy, self.states[index], RoundSignal(number, age, *measured, extra, rule))
-            self.states[index], self.ages[index] = answer.state, answer.age(age)
-            if answer.restart is not None or answer.step is not None or answer.not_finite:
-                answers.append((rows, answer))
+            signal = RoundSignal(number, age, *measured, extra)
+            self.states[index], decision, broken = ask(self.policy, self.states[index], signal)
+            self.ages[index] = age_after(decision, age)
+            if decision is not None or broken:
+                answers.append((rows, decision, broken))
         return answers
 
 

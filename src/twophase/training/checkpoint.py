@@ -4,7 +4,7 @@
 
 * `engine.safetensors`: anchor, outer optimizer, position;
 * `replica-000.safetensors`, …: a replica's inner optimizer, and its model where that differs from the anchor;
-* `wire-000.safetensors`, …: a process's error-feedback residuals of a lossy wire;
+* `residuals-000.safetensors`, …: a process's error-feedback residuals of a compression;
 * `progress.json`: plain numbers; `manifest.json`: length and SHA-256 of each file.
 
 A process writes its own replicas' files, so a resumed run may have other processes. A `Writer` copies the state. Its
@@ -29,14 +29,14 @@ from torch import Tensor
 from twophase.base.errors import RunError, UsageError, is_out_of_memory
 from twophase.base.files import file_sha256, sync_folder, write_atomic
 from twophase.base.reading import read_json_object
-from twophase.diloco.communicator import Communicator
-from twophase.diloco.flat import plan
+from twophase.diloco.fragment import views_of
+from twophase.diloco.group import SingleProcess
 from twophase.training import parts as files
 from twophase.training.snapshot import Snapshots
 
 ENGINE = f"engine{files.ENDING}"
 """The file of the engine's part."""
-_FORMAT = 3
+_FORMAT = 4
 _PREFIX = "step-"
 _NAME = re.compile(rf"{_PREFIX}\d{{8,}}")
 _WRITING = ".writing-"
@@ -50,9 +50,9 @@ def replica_file(replica: int) -> str:
     return f"replica-{replica:03d}{files.ENDING}"
 
 
-def wire_file(rank: int) -> str:
+def residuals_file(rank: int) -> str:
     """Name the file of a process's error-feedback residuals."""
-    return f"wire-{rank:03d}{files.ENDING}"
+    return f"residuals-{rank:03d}{files.ENDING}"
 
 
 class Writer:
@@ -83,7 +83,7 @@ class Writer:
         *,
         fingerprint: str,
         keep: int,
-        communicator: Communicator,
+        communicator: SingleProcess,
         before: Callable[[], None] = lambda: None,
     ) -> None:
         self.folder = folder
@@ -162,7 +162,7 @@ class Writer:
 
     def poll(self) -> None:
         """Complete a checkpoint that all processes have written, or raise its error; never wait for the disk."""
-        if self._thread is not None and not any(row[0] for row in self.comm.exchange([self._thread.is_alive()])):
+        if self._thread is not None and not any(self.comm.gather_json(self._thread.is_alive())):
             self.close()
 
     def close(self) -> None:
@@ -173,7 +173,7 @@ class Writer:
         self._thread, failure, self._failure = None, self._failure, None
         self._agree(failure)
         if self.comm.size > 1:
-            entries = self.comm.gather(self._entries, dict)
+            entries = self.comm.gather_json(self._entries)
             if self.comm.rank == 0:
                 try:
                     self._complete({name: entry for some in entries for name, entry in some.items()})
@@ -191,7 +191,7 @@ class Writer:
     def _agree(self, failure: BaseException | None) -> None:
         """Raise one process's failure on all; first remove the incomplete checkpoint, for the disk may be full."""
         text = None if failure is None else str(failure)
-        texts = [text for text in self.comm.gather(text, str | None) if text is not None]
+        texts = [text for text in self.comm.gather_json(text) if text is not None]
         if texts and self.comm.rank == 0:
             shutil.rmtree(self._writing, ignore_errors=True)
         if texts:
@@ -344,8 +344,9 @@ class Checkpoint:
         """Read the anchor as weights by name."""
         state = self.part(ENGINE)
         with self.content(ENGINE):
-            layout = plan((name, tuple(shape)) for name, shape in state["layout"])
-            return {slot.name: view for slot, view in zip(layout.slots, layout.views(state["anchor"]), strict=True)}
+            named = [(name, torch.Size(shape)) for _, parts in state["spec"]["fragments"] for name, shape in parts]
+            views = views_of(state["anchor"], [shape for _, shape in named])
+            return dict(zip([name for name, _ in named], views, strict=True))
 
     def part(self, name: str) -> Any:
         """Read one part, with its tensors on the CPU."""

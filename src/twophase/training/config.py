@@ -9,15 +9,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from twophase.base.config import LATER, UsageError, get
-from twophase.diloco.formats import check_wire
 from twophase.number import shortened
-from twophase.optim.names import RULES, TORCH, check_method, describe, numbers_of, read_filter, rule_of
-from twophase.policies.base import RestartPolicy
-from twophase.policies.scheduled import Soft
-from twophase.policies.text import parse
+from twophase.optim.names import RULES, TORCH, read_filter
+from twophase.optim.schedules import Schedule
+from twophase.restart import RestartPolicy, Soft, parse
 from twophase.rule import Form, OuterRule
-from twophase.schedule import Schedule
+from twophase.runs.method import check_method, describe, numbers_of, rule_of
 
+OF_STEPS = OuterRule(1.0, 0.5)
+"""Stands for a rule without momentum beside a policy that takes the steps itself."""
 LARGEST_LR = 1e30
 """A factor well inside float32's range; a larger one fails inside torch."""
 MOST_STEPS, MOST_REPLICAS, MOST_FRAGMENTS, MOST_THREADS = 10**8, 10**5, 10**4, 1024
@@ -76,7 +76,8 @@ class OuterConfig:
     def rule(self) -> OuterRule | None:
         """Return the rule, with a momentum where the policy needs a buffer; None for a method that is no rule."""
         rule = rule_of(self.method, self.lr, self.momentum, self.form)
-        return None if rule is None else self.policy().effective(rule)
+        is_unused = rule is not None and rule.momentum == 0 and self.policy().takes_steps
+        return OF_STEPS if is_unused else rule
 
     def known_rule(self) -> OuterRule:
         """Return the rule of a method that is one."""
@@ -133,9 +134,9 @@ class SyncConfig:
     """Inner steps between the launch of a reduction and its application: the replicas train on meanwhile."""
     mixing: float = 0.0
     """Share of its own parameters that a replica keeps when the anchor comes back, in [0, 1)."""
-    wire: str = "float32"
-    """Format of the pseudo-gradients: float32, bfloat16, or int8 in blocks with error feedback. If all replicas live in
-    one process, each counts as a process here."""
+    compression: Literal["float32", "bfloat16", "int8"] = "float32"
+    """Compression of the pseudo-gradients in transit: float32 is none; bfloat16, and int8 in blocks, with error
+    feedback. If all replicas live in one process, each counts as a process here."""
 
     def parts(self) -> int | dict[str, str]:
         """Return the number of fragments, or their patterns by name."""
@@ -325,10 +326,6 @@ def check(config: RunConfig) -> None:
     _check_inner(inner)
     if config.compute.autotune and not config.compute.compile:
         raise _refusal("compute.autotune", True, "used together with --compute.compile")
-    try:
-        check_wire(sync.wire)
-    except ValueError as error:
-        raise UsageError(str(error).replace("DiLoCo: wire", "--sync.wire", 1)) from None
     parts = sync.parts()
     names = {str(number) for number in range(parts)} if isinstance(parts, int) else set(parts)
     if not names:
@@ -371,10 +368,8 @@ def _check_outer(config: RunConfig) -> dict[str, RestartPolicy] | None:
     except UsageError:
         raise
     except ValueError as error:
-        of_rule = "OuterRule: "
-        text = str(error)
-        text = f"outer.{text.removeprefix(of_rule)}" if text.startswith(of_rule) else f"{path}: {text}"
-        raise UsageError(f"--{text}") from None
+        is_of_rule = str(error).startswith(("lr ", "momentum ", "form "))
+        raise UsageError(f"--outer.{error}" if is_of_rule else f"--{path}: {error}") from None
     return policies
 
 

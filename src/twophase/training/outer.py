@@ -8,10 +8,10 @@ from functools import partial
 from typing import Any
 
 from twophase.base.config import UsageError
-from twophase.optim.names import is_function
-from twophase.optim.restarting import named_optimizer
-from twophase.policies.gain import mean_outer_gain
+from twophase.optim.build import named_optimizer
+from twophase.restart import mean_outer_gain
 from twophase.rule import OuterRule
+from twophase.runs.method import is_function
 from twophase.training.config import RunConfig
 
 

@@ -18,19 +18,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from twophase.base.config import Tree, UsageError, flatten
-from twophase.diloco.comm import default_communicator
-from twophase.diloco.communicator import Communicator, in_agreement
 from twophase.diloco.engine import DiLoCo
+from twophase.diloco.group import SingleProcess, default_group
 from twophase.diloco.report import RoundReport
-from twophase.optim.groups import GroupRound, rule_of
-from twophase.optim.names import options_of
-from twophase.optim.outer import OuterSGD
+from twophase.optim.outer_sgd import GroupRound, OuterSGD, rule_of
 from twophase.optim.restarting import Restarting
 from twophase.rule import OuterRule
 from twophase.runs.folder import METRICS, RECORDED, ROUNDS, SUMMARY, USER, RunFolder, read_lines, read_rounds
+from twophase.runs.method import options_of
 from twophase.runs.trackers import check, tracked
 from twophase.training.device import environment
-from twophase.training.session import claimed
+from twophase.training.session import claimed, in_agreement
 
 _log = logging.getLogger("twophase")
 _CALLS = ("step", "finish")
@@ -254,7 +252,7 @@ def setting(engine: DiLoCo | OuterSGD, config: Any = None) -> Tree:
     sync: Tree = {}
     groups = {f"param group {number}": group for number, group in enumerate(outers[0].param_groups)}
     if isinstance(engine, DiLoCo):
-        syncs = {"delay": engine.schedule.delay, "mixing": float(engine.schedule.mixing), "wire": engine.wire}
+        syncs = {"delay": engine.delay, "mixing": engine.mixing, "compression": engine.compression}
         sync |= {name: value for name, value in syncs.items() if value not in (0, "float32")}
         if len(outers) > 1:
             groups = {fragment.name: fragment.outer.param_groups[0] for fragment in engine.fragments}
@@ -308,11 +306,11 @@ def _plain(config: Any) -> Tree:
     return tree
 
 
-def _processes(engine: DiLoCo | OuterSGD) -> Communicator:
+def _processes(engine: DiLoCo | OuterSGD) -> SingleProcess:
     """Return the processes that share a folder: all."""
-    if isinstance(engine, OuterSGD) or engine.communicator.sharded:
-        return default_communicator()
-    return engine.communicator
+    if isinstance(engine, OuterSGD) or engine.group.sharded:
+        return default_group()
+    return engine.group
 
 
 def _outers(engine: DiLoCo | OuterSGD) -> list[Optimizer]:
@@ -329,7 +327,7 @@ def _has_lines(folder: RunFolder) -> bool:
     return any([read_rounds(folder.path), read_lines(folder.path / METRICS)])  # both: a damaged file is refused
 
 
-def _begin(folder: RunFolder, engine: DiLoCo | OuterSGD, files: Communicator) -> int:
+def _begin(folder: RunFolder, engine: DiLoCo | OuterSGD, files: SingleProcess) -> int:
     """Refuse a folder that cannot continue, unchanged; return the inner steps up to the engine's position.
 
     Args:
@@ -347,7 +345,7 @@ def _begin(folder: RunFolder, engine: DiLoCo | OuterSGD, files: Communicator) ->
             _has_lines(folder)  # refuses a damaged file
             step = max((line["step"] for line in read_rounds(folder.path) if line["round"] <= rounds), default=0)
             step = engine.taken if isinstance(engine, DiLoCo) else step
-    return files.gather(step, int)[0]
+    return files.gather_json(step)[0]
 
 
 @contextmanager
@@ -389,7 +387,9 @@ def _hooked(outer: OuterSGD, run: Recorder, inner_steps: int) -> Iterator[None]:
     def before(_: Any, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         nonlocal begun
         begun = time.perf_counter()
-        return None if outer.is_rehearsal() else (args, options | {"measure": True})  # measured, it would be a round
+        # The step at lr 0 of torch.distributed.checkpoint is no round, and measured it would be one.
+        is_trial = not outer.state and all(group["lr"] == group["rounds"] == 0 for group in outer.param_groups)
+        return None if is_trial else (args, options | {"measure": True})
 
     def after(_: Any, __: Any, options: dict[str, Any]) -> None:
         if outer.last_round:

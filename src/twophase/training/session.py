@@ -18,9 +18,8 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from twophase.base.errors import RunError, UsageError, first_line
-from twophase.diloco.comm import ProcessGroup
-from twophase.diloco.communicator import Communicator, SingleProcess, in_agreement
+from twophase.base.errors import RunError, UsageError, first_line, message_of
+from twophase.diloco.group import ProcessGroup, SingleProcess
 from twophase.runs.folder import RunFolder
 from twophase.training.config import RunConfig
 
@@ -86,7 +85,7 @@ def take_device(config: RunConfig) -> None:
 
 
 @contextmanager
-def process_group(config: RunConfig, patience: float = 600.0, timeout: float | None = None) -> Iterator[Communicator]:
+def process_group(config: RunConfig, patience: float = 600.0, timeout: float | None = None) -> Iterator[SingleProcess]:
     """Join the processes that torchrun started; without torchrun, this process is alone.
 
     Args:
@@ -125,7 +124,7 @@ def process_group(config: RunConfig, patience: float = 600.0, timeout: float | N
             timeout=timedelta(seconds=patience), device_id=device,
         )  # fmt: skip
         group = ProcessGroup(timeout=patience)
-        group.exchange([1.0])  # detects now, and not after `limit`, a peer that has died or hangs since it joined
+        group.gather_json(0)  # detects now, and not after `limit`, a peer that has died or hangs since it joined
         group.timeout = limit
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=limit))
         return group
@@ -140,7 +139,7 @@ def process_group(config: RunConfig, patience: float = 600.0, timeout: float | N
         ) from error
     try:
         yield communicator
-        communicator.exchange([1.0])  # leave together: a process that ends first closes its connections
+        communicator.gather_json(0)  # leave together: a process that ends first closes its connections
     except BaseException:
         if on_gpu:
             # Destroying the group waits for NCCL's collectives, and a collective without a dead peer never ends.
@@ -209,7 +208,7 @@ def _meeting(store: dist.Store, rank: int, size: int, patience: float) -> str:
 
 
 @contextmanager
-def claimed(out: Path, config: Any, communicator: Communicator, *, accept_logs: bool = False) -> Iterator[RunFolder]:
+def claimed(out: Path, config: Any, communicator: SingleProcess, *, accept_logs: bool = False) -> Iterator[RunFolder]:
     """Claim the run's folder in process 0 on behalf of all; a refusal is raised in every process."""
     folder = RunFolder(out, "", None)
     with in_agreement(communicator):
@@ -217,3 +216,26 @@ def claimed(out: Path, config: Any, communicator: Communicator, *, accept_logs: 
             folder = RunFolder.claim(out, config, accept_logs=accept_logs)
     with folder:
         yield folder
+
+
+@contextmanager
+def in_agreement(group: SingleProcess) -> Iterator[None]:
+    """Raise the error of the first rank in which the block fails on all ranks, which would wait for it otherwise.
+
+    All ranks enter; the block itself exchanges nothing.
+
+    Raises:
+        UsageError: another rank has raised it.
+        RunError: another rank has raised another error.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # of any type: no rank may wait for this one
+        failure = error
+    failed = [] if failure is None else [isinstance(failure, UsageError), message_of(failure)]
+    for rank, row in enumerate(group.gather_json(failed)):
+        if row and failure is not None and rank == group.rank:
+            raise failure
+        if row:
+            raise (UsageError if row[0] else RunError)(row[1]) from failure

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from twophase.diloco.communicator import Communicator
+from twophase.diloco.group import SingleProcess
 from twophase.training.device import room_for
 
 
@@ -105,7 +105,7 @@ class PlainStep:
         return {"batches_per_second": batches / seconds if seconds > 0 else 0.0}
 
 
-def step_of(task: Task, device: torch.device, replicas: int, communicator: Communicator) -> Step:
+def step_of(task: Task, device: torch.device, replicas: int, communicator: SingleProcess) -> Step:
     """Return the task's own `Step` if it has one, else a plain one, for so many replicas in this process."""
     make = getattr(task, "step", None)
     return PlainStep(task, device) if make is None else make(device, replicas, communicator)

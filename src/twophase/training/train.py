@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from twophase.base.config import RunError, UsageError, fingerprint
-from twophase.diloco.communicator import Communicator, SingleProcess, in_agreement
+from twophase.diloco.group import SingleProcess
 from twophase.runs.folder import METRICS, ROUNDS, STEPS, RunFolder
 from twophase.training import checkpoint
 from twophase.training.config import RunConfig, check
 from twophase.training.preflight import preflight
+from twophase.training.session import in_agreement
 from twophase.training.task import Task
 from twophase.training.trainer import RUNNING, STOPPED, Progress, Trainer
 
@@ -27,7 +28,7 @@ def train(
     config: RunConfig,
     folder: RunFolder,
     *,
-    communicator: Communicator | None = None,
+    communicator: SingleProcess | None = None,
     on_round: Callable[[dict[str, Any]], None] = lambda _: None,
     on_step: Callable[[dict[str, Any]], None] = lambda _: None,
     should_stop: Callable[[], bool] = lambda: False,
@@ -131,7 +132,7 @@ def _check_data(run: Trainer, folder: RunFolder) -> None:
 
     Logs and checkpoints depend on that data: they are set aside, so that a repeated command starts from step 0.
     """
-    faults = run.comm.gather(run.data_fault(wait=run.done.exit_reason != STOPPED), str)
+    faults = run.comm.gather_json(run.data_fault(wait=run.done.exit_reason != STOPPED))
     fault = next(filter(None, faults), "")
     if not fault:
         return
@@ -139,7 +140,7 @@ def _check_data(run: Trainer, folder: RunFolder) -> None:
     if run.lead:
         with disk(folder):
             aside = str(folder.set_aside("damaged-data"))
-    aside = run.comm.gather(aside, str)[0]
+    aside = run.comm.gather_json(aside)[0]
     raise RunError(f"{fault}; {aside} keeps what rests on it, and the repeated command begins again")
 
 
@@ -161,7 +162,7 @@ def _restore(run: Trainer, folder: RunFolder) -> None:
     """Continue from the newest checkpoint of process 0, if it has one."""
     with in_agreement(run.comm):
         step = checkpoint.latest_step(folder.checkpoint_dir)
-    step = run.comm.gather(step, int | None)[0]
+    step = run.comm.gather_json(step)[0]
     with in_agreement(run.comm):
         logs = {} if step is None else _read(run, checkpoint.path_of(folder.checkpoint_dir, step))
         if run.lead:
@@ -200,12 +201,12 @@ def _load(run: Trainer, saved: checkpoint.Checkpoint, processes: int) -> None:
     state = saved.part(checkpoint.ENGINE)
     with saved.content(checkpoint.ENGINE):
         run.engine.load_state_dict(state)  # at a round's end it also sets the models
-    wire_file = checkpoint.wire_file(run.comm.rank)
+    residuals_file = checkpoint.residuals_file(run.comm.rank)
     # With other processes, the residuals belong to no process.
-    if processes == run.comm.size and saved.holds(wire_file):
-        residuals = saved.part(wire_file)
-        with saved.content(wire_file):
-            run.engine.load_wire_state_dict(residuals)
+    if processes == run.comm.size and saved.holds(residuals_file):
+        residuals = saved.part(residuals_file)
+        with saved.content(residuals_file):
+            run.engine.load_residuals(residuals)
     for replica in run.replicas:
         name = checkpoint.replica_file(replica.number)
         part = saved.part(name)
@@ -222,15 +223,15 @@ def _save(run: Trainer, folder: RunFolder, writer: checkpoint.Writer) -> None:
         if run.engine.at_anchor and state["model"].keys() <= run.engine.anchor.keys():
             del state["model"]  # equal to the anchor, as usual at the end of a round
         parts[checkpoint.replica_file(replica.number)] = state
-    engine, residuals = run.engine.state_dict(), run.engine.wire_state_dict()
+    engine, residuals = run.engine.state_dict(), run.engine.residuals()
     if run.lead:
         parts[checkpoint.ENGINE] = engine
     if residuals:
-        parts[checkpoint.wire_file(run.comm.rank)] = residuals
+        parts[checkpoint.residuals_file(run.comm.rank)] = residuals
     progress = dataclasses.asdict(run.done) | {
         "logs": folder.position() if run.lead else {},
         "text": run.data_fingerprint,
-        "execution": run.comm.gather(run.execution, dict),  # each process may have its own choice
+        "execution": run.comm.gather_json(run.execution),  # each process may have its own choice
         "processes": run.comm.size,
     }
     writer.save(run.done.step, parts, progress)

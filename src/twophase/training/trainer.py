@@ -10,21 +10,22 @@ import inspect
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from twophase.base.config import UsageError, fingerprint, values_of
 from twophase.base.source import source_digest
-from twophase.diloco.communicator import Communicator
 from twophase.diloco.engine import DiLoCo, Signals
+from twophase.diloco.group import SingleProcess
 from twophase.diloco.report import RoundReport, merged
-from twophase.optim.restarting import follow
-from twophase.schedule import Schedule
+from twophase.optim.schedules import Schedule, follow
+from twophase.restart import MEASURED
 from twophase.training.config import RunConfig, inner_lr
 from twophase.training.device import environment, make_repeatable, peak_bytes, room_for
 from twophase.training.inner import Replica
@@ -48,7 +49,7 @@ RESERVED = frozenset(
 class Trainer:
     """Replicas, engine and data of one checked configuration, and their progress."""
 
-    def __init__(self, task: Task, config: RunConfig, communicator: Communicator) -> None:
+    def __init__(self, task: Task, config: RunConfig, communicator: SingleProcess) -> None:
         self.config = config
         self.task = task
         self.comm = communicator
@@ -85,13 +86,13 @@ class Trainer:
                 stagger=sync.stagger,
                 delay=sync.delay,
                 mixing=sync.mixing,
-                wire=sync.wire,
+                compression=sync.compression,
                 buffers="mean",
-                communicator=self.comm,
-                signals=FOR_POLICIES,
-                alike={"data": self.data_fingerprint[:12], "training code": self._source()} | _alike(config),
+                group=self.comm,
+                expect_equal={"data": self.data_fingerprint[:12], "training code": self._source()} | _shared(config),
             )
             for fragment in engine.fragments:
+                _check_needs(fragment.outer)
                 follow(fragment.outer, Schedule.parse(config.outer.schedule), config.rounds)
             return engine
         except ValueError as error:  # processes, or fragments, that do not fit
@@ -285,7 +286,17 @@ class Progress:
     exit_reason: str = RUNNING
 
 
-def _alike(config: RunConfig) -> dict[str, Any]:
+def _check_needs(outer: Optimizer) -> None:
+    """Refuse restart policies that need what training does not have."""
+    needs: Collection[str] = getattr(outer, "needs", ())  # an optimizer of the user's own has none
+    if missing := sorted({*needs} - MEASURED - {*FOR_POLICIES}):
+        has = ", ".join([*sorted(MEASURED), *FOR_POLICIES])
+        raise ValueError(
+            f"--outer.restart: a policy needs {', '.join(missing)}, which training does not have; it has {has}"
+        )
+
+
+def _shared(config: RunConfig) -> dict[str, Any]:
     """List the values that must be the same in all processes; those of computing and of output may differ."""
     free = ("compute.", "device", "threads", "log_every", "checkpoint_every", "keep_checkpoints")
     return {f"--{path}": value for path, value in values_of(config).items() if not path.startswith(free)}

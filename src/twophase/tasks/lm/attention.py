@@ -15,7 +15,7 @@ from torch.nn import attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from twophase.base.config import UsageError
-from twophase.diloco.communicator import Communicator
+from twophase.diloco.group import SingleProcess
 from twophase.tasks.lm.config import ModelConfig, TrainConfig
 
 _log = logging.getLogger("twophase")
@@ -59,7 +59,7 @@ def activate(name: str) -> None:
         ) from error
 
 
-def choose(config: TrainConfig, shape: torch.Size, device: torch.device, communicator: Communicator) -> str:
+def choose(config: TrainConfig, shape: torch.Size, device: torch.device, communicator: SingleProcess) -> str:
     """Return the attention kernel that every process of the run uses from now on; a collective call.
 
     Process 0 chooses for all: kernels round differently, and processes that time for themselves may differ.
@@ -80,9 +80,9 @@ def choose(config: TrainConfig, shape: torch.Size, device: torch.device, communi
 
     name = fastest(names, timed) if communicator.rank == 0 else ""
     if communicator.size > 1:
-        name = communicator.gather(name, str)[0]
+        name = communicator.gather_json(name)[0]
         works = communicator.rank == 0 or name == "default" or fastest((name,), timed=False) == name
-        verdicts = communicator.gather(works, bool)
+        verdicts = communicator.gather_json(works)
         if not all(verdicts):
             raise UsageError(
                 f"--compute.attention {setting}: process 0 chose {name}, which does not work in process "

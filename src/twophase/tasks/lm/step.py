@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from twophase.base.errors import RunError, UsageError, first_line, is_out_of_memory
-from twophase.diloco.communicator import Communicator, SingleProcess
+from twophase.diloco.group import SingleProcess
 from twophase.tasks.lm.attention import DTYPES, activate, attention_kernel, choose
 from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.loss import pieces_bytes
@@ -48,7 +48,7 @@ class Step:
         vocabulary_size: int,
         device: torch.device,
         replicas: int,
-        communicator: Communicator | None = None,
+        communicator: SingleProcess | None = None,
     ) -> None:
         self.config = config
         self.vocabulary_size = vocabulary_size

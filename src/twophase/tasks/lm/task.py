@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from twophase.base.config import UsageError
-from twophase.diloco.communicator import Communicator
+from twophase.diloco.group import SingleProcess
 from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.corpus import Corpus, build, verify
 from twophase.tasks.lm.evaluate import numbers, total_nats
@@ -76,7 +76,7 @@ class LanguageTask:
         verification = self.corpus.verification
         return verification.finish() if wait else verification.fault
 
-    def step(self, device: torch.device, replicas: int, communicator: Communicator) -> LanguageStep:
+    def step(self, device: torch.device, replicas: int, communicator: SingleProcess) -> LanguageStep:
         """Make what computes in pieces, with compiled code and chosen attention kernels; begin to verify the data."""
         self.corpus.verification.start()
         return LanguageStep(self, device, replicas, communicator)
@@ -115,7 +115,7 @@ class LanguageTask:
 class LanguageStep(Step):
     """`Step` with what the training loop asks of it besides: evaluation and speed."""
 
-    def __init__(self, task: LanguageTask, device: torch.device, replicas: int, communicator: Communicator) -> None:
+    def __init__(self, task: LanguageTask, device: torch.device, replicas: int, communicator: SingleProcess) -> None:
         config = task.config
         super().__init__(config, task.vocabulary_size, device, replicas, communicator)
         self.task = task
