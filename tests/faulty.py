@@ -27,7 +27,7 @@ from typing import Any
 from torch.distributed import distributed_c10d
 
 from twophase.base import leash
-from twophase.diloco.sync import Sync
+from twophase.diloco.fragment import Fragment
 from twophase.training.trainer import Trainer
 
 MOMENTS = {
@@ -96,7 +96,7 @@ def prepare(faults: Faults) -> None:
     wrap(Trainer, "inner_step", before=lambda: faults.at("inner"))
     wrap(distributed_c10d, "_new_process_group_helper", before=lambda: faults.at("meeting"))
     wrap(distributed_c10d, "_update_default_pg", after=lambda: faults.at("met"))
-    wrap(Sync, "launch", before=lambda: faults.at("reduce"))
+    wrap(Fragment, "launch", before=lambda: faults.at("reduce"))
 
 
 if __name__ == "__main__":

@@ -36,19 +36,21 @@ def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return (model(x) - y).square().mean()
 
 
-def by_hand(steps: int, replicas: int = 1, parts: int = 1) -> tuple[DiLoCo, list[nn.Module], list[Any]]:
-    """The loop of docs/own-loop.md, of `parts` batches a step; the engine, the replicas and the reports."""
+def by_hand(
+    steps: int, replicas: int = 1, *, parts: int = 1, epoch: int = 1000, finish: bool = True, **setting: Any
+) -> tuple[DiLoCo, list[nn.Module], list[Any]]:
+    """The loop of docs/own-loop.md, of `parts` batches a step, over epochs; the engine, the replicas, the reports."""
     models: list[nn.Module] = [build() for _ in range(replicas)]
     inners = [optimizer(model) for model in models]
-    engine, reports = DiLoCo(models, RULE, restart=RESTART, inner_steps=INNER_STEPS), []
+    engine, reports = DiLoCo(models, RULE, **{"restart": RESTART, "inner_steps": INNER_STEPS, **setting}), []
     for step in range(steps):
         for replica, (model, inner) in enumerate(zip(models, inners, strict=True)):
             for part in range(parts):
-                (loss(model, *batch(parts * step + part, replica)) / parts).backward()
+                (loss(model, *batch((parts * step + part) % epoch, replica)) / parts).backward()
             inner.step()
             inner.zero_grad()
         reports.append(engine.step())
-    reports.append(engine.finish())
+    reports.append(engine.finish() if finish else None)
     return engine, models, [report for report in reports if report is not None]
 
 

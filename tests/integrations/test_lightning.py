@@ -1,19 +1,20 @@
-"""The callback in the real Trainer of Lightning: a hand-written loop's rounds, resumption, and a record."""
+"""The callback in the real Trainer of Lightning: the contract, and what would train wrongly is refused."""
 
 from __future__ import annotations
 
 import warnings
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
+from torch.utils.data import DataLoader
 
 import trainers
-import twophase
 from extras import need
-from twophase.runs.folder import ROUNDS, read_lines
+from integrations.contract import SAVE, SETTING, STEPS, Contract, Interrupted
 
 need("lightning", "the extra lightning is not installed")
 
@@ -21,10 +22,9 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning"),  # Lightning's tips
 ]
-EPOCH, EPOCHS = 10, 3
 
 
-def regression(manual: bool = False) -> Any:
+def regression() -> Any:
     """The shared network as a LightningModule."""
     from lightning.pytorch import LightningModule
 
@@ -32,7 +32,6 @@ def regression(manual: bool = False) -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.network = trainers.build()
-            self.automatic_optimization = not manual
 
         def training_step(self, batch: Any, index: int) -> Any:  # noqa: ARG002
             return trainers.loss(self.network, *batch)
@@ -47,89 +46,57 @@ def regression(manual: bool = False) -> Any:
     return Regression()
 
 
-class Batches(torch.utils.data.Dataset):
-    """The shared batches, whole."""
-
-    def __init__(self, replica: int = 0) -> None:
-        self.replica = replica
-
-    def __len__(self) -> int:
-        return EPOCH
-
-    def __getitem__(self, index: int) -> Any:
-        return trainers.batch(index, self.replica)
-
-
-def fit(
-    out: Path, callbacks: list[Any], epochs: int = EPOCHS, replica: int = 0, resume: Any = None, **options: Any
-) -> Any:
-    """Train epochs of the shared batches; the module."""
-    from lightning.pytorch import Trainer
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer = Trainer(
-            max_epochs=epochs, accelerator="cpu", devices=1, default_root_dir=out, callbacks=callbacks, logger=False,
-            enable_progress_bar=False, enable_model_summary=False, **options,
-        )  # fmt: skip
-        module, data = regression(), torch.utils.data.DataLoader(Batches(replica), batch_size=None)
-        trainer.fit(module, data, data, ckpt_path=resume)
-    return module
-
-
-def make_callback(**options: Any) -> Any:
+def make_callback(record: Path | None = None) -> Any:
     from twophase.integrations.lightning import DiLoCoCallback
 
-    return DiLoCoCallback(trainers.RULE, inner_steps=trainers.INNER_STEPS, restart=trainers.RESTART, **options)
+    return DiLoCoCallback(trainers.RULE, record=record, **SETTING)
 
 
-@pytest.fixture(autouse=True)
-def one_epoch_of_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hand-written loop begins its data anew with each epoch, as Lightning does."""
-    monkeypatch.setattr(trainers, "batch", lambda step, replica=0, batch=trainers.batch: batch(step % EPOCH, replica))
+class TestLightning(Contract):
+    """The contract, in epochs of ten batches, for Lightning writes its checkpoints after each."""
+
+    epoch, logged = SAVE, "validation_loss"
+
+    def train(
+        self, folder: Path, *, parts: int = 1, replica: int = 0, stop: int = -1, record: Path | None = None
+    ) -> Any:
+        """Train as the documentation says."""
+        from lightning.pytorch import Callback, Trainer
+
+        class Stop(Callback):
+            def on_train_batch_start(self, trainer: Any, *_: Any, **__: Any) -> None:
+                if trainer.global_step == stop:
+                    raise Interrupted
+
+        out, callback, module = folder / f"lightning {replica}", make_callback(record), regression()
+        data: Any = DataLoader([trainers.batch(step, replica) for step in range(SAVE)], batch_size=None)  # type: ignore[arg-type]
+        with warnings.catch_warnings(), suppress(Interrupted):
+            warnings.simplefilter("ignore")
+            trainer = Trainer(
+                max_epochs=parts * STEPS // SAVE, accelerator="cpu", devices=1, accumulate_grad_batches=parts,
+                default_root_dir=out, callbacks=[callback, Stop()], logger=False, enable_progress_bar=False,
+                enable_model_summary=False,
+            )  # fmt: skip
+            trainer.fit(module, data, data, ckpt_path=next((out / "checkpoints").glob("*.ckpt"), None))
+        return module.network, callback
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-def test_rounds_are_those_of_a_hand_written_loop(tmp_path: Path, parts: int):
-    """Weights and rounds have the bits of the loop in docs/own-loop.md; accumulated batches are no steps."""
+@pytest.mark.parametrize(
+    ("name", "value", "word"),
+    [
+        ("world_size", 2, "devices"),
+        ("automatic_optimization", False, "automatic_optimization"),
+        ("global_step", 10, "state"),
+    ],
+)
+def test_refusals(name: str, value: Any, word: str):
+    """Averaged gradients, steps that cannot be counted, and a checkpoint without this callback's state."""
+    both: Any = SimpleNamespace(
+        world_size=1, global_step=0, automatic_optimization=True, estimated_stepping_batches=9, optimizers=[None]
+    )
+    setattr(both, name, value)
     callback = make_callback()
-    callback.setup(SimpleNamespace(world_size=2), None, "validate")  # which averages no gradient
-    module = fit(tmp_path, [callback], accumulate_grad_batches=parts)
-    _, (model,), reports = trainers.by_hand(EPOCH * EPOCHS // parts, parts=parts)
-    assert trainers.facts(callback.reports) == trainers.facts(reports)
-    assert trainers.same_weights(module, model)
-
-
-@pytest.mark.parametrize("epochs", [1, 2, EPOCHS])
-def test_resumed_is_uninterrupted(tmp_path: Path, epochs: int):
-    """Resumed in the middle of a round, at its end, or after all steps, a training ends with the same bits."""
-    from lightning.pytorch import Callback
-
-    class Stop(Callback):
-        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-            if trainer.current_epoch == epochs:
-                raise RuntimeError("interrupted")
-
-        def on_train_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-            raise RuntimeError("interrupted")
-
-    with pytest.raises(RuntimeError, match="interrupted"):
-        fit(tmp_path, [make_callback(), Stop()])
-    (checkpoint,) = (tmp_path / "checkpoints").glob("*.ckpt")
-    callback = make_callback()
-    module = fit(tmp_path, [callback], resume=checkpoint)
-    _, (model,), reports = trainers.by_hand(EPOCH * EPOCHS)
-    assert trainers.facts(callback.reports) == trainers.facts(reports)[epochs * EPOCH // trainers.INNER_STEPS :]
-    assert trainers.same_weights(module, model)
-
-
-def test_record_is_a_run(tmp_path: Path):
-    """`record` writes a standard run with the training loss of each round's last step and the validation loss."""
-    callback = make_callback(record=tmp_path / "run")
-    fit(tmp_path, [callback])
-    run: Any = twophase.load(tmp_path / "run")
-    assert [line["checksum"] for line in read_lines(tmp_path / "run" / ROUNDS)] == [
-        report.checksum for report in callback.reports
-    ]
-    assert run.summary["steps"] == EPOCH * EPOCHS
-    assert run.summary["validation_loss"] < 1.0
+    callback.setup(both, both, "validate")  # which averages no gradient
+    begin = callback.on_train_start if name == "global_step" else partial(callback.setup, stage="fit")
+    with pytest.raises(ValueError, match=word):
+        begin(both, both)

@@ -1,18 +1,21 @@
-"""torchft's own DiLoCo in real processes: our engine's rounds, resumption, healing, and what is refused.
+"""torchft's own DiLoCo in real processes: our engine's rounds, resumption, kills, and what is refused.
 
-Run as a program, this file is one replica group.
+Run as a program, this file is one replica.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
+import importlib
 import os
+import signal
 import sys
+from collections import defaultdict
 from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
+from importlib import metadata
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import MagicMock
 
@@ -22,29 +25,51 @@ from torch import nn
 
 import trainers
 import twophase
-from forked import Program
-from processes import lighthouse
+from forked import Program, finish
+from processes import PATIENCE, lighthouse, until
 from replicas import same_bits
-from twophase.diloco.engine import DiLoCo
+from twophase.diloco.checks import digest, of_optimizer
 
 pytest.importorskip("torchft", reason="the extra ft is not installed")
 
-TESTS = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": TESTS}
 STEPS, STOP = 32, 13
 """Inner steps in all, and before a training is stopped: with two fragments three rounds, and one step more."""
 
 
 class Replica:
-    """One replica group: model, inner optimizer and place in the data."""
+    """One replica: model, inner optimizer, place in the data, torchft's manager as its documentation makes it."""
 
-    def __init__(self, number: int, seed: int = 0) -> None:
-        self.number, self.step = number, 0
-        self.model = trainers.build()
+    def __init__(self, number: int, url: str, *, seed: int = 0, least: int = 2, restart: Any = 3) -> None:
+        import torchft
+
+        from twophase.integrations.torchft import diloco
+
+        self.number, self.step, self.model = number, 0, trainers.build()
         with torch.no_grad():
             for p in self.model.parameters():
                 p.add_(seed)
         self.inner = trainers.optimizer(self.model)
+        self.store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.manager = torchft.Manager(
+            pg=torchft.ProcessGroupGloo(timeout=timedelta(seconds=60)),
+            state_dict=self.save,
+            load_state_dict=self.load,
+            min_replica_size=least,
+            use_async_quorum=False,
+            init_sync=False,
+            quorum_retries=10,
+            replica_id=f"replica_{number}",
+            lighthouse_addr=url,
+            hostname="127.0.0.1",
+            store_addr="127.0.0.1",
+            store_port=self.store.port,
+            rank=0,
+            world_size=1,
+        )
+        parts, rule = [self.model[0], self.model[2]], trainers.RULE
+        self.rounds = diloco(
+            self.manager, self.model, self.inner, rule, inner_steps=8, restart=restart, fragments=parts
+        )
 
     def save(self) -> dict[str, Any]:
         """Return what a replica that comes back receives."""
@@ -56,213 +81,189 @@ class Replica:
         self.inner.load_state_dict(state["inner"])
         self.step = state["step"]
 
-    def manager(self, lighthouse: str, store: torch.distributed.TCPStore) -> Any:
-        """Make torchft's manager as its documentation does."""
-        import torchft
-
-        return torchft.Manager(
-            pg=torchft.ProcessGroupGloo(timeout=timedelta(seconds=60)),
-            state_dict=self.save,
-            load_state_dict=self.load,
-            min_replica_size=2,
-            use_async_quorum=False,
-            init_sync=False,
-            quorum_retries=10,
-            replica_id=f"replica_{self.number}",
-            lighthouse_addr=lighthouse,
-            hostname="127.0.0.1",
-            store_addr="127.0.0.1",
-            store_port=store.port,
-            rank=0,
-            world_size=1,
-        )
-
-    def train(
-        self, lighthouse: str, until: Callable[[Any], bool], state: dict[str, Any] | None = None, folder: Any = None
-    ) -> dict[str, Any]:
-        """Train with two fragments until the manager has come so far; all that the replica holds then."""
-        from twophase.integrations.torchft import diloco
-
-        store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        manager, fragments = self.manager(lighthouse, store), [self.model[0], self.model[2]]
-        ends: dict[str, Any] = {}
-        with contextlib.ExitStack() as stack:
-            stack.callback(manager.shutdown, wait=False)
-            rounds = diloco(
-                manager, self.model, self.inner, trainers.RULE, inner_steps=8, restart=3, fragments=fragments
-            )
-            if state is not None:
-                self.load(state)
-                rounds.load_state_dict(state["rounds"])
-            if folder is not None:
-                setting = {"inner_steps": 8, "replicas": 2}
-                stack.enter_context(twophase.record(cast("Any", rounds.outers[0]), folder, setting, inner=self.inner))
-            with rounds:
-                while not until(manager):
-                    trainers.loss(self.model, *trainers.batch(self.step, self.number)).backward()
-                    self.inner.step()
-                    self.inner.zero_grad()
-                    self.step += 1
-                ends["live"] = copy.deepcopy(self.save()) | {"rounds": rounds.state_dict()}
-                with rounds.anchored():
-                    ends["anchored"] = copy.deepcopy(self.model.state_dict())
-        return {**ends, "agreed": self.model.state_dict()}
+    def train(self, ends: Callable[[], bool]) -> dict[str, Any]:
+        """Train until it ends; all that the replica holds then."""
+        with self.rounds:
+            while not ends():
+                trainers.loss(self.model, *trainers.batch(self.step, self.number)).backward()
+                self.inner.step()
+                self.inner.zero_grad()
+                self.step += 1
+            state = copy.deepcopy(self.save()) | {"rounds": copy.deepcopy(self.rounds.state_dict())}
+            with self.rounds.anchored():
+                state["anchored"] = copy.deepcopy(self.model.state_dict())
+        self.manager.shutdown(wait=False)
+        return {**state, "agreed": self.model.state_dict()}
 
 
-def worker(folder: Path, number: int, urls: list[str]) -> None:
-    """Train in two parts, the second resumed from a file; then lose one replica and let it come back."""
-    torch.set_num_threads(1)
-    first = Replica(number)
-    torch.save(first.train(urls[0], lambda _: first.step == STOP), folder / f"stopped {number}.pt")
-    saved = torch.load(folder / f"stopped {number}.pt", weights_only=True)["live"]
-    rest = Replica(number, seed=1)  # other weights, which the file replaces
-    whole = rest.train(urls[1], lambda _: rest.step == STEPS, saved, folder / f"run {number}")
-    torch.save(whole, folder / f"resumed {number}.pt")
-    healed = Replica(number)
-    if number == 1:
-        healed.train(urls[2], lambda _: healed.step == STOP)
-        healed = Replica(number, seed=1)  # comes back with nothing
-    torch.save(healed.train(urls[2], lambda group: group.current_step() == 8), folder / f"healed {number}.pt")
+def resume(folder: Path, number: int, urls: list[str]) -> None:
+    """Train in two parts, the second resumed from a file and recorded."""
+    first = Replica(number, urls[0])
+    torch.save(first.train(lambda: first.step == STOP), folder / f"stopped {number}.pt")
+    rest, state = Replica(number, urls[1], seed=1), torch.load(folder / f"stopped {number}.pt", weights_only=True)
+    rest.load(state)
+    rest.rounds.load_state_dict(state["rounds"])
+    setting, outer = {"inner_steps": 8, "replicas": 2}, cast("Any", rest.rounds.outers[0])
+    with twophase.record(outer, folder / f"run {number}", setting, inner=rest.inner):
+        torch.save(rest.train(lambda: rest.step == STEPS), folder / f"{number}.pt")
+
+
+def live(folder: Path, number: int, life: int, url: str) -> None:
+    """Train until a file says stop, and write after each sync what all replicas must agree on."""
+    replica, known = Replica(number, url, seed=life, least=1, restart="test-longer:1"), 0
+    lines = (folder / f"{number} {life}.txt").open("w", buffering=1)
+
+    def ends() -> bool:
+        nonlocal known
+        if (synced := replica.manager.current_step()) > known:
+            outers, known = replica.rounds.outers, synced
+            anchors = digest([t for anchor in replica.rounds.state_dict()["anchors"] for t in anchor.values()])
+            digests = [digits for outer in outers for digits in of_optimizer(outer)]
+            restarts = outers[0].param_groups[0]["restarts"]
+            print(synced, replica.manager.num_participants(), restarts, anchors, *digests, file=lines)
+        return (folder / "stop").exists()
+
+    replica.train(ends)
 
 
 # --- processes ------------------------------------------------------------------------------------------------------
 
-
-def run(commands: list[list[str]], logs: list[Path]) -> None:
-    """Run programs side by side until all have ended well."""
-    processes: list[Any] = []
-    try:
-        for words, log in zip(commands, logs, strict=True):
-            processes.append(Program(words, log, log, ONE_THREAD))
-        codes = [process.wait(timeout=120) for process in processes]
-        assert codes == [0] * len(codes), "\n".join(log.read_text()[-3000:] for log in logs)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
-@pytest.fixture(scope="session")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of two replicas' files."""
-    folder = tmp_path_factory.mktemp("torchft")
-    with contextlib.ExitStack() as stack:
-        urls = [stack.enter_context(lighthouse(2)) for _ in range(3)]
-        commands = [[__file__, str(folder), str(number), *urls] for number in range(2)]
-        run(commands, [folder / "0.log", folder / "1.log"])
-    return folder
-
-
-def load(results: Path, name: str) -> list[dict[str, Any]]:
-    return [torch.load(results / f"{name} {number}.pt", weights_only=True) for number in range(2)]
-
-
-pytestmark = pytest.mark.dist
-
-
-def test_rounds_are_those_of_our_engine(results: Path):
-    """Stopped in mid-round and resumed from a file, both end with the bits of our engine in two fragments."""
-    models: list[nn.Module] = [trainers.build() for _ in range(2)]
-    inners = [trainers.optimizer(model) for model in models]
-    engine = DiLoCo(models, trainers.RULE, restart=3, inner_steps=8, fragments={"first": "0.", "second": "2."})
-    for step in range(STEPS):
-        for number, (model, inner) in enumerate(zip(models, inners, strict=True)):
-            trainers.loss(model, *trainers.batch(step, number)).backward()
-            inner.step()
-            inner.zero_grad()
-        engine.step()
-    ends = load(results, "resumed")
-    for end, model in zip(ends, models, strict=True):
-        assert all(same_bits(p, end["live"]["model"][name]) for name, p in model.named_parameters())
+@pytest.mark.dist
+def test_rounds_are_those_of_our_engine(tmp_path: Path):
+    """Stopped in mid-round and resumed from a file, both end with the bits of our engine, and each has its record."""
+    with lighthouse(2) as first, lighthouse(2) as second:
+        finish(tmp_path, [[__file__, "resume", str(tmp_path), str(n), first, second] for n in range(2)], [ENV] * 2)
+    setting = {"inner_steps": 8, "fragments": {"first": "0.", "second": "2."}, "finish": False}
+    engine, models, _ = trainers.by_hand(STEPS, 2, **setting)
+    ends = [torch.load(tmp_path / f"{number}.pt", weights_only=True) for number in range(2)]
+    for number, (end, model) in enumerate(zip(ends, models, strict=True)):
+        assert all(same_bits(p, end["model"][name]) for name, p in model.named_parameters())
         for name, a in engine.anchor.items():
             assert same_bits(a, end["anchored"][name])
             assert same_bits(a, end["agreed"][name])
-        groups = [outer["param_groups"][0] for outer in end["live"]["rounds"]["outers"]]
+        groups = [outer["param_groups"][0] for outer in end["rounds"]["outers"]]
         assert [(group["rounds"], group["restarts"]) for group in groups] == [(STEPS // 8, 1)] * 2
-    assert not all(same_bits(p, ends[1]["live"]["model"][name]) for name, p in ends[0]["live"]["model"].items())
+        run: Any = twophase.load(tmp_path / f"run {number}")
+        assert run.summary["rounds"] == STEPS // 8
+    assert not all(same_bits(p, ends[1]["model"][name]) for name, p in ends[0]["model"].items())
 
 
-def test_a_healed_replica_agrees(results: Path):
-    """A replica that comes back with other weights takes over weights, buffers and counters, and goes on alike."""
-    first, second = load(results, "healed")
-    assert all(same_bits(p, second["agreed"][name]) for name, p in first["agreed"].items())
-    for one_state, other in zip(first["live"]["rounds"]["outers"], second["live"]["rounds"]["outers"], strict=True):
-        assert one_state["param_groups"] == other["param_groups"]
-        for key, state in one_state["state"].items():
-            assert same_bits(state["momentum_buffer"], other["state"][key]["momentum_buffer"])
+def kill_and_return(folder: Path, kills: int) -> dict[str, list[list[str]]]:
+    """Kill one of two replicas and start it again, every second time at once; all lines by the number of the sync."""
+
+    def start(number: int, life: int) -> Program:
+        words, log = [__file__, "live", str(folder), str(number), str(life), url], folder / f"{number}.log"
+        process = Program(words, log, log, ENV)
+        stack.callback(process.wait)
+        stack.callback(process.kill)
+        return process
+
+    def syncs(name: str, replicas: int) -> int:
+        path = folder / f"{name}.txt"
+        return sum(line.split()[1] == str(replicas) for line in path.read_text().splitlines()) if path.exists() else 0
+
+    with lighthouse(1) as url, ExitStack() as stack:
+        first, second = start(0, 0), start(1, 0)
+        for life in range(1, kills + 1):
+            until("some syncs of both", lambda name=f"1 {life - 1}": syncs(name, 2) > 4)
+            second.kill()
+            assert second.wait(PATIENCE) == -signal.SIGKILL
+            alone = syncs("0 0", 1)
+            if life % 2:  # else it is back before the lighthouse has missed it
+                until("syncs of the survivor", lambda alone=alone: syncs("0 0", 1) > alone)
+            second = start(1, life)
+        until("some syncs of both", lambda: syncs(f"1 {kills}", 2) > 4)
+        (folder / "stop").touch()
+        for process, number in ((first, 0), (second, 1)):
+            assert process.wait(PATIENCE) == 0, (folder / f"{number}.log").read_text()[-3000:]
+    lines = defaultdict(list)
+    for path in folder.glob("*.txt"):
+        is_whole = path.name in ("0 0.txt", f"1 {kills}.txt")  # else the survivor may have had to repeat the last sync
+        for line in path.read_text().splitlines()[: None if is_whole else -1]:
+            lines[line.split()[0]].append(line.split())
+    return lines
 
 
-def test_record_is_a_run(results: Path):
-    """`twophase.record` of an outer optimizer writes a standard run, one a replica."""
-    for number in range(2):
-        loaded: Any = twophase.load(results / f"run {number}")
-        assert loaded.summary["rounds"] == STEPS // 8
+@pytest.mark.dist
+def test_a_killed_replica_comes_back(tmp_path: Path):
+    """It takes over weights, momentum, round counters and the policy's memory, and all later rounds are alike.
+
+    Each life begins with other weights. The survivor trains on alone meanwhile.
+    """
+    lines = kill_and_return(tmp_path, kills=2)
+    shared = [of_sync for of_sync in lines.values() if len(of_sync) == 2]
+    assert len(shared) > 12
+    assert all(one == other for one, other in shared)
+    assert any(of_sync[0][1] == "1" for of_sync in lines.values())
+    assert int(shared[-1][0][2]) > 0
 
 
 # --- refusals -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"init_sync": True}, "init_sync is True"),
-        ({"use_async_quorum": True}, "use_async_quorum is True"),
-        ({"bucket": "True"}, "TORCHFT_USE_BUCKETIZATION"),
-        ({"fragments": [0]}, r"leave out 2\.weight"),
-        ({"fragments": [0, 2, 0]}, "overlap"),
-        ({"inner_steps": 7}, "inner_steps is 7"),
-        ({"state": {}}, "no state_dict"),
-    ],
-)
-def test_refusals(monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], words: str):
-    """Settings with which torchft lets replicas differ are refused by name, before anything is registered."""
-    from twophase.integrations.torchft import diloco
-
-    group: Any = SimpleNamespace(
-        _init_sync=change.get("init_sync", False),
-        _use_async_quorum=change.get("use_async_quorum", False),
-        _user_state_dicts=change.get("state", {"default": dict}),
-    )
-    if "bucket" in change:
-        monkeypatch.setenv("TORCHFT_USE_BUCKETIZATION", change["bucket"])
-    model = trainers.build()
-    fragments = [model[index] for index in change.get("fragments", [0, 2])]
-    steps = change.get("inner_steps", 12)
-    with pytest.raises((ValueError, ImportError), match=words):
-        diloco(group, model, trainers.optimizer(model), inner_steps=steps, fragments=fragments)
-
-
-def rounds_of(value: float, *, outer: Any = trainers.RULE, is_split: bool = False) -> Any:
-    """Rounds over a model of equal weights, in two fragments or three."""
+def rounds_of(value: float = 1.0, *, parts: Any = None, outer: Any = trainers.RULE, **setting: Any) -> Any:
+    """Rounds over a model of equal weights, in two fragments, below a manager that is none."""
     from twophase.integrations.torchft import diloco
 
     model = nn.Sequential(*[nn.Linear(3, 3) for _ in range(3)])
     for p in model.parameters():
         nn.init.constant_(p, value)
-    parts, inner = [*model] if is_split else [model[:2], model[2:]], torch.optim.SGD(model.parameters(), lr=0.1)
-    return diloco(
-        MagicMock(_init_sync=False, _use_async_quorum=False), model, inner, outer, inner_steps=6, fragments=parts
-    )
+    manager: Any = MagicMock(**{"_init_sync": False, "_use_async_quorum": False, **setting.pop("manager", {})})
+    fragments = parts(model) if parts else [model[:2], model[2:]]
+    inner, options = torch.optim.SGD(model.parameters(), lr=0.1), {"inner_steps": 6, "fragments": fragments, **setting}
+    return diloco(manager, model, inner, outer, **options)
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "words"),
+    ("setting", "words"),
     [
-        ({}, {"is_split": True}, r"diloco: fragments differ between these rounds .* give the checkpoint's"),
-        ({"is_split": True}, {}, r"diloco: fragments differ between these rounds .* give the checkpoint's"),
-        ({"outer": "adamw"}, {}, "same optimizers"),
+        ({"manager": {"_init_sync": True}}, "init_sync"),
+        ({"manager": {"_use_async_quorum": True}}, "use_async_quorum"),
+        ({"manager": {"_user_state_dicts": {}}}, "state_dict"),
+        ({"parts": lambda model: [model[0]]}, r"fragments.*1\.weight"),
+        ({"parts": lambda model: [model, model[0]]}, "fragments"),
+        ({"parts": lambda _: "012"}, "fragments"),
+        ({"inner_steps": 7}, "inner_steps"),
+        ({"inner_steps": 0}, "inner_steps"),
+        ({"restart": "test-shrink"}, "restart"),
+        ({}, "TORCHFT_USE_BUCKETIZATION"),
     ],
 )
-def test_a_state_that_does_not_fit_is_refused(first: dict[str, Any], second: dict[str, Any], words: str):
-    """The first difference in fragments or method is named, and no anchor has changed."""
-    rounds = rounds_of(1.0, **first)
-    before = [anchors.keys() for anchors in rounds.state_dict()["anchors"]]
+def test_refusals(monkeypatch: pytest.MonkeyPatch, setting: dict[str, Any], words: str):
+    """Settings with which torchft lets replicas differ, or a training fails in its first round, are refused by name."""
+    monkeypatch.setenv("TORCHFT_USE_BUCKETIZATION", str("TORCHFT" in words))
     with pytest.raises(ValueError, match=words):
-        rounds.load_state_dict(rounds_of(2.0, **second).state_dict())
-    after = rounds.state_dict()["anchors"]
-    assert [anchors.keys() for anchors in after] == before
-    assert all(float(p.mean()) == 1.0 for anchors in after for p in anchors.values())
+        rounds_of(**setting)
+
+
+@pytest.mark.parametrize(
+    ("own", "other"),
+    [({}, {"parts": lambda model: [*model]}), ({"parts": lambda model: [*model]}, {}), ({"outer": "adamw"}, {})],
+)
+def test_a_state_that_does_not_fit_is_refused(own: dict[str, Any], other: dict[str, Any]):
+    """A state of other fragments or of another method changes no anchor."""
+    rounds = rounds_of(1.0, **own)
+    with pytest.raises(ValueError, match=r"fragments|optimizers"):
+        rounds.load_state_dict(rounds_of(2.0, **other).state_dict())
+    assert all(float(p.mean()) == 1.0 for anchor in rounds.state_dict()["anchors"] for p in anchor.values())
+
+
+def test_another_version_warns(monkeypatch: pytest.MonkeyPatch):
+    """The settings that are refused are those of the version that the tests have seen."""
+    from twophase.integrations import torchft
+
+    monkeypatch.setattr(metadata, "version", lambda _: "0.3.0")
+    with pytest.warns(UserWarning, match="torchft"):
+        importlib.reload(torchft)
 
 
 if __name__ == "__main__":
-    worker(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
+    torch.set_num_threads(1)
+    if sys.argv[1] == "resume":
+        resume(Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])
+    else:
+        live(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
+    os._exit(0)  # torchft's threads may outlive the manager

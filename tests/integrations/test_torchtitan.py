@@ -8,7 +8,6 @@ import signal
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,24 +19,25 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = os.pathsep.join([str(ROOT / "src"), str(ROOT / "experiments")])  # the tests' policies are there
 PYTHON = ROOT / ".venv-torchtitan" / "bin" / "python"
 LIGHTHOUSE = ROOT / ".venv" / "bin" / "torchft_lighthouse"
-PROGRAM = Path(__file__).with_name("titan_replica.py")
-SETTING = "--fault_tolerance.group_size 2 --outer.lr 0.6 --outer.restart 3".split()
+SETTING = "--module titan_replica --config tiny --fault_tolerance.group_size 2 --outer.lr 0.6 --outer.restart 3".split()
 
 pytestmark = [
     pytest.mark.dist,
     pytest.mark.skipif(
-        not (PYTHON.exists() and LIGHTHOUSE.exists()), reason="no .venv-torchtitan: make setup-torchtitan makes it"
+        not (PYTHON.exists() and LIGHTHOUSE.exists()), reason="make setup-torchtitan makes .venv-torchtitan"
     ),
 ]
 
 
-def program(folder: Path, *words: str, lighthouse: str = "") -> subprocess.CompletedProcess[str]:
-    """Run the program as torchrun would for one process."""
+def program(*words: str, lighthouse: str = "", ends: tuple[int, ...] = (0,)) -> tuple[int, str]:
+    """Run the program as torchrun would for one process; its exit code and output."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCHFT_LIGHTHOUSE": lighthouse}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     environment |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "PYTHONPATH": FOLDERS}
-    command = [str(PYTHON), str(PROGRAM), str(folder), *words]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    command = [str(PYTHON), str(Path(__file__).with_name("titan_replica.py")), *words]
+    end = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert end.returncode in ends, end.stderr[-3000:]
+    return end.returncode, end.stdout
 
 
 def replicas(folder: Path, name: str, *words: str) -> list[int]:
@@ -45,23 +45,17 @@ def replicas(folder: Path, name: str, *words: str) -> list[int]:
     address = f"127.0.0.1:{free_port()}"
     options = ["--min_replicas", "2", "--quorum_tick_ms", "20", "--heartbeat_timeout_ms", "1000"]
     with subprocess.Popen([str(LIGHTHOUSE), "--bind", address, *options], stderr=subprocess.DEVNULL) as lighthouse:
+
+        def one_of_them(number: int) -> int:
+            more = ["--fault_tolerance.replica_id", str(number), "--dump_folder", str(folder), *SETTING, *words]
+            url, ends = f"http://{address}", (0, -signal.SIGKILL)
+            return program(name, str(folder), *more, "--hf_assets_path", str(folder), lighthouse=url, ends=ends)[0]
+
         try:
-
-            def one_of_them(number: int) -> subprocess.CompletedProcess[str]:
-                more = ["--fault_tolerance.replica_id", str(number), "--dump_folder", str(folder), *SETTING, *words]
-                return program(folder, name, *more, "--hf_assets_path", str(folder), lighthouse=f"http://{address}")
-
             with ThreadPoolExecutor(2) as pool:
-                ends = list(pool.map(one_of_them, range(2)))
+                return list(pool.map(one_of_them, range(2)))
         finally:
             lighthouse.kill()
-    for end in ends:
-        assert end.returncode in {0, -signal.SIGKILL}, end.stderr[-3000:]
-    return [end.returncode for end in ends]
-
-
-def load(folder: Path, name: str) -> Any:
-    return torch.load(folder / f"{name}.pt", weights_only=True)
 
 
 @pytest.mark.timeout(600)
@@ -73,11 +67,10 @@ def test_rounds_are_those_of_our_engine_over_a_kill(tmp_path: Path):
     """
     assert replicas(tmp_path, "killed", "--dataloader.fatal", "53") == [-signal.SIGKILL] * 2
     assert replicas(tmp_path, "resumed") == [0, 0]
-    end = program(tmp_path, "reference")
-    assert end.returncode == 0, end.stderr[-3000:]
-    whole = load(tmp_path, "reference")
+    program("reference", str(tmp_path))
+    whole = torch.load(tmp_path / "reference.pt", weights_only=True)
     for number in range(2):
-        state = load(tmp_path, f"resumed {number}")
+        state = torch.load(tmp_path / f"resumed {number}.pt", weights_only=True)
         assert state["agreed"].keys() == whole["agreed"].keys()
         assert all(same_bits(p, whole["agreed"][name]) for name, p in state["agreed"].items())
         tensors = {name: value for name, value in whole["inner"][number].items() if isinstance(value, torch.Tensor)}
@@ -87,30 +80,16 @@ def test_rounds_are_those_of_our_engine_over_a_kill(tmp_path: Path):
         assert [(group["rounds"], group["restarts"], group["lr"]) for group in groups] == [(24, 8, 0.6)] * 2
 
 
-def test_refusals(tmp_path: Path):
-    """Settings with which replicas would differ, and policies that are not known, are refused by name."""
+def test_settings(tmp_path: Path):
+    """Settings with which replicas would differ are refused by name; torchtitan's own names are known."""
+    of_titan = ["--module", "twophase.integrations.torchtitan", "--config", "llama3_debugmodel", "--outer.restart", "3"]
     cases = {
-        "fault_tolerance.replica_id is 2": ["--fault_tolerance.replica_id", "2"],
-        "fault_tolerance.should_quantize is True": ["--fault_tolerance.should_quantize"],
-        "checkpoint.enable is False": ["--checkpoint.no-enable"],
-        "sometimes": ["--outer.restart", "sometimes"],
+        "replica_id": [*SETTING, "--fault_tolerance.replica_id", "2"],
+        "should_quantize": [*SETTING, "--fault_tolerance.should_quantize"],
+        "checkpoint.enable": [*SETTING, "--checkpoint.no-enable"],
+        "restart": [*SETTING, "--outer.restart", "sometimes"],
+        "llama3 3": of_titan,
     }
-    settings = [[*SETTING, "--dump_folder", str(tmp_path), *words] for words in cases.values()]
-    end = program(tmp_path, "refusals", json.dumps(settings))
-    assert end.returncode == 0, end.stderr[-3000:]
-    for option, line in zip(cases, end.stdout.splitlines(), strict=True):
-        assert option in line
-
-
-def test_names_of_torchtitan(tmp_path: Path):
-    """`--config` takes torchtitan's own names, with their settings and ours."""
-    lines = (
-        "from torchtitan.config import ConfigManager",
-        "words = '--module twophase.integrations.torchtitan --config llama3_debugmodel --outer.restart 3'.split()",
-        "config = ConfigManager().parse_args(words)",
-        "print(config.outer.restart, config.model_spec.name, config.fault_tolerance.semi_sync_method)",
-    )
-    environment = {**os.environ, "PYTHONPATH": FOLDERS}
-    command = [str(PYTHON), "-c", "\n".join(lines)]
-    end = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path, check=True)
-    assert end.stdout.splitlines()[-1] == "3 llama3 diloco"
+    _, printed = program("settings", str(tmp_path), json.dumps([*cases.values()]))
+    for word, line in zip(cases, printed.splitlines()[-len(cases) :], strict=True):
+        assert word in line

@@ -1,8 +1,10 @@
-"""The callback in the real Trainer of transformers: a hand-written loop's rounds, resumption, and a record."""
+"""The callback in the real Trainer of transformers: the contract, and what would train wrongly is refused."""
 
 from __future__ import annotations
 
 import gc
+import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,12 @@ import torch
 from torch import Tensor, nn
 
 import trainers
-import twophase
-from twophase.runs.folder import METRICS, ROUNDS, read_lines
+from integrations.contract import SAVE, SETTING, STEPS, Contract, Interrupted
 
 pytest.importorskip("transformers", reason="the extra trainer is not installed")
 pytest.importorskip("accelerate", reason="the extra trainer is not installed")
 
-STEPS = 26
+pytestmark = pytest.mark.slow
 
 
 class Regression(nn.Module):
@@ -32,124 +33,68 @@ class Regression(nn.Module):
         return {"loss": trainers.loss(self.network, x, labels)}
 
 
-def make_trainer(out: Path, callbacks: list[Any], *, steps: int = STEPS, replica: int = 0, **options: Any) -> Any:
-    """A Trainer of the shared network over the shared batches, in their order, with a checkpoint every 10 steps."""
-    from transformers import Trainer, TrainingArguments
+def make(out: Path, *, stop: int = -1, replica: int = 0, record: Path | None = None, **options: Any) -> Any:
+    """A Trainer of the shared network over the shared batches, in their order, and its callback."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    gc.freeze()  # each training has all objects collected, and those of the libraries are many
-    model = Regression()
-    inner = trainers.optimizer(model)
-    arguments = TrainingArguments(
-        output_dir=str(out), max_steps=steps, per_device_train_batch_size=8, max_grad_norm=0.0, save_steps=10,
-        logging_steps=5, use_cpu=True, report_to="none", disable_tqdm=True, **options,
-    )  # fmt: skip
-    rows = [(x, y) for step in range(64) for x, y in zip(*trainers.batch(step, replica), strict=True)]
-    schedule = torch.optim.lr_scheduler.LambdaLR(inner, lambda _: 1.0)
-    data: Any = [{"x": x, "labels": y} for x, y in rows]
-    trainer = Trainer(model, arguments, train_dataset=data, callbacks=callbacks, optimizers=(inner, schedule))
-    trainer._get_train_sampler = lambda *_, **__: torch.utils.data.SequentialSampler(data)  # type: ignore[method-assign]
-    return trainer
-
-
-def make_callback(**options: Any) -> Any:
     from twophase.integrations.transformers import DiLoCoCallback
 
-    setting = {"inner_steps": trainers.INNER_STEPS, "restart": trainers.RESTART, **options}
-    return DiLoCoCallback(trainers.RULE, **setting)
-
-
-def interrupt(at: int) -> Any:
-    """A callback that ends a training like a Ctrl-C before a step."""
-    from transformers import TrainerCallback
-
-    class Interrupt(TrainerCallback):
+    class Stop(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-            if state.global_step == at:
-                raise KeyboardInterrupt
+            if state.global_step == stop:
+                raise Interrupted
 
-    return Interrupt()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("parts", [1, 2])
-def test_rounds_are_those_of_a_hand_written_loop(tmp_path: Path, parts: int):
-    """Weights and rounds have the bits of the loop in docs/own-loop.md, gradient accumulation included."""
-    callback = make_callback()
-    trainer = make_trainer(tmp_path, [callback], gradient_accumulation_steps=parts)
-    trainer.train()
-    _, (model,), reports = trainers.by_hand(STEPS, parts=parts)
-    assert trainers.facts(callback.reports) == trainers.facts(reports)
-    assert trainers.same_weights(trainer.model, model)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("at", [13, 21])
-def test_resumed_is_uninterrupted(tmp_path: Path, at: int):
-    """A Trainer resumed from its last checkpoint, in a round's middle or at its end, ends with the same bits."""
-    make = lambda *more: make_trainer(tmp_path, [rest, *more])  # noqa: E731
-    rest = make_callback()
-    with pytest.raises(KeyboardInterrupt):
-        make(interrupt(at)).train()
-    rest = make_callback()
-    resumed = make()
-    resumed.train(resume_from_checkpoint=True)
-    _, (model,), reports = trainers.by_hand(STEPS)
-    assert trainers.facts(rest.reports) == trainers.facts(reports)[at // 10 * 10 // 4 :]
-    assert trainers.same_weights(resumed.model, model)
+    gc.freeze()  # each training has all objects collected, and those of the libraries are many
+    model, callback = Regression(), DiLoCoCallback(trainers.RULE, record=record, **SETTING)
+    inner = trainers.optimizer(model)
+    arguments = TrainingArguments(
+        output_dir=str(out), per_device_train_batch_size=8, max_grad_norm=0.0, save_steps=SAVE, logging_steps=5,
+        use_cpu=True, report_to="none", disable_tqdm=True, **{"max_steps": STEPS, **options},
+    )  # fmt: skip
+    batches = [trainers.batch(step, replica) for step in range(2 * STEPS + 4)]
+    data: Any = [{"x": x, "labels": y} for both in batches for x, y in zip(*both, strict=True)]
+    schedule = torch.optim.lr_scheduler.LambdaLR(inner, lambda _: 1.0)
+    callbacks = [callback, Stop()]
+    trainer = Trainer(model, arguments, train_dataset=data, callbacks=callbacks, optimizers=(inner, schedule))
+    trainer._get_train_sampler = lambda *_, **__: torch.utils.data.SequentialSampler(data)  # type: ignore[method-assign]
+    return trainer, callback
 
 
-@pytest.mark.slow
-def test_resumed_at_the_end_adds_no_step(tmp_path: Path):
-    """A kill after the last checkpoint: the Trainer resumes with a step beyond the end, which changes nothing."""
-    _, (model,), reports = trainers.by_hand(STEPS)
-    make_trainer(tmp_path, [make_callback()]).train()
-    for _ in range(2):
-        rest = make_callback()
-        resumed = make_trainer(tmp_path, [rest], save_strategy="steps")
-        resumed.train(resume_from_checkpoint=True)
-        assert trainers.same_weights(resumed.model, model)
-        assert trainers.facts(rest.reports) in (trainers.facts(reports)[-1:], [])
+class TestTransformers(Contract):
+    """The contract."""
+
+    logged = "train_loss"
+
+    def train(
+        self, folder: Path, *, parts: int = 1, replica: int = 0, stop: int = -1, record: Path | None = None
+    ) -> Any:
+        """Train as the documentation says."""
+        out = folder / f"transformers {replica}"
+        trainer, callback = make(out, stop=stop, replica=replica, record=record, gradient_accumulation_steps=parts)
+        with suppress(Interrupted):
+            trainer.train(resume_from_checkpoint=any(out.glob("checkpoint-*")))
+        return trainer.model.network, callback
 
 
-@pytest.mark.slow
-def test_record_is_a_run(tmp_path: Path):
-    """`record` writes a standard run, an interrupted one goes on in its folder, and losses come from the Trainer.
-
-    As in a notebook, the callback of the interrupted training is alive meanwhile, and gives its folder up.
-    """
-    folder = tmp_path / "run"
-    first = make_trainer(tmp_path / "out", [make_callback(record=folder), interrupt(13)])
-    with pytest.raises(KeyboardInterrupt):
-        first.train()
-    assert not (folder / "summary.json").exists()
-    make_trainer(tmp_path / "out", [make_callback(record=folder)]).train(resume_from_checkpoint=True)
-    assert first.callback_handler.callbacks
-    run: Any = twophase.load(folder)
-    _, _, reports = trainers.by_hand(STEPS)
-    assert [line["checksum"] for line in read_lines(folder / ROUNDS)] == [report.checksum for report in reports]
-    lines = read_lines(folder / METRICS)
-    assert [line["step"] for line in lines if "train_loss" in line] == [5, 10, 15, 20, 25]
-    assert {line["inner_lr"] for line in lines if "inner_lr" in line} == {0.02}
-    assert run.summary["steps"] == STEPS
-
-
-@pytest.mark.slow
-def test_a_checkpoint_without_optimizer_is_refused(tmp_path: Path):
-    """The Trainer would go on with fresh moments and the schedule's beginning, without a word."""
-    make_trainer(tmp_path, [make_callback()], steps=10, save_only_model=True).train()
-    with pytest.raises(ValueError, match=r"checkpoint-10 has no optimizer\.pt.*save_only_model=False"):
-        make_trainer(tmp_path, [make_callback()]).train(resume_from_checkpoint=True)
-
-
-@pytest.mark.slow
-def test_an_engine_of_another_run_is_refused(tmp_path: Path):
-    """Resumed from a checkpoint that does not lie in output_dir, where another run has one of the same step."""
-    for name, scale in (("a", 1.0), ("b", 2.0)):
-        trainer = make_trainer(tmp_path / name, [make_callback()], steps=10)
-        with torch.no_grad():
-            for p in trainer.model.parameters():
-                p.mul_(scale)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("load_best_model_at_end", True), ("save_total_limit", 1), ("_n_gpu", 2)],
+)
+def test_settings_of_the_trainer_are_refused(tmp_path: Path, name: str, value: Any):
+    """Rounds that end from older weights, checkpoints without the engine's state, averaged gradients."""
+    trainer, _ = make(tmp_path)
+    vars(trainer.args)[name] = value
+    with pytest.raises(ValueError, match=name if name[0] != "_" else "GPU"):
         trainer.train()
-    again = make_trainer(tmp_path / "b", [make_callback()])
-    with pytest.raises(ValueError, match=r"belongs to other weights.*set output_dir to the folder"):
-        again.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-10"))
+
+
+def test_checkpoints_that_do_not_fit_are_refused(tmp_path: Path):
+    """The Trainer itself would go on with a fresh engine or optimizer, or with an engine of other weights."""
+    make(tmp_path / "whole", max_steps=SAVE)[0].train()
+    make(tmp_path / "other", max_steps=SAVE, replica=1)[0].train()
+    for word, file in {"state": "twophase.safetensors", "optimizer": "optimizer.pt", "output_dir": ""}.items():
+        shutil.copytree(tmp_path / "whole", tmp_path / word)
+        folder = tmp_path / (word if file else "other") / f"checkpoint-{SAVE}"
+        (folder / (file or "README.md")).unlink(missing_ok=True)
+        with pytest.raises(ValueError, match=word):
+            make(tmp_path / word)[0].train(resume_from_checkpoint=str(folder))

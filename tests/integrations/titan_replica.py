@@ -13,7 +13,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,27 +23,22 @@ from torch.distributed.fsdp import fully_shard
 
 # torchtitan takes "cuda" where there is no accelerator
 torch._utils._get_available_device_type = lambda: "cpu"  # type: ignore[attr-defined]
-_CPU = {
+for name, value in {  # its log of memory asks for these
     "current_device": 0,
     "get_device_name": "cpu",
     "get_device_properties": SimpleNamespace(total_memory=1),
     "memory_stats": {},
-}
-
-
-def _answer(value: Any, *_: Any) -> Any:
-    return value
-
-
-for _name in (*_CPU, "reset_peak_memory_stats", "empty_cache"):  # its log of memory asks for these
-    setattr(torch.cpu, _name, partial(_answer, _CPU.get(_name)))
+    "reset_peak_memory_stats": None,
+    "empty_cache": None,
+}.items():
+    setattr(torch.cpu, name, lambda *_, value=value: value)
 # torchtitan 0.3.0 expects a later torch than 2.13 for this; it shortens the timeouts after the first step
 torch.distributed.set_timeout = lambda *_: None  # type: ignore[attr-defined]
 
 from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
 from torchtitan.components.loss import CrossEntropyLoss  # noqa: E402
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, default_adamw  # noqa: E402
-from torchtitan.config import TrainingConfig  # noqa: E402
+from torchtitan.config import ConfigManager, TrainingConfig  # noqa: E402
 from torchtitan.experiments.torchft.checkpoint import TorchFTCheckpointManager as Checkpoints  # noqa: E402
 from torchtitan.experiments.torchft.config.job_config import FaultTolerance, FaultTolerantModelSpec  # noqa: E402
 from torchtitan.experiments.torchft.trainer import FaultTolerantTrainer  # noqa: E402
@@ -117,16 +111,9 @@ def shard(model: nn.Module, **_: Any) -> Any:
 
 def stock(parallelize: Callable[..., Any]) -> FaultTolerantTrainer.Config:
     """Return torchtitan's configuration of this training, without rounds."""
-    spec = FaultTolerantModelSpec(
-        name="bigram",
-        flavor="tiny",
-        model=Bigram.Config(),
-        parallelize_fn=parallelize,
-        pipelining_fn=None,
-        post_optimizer_build_fn=None,
-        state_dict_adapter=None,
-        fragment_fn=lambda model, *_: [model.embedding, model.head],
-    )
+    unused = dict.fromkeys(("pipelining_fn", "post_optimizer_build_fn", "state_dict_adapter"))
+    both = {"parallelize_fn": parallelize, "fragment_fn": lambda model, *_: [model.embedding, model.head]}
+    spec = FaultTolerantModelSpec(name="bigram", flavor="tiny", model=Bigram.Config(), **both, **unused)
     return FaultTolerantTrainer.Config(
         model_spec=spec,
         loss=CrossEntropyLoss.Config(),
@@ -154,62 +141,46 @@ def reference(folder: str) -> None:
     from twophase import DiLoCo, OuterRule
 
     base = stock(lambda model, **_: model)
-    trainers = [
-        FaultTolerantTrainer(
-            replace(
-                base,
-                dump_folder=folder,
-                dataloader=Batches.Config(replica=replica),
-                checkpoint=Checkpoints.Config(),
-                debug=replace(base.debug, seed=0),
-            )
-        )
-        for replica in range(2)
-    ]
+    base = replace(base, dump_folder=folder, checkpoint=Checkpoints.Config(), debug=replace(base.debug, seed=0))
+    trainers = [FaultTolerantTrainer(replace(base, dataloader=Batches.Config(replica=number))) for number in range(2)]
     for trainer in trainers:
         trainer.optimizers.state_dict()  # as torchtitan with torchft does: makes AdamW's state by a step of size 0
-    engine = DiLoCo(
-        [trainer.model_parts[0] for trainer in trainers],
-        OuterRule(0.6, 0.9, nesterov=True),
-        restart=3,
-        inner_steps=INNER_STEPS,
-        fragments={"first": "embedding.", "second": "head."},
-    )
+    models, fragments = [trainer.model_parts[0] for trainer in trainers], {"first": "embedding.", "second": "head."}
+    rule = OuterRule(0.6, 0.9, nesterov=True)
+    engine = DiLoCo(models, rule, restart=3, inner_steps=INNER_STEPS, fragments=fragments)
     data = [trainer.batch_generator(trainer.dataloader) for trainer in trainers]
     for _ in range(STEPS):
         for trainer, batches in zip(trainers, data, strict=True):
             trainer.step += 1
             trainer.train_step(batches)
         engine.step()
-    torch.save(
-        {"agreed": dict(engine.anchor), "inner": [trainer.optimizers.state_dict() for trainer in trainers]},
-        f"{folder}/reference.pt",
-    )
+    inner = [trainer.optimizers.state_dict() for trainer in trainers]
+    torch.save({"agreed": dict(engine.anchor), "inner": inner}, f"{folder}/reference.pt")
 
 
-def replica(folder: str, name: str, words: list[str]) -> None:
+def replica(name: str, folder: str, words: list[str]) -> None:
     """Train one replica as `torchtitan.train` does, and save what it ends with."""
-    from torchtitan.config import ConfigManager
-
-    trainer = ConfigManager().parse_args(["--module", "titan_replica", "--config", "tiny", *words]).build()
+    trainer = ConfigManager().parse_args(words).build()
     trainer.train()
     agreed = {key: p.to_local().detach() for key, p in trainer.model_parts[0].named_parameters()}
     inner = {key: x.to_local() if hasattr(x, "to_local") else x for key, x in trainer.optimizers.state_dict().items()}
     groups = [outer.state_dict()["param_groups"] for outer in trainer.rounds.outers]
     trainer.close()
-    end = {"agreed": agreed, "inner": inner, "groups": groups}
-    torch.save(end, f"{folder}/{name} {trainer.ft_manager.replica_id}.pt")
+    state = {"agreed": agreed, "inner": inner, "groups": groups}
+    torch.save(state, f"{folder}/{name} {trainer.ft_manager.replica_id}.pt")
     trainer.ft_manager.manager.shutdown(wait=False)
     torch.distributed.destroy_process_group()
 
 
-def refusals(settings: list[list[str]]) -> None:
-    """Print the error that each of some settings ends with."""
-    from torchtitan.config import ConfigManager
-
-    for words in settings:
+def settings(cases: list[list[str]]) -> None:
+    """Print the error that each of some settings ends with, or model and policy of what is not built here."""
+    for words in cases:
+        config = ConfigManager().parse_args(words)
+        if config.model_spec.name != "bigram":
+            print(config.model_spec.name, config.outer.restart)
+            continue
         try:
-            ConfigManager().parse_args(["--module", "titan_replica", "--config", "tiny", *words]).build()
+            config.build()
         except ValueError as error:
             print(error)
 
@@ -217,9 +188,9 @@ def refusals(settings: list[list[str]]) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     sys.modules["titan_replica"] = sys.modules["__main__"]
-    if sys.argv[2] == "reference":
-        reference(sys.argv[1])
-    elif sys.argv[2] == "refusals":
-        refusals(json.loads(sys.argv[3]))
+    if sys.argv[1] == "reference":
+        reference(sys.argv[2])
+    elif sys.argv[1] == "settings":
+        settings(json.loads(sys.argv[3]))
     else:
         replica(sys.argv[1], sys.argv[2], sys.argv[3:])
