@@ -14,8 +14,19 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import ClassVar
 
-from twophase.policies import base
-from twophase.restart import AtRounds, Cycle, Never, Periodic, Restart, RestartPolicy, RoundSignal, Soft, State
+from twophase.restart import (
+    REGISTRY,
+    AtRounds,
+    Cycle,
+    Never,
+    Periodic,
+    Restart,
+    RestartPolicy,
+    RoundSignal,
+    Soft,
+    State,
+    register,
+)
 from twophase.rule import OuterRule
 
 Vector = tuple[Fraction, ...]
@@ -42,15 +53,11 @@ class Twice(RestartPolicy):
     age: int
     before: int
 
-    def initial_state(self) -> State:
-        """Two restarts to come."""
-        return {"left": 2}
-
     def decide(self, state: State, signal: RoundSignal) -> tuple[State, Restart | None]:
         """A restart when the momentum is old enough, twice."""
-        if state["left"] == 0 or signal.rounds_since_restart < self.age:
+        if state.get("left", 2) == 0 or signal.rounds_since_restart < self.age:
             return state, None
-        return {"left": state["left"] - 1}, Restart(before=bool(self.before))
+        return {"left": state.get("left", 2) - 1}, Restart(before=bool(self.before))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,21 +70,20 @@ class Measured(RestartPolicy):
 
     def decide(self, state: State, signal: RoundSignal) -> tuple[State, Restart | None]:
         """A restart when the buffer is long."""
-        assert signal.pseudo_gradient_norm is not None
-        assert signal.buffer_norm is not None
-        return state, Restart() if signal.buffer_norm > self.limit * signal.pseudo_gradient_norm else None
+        too_long = signal.value("buffer_norm") > self.limit * signal.value("pseudo_gradient_norm")
+        return state, Restart() if too_long else None
 
 
 @contextmanager
 def registered() -> Iterator[None]:
     """The policies above have text forms: `early:2:0.5:1`, `twice:2:0`, `measured:1.5`."""
     for cls in (Early, Twice, Measured):
-        base.register(cls.__name__.lower())(cls)
+        register(cls.__name__.lower())(cls)
     try:
         yield
     finally:
         for cls in (Early, Twice, Measured):
-            del base.REGISTRY[cls.__name__.lower()]
+            del REGISTRY[cls.__name__.lower()]
 
 
 def decimal(value: float) -> Fraction:

@@ -20,8 +20,8 @@ import torch
 from hypothesis import settings
 
 import forked
-from twophase.policies import base
-from twophase.policies.base import Restart, RestartPolicy, RoundSignal, State
+from twophase.restart import REGISTRY, Restart, RestartPolicy, RoundSignal, State
+from twophase.restart import register as register_
 from twophase.sweeps import crew as launch
 
 gc.set_threshold(50_000, 10, 10)  # half a million objects of the libraries stay: to look at them takes half a second
@@ -75,16 +75,13 @@ def norm_ratio(register_policy: Callable[[str], Any]) -> type[RestartPolicy]:
 
         needs: ClassVar[frozenset[str]] = frozenset({"pseudo_gradient_norm", "buffer_norm"})
 
-        def initial_state(self) -> State:
-            return {"wait": 0, "largest": 0.0}
-
         def decide(self, state: State, signal: RoundSignal) -> tuple[State, Restart | None]:
             assert signal.pseudo_gradient_norm is not None
             assert signal.buffer_norm is not None
-            largest = max(state["largest"], signal.buffer_norm)
-            if state["wait"] == 0 and signal.buffer_norm > self.limit * signal.pseudo_gradient_norm:
+            wait, largest = state.get("wait", 0), max(state.get("largest", 0.0), signal.buffer_norm)
+            if wait == 0 and signal.buffer_norm > self.limit * signal.pseudo_gradient_norm:
                 return {"wait": self.quiet, "largest": largest}, Restart(before=True)
-            return {"wait": max(0, state["wait"] - 1), "largest": largest}, None
+            return {"wait": max(0, wait - 1), "largest": largest}, None
 
     return NormRatio
 
@@ -102,8 +99,8 @@ def register_policy() -> Iterator[Callable[[str], Any]]:
 
     def register(name: str):
         names.append(name)
-        return base.register(name)
+        return register_(name)
 
     yield register
     for name in names:
-        base.REGISTRY.pop(name, None)
+        REGISTRY.pop(name, None)

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from twophase.base.config import LATER, from_tree, with_values
-from twophase.policies.base import RestartPolicy
-from twophase.policies.text import parse
+from twophase.restart import RestartPolicy, parse
 from twophase.rule import OuterRule
 from twophase.runs.folder import RunFolder
 from twophase.sweeps.grid import Axis, Sweep, product

@@ -1,18 +1,14 @@
-"""Parameters, pseudo-gradients and runs for tests of `OuterSGD`."""
+"""Parameters, pseudo-gradients and runs for tests of outer optimizers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from twophase.optim.outer import OuterSGD
-
 SHAPES = [(), (1,), (7,), (3, 5), (2, 3, 4), (33, 17)]
-COUNTERS = ("rounds", "rounds_since_restart", "restarts", "policy_state")
 
 
 def randoms(seed: int, shapes: Sequence[tuple[int, ...]] = SHAPES, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -37,19 +33,18 @@ def give(params: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         p.grad = g.clone()
 
 
-@lru_cache(maxsize=256)
-def noises(seed: int, shapes: tuple[torch.Size, ...], dtype: torch.dtype) -> list[Tensor]:
-    """Normal tensors that are only read, so that runs of the same rounds share them."""
-    return randoms(seed, shapes, dtype)
+def run(outer: Any, rounds: Iterable[int], params: Any = None, **options: Any) -> None:
+    """Take rounds whose pseudo-gradients follow from the number, the parameters' order and shapes, and where they are.
 
-
-def run(outer: torch.optim.Optimizer, rounds: range, **options: Any) -> None:
-    """Take rounds with pseudo-gradients that are a function of the round's number and the parameters' shapes."""
+    They draw the parameters to 0, so that a difference stays one. `options` are those of `step`, or functions of the
+    round's number to them.
+    """
+    params = [p for group in outer.param_groups for p in group["params"]] if params is None else params
     for number in rounds:
-        for group in outer.param_groups:
-            params = group["params"]
-            give(params, noises(1000 + number, tuple(p.shape for p in params), params[0].dtype))
-        outer.step(**options)
+        noise = randoms(1000 + number, [tuple(p.shape) for p in params])
+        give(params, [p.detach() / 4 + draw.to(p.dtype) / 4 for p, draw in zip(params, noise, strict=True)])
+        outer.step(**{name: value(number) if isinstance(value, Callable) else value for name, value in options.items()})
+        assert all(p.grad._version == 0 for p in params)  # pseudo-gradients are the caller's, and only read
 
 
 def buffers(outer: torch.optim.Optimizer) -> list[Tensor]:
@@ -57,9 +52,10 @@ def buffers(outer: torch.optim.Optimizer) -> list[Tensor]:
     return [outer.state[p]["momentum_buffer"] for group in outer.param_groups for p in group["params"]]
 
 
-def counters(outer: OuterSGD) -> list[Any]:
-    """What the first group counts and remembers."""
-    return [outer.param_groups[0][key] for key in COUNTERS]
+def counters(outer: torch.optim.Optimizer) -> list[Any]:
+    """What the groups count and remember."""
+    names = ("rounds", "rounds_since_restart", "restarts", "policy_state")
+    return [group[name] for group in outer.param_groups for name in names]
 
 
 def flat(tensors: Sequence[Any]) -> Tensor:

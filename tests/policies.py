@@ -1,32 +1,19 @@
-"""The policies and rules that tests run over, four of them made here; one number under a rule; answers to rounds."""
+"""The policies and rules that tests run over, four of them made here, and an oracle of the outer iteration in NumPy."""
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 
-from twophase.policies.base import Decision
-from twophase.restart import (
-    MEASURED,
-    Answer,
-    Never,
-    Restart,
-    RestartPolicy,
-    RoundSignal,
-    State,
-    Step,
-    ask,
-    parse,
-    register,
-)
+from twophase.restart import Decision, Never, Restart, RestartPolicy, RoundSignal, State, Step, register
 from twophase.rule import OuterRule
 
 # those of the experiments, which are another module `policies`
@@ -41,126 +28,125 @@ _SPEC.loader.exec_module(OF_EXPERIMENTS)
 
 
 @register("test-shrink")
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Shrink(RestartPolicy):
     """Shorten the buffer in every round, the more the larger the inner learning rate."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"inner_lr"})
 
     def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
-        """Rescale before the mixing."""
+        """Rescale before g is mixed in."""
         return state, Restart(1 / (1 + signal.value("inner_lr")), before=True)
 
 
 @register("test-half")
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Half(RestartPolicy):
-    """Take half of the rule's own step, and restart every `period` rounds: steps that are known in advance."""
+    """Take half steps with a buffer that begins anew every `period` rounds: steps that are known in advance."""
 
     period: int
-
     takes_steps: ClassVar[bool] = True
 
     def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
-        """Answer with a step, and in the last round of a cycle with a restart that brings it."""
-        assert signal.rule is not None
-        step = Step.of(replace(signal.rule, lr=signal.rule.lr / 2))
-        return state, Restart(step=step) if signal.round % self.period == 0 else step
+        """Answer with a step, whose momentum is 0 in the first round of a cycle."""
+        return state, Step(0.5, 0.5 if (signal.round - 1) % self.period else 0.0)
 
 
 @register("test-longer")
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Longer(RestartPolicy):
     """Restart after `first` rounds, and from then on after one more each time: the period is a memory."""
 
     first: int
 
-    def initial_state(self) -> State:
-        """Return the first period."""
-        return {"period": float(self.first)}
-
     def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
         """Restart at the end of the cycle."""
-        if signal.rounds_since_restart < state["period"]:
-            return state, None
-        return {"period": state["period"] + 1}, Restart()
+        period = state.get("period", float(self.first))
+        ends = signal.rounds_since_restart >= period
+        return {"period": period + ends}, Restart() if ends else None
 
 
 @register("test-rising")
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Rising(RestartPolicy):
     """Restart when the loss that the caller supplies has risen since the round before."""
 
     retain: float
-
     needs: ClassVar[frozenset[str]] = frozenset({"loss"})
 
     def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
-        """Restart before the mixing."""
+        """Restart before g is mixed in."""
         loss = signal.value("loss")
         return {"last": loss}, Restart(self.retain, before=True) if loss > state.get("last", math.inf) else None
 
 
-MEASURING = ("gradient", "norm:1.5", "auto", "gain:1")
-TOLD = ("ramp:0.5", "test-shrink")
+MODELLED = ("gradient", "norm:1.5", "auto", "gain:1", "ramp:0.5", "test-shrink", "test-half:3", "test-longer:3")
 """What the theory's model can tell as well."""
-SUPPLIED = ("test-rising:0.0", "test-rising:0.5", *TOLD)
-ALL = (*MEASURING, *SUPPLIED, "test-half:3", "test-longer:3")
-MODELLED = (*MEASURING, *TOLD, "test-half:3", "test-longer:3")
 SCHEDULED = ("3", "cycle:2,3,1", "at:4,9", "soft:3:0.2:0.1", "soft:2:-0.3:0.6")
+ALL = (*SCHEDULED, *MODELLED, "test-rising:0.0", "test-rising:0.5")
 
-SUM, EMA = OuterRule(0.1, 0.9), OuterRule(1.0, 0.9, form="ema")
-RULES = [OuterRule(rule.lr, 0.9, nesterov, rule.form) for nesterov in (False, True) for rule in (SUM, EMA)]
+RULES = [
+    OuterRule(0.1 if form == "sum" else 1.0, 0.9, nesterov, form)
+    for nesterov in (False, True)
+    for form in ("sum", "ema")
+]
 each_rule = pytest.mark.parametrize("rule", RULES, ids=OuterRule.describe)
-
-
 NEVER = Never()
 
 
-def simulate(
-    rule: OuterRule, gradients: Sequence[float], policy: RestartPolicy = NEVER, x: float = 0.0
-) -> list[tuple[float, float]]:
-    """(x, m) after each round on one number: the equations of house.md under a policy that needs no measurement."""
-    b, m, age, state, places = rule.momentum, 0.0, 0, policy.initial_state(), []
-    for number, g in enumerate(gradients, start=1):
-        answer = ask(policy, state, RoundSignal(number, age + 1))
-        state, age, restart = answer.state, answer.age(age + 1), answer.restart
-        if restart and restart.before:
-            m = restart.retain * m + restart.inject * g
-        old = m
-        if rule.form == "sum":
-            m = b * old + g
-            x = x - rule.lr * (g + b * m) if rule.nesterov else x - rule.lr * m
-        else:
-            m = b * old + (1 - b) * g
-            x = x - rule.lr * ((1 + b) * m - b * old) if rule.nesterov else x - rule.lr * m
-        if restart and not restart.before:
-            m = restart.retain * m + restart.inject * g
-        places.append((x, m))
-    return places
+class Oracle:
+    """The outer iteration in NumPy and float64, everything copied, with the equations that `twophase.rule` prints.
 
+    Args:
+        rule: its form decides which equations are used.
+        policy: restart policy.
+        x: initial parameters, a number or a vector.
 
-def asked(text: str, rows: Sequence[Mapping[str, Any]], rule: OuterRule = SUM) -> list[Answer]:
-    """The answers to rounds of which each row is what is measured and supplied.
-
-    The memory goes through JSON between the rounds, as it does where a run is saved after every one of them.
+    Attributes:
+        seen: norms of g and m and their cosine in the last round, and the gain `<update, g> / <g, g>`.
     """
-    policy = parse(text)
-    state, age, answers = policy.initial_state(), 0, []
-    for number, row in enumerate(rows, start=1):
-        measured = {name: value for name, value in row.items() if name in MEASURED}
-        extra = {name: value for name, value in row.items() if name not in measured}
-        answer = ask(policy, state, RoundSignal(number, age + 1, **measured, extra=extra, rule=rule))
-        state, age = json.loads(json.dumps(answer.state)), answer.age(age + 1)
-        answers.append(answer)
-    return answers
+
+    def __init__(self, rule: OuterRule, policy: RestartPolicy = NEVER, x: Any = 0.0) -> None:
+        self.rule, self.policy = rule, policy
+        self.x = np.array(x, dtype=np.float64)
+        self.m = np.zeros_like(self.x)
+        self.memory: State = {}
+        self.rounds = self.age = self.restarts = 0
+        self.seen: list[float] = []
+
+    def round(self, g: Any, **extra: float) -> None:
+        """Take an outer round with pseudo-gradient g; `extra` is what else the policy is shown."""
+        g, b, lr, old, before = np.asarray(g, dtype=np.float64), self.rule.momentum, self.rule.lr, self.m, self.x
+        norms = float(np.linalg.norm(g)), float(np.linalg.norm(old))
+        cosine = float((g * old).sum()) / math.prod(norms) if all(norms) else 0.0
+        self.rounds, self.age = self.rounds + 1, self.age + 1
+        signal = RoundSignal(self.rounds, self.age, *norms, cosine, extra)
+        self.memory, decision = self.policy.decide(dict(self.memory), signal)
+        restart = decision if isinstance(decision, Restart) else None
+        if restart and restart.before:
+            old = restart.retain * old + restart.inject * g
+        if isinstance(decision, Step):
+            self.m = decision.momentum * old + g
+            self.x = before - decision.lr * self.m
+        elif self.rule.form == "sum":
+            self.m = b * old + g
+            self.x = before - lr * (g + b * self.m if self.rule.nesterov else self.m)
+        else:
+            self.m = b * old + (1 - b) * g
+            self.x = before - lr * ((1 + b) * self.m - b * old if self.rule.nesterov else self.m)
+        if restart and not restart.before:
+            self.m = restart.retain * self.m + restart.inject * g
+        if restart:
+            self.age, self.restarts = int(restart.before), self.restarts + 1
+        self.seen = [*norms, cosine, float(((before - self.x) * g).sum()) / norms[0] ** 2 if norms[0] else math.nan]
 
 
-def fired(answers: Sequence[Answer]) -> list[int]:
-    """The rounds, from 1, that began a new cycle."""
-    return [number for number, answer in enumerate(answers, start=1) if answer.restarted]
-
-
-def columns(names: str, *rows: Any) -> list[dict[str, Any]]:
-    """Rounds that show a value of each name."""
-    return [dict(zip(names.split(), row if " " in names else [row], strict=True)) for row in rows]
+def simulate(
+    rule: OuterRule, gradients: Iterable[float], policy: RestartPolicy = NEVER, x: float = 0.0
+) -> list[tuple[float, float]]:
+    """(x, m) after each round on one number."""
+    oracle, places = Oracle(rule, policy, x), []
+    for g in gradients:
+        oracle.round(g)
+        places.append((float(oracle.x), float(oracle.m)))
+    return places

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from twophase.diloco.engine import DiLoCo, RoundReport
+from twophase.diloco.engine import DiLoCo
+from twophase.diloco.report import RoundReport
 from twophase.optim.build import OuterFactory
-from twophase.optim.restarting import follow
+from twophase.optim.schedules import Schedule, follow
 from twophase.restart import RestartPolicy
 from twophase.rule import OuterRule
-from twophase.schedule import Schedule
 
 CURVATURES = np.array([0.02, 0.1, 0.3, 0.55, 0.8, 1.0])
 INNER_LR, INNER_STEPS, ROUNDS = 0.25, 4, 24
@@ -49,11 +49,6 @@ class Disturbed(torch.optim.SGD):
             x.sub_(values)
 
 
-def half_square(x: np.ndarray) -> float:
-    """The model's loss with equal weights."""
-    return 0.5 * float((x**2).mean())
-
-
 def engine_run(
     outer: OuterRule | OuterFactory,
     restart: RestartPolicy | None = None,
@@ -82,14 +77,8 @@ def engine_run(
     def place(model: nn.Module) -> np.ndarray:
         return torch.cat([model.get_parameter(name).detach() for name in names]).numpy()
 
-    engine = DiLoCo(
-        models,
-        outer,
-        restart=restart,
-        inner_steps=INNER_STEPS,
-        signals=("inner_lr", "progress"),
-    )
-    follow(engine.outer, Schedule.parse(schedule), ROUNDS)
+    engine = DiLoCo(models, outer, restart=restart, inner_steps=INNER_STEPS)
+    follow(engine.fragments[0].outer, Schedule.parse(schedule), ROUNDS)
     curvatures = torch.from_numpy(CURVATURES)
     places, reports = [np.full_like(CURVATURES, start)], []
     for _ in range(ROUNDS * INNER_STEPS):

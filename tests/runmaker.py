@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from twophase.base.config import dump_yaml, fingerprint
-from twophase.optim.names import options_of
 from twophase.rule import OuterRule
+from twophase.runs.method import options_of
 from twophase.sweeps.grid import Axis, Sweep, product
 from twophase.sweeps.table import rows_of, write_rows
 from twophase.tasks.lm.config import TrainConfig

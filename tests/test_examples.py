@@ -1,7 +1,11 @@
-"""The examples run as their docstrings say, and each equals the loop that it stands for."""
+"""The examples run as their docstrings say, and each equals the loop that it stands for.
+
+Run as a program, this file is one of the two processes of its own test.
+"""
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
@@ -12,17 +16,59 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from forked import Program, finish, places
+from forked import Program, bring, finish, in_processes, places
 from modules import load
 from processes import PATIENCE, lighthouse, until
 from replicas import same_bits
+from twophase.diloco.engine import DiLoCo
 
 FOLDER = Path(__file__).parents[1] / "examples"
 
 
 def losses(printed: str) -> list[float]:
     return [float(number) for number in re.findall(r"loss (\d+\.\d+)", printed)]
+
+
+# --- the engine in plain PyTorch ----------------------------------------------------------------------------------
+
+
+def twins(rank: int) -> dict[str, Any]:
+    """Return the weights at which the example and the engine end, on the same batches."""
+    example = load(FOLDER / "outer_loop.py")
+    torch.manual_seed(rank)  # both take the weights of rank 0
+    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
+    twin = copy.deepcopy(model)
+    example.train(model, rounds=7, inner_steps=8)
+    inner = torch.optim.AdamW(twin.parameters(), lr=1e-2)
+    engine = DiLoCo(twin, "nesterov", restart=3, inner_steps=8)
+    for number in range(1, 8):
+        for step in range(8):
+            example.loss_of(twin, example.batch(rank, number, step)).backward()
+            inner.step()
+            inner.zero_grad()
+            engine.step()
+    return {"example": list(model.parameters()), "engine": list(twin.parameters())}
+
+
+@pytest.mark.dist
+def test_outer_loop_is_the_engine(tmp_path: Path):
+    """Two processes, seven rounds, a restart every three: both end with the engine's weights, bit for bit."""
+    first, second = in_processes(__file__, tmp_path, 2)
+    for weights in (first["engine"], second["example"], second["engine"]):
+        assert all(map(same_bits, first["example"], weights))
+
+
+@pytest.mark.dist
+def test_outer_loop_runs(tmp_path: Path):
+    """As a program in two processes of torchrun its loss goes down; it has at most 60 lines."""
+    program = FOLDER / "outer_loop.py"
+    finish(tmp_path, [[str(program)]] * 2, places(2))
+    values = losses((tmp_path / "0.log").read_text())
+    assert values[-1] < 0.5 * values[0]
+    assert len(program.read_text(encoding="utf-8").splitlines()) <= 60
 
 
 # --- one worker ---------------------------------------------------------------------------------------------------
@@ -128,3 +174,7 @@ def test_notebooks_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             exec(compile(source, name, "exec"), names)  # noqa: S102 - a file of this project
         assert names["figure"].axes
     assert "nan" not in capsys.readouterr().out
+
+
+if __name__ == "__main__":
+    bring(twins, 2)

@@ -1,4 +1,4 @@
-"""Processes played by threads, for code that needs no more of them than the exchange of bytes."""
+"""Ranks played by threads, for code that needs no more of them than the exchange of bytes."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from twophase.diloco.comm import SingleProcess
+from twophase.diloco.group import ProcessGroup
 
 PATIENCE = 20.0
 """Seconds until a wait in vain ends."""
 
 
-class Member(SingleProcess):
-    """One of several processes; refuses collectives of threads that a process has started."""
+class Member(ProcessGroup):
+    """One of several ranks; refuses collectives of threads that a rank has started."""
 
     def __init__(self, rank: int, shared: list[Any], barrier: threading.Barrier) -> None:
-        self.rank, self.size = rank, len(shared)
+        self.rank, self.size, self.sharded = rank, len(shared), False
         self._shared, self._barrier = shared, barrier
 
-    def exchange_bytes(self, sent: bytes, *, in_replica: bool = False) -> list[bytes]:
-        """As of a process group whose processes are replicas."""
+    def gather_bytes(self, data: bytes, *, shards: bool = False) -> list[bytes]:
+        """As of a process group."""
         assert threading.current_thread().name.startswith("member-"), "a collective in another thread"
-        if in_replica:
-            return [sent]
-        self._shared[self.rank] = sent
+        if shards:
+            return [data]
+        self._shared[self.rank] = data
         self._barrier.wait(PATIENCE)
         values = list(self._shared)
         self._barrier.wait(PATIENCE)
@@ -33,7 +33,7 @@ class Member(SingleProcess):
 
 
 def together(size: int, work: Callable[[Member], Any]) -> list[Any]:
-    """Do the work of several processes; return each one's result, or its exception."""
+    """Do the work of several ranks; return each one's result, or its exception."""
     shared: list[Any] = [None] * size
     barrier = threading.Barrier(size)
     with ThreadPoolExecutor(size, thread_name_prefix="member-") as pool:

@@ -17,7 +17,7 @@ OPTIONS = {  # of each command, values that it refuses; the message names the op
     "outer.nesterov=yes outer.zeta=1 outer.method=adamx outer.schedule=cosin inner-steps=1000 inner- "
     "steps=few inner.lr=1e31 steps=1_0 config=absent.yaml data.tokenizer=mistral device=cuda:77 "
     "recipe=nanno track=wnadb start-timeout=nan sync-timeout=-1 compute.micro-batch=3 "
-    "compute.precision=fp8 compute.attention=flash sync.wire=int4 sync.fragments=x model.vocabulary- "
+    "compute.precision=fp8 compute.attention=flash sync.compression=int4 sync.fragments=x model.vocabulary- "
     "size=50",
     "train --task digits": "compute.compile recipe=nano task.width=0 repeat",
     "train --sync.fragments 2": "sync.restart=0=0_3",

@@ -20,8 +20,8 @@ from forked import Forked, call
 from twophase.base.config import RunError, UsageError
 from twophase.cli import tuning as room
 from twophase.cli.tuning import TuneResults, Tuning, run_tuning
-from twophase.optim.names import numbers_of
-from twophase.policies.scheduled import Periodic
+from twophase.restart import Periodic
+from twophase.runs.method import numbers_of
 from twophase.sweeps.grid import Sweep
 from twophase.sweeps.table import read_rows, write_rows
 from twophase.tasks.named import config_class

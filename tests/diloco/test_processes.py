@@ -1,556 +1,304 @@
-"""The engine in four processes: in pairs, all together, and as two replicas of two FSDP2 shards each.
+"""The engine in two processes equals one process with two replicas; what differs between ranks is found and named.
 
-Run as a program, this file is one of the four processes of its own tests.
+Run as a program, this file is one of the two processes of its own tests.
 """
 
 from __future__ import annotations
 
-import copy
-import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, ClassVar
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from diloco.scenarios import HEAVY_BALL, NESTEROV, SCENARIOS, facts, network, refusal, shift, start, unlike
 from forked import bring, in_processes
-from replicas import NAMES, Run, network, of_one_process, same_bits, start, through_file, unlike
-from rounds import blocks
-from twophase import restart as restart_module
-from twophase.diloco.agreement import Disagreement
-from twophase.diloco.comm import ProcessGroup
-from twophase.diloco.communicator import Communicator
-from twophase.diloco.engine import DiLoCo, RoundReport
-from twophase.optim.outer import OuterSGD
-from twophase.restart import Restart, RestartPolicy, RoundSignal, State
+from replicas import through_file
+from tracer import functions_of
+from twophase.diloco.engine import DiLoCo
+from twophase.optim.outer_sgd import BUFFER, OuterSGD
 from twophase.rule import OuterRule
 
 pytestmark = pytest.mark.dist
 
-RULE = OuterRule(0.3, 0.9, nesterov=True)
-BLOCKS = {"first": r"^0\.", "norm": r"^2\.", "last": r"^3\."}
-STEPS, SHARD_STEPS = 23, 11  # nearly four rounds
+NAMES = [name for name, scenario in SCENARIOS.items() if scenario.replicas == 2]
+RESUMED = ["ema", "three under way", "rising", "auto", "adamw", "bfloat16", "int8, three", "int8, one room"]
+COMPRESSIONS = ["float32", "bfloat16", "int8"]
 
 
-@dataclass(frozen=True, slots=True)
-class Below(RestartPolicy):
-    """Restart when g is shorter than `limit`."""
-
-    limit: float
-    needs: ClassVar[frozenset[str]] = frozenset({"pseudo_gradient_norm"})
-
-    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Restart | None]:
-        """Compare the length."""
-        assert signal.pseudo_gradient_norm is not None
-        return state, Restart() if signal.pseudo_gradient_norm < self.limit else None
+# ------------------------------------------------------------------------------------------------ what the ranks do
 
 
-# --- what the processes do ----------------------------------------------------------------------------------------
-
-SCENARIOS: dict[str, dict[str, Any]] = {
-    **{wire: {"fragments": 3, "delay": 2, "mixing": 0.5, "wire": wire} for wire in ("float32", "bfloat16", "int8")},
-    "int8, one room": {"fragments": BLOCKS, "delay": 1, "wire": "int8"},
-    "int8, at once": {"fragments": 3, "wire": "int8", "stagger": False},
-    "two under way": {"fragments": 3, "delay": 5, "mixing": 0.25, "wire": "int8"},
-    "heavy ball": {"outer": OuterRule(0.3, 0.9), "restart": "never"},
-    "soft": {"outer": OuterRule(1.0, 0.9, nesterov=True, form="ema"), "restart": "soft:2:0.3:0.1"},
-    "blocks": {"outer": blocks, "restart": None},
-    "adamw": {"outer": "adamw", "restart": 2, "fragments": 3, "delay": 2, "filter": "clip:2"},
-    "muon": {"outer": "muon", "restart": 2},
-    "torch": {"outer": lambda named: torch.optim.NAdam([p for _, p in named], lr=0.05), "restart": 2},
-    "orthogonal": {"outer": "averaging", "restart": None, "filter": "orthogonal"},
-}
-
-TOGETHER = ("float32", "two under way")  # of these, four processes
-RESUMED = ("float32", "int8, one room", "two under way", "adamw")
-
-
-def facts(report: RoundReport) -> dict[str, Any]:
-    """What all processes must say alike, whether they are one or several."""
-    names = ("round", "inner_steps", "partial", "complete", "replicas", "restarted", "checksum", "pseudo_gradient_norm")
-    names = (*names, "buffer_norm", "cosine", "gain")
-    values = {name: getattr(report, name) for name in names}
-    return values | {"fragments": [(fragment.name, fragment.round, fragment.checksum) for fragment in report.fragments]}
-
-
-def scenario(name: str, replicas: Sequence[int], communicator: Communicator | None, *, resumed: bool = False):
-    """Nearly four rounds and finish(): reports and all tensors; resumed: set down and taken up after each step."""
-    options = {"outer": RULE, "restart": 3, "communicator": communicator} | SCENARIOS[name]
-    run = start(replicas=replicas, **options)
+def played(name: str, replicas: Sequence[int], *, resumed: bool = False, **changes: Any) -> dict[str, Any]:
+    """A whole run: reports and all tensors; resumed: saved and loaded into another after each step."""
+    run = start(name, replicas, **changes)
     reports = []
-    for step in range(STEPS):
+    for step in range(SCENARIOS[name].steps):
         reports += run.go([step])
         if resumed:
-            wire, state = run.engine.wire_state_dict(), run.state()  # in the less lucky order
-            state = through_file(state | {"wire": wire})
-            run = start(replicas=replicas, seed=40, **options)
+            state = through_file(run.state())
+            run = start(name, replicas, seed=40, **changes)
             run.load(state)
-    last = run.engine.finish()
-    assert last is not None
-    return {"reports": [facts(report) for report in [*reports, last]], "tensors": run.tensors()}
+    reports += [report for report in [run.finish()] if report is not None]
+    told = [(report.replicas, report.restarted, report.signals["loss"]) for report in reports]
+    return {"reports": [facts(report) for report in reports], "tensors": run.tensors(), "told": told}
 
 
 def tampered(rank: int, harm: str, delay: int) -> tuple[str, int]:
-    """Fragment 1 of 3 is harmed in process 2 after its first sync: the message, and the step at which it came."""
-    run = start(RULE, [rank], fragments=3, delay=delay)
+    """Fragment 1 of 3 is changed by one bit on rank 1 after its first sync: the message, and the step at which it came.
+
+    At so small a learning rate a bit of the momentum does not reach the anchor.
+    """
+    run = start("three", [rank], outer=OuterRule(1e-4, 0.9), restart=None, delay=delay)
     run.go(range(6))
     fragment = run.engine.fragments[1]
     assert fragment.round == 1
-    if rank == 2:
-        with torch.no_grad():
-            _, a = fragment.named[1]
-            if harm == "anchor":
-                a[0] = torch.nextafter(a[0], torch.tensor(9.0))
-            elif harm == "momentum buffer":
-                fragment.outer.state[a]["momentum_buffer"][0].mul_(1.001)
-            else:
-                fragment.outer.param_groups[0]["rounds_since_restart"] += 1
+    _, a = fragment.named[1]
+    if rank == 1 and harm == "counters":
+        fragment.outer.param_groups[0]["rounds_since_restart"] += 1
+    elif rank == 1:
+        target = a if harm == "anchor" else fragment.outer.state[a][BUFFER]
+        target.view(torch.int32)[0] ^= 1 << (0 if harm == "anchor" else 6)  # of less the next round loses sight
     for step in range(6, 18):
-        try:
-            run.step(step)
-        except Disagreement as error:
-            return str(error), step
+        if (message := refusal(lambda step=step: run.step(step))) != "nothing":
+            return message, step
     return "nothing", 18
 
 
-def unlike_pairs(rank: int) -> list[Callable[[], Any]]:
-    """Engines that the two processes of a pair build with a difference."""
-
-    def built(module: nn.Module, rule: OuterRule = RULE, **options: Any) -> Callable[[], Any]:
-        usual: dict[str, Any] = {"inner_steps": 6}
-        return lambda: DiLoCo(module, rule, **(usual | options))
-
-    def ordered(names: Sequence[str]) -> nn.Module:
-        module = nn.Module()
-        for name in names:
-            module.register_parameter(name, nn.Parameter(torch.zeros(3)))
-        return module
-
-    def adapted(base: torch.Tensor) -> nn.Module:
-        module = nn.Linear(3, 2)
-        module.base = nn.Parameter(base, requires_grad=False)
-        return module
-
-    return [
-        built(adapted(torch.zeros(3 + rank))),
-        built(adapted(torch.zeros(3) + rank)),
-        built(network(0), inner_steps=6 + rank),
-        built(network(0), fragments=2 + rank),
-        built(network(0), fragments=({"a": r"^0", "b": "."}, {"a": r"^[02]", "b": "."})[rank]),
-        built(network(0), delay=rank),
-        built(network(0), mixing=0.5 * rank),
-        built(network(0), stagger=not rank),
-        built(network(0), wire=("float32", "int8")[rank]),
-        built(nn.Linear(3, 2 + rank)),
-        built(ordered(("xy", "yx")[rank])),
-        built(network(0, (torch.float32, torch.bfloat16)[rank])),
-        built(network(0), fragments=2, restart={"0": 3, "1": 3 + rank}),
-        built(network(0), alike={"seeds": 3, "texts": f"corpus {rank}"}),
-        built(network(0), alike=({}, {"seeds": 3})[rank]),
-        built(network(0), alike=({"seeds": 3}, {})[rank]),
-    ]
+def built(module: nn.Module | Sequence[nn.Module], outer: Any = NESTEROV, **options: Any) -> Callable[[], Any]:
+    usual: dict[str, Any] = {"inner_steps": 6}
+    return lambda: DiLoCo(module, outer, **(usual | options))
 
 
-WHATS = ("frozen parameters", "values of frozen parameters", "inner_steps", "numbers of fragments", "fragments")
-WHATS = (*WHATS, *3 * ("schedules",), "wires", "parameters", "orders of parameters", "types", "outer settings")
-WHATS = (*WHATS, "texts", "seeds", "seeds")
+def adapted(base: Tensor) -> nn.Module:
+    module = nn.Linear(3, 2)
+    module.base = nn.Parameter(base, requires_grad=False)
+    return module
 
 
-def refusal(attempt: Callable[[], Any]) -> str:
-    """What is said of an attempt."""
-    try:
-        attempt()
-    except (ValueError, Disagreement) as error:
-        return str(error)
-    return "nothing"
+def unlike_starts(rank: int) -> dict[str, Callable[[], Any]]:
+    """Engines that the two ranks build with a difference, by what the refusal must name."""
+    ordered = nn.Module()
+    for name in ("xy", "yx")[rank]:
+        ordered.register_parameter(name, nn.Parameter(torch.zeros(3)))
+    buffered = [nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)) for _ in range(2)]
+    return {
+        "frozen parameters": built(adapted(torch.zeros(3) + rank)),
+        "inner_steps": built(network(), inner_steps=6 + rank),
+        "delay": built(network(), delay=rank),
+        "mixing": built(network(), mixing=0.5 * rank),
+        "stagger": built(network(), stagger=not rank),
+        "compression": built(network(), compression=("float32", "int8")[rank]),
+        "fragments": built(network(), fragments=2 + rank),
+        "fragments ": built(ordered),
+        "types": built(network(dtype=(torch.float32, torch.bfloat16)[rank])),
+        "outer": built(network(), (HEAVY_BALL, NESTEROV)[rank]),
+        "outer 1": built(network(), fragments=2, restart={"0": 3, "1": 3 + rank}),
+        "filter": built(network(), filter=(None, "clip:1")[rank]),
+        "averaged buffers": built(buffered[0], buffers=("mean", "local")[rank]),
+        "replicas of a rank": built(buffered[: 1 + rank], buffers="mean"),
+        "buffers": built(nn.BatchNorm1d(2, track_running_stats=bool(rank))),
+        "texts": built(network(), expect_equal={"seed": 3, "texts": f"corpus {rank}"}),
+        "seed": built(network(), expect_equal=({}, {"seed": 3})[rank]),
+    }
 
 
-def refusals(rank: int, pair: Communicator) -> list[str]:
-    """What the pair is told."""
-    with forced(pair):
-        return [refusal(build) for build in unlike_pairs(rank)]
-
-
-@contextmanager
-def forced(communicator: Communicator) -> Iterator[None]:
-    """The default communicator is this one."""
-    from twophase.diloco import comm
-
-    usual, comm.default_communicator = comm.default_communicator, lambda: communicator
-    try:
-        yield
-    finally:
-        comm.default_communicator = usual
-
-
-def at_the_threshold(rank: int, pair: Communicator) -> list[list[bool]]:
-    """Restarts of a policy whose limit is the very norm of a round, where process 1 measures it a bit shorter."""
-    restarts: list[list[bool]] = []
-    limit = 0.0
-    measure = OuterSGD.dots
+def at_the_threshold(rank: int) -> list[list[bool]]:
+    """Restarts by a limit that is the very norm of a round, where rank 1 measures all lengths a bit shorter."""
+    restarts, limit, measure = [], 0.0, OuterSGD.dots
     for harmed in (False, True):
         if harmed and rank == 1:
             OuterSGD.dots = lambda self: [tuple(x * (1 - 1e-7) for x in dots) for dots in measure(self)]  # type: ignore[method-assign]
-        try:
-            run = start(OuterRule(0.3, 0.9), [rank], restart=Below(limit), communicator=pair)
-            reports = run.go(range(30))
-        finally:
-            OuterSGD.dots = measure  # type: ignore[method-assign]
-        norms = sorted(report.pseudo_gradient_norm for report in reports)
-        limit = norms[0]
+        reports = start("below", [rank], restart=f"scenario-below:{limit!r}").go(range(30))
+        OuterSGD.dots = measure  # type: ignore[method-assign]
+        limit = min(report.pseudo_gradient_norm for report in reports)
         restarts.append([report.restarted for report in reports])
     return restarts
 
 
-def signals(rank: int, pair: Communicator) -> list[tuple[dict[str, float], int]]:
-    """One replica here and three there: what the reports say."""
-    run = start(RULE, [[0], [1, 2, 3]][rank], inner_steps=1, communicator=pair)
-    reports = [run.engine.step({"loss": float(rank), "step": 5.0}) for _ in range(2)]
-    return [(dict(report.signals), report.replicas) for report in reports if report is not None]
-
-
-def unlike_signals(rank: int, pair: Communicator) -> str:
-    """Each gives a signal of its own: what it is told."""
-    run = start(RULE, [rank], inner_steps=1, communicator=pair)
-    return refusal(lambda: run.engine.step({["loss", "norm"][rank]: 1.0}))
-
-
-# --- shards -------------------------------------------------------------------------------------------------------
-
-SHARDED: dict[str, dict[str, Any]] = {
-    "whole": {"restart": 2},
-    "patterns": {"fragments": BLOCKS, "restart": {"first": 2, "norm": None, "last": 1}, "delay": 1, "mixing": 0.5},
-    "sgd": {"fragments": 3},
-    "int8": {"fragments": 3, "delay": 2, "wire": "int8"},
-    "adamw": {"restart": 2},
-    "clip": {"restart": 2, "fragments": 2, "filter": "clip:0.1"},
-}
-
-
-@dataclass
-class Training(Run):
-    """A run that trains by gradients, as a sharded model has to.
-
-    It evaluates before every call of the engine, so that FSDP2 holds whole parameters when the engine comes.
-    """
-
-    inners: list[torch.optim.Optimizer]
-
-    def step(self, step: int) -> RoundReport | None:
-        """One inner step of every replica, a look at it and at the anchor, and the engine's."""
-        for replica, model, inner in zip(self.replicas, self.models, self.inners, strict=True):
-            generator = torch.Generator().manual_seed(1000 * replica + step)
-            x, y = torch.randn(8, 4, generator=generator), torch.randn(8, 3, generator=generator)
-            inner.zero_grad()
-            nn.functional.mse_loss(model(x), y).backward()
-            inner.step()
-            self.look(model)
-        for number in range(len(self.models)):
-            with self.engine.anchored(number) as model:
-                self.look(model)
-        for model in self.models:
-            self.look(model)
-        return self.engine.step()
-
-    @torch.no_grad()
-    def look(self, model: nn.Module) -> None:
-        """Evaluate."""
-        model(torch.ones(2, 4))
-
-
-def train(name: str, replicas: Sequence[int], communicator: Communicator | None, shard: Callable[[nn.Module], Any]):
-    """A run of a sharded scenario, ready to go."""
-    models = [network(replica) for replica in replicas]
-    for model in models:
-        shard(model)
-    inners: list[torch.optim.Optimizer] = [
-        torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9) for model in models
-    ]
-    for model in models:  # from here on the model names whole parameters, until FSDP2 gives them up
+def poisoned(rank: int, compression: str) -> list[float]:
+    """The norms that are reported where rank 1 holds a NaN."""
+    run = start("three", [rank], restart=None, compression=compression)
+    if rank == 1:
         with torch.no_grad():
-            model(torch.ones(2, 4))
-    values: dict[str, Any] = {
-        "sgd": lambda params: torch.optim.SGD(params, lr=0.3, momentum=0.9),
-        "adamw": lambda named: torch.optim.AdamW(named, lr=0.05, eps=1e-3),
-    }
-    engine = DiLoCo(models, values.get(name, RULE), inner_steps=3, communicator=communicator, **SHARDED[name])
-    return Training(engine, models, replicas, inners)
+            run.models[0].get_parameter("3.bias")[2] = float("nan")
+    return [report.pseudo_gradient_norm for report in run.go(range(12)) if report.fragments[0].name == "2"]
 
 
-def trained(name: str, replicas: Sequence[int], communicator: Communicator | None, shard: Callable[[nn.Module], Any]):
-    """Reports, anchor and models of a sharded scenario."""
-    run = train(name, replicas, communicator, shard)
-    reports = run.go(range(SHARD_STEPS))
-    for model in run.models:
-        run.look(model)
-    last = run.engine.finish()
-    assert last is not None
-    return {
-        "reports": [facts(report) for report in [*reports, last]],
-        "anchor": {key: a.clone() for key, a in run.engine.anchor.items()},
-        "models": [{key: whole(p) for key, p in model.named_parameters()} for model in run.models],
-    }
+def found(rank: int, *, alike: bool) -> list[str]:
+    """The mistakes that are found where the ranks train on the same data, and where they do not."""
+    run = start("heavy ball", [0 if alike else rank])
+    run.go(range(8))
+    return list(run.engine.check())
 
 
-def whole(p: Tensor) -> Tensor:
-    """All of a parameter."""
-    return (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()  # type: ignore[operator]
+def averaged(rank: int) -> list[Tensor]:
+    """A buffer before and after a round that averages it."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    engine = DiLoCo(model, HEAVY_BALL, inner_steps=1, buffers="mean")
+    model.get_buffer("1.running_var").copy_(torch.tensor([1.0, 0.1 + rank]))
+    before = model.get_buffer("1.running_var").clone()
+    shift(model)
+    engine.step()
+    return [before, model.get_buffer("1.running_var").clone()]
 
 
-def sharded(rank: int, mesh: Any) -> dict[str, Any]:
-    """Two replicas of two shards each."""
-    from torch.distributed.fsdp import fully_shard
-
-    def shard(model: nn.Module) -> None:
-        fully_shard(model[0], mesh=mesh["shard"])  # type: ignore[index]
-        fully_shard(model, mesh=mesh["shard"])
-
-    group = ProcessGroup.of_mesh(mesh)
-    replica = [rank // 2]
-    results: dict[str, Any] = {name: trained(name, replica, group, shard) for name in SHARDED}
-    results["refused"] = refusal(lambda: train("whole", replica, None, shard))
-    results["not shards"] = not_shards(mesh, group)
-    results["cut matrices"] = cut_matrices(group, shard)
-    run = train("patterns", replica, group, shard)
-    run.go(range(4))
-    assert run.engine.under_way
-    results["unfrozen"] = [finding for finding in run.engine.check() if "unfrozen" in finding]
-    state = through_file(run.engine.state_dict())
-    models, inners = [
-        copy.deepcopy([module.state_dict() for module in some])
-        for some in (run.models, run.inners)  # type: ignore[attr-defined]
-    ]
-    run = train("patterns", replica, group, shard)
-    run.engine.load_state_dict(state)
-    for model, inner, weights, moments in zip(run.models, run.inners, models, inners, strict=True):
-        model.load_state_dict(weights)
-        inner.load_state_dict(moments)
-    results["resumed"] = [facts(report) for report in run.go(range(4, SHARD_STEPS))]
-    results["signals"] = dict(run.engine.finish({"loss": float(rank)}).signals)  # type: ignore[union-attr]
-    run = train("patterns", replica, group, shard)
+def apart(rank: int) -> str:
+    """Rank 1 ends its round a step early."""
+    run = start("heavy ball", [rank])
     run.go(range(3))
-    with torch.no_grad():
-        if rank == 3:
-            run.engine.anchor["3.weight"].add_(1.0)
-    results["tampered"] = refusal(lambda: run.go(range(3, 9)))
-    return results
+    return refusal(run.finish if rank else lambda: run.step(3))
 
 
-def cut_matrices(group: Communicator, shard: Callable[[nn.Module], Any]) -> list[str]:
-    """What is said of outer optimizers that would orthogonalize shards."""
-    model = network(0)
-    shard(model)
-    options: list[Any] = [{"outer": "muon"}, {"outer": RULE, "filter": "orthogonal"}]
-    return [refusal(lambda each=each: DiLoCo(model, inner_steps=6, communicator=group, **each)) for each in options]
-
-
-def not_shards(mesh: Any, group: Communicator) -> list[str]:
-    """What is said of models of which a process holds all, or nothing."""
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import Replicate, distribute_tensor
-
-    in_part, short = network(0), nn.Linear(3, 1)
-    fully_shard(in_part[0], mesh=mesh["shard"])  # type: ignore[index]
-    fully_shard(short, mesh=mesh["shard"])
-    copied = nn.Parameter(distribute_tensor(torch.zeros(4, 2), mesh["shard"], [Replicate()]))
-    models = (network(0), in_part, nn.ParameterDict({"w": copied}), short)
-    return [refusal(lambda model=model: DiLoCo(model, RULE, inner_steps=2, communicator=group)) for model in models]
+def entered(rank: int) -> set[tuple[str, str]]:
+    """Files and functions of the package that a round's last `step()` runs through."""
+    run = start("nesterov", [rank])
+    run.go(range(run.engine.inner_steps - 1))
+    return functions_of(lambda: run.engine.step({"loss": 1.0}))
 
 
 def worker(rank: int) -> dict[str, Any]:
-    """One of the four processes."""
-    restart_module.register("test-below")(Below)
-    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
-    pair: Any = dist.new_group([0, 1])
-    results: dict[str, Any] = {"four": {name: scenario(name, [rank], None) for name in TOGETHER}}
-    results["tampered"] = {
-        (harm, delay): tampered(rank, harm, delay)
-        for harm in ("anchor", "momentum buffer", "counters")
-        for delay in (0, 1)
+    """One of the two processes."""
+    one = nn.Linear(2, 2)
+    signals = DiLoCo(one, HEAVY_BALL, inner_steps=1)
+    return {
+        "played": {name: played(name, [rank]) for name in NAMES},
+        "resumed": {name: played(name, [rank], resumed=True) for name in RESUMED},
+        "uneven": {name: played("rising", [[0, 2], [1]][rank], compression=name) for name in COMPRESSIONS},
+        "tampered": {
+            (harm, delay): tampered(rank, harm, delay)
+            for harm in ("anchor", "momentum", "counters")
+            for delay in (0, 1)
+        },
+        "refused": {name: refusal(attempt) for name, attempt in unlike_starts(rank).items()},
+        "signals": refusal(lambda: signals.step({["loss", "norm"][rank]: 1.0})),
+        "fragments": apart(rank),
+        "threshold": at_the_threshold(rank),
+        "poisoned": {name: poisoned(rank, name) for name in COMPRESSIONS},
+        "found": [found(rank, alike=True), found(rank, alike=False)],
+        "averaged": averaged(rank),
+        "entered": entered(rank),
     }
-    results["sharded"] = sharded(rank, mesh)
-    if rank < 2:
-        two = ProcessGroup(pair)
-        results["two"] = {name: scenario(name, [rank], two) for name in SCENARIOS}
-        results["two each"] = {"float32": scenario("float32", [2 * rank, 2 * rank + 1], two)}
-        results["resumed"] = {name: scenario(name, [rank], two, resumed=True) for name in RESUMED}
-        results["refused"] = refusals(rank, two)
-        results["threshold"] = at_the_threshold(rank, two)
-        results["signals"] = signals(rank, two)
-        results["unlike signals"] = unlike_signals(rank, two)
-    return results
 
 
-@pytest.fixture(scope="session")
-def brought(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of the four brings home."""
-    return in_processes(__file__, tmp_path_factory.mktemp("processes"), 4)
+# ------------------------------------------------------------------------------------------------ what must come out
 
 
-# --- one replica a process ----------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of the two brings home."""
+    return in_processes(__file__, tmp_path_factory.mktemp("processes"), 2)
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_two_processes_are_one(brought: list[dict[str, Any]], name: str):
+@pytest.mark.parametrize("name", NAMES)
+def test_two_processes_are_one(ranks: list[dict[str, Any]], name: str) -> None:
     """Two replicas in this process and one in each of two: the same bits everywhere, and the same reports."""
-    expected = scenario(name, [0, 1], None)
-    for rank, actual in enumerate(answers["two"][name] for answers in brought[:2]):
-        assert str(actual["reports"]) == str(expected["reports"])  # a gain may be NaN
-        assert unlike(of_one_process(expected["tensors"], rank), actual["tensors"]) == []
-    assert any(report["restarted"] for report in expected["reports"]) == (name not in ("heavy ball", "orthogonal"))
+    here = played(name, [0, 1])
+    for rank, there in enumerate(answers["played"][name] for answers in ranks):
+        assert there["reports"] == here["reports"]
+        mine = {key: t for key, t in here["tensors"].items() if not key.startswith(f"model {1 - rank}")}
+        assert unlike({key.replace(f"model {rank}", "model 0"): t for key, t in mine.items()}, there["tensors"]) == []
 
 
 @pytest.mark.parametrize("name", RESUMED)
-def test_two_processes_resume_after_every_step(brought: list[dict[str, Any]], name: str):
-    """Two processes that are set down and taken up after every step end with the bits and reports of two others."""
-    for answers in brought[:2]:
-        assert str(answers["resumed"][name]["reports"]) == str(answers["two"][name]["reports"])
-        assert unlike(answers["resumed"][name]["tensors"], answers["two"][name]["tensors"]) == []
+def test_two_processes_resume_after_every_step(ranks: list[dict[str, Any]], name: str) -> None:
+    """Two processes that are saved and loaded after every step end with the bits and reports of two others."""
+    for answers in ranks:
+        assert answers["resumed"][name]["reports"] == answers["played"][name]["reports"]
+        assert unlike(answers["resumed"][name]["tensors"], answers["played"][name]["tensors"]) == []
 
 
-@pytest.mark.parametrize(("where", "name"), [*(("four", name) for name in TOGETHER), ("two each", "float32")])
-def test_four_replicas_agree(brought: list[dict[str, Any]], where: str, name: str):
-    """In four processes or two they hold the same bits at every round's end, and those in one process nearly so."""
-    first, *others = (answers[where][name] for answers in brought[: 4 if where == "four" else 2])
-    here = scenario(name, [0, 1, 2, 3], None)
-    for other in others:
-        assert other["reports"] == first["reports"]
-        assert unlike(other["tensors"], first["tensors"]) == []
-    tolerance = 1e-5 if SCENARIOS[name]["wire"] == "float32" else 0.1  # rounding, or the steps of its scales
-    for key, value in first["tensors"].items():
-        torch.testing.assert_close(here["tensors"][key], value, rtol=tolerance, atol=tolerance)
-    for actual, expected in zip(here["reports"], first["reports"], strict=True):
-        assert [part[:2] for part in actual["fragments"]] == [part[:2] for part in expected["fragments"]]
-        assert actual["pseudo_gradient_norm"] == pytest.approx(expected["pseudo_gradient_norm"], rel=tolerance)
-        assert actual["replicas"] == expected["replicas"] == 4
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+def test_ranks_may_hold_unlike_numbers_of_replicas(ranks: list[dict[str, Any]], compression: str) -> None:
+    """Two replicas here and one there: the same reports on both, and the weights of three in one process nearly.
 
-
-# --- agreement ----------------------------------------------------------------------------------------------------
+    Signals are means over the replicas, not over the ranks.
+    """
+    first, second = (answers["uneven"][compression] for answers in ranks)
+    here = played("rising", [0, 2, 1])
+    assert first["reports"] == second["reports"]
+    tolerance = {"float32": 1e-5, "bfloat16": 0.02, "int8": 0.05}[compression]
+    for key, tensor in here["tensors"].items():
+        if key.startswith("anchor"):
+            torch.testing.assert_close(first["tensors"][key], tensor, rtol=tolerance, atol=tolerance)
+    for (*mine, loss), (*theirs, told) in zip(here["told"], first["told"], strict=True):
+        assert mine == theirs
+        assert told == pytest.approx(loss)
 
 
 @pytest.mark.parametrize("delay", [0, 1])
-@pytest.mark.parametrize("harm", ["anchor", "momentum buffer", "counters"])
-def test_a_harmed_process_is_caught_by_all(brought: list[dict[str, Any]], harm: str, delay: int):
-    """One process's anchor, buffer or counters are touched: at that fragment's next round all say what differs."""
-    shows = "anchor" if harm == "momentum buffer" else harm  # the harmed buffer has moved the anchor by then
-    for answers in brought:
+@pytest.mark.parametrize(
+    ("harm", "word"), [("anchor", "anchor"), ("momentum", "outer state"), ("counters", "outer settings")]
+)
+def test_a_changed_bit_is_found_in_its_round(ranks: list[dict[str, Any]], harm: str, word: str, delay: int) -> None:
+    """One rank's anchor, buffer or counters are touched: at that fragment's next round both say what differs."""
+    for answers in ranks:
         message, step = answers["tampered"][harm, delay]
         assert step == 6 + 4 - 1 + delay
-        assert f"fragment '1' differs in its {shows} between process 0 and process 2" in message
-        assert message.startswith("DiLoCo: after round 2 ")
-        assert "resume from the newest checkpoint" in message
+        assert message.startswith("Disagreement")
+        for part in (f"{word} of fragment '1'", "rank 1", "round 2"):
+            assert part in message
 
 
-def test_unlike_processes_are_refused_by_both(brought: list[dict[str, Any]]):
-    """Every difference in how two processes were started is named on both, also what only one of them has."""
-    for rank, answers in enumerate(brought[:2]):
-        assert len(answers["refused"]) == len(WHATS)
-        for what, message in zip(WHATS, answers["refused"], strict=True):
-            assert re.fullmatch(
-                rf"DiLoCo: {what} differ between process {rank} \(.*\) and process {1 - rank} \(.*\); "
-                "start all processes with the same program and options",
-                message,
-            )
+@pytest.mark.parametrize("name", unlike_starts(0))
+def test_ranks_that_start_unlike_are_refused(ranks: list[dict[str, Any]], name: str) -> None:
+    """Every difference in how two ranks were started is named on both, also what only one of them has."""
+    for rank, answers in enumerate(ranks):
+        assert answers["refused"][name].startswith(f"ValueError: DiLoCo: {name.strip()}")
+        assert f"on rank {1 - rank}" in answers["refused"][name]
 
 
-def test_machines_that_measure_unlike_decide_alike(brought: list[dict[str, Any]]):
-    """A norm at a policy's threshold that is 1e-7 shorter on process 1 restarts none: all decide by process 0's."""
-    first, second = (answers["threshold"] for answers in brought[:2])
+def test_ranks_that_sync_unlike_are_refused(ranks: list[dict[str, Any]]) -> None:
+    """Other names of signals, or another number of inner steps, would give means of unlike things."""
+    for answers in ranks:
+        for name in ("signals", "fragments"):
+            assert answers[name].startswith("Disagreement")
+            assert name in answers[name]
+            assert "rank 1" in answers[name]
+
+
+def test_ranks_that_measure_unlike_decide_alike(ranks: list[dict[str, Any]]) -> None:
+    """A norm at a policy's threshold that is 1e-7 shorter on rank 1 restarts none: all decide by rank 0's."""
+    first, second = (answers["threshold"] for answers in ranks)
     assert first == second
-    assert not any(first[1])  # process 1 by itself would have restarted
+    assert not any(first[1])
 
 
-def test_unlike_signals_are_refused_by_both(brought: list[dict[str, Any]]):
-    """They would be averaged with one another, or end the processes without a reason."""
-    for answers in brought[:2]:
-        assert "process 0 (loss) and process 1 (norm)" in answers["unlike signals"]
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+def test_a_nan_shows_on_every_rank(ranks: list[dict[str, Any]], compression: str) -> None:
+    """One element of one rank is NaN: both report no finite norm of that fragment, in each of its rounds."""
+    for answers in ranks:
+        norms = answers["poisoned"][compression]
+        assert len(norms) == 2
+        assert all(map(math.isnan, norms))
 
 
-def test_signals_are_means_over_the_replicas(brought: list[dict[str, Any]]):
-    """Process 0 with one replica and process 1 with three, which say 0 and 1: 0.75, in every report of both."""
-    for answers in brought[:2]:
-        assert answers["signals"] == [({"loss": 0.75, "step": 5.0}, 4)] * 2
+def test_the_same_batches_are_noticed_between_ranks(ranks: list[dict[str, Any]]) -> None:
+    """On both, and other ones on neither."""
+    for answers in ranks:
+        (same,), none = answers["found"]
+        assert "alike" in same
+        assert none == []
 
 
-# --- shards -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", SHARDED)
-def test_shards_equal_the_whole(brought: list[dict[str, Any]], name: str):
-    """Two replicas of two shards each are nearly two unsharded ones; shards of both have the same bits and reports.
-
-    An evaluation has unsharded the model before every call of the engine.
-    """
-    alone = trained(name, [0, 1], None, lambda _: None)
-    shards = [answers["sharded"][name] for answers in brought]
-    # To rounding, or to the steps of int8's scales.
-    tolerance = 0.05 if name == "int8" else 2e-5
-    checksums = [[report["checksum"] for report in answers["reports"]] for answers in shards]
-    assert checksums[0] == checksums[2] != checksums[1] == checksums[3]
-    plain = ("round", "inner_steps", "partial", "complete", "replicas", "restarted")
-    measured = ("pseudo_gradient_norm", "buffer_norm", "cosine", "gain")
-    for answers in shards:
-        for whole, shard_report, firsts in zip(alone["reports"], answers["reports"], shards[0]["reports"], strict=True):
-            assert [whole[key] for key in plain] == [shard_report[key] for key in plain]
-            assert str([shard_report[key] for key in measured]) == str([firsts[key] for key in measured])
-            for key in measured:
-                assert shard_report[key] == pytest.approx(
-                    whole[key], rel=100 * tolerance, abs=tolerance, nan_ok=True
-                ), key
-    for rank, answers in enumerate(shards):
-        for key, a in alone["anchor"].items():
-            shard = a.chunk(2)[rank % 2]
-            torch.testing.assert_close(answers["anchor"][key], shard, rtol=tolerance, atol=tolerance)
-            assert same_bits(answers["models"][0][key].chunk(2)[rank % 2], answers["anchor"][key])
-    assert list(alone["anchor"]) == NAMES
-
-
-def test_shards_resume(brought: list[dict[str, Any]]):
-    """Sharded, with a reduction under way, a resumed run has the reports and checksums of the uninterrupted one."""
-    for answers in brought:
-        resumed = answers["sharded"]["resumed"]
-        assert len(resumed) == 7
-        assert resumed == answers["sharded"]["patterns"]["reports"][-1 - len(resumed) : -1]
-
-
-def test_what_cannot_be_in_shards_is_refused(brought: list[dict[str, Any]]):
-    """All four say so of shards without their mesh, of parameters that are not in shards, and of what needs matrices.
-
-    A whole parameter would be counted once a process, a process without any has nothing to sum, and Muon and
-    orthogonalized pseudo-gradients would take each shard for a matrix.
-    """
-    for answers in (answers["sharded"] for answers in brought):
-        assert "is sharded (a DTensor); pass communicator=ProcessGroup.of_mesh(mesh)" in answers["refused"]
-        *whole, empty = answers["not shards"]
-        for name, message in zip(("0.weight", "2.weight", "w"), whole, strict=True):
-            assert f"parameter {name!r} is whole on every process of the mesh's shard axis" in message
-            assert "fully_shard(module, mesh=mesh['shard'])" in message
-        assert "or fewer rows than the replica has shards" in empty
-        assert ["whole" in message for message in answers["cut matrices"]] == [True] * 2
-
-
-def test_shards_are_not_taken_for_unfrozen_parameters(brought: list[dict[str, Any]]):
-    """`check()` looks for parameters that are trained only since the engine was built; shards stand for whole ones."""
-    assert [answers["sharded"]["unfrozen"] for answers in brought] == [[]] * len(brought)
-
-
-def test_signals_are_means_over_shards_and_replicas(brought: list[dict[str, Any]]):
-    """The mean of 0, 1, 2 and 3, told by the four processes of two replicas."""
-    assert [answers["sharded"]["signals"] for answers in brought] == [{"loss": 1.5}] * 4
-
-
-def test_a_harmed_shard_is_caught_by_all(brought: list[dict[str, Any]]):
-    """Process 3's shard is touched: those that hold this shard name the fragment, those that do not say whose fault."""
-    messages = [answers["sharded"]["tampered"] for answers in brought]
-    for message in messages[1::2]:
-        assert "fragment 'last' differs in its anchor between process 0 and process 1" in message
-    for message in messages[::2]:
-        assert "a fragment differs in another shard of this replica" in message
+def test_buffers_are_averaged_over_ranks(ranks: list[dict[str, Any]]) -> None:
+    """In float64, to the same bits on both."""
+    before, after = zip(*(answers["averaged"] for answers in ranks), strict=True)
+    expected = (before[0].double() + before[1].double()) / 2
+    assert all(torch.equal(tensor, expected.float()) for tensor in after)
+    assert not torch.equal(*before)
 
 
 if __name__ == "__main__":
-    bring(worker, 4)
+    bring(worker, 2)
+
+
+def test_a_round_can_be_followed(ranks: list[dict[str, Any]]) -> None:
+    """A reader who follows the end of a round meets at most 40 functions in six files."""
+    for rank in ranks:
+        files = {file for file, _ in rank["entered"]}
+        assert "diloco/engine.py" in files
+        assert len(rank["entered"]) <= 40, sorted(rank["entered"])
+        assert len(files) <= 6, files

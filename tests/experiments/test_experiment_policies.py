@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from twophase.optim.outer import OuterSGD
-from twophase.policies.text import parse
-from twophase.rule import OuterRule
+from twophase.optim.outer_sgd import OuterSGD
+from twophase.restart import parse
 
 GENERATOR = np.random.default_rng(5)
 GRADIENTS = GENERATOR.normal(size=(12, 5)) * np.exp(-0.2 * np.arange(12))[:, None]
@@ -41,23 +41,21 @@ EXPECTED = {
 }
 
 
+@pytest.mark.parametrize("rule", [{"lr": 0.7, "momentum": 0.9, "nesterov": True}, {"lr": 1.1, "form": "ema"}], ids=str)
 @pytest.mark.parametrize("text", EXPECTED)
-def test_equations(text: str) -> None:
-    """In `OuterSGD` the updates are those of the equation."""
+def test_equations(text: str, rule: dict[str, Any]) -> None:
+    """In `OuterSGD` the updates are those of the equation, whatever the rule is."""
     x = nn.Parameter(torch.zeros(5, dtype=torch.float64))
-    promised = sorted(parse(text).needs & {"progress"})
-    outer = OuterSGD([x], 0.7, 0.9, nesterov=True, restart=text, signals=promised)
+    outer = OuterSGD([x], **rule, restart=text)
     for t, (g, update) in enumerate(zip(GRADIENTS, EXPECTED[text], strict=True)):
         before = x.detach().clone()
         x.grad = torch.from_numpy(g.copy())
-        outer.step(signals={"progress": (t + 1) / len(GRADIENTS)} if promised else None)
+        outer.step(signals={"progress": (t + 1) / len(GRADIENTS)})
         np.testing.assert_allclose((before - x.detach()).numpy(), update, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("text", EXPECTED)
-def test_nothing_of_the_rule_enters(text: str) -> None:
-    """Rules of any learning rate and momentum are one run."""
-    policy = parse(text)
-    assert policy.canonical(OuterRule(0.3, 0.9, nesterov=True)) == policy.canonical(OuterRule(1.1, 0.0, form="ema"))
+@pytest.mark.parametrize("name", ["along", "ramp", "gain"])
+def test_negative_shares_are_refused(name: str) -> None:
+    """A part of `auto` takes no share below 0."""
     with pytest.raises(ValueError, match="share"):
-        parse(text.partition(":")[0] + ":-1")
+        parse(f"{name}:-1")

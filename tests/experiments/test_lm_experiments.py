@@ -21,7 +21,6 @@ import soft_restart
 import wires
 from madeup import rows
 from paper import LAPTOP, PAPER, QUICK, Scale, tuned
-from twophase.diloco.wire import packet_bytes
 from twophase.recipes.pretraining import paper_150m
 from twophase.sweeps.grid import Cell
 from twophase.sweeps.table import Row
@@ -136,8 +135,8 @@ def test_wires_bytes_and_changes() -> None:
     """The bytes are those of the engine's packets; the change over all places is the mean of the stored seeds."""
     result = common.load("wires")
     sent = result.numbers["bytes_a_round"]
-    assert [wires.sent_bytes(wire, 31392) for wire in wires.WIRES] == [sent[wire] for wire in wires.WIRES]
-    assert sent["int8"] == 2 * packet_bytes("int8", 128 * math.ceil(31392 / 256))
+    assert [wires.sent_bytes(wire, 31392) for wire in wires.COMPRESSIONS] == [sent[wire] for wire in wires.COMPRESSIONS]
+    assert sent["int8"] == 2 * 132 * math.ceil(31392 / 256)
     int8 = [row for row in common.select(result.rows, wire="int8") if row["float32_log_seed0"] is not None]
     logs = [row[f"float32_log_seed{seed}"] for row in int8 for seed in result.settings["seeds"]]
     assert result.numbers["all_places"]["change"]["int8"]["log"] == pytest.approx(sum(logs) / len(logs), abs=1e-9)

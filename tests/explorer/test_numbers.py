@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import re
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +15,8 @@ from scipy.stats import kstest
 from explorerview import PAPER, SIX, View, number, rule_of
 from points import as_json, nasty_points, random_points
 from twophase.explorer.page import POLICIES, State
-from twophase.policies.base import MEASURED, Decision, Never, RestartPolicy, RoundSignal, Step
-from twophase.policies.gain import mean_outer_gain
-from twophase.policies.text import parse
+from twophase.optim.schedules import Schedule
+from twophase.restart import Never, mean_outer_gain, parse
 from twophase.rule import OuterRule
 from twophase.theory.advice import advise
 from twophase.theory.advice import controls as theory_controls
@@ -217,29 +216,15 @@ FACTORS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Scheduled(RestartPolicy):
-    """A policy under a schedule: the rule's own step, times a factor of the round; steps of the policy stay."""
+def falling(name: str) -> Schedule:
+    """The page's schedule of a name, of which the package has the linear one alone."""
 
-    policy: RestartPolicy
-    schedule: str
-    rounds: int
-    needs: ClassVar[frozenset[str]] = MEASURED
-    takes_steps: ClassVar[bool] = True
+    class Falling(Schedule):
+        def at(self, rule: OuterRule, number: int, rounds: int) -> OuterRule:
+            """Scale the learning rate."""
+            return dataclasses.replace(rule, lr=rule.lr * FACTORS[name]((number - 1) / rounds))
 
-    def initial_state(self) -> dict[str, float]:
-        """That of the policy."""
-        return self.policy.initial_state()
-
-    def decide(self, state: dict[str, float], signal: RoundSignal) -> tuple[dict[str, float], Decision]:
-        """Scale the step that the rule would take."""
-        after, decision = self.policy.decide(state, signal)
-        assert signal.rule is not None
-        factor = FACTORS[self.schedule]((signal.round - 1) / self.rounds)
-        step = Step.of(dataclasses.replace(signal.rule, lr=factor * signal.rule.lr))
-        if decision is None:
-            return after, step
-        return after, decision if isinstance(decision, Step) else dataclasses.replace(decision, step=step)
+    return Falling("linear")
 
 
 USUAL, HEAVY = State(mode=0), State(0.2, 0.8, False, "sum", 4, 50, "list", sigmas=(0.9, 0.4, 0.1), mode=0)
@@ -280,8 +265,7 @@ def test_simulated_runs_are_rollouts(view: View, name: str) -> None:
     noise = state.noise * np.array(result["draws"]).reshape(state.rounds, 1, len(sigma))
     policy = parse(state.policy or (str(state.restart) if state.restart else "never"))
     for arm, chosen in {"none": Never(), "restart": policy}.items():
-        under = Scheduled(chosen, state.schedule, state.rounds) if state.schedule != "constant" else chosen
-        run = rollout(rule, sigma, state.rounds, under, noise=noise)
+        run = rollout(rule, sigma, state.rounds, chosen, schedule=falling(state.schedule), noise=noise)
         np.testing.assert_allclose(result[arm], np.log10(run.loss), rtol=1e-9, atol=1e-9)
         if arm == "restart":
             np.testing.assert_allclose(result["residual"], run.residual, rtol=1e-8, atol=1e-12)
@@ -349,7 +333,7 @@ def test_noise_is_white_and_normal(view: View) -> None:
 
 TEXTS = """auto auto:1 loss probe:keep,drop cycle:5,6,10 cycle:5 cycle: cycle:0,3 cycle:1.5 cycle
 at:4,9 at:9,4 at:4,4 at:0 soft:3:0.2:0.1 soft:3:-0.4:0.8 soft:3:0.2 soft:0:1:1 soft:3:1e31:0 soft:3:nan:0
-nothing constructor cycle:3.0,4 cycle:+3 cycle:1e3 at:1e1 at:03 soft:3.0:0.2:0.1 soft:3:+1:0 soft:3:.2:-0 soft:3:1e-1:2.
+nothing constructor cycle:3.0,4 cycle:1e3 at:1e1 at:03 soft:3.0:0.2:0.1 soft:3:.2:-0 soft:3:1e-1:2.
 """.split()
 
 

@@ -1,9 +1,11 @@
-"""The state of an `OuterSGD`: resumed runs, states of torch.optim.SGD, what is refused, plain numbers."""
+"""The state of an `OuterSGD`: resumed runs, copies, distributed checkpoints, states of torch.optim.SGD, refusals."""
 
 from __future__ import annotations
 
 import copy
-import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,283 +13,180 @@ import pytest
 import torch
 from torch import nn
 
-import policies  # noqa: F401 - they register
-from outers import buffers, counters, parameters, run, scalar
+from outers import buffers, counters, flat, parameters, run, scalar
+from policies import ALL
 from replicas import same_bits, through_file
-from twophase.optim.functional import buffer_dtype
-from twophase.optim.outer import OuterSGD
-from twophase.restart import Periodic, Soft
+from twophase.optim.outer_sgd import BUFFER, OuterSGD
+from twophase.restart import parse
+
+SIGNALS: dict[str, Any] = {
+    "signals": lambda number: {"loss": np.float32(number % 3), "inner_lr": 0.1 * (number % 3), "progress": number / 18}
+}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
-@pytest.mark.parametrize("saved_after", [1, 6, 7])
-def test_resumes_in_the_middle_of_a_cycle(dtype: torch.dtype, saved_after: int):
-    """Saved after any round and loaded into a new optimizer, the run ends with the same bits, buffers and counters."""
-    settings: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "nesterov": True, "restart": "cycle:3,4"}
-    straight, outer = (OuterSGD(parameters(0, dtype=dtype), **settings) for _ in range(2))
-    run(straight, range(16))
-    run(outer, range(saved_after))
-    resumed = OuterSGD([nn.Parameter(p.detach().clone()) for p in outer.param_groups[0]["params"]], **settings)
-    resumed.load_state_dict(through_file(outer.state_dict()))
-    assert all(map(same_bits, buffers(outer), buffers(resumed)))
-    widest = buffers(resumed)[-1]  # of 16-bit parameters float32, which the base class would cast
-    assert widest.dtype == buffer_dtype(widest.to(dtype)) == (torch.float32 if dtype.itemsize < 4 else dtype)
-    assert torch.equal(widest, widest.to(dtype).to(widest.dtype)) == (dtype.itemsize >= 4 or saved_after != 6)
-    run(resumed, range(saved_after, 16))
-    assert all(map(same_bits, straight.param_groups[0]["params"], resumed.param_groups[0]["params"]))
-    assert all(map(same_bits, buffers(straight), buffers(resumed)))
+def by_file(outer: OuterSGD, params: list[Any], _: Path) -> tuple[OuterSGD, list[Any]]:
+    new = [nn.Parameter(value) for value in through_file([p.detach() for p in params])]
+    other = OuterSGD(new, 0.5)
+    other.load_state_dict(through_file(outer.state_dict()))
+    return other, new
+
+
+def by_checkpoint(outer: OuterSGD, params: list[Any], folder: Path) -> tuple[OuterSGD, list[Any]]:
+    """By `torch.distributed.checkpoint`, which restores what a fresh optimizer's state has, too."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    new = [nn.Parameter(p.detach().clone()) for p in params]
+    group, model = outer.param_groups[0], nn.ParameterList(new)
+    other = OuterSGD(new, 0.5, group["momentum"] / 2, restart="auto" if group["restart"].takes_steps else "never")
+    dcp.save({"outer": get_optimizer_state_dict(nn.ParameterList(params), outer)}, checkpoint_id=folder, no_dist=True)
+    state: dict[str, Any] = {"outer": get_optimizer_state_dict(model, other)}
+    assert counters(other)[:3] == [0, 0, 0]  # the step that it takes to see what there is is no round
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    set_optimizer_state_dict(model, other, state["outer"])
+    return other, new
+
+
+def by_copy(outer: OuterSGD, *_: Any) -> tuple[OuterSGD, list[Any]]:
+    other = pickle.loads(pickle.dumps(copy.deepcopy(outer)))  # noqa: S301 - our own bytes
+    return other, other.param_groups[0]["params"]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # torch's own
+@pytest.mark.parametrize("way", [by_file, by_checkpoint, by_copy])
+@pytest.mark.parametrize(
+    ("text", "dtype", "stop", "momentum"),
+    [
+        *((text, torch.float32, (1, 5, 10)[n % 3], 0.9) for n, text in enumerate(["never", *ALL])),
+        *(("cycle:3,4", dtype, 5, 0.9) for dtype in (torch.bfloat16, torch.float16, torch.float64)),
+        *((text, torch.float32, 5, 0.0) for text in ("3", "auto", "test-rising:0.5")),
+    ],
+)
+def test_resumed_is_uninterrupted(  # noqa: PLR0917 - what a run consists of
+    way: Callable[..., Any], text: str, dtype: torch.dtype, stop: int, momentum: float, tmp_path: Path
+):
+    """Taken up after a round, a run ends with the bits, buffers, counters and policy of an uninterrupted one."""
+    whole, first = parameters(0, dtype=dtype), parameters(0, dtype=dtype)
+    straight, outer = (
+        OuterSGD(params, 0.1, momentum, nesterov=True, form="ema", restart=text) for params in (whole, first)
+    )
+    run(straight, range(14), **SIGNALS)
+    run(outer, range(stop), **SIGNALS)
+    resumed, params = way(outer, first, tmp_path)
+    assert not outer.state or all(map(same_bits, buffers(outer), buffers(resumed)))
+    run(resumed, range(stop, 14), params, **SIGNALS)
+    assert all(map(same_bits, params, whole))
+    assert not outer.state or all(map(same_bits, buffers(resumed), buffers(straight)))
     assert counters(resumed) == counters(straight)
-    assert straight.param_groups[0]["restarts"] == 4  # after rounds 3, 7, 10, 14
+    assert resumed.param_groups[0]["restart"] == straight.param_groups[0]["restart"] == parse(text)
 
 
-def test_loading_copies():
-    """After a load neither side sees what happens on the other, in buffers, counters and policy memory."""
-    outer, other = (OuterSGD(parameters(seed), 0.1, 0.9, restart=3) for seed in (0, 1))
+def test_a_state_is_plain():
+    """Tensors, numbers and text: what goes into a group as NumPy's comes out as plain; it loads and saves alike."""
+    number: Any = np.float32
+    x = scalar(1.0)
+    outer = OuterSGD([{"params": [x], "lr": number(0.5), "momentum": number(0.25)}], 0.1, restart="soft:2:0.5:1")
+    run(outer, range(3))
+    state = outer.state_dict()
+    (group,) = state["param_groups"]
+    assert {type(value) for value in group.values()} <= {int, float, str, bool, list, type(None)}
+    assert (group["lr"], group["momentum"], group["restart"]) == (0.5, 0.25, "soft:2:0.5:1")
+    outer.load_state_dict(through_file(state))
+    assert outer.state_dict() == state
+
+
+def test_loading_copies_and_replaces_everything():
+    """Neither side sees what happens on the other; what was there before is gone, with the buffers."""
+    (outer, other) = (OuterSGD(parameters(seed, dtype=torch.float32), 0.1, 0.9, restart=3) for seed in (0, 1))
+    start = copy.deepcopy(outer.state_dict())
     run(outer, range(4))
+    run(other, range(9))
     state = outer.state_dict()
     frozen = copy.deepcopy(state)
     other.load_state_dict(state)
     run(other, range(4, 9))
     for index, entry in frozen["state"].items():
-        assert same_bits(entry["momentum_buffer"], state["state"][index]["momentum_buffer"])
-    assert outer.param_groups[0]["rounds"] == 4
-    sgd_params = [buffer.clone() for buffer in buffers(other)]
+        assert same_bits(entry[BUFFER], state["state"][index][BUFFER])
+    assert (counters(outer)[0], counters(other)[0]) == (4, 9)
+    kept = flat(buffers(other))
     run(outer, range(4, 6))
-    assert all(map(same_bits, sgd_params, buffers(other)))
-    assert other.param_groups[0]["rounds"] == 9
-
-
-def test_loading_replaces_everything():
-    """Loading an early state into an optimizer that went further drops its buffers, counters and memory."""
-    params = parameters(0)
-    outer = OuterSGD(params, 0.1, 0.9, restart=3)
-    start = copy.deepcopy(outer.state_dict())
-    weights = [p.detach().clone() for p in params]
-    run(outer, range(5))
-    first = [p.detach().clone() for p in params]
-    outer.load_state_dict(start)
-    assert not any("momentum_buffer" in outer.state[p] for p in params)
-    with torch.no_grad():
-        for p, x in zip(params, weights, strict=True):
-            p.copy_(x)
-    run(outer, range(5))
-    assert all(same_bits(p, x) for p, x in zip(params, first, strict=True))
-    assert outer.param_groups[0]["rounds"] == 5
+    assert torch.equal(flat(buffers(other)), kept)
+    other.load_state_dict(start)
+    assert (counters(other)[:3], any(other.state.values())) == ([0, 0, 0], False)
 
 
 # --- states of torch.optim.SGD ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-@pytest.mark.parametrize("restart", ["never", "2", "soft:2:0.2:0.1", "gradient"])
-def test_state_of_torch_sgd_loads(restart: str, nesterov: bool):
-    """A checkpoint of torch.optim.SGD continues with its bits, lr and momentum; policy and counts are one's own."""
-    sgd_params = parameters(0, dtype=torch.float32)
-    sgd = torch.optim.SGD(sgd_params, 0.7, 0.9, nesterov=nesterov)
+@pytest.mark.parametrize("restart", ["never", "2", "norm:0.1"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_state_of_torch_sgd_loads(restart: str, nesterov: bool, dtype: torch.dtype):
+    """A run of torch.optim.SGD goes on with its bits, lr and momentum, in sum form; policy and counts are one's own."""
+    theirs = parameters(0, dtype=dtype)
+    sgd = torch.optim.SGD(theirs, 0.7, 0.9, nesterov=nesterov)
     run(sgd, range(3))
-    outer_params, twin = ([nn.Parameter(p.detach().clone()) for p in sgd_params] for _ in range(2))
-    outer = OuterSGD(outer_params, 0.1, 0.5, form="ema", restart=restart)
+    params = [nn.Parameter(p.detach().clone()) for p in theirs]
+    outer = OuterSGD(params, 0.1, 0.5, form="ema", restart=restart)
     outer.load_state_dict(through_file(sgd.state_dict()))
     (group,) = outer.param_groups
-    assert (group["restart"], group["form"]) == (restart, "sum")
-    assert (group["lr"], group["momentum"], group["rounds"]) == (0.7, 0.9, 0)
-    other = OuterSGD(twin, 0.7, 0.9, nesterov=nesterov, restart=restart)  # built as it ought to be, with SGD's buffers
-    for p, q in zip(twin, sgd_params, strict=True):
-        other.state[p]["momentum_buffer"] = sgd.state[q]["momentum_buffer"].clone()
-    for optimizer in (outer, other, sgd):
+    names = ("restart", "form", "lr", "momentum", "rounds", "nesterov")
+    assert " ".join(str(group[name]) for name in names) == f"{restart} sum 0.7 0.9 0 {nesterov}"
+    assert all(m.dtype == torch.float32 and m.shape == p.shape for m, p in zip(buffers(outer), params, strict=True))
+    for optimizer in (outer, sgd):
         run(optimizer, range(3, 8))
-    assert all(map(same_bits, outer_params, twin))
-    assert all(map(same_bits, outer_params, sgd_params)) == (restart == "never")
-    assert restart in ("never", "gradient") or group["restarts"] == 2
+    assert all(map(same_bits, params, theirs)) == (restart == "never" and dtype == torch.float32)
+    assert (counters(outer)[2] > 0) == (restart != "never")
 
 
-def test_state_with_empty_buffers_loads():
+def test_a_state_with_empty_buffers_loads():
     """A buffer saved as None, as some versions of torch.optim.SGD write before the first step, is no buffer."""
-    params = parameters(0)
+    params, twins = parameters(0), parameters(0)
     state = torch.optim.SGD(params, 0.7, 0.9).state_dict()
-    state["state"] = {index: {"momentum_buffer": None} for index in range(len(params))}
-    outer = OuterSGD(params, 0.1)
+    state["state"] = {index: {BUFFER: None} for index in range(len(params))}
+    outer = OuterSGD(params, 0.1, restart=2)
     outer.load_state_dict(state)
     run(outer, range(3), measure=True)
-    twin = parameters(0)
-    run(OuterSGD(twin, 0.7, 0.9), range(3))
-    assert all(map(same_bits, params, twin))
+    run(OuterSGD(twins, 0.7, 0.9, restart=2), range(3))
+    assert all(map(same_bits, params, twins))
 
 
-def sgd_state(**options: Any) -> dict[str, Any]:
-    return torch.optim.SGD([scalar(0.0)], 0.7, 0.9, **options).state_dict()
+def changed(**values: Any) -> dict[str, Any]:
+    """The state of an `OuterSGD` of one number, with other values in its group."""
+    outer = OuterSGD([scalar(0.0)], 0.7, 0.9, restart="test-longer:3")
+    run(outer, range(2))
+    state = outer.state_dict()
+    state["param_groups"][0] |= values
+    return state
+
+
+def of_torch(optimizer: Any, *args: Any, shapes: Any = ((1,),), **options: Any) -> dict[str, Any]:
+    outer = optimizer(parameters(0, shapes, torch.float32), *args, **options)
+    run(outer, range(1))
+    return outer.state_dict()
 
 
 @pytest.mark.parametrize(
-    ("state", "message"),
+    ("name", "state"),
     [
-        (sgd_state(dampening=0.9), "a param group has dampening=0.9"),
-        (sgd_state(weight_decay=0.1), "a param group has weight_decay=0.1"),
-        (sgd_state(maximize=True), "a param group has maximize=True"),
-        ({"state": {}, "param_groups": [{"momentum": 0.9, "together": True}]}, "a param group has together=True"),
-        ({}, r"no state of an OuterSGD or a torch.optim.SGD.*state_dict\(\) of one"),
-        ({"state": {}}, "no state of an OuterSGD or a torch.optim.SGD"),
-        (torch.optim.Adam([scalar(0.0)]).state_dict(), "no state of an OuterSGD or a torch.optim.SGD"),
+        *((name, changed(**{name: 0.5})) for name in ("dampening", "weight_decay", "maximize")),
+        ("lr", changed(lr=-1.0)),
+        ("momentum", changed(momentum=1.0)),
+        ("form", changed(form="mean")),
+        ("restart", changed(restart="sometimes")),
+        ("momentum", of_torch(torch.optim.Adam)),
+        ("shape", of_torch(torch.optim.SGD, 0.7, 0.9, shapes=[(2,)])),
+        ("parameter group", of_torch(torch.optim.SGD, 0.7, 0.9, shapes=[(1,), (1,)])),
+        ("parameter groups", changed() | {"param_groups": 2 * changed()["param_groups"]}),
     ],
 )
-def test_state_that_cannot_be_honoured_is_refused(state: dict[str, Any], message: str):
-    """A state of SGD with what an outer step has not, and of other optimizers, is refused; nothing is loaded."""
-    outer = OuterSGD([scalar(0.0)], 0.1, 0.5)
-    with pytest.raises(ValueError, match=rf"OuterSGD: .*{message}"):
+def test_a_refused_state_changes_nothing(name: str, state: dict[str, Any]):
+    """The state of another optimizer, of other parameters, or with what an outer step has not, is refused by name."""
+    outer = OuterSGD([scalar(0.0)], 0.1, 0.5, restart=3)
+    run(outer, range(2))
+    before = copy.deepcopy(outer.state_dict())
+    given = copy.deepcopy(state["param_groups"])
+    with pytest.raises(ValueError, match=name):
         outer.load_state_dict(state)
-    assert outer.param_groups[0]["lr"] == 0.1
-
-
-def test_a_loaded_policy_that_needs_what_is_not_promised_is_refused():
-    """As at construction, and nothing is loaded; with the promise it is."""
-    state = OuterSGD(parameters(0), 0.7, 0.9, restart="test-rising:0", signals=["loss"]).state_dict()
-    outer = OuterSGD(parameters(0), 0.1, 0.5, restart=3)
-    with pytest.raises(ValueError, match=r"loaded state's restart policy test-rising:0 needs loss; .*construction"):
-        outer.load_state_dict(state)
-    assert (outer.param_groups[0]["lr"], outer.param_groups[0]["restart"]) == (0.1, "3")
-    promised = OuterSGD(parameters(0), 0.1, 0.5, restart=3, signals=["loss"])
-    promised.load_state_dict(state)
-    assert promised.param_groups[0]["restart"] == "test-rising:0"
-
-
-@pytest.mark.parametrize("memory", ["{", "[" * 100_000, "[]", "3", '{"end": NaN}', '{"end": [1]}', '{"end": null}'])
-def test_a_loaded_memory_that_holds_no_numbers_is_refused(memory: str):
-    """A policy would compare with it in a later round; nothing is loaded."""
-    outer = OuterSGD([scalar(0.0)], 0.1, 0.9, restart="auto")
-    state = outer.state_dict()
-    state["param_groups"][0] |= {"lr": 0.5, "policy_state": memory}
-    with pytest.raises(ValueError, match=r"OuterSGD: the loaded policy's"):
-        outer.load_state_dict(state)
-    assert outer.param_groups[0]["lr"] == 0.1
-
-
-# --- plain numbers ----------------------------------------------------------------------------------------------------
-
-
-def test_states_hold_plain_numbers():
-    """Numbers of NumPy's, and a policy that has not begun yet, come through the disk as plain numbers and text."""
-    x = scalar(1.0)
-    numbers: dict[str, Any] = {"lr": np.logspace(-1, 0, 3)[1], "momentum": np.float32(0.5), "nesterov": np.bool_(True)}
-    outer = OuterSGD([x], **numbers, restart=Soft(3, 0.2, 0.1))
-    torch.optim.lr_scheduler.LambdaLR(outer, lambda t: np.cos(t / 10))
-    run(outer, range(4))
-    saved = through_file(outer.state_dict())["param_groups"][0]
-    assert {type(value) for value in saved.values()} <= {int, float, bool, str, list, type(None)}
-    assert (saved["nesterov"], saved["restart"]) == (True, "soft:3:0.2:0.1")
-    assert [saved[key] for key in ("rounds", "rounds_since_restart", "restarts", "policy_state")] == [4, 1, 1, "{}"]
-    outer.param_groups[0]["restart"] = Periodic(5)
-    saved = through_file(outer.state_dict())["param_groups"][0]
-    assert (saved["restart"], json.loads(saved["policy_state"])) == ("5", Periodic(5).initial_state())
-    assert outer.param_groups[0]["restart"] == Periodic(5)  # asking for the state has begun nothing
-
-
-def test_signals_are_kept_as_plain_numbers():
-    """A tensor that the caller goes on using does not change a policy's memory, and NumPy's numbers can be loaded."""
-    x, loss = scalar(1.0), torch.tensor(1.0, requires_grad=True)
-    outer = OuterSGD([x], lr=0.5, momentum=0.9, restart="test-rising:0", signals=["loss"])
-    x.grad = torch.ones(1)
-    outer.step(signals={"loss": loss})  # type: ignore[dict-item]  # without torch's warning of a gradient
-    with torch.no_grad():
-        loss += 9
-    outer.step(signals={"loss": np.float64(1.5)})
-    assert outer.param_groups[0]["restarts"] == 1  # 1.5 after 1
-    saved = through_file(outer.state_dict())["param_groups"][0]["policy_state"]
-    assert json.loads(saved) == {"last": 1.5}
-
-
-def test_a_memory_of_arrays_of_one_number_is_saved_as_numbers():
-    """Numbers of NumPy's and torch's keep their kind."""
-    outer = OuterSGD([scalar(1.0)], lr=0.5, momentum=0.9, restart="auto")
-    outer.param_groups[0]["policy_state"] = {"count": np.int64(3), "norm": np.float32(0.5), "end": torch.tensor(2.0)}
-    text = outer.state_dict()["param_groups"][0]["policy_state"]
-    assert text == '{"count": 3, "norm": 0.5, "end": 2.0}'
-
-
-def test_a_loaded_state_saves_as_it_was():
-    """Without momentum there is no buffer, before a state is loaded and after: both save alike."""
-    outer = OuterSGD([torch.nn.Parameter(torch.ones(3))], lr=1.0)
-    state = outer.state_dict()
-    outer.load_state_dict(state)
-    assert outer.state_dict() == state
-    assert state["state"] == {}
-
-
-def test_a_loaded_buffer_of_a_scalar_is_float32():
-    """A 16-bit buffer of a scalar parameter becomes float32 as every other one does."""
-    params = [torch.nn.Parameter(torch.ones(shape, dtype=torch.bfloat16)) for shape in ((), (1,))]
-    theirs = torch.optim.SGD(params, lr=0.1, momentum=0.9)
-    for p in params:
-        p.grad = torch.ones_like(p)
-    theirs.step()
-    outer = OuterSGD(params, lr=0.1, momentum=0.9)
-    outer.load_state_dict(theirs.state_dict())
-    assert [outer.state[p]["momentum_buffer"].dtype for p in params] == [torch.float32] * 2
-
-
-def momentum_sgd(p: nn.Parameter) -> OuterSGD:
-    return OuterSGD([p], lr=0.1, momentum=0.9)
-
-
-@pytest.mark.parametrize(
-    ("build", "shape", "dtype", "devices"),
-    [
-        (momentum_sgd, (), torch.float32, {"momentum_buffer": "meta"}),
-        (momentum_sgd, (3,), torch.float32, {"momentum_buffer": "meta"}),
-        (momentum_sgd, (3,), torch.complex64, {"momentum_buffer": "meta"}),
-    ],
-)
-def test_loaded_buffers_lie_on_their_parameters_device(build: Any, shape: Any, dtype: torch.dtype, devices: Any):
-    """Whatever device the state was saved from, shown with torch's device without data; counts stay where they are."""
-    on_cpu, on_meta = (nn.Parameter(torch.ones(shape, dtype=dtype, device=device)) for device in ("cpu", "meta"))
-    saved, outer = build(on_cpu), build(on_meta)
-    on_cpu.grad = torch.ones_like(on_cpu)
-    saved.step()
-    outer.load_state_dict(saved.state_dict())
-    assert {key: value.device.type for key, value in outer.state[on_meta].items() if key in devices} == devices
-
-
-def test_hooks_around_loading_have_the_last_word():
-    """Torch's hooks work: one that matches by name, from fewer parameters, and one that changes what was loaded."""
-
-    def by_name(optimizer: OuterSGD, state: dict[str, Any]) -> dict[str, Any]:
-        (group,), (current,) = state["param_groups"], optimizer.param_groups
-        order = {name: number for number, name in enumerate(current["param_names"])}
-        indices = dict(zip(group["param_names"], group["params"], strict=True))
-        numbers = {order[name]: state["state"][index] for name, index in indices.items()}
-        whole = {"params": list(order.values()), "param_names": list(order)}
-        return {"state": numbers, "param_groups": [group | whole]}
-
-    def doubled(optimizer: OuterSGD) -> None:
-        for entries in optimizer.state.values():
-            entries["momentum_buffer"] = 2 * entries["momentum_buffer"]
-
-    saved, loaded = (
-        [(name, nn.Parameter(torch.full((2,), float(len(name))))) for name in names]
-        for names in (("a", "bb"), ("new", "bb", "a"))
-    )
-    outer, other = OuterSGD(saved, 0.1, 0.9), OuterSGD(loaded, 0.1, 0.9)
-    for _, x in saved:
-        x.grad = x.detach().clone()
-    outer.step()
-    other.register_load_state_dict_pre_hook(by_name)  # type: ignore[arg-type]
-    other.register_load_state_dict_post_hook(doubled)  # type: ignore[arg-type]
-    other.load_state_dict(outer.state_dict())
-    expected = {name: 2 * outer.state[x]["momentum_buffer"] for name, x in saved}
-    actual = {name: other.state[x]["momentum_buffer"] for name, x in loaded if x in other.state}
-    assert actual.keys() == expected.keys()
-    assert all(torch.equal(actual[name], expected[name]) for name in expected)
-    assert [copy.deepcopy(optimizer).begun for optimizer in (outer, other)] == [False, False]
-
-
-@pytest.mark.parametrize("option", [{"weight_decay": 0.1}, {"dampening": 0.5}, {"maximize": True}])
-def test_a_group_with_what_no_outer_step_has_is_refused(option: dict[str, Any]):
-    """What a group asks for in vain is refused at construction and in a step: its own state would not load either."""
-    with pytest.raises(ValueError, match=r"a param group has .*leave it out"):
-        OuterSGD([{"params": [scalar(0.0)], **option}], 0.1, 0.9)
-    x = scalar(0.0)
-    outer = OuterSGD([{"params": [x], **dict.fromkeys(option, 0)}], 0.1, 0.9)
-    outer.param_groups[0] |= option
-    x.grad = torch.ones_like(x)
-    with pytest.raises(ValueError, match=r"a param group has .*leave it out"):
-        outer.step()
-    assert x == 0
+    assert (outer.state_dict(), state["param_groups"]) == (before, given)
+    run(outer, range(2, 4))

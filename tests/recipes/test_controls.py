@@ -17,7 +17,7 @@ from twophase.recipes.controls import (
     restarts_that_count,
     with_averaging,
 )
-from twophase.restart import AtRounds, Never, Periodic, RoundSignal, Soft, ask
+from twophase.restart import AtRounds, Never, Periodic, Restart, RoundSignal, Soft
 from twophase.sweeps.grid import Axis, Cell, product
 from twophase.tasks.lm.config import TrainConfig, check
 from twophase.training.config import OuterConfig, SyncConfig
@@ -35,8 +35,8 @@ def direct_gain(config: TrainConfig) -> float:
         buffer = outer.momentum * buffer + enters
         step = outer.momentum * buffer + enters if outer.nesterov else buffer
         total += outer.lr * step
-        restart = ask(policy, {}, RoundSignal(number, number)).restart
-        if restart is not None:
+        _, restart = policy.decide({}, RoundSignal(number, number))
+        if isinstance(restart, Restart):
             buffer = restart.retain * buffer + restart.inject
     return total / config.rounds
 

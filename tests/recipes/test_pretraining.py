@@ -9,8 +9,8 @@ import pytest
 
 from paper import INNER_STEPS, LRS, MOMENTA, PERIODS, RULES
 from twophase.base.config import UsageError
-from twophase.optim.names import rule_of
 from twophase.recipes.pretraining import RECIPES, at_pace, nano, paper_150m, recipe, small
+from twophase.runs.method import rule_of
 from twophase.tasks.lm.config import check
 from twophase.tasks.lm.speed import parameter_count
 from twophase.training.config import inner_lr

@@ -22,8 +22,8 @@ from commands import outcome
 from policies import Half, Shrink
 from toytask import Toy
 from twophase.base.config import RunError, with_values
-from twophase.diloco.formats import WIRES
-from twophase.restart import HARD, RestartPolicy
+from twophase.diloco.compression import COMPRESSIONS
+from twophase.restart import Restart, RestartPolicy
 from twophase.runs.folder import RunFolder, read_summary
 from twophase.sweeps import forest, states
 from twophase.sweeps.forest import Grower, Stopped
@@ -112,7 +112,7 @@ def grow_in_parts(made: Plan, path: Path, limits: Iterable[int], **options: Any)
 
 
 PATHS = {name: f"outer.{name}" for name in ("lr", "momentum", "restart", "method")}
-PATHS |= {"wire": "sync.wire"}
+PATHS |= {"compression": "sync.compression"}
 
 
 def grid(base: RunConfig, **values: tuple[Any, ...]) -> Sweep:
@@ -188,7 +188,7 @@ def _policies(register_policy: Callable[[str], Callable[[type], type]]) -> None:
 
         def decide(self, state, signal):  # type: ignore[no-untyped-def]
             rounds = state.get("rounds", 0.0) + (signal.cosine is not None)
-            return {"rounds": rounds}, HARD if rounds % 2 == 0 else None
+            return {"rounds": rounds}, Restart() if rounds % 2 == 0 else None
 
     @register_policy("worse")
     @dataclass(frozen=True, slots=True)
@@ -197,7 +197,7 @@ def _policies(register_policy: Callable[[str], Callable[[type], type]]) -> None:
 
         def decide(self, state, signal):  # type: ignore[no-untyped-def]
             loss = signal.value("train_loss")
-            return {"loss": loss}, HARD if loss > state.get("loss", math.inf) else None
+            return {"loss": loss}, Restart() if loss > state.get("loss", math.inf) else None
 
 
 @pytest.mark.slow
@@ -239,17 +239,17 @@ def test_kinds_of_runs_are_as_alone(base: RunConfig, tmp_path: Path, alone: Alon
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_policies")
-@pytest.mark.parametrize("case", ["schedules", "a lossy wire", "signals"])
+@pytest.mark.parametrize("case", ["schedules", "compression", "signals"])
 def test_interrupted_again_and_again(base: RunConfig, tmp_path: Path, alone: Alone, case: str) -> None:
     """Stopped inside stretches and at branches, and taken up anew, a walk repeats no step and changes no bit."""
     generator = random.Random(100)
     made = {
         "schedules": lambda: plan(grid(base, momentum=(0.9,), restart=("never", "2", "3", "1"), inner_steps=(4, 7))),
-        "a lossy wire": lambda: plan(grid(base, wire=("int8",), restart=("never", "2", "1"))),
+        "compression": lambda: plan(grid(base, compression=("int8",), restart=("never", "2", "1"))),
         "signals": lambda: plan(grid(with_values(base, STEEP), momentum=(0.9,), **SIGNALS)),
     }[case]()
     limits: Iterator[int] = iter(lambda: generator.randrange(5, 12), None)
-    assert grow_in_parts(made, tmp_path, limits, in_memory=0 if case == "a lossy wire" else 2) >= 3
+    assert grow_in_parts(made, tmp_path, limits, in_memory=0 if case == "compression" else 2) >= 3
     check(made, tmp_path, alone(made))
 
 
@@ -284,11 +284,11 @@ def test_a_killed_walk_loses_little(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["a process each", "lost states", "one process, several wires"])
+@pytest.mark.parametrize("case", ["a process each", "lost states", "one process, several compressions"])
 def test_jobs_in_any_order(base: RunConfig, tmp_path: Path, alone: Alone, case: str) -> None:
-    """Jobs in any order make the same runs, each with its own wire, in the same steps unless states are damaged."""
-    damaged, together = case == "lost states", "wires" in case
-    axes = {"wire": WIRES[1:]} if together else {"momentum": (0.5, 0.9)}
+    """Jobs in any order make the same runs, each with its compression, in the same steps unless states are damaged."""
+    damaged, together = case == "lost states", "compressions" in case
+    axes = {"compression": COMPRESSIONS[1:]} if together else {"momentum": (0.5, 0.9)}
     made = plan(grid(base, restart=("never", "2"), **axes))
     jobs = made.forest.jobs(20)
     assert len(jobs) > 2
@@ -370,7 +370,7 @@ ALONE: tuple[dict[str, Any], ...] = (
     IN_FRAGMENTS | {"sync.restart": ("ends=auto", "rest=3")},
     IN_FRAGMENTS | {"sync.restart": ("ends=ramp:0.5", "rest=cycle:2,1"), "outer.lr": 0.3},
     {"sync.fragments": ("1",), "sync.restart": ("0=2",)},
-    {"sync.delay": 2, "sync.mixing": 0.25, "sync.wire": "int8"},
+    {"sync.delay": 2, "sync.mixing": 0.25, "sync.compression": "int8"},
     IN_FRAGMENTS | {"outer.lr": 1e4, "divergence_loss": 100.0},
 )
 """Ways of synchronising that share no steps."""

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from coefficients import coefficients, registered
 from twophase.base.config import with_values
-from twophase.diloco.formats import WIRES
+from twophase.diloco.compression import COMPRESSIONS
 from twophase.rule import FORMS
 from twophase.sweeps.grid import Axis, Cell, Sweep, product
 from twophase.sweeps.history import bits, is_scheduled
@@ -338,7 +338,7 @@ OTHER_VALUES = {
     "replicas": (1, 2),
     "data.batch_size": (4, 8),
     "steps": (40, 44),
-    "sync.wire": WIRES,
+    "sync.compression": COMPRESSIONS,
 }
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from runmaker import EMA, NESTEROV, SUM, observed
-from twophase.policies.base import Decision, Never, RoundSignal, State, Step
+from twophase.restart import Decision, Never, RoundSignal, State, Step
 from twophase.rule import OuterRule
 from twophase.theory.observed import LEAST, Observed, observe
 
@@ -159,17 +159,17 @@ def test_another_rules_record_is_refused() -> None:
     assert observe(SUM, *columns, follows=np.arange(30) != 15).pairs == 28
 
 
-class AverageLate(Never):
-    """Averages from round 31 on; the buffer goes on as the rule makes it."""
+class ShortLate(Never):
+    """From round 31 on steps by half of the buffer, which goes on as the rule makes it."""
 
     takes_steps = True
 
     def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
-        """Average in the second half."""
-        return state, Step(1.0, 0.0) if signal.round > 30 else None
+        """Take a step in the second half."""
+        return state, Step(0.5, 0.9) if signal.round > 30 else None
 
 
-@pytest.mark.parametrize(("restart", "foreign"), [("never", 0), (AverageLate(), 29), ("auto", 59)])
+@pytest.mark.parametrize(("restart", "foreign"), [("never", 0), (ShortLate(), 29), ("auto", 59)])
 def test_steps_of_a_policy_are_left_out(restart: Any, foreign: int) -> None:
     """Rounds whose gain is not the rule's tell nothing of it; with the rule's own gains nothing is lost."""
     rule, sigma = OuterRule(0.7, 0.9, nesterov=True), 0.3
@@ -179,5 +179,5 @@ def test_steps_of_a_policy_are_left_out(restart: Any, foreign: int) -> None:
     assert seen.foreign == pytest.approx(foreign, abs=3)
     if restart != "auto":
         assert seen.sigma == pytest.approx(sigma, rel=1e-6)
-    if isinstance(restart, AverageLate):  # its buffer is the rule's all along
+    if isinstance(restart, ShortLate):  # its buffer is the rule's all along
         assert observe(rule, *columns).sigma != pytest.approx(sigma, rel=0.01)

@@ -167,12 +167,11 @@ def test_cosines_stay_in_their_range():
 
 
 def test_what_is_not_needed_is_not_measured():
-    """A policy without needs sees rule and counters, once a round and rule; one that measures sees 0 at momentum 0."""
+    """A policy without needs sees the counters, once a round; one that measures sees 0 at momentum 0."""
     policy = Blind({2: Restart(), 5: Restart(before=True)})
     run = rollout(rule_grid([0.1, 0.2], 0.9), SIX, 6, policy, noise=0.1, seeds=3)
     ages = [(signal.round, signal.rounds_since_restart) for signal in policy.signals]
-    assert ages == [pair for pair in ((1, 1), (2, 2), (3, 1), (4, 2), (5, 3), (6, 2)) for _ in range(2)]
-    assert [signal.rule.lr for signal in policy.signals if signal.rule] == [0.1, 0.2] * 6
+    assert ages == [(1, 1), (2, 2), (3, 1), (4, 2), (5, 3), (6, 2)]
     assert all(s.cosine is s.buffer_norm is s.pseudo_gradient_norm is None for s in policy.signals)
     assert (run.restarts == np.isin(np.arange(1, 7), [2, 5])[:, None, None]).all()
     policy = Scripted()
@@ -356,8 +355,8 @@ def test_a_diverged_trajectory_asks_no_more():
     """A policy is shown finite numbers only: once a norm overflows it is not asked again, and others still are."""
     policy, wild, tame = Scripted(), OuterRule(1e60, 0.9), OuterRule(0.5, 0.9)
     run = rollout([wild, tame], SIX, 12, policy)
-    asked = sum(signal.rule == wild for signal in policy.signals)
-    assert 1 < asked < sum(signal.rule == tame for signal in policy.signals) == 12
+    asked = len(policy.signals) - 12  # 12 of the other one
+    assert 1 < asked < 12
     assert all(math.isfinite(signal.value(name)) for signal in policy.signals for name in policy.needs)
     assert np.isinf(np.abs(run.pseudo_gradient[asked, 0]).max())
     assert run.not_finite[:, 0].tolist() == [False] * asked + [True] * (12 - asked)

@@ -16,14 +16,14 @@ from safetensors.torch import load_file
 
 from threads import PATIENCE, Member, together
 from twophase.base.config import RunError, UsageError
-from twophase.diloco.communicator import Communicator, SingleProcess
+from twophase.diloco.group import SingleProcess
 from twophase.training import checkpoint, parts, snapshot
 from twophase.training.checkpoint import ENGINE, Writer, replica_file
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
-def writer(folder: Path, communicator: Communicator | None = None, **options: Any) -> Writer:
+def writer(folder: Path, communicator: SingleProcess | None = None, **options: Any) -> Writer:
     settings = {"fingerprint": "abc", "keep": 2} | options
     return Writer(folder, communicator=communicator or SingleProcess(), **settings)
 
@@ -146,7 +146,7 @@ def test_foreign_checkpoints(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"fingerprint abc, here xyz"):
         checkpoint.Checkpoint(folder, "xyz")
     (folder / "manifest.json").write_text(of_first_format(json.loads((folder / "manifest.json").read_text())))
-    with pytest.raises(UsageError, match=r"in format 1, .* reads format 3\. Finish"):
+    with pytest.raises(UsageError, match=r"in format 1, .* reads format 4\. Finish"):
         checkpoint.Checkpoint(folder, "abc")
 
 
@@ -217,7 +217,7 @@ def test_what_progress_counts_is_on_the_disk_before(tmp_path: Path, size: int) -
     def before() -> None:
         calls.append((threading.current_thread().name, checkpoint.latest_step(tmp_path)))
 
-    def save_one(pair: Communicator) -> None:
+    def save_one(pair: SingleProcess) -> None:
         with writer(tmp_path, pair, before=before if pair.rank == 0 else lambda: None) as saving:
             saving.save(4, {replica_file(pair.rank): {}} | ({ENGINE: {}} if pair.rank == 0 else {}), {})
 

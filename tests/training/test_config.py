@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
 from twophase.base.config import UsageError, from_tree, to_tree, with_values
+from twophase.diloco.compression import COMPRESSIONS
 from twophase.tasks.build import preflight_all
 from twophase.tasks.lm.config import TrainConfig, check
 from twophase.tasks.lm.task import LanguageTask
-from twophase.training.config import RunConfig, inner_lr
+from twophase.training.config import RunConfig, SyncConfig, inner_lr
 from twophase.training.preflight import preflight
 
 REFUSALS: list[tuple[dict[str, Any], str]] = [
@@ -23,11 +24,11 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"outer.method": "adamw", "outer.restart": "auto"}, r"--outer\.restart: .*nesterov"),
     ({"outer.method": "averaging", "outer.schedule": "momentum:0"}, r"--outer\.schedule: .*nesterov"),
     ({"outer.filter": "clip"}, r"--outer\.filter: .*clip:1"),
-    ({"outer.method": "nesterov", "outer.momentum": 1.0}, r"--outer\.momentum is 1\.0; "),
+    ({"outer.method": "nesterov", "outer.momentum": 1.0}, r"--outer\.momentum must .*1\.0"),
     ({"outer.lr": 1e200}, r"--outer\.lr is 1e\+200; .*at most 1e\+30"),
-    ({"outer.lr": -0.1}, r"--outer\.lr is -0\.1; "),
-    ({"outer.restart": "0"}, r"--outer\.restart: .*period is 0; "),
-    ({"outer.restart": "often"}, r"--outer\.restart: restart 'often' is not known; write never"),
+    ({"outer.lr": -0.1}, r"--outer\.lr must .*-0\.1"),
+    ({"outer.restart": "0"}, r"--outer\.restart: .*period .*0"),
+    ({"outer.restart": "often"}, r"--outer\.restart: .*'often'.*never"),
     ({"inner_steps": 23}, r"--inner-steps is 23; .*at most steps \(22\); lower --inner-steps"),
     ({"inner_steps": 0}, r"--inner-steps is 0; it must be a whole number from 1 to 100,000,000"),
     ({"replicas": 0}, r"--replicas is 0; "),
@@ -67,11 +68,11 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"sync.fragments": ()}, r"--sync\.fragments is empty; "),
     ({"sync.fragments": ("a", "b")}, r"--sync\.fragments is a; .*NAME=VALUE"),
     ({"sync.restart": ("0=3", "0=4")}, r"--sync\.restart is 0=4; "),
-    ({"sync.restart": ("0=often",)}, r"--sync\.restart: restart 'often' is not known"),
+    ({"sync.restart": ("0=often",)}, r"--sync\.restart: .*'often'"),
     ({"sync.restart": ("1=3",)}, r"--sync\.restart names 1, and the fragments are 0; "),
-    ({"sync.fragments": ("a=(",)}, r"--sync\.fragments a=\(: .*no regular expression"),
-    ({"sync.fragments": ("a=embedding",)}, r"--sync\.fragments a=embedding: .*no fragment's pattern"),
-    ({"sync.fragments": ("99",)}, r"--sync\.fragments 99: .*between 1 and the number of parameters, 9"),
+    ({"sync.fragments": ("a=(",)}, r"--sync\.fragments a=\(: .*regular expression"),
+    ({"sync.fragments": ("a=embedding",)}, r"--sync\.fragments a=embedding: .*no pattern"),
+    ({"sync.fragments": ("99",)}, r"--sync\.fragments 99: .*at most the 9 parameters"),
 ]
 
 
@@ -95,6 +96,11 @@ def test_defaults() -> None:
     """The default configuration can be run; model and data come first in its file, as in those of earlier versions."""
     assert check(TrainConfig()) == TrainConfig()
     assert list(to_tree(TrainConfig())) == ["model", "data", *to_tree(RunConfig())]
+
+
+def test_compressions_are_the_engines() -> None:
+    """A configuration, which imports no torch, offers what the engine can do."""
+    assert get_args(get_type_hints(SyncConfig)["compression"]) == COMPRESSIONS
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def test_a_peer_is_lost_while_the_group_forms(group: Group, victim: int, fault: 
     processes = group.both([[fault], []] if victim == 0 else [[], [fault]])
     group.ended(str(other), processes[other], 1)
     (line,) = last_words(group, str(other))
-    assert "failed: the processes cannot meet at 127.0.0.1:" in line or "failed: the connection to the other" in line
+    assert "failed: the processes cannot meet at 127.0.0.1:" in line or "failed: the connection to another rank" in line
     assert not group.out.exists()
 
 
@@ -143,7 +143,7 @@ def test_one_is_killed(config: TrainConfig, weights: bytes, tmp_path: Path):
         group.ended("1", second, -signal.SIGKILL)
         group.ended("0", first, 1)
         (line,) = last_words(group, "0")
-        assert "failed: the connection to the other processes is lost (" in line
+        assert "failed: the connection to another rank is lost (" in line
         for rank, process in enumerate(group.both()):
             group.ended(str(rank), process)
     assert (tmp_path / "run" / WEIGHTS).read_bytes() == weights
@@ -155,7 +155,7 @@ def test_one_stands_still(config: TrainConfig, tmp_path: Path):
         first, second = group.both([[], ["stop@reduce:2"]])
         group.ended("0", first, 1)
         (line,) = last_words(group, "0")
-        assert "failed: the connection to the other processes is lost (" in line
+        assert "failed: the connection to another rank is lost (" in line
         second.kill()
 
 

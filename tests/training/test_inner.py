@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from commands import outcome
 from trained import run, run_in_parts, stop_after
 from twophase.base.config import UsageError, with_values
-from twophase.diloco.communicator import SingleProcess
+from twophase.diloco.group import SingleProcess
 from twophase.runs.folder import RunFolder
 from twophase.tasks.lm.config import ModelConfig, TrainConfig
 from twophase.tasks.lm.model import Llama

@@ -13,8 +13,8 @@ import pytest
 from commands import outcome
 from policies import Longer
 from trained import run, run_in_parts
-from twophase.base.config import with_values
-from twophase.restart import HARD, RestartPolicy
+from twophase.base.config import UsageError, with_values
+from twophase.restart import Restart, RestartPolicy
 from twophase.runs.folder import read_lines
 from twophase.tasks.lm.config import TrainConfig
 from twophase.training import checkpoint
@@ -38,7 +38,7 @@ def _worse(register_policy: Callable[[str], Any]) -> None:
 
         def decide(self, state, signal):  # type: ignore[no-untyped-def]
             loss = signal.value("train_loss")
-            return {"loss": loss}, HARD if loss > state.get("loss", math.inf) else None
+            return {"loss": loss}, Restart() if loss > state.get("loss", math.inf) else None
 
 
 @pytest.mark.slow
@@ -143,3 +143,29 @@ def test_a_policy_that_sees_nan_ends_the_run(
     assert (summary["diverged"], summary["exit_reason"], summary["steps"]) == (True, "diverged", 12)
     assert [line["groups"][0]["not_finite"] for line in read_lines(tmp_path / "rounds.jsonl")] == [[], ["progress"]]
     assert run(config, tmp_path)["diverged"]
+
+
+def test_a_policy_that_needs_what_training_lacks(
+    short_run: TrainConfig, tmp_path: Path, register_policy: Callable[[str], Any]
+) -> None:
+    """It is refused before any training, with the option and the signal's name."""
+
+    @register_policy("warm")
+    @dataclass(frozen=True, slots=True)
+    class Warm(RestartPolicy):
+        needs = frozenset({"temperature", "cosine"})
+
+        def decide(self, state, signal):  # type: ignore[no-untyped-def]
+            return state, Restart() if signal.value("temperature") > 1 else None
+
+    with pytest.raises(UsageError, match=r"outer\.restart.* temperature"):
+        run(with_values(short_run, {"outer.restart": "warm"}), tmp_path)
+    assert not (tmp_path / "rounds.jsonl").exists()
+
+
+def test_learning_rate_zero_is_a_run(short_run: TrainConfig, tmp_path: Path) -> None:
+    """Where the anchor never moves every round counts and is measured all the same."""
+    run(with_values(short_run, {"outer.lr": 0.0, "outer.restart": "2"}), tmp_path)
+    lines = read_lines(tmp_path / "rounds.jsonl")
+    assert [line["restarted"] for line in lines] == [number % 2 == 0 for number in range(1, len(lines) + 1)]
+    assert all(line["pseudo_gradient_norm"] > 0 for line in lines)

@@ -110,8 +110,8 @@ def test_a_group_has_timeouts_and_its_own_gpu(
         def __init__(self, timeout: float) -> None:
             self.timeout = timeout
 
-        def exchange(self, numbers: list[float]) -> None:
-            del numbers
+        def gather_json(self, value: int) -> None:
+            del value
             limits.append(self.timeout)
 
     def join(backend: str, **options: Any) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from trained import stop_after
 from twophase.base.config import UsageError, with_values
-from twophase.diloco.communicator import SingleProcess
+from twophase.diloco.group import SingleProcess
 from twophase.runs.folder import SUMMARY, RunFolder, read_lines
 from twophase.tasks.lm.config import TrainConfig
 from twophase.training import device

@@ -25,7 +25,7 @@ from forked import Forked
 from trained import newest, run, run_in_parts, stop_after
 from twophase.base.config import RunError, UsageError, dump_yaml, fingerprint, with_values
 from twophase.cli.main import main
-from twophase.diloco.communicator import SingleProcess
+from twophase.diloco.group import SingleProcess
 from twophase.runs.folder import LOGS, RunFolder, read_lines
 from twophase.runs.log import read_log
 from twophase.tasks.lm.config import TrainConfig
@@ -192,7 +192,7 @@ def test_a_checkpoint_that_one_process_does_not_see(config: TrainConfig, tmp_pat
 
         rank, size = 1, 2
 
-        def gather(self, value: Any, kind: Any) -> list[Any]:  # noqa: ARG002
+        def gather_json(self, value: Any, *, shards: bool = False) -> list[Any]:  # noqa: ARG002
             return [12, value] if type(value) is int else [value]
 
     run(config, tmp_path, should_stop=stop_after(8))

@@ -12,7 +12,7 @@ import torch
 
 from threads import Member, together
 from twophase.base.config import UsageError, with_values
-from twophase.diloco.communicator import SingleProcess
+from twophase.diloco.group import SingleProcess
 from twophase.tasks.lm import attention
 from twophase.tasks.lm.attention import activate, choose, fastest_attention
 from twophase.tasks.lm.config import TrainConfig

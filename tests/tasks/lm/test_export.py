@@ -25,7 +25,7 @@ from commands import snapshot
 from twophase.base.config import UsageError, with_values
 from twophase.base.files import file_sha256
 from twophase.cli.export import main
-from twophase.diloco.communicator import SingleProcess
+from twophase.diloco.group import SingleProcess
 from twophase.runs.folder import RunFolder
 from twophase.tasks.lm import export as module
 from twophase.tasks.lm.config import TrainConfig

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from twophase.base.config import RunError, UsageError, with_values
-from twophase.diloco.communicator import SingleProcess
+from twophase.diloco.group import SingleProcess
 from twophase.tasks.lm import step as step_module
 from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.evaluate import total_nats

@@ -1,4 +1,4 @@
-"""Outer schedules: their numbers, their text, and the steps of an optimizer that follows one."""
+"""Outer schedules: their numbers, their texts, and the steps of an optimizer that follows one."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import torch
 
 from outers import parameters, run
 from replicas import same_bits, through_file
-from twophase.optim.outer import OuterSGD
-from twophase.optim.restarting import Restarting, follow
+from twophase.optim.outer_sgd import OuterSGD
+from twophase.optim.restarting import Restarting
+from twophase.optim.schedules import Schedule, follow
 from twophase.rule import OuterRule
-from twophase.schedule import Schedule
 
 RULE = OuterRule(0.5, 0.8, nesterov=True)
 
 
 def test_numbers():
-    """A line of learning rates to a factor, a rising momentum, and both end with the run."""
+    """A line of learning rates to a factor, a rising momentum, and both end with the run; a text is read back."""
     lrs = [Schedule.parse("linear:2").at(RULE, t, 5).lr for t in range(1, 8)]
     np.testing.assert_allclose(lrs, [0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.0], rtol=1e-15)
     momenta = [Schedule.parse("momentum:0.3").at(RULE, t, 5).momentum for t in range(1, 8)]
@@ -26,33 +26,35 @@ def test_numbers():
     assert Schedule.parse("momentum:0").at(RULE, 1, 5).momentum > 0  # else there would be no buffer
     assert Schedule.parse("momentum:0.3").at(OuterRule(1.0, 0.0), 2, 5) == OuterRule(1.0, 0.0)
     for text in ("constant", "linear:2", "linear:0.1", "momentum:0"):
-        assert Schedule.parse(str(Schedule.parse(text))) == Schedule.parse(text)
+        schedule = Schedule.parse(text)
+        assert Schedule.parse(str(schedule)) == Schedule.parse(schedule) == schedule
 
 
 @pytest.mark.parametrize(
     "text", ["cosine", "linear", "linear:-1", "linear:101", "linear:nan", "momentum:1", "constant:1", "momentum:x", ""]
 )
-def test_refused(text: str):
-    """What is no schedule."""
+def test_what_is_no_schedule_is_refused(text: str):
+    """By its name."""
     with pytest.raises(ValueError, match="schedule"):
         Schedule.parse(text)
+    with pytest.raises(ValueError, match="schedule"):
+        Schedule("cosine")
 
 
-@pytest.mark.parametrize("text", ["linear:2", "momentum:0.1"])
+@pytest.mark.parametrize("text", ["linear:2", "momentum:0.1", "constant"])
 def test_an_optimizer_follows(text: str):
     """By the rounds of its groups, also after loading, with the bits of an optimizer that is given these numbers."""
-    params, twins = parameters(0), parameters(0)
-    outer = OuterSGD(params, 0.5, 0.8, nesterov=True, restart=3)
-    follow(outer, Schedule.parse(text), 6)
-    twin = OuterSGD(twins, 0.5, 0.8, nesterov=True, restart=3)
+    params, twins, schedule = parameters(0), parameters(0), Schedule.parse(text)
+    outer, twin = (OuterSGD(each, 0.5, 0.8, nesterov=True, restart=3) for each in (params, twins))
+    follow(outer, schedule, 6)
     for number in range(8):
-        run(outer, range(number, number + 1))
-        rule = Schedule.parse(text).at(RULE, number + 1, 6)
+        run(outer, [number])
+        rule = schedule.at(RULE, number + 1, 6)
         twin.param_groups[0].update(lr=rule.lr, momentum=rule.momentum)
-        run(twin, range(number, number + 1))
+        run(twin, [number])
         state = through_file(outer.state_dict())
         outer = OuterSGD(params, 0.5, 0.8, nesterov=True)
-        follow(outer, Schedule.parse(text), 6)
+        follow(outer, schedule, 6)
         outer.load_state_dict(state)
     assert all(map(same_bits, params, twins))
 

@@ -1,0 +1,131 @@
+"""States that are no engine's, or another engine's, are refused by name, and change nothing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from diloco.scenarios import BLOCKS, Run, start, unlike
+from replicas import through_file
+
+
+def under_way(**changes: Any) -> Run:
+    """Three fragments, of which the last is being reduced."""
+    run = start("three, delay", **changes)
+    run.go(range(6))
+    return run
+
+
+COUNTERS = ("round", "inner_step", "taken", "syncs")
+UNDER_WAY = ("launched", "sum", "bytes_sent")
+NUMBERS = (*COUNTERS, "steps", "launched", "bytes_sent")
+PATHS: list[tuple[Any, ...]] = [
+    *((name,) for name in ("anchor", "spec", "fragments", *COUNTERS)),
+    *(("fragments", number, name) for number in (0, 2) for name in ("name", "round", "steps", "outer")),
+    *(("fragments", 2, name) for name in UNDER_WAY),
+    *(("fragments", 1, "outer", name) for name in ("state", "param_groups")),
+]
+"""Places in a state; without an `age` no reduction is under way."""
+
+
+def changed(state: Any, path: tuple[Any, ...], change: Callable[[Any, Any], Any]) -> dict[str, Any]:
+    """A copy with a change at a place."""
+    state = copy.deepcopy(state)
+    place = state
+    for key in path[:-1]:
+        place = place[key]
+    change(place, path[-1])
+    return state
+
+
+def replaced(state: Any, path: tuple[Any, ...], value: Any) -> dict[str, Any]:
+    """A copy with another value at a place."""
+    return changed(state, path, lambda place, key: place.__setitem__(key, value))
+
+
+def assert_refused(state: Any, word: str, **changes: Any) -> None:
+    """A state is refused with a word, and the engine goes on as if nothing had happened."""
+    run, other = (under_way(seed=3, **changes) for _ in range(2))
+    with pytest.raises(ValueError, match=word):
+        run.engine.load_state_dict(state)
+    assert unlike(run.tensors(), other.tensors()) == []
+    for first, second in zip(run.engine.fragments, other.engine.fragments, strict=True):
+        assert first.outer.state_dict()["param_groups"] == second.outer.state_dict()["param_groups"]
+    run.go(range(6, 12))
+    other.go(range(6, 12))
+    assert unlike(run.tensors(), other.tensors()) == []
+
+
+def test_the_places_are_those_of_a_state() -> None:
+    """All that is saved is in the tests below."""
+    state = under_way().engine.state_dict()
+    assert {(key,) for key in state} == {path for path in PATHS if len(path) == 1}
+    assert state["fragments"][0].keys() == {"name", "round", "steps", "outer"}
+    assert state["fragments"][2].keys() == {"name", "round", "steps", "outer", "age", *UNDER_WAY}
+
+
+@pytest.mark.parametrize("path", PATHS, ids=str)
+def test_each_missing_key_is_named(path: tuple[Any, ...]) -> None:
+    """A state that lacks an entry is refused with a ValueError that names it."""
+    assert_refused(changed(under_way().engine.state_dict(), path, lambda place, key: place.pop(key)), str(path[-1]))
+
+
+@pytest.mark.parametrize("path", [path for path in PATHS if path[-1] not in ("name", "state", "param_groups")], ids=str)
+def test_each_damaged_entry_is_refused(path: tuple[Any, ...]) -> None:
+    """None in the place of an entry, and in that of a number a fraction or one below 0."""
+    state = under_way().engine.state_dict()
+    for value in (None, -1, 1.5) if path[-1] in NUMBERS else (None,):
+        assert_refused(replaced(state, path, value), "DiLoCo")
+
+
+@pytest.mark.parametrize("state", [{}, None, [], {"anchor": torch.zeros(3)}])
+def test_what_is_no_state_is_refused(state: Any) -> None:
+    """Whatever it is."""
+    assert_refused(state, "state_dict")
+
+
+@pytest.mark.parametrize(
+    ("word", "changes"),
+    [
+        ("inner_steps", {"inner_steps": 9}),
+        ("delay", {"delay": 2}),
+        ("stagger", {"stagger": False}),
+        ("mixing", {"mixing": 0.5}),
+        ("compression", {"compression": "int8"}),
+        ("replicas", {"replicas": [0]}),
+        ("fragments", {"fragments": 2, "restart": 2}),
+        ("fragments", {"fragments": BLOCKS, "restart": 2}),
+    ],
+)
+def test_a_reduction_ends_by_the_schedule_that_it_began_in(word: str, changes: dict[str, Any]) -> None:
+    """With one under way a state is loaded by an engine of the same schedule only."""
+    assert_refused(under_way().engine.state_dict(), word, **changes)
+
+
+def test_shapes_are_compared() -> None:
+    """Tensors of other shapes and types, param groups of other sizes, and a place beyond the round are refused."""
+    state = under_way().engine.state_dict()
+    parts, groups = state["fragments"], state["fragments"][1]["outer"]["param_groups"]
+    for path, value, word in (
+        (("anchor",), state["anchor"][:1], "anchor"),
+        (("anchor",), state["anchor"].double(), "anchor"),
+        (("fragments", 2, "sum"), parts[2]["sum"][:1], "sums"),
+        (("inner_step",), 6, "inner_step"),
+        (("fragments", 2, "age"), 1.5, "age"),
+        (("fragments",), parts[:2], "groups"),
+        (("fragments",), [*parts, parts[0]], "zip"),
+        (("fragments", 1, "outer", "param_groups"), groups * 2, "groups"),
+    ):
+        assert_refused(replaced(state, path, value), word)
+
+
+def test_a_state_that_a_later_fragment_refuses_changes_none() -> None:
+    """The outer optimizers load one after the other; those before the refusal go back."""
+    state = through_file(under_way().engine.state_dict())
+    (index, buffers), *_ = state["fragments"][1]["outer"]["state"].items()
+    state["fragments"][1]["outer"]["state"][index] = {key: value[..., None] for key, value in buffers.items()}
+    assert_refused(state, "buffer")

@@ -1,0 +1,47 @@
+"""What a configuration's `outer` stands for: rules, numbers, a line for people, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from twophase.optim.names import NAMES, RULES
+from twophase.rule import OuterRule
+from twophase.runs.method import describe, is_function, numbers_of, options_of, rule_of
+
+
+def test_the_table():
+    """Names with their own numbers; given ones replace them; a rule's options are its own."""
+    table = {"averaging": (1, 0), "heavy-ball": (0.7, 0.9), "nesterov": (0.7, 0.9)}
+    table |= {"adamw": (0.02, 0.9), "muon": (0.1, 0.9)}
+    assert {name: tuple(numbers_of({"method": name}).values()) for name in NAMES} == table
+    assert numbers_of({"method": "adamw", "lr": 3, "momentum": None}) == {"lr": 3.0, "momentum": 0.9}
+    assert numbers_of({"method": "own.py:make", "lr": 3}) == {}
+    assert rule_of("nesterov", 0.5, 0.8, "ema") == OuterRule(0.5, 0.8, nesterov=True, form="ema")
+    assert (rule_of("adamw"), rule_of("own.py:make"), is_function("muon")) == (None, None, False)
+    for rule in (*RULES.values(), OuterRule(0.3, 0.5, form="ema"), OuterRule(1.3, 0.0)):
+        assert rule_of(**options_of(rule)) == rule
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"method": "averaging", "lr": 0.5}, ["averaging", "0.5"]),
+        ({"method": "nesterov", "form": "ema"}, ["Nesterov", "EMA"]),
+        ({"method": "adamw", "filter": "clip:1", "schedule": "linear:2"}, ["adamw", "0.02", "clip:1", "linear:2"]),
+        ({"method": "own.py:make", "filter": "none"}, ["own.py:make"]),
+    ],
+)
+def test_a_line_for_people(options: dict[str, Any], words: list[str]):
+    """It names method, numbers, form, and what is not usual."""
+    assert all(word in describe(options) for word in words)
+    assert "none" not in describe(options)
+
+
+def test_refused_options_are_named():
+    """An unknown name, a momentum of averaging, a number out of its range, what is no filter."""
+    refused = {"heavy-ball": ("averaging", None, 0.9), "method": ("adam",), "lr": ("nesterov", -1.0)}
+    for word, arguments in refused.items():
+        with pytest.raises(ValueError, match=word):
+            rule_of(*arguments)
