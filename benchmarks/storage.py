@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from bounds import finish
-from twophase.diloco.communicator import SingleProcess
+from twophase.diloco.group import SingleProcess
 from twophase.recipes.pretraining import RECIPES
 from twophase.tasks.lm.config import DataConfig, TrainConfig
 from twophase.tasks.lm.corpus import build

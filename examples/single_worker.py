@@ -68,7 +68,7 @@ def by_hand(steps: int, restart: str) -> nn.Module:
     """The same rounds around a bare `OuterSGD`, whose parameters are the anchor."""
     model, inner = build()
     anchor = [p.detach().clone() for p in model.parameters()]
-    outer = OuterSGD.from_rule(anchor, RULE, restart)
+    outer = OuterSGD(anchor, RULE.lr, RULE.momentum, nesterov=RULE.nesterov, restart=restart)
     for step in range(1, steps + 1):
         inner_step(model, inner, step - 1)
         if step % INNER_STEPS == 0 or step == steps:  # the last round may be shorter

@@ -18,10 +18,10 @@ import twophase
 import twophase.theory
 from suite import Outer
 from twophase.base.config import get, with_values
-from twophase.diloco.comm import ProcessGroup
-from twophase.optim.restarting import follow, named_optimizer
+from twophase.diloco.group import ProcessGroup
+from twophase.optim.build import named_optimizer
+from twophase.optim.schedules import Schedule, follow
 from twophase.restart import Restart, RestartPolicy, register
-from twophase.schedule import Schedule
 
 theory = twophase.theory
 
@@ -66,10 +66,8 @@ def engine(
     replicas: Sequence[nn.Module], outer: Outer | Callable[..., Any], restart: Any, mesh: Any, **options: Any
 ) -> Any:
     """Build a `DiLoCo`; options are inner_steps, fragments, stagger, delay, mixing, compression, buffers."""
-    wire = options.pop("compression", "float32")
     restart = Shrinking() if restart == "own" else restart
-    communicator = ProcessGroup.of_mesh(mesh) if mesh else None
-    options |= {"restart": restart, "wire": wire, "communicator": communicator}
+    options |= {"restart": restart, "group": ProcessGroup.of_mesh(mesh) if mesh else None}
     if not isinstance(outer, Outer):
         return twophase.DiLoCo(replicas, outer, **options)
     made = twophase.DiLoCo(replicas, _outer_value(outer), filter=outer.filter, **options)
@@ -80,13 +78,13 @@ def engine(
 
 def engine_state(engine: Any) -> dict[str, Any]:
     """Return all that a saved engine needs."""
-    return {"wire": engine.wire_state_dict(), "engine": engine.state_dict()}
+    return {"residuals": engine.residuals(), "engine": engine.state_dict()}
 
 
 def load_engine_state(engine: Any, state: Mapping[str, Any]) -> None:
     """Continue from a saved state."""
     engine.load_state_dict(state["engine"])
-    engine.load_wire_state_dict(state["wire"])
+    engine.load_residuals(state["residuals"])
 
 
 def outer_states(engine: Any) -> dict[str, dict[str, Any]]:

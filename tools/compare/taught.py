@@ -94,7 +94,9 @@ def defines(module: str, name: str) -> bool:
     """Return whether a module of the package defines or imports a name."""
     file = source_of(module)
     text = file.read_text(encoding="utf-8") if file else ""
-    return bool(re.search(rf"^(class |def )?{name}\b|^(from|import) .*\b{name}\b|^    \"?{name}\b", text, re.MULTILINE))
+    return bool(
+        re.search(rf"^(class |def )?{name}\b|^ *(from|import) .*\b{name}\b|^    \"?{name}\b", text, re.MULTILINE)
+    )
 
 
 def help_of_all() -> str:
