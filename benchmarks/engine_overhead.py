@@ -29,8 +29,7 @@ class Loop:
     """The replicas of a run, with and without an engine."""
 
     def __init__(self, config: TrainConfig) -> None:
-        self.config, self.device, self.step = config, torch.device(config.device), 0
-        task = LanguageTask(config)
+        self.config, self.device, self.step, task = config, torch.device(config.device), 0, LanguageTask(config)
         preflight(config, task)
         compute = task.step(self.device, config.replicas, SingleProcess())
         self.replicas = [Replica(config, number, task, compute) for number in range(config.replicas)]
@@ -55,10 +54,7 @@ class Loop:
     def compare(self, inner_steps: int, seconds: float, least: int) -> tuple[float, float]:
         """Return the ratio of tokens a second and the engine's share of the time, as medians over pairs of blocks.
 
-        Args:
-            inner_steps: S, of a round.
-            seconds: to measure for; three pairs of blocks at least.
-            least: inner steps of a block at least.
+        They are of rounds of S inner steps, in so many seconds, three pairs and `least` inner steps a block at least.
         """
         models = [replica.model for replica in self.replicas]
         engine = DiLoCo(models, "nesterov", restart=3, inner_steps=inner_steps)

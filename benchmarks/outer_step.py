@@ -30,12 +30,7 @@ def seconds(count: int, nesterov: bool, rounds: int) -> dict[str, float]:
     fused = torch.optim.SGD(params, fused=True, **rule)
     ours = OuterSGD(params, restart=10, **rule)
     auto = OuterSGD(params, restart="auto")
-    turns = {
-        "fused": fused.step,
-        "ours": ours.step,
-        "measured": lambda: ours.step(measure=True),
-        "auto": auto.step,
-    }
+    turns = {"fused": fused.step, "ours": ours.step, "measured": lambda: ours.step(measure=True), "auto": auto.step}
     taken: dict[str, list[float]] = {name: [] for name in turns}
     for number in range(rounds + 2):
         for name in reversed(turns) if number % 2 else turns:

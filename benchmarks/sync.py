@@ -1,4 +1,4 @@
-"""One sync of 30M and of 100M float32 parameters between two processes: time, memory and bytes, as ratios of one run.
+"""One sync of 30M and of 100M float32 parameters between two processes: time and memory, as ratios of one run.
 
 A sync is pseudo-gradient, all-reduce, outer Nesterov step and restored parameters, over gloo and loopback, one thread a
 process. Engines take turns in the same two processes on the same progress, must end with the same bits, and a sync
@@ -7,8 +7,7 @@ takes as long as the slower process; medians.
 `torchft_time_ratio_*`: all of `DiLoCo.step()`, with report and digests, over `torchft.local_sgd.DiLoCo` with
 `torch.optim.SGD`, without its quorum and vote. `torchft_memory_ratio_*`: peak resident memory of a process, each engine
 in a pair of processes of its own. `flat_time_ratio_*`: over a loop of a few lines on one flat buffer with fused SGD,
-without norms, digests and reports. `int8_bytes_ratio`, `bfloat16_bytes_ratio`: bytes sent over those of float32, and
-`..._cpu_ratio` the CPU time of such a sync.
+without norms, digests and reports.
 
 The program moves into a network namespace with a loopback interface only (Linux, `unshare`, `ip`): torchft's servers
 listen on all interfaces. Last line: one JSON object.
@@ -36,7 +35,6 @@ import torch.distributed as dist
 from torch import nn
 
 from bounds import finish
-from twophase.diloco.compression import COMPRESSIONS
 from twophase.diloco.engine import DiLoCo
 
 SIZES = {"30m": 30_000_000, "100m": 100_000_000}
@@ -71,28 +69,15 @@ class Torchft:
         import torchft  # noqa: PLC0415 - an extra, and its modules are no memory of ours
         from torchft.local_sgd import DiLoCo as TheirDiLoCo  # noqa: PLC0415
 
-        self.store, limit = (
-            dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False),
-            timedelta(seconds=120),
-        )
-        self.manager = torchft.Manager(
-            pg=torchft.ProcessGroupGloo(timeout=limit),
-            load_state_dict=lambda _: None,
-            state_dict=dict,
-            min_replica_size=2,
-            use_async_quorum=False,
-            init_sync=False,
-            timeout=limit,
-            quorum_timeout=limit,
-            quorum_retries=10,
-            rank=0,
-            world_size=1,
-            store_addr="127.0.0.1",
-            store_port=self.store.port,
-            lighthouse_addr=f"http://127.0.0.1:{PORT}",
-            replica_id=f"replica{rank}",
-            hostname="127.0.0.1",
-        )
+        limit = timedelta(seconds=120)
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        place: Any = {"rank": 0, "world_size": 1, "store_addr": "127.0.0.1", "store_port": self.store.port}
+        place |= {"hostname": "127.0.0.1", "lighthouse_addr": f"http://127.0.0.1:{PORT}"}
+        times: Any = {"timeout": limit, "quorum_timeout": limit, "quorum_retries": 10}
+        state: Any = {"load_state_dict": lambda _: None, "state_dict": dict}
+        fixed: Any = {"min_replica_size": 2, "use_async_quorum": False, "init_sync": False}
+        group = torchft.ProcessGroupGloo(timeout=limit)
+        self.manager = torchft.Manager(pg=group, replica_id=f"replica{rank}", **place, **times, **state, **fixed)
         self.agreement = 0.0  # seconds of the last sync's quorum and vote
         for name in ("start_quorum", "should_commit"):
             setattr(self.manager, name, self._timed(getattr(self.manager, name)))
@@ -143,40 +128,33 @@ class Flat:
         self.flat.copy_(self.anchor)
 
 
-def engine(name: str, module: nn.Module, rank: int) -> Any:
-    """Build one of the engines, ours by the name of its compression."""
-    if name in COMPRESSIONS:
-        return DiLoCo(module, "nesterov", inner_steps=1, compression=name)
-    return Torchft(module, rank) if name == "torchft" else Flat(module)
-
-
 def compare(names: list[str], parameters: int, rounds: int, rank: int) -> dict[str, Any]:
-    """Return each engine's seconds, CPU seconds and bytes of each sync, and whether all end with the same bits."""
+    """Return each engine's seconds of each sync, whether all end with the same bits, and the process's peak memory."""
     modules = {name: build(parameters) for name in names}
-    engines = {name: engine(name, module, rank) for name, module in modules.items()}
-    wall: dict[str, list[float]] = {name: [] for name in names}
-    cpu: dict[str, list[float]] = {name: [] for name in names}
-    sent: dict[str, int] = {}
+    builders = {
+        "ours": lambda m: DiLoCo(m, "nesterov", inner_steps=1),
+        "torchft": lambda m: Torchft(m, rank),
+        "flat": Flat,
+    }
+    engines: dict[str, Any] = {name: builders[name](module) for name, module in modules.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in names}
     for number in range(WARM_UP + rounds):
         for name in names if number % 2 else reversed(names):
             progress(modules[name], rank)
             dist.barrier()
-            begin, begin_cpu = time.perf_counter(), time.process_time()
-            report = engines[name].step()
-            wall[name].append(time.perf_counter() - begin - getattr(engines[name], "agreement", 0.0))
-            cpu[name].append(time.process_time() - begin_cpu)
-            sent[name] = getattr(report, "bytes_sent", 0)
+            begin = time.perf_counter()
+            engines[name].step()
+            seconds[name].append(time.perf_counter() - begin - getattr(engines[name], "agreement", 0.0))
     first, *others = [list(module.parameters()) for module in modules.values()]
     equal = all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
-    timed = {kind: {n: v[WARM_UP:] for n, v in values.items()} for kind, values in (("wall", wall), ("cpu", cpu))}
     # Peak resident bytes; `ru_maxrss` would begin at the parent's.
     status = Path("/proc/self/status").read_text(encoding="ascii")
     peak = 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")))
-    return timed | {"sent": sent, "equal": equal, "peak": peak}
+    return {"seconds": {name: times[WARM_UP:] for name, times in seconds.items()}, "equal": equal, "peak": peak}
 
 
 def run(names: list[str], parameters: int, rounds: int) -> dict[str, Any]:
-    """Return what two processes with these engines measure: medians of the slower one's, bytes, the larger peak."""
+    """Return what two processes with these engines measure: median seconds of the slower one, and the larger peak."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     program = shutil.which("torchft_lighthouse", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     with tempfile.TemporaryDirectory() as folder, Path(folder, "log").open("w", encoding="utf-8") as log:
@@ -185,27 +163,19 @@ def run(names: list[str], parameters: int, rounds: int) -> dict[str, Any]:
         if "torchft" in names:
             options = ["--bind", f"127.0.0.1:{PORT}", "--min_replicas", "2", "--join_timeout_ms", "10000"]
             started.append(subprocess.Popen([str(program), *options], stdout=log, stderr=log))
-        workers = [
-            subprocess.Popen(
-                [*words, "--rank", str(rank)], env=environment, stdout=subprocess.PIPE, stderr=log, text=True
-            )
-            for rank in range(2)
-        ]
+        pipes: Any = {"env": environment, "stdout": subprocess.PIPE, "stderr": log, "text": True}
+        workers = [subprocess.Popen([*words, "--rank", str(rank)], **pipes) for rank in range(2)]
         try:
             results = [json.loads(process.communicate()[0].splitlines()[-1]) for process in workers]
         finally:
             for process in [*started, *workers]:
                 process.kill()
                 process.wait()
-    if not all(result["equal"] for result in results) and set(names) <= {"float32", "torchft", "flat"}:
+    if not all(result["equal"] for result in results):
         raise SystemExit(f"sync: {' and '.join(names)} ended with different parameters, so not the same work was done")
-    slower = {
-        kind: {
-            n: statistics.median(map(max, zip(*(result[kind][n] for result in results), strict=True))) for n in names
-        }
-        for kind in ("wall", "cpu")
-    }
-    return slower | {"sent": results[0]["sent"], "peak": max(result["peak"] for result in results)}
+    columns = {name: zip(*(result["seconds"][name] for result in results), strict=True) for name in names}
+    medians = {name: statistics.median(map(max, column)) for name, column in columns.items()}
+    return medians | {"peak": max(result["peak"] for result in results)}
 
 
 def worker(task: str, rank: int) -> None:
@@ -243,18 +213,13 @@ def main() -> int:
     figures: dict[str, float | None] = {}
     for size in options.sizes:
         for peer in peers:
-            ours, other = run(["float32", peer], SIZES[size], options.rounds)["wall"].values()
+            ours, other, _ = run(["ours", peer], SIZES[size], options.rounds).values()
             figures[f"{peer}_time_ratio_{size}"] = round(ours / other, 4)
             print(f"{size} parameters: ours {ours:.3f} s, {peer} {other:.3f} s, {ours / other:.2f}; same bits")
         if "torchft" in peers:
-            ours, other = (run([name], SIZES[size], 1)["peak"] for name in ("float32", "torchft"))
+            ours, other = (run([name], SIZES[size], 1)["peak"] for name in ("ours", "torchft"))
             figures[f"torchft_memory_ratio_{size}"] = round(ours / other, 4)
             print(f"{size} parameters: ours {ours / 1e6:.0f} MB, torchft {other / 1e6:.0f} MB, {ours / other:.2f}")
-    found = run(list(COMPRESSIONS), SIZES["30m"], 3)
-    for name in COMPRESSIONS[1:]:
-        for kind in ("sent", "cpu"):
-            ratio = found[kind][name] / found[kind]["float32"]
-            figures[f"{name}_{kind.replace('sent', 'bytes')}_ratio"] = round(ratio, 4)
     return finish("sync", figures)
 
 
