@@ -280,7 +280,7 @@ def of_optimizer(optimizer: Optimizer) -> tuple[str, str]:
 
 # ---------------------------------------------------------------------------------------- mistakes without an error
 
-_FEWEST_NUMBERS, _MOST_NUMBERS = 16, 1 << 20
+_FEWEST_NUMBERS, _MOST_NUMBERS = 16, 1 << 17
 """Elements of a model that its first round compares; fewer than the first number are parallel by chance."""
 _PARALLEL = 1e-7
 """Distance of a cosine from 1 within which two float32 directions are the same up to rounding."""
