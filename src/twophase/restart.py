@@ -27,6 +27,7 @@ from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from importlib import import_module
 from itertools import accumulate, pairwise
+from numbers import Real
 from typing import Any, ClassVar, TypeVar
 
 from twophase.rule import Form, OuterRule, whole_number
@@ -239,7 +240,9 @@ class Soft(RestartPolicy):
         object.__setattr__(self, "period", whole_number("Soft: period", self.period))
         for name in ("retain", "inject"):  # NumPy's scalars become plain numbers: the text form is exact
             value: Any = getattr(self, name)
-            object.__setattr__(self, name, value.item() if hasattr(value, "item") else value)
+            if isinstance(value, bool) or not isinstance(value, Real):
+                raise ValueError(f"Soft: {name} must be a number, got {value!r}")
+            object.__setattr__(self, name, getattr(value, "item", lambda value=value: value)())
         if not max(abs(self.retain), abs(self.inject)) <= 1e30:  # also refuses NaN; a float32 buffer holds it
             raise ValueError(f"Soft: retain and inject must be at most 1e30 in size, got {self.retain}, {self.inject}")
 

@@ -214,3 +214,11 @@ def test_buffers_that_have_no_mean() -> None:
     with pytest.raises(ValueError, match="buffers"):
         DiLoCo([model(), model().append(nn.BatchNorm1d(1, affine=False))], NESTEROV, inner_steps=1, buffers="mean")
     rounds(DiLoCo([model(), model()], NESTEROV, inner_steps=1, buffers="mean"), 1)
+
+
+def test_a_signal_of_several_numbers_is_refused_before_the_round() -> None:
+    """Its name is said, and nothing has happened: the other ranks would wait for this one."""
+    engine = DiLoCo(model(), NESTEROV, inner_steps=1)
+    with pytest.raises(ValueError, match="loss"):
+        engine.step({"loss": torch.ones(2)})  # type: ignore[dict-item]
+    assert (engine.inner_step, engine.taken, engine.round) == (0, 0, 0)

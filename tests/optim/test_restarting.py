@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -92,7 +93,8 @@ def test_a_policy_may_measure(name: str, key: str, before: bool, register_policy
         run(outer, [number], params)
         g, m = flat([p.grad for p in params]), flat(moments)
         cosine = float(g @ m / g.norm() / m.norm()) if m.any() else 0.0
-        assert group["policy_state"] == pytest.approx({"g": float(g.norm()), "m": float(m.norm()), "cosine": cosine})
+        measured = {"g": float(g.norm()), "m": float(m.norm()), "cosine": cosine}
+        assert json.loads(group["policy_state"]) == pytest.approx(measured)
         fired += [number + 1] * (group["restarts"] - count)
     assert 1 < len(fired) < 14
     assert group["rounds_since_restart"] == 14 - fired[-1] + before
@@ -175,3 +177,34 @@ def test_a_refused_state_changes_nothing(name: str):
     assert after["param_groups"] == before["param_groups"]
     for index, entry in before["state"].items():
         assert all(torch.equal(value, after["state"][index][key]) for key, value in entry.items())
+
+
+def test_saving_by_torchs_checkpoint_changes_nothing():
+    """A restart empties the state; the step by which torch learns what it holds is no round, and leaves no count."""
+    params, twins = parameters(0, SHAPES), parameters(0, SHAPES)
+    outer, twin = (Restarting(torch.optim.AdamW(each, 0.1), 3) for each in (params, twins))
+    for number in range(6):
+        for each, optimizer in ((params, outer), (twins, twin)):
+            run(optimizer, [number], each)
+        for p in params:
+            p.grad = torch.zeros_like(p)
+        if not outer.state:  # what get_optimizer_state_dict does then
+            rates = [group["lr"] for group in outer.param_groups]
+            for group in outer.param_groups:
+                group["lr"] = 0.0
+            outer.step()
+            for group, lr in zip(outer.param_groups, rates, strict=True):
+                group["lr"] = lr
+    assert [group["rounds"] for group in outer.param_groups] == [6]
+    assert all(map(same_bits, params, twins))
+
+
+def test_a_loaded_state_shares_nothing_with_its_source():
+    """One state serves several optimizers."""
+    params, others = parameters(0, SHAPES), parameters(0, SHAPES)
+    outer, other = (Restarting(torch.optim.AdamW(each, 0.1), 3) for each in (params, others))
+    run(outer, [0], params)
+    other.load_state_dict(outer.state_dict())
+    before = [state["exp_avg"].clone() for state in other.state.values()]
+    run(outer, [1], params)
+    assert all(torch.equal(a, state["exp_avg"]) for a, state in zip(before, other.state.values(), strict=True))

@@ -190,3 +190,15 @@ def test_a_refused_state_changes_nothing(name: str, state: dict[str, Any]):
         outer.load_state_dict(state)
     assert (outer.state_dict(), state["param_groups"]) == (before, given)
     run(outer, range(2, 4))
+
+
+@pytest.mark.parametrize(("saved", "own"), [(torch.float64, torch.float32), (torch.bfloat16, torch.float64)])
+def test_a_state_of_another_type_is_cast(saved: torch.dtype, own: torch.dtype):
+    """Buffers take the type that this optimizer makes them in, as those of torch.optim.SGD do."""
+    first, second = (nn.Parameter(torch.ones(4, dtype=dtype)) for dtype in (saved, own))
+    source, target = OuterSGD([first], 0.5, 0.9), OuterSGD([second], 0.5, 0.9)
+    first.grad, second.grad = torch.ones_like(first), torch.ones_like(second)
+    source.step()
+    target.load_state_dict(source.state_dict())
+    target.step(measure=True)
+    assert target.state[second]["momentum_buffer"].dtype == own

@@ -145,8 +145,10 @@ def first_difference(first: Any, second: Any, name: str = "") -> tuple[str, str,
 def check_signals(fragments: Sequence[Fragment], signals: Mapping[str, float]) -> None:
     """Refuse signals that are no numbers, or that lack what a restart policy needs."""
     for name, value in signals.items():
-        if not isinstance(value, int | float) and not hasattr(value, "__float__"):
-            raise ValueError(f"DiLoCo: signals[{name!r}] must be a number, got {value!r:.80}")
+        try:
+            float(value)
+        except (TypeError, ValueError, RuntimeError):  # the last of tensors with several elements
+            raise ValueError(f"DiLoCo: signals[{name!r}] must be a number, got {value!r:.80}") from None
     for fragment in fragments:
         if missing := getattr(fragment.outer, "needs", MEASURED) - MEASURED - signals.keys():
             raise ValueError(f"DiLoCo: step(signals=...) must have {min(missing)!r}, which a restart policy needs")
@@ -158,8 +160,8 @@ def share_inputs(
     """Return the means of the signals over the replicas, and inner products of shards or for policies that measure.
 
     Equal bits need not give equal norms on unlike machines, which sum in different orders, and a restart policy at its
-    threshold would decide differently on two ranks. So all decide by rank 0's. The ranks' places in their rounds are
-    compared, too.
+    threshold would decide differently on two ranks. So every `OuterSGD` decides by rank 0's. The ranks' places in their
+    rounds are compared, too.
     """
     group, values = engine.group, {name: float(signals[name]) for name in sorted(signals)}
     dots = None
@@ -354,7 +356,7 @@ class Watch:
         """Return the findings so far and what is visible now; `inner` as of `DiLoCo.check`."""
         found = [*self.findings, *_of_parameters(engine), *self._of_buffers(engine)]
         places = [zip(f.views, params, strict=True) for f in engine.fragments for params in f.parameters()]
-        if any(not torch.equal(a.to(p.dtype), p.to(a.device)) for place in places for a, p in place):
+        if not all(torch.allclose(a.to(p), p, 0, 0, equal_nan=True) for place in places for a, p in place):
             found.append(
                 f"the modules hold the replicas' own weights, {engine.inner_step} of {engine.inner_steps} inner steps "
                 "into a round; save or evaluate the shared ones in `with engine.anchored() as module:`"

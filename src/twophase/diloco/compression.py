@@ -23,7 +23,7 @@ from twophase.diloco.group import ProcessGroup, Work
 
 COMPRESSIONS = ("float32", "bfloat16", "int8")
 BLOCK = 128
-_ROWS = 1024  # blocks that are coded at a time, which stay in the cache
+_ROWS, _ROWS_DEVICE = 1 << 10, 1 << 15  # blocks that are coded at a time: on a CPU they stay in the cache
 _SMALLEST = 2.0**-149  # a subnormal scale, rounded down, could not reach the block's maximum
 _LARGEST = float.fromhex("0x1.020406p+121")  # 127 times the next float32 above overflows
 
@@ -36,7 +36,8 @@ def encode(name: str, vector: Tensor) -> Tensor:
     if name == "bfloat16":
         return vector.bfloat16().view(torch.uint8).view(-1, 2 * BLOCK)
     codes = torch.empty(len(vector) // BLOCK, BLOCK + 4, dtype=torch.uint8, device=vector.device)
-    for blocks, out in zip(vector.view(-1, BLOCK).split(_ROWS), codes.split(_ROWS), strict=True):
+    rows = _ROWS if vector.is_cpu else _ROWS_DEVICE
+    for blocks, out in zip(vector.view(-1, BLOCK).split(rows), codes.split(rows), strict=True):
         scale = blocks.abs().amax(1, keepdim=True).float()
         scale = (scale / 127 + _SMALLEST).clamp_(max=_LARGEST) + scale * 0  # NaN unless finite
         out[:, BLOCK:] = scale.view(torch.uint8)
@@ -47,8 +48,8 @@ def encode(name: str, vector: Tensor) -> Tensor:
 
 def decode_(name: str, codes: Tensor, vector: Tensor, *, add: bool = False) -> None:
     """Set a vector to what its codes stand for, or add it."""
-    parts = vector.view(-1, BLOCK).split(_ROWS)
-    for blocks, rows in zip(parts, codes.split(_ROWS), strict=True):
+    count = _ROWS if vector.is_cpu else _ROWS_DEVICE
+    for blocks, rows in zip(vector.view(-1, BLOCK).split(count), codes.split(count), strict=True):
         if name == "bfloat16":
             values = rows.view(torch.bfloat16)
         else:

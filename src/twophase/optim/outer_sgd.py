@@ -57,9 +57,9 @@ class GroupRound:
 class OuterSGD(torch.optim.SGD):
     """Outer optimizer: SGD with momentum on pseudo-gradients, with restarts.
 
-    Each `step()` is one outer round; `.grad` of each parameter holds the pseudo-gradient, the anchor minus the mean of
-    the replicas. With `Never()` in sum form it is `torch.optim.SGD`, bit for bit. A param group may override every
-    argument, so a restart period for a block of parameters is a param group:
+    Each `step()` is one outer round; `.grad` of each parameter holds the pseudo-gradient. With `Never()` in sum form it
+    is `torch.optim.SGD`, on a CPU bit for bit. A param group may override every argument, so a restart period for a
+    block of parameters is a param group:
 
         OuterSGD([{"params": embeddings, "restart": 5}, {"params": blocks, "restart": 9}], lr=0.7, momentum=0.9)
 
@@ -74,9 +74,6 @@ class OuterSGD(torch.optim.SGD):
         momentum, nesterov: b, in [0, 1), and whether to look ahead.
         form: "sum" (as torch.optim.SGD) or "ema" (as the restart paper); lr_sum = lr_ema (1 - b).
         restart: a policy of `twophase.restart`, its text form, or a period.
-
-    Raises:
-        ValueError: an argument outside its range.
 
     >>> x = torch.nn.Parameter(torch.ones(1))
     >>> optimizer = OuterSGD([x], lr=1.0, momentum=0.5, restart=2)
@@ -101,13 +98,16 @@ class OuterSGD(torch.optim.SGD):
         if lr is None and not policy.takes_steps:
             raise ValueError("OuterSGD: lr is missing; DiLoCo uses lr=0.7, momentum=0.9, nesterov=True")
         rule = OuterRule(1.0 if lr is None else lr, momentum, nesterov, form)
-        self._own = {"nesterov": rule.nesterov, "form": form, "restart": policy}
+        self._own: dict[str, Any] = {"nesterov": rule.nesterov, "form": form, "restart": policy}
+        self._has_lr = lr is not None
         self.last_round: list[GroupRound] = []
         super().__init__(params, lr=rule.lr, momentum=rule.momentum)
         self.defaults |= self._own
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; what it leaves out are the constructor's arguments, and its rounds count from 0."""
+        if not (self._has_lr or "lr" in param_group or parse(param_group.get("restart", "auto")).takes_steps):
+            raise ValueError("OuterSGD: a group whose policy takes no steps must have an lr")
         super().add_param_group(self._own | param_group)
         try:
             _complete(self.param_groups[-1])
@@ -214,7 +214,7 @@ class OuterSGD(torch.optim.SGD):
             if self.state[p].get(BUFFER) is None:
                 dtype = p.dtype if p.dtype.itemsize >= _FLOAT32 else torch.float32
                 self.state[p][BUFFER] = torch.full_like(p, -0.0, dtype=dtype, requires_grad=False)
-        return [self.state[p][BUFFER] for p in params if BUFFER in self.state[p]]
+        return [self.state[p][BUFFER] for p in params if BUFFER in self.state.get(p, {})]
 
     def _measure(self, group: Mapping[str, Any]) -> Dots:
         params = [p for p in group["params"] if p.grad is not None]
@@ -265,7 +265,8 @@ class OuterSGD(torch.optim.SGD):
                 self.state.pop(p, None)
                 for key, value in state_dict["state"].get(index, {}).items():
                     if isinstance(value, Tensor):
-                        dtype = torch.float32 if key == BUFFER and p.dtype.itemsize < _FLOAT32 else value.dtype
+                        wide = p.dtype if p.dtype.itemsize >= _FLOAT32 else torch.float32
+                        dtype = wide if key == BUFFER else value.dtype
                         value = value.to(p.device, dtype, copy=True)  # noqa: PLW2901 - a copy of it
                     self.state[p][key] = value
 
@@ -273,7 +274,7 @@ class OuterSGD(torch.optim.SGD):
         """Take a loaded or copied state."""
         super().__setstate__(state)
         self.last_round = []
-        self._own = {name: self.defaults[name] for name in ("nesterov", "form", "restart")}
+        self._own, self._has_lr = {name: self.defaults[name] for name in ("nesterov", "form", "restart")}, True
         for group in self.param_groups:
             _complete(group)
 
@@ -284,7 +285,7 @@ def is_init_step(optimizer: Optimizer) -> bool:
     It comes with an empty state, at lr 0 and with gradients of 0; a warm-up from lr 0 has others.
     """
     groups = optimizer.param_groups
-    if optimizer.state or any(group["lr"] != 0 or group["rounds"] for group in groups):
+    if optimizer.state or any(group["lr"] != 0 for group in groups):
         return False
     grads: list[Any] = [p.grad for group in groups for p in group["params"] if p.grad is not None]
     return not any(bool((g.to_local() if hasattr(g, "to_local") else g).any()) for g in grads)
@@ -389,8 +390,8 @@ def dots(grads: Sequence[Any], buffers: Sequence[Tensor | None]) -> Dots:
     rows: list[tuple[Any, ...]] = [(g,) for g in grads]
     if any(m is not None for m in buffers):
         rows = [(g, torch.zeros_like(g) if m is None else m) for g, m in zip(grads, buffers, strict=True)]
-    pieces = [piece for row in rows for piece in _pieces(row)]
-    if sum(g.numel() for g in grads) <= _FEW and all(type(g) is Tensor and g.is_cpu for g, *_ in pieces):
+    pieces: Iterable[tuple[Tensor, ...]] = (piece for row in rows for piece in _pieces(row))
+    if sum(g.numel() for g in grads) <= _FEW and all(g.is_cpu and not hasattr(g, "full_tensor") for g in grads):
         batches: list[list[tuple[Tensor, ...]]] = [[]]
         for piece in pieces:  # joined, up to a piece's size: an operation on each would cost more
             if sum(g.numel() for g, *_ in batches[-1]) + piece[0].numel() > _PIECE:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import json
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,8 +29,7 @@ class Restarting(Optimizer):
         restart: a hard policy of `twophase.restart`, its text form, or a period. Norms and cosine that it needs are
             those of the gradients and the first moment.
 
-    Raises:
-        ValueError: a policy that takes its own steps, keeps a share of a buffer, or needs other signals.
+    A ValueError refuses a policy that takes its own steps, keeps a share of a buffer, or needs other signals.
 
     >>> x = torch.nn.Parameter(torch.ones(2))
     >>> outer = Restarting(torch.optim.AdamW([x], lr=0.1), restart=3)
@@ -39,9 +41,10 @@ class Restarting(Optimizer):
         self, optimizer: Optimizer | Sequence[Optimizer], restart: RestartPolicy | str | int = "never"
     ) -> None:
         self.optimizers: list[Optimizer] = []
+        self._is_probed = False
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         groups = [group for each in optimizers for group in each.param_groups]
-        super().__init__(groups, {"restart": str(parse(restart)), "policy_state": {}, **dict.fromkeys(COUNTERS, 0)})
+        super().__init__(groups, {"restart": str(parse(restart)), "policy_state": "{}", **dict.fromkeys(COUNTERS, 0)})
         self.optimizers = optimizers
         for each in optimizers:
             self.state.update(each.state)
@@ -61,18 +64,15 @@ class Restarting(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take a loaded or copied state."""
         super().__setstate__(state)
+        self._is_probed = False
         self._share()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict()` returned; its settings win over the constructor's.
-
-        Raises:
-            ValueError: a state of other optimizers; nothing has been changed.
-        """
+        """Load what `state_dict()` returned, or refuse the state of other optimizers and change nothing."""
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=False):
             if missing := group.keys() - saved.keys() - {"param_names", "initial_lr"}:
                 raise ValueError(f"Restarting: the state must be of the same optimizers, lacks {min(missing)}")
-        super().load_state_dict(state_dict)
+        super().load_state_dict(copy.deepcopy(state_dict))  # torch would share tensors with the caller
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the last of the optimizers; its own `restart` overrides the default."""
@@ -99,7 +99,10 @@ class Restarting(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         groups = [group for group in self.param_groups if any(p.grad is not None for p in group["params"])]
-        if is_init_step(self):
+        if self._is_probed:  # the init step has left a count behind
+            self.state.clear()
+        self._is_probed = is_init_step(self)
+        if self._is_probed:
             groups = []
         decisions = [self._decide(group) for group in groups]
         self._begin_anew(groups, decisions, before=True)
@@ -121,7 +124,11 @@ class Restarting(Optimizer):
             moments = [next((state[key] for key in _FIRST_MOMENTS if key in state), None) for state in states]
             norms = angles(dots([p.grad for p in params], moments))
         signal = RoundSignal(group["rounds"] + 1, group["rounds_since_restart"] + 1, *norms)
-        group["policy_state"], decision, _ = ask(policy, group["policy_state"], signal)
+        # Text, in one leaf: torch.distributed.checkpoint restores those alone that a fresh optimizer's state has, too.
+        memory, decision, broken = ask(policy, json.loads(group["policy_state"]), signal)
+        group["policy_state"] = json.dumps(memory, default=float)
+        if broken:
+            warnings.warn(f"Restarting: {broken} are not finite, and nothing restarted", RuntimeWarning, stacklevel=3)
         if isinstance(decision, Step) or (decision and (decision.retain or decision.inject)):
             raise ValueError(f"Restarting: restart {policy} must be a hard one, got {decision}; OuterSGD takes it")
         return decision

@@ -71,7 +71,7 @@ def follow(optimizer: Any, schedule: Schedule, rounds: int) -> None:
     """Set learning rate and momentum of each param group before every step, as a schedule over `rounds` says.
 
     Args:
-        optimizer: an `OuterSGD` or a `Restarting`, whose groups count their rounds.
+        optimizer: an `OuterSGD` or a `Restarting` with its first numbers: call this before a state is loaded.
         schedule: of learning rates; one of the momentum goes with an `OuterSGD`.
         rounds: of the run.
 
@@ -85,6 +85,8 @@ def follow(optimizer: Any, schedule: Schedule, rounds: int) -> None:
     rules = [OuterRule(group["lr"], group["momentum"] if "form" in group else 0.0) for group in optimizer.param_groups]
 
     def set_numbers(optimizer: Any, *_: Any) -> None:
+        if all(group["lr"] == 0 for group in optimizer.param_groups):
+            return  # torch.distributed.checkpoint steps so, to learn what a state holds
         for group, rule in zip(optimizer.param_groups, rules, strict=True):
             now = schedule.at(rule, group["rounds"] + 1, rounds)
             group["lr"] = now.lr
