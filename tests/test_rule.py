@@ -16,17 +16,15 @@ from twophase.rule import OuterRule, whole_number
 RULES = st.builds(OuterRule, st.floats(1e-6, 1e3), st.floats(0, 0.999), st.booleans(), st.sampled_from(["sum", "ema"]))
 
 
-@given(RULES, st.lists(st.floats(-10, 10), min_size=1, max_size=12))
-def test_both_forms_are_one_trajectory(rule: OuterRule, gradients: list[float]):
-    """`lr_sum = lr_ema (1 - momentum)`: x takes the same path for any pseudo-gradients; there and back is the rule."""
+@given(RULES)
+def test_both_forms_are_one_rule(rule: OuterRule):
+    """`lr_sum = lr_ema (1 - momentum)`, and there and back is the rule; the paths of x are compared with policies'."""
     ema, total = rule.to("ema"), rule.to("sum")
     assert (ema.form, total.form, rule.to(rule.form)) == ("ema", "sum", rule)
     assert math.isclose(total.lr, ema.lr * (1 - rule.momentum), rel_tol=4e-16)
     assert rule.injection == simulate(rule, [1.0])[0][1]  # the first buffer
     other = total if rule.form == "ema" else ema
     assert math.isclose(other.to(rule.form).lr, rule.lr, rel_tol=4e-16)
-    here, there = ([x for x, _ in simulate(each, gradients)] for each in (rule, other))
-    assert here == pytest.approx(there, rel=1e-12, abs=1e-11 * ema.lr * max(map(abs, gradients)) + 1e-300)
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,19 +40,6 @@ class Fade(RestartPolicy):
         return state, Restart(0.5, 0.25, before=True) if signal.round % 2 == 0 else None
 
 
-@register("scenario-below")
-@dataclass(frozen=True)
-class Below(RestartPolicy):
-    """Restart when g is shorter than a limit."""
-
-    limit: float
-    needs: ClassVar[frozenset[str]] = frozenset({"pseudo_gradient_norm"})
-
-    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
-        """Compare with the limit."""
-        return state, Restart() if signal.value("pseudo_gradient_norm") < self.limit else None
-
-
 # --------------------------------------------------------------------------------------------------------- the table
 
 
@@ -79,20 +66,20 @@ class Scenario:
         return 4 * self.inner_steps + self.inner_steps // 2
 
 
-def groups(named: list[tuple[str, Tensor]]) -> OuterSGD:
-    """An outer optimizer with a rule and a restart period for each of three blocks."""
-    first, norm, last = ([p for name, p in named if name.startswith(block)] for block in ("0.", "2.", "3."))
-    of_groups: list[dict[str, Any]] = [
-        {"params": first, "restart": "2", "nesterov": True},
-        {"params": norm, "restart": "cycle:1,3", "form": "ema", "lr": 0.7},
-        {"params": last, "restart": "soft:2:0.5:0.25", "momentum": 0.5},
-    ]
-    return OuterSGD(of_groups, lr=0.3, momentum=0.9)
-
-
 _EMA_OF_GROUP, _LAST_OF_GROUP = OuterRule(0.7, 0.9, form="ema"), OuterRule(0.3, 0.5)
 GROUPS = [(NAMES[:2], 3, NESTEROV, 2), (NAMES[2:4], 3, _EMA_OF_GROUP, "cycle:1,3")]
 GROUPS.append((NAMES[4:], 3, _LAST_OF_GROUP, "soft:2:0.5:0.25"))
+
+
+def groups(named: list[tuple[str, Tensor]]) -> OuterSGD:
+    """An outer optimizer with a rule and a restart period for each of three blocks."""
+    of_groups = [
+        {"params": [p for name, p in named if name in names], "restart": restart} | asdict(rule)
+        for names, _, rule, restart in GROUPS
+    ]
+    return OuterSGD(of_groups, lr=1.0)
+
+
 IN_BLOCKS = [(NAMES[:2], 2, NESTEROV, 2), (NAMES[2:4], 4, NESTEROV, None), (NAMES[4:], 6, NESTEROV, 1)]
 
 
@@ -136,7 +123,7 @@ _THREE = {"fragments": 3, "delay": 2, "mixing": 0.5}
 _INT8 = {"compression": "int8"}
 OTHERS = {
     "rising": Scenario(HEAVY_BALL, "test-rising:0.0", 6, options=_THREE),
-    "below": Scenario(NESTEROV, "scenario-below:6.7"),
+    "norm": Scenario(NESTEROV, "norm:1.5"),
     "auto": Scenario("auto", None, 6, options=_THREE),
     "auto, int8": Scenario("auto", options=_INT8 | {"fragments": 2}),
     "adamw": Scenario("adamw", 2, 6, options=_THREE | {"filter": "clip:2"}),

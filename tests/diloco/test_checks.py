@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from diloco.scenarios import NESTEROV, Scenario, shift, start
-from twophase.diloco.checks import digest, digest_on_device
+from twophase.diloco.checks import digest, digest_on_device, of_optimizer
 from twophase.diloco.engine import DiLoCo
+from twophase.restart import Never, Periodic
 
 # ------------------------------------------------------------------------------------------------------------- digests
 
@@ -52,6 +53,14 @@ def test_the_order_of_tensors_changes_the_digest(of: Callable[[Sequence[Tensor]]
     assert len(set(digests[:5])) == 5
     assert of([torch.ones(3, 2).cumsum(0).t()]) == of([torch.ones(3, 2).cumsum(0).t().contiguous()])
     assert of([torch.tensor(1.0), torch.empty(0)]) == of([torch.tensor(1.0), torch.empty(0)]) != of([torch.tensor(2.0)])
+
+
+def test_objects_of_an_optimizer_count_by_what_they_say() -> None:
+    """Not by their address, which differs between ranks."""
+    owns, x = (object(), object(), Periodic(2), Never()), nn.Parameter(torch.ones(1))
+    first, second, *others = (of_optimizer(torch.optim.SGD([{"params": [x], "own": own}]))[1] for own in owns)
+    assert first == second
+    assert len({first, *others}) == 3
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -214,11 +223,3 @@ def test_buffers_that_have_no_mean() -> None:
     with pytest.raises(ValueError, match="buffers"):
         DiLoCo([model(), model().append(nn.BatchNorm1d(1, affine=False))], NESTEROV, inner_steps=1, buffers="mean")
     rounds(DiLoCo([model(), model()], NESTEROV, inner_steps=1, buffers="mean"), 1)
-
-
-def test_a_signal_of_several_numbers_is_refused_before_the_round() -> None:
-    """Its name is said, and nothing has happened: the other ranks would wait for this one."""
-    engine = DiLoCo(model(), NESTEROV, inner_steps=1)
-    with pytest.raises(ValueError, match="loss"):
-        engine.step({"loss": torch.ones(2)})  # type: ignore[dict-item]
-    assert (engine.inner_step, engine.taken, engine.round) == (0, 0, 0)

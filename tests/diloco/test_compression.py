@@ -1,19 +1,17 @@
-"""What compression sends: how exact the codes are, what error feedback saves, and that training does as well."""
+"""What compression sends: how exact the codes are, and that error feedback loses nothing."""
 
 from __future__ import annotations
 
 import math
-import statistics
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from replicas import same_bits
 from twophase.diloco.compression import BLOCK, Compression, encode
-from twophase.diloco.engine import DiLoCo
 
 COMPRESSIONS = ["bfloat16", "int8"]
 SMALLEST, LARGEST = 2.0**-149, torch.finfo(torch.float32).max
@@ -35,18 +33,14 @@ def random(numel: int, seed: int = 0) -> Tensor:
 # ---------------------------------------------------------------------------------------------------------------- codes
 
 
-def assert_close_by_block(x: Tensor, y: Tensor) -> None:
-    """Each element within half a scale, max|x| / 127 / 2, to the rounding of a quotient and of a subnormal scale."""
-    for block, decoded in zip(x.double().split(BLOCK), y.double().split(BLOCK), strict=True):
-        bound = (block.abs().max() / 127 + 2 * SMALLEST) * (0.5 + 2**-15)
-        assert torch.all((block - decoded).abs() <= bound), (block, decoded)
-
-
 LIKE = st.floats(-1, 1, width=32) | st.floats(-(2.0**-133), 2.0**-133, width=32)
 FLOATS = st.lists(st.floats(-LARGEST, LARGEST, width=32), min_size=1, max_size=300) | st.lists(LIKE, min_size=1)
 
 
 @given(FLOATS, st.sampled_from([torch.float32, torch.float64]))
+@example([SMALLEST, -SMALLEST], torch.float32)
+@example([180 * SMALLEST, 63 * SMALLEST, -1e-38], torch.float32)
+@example([LARGEST, -LARGEST, LARGEST / 127], torch.float32)
 def test_int8_is_within_half_a_scale(values: list[float], dtype: torch.dtype) -> None:
     """Every finite number, subnormal or huge, arrives within half of its block's float32 scale, and finite."""
     x = torch.tensor(values, dtype=dtype)
@@ -54,17 +48,10 @@ def test_int8_is_within_half_a_scale(values: list[float], dtype: torch.dtype) ->
         x /= 3  # between the numbers of float32
     y = received("int8", x)
     assert y.dtype == x.dtype
-    assert_close_by_block(x, y)
-
-
-@pytest.mark.parametrize("largest", [SMALLEST, 63 * SMALLEST, 180 * SMALLEST, 1e-42, 1e-38, 1.0, 1e30, LARGEST])
-def test_int8_reaches_the_ends_of_float32(largest: float) -> None:
-    """From the least subnormal to the last number: a block's largest elements, of either sign, come back."""
-    x = torch.linspace(-1, 1, BLOCK, dtype=torch.float64).mul_(largest).float()
-    y = received("int8", x)
     assert y.isfinite().all()
-    assert y[-1] == -y[0] > 0
-    assert_close_by_block(x, y)
+    for block, decoded in zip(x.double().split(BLOCK), y.double().split(BLOCK), strict=True):
+        bound = (block.abs().max() / 127 + 2 * SMALLEST) * (0.5 + 2**-15)  # to the rounding of a quotient and the scale
+        assert torch.all((block - decoded).abs() <= bound), (block, decoded)
 
 
 def test_int8_rounds_half_to_even() -> None:
@@ -126,31 +113,3 @@ def test_nothing_is_lost(name: str) -> None:
     assert float((given_ - sent).abs().max()) > 1e-4, "without a residual the test shows nothing"
     assert not torch.equal(*senders.residuals)
     torch.testing.assert_close(sent + senders.residuals, given_, rtol=0, atol=1e-13)
-
-
-def trained(compression: str, seed: int) -> float:
-    """The loss of a small network of two replicas after 15 rounds."""
-    torch.manual_seed(seed)
-    models = [nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1)) for _ in range(2)]
-    engine = DiLoCo(models, "nesterov", inner_steps=4, compression=compression)
-    inners = [torch.optim.SGD(model.parameters(), lr=0.02) for model in models]
-    for _ in range(60):
-        for model, inner in zip(models, inners, strict=True):
-            x = torch.randn(32, 8)
-            inner.zero_grad()
-            nn.functional.mse_loss(model(x), x[:, :2].sum(1, keepdim=True)).backward()
-            inner.step()
-        engine.step()
-    x = torch.randn(4096, 8, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        return float(nn.functional.mse_loss(models[0](x), x[:, :2].sum(1, keepdim=True)))
-
-
-def test_training_does_as_well() -> None:
-    """Compressed, the loss differs from that of the same seed by a tenth of what seeds differ by, at most."""
-    plain = [trained("float32", seed) for seed in range(5)]
-    assert max(plain) < 0.2, "of 2 at the start"
-    for name in COMPRESSIONS:
-        differences = [trained(name, seed) - loss for seed, loss in enumerate(plain)]
-        assert any(differences)
-        assert max(map(abs, differences)) < statistics.stdev(plain) / 10

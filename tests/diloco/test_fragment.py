@@ -1,4 +1,4 @@
-"""Fragments: how parameters are cut, where they lie, and that those which never meet share room."""
+"""Fragments: how parameters are cut, and that those which never meet share room."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import itertools
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -37,26 +36,6 @@ def test_patterns_take_names_in_order() -> None:
     sizes = dict.fromkeys(["wte.weight", "h.0.w", "h.10.w", "h.1.w", "norm"], 1)
     parts = partition(sizes, {"tens": r"h\.\d\d", "blocks": r"^h\.", "rest": "."})
     assert parts == {"tens": ["h.10.w"], "blocks": ["h.0.w", "h.1.w"], "rest": ["wte.weight", "norm"]}
-
-
-@pytest.mark.parametrize("fragments", [0, 3, 1.0, True, {}, {"a": "x"}, {"a": ".", "b": "y"}, {"a": "["}])
-def test_impossible_cuts_are_refused(fragments: Any) -> None:
-    """Too many or no parts, a parameter without a fragment, a fragment without a parameter, no pattern."""
-    with pytest.raises(ValueError, match="fragments"):
-        partition({"x": 1, "y": 2}, fragments)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_parameters_lie_at_cache_lines_of_one_buffer(dtype: torch.dtype) -> None:
-    """Each begins at a multiple of 64 bytes of the flat anchor, behind the one before; what lies between is zero."""
-    engine = start("heavy ball", dtype=dtype, fragments=3).engine
-    begin, itemsize = engine.flat.data_ptr(), engine.flat.itemsize
-    assert engine.flat.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    places = [((a.data_ptr() - begin) // itemsize, a.numel()) for a in engine.anchor.values()]
-    assert places == [(0, 32), (32, 8), (48, 8), (64, 8), (80, 24), (112, 3)]
-    assert len(engine.flat) == 128
-    taken = sum(int(a.count_nonzero()) for a in engine.anchor.values())
-    assert taken == int(engine.flat.count_nonzero())
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ Run as a program, this file is one of the two processes of its own tests.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,8 +30,8 @@ COMPRESSIONS = ["float32", "bfloat16", "int8"]
 # ------------------------------------------------------------------------------------------------ what the ranks do
 
 
-def played(name: str, replicas: Sequence[int], *, resumed: bool = False, **changes: Any) -> dict[str, Any]:
-    """A whole run: reports and all tensors; resumed: saved and loaded into another after each step."""
+def played(name: str, replicas: Sequence[int] = (), *, resumed: bool = False, **changes: Any) -> dict[str, Any]:
+    """A whole run: reports and all tensors; resumed: saved and loaded into one of other weights after each step."""
     run = start(name, replicas, **changes)
     reports = []
     for step in range(SCENARIOS[name].steps):
@@ -43,7 +42,8 @@ def played(name: str, replicas: Sequence[int], *, resumed: bool = False, **chang
             run.load(state)
     reports += [report for report in [run.finish()] if report is not None]
     told = [(report.replicas, report.restarted, report.signals["loss"]) for report in reports]
-    return {"reports": [facts(report) for report in reports], "tensors": run.tensors(), "told": told}
+    alike = [run.engine.taken, run.engine.syncs, *map(facts, reports)]
+    return {"reports": alike, "tensors": run.tensors(), "told": told}
 
 
 def tampered(rank: int, harm: str, delay: int) -> tuple[str, int]:
@@ -106,25 +106,16 @@ def unlike_starts(rank: int) -> dict[str, Callable[[], Any]]:
 
 
 def at_the_threshold(rank: int) -> list[list[bool]]:
-    """Restarts by a limit that is the very norm of a round, where rank 1 measures all lengths a bit shorter."""
-    restarts, limit, measure = [], 0.0, OuterSGD.dots
+    """Restarts by a limit that is the very ratio of a round's norms, where rank 1 measures g a bit shorter."""
+    restarts, limit, measure = [], 1e9, OuterSGD.dots
     for harmed in (False, True):
         if harmed and rank == 1:
-            OuterSGD.dots = lambda self: [tuple(x * (1 - 1e-7) for x in dots) for dots in measure(self)]  # type: ignore[method-assign]
-        reports = start("below", [rank], restart=f"scenario-below:{limit!r}").go(range(30))
+            OuterSGD.dots = lambda self: [(gg * (1 - 1e-7), mm, gm) for gg, mm, gm in measure(self)]  # type: ignore[method-assign]
+        reports = start("norm", [rank], restart=f"norm:{limit!r}").go(range(30))
         OuterSGD.dots = measure  # type: ignore[method-assign]
-        limit = min(report.pseudo_gradient_norm for report in reports)
+        limit = max(report.buffer_norm / report.pseudo_gradient_norm for report in reports) * (1 + 1e-12)
         restarts.append([report.restarted for report in reports])
     return restarts
-
-
-def poisoned(rank: int, compression: str) -> list[float]:
-    """The norms that are reported where rank 1 holds a NaN."""
-    run = start("three", [rank], restart=None, compression=compression)
-    if rank == 1:
-        with torch.no_grad():
-            run.models[0].get_parameter("3.bias")[2] = float("nan")
-    return [report.pseudo_gradient_norm for report in run.go(range(12)) if report.fragments[0].name == "2"]
 
 
 def found(rank: int, *, alike: bool) -> list[str]:
@@ -161,11 +152,9 @@ def entered(rank: int) -> set[tuple[str, str]]:
 
 def worker(rank: int) -> dict[str, Any]:
     """One of the two processes."""
-    one = nn.Linear(2, 2)
-    signals = DiLoCo(one, HEAVY_BALL, inner_steps=1)
+    signals = DiLoCo(nn.Linear(2, 2), HEAVY_BALL, inner_steps=1)
     return {
-        "played": {name: played(name, [rank]) for name in NAMES},
-        "resumed": {name: played(name, [rank], resumed=True) for name in RESUMED},
+        "played": {name: played(name, [rank], resumed=name in RESUMED) for name in NAMES},
         "uneven": {name: played("rising", [[0, 2], [1]][rank], compression=name) for name in COMPRESSIONS},
         "tampered": {
             (harm, delay): tampered(rank, harm, delay)
@@ -176,7 +165,6 @@ def worker(rank: int) -> dict[str, Any]:
         "signals": refusal(lambda: signals.step({["loss", "norm"][rank]: 1.0})),
         "fragments": apart(rank),
         "threshold": at_the_threshold(rank),
-        "poisoned": {name: poisoned(rank, name) for name in COMPRESSIONS},
         "found": [found(rank, alike=True), found(rank, alike=False)],
         "averaged": averaged(rank),
         "entered": entered(rank),
@@ -194,20 +182,12 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_two_processes_are_one(ranks: list[dict[str, Any]], name: str) -> None:
-    """Two replicas in this process and one in each of two: the same bits everywhere, and the same reports."""
+    """Two replicas here and one in each of two, some loaded anew after every step: the same bits and reports."""
     here = played(name, [0, 1])
     for rank, there in enumerate(answers["played"][name] for answers in ranks):
         assert there["reports"] == here["reports"]
         mine = {key: t for key, t in here["tensors"].items() if not key.startswith(f"model {1 - rank}")}
         assert unlike({key.replace(f"model {rank}", "model 0"): t for key, t in mine.items()}, there["tensors"]) == []
-
-
-@pytest.mark.parametrize("name", RESUMED)
-def test_two_processes_resume_after_every_step(ranks: list[dict[str, Any]], name: str) -> None:
-    """Two processes that are saved and loaded after every step end with the bits and reports of two others."""
-    for answers in ranks:
-        assert answers["resumed"][name]["reports"] == answers["played"][name]["reports"]
-        assert unlike(answers["resumed"][name]["tensors"], answers["played"][name]["tensors"]) == []
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
@@ -264,15 +244,6 @@ def test_ranks_that_measure_unlike_decide_alike(ranks: list[dict[str, Any]]) -> 
     first, second = (answers["threshold"] for answers in ranks)
     assert first == second
     assert not any(first[1])
-
-
-@pytest.mark.parametrize("compression", COMPRESSIONS)
-def test_a_nan_shows_on_every_rank(ranks: list[dict[str, Any]], compression: str) -> None:
-    """One element of one rank is NaN: both report no finite norm of that fragment, in each of its rounds."""
-    for answers in ranks:
-        norms = answers["poisoned"][compression]
-        assert len(norms) == 2
-        assert all(map(math.isnan, norms))
 
 
 def test_the_same_batches_are_noticed_between_ranks(ranks: list[dict[str, Any]]) -> None:

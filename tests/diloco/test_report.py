@@ -48,6 +48,8 @@ def test_several_reports_are_one() -> None:
     weights = [r.pseudo_gradient_norm**2 for r in reports()]
     gains = [r.gain * weight for r, weight in zip(reports(), weights, strict=True)]
     assert one.gain == pytest.approx(sum(gains) / sum(weights))
+    inner = sum(r.cosine * r.pseudo_gradient_norm * r.buffer_norm for r in reports())
+    assert one.cosine == pytest.approx(inner / one.pseudo_gradient_norm / one.buffer_norm)
     assert one.seconds["outer"] == sum(r.seconds["outer"] for r in (first, second, third))
     assert one.signals == third.signals
     assert merged([replace(first, bytes_sent=3), replace(second, bytes_sent=4, partial=True)]).bytes_sent == 7

@@ -5,8 +5,9 @@ Run as a program, this file is one of the four processes of its own tests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -90,9 +91,16 @@ def whole(p: Tensor) -> Tensor:
     return (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()  # type: ignore[operator]
 
 
-def trained(run: Training, steps: Iterable[int] = range(STEPS)) -> dict[str, Any]:
-    """Reports, anchor and models of a run to its end."""
-    reports = run.go(steps)
+def trained(run: Training, again: Callable[[], Training] | None = None) -> dict[str, Any]:
+    """Reports, anchor and models of a run to its end; another takes it up while a reduction is under way."""
+    reports = run.go(range(4))
+    if again is not None:
+        state, parts = through_file(run.engine.state_dict()), [each.state_dict() for each in (*run.models, *run.inners)]
+        run = again()
+        run.engine.load_state_dict(state)
+        for module, saved in zip((*run.models, *run.inners), parts, strict=True):
+            module.load_state_dict(saved)
+    reports += run.go(range(4, STEPS))
     for model in run.models:
         look(model)
     last = run.finish()
@@ -106,19 +114,6 @@ def trained(run: Training, steps: Iterable[int] = range(STEPS)) -> dict[str, Any
         "anchor": {key: a.clone() for key, a in run.engine.anchor.items()},
         "models": [{key: whole(p) for key, p in model.named_parameters()} for model in run.models],
     }
-
-
-def resumed(rank: int, group: ProcessGroup, shard: Shard) -> dict[str, Any]:
-    """A run that is saved while a reduction is under way, and taken up by another."""
-    run = begin("patterns", [rank // 2], group, shard)
-    run.go(range(4))
-    state = through_file(run.engine.state_dict())
-    parts = [[module.state_dict() for module in some] for some in (run.models, run.inners)]
-    run = begin("patterns", [rank // 2], group, shard, seed=7)
-    run.engine.load_state_dict(state)
-    for module, saved in zip([*run.models, *run.inners], [*parts[0], *parts[1]], strict=True):
-        module.load_state_dict(saved)  # type: ignore[union-attr]
-    return trained(run, range(4, STEPS))
 
 
 def refusals(mesh: Any, group: ProcessGroup, shard: Shard) -> dict[str, str]:
@@ -159,15 +154,17 @@ def worker(rank: int) -> dict[str, Any]:
         fully_shard(model[0], mesh=mesh["shard"])  # type: ignore[index]
         fully_shard(model, mesh=mesh["shard"])
 
-    answers: dict[str, Any] = {name: trained(begin(name, [rank // 2], group, shard)) for name in OPTIONS}
-    answers["resumed"] = resumed(rank, group, shard)
+    def made(name: str, seed: int) -> Training:
+        return begin(name, [rank // 2], group, shard, seed)
+
+    answers: dict[str, Any] = {name: trained(made(name, 0), partial(made, name, 7)) for name in OPTIONS}
     answers["refused"] = refusals(mesh, group, shard)
-    run = begin("patterns", [rank // 2], group, shard)
+    run = made("patterns", 0)
     run.go(range(3))
     if rank == 3:
         run.engine.anchor["3.weight"].view(torch.int32)[0, 0] ^= 1
     answers["tampered"] = refusal(lambda: run.go(range(3, 9)))
-    run = begin("whole", [rank // 2], group, shard)
+    run = made("whole", 0)
     run.go(range(4))
     answers["found"] = list(run.engine.check())  # shards are not taken for other parameters than whole ones
     name = "loss" if rank < 3 else "norm"
@@ -190,7 +187,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_shards_equal_the_whole(ranks: list[dict[str, Any]], name: str) -> None:
     """Weights have the bits of unsharded replicas, or nearly; both replicas of a shard hold the same bits and reports.
 
-    An evaluation has unsharded the model before every call of the engine.
+    An evaluation has unsharded the model before every call of the engine, and those in shards were saved and loaded.
     """
     here = trained(begin(name, [0, 1], None, lambda _: None))
     answers = [answer[name] for answer in ranks]
@@ -207,15 +204,6 @@ def test_shards_equal_the_whole(ranks: list[dict[str, Any]], name: str) -> None:
             shard = here["anchor"][key].chunk(2)[rank % 2]
             torch.testing.assert_close(there["anchor"][key], shard, rtol=tolerance, atol=tolerance)
             assert same_bits(there["models"][0][key].chunk(2)[rank % 2], there["anchor"][key])
-
-
-def test_shards_resume(ranks: list[dict[str, Any]]) -> None:
-    """With a reduction under way, a run that is saved and loaded has the reports and bits of an uninterrupted one."""
-    for answers in ranks:
-        again, once = answers["resumed"], answers["patterns"]
-        assert again["reports"] == once["reports"][-len(again["reports"]) :]
-        assert len(again["reports"]) > 5
-        assert all(same_bits(again["anchor"][name], once["anchor"][name]) for name in NAMES)
 
 
 def test_what_cannot_be_in_shards_is_refused(ranks: list[dict[str, Any]]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -32,19 +31,16 @@ PATHS: list[tuple[Any, ...]] = [
 """Places in a state; without an `age` no reduction is under way."""
 
 
-def changed(state: Any, path: tuple[Any, ...], change: Callable[[Any, Any], Any]) -> dict[str, Any]:
-    """A copy with a change at a place."""
+def changed(state: Any, path: tuple[Any, ...], *value: Any) -> dict[str, Any]:
+    """A copy with another value at a place, or with none."""
     state = copy.deepcopy(state)
     place = state
     for key in path[:-1]:
         place = place[key]
-    change(place, path[-1])
+    place.pop(path[-1])
+    if value:
+        (place[path[-1]],) = value
     return state
-
-
-def replaced(state: Any, path: tuple[Any, ...], value: Any) -> dict[str, Any]:
-    """A copy with another value at a place."""
-    return changed(state, path, lambda place, key: place.__setitem__(key, value))
 
 
 def assert_refused(state: Any, word: str, **changes: Any) -> None:
@@ -69,23 +65,13 @@ def test_the_places_are_those_of_a_state() -> None:
 
 
 @pytest.mark.parametrize("path", PATHS, ids=str)
-def test_each_missing_key_is_named(path: tuple[Any, ...]) -> None:
-    """A state that lacks an entry is refused with a ValueError that names it."""
-    assert_refused(changed(under_way().engine.state_dict(), path, lambda place, key: place.pop(key)), str(path[-1]))
-
-
-@pytest.mark.parametrize("path", [path for path in PATHS if path[-1] not in ("name", "state", "param_groups")], ids=str)
-def test_each_damaged_entry_is_refused(path: tuple[Any, ...]) -> None:
-    """None in the place of an entry, and in that of a number a fraction or one below 0."""
+def test_each_missing_or_damaged_entry_is_refused(path: tuple[Any, ...]) -> None:
+    """A missing one is named; None in the place of an entry, and in that of a number a fraction or one below 0."""
     state = under_way().engine.state_dict()
+    assert_refused(changed(state, path), str(path[-1]))
     for value in (None, -1, 1.5) if path[-1] in NUMBERS else (None,):
-        assert_refused(replaced(state, path, value), "DiLoCo")
-
-
-@pytest.mark.parametrize("state", [{}, None, [], {"anchor": torch.zeros(3)}])
-def test_what_is_no_state_is_refused(state: Any) -> None:
-    """Whatever it is."""
-    assert_refused(state, "state_dict")
+        if path[-1] not in ("name", "state", "param_groups"):
+            assert_refused(changed(state, path, value), "DiLoCo")
 
 
 @pytest.mark.parametrize(
@@ -107,7 +93,7 @@ def test_a_reduction_ends_by_the_schedule_that_it_began_in(word: str, changes: d
 
 
 def test_shapes_are_compared() -> None:
-    """Tensors of other shapes and types, param groups of other sizes, and a place beyond the round are refused."""
+    """Tensors of other shapes and types, param groups of other sizes, a place beyond the round, no state at all."""
     state = under_way().engine.state_dict()
     parts, groups = state["fragments"], state["fragments"][1]["outer"]["param_groups"]
     for path, value, word in (
@@ -120,7 +106,9 @@ def test_shapes_are_compared() -> None:
         (("fragments",), [*parts, parts[0]], "zip"),
         (("fragments", 1, "outer", "param_groups"), groups * 2, "groups"),
     ):
-        assert_refused(replaced(state, path, value), word)
+        assert_refused(changed(state, path, value), word)
+    for other in ({}, None, [], {"anchor": torch.zeros(3)}):
+        assert_refused(other, "state_dict")
 
 
 def test_a_state_that_a_later_fragment_refuses_changes_none() -> None:

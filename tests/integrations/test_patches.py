@@ -60,14 +60,12 @@ import torch.distributed as dist
 from nanochat.gpt import GPT, GPTConfig, Linear
 args = SimpleNamespace(resume_from_step=200 if sys.argv[1] == 'resume' else -1, save_every=200)
 device, checkpoint_dir, num_iterations = 'cpu', '.', int(sys.argv[2])
-ddp = 'RANK' in os.environ
-if ddp:
-    dist.init_process_group('gloo')
-ddp_rank = int(os.environ.get('RANK', 0))
+dist.init_process_group('gloo')
+ddp_rank = int(os.environ['RANK'])
 master_process = ddp_rank == 0
 def save_checkpoint(folder, step, model, optimizer, rank):
     torch.save({'model': model, 'optimizer': optimizer}, f'{folder}/{step} {rank}.pt')
-orig_model = GPT(GPTConfig(), ddp)
+orig_model = GPT(*trainers.build())
 resuming, step = args.resume_from_step != -1, 0
 if resuming:
     model_data, optimizer_data = torch.load(f'{checkpoint_dir}/{args.resume_from_step} {ddp_rank}.pt').values()
@@ -106,11 +104,7 @@ MuonAdamW = trainers.optimizer
 def DistMuonAdamW(model):
     raise AssertionError('it would average every gradient')
 class GPT(torch.nn.Sequential):
-    def __init__(self, config, ddp):
-        super().__init__(*trainers.build())
-        self.ddp = ddp
-    def setup_optimizer(self):
-        ddp = self.ddp
+    def setup_optimizer(self, ddp=True):
         Factory = DistMuonAdamW if ddp else MuonAdamW
         return Factory(self)
 """
@@ -140,32 +134,24 @@ def script(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return path
 
 
-def check_end(script: Path, steps: int, replicas: int) -> None:
-    """Every replica has ended with the bits of the hand-written loop."""
-    _, models, _ = trainers.by_hand(steps, replicas)
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("script", "replicas", "parts"),
+    [
+        ("nanoGPT", 2, {"scratch": 300}),
+        ("nanoGPT", 1, {"scratch": 250, "resume": 300}),
+        ("nanochat", 2, {"scratch": 250, "resume": 350}),
+    ],
+    indirect=["script"],
+)
+def test_patched_loops(script: Path, replicas: int, parts: dict[str, int]):
+    """In two processes and resumed from step 200 they end with the bits of a hand-written loop, and a shorter round."""
+    for start, steps in parts.items():
+        finish(
+            script.parent, [[str(script), start, str(steps)]] * replicas, places(2) if replicas > 1 else [os.environ]
+        )
+    _, models, _ = trainers.by_hand([*parts.values()][-1], replicas, inner_steps=100)
     for number, model in enumerate(models):
         end = trainers.build()
         end.load_state_dict(torch.load(script.with_name(f"end {number}.pt")))
         assert trainers.same_weights(end, model)
-
-
-@pytest.fixture(autouse=True)
-def rounds_of_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainers, "INNER_STEPS", 100)
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize(("script", "steps"), [("nanoGPT", 300), ("nanochat", 350)], indirect=["script"])
-def test_two_processes_are_two_replicas(script: Path, steps: int):
-    """The patched loop in two processes has the bits of two replicas; nanochat's ends with a shorter round."""
-    finish(script.parent, [[str(script), "scratch", str(steps)]] * 2, places(2))
-    check_end(script, steps, 2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("script", ["nanoGPT", "nanochat"], indirect=True)
-def test_resumed_is_uninterrupted(script: Path):
-    """Resumed from the checkpoint of step 200, the patched loop ends with the same bits."""
-    for start, steps in (("scratch", "250"), ("resume", "300")):
-        finish(script.parent, [[str(script), start, steps]], [os.environ])
-    check_end(script, 300, 1)

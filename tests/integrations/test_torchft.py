@@ -12,7 +12,6 @@ import signal
 import sys
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import ExitStack
 from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
@@ -25,8 +24,8 @@ from torch import nn
 
 import trainers
 import twophase
-from forked import Program, finish
-from processes import PATIENCE, lighthouse, until
+from forked import finish
+from processes import Processes, lighthouse, until
 from replicas import same_bits
 from twophase.diloco.checks import digest, of_optimizer
 
@@ -154,31 +153,28 @@ def test_rounds_are_those_of_our_engine(tmp_path: Path):
 def kill_and_return(folder: Path, kills: int) -> dict[str, list[list[str]]]:
     """Kill one of two replicas and start it again, every second time at once; all lines by the number of the sync."""
 
-    def start(number: int, life: int) -> Program:
-        words, log = [__file__, "live", str(folder), str(number), str(life), url], folder / f"{number}.log"
-        process = Program(words, log, log, ENV)
-        stack.callback(process.wait)
-        stack.callback(process.kill)
-        return process
+    def start(number: int, life: int) -> Any:
+        words = ["live", str(folder), str(number), str(life), url]
+        return processes.start(str(number), [sys.executable, __file__, *words])
 
     def syncs(name: str, replicas: int) -> int:
         path = folder / f"{name}.txt"
         return sum(line.split()[1] == str(replicas) for line in path.read_text().splitlines()) if path.exists() else 0
 
-    with lighthouse(1) as url, ExitStack() as stack:
+    with lighthouse(1) as url, Processes(folder) as processes:
         first, second = start(0, 0), start(1, 0)
         for life in range(1, kills + 1):
             until("some syncs of both", lambda name=f"1 {life - 1}": syncs(name, 2) > 4)
             second.kill()
-            assert second.wait(PATIENCE) == -signal.SIGKILL
+            processes.ended("1", second, -signal.SIGKILL)
             alone = syncs("0 0", 1)
             if life % 2:  # else it is back before the lighthouse has missed it
                 until("syncs of the survivor", lambda alone=alone: syncs("0 0", 1) > alone)
             second = start(1, life)
         until("some syncs of both", lambda: syncs(f"1 {kills}", 2) > 4)
         (folder / "stop").touch()
-        for process, number in ((first, 0), (second, 1)):
-            assert process.wait(PATIENCE) == 0, (folder / f"{number}.log").read_text()[-3000:]
+        processes.ended("0", first)
+        processes.ended("1", second)
     lines = defaultdict(list)
     for path in folder.glob("*.txt"):
         is_whole = path.name in ("0 0.txt", f"1 {kills}.txt")  # else the survivor may have had to repeat the last sync

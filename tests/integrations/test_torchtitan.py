@@ -12,26 +12,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from processes import free_port
+from processes import free_port, lighthouse
 from replicas import same_bits
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = os.pathsep.join([str(ROOT / "src"), str(ROOT / "experiments")])  # the tests' policies are there
 PYTHON = ROOT / ".venv-torchtitan" / "bin" / "python"
-LIGHTHOUSE = ROOT / ".venv" / "bin" / "torchft_lighthouse"
 SETTING = "--module titan_replica --config tiny --fault_tolerance.group_size 2 --outer.lr 0.6 --outer.restart 3".split()
 
+pytest.importorskip("torchft", reason="the extra ft is not installed")
 pytestmark = [
     pytest.mark.dist,
-    pytest.mark.skipif(
-        not (PYTHON.exists() and LIGHTHOUSE.exists()), reason="make setup-torchtitan makes .venv-torchtitan"
-    ),
+    pytest.mark.skipif(not PYTHON.exists(), reason="make setup-torchtitan makes .venv-torchtitan"),
 ]
 
 
-def program(*words: str, lighthouse: str = "", ends: tuple[int, ...] = (0,)) -> tuple[int, str]:
+def program(*words: str, url: str = "", ends: tuple[int, ...] = (0,)) -> tuple[int, str]:
     """Run the program as torchrun would for one process; its exit code and output."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCHFT_LIGHTHOUSE": lighthouse}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCHFT_LIGHTHOUSE": url}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     environment |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "PYTHONPATH": FOLDERS}
     command = [str(PYTHON), str(Path(__file__).with_name("titan_replica.py")), *words]
@@ -42,20 +40,13 @@ def program(*words: str, lighthouse: str = "", ends: tuple[int, ...] = (0,)) -> 
 
 def replicas(folder: Path, name: str, *words: str) -> list[int]:
     """Run two replicas side by side below a lighthouse of their own; their exit codes."""
-    address = f"127.0.0.1:{free_port()}"
-    options = ["--min_replicas", "2", "--quorum_tick_ms", "20", "--heartbeat_timeout_ms", "1000"]
-    with subprocess.Popen([str(LIGHTHOUSE), "--bind", address, *options], stderr=subprocess.DEVNULL) as lighthouse:
 
-        def one_of_them(number: int) -> int:
-            more = ["--fault_tolerance.replica_id", str(number), "--dump_folder", str(folder), *SETTING, *words]
-            url, ends = f"http://{address}", (0, -signal.SIGKILL)
-            return program(name, str(folder), *more, "--hf_assets_path", str(folder), lighthouse=url, ends=ends)[0]
+    def one_of_them(number: int) -> int:
+        more = ["--fault_tolerance.replica_id", str(number), "--dump_folder", str(folder), *SETTING, *words]
+        return program(name, str(folder), *more, "--hf_assets_path", str(folder), url=url, ends=(0, -signal.SIGKILL))[0]
 
-        try:
-            with ThreadPoolExecutor(2) as pool:
-                return list(pool.map(one_of_them, range(2)))
-        finally:
-            lighthouse.kill()
+    with lighthouse(2) as url, ThreadPoolExecutor(2) as pool:
+        return list(pool.map(one_of_them, range(2)))
 
 
 @pytest.mark.timeout(600)

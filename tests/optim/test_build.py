@@ -11,7 +11,7 @@ from torch import nn
 from outers import parameters, run
 from replicas import same_bits
 from twophase.optim.build import named_optimizer, outer_optimizer
-from twophase.optim.names import RULES, read_filter
+from twophase.optim.names import RULES
 from twophase.optim.outer_sgd import OuterSGD
 from twophase.optim.restarting import Restarting
 from twophase.restart import Auto, Never, Periodic, parse
@@ -23,14 +23,6 @@ SINGLE: Any = nn.Parameter(torch.ones(2, 2))
 
 def named(params: list[Any]) -> list[tuple[str, Any]]:
     return [(str(number), p) for number, p in enumerate(params)]
-
-
-def test_refused_filters_are_named():
-    """What is no filter is refused by the name of the argument."""
-    for text in ("clip", "clip:0", "clip:-1", "clip:x", "clip:inf", "clip:nan", "none:1", "orthogonal:5", "heloco", ""):
-        with pytest.raises(ValueError, match="filter"):
-            read_filter(text)
-    assert [read_filter(text) for text in ("none", "clip:0.5")] == [("none", 0), ("clip", 0.5)]
 
 
 @pytest.mark.parametrize("method", ["adamw", "muon"])

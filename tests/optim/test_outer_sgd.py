@@ -15,8 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from forked import bring, in_processes
@@ -88,36 +86,6 @@ def test_has_the_bits_of_torch_sgd(momentum: float, nesterov: bool, path: str, m
     assert all_same(buffers(outer), buffers(sgd)) if momentum else not any(outer.state.values())
 
 
-@given(
-    st.lists(st.integers(0, 70), min_size=1, max_size=6),
-    st.sampled_from([torch.float32, torch.float64]),
-    st.sampled_from([(0.0, False), (0.5, False), (0.9, True)]),
-    st.booleans(),
-)
-def test_has_these_bits_at_any_size(sizes: list[int], dtype: torch.dtype, rule: tuple[float, bool], measure: bool):
-    """Any sizes in one group, of either type."""
-    shapes = [(size,) for size in sizes]
-    params, twins = parameters(0, shapes, dtype), parameters(0, shapes, dtype)
-    run(OuterSGD(params, 0.7, rule[0], nesterov=rule[1]), range(3), measure=measure)
-    run(torch.optim.SGD(twins, 0.7, rule[0], nesterov=rule[1], foreach=False), range(3))
-    assert all_same(params, twins)
-
-
-def test_torchs_schedulers_drive_it():
-    """As they drive torch.optim.SGD, momentum cycling included, in bits."""
-    params, twins = parameters(0, dtype=torch.float32), parameters(0, dtype=torch.float32)
-    pair = OuterSGD(params, 0.7, 0.9), torch.optim.SGD(twins, 0.7, 0.9)
-    schedules = [torch.optim.lr_scheduler.OneCycleLR(each, max_lr=0.5, total_steps=20) for each in pair]
-    rates = set()
-    for number in range(19):
-        for outer, schedule in zip(pair, schedules, strict=True):
-            run(outer, [number])
-            schedule.step()
-        rates.add((pair[0].param_groups[0]["lr"], pair[0].param_groups[0]["momentum"]))
-    assert all_same(params, twins)
-    assert len(rates) >= 15
-
-
 # --- against the oracle -----------------------------------------------------------------------------------------------
 
 POLICIES = ["never", *ALL]
@@ -160,17 +128,6 @@ def test_follows_the_oracle(rule: OuterRule, text: str, dtype: torch.dtype):
         assert report.restarted == (oracle.restarts > count)
         assert counters(outer)[3] == pytest.approx(oracle.memory, rel=rel)
     assert text == "never" or oracle.restarts or policy.takes_steps
-
-
-@each_rule
-@pytest.mark.parametrize("text", ["never", "3", "soft:2:-0.3:0.6", "norm:1.5", "auto"])
-def test_both_forms_take_one_path(rule: OuterRule, text: str):
-    """A rule and its policy, converted to the other form, move the parameters alike, up to rounding."""
-    first, second = parameters(0), parameters(0)
-    policy = convert(RULES[0], parse(text), rule.form)[1]
-    run(outer_of(first, rule, policy), range(12))
-    run(outer_of(second, *convert(rule, policy, "ema" if rule.form == "sum" else "sum")), range(12))
-    torch.testing.assert_close(flat(first), flat(second), rtol=0, atol=1e-12)
 
 
 @each_rule
@@ -269,17 +226,10 @@ def test_the_first_round(momentum: float, nesterov: bool):
 
 
 def test_a_closure_is_evaluated_with_gradients():
-    """Once, before the step, with autograd on, and its value is returned."""
-    x = nn.Parameter(torch.tensor(3.0, dtype=torch.float64))
-    outer, calls = OuterSGD([x], 0.5), []
-
-    def closure() -> float:
-        calls.append(x.item())
-        (x * x).backward()
-        return 9.0
-
-    assert (outer.step(closure), outer.step(), calls) == (9, None, [3.0])
-    assert x.item() == 3 - 0.5 * 6 - 0.5 * 6
+    """Before the step, with autograd on, and its value is returned."""
+    x = scalar(3.0)
+    assert OuterSGD([x], 0.5).step(lambda: (x * x).sum().backward() or x.item()) == 3
+    assert x.item() == 3 - 0.5 * 6
 
 
 # --- what a round measures --------------------------------------------------------------------------------------------
@@ -369,22 +319,19 @@ def test_a_round_that_one_group_refuses_has_happened_in_none():
     assert counters(outer) == counters(twin)
 
 
-@pytest.mark.parametrize("name", ["pseudo_gradient_norm", "buffer_norm"])
-def test_divergence_is_reported(name: str):
-    """A need that is not finite is named, the rule's own update is taken, and the policy's memory stays.
+def test_divergence_is_reported():
+    """A need that is not finite is named, the rule's own update is taken, and nothing restarts.
 
     Where no report could name a signal, a warning does.
     """
     params, twins = parameters(0), parameters(0)
     outer, plain = OuterSGD(params, 0.1, 0.9, restart="norm:0.1"), OuterSGD(twins, 0.1, 0.9)
     for each, of_each in ((outer, params), (plain, twins)):
-        give(of_each, [torch.full_like(p, math.inf if name == "pseudo_gradient_norm" else 1.0) for p in of_each])
-        if name == "buffer_norm":
-            each.state.update({p: {BUFFER: torch.full_like(p, math.nan)} for p in of_each})
+        give(of_each, [torch.full_like(p, math.inf) for p in of_each])
         each.step()
     (seen,) = outer.last_round
-    assert (name in seen.not_finite, seen.restarted, outer.param_groups[0]["restarts"]) == (True, False, 0)
-    assert all(torch.equal(p.nan_to_num(9), q.nan_to_num(9)) for p, q in zip(params, twins, strict=True))
+    assert (seen.not_finite, outer.param_groups[0]["restarts"]) == (("pseudo_gradient_norm",), 0)
+    assert all_same(params, twins)
     outer.param_groups[0]["restart"] = "test-rising:0.0"
     with pytest.warns(RuntimeWarning, match="loss"):
         outer.step(signals={"loss": math.nan})

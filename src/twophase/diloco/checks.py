@@ -276,7 +276,7 @@ def of_optimizer(optimizer: Optimizer) -> tuple[str, str]:
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     groups = [{k: v.tolist() if isinstance(v, Tensor) else v for k, v in group.items()} for group in groups]
     plain = [{key: value for key, value in state.items() if not isinstance(value, Tensor)} for state in states]
-    text = json.dumps([groups, plain], sort_keys=True, default=repr)
+    text = json.dumps([groups, plain], sort_keys=True, default=lambda value: repr(value).partition(" at 0x")[0])
     return digest(tensors) if tensors else "0" * 16, hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -26,7 +26,7 @@ def filter_of(value: str | Filter | None, total: Callable[[list[float]], list[fl
     `total` sums numbers over the shards of a parameter; None where parameters are whole. A ValueError refuses another
     text, and a filter of whole tensors where parameters are sharded.
     """
-    kind, norm = ("function", 0.0) if callable(value) else read_filter(value or "none")
+    kind, norm = ("function", 0.0) if callable(value) else read_filter("none" if value is None else value)
     if total is not None and kind in ("function", "orthogonal"):
         raise ValueError(f"filter {kind} needs whole parameters, got shards; take clip")
     if kind == "clip":
