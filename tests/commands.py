@@ -8,9 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from twophase.runs.folder import read_lines, read_summary
+from twophase.files import read_jsonl
+from twophase.runs.folder import read_summary
 
 SMALL = (
     "--model.layers 1 --model.hidden-size 16 --model.intermediate-size 24 --data.sequence-length 16 "
@@ -33,7 +32,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-TIMES = ("seconds", "engine_share", "summary_sha256")  # the summary's own, times included
+TIMES = ("seconds", "engine_share")
 
 
 def outcome(folder: Path) -> dict[str, Any]:
@@ -44,20 +43,9 @@ def outcome(folder: Path) -> dict[str, Any]:
         "summary": {key: value for key, value in summary.items() if key not in TIMES},
         "rounds": [
             {key: value for key, value in line.items() if key not in TIMES}
-            for line in read_lines(folder / "rounds.jsonl")
+            for line in read_jsonl(folder / "rounds.jsonl")
         ],
-        "metrics": read_lines(folder / "metrics.jsonl"),
+        "metrics": read_jsonl(folder / "metrics.jsonl"),
         "weights": (folder / "weights.safetensors").read_bytes(),
         "config": (folder / "config.yaml").read_bytes(),
     }
-
-
-def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard reads."""
-    pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder / "tensorboard"))
-    events.Reload()
-    names = events.Tags()["scalars"]
-    return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in names}

@@ -22,7 +22,7 @@ from hypothesis import settings
 import forked
 from twophase.restart import REGISTRY, Restart, RestartPolicy, RoundSignal, State
 from twophase.restart import register as register_
-from twophase.sweeps import crew as launch
+from twophase.sweeps import runner as launch
 
 gc.set_threshold(50_000, 10, 10)  # half a million objects of the libraries stay: to look at them takes half a second
 torch.set_num_threads(1)  # sums are then made in one order, so that equal means equal bits

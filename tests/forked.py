@@ -21,7 +21,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing import forkserver, spawn
-from multiprocessing.reduction import DupFd
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
@@ -31,7 +30,7 @@ import torch.distributed as dist
 
 import twophase
 from twophase.cli import main as cli
-from twophase.sweeps import crew as launch
+from twophase.sweeps import runner as launch
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _SERVER: Any = forkserver._forkserver  # type: ignore[attr-defined] - of every process that comes from it, too
@@ -40,10 +39,10 @@ _CONTEXT.set_forkserver_preload(
         "fork_requests",
         "twophase.cli.main",
         "twophase.cli.train",
-        "twophase.tasks.build",
-        "twophase.training.session",
-        "twophase.training.train",
-        "twophase.sweeps.run",
+        "twophase.tasks.registry",
+        "twophase.training.loop",
+        "twophase.training.trainer",
+        "twophase.sweeps.runner",
         "torch._dynamo",  # torch imports it, in seconds, with a process's first optimizer
         "matplotlib.backends.backend_agg",
         "matplotlib.backends.backend_pdf",
@@ -95,10 +94,9 @@ class _Process(Signalled):
         env: Mapping[str, str],
         *,
         cwd: Path | None = None,
-        leash: Any = None,
         program: bool = False,
     ) -> None:
-        arguments = (words, str(cwd or Path.cwd()), dict(env), outputs, leash)
+        arguments = (words, str(cwd or Path.cwd()), dict(env), outputs)
         options = {"program": program, "largest": resource.getrlimit(resource.RLIMIT_FSIZE)}
         _serve()
         self._process = _CONTEXT.Process(target=_run, args=arguments, kwargs=options)
@@ -154,40 +152,13 @@ class Program(_Process):
 class Popen(_Process):
     """In place of the `subprocess.Popen` by which a sweep starts its workers."""
 
-    def __init__(
-        self,
-        command: list[str],
-        *,
-        stdin: int,
-        stdout: IO[bytes],
-        stderr: IO[bytes],
-        env: Mapping[str, str],
-        process_group: int,
-    ) -> None:
-        assert command[:2] == [sys.executable, "-P"]
-        assert (stdin, stdout, process_group) == (subprocess.PIPE, stderr, 0)
-        read, write = os.pipe()
-        super().__init__(command[2:], [stdout.name] * 2, env, leash=_End(read), program=True)
-        os.close(read)
-        self.stdin = os.fdopen(write, "wb")
+    def __init__(self, command: list[str], *, env: Mapping[str, str], stdin: int) -> None:
+        assert (command[:3], stdin) == ([sys.executable, "-m", launch.__name__], subprocess.DEVNULL)
+        super().__init__(command[1:], [], env, program=True)
 
 
 FORKING = SimpleNamespace(**vars(subprocess) | {"Popen": Popen})
-"""In place of the module `subprocess` in `twophase.sweeps.crew`."""
-
-
-class _End:
-    """The reading end of a pipe, on its way to a process."""
-
-    def __init__(self, descriptor: int) -> None:
-        self.descriptor = descriptor
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _taken, (DupFd(self.descriptor),)
-
-
-def _taken(end: Any) -> int:
-    return end.detach()
+"""In place of the module `subprocess` in `twophase.sweeps.runner`."""
 
 
 def call(*words: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -247,16 +218,11 @@ def _run(
     place: str,
     variables: dict[str, str],
     outputs: list[str],
-    leash: int | None,
     *,
     program: bool,
     largest: tuple[int, int],
 ) -> None:
     """In the new process."""
-    if leash is not None:
-        os.setpgid(0, 0)
-        os.dup2(leash, 0)
-        os.close(leash)
     for number, name in enumerate(outputs, 1):
         descriptor = os.open(name, os.O_WRONLY | os.O_APPEND)
         os.dup2(descriptor, number)
@@ -274,6 +240,8 @@ def _run(
     if program and words[:2] == ["-W", "error"]:
         warnings.simplefilter("error")
         words = words[2:]
+    if words[:2] == ["-m", launch.__name__]:
+        sys.exit(launch.worker(Path(words[2])))
     if program and words[0] != "-m":
         sys.argv = words
         sys.path.insert(0, str(Path(words[0]).parent))

@@ -15,7 +15,6 @@ from urllib.parse import urlsplit
 
 from forked import Program
 
-DRIVER = Path(__file__).with_name("faulty.py")
 PATIENCE = 100.0
 """Seconds that a test waits for anything, on a machine that has much else to do."""
 
@@ -87,11 +86,3 @@ class Processes:
         """Wait for its end, which must be this one."""
         ended_with = process.wait(timeout=PATIENCE)
         assert ended_with == status, (name, ended_with, self.said(name)[-12:])
-
-
-def state_of(pid: int) -> str:
-    """The letter that the system has for what a process does; X for one that is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "X"

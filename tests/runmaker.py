@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from twophase.base.config import dump_yaml, fingerprint
+from twophase.config import dump_yaml, fingerprint
 from twophase.rule import OuterRule
 from twophase.runs.method import options_of
 from twophase.sweeps.grid import Axis, Sweep, product
@@ -23,6 +23,7 @@ from twophase.training.config import OuterConfig
 EMA = OuterRule(1.0, 0.9, form="ema")
 SUM = OuterRule(0.7, 0.9)
 NESTEROV = OuterRule(0.7, 0.9, nesterov=True)
+MEASURED = {"pseudo_gradient_norm": "g", "buffer_norm": "m", "cosine": "cosine", "gain": "gain"}
 
 
 def config_of(rule: OuterRule, restart: str = "never", rounds: int = 60, **values: Any) -> TrainConfig:
@@ -51,13 +52,7 @@ def round_lines(blocks: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     lines = []
     for t in range(rounds):
         groups = [
-            {
-                "restarted": bool(block["restarted"][t]),
-                "pseudo_gradient_norm": float(block["g"][t]),
-                "buffer_norm": float(block["m"][t]),
-                "cosine": float(block["cosine"][t]),
-                "gain": float(block["gain"][t]),
-            }
+            {"restarted": bool(block["restarted"][t])} | {name: float(block[key][t]) for name, key in MEASURED.items()}
             for block in blocks.values()
         ]
         fragments = [
@@ -69,7 +64,7 @@ def round_lines(blocks: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
             | {"restarted": any(group["restarted"] for group in groups)}
             | {"fragments": fragments, "groups": groups, "bytes_sent": 0, "checksum": "0" * 16}
             | {"seconds": {"pseudo_gradient": 1e-3, "reduce": 1e-4, "outer": 2e-3, "restore": 1e-3, "checksum": 1e-3}}
-            | {name: groups[0][name] for name in ("pseudo_gradient_norm", "buffer_norm", "cosine", "gain")}
+            | {name: groups[0][name] for name in MEASURED}
         )
     return lines
 
@@ -99,7 +94,8 @@ def write_run(
     losses = [2.0 + math.exp(-t / 20) for t in range(rounds)]
     metrics = [{"step": t + 1, "round": t + 1, "train_loss": loss, "inner_lr": 2e-3} for t, loss in enumerate(losses)]
     write_lines(folder / "metrics.jsonl", metrics)
-    environment = {"twophase": "0.1.0", "python": "3.11.0", "command": ["twophase", "train", "--steps", str(rounds)]}
+    command = ["twophase", "train", "--steps", str(rounds)]
+    environment = {"python": "3.11.0", "command": command, "loss_unit": "nats a token"}
     (folder / "env.json").write_text(json.dumps(environment), encoding="utf-8")
     if finished:
         write_summary(folder, config)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from twophase.base.files import file_sha256
-from twophase.text.meta import TOKEN_BYTES, TRAIN, VALIDATION, Meta, Shard, write_meta
+from twophase.files import sha256
+from twophase.text.shards import TOKEN_BYTES, TRAIN, VALIDATION, Meta, Shard, write_meta
 
 SHA256 = "0123456789abcdef" * 4
 """Of a tokenizer that does not exist."""
+
+
+def counting(start: int, tokens: int, dtype: str = "uint16") -> np.ndarray:
+    """Return ids that count up, so that every window is known by its first token."""
+    return np.arange(start, start + tokens).astype(dtype)
 
 
 def flip(path: Path) -> None:
@@ -33,17 +37,12 @@ def prepared(
 ) -> Path:
     """Write a finished folder of these shards, in the type of their ids; id i of the tokenizer `toy` has i bytes."""
     folder.mkdir(exist_ok=True)
-    dtype = (*train, *validation)[0].dtype
-    splits = {}
+    splits: dict[str, list[Shard]] = {TRAIN: [], VALIDATION: []}
     for split, arrays in ((TRAIN, train), (VALIDATION, validation)):
-        shards = []
         for number, array in enumerate(arrays):
-            name, content = f"{split}-{number:05}.bin", array.astype(dtype.newbyteorder("<")).tobytes()
-            (folder / name).write_bytes(content)
-            digest = hashlib.sha256(content).hexdigest()
-            shards.append(Shard(name, len(array), 1, len(array), int(array.max(initial=0)), digest))
-        splits[split] = tuple(shards)
-    np.save(folder / TOKEN_BYTES, np.arange(vocabulary_size, dtype=np.uint32))
-    sizes, source = file_sha256(folder / TOKEN_BYTES), {"kind": "made up"}
-    write_meta(folder, Meta("toy", SHA256, vocabulary_size, end_of_text, dtype.name, source, splits, sizes))
+            path = folder / f"{split}-{number:05}.bin"
+            array.tofile(path)
+            splits[split].append(Shard(path.name, len(array), sha256(path)))
+    np.save(folder / TOKEN_BYTES, np.arange(vocabulary_size))
+    write_meta(folder, Meta("toy", SHA256, vocabulary_size, end_of_text, train[0].dtype.name, {"kind": "made"}, splits))
     return folder

@@ -202,7 +202,7 @@ def test_values_are_understood(line: str, monkeypatch: pytest.MonkeyPatch, tmp_p
         status, text = said([*words, "--print-config"])
     else:
         sweeps = []
-        monkeypatch.setattr("twophase.cli.sweeping.run", lambda sweep, *_, **__: sweeps.append(sweep) or 0)
+        monkeypatch.setattr("twophase.cli.sweep.run", lambda sweep, *_, **__: sweeps.append(sweep) or 0)
         status, text = said(words)
         assert sweeps
         assert sweeps[0].cells

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from twophase.base.config import with_values
+from twophase.config import update
 from twophase.tasks.lm.config import TrainConfig
 
 _WORDS = "the outer loop keeps a buffer of what the inner steps have done and it may forget after some rounds".split()
@@ -49,4 +49,4 @@ def small_run(corpus: Path, size: int = 16, /, **values: Any) -> TrainConfig:
         "data.batch_size": size // 4,
         "data.validation_windows": size // 2,
     }
-    return with_values(TrainConfig(), small | values)
+    return update(TrainConfig(), small | values)

@@ -35,3 +35,7 @@ class Toy:
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Compute the loss on a batch that no step draws."""
         return {"loss": self.loss(model, self.batch(0, 10**6, 0)).item()}
+
+    def describe(self) -> dict[str, str]:
+        """Return what its data depend on."""
+        return {"fingerprint": f"toy-{self.batch_size}"}

@@ -1,7 +1,11 @@
-"""Which functions of the package a call runs through; lambdas and closures count, comprehensions do not."""
+"""Which functions of the package a call runs through; lambdas and closures count, comprehensions do not.
+
+Nor do the bodies of modules and classes, which an import runs.
+"""
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +24,8 @@ def functions_of(call: Callable[[], Any]) -> set[tuple[str, str]]:
 
     def note(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(_PACKAGE) and code.co_name not in _COMPREHENSIONS:
+        is_function = code.co_flags & inspect.CO_OPTIMIZED and code.co_name not in _COMPREHENSIONS
+        if event == "call" and is_function and code.co_filename.startswith(_PACKAGE):
             found.add((code.co_filename.removeprefix(_PACKAGE).lstrip("/"), code.co_qualname))
 
     before = sys.getprofile()

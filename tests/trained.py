@@ -1,47 +1,52 @@
-"""Runs in this process, stopped where a test wants it, and the files that they leave."""
+"""Runs in this process, stopped where a test wants it, and ranks that a test starts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from forked import Program, places
+from twophase.diloco.group import SingleProcess
 from twophase.runs.folder import RunFolder
-from twophase.tasks.lm.config import TrainConfig
-from twophase.tasks.lm.task import LanguageTask
-from twophase.training import checkpoint
-from twophase.training.train import train
+from twophase.tasks.registry import task_of
+from twophase.training import checkpoint, loop
+from twophase.training.config import RunConfig
+from twophase.training.trainer import Trainer
+
+ALONE = SingleProcess()
 
 
-def run(config: TrainConfig, path: Path, **options: Any) -> dict[str, Any]:
-    """Train in a folder; returns the summary without its times."""
-    with RunFolder.claim(path, config) as folder:
-        summary = train(LanguageTask(config), config, folder, **options)
+def trainer_of(config: RunConfig, task: Any = None, group: SingleProcess = ALONE) -> Trainer:
+    return Trainer(task or task_of(config), config, group)
+
+
+def run(
+    config: RunConfig,
+    path: Path,
+    task: Any = None,
+    group: SingleProcess = ALONE,
+    *,
+    asked_at: int = sys.maxsize,
+    **options: Any,
+) -> dict[str, Any]:
+    """Train in a folder, asked to stop from an inner step on; returns the summary without its times."""
+    folder = RunFolder.claim(path, config) if group.rank == 0 else None
+    try:
+        trainer = trainer_of(config, task, group)
+        summary = loop.run(trainer, path, folder, should_stop=lambda: trainer.done.step >= asked_at, **options)
+    finally:
+        if folder:
+            folder.release()
     return {key: value for key, value in summary.items() if key not in ("seconds", "engine_share")}
 
 
-def stop_after(calls: int) -> Callable[[], bool]:
-    """Return a `should_stop` that answers yes from that call on."""
-    count = iter(range(1, 10**6))
-    return lambda: next(count) >= calls
-
-
-def run_in_parts(config: TrainConfig, path: Path, stops: Sequence[int], **options: Any) -> dict[str, Any]:
-    """Stop a run after each of these steps and resume it; `should_stop` is called once a step, except the last."""
-    for stop in stops:
-        start = checkpoint.latest_step(path / "checkpoint") or 0
-        part = run(config, path, should_stop=stop_after(stop - start), **options)
-        assert (part["exit_reason"], part["steps"]) == ("stopped", stop)
-        assert checkpoint.latest_step(path / "checkpoint") == stop
-    return run(config, path, **options)
-
-
-def newest(path: Path) -> Path:
+def newest(path: Path) -> checkpoint.Checkpoint:
     """Return the newest checkpoint of a run."""
-    folder = checkpoint.latest(path / "checkpoint")
-    assert folder is not None
-    return folder
+    found = checkpoint.latest(path / "checkpoint")
+    assert found is not None
+    return found
 
 
 def start_group(folder: Path, *words: Sequence[str | Path]) -> list[Program]:
@@ -54,5 +59,9 @@ def start_group(folder: Path, *words: Sequence[str | Path]) -> list[Program]:
 
 def end_group(processes: Sequence[Program], folder: Path) -> list[tuple[int, str]]:
     """Wait for the processes of a group; returns the status and standard error of each."""
-    statuses = [process.wait(120) for process in processes]
+    try:
+        statuses = [process.wait(120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
     return [(status, (folder / f"errors-{rank}").read_text()) for rank, status in enumerate(statuses)]

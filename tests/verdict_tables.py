@@ -26,11 +26,11 @@ def row(
     *,
     state: State = "finished",
     control_of: str | None = None,
-    twin_of: str | None = None,
+    shared: str | None = None,
 ) -> Row:
     values = {LR: lr, MOMENTUM: momentum} | ({} if seed is None else {"seed": seed})
     run = name(arm, lr, momentum, seed)
-    return Row(arm, run, values, state, perplexity, control_of=control_of, twin_of=twin_of)
+    return Row(arm, shared or run, values, state, perplexity, control_of=control_of)
 
 
 def name(arm: str, lr: float, momentum: float, seed: int | None) -> str:
@@ -55,14 +55,14 @@ def random_table(number: int, bad: float) -> list[Row]:
         plain = {lr: outcome(8.0) for lr in lrs}
         for (arm, lr, m), middle in quality.items():
             state, perplexity = plain[lr] if m == 0 else outcome(middle)
-            twin = f"plain/{lr}/{seed}" if m == 0 else None
-            rows.append(row(arm, perplexity, lr, m, seed, state=state, twin_of=twin))
+            shared = f"plain/{lr}/{seed}" if m == 0 else None
+            rows.append(row(arm, perplexity, lr, m, seed, state=state, shared=shared))
             if arm == SECOND and m > 0.6:
                 state, perplexity = outcome(middle)
                 link = name(arm, lr, m, seed)
                 rows.append(row(MATCHED, perplexity, lr / 5, m, seed, state=state, control_of=link))
         for lr, (state, perplexity) in plain.items():
-            rows.append(row(FREE, perplexity, lr, 0.0, seed, state=state, twin_of=f"plain/{lr}/{seed}"))
+            rows.append(row(FREE, perplexity, lr, 0.0, seed, state=state, shared=f"plain/{lr}/{seed}"))
     rng.shuffle(rows)
     return rows
 

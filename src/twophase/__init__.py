@@ -9,11 +9,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from twophase.api import sweep as sweep
+    from twophase.api import train as train
+    from twophase.api import tune as tune
     from twophase.diloco.engine import DiLoCo as DiLoCo
     from twophase.diloco.report import RoundReport as RoundReport
-    from twophase.experiments import sweep as sweep
-    from twophase.experiments import train as train
-    from twophase.experiments import tune as tune
     from twophase.optim.outer_sgd import OuterSGD as OuterSGD
     from twophase.optim.restarting import Restarting as Restarting
     from twophase.report.results import load as load
@@ -37,7 +37,7 @@ _HOMES = {
     "RoundReport": "twophase.diloco.report",
     "load": "twophase.report.results",
     "record": "twophase.training.recording",
-    **dict.fromkeys(("sweep", "train", "tune"), "twophase.experiments"),
+    **dict.fromkeys(("sweep", "train", "tune"), "twophase.api"),
 }
 
 __all__ = sorted(_HOMES)  # noqa: PLE0605 - a list

@@ -144,9 +144,7 @@ def refused(capsys: Capture, words: list[Any], message: str) -> None:
     assert main(["period", *map(str, words)]) == 2
     done = capsys.readouterr()
     assert len(done.err.splitlines()) == 1
-    assert done.err.startswith(
-        f"twophase period: error: {message}" if message.startswith("--") else "twophase period: "
-    )
+    assert done.err.startswith(f"twophase period: {message}" if message.startswith("--") else "twophase period: ")
     assert message in done.err
     assert done.out == ""
 

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from diloco.scenarios import HEAVY_BALL, refusal
 from forked import bring, in_processes
 from replicas import same_bits
-from twophase.base.errors import RunError, UsageError
 from twophase.diloco import group as group_module
 from twophase.diloco.compression import BLOCK, Compression
 from twophase.diloco.engine import DiLoCo
 from twophase.diloco.group import TIMEOUT, ProcessGroup, SingleProcess, Work, default_group
-from twophase.training.session import in_agreement
+from twophase.errors import RunError, UsageError
+from twophase.training.distributed import raised_on_all_ranks
 
 SIZE = 3
 SUMS = [(name, numel) for name in ("bfloat16", "int8") for numel in (BLOCK, 9 * BLOCK, 40 * BLOCK)]
@@ -75,7 +75,7 @@ def agreed(rank: int, errors: dict[int, Exception]) -> str:
     """What is said where some ranks fail in a block."""
 
     def block() -> None:
-        with in_agreement(ProcessGroup()):
+        with raised_on_all_ranks(ProcessGroup()):
             if rank in errors:
                 raise errors[rank]
 
@@ -175,7 +175,7 @@ def test_one_process_hears_itself() -> None:
     x = torch.ones(3)
     group.all_reduce(x).wait()
     assert torch.equal(x, torch.ones(3))
-    with pytest.raises(KeyError, match="x"), in_agreement(group):
+    with pytest.raises(KeyError, match="x"), raised_on_all_ranks(group):
         raise KeyError("x")
     with pytest.raises(RuntimeError, match="init_process_group"):
         ProcessGroup()

@@ -74,7 +74,7 @@ import sys
 sys.path[:0] = sys.argv[1:]
 from protocol import PLACES
 import policies
-from twophase.cli.tuning import Tuning
+from twophase.tuning.tune import Tuning
 for place in PLACES:
     Tuning(place.base(), place.arms, 4)
 """
@@ -94,7 +94,7 @@ def test_a_tiny_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     """An arm and averaging are tuned and judged at one place; a repeated call says the same without a run."""
     monkeypatch.setitem(sys.modules, "policies", SimpleNamespace(share_with_workers=lambda: None))
     run = load(BENCH / "run.py")
-    words = ["averaging+filter=orthogonal", "--size", "tiny", "--quiet", "--workers", "1", "--out", str(tmp_path)]
+    words = ["averaging outer.filter=orthogonal", "--size", "tiny", "--quiet", "--workers", "1", "--out", str(tmp_path)]
     said = []
     for _ in range(2):
         assert run.main(words) == 0
@@ -103,7 +103,7 @@ def test_a_tiny_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     with (tmp_path / "results.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(row["place"], row["arm"], row["seed"]) for row in rows] == [
-        ("trial", arm, seed) for arm in ("averaging", "averaging+filter=orthogonal") for seed in ("100", "101")
+        ("trial", arm, seed) for arm in ("averaging", "averaging outer.filter=orthogonal") for seed in ("100", "101")
     ]
     logs = [math.log(float(row["result"])) for row in rows]
     with (tmp_path / "against.csv").open(newline="") as file:

@@ -24,7 +24,6 @@ from paper import LAPTOP, PAPER, QUICK, Scale, tuned
 from twophase.recipes.pretraining import paper_150m
 from twophase.sweeps.grid import Cell
 from twophase.sweeps.table import Row
-from twophase.tasks.lm.config import check
 
 FORMS, KINDS = ("sum", "ema"), ("heavy ball", "Nesterov")
 
@@ -54,8 +53,6 @@ def test_plans_can_be_run(scale: Scale, cells: tuple[int | None, ...] | None) ->
     first = robustness_heatmaps.robustness_heatmaps(scale), soft_restart.soft_restart(scale)
     whole = retuning.retuning(scale, rows(retuning.retuning(scale), bowl(0.7, 0.5)))
     for number, sweep in enumerate((*first, whole, wires.sweep(scale))):
-        for config in sweep.runs.values():
-            check(config)
         if cells and number < 3 and cells[number]:
             assert len(sweep.cells) == cells[number]
     assert set(retuning.retuning(scale).runs) <= set(first[0].runs)  # none is trained for the tuning alone

@@ -18,7 +18,6 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from safetensors import SafetensorError
@@ -114,7 +113,7 @@ def wrap_files(fault: Fault) -> None:
 
 
 def wrap_safetensors(fault: Fault, module: Any) -> None:
-    """Count safetensors' writing of a file; its failures are its own, and leave a part."""
+    """Count safetensors' writing of a file, which is not Python's; its failures are its own, and leave a part."""
     plain = module.save_file
 
     def watched(tensors: Any, path: Any, metadata: Any = None) -> None:
@@ -134,20 +133,16 @@ def main() -> int:
 
     from twophase.cli.main import main as command
     from twophase.figures import heatmaps
-    from twophase.sweeps import work
-    from twophase.training import parts
 
     heatmaps.rendered = lambda *_, **__: {".png": b"PNG", ".pdf": b"PDF"}  # drawing takes a second
-    work.traceback = SimpleNamespace(print_exc=lambda: None)  # type: ignore[assignment] - of a worker's log
     folder, kind, number, words = sys.argv[1:]
     fault = Fault(folder, kind, int(number))
     for name in ("fsync", "replace", "rename", "mkdir", "unlink", "remove", "rmdir", "open"):
         wrap_os(fault, name)
-    wrap_safetensors(fault, parts)
     wrap_safetensors(fault, safetensors.torch)
     commands = json.loads(Path(words).read_text(encoding="utf-8"))
     wrap_files(fault)
-    status = [command(each) for each in commands][-1]  # a sweep that only looks reports earlier failures by 1
+    status = [command(each) for each in commands][-1]
     if kind == "count":
         print(f"calls: {fault.count}")
     return status

@@ -7,15 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from twophase.base.config import UsageError
-from twophase.base.files import table_text
+from twophase.errors import UsageError
 from twophase.figures.style import check_numbers, write_files
+from twophase.files import csv_text
 
 
 def test_texts() -> None:
     """Tables have 12 digits and nothing without a number."""
     rows = [{"a": 1 / 3, "b": None}, {"b": float("nan"), "c": True}, {"a": np.int64(7), "c": "x, y"}]
-    assert table_text(rows) == 'a,b,c\n0.333333333333,,\n,,true\n7,,"x, y"\n'
+    assert csv_text(rows) == 'a,b,c\n0.333333333333,,\n,,true\n7,,"x, y"\n'
 
 
 def test_unwritable_folder(tmp_path: Path) -> None:

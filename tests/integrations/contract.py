@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 import trainers
-import twophase
-from twophase.runs.folder import METRICS, ROUNDS, read_lines
+from twophase.files import read_jsonl
+from twophase.runs.folder import METRICS
+from twophase.runs.record import read_record, read_rounds
 
 STEPS, SAVE = 30, 10
 """Inner steps, and those between two checkpoints: the first lies in the middle of a round, the second at its end."""
@@ -67,7 +68,7 @@ class Contract:
         assert alive
         assert not (folder / "summary.json").exists()
         self.train(tmp_path, record=folder)
-        run: Any = twophase.load(folder)
-        assert run.summary["steps"] == STEPS
-        assert [line["checksum"] for line in read_lines(folder / ROUNDS)] == [fact[-1] for fact in self.by_hand()[1]]
-        assert any(self.logged in line for line in read_lines(folder / METRICS))
+        run = read_record(folder)
+        assert (run.summary or {})["steps"] == STEPS
+        assert [line["checksum"] for line in read_rounds(folder)] == [fact[-1] for fact in self.by_hand()[1]]
+        assert any(self.logged in line for line in read_jsonl(folder / METRICS))

@@ -42,8 +42,7 @@ class TestAccelerate(Contract):
             accelerator.load_state(str(checkpoint))
         begin = rounds.engine.taken
         with suppress(Interrupted), ExitStack() as stack:
-            if record is not None:
-                stack.enter_context(twophase.record(rounds.engine, record, inner=inner))
+            run = stack.enter_context(twophase.record(record, rounds.engine)) if record else None
             stack.enter_context(rounds)
             for step in range(begin, parts * STEPS):
                 if step == stop:
@@ -55,6 +54,10 @@ class TestAccelerate(Contract):
                     inner.step()
                     inner.zero_grad()
                     reports.append(rounds.step())
+                if run is not None:
+                    run.log_round(reports[-1], inner_lr=inner.param_groups[0]["lr"])
+            if run is not None:
+                run.log_round(rounds.finish())
         return accelerator.unwrap_model(model), SimpleNamespace(reports=[*filter(None, reports)])
 
 
@@ -62,16 +65,18 @@ def test_checkpoints_that_do_not_fit_are_refused(tmp_path: Path):
     """A missing file of a replica, a damaged one, and one of another step are named; the engine has not changed."""
     accelerator, _, _, rounds = start()
     accelerator.save_state(str(tmp_path))
-    (path,) = tmp_path.glob("twophase*")
-    data = path.read_bytes()
+    (path,) = tmp_path.glob("twophase*.pt")
+    data, digest = path.read_bytes(), path.with_suffix(".sha256")
+    before = digest.read_text()
     rounds.engine.step()
     accelerator.save_state(str(tmp_path))
     for content, word in (
         (None, ""), (data[: len(data) // 2], "damaged"), (data[:-1] + b"?", "damaged"), (data, "inner step"),
     ):  # fmt: skip
         path.unlink() if content is None else path.write_bytes(content)
+        digest.write_text(before)
         rest = start()
-        with pytest.raises((ValueError, FileNotFoundError), match=rf"{path.name}.*{word}"):
+        with pytest.raises((ValueError, FileNotFoundError, RuntimeError), match=rf"{path.name}.*{word}"):
             rest[0].load_state(str(tmp_path))
         assert rest[3].engine.taken == 0
 

@@ -14,9 +14,9 @@ import torch
 import trainers
 from extras import need
 from forked import finish, places
-from twophase.base.errors import UsageError
 from twophase.diloco.checks import digest
 from twophase.diloco.group import SingleProcess
+from twophase.errors import UsageError
 
 for package in ("transformers", "accelerate", "lightning"):
     need(package, "the extras trainer and lightning are not installed")

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -28,6 +29,7 @@ from forked import finish
 from processes import Processes, lighthouse, until
 from replicas import same_bits
 from twophase.diloco.checks import digest, of_optimizer
+from twophase.runs.record import read_record
 
 pytest.importorskip("torchft", reason="the extra ft is not installed")
 
@@ -102,9 +104,15 @@ def resume(folder: Path, number: int, urls: list[str]) -> None:
     rest, state = Replica(number, urls[1], seed=1), torch.load(folder / f"stopped {number}.pt", weights_only=True)
     rest.load(state)
     rest.rounds.load_state_dict(state["rounds"])
-    setting, outer = {"inner_steps": 8, "replicas": 2}, cast("Any", rest.rounds.outers[0])
-    with twophase.record(outer, folder / f"run {number}", setting, inner=rest.inner):
-        torch.save(rest.train(lambda: rest.step == STEPS), folder / f"{number}.pt")
+    outer = cast("Any", rest.rounds.outers[0])
+    outer.register_step_pre_hook(lambda _, words, options: (words, {**options, "measure": True}))
+    with twophase.record(folder / f"run {number}", outer, {"inner_steps": 8, "replicas": 2}) as run:
+
+        def ends() -> bool:
+            run.log_round(outer.last_round)
+            return rest.step == STEPS
+
+        torch.save(rest.train(ends), folder / f"{number}.pt")
 
 
 def live(folder: Path, number: int, life: int, url: str) -> None:
@@ -145,8 +153,9 @@ def test_rounds_are_those_of_our_engine(tmp_path: Path):
             assert same_bits(a, end["agreed"][name])
         groups = [outer["param_groups"][0] for outer in end["rounds"]["outers"]]
         assert [(group["rounds"], group["restarts"]) for group in groups] == [(STEPS // 8, 1)] * 2
-        run: Any = twophase.load(tmp_path / f"run {number}")
-        assert run.summary["rounds"] == STEPS // 8
+        run = read_record(tmp_path / f"run {number}")
+        assert (run.summary or {})["rounds"] == STEPS // 8
+        assert np.isfinite(run.rounds["gain"]).all()
     assert not all(same_bits(p, ends[1]["model"][name]) for name, p in ends[0]["model"].items())
 
 

@@ -92,7 +92,7 @@ def test_checkpoints_that_do_not_fit_are_refused(tmp_path: Path):
     """The Trainer itself would go on with a fresh engine or optimizer, or with an engine of other weights."""
     make(tmp_path / "whole", max_steps=SAVE)[0].train()
     make(tmp_path / "other", max_steps=SAVE, replica=1)[0].train()
-    for word, file in {"state": "twophase.safetensors", "optimizer": "optimizer.pt", "output_dir": ""}.items():
+    for word, file in {"state": "twophase.pt", "optimizer": "optimizer.pt", "output_dir": ""}.items():
         shutil.copytree(tmp_path / "whole", tmp_path / word)
         folder = tmp_path / (word if file else "other") / f"checkpoint-{SAVE}"
         (folder / (file or "README.md")).unlink(missing_ok=True)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from twophase.base.errors import UsageError
+from twophase.errors import UsageError
 from twophase.judge.cells import ARM, BOTH, CONTROL, MISSING, Paired, fate, outcomes, worst
 from twophase.sweeps.table import Row, settings
 from verdict_tables import LR, MOMENTUM, TABLES, finished

@@ -93,7 +93,9 @@ def matched(rows: Sequence[Row], arm: str, control: str) -> list[tuple[dict[Any,
         key = (lambda p: p) if any(len(side) > 1 for side in momenta) else (lambda p: p[:1])
         there = {key(place): seeds for place, seeds in others.items()}
         pairs = [(seeds, there[key(place)]) for place, seeds in cells.items() if key(place) in there]
-    different = [pair for pair in pairs if any(row.twin_of is None for side in pair for row in side.values())]
+    different = [
+        pair for pair in pairs if any(not row.run.startswith("plain") for side in pair for row in side.values())
+    ]
     return different or pairs
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from twophase.base.config import UsageError
+from twophase.errors import UsageError
 from twophase.judge.verdict import select, verdict
 from twophase.judge.verdict_text import describe, write
 from twophase.sweeps.table import Row, geometric_mean, read_rows
@@ -55,7 +55,7 @@ def test_a_held_out_divergence_counts_against_the_arm() -> None:
 def test_same_runs() -> None:
     """A control that is the same runs as the arm's cell differs by exactly 0, and that is said, not counted."""
     twins = [f"t{seed}" for seed in range(3)]
-    rows = [row(arm, 8.0 + s, 0.3, 0.0, s, twin_of=t) for s, t in enumerate(twins) for arm in ("a", "free")]
+    rows = [row(arm, 8.0 + s, 0.3, 0.0, s, shared=t) for s, t in enumerate(twins) for arm in ("a", "free")]
     rows += [row("a", 9.5 + s, 0.3, 0.9, s) for s in range(3)]
     pair = only(verdict(rows), "a", "free")
     for difference in pair.differences:
@@ -70,9 +70,9 @@ def test_copies_of_a_pair_count_once() -> None:
     rows = []
     for seed in range(3):
         for arm, value in (("a", 9.5), ("b", 8.0)):
-            rows.append(row(arm, 7.0, 0.3, 0.0, seed, twin_of=f"t{seed}"))
+            rows.append(row(arm, 7.0, 0.3, 0.0, seed, shared=f"t{seed}"))
             rows.append(row(arm, value + seed, 0.3, 0.9, seed))
-            rows.append(row(arm, value + seed, 0.7, 0.9, seed, twin_of=name(arm, 0.3, 0.9, seed)))
+            rows.append(row(arm, value + seed, 0.7, 0.9, seed, shared=name(arm, 0.3, 0.9, seed)))
             rows.append(row(arm, value - seed, 1.1, 0.9, seed))
     pair = only(verdict(rows, controls=["b"]), "a", "b")
     assert (pair.cells.matched, pair.cells.same) == (3, 1)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twophase.base.config import UsageError, with_values
+from twophase.config import update
 from twophase.recipes.controls import (
     controls_of,
     gain_matched,
@@ -14,12 +14,11 @@ from twophase.recipes.controls import (
     grid_of,
     in_arms,
     momentum_free,
-    restarts_that_count,
     with_averaging,
 )
-from twophase.restart import AtRounds, Never, Periodic, Restart, RoundSignal, Soft
+from twophase.restart import Restart, RoundSignal
 from twophase.sweeps.grid import Axis, Cell, product
-from twophase.tasks.lm.config import TrainConfig, check
+from twophase.tasks.lm.config import TrainConfig
 from twophase.training.config import OuterConfig, SyncConfig
 
 POLICIES = ("2", "3", "7", "cycle:2,5", "at:4,9", "soft:3:0.25:0.5", "soft:5:0.75:1.0", "soft:2:-0.3:0.1")
@@ -27,7 +26,7 @@ POLICIES = ("2", "3", "7", "cycle:2,5", "at:4,9", "soft:3:0.25:0.5", "soft:5:0.7
 
 def direct_gain(config: TrainConfig) -> float:
     """Mean displacement a round under a constant pseudo-gradient of 1, by a plain loop over the periodic policies."""
-    outer, policy = config.outer.rule(), config.outer.policy()
+    outer, policy = config.outer.rule(), config.outer.policy
     assert outer is not None
     enters = 1.0 if outer.form == "sum" else 1 - outer.momentum
     buffer, total = 0.0, 0.0
@@ -43,7 +42,7 @@ def direct_gain(config: TrainConfig) -> float:
 
 def restarted(restart: str, **values: object) -> Cell:
     """One restarted cell of 23 rounds, the last of them short."""
-    base = with_values(TrainConfig(), {"steps": 90, "inner_steps": 4, "outer.method": "nesterov"} | values)
+    base = update(TrainConfig(), {"steps": 90, "inner_steps": 4, "outer.method": "nesterov"} | values)
     (cell,) = product(base, [Axis("outer.restart", (restart,))], "arm")
     return cell
 
@@ -71,7 +70,7 @@ def test_gains_are_equal(restart: str, form: str, nesterov: bool, momentum: floa
     assert direct_gain(control.config) == pytest.approx(direct_gain(cell.config), rel=1e-5)
     assert (control.arm, control.control_of) == ("control", cell.run_id)
     assert control.values == {"outer.restart": "never", "outer.lr": control.config.outer.lr}
-    assert with_values(control.config, {"outer.lr": lr, "outer.restart": restart}) == cell.config
+    assert update(control.config, {"outer.lr": lr, "outer.restart": restart}).plain() == cell.config
     assert control.config.outer.lr == float(f"{control.config.outer.lr:.6g}")
 
 
@@ -88,12 +87,10 @@ def test_no_control_where_it_would_be_the_same_run(restart: str, values: dict[st
 
 @pytest.mark.usefixtures("norm_ratio")
 def test_adaptive_policies_have_no_gain_in_advance() -> None:
-    """A policy that decides from what a run measures is refused by both functions."""
+    """A policy that decides from what a run measures is refused."""
     cell = restarted("norm-ratio:2.0:1")
     with pytest.raises(ValueError, match="not known in advance"):
         gain_matched(cell, "control")
-    with pytest.raises(ValueError, match=r"restarts_that_count: .*cannot be known in advance"):
-        restarts_that_count(cell.config.outer.policy(), 5)
 
 
 def test_momentum_free_is_plain_sgd() -> None:
@@ -113,21 +110,11 @@ def test_momentum_free_is_plain_sgd() -> None:
         assert (cell.config.inner_steps, cell.values["inner_steps"], cell.control_of) == (8, 8, None)
 
 
-@given(st.integers(1, 40), st.integers(1, 45))
-def test_restarts_that_count(period: int, rounds: int) -> None:
-    """Of a period K, the multiples of K before the last round; hard, soft and listed restarts agree."""
-    count = len([t for t in range(1, rounds) if t % period == 0])
-    assert restarts_that_count(Periodic(period), rounds) == count
-    assert restarts_that_count(Soft(period, 0.5, 0.5), rounds) == count
-    assert restarts_that_count(AtRounds((period,)), rounds) == (period < rounds)
-    assert restarts_that_count(Never(), rounds) == 0
-
-
 @pytest.mark.parametrize(("lr", "restart"), [(0.0, "3"), (0.7, "soft:3:-5:0")])
 def test_no_control_where_no_rate_has_the_gain(lr: float, restart: str) -> None:
     """A rule that moves nothing, or backwards on average, has no gain-matched control, and that is no error."""
-    base = with_values(TrainConfig(), {"outer.method": "nesterov", "outer.lr": lr, "outer.restart": restart})
-    assert gain_matched(Cell("", {}, base), "control") is None
+    base = update(TrainConfig(), {"outer.method": "nesterov", "outer.lr": lr, "outer.restart": restart})
+    assert gain_matched(Cell("", {}, base.plain()), "control") is None
 
 
 BASE = TrainConfig(outer=OuterConfig("nesterov"), sync=SyncConfig(fragments=("a=embedding", "b=.")))
@@ -152,12 +139,12 @@ def test_controls_restart_in_no_block() -> None:
         ("momentum-free", seed) for seed in (0, 0, 1, 1)
     ]
     for cell in added:
-        assert check(cell.config).sync == BASE.sync
+        assert cell.config.sync == BASE.sync
 
 
 def test_an_adaptive_policy_has_no_matched_gain() -> None:
     """A policy that decides from what a run measures gets the momentum-free controls alone."""
-    base = with_values(TrainConfig(), {"outer.method": "nesterov"})
+    base = update(TrainConfig(), {"outer.method": "nesterov"})
     axes = [Axis("outer.restart", ("gradient", "3"))]
     added = controls_of(base, axes, in_arms(base, axes))
     assert [cell.arm for cell in added if cell.control_of] == ["never, gain of K=3"]
@@ -165,7 +152,7 @@ def test_an_adaptive_policy_has_no_matched_gain() -> None:
 
 def test_controls_are_rules_alone() -> None:
     """What an axis or the base has as filter or schedule, a control has not; only then do its rows name them."""
-    base = with_values(TrainConfig(), {"steps": 90, "inner_steps": 4, "outer.schedule": "linear:2"})
+    base = update(TrainConfig(), {"steps": 90, "inner_steps": 4, "outer.schedule": "linear:2"})
     axes = [Axis("outer.method", ("nesterov", "adamw")), Axis("outer.filter", ("none", "clip:1")), Axis("seed", (0, 1))]
     cells = in_arms(base, axes)
     assert list(dict.fromkeys(cell.arm for cell in cells)) == [
@@ -174,7 +161,6 @@ def test_controls_are_rules_alone() -> None:
     free = controls_of(base, axes, cells)
     assert len(free) == 2
     for cell in free:
-        check(cell.config)
         outer = cell.config.outer
         assert (outer.method, outer.filter, outer.schedule) == ("averaging", "none", "constant")
         assert cell.values.keys() >= {"outer.method", "outer.filter", "outer.schedule"}
@@ -210,8 +196,6 @@ def test_averaging_is_one_cell_in_a_grid(caplog: pytest.LogCaptureFixture) -> No
     ]
     assert words == [
         *(("nesterov", momentum, restart) for momentum in (0.5, 0.9) for restart in ("never", "3")),
-        ("averaging", None, "never"),
+        ("averaging", 0.5, "never"),
     ]
     assert "3 cells are left out" in caplog.text
-    with pytest.raises(UsageError, match="heavy-ball or nesterov"):
-        grid_of(TrainConfig(), axes[1:], controls=False)

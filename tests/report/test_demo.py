@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 
 from madeup import Value, rows
-from twophase.base.config import UsageError, with_values
+from twophase.config import update
+from twophase.errors import UsageError
 from twophase.figures import heatmaps, thresholds
 from twophase.recipes.demo import demo
 from twophase.report.demo import draw, findings, terminal_maps, verdict
 from twophase.sweeps.grid import Cell
-from twophase.tasks.lm.config import TrainConfig, check
+from twophase.tasks.lm.config import TrainConfig
 from twophase.training.config import InnerConfig
 
 MAIN = ["heavy ball, never", "heavy ball, K=3", "Nesterov, never", "Nesterov, K=3"]
@@ -42,16 +43,16 @@ def test_runs() -> None:
     assert sweep.base == TrainConfig(inner=InnerConfig(schedule="cosine"))
     assert {cell.config.outer.form for cell in sweep.cells} == {"sum"}
     for cell in sweep.cells:
-        assert with_values(sweep.base, cell.values) == check(cell.config)
+        assert update(sweep.base, cell.values).plain() == cell.config
         assert cell.arm.startswith("Nesterov") == (cell.config.outer.method == "nesterov") or cell.arm == "auto"
         policy = {"auto": "auto"}.get(cell.arm, "never")
         assert cell.config.outer.restart == ("3" if cell.arm.endswith(", K=3") else policy)
     free = [cell.config.outer for cell in sweep.cells if cell.arm == "momentum-free"]
-    assert [(outer.lr, outer.momentum) for outer in free] == [(lr, None) for lr in (0.3, 0.7, 1.0, 1.1)]
+    assert [(outer.lr, outer.momentum) for outer in free] == [(lr, 0.0) for lr in (0.3, 0.7, 1.0, 1.1)]
     main = demo(controls=False)
     assert main.cells == sweep.cells[:60]
-    axes = main.spec()["axes"]
-    assert (sorted(axes["outer.lr"]), sorted(axes["outer.momentum"])) == ([0.3, 0.7, 1.1], [0.1, 0.3, 0.5, 0.7, 0.9])
+    values = [{cell.values[path] for cell in main.cells} for path in ("outer.lr", "outer.momentum")]
+    assert (sorted(values[0]), sorted(values[1])) == ([0.3, 0.7, 1.1], [0.1, 0.3, 0.5, 0.7, 0.9])
     never, restarted = sweep.cells[:2]  # the pair that is shown round by round
     assert {**never.values, "outer.restart": "3"} == restarted.values
     assert (never.values["outer.momentum"], never.values["outer.lr"], never.arm) == (0.9, 0.7, "heavy ball, never")
@@ -61,7 +62,7 @@ def test_quick_form_is_small_and_short() -> None:
     """The quick form is 24 to 36 runs at half the steps, with every arm and control in it."""
     sweep = demo(quick=True)
     assert 24 <= len(sweep.runs) <= 36
-    assert {(check(cell.config).steps, cell.config.inner.lr) for cell in sweep.cells} == {(480, 4e-3)}
+    assert {(cell.config.steps, cell.config.inner.lr) for cell in sweep.cells} == {(480, 4e-3)}
     assert {cell.arm for cell in sweep.cells} == {*MAIN, "momentum-free", *MATCHED, "auto"}
     assert sweep.name != demo().name
 
@@ -76,7 +77,7 @@ def test_seeds_repeat_every_run_and_the_base_is_kept() -> None:
         with pytest.raises(UsageError, match="--axis seed"):
             demo(seeds=seeds)
     values = {"data.corpus": "file:x.txt", "model.layers": 3}
-    cells = demo(base=with_values(TrainConfig(), values)).cells
+    cells = demo(base=update(TrainConfig(), values)).cells
     assert {(cell.config.data.corpus, cell.config.model.layers) for cell in cells} == {("file:x.txt", 3)}
 
 

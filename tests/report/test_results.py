@@ -10,13 +10,13 @@ import pandas as pd
 import pytest
 
 import twophase
-from runmaker import EMA, make_sweep, write_lines, write_run
+from runmaker import EMA, make_sweep, write_run
 from twophase.advice.verdict import diagnose
-from twophase.base.config import UsageError
+from twophase.errors import UsageError
 from twophase.figures import overview
+from twophase.files import read_jsonl
 from twophase.judge.verdict import verdict
 from twophase.report.results import Run, Sweep
-from twophase.runs.folder import read_lines
 from twophase.runs.record import read_record
 from twophase.sweeps.table import Row, read_rows, write_rows
 
@@ -32,11 +32,11 @@ def run_of(path: Path, sigma: float = 0.3, rounds: int = 20) -> Run:
 def test_a_run(tmp_path: Path) -> None:
     """Configuration, summary, rounds and metrics are the files'; the diagnosis is the report's; a repr is a line."""
     run = run_of(tmp_path / "run")
-    lines = read_lines(tmp_path / "run" / "rounds.jsonl")
+    lines = read_jsonl(tmp_path / "run" / "rounds.jsonl")
     frame = run.rounds.frame()
     assert frame["gain"].tolist() == [line["gain"] for line in lines]
     assert frame["round"].tolist() == run.rounds["round"].tolist() == [line["round"] for line in lines]
-    assert run.metrics.frame()["step"].tolist() == [line["step"] for line in read_lines(run.path / "metrics.jsonl")]
+    assert run.metrics.frame()["step"].tolist() == [line["step"] for line in read_jsonl(run.path / "metrics.jsonl")]
     assert run.summary == json.loads((run.path / "summary.json").read_text())
     assert run.config["outer.momentum"] == EMA.momentum
     assert str(run.diagnosis()) == str(diagnose(read_record(run.path)))
@@ -70,9 +70,6 @@ def test_a_run_that_has_begun(tmp_path: Path) -> None:
     assert isinstance(run, Run)
     assert (run.summary, list(run.metrics)) == (None, [])
     run.plot().savefig(tmp_path / "run.png")
-    write_lines(tmp_path / "run" / "metrics.jsonl", [{"train_loss": 3.0}])  # without a step it has no place
-    run = twophase.load(tmp_path / "run")
-    assert isinstance(run, Run)
     run.rounds["restarted"][2] = 1
     losses = run.plot().axes[0]
     assert (len(losses.lines), losses.get_legend()) == (1, None)
@@ -125,7 +122,7 @@ def test_a_frame_keeps_the_texts(tmp_path: Path) -> None:
     frame = sweep.frame()
     assert frame["run"].tolist() == [row.run for row in rows]
     assert frame.groupby(["arm", "task.augment"])["validation_loss"].mean().to_dict() == {("", "None"): 2.5}
-    assert frame[["perplexity", "control_of", "twin_of"]].isna().all(axis=None)
+    assert frame[["perplexity", "control_of"]].isna().all(axis=None)
     assert frame["diverged"].isna().tolist() == [False, True]
 
 
@@ -150,5 +147,5 @@ def test_areas_are_near_the_best_of_all_arms(tmp_path: Path) -> None:
 def test_no_results(tmp_path: Path) -> None:
     """Another folder, and none at all, are refused with a message."""
     for path in (tmp_path, tmp_path / "absent"):
-        with pytest.raises(UsageError, match=r"[Gg]ive the"):
+        with pytest.raises(UsageError, match="folder"):
             twophase.load(path)

@@ -1,184 +1,133 @@
-"""Reading a run's folder: what is missing is named, one torn last line is left out, other damage is refused."""
+"""Reading a run's folder, finished or not, as columns and blocks."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from runmaker import EMA, config_of, write_lines, write_run
-from twophase.advice.text import describe
-from twophase.advice.verdict import diagnose
-from twophase.base.config import UsageError, dump_yaml
-from twophase.runs.record import LARGEST, WHOLE, RunRecord, _columns, read_record, run_config
-
-Lines = list[dict[str, Any]]
+from runmaker import EMA, NESTEROV, config_of, observed, round_lines, write_lines, write_run, write_summary
+from twophase.errors import UsageError
+from twophase.restart import Never, Periodic
+from twophase.runs.folder import ENV, METRICS, ROUNDS, SUMMARY
+from twophase.runs.record import LARGEST, WHOLE, RunRecord, is_run, read_record
 
 
-def changed(folder: Path, change: Callable[[Lines], Lines]) -> RunRecord:
-    """The record of a run of 20 rounds whose lines were changed."""
-    write_run(folder, EMA, [0.3] * 3, 20)
-    lines = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
-    write_lines(folder / "rounds.jsonl", change(lines))
-    return read_record(folder)
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def put(lines: Lines, **values: Any) -> Lines:
-    """The lines with the sixth changed."""
-    lines[5] |= values
-    return lines
+def test_a_run_as_columns(tmp_path: Path) -> None:
+    """Rounds, metrics and the only block are columns in the logs' order; the rule and the policy are the run's."""
+    record = read_record(write_run(tmp_path, NESTEROV, [0.3, 0.1], 20, restart="3"))
+    lines = lines_of(tmp_path / ROUNDS)
+    assert record.rounds["step"].tolist() == list(range(1, 21))
+    assert record.rounds["gain"].tolist() == [line["gain"] for line in lines]
+    assert record.phases["outer"].tolist() == [2e-3] * 20
+    (block,) = record.blocks
+    assert (block.name, block.index.tolist(), block.number.tolist()) == (WHOLE, [*range(20)], [*range(1, 21)])
+    assert block.restarted.tolist() == [number % 3 == 0 for number in range(1, 21)]
+    assert block.cosine.tolist() == [line["groups"][0]["cosine"] for line in lines]
+    assert record.curve("train_loss")[0].tolist() == list(range(1, 21))
+    assert record.inner_lr(np.array([0, 5])) == pytest.approx([2e-3, 2e-3])
+    assert (record.rule, record.policy(), record.restart) == (NESTEROV, Periodic(3), "3")
+    assert (record.recorded, record.planned_rounds, record.number("inner_steps")) == (20, 20, 1)
+    assert "Nesterov" in record.outer_words
 
 
-def test_a_recorded_loop_is_named(tmp_path: Path) -> None:
-    """What needs its model says that the run is of another program, and not that its configuration is damaged."""
-    (tmp_path / "config.yaml").write_text("recorded: true\nsteps: 8\n")
-    with pytest.raises(UsageError, match="recorded from another program's loop"):
-        run_config(tmp_path, dict)
+def test_the_state_of_a_run(tmp_path: Path) -> None:
+    """Running until its summary is there, then finished or diverged; a summary of another run counts for nothing."""
+    config = config_of(EMA, rounds=4)
+    write_run(tmp_path, EMA, [0.3], 4, finished=False, config=config)
+    assert read_record(tmp_path).state == "running"
+    for perplexity, state in ((8.0, "finished"), (None, "diverged")):
+        write_summary(tmp_path, config, perplexity)
+        assert read_record(tmp_path).state == state
+    write_summary(tmp_path, config_of(EMA, rounds=5))
+    assert read_record(tmp_path).state == "running"
 
 
-@pytest.mark.parametrize(
-    ("environment", "config", "unit"),
-    [
-        ({"loss_unit": "bits a byte"}, {"task.name": "digits"}, " bits a byte"),
-        ({"loss_unit": ""}, {}, ""),
-        ({}, {"task.name": "digits"}, ""),
-        ({}, {"recorded": True}, ""),
-        ({"loss_unit": 3}, {}, " nats a token"),
-    ],
-)
-def test_unit_of_the_losses(environment: dict[str, Any], config: dict[str, Any], unit: str) -> None:
-    """The unit is the one that the task has described; earlier versions recorded none, and had one task with a unit."""
-    assert RunRecord(Path(), config, environment).unit == unit
+def test_missing_files_are_empty(tmp_path: Path) -> None:
+    """Any file may be missing, as of a run that has just begun; a folder of something else is refused."""
+    write_run(tmp_path / "run", EMA, [0.3], 4)
+    for name in (ENV, METRICS, SUMMARY, ROUNDS):
+        (tmp_path / "run" / name).unlink()
+        record = read_record(tmp_path / "run")
+    assert (record.environment, record.summary, record.metrics, record.blocks, record.recorded) == ({}, None, {}, [], 0)
+    assert [len(values) for values in record.curve("train_loss")] == [0, 0]
+    assert record.unit == ""
+    for path in (tmp_path, tmp_path / "nowhere"):
+        assert not is_run(path)
+        with pytest.raises(UsageError, match="folder of a run"):
+            read_record(path)
 
 
-def test_missing_rounds_are_named(tmp_path: Path) -> None:
-    """Nothing is said of a sound folder; a gap is a sentence with its length and place."""
-    record = changed(tmp_path / "sound", lambda lines: lines)
-    assert record.blocks[0].number.tolist() == list(range(1, 21))
-    assert record.blocks[0].index.tolist() == list(range(20))
-    assert (record.recorded, record.problems) == (20, [])
-    record = changed(tmp_path / "gap", lambda lines: lines[:5] + lines[8:])
-    assert record.problems == ["Rounds of fragment 0 are missing: 3, the first of them before round 9."]
-    assert record.recorded == diagnose(record).rounds == 17
-
-
-DAMAGE: dict[str, Callable[[Lines], Lines]] = {
-    "rounds that come twice": lambda lines: lines[:5] + lines[4:],
-    "seconds that are none": lambda lines: put(lines, seconds=3),
-    "a round that goes back": lambda lines: [*lines[:4], lines[6], *lines[4:6]],
-    "a list for a round": lambda lines: put(lines, round=[1], fragments=[]),
-    "a float for a round": lambda lines: put(lines, round=6.5, fragments=[]),
-    "a fragment without a name": lambda lines: put(lines, fragments=[{"round": 6}]),
-    "null for a group": lambda lines: put(lines, groups=[None]),
-    "a number for a group": lambda lines: put(lines, groups=[3]),
-    "a number for the fragments": lambda lines: put(lines, fragments=3),
-    "an object for the groups": lambda lines: put(lines, groups={"0": 1}),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
-def test_damaged_rounds_are_refused(tmp_path: Path, damage: Callable[[Lines], Lines]) -> None:
-    """What no trainer writes is refused with the file, the line and a remedy."""
-    with pytest.raises(UsageError, match=r"rounds\.jsonl: line 6 is no round as twophase writes it .*take the line"):
-        changed(tmp_path, damage)
-
-
-@pytest.mark.parametrize("name", ["config.yaml", "env.json", "summary.json", "metrics.jsonl", "rounds.jsonl"])
-def test_damaged_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """A file with foreign bytes is refused by its name; a log's torn last line alone is left out and named."""
-    path = write_run(tmp_path, EMA, [0.3] * 3, 20) / name
-    whole = path.read_bytes()
-    path.write_bytes(b"{{{\n" + whole)
-    with pytest.raises(UsageError, match=rf"^{path}: .*put it back"):
-        read_record(tmp_path)
-
-    def denied(read: Callable[..., Any]) -> Callable[..., Any]:
-        def answer(self: Path, *arguments: Any, **options: Any) -> Any:
-            if self == path:
-                raise PermissionError(13, "Permission denied", str(self))
-            return read(self, *arguments, **options)
-
-        return answer
-
-    with monkeypatch.context() as patch:
-        for method in ("read_bytes", "read_text"):
-            patch.setattr(Path, method, denied(getattr(Path, method)))
-        with pytest.raises(UsageError, match=rf"^{path}: .*Permission denied\).*; put it back, or move it"):
-            read_record(tmp_path)
-    if name.endswith(".jsonl"):
-        path.write_bytes(whole[:-30])
-        assert read_record(tmp_path).problems == [f"The last line of {name} is cut in its middle; left out."]
-
-
-@pytest.mark.parametrize("fragments", ["3", ".inf", "{a: b}", "a text"])
-def test_fragments_that_are_no_list(tmp_path: Path, fragments: str) -> None:
-    """A configuration whose fragments are no list counts as one of a single fragment."""
-    write_run(tmp_path, EMA, [0.3] * 3, 20)
-    (tmp_path / "config.yaml").write_text(f"sync: {{fragments: {fragments}}}\n")
-    assert [block.name for block in read_record(tmp_path).blocks] == [WHOLE]
-
-
-@given(st.floats() | st.integers() | st.just(10**400) | st.booleans() | st.none() | st.text(max_size=3))
-def test_numbers_of_a_line(value: Any) -> None:
-    """A number up to the largest is itself, true and false count as 1 and 0, and all else is nan."""
-    (number,) = _columns([{"a": value}])["a"]
-    if isinstance(value, (int, float)) and -LARGEST <= value <= LARGEST:
-        assert number == float(value)
-    else:
-        assert math.isnan(number)
-
-
-def test_fragments_are_no_further_rounds(tmp_path: Path) -> None:
-    """Two fragments that sync apart have two lines a round, and half as many rounds."""
-    write_run(tmp_path, EMA, [], 20, blocks={"a": [0.3], "b": [0.5]}, config=config_of(EMA, rounds=40, inner_steps=2))
-    lines = [json.loads(line) for line in (tmp_path / "rounds.jsonl").read_text().splitlines()]
-    apart = [
-        line | {"step": 2 * line["round"] - 1 + index, "fragments": [line["fragments"][index]]}
-        | {"groups": [line["groups"][index]]}
-        for line in lines
-        for index in (0, 1)
-    ]  # fmt: skip
-    write_lines(tmp_path / "rounds.jsonl", apart)
-    (tmp_path / "config.yaml").write_text(dump_yaml(config_of(EMA, rounds=40, inner_steps=2)))
+def test_a_log_with_a_torn_line_and_repeated_steps(tmp_path: Path) -> None:
+    """Of a round that was written twice the last line counts; lines of a step are one row; a torn one is left out."""
+    write_run(tmp_path, EMA, [0.3], 6)
+    lines = lines_of(tmp_path / ROUNDS)
+    write_lines(tmp_path / ROUNDS, [*lines[:4], lines[4] | {"gain": 7.0}, lines[4], lines[5]])
+    write_lines(tmp_path / METRICS, [{"step": 1, "loss": 3.0}, {"step": 1, "accuracy": 0.5}, {"step": 2, "loss": None}])
+    with (tmp_path / METRICS).open("a") as file:
+        file.write('{"step": 3, "lo')
     record = read_record(tmp_path)
-    assert [block.name for block in record.blocks] == ["a", "b"]
-    assert len(record.rounds["step"]) == 40
-    assert "20 of 20 rounds recorded" in describe(diagnose(record), "run")
-    assert not any("missing" in problem or "increase" in problem for problem in record.problems)
+    assert record.rounds["gain"].tolist() == [line["gain"] for line in lines]
+    assert (record.recorded, record.blocks[0].number.tolist()) == (6, [1, 2, 3, 4, 5, 6])
+    assert (record.metrics["step"].tolist(), record.metrics["accuracy"][0]) == ([1, 2], 0.5)
+    assert [values.tolist() for values in record.curve("loss")] == [[1], [3.0]]
 
 
-def test_a_fragment_without_an_outer_step_makes_no_block(tmp_path: Path) -> None:
-    """Where a filter has left out all of a fragment's replicas in a common sync, no group is taken for another's."""
-    write_run(tmp_path, EMA, [], 20, blocks={"a": [0.3], "b": [0.5]})
-    lines = [json.loads(line) for line in (tmp_path / "rounds.jsonl").read_text().splitlines()]
-    del lines[5]["groups"][0]
-    write_lines(tmp_path / "rounds.jsonl", lines)
-    assert [(block.name, len(block.number)) for block in read_record(tmp_path).blocks] == [("a", 19), ("b", 19)]
+def test_what_is_no_number_is_nan(tmp_path: Path) -> None:
+    """Also numbers whose squares would overflow; true and false count as 1 and 0."""
+    write_run(tmp_path, EMA, [0.3], 2)
+    values = [math.inf, math.nan, 2 * LARGEST, None, "text", [1.0], True]
+    write_lines(tmp_path / METRICS, [{"step": step, "a": value} for step, value in enumerate(values)])
+    assert read_record(tmp_path).metrics["a"] == pytest.approx([math.nan] * 6 + [1.0], nan_ok=True)
 
 
-@pytest.mark.parametrize("name", ["pseudo_gradient_norm", "buffer_norm", "gain"])
-def test_the_largest_numbers_warn_of_nothing(tmp_path: Path, name: str) -> None:
-    """Norms whose square or sum overflows are described, without a warning."""
+def of_fragments(path: Path, turns: bool) -> RunRecord:
+    """Two fragments, which end their rounds in turn or together; the second has two param groups."""
+    write_run(path, EMA, [0.3], 10)
+    (path / "config.yaml").write_text("sync: {fragments: [a, b], restart: [a=3, b=never]}\nouter: {restart: '4'}\n")
+    lines = round_lines({name: observed(EMA, [0.3], 10) for name in "abc"})
+    for line in lines:
+        del line["fragments"][2]
+    if turns:
+        parts = ((slice(0, 1), slice(0, 1)), (slice(1, 2), slice(1, 3)))
+        lines = [
+            line | {"step": 2 * line["round"] + n, "fragments": line["fragments"][part], "groups": line["groups"][own]}
+            for line in lines
+            for n, (part, own) in enumerate(parts)
+        ]
+    write_lines(path / ROUNDS, lines)
+    return read_record(path)
 
-    def change(lines: Lines) -> Lines:
-        for line in lines[3:12]:
-            line["groups"][0][name] = 1e308
-        return lines
 
-    assert describe(diagnose(changed(tmp_path, change)), "run")
+def test_blocks_of_fragments(tmp_path: Path) -> None:
+    """Each group of each fragment is a block of its own where fragments take turns; else no line shows whose it is."""
+    record = of_fragments(tmp_path / "turns", turns=True)
+    names = ["a", "param group 0 of fragment b", "param group 1 of fragment b"]
+    assert [block.name for block in record.blocks] == names
+    assert all(block.number.tolist() == [*range(1, 11)] for block in record.blocks)
+    assert record.blocks[1].index.tolist() == [*range(1, 21, 2)]
+    assert (len(record.rounds["step"]), record.recorded) == (20, 10)
+    assert (record.policy("a"), record.policy("b"), record.policy("c")) == (Periodic(3), Never(), Periodic(4))
+    assert record.restart == "a=3, b=never"
+    together = of_fragments(tmp_path / "together", turns=False)
+    assert [block.name for block in together.blocks] == [f"param group {number}" for number in range(3)]
+    assert together.recorded == 10
 
 
-def test_lost_last_rounds_are_named(tmp_path: Path) -> None:
-    """A summary that counts more rounds than the log has."""
-    folder = write_run(tmp_path, EMA, [0.3], 10)
-    lines = (folder / "rounds.jsonl").read_text().splitlines(keepends=True)
-    summary = json.loads((folder / "summary.json").read_text()) | {"rounds": len(lines)}
-    (folder / "summary.json").write_text(json.dumps(summary))
-    (folder / "rounds.jsonl").write_text("".join(lines[:6]))
-    assert "The last rounds are missing: 4, after round 6." in read_record(folder).problems
+def test_a_run_that_no_rule_moves() -> None:
+    """Another optimizer, an unknown one, or a rule after a filter: described as it is, and there is no rule."""
+    nesterov = {"outer.method": "nesterov", "outer.lr": 0.7, "outer.momentum": 0.9, "outer.filter": "orthogonal"}
+    for config, words in (({"outer.method": "AdamW"}, "AdamW"), ({}, ""), (nesterov, "orthogonal")):
+        record = RunRecord(Path(), config=config, environment={"loss_unit": "bits a byte"})
+        assert record.rule is None
+        assert words in record.outer_words
+        assert bool(record.outer_words) == bool(words)
+        assert (record.restart, record.policy(), record.unit) == ("unknown", None, " bits a byte")

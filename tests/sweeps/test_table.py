@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twophase.base.config import UsageError
+from twophase.errors import UsageError
 from twophase.sweeps.grid import Axis, Sweep, product
 from twophase.sweeps.table import (
     STATES,
     Row,
     State,
-    _value,
-    cell_text,
     format_table,
     geometric_mean,
     read_rows,
@@ -27,16 +24,8 @@ from twophase.sweeps.table import (
     settings,
     write_rows,
 )
-
-
-@dataclass(frozen=True)
-class Config:
-    """A small configuration."""
-
-    lr: float = 0.7
-    restart: str = "never"
-    nesterov: bool = False
-    seed: int = 0
+from twophase.tasks.lm.config import TrainConfig
+from twophase.training.config import OuterConfig
 
 
 def row(
@@ -52,65 +41,40 @@ def summary(perplexity: float | None, diverged: bool = False) -> dict[str, Any]:
 
 
 def test_rows_of_a_sweep() -> None:
-    """Each cell is a row with every axis value, also those that its arm does not vary, and a twin's results if any."""
-    cells = product(Config(), [Axis("lr", (0.3, 0.7))], "a")
-    cells += product(Config(), [Axis("restart", ("3", "4", "5", "6"))], "b")
-    sweep = Sweep("s", Config(), cells)
+    """Each cell is a row with every axis value, also those that its arm does not vary."""
+    base = TrainConfig(outer=OuterConfig("nesterov"))
+    cells = product(base, [Axis("outer.lr", (0.3, 0.7))], "a") + product(base, [Axis("seed", (3, 4))], "b")
     ids = [cell.run_id for cell in cells]
     summaries = {ids[0]: summary(8.0), ids[1]: summary(None, diverged=True)}
-    rows = rows_of(sweep, summaries, failed=[ids[2], "lost"], stands_for={ids[4]: ids[0], ids[5]: "lost"})
-    assert [r.run for r in rows] == ids
-    assert [r.state for r in rows] == ["finished", "diverged", "failed", "missing", "finished", "failed"]
-    assert [r.perplexity for r in rows] == [8.0, None, None, None, 8.0, None]
-    assert [r.twin_of for r in rows] == [None] * 4 + [ids[0], "lost"]
-    assert rows[0].seconds == 5.5
-    assert rows[0].values == {"lr": 0.3, "restart": "never"}
-    assert rows[2].values == {"lr": 0.7, "restart": "3"}
+    rows = rows_of(Sweep("s", base, cells), summaries, failed=[ids[2]])
+    assert [(r.run, r.state) for r in rows] == list(
+        zip(ids, ("finished", "diverged", "failed", "missing"), strict=True)
+    )
+    assert [r.perplexity for r in rows] == [8.0, None, None, None]
+    assert [r.values for r in rows[::2]] == [{"outer.lr": 0.3, "seed": 0}, {"outer.lr": 0.7, "seed": 3}]
 
 
 def test_rows_on_disk(tmp_path: Path) -> None:
     """The table has the promised columns, empty fields for what is not known, and reads back as it was written."""
+    first = {"lr": 0.3, "restart": "3", "stagger": True, "seed": 0}
+    second = {"lr": 1.0, "restart": "never", "stagger": False, "seed": 1}
     rows = [
-        Row("a, b", "1f", {"lr": 0.3, "restart": "3", "nesterov": True, "seed": 0}, "finished", 8.25, 2.11, 5.0, None),
-        Row(
-            "a, b",
-            "2f",
-            {"lr": 1.0, "restart": "never", "nesterov": False, "seed": 1},
-            "diverged",
-            None,
-            None,
-            1.0,
-            "1f",
-            "4f",
-        ),
-        Row("c", "3f", {"lr": 1e-5, "restart": "at:4,9", "nesterov": False, "seed": 1}, "missing"),
-        Row("c", "4f", {"lr": 0.1, "restart": "never", "nesterov": False, "seed": 1}, "failed"),
+        Row("a, b", "1f", first, "finished", 8.25, 2.11, 5.0),
+        Row("a, b", "2f", second, "diverged", None, None, 1.0, "1f"),
+        Row("c", "3f", second | {"restart": "at:4,9", "lr": 1e-5}, "missing"),
     ]
     path = tmp_path / "cells.csv"
     write_rows(path, rows)
     assert path.read_text().splitlines() == [
-        "arm,run,lr,restart,nesterov,seed,perplexity,validation_loss,diverged,state,seconds,control_of,twin_of",
-        '"a, b",1f,0.3,3,true,0,8.25,2.11,false,finished,5.0,,',
-        '"a, b",2f,1.0,never,false,1,,,true,diverged,1.0,1f,4f',
-        'c,3f,1e-05,"at:4,9",false,1,,,,missing,,,',
-        "c,4f,0.1,never,false,1,,,,failed,,,",
+        "arm,run,lr,restart,stagger,seed,perplexity,validation_loss,diverged,state,seconds,control_of",
+        '"a, b",1f,0.3,3,true,0,8.25,2.11,false,finished,5.0,',
+        '"a, b",2f,1.0,never,false,1,,,true,diverged,1.0,1f',
+        'c,3f,1e-05,"at:4,9",false,1,,,,missing,,',
     ]
-    back = read_rows(path)
-    assert back == rows
-    assert [type(value) for value in back[1].values.values()] == [float, str, bool, int]
-
-
-def test_a_table_without_twins_is_read(tmp_path: Path) -> None:
-    """A table written before there was a column for twins reads as one in which every cell's own run was done."""
-    path = tmp_path / "cells.csv"
-    path.write_text(
-        "arm,run,lr,perplexity,validation_loss,diverged,state,seconds,control_of\n"
-        "a,1f,0.3,8.25,2.11,false,finished,5.0,\na,2f,0.7,,,,missing,,1f\n"
-    )
-    assert read_rows(path) == [
-        Row("a", "1f", {"lr": 0.3}, "finished", 8.25, 2.11, 5.0),
-        Row("a", "2f", {"lr": 0.7}, "missing", control_of="1f"),
-    ]
+    assert read_rows(path) == rows
+    path.write_text("a,b\n1,2\n")
+    with pytest.raises(UsageError, match=r"cells\.csv"):
+        read_rows(path)
 
 
 NAMES = st.text("ab ,\"';#=\t\x0b\x1c\x85\u00e9\u2028\ufeff\u6f22\U0001f600")
@@ -129,44 +93,6 @@ def test_any_rows_survive_the_disk(
     ]
     path = tmp_path_factory.getbasetemp() / "cells.csv"
     write_rows(path, rows)
-    assert read_rows(path) == rows
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"a,b\n1,2\n",
-        b"arm,run,perplexity,validation_loss,diverged,state,seconds\na,1,8.0,2.0,false,finished,1.0\n",
-        b"arm,run,perplexity,validation_loss,diverged,state,seconds,control_of,twin_of\na,1,,,,missing,,\n",
-        b"arm,run,perplexity,validation_loss,diverged,state,seconds,control_of\na,1,2\n",
-        b"arm,run,perplexity,validation_loss,diverged,state,seconds,control_of\na,1,,,,asleep,,\n",
-        b"arm,run,perplexity,validation_loss,diverged,state,seconds,control_of\na,1,many,,,finished,,\n",
-        b"arm,run,perplexity,validation_loss,diverged,state,seconds,control_of,twin_of\n",
-        b"\xff\xfe",
-        None,
-    ],
-)
-def test_read_rows_refuses(tmp_path: Path, content: bytes | None) -> None:
-    """A file that is missing, damaged or something else is a usage error with its name and the remedy."""
-    path = tmp_path / "cells.csv"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(UsageError, match=r"cells\.csv.*repeat the sweep's command"):
-        read_rows(path)
-
-
-def test_a_table_that_cannot_be_read_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The remedy of `read_rows`, to repeat the sweep's command, works for a table that may not be read."""
-    path, rows = tmp_path / "cells.csv", [row("a", 8.0, lr=0.3)]
-    path.touch()
-
-    def denied(_: Path) -> bytes:
-        raise PermissionError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "read_bytes", denied)
-        write_rows(path, rows)
     assert read_rows(path) == rows
 
 
@@ -221,7 +147,7 @@ def test_a_finished_run_without_a_perplexity_is_missing(perplexity: float | None
 
 def test_a_perplexity_that_overflowed_is_missing(tmp_path: Path) -> None:
     """JSON has null for it; its loss takes no place among perplexities, also on the disk. A task may have none."""
-    sweep = Sweep("s", Config(), product(Config(), [Axis("lr", (0.1, 0.3, 0.7))]))
+    sweep = Sweep("s", TrainConfig(), product(TrainConfig(), [Axis("outer.lr", (0.1, 0.3, 0.7))]))
     without = {"validation_loss": 2.0, "seconds": 5.5, "diverged": False}
     overflow = without | {"validation_loss": 800.0, "perplexity": None}
     ended = [overflow, summary(8.0), summary(None, diverged=True)]
@@ -250,14 +176,6 @@ def test_format_table() -> None:
     assert format_table(["arm"], []) == "arm"
     text = format_table(["arm", "n"], [["a", 1], ["b|c", 20]], markdown=True)  # as ends=embedding|head
     assert text.splitlines() == ["| arm  |  n |", "| ---- | --: |", "| a    |  1 |", "| b\\|c | 20 |"]
-
-
-def test_texts_that_look_like_numbers_stay_texts() -> None:
-    """01 is not 1, and 1.10 not 1.1: settings of a text are told apart as they were written."""
-    for value in ("01", "1.10", "1_0", "+1", 1, 1.5, -2.0, 1e-05, "x"):
-        text = cell_text(value)
-        assert _value("task.variant", text) == value, value
-        assert isinstance(_value("task.variant", text), type(value))
 
 
 def test_readable() -> None:

@@ -8,8 +8,8 @@ import pytest
 
 import textmaker
 from trained import run
+from twophase.config import update
 from twophase.tasks.lm.config import TrainConfig
-from twophase.training.config import OuterConfig
 
 
 @pytest.fixture(scope="session")
@@ -22,9 +22,7 @@ def short_run(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
 @pytest.fixture(scope="session")
 def config(short_run: TrainConfig) -> TrainConfig:
     """The short run with a restart after the second round, and lines about steps."""
-    return TrainConfig(
-        **{**vars(short_run), "outer": OuterConfig("nesterov", restart="2"), "evaluate_every": 2, "log_every": 4}
-    )
+    return update(short_run, {"outer.restart": "2", "evaluate_every": 2, "log_every": 4})
 
 
 @pytest.fixture(scope="session")

@@ -13,11 +13,9 @@ from typing import Literal
 
 import numpy as np
 
-from twophase.base.config import UsageError
-from twophase.base.reading import check_regular
-from twophase.number import number as read_number
+from twophase.errors import UsageError
+from twophase.files import finite
 from twophase.rule import FORM_WORDS, Form, OuterRule
-from twophase.runs.log import standard
 from twophase.theory.advice import Advice, Criterion, advise
 from twophase.theory.inputs import Floats
 from twophase.theory.modes import effective_progress
@@ -177,7 +175,6 @@ def read_spectrum(path: Path) -> tuple[Floats, Floats | None]:
         UsageError: a file that cannot be read or is no such table; the message names the line.
     """
     try:
-        check_regular(path)
         reader = csv.reader(path.read_text(encoding="utf-8-sig").splitlines(), skipinitialspace=True)
         lines = [(reader.line_num, line) for line in reader if any(word.strip() for word in line)]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
@@ -195,7 +192,7 @@ def read_spectrum(path: Path) -> tuple[Floats, Floats | None]:
         try:
             if len(cells) != len(columns):
                 raise ValueError
-            table.append([float(read_number(word.strip().removeprefix("+"))) for word in cells])
+            table.append([float(word) for word in cells])
         except ValueError:
             raise UsageError(
                 f"--spectrum {path}: row {number} is {','.join(cells)!r}; write sigma, or sigma,weight, as numbers, "
@@ -276,4 +273,4 @@ def to_json(advice: Advice) -> str:
         "recommended": advice.recommended.period,
         "restart": str(advice.policy),
     }
-    return json.dumps(standard(tree), indent=2, allow_nan=False)
+    return json.dumps(finite(tree), indent=2, allow_nan=False)

@@ -23,8 +23,8 @@ import numpy as np
 
 from twophase.advice.change import LEAST_ROUNDS, Change, change
 from twophase.advice.evidence import Evidence, Range, outside, stretches, within
+from twophase.files import finite
 from twophase.rule import OuterRule
-from twophase.runs.log import standard
 from twophase.runs.record import Block, RunRecord
 from twophase.theory.advice import Advice, advise
 from twophase.theory.contraction import restart_rate
@@ -83,7 +83,7 @@ class Diagnosis:
     rule: OuterRule | None  # that moves the anchors; None if absent or unknown
     rounds: int  # recorded, of several fragments those that all of them have ended
     planned: int | None  # rounds of the whole run; None if it is not known
-    state: str  # `finished`, `diverged` or `unfinished`
+    state: str  # `finished`, `diverged` or `running`
     findings: tuple[Finding, ...]  # one a block
     problems: tuple[str, ...] = ()  # what is missing or wrong in the folder
     change: Change | None = None  # the one that the evidence supports
@@ -357,4 +357,4 @@ def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
             {"sigma": float(item.sigma[0]), "period": item.recommended.period, "controls": item.controls}
             for item in finding.advice
         ]
-    return standard(tree)
+    return finite(tree)

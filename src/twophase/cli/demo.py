@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import time
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from twophase.base.errors import UsageError
-from twophase.cli.commands import PROGRAM, between, command_line, report_command, run_parser
+from twophase.cli.common import PROGRAM, report_command
+from twophase.cli.sweep import SweepOptions, run
+from twophase.config import parse
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -22,32 +24,41 @@ _SECONDS = 5.0
 """Between two writings of the page."""
 
 
-def main(arguments: list[str]) -> int:
+@dataclass(frozen=True)
+class Options(SweepOptions):
+    """Train a small language model over a grid, with and without restarts, and draw it."""
+
+    quick: bool = False
+    """A smaller grid of shorter runs, under two minutes."""
+    seeds: tuple[int, ...] = (0,)
+    """Seeds, 83 runs each, or 60 without controls."""
+    controls: bool = True
+    """Also train the control runs."""
+    verbose: bool = False
+    """Print the table of all arms and controls, too."""
+
+
+def main(argv: Sequence[str]) -> int:
     """Run the command; return its exit status."""
-    from twophase.cli.sweeping import run
+    options, _ = parse(Options, argv, f"{PROGRAM} demo")
     from twophase.recipes.demo import demo
     from twophase.report.demo import draw, terminal_maps, verdict
-    from twophase.tasks.lm.config import check
 
-    options = _parser().parse_args(arguments)
-    sweep = demo(quick=options.quick, seeds=options.seeds, controls=not options.no_controls)
-    for config in sweep.runs.values():
-        check(config)
+    sweep = demo(quick=options.quick, seeds=options.seeds, controls=options.controls)
     out = options.out or Path("runs") / ("demo-quick" if options.quick else "demo")
-
     page = _Page(sweep, out, quiet=options.quiet)
 
-    def picture(rows: list[Row]) -> Text:
+    def on_rows(rows: list[Row]) -> Text:
         page.follow(rows)
         return terminal_maps(rows)
 
     def results(rows: list[Row], sweep: Sweep, out: Path) -> str:
+        (out / "figures").mkdir(exist_ok=True)
         draw(rows, sweep, out / "figures")
         return f"\n{verdict(rows, sweep)}" if options.verbose else ""
 
-    repeat = command_line(["demo", *arguments])
     try:
-        status = run(sweep, out, options, repeat=repeat, results=results, picture=picture)
+        status = run(sweep, out, options, ["demo", *argv], results=results, on_rows=on_rows)
     finally:  # also of a demo that was stopped: the page must not wait for more
         rows = page.finish()
     if rows:
@@ -77,23 +88,17 @@ class _Page:
 
     def finish(self) -> list[Row] | None:
         """Write the page for the last time; return the rows, or None where no demo was begun."""
-        from twophase.sweeps.run import TABLE
-        from twophase.sweeps.table import read_rows
+        from twophase.sweeps.table import TABLE, read_rows
 
         if self.next_at is None:  # refused, or only planned: the folder may be another sweep's
             return None
         rows = read_rows(self.out / TABLE)
-        try:
-            self._write(rows, refresh=0)
-        except OSError as error:
-            raise UsageError(
-                f"{self.path}: cannot be written ({error.strerror}); free space, repeat the command"
-            ) from None
+        self._write(rows, refresh=0)
         return rows
 
     def _write(self, rows: list[Row], refresh: float) -> None:
-        from twophase.base.files import write_atomic
         from twophase.explorer.page import State, build
+        from twophase.files import write_atomic
         from twophase.report import demo as told
         from twophase.report import story
 
@@ -121,29 +126,10 @@ class _Page:
         """Return the two runs that the demo begins with, so far as they have ended."""
         from twophase.runs.folder import read_summary
         from twophase.runs.record import read_record
-        from twophase.sweeps.work import RUNS
+        from twophase.sweeps.grid import RUNS
 
         folders = [self.out / RUNS / cell.run_id for cell in self.sweep.cells[:2]]
         return [read_record(path) for path in folders if read_summary(path, path.name) is not None]
-
-
-def _parser() -> argparse.ArgumentParser:
-    from twophase.cli.sweeping import add_options
-
-    parser = run_parser("demo")
-    add_options(parser)
-    parser.add_argument("--quick", action="store_true", help="a smaller grid of shorter runs, under two minutes")
-    parser.add_argument(
-        "--seeds",
-        type=between(0, 2**63 - 1),
-        nargs="+",
-        default=[0],
-        metavar="SEED",
-        help="seeds, 83 runs each, or 60 without controls (0)",
-    )
-    parser.add_argument("--no-controls", action="store_true", help="leave out the control runs")
-    parser.add_argument("--verbose", action="store_true", help="print the table of all arms and controls, too")
-    return parser
 
 
 def _following(out: Path) -> dict[str, str]:

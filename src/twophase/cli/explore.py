@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from twophase.advice.period import Rule, Spectrum
-from twophase.base.config import UsageError, with_values
-from twophase.base.files import write_atomic
-from twophase.base.options import add_values, values_given
-from twophase.base.reading import check_regular
-from twophase.cli.commands import plain_parser
+from twophase.config import parse
+from twophase.errors import UsageError
 from twophase.explorer.from_run import FromRun, read_run
 from twophase.explorer.page import MARK, POLICIES_WORDS, State, build, shows
-from twophase.restart import Never, Periodic, parse
+from twophase.files import write_atomic
+from twophase.restart import Never, Periodic
+from twophase.restart import parse as parse_policy
 
 _RANGE_MODES = 16
 """Modes of --sigma-range without a COUNT."""
@@ -55,7 +55,7 @@ def state_of(question: Question, run: FromRun | None = None) -> State:
     outer = question.outer
     outer.value()  # refuses what makes no rule
     try:
-        policy = parse(outer.restart)
+        policy = parse_policy(outer.restart)
     except ValueError as error:
         raise UsageError(f"--outer.restart {outer.restart}: {error}") from None
     if not (isinstance(policy, (Never, Periodic)) or shows(policy)):
@@ -101,33 +101,33 @@ def _spectrum(question: Question, run: FromRun | None) -> dict[str, Any]:
     return {"spectrum": "run" if run else "list"}
 
 
-def main(arguments: list[str]) -> int:
+@dataclass(frozen=True)
+class Options:
+    """Write an interactive page (one file): what restarts do while you move the hyperparameters."""
+
+    out: Path = Path("explore.html")
+    """The page; nothing else is needed."""
+    run: Path | None = None
+    """Begin with this run's rule, length and estimated effective progress."""
+    open: bool = False
+    """Open it in the browser."""
+
+
+def main(argv: Sequence[str]) -> int:
     """Run the command; return its exit status."""
-    parser = plain_parser("explore")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        default=Path("explore.html"),
-        help="the page (%(default)s); nothing else is needed",
-    )
-    parser.add_argument(
-        "--run", type=Path, metavar="RUN", help="begin with this run's rule, length and estimated effective progress"
-    )
-    parser.add_argument("--open", action="store_true", help="open it in the browser")
-    add_values(parser, Question(), "where the page begins; everything can be moved on it")
-    options = parser.parse_args(arguments)
+    options, given = parse(Options, argv, "twophase explore", Question())
     run = read_run(options.run) if options.run else None
-    question = of_run(run) if run else Question()
-    values = values_given(options, question)
-    question = with_values(question, values)
+    # A page that was asked for without any value begins with the steps; any value asks for a view of one's own.
+    guided = run is None and given == Question()
+    question = parse(Options, argv, "twophase explore", of_run(run))[1] if run else given
     if run and question.eigenvalues and question.inner_steps is None:
         question = replace(question, inner_steps=run.inner_steps)
     state = state_of(question, run)
-    # A page that was asked for without any value begins with the steps; any value asks for a view of one's own.
-    guided = run is None and not values
     page = build(state, run.spectrum if run and state.spectrum == "run" else None, guided=guided)
-    _write(options.out, page)
+    if options.out.exists() and options.out.stat().st_size and MARK.encode() not in options.out.read_bytes()[:2000]:
+        raise UsageError(f"--out {options.out}: must be a new file or a page of this command, holds something else")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(options.out, page)
     print(f"page {options.out} ({len(page.encode()) / 1000:.0f} kB): open it in a browser; it needs no network")
     if run and state.spectrum == "run":
         print(f"spectrum of {run.spectrum.name}: {run.spectrum.note}")
@@ -138,14 +138,3 @@ def main(arguments: list[str]) -> int:
 
         webbrowser.open(options.out.resolve().as_uri())
     return 0
-
-
-def _write(out: Path, page: str) -> None:
-    """Write the page; a file that is no such page is left alone."""
-    try:
-        if out.exists() and (check_regular(out) == 0 or MARK.encode() not in out.read_bytes()[:2000]):
-            raise UsageError(f"--out {out}: holds something else than a page of twophase explore; choose another name")
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(out, page)
-    except OSError as error:
-        raise UsageError(f"--out {out}: cannot be written ({error.strerror or error}); choose another place") from None

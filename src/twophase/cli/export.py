@@ -2,35 +2,38 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from twophase.cli.commands import plain_parser
+import tyro
+from tyro.conf import Positional
+
+from twophase.config import parse
 
 
-def main(arguments: list[str]) -> int:
+@dataclass(frozen=True)
+class Options:
+    """Write a run's model as a folder that transformers reads."""
+
+    run: Positional[Path] = tyro.MISSING
+    """Folder of the run, or of a sweep's cell."""
+    out: Positional[Path] = tyro.MISSING
+    """Folder to write; missing or empty."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the weights."""
+    data: Path | None = None
+    """The run's token shards, if they are no longer where it read them."""
+    tokenizer: bool = True
+    """Write the tokenizer, too."""
+
+
+def main(argv: list[str]) -> int:
     """Run the command; return its exit status."""
-    parser = plain_parser("export")
-    parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run, or of a sweep's cell")
-    parser.add_argument("out", type=Path, metavar="DIR", help="folder to write; missing or empty")
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights (%(default)s)"
-    )
-    parser.add_argument(
-        "--data", type=Path, metavar="DIR", help="the run's token shards, if they are no longer where it read them"
-    )
-    parser.add_argument("--no-tokenizer", action="store_true", help="write the model only")
-    options = parser.parse_args(arguments)
-    from twophase.tasks.lm.export import describe, export
+    options, _ = parse(Options, argv, "twophase export")
+    from twophase.tasks.lm.export import export
 
-    tokenizer = not options.no_tokenizer
-    try:
-        record = export(options.run, options.out, dtype=options.dtype, data=options.data, tokenizer=tokenizer)
-    except OSError as error:
-        path = Path(error.filename or options.out).resolve()
-        if any(source and path.is_relative_to(source.resolve()) for source in (options.run, options.data)):
-            raise OSError(f"{error.filename} cannot be read ({error.strerror or error})") from error
-        raise OSError(
-            f"{options.out} cannot be written ({error.strerror or error}); free space or choose another DIR"
-        ) from error
-    print(describe(options.out, record))
+    record = export(**vars(options))
+    made = f"{record['parameters']:,} parameters in {record['dtype']}, {record['tokenizer'] or 'no'} tokenizer"
+    print(f"{options.out}: {made}; after {record['steps']:,} inner steps ({record['source']})")
     return 0

@@ -1,9 +1,8 @@
-"""The command line: `twophase demo | train | data | export | sweep | sweep-worker | report | ...`.
+"""The command line: `twophase demo | train | data | export | sweep | tune | report | …`.
 
-Each command is a module of this package with a `main` of its words; `commands` describes them. A command imports torch
-only when it runs, so that `--help` answers without it. Exit status 0 is success, 1 a failure while running (a single
-run that diverged included). Status 2 is a mistake in the request, with one message. Status 130 or 143 is a stop by
-Ctrl-C or SIGTERM; the same command resumes.
+Each command is a module of this package with a `main` of its words. A command imports torch only when it runs, so that
+`--help` answers without it. Exit status 0 is success, 1 a failure while running (a single run that diverged included),
+2 a mistake in the request, with one line; 130 or 143 is a stop by Ctrl-C or SIGTERM, and the same command resumes.
 """
 
 from __future__ import annotations
@@ -14,56 +13,67 @@ import time
 from collections.abc import Sequence
 from importlib import import_module
 
-from twophase.base.errors import FULL, RunError, UsageError, is_out_of_memory, message_of
-from twophase.cli.commands import COMMANDS, HIDDEN, PROGRAM, interrupted
-from twophase.number import did_you_mean
+COMMANDS = {
+    "demo": "train a small language model over a grid, with and without restarts, and draw it",
+    "train": "one run; repeat the command to resume it",
+    "data": "turn text into token shards once, for all runs that train on it",
+    "export": "write a run's model as a Hugging Face folder, with its tokenizer",
+    "sweep": "a grid of runs; repeat the command to resume it, or elsewhere to help",
+    "tune": "which outer optimizer: every method tuned with the same budget, then compared on fresh seeds",
+    "report": "a run, several over each other, or a sweep as one HTML page; of a sweep also the verdict",
+    "diagnose": "does a run's outer loop oscillate, overshoot or lag, and what the theory suggests",
+    "period": "when to restart a rule on a spectrum, what it gains, and where it cannot help",
+    "explore": "write an interactive page (one file): what restarts do while you move the hyperparameters",
+}
+"""What each command does; its module in this package has its name."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line (without the program's name) and return its exit status."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(_overview())
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        commands = "\n".join(f"  {name:9} {text}" for name, text in COMMANDS.items())
+        print(
+            "usage: twophase COMMAND [OPTIONS]\n\n"
+            "Two-phase training (DiLoCo, local SGD) with outer momentum that knows when to forget.\n\n"
+            f"{commands}\n\ntwophase COMMAND --help lists a command's options."
+        )
         return 0
-    if arguments[0] in ("-V", "--version"):
+    if words[0] in ("-V", "--version"):
         from twophase import __version__
 
-        print(f"{PROGRAM} {__version__}")
+        print(f"twophase {__version__}")
         return 0
-    name, *rest = arguments
-    if name not in COMMANDS:
-        return _complain(PROGRAM, f"{name!r} is no command; {did_you_mean(name, COMMANDS)}")
+    name, *rest = words
+    from twophase.config import meant
+    from twophase.errors import RunError, UsageError
+
     try:
-        return import_module(f"twophase.cli.{name.replace('-', '_')}").main(rest)
+        if name not in COMMANDS:
+            raise UsageError(f"must be one of {', '.join(COMMANDS)}{meant(name, COMMANDS)}")
+        return import_module(f"twophase.cli.{name}").main(rest)
     except UsageError as error:
-        return _complain(f"{PROGRAM} {name}", str(error))
+        return _complain(name, str(error), 2)
     except KeyboardInterrupt:
-        return interrupted(arguments)
+        from twophase.cli.common import command_line
+
+        print(f"stopped; resume with: {command_line(words)}", file=sys.stderr)
+        return 130
     except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except FULL as error:
-        if not (isinstance(error, RunError | OSError) or is_out_of_memory(error)):
+    except RunError as error:
+        return _complain(name, str(error), 1)
+    except OSError as error:  # a full disk, a read-only folder, a missing file
+        if error.errno is None:
             raise
-        return _complain(f"{PROGRAM} {name}", message_of(error), "failed", status=1)
+        place = f"{error.filename}: " if error.filename else ""
+        return _complain(name, f"{place}{error.strerror}; the same command resumes what was begun", 1)
 
 
-def _overview() -> str:
-    lines = [f"  {name:12} {text}" for name, text in COMMANDS.items() if name not in HIDDEN]
-    return (
-        f"usage: {PROGRAM} COMMAND [OPTIONS]\n\n"
-        "Two-phase training (DiLoCo, local SGD) with outer momentum that knows when to forget.\n\n"
-        + "\n".join(lines)
-        + f"\n\n{PROGRAM} COMMAND --help lists a command's options."
-    )
-
-
-def _complain(where: str, text: str, what: str = "error", status: int = 2) -> int:
+def _complain(command: str, text: str, status: int) -> int:
     rank = os.environ.get("RANK", "0")
-    if rank != "0":
-        where = f"{where} (process {rank})"
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            # Most mistakes are in every process, and torchrun ends all when one has ended: let rank 0 report first.
-            time.sleep(2)
-    print(f"{where}: {what}: {text}", file=sys.stderr)
+    if rank != "0" and "TORCHELASTIC_RUN_ID" in os.environ:
+        time.sleep(2)  # torchrun ends all when one has ended, and most mistakes are in all: let rank 0 report first
+    print(f"twophase {command}{f' (rank {rank})' * (rank != '0')}: {text}", file=sys.stderr)
     return status

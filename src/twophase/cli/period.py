@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from twophase.cli.commands import plain_parser
+from twophase.config import parse
 
 
-def main(arguments: list[str]) -> int:
+@dataclass(frozen=True)
+class Options:
+    """When to restart a rule on a spectrum, what it gains, and where it cannot help."""
+
+    plot: Path | None = None
+    """Draw the oscillation, and rate and loss against the period, into a .png or .pdf; the numbers as .csv."""
+    json: bool = False
+    """Print one JSON object instead of words."""
+
+
+def main(argv: Sequence[str]) -> int:
     """Run the command; return its exit status."""
     from twophase.advice.period import Question, answer, describe, to_json
-    from twophase.base.config import with_values
-    from twophase.base.options import add_values, values_given
+
+    options, question = parse(Options, argv, "twophase period", Question())
     from twophase.figures.period import check_files, draw
 
-    parser = plain_parser("period")
-    parser.add_argument(
-        "--plot",
-        type=Path,
-        metavar="FILE",
-        help="draw the oscillation, and rate and loss against the period, into FILE (.png or .pdf; numbers as .csv)",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of words")
-    add_values(parser, Question(), "the question")
-    options = parser.parse_args(arguments)
     if options.plot:
         check_files(options.plot)
-    advice = answer(with_values(Question(), values_given(options, Question())))
+    advice = answer(question)
     print(to_json(advice) if options.json else describe(advice), flush=True)
     if options.plot:
         paths = draw(advice, options.plot)

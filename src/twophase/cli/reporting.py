@@ -2,44 +2,46 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from twophase.advice.text import describe as describe_diagnosis
 from twophase.advice.verdict import diagnose
-from twophase.base.config import UsageError
-from twophase.base.files import write_atomic
-from twophase.base.progress import meter
-from twophase.cli.commands import config_paths
+from twophase.errors import UsageError
 from twophase.figures.style import check_numbers
+from twophase.files import write_atomic
 from twophase.judge.verdict import WITHIN, verdict
 from twophase.judge.verdict_text import describe, part_stem, write
+from twophase.progress import meter
 from twophase.report.overlay import MOST_RUNS, common_folder, overlay
 from twophase.report.page import DOCTYPE, counted, relative
 from twophase.report.run import FILES, result_words, run_report
 from twophase.report.sweep import sweep_report
 from twophase.report.sweep_record import is_sweep, read_sweep
-from twophase.runs.folder import COMPARE, REPORT, weights_fault
+from twophase.runs.folder import COMPARE, REPORT
 from twophase.runs.record import RunRecord, is_run, read_record
-from twophase.sweeps.work import RUNS
+from twophase.sweeps.grid import RUNS
+
+if TYPE_CHECKING:
+    from twophase.cli.report import Options
 
 _States = dict[Path, list[tuple[int, int]]]
 _VERDICT = '{\n "within": '
 """Beginning of a `verdict.json`."""
 
 
-def write_pages(options: argparse.Namespace) -> None:
+def write_pages(options: Options) -> None:
     """Write the page, with `--watch` repeatedly until all runs have ended."""
     _check(options)
     several = len(options.folders) > 1
-    usual = common_folder(options.folders) / COMPARE if several else options.folders[0] / REPORT
+    usual = common_folder(list(options.folders)) / COMPARE if several else next(iter(options.folders)) / REPORT
     # A part of a sweep has a separate page, and a separate verdict.
     page = options.out or usual.with_name(part_stem(usual.stem, _where(options)) + usual.suffix)
     _check_page(page)
-    if is_sweep(options.folders[0]):
-        stem = options.folders[0] / part_stem("verdict", _where(options))
+    if is_sweep(next(iter(options.folders))):
+        stem = next(iter(options.folders)) / part_stem("verdict", _where(options))
         check_numbers([stem.with_name(f"{stem.name}.{kind}") for kind in ("md", "json")], _VERDICT, str(stem.parent))
     states: _States = {}
     if options.watch is not None:
@@ -52,14 +54,14 @@ def write_pages(options: argparse.Namespace) -> None:
     _write_page(options, page, 0, states)  # without the script that shows the newest
 
 
-def _check(options: argparse.Namespace) -> None:
+def _check(options: Options) -> None:
     for word in options.where:
         if "=" not in word:
             raise UsageError(f"--where {word}: write a path and a value, such as inner_steps=20")
     paths = [word.partition("=")[0] for word in options.where]
     if twice := {path for path in paths if paths.count(path) > 1}:
         raise UsageError(f"--where {min(twice)} is given twice; a cell has one value of it: give one")
-    folders = options.folders
+    folders = list(options.folders)
     if len(folders) > 1:
         if sweeps := [folder for folder in folders if is_sweep(folder)]:
             raise UsageError(
@@ -81,43 +83,27 @@ def _check_page(page: Path) -> None:
                 raise UsageError(f"{page}: holds something else than a page; name a new file, or move this one away")
 
 
-def _where(options: argparse.Namespace) -> dict[str, str]:
+def _where(options: Options) -> dict[str, str]:
     return dict(word.split("=", 1) for word in options.where)
 
 
-def _write(path: Path, text: str) -> None:
-    try:
-        write_atomic(path, text, durable=False)
-    except OSError as error:
-        raise UsageError(
-            f"{path}: the report cannot be written ({error.strerror}); choose another file with --out"
-        ) from None
-
-
-def _write_page(options: argparse.Namespace, page: Path, refresh: float, states: _States) -> bool:
+def _write_page(options: Options, page: Path, refresh: float, states: _States) -> bool:
     """Write the page of runs or of a sweep, at the end in words, too; return whether a run is unfinished."""
     folder, *others = options.folders
     if others:
-        records = [_read(path) for path in options.folders]
-        _write(page, overlay(records, page.parent, refresh=refresh))
+        records = [read_record(path) for path in options.folders]
+        write_atomic(page, overlay(records, page.parent, refresh=refresh))
         if not refresh:
             print("\n".join([*(f"{record.path}: {result_words(record)}" for record in records), f"page {page}"]))
-        return any(record.state == "unfinished" for record in records)
+        return any(record.state == "running" for record in records)
     if is_sweep(folder):
         return _sweep(options, page, refresh, states)
-    record = _read(folder)
+    record = read_record(folder)
     diagnosis = diagnose(record)
-    _write(page, run_report(record, diagnosis, refresh=refresh, back=_back(record, page)))
+    write_atomic(page, run_report(record, diagnosis, refresh=refresh, back=_back(record, page)))
     if not refresh:
         print(f"{describe_diagnosis(diagnosis, str(folder))}\n\nreport {page}")
-    return record.state == "unfinished"
-
-
-def _read(folder: Path) -> RunRecord:
-    """Read a run's folder, its final weights included."""
-    record = read_record(folder, config_paths())
-    record.problems += filter(None, [weights_fault(folder, record.summary or {})])
-    return record
+    return record.state == "running"
 
 
 def _back(record: RunRecord, page: Path) -> str | None:
@@ -128,14 +114,14 @@ def _back(record: RunRecord, page: Path) -> str | None:
     return relative(report, page.parent) if belongs else None
 
 
-def _sweep(options: argparse.Namespace, page: Path, refresh: float, states: _States) -> bool:
+def _sweep(options: Options, page: Path, refresh: float, states: _States) -> bool:
     """Write a sweep's page, and those of its runs if asked; return whether a run is unfinished."""
-    folder, where = options.folders[0], _where(options)
+    folder, where = next(iter(options.folders)), _where(options)
     record = read_sweep(folder, where, page.parent)
     if options.runs:
         record.problems += _write_runs(folder / RUNS, page, states)
     within, controls = tuple(options.within or WITHIN), tuple(options.controls)
-    _write(page, sweep_report(record, within=within, controls=controls, refresh=refresh))
+    write_atomic(page, sweep_report(record, within=within, controls=controls, refresh=refresh))
     if not refresh:
         judged = verdict(record.rows, within, controls)
         paths = write(judged, folder, where)
@@ -159,12 +145,12 @@ def _write_runs(runs: Path, page: Path, states: _States) -> list[str]:
     with meter("pages", len(changed), quiet=bool(states) or not changed) as show:
         for count, (folder, state) in enumerate(changed.items(), start=1):
             try:
-                record = _read(folder)
+                record = read_record(folder)
                 _check_page(folder / REPORT)
             except UsageError as error:  # the other runs still get their pages
                 faults.append(str(error))
                 continue
-            _write(folder / REPORT, run_report(record, diagnose(record), back=relative(page, folder)))
+            write_atomic(folder / REPORT, run_report(record, diagnose(record), back=relative(page, folder)))
             states[folder] = state
             show(count, folder.name)
     return faults

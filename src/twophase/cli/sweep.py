@@ -2,64 +2,150 @@
 
 from __future__ import annotations
 
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from twophase.base.config import UsageError
-from twophase.cli.commands import command_line, config_options, print_config, report_command, run_parser, train_config
+from tyro.conf import UseAppendAction
 
-if TYPE_CHECKING:
-    from twophase.sweeps.grid import Sweep
-    from twophase.sweeps.table import Row
+from twophase.cli.common import RunOptions, command_line, parse_run, report_command
+from twophase.config import dump_yaml
+from twophase.errors import UsageError
 
 
-def main(arguments: list[str]) -> int:
+@dataclass(frozen=True)
+class SweepOptions:
+    """Options of the commands around a sweep."""
+
+    out: Path | None = None
+    """Folder of results; an unfinished one is resumed."""
+    quiet: bool = False
+    """Show no progress."""
+    workers: int | None = None
+    """Processes that train (default: one a GPU, or one for each --threads cores). The same command on another machine
+    that sees the folder brings further ones."""
+    dry_run: bool = False
+    """Say what would be run and how long it takes, and stop."""
+
+
+@dataclass(frozen=True)
+class Options(SweepOptions, RunOptions):
+    """Train a grid of runs; repeat the command to resume it, or elsewhere to help."""
+
+    axis: UseAppendAction[tuple[tuple[str, ...], ...]] = ()
+    """A value's path and what to try for it: --axis outer.lr 0.3 0.7 --axis outer.restart never 3. Several words that
+    are one value have commas: --axis sync.restart none a=3,b=5."""
+    controls: bool = False
+    """Add controls for restarts: momentum-free runs, plain averaging, and gain-matched runs without restarts."""
+
+
+def main(argv: Sequence[str]) -> int:
     """Run the command; return its exit status."""
-    from twophase.base.options import values_given
-    from twophase.cli.sweeping import add_options, run
+    options, config, given = parse_run(Options, argv, "sweep")
+    if options.print_config:
+        print(dump_yaml(config), end="")
+        return 0
     from twophase.recipes.controls import grid_of
     from twophase.sweeps.grid import Sweep, parse_axes
 
-    parser = run_parser("sweep", on_demand=["run"])
-    grid = parser.add_argument_group("the grid")
-    grid.add_argument(
-        "--axis",
-        nargs="+",
-        action="append",
-        default=[],
-        metavar=("PATH VALUE", "VALUE"),
-        help="an axis of the grid and its values, such as --axis outer.lr 0.3 0.7 or --axis outer.restart never 3. "
-        "A set of words is one value, with commas: --axis sync.restart none a=3,b=loss",
-    )
-    grid.add_argument(
-        "--controls",
-        action="store_true",
-        help="add controls for restarts: momentum-free runs, plain averaging, and gain-matched runs without restarts",
-    )
-    config_options(parser)
-    add_options(parser)
-    options, config = train_config(parser, arguments)
-    if options.print_config:
-        return print_config(config)
-    if not options.axis:
-        raise UsageError(
-            "no --axis; name at least one, for example --axis outer.lr 0.3 0.7 --axis outer.restart never 3"
-        )
-    axes = parse_axes(options.axis, config)
-    if both := [axis.path for axis in axes if axis.path in values_given(options, config)]:
-        raise UsageError(f"--{both[0]} is an axis of the grid, too; leave the option or the axis out")
-    cells = grid_of(config, axes, controls=options.controls)
-    out = options.out or Path("runs") / "sweep"
-    repeat = command_line(["sweep", *arguments])
-    return run(Sweep("sweep", config, cells), out, options, repeat=repeat, results=_results)
+    axes = parse_axes(options.axis)
+    if both := [axis.path for axis in axes if axis.path in given]:
+        raise UsageError(f"--{both[0]}: must be an option or an axis, is both")
+    if not axes:
+        raise UsageError("--axis: must name at least one, such as --axis outer.lr 0.3 0.7 --axis outer.restart never 3")
+    sweep = Sweep("sweep", config, grid_of(config, axes, controls=options.controls))
+    return run(sweep, options.out or Path("runs/sweep"), options, ["sweep", *argv], results=_results)
 
 
-def _results(rows: list[Row], sweep: Sweep, out: Path) -> str:
+def _results(rows: list[Any], sweep: Any, out: Path) -> str:
     from twophase.figures.overview import describe, draw
     from twophase.rule import FORM_WORDS
+    from twophase.sweeps.table import TABLE
 
-    forms = sorted({config.outer.form for config in sweep.runs.values()})
-    form = " and ".join(FORM_WORDS[form] for form in forms)
-    more = f"what each arm is worth, and against the controls: {report_command(out)}"
+    (out / "figures").mkdir(exist_ok=True)
+    form = " and ".join(FORM_WORDS[form] for form in sorted({config.outer.form for config in sweep.runs.values()}))
     pictures = [f"figure {path}" for path in draw(rows, form, out / "figures") if path.suffix == ".png"]
-    return "\n".join([describe(rows), f"table {out / 'cells.csv'}", *pictures, more])
+    more = f"what each arm is worth, and against the controls: {report_command(out)}"
+    return "\n".join([describe(rows), f"table {out / TABLE}", *pictures, more])
+
+
+def run(
+    sweep: Any,
+    out: Path,
+    options: SweepOptions,
+    repeat: Sequence[str],
+    *,
+    results: Callable[[list[Any], Any, Path], str],
+    on_rows: Callable[[list[Any]], Any] = lambda _: None,
+) -> int:
+    """Run a sweep and print what came out.
+
+    Args:
+        sweep: the sweep.
+        out: its folder.
+        options: the command's options.
+        repeat: words of the command that does all this again.
+        results: draws the sweep and says what came out, from its rows.
+        on_rows: as of `run_sweep`.
+
+    Returns:
+        The exit status.
+    """
+    from twophase.figures.style import check_drawing
+    from twophase.progress import duration
+    from twophase.sweeps.runner import run_sweep
+    from twophase.training.distributed import stop_on_signal
+
+    if options.dry_run:
+        print(dry_run(sweep, options.workers or 1))
+        return 0
+    check_drawing()  # what cannot be drawn is refused before hours of runs
+    with stop_on_signal() as stop:
+        outcome = run_sweep(
+            sweep, out, workers=options.workers, quiet=options.quiet, on_rows=on_rows, should_stop=stop.is_set
+        )
+    states = [row.state for row in {row.run: row for row in outcome.rows}.values()]
+    counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(["finished", *sorted(states)]))
+    print(f"{out}: {counts} in {duration(outcome.seconds)}")
+    for run_id, error in outcome.errors.items():
+        print(f"run {run_id} failed: {error.splitlines()[0]} ({out / 'runs' / run_id / 'error.txt'})", file=sys.stderr)
+    if stop.number or outcome.errors:
+        print(f"{'stopped' if stop.number else 'failed'}; resume with: {command_line(repeat)}", file=sys.stderr)
+    if not stop.number:
+        print(results(outcome.rows, sweep, out))
+    return 128 + stop.number if stop.number else int(bool(outcome.errors))
+
+
+_TIMED_STEPS = 12
+
+
+def dry_run(sweep: Any, workers: int) -> str:
+    """Say what a sweep will execute, and how long that takes, by a few timed steps of its first run."""
+    from twophase.diloco.group import SingleProcess
+    from twophase.progress import duration
+    from twophase.sweeps.fork import tree
+    from twophase.tasks.registry import task_of
+    from twophase.training.trainer import Trainer
+
+    config = next(iter(sweep.runs.values()))
+    trainer, times = Trainer(task_of(config), config, SingleProcess()), []
+    for _ in range(min(_TIMED_STEPS, config.steps)):
+        clock = time.perf_counter()
+        trainer.inner_step()
+        trainer.synchronize()
+        trainer.read_losses()  # a GPU's steps are only launched before
+        times.append(time.perf_counter() - clock)
+    clock = time.perf_counter()
+    trainer.validate()
+    validation = time.perf_counter() - clock
+    steps = sum(node.steps for node in tree(sweep.runs).values())
+    seconds = (steps * statistics.median(times) + len(sweep.runs) * validation) / workers
+    return (
+        f"{len(sweep.cells)} cells are {len(sweep.runs)} different runs of {sum(c.steps for c in sweep.runs.values())} "
+        f"inner steps; {steps} are left, for runs share what they have in common. About {duration(seconds)} with "
+        f"{workers} worker{'s' * (workers > 1)}, by {len(times)} timed steps ({1e3 * statistics.median(times):.1f} ms)."
+    )

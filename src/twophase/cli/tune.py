@@ -1,80 +1,64 @@
-"""`twophase tune`: which outer optimizer a task should use, each arm tuned with the same budget."""
+"""`twophase tune`: which outer optimizer a task should use, every method tuned with the same budget."""
 
 from __future__ import annotations
 
-import argparse
 import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from twophase.base.options import values_given
-from twophase.cli.commands import (
-    PROGRAM,
-    between,
-    config_options,
-    print_config,
-    report_command,
-    run_parser,
-    train_config,
-)
+from twophase.cli.common import RunOptions, command_line, parse_run, report_command
+from twophase.config import dump_yaml, require
+from twophase.errors import RunError
+from twophase.tuning.methods import METHODS, check_paths
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-_LONGEST = 1e9
 
 
-def main(arguments: list[str]) -> int:
+@dataclass(frozen=True)
+class Options(RunOptions):
+    """Compare outer optimizers, each tuned with the same number of settings; repeat the command to resume it."""
+
+    methods: tuple[str, ...] = METHODS
+    """A quoted word each: the outer method and any values, such as "nesterov outer.restart=3". Inner and outer learning
+    rate and momentum are tuned where no value fixes them; outer.momentum=~0.6 is tuned from there, and so is the period
+    of outer.restart=K. averaging is always there."""
+    budget: str | None = None
+    """Time for all of it, about, such as 30m or 2h (default: 2h)."""
+    points: int | None = None
+    """Settings that each method tries, in the place of a budget."""
+    seeds: tuple[int, ...] = (0, 1)
+    """Tuning seeds."""
+    fresh: tuple[int, ...] = (100, 101, 102, 103, 104)
+    """Held-out seeds of the final comparison."""
+    workers: int | None = None
+    """Processes that train (default: one a GPU, or one for each --threads cores)."""
+
+
+def main(argv: Sequence[str]) -> int:
     """Run the command; return its exit status."""
-    from twophase.cli.sweeping import add_workers
-    from twophase.recipes.arms import ARMS, CONTROL, check_arm_options
-
-    if arguments and not arguments[0].startswith("-"):
-        arguments = ["--task", *arguments]
-    parser = run_parser("tune", on_demand=["run"], usage=f"{PROGRAM} tune [TASK] [OPTIONS]")
-    group = parser.add_argument_group("the comparison")
-    group.add_argument(
-        "--arms",
-        nargs="+",
-        default=ARMS,
-        metavar="ARM",
-        help="METHOD[:lr=X][@RESTART][+filter=TEXT], such as nesterov@3, adamw@K (a tuned period), auto, or "
-        f"nesterov+filter=orthogonal; {CONTROL} is always there (default: {' '.join(ARMS)})",
-    )
-    group.add_argument(
-        "--budget", type=_seconds, metavar="TIME", help="for all of it, about, such as 30m or 2h (default: 2h)"
-    )
-    group.add_argument(
-        "--points", type=between(1, 10_000), metavar="N", help="settings an arm, in the place of a budget"
-    )
-    seed = between(0, 2**62)
-    group.add_argument(
-        "--seeds", nargs="+", type=seed, default=[0, 1], metavar="SEED", help="tuning seeds (default: 0 1)"
-    )
-    group.add_argument(
-        "--fresh",
-        nargs="+",
-        type=seed,
-        default=list(range(100, 105)),
-        metavar="SEED",
-        help="seeds of the final comparison (default: 100 to 104)",
-    )
-    config_options(parser)
-    add_workers(parser)
-    options, base = train_config(parser, arguments)
+    words = ["--task", *argv] if argv and not argv[0].startswith("-") else [*argv]
+    options, config, _ = parse_run(Options, words, "tune")
+    check_paths(word.split("=")[0].removeprefix("--").replace("-", "_") for word in words)
     if options.print_config:
-        return print_config(base)
-    check_arm_options(values_given(options, base))
+        print(dump_yaml(config), end="")
+        return 0
+    from twophase.training.distributed import stop_on_signal
+    from twophase.tuning.tune import RESULT, Tuning, run_tuning
 
-    from twophase.cli.tuning import FRESH, RESULT, Tuning, run_tuning
-
-    tuning = Tuning(base, options.arms, options.points, options.budget, options.seeds, options.fresh)
-    out = options.out or Path("runs") / "tune"
-    outcome = run_tuning(tuning, out, workers=options.workers, quiet=options.quiet)
-    print(f"{outcome}\n\nverdict {out / RESULT}\nevery fresh run: {report_command(out / FRESH)}")
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd])", options.budget or "2h")
+    require(match is not None, "budget", options.budget, "a number and s, m, h or d, such as 30m")
+    budget = float(match[1]) * _UNITS[match[2]] if match and options.budget else None
+    tuning = Tuning(config, options.methods, options.points, budget, options.seeds, options.fresh)
+    out = options.out or Path("runs/tune")
+    with stop_on_signal() as stop:
+        try:
+            outcome = run_tuning(tuning, out, workers=options.workers, quiet=options.quiet, should_stop=stop.is_set)
+        except RunError:
+            if stop.number:
+                print(f"stopped; resume with: {command_line(['tune', *argv])}", file=sys.stderr)
+                return 128 + stop.number
+            raise
+    print(f"{outcome}\n\nresults {out / RESULT}\nevery fresh run: {report_command(outcome.path)}")
     return 0
-
-
-def _seconds(text: str) -> float:
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd])", text)
-    seconds = float(match[1]) * _UNITS[match[2]] if match else 0.0
-    if not 0 < seconds <= _LONGEST:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time; write a number and s, m, h or d, such as 30m or 2h")
-    return seconds

@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import twophase
-from twophase.base.errors import RunError
 from twophase.diloco.fragment import Fragment, Slot, local, slots_of
 from twophase.diloco.group import SingleProcess
+from twophase.errors import RunError
 from twophase.optim.outer_sgd import Dots, OuterSGD, rule_of
 from twophase.restart import MEASURED
 

@@ -21,7 +21,7 @@ import torch.distributed.nn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from twophase.base.errors import RunError, first_line
+from twophase.errors import RunError
 
 TIMEOUT = 480.0
 """Seconds. At NCCL's own default, 600, its watchdog aborts the process without our message and status."""
@@ -35,7 +35,8 @@ def _explained() -> Iterator[None]:
     except RuntimeError as error:
         if "Duplicate GPU" in str(error):
             raise RunError("two ranks use one GPU; call torch.cuda.set_device(local_rank) before init") from error
-        raise RunError(f"the connection to another rank is lost ({first_line(error)}); see the logs of all") from error
+        reason = str(error).partition("\n")[0]
+        raise RunError(f"the connection to another rank is lost ({reason}); see the logs of all") from error
 
 
 @dataclass(slots=True)

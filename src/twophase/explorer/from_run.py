@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from twophase.advice.evidence import observed_in, outside
-from twophase.base.config import UsageError
+from twophase.errors import UsageError
 from twophase.explorer.page import LIMITS, RunSpectrum, shows
 from twophase.restart import Never, Periodic
 from twophase.rule import OuterRule

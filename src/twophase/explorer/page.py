@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from importlib.resources import files
 from typing import Any, Literal
 
-from twophase.base.errors import UsageError
+from twophase.errors import UsageError
 from twophase.restart import AtRounds, Auto, Cycle, RestartPolicy, Soft, parse
 from twophase.rule import Form
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from twophase.base.files import table_text
 from twophase.figures.matplotlib_types import Axes, Figure, ScalarMappable
 from twophase.figures.style import (
     DIVERGED,
@@ -26,6 +25,7 @@ from twophase.figures.style import (
     styled,
     write_files,
 )
+from twophase.files import csv_text
 from twophase.sweeps.table import Setting, State, readable
 
 WIDEST_RANGE = 3.0
@@ -123,7 +123,7 @@ class Heatmaps:
             for panel in itertools.chain(*self.panels)
             for i, j, state, value in panel.tiles()
         ]
-        return write_files(path_stem, pictures | {".csv": table_text(rows)})
+        return write_files(path_stem, pictures | {".csv": csv_text(rows)})
 
     def _scale(self) -> Scale:
         return self.scale or scale_of(self._values())

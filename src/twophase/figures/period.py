@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from twophase.base.config import UsageError
-from twophase.base.files import table_text
+from twophase.errors import UsageError
 from twophase.figures.style import (
     INK,
     MUTED,
@@ -21,6 +20,7 @@ from twophase.figures.style import (
     styled,
     write_files,
 )
+from twophase.files import csv_text
 from twophase.rule import OuterRule
 from twophase.theory.advice import Advice
 from twophase.theory.contraction import log_restart_factor, restart_table
@@ -57,7 +57,7 @@ def draw(advice: Advice, path: Path) -> list[Path]:
             figure, _finding(advice), f"{advice.rule.describe()}; residual and loss: lower is better; rate: higher is"
         )
         pictures = rendered(figure, [path.suffix])
-    return write_files(path.with_suffix(""), pictures | {".csv": table_text(rows)})
+    return write_files(path.with_suffix(""), pictures | {".csv": csv_text(rows)})
 
 
 def _finding(advice: Advice) -> str:

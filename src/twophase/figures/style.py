@@ -15,9 +15,9 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from twophase.base.config import UsageError
-from twophase.base.files import write_atomic
+from twophase.errors import UsageError
 from twophase.figures.matplotlib_types import Axes, Figure
+from twophase.files import write_atomic
 
 WIDTH_INCHES = 6.75
 """The text width of a two-column journal page."""

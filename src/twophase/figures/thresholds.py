@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 
-from twophase.base.files import table_text
 from twophase.figures.style import (
     MUTED,
     headline,
@@ -20,6 +19,7 @@ from twophase.figures.style import (
     styled,
     write_files,
 )
+from twophase.files import csv_text
 from twophase.sweeps.table import Setting
 
 THRESHOLDS = range(1, 101)
@@ -101,4 +101,4 @@ def thresholds(
         headline(figure, title, reading)
         share_legend(figure, grid[0], columns=2)
         pictures = rendered(figure)
-    return write_files(path_stem, pictures | {".csv": table_text(rows)})
+    return write_files(path_stem, pictures | {".csv": csv_text(rows)})

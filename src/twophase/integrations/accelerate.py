@@ -13,7 +13,7 @@ from twophase.diloco import engine
 from twophase.diloco.engine import Signals
 from twophase.diloco.report import RoundReport
 from twophase.optim.build import OuterChoice
-from twophase.training import parts
+from twophase.training import checkpoint
 
 
 class DiLoCo:
@@ -25,8 +25,9 @@ class DiLoCo:
 
     In the block each process is a replica, and gradients are not averaged; its end takes the last, shorter round.
     `accelerator.save_state` and `load_state` include the engine and each replica's weights and optimizers: a training
-    that loads before the block equals an uninterrupted one bit for bit. To write a run folder, make the rounds first,
-    then `with twophase.record(rounds.engine, "runs/mine"), rounds:`.
+    that loads before the block equals an uninterrupted one bit for bit. To write a run folder, record the rounds:
+    `with twophase.record("runs/mine", rounds.engine) as run, rounds:`, in it `run.log_round(rounds.step())`, and at its
+    end `run.log_round(rounds.finish())`.
 
     `enabled=False` changes nothing about the loop, and `engine` is None. Other arguments are those of
     `twophase.DiLoCo`, over a model that the accelerator has prepared; "nesterov" is DiLoCo's published rule.
@@ -54,7 +55,7 @@ class DiLoCo:
         replica = accelerator.unwrap_model(model)
         self.engine = engine.DiLoCo(replica, outer, inner_steps=inner_steps, **options)
         number = sum(isinstance(other, DiLoCo) for other in accelerator._custom_objects)
-        self._file = f"twophase_{number}_replica_{accelerator.process_index}.safetensors"
+        self._file = f"twophase_{number}_replica_{accelerator.process_index}.pt"
         accelerator.register_for_checkpointing(self)
         accelerator.register_save_state_pre_hook(self._save_replica)
         accelerator.register_load_state_pre_hook(self._note_folder)
@@ -68,6 +69,10 @@ class DiLoCo:
             return None
         return self.engine.step(signals)
 
+    def finish(self) -> RoundReport | None:
+        """Take the last, shorter round now, and return its report; the block's end does it otherwise."""
+        return None if self.engine is None else self.engine.finish()
+
     def __enter__(self) -> DiLoCo:
         if self.engine is not None:
             self._block.enter_context(self._accelerator.no_sync(self._model))
@@ -75,8 +80,8 @@ class DiLoCo:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with self._block:
-            if self.engine is not None and kind is None:  # after an error the other replicas may not sync
-                self.engine.finish()
+            if kind is None:  # after an error the other replicas may not sync
+                self.finish()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that all replicas share; the accelerator saves it."""
@@ -85,7 +90,7 @@ class DiLoCo:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `accelerator.load_state`, which has loaded process 0's replica into all of them."""
         path = self._folder / self._file
-        replica = parts.load(path, "DiLoCo")
+        replica = checkpoint.load_sealed(path)
         if replica["taken"] != state["taken"]:  # a kill while a folder is written over leaves files of two steps
             steps = f"{state['taken']}, is of {replica['taken']}"
             raise ValueError(f"DiLoCo: {path} must be of inner step {steps}; saving was interrupted, load another")
@@ -103,7 +108,7 @@ class DiLoCo:
             "model": self.engine.replicas[0].state_dict(),
             "optimizers": [wrapper.optimizer.state_dict() for wrapper in self._accelerator._optimizers],
         }
-        parts.save(Path(folder) / self._file, state)
+        checkpoint.save_sealed(Path(folder) / self._file, state)
 
     def _note_folder(self, models: list[nn.Module], folder: str) -> None:  # noqa: ARG002
         self._folder = Path(folder)

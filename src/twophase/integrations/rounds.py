@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -13,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from twophase.base.errors import UsageError
 from twophase.diloco.engine import DiLoCo, Signals
 from twophase.diloco.report import RoundReport
+from twophase.errors import UsageError
 from twophase.optim.build import OuterChoice
 from twophase.training.recording import Recorder, record
 
@@ -44,7 +43,7 @@ class Rounds:
         self, outer: OuterChoice = "nesterov", *, inner_steps: int, record: str | Path | None = None, **options: Any
     ) -> None:
         self._settings: dict[str, Any] = {"outer": outer, "inner_steps": inner_steps, **options}
-        self._folder, self._block = record, ExitStack()
+        self._folder = record
         self.reports: list[RoundReport] = []
 
     def begin(
@@ -63,7 +62,7 @@ class Rounds:
         weights = [p.detach().clone() for p in model.parameters()] if state else []
         expected: Any = {"planned inner steps": planned, **self._settings.get("expect_equal", {})}
         self.engine = DiLoCo(model, **self._settings | {"expect_equal": expected})
-        self.reports = []
+        self.reports, self._inner = [], inner
         steps = self.engine.group.gather_json(step)
         if len(set(steps)) > 1:  # a kill between two replicas' checkpoints leaves them so
             raise ValueError(f"DiLoCoCallback: all replicas must resume from step {min(steps)}, have steps {steps}")
@@ -77,24 +76,30 @@ class Rounds:
             if earlier := _RECORDING.get(folder):  # its training has raised, and a traceback still holds it
                 earlier.abandon()
             _RECORDING[folder] = self
-            self.run = self._block.enter_context(
-                record(self.engine, folder, {"steps": planned} if planned else {}, inner=inner)
-            )
+            self.run = record(folder, self.engine, {"steps": planned} if planned else {})
 
     def step(self, signals: Signals = None) -> None:
         """Count an inner step; a round may end."""
-        self.reports += filter(None, [self.engine.step(signals)])
+        self._note(self.engine.step(signals))
 
     def end(self) -> None:
         """Take the last round, if it was cut short, and finish the record."""
-        self.reports += filter(None, [self.engine.finish()])
-        self._block.close()
-        self.run = None
+        self._note(self.engine.finish())
+        if self.run is not None:
+            self.run.finish()
+            self.run = None
+
+    def _note(self, report: RoundReport | None) -> None:
+        if report is not None:
+            self.reports.append(report)
+            if self.run is not None:
+                self.run.log_round(report, inner_lr=max(float(group["lr"]) for group in self._inner.param_groups))
 
     def abandon(self) -> None:
         """Close the record of a training that has raised; its run stays unfinished."""
-        self._block.__exit__(RuntimeError, RuntimeError("the training has raised"), None)
-        self.run = None
+        if self.run is not None:
+            self.run.close()
+            self.run = None
 
     def saved(self) -> dict[str, Any]:
         """Return what a checkpoint of the trainer lacks: anchor, outer state, position, residuals of compression."""

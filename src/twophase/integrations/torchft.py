@@ -43,7 +43,8 @@ class DiLoCo(local_sgd.DiLoCo):
     """torchft's `DiLoCo` with an outer optimizer for each fragment, and a state to save; made by `diloco`.
 
     After its `with` block the model holds the agreed weights; inner steps since the last round are discarded.
-    `outers` has the outer optimizers, one a fragment; `twophase.record(rounds.outers[0], folder)` records its rounds.
+    `outers` has the outer optimizers, one a fragment; `twophase.record(folder, rounds.outers[0])` records its rounds by
+    `run.log_round(rounds.outers[0].last_round)` after every inner step.
     """
 
     def __init__(

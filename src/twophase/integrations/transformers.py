@@ -10,7 +10,7 @@ from transformers import TrainerCallback, TrainingArguments
 
 from twophase.diloco.checks import digest
 from twophase.integrations.rounds import Rounds, join_replicas
-from twophase.training import parts
+from twophase.training import checkpoint
 
 __all__ = ["DiLoCoCallback", "join_replicas"]
 
@@ -45,7 +45,7 @@ class DiLoCoCallback(Rounds, TrainerCallback):
         if state.global_step and path.exists():
             if not any(path.parent.glob("*optimizer*")):  # the Trainer begins with a fresh one, and says nothing
                 raise ValueError(f"DiLoCoCallback: {path.parent} must hold the optimizer (save_only_model=False)")
-            saved = parts.load(path, "DiLoCoCallback")
+            saved = checkpoint.load_sealed(path)
             if saved["weights"] != digest([*model.parameters()]):  # the Trainer resumes from another folder
                 raise ValueError(f"DiLoCoCallback: output_dir must be the checkpoint's, {path} has other weights")
         self.begin(model, kwargs["optimizer"], state.global_step, state.max_steps, saved)
@@ -75,7 +75,7 @@ class DiLoCoCallback(Rounds, TrainerCallback):
         path, model = _path(args, state), kwargs["model"]
         if not any(path.parent.glob("*model*.safetensors")):  # save_pretrained writes in the group's process 0 only,
             save_model(model, str(path.with_name("model.safetensors")))  # and each replica has its own
-        parts.save(path, self.saved() | {"weights": digest([*model.parameters()])})
+        checkpoint.save_sealed(path, self.saved() | {"weights": digest([*model.parameters()])})
 
     def on_train_end(self, *_: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Take the last round, if it was cut short."""
@@ -84,4 +84,4 @@ class DiLoCoCallback(Rounds, TrainerCallback):
 
 
 def _path(args: TrainingArguments, state: Any) -> Path:
-    return Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / "twophase.safetensors"
+    return Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / "twophase.pt"

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from twophase.base.errors import UsageError
+from twophase.errors import UsageError
 from twophase.sweeps.table import Setting, State
 
 DataFrame: TypeAlias = Any

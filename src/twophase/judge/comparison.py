@@ -143,7 +143,7 @@ class Arm:
         """Arrange the settings of one arm, at least one, by their seeds in ascending order."""
         every = {seed for cell in settings for seed in cell.seeds}
         seeds = sorted(every, key=lambda s: (isinstance(s, str), s if isinstance(s, (int, float)) else 0, str(s)))
-        by_seed = [dict(zip(cell.seeds, cell.canonical, strict=True)) for cell in settings]
+        by_seed = [dict(zip(cell.seeds, cell.runs, strict=True)) for cell in settings]
         # A setting without a run on a seed shares that with no other setting.
         runs = [[cell.get(seed, f"{settings[0].arm}, no run {k}") for seed in seeds] for k, cell in enumerate(by_seed)]
         return cls(settings, tuple(seeds), outcomes(settings)[seeds].to_numpy(), np.array(runs, dtype=object))

@@ -15,12 +15,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from twophase.base.config import UsageError
+from twophase.config import coerce
+from twophase.errors import UsageError
 from twophase.judge.bootstrap import LEVEL
 from twophase.judge.cells import outcomes
 from twophase.judge.comparison import Arm, Comparison, compare
 from twophase.restart import parse
-from twophase.sweeps.grid import words_of
 from twophase.sweeps.table import Row, Setting, arm_name, cell_text, geometric_mean, settings, without_ratio
 
 WITHIN = (0.01, 0.02, 0.05, 0.1, 0.25)
@@ -180,7 +180,7 @@ def _why_control(group: Sequence[Setting], paired: bool, named: bool) -> str:
 def _takes_steps(values: Mapping[str, Any]) -> bool:
     """Return whether a restart policy takes its own steps; an unknown policy may."""
     words = values.get("sync.restart") or ()  # a blank cell of a table is None
-    texts = [word.partition("=")[2] for word in (words_of(words) if isinstance(words, str) else words)]
+    texts = [word.partition("=")[2] for word in coerce(tuple[str, ...], words)]
     try:
         return any(parse(str(text)).takes_steps for text in texts or [values.get("outer.restart") or "never"])
     except ValueError:

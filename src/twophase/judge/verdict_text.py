@@ -11,13 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from twophase.base.config import UsageError
-from twophase.base.files import write_atomic
+from twophase.errors import UsageError
+from twophase.files import finite, write_atomic
 from twophase.judge.bootstrap import Interval, largest_coverage
 from twophase.judge.cells import ratio_of
 from twophase.judge.comparison import Comparison, Difference
 from twophase.judge.verdict import ArmVerdict, Verdict
-from twophase.runs.log import standard
 from twophase.sweeps.grid import MOMENTUM_FREE
 from twophase.sweeps.table import PERPLEXITY, Setting, arm_name, format_table, place_words, readable, with_unit
 
@@ -86,7 +85,7 @@ def _fields(item: Any) -> dict[str, Any]:
     names = _SAVED_NAMES if isinstance(item, Setting) else {}
     fields = (*(field.name for field in dataclasses.fields(item)), *computed)
     values = {names.get(name, name): getattr(item, name) for name in fields}
-    return standard({k: value._asdict() if isinstance(value, Interval) else value for k, value in values.items()})
+    return finite({k: value._asdict() if isinstance(value, Interval) else value for k, value in values.items()})
 
 
 Section = tuple[str, str, Sequence[str], list[list[Any]], Sequence[str]]

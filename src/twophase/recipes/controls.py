@@ -11,22 +11,19 @@ steps. Three kinds of runs tell the two apart:
 
 They are rules without filter and schedule, for any method, filter or schedule of the grid. The gain of another method
 is not known in advance, so its restarted runs have no gain-matched one.
-
-A period that is not shorter than the run restarts nothing that still counts; `restarts_that_count` says so.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from twophase.base.config import UsageError, get, with_values
-from twophase.restart import Never, Restart, RestartPolicy, RoundSignal, State, age_after, ask, mean_outer_gain
-from twophase.sweeps.grid import MOMENTUM_FREE, Axis, Cell, product, text_of
-from twophase.tasks.named import check
+from twophase.config import get, update
+from twophase.restart import Never, mean_outer_gain
+from twophase.sweeps.grid import MOMENTUM_FREE, Axis, Cell, fitted, product, text_of
 
 AVERAGING_LR = 1.0
 """The learning rate at which outer SGD without momentum is plain averaging of the replicas."""
@@ -95,44 +92,20 @@ def gain_matched(cell: Cell, arm: str, gain: Callable[..., float] = mean_outer_g
     outer, rounds, rule = cell.config.outer, cell.config.rounds, cell.config.outer.rule()
     if rule is None or not outer.is_rule:
         return None
-    restarted, plain = (gain(rule, policy, rounds) for policy in (outer.policy(), Never()))
+    restarted, plain = (gain(rule, policy, rounds) for policy in (outer.policy, Never()))
     if plain == 0 or restarted <= 0:
         return None
     lr = _six_digits(rule.lr * (restarted / plain))
     if lr == _six_digits(rule.lr):
         return None
     changed = {LR: lr, RESTART: "never"}
-    return Cell(arm, {**cell.values, **changed}, with_values(cell.config, changed), control_of=cell.run_id)
+    return Cell(arm, {**cell.values, **changed}, update(cell.config, changed).plain(), control_of=cell.run_id)
 
 
 def gain_matched_all(cells: Iterable[Cell], arm: str) -> list[Cell]:
     """Return the gain-matched controls of the cells that need one."""
     gain = cache(mean_outer_gain)  # the same for every seed
     return [control for cell in cells if (control := gain_matched(cell, arm, gain)) is not None]
-
-
-def restarts_that_count(policy: RestartPolicy, rounds: int) -> int:
-    """Count the restarts of a policy that affect a run; one after the last round changes nothing.
-
-    Args:
-        policy: one that decides from the round alone.
-        rounds: length of the run, >= 1.
-
-    Raises:
-        ValueError: an adaptive policy, which decides from what a run measures.
-
-    >>> from twophase.restart import Periodic
-    >>> [restarts_that_count(Periodic(k), 6) for k in (2, 3, 5, 6, 7)]
-    [2, 1, 1, 0, 0]
-    """
-    if policy.needs:
-        raise ValueError(f"restarts_that_count: {policy} decides from measured signals; it cannot be known in advance")
-    state: State = {}
-    age = count = 0
-    for number in range(1, rounds):
-        state, decision, _ = ask(policy, state, RoundSignal(number, age + 1))
-        age, count = age_after(decision, age + 1), count + isinstance(decision, Restart)
-    return count
 
 
 def _six_digits(value: float) -> float:
@@ -181,7 +154,7 @@ def controls_of(base: Any, axes: Sequence[Axis], cells: Sequence[Cell]) -> list[
     fixed = {path: usual for path, usual in _USUAL.items() if path in varied or get(base, path) != usual}
     controls = momentum_free(base, others, with_averaging(lrs), fixed | ({BLOCKS: ()} if by_block else {}))
     for cell in cells:
-        policy = cell.config.outer.policy()
+        policy = cell.config.outer.policy
         if policy == Never() or policy.needs or _has_no_momentum(cell.config.outer) or cell.config.sync.restart:
             continue
         never = _arm({**cell.values, RESTART: "never"}, cell.config)
@@ -192,51 +165,17 @@ def controls_of(base: Any, axes: Sequence[Axis], cells: Sequence[Cell]) -> list[
 
 
 def grid_of(base: Any, axes: Sequence[Axis], *, controls: bool) -> list[Cell]:
-    """Return the checked cells of `in_arms`, and behind them those of `controls_of` if there are to be controls.
+    """Return the cells of `in_arms`, and behind them those of `controls_of` if there are to be controls.
 
-    Of a grid of methods, averaging has no cells for momenta and restarts, which would be the same run.
-
-    Raises:
-        UsageError: as `in_arms`, a cell that cannot be run, or restarts that no run looks at.
+    Of cells that differ in values that change nothing, as in a restart of averaging, the first one stays.
     """
-    varied = {axis.path for axis in axes}
-    cells = in_arms(base, axes)
-    if RESTART in varied and all(cell.config.sync.restart for cell in cells):
-        raise UsageError(
-            f"--axis {RESTART} changes nothing: {BLOCKS} gives every fragment its own policy; leave one of them "
-            f"out, or vary the policies with --axis {BLOCKS}"
-        )
-    cells = _different(cells, varied)
-    for cell in cells:  # before the controls, which take an outer rule as sound
-        check(cell.config)
-    added = controls_of(base, axes, cells) if controls else []
-    for cell in added:
-        check(cell.config)
-    return cells + added
-
-
-def _different(cells: list[Cell], varied: Collection[str]) -> list[Cell]:
-    """Leave out the cells of averaging that differ in a restart or a momentum alone, and say so, where both vary."""
-    if METHOD not in varied:
-        return cells
-    kept: dict[str, Cell] = {}
-    for cell in cells:
-        plain = cell
-        if cell.config.outer.method == "averaging":
-            values: dict[str, Any] = {MOMENTUM: None} if MOMENTUM in varied else {}
-            if RESTART in varied and not cell.config.outer.policy().takes_steps:
-                values[RESTART] = "never"
-            config = with_values(cell.config, values)
-            plain = Cell(_arm({**cell.values, **values}, config), {**cell.values, **values}, config)
-        kept.setdefault(plain.run_id, plain)
-    if len(kept) < len(cells):
-        _log.warning("%d cells are left out: averaging has no momentum to vary or restart", len(cells) - len(kept))
-    return list(kept.values())
-
-
-def has_first_moment(method: str) -> bool:
-    """Return whether a restart of a method changes anything."""
-    return method != "averaging"
+    axes = [Axis(axis.path, tuple(fitted(base, axis))) for axis in axes]
+    cells: dict[str, Cell] = {}
+    for cell in (every := in_arms(base, axes)):
+        cells.setdefault(cell.run_id, cell)
+    if len(cells) < len(every):
+        _log.warning("%d cells are left out: they differ in values that change nothing", len(every) - len(cells))
+    return [*cells.values(), *(controls_of(base, axes, list(cells.values())) if controls else [])]
 
 
 def _has_no_momentum(outer: Any) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from twophase.base.config import with_values
+from twophase.config import update
 from twophase.recipes.controls import LR, METHOD, MOMENTUM, RESTART, gain_matched_all, momentum_free, with_averaging
 from twophase.sweeps.grid import Axis, Cell, Sweep, product
 from twophase.sweeps.table import SEED
@@ -57,7 +57,7 @@ def demo(
     base = base or TrainConfig(inner=InnerConfig(schedule="cosine"))
     lrs, momenta = (_QUICK_LRS, _QUICK_MOMENTA) if quick else (_LRS, _MOMENTA)
     if quick:
-        base = with_values(base, _QUICK)
+        base = update(base, _QUICK)
     seed_axis = Axis(SEED, tuple(seeds))
     cells: list[Cell] = []
     for kind, method in RULES.items():

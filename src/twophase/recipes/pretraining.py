@@ -13,8 +13,8 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
-from twophase.base.config import UsageError, with_values
-from twophase.number import did_you_mean
+from twophase.config import meant, update
+from twophase.errors import UsageError
 from twophase.restart import Never, RestartPolicy, parse
 from twophase.rule import OuterRule
 from twophase.runs.method import options_of
@@ -88,14 +88,14 @@ def small(
 
     The embedding is the head too, and the share of the steps that is warmup stays the paper's, as in `nano`.
     """
-    return with_values(paper_150m(inner_steps, rule, restart), _SMALL)
+    return update(paper_150m(inner_steps, rule, restart), _SMALL)
 
 
 def nano(
     inner_steps: int = 64, rule: OuterRule = TUNED, restart: RestartPolicy | str | int | None = None
 ) -> TrainConfig:
     """Return a tiny `paper_150m`: 3 million parameters in its blocks, 11 in all; 0.2 billion tokens."""
-    return with_values(paper_150m(inner_steps, rule, restart), _NANO)
+    return update(paper_150m(inner_steps, rule, restart), _NANO)
 
 
 RECIPES = {"paper_150m": paper_150m, "small": small, "nano": nano}
@@ -110,7 +110,7 @@ def recipe(name: str) -> TrainConfig:
     """
     recipe = RECIPES.get(name.replace("-", "_"))
     if recipe is None:
-        raise UsageError(f"--recipe {name}: there is no such recipe; {did_you_mean(name, RECIPES)}")
+        raise UsageError(f"--recipe {name}: must be one of {', '.join(RECIPES)}{meant(name, RECIPES)}")
     return recipe()
 
 

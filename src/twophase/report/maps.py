@@ -62,9 +62,9 @@ class View:
     def runs(self, setting: Setting) -> Html:
         """Return a link for each seed, with what became of those that have no result, or a single one."""
         if len(setting.runs) == 1:
-            return tag("span", link("run", self.record.page_of(setting.canonical[0])), class_="runs")
+            return tag("span", link("run", self.record.page_of(setting.runs[0])), class_="runs")
         marks = {"finished": "", "diverged": " div.", "missing": " miss."}
-        seeds = zip(setting.seeds, setting.canonical, setting.states, strict=True)
+        seeds = zip(setting.seeds, setting.runs, setting.states, strict=True)
         links = (link(f"{seed}{marks.get(state, '')}", self.record.page_of(run)) for seed, run, state in seeds)
         return tag("span", tag("span", "seeds ", class_="quiet"), join(links, " "), class_="runs")
 

@@ -12,7 +12,7 @@ from twophase.advice.text import HEADLINES, outer_words
 from twophase.advice.verdict import diagnose
 from twophase.report.page import Html, counted, link, page, relative, section, table, tag
 from twophase.report.plot import Chart, Curve, figure, script
-from twophase.report.run import plain, result_words, settings
+from twophase.report.run import plain, result_words
 from twophase.runs.folder import REPORT
 from twophase.runs.record import Column, RunRecord
 
@@ -43,16 +43,15 @@ def overlay(records: Sequence[RunRecord], page_folder: Path, *, refresh: float =
     """
     base = common_folder([record.path for record in records])
     names = [relative(record.path, base) for record in records]
-    problems = [f"{name}: {text}" for name, record in zip(names, records, strict=True) for text in record.problems]
-    is_going = any(record.state == "unfinished" for record in records)
+    going = [name for name, record in zip(names, records, strict=True) if record.state == "running"]
     return page(
         " · ".join(names) if len(names) < 4 else counted(len(names), "run"),
         f"{counted(len(names), 'run')} over each other.",
         section("In short", _results(names, records, page_folder), _differences(names, records), anchor="short"),
         section("Curves", *_curves(names, records), anchor="curves"),
         kind="runs",
-        problems=problems,
-        refresh=refresh if is_going else 0,
+        problems=[f"{name}: The run has not finished." for name in going],
+        refresh=refresh if going else 0,
         scripts=[script()],
     )
 
@@ -74,7 +73,7 @@ def _results(names: Sequence[str], records: Sequence[RunRecord], page_folder: Pa
 
 def _differences(names: Sequence[str], records: Sequence[RunRecord]) -> Html:
     """Return the settings in which the runs differ, a column a run."""
-    configs = [settings(record) for record in records]
+    configs = [record.config for record in records]
     paths = dict.fromkeys(path for config in configs for path in config)
     lines = [[path, *(plain(config[path]) if path in config else "–" for config in configs)] for path in paths]
     lines = [line for line in lines if len(set(line[1:])) > 1]

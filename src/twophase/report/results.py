@@ -11,18 +11,17 @@ import numpy as np
 
 from twophase.advice.text import HEADLINES
 from twophase.advice.verdict import Diagnosis, diagnose
-from twophase.base.errors import UsageError
+from twophase.errors import UsageError
 from twophase.figures.overview import figure as overview_figure
 from twophase.figures.style import headline, look, new_figure, styled
 from twophase.judge.comparison import Comparison
 from twophase.judge.verdict import Verdict, verdict
 from twophase.judge.verdict_text import finding
-from twophase.report.run import result_words, settings
+from twophase.report.run import result_words
 from twophase.report.sweep_record import SweepRecord, is_sweep, read_sweep
 from twophase.runs.record import Column, RunRecord, is_run, read_record
-from twophase.sweeps.run import TABLE
-from twophase.sweeps.table import AFTER, Setting, arm_name
-from twophase.sweeps.work import RUNS
+from twophase.sweeps.grid import RUNS
+from twophase.sweeps.table import AFTER, TABLE, Setting, arm_name
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -114,7 +113,7 @@ class Run:
         """Return the results of two runs and the values in which they differ, as a pandas table with a column each."""
         if not isinstance(other, Run):
             raise ValueError(f"Run.compare: other is a {type(other).__name__}; give another run, as load() returns it")
-        first, second = (_plain(run.summary or {}) | settings(run.record) for run in (self, other))
+        first, second = (_plain(run.summary or {}) | run.record.config for run in (self, other))
         names = [name for name in dict.fromkeys([*first, *second]) if first.get(name) != second.get(name)]
         values = [[first.get(name), second.get(name)] for name in names]
         return _pandas().DataFrame(values, names, [str(self.path), str(other.path)])
@@ -181,7 +180,7 @@ class Sweep:
 
     def frame(self) -> DataFrame:
         """Return `cells.csv`, a row a cell and seed, as a pandas table."""
-        texts = dict.fromkeys(("arm", "run", "control_of", "twin_of"), str)
+        texts = dict.fromkeys(("arm", "run", "control_of"), str)
         # By itself pandas takes the arm without a name, and words such as None, for missing: groupby would drop them.
         missing = {name: [""] for name in AFTER}
         return _pandas().read_csv(self.path / TABLE, dtype=texts, keep_default_na=False, na_values=missing)

@@ -15,7 +15,7 @@ import numpy as np
 
 from twophase.advice.text import HEADLINES, LIMITS, change_sentences, outer_words, suggestions
 from twophase.advice.verdict import Diagnosis, Finding, Stage
-from twophase.base.config import flatten, to_tree, values_of
+from twophase.config import flatten
 from twophase.report.page import (
     Html,
     counted,
@@ -35,25 +35,10 @@ from twophase.report.plot import Chart, Curve, figure, script
 from twophase.report.rounds import block_name, finite, phases, rounds
 from twophase.runs.folder import CONFIG, ENV, LOGS, RECORDED, SUMMARY
 from twophase.runs.record import LARGEST, RunRecord
-from twophase.tasks.lm.config import TrainConfig
 
 FILES = (CONFIG, ENV, *LOGS, SUMMARY)
 """Files of a run that its page is made of."""
 _MOST_FINDINGS, _MOST_LINES = 20, 100
-
-
-def settings(record: RunRecord) -> dict[str, Any]:
-    """Return a run's values by path, also those that `config.yaml` leaves out where they are the default.
-
-    The groups of a recorded loop's own values may lack others; to these nothing is added.
-    """
-    default, config = TrainConfig(), dict(record.config)
-    written = flatten(to_tree(default))
-    for path, value in values_of(default).items():
-        group = path.rpartition(".")[0]
-        if path not in written and all(other in config for other in written if other.rpartition(".")[0] == group):
-            config.setdefault(path, value)
-    return config
 
 
 def run_report(record: RunRecord, diagnosis: Diagnosis, *, refresh: float = 0, back: str | None = None) -> str:
@@ -83,8 +68,8 @@ def run_report(record: RunRecord, diagnosis: Diagnosis, *, refresh: float = 0, b
         section("Repeat it", *_repeat(record), anchor="repeat"),
         section("Configuration and environment", *_settings(record), anchor="settings"),
         kind="run",
-        problems=record.problems,
-        refresh=refresh if record.state == "unfinished" else 0,
+        problems=["The run has not finished."] * (record.state == "running"),
+        refresh=refresh if record.state == "running" else 0,
         scripts=[script()],
     )
 
@@ -282,7 +267,7 @@ def _repeat(record: RunRecord) -> Iterator[Html | None]:
         yield tag("pre", f"twophase train --config {config} --out NEW")
     command = record.environment.get("command")
     if arguments := list(map(str, command)) if isinstance(command, list) else []:
-        worker = "sweep-worker" in arguments
+        worker = arguments[0].endswith("runner.py")
         yield tag("p", "A worker of a sweep trained it:" if worker else started)
         script = ["python"] * arguments[0].endswith(".py") + arguments[:1]
         start = ["python", "-m", "twophase"] if Path(arguments[0]).name == "__main__.py" else script

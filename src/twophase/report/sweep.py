@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from twophase.base.config import UsageError
+from twophase.files import read_jsonl
 from twophase.judge.verdict import WITHIN, Verdict, verdict
 from twophase.judge.verdict_text import sections
 from twophase.report.maps import View, is_map, maps, perplexity_text, place_text, points, value_text
@@ -14,9 +14,7 @@ from twophase.report.page import Html, clean, counted, details, link, notes, pag
 from twophase.report.plot import MOST_POINTS, Chart, Curve, figure, script
 from twophase.report.sweep_record import SweepRecord
 from twophase.runs.folder import METRICS
-from twophase.runs.log import read_log
-from twophase.sweeps.run import TABLE
-from twophase.sweeps.table import PERPLEXITY, SEED, Setting, arm_name, measure_of, readable, result, settings
+from twophase.sweeps.table import PERPLEXITY, SEED, TABLE, Setting, arm_name, measure_of, readable, result, settings
 
 _MOST_CURVES, _SHOWN_CURVES, _MOST_CELLS = 400, 8, 400
 _ALL_POINTS = 24_000
@@ -119,12 +117,9 @@ def _curves(
 
 def _losses(record: SweepRecord, setting: Setting) -> tuple[list[float], list[float]] | None:
     """Return steps and training losses of a setting's first run that is here and has any."""
-    for run in setting.canonical:
+    for run in setting.runs:
         folder = record.run_folder(run)
-        try:
-            lines = read_log(folder / METRICS)[0] if folder else []
-        except UsageError:  # its own page says what is damaged
-            continue
+        lines = read_jsonl(folder / METRICS, ["step"]) if folder else []
         pairs = [(line.get("step"), line.get("train_loss")) for line in lines]
         points = [(x, y) for x, y in pairs if isinstance(x, int) and isinstance(y, float) and math.isfinite(y)]
         if points:
@@ -148,7 +143,7 @@ def _cells(record: SweepRecord) -> Html:
     header = ["run", "arm", *paths, SEED, "state", measure_of(rows), "time (s)"]
     lines = [
         [
-            link(row.run, record.page_of(row.twin_of or row.run)),
+            link(row.run, record.page_of(row.run)),
             arm_name(row.arm),
             *(value_text(row.values.get(path)) for path in [*paths, SEED]),
             row.state,

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
-import math
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from twophase.base.config import UsageError, flatten, values_of
-from twophase.base.reading import read_json_object
+from twophase.config import flatten
+from twophase.errors import UsageError
 from twophase.judge.verdict import select
 from twophase.report.page import relative
 from twophase.rule import FORM_WORDS
-from twophase.runs.folder import REPORT, RUN_ID, SUMMARY, list_some, read_summary
-from twophase.runs.method import numbers_of
-from twophase.sweeps.run import SPEC, TABLE
-from twophase.sweeps.table import Row, cell_text, perplexity_of, read_rows
-from twophase.sweeps.work import RUNS
-from twophase.tasks.lm.config import TrainConfig
+from twophase.runs.folder import REPORT, RUN_ID, SUMMARY, read_summary
+from twophase.sweeps.grid import RUNS, SPEC
+from twophase.sweeps.table import TABLE, Row, perplexity_of, read_rows
 
 
 @dataclass(slots=True)
@@ -78,8 +74,8 @@ def read_sweep(path: Path, where: Mapping[str, str] | None = None, page_folder: 
     """
     described, rows = _described(path), read_rows(path / TABLE)
     problems = [] if described else [f"{SPEC} is missing."]
-    if described:
-        _check_cells(path, rows, described[0])
+    if described and [(row.arm, row.run, row.control_of) for row in rows] != described[0]:
+        raise _differing(path, f"has other cells than {SPEC}")
     lost = _lost_runs(path, rows)
     count, rows = len(rows), select(rows, where or {})
     chosen = ", ".join(f"{name}={text}" for name, text in (where or {}).items())
@@ -97,42 +93,16 @@ def read_sweep(path: Path, where: Mapping[str, str] | None = None, page_folder: 
 
 
 def _described(path: Path) -> tuple[list[tuple[Any, ...]], str] | None:
-    """Return arm, run, values and control of each cell of `sweep.json`, and its base's form; None where it is missing.
-
-    A description leaves out what came later and has its default, also where cells of another arm vary it.
-    """
-    try:
-        spec = read_json_object(path / SPEC)
-        base = values_of(TrainConfig()) | flatten(spec["base"])
-        cells = []
-        for cell in spec["cells"]:
-            values = base | flatten(cell["values"])
-            own = numbers_of({path[6:]: value for path, value in values.items() if path.startswith("outer.")})
-            values |= {f"outer.{name}": value for name, value in own.items() if values[f"outer.{name}"] is None}
-            texts = {name: cell_text(values[name]) for name in spec["axes"]}
-            cells.append((cell["arm"], cell["run"], texts, cell["control_of"]))
-    except FileNotFoundError:
+    """Return arm, run and control of each cell of `sweep.json`, and its base's form; None where it is missing."""
+    if not (path / SPEC).exists():
         return None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UsageError(f"{path / SPEC}: is damaged ({error}); put it back, or move it out of the folder") from None
+    spec = json.loads((path / SPEC).read_bytes())
+    cells = [(cell["arm"], cell["run"], cell["control_of"]) for cell in spec["cells"]]
     return cells, flatten(spec["base"]).get("outer.form", "")
 
 
-def _check_cells(path: Path, rows: Sequence[Row], expected: Sequence[tuple[Any, ...]]) -> None:
-    """Refuse a table with other cells than the sweep's description."""
-    for number, row in enumerate(rows):
-        values = {name: cell_text(value) for name, value in row.values.items()}
-        if number >= len(expected) or (row.arm, row.run, values, row.control_of) != expected[number]:
-            raise _differing(path, f"line {number + 2} is no cell of {SPEC}, or not in its place")
-    if len(rows) < len(expected):
-        raise _differing(path, f"{len(rows):,} cells of {len(expected):,} in {SPEC}")
-
-
 def _differing(path: Path, why: str) -> UsageError:
-    return UsageError(
-        f"{path / TABLE}: is not what the sweep has written ({why}); repeat the sweep's command, which writes the "
-        "table again"
-    )
+    return UsageError(f"{path / TABLE}: {why}; repeat the sweep's command, which writes the table again")
 
 
 def _lost_runs(path: Path, rows: Sequence[Row]) -> list[str]:
@@ -140,27 +110,14 @@ def _lost_runs(path: Path, rows: Sequence[Row]) -> list[str]:
 
     The table is a copy of the runs' summaries. A digit of it that was changed would be shown and judged like any other.
     """
-    done: dict[str, list[Row]] = {}
-    for row in rows:
-        if row.state in ("finished", "diverged"):
-            done.setdefault(row.twin_of or row.run, []).append(row)
+    done = {row.run: row for row in rows if row.state in ("finished", "diverged")}
     lost = []
-    for run, rows_of_run in done.items():
-        summary = read_summary(path / RUNS / run, run) if RUN_ID.fullmatch(run) else None
+    for run, row in done.items():
+        summary = read_summary(path / RUNS / run, run)
         if summary is None:
-            lost += [run] if RUN_ID.fullmatch(run) else []
-            continue
-        state = "diverged" if summary["diverged"] else "finished"
-        expected = {"state": state, "perplexity": perplexity_of(summary)}
-        expected |= {name: summary.get(name) for name in ("validation_loss", "seconds")}
-        for row, (name, value) in itertools.product(rows_of_run, expected.items()):
-            # Tables of earlier versions have nothing for a perplexity that has overflowed.
-            if getattr(row, name) != value and (getattr(row, name), value) != (None, math.inf):
-                raise _differing(
-                    path,
-                    f"{name} of run {row.run} is {getattr(row, name)}, and {value} in {RUNS}/{run}/{SUMMARY}",
-                )
-    if not lost:
-        return []
-    names = list_some(lost, 3)
-    return [f"Of {len(lost):,} of {len(done):,} runs with a result there is no sound folder below {RUNS}/: {names}."]
+            lost.append(run)
+        elif (row.perplexity, row.validation_loss) != (perplexity_of(summary), summary["validation_loss"]):
+            raise _differing(path, f"has another result of run {run} than its {SUMMARY}")
+    names = f"{', '.join(lost[:3])}{' and others' * (len(lost) > 3)}"
+    many = f"Of {len(lost):,} of {len(done):,} runs with a result there is no sound folder below {RUNS}/: {names}."
+    return [many] if lost else []

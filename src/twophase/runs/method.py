@@ -14,60 +14,54 @@ def is_function(method: str) -> bool:
     return ".py:" in method
 
 
-def check_method(method: str, momentum: float | None = None) -> None:
-    """Refuse a name that is not in the table, and a momentum of averaging.
-
-    Raises:
-        ValueError: naming the choices.
-    """
+def check_method(method: str) -> None:
+    """Refuse a name that is not in the table, with a ValueError that names the choices."""
     if method not in NAMES and not is_function(method):
         raise ValueError(f"method is {method!r}; choose from {', '.join(NAMES)}, or a function FILE.py:FUNCTION")
-    if method == "averaging" and momentum:
-        raise ValueError(f"method averaging has no momentum, got {momentum}; take heavy-ball or nesterov")
 
 
 def rule_of(
     method: str, lr: float | None = None, momentum: float | None = None, form: Form = "sum"
 ) -> OuterRule | None:
-    """Return the rule of a name, or None where the method is no rule.
-
-    Args:
-        method: a name of the table, or a user's function.
-        lr: outer learning rate in the form named; None takes the method's own.
-        momentum: the same, in [0, 1).
-        form: `sum` or `ema`.
+    """Return the rule of a name, or None where the method is no rule; a number that is None is the method's own.
 
     Raises:
-        ValueError: an unknown name, a momentum of averaging, or a number out of its range.
+        ValueError: an unknown name, or a number out of its range.
 
     >>> rule_of("nesterov", lr=0.5)
     OuterRule(lr=0.5, momentum=0.9, nesterov=True, form='sum')
     """
-    check_method(method, momentum)
+    check_method(method)
     if method not in RULES:
         return None
     own = RULES[method]
-    lr, momentum = own.lr if lr is None else lr, own.momentum if momentum is None else momentum
-    return OuterRule(lr, momentum, own.nesterov, form)
+    if momentum is None or method == "averaging":  # which has none
+        momentum = own.momentum
+    return OuterRule(own.lr if lr is None else lr, momentum, own.nesterov, form)
 
 
 def numbers_of(options: Mapping[str, Any]) -> dict[str, float]:
     """Return the learning rate and momentum that a configuration's `outer` stands for; none of a user's function."""
     rule = rule_of(options["method"], options.get("lr"), options.get("momentum"))
-    own = (rule.lr, rule.momentum) if rule is not None else TORCH.get(options["method"], ())
-    given = (options.get("lr"), options.get("momentum"))
-    return {n: float(o if g is None else g) for n, o, g in zip(("lr", "momentum"), own, given, strict=False)}
+    if rule is not None:
+        return {"lr": rule.lr, "momentum": rule.momentum}
+    own = dict(zip(("lr", "momentum"), TORCH.get(options["method"], ()), strict=False))
+    return {name: number if options.get(name) is None else float(options[name]) for name, number in own.items()}
 
 
 def describe(options: Mapping[str, Any]) -> str:
     """Return one line for people of a configuration's `outer`, without its restart policy."""
     rule = rule_of(options["method"], options.get("lr"), options.get("momentum"), options.get("form", "sum"))
-    numbers = [f"{name} {value:g}" for name, value in numbers_of(options).items()]
-    parts = [rule.describe() if rule is not None else " ".join([options["method"], *numbers])]
     if options["method"] == "averaging":
-        parts = [f"averaging lr {numbers_of(options)['lr']:g}"]
+        text = f"averaging lr {numbers_of(options)['lr']:g}"
+    elif rule is not None:
+        text = rule.describe()
+    else:
+        text = " ".join([options["method"], *(f"{name} {value:g}" for name, value in numbers_of(options).items())])
     usual = {"filter": "none", "schedule": "constant"}
-    return ", ".join([*parts, *(f"{n} {options[n]}" for n, text in usual.items() if options.get(n, text) != text)])
+    return ", ".join(
+        [text, *(f"{name} {options[name]}" for name in usual if options.get(name, usual[name]) != usual[name])]
+    )
 
 
 def options_of(rule: OuterRule) -> dict[str, Any]:
@@ -76,7 +70,5 @@ def options_of(rule: OuterRule) -> dict[str, Any]:
     >>> options_of(OuterRule(0.7, 0.9, nesterov=True))
     {'method': 'nesterov', 'lr': 0.7, 'momentum': 0.9, 'form': 'sum'}
     """
-    if rule.momentum == 0:
-        return {"method": "averaging", "lr": rule.lr, "momentum": None, "form": rule.form}
-    method = "nesterov" if rule.nesterov else "heavy-ball"
-    return {"method": method, "lr": rule.lr, "momentum": rule.momentum, "form": rule.form}
+    method = "averaging" if rule.momentum == 0 else "nesterov" if rule.nesterov else "heavy-ball"
+    return {"method": method, "lr": rule.lr, "momentum": rule.momentum or None, "form": rule.form}

@@ -20,18 +20,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from twophase.base.config import UsageError
-from twophase.base.files import write_atomic
-from twophase.base.reading import check_regular, read_bytes
+from twophase.errors import UsageError
+from twophase.files import write_atomic
 from twophase.sweeps.grid import Sweep, text_of
 
 State = Literal["finished", "diverged", "missing", "failed"]
 STATES: tuple[State, ...] = get_args(State)
+TABLE = "cells.csv"
+"""The table in a sweep's folder."""
 SEED = "seed"
 PERPLEXITY, LOSS = "perplexity", "validation loss"
 ABOVE_ZERO = "ratios are compared, so that the task's loss must be above 0: add a constant to it"
 _BEFORE = ("arm", "run")
-AFTER = ("perplexity", "validation_loss", "diverged", "state", "seconds", "control_of", "twin_of")
+AFTER = ("perplexity", "validation_loss", "diverged", "state", "seconds", "control_of")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +46,6 @@ class Row:
         validation_loss: nats a token; None without a result.
         seconds: wall-clock time of the run; None when it has not ended.
         control_of: run id of the cell that it is the control of, or None.
-        twin_of: run id of the canonical run that has these results, with the same steps in exact arithmetic
-            (`twophase.sweeps.plan`). None if the cell's run was done.
     """
 
     arm: str
@@ -57,7 +56,6 @@ class Row:
     validation_loss: float | None = None
     seconds: float | None = None
     control_of: str | None = None
-    twin_of: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +72,6 @@ class Setting:
         seeds: the seed of each run; None in a sweep that has no axis of seeds.
         states: state of each run; never `failed`, which counts as missing here.
         results: result of each run; None for every run that is not `finished`.
-        canonical: run that has the results of each run: its `twin_of`, or itself.
         measure: name of the quantity in `result`.
     """
 
@@ -87,7 +84,6 @@ class Setting:
     seeds: tuple[Any, ...]
     states: tuple[State, ...]
     results: tuple[float | None, ...]
-    canonical: tuple[str, ...]
     measure: str = PERPLEXITY
 
     @property
@@ -96,31 +92,23 @@ class Setting:
         return self.states.count("finished")
 
 
-def rows_of(
-    sweep: Sweep,
-    summaries: Mapping[str, Mapping[str, Any]],
-    failed: Collection[str] = (),
-    stands_for: Mapping[str, str] | None = None,
-) -> list[Row]:
+def rows_of(sweep: Sweep, summaries: Mapping[str, Mapping[str, Any]], failed: Collection[str] = ()) -> list[Row]:
     """Return the rows of a sweep, in the order of its cells.
 
     Args:
         sweep: the sweep.
-        summaries: valid summary of each finished run, by run id.
+        summaries: summary of each finished run, by run id.
         failed: run ids of runs that could not be run.
-        stands_for: id of the run that was done in the place of a cell's run, by run id, if another.
     """
     rows = []
     for cell in sweep.cells:
-        twin = (stands_for or {}).get(cell.run_id)
-        summary = summaries.get(twin or cell.run_id)
-        if summary is None:
-            state: State = "failed" if (twin or cell.run_id) in failed else "missing"
-            numbers = (None, None, None)
-        else:
+        summary = summaries.get(cell.run_id)
+        state: State = "failed" if cell.run_id in failed else "missing"
+        numbers: tuple[float | None, ...] = (None, None, None)
+        if summary is not None:
             state = "diverged" if summary["diverged"] else "finished"
             numbers = (perplexity_of(summary), summary["validation_loss"], summary["seconds"])
-        rows.append(Row(cell.arm, cell.run_id, sweep.values(cell), state, *numbers, cell.control_of, twin))
+        rows.append(Row(cell.arm, cell.run_id, sweep.values(cell), state, *numbers, cell.control_of))
     return rows
 
 
@@ -135,48 +123,30 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
     writer.writerow([*_BEFORE, *paths, *AFTER])
     for row in rows:
         diverged = None if row.state in {"missing", "failed"} else row.state == "diverged"
-        after = [row.perplexity, row.validation_loss, diverged, row.state, row.seconds, row.control_of, row.twin_of]
+        after = [row.perplexity, row.validation_loss, diverged, row.state, row.seconds, row.control_of]
         writer.writerow(
             [cell_text(item) for item in [row.arm, row.run, *(row.values.get(name) for name in paths), *after]]
         )
     text = buffer.getvalue()
-    with suppress(OSError):  # missing, or not readable: it is replaced
-        if read_bytes(path) == text.encode():
-            return
-    write_atomic(path, text)
+    if not path.exists() or path.read_text() != text:
+        write_atomic(path, text)
 
 
 def read_rows(path: Path) -> list[Row]:
     """Read the rows of a `cells.csv`.
 
     Axis values come back as true/false, whole numbers, numbers or text: the first that fits. Restart policies stay
-    text, and so do sets of words (`grid.words_of`). A table written before there was a column `twin_of` has no twins.
+    text, and so do values of several words.
 
     Raises:
-        UsageError: the file is missing, is not UTF-8 text, is no table of cells, or holds none.
+        UsageError: the file is no table of cells.
     """
-    try:
-        check_regular(path)
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            header, *lines = list(csv.reader(file)) or [[]]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UsageError(f"{path}: cannot be read ({error}); repeat the sweep's command to write it again") from None
-    is_table = tuple(header[: len(_BEFORE)]) == _BEFORE
-    if not is_table or not any(tuple(header[-len(after) :]) == after for after in (AFTER, AFTER[:-1])):
-        raise UsageError(f"{path}: is not a table of cells; repeat the sweep's command to write it again")
-    if not lines:  # a sweep has cells, and a table has a line for each from its beginning
-        raise UsageError(f"{path}: holds no cells, only their header; repeat the sweep's command to write it again")
-    rows = []
-    for number, line in enumerate(lines, start=2):
-        try:
-            if len(line) != len(header):
-                raise ValueError(f"has {len(line)} of {len(header)} values")
-            rows.append(_row(dict(zip(header, line, strict=True))))
-        except ValueError as error:
-            raise UsageError(
-                f"{path}: is damaged (line {number}: {error}); repeat the sweep's command to write it again"
-            ) from None
-    return rows
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        table = csv.DictReader(file)
+        names = tuple(table.fieldnames or ())
+        if names[: len(_BEFORE)] != _BEFORE or names[-len(AFTER) :] != AFTER:
+            raise UsageError(f"{path}: must be a table of cells, has the columns {', '.join(names)}")
+        return [_row(record) for record in table]
 
 
 def settings(rows: Iterable[Row]) -> list[Setting]:
@@ -309,7 +279,6 @@ def _setting(arm: str, values: Mapping[str, Any], group: Sequence[Row]) -> Setti
         tuple(row.values.get(SEED) for row in once),
         states,
         results,
-        tuple(row.twin_of or row.run for row in once),
         measure_of(once),
     )
 
@@ -351,14 +320,17 @@ def with_unit(measure: str) -> str:
     return f"{measure} a token" if measure == PERPLEXITY else measure
 
 
+def result_words(row: Row) -> str:
+    """Return what became of a run, in a word or a number."""
+    number = result(row)
+    return row.state if number is None else f"{measure_of([row])} {readable(number)}"
+
+
 def _row(record: dict[str, str]) -> Row:
-    if record["state"] not in STATES:
-        raise ValueError(f"the state {record['state']!r} is not one of {', '.join(STATES)}")
-    state = cast(State, record["state"])
     axes = {path: _value(path, text) for path, text in record.items() if path not in {*_BEFORE, *AFTER}}
     perplexity, loss, seconds = (_number(record[name]) for name in ("perplexity", "validation_loss", "seconds"))
-    control_of, twin_of = record["control_of"] or None, record.get("twin_of") or None
-    return Row(record["arm"], record["run"], axes, state, perplexity, loss, seconds, control_of, twin_of)
+    state, control_of = cast(State, record["state"]), record["control_of"] or None
+    return Row(record["arm"], record["run"], axes, state, perplexity, loss, seconds, control_of)
 
 
 def _value(path: str, text: str) -> Any:

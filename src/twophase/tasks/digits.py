@@ -13,10 +13,10 @@ import torch.nn.functional as F  # noqa: N812 - torch's own custom
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from twophase.base.errors import UsageError
+from twophase.config import require
+from twophase.errors import UsageError
 
-_HELD_OUT = 5
-"""One image of so many is held out."""
+_HELD_OUT = 5  # one image of so many
 
 
 @cache
@@ -41,10 +41,8 @@ class Digits:
     """Images a replica and inner step."""
 
     def __post_init__(self) -> None:
-        """Refuse sizes that no model or batch can have."""
-        for name, value in (("width", self.width), ("batch-size", self.batch_size)):
-            if not 1 <= value <= 4096:
-                raise UsageError(f"--task.{name} is {value}; it must be from 1 to 4,096")
+        require(self.width >= 1, "task.width", self.width, "at least 1")
+        require(self.batch_size >= 1, "task.batch_size", self.batch_size, "at least 1")
 
     def model(self, seed: int) -> nn.Module:
         """Return two convolutions and two linear layers."""

@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from functools import cached_property
+from typing import Literal, Self
 
-from twophase.base.config import LATER, UsageError, get
-from twophase.number import shortened
+from twophase.config import require
+from twophase.errors import UsageError
 from twophase.optim.names import RULES, TORCH, read_filter
 from twophase.optim.schedules import Schedule
-from twophase.restart import RestartPolicy, Soft, parse
+from twophase.restart import RestartPolicy, parse
 from twophase.rule import Form, OuterRule
 from twophase.runs.method import check_method, describe, numbers_of, rule_of
 
-OF_STEPS = OuterRule(1.0, 0.5)
-"""Stands for a rule without momentum beside a policy that takes the steps itself."""
-LARGEST_LR = 1e30
-"""A factor well inside float32's range; a larger one fails inside torch."""
-MOST_STEPS, MOST_REPLICAS, MOST_FRAGMENTS, MOST_THREADS = 10**8, 10**5, 10**4, 1024
-"""Far beyond any use, and small enough that plans, names and threads of so many can be made."""
+LARGEST = 1e30
+"""The largest factor, well inside float32's range."""
 
 
 @dataclass(frozen=True)
 class InnerConfig:
     """The inner optimizer, with linear warmup, then a schedule over the rest of the run."""
 
-    method: Literal["adamw", "sgd", "muon", "schedule-free"] = field(default="adamw", metadata=LATER)
+    method: Literal["adamw", "sgd", "muon", "schedule-free"] = "adamw"
     """adamw; sgd; muon: hidden weight matrices by Muon and the rest by AdamW; or schedule-free: schedule-free AdamW,
     which wants the constant schedule."""
     lr: float = 2e-3
@@ -37,7 +33,7 @@ class InnerConfig:
     """Decoupled weight decay; that of sgd is part of the gradient."""
     betas: tuple[float, float] = (0.9, 0.999)
     """AdamW's moment coefficients; the first of schedule-free is its share of the average in the gradient's point."""
-    momentum: float = field(default=0.9, metadata=LATER)
+    momentum: float = 0.9
     """Momentum of sgd and muon, in [0, 1)."""
     warmup: float = 0.1
     """Share of the inner steps that is linear warmup."""
@@ -46,8 +42,30 @@ class InnerConfig:
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "wsd"
     """Schedule after the warmup: cosine or linear decay to zero at the run's end, constant, or wsd (warmup, stable,
     decay): constant, then linear decay."""
-    decay: float = field(default=0.2, metadata=LATER)
-    """Share of the inner steps, at the run's end, over which wsd decays."""
+    decay: float = 0.2
+    """Share of the inner steps, at the run's end, over which wsd decays, but not before the warmup has ended."""
+
+    def __post_init__(self) -> None:
+        require(0 < self.lr <= LARGEST, "inner.lr", self.lr, f"above 0 and at most {LARGEST:g}")
+        require(0 <= self.weight_decay <= LARGEST, "inner.weight_decay", self.weight_decay, f"in [0, {LARGEST:g}]")
+        object.__setattr__(self, "betas", tuple(map(float, self.betas)))
+        least = 1e-300 if self.method == "schedule-free" else 0.0  # which takes the gradient between two points
+        fits = len(self.betas) == 2 and least <= self.betas[0] < 1 and 0 <= self.betas[1] < 1
+        require(fits, "inner.betas", self.betas, f"two numbers in [0, 1){', the first above 0' * (least > 0)}")
+        require(0 <= self.momentum < 1, "inner.momentum", self.momentum, "in [0, 1)")
+        require(0 <= self.clip_norm <= LARGEST, "inner.clip_norm", self.clip_norm, f"in [0, {LARGEST:g}]; 0 is none")
+        for name in ("warmup", "decay"):
+            require(0 <= getattr(self, name) <= 1, f"inner.{name}", getattr(self, name), "a share, in [0, 1]")
+
+    def ignored(self) -> list[str]:
+        """Return the names of the values that are given and that method and schedule ignore."""
+        names = ["momentum"] * (self.method not in ("sgd", "muon")) + ["betas"] * (self.method == "sgd")
+        names += ["decay"] * (self.schedule != "wsd")
+        return [name for name in names if getattr(self, name) != getattr(InnerConfig(), name)]
+
+    def plain(self) -> InnerConfig:
+        """Return the same inner optimizer without values that its method and schedule ignore."""
+        return replace(self, **{name: getattr(InnerConfig(), name) for name in self.ignored()})
 
 
 @dataclass(frozen=True)
@@ -73,17 +91,30 @@ class OuterConfig:
     """Outer learning rate and momentum over the run: constant, linear:2 (on a line to twice the learning rate) or
     momentum:0 (the momentum rises from 0)."""
 
-    def rule(self) -> OuterRule | None:
-        """Return the rule, with a momentum where the policy needs a buffer; None for a method that is no rule."""
-        rule = rule_of(self.method, self.lr, self.momentum, self.form)
-        is_unused = rule is not None and rule.momentum == 0 and self.policy().takes_steps
-        return OF_STEPS if is_unused else rule
+    def __post_init__(self) -> None:
+        option = "restart"
+        try:
+            object.__setattr__(self, "restart", str(self.policy))  # one writing of each policy
+            option = "method"
+            check_method(self.method)
+            option = "filter"
+            read_filter(self.filter)
+            option = "schedule"
+            Schedule.parse(self.schedule)
+        except ValueError as error:
+            raise UsageError(f"--outer.{option}: {error}") from None
+        lr, momentum = (0.0 if value is None else value for value in (self.lr, self.momentum))
+        require(0 <= lr <= LARGEST, "outer.lr", lr, f"in [0, {LARGEST:g}]")
+        require(0 <= momentum < 1, "outer.momentum", momentum, "in [0, 1)")
 
-    def known_rule(self) -> OuterRule:
-        """Return the rule of a method that is one."""
-        rule = self.rule()
-        assert rule is not None, f"{self.method} is no rule"
-        return rule
+    @cached_property
+    def policy(self) -> RestartPolicy:
+        """The restart policy."""
+        return parse(self.restart)
+
+    def rule(self) -> OuterRule | None:
+        """Return the rule; None for a method that is no rule."""
+        return rule_of(self.method, self.lr, self.momentum, self.form)
 
     def describe(self) -> str:
         """Describe the outer optimizer in words, without its restart policy."""
@@ -95,28 +126,26 @@ class OuterConfig:
 
     def ignored(self) -> list[str]:
         """Return the names of the values that are given and change nothing."""
-        rule, policy = rule_of(self.method, self.lr, self.momentum), self.policy()
+        rule, policy = self.rule(), self.policy
         names = ["lr", "momentum"] if rule is None and self.method not in TORCH else []
         if policy.takes_steps:
             names += ["lr", "momentum", "form", "schedule", "method"]
         elif rule is None or rule.momentum == 0:
             names += ["form", *(["restart"] if rule is not None else [])]
+        if self.method == "averaging":
+            names += ["momentum"]
         defaults = OuterConfig()
         return [name for name in names if getattr(self, name) != getattr(defaults, name)]
 
     def plain(self) -> OuterConfig:
         """Return the same outer optimizer with every number written out and what changes nothing left out."""
-        usual = {name: getattr(OuterConfig(), name) for name in self.ignored()}
-        return replace(self, **(self.numbers() | usual))
+        numbers = {} if self.policy.takes_steps else self.numbers()
+        return replace(self, **({name: getattr(OuterConfig(), name) for name in self.ignored()} | numbers))
 
     @property
     def is_rule(self) -> bool:
         """True if a rule and a restart policy describe it completely."""
         return self.method in RULES and self.filter == "none" and self.schedule == "constant"
-
-    def policy(self) -> RestartPolicy:
-        """Return the restart policy as a value."""
-        return parse(self.restart)
 
 
 @dataclass(frozen=True)
@@ -138,33 +167,40 @@ class SyncConfig:
     """Compression of the pseudo-gradients in transit: float32 is none; bfloat16, and int8 in blocks, with error
     feedback. If all replicas live in one process, each counts as a process here."""
 
+    def __post_init__(self) -> None:
+        require(self.delay >= 0, "sync.delay", self.delay, "at least 0")
+        require(0 <= self.mixing < 1, "sync.mixing", self.mixing, "in [0, 1)")
+        parts, policies = self.parts, self.policies
+        names = [str(number) for number in range(parts)] if isinstance(parts, int) else list(parts)
+        require(bool(names), "sync.fragments", self.fragments, "a number >= 1, or NAME=PATTERN for each")
+        fits = policies is None or set(policies) == set(names)
+        require(
+            fits, "sync.restart", " ".join(self.restart), f"NAME=POLICY for each of the fragments {', '.join(names)}"
+        )
+
+    @cached_property
     def parts(self) -> int | dict[str, str]:
-        """Return the number of fragments, or their patterns by name."""
-        if len(self.fragments) == 1 and re.fullmatch("[0-9]+", self.fragments[0]):
-            count = int(self.fragments[0][:40])
-            if not 1 <= count <= MOST_FRAGMENTS:
-                raise _refusal("sync.fragments", shortened(self.fragments[0]), f"from 1 to {MOST_FRAGMENTS:,}")
-            return count
-        return named_values("sync.fragments", self.fragments, "ends=embedding|head blocks=blocks, or one number")
+        """The number of fragments, or their patterns by name."""
+        if len(self.fragments) == 1 and self.fragments[0].isdecimal():
+            return int(self.fragments[0])
+        return named_values("sync.fragments", self.fragments)
 
+    @cached_property
     def policies(self) -> dict[str, RestartPolicy] | None:
-        """Return each fragment's restart policy by name; None where all have outer.restart."""
-        if not self.restart:
-            return None
-        texts = named_values("sync.restart", self.restart, "ends=3 blocks=5")
-        return {name: parse(text) for name, text in texts.items()}
+        """Each fragment's restart policy by name; None where all have outer.restart."""
+        try:
+            return {name: parse(text) for name, text in named_values("sync.restart", self.restart).items()} or None
+        except UsageError:
+            raise
+        except ValueError as error:
+            raise UsageError(f"--sync.restart: {error}") from None
 
 
-def named_values(path: str, words: Sequence[str], example: str) -> dict[str, str]:
+def named_values(option: str, words: Sequence[str]) -> dict[str, str]:
     """Return the values of an option's NAME=VALUE by name; each name may stand once."""
-    pairs: dict[str, str] = {}
-    for word in words:
-        name, equals, value = word.partition("=")
-        if not (name and equals and value):
-            raise _refusal(path, word, f"NAME=VALUE, such as {example}")
-        if name in pairs:
-            raise _refusal(path, word, "a name that is given once")
-        pairs[name] = value
+    pairs = {name: value for name, _, value in (word.partition("=") for word in words)}
+    fits = len(pairs) == len(words) and all(name and value for name, value in pairs.items())
+    require(fits, option, " ".join(words), "NAME=VALUE for each, every name once")
     return pairs
 
 
@@ -183,7 +219,7 @@ class ComputeConfig:
     in all processes. `flash3` is FlashAttention 3, for a newer torch with the package flash_attn_interface."""
     recompute: bool = False
     """Keep only each block's input for the backward pass and compute the rest again (activation checkpointing)."""
-    autotune: bool = field(default=False, metadata=LATER)
+    autotune: bool = False
     """With `compile`, let the compiler time several versions of each product and kernel, which takes minutes once."""
 
 
@@ -223,42 +259,21 @@ class RunConfig:
     divergence_loss: float = 0.0
     """A round whose mean training loss is above this ends the run; 0 means the task's bound, if it has one."""
 
+    def __post_init__(self) -> None:
+        for name in ("steps", "inner_steps", "replicas", "threads", "checkpoint_every", "keep_checkpoints"):
+            require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        for name in ("log_every", "evaluate_every", "divergence_loss"):
+            require(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
+        require(0 <= self.seed < 2**63, "seed", self.seed, "in [0, 2^63)")
+
+    def plain(self) -> Self:
+        """Return the same run with every outer number written out and without values that change nothing."""
+        return replace(self, inner=self.inner.plain(), outer=self.outer.plain())
+
     @property
     def rounds(self) -> int:
         """Outer rounds of the run, the last and perhaps shorter one included."""
         return math.ceil(self.steps / self.inner_steps)
-
-    @property
-    def shares_steps(self) -> bool:
-        """True if an outer step is a rule's update at the end of a round, so that a sweep can share its steps."""
-        sync = self.sync
-        whole = sync.parts() == 1 and sync.delay == 0 and sync.mixing == 0 and not sync.restart
-        return whole and self.outer.is_rule
-
-
-Range = tuple[str, Callable[[Any], bool], str]
-"""A value's dotted path, its condition, and the condition in words."""
-
-
-def whole_numbers(smallest: int, largest: int, *paths: str) -> list[Range]:
-    """Return ranges of whole numbers."""
-    requirement = f"a whole number from {smallest} to {largest:,}"
-    return [(path, lambda value: smallest <= value <= largest, requirement) for path in paths]
-
-
-def require(config: Any, ranges: Iterable[Range]) -> None:
-    """Refuse a configuration with a value out of its range.
-
-    Raises:
-        UsageError: naming the option, its value and the range.
-    """
-    for path, holds, requirement in ranges:
-        if not holds(get(config, path)):
-            raise _refusal(path, get(config, path), requirement)
-
-
-def _refusal(path: str, value: object, requirement: str) -> UsageError:
-    return UsageError(f"--{path.replace('_', '-')} is {value}; it must be {requirement}")
 
 
 def inner_lr(config: RunConfig, step: int) -> float:
@@ -280,117 +295,3 @@ def inner_lr(config: RunConfig, step: int) -> float:
     if inner.schedule == "cosine":
         return inner.lr * (1 + math.cos(math.pi * (step - start) / max(steps - start, 1))) / 2
     return inner.lr * (steps - step) / (steps - start)
-
-
-def check(config: RunConfig) -> None:
-    """Refuse a configuration that cannot be run; the task checks its own values.
-
-    Raises:
-        UsageError: naming the option, its value, the range and the remedy.
-    """
-    inner, sync = config.inner, config.sync
-    require(
-        config,
-        [
-            *whole_numbers(1, MOST_STEPS, "steps", "inner_steps", "checkpoint_every", "keep_checkpoints"),
-            *whole_numbers(0, MOST_STEPS, "log_every", "evaluate_every"),
-            *whole_numbers(1, MOST_REPLICAS, "replicas"),
-            *whole_numbers(1, MOST_THREADS, "threads"),
-            ("inner.lr", lambda lr: 0 < lr <= LARGEST_LR, f"above 0 and at most {LARGEST_LR:g}"),
-            ("inner.weight_decay", lambda decay: 0 <= decay <= LARGEST_LR, f"from 0 to {LARGEST_LR:g}"),
-            (
-                "inner.betas",
-                lambda betas: len(betas) == 2 and all(0 <= beta < 1 for beta in betas),
-                "two numbers in [0, 1)",
-            ),
-            ("inner.momentum", lambda momentum: 0 <= momentum < 1, "at least 0 and below 1"),
-            ("inner.warmup", lambda share: 0 <= share <= 1, "a share of the steps, in [0, 1]"),
-            ("inner.clip_norm", lambda norm: 0 <= norm <= LARGEST_LR, f"from 0 (no clipping) to {LARGEST_LR:g}"),
-            ("divergence_loss", lambda loss: loss >= 0, ">= 0 (0 means the task's bound, if it has one)"),
-            ("seed", lambda seed: 0 <= seed < 2**63, "a whole number >= 0 and below 2^63"),
-            (
-                "inner_steps",
-                lambda count: count <= config.steps,
-                f"at most steps ({config.steps}); lower --inner-steps or raise --steps",
-            ),
-            ("outer.lr", lambda lr: not (lr or 0) > LARGEST_LR, f"at most {LARGEST_LR:g}, far beyond any use"),
-            (
-                "sync.delay",
-                lambda delay: 0 <= delay < config.inner_steps,
-                f"at least 0 and below inner_steps ({config.inner_steps}), so that a reduction ends before the next "
-                "begins",
-            ),
-            ("sync.mixing", lambda share: 0 <= share < 1, "at least 0 and below 1"),
-        ],
-    )
-    _check_inner(inner)
-    if config.compute.autotune and not config.compute.compile:
-        raise _refusal("compute.autotune", True, "used together with --compute.compile")
-    parts = sync.parts()
-    names = {str(number) for number in range(parts)} if isinstance(parts, int) else set(parts)
-    if not names:
-        raise _refusal("sync.fragments", "empty", f"a whole number from 1 to {MOST_FRAGMENTS:,}, or patterns by name")
-    policies = _check_outer(config)
-    if policies is not None and set(policies) != names:
-        raise UsageError(
-            f"--sync.restart names {', '.join(sorted(policies))}, and the fragments are {', '.join(sorted(names))}; "
-            "give each fragment its policy, on an axis of a sweep with commas between them"
-        )
-
-
-def _check_outer(config: RunConfig) -> dict[str, RestartPolicy] | None:
-    """Refuse an outer optimizer that cannot be; return the restart policies of the fragments."""
-    outer, path = config.outer, "outer.restart"
-    try:
-        restarts = [outer.policy()]
-        path = "sync.restart"
-        policies = config.sync.policies()
-        restarts = restarts if policies is None else list(policies.values())
-        path = "outer.method"
-        check_method(outer.method)
-        path = "outer.momentum"
-        check_method(outer.method, outer.momentum)
-        rule = outer.rule()
-        if rule is None and outer.numbers():  # the same ranges as a rule's
-            OuterRule(outer.numbers()["lr"], outer.numbers()["momentum"])
-        path = "outer.filter"
-        read_filter(outer.filter)
-        path = "outer.schedule"
-        schedule = Schedule.parse(outer.schedule)
-        if schedule.kind == "momentum" and (rule is None or rule.momentum == 0):
-            raise ValueError(f"schedule {schedule} needs a momentum; take --outer.method heavy-ball or nesterov")
-        path = "outer.restart"
-        for policy in restarts:
-            if rule is None and (policy.takes_steps or isinstance(policy, Soft)):
-                raise ValueError(f"restart {policy} is for rules; take a period, or --outer.method nesterov")
-            if policy.takes_steps and schedule.kind != "constant":
-                raise ValueError(f"restart {policy} takes steps that schedule {schedule} would not change")
-    except UsageError:
-        raise
-    except ValueError as error:
-        is_of_rule = str(error).startswith(("lr ", "momentum ", "form "))
-        raise UsageError(f"--outer.{error}" if is_of_rule else f"--{path}: {error}") from None
-    return policies
-
-
-def _check_inner(inner: InnerConfig) -> None:
-    """Refuse options of the inner optimizer that do not go together."""
-    usual = InnerConfig()
-    if inner.method == "sgd" and inner.betas != usual.betas:
-        requirement = "left alone with --inner.method sgd, which has --inner.momentum"
-        raise _refusal("inner.betas", inner.betas, requirement)
-    if inner.method not in ("sgd", "muon") and inner.momentum != usual.momentum:
-        requirement = f"left alone with --inner.method {inner.method}; it is for sgd and muon"
-        raise _refusal("inner.momentum", inner.momentum, requirement)
-    if inner.method == "schedule-free" and inner.betas[0] == 0:
-        requirement = "two numbers, the first above 0, with --inner.method schedule-free"
-        raise _refusal("inner.betas", inner.betas, requirement)
-    if inner.method == "schedule-free" and inner.schedule != "constant":
-        requirement = "constant with --inner.method schedule-free, whose average takes the schedule's place"
-        raise _refusal("inner.schedule", inner.schedule, requirement)
-    if inner.schedule != "wsd" and inner.decay != usual.decay:
-        requirement = f"left alone with --inner.schedule {inner.schedule}; it is for wsd"
-        raise _refusal("inner.decay", inner.decay, requirement)
-    if inner.schedule == "wsd" and not 0 <= inner.decay <= 1 - inner.warmup:
-        requirement = f"a share of the steps, in [0, 1 - inner.warmup] = [0, {1 - inner.warmup:g}]"
-        raise _refusal("inner.decay", inner.decay, requirement)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from twophase.base.config import UsageError
+from twophase.errors import UsageError
 from twophase.training.config import InnerConfig, RunConfig
-from twophase.training.device import moved, room_for
+from twophase.training.distributed import to_device
 from twophase.training.task import Step, Task
 
 
@@ -43,16 +43,15 @@ class Replica:
 
         Nothing here waits for the device, so its next work is always queued.
         """
-        batch = moved(self.task.batch(self.config.seed, step, self.number), self.compute.device)
+        batch = to_device(self.task.batch(self.config.seed, step, self.number), self.compute.device)
         self._mode("train")
         loss = self.compute.gradients(self.model, batch)
-        with room_for("the inner optimizer", self.config.device):
-            if self.config.inner.clip_norm > 0:
-                torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.inner.clip_norm)
-            for group, share in zip(self.inner.param_groups, self.shares, strict=True):
-                group["lr"] = lr * share
-            self.inner.step()
-            self._mode("eval")
+        if self.config.inner.clip_norm > 0:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.inner.clip_norm)
+        for group, share in zip(self.inner.param_groups, self.shares, strict=True):
+            group["lr"] = lr * share
+        self.inner.step()
+        self._mode("eval")
         self.inner.zero_grad()
         return loss
 
@@ -72,10 +71,7 @@ class Replica:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict()`."""
         self.model.load_state_dict(state["model"])
-        fresh, saved = self.inner.state_dict()["param_groups"], state["inner"]["param_groups"]
-        # Groups saved by another version of torch may lack a setting; it keeps this version's value.
-        groups = [now | group for now, group in zip(fresh, saved, strict=True)]
-        self.inner.load_state_dict(state["inner"] | {"param_groups": groups})
+        self.inner.load_state_dict(state["inner"])
         self.round_losses = list(map(float, state["round_losses"]))
 
 
@@ -141,32 +137,24 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     return hidden
 
 
-def check_inner(model: nn.Module, config: InnerConfig) -> None:
-    """Refuse an inner optimizer that cannot be made; the model may be on the meta device.
+def inner_optimizer(model: nn.Module, config: InnerConfig) -> Optimizer:
+    """Return the optimizer that `config.method` names, over all parameters of a model.
 
     Raises:
-        UsageError: muon for a model without hidden weight matrices; schedule-free without its package.
+        UsageError: muon for a model without hidden weight matrices, or schedule-free without its package.
     """
-    if config.method == "muon" and not hidden_matrices(model):
-        raise UsageError(
-            "--inner.method is muon, and the model has no hidden weight matrix for it; use --inner.method adamw"
-        )
-    if config.method == "schedule-free" and find_spec("schedulefree") is None:
-        raise UsageError(
-            "--inner.method schedule-free needs the package schedulefree; pip install 'twophase[schedulefree]'"
-        )
-
-
-def inner_optimizer(model: nn.Module, config: InnerConfig) -> Optimizer:
-    """Return the optimizer that `config.method` names, over all parameters of a model; see `check_inner`."""
     parameters, lr, decay = list(model.parameters()), config.lr, config.weight_decay
     match config.method:
         case "muon":
+            if not hidden_matrices(model):
+                raise UsageError("--inner.method: must be another than muon, for the model has no hidden weight matrix")
             return MuonAdamW(model, config)
         case "sgd":
             return torch.optim.SGD(parameters, lr, config.momentum, weight_decay=decay)
         case "adamw":
             return torch.optim.AdamW(parameters, lr, config.betas, weight_decay=decay, fused=True)
+    if find_spec("schedulefree") is None:
+        raise UsageError("--inner.method schedule-free: needs a package; pip install 'twophase[schedulefree]'")
     from twophase.training.schedule_free import ScheduleFreeAdamW  # noqa: PLC0415 - an optional package
 
     return ScheduleFreeAdamW(parameters, lr, betas=config.betas, weight_decay=decay)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from twophase.base.config import UsageError
+from twophase.errors import UsageError
 from twophase.optim.build import named_optimizer
 from twophase.restart import mean_outer_gain
 from twophase.rule import OuterRule
@@ -40,8 +40,8 @@ def outer_line(config: RunConfig) -> str:
     """Return the first line of a run: the outer optimizer, its mean outer gain, and the values that change nothing."""
     outer, rule = config.outer, config.outer.rule()
     line = f"outer optimizer: {outer.describe()}, restart {', '.join(config.sync.restart) or outer.restart}"
-    policies = config.sync.policies()
-    if rule is not None and outer.is_rule and policies is None and not outer.policy().needs:
-        line += f", mean outer gain {mean_outer_gain(rule, outer.policy(), min(config.rounds, 10_000)):.3g}"
+    if rule is not None and outer.is_rule and config.sync.policies is None and not outer.policy.needs:
+        line += f", mean outer gain {mean_outer_gain(rule, outer.policy, min(config.rounds, 10_000)):.3g}"
     ignored = [f"--outer.{name} {getattr(outer, name)}" for name in outer.ignored()]
+    ignored += [f"--inner.{name} {getattr(config.inner, name)}" for name in config.inner.ignored()]
     return line + (f"; {', '.join(ignored)} changes nothing" if ignored else "")

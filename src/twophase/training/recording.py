@@ -1,436 +1,248 @@
-"""`twophase.record`: a standard run folder from a user's training loop."""
+"""`twophase.record`: a standard run folder from a training loop of your own."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import json
-import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from twophase.base.config import Tree, UsageError, flatten
+from twophase.config import Tree
 from twophase.diloco.engine import DiLoCo
-from twophase.diloco.group import SingleProcess, default_group
+from twophase.diloco.group import default_group
 from twophase.diloco.report import RoundReport
+from twophase.errors import UsageError
 from twophase.optim.outer_sgd import GroupRound, OuterSGD, rule_of
-from twophase.optim.restarting import Restarting
 from twophase.rule import OuterRule
-from twophase.runs.folder import METRICS, RECORDED, ROUNDS, SUMMARY, USER, RunFolder, read_lines, read_rounds
+from twophase.runs.folder import METRICS, RECORDED, ROUNDS, RunFolder, read_summary
 from twophase.runs.method import options_of
-from twophase.runs.trackers import check, tracked
-from twophase.training.device import environment
-from twophase.training.session import claimed, in_agreement
+from twophase.runs.record import read_rounds, read_steps
+from twophase.runs.trackers import open_trackers
+from twophase.training.distributed import environment, raised_on_all_ranks
 
-_log = logging.getLogger("twophase")
-_CALLS = ("step", "finish")
-_NAMES = {"loss": "train_loss"}
-"""Names of metrics in reports and trackers."""
+Engine = DiLoCo | OuterSGD
 _PLAN = ("steps", "inner_steps", "replicas", "seed")
-"""Values of the caller's configuration with the same meaning as in `twophase train`."""
+"""Values of the user's configuration with the same meaning as in `twophase train`; others are below `user`."""
 
 
-class Recorder:
-    """The open record of a loop, made by `record`.
+def record(folder: str | Path, engine: Engine, config: Any = None, track: str | Sequence[str] = ()) -> Recorder:
+    """Open a standard run folder, for every page and command, which a loop then writes.
 
-    Attributes:
-        path: the run's folder.
-        step: inner steps of each replica so far, with those of earlier parts of the run. An `OuterSGD` sees no inner
-            steps: then outer steps times `inner_steps` of the configuration, or 1.
-        round: rounds that have ended.
+        run = twophase.record("runs/mine", engine, {"width": 32, "steps": 6400})
+        for batch in batches:
+            ...                              # forward, backward, inner.step(), inner.zero_grad()
+            run.log_round(engine.step(), loss=loss, inner_lr=inner.param_groups[0]["lr"])
+        run.log_round(engine.finish())
+        run.finish(validation_loss=evaluate(model))
+
+    A loop that continues loads the engine's state first: lines after its position are dropped, and written again. Every
+    rank calls it, and rank 0 writes. A loop that changes the outer learning rate by hand sets the first one as the
+    param group's `initial_lr`, as torch's schedulers do: the folder identifies its run by that value.
+
+    Args:
+        folder: the run's folder, new or of this run.
+        engine: a `DiLoCo`, or an `OuterSGD` whose `step()` is a round.
+        config: values that identify the run in addition to the engine's setting: a mapping, dataclass or argparse
+            namespace. `steps` (inner steps planned), `inner_steps`, `replicas` and `seed` keep their meaning.
+        track: trackers that get every line as well: tensorboard, trackio, wandb.
+
+    Raises:
+        UsageError: a folder with other content, of another or a finished run, or in use; a tracker that is not there.
+    """
+    tree, path, claim = setting(engine, config), Path(folder).absolute(), None
+    ranks = engine.group if isinstance(engine, DiLoCo) and not engine.group.sharded else default_group()
+    with raised_on_all_ranks(ranks):
+        if ranks.rank == 0:
+            claim = RunFolder.claim(path, tree)
+            try:
+                if read_summary(path, claim.fingerprint):
+                    raise UsageError(f"{path}: must be a new or unfinished run, is finished")
+                claim.trackers = open_trackers([track] if isinstance(track, str) else track, path, path.name, tree)
+                claim.write_env(environment(_groups(engine)[0]["params"][0].device))
+            except BaseException:
+                claim.release()
+                raise
+    return Recorder(claim, engine, int(tree.get("inner_steps", 1)))
+
+
+class Recorder(AbstractContextManager["Recorder"]):
+    """The open record of a loop, made by `record`; as a context manager it finishes the run unless the block raises.
+
+    The first line, and one after the engine has loaded an earlier state, drops the lines after the engine's position.
     """
 
-    def __init__(
-        self,
-        folder: RunFolder,
-        engine: DiLoCo | OuterSGD,
-        step: int,
-        lead: bool,
-        inner: Optimizer | None,
-        *,
-        opened: Callable[[], Any],
-    ) -> None:
-        self.path, self.step, self.round = folder.path, step, _rounds(engine)
-        self._folder, self._engine, self._lead, self._inner, self._opened = folder, engine, lead, inner, opened
-        self._lines: Any = None
-        """The folder with its trackers, opened by the first line."""
-        self._position: tuple[int, int, dict[str, int]] | None = None
-        """Inner steps, rounds, and rounds by fragment, after which the next line belongs."""
-        self._is_begun = False
-        self.go_on()
-        self._newest, self._round_is_finite = dict[str, float](), True
+    def __init__(self, folder: RunFolder | None, engine: Engine, inner_steps: int) -> None:
+        self._folder, self._engine, self._inner_steps = folder, engine, inner_steps
+        self._begun, self._position = time.perf_counter(), (math.inf, math.inf)
+        self._logged: object = engine.last_round if isinstance(engine, OuterSGD) else None
+        self._rounds = self._taken  # those that the log has, or that were taken before it
 
-    def log(self, step: int | None = None, **values: float | Tensor) -> None:
-        """Add a line to `metrics.jsonl` in process 0; a call in another process does nothing.
+    @property
+    def round(self) -> int:
+        """Rounds that have ended."""
+        engine = self._engine
+        return engine.round if isinstance(engine, DiLoCo) else max(group["rounds"] for group in engine.param_groups)
+
+    @property
+    def _taken(self) -> int:
+        """Rounds that have ended, each fragment's counted by itself."""
+        return sum(f.round for f in self._engine.fragments) if isinstance(self._engine, DiLoCo) else self.round
+
+    @property
+    def step(self) -> int:
+        """Inner steps of each replica; of an `OuterSGD` its rounds times `inner_steps` of the configuration, or 1."""
+        return self._engine.taken if isinstance(self._engine, DiLoCo) else self.round * self._inner_steps
+
+    def log_round(self, report: RoundReport | Sequence[GroupRound] | None, **values: float | Tensor) -> None:
+        """Write a round, and numbers at its end.
 
         Args:
-            step: inner step of the numbers, by default the present one.
-            values: numbers, or tensors of one element, by name. Pages know `loss` (training, mean a token or
-                example), `validation_loss`, `perplexity`, `inner_lr` and `tokens` (so far); others become columns.
-
-        Raises:
-            ValueError: a value that is not one number, or tokens that are not finite.
+            report: what `DiLoCo.step()` or `finish()` has returned; None, inside a round, writes nothing. Of an
+                `OuterSGD` its `last_round`, with norms after `step(measure=True)`; without a new round nothing happens.
+            values: as of `log`; the diagnosis of a run needs `inner_lr`.
         """
-        if not self._lead:
+        if report is None or report is self._logged:
             return
-        line: dict[str, Any] = {"step": self.step, "round": self.round}
-        for name, value in values.items() if step is None else {"step": step, **values}.items():
-            try:
-                number = float(value.detach() if isinstance(value, Tensor) else value)
-                line[_NAMES.get(name, name)] = int(value) if name in ("step", "round") else number
-            except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor of several elements
-                raise ValueError(f"record.log: {name} is {value!r}; give a single number") from None
-        if not math.isfinite(line.get("tokens", 0)):
-            raise ValueError(f"record.log: tokens is {line['tokens']}; give their number so far")
-        self._newest |= line
-        self.lines().log(METRICS, line)
+        self._logged = report
+        count = len(report.fragments) if isinstance(report, RoundReport) else 1
+        has_jumped = (self.step, self.round) < self._position  # as at first, where a state may have been loaded
+        self._rounds = self._taken if has_jumped else self._rounds + count
+        signals = report.signals if isinstance(report, RoundReport) else {}
+        line = report.as_dict() if isinstance(report, RoundReport) else self._round_of(report)
+        self._write(ROUNDS, {"step": self.step} | line)
+        self._log(self.step, {**signals, **values})
 
-    def end_round(self, report: Mapping[str, Any], signals: Mapping[str, float], finite: bool) -> None:
-        """Write a round: the engine's report to `rounds.jsonl`, signals and inner learning rate to the metrics."""
-        self.round = _rounds(self._engine)  # as after a resume: the rounds that all fragments have ended
-        if not self._lead:
-            return
-        self.lines().log(ROUNDS, {"step": self.step, **report})
-        values = {**signals, "step": self.step, "round": report["round"]}  # the line's own
-        if self._inner is not None:
-            values["inner_lr"] = max(float(group["lr"]) for group in self._inner.param_groups)
-        self.log(**values)
-        self._round_is_finite = finite
+    def log(self, step: int | None = None, **values: float | Tensor) -> None:
+        """Add numbers, or tensors of one element, to the metrics of an inner step, by default the present one.
 
-    def go_on(self) -> None:
-        """Set the next line's place to the engine's position."""
-        fragments = self._engine.fragments if isinstance(self._engine, DiLoCo) else ()
-        parts = {fragment.name: fragment.round for fragment in fragments}
-        self._position = self.step, _rounds(self._engine), parts
-
-    def lines(self) -> Any:
-        """Return the target of lines, in process 0; first cut the folder's lines after the loop's position.
-
-        The cut waits for the first line, because the loop may load a state until then. The remaining lines count in
-        the summary. A loop that begins again moves the files of an unfinished run into a subfolder.
+        Pages know `loss` (training, mean a token or example), `validation_loss`, `perplexity`, `inner_lr` and `tokens`
+        (so far); others become columns.
         """
-        if self._position is not None:
-            (step, rounds, parts), folder = self._position, self._folder
-            is_anew = not (self._is_begun or step or rounds) and _has_lines(folder)
-            if is_anew:
-                aside = folder.set_aside("begun-anew")
-                _log.warning("record: the loop begins with round 1; %s keeps what was recorded before", aside)
-            folder.cut(step, parts)
-            logged = [item for line in read_lines(folder.path / METRICS) for item in line.items()]
-            self._newest = {name: math.nan if value is None else value for name, value in logged} | self._newest
-            device = _outers(self._engine)[0].param_groups[0]["params"][0].device
-            folder.write_env(environment(device), anew=is_anew)
-            self._position, self._is_begun = None, True
-        if self._lines is None:  # after the folder was set aside, and with it the trackers' id
-            self._lines = self._opened()
-        return self._lines
+        self._log(self.step if step is None else step, values)
 
-    def rewind(self, step: int) -> None:
-        """Continue from a loaded state after `step` inner steps: the next line cuts later lines."""
-        rounds = _rounds(self._engine)
-        is_back, self.step, self.round = (step, rounds) < (self.step, self.round), step, rounds
-        if is_back:  # a later state cuts no line
-            self._newest, self._round_is_finite = {}, True
-        if is_back or self._position is not None:
-            self.go_on()
+    def finish(self, **values: float | Tensor) -> None:
+        """Log the last numbers, write `summary.json` with the newest of all, and close."""
+        if values:
+            self._log(self.step, values)
+        if self._folder is not None:
+            self._folder.finish(self._summary(self._folder.path))
+        self.close()
 
-    def summary(self, seconds: float) -> dict[str, Any]:
-        """Return the numbers of `summary.json`; `seconds` are those of the run's last part."""
-        loss, trained = map(self._newest.get, ("validation_loss", "train_loss"))
-        diverged = not (self._round_is_finite and all(math.isfinite(value or 0.0) for value in (loss, trained)))
-        return {
-            **({"perplexity": self._newest["perplexity"]} if "perplexity" in self._newest else {}),
-            "validation_loss": loss,
-            "tokens": int(self._newest.get("tokens", 0)),
-            "seconds": seconds,
+    def close(self) -> None:
+        """Let other processes have the folder; without `finish` the run stays unfinished, to be continued."""
+        if self._folder is not None:
+            if (missing := self._taken - self._rounds) > 0:
+                warnings.warn(f"record: {missing} rounds were taken and not logged by log_round", stacklevel=3)
+            self._folder.release()
+            self._folder = None
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close() if kind else self.finish()
+
+    def _log(self, step: int, values: Mapping[str, float | Tensor]) -> None:
+        line: dict[str, float] = {"step": step, "round": self.round}
+        for name, value in values.items() if self._folder is not None else ():  # another rank waits for no GPU
+            number = float(value.item() if isinstance(value, Tensor) else value)
+            line.setdefault("train_loss" if name == "loss" else name, number)
+        self._write(METRICS, line)
+
+    def _write(self, log: str, line: Mapping[str, Any]) -> None:
+        if self._folder is not None:
+            if (position := (self.step, self.round)) < self._position:
+                self._folder.truncate(self.step)
+            self._position = position
+            self._folder.log(log, line)
+
+    def _round_of(self, groups: Sequence[GroupRound]) -> dict[str, Any]:
+        """Return a round of an `OuterSGD` as a line; replicas and checksums belong to the user's program."""
+        restarted = any(group["rounds_since_restart"] == 0 for group in _groups(self._engine))
+        norm = math.hypot(*(group.pseudo_gradient_norm for group in groups))
+        report = RoundReport(
+            self.round, self._inner_steps, False, True, 1, restarted, (), tuple(groups), norm, {}, 0, {}, checksum=""
+        )  # fmt: skip
+        unknown = () if groups else ("pseudo_gradient_norm", "buffer_norm", "cosine", "gain")
+        return {name: value for name, value in report.as_dict().items() if name not in unknown}
+
+    def _summary(self, path: Path) -> dict[str, Any]:
+        """Return the newest numbers; a run whose last loss or round is not finite, null in the logs, has diverged."""
+        newest: dict[str, Any] = {}
+        for line in read_steps(path / METRICS):
+            newest |= line
+        last = (read_rounds(path) or [{}])[-1]
+        losses = (newest.get("train_loss", 0), newest.get("validation_loss", 0))
+        diverged = None in (*losses, last.get("pseudo_gradient_norm", 0))
+        return {name: newest[name] for name in ("perplexity",) if name in newest} | {
+            "validation_loss": newest.get("validation_loss"),
+            "tokens": int(newest.get("tokens") or 0),
+            "seconds": time.perf_counter() - self._begun,
             "diverged": diverged,
             "exit_reason": "diverged" if diverged else RECORDED,
             "steps": self.step,
             "rounds": self.round,
-            "restarts": sum(g.get("restarts", 0) for outer in _outers(self._engine) for g in outer.param_groups),
+            "restarts": sum(group.get("restarts", 0) for group in _groups(self._engine)),
         }
 
 
-@contextmanager
-def record(
-    engine: DiLoCo | OuterSGD,
-    folder: str | Path,
-    config: Any = None,
-    track: str | Sequence[str] = (),
-    *,
-    inner: Optimizer | None = None,
-) -> Iterator[Recorder]:
-    """Write a standard run folder, for every page and command, while a loop calls `engine.step()`.
-
-        with twophase.record(engine, "runs/mine", {"width": 32, "steps": 6400}, inner=inner) as run:
-            for batch in batches:
-                ...                              # forward, backward, inner.step(), inner.zero_grad()
-                engine.step({"loss": loss})      # signals are noted each round
-            engine.finish()
-            run.log(validation_loss=evaluate(model))
-
-    Each round becomes a line of `rounds.jsonl`. When the block ends, `summary.json` has the
-    last logged `validation_loss`. The run is diverged if its last loss or pseudo-gradient is not finite. If the block
-    raises, the run stays unfinished. A loop may load an earlier state of the engine, before or inside the block. Its
-    next line then cuts the rounds after that state, which the loop repeats. A loop that begins again moves the files of
-    an unfinished run into a subfolder. A loop that changes the outer learning rate by hand sets the first
-    one as the param group's `initial_lr`, as torch's schedulers do. The folder identifies its run by that value.
-
-    Of several processes, process 0 writes.
-
-    Args:
-        engine: a `DiLoCo`, or an `OuterSGD` whose `step()` is a round.
-        folder: the run's folder, new or of this run.
-        config: values that identify the run in addition to the engine's setting: a mapping, dataclass or argparse
-            namespace of plain values. `steps` (inner steps planned), `inner_steps`, `replicas` and `seed` keep their
-            meaning.
-        track: trackers that get every line as well: tensorboard, trackio, wandb.
-        inner: the inner optimizer, or that of the first replica. Its largest learning rate is recorded each round, for
-            `diagnose` and `explore --run`.
-
-    Raises:
-        UsageError: a folder with other content, a finished run, a folder in use by another process, or a tracker that
-            is not installed. Nothing is changed then.
-        ValueError: no engine, no optimizer, a configuration that contradicts the engine, or groups that take turns.
-    """
-    if not isinstance(engine, DiLoCo | OuterSGD):
-        raise ValueError(f"record: {type(engine).__name__} is no engine; give a DiLoCo or an OuterSGD")
-    if inner is not None and not hasattr(inner, "param_groups"):
-        raise ValueError(
-            f"record: inner is a {type(inner).__name__}; give one optimizer, of several the first replica's"
-        )
-    trackers = check([track] if isinstance(track, str) else track)
-    # Absolute, since the loop may change its working directory: lines would be looked for in the new one.
-    tree, path, started = setting(engine, config), Path(folder).absolute(), time.perf_counter()
-    lead = (files := _processes(engine)).rank == 0
-    with claimed(path, tree, files) as claim:
-        step = _begin(claim, engine, files)  # refuse before a tracker begins
-        with ExitStack() as open_trackers:
-            target = tracked(claim, trackers, run_name=path.name, config=tree, lead=lead)
-            run = Recorder(claim, engine, step, lead, inner, opened=partial(open_trackers.enter_context, target))
-            size = int(tree.get("inner_steps", 1))
-            with _observed(engine, run) if isinstance(engine, DiLoCo) else _hooked(engine, run, size):
-                yield run
-            if lead:
-                run.lines()  # also for a loop without lines
-        if lead:
-            claim.finish(run.summary(time.perf_counter() - started))
-
-
-def setting(engine: DiLoCo | OuterSGD, config: Any = None) -> Tree:
-    """Return the configuration of a recorded run: the engine's, and below `user` the caller's own values.
-
-    Raises:
-        ValueError: a caller's value that contradicts the engine.
-    """
-    tree: Tree = {RECORDED: True}
-    outers = _outers(engine)
-    if isinstance(engine, DiLoCo):
-        tree["inner_steps"] = engine.inner_steps
-        tree["replicas"] = engine.replica_count
-    if all(isinstance(outer, OuterSGD) for outer in outers):
-        every = [group for outer in outers for group in outer.param_groups]
-        rules = dict.fromkeys(map(_first_rule, every))
-        tree["outer"] = options_of(next(iter(rules)))
-        if len(rules) > 1:
-            text = "; ".join(rule.describe() for rule in rules)
-            tree["outer"] = {"method": f"OuterSGD whose param groups are {text}"}
-        tree["outer"]["restart"] = str(every[0]["restart"])
-    elif all(isinstance(outer, Restarting) for outer in outers):
-        names = [type(each).__name__ for each in outers[0].optimizers]  # type: ignore[attr-defined]
-        tree["outer"] = {"method": " and ".join(names), "restart": outers[0].param_groups[0]["restart"]}
-    if isinstance(engine, DiLoCo) and engine.fragments[0].filter is not None and "outer" in tree:
-        tree["outer"]["filter"] = str(engine.filter)
-    sync: Tree = {}
+def setting(engine: Engine, config: Any = None) -> Tree:
+    """Return the configuration of a recorded run: the engine's, and below `user` the user's own values."""
+    values = json.loads(json.dumps(config or {}, default=_plain))
+    tree: Tree = {RECORDED: True} | {name: values.pop(name) for name in _PLAN if name in values}
+    outers, sync = _outers(engine), {}
+    outer = _outer(outers) | {"restart": str(outers[0].param_groups[0].get("restart", "never"))}
     groups = {f"param group {number}": group for number, group in enumerate(outers[0].param_groups)}
     if isinstance(engine, DiLoCo):
-        syncs = {"delay": engine.delay, "mixing": engine.mixing, "compression": engine.compression}
-        sync |= {name: value for name, value in syncs.items() if value not in (0, "float32")}
+        tree |= {"inner_steps": engine.inner_steps, "replicas": engine.replica_count}
+        outer |= {"filter": str(engine.filter)} if engine.fragments[0].filter is not None else {}
+        unusual = {"delay": engine.delay, "mixing": engine.mixing, "compression": engine.compression}
+        sync = {name: value for name, value in unusual.items() if value not in (0, "float32")}
         if len(outers) > 1:
             groups = {fragment.name: fragment.outer.param_groups[0] for fragment in engine.fragments}
             sync["fragments"] = [*groups]
     restarts = {name: str(group.get("restart", "never")) for name, group in groups.items()}
-    if len({*restarts.values()}) > 1:  # of blocks, by their names in a record
+    if len({*restarts.values()}) > 1:
         sync["restart"] = [f"{name}={restart}" for name, restart in restarts.items()]
-    tree |= {"sync": sync} if sync else {}
-    values = _plain(config)
-    for name in _PLAN:
-        if name in values:
-            value = values.pop(name)
-            if tree.setdefault(name, value) != value:
-                raise ValueError(f"record: config has {name} = {value}, and the engine {tree[name]}; leave it out")
-    return tree | ({USER: values} if values else {})
+    return tree | {"outer": outer} | ({"sync": sync} if sync else {}) | ({"user": values} if values else {})
 
 
-def _first_rule(group: Mapping[str, Any]) -> OuterRule:
-    """Return the rule that a param group had before a scheduler of torch changed it."""
-    momentum = group.get("max_momentum", group["momentum"])
-    return rule_of(dict(group) | {"lr": float(group.get("initial_lr", group["lr"])), "momentum": momentum})
-
-
-def _plain(config: Any) -> Tree:
-    """Return a configuration as nested dictionaries of YAML and JSON values; other values become text."""
-    if config is None:
-        return {}
-    if dataclasses.is_dataclass(config) and not isinstance(config, type):
-        config = dataclasses.asdict(config)
-    if isinstance(config, argparse.Namespace):
-        config = vars(config)
-    if not isinstance(config, Mapping):
-        raise ValueError(f"record: config is a {type(config).__name__}; give a mapping, dataclass or namespace")
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {str(key): plain(item) for key, item in value.items()}
-        if isinstance(value, list | tuple | set | frozenset):
-            items = [plain(item) for item in value]  # of a set, in an order that follows the hash seed
-            return items if isinstance(value, list | tuple) else sorted(items, key=repr)
-        if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:  # a NumPy number or a tensor
-            value = value.item()
-        is_plain = value is None or type(value) in (bool, int, str)
-        return value if is_plain or (type(value) is float and math.isfinite(value)) else str(value)
-
-    tree: Tree = plain(config)
-    try:  # text that config.yaml could not return
-        json.dumps(flatten(tree), ensure_ascii=False).encode()
-    except ValueError as error:
-        raise ValueError(f"record: config cannot be written ({error})") from None
-    return tree
-
-
-def _processes(engine: DiLoCo | OuterSGD) -> SingleProcess:
-    """Return the processes that share a folder: all."""
-    if isinstance(engine, OuterSGD) or engine.group.sharded:
-        return default_group()
-    return engine.group
-
-
-def _outers(engine: DiLoCo | OuterSGD) -> list[Optimizer]:
+def _outers(engine: Engine) -> list[Optimizer]:
     """Return the outer optimizers, one a fragment."""
     return [fragment.outer for fragment in engine.fragments] if isinstance(engine, DiLoCo) else [engine]
 
 
-def _rounds(engine: DiLoCo | OuterSGD) -> int:
-    """Return the rounds that have ended."""
-    return engine.round if isinstance(engine, DiLoCo) else max(group["rounds"] for group in engine.param_groups)
+def _groups(engine: Engine) -> list[dict[str, Any]]:
+    return [group for outer in _outers(engine) for group in outer.param_groups]
 
 
-def _has_lines(folder: RunFolder) -> bool:
-    return any([read_rounds(folder.path), read_lines(folder.path / METRICS)])  # both: a damaged file is refused
+def _outer(outers: Sequence[Optimizer]) -> Tree:
+    """Return the method and its numbers: those of the rule of all param groups, else names."""
+    if not all(isinstance(outer, OuterSGD) for outer in outers):
+        names = [type(each).__name__ for each in getattr(outers[0], "optimizers", outers[:1])]
+        return {"method": " and ".join(names)}
+    rules = [*dict.fromkeys(_first_rule(group) for outer in outers for group in outer.param_groups)]
+    if len(rules) == 1:
+        return options_of(rules[0])
+    return {"method": f"OuterSGD whose param groups are {'; '.join(rule.describe() for rule in rules)}"}
 
 
-def _begin(folder: RunFolder, engine: DiLoCo | OuterSGD, files: SingleProcess) -> int:
-    """Refuse a folder that cannot continue, unchanged; return the inner steps up to the engine's position.
-
-    Args:
-        folder: the run's folder.
-        engine: engine of `record`.
-        files: the processes that share the folder.
-    """
-    rounds, step = _rounds(engine), 0
-    with in_agreement(files):
-        if files.rank == 0:
-            if folder.summary() is not None:
-                raise UsageError(
-                    f"{folder.path}: holds a finished run ({SUMMARY}); choose another folder, or move this one"
-                )
-            _has_lines(folder)  # refuses a damaged file
-            step = max((line["step"] for line in read_rounds(folder.path) if line["round"] <= rounds), default=0)
-            step = engine.taken if isinstance(engine, DiLoCo) else step
-    return files.gather_json(step)[0]
+def _first_rule(group: Mapping[str, Any]) -> OuterRule:
+    """Return the rule of a param group before a scheduler of torch changed it: a resumed loop has the same folder."""
+    momentum = group.get("max_momentum", group["momentum"])
+    return rule_of({**group, "lr": float(group.get("initial_lr", group["lr"])), "momentum": momentum})
 
 
-@contextmanager
-def _observed(engine: DiLoCo, run: Recorder) -> Iterator[None]:
-    """Record the reports of an engine's calls; until the record ends, instance attributes hide the methods."""
-
-    def noting(name: str) -> Any:
-        call = getattr(engine, name)
-
-        def observed(*args: Any, **options: Any) -> RoundReport | None:
-            report = call(*args, **options)
-            run.step = engine.taken
-            if report is not None:
-                run.end_round(report.as_dict(), report.signals, _is_finite(report))
-            return report
-
-        return observed
-
-    load = engine.load_state_dict
-
-    def loading(state: Mapping[str, Any]) -> None:
-        load(state)
-        run.rewind(engine.taken)
-
-    calls = {name: noting(name) for name in _CALLS} | {"load_state_dict": loading}
-    vars(engine).update(calls)
-    try:
-        yield
-    finally:
-        for name in calls:
-            vars(engine).pop(name, None)
-
-
-@contextmanager
-def _hooked(outer: OuterSGD, run: Recorder, inner_steps: int) -> Iterator[None]:
-    """Record each step of an outer optimizer, and let it measure its norms and cosines."""
-    begun = time.perf_counter()
-
-    def before(_: Any, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        nonlocal begun
-        begun = time.perf_counter()
-        # The step at lr 0 of torch.distributed.checkpoint is no round, and measured it would be one.
-        is_trial = not outer.state and all(group["lr"] == group["rounds"] == 0 for group in outer.param_groups)
-        return None if is_trial else (args, options | {"measure": True})
-
-    def after(_: Any, __: Any, options: dict[str, Any]) -> None:
-        if outer.last_round:
-            run.step += inner_steps
-            line = _line(outer, outer.last_round, inner_steps, time.perf_counter() - begun)
-            if line["round"] <= run.round:
-                raise ValueError(
-                    f"record: round {run.round} ends again; param groups that take rounds in turn need an OuterSGD each"
-                )
-            run.end_round(line, options.get("signals") or {}, all(map(_is_finite, outer.last_round)))
-
-    def loaded(_: Any) -> None:
-        run.rewind(max(0, run.step - inner_steps * (run.round - _rounds(outer))))
-
-    hooks = [outer.register_step_pre_hook(before), outer.register_step_post_hook(after)]  # type: ignore[arg-type]
-    hooks.append(outer.register_load_state_dict_post_hook(loaded))
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _is_finite(of: RoundReport | GroupRound) -> bool:
-    return not of.not_finite and math.isfinite(of.pseudo_gradient_norm)
-
-
-def _line(outer: OuterSGD, groups: Sequence[GroupRound], inner_steps: int, seconds: float) -> dict[str, Any]:
-    """Return an outer step as a round's report; replicas and checksums belong to the caller."""
-    return RoundReport(
-        round=max(group["rounds"] for group in outer.param_groups),
-        inner_steps=inner_steps,
-        partial=False,
-        complete=True,
-        replicas=1,
-        restarted=any(group.restarted for group in groups),
-        fragments=(),
-        groups=tuple(groups),
-        pseudo_gradient_norm=math.hypot(*(group.pseudo_gradient_norm for group in groups)),
-        signals={},
-        bytes_sent=0,
-        seconds={"outer": seconds},
-        checksum="",
-    ).as_dict()
+def _plain(value: Any) -> Any:
+    """Return what JSON does not know as a value that it knows."""
+    if dataclasses.is_dataclass(value) or isinstance(value, argparse.Namespace):
+        return vars(value)
+    if isinstance(value, Mapping | set | frozenset):
+        return dict(value) if isinstance(value, Mapping) else sorted(value)  # else in another order in each process
+    return value.item() if getattr(value, "ndim", None) == 0 else str(value)  # a NumPy number or a tensor

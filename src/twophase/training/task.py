@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from twophase.diloco.group import SingleProcess
-from twophase.training.device import room_for
 
 
 class Task(Protocol):
@@ -20,13 +19,11 @@ class Task(Protocol):
 
     | method                                 | result                                                              |
     |----------------------------------------|---------------------------------------------------------------------|
-    | `step(device, replicas, communicator)` | a `Step`, which computes in place of `PlainStep`                    |
+    | `step(device, replicas, group)`        | a `Step`, which computes in place of `PlainStep`                    |
     | `inner(model, config)`                 | an inner optimizer in place of the one that an `InnerConfig` names  |
     | `logits(model, batch)`                 | logits whose mean cross-entropy is the loss, (examples, …, classes) |
     | `check(device)`                        | None; a UsageError if data or device cannot be used                 |
     | `check_data(steps)`                    | None; a UsageError if the run needs more data than there is         |
-    | `verify_data()`                        | None, after reading all data; a UsageError if they are damaged      |
-    | `data_fault(wait)`                     | the fault that a check in the background found, or an empty text    |
     """
 
     def model(self, seed: int) -> nn.Module:
@@ -71,7 +68,7 @@ class Step(Protocol):
         """Add the gradient of the mean loss to `.grad`; return the loss, a scalar that the device may still compute."""
         ...
 
-    def evaluate(self, model: Any) -> Mapping[str, float]:
+    def evaluate(self, model: Any, /) -> Mapping[str, float]:
         """Evaluate as `Task.evaluate` does."""
         ...
 
@@ -95,9 +92,8 @@ class PlainStep:
 
     def gradients(self, model: nn.Module, batch: Any) -> Tensor:
         """Differentiate the task's loss."""
-        with room_for("a batch", self.device):
-            loss = self.task.loss(model, batch)
-            loss.backward()
+        loss = self.task.loss(model, batch)
+        loss.backward()
         return loss.detach()
 
     def rates(self, batches: int, seconds: float) -> dict[str, float]:
@@ -105,7 +101,7 @@ class PlainStep:
         return {"batches_per_second": batches / seconds if seconds > 0 else 0.0}
 
 
-def step_of(task: Task, device: torch.device, replicas: int, communicator: SingleProcess) -> Step:
+def step_of(task: Task, device: torch.device, replicas: int, group: SingleProcess) -> Step:
     """Return the task's own `Step` if it has one, else a plain one, for so many replicas in this process."""
     make = getattr(task, "step", None)
-    return PlainStep(task, device) if make is None else make(device, replicas, communicator)
+    return PlainStep(task, device) if make is None else make(device, replicas, group)

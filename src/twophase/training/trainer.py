@@ -1,274 +1,41 @@
-"""The parts of a run: replicas with their inner optimizers, engine, data, progress.
-
-`train` uses one `Trainer` from a run's start to its end; the forest of a sweep uses one for all its runs.
-"""
+"""`Trainer`: replicas with their inner optimizers, the engine, and the progress of one run."""
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import itertools
 import math
 import time
-from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import safetensors.torch
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from twophase.base.config import UsageError, fingerprint, values_of
-from twophase.base.source import source_digest
-from twophase.diloco.engine import DiLoCo, Signals
+from twophase.config import fingerprint, flatten, to_tree
+from twophase.diloco.engine import DiLoCo
 from twophase.diloco.group import SingleProcess
 from twophase.diloco.report import RoundReport, merged
+from twophase.errors import UsageError
+from twophase.optim.outer_sgd import COUNTERS
 from twophase.optim.schedules import Schedule, follow
 from twophase.restart import MEASURED
+from twophase.training.checkpoint import ENGINE, Checkpoint
 from twophase.training.config import RunConfig, inner_lr
-from twophase.training.device import environment, make_repeatable, peak_bytes, room_for
+from twophase.training.distributed import device_of, environment, peak_bytes, set_deterministic
 from twophase.training.inner import Replica
 from twophase.training.outer import outer_of
-from twophase.training.parts import take_apart
 from twophase.training.task import Task, step_of
 
 LOSS, STOP = "train_loss", "stop"
-"""Signals that the processes share at the end of a round."""
+"""Signals that the ranks share at the end of a round."""
 FOR_POLICIES = ("inner_lr", "progress", LOSS)
 """Signals for restart policies: inner learning rate of the last step, completed share of the run, mean training loss
 since the last report."""
 RUNNING, STOPPED, FINISHED, DIVERGED = "running", "stopped", "finished", "diverged"
-RESERVED = frozenset(
-    "step round train_loss validation_loss inner_lr tokens seconds engine_share diverged exit_reason steps rounds "
-    "restarts checksum execution config weights_sha256 summary_sha256".split()
-)
-"""Columns of metrics (`Trainer.end_round`) and of the summary, which a task's evaluation must not return."""
-
-
-class Trainer:
-    """Replicas, engine and data of one checked configuration, and their progress."""
-
-    def __init__(self, task: Task, config: RunConfig, communicator: SingleProcess) -> None:
-        self.config = config
-        self.task = task
-        self.comm = communicator
-        self.lead = communicator.rank == 0
-        self.done = Progress()
-        self.validation: Mapping[str, float] | None = None
-        """Held-out numbers of the present anchor, if it has been evaluated."""
-        device = torch.device(config.device)
-        torch.set_num_threads(config.threads)
-        make_repeatable(device, strictly=config.deterministic)
-        share = config.replicas // communicator.size
-        first = communicator.rank * share
-        self.compute = step_of(task, device, share, communicator)
-        self.data = task.describe()
-        self.data_fingerprint: str = self.data["fingerprint"]
-        self.loss_bound: float = config.divergence_loss or self.compute.loss_bound
-        self._losses: list[Tensor] = []
-        self._last_line: tuple[int, float] | None = None
-        """Step and time of the last line of `steps.jsonl`, or of the first step of this process."""
-        with room_for(f"the weights of {share} replicas and the outer optimizer's", config.device):
-            self.replicas = [Replica(config, number, task, self.compute) for number in range(first, first + share)]
-            self.engine = self._engine()
-
-    def _engine(self) -> DiLoCo:
-        config, sync = self.config, self.config.sync
-        try:
-            engine = DiLoCo(
-                [replica.model for replica in self.replicas],
-                outer_of(config),
-                restart=sync.policies() or config.outer.policy(),
-                filter=config.outer.filter,
-                inner_steps=config.inner_steps,
-                fragments=sync.parts(),
-                stagger=sync.stagger,
-                delay=sync.delay,
-                mixing=sync.mixing,
-                compression=sync.compression,
-                buffers="mean",
-                group=self.comm,
-                expect_equal={"data": self.data_fingerprint[:12], "training code": self._source()} | _shared(config),
-            )
-            for fragment in engine.fragments:
-                _check_needs(fragment.outer)
-                follow(fragment.outer, Schedule.parse(config.outer.schedule), config.rounds)
-            return engine
-        except ValueError as error:  # processes, or fragments, that do not fit
-            raise UsageError(str(error)) from None
-
-    def _source(self) -> str:
-        """Hash the code that determines a replica's training, without the engine's: this room's and the task's."""
-        source = getattr(self.task, "source", None)
-        if source is not None:
-            return f"{source_digest([Path(__file__).parent])} {source()}"
-        parts = (type(self.replicas[0].model), type(self.task))
-        return source_digest({Path(__file__).parent, *(Path(inspect.getfile(kind)).parent for kind in parts)})
-
-    def inner_step(self) -> None:
-        """Take an inner step of every replica."""
-        self._last_line = self._last_line or (self.done.step, time.perf_counter())
-        lr = inner_lr(self.config, self.done.step)
-        self._losses += [replica.step(self.done.step, lr) for replica in self.replicas]
-        self.done.step += 1
-        self.validation = None
-
-    def check_states(self) -> None:
-        """Refuse a task's inner optimizer whose state no checkpoint can hold."""
-        try:
-            for replica in self.replicas:
-                take_apart(replica.state_dict())
-        except ValueError as error:
-            raise UsageError(f"the inner optimizer's state cannot be saved: {error}") from None
-
-    def data_fault(self, *, wait: bool = False) -> str:
-        """Return the fault that the task's background check of its data found; `wait` for its end."""
-        check = getattr(self.task, "data_fault", None)
-        return check(wait=wait) if check else ""
-
-    def settle(self) -> None:
-        """Read the losses on the device into `done`; this waits for the device."""
-        if self._losses:
-            for replica, loss in zip(itertools.cycle(self.replicas), torch.stack(self._losses).tolist(), strict=False):
-                replica.round_losses.append(loss)
-                self.done.recent_loss += loss
-            self.done.recent_losses += len(self._losses)
-            self._losses.clear()
-
-    @property
-    def execution(self) -> dict[str, Any]:
-        """Return this process's decisions about how to compute; a resumed run must compute the same way."""
-        return dict(self.compute.chosen)
-
-    def restore_execution(self, execution: Mapping[str, Any]) -> None:
-        """Compute as an earlier part of the run did."""
-        self.compute.chosen = dict(execution)
-        self._losses.clear()
-
-    def step_line(self) -> dict[str, Any] | None:
-        """Return a line of `steps.jsonl` if one is due: the mean loss and the speed of this process since the last."""
-        done, config = self.done, self.config
-        if not self.lead or config.log_every == 0 or done.step % config.log_every:
-            return None
-        self.settle()  # before the clock is read: it waits for the device
-        assert self._last_line is not None
-        (step, clock), self._last_line = self._last_line, (done.step, time.perf_counter())
-        loss = done.recent_loss / max(done.recent_losses, 1)
-        done.recent_loss, done.recent_losses = 0.0, 0
-        line = {"step": done.step, "train_loss": loss, "inner_lr": inner_lr(config, done.step - 1)}
-        line |= self.compute.rates((done.step - step) * len(self.replicas), self._last_line[1] - clock)
-        return line | {"peak_memory_bytes": peak_bytes(self.compute.device)}
-
-    def synchronize(self, should_stop: Callable[[], bool] = lambda: False) -> RoundReport | None:
-        """Tell the engine that every replica has taken an inner step; the last round may be a shorter one.
-
-        Where a round ends, `should_stop` is called, and its answer reaches all processes.
-        """
-        signals = None
-        if self.done.step == self.config.steps or self.engine.reports_next:
-            self.settle()  # else the wait for the inner steps would count as the engine's time
-            signals = self._signals(float(should_stop()))
-        clock = time.perf_counter()
-        with room_for("the outer step", self.config.device):
-            report = self._last(self.engine.step(signals), signals)
-        self.done.engine_seconds += time.perf_counter() - clock
-        return report
-
-    def _signals(self, stop: float) -> dict[str, float]:
-        """Return this process's signals at the end of a round."""
-        # Each replica's mean first: the same bits as with one process a replica.
-        means = [sum(losses) / len(losses) for replica in self.replicas if (losses := replica.round_losses)]
-        return {
-            LOSS: sum(means) / len(means) if means else 0.0,
-            STOP: stop,
-            "inner_lr": inner_lr(self.config, self.done.step - 1),
-            "progress": self.done.step / self.config.steps,
-        }
-
-    def _last(self, report: RoundReport | None, signals: Signals) -> RoundReport | None:
-        """Return the report of a sync; at the run's end, also synchronize remaining steps."""
-        if self.done.step < self.config.steps:
-            return report
-        final = self.engine.finish(signals)
-        reports = [part for part in (report, final) if part is not None]
-        return merged(reports) if reports else None
-
-    def end_round(self, report: RoundReport) -> dict[str, Any]:
-        """Set `done.exit_reason` after a round; return its line of metrics, with a validation in process 0 if due."""
-        loss = report.signals[LOSS]
-        line: dict[str, Any] = {"step": self.done.step, "round": report.round, "train_loss": loss}
-        for replica in self.replicas:
-            replica.round_losses = []
-        self.done.exit_reason = self._exit_reason(report)
-        interval = self.config.evaluate_every
-        due = interval and report.complete and report.round % interval == 0
-        if self.lead and (due or self.done.exit_reason in (FINISHED, DIVERGED)):
-            line |= _columns(self.validate())
-        return line | {"inner_lr": inner_lr(self.config, self.done.step - 1)}
-
-    def validate(self) -> Mapping[str, float]:
-        """Evaluate the anchor on held-out data."""
-        if self.validation is None:
-            with self.engine.anchored():
-                self.validation = self.replicas[0].evaluate()
-        return self.validation
-
-    def _exit_reason(self, report: RoundReport) -> str:
-        """Return the state of the run after a round, the same on all processes."""
-        bounded = report.signals[LOSS] <= self.loss_bound
-        if report.not_finite or not (bounded and math.isfinite(report.pseudo_gradient_norm)):
-            return DIVERGED
-        if self.done.step == self.config.steps:
-            return FINISHED
-        return STOPPED if report.signals[STOP] else RUNNING
-
-    def tokens(self) -> int:
-        """Return the tokens trained on so far, over all replicas."""
-        return self.done.step * self.config.replicas * self.compute.tokens
-
-    def weights(self, config: RunConfig) -> bytes:
-        """Return the evaluated weights (anchor and buffers) as a safetensors file of a run."""
-        tensors = {name: value.contiguous().clone() for name, value in (self.engine.anchor | self._buffers()).items()}
-        return safetensors.torch.save(tensors, metadata={"config": fingerprint(config)})
-
-    def _buffers(self) -> dict[str, Tensor]:
-        """Return the first replica's buffers that its state dict has, such as BatchNorm's statistics."""
-        model = self.replicas[0].model
-        names = model.state_dict().keys()
-        return {name: buffer for name, buffer in model.named_buffers() if name in names}
-
-    def outcome(self) -> dict[str, Any]:
-        """Return the validation's numbers at the end of a run, after judging the last outer step by them."""
-        validation = self.validate()
-        if not validation["loss"] <= self.loss_bound:  # diverged in the last outer step
-            self.done.exit_reason = DIVERGED
-        return _columns(validation)
-
-    def summary(self, restarts: int | None = None) -> dict[str, Any]:
-        """Return the run in numbers, without its validation; `restarts` defaults to the engine's count."""
-        done = self.done
-        if restarts is None:
-            optimizers = [fragment.outer for fragment in self.engine.fragments]
-            restarts = sum(group.get("restarts", 0) for outer in optimizers for group in outer.param_groups)
-        return {
-            "tokens": self.tokens(),
-            "seconds": done.seconds,
-            "engine_share": done.engine_seconds / done.seconds if done.seconds else 0.0,
-            "diverged": done.exit_reason == DIVERGED,
-            "exit_reason": done.exit_reason,
-            "steps": done.step,
-            "rounds": self.engine.round,
-            "restarts": restarts,
-            "checksum": self.engine.checksum(),
-            "execution": self.execution,
-        }
-
-    def environment(self) -> dict[str, Any]:
-        """Return versions, machine, unit of the losses and data, for `env.json`."""
-        data = dict(self.data)
-        unit = data.pop("loss_unit", "")
-        return environment(self.compute.device) | {"loss_unit": unit, "corpus": data}
+_MAY_DIFFER = ("compute.", "device", "threads", "log_every", "checkpoint_every", "keep_checkpoints")
+"""Values that ranks may have of their own: how to compute, and what to write."""
 
 
 @dataclasses.dataclass
@@ -286,22 +53,264 @@ class Progress:
     exit_reason: str = RUNNING
 
 
-def _check_needs(outer: Optimizer) -> None:
-    """Refuse restart policies that need what training does not have."""
-    needs: Collection[str] = getattr(outer, "needs", ())  # an optimizer of the user's own has none
-    if missing := sorted({*needs} - MEASURED - {*FOR_POLICIES}):
-        has = ", ".join([*sorted(MEASURED), *FOR_POLICIES])
-        raise ValueError(
-            f"--outer.restart: a policy needs {', '.join(missing)}, which training does not have; it has {has}"
-        )
+class Trainer:
+    """One run of a task on this rank.
 
+    Attributes:
+        replicas: this rank's replicas; the run's others are on other ranks.
+        engine: the `DiLoCo` over them.
+        done: how far the run is.
+        compute: what computes losses and gradients; its `chosen` holds decisions that a resumed run repeats.
 
-def _shared(config: RunConfig) -> dict[str, Any]:
-    """List the values that must be the same in all processes; those of computing and of output may differ."""
-    free = ("compute.", "device", "threads", "log_every", "checkpoint_every", "keep_checkpoints")
-    return {f"--{path}": value for path, value in values_of(config).items() if not path.startswith(free)}
+    Raises:
+        UsageError: values that do not fit each other, the task, the device or the ranks.
+    """
 
+    def __init__(self, task: Task, config: RunConfig, group: SingleProcess) -> None:
+        self.config, self.task, self.group = config, task, group
+        self.done = Progress()
+        self.validation: Mapping[str, float] | None = None
+        """Held-out numbers of the present anchor, if it has been evaluated."""
+        if config.replicas % group.size:
+            raise UsageError(f"--replicas: must be a multiple of the {group.size} ranks, got {config.replicas}")
+        device = device_of(config.device)
+        torch.set_num_threads(config.threads)
+        set_deterministic(device, strictly=config.deterministic)
+        if check := getattr(task, "check", None):
+            check(device)
+        if not config.repeat and (check_data := getattr(task, "check_data", None)):
+            check_data(config.steps)
+        share = config.replicas // group.size
+        self.compute = step_of(task, device, share, group)
+        self.data = dict(task.describe())
+        self.loss_bound: float = config.divergence_loss or self.compute.loss_bound
+        self._losses: list[Tensor] = []
+        self._last_line: tuple[int, float] | None = None  # step and time of the last line of steps.jsonl
+        first = group.rank * share
+        self.replicas = [Replica(config, number, task, self.compute) for number in range(first, first + share)]
+        self.engine = self._engine()
 
-def _columns(validation: Mapping[str, float]) -> dict[str, float]:
-    """Rename the numbers of an evaluation as in the logs and the summary."""
-    return {"validation_loss" if name == "loss" else name: value for name, value in validation.items()}
+    def _engine(self) -> DiLoCo:
+        config, sync = self.config, self.config.sync
+        shared = {f"--{path}": value for path, value in flatten(to_tree(config)).items()}
+        shared = {path: value for path, value in shared.items() if not path[2:].startswith(_MAY_DIFFER)}
+        try:
+            engine = DiLoCo(
+                [replica.model for replica in self.replicas],
+                outer_of(config),
+                restart=sync.policies or config.outer.policy,
+                filter=config.outer.filter,
+                inner_steps=config.inner_steps,
+                fragments=sync.parts,
+                stagger=sync.stagger,
+                delay=sync.delay,
+                mixing=sync.mixing,
+                compression=sync.compression,
+                buffers="mean",
+                group=self.group,
+                expect_equal={"data": self.data["fingerprint"]} | shared,
+            )
+        except ValueError as error:  # fragments without parameters, a delay beyond the round, ranks that differ
+            raise UsageError(str(error)) from None
+        for fragment in engine.fragments:
+            needs = {*getattr(fragment.outer, "needs", ())} - MEASURED - {*FOR_POLICIES}
+            if needs:
+                has = ", ".join([*sorted(MEASURED), *FOR_POLICIES])
+                raise UsageError(f"--outer.restart: a policy may need {has}, needs {', '.join(sorted(needs))}")
+            try:
+                follow(fragment.outer, Schedule.parse(config.outer.schedule), config.rounds)
+            except ValueError as error:
+                raise UsageError(f"--outer.{error}") from None
+        return engine
+
+    # ------------------------------------------------------------------------------------------------- training
+
+    def inner_step(self) -> None:
+        """Take an inner step of every replica; nothing here waits for a GPU."""
+        self._last_line = self._last_line or (self.done.step, time.perf_counter())
+        lr = inner_lr(self.config, self.done.step)
+        self._losses += [replica.step(self.done.step, lr) for replica in self.replicas]
+        self.done.step += 1
+        self.validation = None
+
+    def synchronize(self, *, stop: bool = False) -> RoundReport | None:
+        """Tell the engine that every replica has taken an inner step; the last round may be a shorter one.
+
+        Args:
+            stop: this rank was asked to stop; where a round ends, all ranks learn of it.
+        """
+        signals = None
+        is_last = self.done.step == self.config.steps
+        if is_last or self.engine.reports_next:
+            self.read_losses()  # else the wait for the inner steps would count as the engine's time
+            # Each replica's mean first: the same bits as with one rank a replica.
+            means = [sum(losses) / len(losses) for replica in self.replicas if (losses := replica.round_losses)]
+            signals = {
+                LOSS: sum(means) / len(means) if means else 0.0,
+                STOP: float(stop),
+                "inner_lr": inner_lr(self.config, self.done.step - 1),
+                "progress": self.done.step / self.config.steps,
+            }
+        clock = time.perf_counter()
+        reports = [self.engine.step(signals), self.engine.finish(signals) if is_last else None]
+        self.done.engine_seconds += time.perf_counter() - clock
+        taken = [report for report in reports if report is not None]
+        return merged(taken) if taken else None
+
+    def read_losses(self) -> None:
+        """Read the losses on the device into `done`; this waits for the device."""
+        if self._losses:
+            for replica, loss in zip(itertools.cycle(self.replicas), torch.stack(self._losses).tolist(), strict=False):
+                replica.round_losses.append(loss)
+                self.done.recent_loss += loss
+            self.done.recent_losses += len(self._losses)
+            self._losses.clear()
+
+    def end_round(self, report: RoundReport) -> dict[str, Any]:
+        """Set `done.exit_reason` after a round; return its line of metrics, on rank 0 with a due validation."""
+        for replica in self.replicas:
+            replica.round_losses = []
+        loss, done, interval = report.signals[LOSS], self.done, self.config.evaluate_every
+        if report.not_finite or not (loss <= self.loss_bound and math.isfinite(report.pseudo_gradient_norm)):
+            done.exit_reason = DIVERGED
+        elif done.step == self.config.steps:
+            done.exit_reason = FINISHED
+        elif report.signals[STOP]:
+            done.exit_reason = STOPPED
+        line: dict[str, Any] = {"step": done.step, "round": report.round, "train_loss": loss}
+        due = interval and report.complete and report.round % interval == 0
+        if self.group.rank == 0 and (due or done.exit_reason in (FINISHED, DIVERGED)):
+            line |= self.validate()
+        return line | {"inner_lr": inner_lr(self.config, done.step - 1)}
+
+    def validate(self) -> Mapping[str, float]:
+        """Evaluate the anchor on held-out data; `validation_loss` and what else the task measures."""
+        if self.validation is None:
+            with self.engine.anchored():
+                found = self.replicas[0].evaluate()
+            self.validation = {"validation_loss" if name == "loss" else name: value for name, value in found.items()}
+        return self.validation
+
+    def step_line(self) -> dict[str, Any] | None:
+        """Return a line of `steps.jsonl` if one is due: this rank's mean loss and speed since the last one."""
+        done, config = self.done, self.config
+        if config.log_every == 0 or done.step % config.log_every:
+            return None
+        self.read_losses()  # before the clock is read: it waits for the device
+        now = (done.step, time.perf_counter())
+        # None in a fork whose first line comes before its first inner step.
+        (step, clock), self._last_line = self._last_line or now, now
+        loss = done.recent_loss / max(done.recent_losses, 1)
+        done.recent_loss, done.recent_losses = 0.0, 0
+        line = {"step": done.step, "train_loss": loss, "inner_lr": inner_lr(config, done.step - 1)}
+        line |= self.compute.rates((done.step - step) * len(self.replicas), now[1] - clock)
+        return line | {"peak_memory_bytes": peak_bytes(self.compute.device)}
+
+    # ---------------------------------------------------------------------------------------------------- state
+
+    def parts(self) -> dict[str, Any]:
+        """Return this rank's parts of a checkpoint, by name; the tensors are live."""
+        self.read_losses()
+        parts: dict[str, Any] = {}
+        # Before a sync that the engine has not been told of, the replicas are a step ahead of it.
+        at_anchor = self.engine.at_anchor and self.engine.taken == self.done.step
+        for replica in self.replicas:
+            state = replica.state_dict()
+            if at_anchor and state["model"].keys() <= self.engine.anchor.keys():
+                del state["model"]  # equal to the anchor, as usual at the end of a round
+            parts[f"replica-{replica.number:03d}"] = state
+        engine, residuals = self.engine.state_dict(), self.engine.residuals()  # both wait for an all-reduce
+        if self.group.rank == 0:
+            parts[ENGINE] = engine
+        if residuals:
+            parts[f"residuals-{self.group.rank:03d}"] = residuals
+        return parts
+
+    def progress(self) -> dict[str, Any]:
+        """Return the plain numbers of a checkpoint."""
+        return {
+            "done": dataclasses.asdict(self.done),
+            "chosen": self.compute.chosen,
+            "ranks": self.group.size,
+            "data": self.data["fingerprint"],
+        }
+
+    def load(self, saved: Checkpoint, *, fork: bool = False) -> None:
+        """Continue from a checkpoint of this run, or, as a fork, from one of a run with another outer optimizer.
+
+        A fork takes over all that has happened, and its own settings hold from here on. It equals the run alone, bit
+        for bit, if both outer optimizers would have taken the same outer steps so far.
+
+        Raises:
+            DamagedError: a damaged file; nothing has changed.
+            UsageError: other data than this run's.
+        """
+        if saved.progress["data"] != self.data["fingerprint"]:
+            raise UsageError(
+                f"{self.compute.data_name}: its data have changed since the run began; give another --out for a new run"
+            )
+        residuals = f"residuals-{self.group.rank:03d}"
+        names = [ENGINE, *(f"replica-{replica.number:03d}" for replica in self.replicas)]
+        saved.verify(names + [residuals] * saved.holds(residuals))  # before anything has changed
+        state = saved.part(ENGINE)
+        if fork:
+            for fragment, of_saved in zip(self.engine.fragments, state["fragments"], strict=True):
+                own = fragment.outer.state_dict()
+                if of_saved["round"] == 0:  # no outer step yet, so that any optimizer can go on
+                    of_saved["outer"] = own
+                for group, mine in zip(of_saved["outer"]["param_groups"], own["param_groups"], strict=True):
+                    counted = (*COUNTERS, "policy_state")
+                    group.update({key: value for key, value in mine.items() if key not in counted})
+        self.engine.load_state_dict(state)
+        # With another number of ranks, what was owed belongs to no rank.
+        if saved.progress["ranks"] == self.group.size and saved.holds(residuals):
+            self.engine.load_residuals(saved.part(residuals))
+        for replica, name in zip(self.replicas, names[1:], strict=True):
+            replica.load_state_dict({"model": replica.model.state_dict()} | saved.part(name))
+        self.compute.chosen = dict(saved.progress["chosen"])
+        self.done, self._losses = Progress(**saved.progress["done"]), []
+        self.done.exit_reason = RUNNING if self.done.exit_reason == STOPPED else self.done.exit_reason
+
+    # -------------------------------------------------------------------------------------------------- results
+
+    @property
+    def tokens(self) -> int:
+        """Tokens trained on so far, over all replicas."""
+        return self.done.step * self.config.replicas * self.compute.tokens
+
+    def weights(self) -> bytes:
+        """Return the evaluated weights (anchor and saved buffers) as a safetensors file."""
+        model = self.replicas[0].model
+        names = model.state_dict().keys()
+        tensors = self.engine.anchor | {name: buffer for name, buffer in model.named_buffers() if name in names}
+        tensors = {name: value.contiguous().clone() for name, value in tensors.items()}
+        return safetensors.torch.save(tensors, metadata={"config": fingerprint(self.config)})
+
+    def summary(self) -> dict[str, Any]:
+        """Return the run in numbers; at its end with the held-out numbers, which may show that it has diverged."""
+        done = self.done
+        validation: Mapping[str, Any] = {}
+        if done.exit_reason in (FINISHED, DIVERGED) and self.group.rank == 0:
+            validation = self.validate()
+            if not validation["validation_loss"] <= self.loss_bound:  # in the last outer step
+                done.exit_reason = DIVERGED
+        optimizers = [fragment.outer for fragment in self.engine.fragments]
+        return {
+            **validation,
+            "tokens": self.tokens,
+            "seconds": done.seconds,
+            "engine_share": done.engine_seconds / done.seconds if done.seconds else 0.0,
+            "diverged": done.exit_reason == DIVERGED,
+            "exit_reason": done.exit_reason,
+            "steps": done.step,
+            "rounds": self.engine.round,
+            "restarts": sum(group.get("restarts", 0) for outer in optimizers for group in outer.param_groups),
+            "checksum": self.engine.checksum(),
+            "execution": dict(self.compute.chosen),
+        }
+
+    def environment(self) -> dict[str, Any]:
+        """Return versions, machine, unit of the losses and data, for `env.json`."""
+        data = dict(self.data)
+        unit = data.pop("loss_unit", "")
+        return environment(self.compute.device) | {"loss_unit": unit, "corpus": data}

@@ -14,17 +14,10 @@ from twophase.tasks.lm.evaluate import numbers, total_nats
 TOKEN_BYTES = np.array([1, 1, 2, 3, 4, 1, 2])
 
 
-class Bigram(nn.Module):
-    """Logits that depend on the present token only."""
-
-    def __init__(self, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        weights = torch.randn(7, 7, generator=torch.Generator().manual_seed(0))
-        self.table = nn.Parameter((scale * weights).to(dtype))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits."""
-        return self.table[tokens]
+def bigram(scale: float = 1.0, dtype: torch.dtype = torch.float32) -> nn.Embedding:
+    """A model whose logits depend on the present token only."""
+    weights = torch.randn(7, 7, generator=torch.Generator().manual_seed(0))
+    return nn.Embedding(7, 7, _weight=(scale * weights).to(dtype))
 
 
 def windows() -> tuple[Tensor, Tensor]:
@@ -32,7 +25,7 @@ def windows() -> tuple[Tensor, Tensor]:
     return ids[:, :-1], ids[:, 1:]
 
 
-@pytest.mark.parametrize("batch", [1, 2, 5, 100])
+@pytest.mark.parametrize("batch", [1, 2, 100])
 @pytest.mark.parametrize(
     ("dtype", "precision"),
     # A bfloat16 model is judged by the exact loss of its rounded logits, not by a loss rounded to eight bits.
@@ -40,26 +33,26 @@ def windows() -> tuple[Tensor, Tensor]:
 )
 def test_equals_the_definition(batch: int, dtype: torch.dtype, precision: float):
     """Loss and both perplexities follow from the definition, whatever the batch; nothing is kept for a gradient."""
-    model, (tokens, targets) = Bigram(dtype=dtype), windows()
-    logits = model.table.detach().double().numpy()[tokens.numpy()]
+    model, (tokens, targets) = bigram(dtype=dtype), windows()
+    logits = model.weight.detach().double().numpy()[tokens.numpy()]
     chosen = np.take_along_axis(logits, targets.numpy()[..., None], -1)[..., 0]
     nats = float((np.log(np.exp(logits).sum(-1)) - chosen).sum())
     total = total_nats(model, tokens, targets, batch)
     assert total == pytest.approx(nats, rel=precision)
-    assert model.table.grad is None
+    assert model.weight.grad is None
     expected = {
         "loss": nats / 55,
         "perplexity": math.exp(nats / 55),
         "perplexity_per_byte": math.exp(nats / TOKEN_BYTES[targets.numpy()].sum()),
     }
     assert numbers(total, targets.numpy(), TOKEN_BYTES) == pytest.approx(expected, rel=10 * precision)
-    assert math.isnan(numbers(total, targets.numpy(), None)["perplexity_per_byte"])
+    assert "perplexity_per_byte" not in numbers(total, targets.numpy(), None)
 
 
 @pytest.mark.parametrize(("scale", "perplexity"), [(1e5, math.inf), (math.nan, math.nan)])
 def test_divergence_is_a_result(scale: float, perplexity: float):
     """A diverged model gives inf or NaN, not an exception."""
     tokens, targets = windows()
-    result = numbers(total_nats(Bigram(scale), tokens, targets, 2), targets.numpy(), TOKEN_BYTES)
+    result = numbers(total_nats(bigram(scale), tokens, targets, 2), targets.numpy(), TOKEN_BYTES)
     assert result["perplexity"] == pytest.approx(perplexity, nan_ok=True)
     assert result["perplexity_per_byte"] == pytest.approx(perplexity, nan_ok=True)

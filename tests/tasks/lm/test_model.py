@@ -13,14 +13,13 @@ from twophase.tasks.lm.model import Llama, rms_norm
 
 VOCABULARY = 37
 DEMO = ModelConfig()
-CONFIGS = {
-    "demo": DEMO,
-    "one layer, one head, odd sizes": ModelConfig(layers=1, hidden_size=6, intermediate_size=5, heads=1),
-    "one key head": ModelConfig(layers=2, hidden_size=32, intermediate_size=40, heads=4, kv_heads=1),
-    "two key heads, tied": ModelConfig(hidden_size=48, heads=6, kv_heads=2, tie_embeddings=True),
-    "tied, other constants": ModelConfig(layers=3, tie_embeddings=True, rope_theta=500.0, norm_eps=1e-2),
-    "as many key heads": ModelConfig(layers=1, hidden_size=64, heads=4, kv_heads=4, rope_theta=1e6),
-}
+CONFIGS = [
+    DEMO,
+    ModelConfig(layers=1, hidden_size=6, intermediate_size=5, heads=1),
+    ModelConfig(layers=2, hidden_size=32, intermediate_size=40, heads=4, kv_heads=1),
+    ModelConfig(hidden_size=48, heads=6, kv_heads=2, tie_embeddings=True),
+    ModelConfig(layers=3, tie_embeddings=True, rope_theta=500.0, norm_eps=1e-2),
+]
 
 
 def built(config: ModelConfig = DEMO, seed: int = 0) -> Llama:
@@ -56,7 +55,7 @@ def assert_close(value: Tensor, expected: Tensor, bound: float = 1e-5) -> None:
     assert (value - expected).abs().max().item() <= bound
 
 
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+@pytest.mark.parametrize("config", CONFIGS)
 def test_logits_and_gradients_are_those_of_transformers(config: ModelConfig):
     """With the same weights, logits at several lengths, loss and each matrix's gradient differ by at most 1e-5."""
     model = built(config)
@@ -81,18 +80,6 @@ def test_logits_and_gradients_are_those_of_transformers(config: ModelConfig):
         assert_close(exported[name], gradient)
 
 
-def test_exported_weights_are_copies():
-    """Changing an exported weight leaves the model alone, and the other way round."""
-    model = built()
-    exported = model.to_hf()
-    before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    for weight in exported.values():
-        assert weight.is_contiguous()
-        assert not weight.requires_grad
-        weight.zero_()
-    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_the_norm_is_that_of_torch(dtype: torch.dtype):
     """Value and gradients equal those of `F.rms_norm` to rounding, for large, small and vanishing rows."""
@@ -110,23 +97,19 @@ def test_the_norm_is_that_of_torch(dtype: torch.dtype):
 
 
 def test_lengths_may_alternate():
-    """A model used at several lengths in turn gives at each what a fresh one gives, and prefixes agree."""
+    """A model used at several lengths in turn gives at each what a fresh one gives, and prefixes agree.
+
+    Tables that an evaluation made under inference mode do not keep a later backward pass from working.
+    """
     model = built()
+    with torch.inference_mode():
+        model(ids()[0])
+    model.loss(*ids()).backward()
     tokens, _ = ids(length=40)
     for length in (40, 7, 40, 1, 23):
         fresh = built()(tokens[:, :length])
         assert torch.equal(model(tokens[:, :length]), fresh)
         assert_close(fresh, model(tokens)[:, :length])
-
-
-def test_training_after_an_evaluation_in_inference_mode():
-    """Tables that were made under inference mode do not keep a later backward pass from working."""
-    model, fresh = built(), built()
-    with torch.inference_mode():
-        model(ids()[0])
-    for each in (model, fresh):
-        each.loss(*ids()).backward()
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), fresh.parameters(), strict=True))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-5), (torch.bfloat16, 0.15)])
@@ -144,11 +127,11 @@ def test_other_types_compute_the_same_function(dtype: torch.dtype, bound: float)
     assert all(p.grad is not None and p.grad.dtype == dtype for p in moved.parameters())
 
 
-def test_the_demo_has_31392_weights():
-    """The demo's size is the known one, and the state dict holds the parameters and nothing else."""
+def test_the_state_dict_holds_the_parameters_alone():
+    """Tables of the forward pass are no part of it; the demo's size is the known one."""
     model = Llama(DEMO, 96, seed=0)
     model(torch.zeros(1, 64, dtype=torch.int64))
-    assert sum(weight.numel() for weight in model.parameters()) == 31_392
+    assert sum(weight.numel() for weight in model.state_dict().values()) == 31_392
     assert list(model.state_dict()) == [name for name, _ in model.named_parameters()]
 
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from twophase.base.config import LATER
-from twophase.training.config import LARGEST_LR, RunConfig, require, whole_numbers
-from twophase.training.config import check as check_run
-
-MOST_LAYERS, MOST_NUMBERS = 1000, 10**7
-"""Layers, and what else a model and its batches have of one kind; products of them are limited by the memory."""
-VOCABULARY_SIZES = {"char": 96, "bytes": 256}
+from twophase.config import require
+from twophase.training.config import RunConfig
 
 
 @dataclass(frozen=True)
@@ -37,6 +33,19 @@ class ModelConfig:
     vocabulary_size: int = 0
     """Rows of embedding and head; 0 means as many as the data's vocabulary has, and it may not have fewer."""
 
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden_size", "intermediate_size", "heads"):
+            require(getattr(self, name) >= 1, f"model.{name}", getattr(self, name), "at least 1")
+        pairs = 2 * self.heads
+        require(
+            self.hidden_size % pairs == 0, "model.hidden_size", self.hidden_size, f"a multiple of 2 x heads, {pairs}"
+        )
+        fits = self.kv_heads == 0 or (self.kv_heads > 0 and self.heads % self.kv_heads == 0)
+        require(fits, "model.kv_heads", self.kv_heads, f"0 (as many as heads) or a divisor of heads, {self.heads}")
+        for name in ("rope_theta", "norm_eps"):
+            require(0 < getattr(self, name) < math.inf, f"model.{name}", getattr(self, name), "above 0")
+        require(self.vocabulary_size >= 0, "model.vocabulary_size", self.vocabulary_size, "at least 0")
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -49,19 +58,26 @@ class DataConfig:
     vocabulary: Literal["char", "bytes"] = "char"
     """`char` (95 printable ASCII characters and newline) or `bytes` (256); tokens: brings its own."""
     tokenizer: str = ""
-    """The tokenizer that tokens: must have been made with: its name, such as mistral, or 8 or more digits of its
-    SHA-256; empty takes any."""
+    """The tokenizer that tokens: must have been made with, such as mistral; empty takes any."""
     sequence_length: int = 64
     """Tokens of a training sequence."""
     batch_size: int = 8
     """Sequences a replica and inner step."""
     held_out: float = 0.08
     """Share of the documents that is held out for validation; tokens: brings its own validation split."""
-    split: Literal["iid", "non-iid"] = field(default="iid", metadata=LATER)
+    split: Literal["iid", "non-iid"] = "iid"
     """Division of a text's documents among replicas: iid (in random order) or non-iid (in the corpus's order: another
     part of library or file for each). The held-out documents are the same."""
     validation_windows: int = 256
     """Sequences of a validation, spread evenly over the held-out text."""
+
+    def __post_init__(self) -> None:
+        for name in ("sequence_length", "batch_size", "validation_windows"):
+            require(getattr(self, name) >= 1, f"data.{name}", getattr(self, name), "at least 1")
+        require(0 < self.held_out < 1, "data.held_out", self.held_out, "between 0 and 1")
+        # Token shards have one shuffled order of windows an epoch, of which each replica reads a share.
+        fits = self.split == "iid" or not self.corpus.startswith("tokens:")
+        require(fits, "data.split", self.split, "iid with tokens:")
 
 
 @dataclass(frozen=True)
@@ -78,51 +94,16 @@ class TrainConfig(RunConfig, LanguageConfig):
 
     # Fields come in reverse order of the bases: model and data first, as config.yaml files have them.
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        size, batch = self.compute.micro_batch, self.data.batch_size
+        fits = size == 0 or (size > 0 and batch % size == 0)
+        require(fits, "compute.micro_batch", size, f"0 (as many as fit) or a divisor of data.batch_size, {batch}")
+        # The backward pass of cuDNN adds in any order, so such a run would not repeat.
+        fits = not (self.deterministic and self.compute.attention == "cudnn")
+        require(fits, "compute.attention", self.compute.attention, "another kernel with --deterministic")
+
     @property
     def step_tokens(self) -> int:
         """Tokens of an inner step of one replica."""
         return self.data.batch_size * self.data.sequence_length
-
-
-def check(config: TrainConfig) -> TrainConfig:
-    """Return the configuration if it can be run.
-
-    Raises:
-        UsageError: naming the option, its value, the range and the remedy.
-    """
-    model, batch = config.model, config.data.batch_size
-    sizes = ["model.hidden_size", "model.intermediate_size", "model.heads"]
-    sizes += ["data.sequence_length", "data.batch_size", "data.validation_windows"]
-    require(
-        config,
-        [
-            *whole_numbers(1, MOST_LAYERS, "model.layers"),
-            *whole_numbers(1, MOST_NUMBERS, *sizes),
-            *whole_numbers(0, MOST_NUMBERS, "model.vocabulary_size"),
-            (
-                "model.hidden_size",
-                lambda size: size % (2 * model.heads) == 0,
-                f"a multiple of 2 x heads = {2 * model.heads} (rotary pairs)",
-            ),
-            (
-                "model.kv_heads",
-                lambda heads: heads == 0 or (heads > 0 and model.heads % heads == 0),
-                f"0 (as many as heads) or a divisor of --model.heads {model.heads}",
-            ),
-            ("model.rope_theta", lambda theta: 0 < theta <= LARGEST_LR, f"above 0 and at most {LARGEST_LR:g}"),
-            ("model.norm_eps", lambda eps: 0 < eps <= LARGEST_LR, f"above 0 and at most {LARGEST_LR:g}"),
-            (
-                "data.split",
-                lambda name: name == "iid" or not config.data.corpus.startswith("tokens:"),
-                "iid with tokens:, which replicas share in the order of the shards",
-            ),
-            ("data.held_out", lambda share: 0 < share < 1, "between 0 and 1, for example 0.08"),
-            (
-                "compute.micro_batch",
-                lambda size: size == 0 or (size > 0 and batch % size == 0),
-                f"0 (as many as the memory holds) or a divisor of --data.batch-size {batch}",
-            ),
-        ],
-    )
-    check_run(config)
-    return config

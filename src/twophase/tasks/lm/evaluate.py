@@ -1,4 +1,4 @@
-"""Loss and perplexity of a language model on given windows."""
+"""Loss and perplexity of a language model on the held-out windows of a corpus."""
 
 from __future__ import annotations
 
@@ -11,19 +11,30 @@ import torch.nn.functional as F  # noqa: N812 - torch's own custom
 from numpy.typing import NDArray
 from torch import Tensor
 
+from twophase.tasks.lm.data import Corpus
+from twophase.training.distributed import to_device
+
+MOST_LOGITS = 1 << 28
+"""Logits of a forward pass: in float32 those of large vocabularies should not take over the memory."""
+
+Model = Callable[[Tensor], Tensor]
+"""Maps tokens (batch, length) to logits (batch, length, vocabulary)."""
+
+
+def evaluate(model: Model, corpus: Corpus, vocabulary_size: int, device: torch.device) -> dict[str, float]:
+    """Return loss in nats a token, perplexity and, where the bytes of tokens are known, perplexity per byte."""
+    tokens, targets = corpus.validation()
+    batch = max(1, min(64, MOST_LOGITS // (tokens.shape[1] * vocabulary_size)))
+    inputs, labels = to_device((tokens, targets), device)
+    return numbers(total_nats(model, inputs, labels, batch), targets, corpus.token_bytes)
+
 
 @torch.no_grad()
-def total_nats(model: Callable[[Tensor], Tensor], tokens: Tensor, targets: Tensor, batch: int) -> float:
-    """Return the cross-entropy summed over all targets, -sum_i log softmax(logits_i)[target_i].
+def total_nats(model: Model, tokens: Tensor, targets: Tensor, batch: int) -> float:
+    """Return the cross-entropy in nats, summed over all targets: in float64, from losses of at least float32.
 
-    Args:
-        model: function of (batch, length) int64; returns logits (batch, length, vocabulary).
-        tokens: (windows, length) int64, on the model's device.
-        targets: (windows, length) int64, on the model's device.
-        batch: windows a forward pass, >= 1; it changes the memory that is needed, not the result.
-
-    Returns:
-        Nats; summed in float64 from losses of at least float32.
+    Tokens and targets, (windows, length) int64, are on the model's device. `batch` windows a forward pass change the
+    memory that is needed, not the result.
     """
     nats = 0.0
     for inputs, labels in zip(tokens.split(batch), targets.split(batch), strict=True):
@@ -35,24 +46,12 @@ def total_nats(model: Callable[[Tensor], Tensor], tokens: Tensor, targets: Tenso
 
 
 def numbers(nats: float, targets: NDArray[np.integer], token_bytes: NDArray[np.integer] | None) -> dict[str, float]:
-    """Return the numbers of an evaluation: L = nats / N, its exponential, and that of nats a byte.
+    """Return L = nats / N, its exponential and, with UTF-8 bytes of each token, (vocabulary,), that of nats a byte.
 
     Perplexities that overflow are inf, and a NaN of the model stays a NaN: divergence is a result, not an error.
-
-    Args:
-        nats: sum of `total_nats`.
-        targets: the N tokens that were predicted, of any shape.
-        token_bytes: (vocabulary,), UTF-8 bytes of each token; None where they are not known, which makes the perplexity
-            per byte a NaN.
     """
-    size_bytes = 0 if token_bytes is None else int(token_bytes[targets].sum())
-    loss = nats / targets.size
-    per_byte = _exp(nats / size_bytes) if size_bytes else math.nan
-    return {"loss": loss, "perplexity": _exp(loss), "perplexity_per_byte": per_byte}
-
-
-def _exp(exponent: float) -> float:
-    try:
-        return math.exp(exponent)
-    except OverflowError:
-        return math.inf
+    means = {"perplexity": nats / targets.size}
+    if token_bytes is not None and (size := int(token_bytes[targets].sum())):
+        means["perplexity_per_byte"] = nats / size
+    perplexities = {name: math.inf if mean > 709 else math.exp(mean) for name, mean in means.items()}
+    return {"loss": means["perplexity"], **perplexities}

@@ -1,8 +1,7 @@
 """The cross-entropy of a linear head, without the logits of a whole batch in float32.
 
 The logits of the paper's model for one replica's batch, 131,072 x 32,000, take 16.8 GB in float32. Here they exist for
-some rows at a time, and their gradient is made meanwhile. So nothing of their size is kept for the backward pass, and
-the head's product is not computed twice.
+some rows at a time, and their gradient is made meanwhile, so nothing of their size is kept for the backward pass.
 """
 
 from __future__ import annotations
@@ -44,15 +43,6 @@ def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         count = math.ceil(targets.numel() / rows)
         rows = math.ceil(targets.numel() / count / tile) * tile
     return in_pieces(x, weight, targets, rows)
-
-
-def pieces_bytes(rows: int, vocabulary_size: int, size: int, *, compiled: bool) -> int:
-    """Estimate the memory of the pieces on a GPU: logits and their gradient, or their values in float32.
-
-    Numbers have `size` bytes; where the loss is compiled, only logits and gradient exist.
-    """
-    whole = rows * vocabulary_size
-    return min(COMPILED_PIECE, whole) * 2 * size if compiled else min(PIECE["cuda"], whole) * 5 * 4
 
 
 def in_pieces(x: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:

@@ -2,9 +2,7 @@
 
 At the sizes that a laptop trains, a step costs what its tensor operations move and launch as much as what they compute.
 Hence the shape of this code: one matrix (batch x length, hidden) between the operations, queries and keys rotated
-together, and native operations only. Hand-written gradients were measured at the demo's size on one CPU thread. Those
-of the norm, the SwiGLU, the rotation or the cross-entropy gained nothing in a whole step. Those of half a block gained
-5 to 8 % of forward and backward, which does not pay for their length.
+together, and native operations only.
 """
 
 from __future__ import annotations
@@ -36,8 +34,7 @@ class Llama(nn.Module):
     Args:
         config: sizes and constants.
         vocabulary_size: number of tokens.
-        seed: seed of the initial weights, for a private generator; the same seed gives the same weights on every
-            device.
+        seed: of the initial weights, which are the same on every device.
         compute_dtype: type of products, attention and the residual stream; None means the weights' type. With float32
             weights bfloat16 is mixed precision: gradients are cast to float32 before they are summed.
         recompute: keep only each block's input for the backward pass, and compute the rest again.
@@ -80,8 +77,6 @@ class Llama(nn.Module):
         for name, weight in self.named_parameters():
             if weight.dim() == 1:
                 weight.fill_(1.0)
-                continue
-            if weight.is_meta:  # names and shapes are wanted, and drawing is what takes long
                 continue
             std = EMBEDDING_STD if name in ("embedding", "head") else weight.shape[1] ** -0.5
             if name.endswith((".output", ".down")):
@@ -130,10 +125,7 @@ class Llama(nn.Module):
         return self._rotation[1]
 
     def to_hf(self) -> dict[str, Tensor]:
-        """Copy the weights, by their names in the state dict of `transformers.LlamaForCausalLM`.
-
-        With a tied head, `lm_head.weight` is left out, as in `transformers`' files.
-        """
+        """Copy the weights, by their names in `transformers.LlamaForCausalLM`; a tied head is left out."""
         parts: dict[str, Tensor] = {"model.embed_tokens.weight": self.embedding}
         for index, block in enumerate(self.blocks):
             assert isinstance(block, Block)
@@ -157,9 +149,6 @@ class Llama(nn.Module):
             "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
             "tie_word_embeddings": config.tie_embeddings,
             "max_position_embeddings": max_position_embeddings,
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "mlp_bias": False,
         }
 
 
@@ -225,10 +214,7 @@ class Block(nn.Module):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalize by the root mean square over the last dimension, weight * x / sqrt(mean(x^2) + eps).
-
-    Source: Zhang and Sennrich, "Root mean square layer normalization" (2019).
-    """
+    """Normalize by the root mean square over the last dimension, weight * x / sqrt(mean(x^2) + eps)."""
     if x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64):
         # PyTorch has one kernel for it on GPUs, but on CPUs takes more operations than these: 3 % of a demo step.
         return x * torch.rsqrt((x * x).sum(-1, keepdim=True) / weight.shape[0] + eps) * weight
@@ -243,17 +229,8 @@ def rotary_tables(config: ModelConfig, length: int, dtype: torch.dtype, device: 
 
         angle[t, j] = t / theta^(2 j / size),   cos = (cos, cos),   sin = (-sin, sin)
 
-    The angles are float32 in transformers' order of operations for every type, so that a model sees the angles of its
-    training.
-
-    Args:
-        config: head size, number of heads, theta.
-        length: number of positions t, from 0.
-        dtype: type of the tables.
-        device: device of the tables.
-
-    Returns:
-        Two tables, (length, 1, head size), or repeated over queries' and keys' heads on the CPU.
+    For positions t = 0 … length - 1: (length, 1, head size), or repeated over queries' and keys' heads on the CPU. The
+    angles are float32 in transformers' order of operations for every type.
 
     Source: Su et al., "RoFormer" (2021), with the pairing of transformers.
     """

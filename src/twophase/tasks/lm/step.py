@@ -1,45 +1,47 @@
-"""How a process computes losses and gradients: pieces of the batch, compiled code, attention kernels.
-
-One `Step` serves all replicas and runs of a process, so code is compiled once. Its decisions depend on the memory and
-the machine, and change the last bits of a run. So they are plain values that a checkpoint keeps and a resumed run takes
-over.
-"""
+"""How a process computes losses and gradients of the language model: pieces of the batch, compiled code, kernels."""
 
 from __future__ import annotations
 
 import inspect
 import logging
 import math
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from twophase.base.errors import RunError, UsageError, first_line, is_out_of_memory
 from twophase.diloco.group import SingleProcess
-from twophase.tasks.lm.attention import DTYPES, activate, attention_kernel, choose
 from twophase.tasks.lm.config import TrainConfig
-from twophase.tasks.lm.loss import pieces_bytes
+from twophase.tasks.lm.flops import flops_per_token
 from twophase.tasks.lm.model import Llama
-from twophase.tasks.lm.speed import matrix_count, parameter_count
 
-T = TypeVar("T")
-Batch = tuple[Tensor, Tensor]
-"""Tokens and targets."""
+DTYPES = {"float32": None, "bf16-mixed": torch.bfloat16}
+_REPEATABLE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+KERNELS = {
+    "auto": [SDPBackend.CUDNN_ATTENTION, *_REPEATABLE],
+    "deterministic": _REPEATABLE,  # whose backward pass can be told to add in a fixed order
+    "cudnn": [SDPBackend.CUDNN_ATTENTION],
+    "flash": [SDPBackend.FLASH_ATTENTION],
+    "efficient": [SDPBackend.EFFICIENT_ATTENTION],
+    "math": [SDPBackend.MATH],
+}
+"""Attention kernels of a GPU by name; torch takes the first that is built there and fits shape and type."""
 _log = logging.getLogger("twophase")
-_COMPILER = ("torch._inductor.compile_fx", "torch._dynamo.convert_frame", "triton.compiler")
-"""Modules that run while code is compiled, and not while compiled code runs."""
-_USABLE_SHARE = 0.85
-"""Of the memory at hand; the rest is for what the estimate does not know."""
+
+
+def attention_kernel(name: str) -> AbstractContextManager[Any]:
+    """Restrict attention to the kernels of a name; `default` leaves the choice to torch, as on a CPU."""
+    return sdpa_kernel(KERNELS[name], set_priority=True) if name in KERNELS else nullcontext()
 
 
 class Step:
-    """Forward and backward of a batch, for any model of one configuration on one device.
+    """Forward and backward of a batch on a device, for any model of one configuration and vocabulary.
 
-    The memory of so many replicas' optimizers is left free; all processes of the run use the same attention kernel.
+    One object serves all replicas of a process; the ranks of a group take pieces of the same size.
     """
 
     def __init__(
@@ -47,22 +49,27 @@ class Step:
         config: TrainConfig,
         vocabulary_size: int,
         device: torch.device,
-        replicas: int,
-        communicator: SingleProcess | None = None,
+        group: SingleProcess | None = None,
+        evaluate: Callable[[Any], Mapping[str, float]] = lambda _: {},
     ) -> None:
-        self.config = config
-        self.vocabulary_size = vocabulary_size
-        self.device = device
-        self.replicas = replicas
-        self.comm = communicator or SingleProcess()
+        self.config, self.device, self.group, self.evaluate = config, device, group or SingleProcess(), evaluate
+        self.tokens = config.step_tokens
+        self.loss_bound = 3 * math.log(vocabulary_size)
+        self.data_name = f"--data.corpus {config.data.corpus}"
+        self.flops = flops_per_token(config.model, vocabulary_size, config.data.sequence_length)
         self.chosen: dict[str, Any] = {}
-        """`micro_batch` and `attention`, from the first step on; plain values, for checkpoint and record."""
+        """`micro_batch`, from the first step on: it changes the last bits, so a resumed run takes it over."""
+        is_auto = config.compute.attention == "auto"
+        kernel = "deterministic" if is_auto and config.deterministic else config.compute.attention
+        self.attention = kernel if device.type == "cuda" else "default"
         self._loss = compiled_loss(autotune=config.compute.autotune) if config.compute.compile else loss
 
-    def gradients(self, model: Llama, batch: Batch) -> Tensor:
+    def gradients(self, model: Llama, batch: tuple[Tensor, Tensor]) -> Tensor:
         """Add the gradient of the mean loss to `.grad`, piece by piece, without waiting for the device.
 
-        A device that runs out of memory makes the pieces smaller, for good, unless their size was given.
+        A GPU that runs out of memory halves the pieces, for good, unless their size was given. The first call is a
+        collective one: then all ranks take the smallest size that one of them has found. Later, when optimizer states
+        exist too, like ranks run out of memory at the same batch.
 
         Args:
             model: model whose gradients are None.
@@ -70,116 +77,54 @@ class Step:
 
         Returns:
             The mean loss in nats a token, a scalar on the device.
+
+        Raises:
+            torch.OutOfMemoryError: pieces of the given size, or of one sequence, do not fit.
         """
-        self._choose(batch[0].shape)
-        return self._until_it_fits(lambda: self._pass(model, *batch), model)
-
-    @torch.no_grad()
-    def nats(self, model: Llama, tokens: Tensor, targets: Tensor) -> float:
-        """Sum the losses of many sequences, forward only, in a training step's pieces; wait for the device.
-
-        Pieces have the training step's shape, so compiled code needs one more graph (without gradients) for any number
-        of sequences. The remainder runs uncompiled.
-        """
-        self._choose_micro_batch(self.config.data.batch_size)
-
-        def total() -> Tensor:
-            # Only the process that evaluates is here, so nothing may be agreed on: before the first step torch chooses.
-            micro, attention = self.chosen["micro_batch"], self.chosen.get("attention", "default")
-            sums = []
-            for inputs, labels in zip(tokens.split(micro), targets.split(micro), strict=True):
-                value = (self._loss if len(inputs) == micro else loss)(model, inputs, labels, attention)
-                sums.append(value.double() * labels.numel())
-            return torch.stack(sums).sum()
-
-        return self._until_it_fits(total, model).item()
-
-    def _until_it_fits(self, compute: Callable[[], T], model: Llama) -> T:
-        """Return the result of a computation; repeat it in smaller pieces if the memory is full."""
-        while True:
-            try:
-                activate(self.chosen.get("attention", "default"))
-                return compute()
-            except Exception as error:
-                cause = getattr(error, "inner_exception", error)  # what a backend of the compiler raised
-                reason = first_line(cause)
-                if not is_out_of_memory(cause):
-                    if not _while_compiling(error):
-                        raise
-                    raise UsageError(
-                        f"--compute.compile: the compiler failed ({reason}). A CPU needs a C++ compiler (package "
-                        "g++), a GPU triton, which comes with torch, or another kernel (--compute.attention "
-                        "efficient). Or train without: --compute.no-compile"
-                    ) from error
-            # Outside the handler: the exception holds on to everything that the pass had allocated.
+        given = self.config.compute.micro_batch
+        is_first = "micro_batch" not in self.chosen
+        micro = self.chosen.setdefault("micro_batch", given or len(batch[0]))
+        while (value := self._attempt(model, *batch, micro)) is None:
+            smaller = next(size for size in range(micro // 2, 0, -1) if len(batch[0]) % size == 0)
+            _log.warning("compute.micro_batch: %d sequences do not fit, going on with %d", micro, smaller)
+            micro = self.chosen["micro_batch"] = smaller
+        if is_first and not given and (smallest := min(self.group.gather_json(micro))) < micro:
+            self.chosen["micro_batch"] = smallest
             model.zero_grad()
-            self._shrink(reason)
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
+            value = self._pass(model, *batch, smallest)
+        return value
 
-    def _pass(self, model: Llama, tokens: Tensor, targets: Tensor) -> Tensor:
-        micro, batch = self.chosen["micro_batch"], len(tokens)
+    def _attempt(self, model: Llama, tokens: Tensor, targets: Tensor, micro: int) -> Tensor | None:
+        """Return the loss, or None where the memory ended and smaller pieces may be tried."""
+        try:
+            return self._pass(model, tokens, targets, micro)
+        except torch.OutOfMemoryError:
+            if self.config.compute.micro_batch or micro == 1:
+                raise
+        # Outside the handler: the exception holds on to everything that the pass had allocated.
+        model.zero_grad()
+        torch.cuda.empty_cache()
+        return None
+
+    def _pass(self, model: Llama, tokens: Tensor, targets: Tensor, micro: int) -> Tensor:
         # Around the backward pass, too: what is recomputed there must meet the same kernel.
-        with attention_kernel(self.chosen["attention"]):
-            if micro == batch:  # no scale, no sum: a whole batch has exactly its own loss
-                value = self._loss(model, tokens, targets, self.chosen["attention"])
+        with attention_kernel(self.attention):
+            if micro == len(tokens):  # no scale, no sum: a whole batch has exactly its own loss
+                value = self._loss(model, tokens, targets, self.attention)
                 value.backward()
                 return value.detach()
             total = torch.zeros((), device=self.device)
             for inputs, labels in zip(tokens.split(micro), targets.split(micro), strict=True):
-                value = self._loss(model, inputs, labels, self.chosen["attention"]) * (micro / batch)
+                value = self._loss(model, inputs, labels, self.attention) * (micro / len(tokens))
                 value.backward()
                 total += value.detach()
             return total
 
-    def _shrink(self, reason: str) -> None:
-        micro, data = self.chosen["micro_batch"], self.config.data
-        smaller = [size for size in divisors(data.batch_size) if size < micro]
-        if self.config.compute.micro_batch:
-            remedy = "give a smaller one, or 0 for as many as the memory holds"
-        elif not smaller:
-            remedy = (
-                f"not even one sequence of --data.sequence-length {data.sequence_length} fits; give shorter ones, "
-                "--compute.recompute, --compute.precision bf16-mixed, a smaller model, or fewer replicas a process"
-            )
-        else:
-            self.chosen["micro_batch"] = smaller[-1]
-            _log.warning(
-                "--compute.micro-batch: %d sequences at a time do not fit on %s (%s); continuing with %d%s",
-                micro,
-                self.device,
-                reason,
-                smaller[-1],
-                ", for which the step is compiled again" * self.config.compute.compile,
-            )
-            return
-        raise RunError(
-            f"--device {self.config.device}: out of memory at --compute.micro-batch {micro} ({reason}); {remedy}. "
-            "What the run has saved is intact"
-        )
-
-    def _choose(self, shape: torch.Size) -> None:
-        """Fill in what has not been decided yet."""
-        self._choose_micro_batch(shape[0])
-        if "attention" not in self.chosen:
-            if self.device.type != "cuda":
-                self.chosen["attention"] = "default"
-                return
-            shape = torch.Size((self.chosen["micro_batch"], shape[1]))
-            self.chosen["attention"] = choose(self.config, shape, self.device, self.comm)
-
-    def _choose_micro_batch(self, batch: int) -> None:
-        if "micro_batch" not in self.chosen:
-            self.chosen["micro_batch"] = self.config.compute.micro_batch or self._largest_that_fits(batch)
-
-    def _largest_that_fits(self, batch: int) -> int:
-        """Return the largest divisor of the batch whose activations should fit, by estimate."""
-        room = memory_bytes(self.device) * _USABLE_SHARE
-        numel = parameter_count(self.config.model, self.vocabulary_size)
-        # float32: a replica's parameters and two moments; one gradient; anchor, pseudo-gradient and outer buffer.
-        room -= 4 * numel * (3 * self.replicas + 4)
-        config, vocabulary = self.config, self.vocabulary_size
-        return max((size for size in divisors(batch) if activation_bytes(config, vocabulary, size) <= room), default=1)
+    def rates(self, batches: int, seconds: float) -> dict[str, float]:
+        """Compute tokens and floating-point operations a second, by both countings of attention."""
+        rate = batches * self.tokens / seconds if seconds > 0 else 0.0
+        operations = {"flops_per_second": rate * self.flops.causal, "flops_per_second_palm": rate * self.flops.palm}
+        return {"tokens_per_second": rate, **operations}
 
 
 def loss(model: Llama, tokens: Tensor, targets: Tensor, attention: str) -> Tensor:
@@ -206,71 +151,7 @@ def compiled_loss(*, autotune: bool = False) -> Callable[[Llama, Tensor, Tensor,
     return torch.compile(loss, **options)
 
 
-def _while_compiling(error: BaseException) -> bool:
-    """Return whether an exception of any type comes from a compiler: a compiler's type, or raised while it ran."""
-    if type(error).__module__.startswith(("torch._inductor", "torch._dynamo", "triton.")):
-        return True
-    frame = error.__traceback__
-    while frame is not None:
-        if frame.tb_frame.f_globals.get("__name__", "").startswith(_COMPILER):
-            return True
-        frame = frame.tb_next
-    return False
-
-
-def divisors(number: int) -> list[int]:
-    """List the divisors of a number >= 1, from 1 to itself.
-
-    >>> divisors(12)
-    [1, 2, 3, 4, 6, 12]
-    """
-    return [size for size in range(1, number + 1) if number % size == 0]
-
-
-def activation_bytes(config: TrainConfig, vocabulary_size: int, sequences: int) -> int:
-    """Estimate the peak memory of some sequences between forward and backward pass.
-
-    On a GPU, saved per token and layer: the inputs of every product and nonlinearity. These are 5 hidden vectors (two
-    of the residual stream, two norms, attention), 3 intermediate ones, and query, key and value twice. The second copy
-    is rotated query and key, and the whole product of which the value is a view. Uncompiled code saves SiLU's result
-    and float32 values of the norms, too. Recomputation saves a hidden vector a layer. Outside the layers: the last norm
-    and the loss's gradient, and the weights cast for the products. In flight: the larger of the logits' pieces and a
-    layer's backward pass (gradients, and the recomputed layer).
-
-    Measured on fake CUDA tensors this is right to 4 %. On a CPU, where little is fused, it is cruder.
-    """
-    model, compute, length = config.model, config.compute, config.data.sequence_length
-    size = 2 if compute.precision == "bf16-mixed" else 4
-    kv = (model.kv_heads or model.heads) / model.heads
-    hidden, inner, tokens = model.hidden_size, model.intermediate_size, sequences * length
-    if torch.device(config.device).type == "cpu":
-        layer = ((6 + 2 * kv) * hidden + 3 * inner) * (1 if compute.compile else 2)
-        values = model.layers * hidden + layer if compute.recompute else model.layers * layer
-        head = min(vocabulary_size, 4096) * 4  # logits exist in pieces
-        return sequences * int(length * (values * size + 4 * hidden * size + head))
-    layer = ((7 + 3 * kv) * hidden + 3 * inner) * size + 4 * (model.heads + 2)
-    in_flight = 0.0
-    if not compute.compile:
-        layer += inner * size + 2 * (8 - size) * hidden
-        in_flight = 5 * inner * size
-    saved = model.layers * layer
-    if compute.recompute:
-        saved = model.layers * hidden * size
-        in_flight = layer + (in_flight or 0.3 * layer)
-    weights = 10 * vocabulary_size * hidden + (matrix_count(model) * size if size == 2 else 0)
-    logits = pieces_bytes(tokens, vocabulary_size, size, compiled=compute.compile)
-    return math.ceil(tokens * (saved + 2 * hidden * size) + weights + max(tokens * in_flight, logits))
-
-
-def memory_bytes(device: torch.device) -> int:
-    """Return all memory of a device or of this machine, free or not, so that the same machine decides alike."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
 def drawn(config: TrainConfig, vocabulary_size: int, seed: int) -> Llama:
     """Draw a fresh model of a configuration, on the CPU."""
-    compute = config.compute
-    dtype = DTYPES[compute.precision]
-    return Llama(config.model, vocabulary_size, seed=seed, compute_dtype=dtype, recompute=compute.recompute)
+    dtype, recompute = DTYPES[config.compute.precision], config.compute.recompute
+    return Llama(config.model, vocabulary_size, seed=seed, compute_dtype=dtype, recompute=recompute)

@@ -1,0 +1,300 @@
+"""`twophase.train`, `twophase.sweep` and `twophase.tune`: what the commands of these names call."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import date
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from twophase.config import fingerprint, flatten, to_tree, update
+from twophase.errors import RunError, UsageError
+from twophase.progress import meter, round_text, step_text
+from twophase.runs.folder import ENV, WEIGHTS, RunFolder, read_summary
+from twophase.tasks.registry import LM, config_class, forbid_import_time_calls, name_of, task_of
+from twophase.training.config import RunConfig
+
+if TYPE_CHECKING:
+    from twophase.report.results import Run
+    from twophase.report.results import Sweep as SweepResults
+    from twophase.tuning.results import TuneResults
+
+Values = RunConfig | Mapping[str, Any] | None
+
+
+def train(
+    task: Any = LM,
+    config: Values = None,
+    out: str | Path | None = None,
+    *,
+    track: str | Sequence[str] = (),
+    quiet: bool = False,
+) -> Run:
+    """Train one run of a task, or resume it, and return its results; as `twophase train`.
+
+    Args:
+        task: a name (`lm`, `digits`, `hf:MODEL`, `FILE.py:CLASS`), or an object with the methods of a task.
+        config: values of the run by dotted path or nested, such as `{"outer.lr": 0.7, "steps": 960}`, or a whole
+            configuration without `task`. The others are those of `twophase.training.config`.
+        out: the run's folder; by default one below `runs/` with a readable name, found again by the same values.
+        track: trackers that get every line as well: tensorboard, trackio, wandb.
+        quiet: show no progress.
+
+    Returns:
+        The run, as `twophase.load` reads it.
+
+    Raises:
+        UsageError: values that cannot be run, or a folder of another run.
+        RunError: the run was stopped by a signal; the same call resumes it.
+    """
+    from twophase.report.results import load  # noqa: PLC0415 - SciPy, seconds
+
+    resolved = run_config(task, config)
+    folder = default_folder(resolved) if out is None else Path(out)
+    with _as_it_was():
+        summary = train_run(resolved, folder, track=[track] if isinstance(track, str) else track, quiet=quiet)
+    if summary["exit_reason"] == "stopped":
+        raise RunError(f"{folder}: the run was stopped at step {summary['steps']}; the same call resumes it")
+    return load(folder)  # type: ignore[return-value]
+
+
+def sweep(
+    task: Any,
+    axes: Mapping[str, Sequence[Any]],
+    config: Values = None,
+    out: str | Path = "runs/sweep",
+    *,
+    controls: bool = False,
+    workers: int | None = None,
+    quiet: bool = False,
+) -> SweepResults:
+    """Run a grid of runs of a task, or resume it, and return its results; as `twophase sweep`.
+
+    A script that calls this has its calls below `if __name__ == "__main__":`, because worker processes read its file
+    when it defines the task.
+
+    Args:
+        task: as for `train`.
+        config: as for `train`; what the runs share.
+        axes: values to try by dotted path, such as `{"outer.lr": [0.3, 0.7], "outer.restart": ["never", 3]}`; those of
+            the task are below `task.`.
+        out: the sweep's folder.
+        controls: add momentum-free runs, plain averaging and gain-matched controls of restarted runs.
+        workers: processes that train; one means this process. By default one a GPU, or one for each `threads` cores.
+        quiet: show no progress.
+
+    Returns:
+        The sweep, as `twophase.load` reads it.
+
+    Raises:
+        UsageError: values that cannot be run, or a folder of another sweep.
+        RunError: a run failed, and its folder says why; the same call tries it again.
+    """
+    from twophase.recipes.controls import grid_of  # noqa: PLC0415 - not where --help is asked
+    from twophase.report.results import load  # noqa: PLC0415
+    from twophase.sweeps.grid import Axis, Sweep  # noqa: PLC0415
+    from twophase.sweeps.runner import run_sweep  # noqa: PLC0415
+
+    for path, values in axes.items():
+        if isinstance(values, str) or not isinstance(values, Sequence):
+            raise UsageError(f"axes: {path} must be a list of the values to try, got {values!r}")
+    base, folder = run_config(task, config), Path(out)
+    cells = grid_of(base, [Axis(path, tuple(values)) for path, values in axes.items()], controls=controls)
+    with _as_it_was():
+        run_sweep(Sweep("sweep", base, cells), folder, workers=workers, quiet=quiet).check(folder)
+    return load(folder)  # type: ignore[return-value]
+
+
+def run_config(task: Any, config: Values) -> RunConfig:
+    """Return the configuration of a task, given by name or as an object, with some values."""
+    forbid_import_time_calls()
+    if isinstance(config, RunConfig):
+        return config
+    values = flatten(config or {})
+    if isinstance(task, type):
+        raise UsageError(f"task: must be a name or an object, such as {task.__name__}(), got the class")
+    if isinstance(task, str):
+        name, options = values.get("task.name", task) if task == LM else task, {}
+    else:
+        name, options = name_of(type(task)), _options(task)
+    base = config_class(name)()
+    known = {field.name for field in dataclasses.fields(base.task)} if name != LM else set()  # type: ignore[attr-defined]
+    base = update(base, {f"task.{key}": value for key, value in options.items() if key in known}, "task: ")
+    return update(base, values, "config: ")
+
+
+def _options(task: Any) -> dict[str, Any]:
+    """Return the values that made a task."""
+    if not dataclasses.is_dataclass(task):
+        if getattr(task, "__dict__", None):
+            raise UsageError(f"task: {type(task).__name__} must be a dataclass, for another process to make it, too")
+        return {}
+    return {field.name: getattr(task, field.name) for field in dataclasses.fields(task) if field.init}
+
+
+@contextmanager
+def _as_it_was() -> Iterator[None]:
+    """Give the caller's own computing its number of threads and its random numbers back."""
+    import torch  # noqa: PLC0415 - seconds
+
+    threads, gpus = torch.get_num_threads(), [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    try:
+        with torch.random.fork_rng(gpus):
+            yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def train_run(
+    config: RunConfig, out: Path, *, track: Sequence[str] = (), quiet: bool = False, timeout: float | None = None
+) -> dict[str, Any]:
+    """Train one run, or what is left of it, on this rank; return its summary.
+
+    Args:
+        config: the run.
+        out: its folder.
+        track: names of trackers.
+        quiet: show no progress.
+        timeout: seconds for the start of all ranks and for each collective.
+
+    Raises:
+        UsageError: values that cannot be run here, before a folder is made; or a folder of another run.
+    """
+    from twophase.runs.trackers import check_trackers, open_trackers  # noqa: PLC0415
+    from twophase.training import loop  # noqa: PLC0415 - torch
+    from twophase.training.distributed import (  # noqa: PLC0415
+        device_of,
+        process_group,
+        raised_on_all_ranks,
+        stop_on_signal,
+    )
+    from twophase.training.outer import outer_line  # noqa: PLC0415
+    from twophase.training.trainer import Trainer  # noqa: PLC0415
+
+    if config.outer.method == "averaging" and config.outer.momentum:
+        raise UsageError(
+            f"--outer.momentum: must be left out with averaging, got {config.outer.momentum}; "
+            "heavy-ball and nesterov have a momentum"
+        )
+    check_trackers(track)
+    if (summary := finished(config, out)) is not None:
+        return summary
+    with ExitStack() as stack:
+        group = stack.enter_context(process_group(device_of(config.device), timeout))
+        stop = stack.enter_context(stop_on_signal())
+        trainer = Trainer(task_of(config), config, group)
+        folder = None
+        with raised_on_all_ranks(group):
+            if group.rank == 0:
+                folder = stack.enter_context(RunFolder.claim(out, config))
+                folder.trackers = open_trackers(track, out, out.name, to_tree(config))
+        if folder and not quiet:
+            print(outer_line(config), file=sys.stderr)
+        show = stack.enter_context(meter("train", config.steps, quiet=quiet or folder is None))
+
+        def on_line(line: dict[str, Any]) -> None:
+            show(line["step"], round_text(line) if "round" in line else step_text(line))
+
+        summary = loop.run(trainer, out, folder, on_line=on_line, should_stop=stop.is_set)
+        # Where the signal came to another rank, this one stops with it and has none.
+        return summary | {"status": 128 + (stop.number or signal.SIGINT)}
+
+
+def finished(config: RunConfig, out: Path) -> dict[str, Any] | None:
+    """Return the summary of a finished run, or None where the folder has none.
+
+    Raises:
+        UsageError: its task, text or tokens have changed since: the same command would be another run.
+        RunError: its weights are damaged.
+    """
+    from twophase.files import sha256  # noqa: PLC0415
+
+    summary = read_summary(out, fingerprint(config))
+    if summary is None:
+        return None
+    now, before = task_of(config).describe()["fingerprint"], json.loads((out / ENV).read_bytes())
+    if before["corpus"]["fingerprint"] != now:
+        raise UsageError(f"--out {out}: the data or the task have changed since the run ended; give another --out")
+    weights = out / WEIGHTS
+    if weights.exists() and sha256(weights) != summary.get("weights_sha256"):
+        raise RunError(f"{weights} is damaged; delete it and summary.json, and repeat the command")
+    return summary
+
+
+_NAMED = ("outer.", "inner_steps", "seed", "task.name", "sync.restart")
+"""Values that the name of a folder has in any case."""
+
+
+def default_folder(config: RunConfig) -> Path:
+    """Return the folder of a run without `--out`: the day, its setting in words, and its fingerprint.
+
+    By its fingerprint it is found again on another day.
+    """
+    identity = fingerprint(config)
+    if earlier := sorted(Path("runs").glob(f"*{identity}")):
+        return earlier[0]
+    tree, defaults = flatten(to_tree(config)), flatten(to_tree(type(config)()))
+    setting = f"{config.outer.describe()} {restart_words(config)} S {config.inner_steps} seed {config.seed}"
+    if "task.name" in tree:
+        setting = f"{tree['task.name'].rpartition(':')[2]} {setting}"
+    for path, value in tree.items():
+        if value != defaults[path] and not path.startswith(_NAMED):
+            setting += f" {path.rpartition('.')[2].replace('_', ' ')} {value}"
+    label = re.sub("[^A-Za-z0-9.]+", "-", setting)[:75].strip("-.")
+    return Path("runs") / f"{date.today()}-{label}-{identity}"
+
+
+def restart_words(config: RunConfig) -> str:
+    """Return when the momentum restarts: each fragment's own policy, or one for all."""
+    return f"restart {', '.join(config.sync.restart) or config.outer.restart}"
+
+
+def tune(
+    task: Any,
+    methods: Sequence[str] | None = None,
+    config: Values = None,
+    out: str | Path = "runs/tune",
+    *,
+    points: int | None = None,
+    budget: float | None = None,
+    seeds: Sequence[int] = (0, 1),
+    fresh: Sequence[int] = (100, 101, 102, 103, 104),
+    workers: int | None = None,
+    quiet: bool = False,
+) -> TuneResults:
+    """Compare outer optimizers on a task, each tuned with as many settings, or resume that; as `twophase tune`.
+
+    Args:
+        task: as for `train`.
+        config: as for `train`; what the runs share. The search of the inner learning rate begins at its own.
+        methods: what is held against averaging, such as `"nesterov outer.restart=3"` (`twophase.tuning.methods`); by
+            default the usual ones.
+        out: the comparison's folder.
+        points: settings that each method tries, >= 1.
+        budget: seconds for all of it, in the place of points; by default two hours.
+        seeds: tuning seeds, over which a setting's results are averaged.
+        fresh: seeds of the final comparison, two or more that are not among the tuning seeds.
+        workers: as for `sweep`.
+        quiet: show no progress.
+
+    Returns:
+        The methods, best first, each with its setting, its results on the fresh seeds and a word; `print` shows them.
+
+    Raises:
+        UsageError: values that cannot be run, a folder of another comparison, or a budget that does not reach.
+        RunError: a run failed, and its folder says why; or every setting of every method diverged.
+    """
+    from twophase.tuning.methods import METHODS, check_paths  # noqa: PLC0415 - not where --help is asked
+    from twophase.tuning.tune import Tuning, run_tuning  # noqa: PLC0415
+
+    if isinstance(config, Mapping):
+        check_paths(flatten(config))
+    tuning = Tuning(run_config(task, config), methods or METHODS, points, budget, seeds, fresh)
+    with _as_it_was():
+        return run_tuning(tuning, Path(out), workers=workers, quiet=quiet)

@@ -1,0 +1,118 @@
+"""Files that survive a kill: written whole or not at all, and logs of JSON lines."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+import math
+import os
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`, which takes its name when the block ends; an error removes it."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        yield temporary
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        sync_folder(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Write a file so that a reader, and a crash, sees the old content or the new, never a part."""
+    with replacing(path) as temporary:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what killed writers left in a folder that only this process writes."""
+    for path in folder.glob(".*.tmp"):
+        path.unlink(missing_ok=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a rename in a folder durable: the names lie in the folder, not in the files."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file, hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def finite(value: Any) -> Any:
+    """Return a value as strict JSON can hold it: arrays as lists, numbers that are not finite as None."""
+    if hasattr(value, "tolist"):  # of NumPy's scalars, too
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def append(path: Path, record: Mapping[str, Any]) -> None:
+    """Append one JSON line in one write; half a line that a kill has left before it is closed first."""
+    line = json.dumps(finite(record), allow_nan=False).encode() + b"\n"
+    with path.open("a+b", buffering=0) as file:
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            line = line if file.read(1) == b"\n" else b"\n" + line
+        if (written := file.write(line)) < len(line):  # a full disk: the second write says so
+            file.write(line[written:])
+
+
+def read_jsonl(path: Path, key: Sequence[str] = ()) -> list[Row]:
+    """Return the records of a log, without a line that a kill has torn; a missing file is empty.
+
+    Args:
+        path: the log.
+        key: names whose values identify a record; of several with the same the last wins, for a resumed run repeats
+            lines.
+    """
+    rows: dict[Any, Row] = {}
+    with suppress(FileNotFoundError):
+        for number, line in enumerate(path.read_bytes().splitlines()):
+            with suppress(ValueError):
+                row = json.loads(line)
+                if isinstance(row, dict):
+                    rows[tuple(repr(row.get(name)) for name in key) or number] = row
+    return list(rows.values())
+
+
+def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return rows as CSV; columns in the order in which they first appear, empty where a row has no number."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows([_cell(row.get(name)) for name in columns] for row in rows)
+    return buffer.getvalue()
+
+
+def _cell(value: Any) -> str:
+    value = finite(value)
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return str(value).lower()
+    # The last digits of a double differ between processors.
+    return f"{value:.12g}" if isinstance(value, float) else str(value)

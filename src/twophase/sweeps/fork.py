@@ -1,0 +1,102 @@
+"""The prefix tree of a sweep: runs that take the same steps up to a round train them once.
+
+A node is an ordinary run. It goes to its end, or stops before the outer step in which its children differ; each child
+forks from the checkpoint that it leaves there (`Trainer.load`), and is bit for bit the run alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from twophase.config import fingerprint, to_tree
+from twophase.restart import RoundSignal, State, age_after, ask
+from twophase.training.config import RunConfig
+
+
+@dataclass(frozen=True)
+class Node:
+    """A run of the tree.
+
+    Args:
+        name: name of its folder: the run's id, or that of a shared beginning.
+        config: its configuration; of a shared beginning that of the first run below it.
+        parent: name of the node that it forks from, or None.
+        start: inner step at which it begins.
+        stop: inner step before whose outer step it ends, or None: it is a run of the sweep.
+    """
+
+    name: str
+    config: RunConfig
+    parent: str | None
+    start: int
+    stop: int | None
+
+    @property
+    def steps(self) -> int:
+        """Inner steps that it takes by itself."""
+        return (self.config.steps if self.stop is None else self.stop) - self.start
+
+
+def tree(configs: Mapping[str, RunConfig]) -> dict[str, Node]:
+    """Return the nodes of a sweep's runs by name, parents before their children.
+
+    Args:
+        configs: plain configurations (`RunConfig.plain`) by run id.
+    """
+    groups: dict[str, list[str]] = {}
+    for run, config in configs.items():
+        sync = config.sync
+        is_shared = sync.parts == 1 and sync.delay == 0 and sync.mixing == 0 and not sync.restart
+        trunk = to_tree(config) | {"outer": None}
+        groups.setdefault(fingerprint(trunk) if is_shared else run, []).append(run)
+    steps = {run: outer_steps(config) for run, config in configs.items()}
+    nodes = [node for group in groups.values() for node in _grow(group, configs, steps, None, 0)]
+    return {node.name: node for node in nodes}
+
+
+def outer_steps(config: RunConfig) -> list[str]:
+    """Return what each outer step of a run is, so that runs with equal beginnings begin alike.
+
+    It is the rule with its settings, and what the restart policy decides; all of a policy that has a memory or looks at
+    measured values stands for each of its decisions.
+    """
+    policy = config.outer.policy
+    settings = repr(replace(config.outer, restart="never"))
+    if policy.needs:
+        return [f"{settings} {policy}"] * config.rounds
+    state: State = {}
+    age, decisions = 0, []
+    for number in range(1, config.rounds + 1):
+        state, decision, _ = ask(policy, state, RoundSignal(number, age + 1))
+        age = age_after(decision, age + 1)
+        decisions.append(f"{settings} {decision}")
+    return [f"{settings} {policy}"] * config.rounds if state else decisions
+
+
+def _grow(
+    runs: list[str], configs: Mapping[str, RunConfig], steps: Mapping[str, list[str]], parent: Node | None, taken: int
+) -> Iterator[Node]:
+    """Yield the nodes of runs that take the same outer steps up to `taken`."""
+    config = configs[runs[0]]
+    begins = {"parent": None if parent is None else parent.name, "start": 0 if parent is None else parent.stop or 0}
+    if len(runs) == 1:
+        yield Node(runs[0], config, stop=None, **begins)
+        return
+    # Runs whose outer steps are all equal, as with a period beyond the end, part before the last one.
+    while taken < config.rounds - 1 and len({steps[run][taken] for run in runs}) == 1:
+        taken += 1
+    stop = min((taken + 1) * config.inner_steps, config.steps)
+    node = Node(f"fork-{fingerprint(to_tree(config) | {'stop': stop})}", config, stop=stop, **begins)
+    yield node
+    last = taken == config.rounds - 1
+    for group in [[run] for run in runs] if last else _by(runs, lambda run: steps[run][taken]):
+        yield from _grow(group, configs, steps, node, taken + 1)
+
+
+def _by(runs: Iterable[str], key: Any) -> list[list[str]]:
+    groups: dict[Any, list[str]] = {}
+    for run in runs:
+        groups.setdefault(key(run), []).append(run)
+    return list(groups.values())

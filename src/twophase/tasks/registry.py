@@ -1,0 +1,193 @@
+"""Tasks by name, and the configuration of a run of each: `lm`, `digits`, `hf:MODEL`, `FILE.py:CLASS`, `module:CLASS`.
+
+A task other than `lm` is a class. The fields of a dataclass are configuration values below `task.`: options of the
+command line (`--task.width 32`) and axes of a sweep (`--axis task.width 32 64`). A field `replicas` is no such value:
+it receives the run's number of replicas, for a task that shares its data out among them.
+
+This module imports no torch; the tasks' own do.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import importlib.util
+import inspect
+import sys
+import textwrap
+import types
+import typing
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import cache, lru_cache
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from twophase.config import flatten, meant, update
+from twophase.errors import UsageError
+from twophase.tasks.lm.config import TrainConfig
+from twophase.training.config import RunConfig
+
+LM, HF, REPLICAS = "lm", "hf:", "replicas"
+_SHIPPED = {"digits": "twophase.tasks.digits:Digits"}
+_FORMS = (LM, *_SHIPPED, "hf:MODEL", "FILE.py:CLASS", "module:CLASS")
+_KINDS = {bool, int, float, str}
+"""Types of values that an option, a file and an axis can hold."""
+_importing: list[str] = []
+"""Modules of tasks that are being imported."""
+
+
+def task_of(config: RunConfig) -> Any:
+    """Return the task of a configuration, a `twophase.training.task.Task`."""
+    if isinstance(config, TrainConfig):
+        from twophase.tasks.lm.task import LanguageTask  # noqa: PLC0415 - torch
+
+        return LanguageTask(config)
+    return _own_task(config.task, config.replicas)  # type: ignore[attr-defined]
+
+
+@lru_cache(maxsize=2)  # a sweep's worker trains many runs on the same data
+def _own_task(options: Any, replicas: int) -> Any:
+    from twophase.tasks.checks import OwnTask  # noqa: PLC0415 - torch
+
+    values = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
+    kind = task_class(name := values.pop("name"))
+    values = {REPLICAS: replicas, "source": name.removeprefix(HF)} | values
+    return OwnTask(kind(**{field.name: values[field.name] for field in _fields(kind)}), options)
+
+
+def config_of(tree: Mapping[str, Any]) -> RunConfig:
+    """Return the configuration that a tree of values holds, nested or by dotted path, of whichever task."""
+    values = flatten(tree)
+    return update(config_class(values.get("task.name", LM))(), values)
+
+
+@cache
+def config_class(name: str) -> type[RunConfig]:
+    """Return the class of a configuration of a task's runs: `RunConfig` with the task's values below `task`.
+
+    Raises:
+        UsageError: no such task, or a field without a default or of a type that no option can hold.
+    """
+    if name == LM:
+        return TrainConfig
+    kind = task_class(name)
+    # The name is in config.yaml, and the only value of its type, so that no option and no axis changes it.
+    options: list[tuple[str, Any, Any]] = [("name", typing.Literal[name], dataclasses.field(default=name))]
+    hidden = {REPLICAS, "source"} if name.startswith(HF) else {REPLICAS}
+    for field in _fields(kind):
+        if field.name in hidden:
+            continue
+        hint = typing.get_type_hints(kind)[field.name]
+        if field.default is dataclasses.MISSING or field.name == "name" or not _is_plain(hint):
+            raise UsageError(
+                f"--task {name}: the field {field.name} must have a default, another name than `name`, and the type "
+                f"int, float, bool, str, a Literal, or a tuple of one of them, got {hint}"
+            )
+        options.append((field.name, hint, dataclasses.field(default=field.default)))
+    namespace = {"__doc__": _documentation(kind), "__module__": kind.__module__}
+    made = dataclasses.make_dataclass(kind.__name__, options, namespace=namespace, frozen=True)
+    part = dataclasses.make_dataclass(
+        "TaskPart", [("task", made, dataclasses.field(default_factory=made))], frozen=True
+    )
+    # Fields come in reverse order of the bases: the task first, as config.yaml files have it.
+    return dataclasses.make_dataclass("TaskRunConfig", [], bases=(RunConfig, part), frozen=True)
+
+
+def _fields(kind: type) -> list[dataclasses.Field[Any]]:
+    return [field for field in dataclasses.fields(kind) if field.init] if dataclasses.is_dataclass(kind) else []
+
+
+def _is_plain(hint: Any) -> bool:
+    kinds, origin = {*typing.get_args(hint)} - {Ellipsis, type(None)}, typing.get_origin(hint)
+    is_one_of = origin in (tuple, typing.Union, types.UnionType) and len(kinds) == 1 and kinds <= _KINDS
+    return hint in _KINDS or origin is typing.Literal or is_one_of
+
+
+def _documentation(kind: type) -> str:
+    """Return a class's docstring with those of its fields, which `--help` cannot find in a class without source."""
+    texts: list[str] = []
+    with suppress(OSError, TypeError):  # of a notebook
+        (node,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+        for field, text in pairwise(typing.cast("ast.ClassDef", node).body):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+                texts.append(f"    {ast.unparse(field.target)}: {' '.join(str(text.value.value).split())}")
+    return "\n".join([inspect.getdoc(kind) or "", "", "Args:", *texts])
+
+
+def task_class(name: str) -> type:
+    """Return the class of a task; what its file raises comes through.
+
+    Raises:
+        UsageError: a name of another form, a file or module that is missing, or a class that it lacks.
+    """
+    place = "twophase.tasks.hf:HuggingFace" if name.startswith(HF) and name != HF else _SHIPPED.get(name, name)
+    module, _, kind = place.rpartition(":")
+    if not module:
+        raise UsageError(f"--task: must be one of {', '.join(_FORMS)}, got {name}{meant(name, _FORMS)}")
+    classes = {key: value for key, value in vars(_module(module)).items() if inspect.isclass(value)}
+    if kind not in classes:
+        raise UsageError(f"--task {name}: {module} has no class {kind}{meant(kind, classes)}")
+    return classes[kind]
+
+
+@cache
+def _module(name: str) -> ModuleType:
+    """Import a module by its name, or a file; a name also means a module in the working directory."""
+    file, is_file = Path(name).absolute(), name.endswith(".py")
+    if is_file and not file.is_file():
+        raise UsageError(f"--task {name}: must be a file, there is no {file}")
+    # What lies beside it can be imported, as in `python FILE`; last, so that it hides no installed module.
+    folder = str(file.parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
+    _importing.append(name)
+    try:
+        return _load(file) if is_file else importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if f"{name}.".startswith(f"{error.name}."):  # and not one that its file imports
+            raise UsageError(f"--task {name}: must be a module, there is no {error.name}") from None
+        raise
+    finally:
+        _importing.pop()
+
+
+def _load(file: Path) -> ModuleType:
+    for loaded in (sys.modules.get(file.stem), sys.modules["__main__"]):  # else there would be two of each class
+        if loaded and (path := getattr(loaded, "__file__", None)) and Path(path).exists() and file.samefile(path):
+            return loaded
+    unique = file.stem if file.stem not in sys.modules else f"{file.stem} ({file})"
+    spec = importlib.util.spec_from_file_location(unique, file)
+    assert spec
+    assert spec.loader
+    module = sys.modules[unique] = importlib.util.module_from_spec(spec)  # dataclasses look their types up there
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[unique]
+        raise
+    return module
+
+
+def forbid_import_time_calls() -> None:
+    """Refuse a call that a task's file makes while it is imported: each worker of a sweep would begin it anew."""
+    if _importing:
+        remedy = 'put its calls of twophase below `if __name__ == "__main__":`'
+        raise UsageError(f"--task {_importing[-1]}: its file trains when it is imported; {remedy}")
+
+
+def name_of(kind: type) -> str:
+    """Return the name by which another process finds a task's class.
+
+    Raises:
+        UsageError: it is inside a function, or of a program without a file, such as a notebook.
+    """
+    file = Path(getattr(sys.modules.get(kind.__module__), "__file__", None) or "").absolute()
+    if "." in kind.__qualname__ or not file.is_file():
+        raise UsageError(f"task: {kind.__qualname__} must be a class at the top of a file, for workers to import it")
+    if "." in kind.__module__:
+        return f"{kind.__module__}:{kind.__name__}"
+    return f"{file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file}:{kind.__name__}"

@@ -1,0 +1,1 @@
+"""`twophase tune`: outer optimizers compared, each at its own best."""

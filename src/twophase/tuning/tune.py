@@ -1,0 +1,251 @@
+"""A fair comparison: every method tuned with the same number of settings, then compared on held-out seeds.
+
+Each stage is a sweep below the comparison's folder: the next settings of all methods, which follow from the results so
+far. `tune.json` has the settings and seconds of each stage, so that a repeated call repeats nothing. `trials.log` has a
+study for each method; optuna-dashboard opens it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from twophase.config import fingerprint, flatten, get, require, to_tree
+from twophase.errors import RunError, UsageError
+from twophase.files import finite, write_atomic
+from twophase.judge.cells import Paired
+from twophase.judge.decision import decide
+from twophase.runs.folder import Claim
+from twophase.sweeps.grid import Cell, Sweep
+from twophase.sweeps.runner import Outcome, run_sweep
+from twophase.sweeps.table import ABOVE_ZERO, SEED, Row, measure_of, result
+from twophase.training.config import RunConfig
+from twophase.tuning.methods import CONTROL, METHODS, Method, read_method, without_outer
+from twophase.tuning.results import Tuned, TuneResults, train_command
+from twophase.tuning.search import Point, Results, Scale, has_untried, propose, write_studies
+
+STATE, TRIALS, RESULT, FRESH = "tune.json", "trials.log", "comparison.json", "fresh"
+"""Files of a comparison's folder, and the beginning of the name of its last sweep."""
+BUDGET = 7200.0
+"""Seconds for the whole where neither points nor a budget are given."""
+_BATCH = 2
+"""Settings of each method in a stage."""
+_FEWEST_POINTS = 3
+
+Search = Callable[[Mapping[str, Scale], Results, int], Sequence[Point]]
+"""Returns at most so many settings to try next; none where it has ended."""
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Methods and runs of a comparison.
+
+    Args:
+        base: configuration of all runs; its `inner.lr` is where searches begin, its outer optimizer does not count.
+        texts: texts of the methods (`tuning.methods`); averaging is added.
+        points: settings that each method tries, or None.
+        budget: seconds for the whole, which decide the number of settings in the place of `points`.
+        seeds: tuning seeds, over which a setting's results are averaged.
+        fresh: seeds of the final comparison, at least 2 and none of the tuning seeds.
+
+    Raises:
+        UsageError: naming the option, its value and its range.
+    """
+
+    base: RunConfig
+    texts: Sequence[str] = METHODS
+    points: int | None = None
+    budget: float | None = None
+    seeds: Sequence[int] = (0, 1)
+    fresh: Sequence[int] = (100, 101, 102, 103, 104)
+    methods: tuple[Method, ...] = field(init=False)
+    """Averaging and the further methods."""
+
+    def __post_init__(self) -> None:
+        require(self.points is None or self.points >= 1, "points", self.points, "at least 1")
+        require(self.budget is None or 0 < self.budget < math.inf, "budget", self.budget, "a time above 0")
+        require(None in (self.points, self.budget), "budget", self.budget, "left out with --points")
+        seeds, fresh = (" ".join(map(str, each)) for each in (self.seeds, self.fresh))
+        require(0 < len({*self.seeds}) == len(self.seeds), "seeds", seeds, "one or more, each once")
+        fits = 1 < len({*self.fresh}) == len(self.fresh) and not {*self.fresh} & {*self.seeds}
+        require(fits, "fresh", fresh, f"two or more, each once, none of them among --seeds {seeds}")
+        object.__setattr__(self, "base", without_outer(self.base))
+        texts = [" ".join(text.split()) for text in self.texts]
+        texts = [CONTROL, *(text for text in texts if text != CONTROL)]
+        object.__setattr__(self, "methods", tuple(read_method(text, self.base) for text in texts))
+        require(len(texts) > 1, "methods", CONTROL, "one or more beside it")
+        seen: dict[str, str] = {}
+        for method in self.methods:
+            same = f"{[*method.scales]} {fingerprint(method.config(method.start).plain())}"
+            other = seen.setdefault(same, method.text)
+            if other != method.text or texts.count(other) > 1:  # counted twice, one would widen all intervals
+                raise UsageError(f"--methods: must have each method once, got {method.text} and {other}")
+
+    def spec(self) -> dict[str, Any]:
+        """Return what identifies the comparison, by option."""
+        own = {"methods": [method.text for method in self.methods], "seeds": [*self.seeds], "fresh": [*self.fresh]}
+        return json.loads(json.dumps(flatten(to_tree(self.base)) | own))
+
+
+def run_tuning(
+    tuning: Tuning,
+    folder: Path,
+    *,
+    workers: int | None = None,
+    quiet: bool = False,
+    search: Search = propose,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> TuneResults:
+    """Tune every method and compare them; repeating the call resumes it, also with more points or a larger budget.
+
+    Raises:
+        UsageError: the folder holds something else, or a budget that does not reach.
+        RunError: runs failed, and the same call tries them again; or every setting of every method diverged.
+    """
+    if missing := [name for name in ("optuna", "pandas") if find_spec(name) is None]:  # before hours of runs
+        raise UsageError(f"tune needs {' and '.join(missing)}; pip install 'twophase[sweep]'")
+    import_module("optuna").logging.set_verbosity(logging.WARNING)  # no line for every study
+    if not (folder / STATE).exists() and folder.is_dir() and any(file.name[0] != "." for file in folder.iterdir()):
+        raise UsageError(f"--out {folder}: must be empty or a comparison's folder, holds no {STATE}")
+    folder.mkdir(parents=True, exist_ok=True)
+    claim = Claim(folder, socket.gethostname(), lock=True)
+    try:
+        train = partial(run_sweep, workers=workers, quiet=quiet, should_stop=should_stop)
+        stages = _Stages(tuning, folder, train)
+        points = stages.search(search)
+        if not quiet:
+            print(f"{folder}: {points} settings of each method", file=sys.stderr)
+        return stages.compare(points)
+    finally:
+        claim.release()
+
+
+class _Stages:
+    """The sweeps of a comparison, one after the other."""
+
+    def __init__(self, tuning: Tuning, folder: Path, train: Callable[[Sweep, Path], Outcome]) -> None:
+        self.tuning, self.folder, self.train = tuning, folder, train
+        self.results: dict[str, dict[Point, float]] = {method.text: {} for method in tuning.methods}
+        self.seconds = dict.fromkeys(self.results, 0.0)
+        self.stages: list[dict[str, Any]] = []
+        """Of each stage the settings by method, and the seconds that it took once it has ended."""
+        if (folder / STATE).exists():
+            saved, spec = json.loads((folder / STATE).read_bytes()), tuning.spec()
+            for option, value in saved["comparison"].items():
+                require(spec.get(option) == value, option, spec.get(option), f"{value} as in {folder}")
+            self.stages = saved["stages"]
+
+    def _save(self) -> None:
+        state = {"comparison": self.tuning.spec(), "stages": self.stages}
+        write_atomic(self.folder / STATE, json.dumps(state, indent=1) + "\n")
+
+    def search(self, search: Search) -> int:
+        """Run stages up to the number of settings that points or budget allow; return it."""
+        methods, number = self.tuning.methods, 0
+        while True:
+            began = time.monotonic()
+            if number == len(self.stages):
+                most = self.tuning.points or self._affordable()
+                points = {}
+                for method in methods:
+                    if (count := most - len(self.results[method.text])) > 0:
+                        points[method.text] = search(method.scales, self.results[method.text], min(_BATCH, count))
+                if not any(points.values()):
+                    return max(map(len, self.results.values()))
+                self.stages.append({"points": points})
+                self._save()
+            stage = self.stages[number]
+            found = self._run(f"stage-{number:02d}", stage["points"], self.tuning.seeds)
+            for (text, point), rows in found.items():
+                self.results[text][point] = statistics.fmean(_logs(rows).values())
+            stage.setdefault("seconds", time.monotonic() - began)
+            self._save()
+            write_studies(self.folder / TRIALS, {m.text: (m.scales, self.results[m.text]) for m in methods})
+            number += 1
+
+    def _affordable(self) -> int:
+        """Return the settings of each method that the budget allows, from the seconds of those so far."""
+        budget, done = self.tuning.budget or BUDGET, max(map(len, self.results.values()))
+        if not done:
+            return 1
+        spent = math.fsum(stage["seconds"] for stage in self.stages)
+        each = spent / done
+        final = each * len(self.tuning.fresh) / len(self.tuning.seeds)
+        points = done + max(int((budget - spent - final) / each), 0)
+        least = f"at least {math.ceil(final + _FEWEST_POINTS * each + 1)}s, for {_FEWEST_POINTS} settings"
+        require(points >= _FEWEST_POINTS, "budget", f"{budget:.0f}s", least)
+        return points
+
+    def _run(
+        self, name: str, points: Mapping[str, Iterable[Iterable[float]]], seeds: Sequence[int]
+    ) -> dict[tuple[str, Point], list[Row]]:
+        """Run some settings as a sweep; return the row of each seed."""
+        cells: dict[tuple[str, Point], list[Cell]] = {}
+        for method in self.tuning.methods:
+            for point in map(tuple, points.get(method.text, ())):
+                cells[method.text, point] = [method.cell(point, seed) for seed in seeds]
+        sweep = Sweep(name, self.tuning.base, [cell for group in cells.values() for cell in group])
+        outcome = self.train(sweep, self.folder / name)
+        outcome.check(self.folder / name)
+        for row in outcome.rows:
+            self.seconds[row.arm] += row.seconds or 0.0
+            if row.state == "missing":
+                raise RunError(f"{self.folder}: stopped; the same command resumes it")
+            if row.state == "finished" and result(row) is None and row.perplexity != math.inf:
+                raise RunError(f"{self.folder / name}: run {row.run} has the loss {row.validation_loss}; {ABOVE_ZERO}")
+        by_run = {row.run: row for row in outcome.rows}
+        return {setting: [by_run[cell.run_id] for cell in group] for setting, group in cells.items()}
+
+    def compare(self, points: int) -> TuneResults:
+        """Train the best setting of each method on the fresh seeds, and compare; write and return what came out."""
+        best = {text: min(tried, key=tried.__getitem__) for text, tried in self.results.items()}
+        best = {text: point for text, point in best.items() if math.isfinite(self.results[text][point])}
+        if not best:
+            raise RunError(f"--out {self.folder}: every setting diverged; give another --out and a smaller --inner.lr")
+        name = f"{FRESH}-{points}"
+        found = self._run(name, {text: [point] for text, point in best.items()}, self.tuning.fresh)
+        rows = {text: group for (text, _), group in found.items()}
+        tuned = [self._tuned(method, best.get(method.text), rows) for method in self.tuning.methods]
+        tuned.sort(key=lambda each: each.fresh or math.inf)
+        measure = measure_of(row for group in rows.values() for row in group)
+        outcome = TuneResults(self.folder / name, measure, points, tuple(self.tuning.fresh), tuple(tuned))
+        plain = {"measure": measure, "points": points, "fresh": outcome.fresh}
+        plain["methods"] = [each.row() | {"results": each.results} for each in tuned]
+        write_atomic(self.folder / RESULT, json.dumps(finite(plain), indent=1) + "\n")
+        return outcome
+
+    def _tuned(self, method: Method, best: Point | None, rows: Mapping[str, Sequence[Row]]) -> Tuned:
+        tried = self.results[method.text]
+        tuned = Tuned(method.text, len(tried), self.seconds[method.text])
+        if best is None:
+            return tuned
+        config, mine, decision = method.config(best), rows[method.text], None
+        if method.text != CONTROL and CONTROL in rows:
+            pairs = Paired.of(_logs(mine), _logs(rows[CONTROL]))
+            decision = decide(pairs.by_seed, comparisons=len(self.tuning.methods) - 1)
+        return replace(
+            tuned,
+            command=train_command(config),
+            numbers={path: get(config, path) for path in method.scales},
+            tuned=math.exp(tried[best]),
+            results=tuple(map(result, mine)),
+            open=has_untried(method.scales, tried, best),
+            decision=decision,
+        )
+
+
+def _logs(rows: Iterable[Row]) -> dict[Any, float]:
+    """Return the logarithms of some results by seed, infinite where a run diverged."""
+    return {row.values[SEED]: math.log(result(row) or math.inf) for row in rows}

@@ -1,0 +1,106 @@
+"""The prefix tree: which steps runs share, and that a run of the tree is the run alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from twophase.api import run_config, train_run
+from twophase.restart import Restart, RoundSignal, ask
+from twophase.runs.folder import METRICS, ROUNDS, WEIGHTS
+from twophase.sweeps.fork import outer_steps, tree
+from twophase.sweeps.grid import RUNS, Axis, Sweep, product
+from twophase.sweeps.runner import run_sweep
+from twophase.training.config import OuterConfig, RunConfig, SyncConfig
+
+POLICIES = st.one_of(
+    st.just("never"),
+    st.integers(1, 9).map(str),
+    st.lists(st.integers(1, 5), min_size=1, max_size=3).map(lambda periods: f"cycle:{','.join(map(str, periods))}"),
+    st.sets(st.integers(1, 12), min_size=1, max_size=3).map(lambda at: f"at:{','.join(map(str, sorted(at)))}"),
+    st.integers(1, 4).map(lambda period: f"soft:{period}:0.5:0.1"),
+    st.just("auto"),
+)
+OUTERS = st.builds(OuterConfig, st.sampled_from(["averaging", "nesterov", "adamw"]), st.sampled_from([0.3, 0.7]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(OUTERS, POLICIES), min_size=1, max_size=8), st.integers(1, 12), st.integers(1, 5))
+def test_the_tree_takes_each_shared_step_once(outers: list[tuple[OuterConfig, str]], rounds: int, inner_steps: int):
+    """Nodes add up to every run, and two runs share exactly the rounds before their first different outer step."""
+    steps = rounds * inner_steps - inner_steps // 2
+    cells = [
+        product(RunConfig(steps=steps, inner_steps=inner_steps, outer=outer), [Axis("outer.restart", (policy,))])[0]
+        for outer, policy in outers
+        if not (outer.method == "adamw" and policy.startswith(("soft", "auto")))
+    ]
+    configs = {cell.run_id: cell.config for cell in cells}
+    nodes = tree(configs)
+    for run in configs:
+        node, path = nodes[run], 0
+        while node is not None:
+            path, node = path + node.steps, nodes.get(node.parent)  # type: ignore[arg-type, assignment]
+        assert path == steps
+    sequences = {run: outer_steps(config) for run, config in configs.items()}
+    shared = {tuple(sequence[:n]) for sequence in sequences.values() for n in range(len(sequence))}
+    brute = sum(min((len(prefix) + 1) * inner_steps, steps) - len(prefix) * inner_steps for prefix in shared)
+    same_to_the_end = len(set(map(tuple, sequences.values()))) < len(configs)
+    assert sum(node.steps for node in nodes.values()) == brute or same_to_the_end
+
+
+@given(POLICIES, st.integers(1, 12))
+def test_equal_beginnings_mean_equal_restarts(policy: str, rounds: int):
+    """Runs that count as equal up to a round have restarted in the same rounds."""
+    config = RunConfig(steps=rounds, inner_steps=1, outer=OuterConfig("nesterov", restart=policy)).plain()
+    never = outer_steps(RunConfig(steps=rounds, inner_steps=1, outer=OuterConfig("nesterov")).plain())
+    if config.outer.policy.needs:
+        assert outer_steps(config)[0] != never[0]
+        return
+    for number, (own, other) in enumerate(zip(outer_steps(config), never, strict=True), start=1):
+        _, decision, _ = ask(config.outer.policy, {}, RoundSignal(number, number))
+        assert (own != other) == isinstance(decision, Restart)
+
+
+def test_other_syncs_share_nothing():
+    """Fragments, delays, mixing and policies by fragment have another order of events: such runs are whole."""
+    for sync in (SyncConfig(("2",)), SyncConfig(delay=1), SyncConfig(mixing=0.5), SyncConfig(restart=("0=3",))):
+        cells = product(RunConfig(sync=sync, outer=OuterConfig("nesterov")), [Axis("outer.lr", (0.3, 0.7))])
+        assert all(node.parent is None for node in tree({cell.run_id: cell.config for cell in cells}).values())
+
+
+def outcome(folder: Path) -> tuple[Any, ...]:
+    """Weights, rounds and metrics of a run, without times."""
+    rounds = [json.loads(line) for line in (folder / ROUNDS).read_text().splitlines()]
+    kept = [{key: value for key, value in line.items() if key != "seconds"} for line in rounds]
+    return load_file(folder / WEIGHTS), kept, (folder / METRICS).read_text()
+
+
+def test_each_cell_of_a_grid_equals_the_run_alone(tmp_path: Path):
+    """24 cells over methods, rates, periods, a soft restart and a filter: bit for bit, their logs included."""
+    base = run_config("digits", {"steps": 20, "inner_steps": 4, "evaluate_every": 2})
+    cells = product(
+        base,
+        [
+            Axis("outer.method", ("nesterov", "heavy-ball")),
+            Axis("outer.lr", (0.3, 0.7)),
+            Axis("outer.restart", ("never", 2, 3, "soft:2:0.5:0.1", 100)),
+        ],
+    )
+    cells += product(base, [Axis("outer.method", ("averaging", "adamw"))])
+    cells += product(base, [Axis("outer.filter", ("orthogonal", "clip:1"))])
+    sweep = Sweep("sweep", base, cells)
+    assert len(sweep.runs) == 24
+    run_sweep(sweep, tmp_path, workers=1, quiet=True).check(tmp_path)
+    assert not list((tmp_path / RUNS).glob("fork-*"))
+    for run, config in sweep.runs.items():
+        train_run(config, tmp_path / "alone" / run, quiet=True)
+        weights, *logs = outcome(tmp_path / RUNS / run)
+        alone, *logs_alone = outcome(tmp_path / "alone" / run)
+        assert logs == logs_alone
+        assert all(torch.equal(weights[name], alone[name]) for name in alone)

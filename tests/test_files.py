@@ -1,0 +1,94 @@
+"""Files that are written whole or not at all, and logs that survive a kill and a full disk."""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from twophase.files import append, csv_text, finite, read_jsonl, remove_leftovers, replacing, sha256, write_atomic
+
+
+@contextmanager
+def full_disk(size: int) -> Iterator[None]:
+    """Let no file of this process grow beyond a size."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    """After an error, also of a full disk, the old content is there, and nothing beside it."""
+    path = tmp_path / "a.txt"
+    write_atomic(path, "old é")
+    with full_disk(100), pytest.raises(OSError, match="File too large"):
+        write_atomic(path, "x" * 200)
+    with suppress(KeyError), replacing(path) as temporary:
+        temporary.write_text("half")
+        raise KeyError
+    assert (path.read_text(encoding="utf-8"), names(path.parent)) == ("old é", ["a.txt"])
+    write_atomic(path, b"new")
+    assert path.read_bytes() == b"new"
+    assert sha256(path) == "11507a0e2f5e69d5dfa40a62a1bd7b6ee57e6bcd85c67c9b8431b36fff21c437"
+
+
+def test_leftovers_of_a_kill_are_removed(tmp_path: Path) -> None:
+    """What a killed writer has left, and nothing else."""
+    for name in (".a.txt.12345678.tmp", "a.txt", ".lock", "b.tmp"):
+        (tmp_path / name).touch()
+    remove_leftovers(tmp_path)
+    assert names(tmp_path) == [".lock", "a.txt", "b.tmp"]
+
+
+def test_the_last_line_of_a_key_wins(tmp_path: Path) -> None:
+    """A resumed run repeats lines; their order is that of the first."""
+    log = tmp_path / "log.jsonl"
+    assert read_jsonl(log) == []
+    for step, loss in ((1, 3.0), (2, 2.0), (3, math.nan), (2, 2.5)):
+        append(log, {"step": step, "loss": loss})
+    assert [row["loss"] for row in read_jsonl(log)] == [3.0, 2.0, None, 2.5]
+    rows = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.5}, {"step": 3, "loss": None}]
+    assert read_jsonl(log, ["step"]) == rows
+
+
+@pytest.mark.parametrize("cut", range(1, 13))
+def test_a_torn_line_costs_only_itself(tmp_path: Path, cut: int) -> None:
+    """Wherever a kill has cut the last line, those before it and the next one are read."""
+    log = tmp_path / "log.jsonl"
+    append(log, {"step": 1})
+    append(log, {"step": 2})
+    log.write_bytes(log.read_bytes()[:-cut])
+    append(log, {"step": 3})
+    steps = [row["step"] for row in read_jsonl(log)]
+    assert steps == ([1, 2, 3] if cut == 1 else [1, 3])
+
+
+def test_a_full_disk_leaves_a_log_that_goes_on(tmp_path: Path) -> None:
+    """The system's error comes through; with space again the next line is whole."""
+    log = tmp_path / "log.jsonl"
+    append(log, {"step": 1})
+    with full_disk(20), pytest.raises(OSError, match="File too large"):
+        append(log, {"step": 2, "text": "x" * 100})
+    append(log, {"step": 3})
+    assert [row["step"] for row in read_jsonl(log)] == [1, 3]
+
+
+def test_what_json_and_csv_cannot_hold() -> None:
+    """NumPy's numbers are numbers, and those that are not finite are absent; floats have twelve digits."""
+    row = {"a": np.float32(0.5), "b": math.inf, 3: (np.int64(2), [math.nan])}
+    assert json.dumps(finite(row), allow_nan=False) == '{"a": 0.5, "b": null, "3": [2, [null]]}'
+    rows = [{"x": 0.1 + 0.2, "y": True}, {"z": "a,b", "x": math.nan}]
+    assert csv_text(rows) == 'x,y,z\n0.3,true,\n,,"a,b"\n'

@@ -1,0 +1,254 @@
+"""`twophase tune`: the stages by made-up results, and the command killed and resumed with real runs."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import madeup
+from forked import Forked, call
+from twophase.cli.common import RunOptions, parse_run
+from twophase.errors import RunError, UsageError
+from twophase.sweeps.grid import Sweep
+from twophase.sweeps.runner import Outcome
+from twophase.tasks.registry import config_class
+from twophase.training.config import RunConfig
+from twophase.tuning.results import TuneResults, train_command
+from twophase.tuning.search import Point, Results, Scale
+from twophase.tuning.tune import Tuning, run_tuning
+
+FRESH = (100, 101, 102, 103, 104, 105, 106)
+FACTORS = {"averaging": 1.0, "nesterov": 0.9, "heavy-ball": 1.0, "adamw": 1.2}
+"""A method's best result, in that of averaging."""
+STEPS = (0, 1, -1, 2, -2, 3, 4, 5, 6, 7, 8)
+
+
+def zigzag(scales: Mapping[str, Scale], results: Results, count: int) -> list[Point]:
+    """In place of Optuna: all numbers go up and down together."""
+    factors = [2.0**step for step in STEPS[len(results) : len(results) + count]]
+    return [tuple(scale.start * factor for scale in scales.values()) for factor in factors]
+
+
+def bowl(config: RunConfig) -> float:
+    """A loss with one minimum, at twice the default inner learning rate."""
+    return (
+        FACTORS[config.outer.method] * math.exp(math.log(config.inner.lr / 0.004) ** 2) * (1 + 1e-4 * (config.seed % 7))
+    )
+
+
+@dataclass
+class Stages:
+    """In place of `run_sweep`: results by a formula."""
+
+    loss: Callable[[RunConfig], float] = bowl
+    stop_after: float = math.inf
+    names: list[str] = field(default_factory=list)
+
+    def run(self, sweep: Sweep, folder: Path, **_: Any) -> Outcome:
+        """Return the rows of a sweep; stop in the place of the one after `stop_after`."""
+        if len(self.names) >= self.stop_after:
+            raise KeyboardInterrupt
+        self.names.append(folder.name)
+        return Outcome(madeup.rows(sweep, lambda cell: self.loss(cell.config)), 1.0, {})
+
+
+@pytest.fixture
+def stages(monkeypatch: pytest.MonkeyPatch) -> Stages:
+    made = Stages()
+    monkeypatch.setattr("twophase.tuning.tune.run_sweep", made.run)
+    return made
+
+
+Run = Callable[..., TuneResults]
+
+
+@pytest.fixture
+def tune(stages: Stages, tmp_path: Path) -> Run:
+    """A comparison with made-up results."""
+    assert stages.names == []
+
+    def run(*texts: str, **options: Any) -> TuneResults:
+        values = {"points": 5, "fresh": FRESH} | options
+        values["base"] = config_class("digits")(steps=values.pop("steps", 64))
+        values["texts"] = texts or tuple(FACTORS)[1:]
+        return run_tuning(Tuning(**values), tmp_path / "tune", quiet=True, search=zigzag)
+
+    return run
+
+
+def test_each_method_at_its_own_best(tune: Run, tmp_path: Path) -> None:
+    """Each is found at its own best, judged on fresh seeds, best first, and written and printed."""
+    outcome = tune()
+    assert [tuned.method for tuned in outcome.methods] == ["nesterov", "averaging", "heavy-ball", "adamw"]
+    assert [tuned.word for tuned in outcome.methods] == ["better", "control", "equivalent", "worse"]
+    assert [tuned.fresh for tuned in outcome.methods] == sorted(tuned.fresh or 0 for tuned in outcome.methods)
+    for tuned in outcome.methods:
+        assert (tuned.settings, tuned.open, tuned.seconds) == (5, False, 2 * 5 + len(FRESH))
+        assert tuned.row()["inner.lr"] == 0.004
+        assert f"\n{tuned.command}  # {tuned.method}" in str(outcome)
+    written = json.loads((tmp_path / "tune" / "comparison.json").read_text())
+    assert [row["word"] for row in written["methods"]] == outcome.frame()["word"].tolist()
+    row = written["methods"][-1]
+    assert row["low"] <= row["ratio"] <= row["high"] < 1
+    assert len(row["results"]) == len(FRESH)
+
+
+@pytest.mark.parametrize("points", [1, 2, 3])
+def test_an_untried_neighbour_is_named(tune: Run, points: int) -> None:
+    """Where a better setting may be left, nothing is undecided, equivalent or worse for good."""
+    outcome = tune(points=points)
+    assert {tuned.settings for tuned in outcome.methods} == {points}
+    assert all(tuned.open for tuned in outcome.methods)
+    assert {tuned.word for tuned in outcome.methods} == {"better", "control", "equivalent so far", "worse so far"}
+    assert "untried" in str(outcome)
+
+
+def test_noise_is_undecided_or_open(tune: Run, stages: Stages, tmp_path: Path) -> None:
+    """What seeds do not tell is undecided where the search has closed, and open where it has not."""
+    stages.loss = lambda config: bowl(config) * (1.5 if config.seed % 2 == (config.outer.method == "adamw") else 1)
+    words = {}
+    for points in (5, 2):
+        outcome = tune("adamw", points=points, fresh=(5, 6))
+        words[points] = {tuned.method: tuned.word for tuned in outcome.methods}["adamw"]
+        shutil.rmtree(tmp_path / "tune")
+    assert words == {5: "undecided", 2: "open"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", [{"points": 5}, {"points": None, "budget": 1e4}])
+def test_interrupted_anywhere(tune: Run, stages: Stages, tmp_path: Path, limit: Mapping[str, Any]) -> None:
+    """Wherever a comparison stops, the same call goes on and ends with the same file; more points go on from there."""
+    tune("nesterov", **limit)
+    whole, names = (tmp_path / "tune" / "comparison.json").read_bytes(), list(stages.names)
+    for stop in range(len(names)):
+        shutil.rmtree(tmp_path / "tune")
+        stages.stop_after, stages.names = stop, []
+        with pytest.raises(KeyboardInterrupt):
+            tune("nesterov", **limit)
+        stages.stop_after, stages.names = math.inf, []
+        tune("nesterov", **limit)
+        assert stages.names == names
+        assert (tmp_path / "tune" / "comparison.json").read_bytes() == whole
+    if limit["points"]:
+        assert tune("nesterov", points=7).methods[0].settings == 7
+
+
+def test_the_budget_is_spent(tune: Run, stages: Stages, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many settings are tried as the time is for, the fresh seeds included; too little is refused with the least."""
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+
+    def loss(config: RunConfig) -> float:
+        clock[0] += 10  # 2 methods, 2 seeds: 40 s a setting, and 140 s for the fresh seeds
+        return bowl(config)
+
+    stages.loss = loss
+    with pytest.raises(UsageError, match=r"--budget.*261s"):
+        tune("nesterov", points=None, budget=240.0)
+    assert {tuned.settings for tuned in tune("nesterov", points=None, budget=439.0).methods} == {7}
+    assert clock[0] == 40 + 40 * 7 + 140  # each call makes these results again
+    assert {tuned.settings for tuned in tune("nesterov", points=None, budget=439.0).methods} == {7}
+
+
+CHANGES: list[dict[str, Any]] = [{"seeds": (0, 1, 2)}, {"fresh": (5, 6)}, {"steps": 72}, {"texts": ("adamw",)}]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=str)
+def test_another_comparison_in_the_folder(tune: Run, change: dict[str, Any]) -> None:
+    """It is refused, by the option that differs."""
+    tune("nesterov")
+    changed = {"texts": ("nesterov",)} | change
+    (option,) = change
+    with pytest.raises(UsageError, match=f"--{option.replace('texts', 'methods')}"):
+        tune(*changed.pop("texts"), **changed)
+
+
+def test_other_folders(tune: Run, tmp_path: Path) -> None:
+    """A folder of something else is left alone."""
+    (tmp_path / "tune").mkdir()
+    (tmp_path / "tune" / "config.yaml").touch()
+    with pytest.raises(UsageError, match="--out"):
+        tune("nesterov")
+
+
+IMPOSSIBLE: list[tuple[str, dict[str, Any]]] = [
+    ("points", {"points": 0}),
+    ("budget", {"budget": 0.0}),
+    ("budget", {"points": 3, "budget": 5.0}),
+    ("seeds", {"seeds": ()}),
+    ("seeds", {"seeds": (1, 1)}),
+    ("fresh", {"fresh": (5,)}),
+    ("fresh", {"fresh": (0, 5)}),
+    ("methods", {"texts": ("averaging",)}),
+    ("methods", {"texts": ("nesterov", "nesterov")}),
+    ("methods", {"texts": ("nesterov", "nesterov outer.restart=never")}),
+    ("methods", {"texts": ("averaging outer.filter=none",)}),
+]
+
+
+@pytest.mark.parametrize(("option", "values"), IMPOSSIBLE, ids=str)
+def test_impossible_comparisons(option: str, values: dict[str, Any]) -> None:
+    """What cannot be compared is refused by the name of its option; a method counts once, however it is written."""
+    with pytest.raises(UsageError, match=f"--{option}"):
+        Tuning(config_class("digits")(), **values)
+
+
+def test_divergence(tune: Run, stages: Stages, tmp_path: Path) -> None:
+    """A method without a setting is last; where averaging has none, nothing is compared; where none has, it is said."""
+    stages.loss = lambda config: math.inf if config.outer.method == "adamw" else bowl(config)
+    assert tune("adamw").methods[-1].word == "all diverged"
+    shutil.rmtree(tmp_path / "tune")
+    stages.loss = lambda config: math.inf if config.outer.method == "averaging" else bowl(config)
+    assert [tuned.word for tuned in tune("adamw").methods] == ["no control", "all diverged"]
+    shutil.rmtree(tmp_path / "tune")
+    stages.loss = lambda _: math.inf
+    with pytest.raises(RunError, match=r"--inner\.lr"):
+        tune("adamw")
+
+
+def test_rows_are_commands() -> None:
+    """The command of a setting gives its configuration again."""
+    config = config_class("digits")(steps=64)
+    method = Tuning(
+        config, ("nesterov outer.restart=K inner.betas=0.9,0.95 outer.form=ema deterministic=true",)
+    ).methods[1]
+    made = method.config(tuple(scale.high for scale in method.scales.values()))
+    program, train, *words = train_command(made).split()
+    assert (program, train) == ("twophase", "train")
+    assert parse_run(RunOptions, words, "train")[1] == made
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
+def test_killed_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command that is killed again and again ends as an undisturbed one."""
+    monkeypatch.chdir(tmp_path)
+    words = (
+        "tune digits --steps 4 --inner-steps 2 --points 3 --seeds 0 --fresh 5 6 --workers 1 --quiet --methods".split()
+    )
+    words += ["averaging outer.filter=orthogonal", "nesterov outer.restart=2"]
+    kills = 0
+    for name in ("tune.json", "stage-00/cells.csv", "stage-01/runs/*/rounds.jsonl", "fresh-3/sweep.json"):
+        process = Forked(*words, "--out", "cut")
+        while process.poll() is None and not any(Path("cut").glob(name)):
+            time.sleep(0.01)
+        kills += process.poll() is None
+        process.kill()
+        process.communicate(60)
+    assert kills >= 3
+    ends = []
+    for folder in ("cut", "whole"):
+        done = call(*words, "--out", folder)
+        assert done.returncode == 0, done.stderr
+        ends.append(json.loads((Path(folder) / "comparison.json").read_text()))
+        for row in ends[-1]["methods"]:
+            del row["seconds"]
+    assert ends[0] == ends[1]
