@@ -22,7 +22,6 @@ from twophase.diloco.group import SingleProcess
 from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.task import LanguageTask
 from twophase.training.inner import Replica
-from twophase.training.preflight import preflight
 
 
 class Loop:
@@ -30,7 +29,6 @@ class Loop:
 
     def __init__(self, config: TrainConfig) -> None:
         self.config, self.device, self.step, task = config, torch.device(config.device), 0, LanguageTask(config)
-        preflight(config, task)
         compute = task.step(self.device, config.replicas, SingleProcess())
         self.replicas = [Replica(config, number, task, compute) for number in range(config.replicas)]
 

@@ -1,7 +1,7 @@
 """A training step of our Llama against the device's matrix product and against transformers' Llama: one run, medians.
 
 * `product`: a bf16 matrix product of random numbers (8192 cubed on a GPU; zeros would run faster than any real one);
-* `ours`: our step as `twophase train` takes it (mixed precision, compiled, attention chosen by timing);
+* `ours`: our step as `twophase train` takes it (mixed precision, compiled, the recipe's attention);
 * `eager`, `compiled`: transformers' LlamaForCausalLM at the same shape, from the same weights, with SDPA, autocast and
   fused AdamW, in smaller pieces where it runs out of memory; compiled is model and loss in one call.
 
@@ -38,11 +38,11 @@ import torch.nn.functional as F  # noqa: N812 - torch's own custom
 from torch import Tensor
 
 from bounds import finish
-from twophase.base.config import RunError, UsageError
+from twophase.errors import UsageError
 from twophase.recipes.pretraining import RECIPES
 from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
-from twophase.tasks.lm.speed import flops_per_token
-from twophase.tasks.lm.step import DTYPES, Step, divisors, drawn
+from twophase.tasks.lm.flops import flops_per_token
+from twophase.tasks.lm.step import DTYPES, Step, drawn
 
 PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 """Dense bf16 operations a second by datasheet, the usual denominator of MFU."""
@@ -94,7 +94,7 @@ def batch(config: TrainConfig, device: torch.device) -> tuple[Tensor, Tensor]:
 def twophase_step(config: TrainConfig, device: torch.device, facts: Facts) -> Call:
     """Return our step, as `twophase train` takes it."""
     vocabulary = config.model.vocabulary_size
-    compute = Step(config, vocabulary, device, 1)
+    compute = Step(config, vocabulary, device)
     model = drawn(config, vocabulary, config.seed).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     tokens, targets = batch(config, device)
@@ -143,11 +143,11 @@ def theirs(config: TrainConfig, device: torch.device, facts: Facts, *, compiled:
             try:
                 return attempt(facts["micro_batch"])
             except torch.OutOfMemoryError:
-                smaller = [size for size in divisors(len(tokens)) if size < facts["micro_batch"]]
+                if facts["micro_batch"] == 1:
+                    raise
             # Outside the handler: the exception holds on to everything that the step had allocated.
-            if not smaller:
-                raise RunError("transformers' step does not fit at one sequence; free the GPU's memory")
-            facts["micro_batch"] = smaller[-1]
+            sizes = range(facts["micro_batch"] // 2, 0, -1)
+            facts["micro_batch"] = next(size for size in sizes if len(tokens) % size == 0)
             optimizer.zero_grad()
             torch.cuda.empty_cache()
 

@@ -3,9 +3,9 @@
 * `peak_memory_ratio`: peak memory of `twophase data prepare` over that for an eighth of the text, in C4's schema.
 * `loader_share_of_copying`: tokens a second of CPU time of `Corpus.batch` in shuffled windows of 2048 tokens over those
   of the least that any loader must do, copying consecutive tokens into two int64 arrays; both in turn, from the cache.
-* `pause_ratio`: time that `Writer.save` keeps the training thread, over an inner step of all replicas; a thread writes
-  the rest, and a step meanwhile takes `during_ratio` of one without. The recipe's batch is cut to 2 x 128 tokens, which
-  makes steps shorter, and the ratio larger, than any real one.
+* `pause_ratio`: time that `Checkpointer.save` keeps the training thread, over an inner step of all replicas; a thread
+  writes the rest, and a step meanwhile takes `during_ratio` of one without. The recipe's batch is cut to 2 x 128
+  tokens, which makes steps shorter, and the ratio larger, than any real one.
 
 The text is the documentation of the Python that runs this. Last line: one JSON object.
 """
@@ -34,21 +34,21 @@ from bounds import finish
 from twophase.diloco.group import SingleProcess
 from twophase.recipes.pretraining import RECIPES
 from twophase.tasks.lm.config import DataConfig, TrainConfig
-from twophase.tasks.lm.corpus import build
+from twophase.tasks.lm.data import build
 from twophase.tasks.lm.task import LanguageTask
-from twophase.training.checkpoint import ENGINE, Writer, replica_file
+from twophase.training.checkpoint import Checkpointer
 from twophase.training.trainer import Trainer
 
 PREPARE = """
 import sys, time
 from pathlib import Path
 from twophase.text.prepare import Request, prepare
-prepare(Request((sys.argv[1],), Path(sys.argv[2]), tokenizer=sys.argv[3], train_bytes=2_000_000))
+prepare(Request((sys.argv[1],), sys.argv[2], sys.argv[3], quiet=True))
 status = Path("/proc/self/status").read_text()
 print(time.process_time(), status.partition("VmHWM:")[2].split()[0])
 """
 """Prints CPU seconds and peak kB (Linux; `ru_maxrss` would begin at the parent's peak)."""
-TOKENIZERS = ("mistral", "bpe:8000", "bytes")
+TOKENIZERS = ("mistral", "bytes")
 BATCH, LENGTH = 64, 2048
 
 
@@ -82,7 +82,7 @@ def preparing(base: Path, megabytes: float) -> dict[str, float]:
         speed = megabytes * 7 / 8 / (slow - start)  # of the difference: imports do not enter
         print(f"{tokenizer}: {speed:.1f} MB/s a core, peak {peak / 1e3:.0f} MB, at an eighth {eighth / 1e3:.0f} MB")
         figures["peak_memory_ratio"] = max(figures["peak_memory_ratio"], peak / eighth)
-        figures[f"{tokenizer.partition(':')[0]}_mb_per_second_per_core"] = speed
+        figures[f"{tokenizer}_mb_per_second_per_core"] = speed
     return figures
 
 
@@ -111,33 +111,27 @@ def loading(folder: Path, repeats: int = 5) -> dict[str, float]:
 
 
 def checkpointing(config: TrainConfig, saves: int) -> dict[str, float]:
-    """Save checkpoints between timed steps; the first save also allocates the copies that later ones use again."""
+    """Save checkpoints between timed steps; the first save also allocates memory that later ones use again."""
     run = Trainer(LanguageTask(config), config, SingleProcess())
 
     def step() -> float:
         begin = time.perf_counter()
         run.inner_step()
         run.synchronize()
-        run.settle()  # waits for the device
+        run.read_losses()  # waits for the device
         return time.perf_counter() - begin
 
     plain = [step() for _ in range(6)][2:]
     during: list[float] = []
     pauses: list[float] = []
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        Writer(Path(folder), fingerprint="", keep=1, communicator=run.comm) as writer,
-    ):
+    with tempfile.TemporaryDirectory() as folder:
+        checkpointer = Checkpointer(Path(folder), SingleProcess(), keep=1)
         for _ in range(saves + 1):
             begin = time.perf_counter()
-            parts = {replica_file(replica.number): replica.state_dict() for replica in run.replicas}
-            writer.save(run.done.step, parts | {ENGINE: run.engine.state_dict()}, {})
-            if run.compute.device.type == "cuda":
-                torch.cuda.synchronize()
+            checkpointer.save(run.done.step, run.parts(), run.progress())
             pauses.append(time.perf_counter() - begin)
             during.append(step())
-            while list(Path(folder).glob(".writing-*")):  # nothing of the next pause is waiting for this write
-                time.sleep(0.01)
+            checkpointer.close()  # nothing of the next pause is waiting for this write
             plain.append(step())
     usual, first, pause = statistics.median(plain), pauses[0], statistics.median(pauses[1:])
     print(

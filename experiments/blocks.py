@@ -29,8 +29,8 @@ from curvature import Function, GaussNewton, Hessian, Matrix
 from eigenvalues import density, largest_eigenpairs
 from restored import Restored
 from twophase.advice.evidence import observed_in, within
-from twophase.base.config import UsageError
 from twophase.diloco.fragment import partition
+from twophase.errors import UsageError
 from twophase.rule import OuterRule
 from twophase.runs.record import RunRecord
 from twophase.tasks.lm.model import Llama
@@ -85,7 +85,9 @@ def setting_of(config: RunConfig) -> Setting:
         steps = range(first, min(first + config.inner_steps, config.steps))
         steps = steps[0 if config.sync.mixing else config.sync.delay :] or steps[-1:]
         lrs[place] = tuple(inner_lr(config, step) / damping for step in steps)
-    return Setting(config.outer.known_rule(), config.rounds, lrs, config.inner.weight_decay)
+    rule = config.outer.rule()
+    assert rule is not None, f"{config.outer.method} is no rule"
+    return Setting(rule, config.rounds, lrs, config.inner.weight_decay)
 
 
 def patterns_of(restored: Restored) -> dict[str, str]:
@@ -93,7 +95,7 @@ def patterns_of(restored: Restored) -> dict[str, str]:
 
     The model's own are parts of the built-in one, else the first parts of the parameters' names that differ.
     """
-    fragments = restored.config.sync.parts()
+    fragments = restored.config.sync.parts
     if not isinstance(fragments, int):
         return fragments
     if isinstance(restored.model, Llama):

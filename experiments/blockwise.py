@@ -28,11 +28,12 @@ from blockwise_cells import ALL, FREE, MEAN, NEVER, ONE, ORACLE, ROUNDS, SHUFFLE
 from common import Result, load, options_of, save
 from lm import change_words, place_of, train_in_stages
 from paper import Scale
-from twophase.base.files import write_atomic
+from twophase.config import coerce
 from twophase.figures.matplotlib_types import Axes, Figure
 from twophase.figures.style import MUTED, PAPER, headline, look, name_panels, new_figure
+from twophase.files import write_atomic
 from twophase.judge.cells import Paired, means, outcomes
-from twophase.sweeps.grid import Sweep, words_of
+from twophase.sweeps.grid import Sweep
 from twophase.sweeps.table import SEED, Row, format_table, readable, settings
 
 CLEAR = 2.0
@@ -99,7 +100,7 @@ def _place(rows: Sequence[Row], place: Place, measured: Mapping[str, Any]) -> di
 
 def _periods(row: Row) -> tuple[str, ...]:
     policies = row.values["sync.restart"]
-    words = words_of(policies) if isinstance(policies, str) else policies  # a table's file has them as text
+    words = coerce(tuple[str, ...], policies)  # a table's file has them as text
     return tuple(word.partition("=")[2] for word in words)
 
 

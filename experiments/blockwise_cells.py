@@ -23,11 +23,14 @@ import blocks as spectrum
 from blocks import Facts, Setting, loss_weights
 from paper import PAPER, QUICK, Scale
 from restored import restore
-from twophase.base.config import with_values
-from twophase.runs.folder import standard
+from twophase.api import train_run
+from twophase.config import load_yaml, update
+from twophase.files import finite
+from twophase.runs.folder import CONFIG
 from twophase.runs.record import read_record
 from twophase.sweeps.grid import Cell, Sweep
 from twophase.sweeps.table import Row
+from twophase.tasks.registry import config_of
 from twophase.theory.periods import log_final_loss
 
 BLOCKS = {
@@ -130,7 +133,7 @@ def _cell(place: Place, arm: str, seed: int, periods: Periods) -> Cell:
         "checkpoint_every": 1_000_000,  # the last one is enough
         "keep_checkpoints": 1,
     }
-    return Cell(arm, values, with_values(base, values | fixed))
+    return Cell(arm, values, update(base, values | fixed))
 
 
 def _alike(policy: str) -> Periods:
@@ -221,7 +224,9 @@ def measure(scale: Scale, rows: Sequence[Row], runs: Path, before: Mapping[str, 
 
 
 def _measured(made: Design, run: Path) -> dict[str, Any]:
-    restored = restore(run)
+    whole = run.parents[1] / "pilots" / run.name  # with its checkpoint, which the runs of a sweep do not keep
+    train_run(config_of(load_yaml(run / CONFIG)), whole, quiet=True)
+    restored = restore(whole)
     setting = spectrum.setting_of(restored.config)
     blocks = spectrum.measure(restored, BLOCKS, restored.batches(made.batches))
     shown = spectrum.seen(read_record(run), setting)
@@ -243,7 +248,7 @@ def _measured(made: Design, run: Path) -> dict[str, Any]:
         "rounds_shown": [block["shown"] for block in rounds],
         "log_loss": {policy: _predicted(blocks, setting, policy) for policy in made.policies},
     }
-    return standard(facts)
+    return finite(facts)
 
 
 def _predicted(blocks: Sequence[Facts], setting: Setting, policy: str) -> float:

@@ -96,7 +96,7 @@ def _tiny(name: str) -> Check:
 
 def _spectrum(out: Path) -> str:
     """Measure a run that `blockwise` has trained."""
-    run = next(path.parent for path in sorted((out / "runs").glob("*/checkpoint")) if any(path.iterdir()))
+    run = next(path.parent for path in sorted((out / "pilots").glob("*/checkpoint")) if any(path.iterdir()))
     return runs("spectrum.py", str(run), "--out", "{out}", "--batches", "1")(out)
 
 
@@ -104,10 +104,10 @@ CHECKS: dict[str, Sequence[Check]] = {
     "blockwise": [redrawn("blockwise"), _tiny("blockwise"), _spectrum],
     "bench": [
         runs("bench/tables.py", "--out", "{out}"),
-        runs("bench/run.py", "averaging+filter=orthogonal", "--size", "tiny", "--out", "{out}/bench", "--quiet"),
+        runs("bench/run.py", "averaging outer.filter=orthogonal", "--size", "tiny", "--out", "{out}/bench", "--quiet"),
         shown("bench/regimes.py", "bench.md"),
     ],
-    "gpu": [runs("gpu/kernels.py", "--tiny", "--out", "{out}"), runs("gpu/run.py", "--redraw", "--out", "{out}")],
+    "gpu": [runs("gpu/outer.py", "--tiny", "--out", "{out}"), runs("gpu/step.py", "--tiny", "--out", "{out}")],
     "linear_network": [runs("linear_network.py", "--quick", "--out", "{out}")],
     "robustness_heatmaps": [redrawn("robustness_heatmaps"), _tiny("robustness_heatmaps")],
     "retuning": [redrawn("retuning"), _tiny("retuning")],

@@ -17,13 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from twophase.base.errors import RunError
-from twophase.base.files import DIGITS, table_text
 from twophase.figures.matplotlib_types import Figure
 from twophase.figures.style import rendered, styled, write_files
-from twophase.sweeps.grid import Sweep
-from twophase.sweeps.run import TABLE, Status, run_sweep
-from twophase.sweeps.table import Row, read_rows
+from twophase.files import csv_text
+from twophase.sweeps.grid import RUNS, Sweep
+from twophase.sweeps.runner import run_sweep
+from twophase.sweeps.table import Row
 
 RESULTS = Path(__file__).parent / "results"
 """Tables of runs that took hours, as they were measured."""
@@ -88,19 +87,13 @@ def train(sweep: Sweep, folder: Path, *, workers: int, runs: Path) -> list[Row]:
     Raises:
         RunError: some runs could not be trained; the same call tries them again.
     """
-    from twophase.tasks.build import preflight_all  # noqa: PLC0415 - torch, which drawing does without
-
-    texts = preflight_all(sweep.runs.values())
-    outcome = run_sweep(sweep, folder, workers=workers, progress=_tell, runs=runs, texts=texts)
-    if outcome.errors:
-        reasons = "".join(f"\n  run {run}: {reason}" for run, reason in outcome.errors.items())
-        raise RunError(f"{len(outcome.errors)} of {len(sweep.runs)} runs of {sweep.name} could not be trained{reasons}")
-    return read_rows(folder / TABLE)
-
-
-def _tell(status: Status) -> None:
-    if status.event != "begun":
-        print(f"{status.done}/{status.total} {status.setting}: {status.result or status.event}", flush=True)
+    runs.mkdir(parents=True, exist_ok=True)
+    if runs.absolute() != (folder / RUNS).absolute() and not (folder / RUNS).exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / RUNS).symlink_to(runs.absolute())
+    outcome = run_sweep(sweep, folder, workers=workers)
+    outcome.check(folder)
+    return outcome.rows
 
 
 # -------------------------------------------------------------------------------------------------------------- files
@@ -111,7 +104,7 @@ def save(name: str, out: Path, result: Result, figures: Figures) -> list[Path]:
     out.mkdir(parents=True, exist_ok=True)
     facts = plain({"settings": result.settings, "numbers": result.numbers})
     text = json.dumps(facts, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    files = draw(result, figures) | {".csv": table_text(result.rows), ".json": text}
+    files = draw(result, figures) | {".csv": csv_text(result.rows), ".json": text}
     return write_files(out / name, files)
 
 
@@ -151,5 +144,5 @@ def plain(value: Any) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return [plain(item) for item in value]
     if isinstance(value, float):
-        return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
+        return float(f"{value:.12g}") if math.isfinite(value) else None
     return value

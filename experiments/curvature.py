@@ -24,7 +24,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_map
 
-from twophase.base.errors import UsageError, first_line, is_out_of_memory
+from twophase.errors import UsageError
 from twophase.theory.inputs import Floats
 
 Function = Callable[[nn.Module, Any], Tensor]
@@ -84,15 +84,9 @@ class Matrix:
         parts = v.split([weight.numel() for weight in weights])
         tangent = [part.view_as(weight) for part, weight in zip(parts, weights, strict=True)]
         total = torch.zeros_like(v)
-        try:
-            with sdpa_kernel(SDPBackend.MATH):  # the other kernels cannot be differentiated twice
-                for number in range(len(self._batches)):
-                    total += _flat(self._product(number)(tangent)).detach()
-        except RuntimeError as error:
-            if is_out_of_memory(error):
-                raise
-            fault = f"torch cannot compute it ({first_line(error)}); the model must be differentiable twice"
-            raise UsageError(f"{self.title}: {fault}") from error
+        with sdpa_kernel(SDPBackend.MATH):  # the other kernels cannot be differentiated twice
+            for number in range(len(self._batches)):
+                total += _flat(self._product(number)(tangent)).detach()
         if not total.isfinite().all():
             raise UsageError(
                 f"{self.title}: a product is not finite, because logits, loss or a derivative overflow on the run's "

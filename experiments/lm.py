@@ -20,11 +20,10 @@ import numpy as np
 from common import Figures, Result, load, options_of, save, select, train
 from paper import LAPTOP, PAPER, QUICK, RULES, Scale
 from twophase.judge.cells import ARM, BOTH, CONTROL, MISSING, Paired, comparable, outcomes
-from twophase.recipes.controls import AVERAGING_LR, MOMENTUM_FREE, restarts_that_count
-from twophase.restart import parse
-from twophase.sweeps.grid import Sweep
-from twophase.sweeps.run import TABLE
-from twophase.sweeps.table import Row, Setting, geometric_mean, read_rows, readable, settings
+from twophase.recipes.controls import AVERAGING_LR
+from twophase.restart import Restart, RestartPolicy, RoundSignal, State, age_after, ask, parse
+from twophase.sweeps.grid import MOMENTUM_FREE, Sweep
+from twophase.sweeps.table import TABLE, Row, Setting, geometric_mean, read_rows, readable, settings
 
 WITHIN = 0.25
 """A setting works when its perplexity is at most this much above the best, relatively."""
@@ -255,3 +254,27 @@ def train_in_stages(plan: Callable[[Sequence[Row]], Sweep], folder: Path, *, wor
         cells = len(sweep.cells)
         rows = train(sweep, folder, workers=workers, runs=runs)
     return rows
+
+
+def restarts_that_count(policy: RestartPolicy, rounds: int) -> int:
+    """Count the restarts of a policy that affect a run; one after the last round changes nothing.
+
+    Args:
+        policy: one that decides from the round alone.
+        rounds: length of the run, >= 1.
+
+    Raises:
+        ValueError: an adaptive policy, which decides from what a run measures.
+
+    >>> from twophase.restart import Periodic
+    >>> [restarts_that_count(Periodic(k), 6) for k in (2, 3, 5, 6, 7)]
+    [2, 1, 1, 0, 0]
+    """
+    if policy.needs:
+        raise ValueError(f"restarts_that_count: {policy} decides from measured signals; it cannot be known in advance")
+    state: State = {}
+    age = count = 0
+    for number in range(1, rounds):
+        state, decision, _ = ask(policy, state, RoundSignal(number, age + 1))
+        age, count = age_after(decision, age + 1), count + isinstance(decision, Restart)
+    return count

@@ -274,7 +274,7 @@ def tuned(scale: Scale, rows: Iterable[Row]) -> dict[tuple[str, str, str], tuple
     if any(cell.run_id not in by_run or by_run[cell.run_id].state in {"missing", "failed"} for cell in cells):
         return None
     # Taken by its run, not by its arm: the table may be that of another sweep with these runs.
-    first_rows = [replace(by_run[cell.run_id], arm=cell.arm, values=cell.values, twin_of=None) for cell in cells]
+    first_rows = [replace(by_run[cell.run_id], arm=cell.arm, values=cell.values) for cell in cells]
     kinds = {method: kind for kind, method in RULES.items()}
     best: dict[tuple[str, str, str], tuple[float, float, float]] = {}
     for setting in settings(first_rows):

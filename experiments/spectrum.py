@@ -30,9 +30,8 @@ from typing import Any
 from blocks import PROBES, STEPS, Facts, matrix_of, measure, patterns_of, seen, setting_of
 from restored import Restored, restore
 from spectrum_figure import draw
-from twophase.base.files import table_text
 from twophase.figures.style import rendered, styled, write_files
-from twophase.runs.folder import standard
+from twophase.files import csv_text, finite
 from twophase.runs.record import WHOLE, read_record
 from twophase.sweeps.table import format_table
 from twophase.theory.observed import Observed
@@ -48,7 +47,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder of the files (the run's own)")
     options = parser.parse_args()
     record, restored = read_record(options.run), restore(options.run)
-    asked = named_values("blocks", options.blocks, "ends='embedding|head' rest=.")
+    asked = named_values("blocks", options.blocks)
     patterns, setting = asked or patterns_of(restored), setting_of(restored.config)
     blocks = measure(
         restored,
@@ -72,10 +71,10 @@ def main() -> None:
         "replicas": restored.replicas, "lanczos": {"steps": STEPS, "probes": PROBES}, "blocks": blocks,
         "from_rounds": rounds,
     }  # fmt: skip
-    text = json.dumps(standard(facts), indent=2, allow_nan=False, default=_plain) + "\n"
+    text = json.dumps(finite(facts), indent=2, allow_nan=False, default=_plain) + "\n"
     out = options.out or options.run
     out.mkdir(parents=True, exist_ok=True)
-    paths = write_files(out / "spectrum", pictures | {".csv": table_text(rows), ".json": text})
+    paths = write_files(out / "spectrum", pictures | {".csv": csv_text(rows), ".json": text})
     print(table(blocks, rounds), *map(str, paths), sep="\n")
 
 
@@ -85,7 +84,7 @@ def _show(done: int, text: str) -> None:
 
 def paired(rounds: dict[str, Facts], restored: Restored, patterns: dict[str, str]) -> dict[str, Facts]:
     """Name what the rounds show by a block only where that block is a fragment of the run."""
-    fragments = restored.config.sync.parts()
+    fragments = restored.config.sync.parts
     if isinstance(fragments, dict) and list(fragments.items()) == list(patterns.items()):
         return rounds
     return {name if name == WHOLE else f"fragment {name}": shown for name, shown in rounds.items()}
@@ -128,7 +127,7 @@ def _period(period: int | None) -> str:
 def _plain(value: Any) -> Any:
     """Return arrays and estimates as JSON has them."""
     if isinstance(value, Observed):
-        return standard({name: getattr(value, name) for name in ("sigma", "standard_error", "why_not")})
+        return finite({name: getattr(value, name) for name in ("sigma", "standard_error", "why_not")})
     return value.tolist()
 
 

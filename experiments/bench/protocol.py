@@ -3,7 +3,7 @@
 A place is a task with a size, a length, a communication period, a number of replicas and an inner schedule. At every
 place each arm has the same number of settings for its search, on tuning seeds; what it found is judged on held-out
 seeds. All of it is the protocol; a change of anything raises `PROTOCOL`, and numbers of different protocols are never
-compared. The stored tables are of protocol 1, whose arms are in `tables.py`.
+compared. The search is `bracket`. The stored tables are of protocol 1, whose arms are in `tables.py`.
 """
 
 from __future__ import annotations
@@ -14,30 +14,32 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from twophase.base.config import with_values
-from twophase.tasks.named import LM, TASK, config_class
+from twophase.config import update
+from twophase.tasks.registry import LM, config_class
 
 FOLDER = Path(__file__).parent
 sys.path.insert(1, str(FOLDER.parent))  # policies and common, of all experiments
 
 PROTOCOL = 2
-HEAVY_BALL, NESTEROV = "heavy-ball:momentum=~0.6", "nesterov:momentum=~0.6"
+HEAVY_BALL, NESTEROV = "heavy-ball outer.momentum=~0.6", "nesterov outer.momentum=~0.6"
 """Rules whose momentum is tuned, and where its search begins."""
-CANDIDATES = ("auto", "averaging+filter=orthogonal", "auto+filter=orthogonal")
+AUTO, FILTER, RAMP = "averaging outer.restart=auto", "outer.filter=orthogonal", "averaging outer.restart=ramp:~0.5"
+CANDIDATES = (AUTO, f"averaging {FILTER}", f"{AUTO} {FILTER}")
 """Arms without an outer number to tune."""
 SCHEDULES = (
-    "averaging:lr=~1+schedule=linear:2",
-    f"{HEAVY_BALL}+schedule=momentum:0",
-    "ramp:~0.5",
-    "along:~0.5",
-    "gain:~1",
+    "averaging outer.lr=~1 outer.schedule=linear:2",
+    f"{HEAVY_BALL} outer.schedule=momentum:0",
+    RAMP,
+    "averaging outer.restart=along:~0.5",
+    "averaging outer.restart=gain:~1",
 )
 """Controls of `auto`: what depends on the round alone, or is one part of it."""
-MOMENTUM = tuple(f"{rule}{restart}" for rule in (HEAVY_BALL, NESTEROV) for restart in ("", "@3", "@K"))
-OTHERS = (f"{NESTEROV}+filter=orthogonal", "adamw", "adamw@3", "muon", "muon@3")
+_RESTARTS = ("", " outer.restart=3", " outer.restart=K")
+MOMENTUM = tuple(f"{rule}{restart}" for rule in (HEAVY_BALL, NESTEROV) for restart in _RESTARTS)
+OTHERS = (f"{NESTEROV} {FILTER}", *(f"{name}{restart}" for name in ("adamw", "muon") for restart in _RESTARTS[:2]))
 ARMS = (*CANDIDATES, *SCHEDULES, *MOMENTUM, *OTHERS)
 """Beside averaging, at every place of the full list."""
-FEW = (*CANDIDATES, "ramp:~0.5", NESTEROV, f"{NESTEROV}@3")
+FEW = (*CANDIDATES, RAMP, NESTEROV, f"{NESTEROV} outer.restart=3")
 """At the places that are there for a trend."""
 
 
@@ -54,10 +56,8 @@ class Place:
 
     def base(self) -> Any:
         """Return the configuration of its runs, of which the inner learning rate is where searches begin."""
-        named = {f"{TASK}.name": self.task} if self.task != LM else {}
-        return with_values(
-            config_class(self.task)(), {**named, "inner.lr": 8e-3, "inner.schedule": "cosine", **self.values}
-        )
+        named = {"task.name": self.task} if self.task != LM else {}
+        return update(config_class(self.task)(), {**named, "inner.lr": 8e-3, "inner.schedule": "cosine", **self.values})
 
     @property
     def arms(self) -> tuple[str, ...]:

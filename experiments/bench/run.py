@@ -1,11 +1,11 @@
 """The bench: an outer optimizer, or all of the protocol's, against plain averaging, each tuned with the same budget.
 
-    python experiments/bench/run.py averaging+filter=orthogonal --size quick --out runs/bench
+    python experiments/bench/run.py "averaging outer.filter=orthogonal" --size quick --out runs/bench
     python experiments/bench/run.py --reference --out runs/reference         40 hours of one thread
 
-An ARM is written as for `twophase tune`. A restart policy of your own is one by its name, if `TWOPHASE_POLICIES` names
-its module. `results.csv` in --out has a row for each place, arm and held-out seed, `against.csv` the verdicts. A
-repeated call resumes the comparison.
+An ARM is written as for `twophase tune`. A restart policy of your own is `averaging outer.restart=NAME`, if
+`TWOPHASE_POLICIES` names its module. `results.csv` in --out has a row for each place, arm and held-out seed,
+`against.csv` the verdicts. A repeated call resumes the comparison.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ from pathlib import Path
 from typing import Any
 
 from against import Against, results_of
+from bracket import bracket
 from protocol import PLACES, PROTOCOL, SIZES, TRIAL, Place, Size
-from twophase.base.config import RunError, UsageError
-from twophase.base.files import table_text, write_atomic
-from twophase.cli.tuning import TuneResults, Tuning, run_tuning
-from twophase.recipes.arms import CONTROL
+from twophase.errors import RunError, UsageError
+from twophase.files import csv_text, write_atomic
 from twophase.sweeps.table import format_table
+from twophase.tuning.methods import CONTROL
+from twophase.tuning.results import TuneResults
+from twophase.tuning.tune import Tuning, run_tuning
 
-SETTINGS = ("inner.lr", "method.lr", "method.momentum", "policy.share", "period")
-"""Tuned numbers, in the order of their columns; those of a policy of the user's come behind."""
+SETTINGS = ("inner.lr", "outer.lr", "outer.momentum", "outer.restart")
+"""Tuned values, in the order of their columns."""
 
 
 def run_bench(
@@ -49,14 +51,14 @@ def run_bench(
         spent = size.at(place)
         try:
             tuning = Tuning(place.base(), arms or place.arms, spent.points, None, spent.seeds, spent.fresh)
-            outcome = run_tuning(tuning, out / place.name, workers=workers, quiet=quiet)
+            outcome = run_tuning(tuning, out / place.name, workers=workers, quiet=quiet, search=bracket)
         except (UsageError, RunError) as error:  # such as a machine without that text
             if place is places[-1] and not rows:
                 raise
             print(f"{place.name}: not run here. {error}")
             continue
         rows += rows_of(place.name, outcome)
-        write_atomic(out / "results.csv", table_text(rows))
+        write_atomic(out / "results.csv", csv_text(rows))
     return rows
 
 
@@ -66,13 +68,13 @@ def rows_of(place: str, outcome: TuneResults) -> list[dict[str, Any]]:
     An arm that diverged at every setting has one row, without a seed.
     """
     rows = []
-    for tuned in sorted(outcome.arms, key=lambda tuned: tuned.arm):
+    for tuned in sorted(outcome.methods, key=lambda tuned: tuned.method):
         about: dict[str, Any] = {**dict.fromkeys(SETTINGS), **(tuned.numbers or {})}
-        about |= {name: getattr(tuned, name) for name in ("settings", "interior", "tuned")}
+        about |= {name: getattr(tuned, name) for name in ("settings", "open", "tuned")}
         about["seconds"] = round(tuned.seconds, 1)
         pairs = list(zip(outcome.fresh, tuned.results, strict=False)) or [(None, None)]
         rows += [
-            {"protocol": PROTOCOL, "place": place, "arm": tuned.arm, "seed": seed, "result": result, **about}
+            {"protocol": PROTOCOL, "place": place, "arm": tuned.method, "seed": seed, "result": result, **about}
             for seed, result in pairs
         ]
     return rows
@@ -84,26 +86,21 @@ def against_averaging(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]
     results = results_of(rows)
     pairs = [(place, arm) for place, arm in results.index if arm != CONTROL]
     seen = {(row["place"], row["arm"]): row for row in rows}
-    numbers = [name for name in dict.fromkeys(name for row in rows for name in row) if _is_tuned(name)]
     return [
         {
             "place": place,
             "arm": arm,
             **asdict(Against.of(results, place, arm, CONTROL, len(pairs))),
-            **{name: seen[place, arm].get(name) for name in (*numbers, "settings", "interior", "seconds")},
+            **{name: seen[place, arm].get(name) for name in (*SETTINGS, "settings", "open", "seconds")},
         }
         for place, arm in pairs
     ]
 
 
-def _is_tuned(name: str) -> bool:
-    return name in SETTINGS or name.startswith(("method.", "policy."))
-
-
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("arm", nargs="?", metavar="ARM", help="METHOD[@RESTART][+SLOT=TEXT]")
+    parser.add_argument("arm", nargs="?", metavar="ARM", help="METHOD [PATH=VALUE ...], in quotes")
     parser.add_argument("--reference", action="store_true", help="run the protocol's own arms")
     parser.add_argument("--size", choices=list(SIZES), help="what is spent (quick; of --reference full)")
     names = [place.name for place in PLACES]
@@ -124,7 +121,7 @@ def main(words: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     lines = against_averaging(rows)
-    write_atomic(options.out / "against.csv", table_text(lines))
+    write_atomic(options.out / "against.csv", csv_text(lines))
     print(options.out / "against.csv")
     head = ["place", "arm", "word", "ratio", "low", "high"]
     print(format_table(head, [[_short(line[name]) for name in head] for line in lines]))

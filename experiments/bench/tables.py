@@ -24,8 +24,8 @@ from twophase.figures.matplotlib_types import Axes, Figure
 from twophase.figures.style import INK, MUTED, PAPER, headline, look, new_page, share_legend
 from twophase.judge.cells import DataFrame
 from twophase.judge.decision import MARGIN
-from twophase.recipes.arms import CONTROL
 from twophase.sweeps.table import format_table, geometric_mean
+from twophase.tuning.methods import CONTROL
 
 from common import Result, options_of, save  # isort: skip - protocol names its folder
 

@@ -1,43 +1,33 @@
-"""What the scripts of this folder share: their options, the model that they take, and the files that they write."""
+"""What the scripts of this folder share: their options, the model that they take, a clock, and the files they write."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from twophase.base.files import table_text, write_atomic
-from twophase.recipes.pretraining import RECIPES
-from twophase.sweeps.table import format_table
+from twophase.files import csv_text, write_atomic
+from twophase.recipes.pretraining import paper_150m
 from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))  # its timers and contestants
+Call = Callable[[], object]
 
 
-def arguments(doc: str, words: Sequence[str] | None, *, redraws: bool = False) -> argparse.Namespace:
-    """Read the options that every script has; ends with status 2 and one line where there is no GPU.
-
-    Args:
-        doc: the script's docstring.
-        words: of the command line; None takes those of this process.
-        redraws: add `--redraw`, which needs no GPU.
-    """
+def arguments(doc: str, words: Sequence[str] | None) -> argparse.Namespace:
+    """Read the options that every script has; ends with status 2 and one line where there is no GPU."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="folder of the results (runs/gpu)")
-    parser.add_argument("--corpus", default="python", help="python, file:PATH or tokens:FOLDER (python)")
     parser.add_argument("--tiny", action="store_true", help="a toy model on a CPU, to try the script")
-    parser.set_defaults(redraw=False)
-    if redraws:
-        parser.add_argument("--redraw", action="store_true", help="draw the stored curve, measure nothing")
     options = parser.parse_args(words)
-    if not (options.tiny or options.redraw or torch.cuda.is_available()):
+    if not (options.tiny or torch.cuda.is_available()):
         print(f"{Path(sys.argv[0]).name}: torch finds no GPU here; --tiny tries it with a toy", file=sys.stderr)
         raise SystemExit(2)
     torch.set_num_threads(1)
@@ -45,31 +35,47 @@ def arguments(doc: str, words: Sequence[str] | None, *, redraws: bool = False) -
     return options
 
 
-def paper_150m(options: argparse.Namespace) -> TrainConfig:
-    """Return the recipe of the paper's model on the corpus that was asked for, or a toy in its place."""
-    config = RECIPES["paper_150m"]()
-    vocabulary = config.data.vocabulary if options.corpus.startswith("tokens:") else "bytes"
-    config = replace(config, data=replace(config.data, corpus=options.corpus, tokenizer="", vocabulary=vocabulary))
-    config = replace(config, repeat=True)
+def config_of(options: argparse.Namespace) -> TrainConfig:
+    """Return the recipe of the paper's model on the running Python's documentation, or a toy in its place."""
+    config = paper_150m()
+    data = replace(config.data, corpus="python", tokenizer="", vocabulary="bytes", validation_windows=4)
+    config = replace(config, data=data, repeat=True)
     if not options.tiny:
         return config
-    data = DataConfig(options.corpus, sequence_length=32, batch_size=4, validation_windows=4, vocabulary=vocabulary)
+    text = f"file:{Path(__file__).parents[2] / 'README.md'}"
+    data = DataConfig(text, sequence_length=32, batch_size=4, validation_windows=4, vocabulary="bytes")
     model = ModelConfig(layers=1, hidden_size=32, intermediate_size=88, heads=2, vocabulary_size=256)
     compute = replace(config.compute, precision="float32", compile=False)
     return replace(config, model=model, data=data, compute=compute, device="cpu")
 
 
+def wait_for(device: torch.device) -> float:
+    """Return seconds since some time, after all launched work; on a CPU, less what other programs take."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
+    return time.process_time()
+
+
+def seconds_of(call: Call, seconds: float, device: torch.device) -> float:
+    """Return seconds of one call, repeated for some seconds after two that do not count."""
+    call()
+    call()
+    repeats = 1
+    while True:
+        begin = wait_for(device)
+        for _ in range(repeats):
+            call()
+        elapsed = wait_for(device) - begin
+        if elapsed >= seconds:
+            return elapsed / repeats
+        repeats = math.ceil(repeats * min(10.0, 1.1 * seconds / max(elapsed, 1e-9)))
+
+
 def save_rows(options: argparse.Namespace, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write rows as a csv file, and print them."""
-    path = options.out / f"{name}.csv"
-    write_atomic(path, table_text(rows))
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    table = format_table(columns, [[_short(row.get(column)) for column in columns] for row in rows])
-    print(path, table, sep="\n", flush=True)
-
-
-def _short(value: Any) -> Any:
-    return f"{value:.4g}" if isinstance(value, float) else value if value is None else str(value)[:60]
+    write_atomic(options.out / f"{name}.csv", csv_text(rows))
+    print(options.out / f"{name}.csv", csv_text(rows), sep="\n", flush=True)
 
 
 def save_figures(options: argparse.Namespace, name: str, figures: Mapping[str, Any]) -> None:

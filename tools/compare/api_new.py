@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import twophase
 import twophase.theory
 from suite import Outer
-from twophase.base.config import get, with_values
+from twophase.config import get, update
 from twophase.diloco.group import ProcessGroup
 from twophase.optim.build import named_optimizer
 from twophase.optim.schedules import Schedule, follow
@@ -169,12 +169,11 @@ def sweep(task: str, axes: Mapping[str, Sequence[Any]], config: Mapping[str, Any
 
 def demo(out: Path, steps: int) -> list[dict[str, Any]]:
     """Train the demo's cells, so many steps each; return the configuration of each cell."""
-    from twophase.cli.sweeping import complete  # noqa: PLC0415 - it belongs to a command
     from twophase.recipes.demo import demo as plan  # noqa: PLC0415
-    from twophase.tasks.build import preflight_all  # noqa: PLC0415
+    from twophase.sweeps.runner import run_sweep  # noqa: PLC0415
 
-    made = plan(base=with_values(plan().base, {"steps": steps}))  # the recipe's own values, whatever the defaults are
-    complete(made, out, texts=preflight_all(made.runs.values()), workers=1, quiet=True)
+    made = plan(base=update(plan().base, {"steps": steps}))  # the recipe's own values, whatever the defaults are
+    run_sweep(made, out, workers=1, quiet=True).check(out)
     return [{"arm": cell.arm, **_canonical(cell.config)} for cell in made.cells]
 
 
