@@ -367,7 +367,8 @@ class Watch:
             found.append(f"there are {len(engine.replicas)} replicas in this process, {len(inner)} inner optimizers")
         counts = Counter(id(p) for optimizer in inner for group in optimizer.param_groups for p in group["params"])
         for number, module in enumerate(engine.replicas if inner else ()):
-            optimized = {id(p) for each in shares[number : number + 1] for o in each for p in _params_of(o)}
+            own = shares[number] if number < len(shares) else []
+            optimized = {id(p) for optimizer in own for group in optimizer.param_groups for p in group["params"]}
             params = dict(module.named_parameters())
             if twice := [name for name, p in params.items() if counts[id(p)] > 1]:
                 found.append(f"the inner optimizers hold {_some(twice)} of replica {number} more than once")
@@ -409,10 +410,6 @@ def _of_parameters(engine: DiLoCo) -> Iterator[str]:
         yield f"{_some(late)} require a gradient since the engine was built, which does not synchronize them"
     if frozen := [slot.name for slot in slots if not slot.parameter.requires_grad]:
         yield f"{_some(frozen)} were frozen after the engine was built, and outer momentum still moves them"
-
-
-def _params_of(optimizer: Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _some(names: Sequence[str]) -> str:

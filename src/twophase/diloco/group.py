@@ -35,8 +35,9 @@ def _explained() -> Iterator[None]:
     except RuntimeError as error:
         if "Duplicate GPU" in str(error):
             raise RunError("two ranks use one GPU; call torch.cuda.set_device(local_rank) before init") from error
-        reason = str(error).partition("\n")[0]
-        raise RunError(f"the connection to another rank is lost ({reason}); see the logs of all") from error
+        raise RunError(
+            f"the connection to another rank is lost ({str(error).partition(chr(10))[0]}); see all logs"
+        ) from error
 
 
 @dataclass(slots=True)
@@ -131,7 +132,8 @@ class ProcessGroup(SingleProcess):
 
     def bind(self, device: torch.device) -> None:
         """Choose where small messages lie, for parameters on `device`; refuse a group that cannot send from there."""
-        if _takes_cpu(self.group) and (self.shards is None or _takes_cpu(self.shards)):
+        groups = [self.group, *([] if self.shards is None else [self.shards])]
+        if all("cpu" in dist.get_backend_config(group) or dist.get_backend(group) == "gloo" for group in groups):
             return
         if device.type == "cpu":
             raise ValueError("DiLoCo: the group takes no CPU tensors; init_process_group('cpu:gloo,cuda:nccl') does")
@@ -184,10 +186,6 @@ class ProcessGroup(SingleProcess):
         text = json.dumps(value).encode()
         longest = max(int(length) for length in self.gather_bytes(b"%12d" % len(text), shards=shards))
         return [json.loads(row) for row in self.gather_bytes(text.ljust(longest), shards=shards)]
-
-
-def _takes_cpu(group: dist.ProcessGroup | None) -> bool:
-    return "cpu" in dist.get_backend_config(group) or dist.get_backend(group) == "gloo"
 
 
 def default_group() -> SingleProcess:

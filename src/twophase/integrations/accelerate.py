@@ -25,9 +25,8 @@ class DiLoCo:
 
     In the block each process is a replica, and gradients are not averaged; its end takes the last, shorter round.
     `accelerator.save_state` and `load_state` include the engine and each replica's weights and optimizers: a training
-    that loads before the block equals an uninterrupted one bit for bit. To write a run folder, record the rounds:
-    `with twophase.record("runs/mine", rounds.engine) as run, rounds:`, in it `run.log_round(rounds.step())`, and at its
-    end `run.log_round(rounds.finish())`.
+    that loads before the block equals an uninterrupted one bit for bit. To write a run folder: `with
+    twophase.record(folder, rounds.engine) as run, rounds:`, `run.log_round(rounds.step())`, last of `rounds.finish()`.
 
     `enabled=False` changes nothing about the loop, and `engine` is None. Other arguments are those of
     `twophase.DiLoCo`, over a model that the accelerator has prepared; "nesterov" is DiLoCo's published rule.

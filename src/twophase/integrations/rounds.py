@@ -87,19 +87,16 @@ class Rounds:
         self._note(self.engine.finish())
         if self.run is not None:
             self.run.finish()
-            self.run = None
 
     def _note(self, report: RoundReport | None) -> None:
-        if report is not None:
-            self.reports.append(report)
-            if self.run is not None:
-                self.run.log_round(report, inner_lr=max(float(group["lr"]) for group in self._inner.param_groups))
+        self.reports += [report] if report is not None else []
+        if report is not None and self.run is not None:
+            self.run.log_round(report, inner_lr=max(float(group["lr"]) for group in self._inner.param_groups))
 
     def abandon(self) -> None:
         """Close the record of a training that has raised; its run stays unfinished."""
         if self.run is not None:
             self.run.close()
-            self.run = None
 
     def saved(self) -> dict[str, Any]:
         """Return what a checkpoint of the trainer lacks: anchor, outer state, position, residuals of compression."""

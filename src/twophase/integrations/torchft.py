@@ -29,8 +29,6 @@ from twophase.optim.build import OuterChoice, outer_optimizer
 from twophase.restart import MEASURED
 from twophase.rule import whole_number
 
-__all__ = ["DiLoCo", "diloco"]
-
 try:
     _VERSION = version("torchft")
 except PackageNotFoundError:  # a build of another name, as torchft-nightly
@@ -43,8 +41,7 @@ class DiLoCo(local_sgd.DiLoCo):
     """torchft's `DiLoCo` with an outer optimizer for each fragment, and a state to save; made by `diloco`.
 
     After its `with` block the model holds the agreed weights; inner steps since the last round are discarded.
-    `outers` has the outer optimizers, one a fragment; `twophase.record(folder, rounds.outers[0])` records its rounds by
-    `run.log_round(rounds.outers[0].last_round)` after every inner step.
+    `outers` has the outer optimizers, one a fragment; docs/torchft.md shows how to record their rounds.
     """
 
     def __init__(
