@@ -21,7 +21,7 @@ from twophase.diloco.engine import DiLoCo
 from twophase.diloco.group import SingleProcess
 from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.task import LanguageTask
-from twophase.training.inner import Replica
+from twophase.training.trainer import Replica
 
 
 class Loop:

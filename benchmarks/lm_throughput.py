@@ -40,8 +40,7 @@ from torch import Tensor
 from bounds import finish
 from twophase.errors import UsageError
 from twophase.recipes.pretraining import RECIPES
-from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
-from twophase.tasks.lm.flops import flops_per_token
+from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig, flops_per_token
 from twophase.tasks.lm.step import DTYPES, Step, drawn
 
 PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -23,7 +24,7 @@ from twophase.judge.cells import ARM, BOTH, CONTROL, MISSING, Paired, comparable
 from twophase.recipes.controls import AVERAGING_LR
 from twophase.restart import Restart, RestartPolicy, RoundSignal, State, age_after, ask, parse
 from twophase.sweeps.grid import MOMENTUM_FREE, Sweep
-from twophase.sweeps.table import TABLE, Row, Setting, geometric_mean, read_rows, readable, settings
+from twophase.sweeps.table import TABLE, Row, Setting, read_rows, readable, settings
 
 WITHIN = 0.25
 """A setting works when its perplexity is at most this much above the best, relatively."""
@@ -130,7 +131,7 @@ def summary(lines: Sequence[Line], bound: float | None) -> dict[str, Any]:
         "missing": states.count("missing"),
         "best": shown(best(lines)),
         "worst": max(ended, default=None),
-        "geometric_mean": geometric_mean(ended),
+        "geometric_mean": statistics.geometric_mean(ended) if ended else None,
     }
 
 

@@ -40,7 +40,7 @@ from twophase.judge.cells import ARM, BOTH, CONTROL, MISSING, DataFrame, Paired,
 from twophase.sweeps.grid import Axis, Cell, Sweep, product
 from twophase.sweeps.table import SEED, Row, format_table
 from twophase.sweeps.table import arm_name as shown_name
-from twophase.tasks.lm.flops import parameter_count
+from twophase.tasks.lm.config import parameter_count
 from twophase.text.tokenizers import VOCABULARY_SIZES
 
 EXACT, *LOSSY = COMPRESSIONS

@@ -13,7 +13,7 @@ import numpy as np
 
 from twophase.config import dump_yaml, fingerprint
 from twophase.rule import OuterRule
-from twophase.runs.method import options_of
+from twophase.runs.outer import options_of
 from twophase.sweeps.grid import Axis, Sweep, product
 from twophase.sweeps.table import rows_of, write_rows
 from twophase.tasks.lm.config import TrainConfig

@@ -92,7 +92,7 @@ def test_stopped_and_repeated() -> None:
 
 def test_what_is_refused() -> None:
     """Another run's folder, one in use, changed data of a finished run, damaged weights, a class for a task."""
-    config = {**SHORT, "data.corpus": f"file:{textmaker.write(Path('text.txt'), documents=20)}"}
+    config = {**SHORT, "data.corpus": f"file:{textmaker.write(Path('text.txt').absolute(), documents=20)}"}
     twophase.train("lm", config, out="run", quiet=True)
     with pytest.raises(UsageError, match=r"--seed: must be 0"):
         twophase.train("lm", config | {"seed": 1}, out="run", quiet=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from twophase.cli.common import RunOptions, parse_run
+from twophase.cli.train import RunOptions, parse_run
 from twophase.config import dump_yaml, fingerprint, flatten, get, hints_of, load_yaml, parse, to_tree, update
 from twophase.errors import UsageError
 from twophase.recipes.pretraining import nano

@@ -53,17 +53,6 @@ def test_leftovers_of_a_kill_are_removed(tmp_path: Path) -> None:
     assert names(tmp_path) == [".lock", "a.txt", "b.tmp"]
 
 
-def test_the_last_line_of_a_key_wins(tmp_path: Path) -> None:
-    """A resumed run repeats lines; their order is that of the first."""
-    log = tmp_path / "log.jsonl"
-    assert read_jsonl(log) == []
-    for step, loss in ((1, 3.0), (2, 2.0), (3, math.nan), (2, 2.5)):
-        append(log, {"step": step, "loss": loss})
-    assert [row["loss"] for row in read_jsonl(log)] == [3.0, 2.0, None, 2.5]
-    rows = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.5}, {"step": 3, "loss": None}]
-    assert read_jsonl(log, ["step"]) == rows
-
-
 @pytest.mark.parametrize("cut", range(1, 13))
 def test_a_torn_line_costs_only_itself(tmp_path: Path, cut: int) -> None:
     """Wherever a kill has cut the last line, those before it and the next one are read."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import csv
 import math
 import re
+import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
@@ -24,7 +25,7 @@ from twophase.figures.matplotlib_types import Axes, Figure
 from twophase.figures.style import INK, MUTED, PAPER, headline, look, new_page, share_legend
 from twophase.judge.cells import DataFrame
 from twophase.judge.decision import MARGIN
-from twophase.sweeps.table import format_table, geometric_mean
+from twophase.sweeps.table import format_table
 from twophase.tuning.methods import CONTROL
 
 from common import Result, options_of, save  # isort: skip - protocol names its folder
@@ -148,7 +149,7 @@ def _summary(arm: str, words: Mapping[Any, Mapping[str, Any]]) -> dict[str, Any]
     return {
         "places": len(lines),
         **{word: sum(line["word"] == word for line in lines) for word in SIGNS},
-        "mean_ratio": geometric_mean(ratios) if is_whole else None,
+        "mean_ratio": statistics.geometric_mean(ratios) if is_whole else None,
         "worst_ratio": min(ratios) if is_whole else None,
     }
 

@@ -28,8 +28,7 @@ from twophase.runs.folder import CHECKPOINTS, read_summary
 from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.task import LanguageTask
 from twophase.training.checkpoint import Checkpointer, latest
-from twophase.training.inner import Replica
-from twophase.training.trainer import Trainer
+from twophase.training.trainer import Replica, Trainer
 
 RESULT = ("checksum", "validation_loss", "restarts")
 

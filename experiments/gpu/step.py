@@ -27,8 +27,7 @@ from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsag
 from torch.profiler import ProfilerActivity, profile
 
 from machine import Call, arguments, config_of, save_figures, save_rows, seconds_of, wait_for
-from twophase.tasks.lm.config import TrainConfig
-from twophase.tasks.lm.flops import flops_per_token
+from twophase.tasks.lm.config import TrainConfig, flops_per_token
 from twophase.tasks.lm.step import DTYPES, Step, attention_kernel, drawn
 
 PRODUCT_SIZE = {"cuda": 8192, "cpu": 256}

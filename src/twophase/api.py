@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from twophase.config import fingerprint, flatten, to_tree, update
 from twophase.errors import RunError, UsageError
-from twophase.progress import meter, round_text, step_text
+from twophase.files import sha256
+from twophase.progress import line_text, meter
 from twophase.runs.folder import ENV, WEIGHTS, RunFolder, read_summary
 from twophase.tasks.registry import LM, config_class, forbid_import_time_calls, name_of, task_of
 from twophase.training.config import RunConfig
@@ -116,26 +117,18 @@ def run_config(task: Any, config: Values) -> RunConfig:
     forbid_import_time_calls()
     if isinstance(config, RunConfig):
         return config
-    values = flatten(config or {})
-    if isinstance(task, type):
-        raise UsageError(f"task: must be a name or an object, such as {task.__name__}(), got the class")
+    values, own = flatten(config or {}), {}
     if isinstance(task, str):
-        name, options = values.get("task.name", task) if task == LM else task, {}
+        base = config_class(values.get("task.name", task) if task == LM else task)()
+    elif isinstance(task, type):
+        raise UsageError(f"task: must be a name or an object, such as {task.__name__}(), got the class")
+    elif getattr(task, "__dict__", None) and not dataclasses.is_dataclass(task):
+        raise UsageError(f"task: {type(task).__name__} must be a dataclass, for another process to make it, too")
     else:
-        name, options = name_of(type(task)), _options(task)
-    base = config_class(name)()
-    known = {field.name for field in dataclasses.fields(base.task)} if name != LM else set()  # type: ignore[attr-defined]
-    base = update(base, {f"task.{key}": value for key, value in options.items() if key in known}, "task: ")
-    return update(base, values, "config: ")
-
-
-def _options(task: Any) -> dict[str, Any]:
-    """Return the values that made a task."""
-    if not dataclasses.is_dataclass(task):
-        if getattr(task, "__dict__", None):
-            raise UsageError(f"task: {type(task).__name__} must be a dataclass, for another process to make it, too")
-        return {}
-    return {field.name: getattr(task, field.name) for field in dataclasses.fields(task) if field.init}
+        base = config_class(name_of(type(task)))()
+        fields = dataclasses.fields(base.task)  # type: ignore[attr-defined]
+        own = {f"task.{field.name}": getattr(task, field.name) for field in fields if field.name != "name"}
+    return update(update(base, own, "task: "), values, "config: ")
 
 
 @contextmanager
@@ -166,7 +159,7 @@ def train_run(
     Raises:
         UsageError: values that cannot be run here, before a folder is made; or a folder of another run.
     """
-    from twophase.runs.trackers import check_trackers, open_trackers  # noqa: PLC0415
+    from twophase.runs.trackers import open_trackers  # noqa: PLC0415
     from twophase.training import loop  # noqa: PLC0415 - torch
     from twophase.training.distributed import (  # noqa: PLC0415
         device_of,
@@ -174,7 +167,7 @@ def train_run(
         raised_on_all_ranks,
         stop_on_signal,
     )
-    from twophase.training.outer import outer_line  # noqa: PLC0415
+    from twophase.training.optimizers import outer_line  # noqa: PLC0415
     from twophase.training.trainer import Trainer  # noqa: PLC0415
 
     if config.outer.method == "averaging" and config.outer.momentum:
@@ -182,7 +175,7 @@ def train_run(
             f"--outer.momentum: must be left out with averaging, got {config.outer.momentum}; "
             "heavy-ball and nesterov have a momentum"
         )
-    check_trackers(track)
+    trackers = open_trackers(track, out, to_tree(config)) if track else []
     if (summary := finished(config, out)) is not None:
         return summary
     with ExitStack() as stack:
@@ -193,15 +186,14 @@ def train_run(
         with raised_on_all_ranks(group):
             if group.rank == 0:
                 folder = stack.enter_context(RunFolder.claim(out, config))
-                folder.trackers = open_trackers(track, out, out.name, to_tree(config))
+                folder.trackers = trackers
         if folder and not quiet:
             print(outer_line(config), file=sys.stderr)
         show = stack.enter_context(meter("train", config.steps, quiet=quiet or folder is None))
 
-        def on_line(line: dict[str, Any]) -> None:
-            show(line["step"], round_text(line) if "round" in line else step_text(line))
-
-        summary = loop.run(trainer, out, folder, on_line=on_line, should_stop=stop.is_set)
+        summary = loop.run(
+            trainer, out, folder, on_line=lambda line: show(line["step"], line_text(line)), should_stop=stop.is_set
+        )
         # Where the signal came to another rank, this one stops with it and has none.
         return summary | {"status": 128 + (stop.number or signal.SIGINT)}
 
@@ -213,22 +205,15 @@ def finished(config: RunConfig, out: Path) -> dict[str, Any] | None:
         UsageError: its task, text or tokens have changed since: the same command would be another run.
         RunError: its weights are damaged.
     """
-    from twophase.files import sha256  # noqa: PLC0415
-
-    summary = read_summary(out, fingerprint(config))
+    summary, weights = read_summary(out, fingerprint(config)), out / WEIGHTS
     if summary is None:
         return None
-    now, before = task_of(config).describe()["fingerprint"], json.loads((out / ENV).read_bytes())
-    if before["corpus"]["fingerprint"] != now:
+    data = json.loads((out / ENV).read_bytes())["corpus"]["fingerprint"]
+    if data != task_of(config).describe()["fingerprint"]:
         raise UsageError(f"--out {out}: the data or the task have changed since the run ended; give another --out")
-    weights = out / WEIGHTS
     if weights.exists() and sha256(weights) != summary.get("weights_sha256"):
         raise RunError(f"{weights} is damaged; delete it and summary.json, and repeat the command")
     return summary
-
-
-_NAMED = ("outer.", "inner_steps", "seed", "task.name", "sync.restart")
-"""Values that the name of a folder has in any case."""
 
 
 def default_folder(config: RunConfig) -> Path:
@@ -240,13 +225,14 @@ def default_folder(config: RunConfig) -> Path:
     if earlier := sorted(Path("runs").glob(f"*{identity}")):
         return earlier[0]
     tree, defaults = flatten(to_tree(config)), flatten(to_tree(type(config)()))
-    setting = f"{config.outer.describe()} {restart_words(config)} S {config.inner_steps} seed {config.seed}"
-    if "task.name" in tree:
-        setting = f"{tree['task.name'].rpartition(':')[2]} {setting}"
+    words = [tree.get("task.name", "").rpartition(":")[2], config.outer.describe(), restart_words(config)]
+    words.append(f"S {config.inner_steps} seed {config.seed}")
     for path, value in tree.items():
-        if value != defaults[path] and not path.startswith(_NAMED):
-            setting += f" {path.rpartition('.')[2].replace('_', ' ')} {value}"
-    label = re.sub("[^A-Za-z0-9.]+", "-", setting)[:75].strip("-.")
+        if value != defaults[path] and not path.startswith(
+            ("outer.", "inner_steps", "seed", "task.name", "sync.restart")
+        ):
+            words.append(f"{path.rpartition('.')[2]} {value}")
+    label = re.sub("[^A-Za-z0-9.]+", "-", " ".join(words))[:75].strip("-.")
     return Path("runs") / f"{date.today()}-{label}-{identity}"
 
 

@@ -34,23 +34,21 @@ def require(holds: bool, option: str, value: object, range_: str) -> None:
         raise UsageError(f"--{option.replace('_', '-')}: must be {range_}, got {value}")
 
 
-def to_tree(config: Any) -> Tree:
+def to_tree(config: Any, hint: str = "") -> Any:
     """Return a configuration as nested dictionaries of plain values (tuples become lists)."""
-    return {field.name: _plain(getattr(config, field.name), str(field.type)) for field in dataclasses.fields(config)}
-
-
-def _plain(value: Any, hint: str) -> Any:
-    if dataclasses.is_dataclass(value):
-        return to_tree(value)
-    if isinstance(value, tuple):
-        return [_plain(item, hint) for item in value]
-    return float(value) if type(value) is int and "float" in hint else value  # a rate of 1 and one of 1.0 are the same
+    if dataclasses.is_dataclass(config):
+        return {
+            field.name: to_tree(getattr(config, field.name), str(field.type)) for field in dataclasses.fields(config)
+        }
+    if isinstance(config, tuple):
+        return [to_tree(item, hint) for item in config]
+    # A rate of 1 and one of 1.0 are the same.
+    return float(config) if type(config) is int and "float" in hint else config
 
 
 def fingerprint(config: Any) -> str:
     """Return twelve hexadecimal digits of a configuration, or of its tree."""
-    tree = config if isinstance(config, dict) else to_tree(config)
-    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:12]
+    return hashlib.sha256(json.dumps(to_tree(config), sort_keys=True).encode()).hexdigest()[:12]
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Tree:
@@ -82,28 +80,24 @@ def update(config: C, values: Mapping[str, Any], where: str = "--") -> C:
         UsageError: a path that the configuration does not have, or a value of another type or out of its range.
     """
     hints = hints_of(type(config))
-    values = flatten(values)
-    for path, value in values.items():
+    tree: Tree = {}
+    for path, value in flatten(values).items():
         if path not in hints:
             raise UsageError(f"{where}{path}: no such value{meant(path, hints)}")
+        *groups, name = path.split(".")
+        part = tree
+        for group in groups:
+            part = part.setdefault(group, {})
         try:
-            values[path] = coerce(hints[path], value)
+            part[name] = coerce(hints[path], value)
         except ValueError:
             raise UsageError(f"{where}{path}: must be {_range_of(hints[path])}, got {value!r}") from None
-    return _replaced(config, values)
+    return _replaced(config, tree)
 
 
-def _replaced(config: C, values: Mapping[str, Any]) -> C:
-    groups: dict[str, Tree] = {}
-    changes: Tree = {}
-    for path, value in values.items():
-        head, _, rest = path.partition(".")
-        if rest:
-            groups.setdefault(head, {})[rest] = value
-        else:
-            changes[head] = value
-    changes |= {head: _replaced(getattr(config, head), inner) for head, inner in groups.items()}
-    return dataclasses.replace(config, **changes)  # type: ignore[type-var]
+def _replaced(config: Any, tree: Tree) -> Any:
+    groups = {name: _replaced(getattr(config, name), part) for name, part in tree.items() if isinstance(part, dict)}
+    return dataclasses.replace(config, **(tree | groups))
 
 
 def hints_of(cls: Any) -> dict[str, Any]:
@@ -185,8 +179,7 @@ def load_yaml(path: Path) -> Tree:
 
 def dump_yaml(config: Any) -> str:
     """Return a configuration, or its tree, as YAML."""
-    tree = config if isinstance(config, dict) else to_tree(config)
-    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=120)
+    return yaml.dump(to_tree(config), Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=120)
 
 
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C, where PyYAML was built with it
@@ -212,12 +205,11 @@ def parse(options: type[C], argv: Sequence[str], program: str, config: Any = Non
     """
     import tyro  # noqa: PLC0415 - not where nothing is parsed
 
+    defaults = {"own": options()} | ({} if config is None else {"config": config})
     unnamed = tyro.conf.arg(name="")
-    parts: list[Any] = [("own", Annotated[options, unnamed], dataclasses.field(default_factory=options))]
-    if config is not None:
-        parts.append(("config", Annotated[type(config), unnamed], dataclasses.field(default_factory=lambda: config)))
-    hints = hints_of(options) | (hints_of(type(config)) if config is not None else {})
+    parts = [(name, Annotated[type(value), unnamed], value) for name, value in defaults.items()]
     command = dataclasses.make_dataclass("Command", parts)
+    hints = {path: hint for value in defaults.values() for path, hint in hints_of(type(value)).items()}
     box, words = io.StringIO(), _words(argv, hints)
     try:
         with contextlib.redirect_stderr(box):

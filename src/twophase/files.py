@@ -8,6 +8,7 @@ import io
 import json
 import math
 import os
+import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -19,7 +20,14 @@ Row = dict[str, Any]
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`, which takes its name when the block ends; an error removes it."""
+    """Yield a temporary path beside `path`, which takes its name when the block ends; an error removes it.
+
+    What killed writers of `path` left goes as well, once it is two minutes old: until then they may live.
+    """
+    for old in path.parent.glob(f".{path.name}.*.tmp"):
+        with suppress(FileNotFoundError):
+            if time.time() - old.stat().st_mtime > 120:
+                old.unlink()
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         yield temporary
@@ -80,22 +88,14 @@ def append(path: Path, record: Mapping[str, Any]) -> None:
             file.write(line[written:])
 
 
-def read_jsonl(path: Path, key: Sequence[str] = ()) -> list[Row]:
-    """Return the records of a log, without a line that a kill has torn; a missing file is empty.
-
-    Args:
-        path: the log.
-        key: names whose values identify a record; of several with the same the last wins, for a resumed run repeats
-            lines.
-    """
-    rows: dict[Any, Row] = {}
+def read_jsonl(path: Path) -> list[Row]:
+    """Return the records of a log, without a line that a kill has torn; a missing file is empty."""
+    rows = []
     with suppress(FileNotFoundError):
-        for number, line in enumerate(path.read_bytes().splitlines()):
+        for line in path.read_bytes().splitlines():
             with suppress(ValueError):
-                row = json.loads(line)
-                if isinstance(row, dict):
-                    rows[tuple(repr(row.get(name)) for name in key) or number] = row
-    return list(rows.values())
+                rows.append(json.loads(line))
+    return [row for row in rows if isinstance(row, dict)]
 
 
 def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -20,9 +21,7 @@ def duration(seconds: float) -> str:
     """
     if seconds < 60:
         return f"{seconds:.0f} s"
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+    return str(timedelta(seconds=int(seconds))).removeprefix("0:").lstrip("0")
 
 
 @contextmanager
@@ -34,16 +33,10 @@ def meter(
     plain_seconds: float = 10.0,
     picture: Callable[[], RenderableType] | None = None,
 ) -> Iterator[Callable[[int, str], None]]:
-    """Show progress on stderr; yields `show(done, text)`.
+    """Show progress on stderr, of `total` things; yields `show(done, text)`.
 
-    On a terminal a bar with the remaining time and the text below it; elsewhere plain lines, and one at the end.
-
-    Args:
-        title: a word or two.
-        total: what `done` counts up to.
-        quiet: show nothing.
-        plain_seconds: time between two plain lines, at least.
-        picture: returns what a terminal shows above the bar, a few times a second.
+    On a terminal a bar with the remaining time, the text below it, and above it what `picture` returns a few times a
+    second; elsewhere lines, `plain_seconds` apart at least, and one at the end.
     """
     if quiet:
         yield lambda _done, _text: None
@@ -78,27 +71,14 @@ def meter(
         yield show
 
 
-def round_text(line: Mapping[str, Any]) -> str:
-    """A round's metrics in a few words."""
-    parts = [f"round {line['round']}", f"loss {line['train_loss']:.3f}"]
-    if line.get("perplexity") is not None:
-        parts.append(f"perplexity {line['perplexity']:.2f}")
-    if line["seconds"] > 0 and line["tokens"]:
-        parts.append(f"{line['tokens'] / line['seconds']:,.0f} tok/s")
-    if line.get("restarted"):
-        parts.append("restart")
-    return "  ".join(parts)
+def line_text(line: Mapping[str, Any]) -> str:
+    """A line of a run's metrics or steps in a few words.
 
-
-def step_text(line: Mapping[str, Any]) -> str:
-    """A line of `steps.jsonl` in a few words.
-
-    >>> step_text({"train_loss": 2.5, "batches_per_second": 1234.5})
+    >>> line_text({"train_loss": 2.5, "batches_per_second": 1234.5})
     'loss 2.500  1,234 batches/s'
     """
-    if "tokens_per_second" not in line:
-        return f"loss {line['train_loss']:.3f}  {line['batches_per_second']:,.0f} batches/s"
-    return (
-        f"loss {line['train_loss']:.3f}  {line['tokens_per_second']:,.0f} tok/s  "
-        f"{line['flops_per_second'] / 1e12:.3g} TFLOP/s  {line['peak_memory_bytes'] / 1e9:.1f} GB"
-    )
+    words = {"round": "round {}", "train_loss": "loss {:.3f}", "perplexity": "perplexity {:.2f}"}
+    words |= {"batches_per_second": "{:,.0f} batches/s", "tokens_per_second": "{:,.0f} tok/s"}
+    words |= {"flops_per_second": "{:.3g} FLOP/s", "peak_memory_bytes": "{:.3g} bytes"}
+    parts = [text.format(line[name]) for name, text in words.items() if line.get(name)]
+    return "  ".join([*parts, *["restart"] * bool(line.get("restarted"))])

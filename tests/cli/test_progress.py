@@ -28,18 +28,11 @@ def test_a_pipe_has_a_line_at_most_every_few_seconds(capsys: pytest.CaptureFixtu
     assert capsys.readouterr().err == ""
 
 
-class Terminal(io.StringIO):
-    """A stream that says that it is a terminal."""
-
-    def isatty(self) -> bool:
-        """Return True."""
-        return True
-
-
 @pytest.mark.parametrize(("width", "coloured"), [(40, True), (80, False)])
 def test_a_terminal_has_the_map(monkeypatch: pytest.MonkeyPatch, width: int, coloured: bool) -> None:
     """The last picture has the numbers so far, no line is wider than the terminal, and NO_COLOR leaves no colour."""
-    terminal, sweep = Terminal(), demo()
+    terminal, sweep = io.StringIO(), demo()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr("sys.stderr", terminal)
     monkeypatch.setattr("sys.stdout", io.StringIO())
     settings = {"COLUMNS": f"{width}", "LINES": "40", "TERM": "xterm-256color", "COLORTERM": "truecolor"}

@@ -34,20 +34,3 @@ def test_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 0
     assert "2 different runs of 12 inner steps; 9 are left" in capsys.readouterr().out
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        ("", "--axis"),
-        ("--axis seed 0 1 --seed 3", "--seed"),
-        ("--axis outer.lrr 1", "outer.lrr"),
-        ("--axis steps 0", "steps"),
-    ],
-)
-def test_grids_that_cannot_be(words: str, named: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """One line that names the option, and status 2."""
-    assert main([*WORDS, *words.split(), "--out", str(tmp_path / "out")]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert named in line
-    assert not (tmp_path / "out").exists()

@@ -158,6 +158,8 @@ def interrupt(folder: Path, stage: Stage, scene: str, kind: str, good: Callable[
         where = f"{scene}: {kind} at call {number}: {err[-900:]}"
         assert good(status, err), f"status {status}: {where}"
         if scene != "export" or not (place / "out").exists():  # that is refused where all is there
+            for path in place.rglob("*.tmp"):  # in a sweep's folder another worker may be writing them
+                os.utime(path, (0, 0))
             status, _, err = stage.run(scene, place)
             assert status == 0, f"repeated: {err[-900:]}: {where}"
         left = contents(place)

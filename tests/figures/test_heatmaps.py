@@ -109,7 +109,7 @@ def test_losses_below_0_are_said() -> None:
     rows = [Row("", str(lr), {"outer.lr": lr}, "finished", None, loss) for lr, loss in ((1, -3.0), (2, 0.0), (3, 0.5))]
     words = overview.describe(rows)
     assert "best 1 of 3 settings, 2 missing." in words
-    assert words.splitlines()[-1].startswith("2 finished cells have a validation loss of 0 or below, and so no ")
+    assert "validation loss of 0 or below, and so without a result: 2;" in words
     assert words.endswith("the task's loss must be above 0: add a constant to it.")
     assert "validation loss of 0" not in overview.describe(rows[2:])
 

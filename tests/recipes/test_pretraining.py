@@ -10,8 +10,8 @@ import pytest
 from paper import INNER_STEPS, LRS, MOMENTA, PERIODS, RULES
 from twophase.errors import UsageError
 from twophase.recipes.pretraining import RECIPES, at_pace, nano, paper_150m, recipe, small
-from twophase.runs.method import rule_of
-from twophase.tasks.lm.flops import parameter_count
+from twophase.runs.outer import OuterConfig
+from twophase.tasks.lm.config import parameter_count
 from twophase.training.config import inner_lr
 
 
@@ -40,7 +40,7 @@ def test_schedule():
 
 def test_every_cell_of_the_paper():
     """Every communication period, rule, learning rate, momentum and restart period of table 1 can be run as it is."""
-    rules = [rule_of(method, lr, momentum) for lr, momentum, method in product(LRS, MOMENTA, RULES.values())]
+    rules = [OuterConfig(method, lr, momentum).rule() for lr, momentum, method in product(LRS, MOMENTA, RULES.values())]
     restarts = [None, *PERIODS, "soft:3:0.2:0.1"]
     cells = [(inner_steps, rules[0], restart) for inner_steps, restart in product(INNER_STEPS, restarts)]
     for inner_steps, rule, restart in [*cells, *((128, rule, 3) for rule in rules)]:  # all pairs would show no more

@@ -24,7 +24,7 @@ from twophase.cli.main import main
 from twophase.files import write_atomic
 from twophase.judge.verdict import verdict
 from twophase.judge.verdict_text import describe
-from twophase.recipes.controls import in_arms
+from twophase.recipes.controls import grid_of
 from twophase.report.overlay import overlay
 from twophase.report.page import asset
 from twophase.report.plot import script
@@ -278,8 +278,6 @@ def test_a_sweep(sweep_folder: Path, capsys: Output) -> None:
     text = written(sweep_folder, "--runs")
     output = capsys.readouterr()
     assert "What each arm reached" in output.out
-    assert "and those of 11 runs" in output.out
-    assert "pages 11/11" in output.err
     for part in ("In short", "Map and curves", "Verdict", "Every cell"):
         assert f">{part}</h2>" in text
     assert text.index(describe(verdict(read_rows(sweep_folder / "cells.csv"))).splitlines()[2][:60]) < text.index(
@@ -305,37 +303,12 @@ def test_a_sweep(sweep_folder: Path, capsys: Output) -> None:
         assert "../../report.html" in (sweep_folder / target).read_text()
 
 
-@pytest.mark.slow
-def test_a_watch_writes_the_pages_of_runs_that_changed(sweep_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first turn of a watch writes the page of every run, the next ones only of runs whose files have changed."""
-    for folder in sorted((sweep_folder / "runs").iterdir())[3:]:
-        shutil.rmtree(folder)
-    pages = {folder.name: folder / "report.html" for folder in (sweep_folder / "runs").iterdir()}
-    changed = min(pages)
-    pages_by_turn: list[set[str]] = []
-
-    def look(_: float) -> None:
-        pages_by_turn.append({name for name, page in pages.items() if page.exists()})
-        for page in pages.values():
-            page.unlink(missing_ok=True)
-        if len(pages_by_turn) == 1:
-            with (sweep_folder / "runs" / changed / "metrics.jsonl").open("a") as file:
-                file.write('{"step": 13, "train_loss": 2.0}\n')
-        if len(pages_by_turn) == 3:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(time, "sleep", look)
-    written(sweep_folder, "--watch", "2", "--runs")
-    assert pages_by_turn == [set(pages), {changed}, set()]
-
-
-def test_a_page_of_a_run_replaces_no_other_file(sweep_folder: Path) -> None:
-    """A file in the place of a run's page stays as it is, and the sweep's page says so."""
-    first, *others = sorted((sweep_folder / "runs").iterdir())
-    for folder in others:
-        shutil.rmtree(folder)
+def test_a_page_replaces_no_other_file(sweep_folder: Path, capsys: Output) -> None:
+    """A file in the place of a run's page stays as it is."""
+    first = min((sweep_folder / "runs").iterdir())
     (first / "report.html").write_text("mine")
-    assert "report.html: holds something else than a page" in written(sweep_folder, "--runs")
+    assert main(["report", str(sweep_folder), "--runs"]) == 2
+    assert f"{first / 'report.html'}" in capsys.readouterr().err
     assert (first / "report.html").read_text() == "mine"
 
 
@@ -396,7 +369,7 @@ AXES: dict[str, tuple[list[Axis], list[str]]] = {
 def test_a_sweep_along_one_axis_is_points(tmp_path: Path, axes: list[Axis], names: list[str]) -> None:
     """A sweep of one axis, or none but seeds, draws a point for each run, a column a setting, and no None."""
     base = config_of(SUM, rounds=9)
-    sweep = Sweep("sweep", base, in_arms(base, axes))
+    sweep = Sweep("sweep", base, grid_of(base, axes, controls=False))
     (tmp_path / "sweep.json").write_text(json.dumps(sweep.spec()))
     write_rows(tmp_path / "cells.csv", [Row(c.arm, c.run_id, sweep.values(c), "finished", 8.5) for c in sweep.cells])
     text = written(tmp_path)
@@ -527,13 +500,10 @@ def damage(sweep: Path, name: str, text: str) -> Path:
 MISTAKES: dict[str, Callable[[Path, Path], list[object]]] = {
     "none": lambda run, _: [run / "none"],
     "empty": lambda run, _: [run.parent / "empty"],
-    "--runs is for sweeps": lambda run, _: [run, "--runs"],
-    "--where is for sweeps": lambda run, _: [run, "--where", "a=1"],
-    "--within is for sweeps": lambda run, _: [run, "--within", "0.05"],
-    "--where a: ": lambda _, sweep: [sweep, "--where", "a"],
-    "only runs are laid over each other": lambda run, sweep: [run, sweep],
-    "give two to 8 different": lambda run, _: [run, run],
-    "verdict.md, which is there and holds something else": lambda _, sweep: [damage(sweep, "verdict.md", "mine")],
+    "--runs": lambda run, _: [run, "--runs"],
+    "--where:": lambda run, _: [run, "--where", "a=1"],
+    "--where: ": lambda _, sweep: [sweep, "--where", "a"],
+    "sweep": lambda run, sweep: [run, sweep],
 }
 """Words of the refusal, and from a run and a sweep to the words of the command."""
 

@@ -41,7 +41,7 @@ def lines(module: Mock) -> list[tuple[int, dict[str, float]]]:
 def run(path: Path, *names: str, steps: range = range(1, 4)) -> None:
     """Log a line a step."""
     with RunFolder.claim(path, CONFIG) as folder:
-        folder.trackers = open_trackers(names, path, path.name, CONFIG)
+        folder.trackers = open_trackers(names, path, CONFIG)
         for step in steps:
             folder.log(METRICS, {"step": step, "train_loss": 1 / step, "perplexity": math.nan})
             folder.log(ROUNDS, {"step": step, "restarted": True, "seconds": {"outer": 0.5}, "checksum": "0f"})
@@ -99,4 +99,4 @@ def test_one_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     """An unknown name, and a package that is not installed, before the run begins."""
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(UsageError, match="--track"):
-        open_trackers([name], tmp_path, "run", CONFIG)
+        open_trackers([name], tmp_path, CONFIG)

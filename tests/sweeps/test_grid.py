@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from twophase.config import flatten, to_tree
 from twophase.errors import UsageError
 from twophase.recipes.controls import grid_of
 from twophase.restart import Periodic
-from twophase.sweeps.grid import RUNS, Axis, Cell, Sweep, parse_axes, product, read_spec, text_of, write_spec
+from twophase.sweeps.grid import RUNS, Axis, Sweep, parse_axes, product, read_spec, write_spec
+from twophase.sweeps.table import cell_text
 from twophase.tasks.lm.config import TrainConfig
 from twophase.training.config import InnerConfig, OuterConfig
 
@@ -63,10 +63,8 @@ def test_axes_of_the_command_line():
     """Each path once; hyphens mean underscores."""
     axes = parse_axes([["inner-steps", "8", "16"], ["outer.lr", "0.3"]])
     assert axes == [Axis("inner_steps", ("8", "16")), Axis("outer.lr", ("0.3",))]
-    assert [c.config.inner_steps for c in product(TrainConfig(steps=4), axes[:1])] == [
-        8,
-        16,
-    ]  # beyond a short base's end
+    cells = product(TrainConfig(steps=4), axes[:1])
+    assert [cell.config.inner_steps for cell in cells] == [8, 16]  # beyond a short base's end
     with pytest.raises(UsageError, match="--axis"):
         parse_axes([["seed", "0"], ["seed", "1"]])
 
@@ -85,14 +83,11 @@ def test_axes_that_cannot_be(path: str, values: tuple[Any, ...]):
         product(TrainConfig(), [Axis(path, values)])
 
 
-def test_text_of_words():
+def test_values_of_several_words():
     """A cell of the table has the words of a value in one text, which an axis takes."""
-    for words in ((), ("2",), ("a=cycle:5,6", "b=3")):
-        fragments = product(TrainConfig(), [Axis("sync.fragments", (words or "1",))])[0].config.sync.fragments
-        assert (
-            not words
-            or product(TrainConfig(), [Axis("sync.fragments", (text_of(words),))])[0].config.sync.fragments == fragments
-        )
+    for words in (("2",), ("a=cycle:5,6", "b=3")):
+        (cell,) = product(TrainConfig(), [Axis("sync.fragments", (cell_text(words),))])
+        assert cell.config.sync.fragments == words
 
 
 def sweep(*axes: Axis, base: TrainConfig = NESTEROV) -> Sweep:
@@ -133,19 +128,3 @@ def test_no_cells():
     """A sweep without cells is refused."""
     with pytest.raises(UsageError, match="--axis"):
         Sweep("sweep", NESTEROV, [])
-
-
-def test_plain_changes_no_run():
-    """A plain configuration is its own plain one, and equal in all that a run uses."""
-    for outer in (
-        OuterConfig(),
-        OuterConfig("nesterov", restart="3"),
-        OuterConfig("adamw"),
-        OuterConfig(restart="auto"),
-    ):
-        config = TrainConfig(outer=outer)
-        assert config.plain().plain() == config.plain()
-        assert config.plain().outer.numbers() == outer.numbers()
-        assert config.plain().outer.policy == outer.policy
-    cell = Cell("", {}, NESTEROV.plain())
-    assert flatten(to_tree(cell.config))["outer.momentum"] == 0.9

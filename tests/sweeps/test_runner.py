@@ -17,7 +17,7 @@ import pytest
 
 from commands import wait_until
 from twophase.api import run_config
-from twophase.errors import RunError, UsageError
+from twophase.errors import RunError
 from twophase.files import read_jsonl
 from twophase.recipes.controls import grid_of
 from twophase.runs.folder import ROUNDS
@@ -189,18 +189,10 @@ def test_a_finished_sweep_trains_nothing(tmp_path: Path):
     assert Nodes(made, out).pending() == []
 
 
-def test_another_sweep_is_refused(tmp_path: Path):
-    """A folder of another sweep is left as it is."""
-    out = tmp_path / "out"
-    run_sweep(sweep(tmp_path, *GRID[:2]), out, workers=1, quiet=True)
-    with pytest.raises(UsageError, match="--out"):
-        run_sweep(sweep(tmp_path, *GRID[:2], steps=9), out, workers=1, quiet=True)
-
-
 def test_work_stops_where_it_is_asked_to(tmp_path: Path):
     """`work` in a program of one's own returns after the inner step in which it is asked."""
     made, out = sweep(tmp_path, *GRID[:2]), tmp_path / "out"
     left = iter([False] * 5)
     run_sweep(made, out, workers=1, quiet=True, should_stop=lambda: next(left, True))
-    work(made, out)
+    work(Nodes(made, out))
     assert Nodes(made, out).pending() == []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from twophase.api import train_run
 from twophase.errors import UsageError
-from twophase.files import sha256
-from twophase.tasks.registry import config_class, task_of
+from twophase.files import read_jsonl
+from twophase.tasks.checks import RESERVED
+from twophase.tasks.registry import config_class, config_of, task_of
 
-RINGS = (Path(__file__).parents[2] / "examples" / "rings.py").read_text(encoding="utf-8")
+RINGS = Path(__file__).parents[2] / "examples" / "rings.py"
 POINTS = "self.points((seed, step, replica), 16)"
 CPU = torch.device("cpu")
 Make = Callable[..., Any]
@@ -27,15 +29,14 @@ def make(tmp_path: Path) -> Iterator[Make]:
     names: list[str] = []
 
     def made(*changes: tuple[str, str], **values: Any) -> Any:
-        text = RINGS
+        text = RINGS.read_text()
         for before, after in changes:
             assert before in text
             text = text.replace(before, after)
         file = tmp_path / f"rings_{len(names)}_{tmp_path.name.replace('-', '_')}.py"
         file.write_text(text)
         names.append(file.stem)
-        kind = config_class(f"{file}:Rings")
-        return task_of(kind(task=kind().task.__class__(**values)))  # type: ignore[attr-defined, call-arg]
+        return task_of(config_of({"task.name": f"{file}:Rings"} | {f"task.{name}": values[name] for name in values}))
 
     yield made
     for name in names:
@@ -84,11 +85,21 @@ def test_what_differs_the_second_time_is_refused(make: Make, call: str, before: 
         make(counted, (before, after)).check(CPU)
 
 
-@pytest.mark.parametrize("returned", ["{", '{"loss": 1.0, "step": 1, ', '{"loss": 1.0, "validation_loss": 1.0, '])
+@pytest.mark.parametrize("returned", ["{", *(f'{{"loss": 1.0, "{name}": 1.0, ' for name in sorted(RESERVED))])
 def test_numbers_that_the_record_cannot_hold(make: Make, returned: str) -> None:
     """An evaluation without a loss, or with a name of the record's own columns, is refused before the first step."""
     with pytest.raises(UsageError, match=r"^--task .*evaluate\(\)[^\n]*$"):
         make(('{"loss": loss.item(), ', returned)).check(CPU)
+
+
+def test_every_column_of_a_run_is_reserved(tmp_path: Path) -> None:
+    """What the record has besides the numbers of the evaluation could else be overwritten by them."""
+    train_run(config_of({"task.name": f"{RINGS}:Rings", "steps": 16}), tmp_path / "run", quiet=True)
+    lines = [
+        *read_jsonl(tmp_path / "run" / "metrics.jsonl"),
+        json.loads((tmp_path / "run" / "summary.json").read_text()),
+    ]
+    assert {name for line in lines for name in line} == RESERVED | {"accuracy"}
 
 
 def test_a_missing_method(make: Make) -> None:
@@ -122,11 +133,11 @@ def test_the_fingerprint_changes_with_file_options_and_description(make: Make) -
 def test_the_fingerprint_changes_with_a_base_class_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A base of another file in the same folder counts; what is installed does not."""
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    (tmp_path / "rings_base.py").write_text(RINGS)
+    (tmp_path / "rings_base.py").write_text(RINGS.read_text())
     (tmp_path / "rings_child.py").write_text("import rings_base\n\n\nclass Child(rings_base.Rings):\n    pass\n")
     config = config_class(f"{tmp_path}/rings_child.py:Child")()
     before = task_of(config).describe()["fingerprint"]
-    (tmp_path / "rings_base.py").write_text(RINGS + "\n")
+    (tmp_path / "rings_base.py").write_text(RINGS.read_text() + "\n")
     assert task_of(config).describe()["fingerprint"] != before
     for name in ("rings_base", "rings_child"):
         del sys.modules[name]
@@ -142,12 +153,3 @@ def test_optional_methods_are_passed_on(make: Make) -> None:
     for name in ("inner", "logits", "check_data"):
         assert getattr(task, name)(1, 2) == (1, 2)
         assert not hasattr(make(), name)
-
-
-def test_shipped_tasks_are_not_compared_twice() -> None:
-    """Their tests hold what the checks look for, and their fingerprint does not change with a comment."""
-    if importlib.util.find_spec("sklearn") is None:
-        pytest.skip("scikit-learn is not installed")
-    task = task_of(config_class("digits")())
-    task.check(CPU)
-    assert task.describe()["fingerprint"] != sha256(Path(__file__))

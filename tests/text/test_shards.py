@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import shardmaker
 from shardmaker import counting
 from twophase.errors import RunError, UsageError
-from twophase.text.shards import TRAIN, VALIDATION, Windows, damaged, epoch_order, nanogpt_meta, read_meta
+from twophase.text.shards import TRAIN, Windows, damaged, epoch_order, read_meta
 
 VOCABULARY = 60_000
 
@@ -45,17 +45,6 @@ def test_golden_order():
     """The order of a run stays the same over versions: these values were printed once."""
     assert epoch_order(0, 0, 8).tolist() == [0, 2, 1, 5, 4, 3, 6, 7]
     assert epoch_order(7, 3, 1_000_003)[:4].tolist() == [95270, 891619, 506039, 699355]
-
-
-def test_nanogpt_files(tmp_path: Path):
-    """`train.bin` and `val.bin` are bare uint16 ids of a vocabulary that the user names; changes are noticed."""
-    counting(0, 101).tofile(tmp_path / "train.bin")
-    counting(500, 46).tofile(tmp_path / "val.bin")
-    meta = nanogpt_meta(tmp_path, 50_304)
-    assert (meta.tokens(TRAIN), meta.tokens(VALIDATION), meta.vocabulary_size) == (101, 46, 50_304)
-    assert Windows(tmp_path, meta, VALIDATION, 5)[np.array([1])].tolist() == [list(range(505, 511))]
-    shardmaker.flip(tmp_path / "train.bin")
-    assert nanogpt_meta(tmp_path, 50_304).fingerprint != meta.fingerprint
 
 
 def test_damage(tmp_path: Path):

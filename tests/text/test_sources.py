@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from textmaker import write_lines
 from twophase.errors import RunError, UsageError
 from twophase.text import sources
-from twophase.text.sources import batches, documents, find_sources
+from twophase.text.sources import batches, documents, find_sources, python_documents
 
 
 def paragraph(number: int, words: int = 200) -> str:
@@ -111,3 +112,32 @@ def test_batches_are_bounded(monkeypatch: pytest.MonkeyPatch):
     assert "".join(text for batch in found for text in batch) == "".join(texts).replace("\ud800", "?")
     assert max(map(len, found)) == 7
     assert max(sum(map(len, batch)) for batch in found) <= 6000
+
+
+# Python's library
+
+LINES = [f"    value_{number} = {number}" for number in range(20)]
+FILES = {
+    "a.py": f'"""{paragraph(1, 40)}"""\n',
+    "b/c.py": f'class C:\n    """{paragraph(2, 40)}"""\n    async def f(self):\n        """{paragraph(3, 40)}"""\n',
+    "b/short.py": '"""Short."""\n',
+    "b/twice.py": f'if 1:\n    def g():\n        """{paragraph(2, 40)}"""\n',
+    "b/escape.py": f'"""\\d {paragraph(4, 40)}"""\n',
+    "b/syntax.py": f'"""{paragraph(5, 40)}"""\nprint "x"\n',
+    "site-packages/d.py": f'"""{paragraph(6, 40)}"""\n',
+    "b/tests/d.py": f'"""{paragraph(6, 40)}"""\n',
+    "b/raises.py": f'"""{paragraph(7, 40)}"""\nraise SystemExit(3)\n',
+    "code.py": "\n".join(["@wrapped", "def f():", '    """A docstring', '    of two."""', *LINES, "def g(): 1"]),
+}
+
+
+def test_documents_of_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Long docstrings, or long definitions without them, by sorted path, each once; nothing that does not parse."""
+    for name, content in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    (tmp_path / "nowhere.py").symlink_to(tmp_path / "missing")
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
+    numbers = [text.split()[-1] for text in python_documents("python") if "word" in text.split()[-1]]
+    assert numbers == ["word1", "word2", "word3", "word4", "word7"]
+    assert python_documents("python-code") == ["\n".join(["def f():", *LINES])]

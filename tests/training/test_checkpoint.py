@@ -50,7 +50,7 @@ def test_round_trip(tmp_path: Path) -> None:
     saving.close()
     saved = checkpoint.latest(tmp_path)
     assert saved is not None
-    assert (saved.progress, checkpoint.latest_step(tmp_path)) == ({"seconds": 1.5}, 7)
+    assert (saved.progress, saved.step) == ({"seconds": 1.5}, 7)
     assert names(saved.path) == ["engine.pt", "live.pt", "manifest-000.json"]
     assert torch.equal(saved.part("live")["x"], torch.arange(10.0))
     loaded = saved.part("engine")
@@ -64,22 +64,22 @@ def test_keeps_the_newest(tmp_path: Path) -> None:
     """Only the newest `keep` stay, by step number and not by name or time."""
     save(tmp_path, 5, 1000, 20, 20000000, 100000000, keep=3)
     assert names(tmp_path) == ["step-00001000", "step-100000000", "step-20000000"]
-    assert checkpoint.latest_step(tmp_path) == 100000000
+    assert checkpoint.latest(tmp_path).step == 100000000
 
 
 def test_incomplete_ones_do_not_count(tmp_path: Path) -> None:
-    """Without each rank's manifest a checkpoint is none, is removed at the next start, and spoils no later save."""
-    assert checkpoint.latest_step(tmp_path / "absent") is None
+    """Without each rank's manifest a checkpoint is none, spoils no later save, and goes with the older ones."""
+    assert checkpoint.latest(tmp_path / "absent") is None
     save(tmp_path, 3, 9)
     (tmp_path / "step-00000009" / "manifest-000.json").unlink()
     shutil.copytree(tmp_path / "step-00000003", tmp_path / "step-00000012")
     manifest = tmp_path / "step-00000012" / "manifest-000.json"
     manifest.write_text(manifest.read_text().replace('"ranks": 1', '"ranks": 2'))
-    assert checkpoint.latest_step(tmp_path) == 3
+    assert checkpoint.latest(tmp_path).step == 3
     save(tmp_path, 9)
-    assert checkpoint.latest_step(tmp_path) == 9
-    checkpoint.remove_incomplete(tmp_path)
-    assert names(tmp_path) == ["step-00000003", "step-00000009"]
+    assert checkpoint.latest(tmp_path).step == 9
+    save(tmp_path, 12)
+    assert names(tmp_path) == ["step-00000009", "step-00000012"]
 
 
 def damage(path: Path, how: str) -> None:
@@ -100,7 +100,7 @@ def test_a_damaged_one_is_named_and_the_one_before_is_taken(
     for steps in ((12, 14), (14,)):
         run(config, tmp_path, asked_at=14)
         for step in steps:
-            damage(checkpoint.path_of(tmp_path / "checkpoint", step) / name, how)
+            damage(tmp_path / "checkpoint" / f"step-{step:08d}" / name, how)
         with pytest.raises(DamagedError, match=name):
             trainer_of(config).load(newest(tmp_path))
         run(config, tmp_path)
@@ -126,7 +126,7 @@ def test_every_rank_writes_its_own(tmp_path: Path) -> None:
 
     ends = together(2, work)
     assert [type(end).__name__ for end in ends] == ["RunError", "NotADirectoryError"]
-    assert checkpoint.latest_step(tmp_path / "checkpoint") == 2
+    assert checkpoint.latest(tmp_path / "checkpoint").step == 2
     saved = newest(tmp_path)
     assert [float(saved.part(f"replica-{rank:03d}")["x"][0]) for rank in (0, 1)] == [0.0, 1.0]
     assert not (tmp_path / "checkpoint" / "step-00000001").exists()
@@ -144,7 +144,7 @@ def test_a_full_disk_is_the_next_ones_error(tmp_path: Path) -> None:
             saving.save(3, {}, {})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert checkpoint.latest_step(tmp_path) == 1
+    assert checkpoint.latest(tmp_path).step == 1
 
 
 class Odd(torch.optim.SGD):

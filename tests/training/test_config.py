@@ -17,7 +17,7 @@ from twophase.recipes.controls import grid_of
 from twophase.sweeps.grid import Axis, Sweep
 from twophase.tasks.lm.config import TrainConfig
 from twophase.training.config import RunConfig, SyncConfig, inner_lr
-from twophase.training.outer import outer_line
+from twophase.training.optimizers import outer_line
 
 WRONG: dict[str, list[Any]] = {
     "inner.lr": [0.0, -1.0, math.nan, math.inf, 1e31],
@@ -64,7 +64,7 @@ def test_out_of_range(path: str) -> None:
         ({"sync.fragments": ("a=embed",)}, "fragments"),
         ({"sync.fragments": ("99",)}, "fragments"),
         ({"outer.method": "adamw", "outer.restart": "auto"}, "restart"),
-        ({"outer.method": "adamw", "outer.schedule": "momentum:0"}, "--outer.schedule"),
+        ({"outer.method": "adamw", "outer.schedule": "momentum:0"}, "schedule"),
         ({"outer.method": "averaging", "outer.momentum": 0.5}, "--outer.momentum"),
         ({"outer.method": "absent.py:make"}, "--outer.method"),
         ({"inner.method": "schedule-free", "inner.betas": (0.0, 0.9)}, "--inner.betas"),

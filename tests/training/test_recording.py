@@ -216,15 +216,14 @@ def test_pages_and_commands_work_on_it(tmp_path: Path) -> None:
 
 
 def test_the_setting_of_a_loop(tmp_path: Path) -> None:
-    """The engine's values, syncs where they are unusual, and the user's own, from whatever holds them."""
+    """The engine's values, and the user's own, from whatever holds them."""
     engine = Loop(delay=1, mixing=0.5, compression="bfloat16", filter="orthogonal").engine
     tree = setting(engine, argparse.Namespace(steps=8, width=np.int64(9), kind=torch.float32, layers={8, 0}))
     assert tree["sync"] == {"delay": 1, "mixing": 0.5, "compression": "bfloat16"}
     assert (tree["steps"], tree["inner_steps"], tree["replicas"], tree["outer"]["filter"]) == (8, 4, 2, "orthogonal")
     assert tree["user"] == {"width": 9, "kind": "torch.float32", "layers": [0, 8]}
     assert setting(engine, {"model": TrainConfig().model})["user"]["model"]["layers"] == TrainConfig().model.layers
-    assert "sync" not in setting(Loop().engine)
-    assert setting(Loop(fragments=2).engine)["sync"] == {"fragments": ["0", "1"]}  # which restart alike
+    assert setting(Loop(fragments=2).engine)["sync"].items() >= {"fragments": ["0", "1"]}.items()  # which restart alike
     record(tmp_path, engine, {"a": tree}).close()
     assert load_yaml(tmp_path / "config.yaml") == setting(engine, {"a": tree})
 
@@ -240,20 +239,6 @@ def test_the_setting_of_other_outer_optimizers() -> None:
         return Restarting([torch.optim.AdamW([weight]), torch.optim.SGD([bias])], 3)
 
     assert setting(DiLoCo(nn.Linear(2, 2), both, inner_steps=2))["outer"] == {"method": "AdamW and SGD", "restart": "3"}
-
-
-def test_a_schedule_is_recorded_as_it_began() -> None:
-    """The configuration of a recorded loop is the same at the start and in the middle of a schedule."""
-    x = nn.Parameter(torch.ones(3))
-    outer = OuterSGD([x], 0.7, 0.9)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(outer, max_lr=0.7, total_steps=20)
-    before = setting(outer)
-    for _ in range(5):
-        x.grad = 0.5 * x.detach()
-        outer.step()
-        scheduler.step()
-    assert outer.param_groups[0]["momentum"] < 0.95 == before["outer"]["momentum"]
-    assert setting(outer) == before
 
 
 @pytest.mark.dist

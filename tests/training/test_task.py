@@ -60,35 +60,6 @@ class Frozen(Toy):
         return model
 
 
-class DualAveraging(torch.optim.Optimizer):
-    """Momentum without a buffer of that name, as of MADGRAD, which grows, and a count in the group."""
-
-    def __init__(self, parameters: Any, lr: float) -> None:
-        super().__init__(parameters, {"lr": lr, "momentum": 0.8, "count": 0})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """Move towards the first weights less the sum of gradients."""
-        del closure
-        for group in self.param_groups:
-            group["count"] += 1
-            group["momentum"] = min(0.9, group["momentum"] + 0.01)
-            for p in group["params"]:
-                memory = self.state[p]
-                memory.setdefault("first", p.clone())
-                self.state["calls"] = torch.tensor([group["count"]])  # type: ignore[index] # as MADGRAD's "k"
-                memory.setdefault("sum", torch.zeros_like(p)).add_(p.grad)
-                p.lerp_(memory["first"] - group["lr"] * memory["sum"], 1 - group["momentum"])
-
-
-class Averaged(Toy):
-    """With an optimizer that remembers other things than torch's."""
-
-    def inner(self, model: nn.Module, config: Any) -> DualAveraging:
-        """Return it."""
-        return DualAveraging(model.parameters(), lr=config.lr / 10)
-
-
 class Grouped(Toy):
     """With two learning rates, under an optimizer whose moments have other shapes than their parameters."""
 
@@ -107,7 +78,7 @@ def test_another_task_is_trained(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "env.json").read_text())["corpus"]["fingerprint"] == "toy-4"
 
 
-@pytest.mark.parametrize("kind", [Experts, Frozen, Averaged, Grouped])
+@pytest.mark.parametrize("kind", [Experts, Frozen, Grouped])
 def test_unusual_tasks_are_resumed(tmp_path: Path, kind: type[Toy]) -> None:
     """A parameter that one replica has not met, frozen weights, optimizers of other kinds: the bits of one go."""
     run(SHORT, tmp_path / "whole", kind())

@@ -10,7 +10,7 @@ from twophase.config import get
 from twophase.errors import UsageError
 from twophase.tasks.registry import config_class
 from twophase.training.config import InnerConfig
-from twophase.tuning.methods import METHODS, Method, check_paths, read_method
+from twophase.tuning.methods import Method, check_paths, read_method
 
 LR, MOMENTUM = "outer.lr", "outer.momentum"
 GOOD: list[tuple[str, set[str], dict[str, Any]]] = [
@@ -85,8 +85,3 @@ def test_options_that_methods_have() -> None:
     for path in ("outer.lr", "sync.restart", "seed"):
         with pytest.raises(UsageError, match=f"--{path}"):
             check_paths(["steps", path])
-
-
-def test_the_usual_methods() -> None:
-    """What is compared without a word holds averaging, and can be read."""
-    assert {method_of(text).text for text in METHODS} > {"averaging"}

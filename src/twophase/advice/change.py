@@ -14,7 +14,7 @@ from typing import Any
 from twophase.restart import Never, RestartPolicy, mean_outer_gain, parse
 from twophase.rule import OuterRule
 from twophase.runs.folder import RECORDED
-from twophase.runs.method import rule_of
+from twophase.runs.outer import OuterConfig
 from twophase.theory.modes import stable_limit
 
 LEAST_ROUNDS = 8
@@ -56,8 +56,8 @@ class Change:
         if config.get(RECORDED):
             if "outer.filter" in self.values:
                 return f'in your loop: DiLoCo(model, "averaging", filter="{_FILTER}", inner_steps=…)'
-            outer = {path[6:]: value for path, value in {**config, **self.values}.items() if path.startswith("outer.")}
-            rule = rule_of(outer.get("method", ""), outer.get("lr"), outer.get("momentum"), outer.get("form") or "sum")
+            values: dict[str, Any] = {**config, **self.values, "outer.restart": "never"}
+            rule = OuterConfig(**{path[6:]: values[path] for path in values if path.startswith("outer.")}).rule()
             assert rule is not None
             looks = ", nesterov=True" if rule.nesterov else ""
             # Without a momentum both forms are the same.

@@ -49,8 +49,6 @@ def describe(diagnosis: Diagnosis, name: str, *, verbose: bool = False) -> str:
     if diagnosis.change is not None:
         lines += ["", "one change", *items(change_sentences(diagnosis), whole=diagnosis.command)]
     lines += ["", "limits", *items(LIMITS)] if verbose else ["", _SHORT_LIMITS]
-    if diagnosis.problems:
-        lines += ["", "what is missing or wrong in the folder", *items(diagnosis.problems)]
     return "\n".join(lines)
 
 

@@ -85,7 +85,6 @@ class Diagnosis:
     planned: int | None  # rounds of the whole run; None if it is not known
     state: str  # `finished`, `diverged` or `running`
     findings: tuple[Finding, ...]  # one a block
-    problems: tuple[str, ...] = ()  # what is missing or wrong in the folder
     change: Change | None = None  # the one that the evidence supports
     command: str = ""  # that makes the changed run
     outer: str = ""  # the outer optimizer in words; empty if it is not known
@@ -124,7 +123,6 @@ def diagnose(record: RunRecord) -> Diagnosis:
         record.planned_rounds,
         record.state,
         findings,
-        tuple(record.problems),
         changed,
         command,
         record.outer_words,

@@ -11,7 +11,7 @@ from tyro.conf import Positional
 from twophase.config import parse
 from twophase.errors import RunError, UsageError
 from twophase.text.prepare import Request, prepare
-from twophase.text.shards import Meta, damaged, read_meta
+from twophase.text.shards import damaged, read_meta
 
 USAGE = """usage: twophase data prepare SOURCE … --out DIR    turn text into token shards
        twophase data verify DIR                   compare all shards of a folder with their SHA-256
@@ -32,23 +32,18 @@ def main(argv: Sequence[str]) -> int:
     command, *words = argv or ["--help"]
     if command in ("-h", "--help"):
         print(USAGE)
-    elif command == "prepare":
+        return 0
+    if command == "prepare":
         request, _ = parse(Request, words, "twophase data prepare")
-        print(describe(Path(request.out), prepare(request)))
+        folder, meta, checked = request.out, prepare(request), []
     elif command == "verify":
         options, _ = parse(VerifyOptions, words, "twophase data verify")
+        folder, meta, checked = options.folder, read_meta(options.folder), ["every shard has its SHA-256"]
         if names := damaged(options.folder):
-            raise RunError(f"{options.folder}: damaged: {', '.join(names)}; delete them and repeat `data prepare`")
-        print(describe(options.folder, read_meta(options.folder)), "every shard has its SHA-256", sep="\n")
+            raise RunError(f"{folder}: damaged: {', '.join(names)}; delete them and repeat `data prepare`")
     else:
         raise UsageError(f"data {command}: must be prepare or verify")
-    return 0
-
-
-def describe(folder: Path, meta: Meta) -> str:
-    """Return what a folder holds, in a few lines."""
+    ids = f"{meta.vocabulary_size:,} ids, {meta.tokenizer_sha256[:12]}"
     sizes = [f"  {split:11} {meta.tokens(split):,} tokens in {len(meta.splits[split])} shards" for split in meta.splits]
-    head = (
-        f"{folder}: {meta.dtype} ids of {meta.tokenizer} ({meta.vocabulary_size:,} ids, {meta.tokenizer_sha256[:12]})"
-    )
-    return "\n".join([head, *sizes])
+    print(f"{folder}: {meta.dtype} ids of {meta.tokenizer} ({ids})", *sizes, *checked, sep="\n")
+    return 0

@@ -1,104 +1,13 @@
-"""`twophase explore`: from options to the page's state, and the page to a file. No torch."""
+"""`twophase explore`: the interactive page as one file. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from twophase.advice.period import Rule, Spectrum
+from twophase.cli.report import save
 from twophase.config import parse
-from twophase.errors import UsageError
-from twophase.explorer.from_run import FromRun, read_run
-from twophase.explorer.page import MARK, POLICIES_WORDS, State, build, shows
-from twophase.files import write_atomic
-from twophase.restart import Never, Periodic
-from twophase.restart import parse as parse_policy
-
-_RANGE_MODES = 16
-"""Modes of --sigma-range without a COUNT."""
-
-
-@dataclass(frozen=True)
-class Outer(Rule):
-    """The outer rule, and when its momentum restarts."""
-
-    restart: str = str(State.restart)
-    """Rounds between restarts, `never`, or another policy: cycle, at, soft, auto."""
-
-
-@dataclass(frozen=True)
-class Question(Spectrum):
-    """Hold where the page begins: a rule, a spectrum (or the run's), and the length of the run."""
-
-    outer: Outer = field(default_factory=Outer)
-    rounds: int = State.rounds
-    """Outer rounds of the run."""
-
-
-def of_run(run: FromRun) -> Question:
-    """Return the question with a run's own rule, period and length, on which options come on top."""
-    rule = run.rule
-    method: Any = "nesterov" if rule.nesterov else "heavy-ball"
-    outer = Outer(method, rule.lr, rule.momentum, rule.form, run.restart)
-    return Question(outer=outer, rounds=run.rounds)
-
-
-def state_of(question: Question, run: FromRun | None = None) -> State:
-    """Return the page's first state.
-
-    Raises:
-        UsageError: several spectra, values that make no rule, or a restart policy that the page does not know. Also a
-            run that shows no effective progress, without a further spectrum.
-    """
-    outer = question.outer
-    outer.value()  # refuses what makes no rule
-    try:
-        policy = parse_policy(outer.restart)
-    except ValueError as error:
-        raise UsageError(f"--outer.restart {outer.restart}: {error}") from None
-    if not (isinstance(policy, (Never, Periodic)) or shows(policy)):
-        raise UsageError(f"--outer.restart {outer.restart}: {POLICIES_WORDS}")
-    state = State(
-        lr=float(outer.lr),
-        momentum=float(outer.momentum),
-        nesterov=outer.method == "nesterov",
-        form=outer.form,
-        restart=policy.period if isinstance(policy, Periodic) else 0,
-        policy=str(policy) if shows(policy) else "",
-        rounds=question.rounds,
-        inner_steps=State.inner_steps if run is None else run.inner_steps,
-    )
-    state = replace(state, **_spectrum(question, run))
-    modes = {"one": 1, "list": len(state.sigmas), "range": state.count, "curvature": len(state.curvatures)}
-    modes["run"] = len(run.spectrum.sigma) if run else 0
-    return replace(state, mode=modes[state.spectrum] - 1)  # the slowest mode, which the loss ends with
-
-
-def _spectrum(question: Question, run: FromRun | None) -> dict[str, Any]:
-    """Return the values of the state that say which spectrum it shows; one by option replaces the run's."""
-    match question.option():
-        case "--eigenvalues":
-            assert question.inner_steps is not None
-            inner = {"inner_lr": question.inner_lr, "inner_steps": int(question.inner_steps)}
-            return {"spectrum": "curvature", "curvatures": question.eigenvalues} | inner
-        case "--sigma-range":
-            low, high, count = question.ends(_RANGE_MODES)
-            return {"spectrum": "range", "low": low, "high": high, "count": count}
-        case "--sigma":
-            is_single = len(question.sigma) == 1
-            return (
-                {"spectrum": "one", "sigma": question.sigma[0]}
-                if is_single
-                else {"spectrum": "list", "sigmas": question.sigma}
-            )
-    if run is not None and not run.spectrum.sigma:
-        raise UsageError(
-            f"--run {run.spectrum.name}: effective progress {run.spectrum.note} Give --sigma, --sigma-range or "
-            "--eigenvalues together with --run, which then gives the rule, the period and the rounds"
-        )
-    return {"spectrum": "run" if run else "list"}
 
 
 @dataclass(frozen=True)
@@ -115,19 +24,18 @@ class Options:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; return its exit status."""
+    from twophase.explorer.from_run import read_run
+    from twophase.explorer.page import build
+    from twophase.explorer.question import Question, of_run, state_of
+
     options, given = parse(Options, argv, "twophase explore", Question())
     run = read_run(options.run) if options.run else None
     # A page that was asked for without any value begins with the steps; any value asks for a view of one's own.
     guided = run is None and given == Question()
     question = parse(Options, argv, "twophase explore", of_run(run))[1] if run else given
-    if run and question.eigenvalues and question.inner_steps is None:
-        question = replace(question, inner_steps=run.inner_steps)
     state = state_of(question, run)
     page = build(state, run.spectrum if run and state.spectrum == "run" else None, guided=guided)
-    if options.out.exists() and options.out.stat().st_size and MARK.encode() not in options.out.read_bytes()[:2000]:
-        raise UsageError(f"--out {options.out}: must be a new file or a page of this command, holds something else")
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(options.out, page)
+    save(options.out, page)
     print(f"page {options.out} ({len(page.encode()) / 1000:.0f} kB): open it in a browser; it needs no network")
     if run and state.spectrum == "run":
         print(f"spectrum of {run.spectrum.name}: {run.spectrum.note}")

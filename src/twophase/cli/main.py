@@ -8,10 +8,12 @@ Each command is a module of this package with a `main` of its words. A command i
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import time
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 
 COMMANDS = {
     "demo": "train a small language model over a grid, with and without restarts, and draw it",
@@ -45,35 +47,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"twophase {__version__}")
         return 0
     name, *rest = words
+    rank = os.environ.get("RANK", "0")
     from twophase.config import meant
     from twophase.errors import RunError, UsageError
 
     try:
         if name not in COMMANDS:
             raise UsageError(f"must be one of {', '.join(COMMANDS)}{meant(name, COMMANDS)}")
-        return import_module(f"twophase.cli.{name}").main(rest)
-    except UsageError as error:
-        return _complain(name, str(error), 2)
+        status = import_module(f"twophase.cli.{name}").main(rest)
     except KeyboardInterrupt:
-        from twophase.cli.common import command_line
-
-        print(f"stopped; resume with: {command_line(words)}", file=sys.stderr)
-        return 130
+        status = 130
     except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except RunError as error:
-        return _complain(name, str(error), 1)
-    except OSError as error:  # a full disk, a read-only folder, a missing file
-        if error.errno is None:
-            raise
-        place = f"{error.filename}: " if error.filename else ""
-        return _complain(name, f"{place}{error.strerror}; the same command resumes what was begun", 1)
-
-
-def _complain(command: str, text: str, status: int) -> int:
-    rank = os.environ.get("RANK", "0")
-    if rank != "0" and "TORCHELASTIC_RUN_ID" in os.environ:
-        time.sleep(2)  # torchrun ends all when one has ended, and most mistakes are in all: let rank 0 report first
-    print(f"twophase {command}{f' (rank {rank})' * (rank != '0')}: {text}", file=sys.stderr)
+    except (UsageError, RunError, OSError) as error:
+        text, status = str(error), 2 if isinstance(error, UsageError) else 1
+        if isinstance(error, OSError):  # a full disk, a read-only folder, a missing file
+            if error.errno is None:
+                raise
+            place = f"{error.filename}: " if error.filename else ""
+            text = f"{place}{error.strerror}; the same command resumes what was begun"
+        if rank != "0" and "TORCHELASTIC_RUN_ID" in os.environ:
+            time.sleep(2)  # torchrun ends all when one has ended, and most mistakes are in all: let rank 0 report first
+        print(f"twophase {name}{f' (rank {rank})' * (rank != '0')}: {text}", file=sys.stderr)
+    if status > 128 and rank == "0":
+        program = ["python", "-m", "twophase"] if Path(sys.argv[0]).name == "__main__.py" else [sys.argv[0]]
+        print(f"stopped; resume with: {shlex.join([*program, *words])}", file=sys.stderr)
     return status

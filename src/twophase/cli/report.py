@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +12,9 @@ import tyro
 from tyro.conf import Positional
 
 from twophase.config import parse
+from twophase.errors import UsageError
+from twophase.runs.folder import COMPARE, REPORT
+from twophase.sweeps.grid import RUNS, SPEC
 
 
 @dataclass(frozen=True)
@@ -25,8 +30,6 @@ class Options:
     """Rewrite the page every so many seconds while a run goes on; it then reloads by itself."""
     runs: bool = False
     """Of a sweep: also write the report of each of its runs."""
-    within: tuple[float, ...] = ()
-    """Of a sweep: distances from the best of all that robustness areas are given for, relative, such as 0.05."""
     controls: tuple[str, ...] = ()
     """Of a sweep: further arms that serve as controls, besides linked and momentum-free ones."""
     where: tuple[str, ...] = ()
@@ -36,7 +39,81 @@ class Options:
 def main(argv: Sequence[str]) -> int:
     """Run the command; return its exit status."""
     options, _ = parse(Options, argv, "twophase report")
-    from twophase.cli.reporting import write_pages  # what reads and draws is slow to import
+    from twophase.report.sweep_record import is_sweep
 
-    write_pages(options)
+    folder, *others = options.folders
+    write = _overlay if others else _sweep if is_sweep(folder) else _run
+    if write is not _sweep and (given := [name for name in ("runs", "controls", "where") if getattr(options, name)]):
+        raise UsageError(f"--{given[0]}: must be left out, {folder} is not the folder of a sweep")
+    if options.watch:
+        print(f"watching {' '.join(map(str, options.folders))}; Ctrl-C ends the watch", flush=True)
+        with suppress(KeyboardInterrupt):
+            while write(options, options.watch)[0]:
+                time.sleep(options.watch)
+    print(write(options, 0)[1])  # without the script that shows the newest
     return 0
+
+
+def save(page: Path, html: str) -> None:
+    """Write a page, over an older page alone."""
+    from twophase.files import write_atomic
+    from twophase.report.page import DOCTYPE
+
+    if page.is_file() and page.stat().st_size and not page.read_bytes().startswith(DOCTYPE.encode()):
+        raise UsageError(f"--out {page}: must be a new file or a page, holds something else")
+    page.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(page, html)
+
+
+def _run(options: Options, refresh: float, of_sweep: Path | None = None) -> tuple[bool, str]:
+    """Write the page of a run; return whether the run is unfinished, and the diagnosis in words."""
+    from twophase.advice.text import describe
+    from twophase.advice.verdict import diagnose
+    from twophase.report.page import relative
+    from twophase.report.run import run_report
+    from twophase.runs.record import read_record
+
+    (folder,) = options.folders
+    page, record, sweep = options.out or folder / REPORT, read_record(folder), folder.resolve().parents[1]
+    if (sweep / SPEC).is_file() and (sweep / REPORT).is_file():
+        of_sweep = of_sweep or sweep / REPORT
+    diagnosis = diagnose(record)
+    save(page, run_report(record, diagnosis, refresh=refresh, back=of_sweep and relative(of_sweep, page.parent)))
+    return record.state == "running", f"{describe(diagnosis, str(folder))}\n\nreport {page}"
+
+
+def _overlay(options: Options, refresh: float) -> tuple[bool, str]:
+    """Write several runs over each other; return whether one is unfinished, and their results in words."""
+    from twophase.report.overlay import common_folder, overlay
+    from twophase.report.run import result_words
+    from twophase.runs.record import read_record
+
+    records = [read_record(folder) for folder in options.folders]
+    page = options.out or common_folder(options.folders) / COMPARE
+    save(page, overlay(records, page.parent, refresh=refresh))
+    words = "\n".join(f"{record.path}: {result_words(record)}" for record in records)
+    return any(record.state == "running" for record in records), f"{words}\npage {page}"
+
+
+def _sweep(options: Options, refresh: float) -> tuple[bool, str]:
+    """Write a sweep's page, and those of its runs if asked; return whether one is unfinished, and the verdict."""
+    from twophase.judge.verdict import WITHIN, verdict
+    from twophase.judge.verdict_text import describe, part_stem, write
+    from twophase.report.sweep import sweep_report
+    from twophase.report.sweep_record import read_sweep
+    from twophase.runs.record import is_run
+    from twophase.training.config import named_values
+
+    (folder,), where = options.folders, named_values("where", options.where)
+    # A part of a sweep has a separate page, and a separate verdict.
+    page = options.out or folder / f"{part_stem(Path(REPORT).stem, where)}.html"
+    for path in sorted((folder / RUNS).glob("*")) if options.runs else []:
+        if is_run(path):
+            _run(Options((path,)), 0, page)
+    record = read_sweep(folder, where, page.parent)
+    save(page, sweep_report(record, controls=options.controls, refresh=refresh))
+    if refresh:
+        return record.going, ""
+    judged = verdict(record.rows, WITHIN, options.controls)
+    paths = write(judged, folder, where)
+    return record.going, "\n".join([describe(judged), "", *map(str, paths), f"report {page}"])

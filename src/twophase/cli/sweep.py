@@ -12,8 +12,7 @@ from typing import Any
 
 from tyro.conf import UseAppendAction
 
-from twophase.cli.common import RunOptions, command_line, parse_run, report_command
-from twophase.config import dump_yaml
+from twophase.cli.train import RunOptions, parse_run, report_command
 from twophase.errors import UsageError
 
 
@@ -46,9 +45,6 @@ class Options(SweepOptions, RunOptions):
 def main(argv: Sequence[str]) -> int:
     """Run the command; return its exit status."""
     options, config, given = parse_run(Options, argv, "sweep")
-    if options.print_config:
-        print(dump_yaml(config), end="")
-        return 0
     from twophase.recipes.controls import grid_of
     from twophase.sweeps.grid import Sweep, parse_axes
 
@@ -57,51 +53,43 @@ def main(argv: Sequence[str]) -> int:
         raise UsageError(f"--{both[0]}: must be an option or an axis, is both")
     if not axes:
         raise UsageError("--axis: must name at least one, such as --axis outer.lr 0.3 0.7 --axis outer.restart never 3")
-    sweep = Sweep("sweep", config, grid_of(config, axes, controls=options.controls))
-    return run(sweep, options.out or Path("runs/sweep"), options, ["sweep", *argv], results=_results)
+    sweep, out = (
+        Sweep("sweep", config, grid_of(config, axes, controls=options.controls)),
+        options.out or Path("runs/sweep"),
+    )
 
+    def results(rows: list[Any]) -> str:
+        from twophase.figures.overview import describe, draw
+        from twophase.rule import FORM_WORDS
+        from twophase.sweeps.table import TABLE
 
-def _results(rows: list[Any], sweep: Any, out: Path) -> str:
-    from twophase.figures.overview import describe, draw
-    from twophase.rule import FORM_WORDS
-    from twophase.sweeps.table import TABLE
+        form = " and ".join(FORM_WORDS[form] for form in sorted({config.outer.form for config in sweep.runs.values()}))
+        pictures = [f"figure {path}" for path in draw(rows, form, out / "figures") if path.suffix == ".png"]
+        more = f"what each arm is worth, and against the controls: {report_command(out)}"
+        return "\n".join([describe(rows), f"table {out / TABLE}", *pictures, more])
 
-    (out / "figures").mkdir(exist_ok=True)
-    form = " and ".join(FORM_WORDS[form] for form in sorted({config.outer.form for config in sweep.runs.values()}))
-    pictures = [f"figure {path}" for path in draw(rows, form, out / "figures") if path.suffix == ".png"]
-    more = f"what each arm is worth, and against the controls: {report_command(out)}"
-    return "\n".join([describe(rows), f"table {out / TABLE}", *pictures, more])
+    return run(sweep, out, options, results=results)
 
 
 def run(
     sweep: Any,
     out: Path,
     options: SweepOptions,
-    repeat: Sequence[str],
     *,
-    results: Callable[[list[Any], Any, Path], str],
+    results: Callable[[list[Any]], str],
     on_rows: Callable[[list[Any]], Any] = lambda _: None,
 ) -> int:
-    """Run a sweep and print what came out.
+    """Run a sweep, or only plan it, and print what came out; return the exit status.
 
-    Args:
-        sweep: the sweep.
-        out: its folder.
-        options: the command's options.
-        repeat: words of the command that does all this again.
-        results: draws the sweep and says what came out, from its rows.
-        on_rows: as of `run_sweep`.
-
-    Returns:
-        The exit status.
+    `results` draws rows into the folder's `figures` and tells them; `on_rows` is as of `run_sweep`.
     """
     from twophase.figures.style import check_drawing
     from twophase.progress import duration
-    from twophase.sweeps.runner import run_sweep
+    from twophase.sweeps.runner import ERROR, run_sweep
     from twophase.training.distributed import stop_on_signal
 
     if options.dry_run:
-        print(dry_run(sweep, options.workers or 1))
+        print(_plan(sweep, options.workers or 1))
         return 0
     check_drawing()  # what cannot be drawn is refused before hours of runs
     with stop_on_signal() as stop:
@@ -112,18 +100,15 @@ def run(
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(["finished", *sorted(states)]))
     print(f"{out}: {counts} in {duration(outcome.seconds)}")
     for run_id, error in outcome.errors.items():
-        print(f"run {run_id} failed: {error.splitlines()[0]} ({out / 'runs' / run_id / 'error.txt'})", file=sys.stderr)
-    if stop.number or outcome.errors:
-        print(f"{'stopped' if stop.number else 'failed'}; resume with: {command_line(repeat)}", file=sys.stderr)
-    if not stop.number:
-        print(results(outcome.rows, sweep, out))
-    return 128 + stop.number if stop.number else int(bool(outcome.errors))
+        print(f"run {run_id} failed: {error.splitlines()[0]} ({out / 'runs' / run_id / ERROR})", file=sys.stderr)
+    if stop.number:
+        return 128 + stop.number
+    (out / "figures").mkdir(exist_ok=True)
+    print(results(outcome.rows))
+    return int(bool(outcome.errors))
 
 
-_TIMED_STEPS = 12
-
-
-def dry_run(sweep: Any, workers: int) -> str:
+def _plan(sweep: Any, workers: int) -> str:
     """Say what a sweep will execute, and how long that takes, by a few timed steps of its first run."""
     from twophase.diloco.group import SingleProcess
     from twophase.progress import duration
@@ -131,21 +116,17 @@ def dry_run(sweep: Any, workers: int) -> str:
     from twophase.tasks.registry import task_of
     from twophase.training.trainer import Trainer
 
-    config = next(iter(sweep.runs.values()))
-    trainer, times = Trainer(task_of(config), config, SingleProcess()), []
-    for _ in range(min(_TIMED_STEPS, config.steps)):
+    configs, left = [*sweep.runs.values()], sum(node.steps for node in tree(sweep.runs).values())
+    trainer, times = Trainer(task_of(configs[0]), configs[0], SingleProcess()), []
+    for _ in range(min(12, configs[0].steps)):
         clock = time.perf_counter()
         trainer.inner_step()
         trainer.synchronize()
         trainer.read_losses()  # a GPU's steps are only launched before
         times.append(time.perf_counter() - clock)
-    clock = time.perf_counter()
-    trainer.validate()
-    validation = time.perf_counter() - clock
-    steps = sum(node.steps for node in tree(sweep.runs).values())
-    seconds = (steps * statistics.median(times) + len(sweep.runs) * validation) / workers
+    step = statistics.median(times)
     return (
-        f"{len(sweep.cells)} cells are {len(sweep.runs)} different runs of {sum(c.steps for c in sweep.runs.values())} "
-        f"inner steps; {steps} are left, for runs share what they have in common. About {duration(seconds)} with "
-        f"{workers} worker{'s' * (workers > 1)}, by {len(times)} timed steps ({1e3 * statistics.median(times):.1f} ms)."
+        f"{len(sweep.cells)} cells are {len(configs)} different runs of {sum(each.steps for each in configs)} inner "
+        f"steps; {left} are left, for runs share what they have in common. About {duration(left * step / workers)}, "
+        f"by {len(times)} timed steps of {1e3 * step:.1f} ms and without validations; workers: {workers}."
     )

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from twophase.cli.common import RunOptions, command_line, parse_run, report_command
-from twophase.config import dump_yaml, require
+from twophase.cli.train import RunOptions, parse_run, report_command
+from twophase.config import require
 from twophase.errors import RunError
 from twophase.tuning.methods import METHODS, check_paths
 
@@ -41,9 +40,6 @@ def main(argv: Sequence[str]) -> int:
     words = ["--task", *argv] if argv and not argv[0].startswith("-") else [*argv]
     options, config, _ = parse_run(Options, words, "tune")
     check_paths(word.split("=")[0].removeprefix("--").replace("-", "_") for word in words)
-    if options.print_config:
-        print(dump_yaml(config), end="")
-        return 0
     from twophase.training.distributed import stop_on_signal
     from twophase.tuning.tune import RESULT, Tuning, run_tuning
 
@@ -57,7 +53,6 @@ def main(argv: Sequence[str]) -> int:
             outcome = run_tuning(tuning, out, workers=options.workers, quiet=options.quiet, should_stop=stop.is_set)
         except RunError:
             if stop.number:
-                print(f"stopped; resume with: {command_line(['tune', *argv])}", file=sys.stderr)
                 return 128 + stop.number
             raise
     print(f"{outcome}\n\nresults {out / RESULT}\nevery fresh run: {report_command(outcome.path)}")

@@ -103,14 +103,11 @@ def assert_started_equal(engine: DiLoCo, expect_equal: Mapping[str, Any]) -> int
             if not fault and (difference := first_difference(own, theirs)):
                 name, mine, other = difference
                 fault = f"DiLoCo: {name} differs: {mine} on rank {group.rank}, {other} on rank {rank}"
-    if fault := _of_any_shard(group, fault):
+    if group.sharded:  # the shards without a fault would wait for those that have raised it
+        fault = next(filter(None, group.gather_json(fault, shards=True)), "")
+    if fault:
         raise ValueError(fault)
     return sum(int(row[0]) for row in hashes)
-
-
-def _of_any_shard(group: SingleProcess, fault: str) -> str:
-    """Return a fault of any shard of this replica: the ranks without it would wait for those that have raised it."""
-    return next(filter(None, group.gather_json(fault, shards=True)), "") if group.sharded else fault
 
 
 def spec_of(engine: DiLoCo) -> dict[str, Any]:
@@ -229,7 +226,9 @@ def assert_equal_on_all_ranks(group: SingleProcess, fragments: Sequence[Fragment
             differs = next(i for i in range(0, len(row), 16) if row[i : i + 16] != rows[0][i : i + 16]) // 16
             fragment, name = fragments[differs // 3].name, names[differs % 3]
             fault = f"{name} of fragment {fragment!r} differs between rank 0 and rank {rank}"
-    if fault := _of_any_shard(group, fault):
+    if group.sharded:
+        fault = next(filter(None, group.gather_json(fault, shards=True)), "")
+    if fault:
         raise Disagreement(
             f"DiLoCo: after round {fragments[0].round} {fault}; look for code that changes it on one rank, or for "
             "faulty memory, and resume from the newest checkpoint"

@@ -118,11 +118,11 @@ class DiLoCo:
         checks.check_replicas(self.replicas, slots, self.group, buffers)
         if isinstance(self.group, ProcessGroup):
             self.group.bind(next(iter(slots[0].values())).device)
+        self.round = self.inner_step = self.taken = self.syncs = 0
         self._build(
             slots, partition({name: slot.parameter.numel() for name, slot in slots[0].items()}, fragments), filter
         )
         self._build_outers(outer, restart)
-        self.round = self.inner_step = self.taken = self.syncs = 0
         self._interrupted = False
         self._watch = checks.Watch(self)
         self.replica_count = checks.assert_started_equal(self, expect_equal or {})
@@ -154,7 +154,7 @@ class DiLoCo:
             of_replicas = [[by_name[name] for name in names] for by_name in slots]
             self.fragments.append(Fragment(name, of_replicas, anchor, gradient, compression, filter=chosen))
             torch._foreach_copy_(self.fragments[-1].views, [tensors[name] for name in names])
-        self._set_inner_steps(self._inner_steps)
+        self.inner_steps = self._inner_steps  # which places the fragments' syncs in a round
         self.anchor: dict[str, Tensor] = {name: view for fragment in self.fragments for name, view in fragment.named}
 
     def _build_outers(self, outer: OuterChoice, restart: Restarts | Mapping[str, Restarts]) -> None:
@@ -172,11 +172,6 @@ class DiLoCo:
             measures = isinstance(made, Restarting) and made.needs
             if self.group.sharded and (measures or any(isinstance(part, torch.optim.Muon) for part in parts)):
                 raise ValueError("DiLoCo: outer must not be Muon or measure its state, for parameters are sharded")
-
-    def _set_inner_steps(self, count: int) -> None:
-        self._inner_steps, parts = count, len(self.fragments)
-        for number, fragment in enumerate(self.fragments, start=1):
-            fragment.offset = -(-number * count // parts) if self.stagger else count
 
     # ------------------------------------------------------------------------------------------------- the rounds
 
@@ -336,7 +331,9 @@ class DiLoCo:
             raise ValueError(
                 f"DiLoCo: inner_steps must be above {len(self.fragments)} fragments x the delay, got {count}"
             )
-        self._set_inner_steps(count)
+        self._inner_steps, parts = count, len(self.fragments)
+        for number, fragment in enumerate(self.fragments, start=1):
+            fragment.offset = -(-number * count // parts) if self.stagger else count
 
     @property
     def outer(self) -> Optimizer:

@@ -73,8 +73,6 @@ def read_run(path: Path) -> FromRun:
         said.append(f"The run's own restarts ({record.restart}) are not among those of the page.")
     if rounds > LIMITS["rounds"][1]:
         said.append(f"Of the run's {rounds:,} rounds the page shows the first {LIMITS['rounds'][1]:,.0f}.")
-    if record.problems:
-        said += ["What is missing or wrong in the folder:", *record.problems]
     values = sorted((min(1.0, observed.sigma) for observed in usable.values()), reverse=True)
     most = min(int(LIMITS["count"][1]), len(values))  # as many as the page takes, evenly spread
     indices = np.linspace(0, len(values) - 1, most).round().astype(int)
@@ -83,7 +81,7 @@ def read_run(path: Path) -> FromRun:
         rule=rule,
         restart=str(policy) if is_shown else "never",
         rounds=_within("rounds", rounds),
-        inner_steps=_within("inner_steps", record.count("inner_steps")),
+        inner_steps=_within("inner_steps", record.number("inner_steps")),
         problems=" ".join(said),
         spectrum=RunSpectrum(path.resolve().name, sigma, " ".join([note, *said])),
     )

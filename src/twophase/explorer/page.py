@@ -25,8 +25,6 @@ from twophase.errors import UsageError
 from twophase.restart import AtRounds, Auto, Cycle, RestartPolicy, Soft, parse
 from twophase.rule import Form
 
-MARK = '<meta name="generator" content="twophase explore">'
-"""Mark in the first lines of a page; a file without it is not overwritten."""
 STYLES = ("style.css", "panels.css")
 _SCRIPT_NAMES = (
     "kernel state simulation draw model trajectories rates map app controls choices cross forms stage guide main"

@@ -11,6 +11,7 @@ Every other arm is compared with every control.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ from twophase.judge.bootstrap import LEVEL
 from twophase.judge.cells import outcomes
 from twophase.judge.comparison import Arm, Comparison, compare
 from twophase.restart import parse
-from twophase.sweeps.table import Row, Setting, arm_name, cell_text, geometric_mean, settings, without_ratio
+from twophase.sweeps.table import Row, Setting, arm_name, cell_text, settings, without_ratio
 
 WITHIN = (0.01, 0.02, 0.05, 0.1, 0.25)
 """Distances from the best of all, relative, that robustness areas are given for."""
@@ -206,7 +207,7 @@ def _judge(arm: Arm, control: str, best: Setting | None, within: Sequence[float]
         best=finished[values.index(min(values))] if values else None,
         held_out=arm.held_out_perplexity,
         areas=tuple(areas),
-        geometric_mean=geometric_mean(values),
+        geometric_mean=statistics.geometric_mean(values) if values else None,
         worst=finished[values.index(max(values))] if values else None,
         varied=arm.varied,
     )

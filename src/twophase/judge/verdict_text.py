@@ -18,7 +18,7 @@ from twophase.judge.cells import ratio_of
 from twophase.judge.comparison import Comparison, Difference
 from twophase.judge.verdict import ArmVerdict, Verdict
 from twophase.sweeps.grid import MOMENTUM_FREE
-from twophase.sweeps.table import PERPLEXITY, Setting, arm_name, format_table, place_words, readable, with_unit
+from twophase.sweeps.table import PERPLEXITY, Setting, arm_name, format_table, place_words, readable
 
 _WIDTH, _MOST_ARMS = 100, 8
 
@@ -75,15 +75,17 @@ def part_stem(name: str, where: Mapping[str, str]) -> str:
     return "-".join([name, *(f"{path}={text}".replace("/", "_") for path, text in where.items())])
 
 
+_SETTING = ("arm", "values", "state", "result", "runs", "spread", "seeds", "states", "results", "measure")
 _SAVED_NAMES = {"result": "perplexity", "results": "perplexities"}
-"""Fields of a setting under other names in `verdict.json`, whose readers know these."""
+"""What `verdict.json` has of a setting, and other names there, which its readers know."""
 
 
 def _fields(item: Any) -> dict[str, Any]:
     """Return one of the results as JSON has it; a number that JSON has no word for becomes None."""
     computed = ("ratio", "seeds") if isinstance(item, Difference) else ()
-    names = _SAVED_NAMES if isinstance(item, Setting) else {}
-    fields = (*(field.name for field in dataclasses.fields(item)), *computed)
+    is_setting = isinstance(item, Setting)
+    names = _SAVED_NAMES if is_setting else {}
+    fields = _SETTING if is_setting else (*(field.name for field in dataclasses.fields(item)), *computed)
     values = {names.get(name, name): getattr(item, name) for name in fields}
     return finite({k: value._asdict() if isinstance(value, Interval) else value for k, value in values.items()})
 
@@ -151,8 +153,7 @@ def finding(judged: Verdict) -> list[str]:
     spread = f" (spread {_small(best.spread)} over {best.finished} seeds)" if best.spread is not None else ""
     varied = next(arm.varied for arm in judged.arms if arm.arm == best.arm)
     sentences.append(
-        f"Best of all: {with_unit(best.measure)} {readable(best.result)}{spread}, {arm_name(best.arm)}, "
-        f"{_place(best, varied)}."
+        f"Best of all: {best.measure} {readable(best.result)}{spread}, {arm_name(best.arm)}, {_place(best, varied)}."
     )
     others = [
         f"{readable(arm.best.result)} of {_named(arm)} ({arm.best.result / best.result - 1:+.1%})"

@@ -16,14 +16,15 @@ is not known in advance, so its restarted runs have no gain-matched one.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 from twophase.config import get, update
 from twophase.restart import Never, mean_outer_gain
-from twophase.sweeps.grid import MOMENTUM_FREE, Axis, Cell, fitted, product, text_of
+from twophase.sweeps.grid import MOMENTUM_FREE, Axis, Cell, fitted, product
+from twophase.sweeps.table import cell_text
 
 AVERAGING_LR = 1.0
 """The learning rate at which outer SGD without momentum is plain averaging of the replicas."""
@@ -33,6 +34,7 @@ FORM, METHOD = "outer.form", "outer.method"
 """Axes of sweeps, by their dotted paths."""
 _USUAL = {"outer.filter": "none", "outer.schedule": "constant"}
 """What a control has there."""
+_gain = cache(mean_outer_gain)  # the same for every seed
 _WORDS = {"heavy-ball": "heavy ball", "nesterov": "Nesterov"}
 
 
@@ -48,139 +50,88 @@ def with_averaging(lrs: Iterable[float]) -> tuple[float, ...]:
 def momentum_free(
     base: Any, axes: Sequence[Axis], lrs: Sequence[float], fixed: Mapping[str, Any] | None = None
 ) -> list[Cell]:
-    """Return runs of outer SGD without momentum and restarts, over learning rates.
+    """Return runs of outer SGD without momentum and restarts, over learning rates, of the arm `MOMENTUM_FREE`.
 
     Without momentum both forms and both kinds of rule are one rule, so one arm controls all of them.
 
     Args:
-        base: values that the runs share, a tree with an `outer` like that of `lm.config.TrainConfig`.
-        axes: further axes, such as the seed.
+        base: values that the runs share, a configuration of a run.
+        axes: further axes, such as the seed; the learning rate runs fastest.
         lrs: outer learning rates; with 1 among them (`with_averaging`) there is plain averaging too.
         fixed: further values that all of them share, from dotted path to value.
-
-    Returns:
-        The cells, of the arm `MOMENTUM_FREE`; the learning rate runs fastest.
-
-    Raises:
-        UsageError: as for `grid.product`.
     """
     shared = {METHOD: "averaging", MOMENTUM: None, RESTART: "never"} | dict(fixed or {})
     return product(base, [*axes, Axis(LR, tuple(lrs))], MOMENTUM_FREE, shared)
 
 
-def gain_matched(cell: Cell, arm: str, gain: Callable[..., float] = mean_outer_gain) -> Cell | None:
+def gain_matched(cell: Cell, arm: str) -> Cell | None:
     """Return the control of a restarted cell: no restart, and the learning rate with the same mean outer gain.
 
     `lr_matched = lr gain(rule, policy, T) / gain(rule, never, T)` with the gains of `restart.mean_outer_gain` over the
-    run's own number of rounds T; everything else stays.
-
-    Args:
-        cell: the restarted cell.
-        arm: name of the control's arm.
-        gain: `mean_outer_gain`, or a cached version.
-
-    Returns:
-        The control, with `control_of` set. None when its learning rate equals the cell's to six digits: the run without
-        restarts at that rate is then the control. None, too, when no positive rate has that gain, and when the outer
-        optimizer is more than a rule.
-
-    Raises:
-        ValueError: an adaptive policy, whose gain is not known in advance.
+    run's own number of rounds T; everything else stays. None when that is the cell's rate to six digits: the run
+    without restarts at that rate is then the control. None, too, when no positive rate has that gain, and when the
+    outer optimizer is more than a rule. A ValueError refuses an adaptive policy, whose gain is not known in advance.
 
     Source: theory note R31; the paper has no such control.
     """
     outer, rounds, rule = cell.config.outer, cell.config.rounds, cell.config.outer.rule()
     if rule is None or not outer.is_rule:
         return None
-    restarted, plain = (gain(rule, policy, rounds) for policy in (outer.policy, Never()))
+    restarted, plain = (_gain(rule, policy, rounds) for policy in (outer.policy, Never()))
     if plain == 0 or restarted <= 0:
         return None
-    lr = _six_digits(rule.lr * (restarted / plain))
-    if lr == _six_digits(rule.lr):
-        return None
+    lr, own = (float(f"{value:.6g}") for value in (rule.lr * (restarted / plain), rule.lr))  # readable in a table
     changed = {LR: lr, RESTART: "never"}
-    return Cell(arm, {**cell.values, **changed}, update(cell.config, changed).plain(), control_of=cell.run_id)
+    control = Cell(arm, {**cell.values, **changed}, update(cell.config, changed).plain(), control_of=cell.run_id)
+    return None if lr == own else control
 
 
 def gain_matched_all(cells: Iterable[Cell], arm: str) -> list[Cell]:
     """Return the gain-matched controls of the cells that need one."""
-    gain = cache(mean_outer_gain)  # the same for every seed
-    return [control for cell in cells if (control := gain_matched(cell, arm, gain)) is not None]
-
-
-def _six_digits(value: float) -> float:
-    """Round to six digits: equal to any precision that matters, and readable in a table."""
-    return float(f"{value:.6g}")
-
-
-def in_arms(base: Any, axes: Sequence[Axis]) -> list[Cell]:
-    """Return all combinations of the axes' values, in arms by form, method, filter, schedule and restart, if they vary.
-
-    They say *what* is tuned, with the restart of all or of each fragment; all other axes are what it is tuned over. A
-    grid that varies none of them is one arm without a name.
-
-    Args:
-        base: base of `grid.product`.
-        axes: axes of `grid.product`.
-
-    Returns:
-        The cells, with arms such as `sum, Nesterov, K=3`.
-
-    Raises:
-        UsageError: as `grid.product`.
-    """
-    return [replace(cell, arm=_arm(cell.values, cell.config)) for cell in product(base, axes)]
+    return [control for cell in cells if (control := gain_matched(cell, arm)) is not None]
 
 
 def controls_of(base: Any, axes: Sequence[Axis], cells: Sequence[Cell]) -> list[Cell]:
     """Return the controls of a grid: momentum-free outer SGD, plain averaging, and gain-matched runs.
 
-    Args:
-        base: configuration of the grid.
-        axes: axes of the grid. Momentum-free runs take its outer learning rates (or the base's) and 1, and all axes
-            that are not outer.
-        cells: cells of the grid. A policy that decides from measured signals has no mean gain known in advance, hence
-            no gain-matched control. Nor has a run with a policy for each fragment: the gains may differ.
-
-    Returns:
-        The cells of the controls.
+    Momentum-free runs take the grid's outer learning rates (or the base's) and 1, and all axes that are not outer. A
+    policy that decides from measured signals has no mean gain known in advance, hence no gain-matched control. Nor has
+    a run with a policy for each fragment: the gains may differ.
     """
     lrs = next((axis.values for axis in axes if axis.path == LR), (base.outer.numbers().get("lr", AVERAGING_LR),))
-    lrs = [lr for lr in lrs if lr is not None]
     others = [axis for axis in axes if not axis.path.startswith("outer.") and axis.path != BLOCKS]
-    by_block = any(cell.config.sync.restart for cell in cells)
     varied = {axis.path for axis in axes}
     # Only where the grid has others, so that the tables of all other grids stay as they are.
     fixed = {path: usual for path, usual in _USUAL.items() if path in varied or get(base, path) != usual}
-    controls = momentum_free(base, others, with_averaging(lrs), fixed | ({BLOCKS: ()} if by_block else {}))
+    fixed |= {BLOCKS: ()} if any(cell.config.sync.restart for cell in cells) else {}
+    controls = momentum_free(base, others, with_averaging(lr for lr in lrs if lr is not None), fixed)
     for cell in cells:
-        policy = cell.config.outer.policy
-        if policy == Never() or policy.needs or _has_no_momentum(cell.config.outer) or cell.config.sync.restart:
+        outer, policy = cell.config.outer, cell.config.outer.policy
+        if policy == Never() or policy.needs or outer.numbers().get("momentum") == 0 or cell.config.sync.restart:
             continue
         never = _arm({**cell.values, RESTART: "never"}, cell.config)
-        control = gain_matched(cell, f"{never}, gain of {_restart(str(policy))}")
-        if control is not None:
-            controls.append(control)
+        controls += gain_matched_all([cell], f"{never}, gain of {_restart(str(policy))}")
     return controls
 
 
 def grid_of(base: Any, axes: Sequence[Axis], *, controls: bool) -> list[Cell]:
-    """Return the cells of `in_arms`, and behind them those of `controls_of` if there are to be controls.
+    """Return all combinations of the axes' values, in arms by form, method, filter, schedule and restart, if they vary.
 
-    Of cells that differ in values that change nothing, as in a restart of averaging, the first one stays.
+    Arms say *what* is tuned, with the restart of all or of each fragment, such as `sum, Nesterov, K=3`; all other axes
+    are what it is tuned over. A grid that varies none of them is one arm without a name. Of cells that differ in values
+    that change nothing, as in a restart of averaging, the first one stays.
+
+    Args:
+        base: base of `grid.product`, which says what is refused.
+        axes: axes of `grid.product`.
+        controls: add the cells of `controls_of`.
     """
     axes = [Axis(axis.path, tuple(fitted(base, axis))) for axis in axes]
-    cells: dict[str, Cell] = {}
-    for cell in (every := in_arms(base, axes)):
-        cells.setdefault(cell.run_id, cell)
+    every = [replace(cell, arm=_arm(cell.values, cell.config)) for cell in product(base, axes)]
+    cells = list({cell.run_id: cell for cell in reversed(every)}.values())[::-1]
     if len(cells) < len(every):
         _log.warning("%d cells are left out: they differ in values that change nothing", len(every) - len(cells))
-    return [*cells.values(), *(controls_of(base, axes, list(cells.values())) if controls else [])]
-
-
-def _has_no_momentum(outer: Any) -> bool:
-    """Return whether a restart has nothing to act on; a restart policy may still need a momentum."""
-    return bool(outer.numbers().get("momentum") == 0)
+    return cells + (controls_of(base, axes, cells) if controls else [])
 
 
 def _arm(values: Any, config: Any) -> str:
@@ -190,8 +141,7 @@ def _arm(values: Any, config: Any) -> str:
     of_blocks = values.get(BLOCKS)
     if RESTART in values or of_blocks == ():  # these have outer.restart, also where it does not vary
         parts.append(_restart(values.get(RESTART, config.outer.restart)))
-    parts += [text_of(of_blocks)] if of_blocks else []
-    return ", ".join(parts)
+    return ", ".join(parts + ([cell_text(of_blocks)] if of_blocks else []))
 
 
 def _restart(text: str) -> str:

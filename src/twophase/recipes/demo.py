@@ -29,16 +29,12 @@ _MATCHED_FROM, _QUICK_MATCHED_FROM = 0.5, 0.9
 _QUICK = {"steps": 480, "inner.lr": 4e-3}
 """Half the steps at twice the inner learning rate: half the price, the same picture, its optimum at less momentum."""
 
-
 AUTO = "auto"
 """The arm of the policy of that name."""
 
 
 def demo(
-    quick: bool = False,
-    seeds: Sequence[int] = (0,),
-    controls: bool = True,
-    base: TrainConfig | None = None,
+    quick: bool = False, seeds: Sequence[int] = (0,), controls: bool = True, base: TrainConfig | None = None
 ) -> Sweep:
     """Return the demo's runs: 60 a seed for the main grid, 22 a seed for the controls, and `auto`.
 
@@ -49,20 +45,17 @@ def demo(
         base: values that all runs share (`TrainConfig()` with a cosine when None). Outer method, learning rate,
             momentum, restart and seed are replaced, and with `quick` its steps and inner learning rate too.
 
-    Returns:
-        The sweep; its arms are named `heavy ball, never`, `heavy ball, K=3`, `Nesterov, never`, `Nesterov, K=3`,
-        `momentum-free`, the two restart-free ones with `, gain of K=3` behind, and `auto`. It begins with the two runs
-        that its story shows round by round: heavy ball at the largest momentum, without restarts and with them.
+    The arms are `heavy ball, never`, `heavy ball, K=3`, `Nesterov, never`, `Nesterov, K=3`, `momentum-free`, the two
+    restart-free ones with `, gain of K=3` behind, and `auto`. The first two runs are those that the story shows round
+    by round: heavy ball at the largest momentum, without restarts and with them.
     """
     base = base or TrainConfig(inner=InnerConfig(schedule="cosine"))
     lrs, momenta = (_QUICK_LRS, _QUICK_MOMENTA) if quick else (_LRS, _MOMENTA)
-    if quick:
-        base = update(base, _QUICK)
-    seed_axis = Axis(SEED, tuple(seeds))
-    cells: list[Cell] = []
+    base = update(base, _QUICK) if quick else base
+    seed_axis, cells = Axis(SEED, tuple(seeds)), list[Cell]()
+    axes = [seed_axis, Axis(MOMENTUM, momenta), Axis(LR, lrs)]
     for kind, method in RULES.items():
         for restart in ("never", str(PERIOD)):
-            axes = [seed_axis, Axis(MOMENTUM, momenta), Axis(LR, lrs)]
             cells += product(base, axes, arm_name(kind, restart), {METHOD: method, RESTART: restart})
     # Workers take the runs in this order, so the story has its pair within half a minute.
     first = {SEED: seeds[0] if seeds else 0, METHOD: "heavy-ball", MOMENTUM: momenta[-1], LR: lrs[len(lrs) // 2]}

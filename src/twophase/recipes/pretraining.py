@@ -17,18 +17,14 @@ from twophase.config import meant, update
 from twophase.errors import UsageError
 from twophase.restart import Never, RestartPolicy, parse
 from twophase.rule import OuterRule
-from twophase.runs.method import options_of
+from twophase.runs.outer import options_of
 from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
 from twophase.training.config import ComputeConfig, InnerConfig, OuterConfig
 
 C4 = "tokens:data/c4"
 """Where the recipes look for their tokens unless `data.corpus` says otherwise."""
-VOCABULARY = 32000
-"""Of Mistral-7B-v0.1's tokenizer."""
-EVALUATED_STEPS = 2048
-"""Inner steps between two evaluations, at most unless a round is longer."""
-SAVED_STEPS = 1024
-"""Inner steps between two checkpoints, likewise."""
+_PACE = {"evaluate_every": 2048, "checkpoint_every": 1024}
+"""Inner steps between two evaluations, and two checkpoints, at most unless a round is longer."""
 TUNED = OuterRule(0.9, 0.7, nesterov=True)
 """What the paper found best at S = 128 without restarts, read in sum form (see docs/reproduce.md on the forms)."""
 
@@ -55,7 +51,7 @@ def paper_150m(
     policy = Never() if restart is None else parse(restart)
     return TrainConfig(
         model=ModelConfig(
-            layers=12, hidden_size=1024, intermediate_size=2688, heads=16, norm_eps=1e-5, vocabulary_size=VOCABULARY
+            layers=12, hidden_size=1024, intermediate_size=2688, heads=16, norm_eps=1e-5, vocabulary_size=32000
         ),
         data=DataConfig(corpus=C4, tokenizer="mistral", sequence_length=2048, batch_size=64, validation_windows=512),
         inner=InnerConfig(lr=1e-3, weight_decay=0.1, betas=(0.9, 0.999), warmup=1200 / 12500, schedule="cosine"),
@@ -70,48 +66,38 @@ def paper_150m(
     )
 
 
-_OF_SIBLINGS = {"model.tie_embeddings": True, "inner.lr": 2e-3}
-_SMALL = _OF_SIBLINGS | {
-    "model.layers": 8, "model.hidden_size": 512, "model.intermediate_size": 1376, "model.heads": 8,
-    "data.sequence_length": 1024, "steps": 6000,
-}  # fmt: skip
-_NANO = _OF_SIBLINGS | {
-    "model.layers": 4, "model.hidden_size": 256, "model.intermediate_size": 688, "model.heads": 4,
-    "data.sequence_length": 512, "steps": 3000,
-}  # fmt: skip
-
-
-def small(
-    inner_steps: int = 128, rule: OuterRule = TUNED, restart: RestartPolicy | str | int | None = None
-) -> TrainConfig:
+def small() -> TrainConfig:
     """Return a smaller `paper_150m`: 25 million parameters in its blocks, 42 in all; 0.8 billion tokens.
 
     The embedding is the head too, and the share of the steps that is warmup stays the paper's, as in `nano`.
     """
-    return update(paper_150m(inner_steps, rule, restart), _SMALL)
+    values = {
+        "model.layers": 8, "model.hidden_size": 512, "model.intermediate_size": 1376, "model.heads": 8,
+        "data.sequence_length": 1024, "steps": 6000,
+    }  # fmt: skip
+    return update(paper_150m(), _OF_SIBLINGS | values)
 
 
-def nano(
-    inner_steps: int = 64, rule: OuterRule = TUNED, restart: RestartPolicy | str | int | None = None
-) -> TrainConfig:
+def nano() -> TrainConfig:
     """Return a tiny `paper_150m`: 3 million parameters in its blocks, 11 in all; 0.2 billion tokens."""
-    return update(paper_150m(inner_steps, rule, restart), _NANO)
+    values = {
+        "model.layers": 4, "model.hidden_size": 256, "model.intermediate_size": 688, "model.heads": 4,
+        "data.sequence_length": 512, "steps": 3000,
+    }  # fmt: skip
+    return update(paper_150m(inner_steps=64), _OF_SIBLINGS | values)
 
 
+_OF_SIBLINGS = {"model.tie_embeddings": True, "inner.lr": 2e-3}
 RECIPES = {"paper_150m": paper_150m, "small": small, "nano": nano}
 """The recipes by name, as `--recipe` takes them."""
 
 
 def recipe(name: str) -> TrainConfig:
-    """Return a recipe with its defaults, by name.
-
-    Raises:
-        UsageError: no such recipe.
-    """
-    recipe = RECIPES.get(name.replace("-", "_"))
-    if recipe is None:
+    """Return a recipe with its defaults, by name; raise a UsageError where there is none."""
+    made = RECIPES.get(name.replace("-", "_"))
+    if made is None:
         raise UsageError(f"--recipe {name}: must be one of {', '.join(RECIPES)}{meant(name, RECIPES)}")
-    return recipe()
+    return made()
 
 
 def at_pace(config: TrainConfig, keep: Collection[str] = ()) -> TrainConfig:
@@ -128,6 +114,4 @@ def at_pace(config: TrainConfig, keep: Collection[str] = ()) -> TrainConfig:
 
 
 def _pace(inner_steps: int) -> dict[str, Any]:
-    """Count rounds between two evaluations, and two checkpoints."""
-    intervals = {"evaluate_every": EVALUATED_STEPS, "checkpoint_every": SAVED_STEPS}
-    return {name: max(1, steps // inner_steps) for name, steps in intervals.items()}
+    return {name: max(1, steps // inner_steps) for name, steps in _PACE.items()}  # in rounds

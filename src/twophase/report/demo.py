@@ -1,13 +1,15 @@
-"""The demo's figures, and what its runs say in words and numbers."""
+"""The demo's page and figures, and what its runs say in words and numbers."""
 
 from __future__ import annotations
 
 import math
+import shlex
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from twophase.explorer.page import State, build
 from twophase.figures.heatmaps import Heatmaps, Panel, Scale, scale_of, tile
 from twophase.figures.terminal import text_maps
 from twophase.figures.thresholds import thresholds
@@ -16,6 +18,7 @@ from twophase.judge.verdict import ArmVerdict, Verdict, select
 from twophase.judge.verdict import verdict as judge
 from twophase.recipes.controls import AVERAGING_LR, LR, MOMENTUM, MOMENTUM_FREE
 from twophase.recipes.demo import AUTO, PERIOD, RULES, arm_name, matched_arm
+from twophase.report import story
 from twophase.report.demo_titles import (
     WITHIN,
     control_pairs,
@@ -25,7 +28,9 @@ from twophase.report.demo_titles import (
     threshold_title,
 )
 from twophase.rule import FORM_WORDS
-from twophase.sweeps.grid import Sweep
+from twophase.runs.folder import read_summary
+from twophase.runs.record import read_record
+from twophase.sweeps.grid import RUNS, Sweep
 from twophase.sweeps.table import Row, Setting, format_table, readable, settings
 from twophase.sweeps.table import arm_name as shown_name
 
@@ -45,6 +50,33 @@ LIMITS = (
     "A restart is no replacement for tuning. Compare it with a smaller momentum before you use it.",
 )
 """What the demo does not show, for its page."""
+
+
+def story_page(rows: Sequence[Row], sweep: Sweep, folder: Path, *, refresh: float = 0) -> str:
+    """Return the demo's page, from a sweep's rows and its folder; it reloads itself after so many seconds."""
+    rule = sweep.cells[0].config.outer.rule()
+    state = State(rule.lr, rule.momentum, rule.nesterov, rule.form, rounds=sweep.base.rounds)
+    pair = [folder / RUNS / cell.run_id for cell in sweep.cells[:2]]
+    # Judging loads pandas, for which the first page, and with it the training, must not wait.
+    is_judged = any(row.state != "missing" for row in rows)
+    page = story.Story(
+        sweep.base,
+        findings(rows, sweep) if is_judged else ["No run has ended yet."],
+        main_maps(rows),
+        scale(rows),
+        beside(rows),
+        [read_record(path) for path in pair if read_summary(path, path.name) is not None],
+        build(state, guided=True),
+        verdict(rows, sweep) if is_judged else "",
+        LIMITS,
+        {
+            f"twophase report {shlex.quote(str(folder))}": "every comparison, with intervals",
+            "twophase explore --open": "the explorer in a browser window",
+            "twophase period --help": "advice for your setting",
+        },
+        refresh,
+    )
+    return story.build(page)
 
 
 def draw(rows: Sequence[Row], sweep: Sweep, folder: Path) -> list[Path]:

@@ -12,7 +12,7 @@ from twophase.judge.verdict import ArmVerdict, Verdict
 from twophase.report.page import Html, join, link, minus, scroll, tag
 from twophase.report.plot import Chart, Curve
 from twophase.report.sweep_record import SweepRecord
-from twophase.sweeps.table import Setting, State, arm_name, measure_of, place_words, readable, with_unit
+from twophase.sweeps.table import Setting, State, arm_name, measure_of, place_words, readable
 
 _MOST_MAPS, _LONGEST_AXIS, _MOST_POINTS = 24, 60, 60
 _OUTLINED = 0.25
@@ -82,7 +82,7 @@ def maps(view: View) -> Iterator[Html | None]:
     best = f" ({perplexity_text(scale.low)}), so at most {perplexity_text(scale.bound)}" if finished else ""
     yield tag(
         "p",
-        f"Each number is a setting's {with_unit(measure_of(view.cells))} on held-out data, mean over its "
+        f"Each number is a setting's {measure_of(view.cells)} on held-out data, mean over its "
         "seeds. Lower is better and lighter. "
         f"The thick line goes around what is within {_OUTLINED:.0%} of the best of all{best}. Press a number to show "
         "or hide its curve; the links below it are its seeds and lead to its runs.",
@@ -243,7 +243,7 @@ def points(view: View) -> Chart:
         "settings",
         "Result of each setting on held-out data",
         "setting",
-        with_unit(measure_of(view.cells)),
+        measure_of(view.cells),
         curves,
         names=names,
         note="A point for each run; lower is better.",

@@ -16,8 +16,6 @@ from twophase.report.run import plain, result_words
 from twophase.runs.folder import REPORT
 from twophase.runs.record import Column, RunRecord
 
-MOST_RUNS = 8
-"""Runs of a page; of more, the strokes would repeat."""
 _LOSS = "loss"
 _CHARTS = (
     ("train_loss", "Training loss", _LOSS, False),
@@ -37,7 +35,7 @@ def overlay(records: Sequence[RunRecord], page_folder: Path, *, refresh: float =
     """Return the page of several runs.
 
     Args:
-        records: two to `MOST_RUNS` records of `read_record`, in any state.
+        records: records of `read_record`, in any state; of more than eight the strokes repeat.
         page_folder: folder of the page, for its links.
         refresh: seconds after which the page shows its newest self, while a run is unfinished; 0 without a watch.
     """

@@ -111,7 +111,7 @@ def result_words(record: RunRecord) -> str:
 
 def _summary(record: RunRecord, diagnosis: Diagnosis) -> Html:
     summary = record.summary or {}
-    steps, replicas = record.count("inner_steps"), record.count("replicas")
+    steps, replicas = record.number("inner_steps"), record.number("replicas")
     planned = f" of {diagnosis.planned:,}" if diagnosis.planned else ""
     size = counted(int(steps), "inner step") if math.isfinite(steps) else "an unknown number of inner steps"
 

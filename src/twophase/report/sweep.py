@@ -6,7 +6,6 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from twophase.files import read_jsonl
 from twophase.judge.verdict import WITHIN, Verdict, verdict
 from twophase.judge.verdict_text import sections
 from twophase.report.maps import View, is_map, maps, perplexity_text, place_text, points, value_text
@@ -14,6 +13,7 @@ from twophase.report.page import Html, clean, counted, details, link, notes, pag
 from twophase.report.plot import MOST_POINTS, Chart, Curve, figure, script
 from twophase.report.sweep_record import SweepRecord
 from twophase.runs.folder import METRICS
+from twophase.runs.record import read_steps
 from twophase.sweeps.table import PERPLEXITY, SEED, TABLE, Setting, arm_name, measure_of, readable, result, settings
 
 _MOST_CURVES, _SHOWN_CURVES, _MOST_CELLS = 400, 8, 400
@@ -119,7 +119,7 @@ def _losses(record: SweepRecord, setting: Setting) -> tuple[list[float], list[fl
     """Return steps and training losses of a setting's first run that is here and has any."""
     for run in setting.runs:
         folder = record.run_folder(run)
-        lines = read_jsonl(folder / METRICS, ["step"]) if folder else []
+        lines = read_steps(folder / METRICS) if folder else []
         pairs = [(line.get("step"), line.get("train_loss")) for line in lines]
         points = [(x, y) for x, y in pairs if isinstance(x, int) and isinstance(y, float) and math.isfinite(y)]
         if points:

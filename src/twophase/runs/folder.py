@@ -17,6 +17,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import math
 import os
 import re
 import socket
@@ -31,7 +32,7 @@ from twophase.config import dump_yaml, flatten, load_yaml, to_tree
 from twophase.config import fingerprint as fingerprint_of
 from twophase.errors import RunError, UsageError
 from twophase.files import append, finite, read_jsonl, remove_leftovers, write_atomic
-from twophase.runs.trackers import Tracker, close, send
+from twophase.runs.trackers import Tracker, call_each, send
 
 CONFIG, ENV, SUMMARY, WEIGHTS = "config.yaml", "env.json", "summary.json", "weights.safetensors"
 METRICS, ROUNDS, STEPS = LOGS = ("metrics.jsonl", "rounds.jsonl", "steps.jsonl")
@@ -63,10 +64,11 @@ class Claim:
         self._owner = {"host": host or socket.gethostname(), "pid": os.getpid()}
         self._lock = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            self._number = self._take(lock=lock)
+            number = self._take(lock=lock)
         except BaseException:
             os.close(self._lock)
             raise
+        self._file, self._next = path / f".claim-{number}", path / f".claim-{number + 1}"
         threading.Thread(target=self._touch, daemon=True).start()
 
     def _take(self, *, lock: bool) -> int:
@@ -80,42 +82,32 @@ class Claim:
         except OSError:  # a file system without locks
             is_locked = False
         while True:
-            number, owner = self._last()
-            if number and not owner and self._silence(number) < _WRITING_SECONDS:
+            number = max((int(file.name.removeprefix(".claim-")) for file in self.path.glob(".claim-*")), default=0)
+            last, owner, silence = self.path / f".claim-{number}", {}, math.inf
+            os.utime(self._lock)  # silence is measured by the file system's clock: those of hosts differ
+            with suppress(FileNotFoundError, ValueError):  # there is none, or its owner is not written yet
+                silence = os.fstat(self._lock).st_mtime - last.stat().st_mtime
+                owner = json.loads(last.read_bytes())
+            if not owner and silence < _WRITING_SECONDS:
                 time.sleep(0.1)
                 continue
             # Who has the lock knows that no other process of this host lives.
             is_void = not owner or "released" in owner or (is_locked and owner["host"] == self._owner["host"])
-            if is_busy or (not is_void and self._silence(number) < STALE_SECONDS):
+            if is_busy or (not is_void and silence < STALE_SECONDS):
                 who = f"process {owner['pid']} on {owner['host']}" if owner else "another process"
                 raise BusyError(f"--out {self.path}: must be free, is in use by {who}")
-            with suppress(FileExistsError), self._file(number + 1).open("x") as file:  # else a rival was quicker
+            with suppress(FileExistsError), (self.path / f".claim-{number + 1}").open("x") as file:  # else a rival's
                 json.dump(self._owner, file)
                 return number + 1
-
-    def _last(self) -> tuple[int, dict[str, Any]]:
-        """Return the number of the last claim, 0 without one, and its owner, empty until that is written."""
-        number = max((int(file.name.removeprefix(".claim-")) for file in self.path.glob(".claim-*")), default=0)
-        with suppress(OSError, ValueError):
-            return number, json.loads(self._file(number).read_bytes())
-        return number, {}
-
-    def _silence(self, number: int) -> float:
-        """Return the seconds since a claim was touched, by the file system's clock: those of hosts differ."""
-        os.utime(self._lock)
-        return os.fstat(self._lock).st_mtime - self._file(number).stat().st_mtime
-
-    def _file(self, number: int) -> Path:
-        return self.path / f".claim-{number}"
 
     def _touch(self) -> None:
         while not self._released.wait(TOUCH_SECONDS):
             with suppress(OSError):  # the folder was moved, or its server is away
-                os.utime(self._file(self._number))
+                os.utime(self._file)
 
     def check(self) -> None:
         """Raise a RunError if the folder is no longer this process's, which may have been suspended for minutes."""
-        if self._released.is_set() or self._file(self._number + 1).exists():
+        if self._released.is_set() or self._next.exists():
             raise RunError(f"{self.path}: must be this process's, was released or taken over")
 
     def release(self) -> None:
@@ -123,32 +115,23 @@ class Claim:
         if not self._released.is_set():
             self._released.set()
             with suppress(OSError):  # the folder was moved, or the disk is full
-                self._file(self._number).write_text(json.dumps(self._owner | {"released": True}))
+                self._file.write_text(json.dumps(self._owner | {"released": True}))
             os.close(self._lock)
 
 
-class RunFolder(AbstractContextManager["RunFolder"]):
-    """One run's folder, claimed by this process until `release()` or its death; use `RunFolder.claim`.
+class RunFolder(Claim, AbstractContextManager["RunFolder"]):
+    """One run's folder, claimed by this process until `release()` or its death; use `RunFolder.claim`."""
 
-    Attributes:
-        path: the folder.
-        fingerprint: fingerprint of the run's configuration.
-        trackers: open trackers, which get every line of the logs too.
-    """
-
-    def __init__(self, path: Path, fingerprint: str, claim: Claim) -> None:
-        self.path, self.fingerprint, self._claim = path, fingerprint, claim
-        self.trackers: list[Tracker] = []
+    fingerprint: str
+    trackers: list[Tracker]
+    """They get every line of the logs too."""
 
     @classmethod
     def claim(cls, path: Path, config: Any, *, host: str = "", lock: bool = True) -> RunFolder:
         """Make or reopen the folder of a run, and keep every other process out of it.
 
-        Args:
-            path: the run's folder (`--out`); one that holds the same configuration is resumed.
-            config: the resolved configuration, a tree of frozen dataclasses, or of dictionaries.
-            host: name of this host; empty asks the system.
-            lock: False where the file system has no locks.
+        `config` is a tree of frozen dataclasses, or of dictionaries; a folder with the same one is resumed. `host` is
+        the name of this host, by default the system's; `lock` is False where the file system has no locks.
 
         Raises:
             BusyError: another process has it.
@@ -157,7 +140,8 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         tree = config if isinstance(config, dict) else to_tree(config)
         _check(path, tree)
         path.mkdir(parents=True, exist_ok=True)
-        folder = cls(path, fingerprint_of(tree), Claim(path, host, lock=lock))
+        folder = cls(path, host, lock=lock)
+        folder.fingerprint, folder.trackers = fingerprint_of(tree), []
         try:
             _check(path, tree)  # once more, now that no other process can write
             remove_leftovers(path)
@@ -168,24 +152,26 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             raise
         return folder
 
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-    def release(self) -> None:
+    def release(self, *_: object) -> None:
         """Close the trackers, and let other processes claim the folder; safe to repeat."""
-        close(self.trackers)
-        self._claim.release()
+        if self.trackers:
+            call_each(self.trackers, "close")
+            self.trackers.clear()
+        super().release()
+
+    __exit__ = release
 
     def log(self, name: str, record: Mapping[str, Any]) -> None:
         """Append a line, which has a `step`, to one of `LOGS`, and send its numbers to the trackers."""
-        self._claim.check()
+        self.check()
         append(self.path / name, record)
-        send(self.trackers, name.removesuffix(".jsonl"), record)
+        if self.trackers:
+            send(self.trackers, name.removesuffix(".jsonl"), record)
 
     def truncate(self, step: int) -> None:
         """Drop the lines after an inner step; a run that resumes from there writes them again."""
-        self._claim.check()
-        for path in (self.path / name for name in LOGS):
+        self.check()
+        for path in [self.path / name for name in LOGS]:
             kept = "".join(json.dumps(line) + "\n" for line in read_jsonl(path) if line["step"] <= step)
             if path.exists() and path.read_text() != kept:  # a line that a kill has torn goes, too
                 write_atomic(path, kept)
@@ -197,7 +183,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
 
     def finish(self, summary: Mapping[str, Any], weights: bytes | None = None) -> None:
         """Write the final weights, then `summary.json` with their SHA-256, which makes the run finished."""
-        self._claim.check()
+        self.check()
         record = finite(summary) | {"config": self.fingerprint}
         if weights is not None:
             write_atomic(self.path / WEIGHTS, weights)
@@ -206,10 +192,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
 
 
 def read_summary(path: Path, fingerprint: str | None = None) -> dict[str, Any] | None:
-    """Return the outcome of the run in a folder, or None while it is not finished.
-
-    `fingerprint` is that of the run's configuration; None takes that of the folder's `config.yaml`.
-    """
+    """Return the outcome of the run with a fingerprint, by default the `config.yaml`'s; None while it is unfinished."""
     with suppress(OSError, ValueError):  # not there, damaged, or without a config.yaml
         record = json.loads((path / SUMMARY).read_bytes())
         if record.get("config") == (fingerprint or fingerprint_of(load_yaml(path / CONFIG))):

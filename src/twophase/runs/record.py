@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -19,7 +20,7 @@ from twophase.files import read_jsonl
 from twophase.restart import RestartPolicy, parse
 from twophase.rule import OuterRule
 from twophase.runs.folder import CONFIG, ENV, METRICS, ROUNDS, STEPS, SUMMARY, read_summary
-from twophase.runs.method import describe, rule_of
+from twophase.runs.outer import OuterConfig
 
 Column = NDArray[np.float64]
 Line = Mapping[str, Any]
@@ -29,7 +30,7 @@ WHOLE = "whole model"
 LARGEST = 1e100
 """Numbers beyond this, as a diverged run may write, count as missing: their squares and sums would overflow."""
 _TOTALS = ("step", "round", "inner_steps", "replicas", "restarted", "complete", "bytes_sent")
-_MEASURED = ("pseudo_gradient_norm", "buffer_norm", "cosine", "gain")
+MEASURED = ("pseudo_gradient_norm", "buffer_norm", "cosine", "gain")
 
 
 @dataclass(slots=True)
@@ -56,7 +57,6 @@ class RunRecord:
         recorded: rounds that every fragment has ended.
         phases: seconds of each phase, the same length.
         metrics, steps: columns of `metrics.jsonl` and `steps.jsonl`, a row a step.
-        problems: what a reader of it has found missing, a sentence each.
     """
 
     path: Path
@@ -69,7 +69,6 @@ class RunRecord:
     blocks: list[Block] = field(default_factory=list)
     metrics: dict[str, Column] = field(default_factory=dict)
     steps: dict[str, Column] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
 
     @property
     def state(self) -> str:
@@ -84,26 +83,23 @@ class RunRecord:
         return f" {self.environment['loss_unit']}" if self.environment.get("loss_unit") else ""
 
     @property
-    def _outer(self) -> dict[str, Any]:
-        return {path[6:]: value for path, value in self.config.items() if path.startswith("outer.")}
+    def outer(self) -> OuterConfig | None:
+        """The outer optimizer without its restarts; None where there is none, or one that only the user's loop has."""
+        values: dict[str, Any] = {path[6:]: value for path, value in self.config.items() if path.startswith("outer.")}
+        values["restart"] = "never"
+        with suppress(UsageError):
+            return OuterConfig(**values) if "method" in values else None
+        return None
 
     @property
     def rule(self) -> OuterRule | None:
-        """The outer rule, if the configuration holds one and nothing but it moves the anchors."""
-        outer: dict[str, Any] = {"filter": "none", "schedule": "constant", "form": "sum"} | self._outer
-        try:
-            rule = rule_of(outer["method"], outer["lr"], outer["momentum"], outer["form"])
-        except (KeyError, ValueError):  # of a loop's own optimizer
-            return None
-        return rule if (outer["filter"], outer["schedule"]) == ("none", "constant") else None
+        """The outer rule, if nothing but it moves the anchors."""
+        return self.outer.rule() if self.outer and self.outer.is_rule else None
 
     @property
     def outer_words(self) -> str:
         """The outer optimizer in words; empty if the configuration holds none."""
-        try:
-            return describe(self._outer)
-        except (KeyError, ValueError):
-            return str(self._outer.get("method", ""))
+        return self.outer.describe() if self.outer else str(self.config.get("outer.method", ""))
 
     def policy(self, block: str = WHOLE) -> RestartPolicy | None:
         """Return the restart policy of a block, if the configuration holds one."""
@@ -120,8 +116,6 @@ class RunRecord:
     def number(self, path: str) -> float:
         """Return a value of the configuration as a number, else nan."""
         return _number(self.config.get(path))
-
-    count = number
 
     @property
     def planned_rounds(self) -> int | None:
@@ -175,7 +169,7 @@ def read_record(path: Path) -> RunRecord:
         config=flatten(load_yaml(config)) if config.exists() else {},
         environment=json.loads(environment.read_bytes()) if environment.exists() else {},
         summary=read_summary(path),
-        rounds=_columns(lines, (*_TOTALS, *_MEASURED)),
+        rounds=_columns(lines, (*_TOTALS, *MEASURED)),
         recorded=min((parts.count(name) for name in {*parts}), default=0),
         phases=_columns([line.get("seconds") or {} for line in lines]),
         metrics=_columns(read_steps(path / METRICS)),
@@ -215,7 +209,7 @@ def _blocks(lines: Sequence[Line], *, several: bool) -> list[Block]:
             rows.setdefault(name, []).append((index, {**group, "round": number}))
     blocks = []
     for name, of_block in rows.items():
-        columns = _columns([row for _, row in of_block], ("round", "restarted", *_MEASURED))
+        columns = _columns([row for _, row in of_block], ("round", "restarted", *MEASURED))
         number, restarted = columns.pop("round"), columns.pop("restarted") == 1
         index = np.array([index for index, _ in of_block])
         blocks.append(Block(name if len(rows) > 1 else WHOLE, index, number, restarted, **columns))

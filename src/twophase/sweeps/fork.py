@@ -6,9 +6,8 @@ forks from the checkpoint that it leaves there (`Trainer.load`), and is bit for 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from twophase.config import fingerprint, to_tree
 from twophase.restart import RoundSignal, State, age_after, ask
@@ -62,17 +61,16 @@ def outer_steps(config: RunConfig) -> list[str]:
     It is the rule with its settings, and what the restart policy decides; all of a policy that has a memory or looks at
     measured values stands for each of its decisions.
     """
-    policy = config.outer.policy
-    settings = repr(replace(config.outer, restart="never"))
-    if policy.needs:
-        return [f"{settings} {policy}"] * config.rounds
+    policy, settings = config.outer.policy, repr(replace(config.outer, restart="never"))
     state: State = {}
     age, decisions = 0, []
     for number in range(1, config.rounds + 1):
+        if policy.needs or state:
+            return [f"{settings} {policy}"] * config.rounds
         state, decision, _ = ask(policy, state, RoundSignal(number, age + 1))
         age = age_after(decision, age + 1)
         decisions.append(f"{settings} {decision}")
-    return [f"{settings} {policy}"] * config.rounds if state else decisions
+    return decisions
 
 
 def _grow(
@@ -80,23 +78,18 @@ def _grow(
 ) -> Iterator[Node]:
     """Yield the nodes of runs that take the same outer steps up to `taken`."""
     config = configs[runs[0]]
-    begins = {"parent": None if parent is None else parent.name, "start": 0 if parent is None else parent.stop or 0}
+    name, start = (parent.name, parent.stop or 0) if parent else (None, 0)
     if len(runs) == 1:
-        yield Node(runs[0], config, stop=None, **begins)
+        yield Node(runs[0], config, name, start, None)
         return
     # Runs whose outer steps are all equal, as with a period beyond the end, part before the last one.
     while taken < config.rounds - 1 and len({steps[run][taken] for run in runs}) == 1:
         taken += 1
     stop = min((taken + 1) * config.inner_steps, config.steps)
-    node = Node(f"fork-{fingerprint(to_tree(config) | {'stop': stop})}", config, stop=stop, **begins)
+    node = Node(f"fork-{fingerprint(to_tree(config) | {'stop': stop})}", config, name, start, stop)
     yield node
-    last = taken == config.rounds - 1
-    for group in [[run] for run in runs] if last else _by(runs, lambda run: steps[run][taken]):
-        yield from _grow(group, configs, steps, node, taken + 1)
-
-
-def _by(runs: Iterable[str], key: Any) -> list[list[str]]:
-    groups: dict[Any, list[str]] = {}
+    groups: dict[str, list[str]] = {}
     for run in runs:
-        groups.setdefault(key(run), []).append(run)
-    return list(groups.values())
+        groups.setdefault(run if taken == config.rounds - 1 else steps[run][taken], []).append(run)
+    for group in groups.values():
+        yield from _grow(group, configs, steps, node, taken + 1)

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from twophase.config import Tree, coerce, fingerprint, flatten, get, hints_of, meant, to_tree, update
+from twophase.config import Tree, fingerprint, flatten, get, to_tree, update
 from twophase.errors import UsageError
 from twophase.files import write_atomic
 
@@ -90,13 +90,12 @@ class Sweep:
 
     def spec(self) -> Tree:
         """Return the sweep as JSON values, from which `read_spec` makes it again."""
-        base = flatten(to_tree(self.base))
-        cells = []
+        base, cells = flatten(to_tree(self.base)), []
         for cell in self.cells:
             changes = {path: value for path, value in flatten(to_tree(cell.config)).items() if value != base[path]}
-            cells.append({"arm": cell.arm, "run": cell.run_id, "control_of": cell.control_of, "config": changes})
-            cells[-1]["values"] = {path: list(v) if isinstance(v, tuple) else v for path, v in cell.values.items()}
-        return {"name": self.name, "base": to_tree(self.base), "cells": cells}
+            own = {"arm": cell.arm, "run": cell.run_id, "control_of": cell.control_of}
+            cells.append({**own, "config": changes, "values": cell.values})
+        return json.loads(json.dumps({"name": self.name, "base": to_tree(self.base), "cells": cells}))
 
 
 def write_spec(sweep: Sweep, folder: Path) -> None:
@@ -105,23 +104,22 @@ def write_spec(sweep: Sweep, folder: Path) -> None:
     Raises:
         UsageError: the folder holds another sweep, or something else.
     """
-    spec = json.loads(json.dumps(sweep.spec()))
-    if (folder / SPEC).exists():
-        saved = json.loads((folder / SPEC).read_bytes())
+    spec, path = sweep.spec(), folder / SPEC
+    if path.exists():
+        saved = json.loads(path.read_bytes())
         here, there = flatten(spec["base"]), flatten(saved["base"])
-        if different := [path for path in {**here, **there} if here.get(path) != there.get(path)]:
-            path = different[0]
-            raise UsageError(
-                f"--out {folder}: belongs to a sweep with --{path} {there.get(path)}, here {here.get(path)}"
-            )
+        for name in {**here, **there}:
+            own, other = here.get(name), there.get(name)
+            if own != other:
+                raise UsageError(f"--out {folder}: belongs to a sweep with --{name} {other}, here {own}")
         if any(cell not in spec["cells"] for cell in saved["cells"]):
             raise UsageError(f"--out {folder}: belongs to a sweep with other cells; give another --out")
         if spec == saved:
             return
-    elif folder.is_dir() and any(path.name != RUNS and path.name[0] != "." for path in folder.iterdir()):
+    elif folder.is_dir() and any(file.name != RUNS and file.name[0] != "." for file in folder.iterdir()):
         raise UsageError(f"--out {folder}: must be empty or a sweep's folder, holds no {SPEC}")
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomic(folder / SPEC, json.dumps(spec, indent=1) + "\n")
+    write_atomic(path, json.dumps(spec, indent=1) + "\n")
 
 
 def read_spec(spec: Tree, base: Any) -> Sweep:
@@ -142,28 +140,18 @@ def product(base: Any, axes: Sequence[Axis], arm: str = "", fixed: Mapping[str, 
     Raises:
         UsageError: an unknown path, a value of the wrong type, an axis without values or with a repeated one.
     """
-    columns = [fitted(base, axis) for axis in axes]
-    shared = {path: fitted(base, Axis(path, (value,)))[0] for path, value in (fixed or {}).items()}
     cells = []
-    for combination in itertools.product(*columns):
-        values = shared | dict(zip((axis.path for axis in axes), combination, strict=True))
-        cells.append(Cell(arm, values, update(base, values).plain()))
+    for combination in itertools.product(*(fitted(base, axis) for axis in axes)):
+        given = {**(fixed or {}), **dict(zip((axis.path for axis in axes), combination, strict=True))}
+        config = update(base, given, "--axis ")
+        cells.append(Cell(arm, {path: get(config, path) for path in given}, config.plain()))
     return cells
 
 
 def fitted(base: Any, axis: Axis) -> list[Any]:
-    """Return the values of an axis as their field has them.
-
-    Raises:
-        UsageError: as `product`.
-    """
-    hints, values = hints_of(type(base)), []
-    if axis.path not in hints:
-        raise UsageError(f"--axis {axis.path}: no such value{meant(axis.path, hints)}")
-    for value in axis.values:
-        made = update(base, {axis.path: value}, "--axis ")  # also checks its range
-        values.append(coerce(hints[axis.path], value) if value is None else get(made, axis.path))
-    if not values or len({repr(value) for value in values}) < len(values):
+    """Return the values of an axis as their field has them; raise a UsageError as `product` does."""
+    values = [get(update(base, {axis.path: value}, "--axis "), axis.path) for value in axis.values]
+    if not values or len(set(map(repr, values))) < len(values):
         raise UsageError(f"--axis {axis.path}: must have one or more values, each once, got {list(axis.values)}")
     return values
 
@@ -177,12 +165,3 @@ def parse_axes(words: Sequence[Sequence[str]]) -> list[Axis]:
     if len({axis.path for axis in axes}) < len(axes):
         raise UsageError("--axis: each path must be given once, with all its values")
     return axes
-
-
-def text_of(words: Sequence[str]) -> str:
-    """Join the words of a setting that has several, as a cell of the table and an axis have them.
-
-    >>> text_of(("a=3", "b=cycle:5,6")), text_of(())
-    ('a=3,b=cycle:5,6', 'none')
-    """
-    return ",".join(map(str, words)) or "none"

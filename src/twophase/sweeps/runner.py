@@ -27,7 +27,7 @@ from twophase.progress import duration, meter
 from twophase.runs.folder import CHECKPOINTS, BusyError, RunFolder, read_summary
 from twophase.sweeps.fork import Node, tree
 from twophase.sweeps.grid import RUNS, SPEC, Sweep, read_spec, write_spec
-from twophase.sweeps.table import TABLE, Row, result_words, rows_of, titles, write_rows
+from twophase.sweeps.table import TABLE, Row, measure_of, place_words, readable, result, rows_of, write_rows
 
 ERROR = "error.txt"
 """The traceback of a run that failed, in its folder."""
@@ -35,79 +35,57 @@ _LOOK_SECONDS = 0.3
 
 
 class Nodes:
-    """The nodes of a sweep as they stand in its folder."""
+    """The nodes of a sweep, as they stood in its folder when `pending` was called last.
+
+    Attributes:
+        nodes: by name, parents before their children.
+        summaries: of those that have ended by themselves; a shared beginning may, by divergence.
+        needed: names of those that are still to be trained.
+        errors: of the needed ones that cannot be trained why: their own failure, or that of what they fork from.
+    """
 
     def __init__(self, sweep: Sweep, folder: Path) -> None:
-        self.folder, self.nodes = folder, tree(sweep.runs)
-        self.children: dict[str, list[Node]] = {name: [] for name in self.nodes}
-        for node in self.nodes.values():
-            if node.parent:
-                self.children[node.parent].append(node)
+        self.sweep, self.folder, self.nodes = sweep, folder, tree(sweep.runs)
         self.summaries: dict[str, dict[str, Any]] = {}
+        self.needed: set[str] = set()
+        self.errors: dict[str, str] = {}
         self._fingerprints = {name: fingerprint(node.config) for name, node in self.nodes.items()}
 
-    def path(self, node: Node) -> Path:
-        """Return the node's run folder."""
-        return self.folder / RUNS / node.name
+    def path(self, name: str) -> Path:
+        """Return a node's run folder."""
+        return self.folder / RUNS / name
 
     def end(self, node: Node) -> Path:
         """Return the checkpoint that a shared beginning leaves for its children."""
-        return self.path(node) / CHECKPOINTS / f"step-{node.stop:08d}"
-
-    def summary(self, node: Node) -> dict[str, Any] | None:
-        """Return the outcome of a node that has ended by itself; a shared beginning may, by divergence."""
-        if node.name not in self.summaries:
-            found = read_summary(self.path(node), self._fingerprints[node.name])
-            if found is None:
-                return None
-            self.summaries[node.name] = found
-        return self.summaries[node.name]
-
-    def error(self, node: Node) -> str | None:
-        """Return why a node cannot be trained: its own failure, or that of what it forks from."""
-        with suppress(FileNotFoundError):
-            return (self.path(node) / ERROR).read_text()
-        if node.parent and self._is_needed(self.nodes[node.parent]):
-            return self.error(self.nodes[node.parent])
-        return None
-
-    def _is_needed(self, node: Node) -> bool:
-        if self.summary(node):
-            return False
-        if node.stop is None:
-            return True
-        return not self._has_ended(node) and any(self._is_needed(child) for child in self.children[node.name])
-
-    def _has_ended(self, node: Node) -> bool:
-        return (self.end(node) / "manifest-000.json").exists()
+        return self.path(node.name) / CHECKPOINTS / f"step-{node.stop or 0:08d}"
 
     def pending(self) -> list[Node]:
-        """Return the nodes that are still to be trained and have not failed."""
-        return [node for node in self.nodes.values() if self._is_needed(node) and self.error(node) is None]
+        """Return the nodes that are still to be trained and have not failed.
 
-    def is_ready(self, node: Node) -> bool:
-        """Return whether a node can begin, or go on."""
-        parent = self.nodes[node.parent] if node.parent else None
-        # A beginning that has diverged leaves no checkpoint, and its children diverge by themselves.
-        return parent is None or self._has_ended(parent) or bool(self.summary(parent)) or self._has_begun(node)
-
-    def _has_begun(self, node: Node) -> bool:
-        return any((self.path(node) / CHECKPOINTS).glob("step-*/manifest-000.json"))
-
-    def remove_used(self) -> None:
-        """Remove the shared beginnings from which nothing is still to fork."""
-        for name, children in self.children.items():
-            if children and not any(map(self._is_needed, children)):
-                shutil.rmtree(self.path(self.nodes[name]), ignore_errors=True)
-
-    def steps_done(self) -> int:
-        """Return the inner steps of the nodes that need no more work."""
-        return sum(node.steps for node in self.nodes.values() if not self._is_needed(node))
+        States from which nothing is still to fork or resume are removed.
+        """
+        for name in self.nodes.keys() - self.summaries.keys():
+            if summary := read_summary(self.path(name), self._fingerprints[name]):
+                self.summaries[name] = summary
+                shutil.rmtree(self.path(name) / CHECKPOINTS, ignore_errors=True)
+        self.needed, forked = set(), set[str | None]()
+        for name, node in reversed(self.nodes.items()):
+            if node.stop is not None and name not in forked:
+                shutil.rmtree(self.path(name), ignore_errors=True)
+            elif name not in self.summaries and not (node.stop and (self.end(node) / "manifest-000.json").exists()):
+                self.needed.add(name)
+                forked.add(node.parent)
+        self.errors = {}
+        for name in filter(self.needed.__contains__, self.nodes):
+            with suppress(FileNotFoundError):
+                self.errors[name] = (self.path(name) / ERROR).read_text()
+            if inherited := self.errors.get(self.nodes[name].parent or ""):
+                self.errors.setdefault(name, inherited)
+        return [node for name, node in self.nodes.items() if name in self.needed and name not in self.errors]
 
 
 def work(
-    sweep: Sweep,
-    folder: Path,
+    nodes: Nodes,
     *,
     should_stop: Callable[[], bool] = lambda: False,
     on_end: Callable[[], None] = lambda: None,
@@ -115,17 +93,13 @@ def work(
     """Train nodes of a sweep until none is left, in this process.
 
     Args:
-        sweep: the sweep.
-        folder: its folder, which holds its description.
+        nodes: the sweep in its folder, which holds its description.
         should_stop: asked after every step; True writes a checkpoint and returns.
         on_end: called after each node.
     """
-    nodes = Nodes(sweep, folder)
-    nodes.remove_used()  # of a worker that was killed before it could
     while (pending := nodes.pending()) and not should_stop():
         for node in pending:
-            if nodes.is_ready(node) and _train(nodes, node, should_stop):
-                nodes.remove_used()
+            if node.parent not in nodes.needed and _train(nodes, node, should_stop):
                 on_end()
                 break
         else:
@@ -139,26 +113,20 @@ def _train(nodes: Nodes, node: Node, should_stop: Callable[[], bool]) -> bool:
     from twophase.training import checkpoint, loop  # noqa: PLC0415
     from twophase.training.trainer import Trainer  # noqa: PLC0415
 
+    path, discard = nodes.path(node.name), node.stop is None
     try:
-        with RunFolder.claim(nodes.path(node), node.config) as folder:
+        with RunFolder.claim(path, node.config) as folder:
             if node not in nodes.pending():  # another worker has just ended it
                 return False
+            # A beginning that has diverged leaves no checkpoint, and its children diverge by themselves.
             start = checkpoint.read(nodes.end(nodes.nodes[node.parent])) if node.parent else None
             trainer = Trainer(task_of(node.config), node.config, SingleProcess())
-            loop.run(
-                trainer,
-                folder.path,
-                folder,
-                should_stop=should_stop,
-                start=start,
-                stop=node.stop,
-                discard=node.stop is None,
-            )
+            loop.run(trainer, path, folder, should_stop=should_stop, start=start, stop=node.stop, discard=discard)
     except BusyError:
         return False
     except Exception as error:
-        nodes.path(node).mkdir(parents=True, exist_ok=True)
-        write_atomic(nodes.path(node) / ERROR, f"{error or type(error).__name__}\n\n{traceback.format_exc()}")
+        path.mkdir(parents=True, exist_ok=True)
+        write_atomic(path / ERROR, f"{error or type(error).__name__}\n\n{traceback.format_exc()}")
     return True
 
 
@@ -169,7 +137,7 @@ def worker(folder: Path) -> int:
 
     spec = json.loads((folder / SPEC).read_bytes())
     with stop_on_signal() as stop:
-        work(read_spec(spec, config_of(spec["base"])), folder, should_stop=stop.is_set)
+        work(Nodes(read_spec(spec, config_of(spec["base"])), folder), should_stop=stop.is_set)
         return 128 + stop.number if stop.number else 0
 
 
@@ -214,129 +182,111 @@ def run_sweep(
         UsageError: the folder holds something else.
     """
     write_spec(sweep, folder)
-    monitor, started = _Monitor(sweep, folder, on_rows), time.monotonic()
-    for node in monitor.nodes.nodes.values():  # failures of an earlier call are tried again
-        (monitor.nodes.path(node) / ERROR).unlink(missing_ok=True)
-    total = sum(node.steps for node in monitor.nodes.nodes.values())
-    with meter(f"{sweep.name}, inner steps", total, quiet=quiet, plain_seconds=0.0, picture=monitor.picture) as show:
+    started, nodes = time.monotonic(), Nodes(sweep, folder)
+    for name in nodes.nodes:  # failures of an earlier call are tried again
+        (nodes.path(name) / ERROR).unlink(missing_ok=True)
+    pending, monitor = nodes.pending(), _Monitor(nodes, on_rows)
+    title, picture = f"{sweep.name}, inner steps", lambda: monitor.drawn
+    with meter(title, monitor.total, quiet=quiet, plain_seconds=0.0, picture=picture) as show:
         monitor.look(show)
-        devices = gpus_of(sweep)
-        count = workers or len(devices) or max(1, cores() // max(config.threads for config in sweep.runs.values()))
-        if min(count, len(monitor.nodes.pending())) <= 1:
-            work(sweep, folder, should_stop=should_stop, on_end=lambda: monitor.look(show))
+        devices, threads = gpus_of(sweep), max(config.threads for config in sweep.runs.values())
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        count = workers or len(devices) or max(1, cores // threads)
+        if min(count, len(pending)) <= 1:
+            work(nodes, should_stop=should_stop, on_end=lambda: monitor.look(show))
         else:
-            processes = [_start(folder, devices, number) for number in range(count)]
-            _watch(processes, monitor, show, should_stop)
-            if monitor.nodes.pending() and not should_stop():
-                raise RunError(f"{folder}: all workers have ended, the last with status {processes[-1].returncode}")
+            status = _run_workers(count, devices, monitor, show, should_stop)
+            if nodes.pending() and not should_stop():
+                raise RunError(f"{folder}: all workers have ended, the last with status {status}")
         monitor.look(show)
-    return Outcome(monitor.rows, time.monotonic() - started, monitor.errors())
-
-
-def cores() -> int:
-    """Return the cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    errors = {run: nodes.errors[run] for run in sweep.runs if run in nodes.errors}
+    return Outcome(monitor.rows, time.monotonic() - started, errors)
 
 
 def gpus_of(sweep: Sweep) -> list[str]:
     """Return the GPUs for the workers of a sweep; none where its runs use the CPU or one named GPU."""
     if any(config.device != "cuda" for config in sweep.runs.values()):
         return []
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return visible.split(",")
     import torch  # noqa: PLC0415 - seconds
 
-    return [str(number) for number in range(torch.cuda.device_count())]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",") if visible else [str(number) for number in range(torch.cuda.device_count())]
 
 
-def _start(folder: Path, devices: list[str], number: int) -> subprocess.Popen[bytes]:
-    """Start a worker process, on a GPU of its own if there are enough."""
-    environment = dict(os.environ)
-    if devices:
-        environment["CUDA_VISIBLE_DEVICES"] = devices[number % len(devices)]
-    command = [sys.executable, "-m", "twophase.sweeps.runner", str(folder)]
-    return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)  # noqa: S603 - this module
+class _Monitor:
+    """The table of a sweep while workers train; `drawn` is what `on_rows` has returned last."""
+
+    def __init__(self, nodes: Nodes, on_rows: Callable[[list[Row]], Any]) -> None:
+        self.nodes, self.on_rows = nodes, on_rows
+        self.rows: list[Row] = []
+        self.drawn: Any = ""
+        self.total = sum(node.steps for node in nodes.nodes.values())
+        self._states: dict[str, str] | None = None
+        self._began, self._left = time.monotonic(), sum(nodes.nodes[name].steps for name in nodes.needed)
+
+    def look(self, show: Callable[[int, str], None]) -> None:
+        """Write the table and show the progress where a run has ended since the last look."""
+        nodes, runs, before = self.nodes, self.nodes.sweep.runs, self._states or {}
+        nodes.pending()
+        found = dict.fromkeys(nodes.errors, "failed") | dict.fromkeys(nodes.summaries, "ended")
+        states = {run: found[run] for run in runs if run in found}
+        if states == self._states:
+            return
+        self._states = states
+        self.rows = rows_of(nodes.sweep, nodes.summaries, nodes.errors)
+        write_rows(nodes.folder / TABLE, self.rows)
+        self.drawn = self.on_rows(self.rows)
+        left, seconds = sum(nodes.nodes[name].steps for name in nodes.needed), time.monotonic() - self._began
+        for run in [run for run in states if states[run] != before.get(run)][-1:]:
+            row = next(row for row in self.rows if row.run == run)
+            number = result(row)
+            outcome = row.state if number is None else f"{measure_of([row])} {readable(number)}"
+            rest = f"; about {duration(seconds * left / (self._left - left))} left" if 0 < left < self._left else ""
+            count = f"{[*states.values()].count('ended')}/{len(runs)} runs"
+            show(self.total - left, f"{count}  {place_words(row.values, row.values)}: {outcome}{rest}")
 
 
-def _watch(
-    processes: list[subprocess.Popen[bytes]],
+def _run_workers(
+    count: int,
+    devices: list[str],
     monitor: _Monitor,
     show: Callable[[int, str], None],
     should_stop: Callable[[], bool],
-) -> None:
-    """Look at the folder until all workers have ended; what a worker has died of is the error of its run."""
-    running = list(processes)
+) -> int | None:
+    """Start workers, each on a GPU of its own if there are enough, and look at the folder until all have ended.
+
+    What a worker has died of is the error of its run. Returns the exit status of the last worker.
+    """
+    command = [sys.executable, "-m", "twophase.sweeps.runner", str(monitor.nodes.folder)]
+    running: list[subprocess.Popen[bytes]] = []
+    status = None
     try:
-        while running:
+        for number in range(count):
+            gpu = {"CUDA_VISIBLE_DEVICES": devices[number % len(devices)]} if devices else {}
+            running.append(subprocess.Popen(command, env={**os.environ, **gpu}, stdin=subprocess.DEVNULL))  # noqa: S603
+        while running and not should_stop():
             time.sleep(_LOOK_SECONDS)
-            if should_stop():
-                break
             for process in [process for process in running if process.poll() is not None]:
                 running.remove(process)
-                if process.returncode:
-                    monitor.blame(process)
+                status = process.returncode
+                if status:
+                    _blame(monitor.nodes, process)
             monitor.look(show)
     finally:
         for process in running:
             process.terminate()  # they write checkpoints
         for process in running:
             process.wait()
+    return status
 
 
-class _Monitor:
-    """The table of a sweep while workers train."""
-
-    def __init__(self, sweep: Sweep, folder: Path, on_rows: Callable[[list[Row]], Any]) -> None:
-        self.sweep, self.folder, self.on_rows = sweep, folder, on_rows
-        self.nodes, self.titles = Nodes(sweep, folder), titles(sweep)
-        self.rows: list[Row] = []
-        self._seen: set[str] | None = None
-        self._drawn: Any = ""
-        self._began, self._done_before = time.monotonic(), self.nodes.steps_done()
-
-    def picture(self) -> Any:
-        """Return what `on_rows` has returned last."""
-        return self._drawn
-
-    def errors(self) -> dict[str, str]:
-        """Return the errors of failed runs by id."""
-        errors = {run: self.nodes.error(self.nodes.nodes[run]) for run in self.sweep.runs}
-        return {run: error for run, error in errors.items() if error and run not in self.nodes.summaries}
-
-    def look(self, show: Callable[[int, str], None]) -> None:
-        """Write the table and show the progress where a run has ended since the last look."""
-        nodes = self.nodes.nodes
-        ended = {run for run in self.sweep.runs if self.nodes.summary(nodes[run])}
-        errors = self.errors()
-        if self._seen == ended | errors.keys():
-            return
-        new = (ended | errors.keys()) - (self._seen or set())
-        self._seen = ended | errors.keys()
-        self.rows = rows_of(self.sweep, self.nodes.summaries, errors)
-        write_rows(self.folder / TABLE, self.rows)
-        self._drawn = self.on_rows(self.rows)
-        done = self.nodes.steps_done()
-        for run in sorted(new, key=list(self.sweep.runs).index)[-1:]:
-            row = next(row for row in self.rows if row.run == run)
-            show(
-                done,
-                f"{len(ended)}/{len(self.sweep.runs)} runs  {self.titles[run]}: {result_words(row)}{self._left(done)}",
-            )
-
-    def _left(self, done: int) -> str:
-        total, seconds = sum(node.steps for node in self.nodes.nodes.values()), time.monotonic() - self._began
-        if done <= self._done_before or done >= total:
-            return ""
-        return f"; about {duration(seconds * (total - done) / (done - self._done_before))} left"
-
-    def blame(self, process: subprocess.Popen[bytes]) -> None:
-        """Write the death of a worker, as by a full memory, into the folder of the run that it had."""
-        for node in self.nodes.pending():
-            for claim in self.nodes.path(node).glob(".claim-*"):
-                owner = json.loads(claim.read_bytes() or "{}")
-                if (owner.get("host"), owner.get("pid")) == (socket.gethostname(), process.pid):
-                    write_atomic(self.nodes.path(node) / ERROR, f"its worker ended with status {process.returncode}\n")
+def _blame(nodes: Nodes, process: subprocess.Popen[bytes]) -> None:
+    """Write the death of a worker, as by a full memory, into the folder of the run that it had."""
+    for node in nodes.pending():
+        for claim in nodes.path(node.name).glob(".claim-*"):  # all: another worker may have taken it over
+            owner = json.loads(claim.read_bytes() or "{}")
+            if owner == {"host": socket.gethostname(), "pid": process.pid}:  # else it was released
+                write_atomic(nodes.path(node.name) / ERROR, f"its worker ended with status {process.returncode}\n")
 
 
 if __name__ == "__main__":

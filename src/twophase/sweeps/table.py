@@ -17,15 +17,15 @@ import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
 from twophase.errors import UsageError
 from twophase.files import write_atomic
-from twophase.sweeps.grid import Sweep, text_of
+from twophase.sweeps.grid import Sweep
 
 State = Literal["finished", "diverged", "missing", "failed"]
-STATES: tuple[State, ...] = get_args(State)
 TABLE = "cells.csv"
 """The table in a sweep's folder."""
 SEED = "seed"
@@ -58,38 +58,68 @@ class Row:
     control_of: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Setting:
     """The runs of one arm that differ in the seed only, as one.
 
     Args:
         values: every axis value but the seed.
-        state: `finished` when all its runs are; else `diverged` when one is; else `missing`, failed runs included.
-        result: mean perplexity over the seeds when finished, else None; of a task without perplexity, that of the loss.
-        runs: their run ids, in order of appearance; a run that several rows share is there once.
-        spread: sample standard deviation of the results, s^2 = sum (p_i - mean)^2 / (n - 1); None for one seed
-            and for a setting that is not finished.
-        seeds: the seed of each run; None in a sweep that has no axis of seeds.
-        states: state of each run; never `failed`, which counts as missing here.
-        results: result of each run; None for every run that is not `finished`.
-        measure: name of the quantity in `result`.
+        rows: its runs in order of appearance, each once.
     """
 
     arm: str
     values: Mapping[str, Any]
-    state: State
-    result: float | None
-    runs: tuple[str, ...]
-    spread: float | None
-    seeds: tuple[Any, ...]
-    states: tuple[State, ...]
-    results: tuple[float | None, ...]
-    measure: str = PERPLEXITY
+    rows: tuple[Row, ...]
+
+    @property
+    def runs(self) -> tuple[str, ...]:
+        """Run ids."""
+        return tuple(row.run for row in self.rows)
+
+    @property
+    def seeds(self) -> tuple[Any, ...]:
+        """The seed of each run; None in a sweep that has no axis of seeds."""
+        return tuple(row.values.get(SEED) for row in self.rows)
+
+    @cached_property
+    def results(self) -> tuple[float | None, ...]:
+        """Result of each run; None for every run that is not `finished`."""
+        return tuple(map(result, self.rows))
+
+    @cached_property
+    def states(self) -> tuple[State, ...]:
+        """State of each run; never `failed`, which counts as missing here."""
+        pairs = zip(self.rows, self.results, strict=True)
+        return tuple(
+            "diverged" if row.state == "diverged" else "missing" if value is None else "finished"
+            for row, value in pairs
+        )
+
+    @property
+    def state(self) -> State:
+        """`finished` when all its runs are; else `diverged` when one is; else `missing`."""
+        return "diverged" if "diverged" in self.states else "missing" if "missing" in self.states else "finished"
 
     @property
     def finished(self) -> int:
         """Number of seeds that have finished."""
         return self.states.count("finished")
+
+    @cached_property
+    def result(self) -> float | None:
+        """Mean over the seeds when finished, else None."""
+        return statistics.fmean(cast("tuple[float, ...]", self.results)) if self.state == "finished" else None
+
+    @property
+    def spread(self) -> float | None:
+        """Sample standard deviation over the seeds, s^2 = sum (p_i - mean)^2 / (n - 1); None for one, or unfinished."""
+        is_known = self.state == "finished" and len(self.rows) > 1
+        return statistics.stdev(cast("tuple[float, ...]", self.results)) if is_known else None
+
+    @property
+    def measure(self) -> str:
+        """Name of the quantity in `result`."""
+        return measure_of(self.rows)
 
 
 def rows_of(sweep: Sweep, summaries: Mapping[str, Mapping[str, Any]], failed: Collection[str] = ()) -> list[Row]:
@@ -118,18 +148,15 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
     A file that holds these rows already keeps its time.
     """
     paths = list(dict.fromkeys(name for row in rows for name in row.values))
-    buffer = io.StringIO()
-    writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow([*_BEFORE, *paths, *AFTER])
+    lines: list[Sequence[Any]] = [(*_BEFORE, *paths, *AFTER)]
     for row in rows:
         diverged = None if row.state in {"missing", "failed"} else row.state == "diverged"
-        after = [row.perplexity, row.validation_loss, diverged, row.state, row.seconds, row.control_of]
-        writer.writerow(
-            [cell_text(item) for item in [row.arm, row.run, *(row.values.get(name) for name in paths), *after]]
-        )
-    text = buffer.getvalue()
-    if not path.exists() or path.read_text() != text:
-        write_atomic(path, text)
+        after = row.perplexity, row.validation_loss, diverged, row.state, row.seconds, row.control_of
+        lines.append((row.arm, row.run, *map(row.values.get, paths), *after))
+    buffer = io.StringIO()
+    csv.writer(buffer, lineterminator="\n").writerows(map(cell_text, line) for line in lines)
+    if not path.exists() or path.read_text() != buffer.getvalue():
+        write_atomic(path, buffer.getvalue())
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -146,69 +173,77 @@ def read_rows(path: Path) -> list[Row]:
         names = tuple(table.fieldnames or ())
         if names[: len(_BEFORE)] != _BEFORE or names[-len(AFTER) :] != AFTER:
             raise UsageError(f"{path}: must be a table of cells, has the columns {', '.join(names)}")
-        return [_row(record) for record in table]
+        rows = []
+        for record in table:
+            axes = {name: _value(name, record[name]) for name in names[len(_BEFORE) : -len(AFTER)]}
+            numbers = (float(record[name]) if record[name] else None for name in (*AFTER[:2], "seconds"))
+            state, control_of = cast(State, record["state"]), record["control_of"] or None
+            rows.append(Row(record["arm"], record["run"], axes, state, *numbers, control_of=control_of))
+    return rows
 
 
 def settings(rows: Iterable[Row]) -> list[Setting]:
     """Take the seeds of a setting together, in order of first appearance."""
-    groups: dict[tuple[str, tuple[tuple[str, Any], ...]], list[Row]] = {}
+    groups: dict[Any, dict[Any, Row]] = {}
     for row in rows:
-        key = tuple((path, value) for path, value in row.values.items() if path != SEED)
-        groups.setdefault((row.arm, key), []).append(row)
-    return [_setting(arm, dict(key), group) for (arm, key), group in groups.items()]
+        place = tuple((path, value) for path, value in row.values.items() if path != SEED)
+        # Two cells of an arm may be one run; its result must not count twice.
+        groups.setdefault((row.arm, place), {})[row.run, row.values.get(SEED)] = row
+    return [Setting(arm, dict(place), tuple(group.values())) for (arm, place), group in groups.items()]
 
 
-def geometric_mean(values: Sequence[float]) -> float | None:
-    """Return the geometric mean of positive numbers, None for an empty sequence.
+def result(row: Row) -> float | None:
+    """Return the perplexity of a run that finished with one; the validation loss where the task has no perplexity."""
+    number = row.validation_loss if row.perplexity is None else row.perplexity
+    return number if row.state == "finished" and number is not None and 0 < number < math.inf else None
 
-    >>> geometric_mean([2.0, 8.0])
-    4.0
+
+def perplexity_of(summary: Mapping[str, Any]) -> float | None:
+    """Return the perplexity of a run's summary; None where it diverged or its task has none.
+
+    JSON has null for one that has overflowed. The loss, which is finite then, must not take its place.
     """
-    return math.exp(statistics.fmean(map(math.log, values))) if values else None
+    is_overflow = "perplexity" in summary and not summary["diverged"] and summary["perplexity"] is None
+    return math.inf if is_overflow else summary.get("perplexity")
 
 
-def arm_name(arm: str, *, long: bool = False) -> str:
-    """Return the name that people read of an arm, the same in every table and page; `long` is without letters.
+# ---------------------------------------------------------------------------------------------------- for people
 
-    >>> arm_name("heavy ball, never"), arm_name("heavy ball, K=3", long=True), arm_name("")
-    ('heavy ball, no restart', 'heavy ball, restart every 3 rounds', '(all)')
-    >>> arm_name("Nesterov, never, gain of K=3", long=True)
-    'Nesterov, no restart, the mean step of a restart every 3 rounds'
+
+def measure_of(runs: Iterable[Row | Setting]) -> str:
+    """Return what some rows or settings are judged by, in words."""
+    rows = [row for run in runs for row in (run.rows if isinstance(run, Setting) else [run])]
+    rows = [row for row in rows if row.validation_loss is not None]
+    return LOSS if rows and all(row.perplexity is None for row in rows) else PERPLEXITY
+
+
+def without_ratio(rows: Iterable[Row]) -> list[str]:
+    """Return a sentence on finished runs whose loss is not above 0, so that they have no result; empty without any."""
+    losses = [row.validation_loss for row in rows if row.state == "finished" and row.perplexity is None]
+    count = sum(loss is not None and loss <= 0 for loss in losses)
+    words = f"Finished cells with a validation loss of 0 or below, and so without a result: {count:,}; {ABOVE_ZERO}."
+    return [words] if count else []
+
+
+def arm_name(arm: str) -> str:
+    """Return the name that people read of an arm, the same in every table and page.
+
+    >>> arm_name("heavy ball, never"), arm_name("")
+    ('heavy ball, no restart', '(all)')
     """
-    text = re.sub(r"\bnever\b", "no restart", arm)
-    if long:
-        text = re.sub(r"\bgain of K=(\d+)", r"the mean step of a restart every \1 rounds", text)
-        text = re.sub(r"\bK=(\d+)", r"restart every \1 rounds", text)
-    return text or "(all)"
+    return re.sub(r"\bnever\b", "no restart", arm) or "(all)"
 
 
-def place_words(values: Mapping[str, Any], paths: Sequence[str]) -> str:
+def place_words(values: Mapping[str, Any], paths: Iterable[str]) -> str:
     """Name a place by its values of some axes, by their last words where these are unambiguous.
 
     >>> place_words({"outer.lr": 0.3, "outer.method": "nesterov"}, ["outer.lr", "outer.method"])
     'lr 0.3, method nesterov'
     """
-    last = [path.rpartition(".")[2] for path in paths]
-    parts = []
-    for path, leaf in zip(paths, last, strict=True):
-        value = values.get(path)
-        text = f"{value:g}" if isinstance(value, float) else cell_text(value)
-        parts.append(f"{leaf if last.count(leaf) == 1 else path} {text}")
-    return ", ".join(parts)
-
-
-def titles(sweep: Sweep) -> dict[str, str]:
-    """Name every run of a sweep for people: its arm in words, and the values that vary within the arm."""
-    by_arm: dict[str, list[tuple[str, dict[str, Any]]]] = {}
-    for cell in sweep.cells:
-        by_arm.setdefault(cell.arm, []).append((cell.run_id, sweep.values(cell)))
-    names: dict[str, str] = {}
-    for arm, cells in by_arm.items():
-        varied = [path for path in sweep.paths if any(values[path] != cells[0][1][path] for _, values in cells)]
-        for run, values in cells:
-            parts = filter(None, [arm and arm_name(arm, long=True), place_words(values, varied)])
-            names.setdefault(run, ", ".join(parts) or "the only run")
-    return names
+    last = {path: path.rpartition(".")[2] for path in paths}
+    names = {path: leaf if [*last.values()].count(leaf) == 1 else path for path, leaf in last.items()}
+    texts = {path: f"{v:g}" if isinstance(v := values.get(path), float) else cell_text(v) for path in names}
+    return ", ".join(f"{name} {texts[path]}" for path, name in names.items())
 
 
 def readable(value: float | None) -> str:
@@ -226,12 +261,7 @@ def readable(value: float | None) -> str:
 
 
 def format_table(header: Sequence[str], rows: Iterable[Sequence[Any]], *, markdown: bool = False) -> str:
-    """Lay out a table for reading: columns aligned, numbers to the right; None is an empty cell.
-
-    Args:
-        header: names of the columns.
-        rows: their values; numbers that need rounding come as text.
-        markdown: write a Markdown table.
+    """Lay out a table for reading, or as Markdown: columns aligned, numbers to the right; None is an empty cell.
 
     >>> print(format_table(["arm", "best"], [["a", "7.67"], ["long", "13.90"]]))
     arm    best
@@ -242,121 +272,34 @@ def format_table(header: Sequence[str], rows: Iterable[Sequence[Any]], *, markdo
     if markdown:  # a bar would end the cell
         lines = [[item.replace("|", "\\|") for item in line] for line in lines]
     columns = list(zip(*lines, strict=True))
-    widths = [max(map(len, column)) for column in columns]
-    right = [len(lines) > 1 and all(map(_reads_as_number, column[1:])) for column in columns]
-    lines = [
-        [
-            item.rjust(width) if to_right else item.ljust(width)
-            for item, width, to_right in zip(line, widths, right, strict=True)
-        ]
-        for line in lines
-    ]
+    sides = [">" if len(lines) > 1 and all(map(_reads_as_number, column[1:])) else "<" for column in columns]
+    shapes = [f"{side}{max(map(len, column))}" for side, column in zip(sides, columns, strict=True)]
+    lines = [[format(item, shape) for item, shape in zip(line, shapes, strict=True)] for line in lines]
     if not markdown:
         return "\n".join("  ".join(line).rstrip() for line in lines)
-    marks = [
-        "-" * (max(width, 3) - 1) + (":" if to_right else "-") for width, to_right in zip(widths, right, strict=True)
-    ]
+    marks = ["--:" if side == ">" else "---" for side in sides]
     return "\n".join(f"| {' | '.join(line)} |" for line in (lines[0], marks, *lines[1:]))
 
 
-def _setting(arm: str, values: Mapping[str, Any], group: Sequence[Row]) -> Setting:
-    # Two cells of an arm may be one run; its result must not count twice.
-    once = list({(row.run, row.values.get(SEED)): row for row in group}.values())
-    results = tuple(result(row) for row in once)
-    numbers = [value for value in results if value is not None]
-    states: tuple[State, ...] = tuple(
-        "finished" if value is not None else "diverged" if row.state == "diverged" else "missing"
-        for row, value in zip(once, results, strict=True)
-    )
-    state: State = "diverged" if "diverged" in states else "missing" if "missing" in states else "finished"
-    return Setting(
-        arm,
-        values,
-        state,
-        statistics.fmean(numbers) if state == "finished" else None,
-        tuple(row.run for row in once),
-        statistics.stdev(numbers) if state == "finished" and len(numbers) > 1 else None,
-        tuple(row.values.get(SEED) for row in once),
-        states,
-        results,
-        measure_of(once),
-    )
+def cell_text(item: Any) -> str:
+    """Write a value as a cell of the table has it, several words as an axis takes them.
 
-
-def result(row: Row) -> float | None:
-    """Return the perplexity of a run that finished with one; the validation loss where the task has no perplexity."""
-    number = row.validation_loss if row.perplexity is None else row.perplexity
-    return number if row.state == "finished" and number is not None and 0 < number < math.inf else None
-
-
-def without_ratio(rows: Iterable[Row]) -> list[str]:
-    """Return a sentence on finished runs whose loss is not above 0, so that they have no result; empty without any."""
-    losses = [row.validation_loss for row in rows if row.state == "finished" and row.perplexity is None]
-    count = sum(loss is not None and loss <= 0 for loss in losses)
-    cells = "finished cell has" if count == 1 else "finished cells have"
-    return [f"{count:,} {cells} a validation loss of 0 or below, and so no result; {ABOVE_ZERO}."] if count else []
-
-
-def perplexity_of(summary: Mapping[str, Any]) -> float | None:
-    """Return the perplexity of a run's summary; None where it diverged or its task has none.
-
-    JSON has null for one that has overflowed. The loss, which is finite then, must not take its place.
+    >>> cell_text(None), cell_text(True), cell_text(1e-5), cell_text(("a=3", "b=cycle:5,6")), cell_text(())
+    ('', 'true', '1e-05', 'a=3,b=cycle:5,6', 'none')
     """
-    is_overflow = "perplexity" in summary and not summary["diverged"] and summary["perplexity"] is None
-    return math.inf if is_overflow else summary.get("perplexity")
-
-
-def measure_of(runs: Iterable[Row | Setting]) -> str:
-    """Return what some rows or settings are judged by, in words."""
-    runs = list(runs)
-    if any(isinstance(run, Setting) and run.measure == LOSS for run in runs):
-        return LOSS
-    rows = [run for run in runs if isinstance(run, Row) and run.validation_loss is not None]
-    return LOSS if rows and all(row.perplexity is None for row in rows) else PERPLEXITY
-
-
-def with_unit(measure: str) -> str:
-    """Return the words of a measure with its unit."""
-    return f"{measure} a token" if measure == PERPLEXITY else measure
-
-
-def result_words(row: Row) -> str:
-    """Return what became of a run, in a word or a number."""
-    number = result(row)
-    return row.state if number is None else f"{measure_of([row])} {readable(number)}"
-
-
-def _row(record: dict[str, str]) -> Row:
-    axes = {path: _value(path, text) for path, text in record.items() if path not in {*_BEFORE, *AFTER}}
-    perplexity, loss, seconds = (_number(record[name]) for name in ("perplexity", "validation_loss", "seconds"))
-    state, control_of = cast(State, record["state"]), record["control_of"] or None
-    return Row(record["arm"], record["run"], axes, state, perplexity, loss, seconds, control_of)
+    if isinstance(item, tuple | list):
+        return ",".join(map(str, item)) or "none"
+    return "" if item is None else str(item).lower() if isinstance(item, bool) else str(item)
 
 
 def _value(path: str, text: str) -> Any:
     if text in {"", "true", "false"}:
         return {"": None, "true": True, "false": False}[text]
-    if path.rpartition(".")[2] == "restart":
-        return text
-    for kind in (int, float):
+    for kind in (int, float) if path.rpartition(".")[2] != "restart" else ():
         with suppress(ValueError):
-            value = kind(text)
-            if cell_text(value) == text:  # else a text, such as 01 or 1.10
+            if cell_text(value := kind(text)) == text:  # else a text, such as 01 or 1.10
                 return value
     return text
-
-
-def _number(text: str) -> float | None:
-    return float(text) if text else None
-
-
-def cell_text(item: Any) -> str:
-    """Write a value as a cell of the table has it."""
-    if item is None:
-        return ""
-    if isinstance(item, tuple | list):
-        return text_of(tuple(item))
-    return str(item).lower() if isinstance(item, bool) else repr(item) if isinstance(item, float) else str(item)
 
 
 def _reads_as_number(text: str) -> bool:

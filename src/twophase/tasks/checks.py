@@ -6,9 +6,11 @@ the same weights. Whatever the class raises comes through with its traceback.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import sys
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -32,24 +34,25 @@ class OwnTask:
     """A task of any class: seeded, evaluated without gradients, and identified by its file and its options.
 
     The class has the methods of `twophase.training.task.Task`, and may lack `describe`. The options, a dataclass, are
-    the values that made the task, and its `name`.
+    the values that make the task, and its `name`.
     """
 
-    def __init__(self, task: Any, options: Any) -> None:
-        self.task, self.options, self.name = task, options, options.name
-        self.is_shipped = type(task).__module__.startswith("twophase.")
-        missing = [name for name in ("model", "batch", "loss", "evaluate") if not hasattr(task, name)]
-        if missing:
-            raise UsageError(
-                f"--task {self.name}: must have the methods model, batch, loss and evaluate, lacks {missing}"
-            )
+    def __init__(self, kind: type, options: Any, replicas: int) -> None:
+        self.options, self.name = options, options.name
+        self.is_shipped = kind.__module__.startswith("twophase.")
+        values = {"replicas": replicas, "source": self.name.removeprefix("hf:")} | vars(options)
+        fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
+        self.task: Any = kind(**{field.name: values[field.name] for field in fields if field.init})
+        needed = ("model", "batch", "loss", "evaluate")
+        if missing := [name for name in needed if not hasattr(self.task, name)]:
+            raise UsageError(f"--task {self.name}: must have the methods {', '.join(needed)}, lacks {missing}")
         for name in ("loss", "inner", "logits", "check_data"):
-            if hasattr(task, name):
-                setattr(self, name, getattr(task, name))
+            if hasattr(self.task, name):
+                setattr(self, name, getattr(self.task, name))
 
     def model(self, seed: int) -> nn.Module:
         """Return a model with fresh weights; what torch draws for them is seeded here."""
-        _seed(seed)
+        torch.manual_seed(seed)
         return self.task.model(seed)
 
     def batch(self, seed: int, step: int, replica: int) -> Any:
@@ -59,7 +62,9 @@ class OwnTask:
         """
         batch = self.task.batch(seed, step, replica)
         digest = hashlib.blake2b(f"{seed} {step} {replica}".encode(), digest_size=7).digest()
-        _seed(int.from_bytes(digest, "big"))
+        # Without an accelerator the CPU's generator alone, for the others would take 0.8 ms.
+        generators = torch if torch.accelerator.is_available() else torch.default_generator
+        generators.manual_seed(int.from_bytes(digest, "big"))
         return batch
 
     @torch.no_grad()
@@ -79,31 +84,34 @@ class OwnTask:
         """Return what identifies model and data; `fingerprint` changes with it, and with the code of the class."""
         described = dict(self.task.describe()) if hasattr(self.task, "describe") else {}
         unit = described.pop("loss_unit", "")  # for pages alone
-        identity = json.dumps([described, to_tree(self.options), self._source()], sort_keys=True)
+        sources: list[str] = []
+        if not self.is_shipped:  # the class's file and those of its bases beside it
+            modules = [sys.modules.get(kind.__module__) for kind in type(self.task).__mro__]
+            files = [Path(file).absolute() for module in modules if (file := getattr(module, "__file__", None))]
+            sources = [sha256(file) for file in files if file.parent == files[0].parent and file.is_file()]
+        identity = json.dumps([described, to_tree(self.options), sources], sort_keys=True)
         fingerprint = hashlib.sha256(identity.encode()).hexdigest()
         return {**described, "task": self.name, "loss_unit": unit, "fingerprint": fingerprint}
 
-    def _source(self) -> list[str]:
-        """Return the SHA-256 of the class's file and of those of its bases beside it."""
-        modules = [sys.modules.get(kind.__module__) for kind in type(self.task).__mro__]
-        files = [Path(file).absolute() for module in modules if (file := getattr(module, "__file__", None))]
-        beside = [file for file in files if file.parent == files[0].parent and file.is_file()]
-        return [] if self.is_shipped else list(map(sha256, beside))
-
     def check(self, device: torch.device) -> None:
         """Refuse weights or a batch that differ the second time; evaluate once, before hours of training."""
-        if not self.is_shipped:
-            with torch.random.fork_rng([device] if device.type == "cuda" else []):
-                model, again = self.model(0), self.model(0)
-                self._check_equal("model(0)", model.state_dict(), again.state_dict())
-                self._check_equal("batch(0, 0, 0)", self.batch(0, 0, 0), self.batch(0, 0, 0))
-                self.evaluate(model.to(device))
-        self.describe()  # reads the data, which may be missing
+        if self.is_shipped:
+            return
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            model = self.model(0)
+            pairs = {
+                "model(0)": (model.state_dict(), self.model(0).state_dict()),
+                "batch(0, 0, 0)": (self.batch(0, 0, 0), self.batch(0, 0, 0)),
+            }
+            for call, (first, second) in pairs.items():
+                (leaves, tree), (others, other_tree) = tree_flatten(first), tree_flatten(second)
+                if tree != other_tree or not all(map(_is_equal, leaves, others)):
+                    remedy = "must return the same twice; draw it from its arguments alone"
+                    raise UsageError(f"--task {self.name}: {call} {remedy}")
+            self.evaluate(model.to(device))
 
-    def _check_equal(self, call: str, first: Any, second: Any) -> None:
-        (leaves, tree), (others, other_tree) = tree_flatten(first), tree_flatten(second)
-        if tree != other_tree or not all(map(_is_equal, leaves, others)):
-            raise UsageError(f"--task {self.name}: {call} must return the same twice; draw it from its arguments alone")
+
+own_task = lru_cache(maxsize=2)(OwnTask)  # a sweep's worker trains many runs on the same data
 
 
 def _is_equal(first: Any, second: Any) -> bool:
@@ -111,11 +119,3 @@ def _is_equal(first: Any, second: Any) -> bool:
     if isinstance(first, np.ndarray):
         return np.array_equal(first, second, equal_nan=first.dtype.kind == "f")
     return torch.equal(first.nan_to_num(), second.nan_to_num()) if isinstance(first, Tensor) else first == second
-
-
-def _seed(seed: int) -> None:
-    """Seed torch's generators; without an accelerator the CPU's alone, for the others would take 0.8 ms."""
-    if torch.accelerator.is_available():
-        torch.manual_seed(seed)
-    else:
-        torch.default_generator.manual_seed(seed)

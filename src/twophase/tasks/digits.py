@@ -22,11 +22,10 @@ _HELD_OUT = 5  # one image of so many
 @cache
 def _images() -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     """Return the images (1797, 1, 8, 8), scaled to [0, 1], and their digits."""
-    package = find_spec("sklearn")
-    if package is None or not package.submodule_search_locations:
+    if (package := find_spec("sklearn")) is None:
         raise UsageError("--task digits needs scikit-learn; pip install 'twophase[digits]'")
     # The file that `load_digits` reads: to import scikit-learn for it would take every process two seconds.
-    path = Path(package.submodule_search_locations[0], "datasets", "data", "digits.csv.gz")
+    path = Path(str(package.origin)).with_name("datasets") / "data" / "digits.csv.gz"
     pixels, digits = np.hsplit(np.loadtxt(path, delimiter=","), [-1])
     return (pixels / 16).astype(np.float32).reshape(-1, 1, 8, 8), digits.astype(np.int64).reshape(-1)
 
@@ -57,7 +56,7 @@ class Digits:
     def batch(self, seed: int, step: int, replica: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """Draw images (batch, 1, 8, 8) and their digits (batch,)."""
         images, digits = _images()
-        training = np.flatnonzero(np.arange(len(digits)) % _HELD_OUT != 0)
+        training = np.flatnonzero(np.arange(len(digits)) % _HELD_OUT)
         drawn = np.random.default_rng((seed, step, replica)).choice(training, self.batch_size)
         return images[drawn], digits[drawn]
 
@@ -74,5 +73,5 @@ class Digits:
         device = next(model.parameters()).device
         images, digits = (torch.from_numpy(array[::_HELD_OUT].copy()).to(device) for array in _images())
         scores = model(images)
-        accuracy = (scores.argmax(1) == digits).float().mean()
-        return {"loss": F.cross_entropy(scores, digits).item(), "accuracy": accuracy.item()}
+        hits = scores.argmax(1) == digits
+        return {"loss": F.cross_entropy(scores, digits).item(), "accuracy": hits.float().mean().item()}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -15,12 +16,12 @@ from torch import Tensor, nn
 from twophase.errors import UsageError
 from twophase.tasks.lm.config import DataConfig
 from twophase.tasks.lm.data import Corpus, build
-from twophase.tasks.lm.evaluate import evaluate
+from twophase.tasks.lm.task import CorpusTask
 from twophase.text.sources import optional
 
 
 @dataclass(frozen=True)
-class HuggingFace:
+class HuggingFace(CorpusTask):
     """Any AutoModelForCausalLM, from its configuration alone or with its weights."""
 
     source: str
@@ -44,17 +45,24 @@ class HuggingFace:
         return optional("transformers", "hf").AutoConfig.from_pretrained(self.source)
 
     @property
-    def _vocabulary_size(self) -> int:
-        return self._config.get_text_config().vocab_size  # of a multimodal model, its language model's
+    def vocabulary_size(self) -> int:
+        """Logits of a token; of a multimodal model, those of its language model."""
+        return self._config.get_text_config().vocab_size
 
     @cached_property
-    def _corpus(self) -> Corpus:
+    def data(self) -> Corpus:
+        """Text or tokens, read when they are first needed."""
         names = ("corpus", "vocabulary", "sequence_length", "batch_size", "validation_windows")
         try:
-            data = DataConfig(**{name: getattr(self, name) for name in names})
-            return build(data, self.replicas, self._vocabulary_size)
+            config = DataConfig(**{name: getattr(self, name) for name in names})
+            return build(config, self.replicas, self.vocabulary_size)
         except UsageError as error:  # which names the options of `lm`
             raise UsageError(str(error).replace("--data.", "--task.").replace("--model.", "the model's ")) from None
+
+    @cached_property
+    def _pretrained(self) -> nn.Module:
+        kind = optional("transformers", "hf").AutoModelForCausalLM
+        return kind.from_pretrained(self.source, config=self._config, dtype=torch.float32)
 
     def model(self, seed: int) -> nn.Module:
         """Return the model in float32, on the CPU, in training mode."""
@@ -63,50 +71,25 @@ class HuggingFace:
         torch.manual_seed(seed)
         return optional("transformers", "hf").AutoModelForCausalLM.from_config(self._config, dtype=torch.float32)
 
-    @cached_property
-    def _pretrained(self) -> nn.Module:
-        kind = optional("transformers", "hf").AutoModelForCausalLM
-        return kind.from_pretrained(self.source, config=self._config, dtype=torch.float32)
-
-    def batch(self, seed: int, step: int, replica: int) -> Any:
-        """Read tokens and targets of a replica's inner step, each (batch, length) int64."""
-        return self._corpus.batch(seed, step, replica)
-
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         """Compute the mean cross-entropy in nats a token."""
         return F.cross_entropy(self.logits(model, batch).flatten(0, -2), batch[1].flatten())
 
-    def logits(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    def logits(self, model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
         """Compute the logits (batch, length, vocabulary)."""
-        return _logits(model, batch[0])
-
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Compute loss and perplexity on the held-out text."""
-        device = next(model.parameters()).device
-        return evaluate(partial(_logits, model), self._corpus, self._vocabulary_size, device)
+        return model(input_ids=batch[0], use_cache=False).logits
 
     def describe(self) -> dict[str, Any]:
         """Describe the corpus and the model: its configuration, and digits of the weights that it begins with."""
-        return {
-            **self._corpus.description,
-            "model": self._config.to_diff_dict(),
-            "weights": self._weights_digest if self.weights else {},
-            "loss_unit": "nats a token",
-        }
+        return super().describe() | {"model": self._config.to_diff_dict(), "weights": self._digest}
 
     @cached_property
-    def _weights_digest(self) -> str:
-        """Digits of the loaded weights: a name on the hub, and a folder, may have others tomorrow."""
+    def _digest(self) -> str | dict[str, str]:
+        """Digits of pretrained weights: a name on the hub, and a folder, may have others tomorrow."""
+        if not self.weights:
+            return {}
         digest = hashlib.sha256()
         for name, tensor in self._pretrained.state_dict().items():
             digest.update(name.encode())
             digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy())
         return digest.hexdigest()
-
-    def check_data(self, steps: int) -> None:
-        """Refuse a run that would read a window of tokens twice."""
-        self._corpus.check_enough(steps)
-
-
-def _logits(model: nn.Module, tokens: Tensor) -> Tensor:
-    return model(input_ids=tokens, use_cache=False).logits

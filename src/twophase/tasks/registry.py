@@ -9,33 +9,27 @@ This module imports no torch; the tasks' own do.
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import importlib
 import importlib.util
 import inspect
+import json
 import sys
-import textwrap
-import types
 import typing
 from collections.abc import Mapping
-from contextlib import suppress
-from functools import cache, lru_cache
-from itertools import pairwise
+from functools import cache, update_wrapper
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from twophase.config import flatten, meant, update
+from twophase.config import coerce, flatten, meant, update
 from twophase.errors import UsageError
 from twophase.tasks.lm.config import TrainConfig
 from twophase.training.config import RunConfig
 
-LM, HF, REPLICAS = "lm", "hf:", "replicas"
+LM, HF = "lm", "hf:"
 _SHIPPED = {"digits": "twophase.tasks.digits:Digits"}
 _FORMS = (LM, *_SHIPPED, "hf:MODEL", "FILE.py:CLASS", "module:CLASS")
-_KINDS = {bool, int, float, str}
-"""Types of values that an option, a file and an axis can hold."""
 _importing: list[str] = []
 """Modules of tasks that are being imported."""
 
@@ -46,17 +40,10 @@ def task_of(config: RunConfig) -> Any:
         from twophase.tasks.lm.task import LanguageTask  # noqa: PLC0415 - torch
 
         return LanguageTask(config)
-    return _own_task(config.task, config.replicas)  # type: ignore[attr-defined]
+    from twophase.tasks.checks import own_task  # noqa: PLC0415 - torch
 
-
-@lru_cache(maxsize=2)  # a sweep's worker trains many runs on the same data
-def _own_task(options: Any, replicas: int) -> Any:
-    from twophase.tasks.checks import OwnTask  # noqa: PLC0415 - torch
-
-    values = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
-    kind = task_class(name := values.pop("name"))
-    values = {REPLICAS: replicas, "source": name.removeprefix(HF)} | values
-    return OwnTask(kind(**{field.name: values[field.name] for field in _fields(kind)}), options)
+    options = config.task  # type: ignore[attr-defined]
+    return own_task(task_class(options.name), options, config.replicas)
 
 
 def config_of(tree: Mapping[str, Any]) -> RunConfig:
@@ -75,47 +62,28 @@ def config_class(name: str) -> type[RunConfig]:
     if name == LM:
         return TrainConfig
     kind = task_class(name)
+    hidden = {"replicas", "source"} if name.startswith(HF) else {"replicas"}
     # The name is in config.yaml, and the only value of its type, so that no option and no axis changes it.
-    options: list[tuple[str, Any, Any]] = [("name", typing.Literal[name], dataclasses.field(default=name))]
-    hidden = {REPLICAS, "source"} if name.startswith(HF) else {REPLICAS}
-    for field in _fields(kind):
-        if field.name in hidden:
+    options: list[tuple[str, Any, Any]] = [("name", typing.Literal[name], name)]
+    for field in dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ():
+        if not field.init or field.name in hidden:
             continue
         hint = typing.get_type_hints(kind)[field.name]
-        if field.default is dataclasses.MISSING or field.name == "name" or not _is_plain(hint):
+        try:
+            if field.default is dataclasses.MISSING or field.name == "name":
+                raise ValueError
+            json.dumps(coerce(hint, field.default))
+        except (TypeError, ValueError):
             raise UsageError(
                 f"--task {name}: the field {field.name} must have a default, another name than `name`, and the type "
                 f"int, float, bool, str, a Literal, or a tuple of one of them, got {hint}"
-            )
-        options.append((field.name, hint, dataclasses.field(default=field.default)))
-    namespace = {"__doc__": _documentation(kind), "__module__": kind.__module__}
-    made = dataclasses.make_dataclass(kind.__name__, options, namespace=namespace, frozen=True)
-    part = dataclasses.make_dataclass(
-        "TaskPart", [("task", made, dataclasses.field(default_factory=made))], frozen=True
-    )
+            ) from None
+        options.append((field.name, hint, field.default))
+    made = dataclasses.make_dataclass(kind.__name__, options, frozen=True)
+    update_wrapper(made, kind, ("__module__", "__doc__"), ())  # --help finds the docstrings of the fields in its source
+    part = dataclasses.make_dataclass("TaskPart", [("task", made, made())], frozen=True)
     # Fields come in reverse order of the bases: the task first, as config.yaml files have it.
     return dataclasses.make_dataclass("TaskRunConfig", [], bases=(RunConfig, part), frozen=True)
-
-
-def _fields(kind: type) -> list[dataclasses.Field[Any]]:
-    return [field for field in dataclasses.fields(kind) if field.init] if dataclasses.is_dataclass(kind) else []
-
-
-def _is_plain(hint: Any) -> bool:
-    kinds, origin = {*typing.get_args(hint)} - {Ellipsis, type(None)}, typing.get_origin(hint)
-    is_one_of = origin in (tuple, typing.Union, types.UnionType) and len(kinds) == 1 and kinds <= _KINDS
-    return hint in _KINDS or origin is typing.Literal or is_one_of
-
-
-def _documentation(kind: type) -> str:
-    """Return a class's docstring with those of its fields, which `--help` cannot find in a class without source."""
-    texts: list[str] = []
-    with suppress(OSError, TypeError):  # of a notebook
-        (node,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
-        for field, text in pairwise(typing.cast("ast.ClassDef", node).body):
-            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-                texts.append(f"    {ast.unparse(field.target)}: {' '.join(str(text.value.value).split())}")
-    return "\n".join([inspect.getdoc(kind) or "", "", "Args:", *texts])
 
 
 def task_class(name: str) -> type:
@@ -128,10 +96,10 @@ def task_class(name: str) -> type:
     module, _, kind = place.rpartition(":")
     if not module:
         raise UsageError(f"--task: must be one of {', '.join(_FORMS)}, got {name}{meant(name, _FORMS)}")
-    classes = {key: value for key, value in vars(_module(module)).items() if inspect.isclass(value)}
-    if kind not in classes:
-        raise UsageError(f"--task {name}: {module} has no class {kind}{meant(kind, classes)}")
-    return classes[kind]
+    found = _module(module)
+    if not inspect.isclass(getattr(found, kind, None)):
+        raise UsageError(f"--task {name}: {module} has no class {kind}{meant(kind, vars(found))}")
+    return getattr(found, kind)
 
 
 @cache
@@ -157,12 +125,11 @@ def _module(name: str) -> ModuleType:
 
 def _load(file: Path) -> ModuleType:
     for loaded in (sys.modules.get(file.stem), sys.modules["__main__"]):  # else there would be two of each class
-        if loaded and (path := getattr(loaded, "__file__", None)) and Path(path).exists() and file.samefile(path):
+        if loaded and Path(getattr(loaded, "__file__", None) or "").resolve() == file.resolve():
             return loaded
     unique = file.stem if file.stem not in sys.modules else f"{file.stem} ({file})"
     spec = importlib.util.spec_from_file_location(unique, file)
-    assert spec
-    assert spec.loader
+    assert spec and spec.loader  # noqa: PT018
     module = sys.modules[unique] = importlib.util.module_from_spec(spec)  # dataclasses look their types up there
     try:
         spec.loader.exec_module(module)

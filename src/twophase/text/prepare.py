@@ -1,7 +1,6 @@
 """Text to a folder of token shards: streamed, in memory that no corpus can fill, resumable by file.
 
-A source file becomes one shard, which is finished when it has its name. So a killed preparation repeats at most one
-source file, and its bytes depend on the documents and the request alone.
+A source file becomes one shard, which is finished when it has its name. Its bytes depend on documents and request.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -27,10 +27,8 @@ from twophase.text.shards import META, TOKEN_BYTES, TOKENIZER, TRAIN, VALIDATION
 from twophase.text.sources import Source, batches, find_sources
 from twophase.text.tokenizers import Tokenizer, load_tokenizer
 
-REQUEST = "request.json"
-"""In DIR until it is finished: the request, which `meta.json` holds from then on."""
+REQUEST = "request.json"  # in the folder until it is finished; `meta.json` holds the request from then on
 LIMITS = {TRAIN: "tokens", VALIDATION: "validation_tokens"}
-"""Options that say how many tokens a split takes."""
 
 
 @dataclass(frozen=True)
@@ -102,13 +100,14 @@ def _files(request: Request) -> list[tuple[str, int, Source]]:
         value = getattr(request, name)
         require(value is None or value >= 1, name, value, "at least 1")
     out = Path(request.out).expanduser().absolute()
-    found = [file for file in find_sources(request.source) if file.path is None or out not in file.path.parents]
-    validation = [file for file in found if file.is_validation]
-    train = [file for file in found if not file.is_validation]
-    if not train:
+    splits: dict[str, list[Source]] = {VALIDATION: [], TRAIN: []}
+    for file in find_sources(request.source):
+        if file.path is None or out not in file.path.parents:
+            apart = re.search(r"(?<![a-z])validation(?![a-z])", file.name.lower())
+            splits[VALIDATION if apart else TRAIN].append(file)
+    if not splits[TRAIN]:
         raise UsageError(f"SOURCE: must have files to train on, got {' '.join(request.source)}")
-    numbered = [(VALIDATION, *each) for each in enumerate(validation)]
-    return numbered + [(TRAIN, *each) for each in enumerate(train)]
+    return [(split, number, file) for split, found in splits.items() for number, file in enumerate(found)]
 
 
 def _begin(folder: Path, request: Request, record: dict[str, Any]) -> Tokenizer:
@@ -138,9 +137,8 @@ def _write(
     end = np.array([tokenizer.end_of_text], tokenizer.dtype).tobytes()
     main = next(iter(paths))
     with ExitStack() as stack:
-        shards = {}
-        for split, path in paths.items():
-            shards[split] = stack.enter_context(stack.enter_context(replacing(path)).open("wb"))
+        writing = {split: stack.enter_context(replacing(path)) for split, path in paths.items()}
+        shards = {split: stack.enter_context(path.open("wb")) for split, path in writing.items()}
         stream, reader = batches(texts), stack.enter_context(ThreadPoolExecutor(1))
         batch = next(stream, None)
         while batch and left[main] > 0:
@@ -155,26 +153,18 @@ def _write(
 
 
 def _finish(folder: Path, tokenizer: Tokenizer, record: dict[str, Any]) -> None:
-    """Write `meta.json`, from the shards that are there."""
+    """Write `meta.json`, which marks the folder as finished, from the shards that are there."""
     splits = {}
     for split in (TRAIN, VALIDATION):
-        paths = sorted(folder.glob(f"{split}-*.bin"))
-        tokens = [path.stat().st_size // np.dtype(tokenizer.dtype).itemsize for path in paths]
-        splits[split] = [Shard(path.name, size, sha256(path)) for path, size in zip(paths, tokens, strict=True)]
-        if not sum(tokens) and (split == TRAIN or record["held_out"]):
+        sizes = {path: path.stat().st_size for path in sorted(folder.glob(f"{split}-*.bin"))}
+        width = np.dtype(tokenizer.dtype).itemsize
+        splits[split] = [Shard(path.name, size // width, sha256(path)) for path, size in sizes.items()]
+        if not sum(sizes.values()) and (split == TRAIN or record["held_out"]):
             raise UsageError(f"{folder}: has no {split} text; delete it and give more, or another --held-out")
-    meta = Meta(
-        tokenizer=record["tokenizer"],
-        tokenizer_sha256=tokenizer.sha256,
-        vocabulary_size=tokenizer.vocabulary_size,
-        end_of_text=tokenizer.end_of_text,
-        dtype=tokenizer.dtype,
-        request=record,
-        splits=splits,
-    )
     for path in (folder, folder / TOKENIZER):
         remove_leftovers(path)
-    write_meta(folder, meta)
+    size, end, name = tokenizer.vocabulary_size, tokenizer.end_of_text, record["tokenizer"]
+    write_meta(folder, Meta(name, tokenizer.sha256, size, end, tokenizer.dtype, record, splits))
 
 
 def is_held_out(text: str, share: float) -> bool:

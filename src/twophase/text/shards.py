@@ -1,12 +1,10 @@
 """Folders of token shards, which `twophase data prepare` writes and runs read through memory maps.
 
-    DIR/meta.json               written last: a folder is finished when it is there
-    DIR/train-00000.bin …       token ids, little-endian, nothing else (nanoGPT reads them too); one file a source file
-    DIR/validation-00000.bin …
-    DIR/token_bytes.npy         (vocabulary_size,) UTF-8 bytes that each id stands for; 0 for the end of a text
-    DIR/tokenizer/              the tokenizer, as a Hugging Face folder
-
-Documents follow each other, each ended by the id `end_of_text`.
+DIR/meta.json               written last: a folder is finished when it is there
+DIR/train-00000.bin …       token ids, little-endian, nothing else; one file a source file
+DIR/validation-00000.bin …
+DIR/token_bytes.npy         (vocabulary_size,) UTF-8 bytes that each id stands for; 0 for the end of a text
+DIR/tokenizer/              the tokenizer, as a Hugging Face folder
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Meta:
-    """What a folder of token shards holds: the request, and the shards of `train` and `validation` in order."""
+    """What a folder holds: the request, and the shards of `train` and `validation` in order."""
 
     tokenizer: str
     tokenizer_sha256: str
@@ -99,8 +97,7 @@ def damaged(folder: Path) -> list[str]:
 class Windows:
     """The windows of T tokens of a split, numbered from the first file's first to the last file's last.
 
-    A window and the target of its last token are T+1 neighbours of one file. Windows overlap in that one token only. So
-    a file of t tokens has (t-1) // T of them, and its rest is not read.
+    A window and the target of its last token are T+1 neighbours of one file; windows overlap in that one token only.
     """
 
     def __init__(self, folder: Path, meta: Meta, split: str, length: int) -> None:
@@ -110,12 +107,11 @@ class Windows:
             ids = _mapped(folder / shard.file, meta.dtype)
             if len(ids) != shard.tokens:
                 raise RunError(f"{folder / shard.file}: damaged; delete it and repeat `twophase data prepare`")
-            # Rows that overlap in one id and share their memory with the file.
-            rows, step = max(len(ids) - 1, 0) // length, length * ids.itemsize
-            shape, strides = (rows, length + 1), (step, ids.itemsize)
+            # Rows that overlap in one id and share their memory with the file, whose rest is not read.
+            shape, strides = (max(len(ids) - 1, 0) // length, length + 1), (length * ids.itemsize, ids.itemsize)
             self._files.append(np.lib.stride_tricks.as_strided(ids, shape, strides, writeable=False))
-        # The number of the first window of each file, and at the end the number of all.
         self._first = np.cumsum([0, *map(len, self._files)])
+        """The number of the first window of each file, and at the end the number of all."""
 
     def __len__(self) -> int:
         return int(self._first[-1])

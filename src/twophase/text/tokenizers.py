@@ -25,12 +25,8 @@ END_OF_TEXT = "<|endoftext|>"
 class Tokenizer:
     """Text to ids by a `tokenizers.Tokenizer`, without what it adds at a text's beginning and end.
 
-    `config` is the content of `tokenizer_config.json`; its `eos_token` ends a document.
-
-    Attributes:
-        sha256: hash of all that decides the ids, hexadecimal; equal tokenizers have equal hashes.
-        token_bytes: (vocabulary_size,) UTF-8 bytes of text that each id stands for; 0 for special tokens.
-        dtype: `uint16` or `uint32`, the smaller one that holds every id.
+    `config` is the content of `tokenizer_config.json`; its `eos_token` ends a document. Equal tokenizers have equal
+    `sha256`. `token_bytes` has the UTF-8 bytes of text that each id stands for, 0 for special tokens.
     """
 
     def __init__(self, made: Any, config: Mapping[str, Any]) -> None:
@@ -45,9 +41,7 @@ class Tokenizer:
         content = json.loads(made.to_str())
         parts = {key: content[key] for key in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
         self.sha256 = hashlib.sha256(json.dumps(parts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-        self.token_bytes = np.zeros(self.vocabulary_size, np.int64)
-        sizes = _sizes(vocabulary, content)
-        self.token_bytes[list(sizes)] = list(sizes.values())
+        self.token_bytes = _token_bytes(vocabulary, content)
 
     def encode(self, texts: list[str]) -> list[NDArray[np.unsignedinteger[Any]]]:
         """Return the ids of each text, which must not hold lone surrogates."""
@@ -71,16 +65,16 @@ class _Bytes(Tokenizer):
         return [encode_text("bytes", text).astype(self.dtype) for text in texts]
 
 
-def _sizes(vocabulary: Mapping[str, int], content: Mapping[str, Any]) -> dict[int, int]:
+def _token_bytes(vocabulary: Mapping[str, int], content: Mapping[str, Any]) -> NDArray[np.int64]:
     """Return UTF-8 bytes that each id of a `tokenizer.json` stands for."""
     model, alphabet = content["model"], set(optional("tokenizers").pre_tokenizers.ByteLevel.alphabet())
     none = {entry["content"] for entry in content["added_tokens"] if entry["special"]} | {model.get("unk_token")}
     is_byte_level = '"ByteLevel"' in json.dumps([content["pre_tokenizer"], content["decoder"]])
-    sizes = {}
+    sizes = np.zeros(max(vocabulary.values()) + 1, np.int64)
     for token, number in vocabulary.items():
         if token in none:
-            sizes[number] = 0
-        elif model.get("byte_fallback") and re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", token):
+            continue
+        if model.get("byte_fallback") and re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", token):
             sizes[number] = 1
         elif is_byte_level and alphabet.issuperset(token):
             sizes[number] = len(token)  # one character a byte
@@ -103,8 +97,7 @@ def load_tokenizer(name: str, end_of_text: str | None = None) -> Tokenizer:
     """
     hf = optional("tokenizers")
     if name == "bytes":
-        made = hf.Tokenizer(hf.models.BPE({f"<0x{i:02X}>": i for i in range(256)}, [], byte_fallback=True))
-        made.decoder = hf.decoders.Sequence([hf.decoders.ByteFallback(), hf.decoders.Fuse()])
+        made = text_tokenizer("bytes")
         made.add_special_tokens([END_OF_TEXT])
         return _Bytes(made, {"eos_token": END_OF_TEXT})
     if name == "mistral":
@@ -151,7 +144,18 @@ def encode_text(vocabulary: str, text: str) -> NDArray[np.uint8]:
     return np.frombuffer(ascii_text.translate(_TO_CHAR_IDS), np.uint8)
 
 
-def replaced(vocabulary: str, text: str) -> int:
-    """Return the number of characters that `encode_text` turns into "?"."""
-    question_mark = encode_text(vocabulary, "?")[0]
-    return int(np.count_nonzero(encode_text(vocabulary, text) == question_mark)) - text.count("?")
+def text_tokenizer(vocabulary: str) -> Any:
+    """Return a `tokenizers.Tokenizer` with the ids of `encode_text`; it refuses lone surrogates, which are no text.
+
+    It has no special tokens, so every text means itself, and nothing to merge.
+    """
+    hf = optional("tokenizers")
+    if vocabulary == "bytes":
+        made = hf.Tokenizer(hf.models.BPE({f"<0x{i:02X}>": i for i in range(256)}, [], byte_fallback=True))
+        made.decoder = hf.decoders.Sequence([hf.decoders.ByteFallback(), hf.decoders.Fuse()])
+        return made
+    made = hf.Tokenizer(hf.models.BPE({character: i for i, character in enumerate(CHARACTERS)}, []))
+    replacements = [("\t", "    "), ("\r\n", "\n"), (hf.Regex(r"[^ -~\n]"), "?")]  # in the order of `encode_text`
+    made.normalizer = hf.normalizers.Sequence([hf.normalizers.Replace(*each) for each in replacements])
+    made.decoder = hf.decoders.Fuse()
+    return made

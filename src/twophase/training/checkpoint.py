@@ -16,11 +16,11 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-import threading
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,9 +49,10 @@ class Checkpoint:
     files: dict[str, str]
     progress: dict[str, Any]
 
-    def holds(self, name: str) -> bool:
-        """Return whether it has a part."""
-        return f"{name}.pt" in self.files
+    @property
+    def step(self) -> int:
+        """Inner steps that it was saved after."""
+        return int(self.path.name[5:])
 
     def verify(self, names: Iterable[str]) -> None:
         """Compare the files of some parts with their SHA-256; a DamagedError names one that differs."""
@@ -73,11 +74,6 @@ class Checkpoint:
         return dict(zip([name for name, _ in named], views, strict=True))
 
 
-def path_of(folder: Path, step: int) -> Path:
-    """Return the place of the checkpoint of a step."""
-    return folder / f"step-{step:08d}"
-
-
 def read(path: Path) -> Checkpoint | None:
     """Return the checkpoint in a folder, or None where a rank has not finished it."""
     manifests = [json.loads(file.read_bytes()) for file in sorted(path.glob("manifest-*.json"))]
@@ -89,19 +85,13 @@ def read(path: Path) -> Checkpoint | None:
 
 def complete(folder: Path) -> list[Checkpoint]:
     """Return the complete checkpoints of a run, oldest first."""
-    found = (read(path) for path in sorted(folder.glob("step-*[0-9]"), key=lambda path: int(path.name[5:])))
-    return [checkpoint for checkpoint in found if checkpoint is not None]
+    found = {int(path.name[5:]): saved for path in folder.glob("step-*[0-9]") if (saved := read(path)) is not None}
+    return [found[step] for step in sorted(found)]
 
 
 def latest(folder: Path) -> Checkpoint | None:
     """Return the newest complete checkpoint of a run, or None."""
     return next(reversed(complete(folder)), None)
-
-
-def latest_step(folder: Path) -> int | None:
-    """Return the inner steps of the newest complete checkpoint, or None."""
-    newest = latest(folder)
-    return None if newest is None else int(newest.path.name[5:])
 
 
 def set_aside(damaged: Checkpoint) -> None:
@@ -119,18 +109,13 @@ def check_plain(state: Any) -> None:
             raise UsageError(f"the inner optimizer's state must hold tensors, numbers and text, has a {type(leaf)}")
 
 
-def _save(part: Any, stream: BinaryIO) -> None:
-    try:
-        torch.save(part, stream)
-    except RuntimeError as error:  # with which torch's writer covers that the disk is full
-        raise error.__context__ if isinstance(error.__context__, OSError) else error from None
-
-
 def save(path: Path, tree: Any) -> str:
     """Write a tree of tensors and plain values to a file, whole or not at all; return the file's SHA-256."""
-    # By an open file a full disk is an OSError, by a path a RuntimeError of torch's.
     with replacing(path) as temporary, temporary.open("wb") as stream:
-        torch.save(tree, stream)
+        try:
+            torch.save(tree, stream)
+        except RuntimeError as error:  # with which torch's writer covers that the disk is full
+            raise error.__context__ if isinstance(error.__context__, OSError) else error from None
     return sha256(path)
 
 
@@ -157,8 +142,7 @@ class Checkpointer:
 
     def __init__(self, folder: Path, group: SingleProcess, keep: int) -> None:
         self.folder, self.group, self.keep = folder, group, keep
-        self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
+        self._thread, self._writing = ThreadPoolExecutor(1), None
 
     def save(self, step: int, parts: Mapping[str, Any], progress: Mapping[str, Any]) -> None:
         """Copy this rank's parts and start to write them; afterwards training may change them.
@@ -167,7 +151,7 @@ class Checkpointer:
             OSError: the checkpoint before, or this one, cannot be written on this rank.
         """
         self.close()
-        path = path_of(self.folder, step)
+        path = self.folder / f"step-{step:08d}"
         with raised_on_all_ranks(self.group):
             if self.group.rank == 0:  # another start of this run may have left half of it
                 shutil.rmtree(path, ignore_errors=True)
@@ -175,44 +159,26 @@ class Checkpointer:
         copies = tree_map(lambda leaf: leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf, parts)
 
         def write() -> None:  # no collective: it would mix with those of the training
-            try:
-                files = {}
-                for name, part in copies.items():
-                    file = path / f"{name}.pt"
-                    with replacing(file) as temporary, temporary.open("wb") as stream:
-                        _save(part, stream)
-                    files[file.name] = sha256(file)
-                manifest = {"ranks": self.group.size, "files": files, "progress": progress}
-                write_atomic(path / f"manifest-{self.group.rank:03d}.json", json.dumps(manifest))
-                self._prune()
-            except BaseException as error:
-                self._failure = error
+            files = {f"{name}.pt": save(path / f"{name}.pt", part) for name, part in copies.items()}
+            manifest = {"ranks": self.group.size, "files": files, "progress": progress}
+            write_atomic(path / f"manifest-{self.group.rank:03d}.json", json.dumps(manifest))
+            self._prune()
 
-        self._thread = threading.Thread(target=write, name=f"checkpoint-{step}")
-        self._thread.start()
+        self._writing: Future[None] | None = self._thread.submit(write)
 
     def close(self) -> None:
         """Wait until the checkpoint of the last `save` is complete on all ranks."""
-        if self._thread is None:
-            return
-        self._thread.join()
-        self._thread, failure = None, self._failure
-        with raised_on_all_ranks(self.group):
-            if failure is not None:
-                raise failure
-        self._prune()
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            with raised_on_all_ranks(self.group):
+                writing.result()
+            self._prune()
 
     def _prune(self) -> None:
-        """Remove all complete checkpoints but the newest ones; first the manifests, so that no half one counts."""
-        if self.group.rank == 0:
-            for old in complete(self.folder)[: -self.keep]:
-                for manifest in old.path.glob("manifest-*.json"):
+        """Remove all checkpoints before the newest complete ones, and what kills have left half written."""
+        kept = complete(self.folder)[-self.keep :] if self.group.rank == 0 else []
+        for old in sorted(self.folder.glob("step-*[0-9]")) if kept else ():
+            if int(old.name[5:]) < kept[-1].step and old not in [checkpoint.path for checkpoint in kept]:
+                for manifest in old.glob("manifest-*.json"):  # first, so that no half one counts
                     manifest.unlink()
-                shutil.rmtree(old.path)
-
-
-def remove_incomplete(folder: Path) -> None:
-    """Remove what a kill has left half written; only while no process writes there."""
-    for path in folder.glob("step-*[0-9]"):
-        if read(path) is None:
-            shutil.rmtree(path)
+                shutil.rmtree(old)

@@ -5,19 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from twophase.config import require
 from twophase.errors import UsageError
-from twophase.optim.names import RULES, TORCH, read_filter
-from twophase.optim.schedules import Schedule
-from twophase.restart import RestartPolicy, parse
-from twophase.rule import Form, OuterRule
-from twophase.runs.method import check_method, describe, numbers_of, rule_of
-
-LARGEST = 1e30
-"""The largest factor, well inside float32's range."""
+from twophase.restart import parse
+from twophase.runs.outer import LARGEST, OuterConfig
 
 
 @dataclass(frozen=True)
@@ -57,95 +50,12 @@ class InnerConfig:
         for name in ("warmup", "decay"):
             require(0 <= getattr(self, name) <= 1, f"inner.{name}", getattr(self, name), "a share, in [0, 1]")
 
-    def ignored(self) -> list[str]:
-        """Return the names of the values that are given and that method and schedule ignore."""
+    def ignored(self) -> dict[str, Any]:
+        """Return the values that are given and that method and schedule ignore, by name, as they are by default."""
         names = ["momentum"] * (self.method not in ("sgd", "muon")) + ["betas"] * (self.method == "sgd")
         names += ["decay"] * (self.schedule != "wsd")
-        return [name for name in names if getattr(self, name) != getattr(InnerConfig(), name)]
-
-    def plain(self) -> InnerConfig:
-        """Return the same inner optimizer without values that its method and schedule ignore."""
-        return replace(self, **{name: getattr(InnerConfig(), name) for name in self.ignored()})
-
-
-@dataclass(frozen=True)
-class OuterConfig:
-    """The outer optimizer: how the replicas' progress is combined once a round."""
-
-    method: str = "averaging"
-    """averaging of the replicas; heavy-ball or nesterov momentum (nesterov is DiLoCo's published rule); adamw; muon; or
-    FILE.py:FUNCTION, your function from named parameters to a torch optimizer."""
-    lr: float | None = None
-    """Outer learning rate, in the form named below; none is the method's own: averaging 1, heavy-ball and nesterov 0.7,
-    adamw 0.02, muon 0.1."""
-    momentum: float | None = None
-    """Outer momentum, in [0, 1); none is the method's own, 0.9. Averaging has no momentum."""
-    form: Form = "sum"
-    """`sum` (as torch.optim.SGD) or `ema` (as the restart paper); lr_sum = lr_ema (1 - momentum)."""
-    restart: str = "never"
-    """Restarts of the momentum: never, a period such as 3, cycle:5,6,10, at:4,9, soft:3:0.2:0.1, or the adaptive policy
-    auto."""
-    filter: str = "none"
-    """Filter of the pseudo-gradient before the update: none, orthogonal, or clip:1, a bound on its norm."""
-    schedule: str = "constant"
-    """Outer learning rate and momentum over the run: constant, linear:2 (on a line to twice the learning rate) or
-    momentum:0 (the momentum rises from 0)."""
-
-    def __post_init__(self) -> None:
-        option = "restart"
-        try:
-            object.__setattr__(self, "restart", str(self.policy))  # one writing of each policy
-            option = "method"
-            check_method(self.method)
-            option = "filter"
-            read_filter(self.filter)
-            option = "schedule"
-            Schedule.parse(self.schedule)
-        except ValueError as error:
-            raise UsageError(f"--outer.{option}: {error}") from None
-        lr, momentum = (0.0 if value is None else value for value in (self.lr, self.momentum))
-        require(0 <= lr <= LARGEST, "outer.lr", lr, f"in [0, {LARGEST:g}]")
-        require(0 <= momentum < 1, "outer.momentum", momentum, "in [0, 1)")
-
-    @cached_property
-    def policy(self) -> RestartPolicy:
-        """The restart policy."""
-        return parse(self.restart)
-
-    def rule(self) -> OuterRule | None:
-        """Return the rule; None for a method that is no rule."""
-        return rule_of(self.method, self.lr, self.momentum, self.form)
-
-    def describe(self) -> str:
-        """Describe the outer optimizer in words, without its restart policy."""
-        return describe(vars(self))
-
-    def numbers(self) -> dict[str, float]:
-        """Return learning rate and momentum as they are used; nothing for a user's function."""
-        return numbers_of(vars(self))
-
-    def ignored(self) -> list[str]:
-        """Return the names of the values that are given and change nothing."""
-        rule, policy = self.rule(), self.policy
-        names = ["lr", "momentum"] if rule is None and self.method not in TORCH else []
-        if policy.takes_steps:
-            names += ["lr", "momentum", "form", "schedule", "method"]
-        elif rule is None or rule.momentum == 0:
-            names += ["form", *(["restart"] if rule is not None else [])]
-        if self.method == "averaging":
-            names += ["momentum"]
-        defaults = OuterConfig()
-        return [name for name in names if getattr(self, name) != getattr(defaults, name)]
-
-    def plain(self) -> OuterConfig:
-        """Return the same outer optimizer with every number written out and what changes nothing left out."""
-        numbers = {} if self.policy.takes_steps else self.numbers()
-        return replace(self, **({name: getattr(OuterConfig(), name) for name in self.ignored()} | numbers))
-
-    @property
-    def is_rule(self) -> bool:
-        """True if a rule and a restart policy describe it completely."""
-        return self.method in RULES and self.filter == "none" and self.schedule == "constant"
+        defaults = InnerConfig()
+        return {name: getattr(defaults, name) for name in names if getattr(self, name) != getattr(defaults, name)}
 
 
 @dataclass(frozen=True)
@@ -170,30 +80,25 @@ class SyncConfig:
     def __post_init__(self) -> None:
         require(self.delay >= 0, "sync.delay", self.delay, "at least 0")
         require(0 <= self.mixing < 1, "sync.mixing", self.mixing, "in [0, 1)")
-        parts, policies = self.parts, self.policies
-        names = [str(number) for number in range(parts)] if isinstance(parts, int) else list(parts)
+        parts = self.parts
+        names = [str(number) for number in range(parts)] if isinstance(parts, int) else [*parts]
         require(bool(names), "sync.fragments", self.fragments, "a number >= 1, or NAME=PATTERN for each")
-        fits = policies is None or set(policies) == set(names)
-        require(
-            fits, "sync.restart", " ".join(self.restart), f"NAME=POLICY for each of the fragments {', '.join(names)}"
-        )
+        if self.restart:
+            policies, words = named_values("sync.restart", self.restart), " ".join(self.restart)
+            fits = policies.keys() == {*names}
+            require(fits, "sync.restart", words, f"NAME=POLICY for each of the fragments {', '.join(names)}")
+            try:
+                for text in policies.values():
+                    parse(text)
+            except ValueError as error:
+                raise UsageError(f"--sync.restart: {error}") from None
 
-    @cached_property
+    @property
     def parts(self) -> int | dict[str, str]:
         """The number of fragments, or their patterns by name."""
         if len(self.fragments) == 1 and self.fragments[0].isdecimal():
             return int(self.fragments[0])
         return named_values("sync.fragments", self.fragments)
-
-    @cached_property
-    def policies(self) -> dict[str, RestartPolicy] | None:
-        """Each fragment's restart policy by name; None where all have outer.restart."""
-        try:
-            return {name: parse(text) for name, text in named_values("sync.restart", self.restart).items()} or None
-        except UsageError:
-            raise
-        except ValueError as error:
-            raise UsageError(f"--sync.restart: {error}") from None
 
 
 def named_values(option: str, words: Sequence[str]) -> dict[str, str]:
@@ -214,9 +119,8 @@ class ComputeConfig:
     """Compile forward and backward (torch.compile), once for all replicas and runs of a process."""
     micro_batch: int = 0
     """Sequences a forward and backward pass, a divisor of the batch size; 0 means as many as the memory holds."""
-    attention: Literal["auto", "cudnn", "flash3", "flash", "efficient", "math"] = "auto"
-    """Attention kernel on a GPU; `auto` times those available at the run's shape and takes the fastest, the same
-    in all processes. `flash3` is FlashAttention 3, for a newer torch with the package flash_attn_interface."""
+    attention: Literal["auto", "cudnn", "flash", "efficient", "math"] = "auto"
+    """Attention kernel on a GPU; `auto` is the first of the others that the GPU and the shape allow."""
     recompute: bool = False
     """Keep only each block's input for the backward pass and compute the rest again (activation checkpointing)."""
     autotune: bool = False
@@ -268,7 +172,7 @@ class RunConfig:
 
     def plain(self) -> Self:
         """Return the same run with every outer number written out and without values that change nothing."""
-        return replace(self, inner=self.inner.plain(), outer=self.outer.plain())
+        return replace(self, inner=replace(self.inner, **self.inner.ignored()), outer=self.outer.plain())
 
     @property
     def rounds(self) -> int:

@@ -15,9 +15,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.utils import deterministic
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import twophase
 from twophase.diloco.group import ProcessGroup, SingleProcess
@@ -42,24 +40,13 @@ def device_of(name: str) -> torch.device:
     return device
 
 
-def set_deterministic(device: torch.device, *, strictly: bool) -> None:
-    """Let torch use any kernel on a GPU, or only those that give the same bits every time; a CPU always does."""
-    if device.type == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(strictly)
-        deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue] - costs time
-
-
 def to_device(batch: Any, device: torch.device) -> Any:
     """Return a batch (nested tuples, lists, dictionaries) with every array and tensor on the device."""
-
-    def move(leaf: Any) -> Tensor:
-        tensor = torch.as_tensor(leaf)
-        if device.type == "cuda" and tensor.device.type == "cpu":  # pinned, its copy does not wait for the device
-            tensor = tensor.pin_memory()
-        return tensor.to(device, non_blocking=True)
-
-    return tree_map(move, batch)
+    leaves, structure = tree_flatten(batch)
+    tensors = [torch.as_tensor(leaf) for leaf in leaves]
+    if device.type == "cuda":  # pinned, its copy does not wait for the device
+        tensors = [tensor if tensor.is_cuda else tensor.pin_memory() for tensor in tensors]
+    return tree_unflatten([tensor.to(device, non_blocking=True) for tensor in tensors], structure)
 
 
 @contextmanager
@@ -75,18 +62,15 @@ def process_group(device: torch.device, timeout: float | None = None) -> Iterato
         return
     on_gpu = device.type == "cuda"
     seconds = timeout or (600.0 if on_gpu else 1800.0)
+    backend, device_id = ("cpu:gloo,cuda:nccl", device) if on_gpu else ("gloo", None)
     if on_gpu:  # else NCCL's watchdog may notice a dead rank first, and abort without a message
         os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
     try:
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-            timeout=timedelta(seconds=seconds),
-            device_id=device if on_gpu else None,
-        )
+        dist.init_process_group(backend, timeout=timedelta(seconds=seconds), device_id=device_id)
     except (RuntimeError, ValueError) as error:
         reason = str(error.__cause__ or error).splitlines()[0]
         raise RunError(
-            f"the ranks cannot meet ({reason}); start them with torchrun, on an address all reach"
+            f"the ranks cannot meet ({reason}); start them with torchrun, at an address all reach"
         ) from error
     try:
         group = ProcessGroup(timeout=seconds)
@@ -155,7 +139,6 @@ def environment(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "platform": platform.platform(),
-        "processor": platform.processor() or platform.machine(),
         "cpus": os.cpu_count(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "command": sys.argv,

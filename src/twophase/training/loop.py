@@ -13,7 +13,7 @@ from twophase.errors import UsageError
 from twophase.runs.folder import CHECKPOINTS, LOGS, METRICS, ROUNDS, STEPS, RunFolder
 from twophase.training import checkpoint
 from twophase.training.checkpoint import Checkpoint, Checkpointer, DamagedError
-from twophase.training.distributed import raised_on_all_ranks
+from twophase.training.distributed import environment, raised_on_all_ranks
 from twophase.training.trainer import RUNNING, STOPPED, Trainer
 
 
@@ -40,7 +40,7 @@ def run(
         start: checkpoint of another run, from which this one forks if it has none of its own (`Trainer.load`).
         stop: inner step after which a checkpoint is written and the run ends as "stopped"; it is taken before the
             outer step of that inner step, in which forks begin to differ.
-        discard: remove the checkpoints of a run that has ended, and write none at its end.
+        discard: write no checkpoint at the end of a run that has ended.
 
     Returns:
         The summary: held-out numbers, tokens, seconds, diverged or not, exit reason.
@@ -55,7 +55,7 @@ def run(
         if done.step == trainer.engine.taken:  # else a fork, whose first sync comes before its first inner step
             trainer.inner_step()
         if done.step == first + 1:  # at the first checkpoint an error would cost all steps
-            checkpoint.check_plain([replica.state_dict() for replica in trainer.replicas])
+            checkpoint.check_plain([replica.inner.state_dict() for replica in trainer.replicas])
         done.seconds = before + time.perf_counter() - started
         if done.step == stop:
             done.exit_reason = STOPPED
@@ -71,7 +71,8 @@ def run(
         if folder is not None:
             folder.log(ROUNDS, {"step": done.step} | report.as_dict())
             folder.log(METRICS, line)
-            on_line(line | {"restarted": report.restarted, "seconds": done.seconds, "tokens": trainer.tokens})
+            rate = trainer.tokens / done.seconds if done.seconds else 0.0
+            on_line(line | {"restarted": report.restarted, "tokens_per_second": rate})
         if done.exit_reason == RUNNING and report.complete and report.round % config.checkpoint_every == 0:
             checkpoints.save(done.step, trainer.parts(), trainer.progress())
             saved = (done.step, trainer.engine.taken)
@@ -82,18 +83,18 @@ def run(
     summary = trainer.summary()
     if folder and has_ended:
         folder.finish(summary, trainer.weights())
-        if discard:
-            shutil.rmtree(checkpoint_dir, ignore_errors=True)
     return summary
 
 
 def _resume(trainer: Trainer, checkpoint_dir: Path, folder: RunFolder | None, start: Checkpoint | None) -> None:
     """Load the newest checkpoint that is sound on all ranks, and cut the logs back to it."""
     group = trainer.group
-    if folder:
-        checkpoint.remove_incomplete(checkpoint_dir)
-    while (step := group.gather_json(checkpoint.latest_step(checkpoint_dir))[0]) is not None:
-        fault, saved = "", checkpoint.read(checkpoint.path_of(checkpoint_dir, step))
+    while True:
+        found = {saved.step: saved for saved in checkpoint.complete(checkpoint_dir)}
+        step = group.gather_json(max(found, default=None))[0]
+        if step is None:
+            break
+        fault, saved = "", found.get(step)
         with raised_on_all_ranks(group):
             if saved is None:
                 raise UsageError(f"--out {checkpoint_dir.parent}: must be a folder that rank {group.rank} sees, too")
@@ -113,4 +114,5 @@ def _resume(trainer: Trainer, checkpoint_dir: Path, folder: RunFolder | None, st
                     shutil.copy(start.path.parents[1] / log, checkpoint_dir.parent / log)
     if folder:
         folder.truncate(trainer.engine.taken)  # of a fork the sync of its last inner step is still to come
-        folder.write_env(trainer.environment())
+        data = {"loss_unit": trainer.loss_unit, "corpus": trainer.data}
+        folder.write_env(environment(trainer.compute.device) | data)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
 
 from twophase.config import Tree
 from twophase.diloco.engine import DiLoCo
@@ -22,10 +21,9 @@ from twophase.diloco.group import default_group
 from twophase.diloco.report import RoundReport
 from twophase.errors import UsageError
 from twophase.optim.outer_sgd import GroupRound, OuterSGD, rule_of
-from twophase.rule import OuterRule
 from twophase.runs.folder import METRICS, RECORDED, ROUNDS, RunFolder, read_summary
-from twophase.runs.method import options_of
-from twophase.runs.record import read_rounds, read_steps
+from twophase.runs.outer import options_of
+from twophase.runs.record import MEASURED, read_rounds, read_steps
 from twophase.runs.trackers import open_trackers
 from twophase.training.distributed import environment, raised_on_all_ranks
 
@@ -66,7 +64,7 @@ def record(folder: str | Path, engine: Engine, config: Any = None, track: str | 
             try:
                 if read_summary(path, claim.fingerprint):
                     raise UsageError(f"{path}: must be a new or unfinished run, is finished")
-                claim.trackers = open_trackers([track] if isinstance(track, str) else track, path, path.name, tree)
+                claim.trackers = open_trackers([track] if isinstance(track, str) else track, path, tree)
                 claim.write_env(environment(_groups(engine)[0]["params"][0].device))
             except BaseException:
                 claim.release()
@@ -113,13 +111,19 @@ class Recorder(AbstractContextManager["Recorder"]):
         if report is None or report is self._logged:
             return
         self._logged = report
-        count = len(report.fragments) if isinstance(report, RoundReport) else 1
-        has_jumped = (self.step, self.round) < self._position  # as at first, where a state may have been loaded
-        self._rounds = self._taken if has_jumped else self._rounds + count
-        signals = report.signals if isinstance(report, RoundReport) else {}
-        line = report.as_dict() if isinstance(report, RoundReport) else self._round_of(report)
+        if isinstance(report, RoundReport):
+            line, signals = report.as_dict(), report.signals
+        else:  # replicas and checksums belong to the user's program
+            norm = math.hypot(*(group.pseudo_gradient_norm for group in report))
+            restarted = any(group["rounds_since_restart"] == 0 for group in _groups(self._engine))
+            made = RoundReport(
+                self.round, self._inner_steps, False, True, 1, restarted, (), tuple(report), norm, {}, 0, {}, ""
+            )
+            line = {name: value for name, value in made.as_dict().items() if report or name not in MEASURED}
+            signals = {}
+        self._rounds += len(line["fragments"]) or 1
         self._write(ROUNDS, {"step": self.step} | line)
-        self._log(self.step, {**signals, **values})
+        self.log(**{**signals, **values, "step": self.step})
 
     def log(self, step: int | None = None, **values: float | Tensor) -> None:
         """Add numbers, or tensors of one element, to the metrics of an inner step, by default the present one.
@@ -127,14 +131,45 @@ class Recorder(AbstractContextManager["Recorder"]):
         Pages know `loss` (training, mean a token or example), `validation_loss`, `perplexity`, `inner_lr` and `tokens`
         (so far); others become columns.
         """
-        self._log(self.step if step is None else step, values)
+        line: dict[str, float] = {"step": self.step if step is None else step, "round": self.round}
+        for name, value in values.items() if self._folder is not None else ():  # another rank waits for no GPU
+            number = float(value.item() if isinstance(value, Tensor) else value)
+            line.setdefault("train_loss" if name == "loss" else name, number)
+        self._write(METRICS, line)
+
+    def _write(self, log: str, line: Mapping[str, Any]) -> None:
+        if self._folder is not None:
+            if (position := (self.step, self.round)) < self._position:  # as at first: a state may have been loaded
+                self._folder.truncate(self.step)
+                self._rounds = self._taken
+            self._position = position
+            self._folder.log(log, line)
 
     def finish(self, **values: float | Tensor) -> None:
-        """Log the last numbers, write `summary.json` with the newest of all, and close."""
+        """Log the last numbers, write `summary.json` with the newest of all, and close.
+
+        A run whose last loss or round is not finite, null in the logs, has diverged.
+        """
         if values:
-            self._log(self.step, values)
+            self.log(None, **values)
         if self._folder is not None:
-            self._folder.finish(self._summary(self._folder.path))
+            newest: dict[str, Any] = {}
+            for line in read_steps(self._folder.path / METRICS):
+                newest |= line
+            last = (read_rounds(self._folder.path) or [{}])[-1]
+            losses = (newest.get("train_loss", 0), newest.get("validation_loss", 0))
+            diverged = None in (*losses, last.get("pseudo_gradient_norm", 0))
+            summary = {
+                "validation_loss": newest.get("validation_loss"),
+                "tokens": int(newest.get("tokens") or 0),
+                "seconds": time.perf_counter() - self._begun,
+                "diverged": diverged,
+                "exit_reason": "diverged" if diverged else RECORDED,
+                "steps": self.step,
+                "rounds": self.round,
+                "restarts": sum(group.get("restarts", 0) for group in _groups(self._engine)),
+            }
+            self._folder.finish(newest | summary)
         self.close()
 
     def close(self) -> None:
@@ -148,101 +183,46 @@ class Recorder(AbstractContextManager["Recorder"]):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close() if kind else self.finish()
 
-    def _log(self, step: int, values: Mapping[str, float | Tensor]) -> None:
-        line: dict[str, float] = {"step": step, "round": self.round}
-        for name, value in values.items() if self._folder is not None else ():  # another rank waits for no GPU
-            number = float(value.item() if isinstance(value, Tensor) else value)
-            line.setdefault("train_loss" if name == "loss" else name, number)
-        self._write(METRICS, line)
-
-    def _write(self, log: str, line: Mapping[str, Any]) -> None:
-        if self._folder is not None:
-            if (position := (self.step, self.round)) < self._position:
-                self._folder.truncate(self.step)
-            self._position = position
-            self._folder.log(log, line)
-
-    def _round_of(self, groups: Sequence[GroupRound]) -> dict[str, Any]:
-        """Return a round of an `OuterSGD` as a line; replicas and checksums belong to the user's program."""
-        restarted = any(group["rounds_since_restart"] == 0 for group in _groups(self._engine))
-        norm = math.hypot(*(group.pseudo_gradient_norm for group in groups))
-        report = RoundReport(
-            self.round, self._inner_steps, False, True, 1, restarted, (), tuple(groups), norm, {}, 0, {}, checksum=""
-        )  # fmt: skip
-        unknown = () if groups else ("pseudo_gradient_norm", "buffer_norm", "cosine", "gain")
-        return {name: value for name, value in report.as_dict().items() if name not in unknown}
-
-    def _summary(self, path: Path) -> dict[str, Any]:
-        """Return the newest numbers; a run whose last loss or round is not finite, null in the logs, has diverged."""
-        newest: dict[str, Any] = {}
-        for line in read_steps(path / METRICS):
-            newest |= line
-        last = (read_rounds(path) or [{}])[-1]
-        losses = (newest.get("train_loss", 0), newest.get("validation_loss", 0))
-        diverged = None in (*losses, last.get("pseudo_gradient_norm", 0))
-        return {name: newest[name] for name in ("perplexity",) if name in newest} | {
-            "validation_loss": newest.get("validation_loss"),
-            "tokens": int(newest.get("tokens") or 0),
-            "seconds": time.perf_counter() - self._begun,
-            "diverged": diverged,
-            "exit_reason": "diverged" if diverged else RECORDED,
-            "steps": self.step,
-            "rounds": self.round,
-            "restarts": sum(group.get("restarts", 0) for group in _groups(self._engine)),
-        }
-
 
 def setting(engine: Engine, config: Any = None) -> Tree:
     """Return the configuration of a recorded run: the engine's, and below `user` the user's own values."""
     values = json.loads(json.dumps(config or {}, default=_plain))
     tree: Tree = {RECORDED: True} | {name: values.pop(name) for name in _PLAN if name in values}
-    outers, sync = _outers(engine), {}
-    outer = _outer(outers) | {"restart": str(outers[0].param_groups[0].get("restart", "never"))}
-    groups = {f"param group {number}": group for number, group in enumerate(outers[0].param_groups)}
+    groups, sync = _groups(engine), {}
+    blocks = {f"param group {number}": group for number, group in enumerate(groups)}
+    if all("form" in group for group in groups):  # of an `OuterSGD`
+        # Before a scheduler of torch changed their rates: a resumed loop has the same folder.
+        rules = [*dict.fromkeys(rule_of(group | {"lr": group.get("initial_lr", group["lr"])}) for group in groups)]
+        words = f"OuterSGD whose param groups are {'; '.join(rule.describe() for rule in rules)}"
+        outer = options_of(rules[0]) if len(rules) == 1 else {"method": words}
+    else:
+        made: Any = engine.fragments[0].outer if isinstance(engine, DiLoCo) else engine
+        outer = {"method": " and ".join(type(each).__name__ for each in getattr(made, "optimizers", [made]))}
     if isinstance(engine, DiLoCo):
         tree |= {"inner_steps": engine.inner_steps, "replicas": engine.replica_count}
-        outer |= {"filter": str(engine.filter)} if engine.fragments[0].filter is not None else {}
-        unusual = {"delay": engine.delay, "mixing": engine.mixing, "compression": engine.compression}
-        sync = {name: value for name, value in unusual.items() if value not in (0, "float32")}
-        if len(outers) > 1:
-            groups = {fragment.name: fragment.outer.param_groups[0] for fragment in engine.fragments}
-            sync["fragments"] = [*groups]
-    restarts = {name: str(group.get("restart", "never")) for name, group in groups.items()}
+        outer |= {"filter": str(engine.filter)} if engine.filter not in (None, "none") else {}
+        sync = {"delay": engine.delay, "mixing": engine.mixing, "compression": engine.compression}
+        if len(engine.fragments) > 1:
+            blocks = {fragment.name: fragment.outer.param_groups[0] for fragment in engine.fragments}
+            sync["fragments"] = [*blocks]
+    restarts = {name: str(group.get("restart", "never")) for name, group in blocks.items()}
+    outer["restart"] = next(iter(restarts.values()))
     if len({*restarts.values()}) > 1:
         sync["restart"] = [f"{name}={restart}" for name, restart in restarts.items()]
-    return tree | {"outer": outer} | ({"sync": sync} if sync else {}) | ({"user": values} if values else {})
-
-
-def _outers(engine: Engine) -> list[Optimizer]:
-    """Return the outer optimizers, one a fragment."""
-    return [fragment.outer for fragment in engine.fragments] if isinstance(engine, DiLoCo) else [engine]
+    return tree | {"outer": outer, "sync": sync, "user": values}
 
 
 def _groups(engine: Engine) -> list[dict[str, Any]]:
-    return [group for outer in _outers(engine) for group in outer.param_groups]
-
-
-def _outer(outers: Sequence[Optimizer]) -> Tree:
-    """Return the method and its numbers: those of the rule of all param groups, else names."""
-    if not all(isinstance(outer, OuterSGD) for outer in outers):
-        names = [type(each).__name__ for each in getattr(outers[0], "optimizers", outers[:1])]
-        return {"method": " and ".join(names)}
-    rules = [*dict.fromkeys(_first_rule(group) for outer in outers for group in outer.param_groups)]
-    if len(rules) == 1:
-        return options_of(rules[0])
-    return {"method": f"OuterSGD whose param groups are {'; '.join(rule.describe() for rule in rules)}"}
-
-
-def _first_rule(group: Mapping[str, Any]) -> OuterRule:
-    """Return the rule of a param group before a scheduler of torch changed it: a resumed loop has the same folder."""
-    momentum = group.get("max_momentum", group["momentum"])
-    return rule_of({**group, "lr": float(group.get("initial_lr", group["lr"])), "momentum": momentum})
+    outers = [fragment.outer for fragment in engine.fragments] if isinstance(engine, DiLoCo) else [engine]
+    return [group for outer in outers for group in outer.param_groups]
 
 
 def _plain(value: Any) -> Any:
     """Return what JSON does not know as a value that it knows."""
+    if isinstance(value, set | frozenset):
+        return sorted(value)  # else in another order in each process
     if dataclasses.is_dataclass(value) or isinstance(value, argparse.Namespace):
         return vars(value)
-    if isinstance(value, Mapping | set | frozenset):
-        return dict(value) if isinstance(value, Mapping) else sorted(value)  # else in another order in each process
+    if isinstance(value, Mapping):
+        return dict(value)
     return value.item() if getattr(value, "ndim", None) == 0 else str(value)  # a NumPy number or a tensor

@@ -9,8 +9,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from twophase.diloco.group import SingleProcess
-
 
 class Task(Protocol):
     """Define what is trained: a model, its batches, its loss and its evaluation.
@@ -84,11 +82,9 @@ class PlainStep:
     loss_bound = math.inf
 
     def __init__(self, task: Task, device: torch.device) -> None:
-        self.task = task
-        self.device = device
+        self.task, self.device, self.evaluate = task, device, task.evaluate
         self.chosen: dict[str, Any] = {}
         self.data_name = f"--task {name}" if (name := getattr(task, "name", "")) else type(task).__name__
-        self.evaluate = task.evaluate
 
     def gradients(self, model: nn.Module, batch: Any) -> Tensor:
         """Differentiate the task's loss."""
@@ -99,9 +95,3 @@ class PlainStep:
     def rates(self, batches: int, seconds: float) -> dict[str, float]:
         """Return batches a second."""
         return {"batches_per_second": batches / seconds if seconds > 0 else 0.0}
-
-
-def step_of(task: Task, device: torch.device, replicas: int, group: SingleProcess) -> Step:
-    """Return the task's own `Step` if it has one, else a plain one, for so many replicas in this process."""
-    make = getattr(task, "step", None)
-    return PlainStep(task, device) if make is None else make(device, replicas, group)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import os
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import safetensors.torch
 import torch
 from torch import Tensor
+from torch.utils import deterministic
 
 from twophase.config import fingerprint, flatten, to_tree
 from twophase.diloco.engine import DiLoCo
@@ -22,11 +24,10 @@ from twophase.optim.outer_sgd import COUNTERS
 from twophase.optim.schedules import Schedule, follow
 from twophase.restart import MEASURED
 from twophase.training.checkpoint import ENGINE, Checkpoint
-from twophase.training.config import RunConfig, inner_lr
-from twophase.training.distributed import device_of, environment, peak_bytes, set_deterministic
-from twophase.training.inner import Replica
-from twophase.training.outer import outer_of
-from twophase.training.task import Task, step_of
+from twophase.training.config import RunConfig, inner_lr, named_values
+from twophase.training.distributed import device_of, peak_bytes, to_device
+from twophase.training.optimizers import inner_optimizer, outer_of
+from twophase.training.task import PlainStep, Step, Task
 
 LOSS, STOP = "train_loss", "stop"
 """Signals that the ranks share at the end of a round."""
@@ -53,6 +54,44 @@ class Progress:
     exit_reason: str = RUNNING
 
 
+class Replica:
+    """A model with its own inner optimizer, which persists over rounds, and its own part of the data.
+
+    The optimizer is the task's, if it has `inner(model, config)`, else the one that `config.inner.method` names. An
+    optimizer with `train()` and `eval()`, such as schedule-free AdamW, is in train mode only inside an inner step. The
+    engine, evaluations and checkpoints see its average.
+    """
+
+    def __init__(self, config: RunConfig, number: int, task: Task, compute: Step) -> None:
+        self.config, self.number, self.task, self.compute = config, number, task, compute
+        self.model = task.model(config.seed).to(compute.device)
+        make_inner = getattr(task, "inner", None) or inner_optimizer
+        self.inner: Any = make_inner(self.model, config.inner)
+        self.shares = [float(group["lr"]) / config.inner.lr for group in self.inner.param_groups]
+        """Learning rate of each param group, in `inner.lr`s: the schedule keeps their ratios."""
+        self.round_losses: list[float] = []
+        """Training loss of each inner step since the last report."""
+
+    def step(self, step: int, lr: float) -> Tensor:
+        """Take one inner step; return the training loss, a scalar that is still on the device.
+
+        Nothing here waits for the device, so its next work is always queued.
+        """
+        batch = to_device(self.task.batch(self.config.seed, step, self.number), self.compute.device)
+        if hasattr(self.inner, "train"):
+            self.inner.train()
+        loss = self.compute.gradients(self.model, batch)
+        if self.config.inner.clip_norm > 0:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.inner.clip_norm)
+        for group, share in zip(self.inner.param_groups, self.shares, strict=True):
+            group["lr"] = lr * share
+        self.inner.step()
+        if hasattr(self.inner, "eval"):
+            self.inner.eval()
+        self.inner.zero_grad()
+        return loss
+
+
 class Trainer:
     """One run of a task on this rank.
 
@@ -75,14 +114,19 @@ class Trainer:
             raise UsageError(f"--replicas: must be a multiple of the {group.size} ranks, got {config.replicas}")
         device = device_of(config.device)
         torch.set_num_threads(config.threads)
-        set_deterministic(device, strictly=config.deterministic)
+        if device.type == "cuda":  # a CPU gives the same bits every time
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(config.deterministic)
+            deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue] - costs time
         if check := getattr(task, "check", None):
             check(device)
         if not config.repeat and (check_data := getattr(task, "check_data", None)):
             check_data(config.steps)
         share = config.replicas // group.size
-        self.compute = step_of(task, device, share, group)
+        own_step = getattr(task, "step", None)
+        self.compute: Step = own_step(device, share, group) if own_step else PlainStep(task, device)
         self.data = dict(task.describe())
+        self.loss_unit: str = self.data.pop("loss_unit", "")
         self.loss_bound: float = config.divergence_loss or self.compute.loss_bound
         self._losses: list[Tensor] = []
         self._last_line: tuple[int, float] | None = None  # step and time of the last line of steps.jsonl
@@ -98,7 +142,7 @@ class Trainer:
             engine = DiLoCo(
                 [replica.model for replica in self.replicas],
                 outer_of(config),
-                restart=sync.policies or config.outer.policy,
+                restart=named_values("sync.restart", sync.restart) if sync.restart else config.outer.restart,
                 filter=config.outer.filter,
                 inner_steps=config.inner_steps,
                 fragments=sync.parts,
@@ -110,20 +154,16 @@ class Trainer:
                 group=self.group,
                 expect_equal={"data": self.data["fingerprint"]} | shared,
             )
-        except ValueError as error:  # fragments without parameters, a delay beyond the round, ranks that differ
-            raise UsageError(str(error)) from None
-        for fragment in engine.fragments:
-            needs = {*getattr(fragment.outer, "needs", ())} - MEASURED - {*FOR_POLICIES}
-            if needs:
-                has = ", ".join([*sorted(MEASURED), *FOR_POLICIES])
-                raise UsageError(f"--outer.restart: a policy may need {has}, needs {', '.join(sorted(needs))}")
-            try:
+            for fragment in engine.fragments if config.outer.schedule != "constant" else ():
                 follow(fragment.outer, Schedule.parse(config.outer.schedule), config.rounds)
-            except ValueError as error:
-                raise UsageError(f"--outer.{error}") from None
+        # Fragments without parameters, a delay beyond the round, a schedule of AdamW's momentum, ranks that differ.
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        has = [*sorted(MEASURED), *FOR_POLICIES]
+        for fragment in engine.fragments:
+            if needs := sorted({*getattr(fragment.outer, "needs", ())}.difference(has)):
+                raise UsageError(f"--outer.restart: a policy may need {', '.join(has)}, needs {', '.join(needs)}")
         return engine
-
-    # ------------------------------------------------------------------------------------------------- training
 
     def inner_step(self) -> None:
         """Take an inner step of every replica; nothing here waits for a GPU."""
@@ -154,7 +194,7 @@ class Trainer:
         clock = time.perf_counter()
         reports = [self.engine.step(signals), self.engine.finish(signals) if is_last else None]
         self.done.engine_seconds += time.perf_counter() - clock
-        taken = [report for report in reports if report is not None]
+        taken = list(filter(None, reports))
         return merged(taken) if taken else None
 
     def read_losses(self) -> None:
@@ -186,8 +226,8 @@ class Trainer:
     def validate(self) -> Mapping[str, float]:
         """Evaluate the anchor on held-out data; `validation_loss` and what else the task measures."""
         if self.validation is None:
-            with self.engine.anchored():
-                found = self.replicas[0].evaluate()
+            with self.engine.anchored(), torch.no_grad():
+                found = self.compute.evaluate(self.replicas[0].model)
             self.validation = {"validation_loss" if name == "loss" else name: value for name, value in found.items()}
         return self.validation
 
@@ -206,8 +246,6 @@ class Trainer:
         line |= self.compute.rates((done.step - step) * len(self.replicas), now[1] - clock)
         return line | {"peak_memory_bytes": peak_bytes(self.compute.device)}
 
-    # ---------------------------------------------------------------------------------------------------- state
-
     def parts(self) -> dict[str, Any]:
         """Return this rank's parts of a checkpoint, by name; the tensors are live."""
         self.read_losses()
@@ -215,9 +253,10 @@ class Trainer:
         # Before a sync that the engine has not been told of, the replicas are a step ahead of it.
         at_anchor = self.engine.at_anchor and self.engine.taken == self.done.step
         for replica in self.replicas:
-            state = replica.state_dict()
-            if at_anchor and state["model"].keys() <= self.engine.anchor.keys():
-                del state["model"]  # equal to the anchor, as usual at the end of a round
+            state = {"inner": replica.inner.state_dict(), "round_losses": replica.round_losses}
+            weights = replica.model.state_dict()
+            if not (at_anchor and weights.keys() <= self.engine.anchor.keys()):
+                state["model"] = weights  # else equal to the anchor, as usual at the end of a round
             parts[f"replica-{replica.number:03d}"] = state
         engine, residuals = self.engine.state_dict(), self.engine.residuals()  # both wait for an all-reduce
         if self.group.rank == 0:
@@ -246,12 +285,10 @@ class Trainer:
             UsageError: other data than this run's.
         """
         if saved.progress["data"] != self.data["fingerprint"]:
-            raise UsageError(
-                f"{self.compute.data_name}: its data have changed since the run began; give another --out for a new run"
-            )
+            raise UsageError(f"{self.compute.data_name}: its data have changed since the run began; give another --out")
         residuals = f"residuals-{self.group.rank:03d}"
         names = [ENGINE, *(f"replica-{replica.number:03d}" for replica in self.replicas)]
-        saved.verify(names + [residuals] * saved.holds(residuals))  # before anything has changed
+        saved.verify(names + [residuals] * (f"{residuals}.pt" in saved.files))  # before anything has changed
         state = saved.part(ENGINE)
         if fork:
             for fragment, of_saved in zip(self.engine.fragments, state["fragments"], strict=True):
@@ -263,15 +300,16 @@ class Trainer:
                     group.update({key: value for key, value in mine.items() if key not in counted})
         self.engine.load_state_dict(state)
         # With another number of ranks, what was owed belongs to no rank.
-        if saved.progress["ranks"] == self.group.size and saved.holds(residuals):
+        if saved.progress["ranks"] == self.group.size and f"{residuals}.pt" in saved.files:
             self.engine.load_residuals(saved.part(residuals))
         for replica, name in zip(self.replicas, names[1:], strict=True):
-            replica.load_state_dict({"model": replica.model.state_dict()} | saved.part(name))
+            of_replica = saved.part(name)
+            replica.model.load_state_dict(of_replica.get("model", replica.model.state_dict()))
+            replica.inner.load_state_dict(of_replica["inner"])
+            replica.round_losses = of_replica["round_losses"]
         self.compute.chosen = dict(saved.progress["chosen"])
         self.done, self._losses = Progress(**saved.progress["done"]), []
         self.done.exit_reason = RUNNING if self.done.exit_reason == STOPPED else self.done.exit_reason
-
-    # -------------------------------------------------------------------------------------------------- results
 
     @property
     def tokens(self) -> int:
@@ -294,7 +332,7 @@ class Trainer:
             validation = self.validate()
             if not validation["validation_loss"] <= self.loss_bound:  # in the last outer step
                 done.exit_reason = DIVERGED
-        optimizers = [fragment.outer for fragment in self.engine.fragments]
+        groups = [group for fragment in self.engine.fragments for group in fragment.outer.param_groups]
         return {
             **validation,
             "tokens": self.tokens,
@@ -304,13 +342,7 @@ class Trainer:
             "exit_reason": done.exit_reason,
             "steps": done.step,
             "rounds": self.engine.round,
-            "restarts": sum(group.get("restarts", 0) for outer in optimizers for group in outer.param_groups),
+            "restarts": sum(group.get("restarts", 0) for group in groups),
             "checksum": self.engine.checksum(),
             "execution": dict(self.compute.chosen),
         }
-
-    def environment(self) -> dict[str, Any]:
-        """Return versions, machine, unit of the losses and data, for `env.json`."""
-        data = dict(self.data)
-        unit = data.pop("loss_unit", "")
-        return environment(self.compute.device) | {"loss_unit": unit, "corpus": data}

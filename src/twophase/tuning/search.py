@@ -32,6 +32,7 @@ class Scale:
         low, high: its range, which follows the best result beyond them; of a whole number it does not.
         is_odds: whether the number is x / (1 + x), as a momentum, for x on the scale.
         is_whole: whether the number is a whole one.
+        template: the value that the number is a part of; `~` stands for the number.
     """
 
     start: float
@@ -39,10 +40,11 @@ class Scale:
     high: float
     is_odds: bool = False
     is_whole: bool = False
+    template: str = "~"
 
     def text(self, x: float) -> str:
-        """Write the number at a place on the scale, as an option has it."""
-        return f"{x / (1 + x) if self.is_odds else x:.4g}"
+        """Write the value at a place on the scale, as an option has it."""
+        return self.template.replace("~", f"{x / (1 + x) if self.is_odds else x:.4g}")
 
 
 def propose(
@@ -59,9 +61,8 @@ def propose(
     best = min(results.values())
     worst = best + _CLIP if math.isfinite(best) else 0.0
     made = (sampler or optuna.samplers.GPSampler)(seed=seed + len(results), n_startup_trials=1)
-    study, points = optuna.create_study(sampler=made), list[Point]()
-    study.add_trials(_trials(scales, {point: min(value, worst) for point, value in results.items()}))
-    distributions = _distributions(scales, results)
+    study = _study(scales, {point: min(value, worst) for point, value in results.items()}, sampler=made)
+    distributions, points = study.trials[0].distributions, list[Point]()
     for _ in range(count + 8 if scales else 0):  # a few are known, rounded; all are where a period is all there is
         if len(points) < count:
             trial = study.ask(distributions)  # it stays open, so that the next one keeps away from it
@@ -87,39 +88,29 @@ def has_untried(scales: Mapping[str, Scale], results: Results, best: Point) -> b
 
 def write_studies(path: Path, studies: Mapping[str, tuple[Mapping[str, Scale], Results]]) -> None:
     """Write a study for each name as a journal that optuna-dashboard opens; settings that diverged have failed."""
-    import optuna  # noqa: PLC0415
+    from optuna.storages import JournalStorage  # noqa: PLC0415
     from optuna.storages.journal import JournalFileBackend  # noqa: PLC0415
 
     with replacing(path) as temporary:
-        storage = optuna.storages.JournalStorage(JournalFileBackend(str(temporary)))
+        storage = JournalStorage(JournalFileBackend(str(temporary)))
         for name, (scales, results) in studies.items():
-            optuna.create_study(storage=storage, study_name=name).add_trials(_trials(scales, results))
+            _study(scales, results, storage=storage, study_name=name)
 
 
-def _trials(scales: Mapping[str, Scale], results: Results) -> list[Any]:
-    from optuna.trial import TrialState, create_trial  # noqa: PLC0415
-
-    distributions = _distributions(scales, results)
-    return [
-        create_trial(
-            params=dict(zip(scales, point, strict=True)),
-            distributions=distributions,
-            value=value if math.isfinite(value) else None,
-            state=TrialState.COMPLETE if math.isfinite(value) else TrialState.FAIL,
-        )
-        for point, value in results.items()
-    ]
-
-
-def _distributions(scales: Mapping[str, Scale], results: Results) -> dict[str, Any]:
-    """Return the ranges, which reach a factor of 4 beyond the best on both sides."""
+def _study(scales: Mapping[str, Scale], results: Results, **options: Any) -> Any:
+    """Return an Optuna study of some results, whose ranges reach a factor of 4 beyond the best on both sides."""
+    import optuna  # noqa: PLC0415
     from optuna.distributions import FloatDistribution, IntDistribution  # noqa: PLC0415
 
-    best = min(results, key=lambda point: results[point])
-    ranges: dict[str, Any] = {}
+    best, ranges = min(results, key=lambda point: results[point]), {}
     for (path, scale), x, xs in zip(scales.items(), best, zip(*results, strict=True), strict=True):
         if scale.is_whole:
             ranges[path] = IntDistribution(int(scale.low), int(scale.high), log=True)
         else:
             ranges[path] = FloatDistribution(min(scale.low, x / 4, *xs), max(scale.high, x * 4, *xs), log=True)
-    return ranges
+    study = optuna.create_study(**options)
+    for point, value in results.items():
+        ends: dict[str, Any] = {"value": value} if math.isfinite(value) else {"state": optuna.trial.TrialState.FAIL}
+        params = dict(zip(scales, point, strict=True))
+        study.add_trial(optuna.trial.create_trial(params=params, distributions=ranges, **ends))
+    return study

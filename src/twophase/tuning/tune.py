@@ -7,10 +7,10 @@ study for each method; optuna-dashboard opens it.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
-import socket
 import statistics
 import sys
 import time
@@ -25,14 +25,13 @@ from typing import Any
 from twophase.config import fingerprint, flatten, get, require, to_tree
 from twophase.errors import RunError, UsageError
 from twophase.files import finite, write_atomic
-from twophase.judge.cells import Paired
 from twophase.judge.decision import decide
 from twophase.runs.folder import Claim
-from twophase.sweeps.grid import Cell, Sweep
+from twophase.sweeps.grid import Sweep
 from twophase.sweeps.runner import Outcome, run_sweep
-from twophase.sweeps.table import ABOVE_ZERO, SEED, Row, measure_of, result
-from twophase.training.config import RunConfig
-from twophase.tuning.methods import CONTROL, METHODS, Method, read_method, without_outer
+from twophase.sweeps.table import ABOVE_ZERO, Row, measure_of, result
+from twophase.training.config import OuterConfig, RunConfig
+from twophase.tuning.methods import CONTROL, METHODS, Method, read_method
 from twophase.tuning.results import Tuned, TuneResults, train_command
 from twophase.tuning.search import Point, Results, Scale, has_untried, propose, write_studies
 
@@ -50,18 +49,15 @@ Search = Callable[[Mapping[str, Scale], Results, int], Sequence[Point]]
 
 @dataclass(frozen=True)
 class Tuning:
-    """Methods and runs of a comparison.
+    """Methods and runs of a comparison; what cannot be compared is refused with a UsageError.
 
     Args:
         base: configuration of all runs; its `inner.lr` is where searches begin, its outer optimizer does not count.
         texts: texts of the methods (`tuning.methods`); averaging is added.
-        points: settings that each method tries, or None.
+        points: settings that each method tries.
         budget: seconds for the whole, which decide the number of settings in the place of `points`.
         seeds: tuning seeds, over which a setting's results are averaged.
         fresh: seeds of the final comparison, at least 2 and none of the tuning seeds.
-
-    Raises:
-        UsageError: naming the option, its value and its range.
     """
 
     base: RunConfig
@@ -81,17 +77,14 @@ class Tuning:
         require(0 < len({*self.seeds}) == len(self.seeds), "seeds", seeds, "one or more, each once")
         fits = 1 < len({*self.fresh}) == len(self.fresh) and not {*self.fresh} & {*self.seeds}
         require(fits, "fresh", fresh, f"two or more, each once, none of them among --seeds {seeds}")
-        object.__setattr__(self, "base", without_outer(self.base))
-        texts = [" ".join(text.split()) for text in self.texts]
-        texts = [CONTROL, *(text for text in texts if text != CONTROL)]
+        sync = replace(self.base.sync, restart=())  # every method has its own
+        object.__setattr__(self, "base", replace(self.base, outer=OuterConfig(), sync=sync, seed=0))
+        texts = [CONTROL, *(text for text in (" ".join(text.split()) for text in self.texts) if text != CONTROL)]
         object.__setattr__(self, "methods", tuple(read_method(text, self.base) for text in texts))
-        require(len(texts) > 1, "methods", CONTROL, "one or more beside it")
-        seen: dict[str, str] = {}
-        for method in self.methods:
-            same = f"{[*method.scales]} {fingerprint(method.config(method.start).plain())}"
-            other = seen.setdefault(same, method.text)
-            if other != method.text or texts.count(other) > 1:  # counted twice, one would widen all intervals
-                raise UsageError(f"--methods: must have each method once, got {method.text} and {other}")
+        different = {(*method.scales, fingerprint(method.config(method.start).plain())) for method in self.methods}
+        # Counted twice, one would widen all intervals.
+        fits = 1 < len(different) == len(texts)
+        require(fits, "methods", ", ".join(texts), f"one or more beside {CONTROL}, each once")
 
     def spec(self) -> dict[str, Any]:
         """Return what identifies the comparison, by option."""
@@ -114,16 +107,15 @@ def run_tuning(
         UsageError: the folder holds something else, or a budget that does not reach.
         RunError: runs failed, and the same call tries them again; or every setting of every method diverged.
     """
-    if missing := [name for name in ("optuna", "pandas") if find_spec(name) is None]:  # before hours of runs
-        raise UsageError(f"tune needs {' and '.join(missing)}; pip install 'twophase[sweep]'")
+    if find_spec("optuna") is None:  # before hours of runs
+        raise UsageError("tune needs optuna; pip install 'twophase[sweep]'")
     import_module("optuna").logging.set_verbosity(logging.WARNING)  # no line for every study
     if not (folder / STATE).exists() and folder.is_dir() and any(file.name[0] != "." for file in folder.iterdir()):
         raise UsageError(f"--out {folder}: must be empty or a comparison's folder, holds no {STATE}")
     folder.mkdir(parents=True, exist_ok=True)
-    claim = Claim(folder, socket.gethostname(), lock=True)
+    claim = Claim(folder)
     try:
-        train = partial(run_sweep, workers=workers, quiet=quiet, should_stop=should_stop)
-        stages = _Stages(tuning, folder, train)
+        stages = _Stages(tuning, folder, partial(run_sweep, workers=workers, quiet=quiet, should_stop=should_stop))
         points = stages.search(search)
         if not quiet:
             print(f"{folder}: {points} settings of each method", file=sys.stderr)
@@ -139,48 +131,41 @@ class _Stages:
         self.tuning, self.folder, self.train = tuning, folder, train
         self.results: dict[str, dict[Point, float]] = {method.text: {} for method in tuning.methods}
         self.seconds = dict.fromkeys(self.results, 0.0)
-        self.stages: list[dict[str, Any]] = []
-        """Of each stage the settings by method, and the seconds that it took once it has ended."""
+        # Of each stage the settings by method, and the seconds that it took once it has ended.
+        self.state: dict[str, Any] = {"comparison": tuning.spec(), "stages": []}
         if (folder / STATE).exists():
-            saved, spec = json.loads((folder / STATE).read_bytes()), tuning.spec()
-            for option, value in saved["comparison"].items():
+            spec, self.state = self.state["comparison"], json.loads((folder / STATE).read_bytes())
+            for option, value in self.state["comparison"].items():
                 require(spec.get(option) == value, option, spec.get(option), f"{value} as in {folder}")
-            self.stages = saved["stages"]
-
-    def _save(self) -> None:
-        state = {"comparison": self.tuning.spec(), "stages": self.stages}
-        write_atomic(self.folder / STATE, json.dumps(state, indent=1) + "\n")
 
     def search(self, search: Search) -> int:
         """Run stages up to the number of settings that points or budget allow; return it."""
-        methods, number = self.tuning.methods, 0
-        while True:
+        stages, methods = self.state["stages"], self.tuning.methods
+        for number in itertools.count():
             began = time.monotonic()
-            if number == len(self.stages):
-                most = self.tuning.points or self._affordable()
-                points = {}
+            if number == len(stages):
+                most, points = self.tuning.points or self._affordable(), {}
                 for method in methods:
-                    if (count := most - len(self.results[method.text])) > 0:
-                        points[method.text] = search(method.scales, self.results[method.text], min(_BATCH, count))
+                    tried = self.results[method.text]
+                    if (count := min(_BATCH, most - len(tried))) > 0:
+                        points[method.text] = search(method.scales, tried, count)
                 if not any(points.values()):
-                    return max(map(len, self.results.values()))
-                self.stages.append({"points": points})
-                self._save()
-            stage = self.stages[number]
-            found = self._run(f"stage-{number:02d}", stage["points"], self.tuning.seeds)
-            for (text, point), rows in found.items():
-                self.results[text][point] = statistics.fmean(_logs(rows).values())
-            stage.setdefault("seconds", time.monotonic() - began)
-            self._save()
+                    break
+                stages.append({"points": points})
+                write_atomic(self.folder / STATE, json.dumps(self.state, indent=1) + "\n")
+            for (text, point), rows in self._run(f"stage-{number:02d}", stages[number]["points"], self.tuning.seeds):
+                self.results[text][point] = statistics.fmean(map(_log, rows))
+            stages[number].setdefault("seconds", time.monotonic() - began)
+            write_atomic(self.folder / STATE, json.dumps(self.state, indent=1) + "\n")
             write_studies(self.folder / TRIALS, {m.text: (m.scales, self.results[m.text]) for m in methods})
-            number += 1
+        return max(map(len, self.results.values()))
 
     def _affordable(self) -> int:
         """Return the settings of each method that the budget allows, from the seconds of those so far."""
         budget, done = self.tuning.budget or BUDGET, max(map(len, self.results.values()))
         if not done:
             return 1
-        spent = math.fsum(stage["seconds"] for stage in self.stages)
+        spent = math.fsum(stage["seconds"] for stage in self.state["stages"])
         each = spent / done
         final = each * len(self.tuning.fresh) / len(self.tuning.seeds)
         points = done + max(int((budget - spent - final) / each), 0)
@@ -190,23 +175,21 @@ class _Stages:
 
     def _run(
         self, name: str, points: Mapping[str, Iterable[Iterable[float]]], seeds: Sequence[int]
-    ) -> dict[tuple[str, Point], list[Row]]:
-        """Run some settings as a sweep; return the row of each seed."""
-        cells: dict[tuple[str, Point], list[Cell]] = {}
-        for method in self.tuning.methods:
-            for point in map(tuple, points.get(method.text, ())):
-                cells[method.text, point] = [method.cell(point, seed) for seed in seeds]
-        sweep = Sweep(name, self.tuning.base, [cell for group in cells.values() for cell in group])
-        outcome = self.train(sweep, self.folder / name)
-        outcome.check(self.folder / name)
+    ) -> list[tuple[tuple[str, Point], list[Row]]]:
+        """Run some settings as a sweep; return the method and point of each, and its row for each seed."""
+        settings = [(method, tuple(point)) for method in self.tuning.methods for point in points.get(method.text, ())]
+        groups = [[method.cell(point, seed) for seed in seeds] for method, point in settings]
+        folder = self.folder / name
+        outcome = self.train(Sweep(name, self.tuning.base, [*itertools.chain(*groups)]), folder)
+        outcome.check(folder)
         for row in outcome.rows:
             self.seconds[row.arm] += row.seconds or 0.0
             if row.state == "missing":
                 raise RunError(f"{self.folder}: stopped; the same command resumes it")
             if row.state == "finished" and result(row) is None and row.perplexity != math.inf:
-                raise RunError(f"{self.folder / name}: run {row.run} has the loss {row.validation_loss}; {ABOVE_ZERO}")
-        by_run = {row.run: row for row in outcome.rows}
-        return {setting: [by_run[cell.run_id] for cell in group] for setting, group in cells.items()}
+                raise RunError(f"{folder}: run {row.run} has the loss {row.validation_loss}; {ABOVE_ZERO}")
+        keys, rows = [(method.text, point) for method, point in settings], iter(outcome.rows)
+        return [(key, [*itertools.islice(rows, len(seeds))]) for key in keys]
 
     def compare(self, points: int) -> TuneResults:
         """Train the best setting of each method on the fresh seeds, and compare; write and return what came out."""
@@ -216,9 +199,11 @@ class _Stages:
             raise RunError(f"--out {self.folder}: every setting diverged; give another --out and a smaller --inner.lr")
         name = f"{FRESH}-{points}"
         found = self._run(name, {text: [point] for text, point in best.items()}, self.tuning.fresh)
-        rows = {text: group for (text, _), group in found.items()}
-        tuned = [self._tuned(method, best.get(method.text), rows) for method in self.tuning.methods]
+        rows = {text: group for (text, _), group in found}
+        tuned = [self._tuned(method, best[method.text], rows) for method in self.tuning.methods if method.text in best]
         tuned.sort(key=lambda each: each.fresh or math.inf)
+        lost = [(text, len(tried)) for text, tried in self.results.items() if text not in best]
+        tuned += [Tuned(text, settings=count, seconds=self.seconds[text]) for text, count in lost]
         measure = measure_of(row for group in rows.values() for row in group)
         outcome = TuneResults(self.folder / name, measure, points, tuple(self.tuning.fresh), tuple(tuned))
         plain = {"measure": measure, "points": points, "fresh": outcome.fresh}
@@ -226,26 +211,30 @@ class _Stages:
         write_atomic(self.folder / RESULT, json.dumps(finite(plain), indent=1) + "\n")
         return outcome
 
-    def _tuned(self, method: Method, best: Point | None, rows: Mapping[str, Sequence[Row]]) -> Tuned:
-        tried = self.results[method.text]
-        tuned = Tuned(method.text, len(tried), self.seconds[method.text])
-        if best is None:
-            return tuned
-        config, mine, decision = method.config(best), rows[method.text], None
+    def _tuned(self, method: Method, best: Point, rows: Mapping[str, Sequence[Row]]) -> Tuned:
+        tried, config, mine = self.results[method.text], method.config(best), rows[method.text]
+        is_open, results = has_untried(method.scales, tried, best), [*map(result, mine)]
+        word, ratios = "control" if method.text == CONTROL else "no control", (None,) * 3
         if method.text != CONTROL and CONTROL in rows:
-            pairs = Paired.of(_logs(mine), _logs(rows[CONTROL]))
-            decision = decide(pairs.by_seed, comparisons=len(self.tuning.methods) - 1)
-        return replace(
-            tuned,
+            gaps = [_log(other) - _log(row) for other, row in zip(rows[CONTROL], mine, strict=True)]
+            decision = decide(gaps, comparisons=len(self.tuning.methods) - 1)
+            word = "open" if is_open and decision.word != "better" else decision.word
+            ratios = decision.ratios()
+        return Tuned(
+            method.text,
+            word,
+            None if None in results else statistics.geometric_mean(filter(None, results)),
+            *ratios,
+            tuned=math.exp(tried[best]),
+            settings=len(tried),
+            open=is_open,
+            seconds=self.seconds[method.text],
             command=train_command(config),
             numbers={path: get(config, path) for path in method.scales},
-            tuned=math.exp(tried[best]),
-            results=tuple(map(result, mine)),
-            open=has_untried(method.scales, tried, best),
-            decision=decision,
+            results=tuple(results),
         )
 
 
-def _logs(rows: Iterable[Row]) -> dict[Any, float]:
-    """Return the logarithms of some results by seed, infinite where a run diverged."""
-    return {row.values[SEED]: math.log(result(row) or math.inf) for row in rows}
+def _log(row: Row) -> float:
+    """Return the logarithm of a run's result, infinite where it diverged."""
+    return math.log(result(row) or math.inf)

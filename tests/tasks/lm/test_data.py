@@ -140,6 +140,9 @@ def test_what_is_refused_of_a_text(tmp_path: Path):
         with pytest.raises(UsageError, match=rf"--data\.{option}"):
             text_corpus(path, replicas, **options)
     assert text_corpus(letters, vocabulary="bytes").description["replaced_share"] == 0
+    rare = write_lines(tmp_path / "rare.jsonl", [f"{i:03}?\u043e\t" * 2 + "x" * 988 for i in range(20)])
+    # 40 of 20,000 characters, of which the separators of 19 and 0 neighbours are no part.
+    assert text_corpus(rare).description["replaced_share"] == 40 / (20_000 + 2 * 18)
     built = text_corpus(short, 9, sequence_length=19)
     assert built.batch(0, 0, 8)[0].shape == (4, 19)
     with pytest.raises(UsageError, match=r"--model\.vocabulary-size"):
@@ -243,7 +246,7 @@ def test_what_is_refused_of_shards(folder: Path, options: dict[str, Any], replic
 
 
 def test_nanogpt_files_are_a_corpus(tmp_path: Path):
-    """The vocabulary is the model's, which must be given; what is unknown is None."""
+    """The vocabulary is the model's, which must be given; what is unknown is None; changes are noticed."""
     counting(0, 101).tofile(tmp_path / "train.bin")
     counting(500, 46).tofile(tmp_path / "val.bin")
     with pytest.raises(UsageError, match=r"--model\.vocabulary-size"):
@@ -252,3 +255,5 @@ def test_nanogpt_files_are_a_corpus(tmp_path: Path):
     assert sorted(starts(corpus, 0, 10) + starts(corpus, 1, 10)) == list(range(0, 100, 5))
     assert corpus.validation()[0][0, 0] == 500
     assert (corpus.vocabulary_size, corpus.token_bytes) == (50_304, None)
+    shardmaker.flip(tmp_path / "train.bin")
+    assert build(data(tmp_path), 2, 50_304).description["fingerprint"] != corpus.description["fingerprint"]

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from twophase.tasks.lm.evaluate import numbers, total_nats
+from twophase.tasks.lm.task import evaluate
 
+CPU = torch.device("cpu")
 TOKEN_BYTES = np.array([1, 1, 2, 3, 4, 1, 2])
 
 
@@ -37,22 +38,21 @@ def test_equals_the_definition(batch: int, dtype: torch.dtype, precision: float)
     logits = model.weight.detach().double().numpy()[tokens.numpy()]
     chosen = np.take_along_axis(logits, targets.numpy()[..., None], -1)[..., 0]
     nats = float((np.log(np.exp(logits).sum(-1)) - chosen).sum())
-    total = total_nats(model, tokens, targets, batch)
-    assert total == pytest.approx(nats, rel=precision)
-    assert model.weight.grad is None
+    judged = (tokens.numpy(), targets.numpy())
     expected = {
         "loss": nats / 55,
         "perplexity": math.exp(nats / 55),
         "perplexity_per_byte": math.exp(nats / TOKEN_BYTES[targets.numpy()].sum()),
     }
-    assert numbers(total, targets.numpy(), TOKEN_BYTES) == pytest.approx(expected, rel=10 * precision)
-    assert "perplexity_per_byte" not in numbers(total, targets.numpy(), None)
+    assert evaluate(model, judged, TOKEN_BYTES, CPU, batch) == pytest.approx(expected, rel=10 * precision)
+    assert model.weight.grad is None
+    assert "perplexity_per_byte" not in evaluate(model, judged, None, CPU, batch)
 
 
 @pytest.mark.parametrize(("scale", "perplexity"), [(1e5, math.inf), (math.nan, math.nan)])
 def test_divergence_is_a_result(scale: float, perplexity: float):
     """A diverged model gives inf or NaN, not an exception."""
     tokens, targets = windows()
-    result = numbers(total_nats(bigram(scale), tokens, targets, 2), targets.numpy(), TOKEN_BYTES)
+    result = evaluate(bigram(scale), (tokens.numpy(), targets.numpy()), TOKEN_BYTES, CPU, 2)
     assert result["perplexity"] == pytest.approx(perplexity, nan_ok=True)
     assert result["perplexity_per_byte"] == pytest.approx(perplexity, nan_ok=True)

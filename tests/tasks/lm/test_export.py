@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import random
 import shutil
@@ -25,10 +24,11 @@ from twophase.diloco.group import SingleProcess
 from twophase.errors import RunError, UsageError
 from twophase.runs.folder import CHECKPOINTS, RunFolder
 from twophase.tasks.lm.config import TrainConfig
-from twophase.tasks.lm.export import RECORD, export, text_tokenizer
+from twophase.tasks.lm.export import RECORD, export
 from twophase.tasks.lm.task import LanguageTask
 from twophase.tasks.registry import config_class
-from twophase.text.shards import TOKEN_BYTES, TOKENIZER, Meta, Shard, read_meta, write_meta
+from twophase.text.prepare import Request, prepare
+from twophase.text.shards import read_meta, write_meta
 from twophase.text.tokenizers import CHARACTERS, encode_text
 from twophase.training.checkpoint import Checkpointer
 
@@ -93,7 +93,7 @@ def test_same_loss(corpus: str, tmp_path: Path, values: dict[str, Any]) -> None:
     config = make_config(corpus, **values)
     export(made(config, tmp_path / "run"), tmp_path / "hf")
     task = LanguageTask(config)
-    tokens, targets = map(torch.from_numpy, task.corpus.validation())
+    tokens, targets = map(torch.from_numpy, task.data.validation())
     with torch.no_grad():
         logits = load(tmp_path / "hf")(tokens).logits.float()
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).item()
@@ -149,12 +149,12 @@ TEXTS = st.one_of(st.text(), st.text(st.sampled_from("a \t\r\n~?é\U0001f600<>|/
 
 
 @pytest.fixture(scope="module", params=["char", "bytes"])
-def reloaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
+def reloaded(request: pytest.FixtureRequest, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
     from transformers import AutoTokenizer
 
     folder = tmp_path_factory.mktemp(request.param)
-    text_tokenizer(request.param, 64).save_pretrained(folder)
-    return request.param, AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    export(made(make_config(corpus, **{"data.vocabulary": request.param}), folder / "run"), folder / "hf")
+    return request.param, AutoTokenizer.from_pretrained(folder / "hf", local_files_only=True)
 
 
 @given(text=TEXTS)
@@ -170,27 +170,16 @@ def test_same_ids(reloaded: tuple[str, Any], text: str) -> None:
 @pytest.fixture
 def shards(tmp_path: Path) -> Path:
     """A prepared folder: byte ids and an end of text, with a tokenizer that says so."""
-    from transformers import AddedToken
-
-    folder = tmp_path / "shards"
-    folder.mkdir()
-    content = np.random.default_rng(1).integers(0, 257, 2000).astype(np.uint16).tobytes()
-    splits = {}
-    for split in ("train", "validation"):
-        (folder / f"{split}-00000.bin").write_bytes(content)
-        splits[split] = [Shard(f"{split}-00000.bin", 2000, hashlib.sha256(content).hexdigest())]
-    np.save(folder / TOKEN_BYTES, np.ones(257, np.uint32))
-    write_meta(folder, Meta("toy", "0123456789abcdef" * 4, 257, 256, "uint16", {}, splits))
-    tokenizer = text_tokenizer("bytes", 64)
-    tokenizer.add_special_tokens({"eos_token": AddedToken("<|end|>", special=True)})
-    tokenizer.save_pretrained(folder / TOKENIZER)
-    return folder
+    text = tmp_path / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": f"document {i} " * 20}) + "\n" for i in range(50)))
+    prepare(Request((str(text),), str(tmp_path / "shards"), tokenizer="bytes", held_out=0.2, quiet=True))
+    return tmp_path / "shards"
 
 
 def test_the_tokenizer_of_token_shards(shards: Path, tmp_path: Path) -> None:
     """It is copied, from where the shards are now; another one is refused, and so are shards that are gone."""
     run = made(make_config(f"tokens:{shards}"), tmp_path / "run")
-    assert export(run, tmp_path / "hf")["tokenizer"] == "toy"
+    assert export(run, tmp_path / "hf")["tokenizer"] == "bytes"
     assert load(tmp_path / "hf").config.eos_token_id == 256
     moved = shards.rename(tmp_path / "moved")
     with pytest.raises(UsageError, match="--data"):
@@ -255,12 +244,14 @@ def test_a_full_disk_leaves_nothing(run: Path, tmp_path: Path, monkeypatch: pyte
 
 
 def test_no_run(corpus: str, tmp_path: Path) -> None:
-    """A folder that is no run, is not there, of another task, or of a run that has not begun, is named."""
+    """A folder that is no run, is not there, of another task or a run that has not begun, and a type, are named."""
     with RunFolder.claim(tmp_path / "claimed", make_config(corpus)):
         pass
     with RunFolder.claim(tmp_path / "digits", config_class("digits")()):
         pass
     (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match=r"--dtype.*int8"):
+        export(tmp_path / "claimed", tmp_path / "hf", dtype="int8")
     for name, part in (("empty", "no run"), ("nowhere", "no run"), ("claimed", "checkpoint"), ("digits", "--task lm")):
         with pytest.raises(UsageError, match=rf"{name}.*{part}"):
             export(tmp_path / name, tmp_path / "hf")
@@ -278,11 +269,3 @@ def test_damaged_or_diverged(run: Path, corpus: str, tmp_path: Path) -> None:
     with pytest.raises(RunError, match="diverged"):
         export(diverged, tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
-
-
-def test_options(run: Path, tmp_path: Path) -> None:
-    """An unknown type is refused by its option, from Python as from the command."""
-    with pytest.raises(UsageError, match=r"--dtype.*int8"):
-        export(run, tmp_path / "hf", dtype="int8")
-    with pytest.raises(UsageError, match="--dtype"):
-        main([str(run), str(tmp_path / "hf"), "--dtype", "int8"])

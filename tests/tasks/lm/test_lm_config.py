@@ -1,14 +1,18 @@
-"""What no model, batch or run can have is refused by its option."""
+"""What no model, batch or run can have is refused by its option; a model's size by formula is that of the model."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from twophase.config import update
 from twophase.errors import UsageError
-from twophase.tasks.lm.config import TrainConfig
+from twophase.tasks.lm.config import ModelConfig, TrainConfig, flops_per_token, parameter_count
+from twophase.tasks.lm.model import Llama
 
 
 @pytest.mark.parametrize(
@@ -52,3 +56,27 @@ def test_values_that_go_together(values: dict[str, Any]) -> None:
     config = update(TrainConfig(), values)
     assert update(TrainConfig(), dict(reversed(values.items()))) == config
     assert config.step_tokens == config.data.batch_size * 64
+
+
+SHAPES = [
+    ModelConfig(),
+    ModelConfig(layers=3, hidden_size=48, intermediate_size=100, heads=4, kv_heads=2),
+    ModelConfig(layers=1, hidden_size=32, intermediate_size=64, heads=2, tie_embeddings=True),
+]
+
+
+@pytest.mark.parametrize("config", SHAPES)
+def test_parameters_and_operations(config: ModelConfig) -> None:
+    """What the model holds, and torch's own count: 3 times the products' forward, and attention's whole square."""
+    length = 24
+    model = Llama(config, 77, seed=0)
+    assert parameter_count(config, 77) == sum(p.numel() for p in model.parameters())
+    tokens = torch.zeros(2, length, dtype=torch.int64)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as forward:  # others are not counted on CPUs
+        model(tokens)
+    # The counter, like the PaLM count, takes the whole square. A backward pass of products costs twice the forward.
+    counted = 3 * forward.get_total_flops() / tokens.numel()
+    flops = flops_per_token(config, 77, length)
+    assert flops.palm == pytest.approx(counted, rel=1e-12)
+    square = 12 * config.layers * config.hidden_size * length
+    assert flops.palm - flops.causal == pytest.approx(square / 2, rel=1e-12)

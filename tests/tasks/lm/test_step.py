@@ -12,8 +12,7 @@ from torch import Tensor
 
 from twophase.config import update
 from twophase.diloco.group import SingleProcess
-from twophase.tasks.lm.config import TrainConfig
-from twophase.tasks.lm.flops import flops_per_token
+from twophase.tasks.lm.config import TrainConfig, flops_per_token
 from twophase.tasks.lm.model import Llama
 from twophase.tasks.lm.step import KERNELS, Step, compiled_loss, drawn
 from twophase.training.config import ComputeConfig

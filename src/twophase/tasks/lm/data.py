@@ -16,10 +16,9 @@ from numpy.typing import NDArray
 from twophase.config import require
 from twophase.errors import UsageError
 from twophase.tasks.lm.config import DataConfig
-from twophase.text.python_docs import python_documents
 from twophase.text.shards import META, TOKEN_BYTES, TRAIN, VALIDATION, Windows, epoch_order, nanogpt_meta, read_meta
-from twophase.text.sources import documents
-from twophase.text.tokenizers import VOCABULARY_SIZES, encode_text, replaced
+from twophase.text.sources import documents, python_documents
+from twophase.text.tokenizers import VOCABULARY_SIZES, encode_text
 
 TOKENS, FILE = "tokens:", "file:"
 SEPARATOR = "\n\n"
@@ -31,25 +30,21 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """The windows that each replica reads, and those of the validation; made by `build`.
+    """The windows that each replica reads, and those of the validation, each with the target of its last token.
 
     Of a text, whose windows begin at every token, each replica has a contiguous share and reads random ones of it. Of
     token shards every epoch has a new order of all windows, and each replica reads a share of it, each window once.
-
-    Args:
-        token_bytes: (vocabulary_size,) UTF-8 bytes of what each id decodes to; None where they are not known.
-        training: windows, each with the target of its last token, by their numbers.
-        held_out: those of the validation.
-        description: facts for the record of a run, as plain values.
     """
 
     vocabulary_size: int
     token_bytes: NDArray[np.int64] | None
+    """(vocabulary_size,) UTF-8 bytes of what each id decodes to, where they are known."""
     training: Windows | NDArray[np.uint8]
     held_out: Windows | NDArray[np.uint8]
     data: DataConfig
     replicas: int
     description: dict[str, Any]
+    """Facts for the record of a run, as plain values."""
 
     @property
     def in_epochs(self) -> bool:
@@ -118,58 +113,48 @@ def build(data: DataConfig, replicas: int, vocabulary_size: int = 0) -> Corpus:
     return corpus
 
 
-# ---------------------------------------------------------------------------------------------------------------- text
-
-
-def load_documents(corpus: str) -> tuple[list[str], str]:
-    """Return the documents of a corpus of text, none blank and no two equal, and a line about them."""
-    if corpus in ("python", "python-code"):
-        kind = "documentation and docstrings" if corpus == "python" else "functions and classes of the library"
-        source, texts = f"{kind} of Python {platform.python_version()}", python_documents(corpus)
-    elif corpus.startswith(FILE):
-        path = Path(corpus.removeprefix(FILE)).expanduser()
-        source, texts = f"text of {path.name}", list(dict.fromkeys(documents(path)))
-    else:
-        raise UsageError(f"--data.corpus: must be python, python-code, file:PATH or tokens:DIR, got {corpus}")
-    if len(texts) < 2:  # one is to be held out
-        raise UsageError(f"--data.corpus: must hold at least 2 documents, got {len(texts)} in {corpus}")
-    return texts, f"{source}: {len(texts):,} documents, {sum(map(len, texts)):,} characters"
-
-
 def _text_corpus(data: DataConfig, replicas: int) -> Corpus:
     """Load, shuffle (of a non-iid split only the held-out part), hold out, encode and share out a text.
 
     The shuffle does not depend on the run's seed, so every run on a text is judged on the same held-out documents.
     Whole documents are held out, never windows of training documents.
     """
-    texts, description = load_documents(data.corpus)
+    name = data.corpus
+    if name in ("python", "python-code"):
+        kind = "documentation and docstrings" if name == "python" else "functions and classes of the library"
+        source, texts = f"{kind} of Python {platform.python_version()}", python_documents(name)
+    elif name.startswith(FILE):
+        path = Path(name.removeprefix(FILE)).expanduser()
+        source, texts = f"text of {path.name}", list(dict.fromkeys(documents(path)))
+    else:
+        raise UsageError(f"--data.corpus: must be python, python-code, file:PATH or tokens:DIR, got {name}")
     count = len(texts)
+    require(count >= 2, "data.corpus", f"{count} in {name}", "2 documents or more")  # one is to be held out
     order = np.argsort(np.random.Philox(key=0).random_raw(count), kind="stable")
     apart = min(max(round(data.held_out * count), 1), count - 1)
     kept = order[apart:] if data.split == "iid" else np.sort(order[apart:])
     parts = [SEPARATOR.join(texts[i] for i in numbers) for numbers in (kept, order[:apart])]
-    unknown = sum(replaced(data.vocabulary, part) for part in parts) / sum(map(len, parts))
-    lacking = f"bytes, for {unknown:.1%} of the characters of {data.corpus} are not ASCII"
+    stream, held_out = streams = [encode_text(data.vocabulary, part) for part in parts]
+    mark = encode_text(data.vocabulary, "?")
+    marks = sum(int(np.count_nonzero(ids == mark)) for ids in streams) - sum(part.count("?") for part in parts)
+    unknown = marks / sum(map(len, parts))
+    lacking = f"bytes, for {unknown:.1%} of the characters of {name} are not ASCII"
     require(unknown <= MAX_REPLACED, "data.vocabulary", data.vocabulary, lacking)
-    stream, held_out = (encode_text(data.vocabulary, part) for part in parts)
-    share, window = len(stream) // replicas, data.sequence_length + 1
-    shortest = min(share, len(held_out))  # of a replica's tokens and the validation's
-    require(shortest >= window, "data.sequence_length", data.sequence_length, f"below {shortest} for {data.corpus}")
+    window = data.sequence_length + 1
+    shortest = min(len(stream) // replicas, len(held_out))  # of a replica's tokens and the validation's
+    require(shortest >= window, "data.sequence_length", data.sequence_length, f"below {shortest} for {name}")
     facts = {
-        "corpus": data.corpus,
-        "text": description,
+        "corpus": name,
+        "text": f"{source}: {count:,} documents, {sum(map(len, texts)):,} characters",
         "fingerprint": hashlib.sha256(json.dumps(texts).encode()).hexdigest(),
         "held_out_documents": apart,
         "replaced_share": unknown,
         "vocabulary": data.vocabulary,
     }
     size = VOCABULARY_SIZES[data.vocabulary]
-    training, validation = (sliding_window_view(ids, window) for ids in (stream, held_out))
+    training, validation = (sliding_window_view(ids, window) for ids in streams)
     # One byte a token in both vocabularies; of `char` of the text as it was encoded, tabs already expanded.
     return Corpus(size, np.ones(size, np.int64), training, validation, data, replicas, facts)
-
-
-# -------------------------------------------------------------------------------------------------------- token shards
 
 
 def _shard_corpus(data: DataConfig, replicas: int, vocabulary_size: int) -> Corpus:
@@ -180,12 +165,11 @@ def _shard_corpus(data: DataConfig, replicas: int, vocabulary_size: int) -> Corp
         meta, token_bytes = nanogpt_meta(folder, vocabulary_size), None
     else:
         meta, token_bytes = read_meta(folder), np.load(folder / TOKEN_BYTES).astype(np.int64)
-    name = meta.tokenizer
-    require(data.tokenizer in ("", name), "data.tokenizer", data.tokenizer, f"{name}, which made {folder}")
+    name, asked = meta.tokenizer, data.validation_windows
     training, held_out = (Windows(folder, meta, split, data.sequence_length) for split in (TRAIN, VALIDATION))
     count, most = len(training), len(held_out)
+    require(data.tokenizer in ("", name), "data.tokenizer", data.tokenizer, f"{name}, which made {folder}")
     require(replicas <= count, "replicas", replicas, f"at most {count}, the windows of {folder}")
-    asked = data.validation_windows
     require(asked <= most, "data.validation_windows", asked, f"at most {most}, those of {folder}")
     tokens, held_out_tokens = meta.tokens(TRAIN), meta.tokens(VALIDATION)
     facts = {

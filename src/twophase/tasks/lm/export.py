@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
@@ -30,12 +29,11 @@ from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.data import TOKENS
 from twophase.tasks.lm.model import Llama
 from twophase.text.shards import META, TOKENIZER, read_meta
-from twophase.text.tokenizers import CHARACTERS
+from twophase.text.sources import optional
+from twophase.text.tokenizers import text_tokenizer
 from twophase.training import checkpoint
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 RECORD = "twophase.json"
-Ids = dict[str, Any]
 
 
 def export(
@@ -56,9 +54,8 @@ def export(
         UsageError: no run of `lm`, one without weights, token shards of another tokenizer, or `out` holds something.
         RunError: the run's weights are damaged, or it has diverged.
     """
-    require(dtype in DTYPES, "dtype", dtype, f"one of {', '.join(DTYPES)}")
-    if importlib.util.find_spec("transformers") is None:
-        raise UsageError("export: needs transformers; pip install 'twophase[hf]'")
+    require(dtype in ("float32", "bfloat16"), "dtype", dtype, "float32 or bfloat16")
+    hf = optional("transformers", "hf")
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UsageError(f"{out}: must be missing or an empty folder")
     tree = load_yaml(run / CONFIG) if (run / CONFIG).is_file() else {}
@@ -70,11 +67,15 @@ def export(
         raise RunError(f"{run}: its weights are not finite, because the run has diverged")
     model = Llama(config.model, weights["embedding"].shape[0], seed=0)
     model.load_state_dict(weights)
-    shards = _shards(run, config, data) if tokenizer else None
     with _whole_folder(out.absolute()) as folder:
-        has_ids = tokenizer and (shards is not None or not config.data.corpus.startswith(TOKENS))
-        ids = _write_tokenizer(folder, config, shards) if has_ids else {}
-        _write_model(folder, model, config, ids, DTYPES[dtype])
+        ids = _write_tokenizer(hf, folder, run, config, data) if tokenizer else {}
+        special = {"bos_token_id": ids.get("begin"), "eos_token_id": ids.get("end"), "pad_token_id": None}
+        options = model.hf_config(config.data.sequence_length) | special
+        hf.LlamaConfig(**options, dtype=dtype, architectures=["LlamaForCausalLM"]).save_pretrained(folder)
+        hf.GenerationConfig(**special).save_pretrained(folder)
+        written = {name: weight.to(getattr(torch, dtype)) for name, weight in model.to_hf().items()}
+        # Not by save_file, whose error where the disk is full is no OSError.
+        (folder / "model.safetensors").write_bytes(safetensors.torch.save(written, metadata={"format": "pt"}))
         record = {
             "run": fingerprint(tree),
             "steps": steps,
@@ -103,69 +104,27 @@ def _weights(run: Path) -> tuple[dict[str, Tensor], str, int]:
     return newest.anchor(), f"checkpoint {newest.path.name}", newest.progress["done"]["step"]
 
 
-def _shards(run: Path, config: TrainConfig, data: Path | None) -> Path | None:
-    """Return the folder of token shards that the run has read; None of a text, or of .bin files without a tokenizer."""
-    corpus = config.data.corpus
-    trained_with = json.loads((run / ENV).read_text())["corpus"].get("tokenizer_sha256")
-    if not trained_with:
-        return None
-    folder = data or Path(corpus.removeprefix(TOKENS)).expanduser()
-    found = read_meta(folder).tokenizer_sha256 if (folder / META).is_file() else "none"
-    if found != trained_with:
-        raise UsageError(
-            f"--data: must be shards of the run's tokenizer {trained_with[:12]}, {folder} has {found[:12]}"
-        )
-    return folder
+def _write_tokenizer(hf: Any, folder: Path, run: Path, config: TrainConfig, data: Path | None) -> dict[str, Any]:
+    """Write a tokenizer's files; return its name, its number of ids, and those that begin and end a text.
 
-
-def _write_tokenizer(folder: Path, config: TrainConfig, shards: Path | None) -> Ids:
-    """Write a tokenizer's files; return its name, its number of ids, and those that begin and end a text."""
-    if shards is None:
-        made = text_tokenizer(config.data.vocabulary, config.data.sequence_length)
-        made.save_pretrained(folder)
-        return {"name": config.data.vocabulary, "size": len(made)}
-    from transformers import AutoTokenizer  # noqa: PLC0415 - an optional package, and slow to import
-
-    shutil.copytree(shards / TOKENIZER, folder, dirs_exist_ok=True)
-    meta, read = read_meta(shards), AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    ids = {"begin": read.bos_token_id, "end": meta.end_of_text}
-    return {"name": meta.tokenizer, "size": meta.vocabulary_size} | ids
-
-
-def text_tokenizer(name: str, max_length: int) -> Any:
-    """Return a `transformers.PreTrainedTokenizerFast` that gives the ids of `char` or `bytes`.
-
-    It has no special tokens, so every text means itself. Lone surrogates, which are no text to it, it refuses.
+    That of token shards is copied from where they are now; .bin files of nanoGPT have none.
     """
-    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers  # noqa: PLC0415 - optional
-    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415 - an optional package, and slow to import
-
-    # One token a character and nothing to merge; `bytes` are seen as characters that can be printed.
-    characters = byte_characters() if name == "bytes" else CHARACTERS
-    made = Tokenizer(models.BPE(vocab={character: number for number, character in enumerate(characters)}, merges=[]))
-    if name == "bytes":
-        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        made.decoder = decoders.ByteLevel()
-    else:
-        replacements = [("\t", "    "), ("\r\n", "\n"), (Regex(r"[^ -~\n]"), "?")]  # in the order of `encode_text`
-        made.normalizer = normalizers.Sequence([normalizers.Replace(old, new) for old, new in replacements])
-        made.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=made, clean_up_tokenization_spaces=False, model_max_length=max_length
-    )
-
-
-def _write_model(folder: Path, model: Llama, config: TrainConfig, ids: Ids, dtype: torch.dtype) -> None:
-    from transformers import GenerationConfig, LlamaConfig  # noqa: PLC0415 - an optional package, and slow to import
-
-    special = {"bos_token_id": ids.get("begin"), "eos_token_id": ids.get("end"), "pad_token_id": None}
-    options: dict[str, Any] = model.hf_config(config.data.sequence_length) | special
-    options["dtype"] = str(dtype).removeprefix("torch.")
-    LlamaConfig(**options, architectures=["LlamaForCausalLM"]).save_pretrained(folder)
-    GenerationConfig(**special).save_pretrained(folder)
-    weights = {name: weight.to(dtype) for name, weight in model.to_hf().items()}
-    # Not by save_file, whose error where the disk is full is no OSError.
-    (folder / "model.safetensors").write_bytes(safetensors.torch.save(weights, metadata={"format": "pt"}))
+    vocabulary, corpus = config.data.vocabulary, config.data.corpus
+    if not corpus.startswith(TOKENS):
+        options = {"clean_up_tokenization_spaces": False, "model_max_length": config.data.sequence_length}
+        made = hf.PreTrainedTokenizerFast(tokenizer_object=text_tokenizer(vocabulary), **options)
+        made.save_pretrained(folder)
+        return {"name": vocabulary, "size": len(made)}
+    trained_with = json.loads((run / ENV).read_text())["corpus"]["tokenizer_sha256"]
+    if not trained_with:
+        return {}
+    shards = data or Path(corpus.removeprefix(TOKENS)).expanduser()
+    found = read_meta(shards).tokenizer_sha256 if (shards / META).is_file() else "none"
+    fits = f"shards of the run's tokenizer {trained_with[:12]}"
+    require(found == trained_with, "data", f"{found[:12]} of {shards}", fits)
+    shutil.copytree(shards / TOKENIZER, folder, dirs_exist_ok=True)
+    meta, read = read_meta(shards), hf.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    return {"name": meta.tokenizer, "size": meta.vocabulary_size, "begin": read.bos_token_id, "end": meta.end_of_text}
 
 
 @contextmanager
@@ -183,10 +142,3 @@ def _whole_folder(out: Path) -> Iterator[Path]:
         sync_folder(out.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def byte_characters() -> list[str]:
-    """Return the character by which byte-level tokenizers, since GPT-2, write each byte."""
-    printed = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(byte) if byte in printed else chr(next(others)) for byte in range(256)]

@@ -32,8 +32,6 @@ class Llama(nn.Module):
     start as N(0, 0.02^2), the other matrices as N(0, 1 / fan_in), O and D divided by sqrt(2 layers), norms as 1.
 
     Args:
-        config: sizes and constants.
-        vocabulary_size: number of tokens.
         seed: of the initial weights, which are the same on every device.
         compute_dtype: type of products, attention and the residual stream; None means the weights' type. With float32
             weights bfloat16 is mixed precision: gradients are cast to float32 before they are summed.
@@ -68,21 +66,15 @@ class Llama(nn.Module):
         # A tied head is absent rather than a second name for the embedding, so that no file holds a matrix twice.
         self.head = None if config.tie_embeddings else nn.Parameter(torch.empty(vocabulary_size, size))
         self._rotation: tuple[Any, tuple[Tensor, Tensor]] | None = None
-        self._draw(seed)
-
-    @torch.no_grad()
-    def _draw(self, seed: int) -> None:
-        """Draw the initial weights."""
         generator = torch.Generator().manual_seed(seed)
         for name, weight in self.named_parameters():
-            if weight.dim() == 1:
-                weight.fill_(1.0)
+            if weight.dim() == 1:  # a norm
                 continue
             std = EMBEDDING_STD if name in ("embedding", "head") else weight.shape[1] ** -0.5
             if name.endswith((".output", ".down")):
-                std *= (2 * self.config.layers) ** -0.5
+                std *= (2 * config.layers) ** -0.5
             # Always on the CPU and in float32: random numbers differ by device and type.
-            weight.copy_(std * torch.randn(weight.shape, generator=generator, device="cpu", dtype=torch.float32))
+            weight.data.copy_(std * torch.randn(weight.shape, generator=generator, device="cpu", dtype=torch.float32))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits (batch, length, vocabulary) of tokens (batch, length) int64, in the type of the computation."""
@@ -126,14 +118,12 @@ class Llama(nn.Module):
 
     def to_hf(self) -> dict[str, Tensor]:
         """Copy the weights, by their names in `transformers.LlamaForCausalLM`; a tied head is left out."""
-        parts: dict[str, Tensor] = {"model.embed_tokens.weight": self.embedding}
+        parts: dict[str, Tensor] = {"model.embed_tokens": self.embedding}
         for index, block in enumerate(self.blocks):
             assert isinstance(block, Block)
-            parts |= {f"model.layers.{index}.{name}.weight": part for name, part in block.hf_parts().items()}
-        parts["model.norm.weight"] = self.norm
-        if self.head is not None:
-            parts["lm_head.weight"] = self.head
-        return {name: part.detach().clone() for name, part in parts.items()}
+            parts |= {f"model.layers.{index}.{name}": part for name, part in block.hf_parts().items()}
+        parts |= {"model.norm": self.norm} | ({} if self.head is None else {"lm_head": self.head})
+        return {f"{name}.weight": part.detach().clone() for name, part in parts.items()}
 
     def hf_config(self, max_position_embeddings: int = 2048) -> dict[str, Any]:
         """Return this model's keyword arguments of `transformers.LlamaConfig`; the limit changes no logit."""

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from twophase.diloco.group import SingleProcess
-from twophase.tasks.lm.config import TrainConfig
-from twophase.tasks.lm.flops import flops_per_token
+from twophase.tasks.lm.config import TrainConfig, flops_per_token
 from twophase.tasks.lm.model import Llama
 
 DTYPES = {"float32": None, "bf16-mixed": torch.bfloat16}
@@ -71,12 +70,8 @@ class Step:
         collective one: then all ranks take the smallest size that one of them has found. Later, when optimizer states
         exist too, like ranks run out of memory at the same batch.
 
-        Args:
-            model: model whose gradients are None.
-            batch: tokens and targets, each (batch, length) int64 on the device.
-
-        Returns:
-            The mean loss in nats a token, a scalar on the device.
+        The model's gradients are None before; tokens and targets are (batch, length) int64 on the device, and so is
+        the mean loss in nats a token, a scalar.
 
         Raises:
             torch.OutOfMemoryError: pieces of the given size, or of one sequence, do not fit.
@@ -84,7 +79,16 @@ class Step:
         given = self.config.compute.micro_batch
         is_first = "micro_batch" not in self.chosen
         micro = self.chosen.setdefault("micro_batch", given or len(batch[0]))
-        while (value := self._attempt(model, *batch, micro)) is None:
+        while True:
+            try:
+                value = self._pass(model, *batch, micro)
+                break
+            except torch.OutOfMemoryError:
+                if given or micro == 1:
+                    raise
+            # Outside the handler: the exception holds on to everything that the pass had allocated.
+            model.zero_grad()
+            torch.cuda.empty_cache()
             smaller = next(size for size in range(micro // 2, 0, -1) if len(batch[0]) % size == 0)
             _log.warning("compute.micro_batch: %d sequences do not fit, going on with %d", micro, smaller)
             micro = self.chosen["micro_batch"] = smaller
@@ -93,18 +97,6 @@ class Step:
             model.zero_grad()
             value = self._pass(model, *batch, smallest)
         return value
-
-    def _attempt(self, model: Llama, tokens: Tensor, targets: Tensor, micro: int) -> Tensor | None:
-        """Return the loss, or None where the memory ended and smaller pieces may be tried."""
-        try:
-            return self._pass(model, tokens, targets, micro)
-        except torch.OutOfMemoryError:
-            if self.config.compute.micro_batch or micro == 1:
-                raise
-        # Outside the handler: the exception holds on to everything that the pass had allocated.
-        model.zero_grad()
-        torch.cuda.empty_cache()
-        return None
 
     def _pass(self, model: Llama, tokens: Tensor, targets: Tensor, micro: int) -> Tensor:
         # Around the backward pass, too: what is recomputed there must meet the same kernel.
@@ -123,8 +115,8 @@ class Step:
     def rates(self, batches: int, seconds: float) -> dict[str, float]:
         """Compute tokens and floating-point operations a second, by both countings of attention."""
         rate = batches * self.tokens / seconds if seconds > 0 else 0.0
-        operations = {"flops_per_second": rate * self.flops.causal, "flops_per_second_palm": rate * self.flops.palm}
-        return {"tokens_per_second": rate, **operations}
+        causal, palm = (rate * count for count in self.flops)
+        return {"tokens_per_second": rate, "flops_per_second": causal, "flops_per_second_palm": palm}
 
 
 def loss(model: Llama, tokens: Tensor, targets: Tensor, attention: str) -> Tensor:

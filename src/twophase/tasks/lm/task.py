@@ -2,47 +2,101 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own custom
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from twophase.diloco.group import SingleProcess
 from twophase.tasks.lm.config import TrainConfig
-from twophase.tasks.lm.data import Corpus, build
-from twophase.tasks.lm.evaluate import evaluate
+from twophase.tasks.lm.data import Corpus, Ids, build
 from twophase.tasks.lm.model import Llama
 from twophase.tasks.lm.step import Step, drawn
+from twophase.training.distributed import to_device
+
+MOST_LOGITS = 1 << 28
+"""Logits of a forward pass: in float32 those of large vocabularies should not take over the memory."""
 
 corpus_of = lru_cache(maxsize=2)(build)  # a sweep's worker trains many runs on the same text
 
 
+@torch.no_grad()
+def evaluate(
+    logits: Callable[[Tensor], Tensor],
+    windows: tuple[Ids, Ids],
+    token_bytes: NDArray[Any] | None,
+    device: torch.device,
+    batch: int,
+) -> dict[str, float]:
+    """Return loss L = nats / N, perplexity exp(L) and, where the bytes of tokens are known, that of nats a byte.
+
+    The sum over all targets is in float64, of losses of at least float32; `batch` windows a forward pass do not change
+    it. Perplexities that overflow are inf, and a NaN stays a NaN: divergence is a result, not an error.
+
+    `logits` maps tokens (batch, length) on the device to (batch, length, vocabulary); the windows are tokens and
+    targets, each (windows, length).
+    """
+    nats, targets = 0.0, windows[1]
+    for inputs, labels in zip(*(part.split(batch) for part in to_device(windows, device)), strict=True):
+        scores = logits(inputs).flatten(0, -2)
+        if scores.dtype in (torch.bfloat16, torch.float16):
+            scores = scores.float()
+        nats += F.cross_entropy(scores, labels.flatten(), reduction="none").cpu().double().sum().item()
+    means = {"perplexity": nats / targets.size}
+    if token_bytes is not None and (size := int(token_bytes[targets].sum())):
+        means["perplexity_per_byte"] = nats / size
+    perplexities = {name: math.inf if mean > 709 else math.exp(mean) for name, mean in means.items()}
+    return {"loss": means["perplexity"], **perplexities}
+
+
+class CorpusTask:
+    """What tasks share that have `data`, a corpus, `vocabulary_size`, and `logits` of which the loss is the mean."""
+
+    def batch(self: Any, seed: int, step: int, replica: int) -> tuple[Ids, Ids]:
+        """Read tokens and targets of a replica's inner step, each (batch, length) int64."""
+        return self.data.batch(seed, step, replica)
+
+    def evaluate(self: Any, model: nn.Module) -> dict[str, float]:
+        """Compute loss and perplexity on the held-out windows."""
+        windows, device = self.data.validation(), next(model.parameters()).device
+        batch = max(1, min(64, MOST_LOGITS // (windows[0].shape[1] * self.vocabulary_size)))
+        return evaluate(lambda tokens: self.logits(model, [tokens]), windows, self.data.token_bytes, device, batch)
+
+    def describe(self: Any) -> dict[str, Any]:
+        """Describe the corpus, and the unit of the loss."""
+        return self.data.description | {"loss_unit": "nats a token"}
+
+    def check_data(self: Any, steps: int) -> None:
+        """Refuse a run that would read a window of tokens twice."""
+        self.data.check_enough(steps)
+
+
 @dataclass(frozen=True)
-class LanguageTask:
-    """The task of a run's configuration; its corpus is read when it is first needed."""
+class LanguageTask(CorpusTask):
+    """The task of a run's configuration."""
 
     config: TrainConfig
 
     @cached_property
-    def corpus(self) -> Corpus:
-        """Text or tokens."""
+    def data(self) -> Corpus:
+        """Text or tokens, read when they are first needed."""
         config = self.config
         return corpus_of(config.data, config.replicas, config.model.vocabulary_size)
 
     @property
     def vocabulary_size(self) -> int:
         """Rows of embedding and head."""
-        return self.config.model.vocabulary_size or self.corpus.vocabulary_size
+        return self.config.model.vocabulary_size or self.data.vocabulary_size
 
     def model(self, seed: int) -> Llama:
         """Draw a fresh Llama."""
         return drawn(self.config, self.vocabulary_size, seed)
-
-    def batch(self, seed: int, step: int, replica: int) -> Any:
-        """Read tokens and targets of a replica's inner step, each (batch, length) int64."""
-        return self.corpus.batch(seed, step, replica)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Compute the mean cross-entropy in nats a token."""
@@ -52,19 +106,7 @@ class LanguageTask:
         """Compute the logits that the loss is the cross-entropy of."""
         return model(batch[0])
 
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Compute loss and perplexity on the held-out text."""
-        return evaluate(model, self.corpus, self.vocabulary_size, next(model.parameters()).device)
-
-    def describe(self) -> dict[str, Any]:
-        """Describe the corpus, and the unit of the loss."""
-        return self.corpus.description | {"loss_unit": "nats a token"}
-
     def step(self, device: torch.device, replicas: int, group: SingleProcess) -> Step:
         """Make what computes in pieces, with compiled code and chosen attention kernels."""
         del replicas
         return Step(self.config, self.vocabulary_size, device, group, self.evaluate)
-
-    def check_data(self, steps: int) -> None:
-        """Refuse a run that would read a window of tokens twice."""
-        self.corpus.check_enough(steps)
