@@ -225,7 +225,7 @@ def default_folder(config: RunConfig) -> Path:
     if earlier := sorted(Path("runs").glob(f"*{identity}")):
         return earlier[0]
     tree, defaults = flatten(to_tree(config)), flatten(to_tree(type(config)()))
-    words = [tree.get("task.name", "").rpartition(":")[2], config.outer.describe(), restart_words(config)]
+    words = [tree.get("task.name", "").rpartition(":")[2], config.describe()]
     words.append(f"S {config.inner_steps} seed {config.seed}")
     for path, value in tree.items():
         if value != defaults[path] and not path.startswith(
@@ -234,11 +234,6 @@ def default_folder(config: RunConfig) -> Path:
             words.append(f"{path.rpartition('.')[2]} {value}")
     label = re.sub("[^A-Za-z0-9.]+", "-", " ".join(words))[:75].strip("-.")
     return Path("runs") / f"{date.today()}-{label}-{identity}"
-
-
-def restart_words(config: RunConfig) -> str:
-    """Return when the momentum restarts: each fragment's own policy, or one for all."""
-    return f"restart {', '.join(config.sync.restart) or config.outer.restart}"
 
 
 def tune(

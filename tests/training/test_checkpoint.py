@@ -64,7 +64,7 @@ def test_keeps_the_newest(tmp_path: Path) -> None:
     """Only the newest `keep` stay, by step number and not by name or time."""
     save(tmp_path, 5, 1000, 20, 20000000, 100000000, keep=3)
     assert names(tmp_path) == ["step-00001000", "step-100000000", "step-20000000"]
-    assert checkpoint.latest(tmp_path).step == 100000000
+    assert checkpoint.complete(tmp_path)[-1].step == 100000000
 
 
 def test_incomplete_ones_do_not_count(tmp_path: Path) -> None:
@@ -75,9 +75,9 @@ def test_incomplete_ones_do_not_count(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "step-00000003", tmp_path / "step-00000012")
     manifest = tmp_path / "step-00000012" / "manifest-000.json"
     manifest.write_text(manifest.read_text().replace('"ranks": 1', '"ranks": 2'))
-    assert checkpoint.latest(tmp_path).step == 3
+    assert checkpoint.complete(tmp_path)[-1].step == 3
     save(tmp_path, 9)
-    assert checkpoint.latest(tmp_path).step == 9
+    assert checkpoint.complete(tmp_path)[-1].step == 9
     save(tmp_path, 12)
     assert names(tmp_path) == ["step-00000009", "step-00000012"]
 
@@ -126,7 +126,7 @@ def test_every_rank_writes_its_own(tmp_path: Path) -> None:
 
     ends = together(2, work)
     assert [type(end).__name__ for end in ends] == ["RunError", "NotADirectoryError"]
-    assert checkpoint.latest(tmp_path / "checkpoint").step == 2
+    assert checkpoint.complete(tmp_path / "checkpoint")[-1].step == 2
     saved = newest(tmp_path)
     assert [float(saved.part(f"replica-{rank:03d}")["x"][0]) for rank in (0, 1)] == [0.0, 1.0]
     assert not (tmp_path / "checkpoint" / "step-00000001").exists()
@@ -144,7 +144,7 @@ def test_a_full_disk_is_the_next_ones_error(tmp_path: Path) -> None:
             saving.save(3, {}, {})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert checkpoint.latest(tmp_path).step == 1
+    assert checkpoint.complete(tmp_path)[-1].step == 1
 
 
 class Odd(torch.optim.SGD):

@@ -174,10 +174,10 @@ def test_divergence_is_data(config: TrainConfig, tmp_path: Path, values: dict[st
 def test_a_finished_run_may_write_no_checkpoint(config: TrainConfig, whole: Path, tmp_path: Path) -> None:
     """With `discard`, as in a sweep, none at its end, also where an earlier call was stopped."""
     run(config, tmp_path, asked_at=14, discard=True)
-    assert checkpoint.latest(tmp_path / "checkpoint").step == 14
+    assert checkpoint.complete(tmp_path / "checkpoint")[-1].step == 14
     run(config, tmp_path, discard=True)
     assert outcome(tmp_path) == outcome(whole)
-    assert checkpoint.latest(tmp_path / "checkpoint").step < 22
+    assert checkpoint.complete(tmp_path / "checkpoint")[-1].step < 22
 
 
 def test_decisions_are_kept(short_run: TrainConfig, tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
     # Torch reads it when it is imported: a rank's death would else print stack traces before our one message.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     options, config, _ = parse_run(Options, argv, "train")
-    from twophase.api import default_folder, restart_words, train_run
+    from twophase.api import default_folder, train_run
 
     out = options.out or default_folder(config)
     summary = train_run(config, out, track=options.track, quiet=options.quiet, timeout=options.timeout)
@@ -92,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
         return int(summary["status"])
     if os.environ.get("RANK", "0") != "0":
         return int(summary["diverged"])
-    head = f"{out}: {config.outer.describe()}, {restart_words(config)}, S = {config.inner_steps}"
+    head = f"{out}: {config.describe()}, S = {config.inner_steps}"
     if summary["diverged"]:
         words = f"diverged at step {summary['steps']} of {config.steps}"
     else:

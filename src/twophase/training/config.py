@@ -174,6 +174,10 @@ class RunConfig:
         """Return the same run with every outer number written out and without values that change nothing."""
         return replace(self, inner=replace(self.inner, **self.inner.ignored()), outer=self.outer.plain())
 
+    def describe(self) -> str:
+        """Describe the outer optimizer, and when its momentum restarts: each fragment's own policy, or one for all."""
+        return f"{self.outer.describe()}, restart {', '.join(self.sync.restart) or self.outer.restart}"
+
     @property
     def rounds(self) -> int:
         """Outer rounds of the run, the last and perhaps shorter one included."""

@@ -42,7 +42,7 @@ def outer_of(config: RunConfig) -> OuterRule | Callable[..., Any]:
 def outer_line(config: RunConfig) -> str:
     """Return the first line of a run: the outer optimizer, its mean outer gain, and the values that change nothing."""
     outer, inner, rule = config.outer, config.inner, config.outer.rule()
-    line = f"outer optimizer: {outer.describe()}, restart {', '.join(config.sync.restart) or outer.restart}"
+    line = f"outer optimizer: {config.describe()}"
     if rule is not None and outer.is_rule and not config.sync.restart and not outer.policy.needs:
         line += f", mean outer gain {mean_outer_gain(rule, outer.policy, min(config.rounds, 10_000)):.3g}"
     ignored = [f"--outer.{name} {getattr(outer, name)}" for name in outer.ignored()]

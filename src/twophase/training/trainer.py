@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 import os
+import re
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -158,7 +159,8 @@ class Trainer:
                 follow(fragment.outer, Schedule.parse(config.outer.schedule), config.rounds)
         # Fragments without parameters, a delay beyond the round, a schedule of AdamW's momentum, ranks that differ.
         except ValueError as error:
-            raise UsageError(str(error)) from None
+            text = re.sub("^DiLoCo: (delay|fragments) ", r"--sync.\1: ", str(error))
+            raise UsageError(re.sub("^schedule ", "--outer.schedule: ", text)) from None
         has = [*sorted(MEASURED), *FOR_POLICIES]
         for fragment in engine.fragments:
             if needs := sorted({*getattr(fragment.outer, "needs", ())}.difference(has)):
