@@ -24,7 +24,7 @@ help:
 	@echo "make check   set up and run ruff, the import law and pyright"
 	@echo "make bench   set up and run the benchmarks, each held against its bounds (ARGS=\"sync storage\": some of them)"
 	@echo "make experiments  set up, draw the stored results again and run every experiment in a tiny size (two minutes)"
-	@echo "make faults  set up, and kill four commands at every call that writes; fill the disk at each (an hour on two cores)"
+	@echo "make faults  set up, and kill four commands at every call that writes; fill the disk at each (seven minutes on two cores)"
 	@echo "make docs    set up, build the documentation into site/ and check its links"
 	@echo "make setup-torchtitan  an environment for the tests of torchtitan, which are skipped without it"
 	@echo "make setup   only the set-up for use;  make setup-dev  also what tests and checks need"
