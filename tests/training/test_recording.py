@@ -228,6 +228,20 @@ def test_the_setting_of_a_loop(tmp_path: Path) -> None:
     assert load_yaml(tmp_path / "config.yaml") == setting(engine, {"a": tree})
 
 
+def test_a_schedule_is_recorded_as_it_began() -> None:
+    """The configuration of a recorded loop is the same at the start and in the middle of a schedule."""
+    x = nn.Parameter(torch.ones(3))
+    outer = OuterSGD([x], 0.7, 0.9)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(outer, max_lr=0.7, total_steps=20)
+    before = setting(outer)
+    for _ in range(5):
+        x.grad = 0.5 * x.detach()
+        outer.step()
+        scheduler.step()
+    assert outer.param_groups[0]["momentum"] < 0.95 == before["outer"]["momentum"]
+    assert setting(outer) == before
+
+
 def test_the_setting_of_other_outer_optimizers() -> None:
     """Param groups with different rules, and several optimizers of torch, are described."""
     x, y = (nn.Parameter(torch.ones(3)) for _ in range(2))

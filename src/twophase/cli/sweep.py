@@ -53,10 +53,8 @@ def main(argv: Sequence[str]) -> int:
         raise UsageError(f"--{both[0]}: must be an option or an axis, is both")
     if not axes:
         raise UsageError("--axis: must name at least one, such as --axis outer.lr 0.3 0.7 --axis outer.restart never 3")
-    sweep, out = (
-        Sweep("sweep", config, grid_of(config, axes, controls=options.controls)),
-        options.out or Path("runs/sweep"),
-    )
+    sweep = Sweep("sweep", config, grid_of(config, axes, controls=options.controls))
+    out = options.out or Path("runs/sweep")
 
     def results(rows: list[Any]) -> str:
         from twophase.figures.overview import describe, draw
@@ -101,6 +99,8 @@ def run(
     print(f"{out}: {counts} in {duration(outcome.seconds)}")
     for run_id, error in outcome.errors.items():
         print(f"run {run_id} failed: {error.splitlines()[0]} ({out / 'runs' / run_id / ERROR})", file=sys.stderr)
+    if outcome.errors:
+        print("the same command tries them again", file=sys.stderr)
     if stop.number:
         return 128 + stop.number
     (out / "figures").mkdir(exist_ok=True)

@@ -191,8 +191,10 @@ def setting(engine: Engine, config: Any = None) -> Tree:
     groups, sync = _groups(engine), {}
     blocks = {f"param group {number}": group for number, group in enumerate(groups)}
     if all("form" in group for group in groups):  # of an `OuterSGD`
-        # Before a scheduler of torch changed their rates: a resumed loop has the same folder.
-        rules = [*dict.fromkeys(rule_of(group | {"lr": group.get("initial_lr", group["lr"])}) for group in groups)]
+        # Before a scheduler of torch changed their numbers: a resumed loop has the same folder.
+        first = {"lr": "initial_lr", "momentum": "max_momentum"}
+        begun = [group | {name: group.get(key, group[name]) for name, key in first.items()} for group in groups]
+        rules = [*dict.fromkeys(map(rule_of, begun))]
         words = f"OuterSGD whose param groups are {'; '.join(rule.describe() for rule in rules)}"
         outer = options_of(rules[0]) if len(rules) == 1 else {"method": words}
     else:
