@@ -233,6 +233,13 @@ def rendered(figure: Figure, endings: Sequence[str] = (".png", ".pdf"), *, palet
     return files
 
 
+def save(path: Path, figure: Figure) -> None:
+    """Write a figure to a file that ends with .png or .pdf, in one step; within `styled`."""
+    file = io.BytesIO()
+    figure.savefig(file, format=path.suffix[1:], dpi=_DPI)
+    write_atomic(path, file.getvalue())
+
+
 def check_numbers(paths: Sequence[Path], start: str, option: str) -> None:
     """Refuse to replace files of numbers, unless the last of them begins with `start`; `option` names their place."""
     existing = [path for path in paths if path.exists()]
