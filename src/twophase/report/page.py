@@ -18,7 +18,11 @@ from datetime import datetime
 from functools import cache
 from importlib.resources import files
 from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
 from urllib.parse import quote
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 
 STYLES = ("uplot/uPlot.min.css", "plot.css", "page.css")
 DOCTYPE = "<!doctype html>"
@@ -264,3 +268,77 @@ def _watch(kind: str, refresh: float) -> Html:
 def asset(name: str) -> str:
     """Return a text file of this module's folder."""
     return files("twophase.report").joinpath(name).read_text(encoding="utf-8")
+
+
+# ---------------------------------------------------------------------------------------------------------- templates
+
+
+class Link(NamedTuple):
+    """A cell of a table that leads somewhere: its text, and the address that `href` made; None for no link."""
+
+    text: str
+    href: str | None
+
+
+def render(
+    template: str, *, scripts: Sequence[str] = (), styles: Sequence[str] = (), framed: Sequence[str] = (), **values: Any
+) -> str:
+    """Return a page: one file with its styles, scripts and data inside, which loads nothing.
+
+    Whatever a value holds is shown as text: a template escapes it, and the page's content security policy lets a
+    browser load nothing and run these scripts alone.
+
+    Args:
+        template: name of a file in `templates/` that extends `base.html`.
+        scripts, styles: names of further files of this folder; uPlot, `charts.js` and `page.css` are always there.
+        framed: texts of the scripts of a page of ours that is shown in a frame of this one.
+        values: what the template shows: `title`, `problems` (sentences for the notice at the top), `refresh` (seconds
+            after which a browser loads the page again; 0 for never), and its own.
+    """
+    script = "".join(map(asset, ("uplot/uPlot.iife.min.js", "charts.js", *scripts)))
+    hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (script, *framed)]
+    shell = {
+        "script": Markup(script),  # noqa: S704 - our own files
+        "style": Markup("".join(map(asset, (*STYLES, *styles)))),  # noqa: S704
+        "policy": "; script-src ".join([_POLICY, " ".join(f"'sha256-{digest}'" for digest in hashes)]),
+        "now": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %Z"),
+        "refresh": 0,
+        "problems": (),
+    }
+    return _templates().get_template(template).render(shell | values)
+
+
+@cache
+def _templates() -> Environment:
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).with_name("templates")),
+        autoescape=True,
+        finalize=_shown,
+        undefined=StrictUndefined,
+    )
+    environment.filters["number"] = number
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+    return environment
+
+
+def _shown(value: object) -> object:
+    """Return what stands on the page for a value of a template."""
+    return value if isinstance(value, Markup) else "" if value is None else clean(value)
+
+
+def number(value: float | None, spec: str = ".4g") -> str:
+    """Write a number with a true minus sign, a whole one in full; nothing for one that is missing or not finite.
+
+    >>> number(-0.123, ".2g"), number(12345), number(float("nan"))
+    ('−0.12', '12,345', '')
+    """
+    if value is None or not math.isfinite(value):
+        return ""
+    spec = ",.0f" if value % 1 == 0 and abs(value) < 1e9 else spec
+    return format(value, spec).replace("-", "\N{MINUS SIGN}")
+
+
+def href(target: Path, page_folder: Path) -> str:
+    """Return the address of a file as seen from the folder of a page."""
+    # every part is quoted, the colon too, so that no name of a file is read as an address of another kind
+    return quote(os.fsencode(relative(target, page_folder)))
