@@ -290,7 +290,8 @@ def render(
 
     Args:
         template: name of a file in `templates/` that extends `base.html`.
-        scripts, styles: names of further files of this folder; uPlot, `charts.js` and `page.css` are always there.
+        scripts: names of further files of this folder; uPlot and `charts.js` are always there.
+        styles: the same of styles; `page.css` is always there.
         framed: texts of the scripts of a page of ours that is shown in a frame of this one.
         values: what the template shows: `title`, `problems` (sentences for the notice at the top), `refresh` (seconds
             after which a browser loads the page again; 0 for never), and its own.
