@@ -32,12 +32,12 @@ from twophase.advice.evidence import observed_in, within
 from twophase.diloco.fragment import partition
 from twophase.errors import UsageError
 from twophase.rule import OuterRule
+from twophase.runs.config import RunConfig, inner_lr
 from twophase.runs.record import RunRecord
 from twophase.tasks.lm.model import Llama
 from twophase.theory.inputs import Floats
 from twophase.theory.modes import scheduled_progress
 from twophase.theory.periods import best_period, log_final_loss, rounded_period
-from twophase.training.config import RunConfig, inner_lr
 from twophase.training.task import Task
 
 Facts = dict[str, Any]

@@ -24,9 +24,9 @@ from model import dot_chart
 from schedules import InnerPhases, OuterSchedule, best_rates, inner_phases, second_moments
 from twophase.figures.matplotlib_types import Figure
 from twophase.figures.style import headline, look, name_panels, new_figure
+from twophase.runs.config import InnerConfig, inner_lr
 from twophase.sweeps.table import format_table
 from twophase.tasks.lm.config import TrainConfig
-from twophase.training.config import InnerConfig, inner_lr
 
 MODES, EXPONENT, NOISE = 48, 1.5, 1.0
 """Spectrum `i^-EXPONENT` with `E x^2 = 1` in each mode, and the noise that the bench is predicted with."""

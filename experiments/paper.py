@@ -32,10 +32,10 @@ from twophase.recipes.controls import (
 from twophase.recipes.pretraining import paper_150m
 from twophase.restart import Periodic, RestartPolicy, Soft
 from twophase.rule import Form
+from twophase.runs.config import InnerConfig
 from twophase.sweeps.grid import Axis, Cell, Sweep, product
 from twophase.sweeps.table import SEED, Row, settings
 from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
-from twophase.training.config import InnerConfig
 
 LRS = (0.1, 0.3, 0.5, 0.7, 0.9, 1.1)
 """Outer learning rates nu of the paper's table 1."""

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from twophase.config import load_yaml
 from twophase.errors import UsageError
+from twophase.runs.config import ComputeConfig, RunConfig
 from twophase.runs.folder import CHECKPOINTS, CONFIG
 from twophase.tasks.registry import config_of, task_of
 from twophase.training import checkpoint
-from twophase.training.config import ComputeConfig, RunConfig
 from twophase.training.distributed import to_device
 from twophase.training.task import Task
 from twophase.training.trainer import DIVERGED

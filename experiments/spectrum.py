@@ -32,10 +32,10 @@ from restored import Restored, restore
 from spectrum_figure import draw
 from twophase.figures.style import rendered, styled, write_files
 from twophase.files import csv_text, finite
+from twophase.runs.config import named_values
 from twophase.runs.record import WHOLE, read_record
 from twophase.sweeps.table import format_table
 from twophase.theory.observed import Observed
-from twophase.training.config import named_values
 
 
 def main() -> None:

@@ -13,12 +13,11 @@ import numpy as np
 
 from twophase.config import dump_yaml, fingerprint
 from twophase.rule import OuterRule
-from twophase.runs.outer import options_of
+from twophase.runs.config import OuterConfig, options_of
 from twophase.sweeps.grid import Axis, Sweep, product
 from twophase.sweeps.table import rows_of, write_rows
 from twophase.tasks.lm.config import TrainConfig
 from twophase.theory.rollout import rollout
-from twophase.training.config import OuterConfig
 
 EMA = OuterRule(1.0, 0.9, form="ema")
 SUM = OuterRule(0.7, 0.9)

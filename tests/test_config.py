@@ -15,9 +15,9 @@ from twophase.cli.train import RunOptions, parse_run
 from twophase.config import dump_yaml, fingerprint, flatten, get, hints_of, load_yaml, parse, to_tree, update
 from twophase.errors import UsageError
 from twophase.recipes.pretraining import nano
+from twophase.runs.config import InnerConfig
 from twophase.sweeps.grid import Axis, fitted
 from twophase.tasks.lm.config import TrainConfig
-from twophase.training.config import InnerConfig
 
 TEXTS = {
     "outer.method": "heavy-ball", "outer.restart": "cycle:5,6,10", "outer.filter": "clip:1",

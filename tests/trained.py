@@ -9,10 +9,10 @@ from typing import Any
 
 from forked import Program, places
 from twophase.diloco.group import SingleProcess
+from twophase.runs.config import RunConfig
 from twophase.runs.folder import RunFolder
 from twophase.tasks.registry import task_of
 from twophase.training import checkpoint, loop
-from twophase.training.config import RunConfig
 from twophase.training.trainer import Trainer
 
 ALONE = SingleProcess()

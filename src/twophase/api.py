@@ -17,9 +17,9 @@ from twophase.config import fingerprint, flatten, to_tree, update
 from twophase.errors import RunError, UsageError
 from twophase.files import sha256
 from twophase.progress import line_text, meter
+from twophase.runs.config import RunConfig
 from twophase.runs.folder import ENV, WEIGHTS, RunFolder, read_summary
 from twophase.tasks.registry import LM, config_class, forbid_import_time_calls, name_of, task_of
-from twophase.training.config import RunConfig
 
 if TYPE_CHECKING:
     from twophase.report.results import Run
@@ -42,7 +42,7 @@ def train(
     Args:
         task: a name (`lm`, `digits`, `hf:MODEL`, `FILE.py:CLASS`), or an object with the methods of a task.
         config: values of the run by dotted path or nested, such as `{"outer.lr": 0.7, "steps": 960}`, or a whole
-            configuration without `task`. The others are those of `twophase.training.config`.
+            configuration without `task`. The others are those of `twophase.runs.config`.
         out: the run's folder; by default one below `runs/` with a readable name, found again by the same values.
         track: trackers that get every line as well: tensorboard, trackio, wandb.
         quiet: show no progress.

@@ -9,7 +9,7 @@ import pytest
 from twophase.advice import change as house
 from twophase.advice.change import change
 from twophase.rule import Form, OuterRule
-from twophase.runs.outer import options_of
+from twophase.runs.config import options_of
 
 NESTEROV = OuterRule(0.7, 0.9, nesterov=True)
 AVERAGING = {"outer.method": "averaging", "outer.lr": None, "outer.momentum": None, "outer.restart": "never"}

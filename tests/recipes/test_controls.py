@@ -16,9 +16,9 @@ from twophase.recipes.controls import (
     with_averaging,
 )
 from twophase.restart import Restart, RoundSignal
+from twophase.runs.config import OuterConfig, SyncConfig
 from twophase.sweeps.grid import Axis, Cell, product
 from twophase.tasks.lm.config import TrainConfig
-from twophase.training.config import OuterConfig, SyncConfig
 
 POLICIES = ("2", "3", "7", "cycle:2,5", "at:4,9", "soft:3:0.25:0.5", "soft:5:0.75:1.0", "soft:2:-0.3:0.1")
 

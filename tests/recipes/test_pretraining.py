@@ -10,9 +10,8 @@ import pytest
 from paper import INNER_STEPS, LRS, MOMENTA, PERIODS, RULES
 from twophase.errors import UsageError
 from twophase.recipes.pretraining import RECIPES, at_pace, nano, paper_150m, recipe, small
-from twophase.runs.outer import OuterConfig
+from twophase.runs.config import OuterConfig, inner_lr
 from twophase.tasks.lm.config import parameter_count
-from twophase.training.config import inner_lr
 
 
 def test_tables_1_and_2():

@@ -18,9 +18,9 @@ from twophase.errors import UsageError
 from twophase.figures import heatmaps, thresholds
 from twophase.recipes.demo import demo
 from twophase.report.demo import draw, findings, terminal_maps, verdict
+from twophase.runs.config import InnerConfig
 from twophase.sweeps.grid import Cell
 from twophase.tasks.lm.config import TrainConfig
-from twophase.training.config import InnerConfig
 
 MAIN = ["heavy ball, never", "heavy ball, K=3", "Nesterov, never", "Nesterov, K=3"]
 MATCHED = ["heavy ball, never, gain of K=3", "Nesterov, never, gain of K=3"]

@@ -8,7 +8,7 @@ import pytest
 
 from twophase.optim.names import NAMES, RULES
 from twophase.rule import OuterRule
-from twophase.runs.outer import OuterConfig, options_of
+from twophase.runs.config import OuterConfig, options_of
 
 
 def test_the_table() -> None:

@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 
 from twophase.api import run_config, train_run
 from twophase.restart import Restart, RoundSignal, ask
+from twophase.runs.config import OuterConfig, RunConfig, SyncConfig
 from twophase.runs.folder import METRICS, ROUNDS, WEIGHTS
 from twophase.sweeps.fork import outer_steps, tree
 from twophase.sweeps.grid import RUNS, Axis, Sweep, product
 from twophase.sweeps.runner import run_sweep
-from twophase.training.config import OuterConfig, RunConfig, SyncConfig
 
 POLICIES = st.one_of(
     st.just("never"),

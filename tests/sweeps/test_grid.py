@@ -12,10 +12,10 @@ import pytest
 from twophase.errors import UsageError
 from twophase.recipes.controls import grid_of
 from twophase.restart import Periodic
+from twophase.runs.config import InnerConfig, OuterConfig
 from twophase.sweeps.grid import RUNS, Axis, Sweep, parse_axes, product, read_spec, write_spec
 from twophase.sweeps.table import cell_text
 from twophase.tasks.lm.config import TrainConfig
-from twophase.training.config import InnerConfig, OuterConfig
 
 NESTEROV = TrainConfig(outer=OuterConfig("nesterov"))
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twophase.errors import UsageError
+from twophase.runs.config import OuterConfig
 from twophase.sweeps.grid import Axis, Sweep, product
 from twophase.sweeps.table import (
     Row,
@@ -22,7 +23,6 @@ from twophase.sweeps.table import (
     write_rows,
 )
 from twophase.tasks.lm.config import TrainConfig
-from twophase.training.config import OuterConfig
 
 
 def row(

@@ -15,9 +15,9 @@ from toytask import Toy
 from trained import trainer_of
 from twophase.config import update
 from twophase.errors import UsageError
+from twophase.runs.config import InnerConfig
 from twophase.tasks.lm.config import ModelConfig, TrainConfig
 from twophase.tasks.lm.model import Llama
-from twophase.training.config import InnerConfig
 from twophase.training.optimizers import MuonAdamW, hidden_matrices, inner_optimizer
 
 

@@ -14,8 +14,8 @@ from twophase.config import update
 from twophase.errors import UsageError
 from twophase.files import read_jsonl
 from twophase.restart import RestartPolicy
+from twophase.runs.config import inner_lr
 from twophase.tasks.lm.config import TrainConfig
-from twophase.training.config import inner_lr
 
 
 def test_signals_of_a_round(short_run: TrainConfig, tmp_path: Path, register_policy: Callable[[str], Any]) -> None:

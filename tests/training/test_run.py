@@ -19,11 +19,11 @@ from trained import newest, run, trainer_of
 from twophase.config import update
 from twophase.errors import UsageError
 from twophase.files import read_jsonl
+from twophase.runs.config import inner_lr
 from twophase.runs.folder import RunFolder
 from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.task import corpus_of
 from twophase.training import checkpoint, loop
-from twophase.training.config import inner_lr
 
 
 def test_outcome(config: TrainConfig, whole: Path) -> None:

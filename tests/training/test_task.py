@@ -19,8 +19,8 @@ from trained import run, trainer_of
 from twophase.config import require, update
 from twophase.errors import UsageError
 from twophase.files import read_jsonl
+from twophase.runs.config import inner_lr
 from twophase.tasks.lm.config import TrainConfig
-from twophase.training.config import inner_lr
 from twophase.training.distributed import to_device
 from twophase.training.task import PlainStep
 

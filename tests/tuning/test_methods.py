@@ -8,8 +8,8 @@ import pytest
 
 from twophase.config import get
 from twophase.errors import UsageError
+from twophase.runs.config import InnerConfig
 from twophase.tasks.registry import config_class
-from twophase.training.config import InnerConfig
 from twophase.tuning.methods import Method, check_paths, read_method
 
 LR, MOMENTUM = "outer.lr", "outer.momentum"

@@ -17,10 +17,10 @@ import madeup
 from forked import Forked, call
 from twophase.cli.train import RunOptions, parse_run
 from twophase.errors import RunError, UsageError
+from twophase.runs.config import RunConfig
 from twophase.sweeps.grid import Sweep
 from twophase.sweeps.runner import Outcome
 from twophase.tasks.registry import config_class
-from twophase.training.config import RunConfig
 from twophase.tuning.results import TuneResults, train_command
 from twophase.tuning.search import Point, Results, Scale
 from twophase.tuning.tune import Tuning, run_tuning

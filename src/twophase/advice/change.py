@@ -13,8 +13,8 @@ from typing import Any
 
 from twophase.restart import Never, RestartPolicy, mean_outer_gain, parse
 from twophase.rule import OuterRule
+from twophase.runs.config import OuterConfig
 from twophase.runs.folder import RECORDED
-from twophase.runs.outer import OuterConfig
 from twophase.theory.modes import stable_limit
 
 LEAST_ROUNDS = 8

@@ -101,8 +101,8 @@ def _sweep(options: Options, refresh: float) -> tuple[bool, str]:
     from twophase.judge.verdict_text import describe, part_stem, write
     from twophase.report.sweep import sweep_report
     from twophase.report.sweep_record import read_sweep
+    from twophase.runs.config import named_values
     from twophase.runs.record import is_run
-    from twophase.training.config import named_values
 
     (folder,), where = options.folders, named_values("where", options.where)
     # A part of a sweep has a separate page, and a separate verdict.

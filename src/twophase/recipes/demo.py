@@ -13,10 +13,10 @@ from collections.abc import Sequence
 
 from twophase.config import update
 from twophase.recipes.controls import LR, METHOD, MOMENTUM, RESTART, gain_matched_all, momentum_free, with_averaging
+from twophase.runs.config import InnerConfig
 from twophase.sweeps.grid import Axis, Cell, Sweep, product
 from twophase.sweeps.table import SEED
 from twophase.tasks.lm.config import TrainConfig
-from twophase.training.config import InnerConfig
 
 RULES = {"heavy ball": "heavy-ball", "Nesterov": "nesterov"}
 """The two kinds of rule, and the method of each."""

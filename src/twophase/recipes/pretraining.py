@@ -17,9 +17,8 @@ from twophase.config import meant, update
 from twophase.errors import UsageError
 from twophase.restart import Never, RestartPolicy, parse
 from twophase.rule import OuterRule
-from twophase.runs.outer import options_of
+from twophase.runs.config import ComputeConfig, InnerConfig, OuterConfig, options_of
 from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
-from twophase.training.config import ComputeConfig, InnerConfig, OuterConfig
 
 C4 = "tokens:data/c4"
 """Where the recipes look for their tokens unless `data.corpus` says otherwise."""

@@ -19,8 +19,8 @@ from twophase.errors import UsageError
 from twophase.files import read_jsonl
 from twophase.restart import RestartPolicy, parse
 from twophase.rule import OuterRule
+from twophase.runs.config import OuterConfig
 from twophase.runs.folder import CONFIG, ENV, METRICS, ROUNDS, STEPS, SUMMARY, read_summary
-from twophase.runs.outer import OuterConfig
 
 Column = NDArray[np.float64]
 Line = Mapping[str, Any]

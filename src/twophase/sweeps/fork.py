@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from twophase.config import fingerprint, to_tree
 from twophase.restart import RoundSignal, State, age_after, ask
-from twophase.training.config import RunConfig
+from twophase.runs.config import RunConfig
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from typing import Any
 
 from twophase.config import coerce, flatten, meant, update
 from twophase.errors import UsageError
+from twophase.runs.config import RunConfig
 from twophase.tasks.lm.config import TrainConfig
-from twophase.training.config import RunConfig
 
 LM, HF = "lm", "hf:"
 _SHIPPED = {"digits": "twophase.tasks.digits:Digits"}

@@ -18,7 +18,7 @@ from twophase.optim.build import named_optimizer
 from twophase.optim.names import TORCH
 from twophase.restart import mean_outer_gain
 from twophase.rule import OuterRule
-from twophase.training.config import InnerConfig, RunConfig
+from twophase.runs.config import InnerConfig, RunConfig
 
 
 def outer_of(config: RunConfig) -> OuterRule | Callable[..., Any]:

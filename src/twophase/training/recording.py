@@ -21,8 +21,8 @@ from twophase.diloco.group import default_group
 from twophase.diloco.report import RoundReport
 from twophase.errors import UsageError
 from twophase.optim.outer_sgd import GroupRound, OuterSGD, rule_of
+from twophase.runs.config import options_of
 from twophase.runs.folder import METRICS, RECORDED, ROUNDS, RunFolder, read_summary
-from twophase.runs.outer import options_of
 from twophase.runs.record import MEASURED, read_rounds, read_steps
 from twophase.runs.trackers import open_trackers
 from twophase.training.distributed import environment, raised_on_all_ranks

@@ -24,8 +24,8 @@ from twophase.errors import UsageError
 from twophase.optim.outer_sgd import COUNTERS
 from twophase.optim.schedules import Schedule, follow
 from twophase.restart import MEASURED
+from twophase.runs.config import RunConfig, inner_lr, named_values
 from twophase.training.checkpoint import ENGINE, Checkpoint
-from twophase.training.config import RunConfig, inner_lr, named_values
 from twophase.training.distributed import device_of, peak_bytes, to_device
 from twophase.training.optimizers import inner_optimizer, outer_of
 from twophase.training.task import PlainStep, Step, Task

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 
 from twophase.config import get, require, update
 from twophase.errors import UsageError
+from twophase.runs.config import RunConfig, named_values
 from twophase.sweeps.grid import Cell
-from twophase.training.config import RunConfig, named_values
 from twophase.tuning.search import Point, Scale, rounded
 
 CONTROL = "averaging"

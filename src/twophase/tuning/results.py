@@ -11,8 +11,8 @@ from typing import Any
 from twophase.config import flatten, to_tree
 from twophase.judge.cells import pandas
 from twophase.progress import duration
+from twophase.runs.config import RunConfig
 from twophase.sweeps.table import format_table, readable
-from twophase.training.config import RunConfig
 from twophase.tuning.methods import CONTROL
 
 

@@ -26,11 +26,11 @@ from twophase.config import fingerprint, flatten, get, require, to_tree
 from twophase.errors import RunError, UsageError
 from twophase.files import finite, write_atomic
 from twophase.judge.decision import decide
+from twophase.runs.config import OuterConfig, RunConfig
 from twophase.runs.folder import Claim
 from twophase.sweeps.grid import Sweep
 from twophase.sweeps.runner import Outcome, run_sweep
 from twophase.sweeps.table import ABOVE_ZERO, Row, measure_of, result
-from twophase.training.config import OuterConfig, RunConfig
 from twophase.tuning.methods import CONTROL, METHODS, Method, read_method
 from twophase.tuning.results import Tuned, TuneResults, train_command
 from twophase.tuning.search import Point, Results, Scale, has_untried, propose, write_studies

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from twophase.config import update
 from twophase.diloco.group import SingleProcess
+from twophase.runs.config import ComputeConfig
 from twophase.tasks.lm.config import TrainConfig, flops_per_token
 from twophase.tasks.lm.model import Llama
 from twophase.tasks.lm.step import KERNELS, Step, compiled_loss, drawn
-from twophase.training.config import ComputeConfig
 
 CPU = torch.device("cpu")
 VOCABULARY = 96

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from twophase.config import require
-from twophase.training.config import RunConfig
+from twophase.runs.config import RunConfig
 
 
 @dataclass(frozen=True)
