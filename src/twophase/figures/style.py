@@ -123,7 +123,7 @@ def look(number: int, *, every: int | tuple[int, int] | None = None) -> dict[str
     return {"color": colour, "linestyle": stroke, **marks}
 
 
-def headline(figure: Figure, finding: str, reading: str) -> None:
+def headline(figure: Figure, finding: str, reading: str = "") -> None:
     """Put a title on a figure: the finding in bold, below it what is drawn and which direction is better.
 
     The finding is composed from the numbers that are drawn, so that it changes with them.
