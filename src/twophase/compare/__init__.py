@@ -1,0 +1,1 @@
+"""One comparison of methods, for sweeps, tuning, the demo and the bench."""
