@@ -1,4 +1,4 @@
-"""`twophase report`: the page of a run, of several runs or of a sweep, once or during training, and in words."""
+"""`twophase report`: the page of a run, of several runs or of a sweep, once or again and again during training."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from pathlib import Path
 import tyro
 from tyro.conf import Positional
 
-from twophase.config import parse
+from twophase.config import parse, require
 from twophase.errors import UsageError
 from twophase.runs.folder import COMPARE, REPORT
-from twophase.sweeps.grid import RUNS, SPEC
+from twophase.sweeps.grid import RUNS
+
+_MARK = b'<meta name="generator" content="twophase'
+"""What stands at the top of every page of ours."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +29,8 @@ class Options:
     out: Path | None = None
     """The page to write: report.html in the folder, with --where named after it; of several runs compare.html in the
     folder that holds all."""
-    watch: float | None = None
-    """Rewrite the page every so many seconds while a run goes on; it then reloads by itself."""
+    watch: int | None = None
+    """Write the page again every so many seconds while a run goes on; the page then loads again by itself."""
     runs: bool = False
     """Of a sweep: also write the report of each of its runs."""
     controls: tuple[str, ...] = ()
@@ -41,8 +44,9 @@ def main(argv: Sequence[str]) -> int:
     options, _ = parse(Options, argv, "twophase report")
     from twophase.report.sweep_record import is_sweep
 
+    require(options.watch is None or 1 <= options.watch <= 86_400, "watch", options.watch, "1 to 86,400 seconds")
     folder, *others = options.folders
-    write = _overlay if others else _sweep if is_sweep(folder) else _run
+    write = _runs if others else _sweep if is_sweep(folder) else _run
     if write is not _sweep and (given := [name for name in ("runs", "controls", "where") if getattr(options, name)]):
         raise UsageError(f"--{given[0]}: must be left out, {folder} is not the folder of a sweep")
     if options.watch:
@@ -50,47 +54,44 @@ def main(argv: Sequence[str]) -> int:
         with suppress(KeyboardInterrupt):
             while write(options, options.watch)[0]:
                 time.sleep(options.watch)
-    print(write(options, 0)[1])  # without the script that shows the newest
+    print(write(options, 0)[1])  # the last page does not load again
     return 0
 
 
 def save(page: Path, html: str) -> None:
-    """Write a page, over an older page alone."""
+    """Write a page, over an older page of ours alone."""
     from twophase.files import write_atomic
-    from twophase.report.page import DOCTYPE
 
-    if page.is_file() and page.stat().st_size and not page.read_bytes().startswith(DOCTYPE.encode()):
-        raise UsageError(f"--out {page}: must be a new file or a page, holds something else")
+    if page.is_file() and (old := page.read_bytes()) and _MARK not in old[:500]:
+        raise UsageError(f"--out {page}: must be a new file or a page of twophase, holds something else")
     page.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(page, html)
 
 
 def _run(options: Options, refresh: float, of_sweep: Path | None = None) -> tuple[bool, str]:
-    """Write the page of a run; return whether the run is unfinished, and the diagnosis in words."""
-    from twophase.advice.text import describe
-    from twophase.advice.verdict import diagnose
-    from twophase.report.page import relative
-    from twophase.report.run import run_report
+    """Write the page of a run; return whether the run is unfinished, and its result in words."""
+    from twophase.report.page import href
+    from twophase.report.run import result_words, run_page
     from twophase.runs.record import read_record
 
     (folder,) = options.folders
-    page, record, sweep = options.out or folder / REPORT, read_record(folder), folder.resolve().parents[1]
-    if (sweep / SPEC).is_file() and (sweep / REPORT).is_file():
-        of_sweep = of_sweep or sweep / REPORT
-    diagnosis = diagnose(record)
-    save(page, run_report(record, diagnosis, refresh=refresh, back=of_sweep and relative(of_sweep, page.parent)))
-    return record.state == "running", f"{describe(diagnosis, str(folder))}\n\nreport {page}"
+    record, page = read_record(folder), options.out or folder / REPORT
+    runs = folder.resolve().parent
+    if runs.name == RUNS and (runs.parent / REPORT).is_file():
+        of_sweep = of_sweep or runs.parent / REPORT
+    save(page, run_page(record, refresh=refresh, back=of_sweep and href(of_sweep, page.parent)))
+    return record.state == "running", f"{result_words(record)}\nreport {page}"
 
 
-def _overlay(options: Options, refresh: float) -> tuple[bool, str]:
+def _runs(options: Options, refresh: float) -> tuple[bool, str]:
     """Write several runs over each other; return whether one is unfinished, and their results in words."""
-    from twophase.report.overlay import common_folder, overlay
+    from twophase.report.overlay import common_folder, overlay_page
     from twophase.report.run import result_words
     from twophase.runs.record import read_record
 
     records = [read_record(folder) for folder in options.folders]
     page = options.out or common_folder(options.folders) / COMPARE
-    save(page, overlay(records, page.parent, refresh=refresh))
+    save(page, overlay_page(records, page.parent, refresh=refresh))
     words = "\n".join(f"{record.path}: {result_words(record)}" for record in records)
     return any(record.state == "running" for record in records), f"{words}\npage {page}"
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,7 +35,7 @@ class Curve(NamedTuple):
 
 @dataclass(frozen=True)
 class Chart:
-    """Content of a chart; without a finite number it shows nothing.
+    """Content of a chart.
 
     Args:
         name: name of the csv file that a reader can save, without ending.
@@ -62,92 +61,58 @@ class Chart:
     bulk: bool = False
     shown: Sequence[int] | None = None
 
-    @cached_property
-    def data(self) -> dict[str, Any]:
-        """What `charts.js` draws, ready for JSON: finite numbers in five digits, None for a gap."""
-        most = max(40, min(MOST_POINTS, _ALL_POINTS // max(len(self._points), 1)))
-        series = []
-        for curve, points in self._points:
-            thin = _thinned(points, most)
-            places, values = [_short(x) for x in thin[:, 0].tolist()], [_short(y) for y in thin[:, 1].tolist()]
-            series.append({"name": clean(curve.name), "x": places, "y": values})
-        if not any(np.isfinite(points[:, 1]).any() for _, points in self._points):
-            series = []
-        data: dict[str, Any] = {"x": self.x_label, "y": self.y_label, "series": series, "log": self.log}
+    def drawn(self) -> dict[str, Any] | None:
+        """Return what the template shows: data of charts.js, label, remarks and rows; None without a finite number."""
+        points = [self._points(curve) for curve in self.curves]
+        has_number = [bool(np.isfinite(each[:, 1]).any()) for each in points]
+        if not any(has_number):
+            return None
+        chosen = [k for k in (range(len(points)) if self.shown is None else self.shown) if has_number[k]]
+        # buttons of the page choose curves by their numbers, so that none may be left out
+        kept = chosen if self.shown is None else range(len(points))
+        most = max(40, min(MOST_POINTS, _ALL_POINTS // len(kept)))
+        data: dict[str, Any] = {"x": self.x_label, "y": self.y_label, "log": self.log, "series": []}
+        for k in kept:
+            x, y = ([_short(value) for value in column] for column in _thinned(points[k], most).T.tolist())
+            data["series"].append({"name": clean(self.curves[k].name), "x": x, "y": y})
         data["restarts"] = [_short(x) for x in self.restarts[:: math.ceil(len(self.restarts) / _MOST_MARKS) or 1]]
-        if self._bulk is not None:
-            data["bulk"] = [_short(end) for end in self._bulk]
-        return data if self.shown is None else data | {"shown": list(self.shown)}
-
-    @property
-    def summary(self) -> str:
-        """The drawn curves in words, for readers without the picture."""
-        parts = []
-        for curve, points in self._drawn:
-            (start, first), (end, last) = points[np.isfinite(points[:, 1])][[0, -1]].tolist()
-            low, high = np.nanmin(points[:, 1]), np.nanmax(points[:, 1])
-            ends = f"from {number(first)} at {number(start)} to {number(last)} at {number(end)}"
-            parts.append(f"{curve.name}: {ends}, lowest {number(low)}, highest {number(high)}")
-        return f"{self.y_label} against {self.x_label}. {'; '.join(parts)}."
-
-    @property
-    def remarks(self) -> str:
-        """The note, and what the picture leaves out."""
-        longest, remarks = max((len(points) for _, points in self._points), default=0), [self.note]
-        if longest > MOST_POINTS:
+        data |= {} if self.shown is None else {"shown": list(self.shown)}
+        longest, remarks = max(len(points[k]) for k in kept), [self.note]
+        if longest > most:
             remarks.append(f"Of {longest:,} points the extremes of each stretch are drawn.")
         if len(self.restarts) > _MOST_MARKS:
             remarks.append(f"Of {len(self.restarts):,} restarts some are marked.")
-        if self._bulk is not None:
-            low, high = self._bulk
-            beyond = self._heights[(self._heights < low) | (self._heights > high)]
+        heights = np.concatenate([points[k][:, 1] for k in kept])
+        inside = _bulk(heights[np.isfinite(heights)]) if self.bulk else heights
+        if self.bulk and (beyond := heights[(heights < inside.min()) | (heights > inside.max())]).size:
+            data["bulk"] = [_short(inside.min()), _short(inside.max())]
             farthest = beyond[np.argmax(np.abs(beyond))]
             remarks.append(f"Points beyond the axis: {len(beyond):,}, as far as {number(farthest)}.")
-        return " ".join(filter(None, remarks))
+        rows, words = [], []
+        for k in chosen:
+            name, numbers = self.curves[k].name, points[k][np.isfinite(points[k][:, 1])]
+            few = np.linspace(0, len(points[k]) - 1, min(len(points[k]), _MOST_ROWS)).round().astype(int)
+            rows += [(name, x, y) for x, y in points[k][few].tolist()]
+            words.append(f"{name}: from {number(numbers[0, 1])} to {number(numbers[-1, 1])}")
+        label = f"{self.title}. {self.y_label} against {self.x_label}. {'; '.join(words)}."
+        return {"data": data, "label": label, "remarks": " ".join(filter(None, remarks)), "rows": rows}
 
-    @property
-    def rows(self) -> list[tuple[str, float, float]]:
-        """A few points of each drawn curve, evenly spread: its name, x and y."""
-        rows = []
-        for curve, points in self._drawn:
-            few = np.linspace(0, len(points) - 1, min(len(points), _MOST_ROWS)).round().astype(int)
-            rows += [(curve.name, x, y) for x, y in points[few].tolist()]
-        return rows
+    def _points(self, curve: Curve) -> _Floats:
+        """Return rows of x and y, nan where the picture has no place for y."""
+        x, y = np.asarray(curve.x, dtype=np.float64), np.array(curve.y, dtype=np.float64)
+        # no quantity of a run is beyond these; differences and powers of ten of such numbers would overflow
+        y[~(np.abs(y) <= LARGEST)] = np.nan
+        y[np.abs(y) < 1 / LARGEST] = 0
+        if self.log:
+            y[~(y > 0)] = np.nan
+        return np.stack([x, y], axis=1)[np.abs(x) <= LARGEST]
 
-    @cached_property
-    def _points(self) -> list[tuple[Curve, _Floats]]:
-        """The curves with rows of x and y, nan where the picture has no place for y."""
-        curves = []
-        for curve in self.curves:
-            x, y = np.asarray(curve.x, dtype=np.float64), np.array(curve.y, dtype=np.float64)
-            # no quantity of a run is beyond these; differences and powers of ten of such numbers would overflow
-            y[~(np.abs(y) <= LARGEST)] = np.nan
-            y[np.abs(y) < 1 / LARGEST] = 0
-            if self.log:
-                y[~(y > 0)] = np.nan
-            if self.shown is not None or np.isfinite(y).any():
-                curves.append((curve, np.stack([x, y], axis=1)[np.abs(x) <= LARGEST]))
-        return curves
 
-    @property
-    def _drawn(self) -> list[tuple[Curve, _Floats]]:
-        chosen = self._points if self.shown is None else [self._points[place] for place in self.shown]
-        return [(curve, points) for curve, points in chosen if np.isfinite(points[:, 1]).any()]
-
-    @cached_property
-    def _heights(self) -> _Floats:
-        heights = np.concatenate([points[:, 1] for _, points in self._points])
-        return heights[np.isfinite(heights)]
-
-    @cached_property
-    def _bulk(self) -> tuple[float, float] | None:
-        """The lowest and highest point but for a few outliers that would flatten the curves; None without such."""
-        if not self.bulk or not self._points:
-            return None
-        low, middle, high = np.quantile(self._heights, (0.05, 0.5, 0.95))
-        room = max(high - low, abs(middle))
-        inside = self._heights[(self._heights >= low - room) & (self._heights <= high + room)]
-        return (inside.min(), inside.max()) if len(inside) < len(self._heights) else None
+def _bulk(heights: _Floats) -> _Floats:
+    """Return the heights without the few that lie so far out that they would flatten the curves."""
+    low, middle, high = np.quantile(heights, (0.05, 0.5, 0.95))
+    room = max(high - low, abs(middle))
+    return heights[(heights >= low - room) & (heights <= high + room)]
 
 
 def _short(value: float) -> float | int | None:

@@ -232,6 +232,7 @@ def page(
     head = join(
         [
             tag("meta", charset="utf-8"),
+            tag("meta", name="generator", content="twophase"),
             tag("meta", http_equiv="Content-Security-Policy", content=policy),
             tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
             tag("meta", name="color-scheme", content="light dark"),

@@ -1,302 +1,207 @@
-"""The report of one run: result, verdict and a recommendation; then curves; then the record and how to repeat it."""
+"""The page of a run: what it reached and what its outer loop did, its curves, its record, and how to repeat it."""
 
 from __future__ import annotations
 
 import json
 import math
-import re
 import shlex
-from collections.abc import Iterator
-from datetime import UTC, datetime
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from twophase.advice.text import HEADLINES, LIMITS, change_sentences, outer_words, suggestions
-from twophase.advice.verdict import Diagnosis, Finding, Stage
+from twophase.advice.text import HEADLINES
+from twophase.advice.verdict import diagnose
 from twophase.config import flatten
-from twophase.report.page import (
-    Html,
-    counted,
-    details,
-    join,
-    link,
-    minus,
-    notes,
-    page,
-    section,
-    table,
-    tag,
-    with_options,
-    written,
+from twophase.report.charts import Chart, Curve
+from twophase.report.page import render
+from twophase.runs.folder import CONFIG, RECORDED
+from twophase.runs.record import LARGEST, MEASURED, Column, RunRecord
+
+STEPS = "inner steps of each replica"
+_MOST_BLOCKS, _MOST_ROUNDS = 7, 20
+_NORM = "Euclidean norm"
+_CHARTS: tuple[tuple[str, str, str, tuple[str, float] | None, str], ...] = (
+    ("pseudo_gradient_norm", "Norm of the pseudo-gradient", _NORM, None, ""),
+    ("buffer_norm", "Norm of the momentum buffer, before the round", _NORM, None, ""),
+    (
+        "cosine",
+        "Pseudo-gradient against buffer",
+        "cosine",
+        ("0: at a right angle", 0.0),
+        "Below 0 the pseudo-gradient points against the buffer: the last updates went too far.",
+    ),
+    (
+        "gain",
+        "Outer gain",
+        "gain",
+        ("1: plain averaging", 1.0),
+        # no-break spaces, so that no line ends inside of a bracket
+        "The update's part along the pseudo-gradient: <update,\N{NO-BREAK SPACE}g> / <g,\N{NO-BREAK SPACE}g>.",
+    ),
 )
-from twophase.report.plot import Chart, Curve, figure, script
-from twophase.report.rounds import block_name, finite, phases, rounds
-from twophase.runs.folder import CONFIG, ENV, LOGS, RECORDED, SUMMARY
-from twophase.runs.record import LARGEST, RunRecord
-
-FILES = (CONFIG, ENV, *LOGS, SUMMARY)
-"""Files of a run that its page is made of."""
-_MOST_FINDINGS, _MOST_LINES = 20, 100
+"""Columns of rounds with the title and axis of their chart, the level to compare with, and a note."""
 
 
-def run_report(record: RunRecord, diagnosis: Diagnosis, *, refresh: float = 0, back: str | None = None) -> str:
-    """Return the page of a run that has been read.
+def run_page(record: RunRecord, *, refresh: float = 0, back: str | None = None) -> str:
+    """Return the page of a run in any state.
 
     Args:
-        record: record of `read_record`, in any state.
-        diagnosis: diagnosis of this record.
-        refresh: seconds after which the page of an unfinished run shows its newest self; 0 without a watch.
-        back: relative path of the sweep's report, if the run belongs to one.
+        record: record of `read_record`.
+        refresh: seconds after which the page of an unfinished run loads again; 0 for never.
+        back: address of the page of the sweep that the run belongs to.
     """
-    outer = record.outer_words or "outer optimizer unknown"
-    return page(
-        record.path.resolve().name,
-        join(
-            [
-                f"A run, {record.state}: {outer}, restart {record.restart}.",
-                join([" · ", link("the sweep that it belongs to", back)]) if back else None,
-            ]
-        ),
-        section("In short", *_short(record, diagnosis), anchor="short"),
-        section("Loss", _losses(record), anchor="loss"),
-        section("Rounds", *rounds(record), anchor="rounds"),
-        section("Diagnosis", *_diagnosis(diagnosis), anchor="diagnosis"),
-        section("Effective progress and the period", *_progress(diagnosis), anchor="progress"),
-        section("Record", _summary(record, diagnosis), phases(record), anchor="record"),
-        section("Repeat it", *_repeat(record), anchor="repeat"),
-        section("Configuration and environment", *_settings(record), anchor="settings"),
-        kind="run",
-        problems=["The run has not finished."] * (record.state == "running"),
-        refresh=refresh if record.state == "running" else 0,
-        scripts=[script()],
-    )
-
-
-def _short(record: RunRecord, diagnosis: Diagnosis) -> Iterator[Html | None]:
-    """Yield the result, the verdict and the first thing to try; the rest of the page is their reasons."""
-    # Of several blocks the first with a verdict speaks; the section on the diagnosis has all.
-    findings = sorted(diagnosis.findings, key=lambda finding: finding.verdict == "cannot tell")
-    finding = findings[0]
-    block = f" ({block_name(finding.block)})" if len(findings) > 1 else ""
-    has_change = diagnosis.change is not None and diagnosis.change.values
-    advised = change_sentences(diagnosis) if has_change else suggestions(diagnosis, finding)
-    facts = {
-        "Result": result_words(record),
-        f"Verdict{block}": " ".join(
-            [HEADLINES[finding.verdict], *(finding.reasons[-1:] if finding.verdict == "cannot tell" else ())]
-        ),
-        "Try next": with_options(advised[0]) if advised else "Nothing follows from this record.",
+    running, blocks = record.state == "running", record.blocks[:_MOST_BLOCKS]
+    restarts = sorted({t for block in record.blocks for t in block.number[block.restarted].tolist()})
+    columns = {
+        f"fragment {block.name}" if block.name.isdecimal() else block.name: {"round": block.number}
+        | {name: getattr(block, name) for name in MEASURED}
+        for block in blocks
     }
-    yield tag("dl", *(part for name, value in facts.items() for part in (tag("dt", name), tag("dd", value))))
+    environment = {name: value for name, value in record.environment.items() if name != "command"}
+    return render(
+        "run.html",
+        title=record.path.resolve().name,
+        problems=["The run has not finished."] if running else [],
+        refresh=refresh if running else 0,
+        back=back,
+        record=record,
+        result=result_words(record),
+        diagnosis=diagnosed(record),
+        loss=_loss_chart(record),
+        charts=round_charts(columns, restarts),
+        left_out=len(record.blocks) - len(blocks),
+        rounds=_round_rows(record),
+        phases=_phase_rows(record),
+        facts=_facts(record),
+        commands=list(_commands(record)),
+        configuration=[(path, option_text(value)) for path, value in record.config.items()],
+        environment=[(path, option_text(value)) for path, value in flatten(environment).items()],
+    )
 
 
 def result_words(record: RunRecord) -> str:
-    """Return the validation loss and perplexity of a run, or its last measurement, or why it has none."""
-    summary = record.summary or {}
-    parts = [
-        f"{name.replace('_', ' ')} {value:.4g}{unit}"
-        for name, unit in (("validation_loss", record.unit), ("perplexity", ""))
-        if isinstance(value := summary.get(name), (int, float)) and abs(value) < LARGEST
-    ]
-    if parts:
-        return f"{record.state}: {', '.join(parts)}"
-    for name in ("perplexity", "validation_loss", "train_loss"):
-        if values := finite(record.metrics.get(name, np.array([]))):
-            unit = record.unit if name != "perplexity" else " a token" if record.unit.endswith(" a token") else ""
-            return f"{record.state}: last {name.replace('_', ' ')} {values[-1]:.4g}{unit}"
-    return f"{record.state}: no loss recorded"
+    """Return the state of a run, and its validation loss and perplexity at the end or its losses measured last."""
+    summary, names = record.summary or {}, ("validation_loss", "perplexity")
+    ends = {name: summary[name] for name in names if _is_number(summary.get(name))}
+    lasts = {name: record.curve(name)[1][-1:] for name in (*names, "train_loss")}
+    found = ends or {f"last {name}": float(value[0]) for name, value in lasts.items() if len(value)}
+    words = (
+        f"{name.replace('_', ' ')} {value:.4g}{record.unit if name.endswith('loss') else ''}"
+        for name, value in found.items()
+    )
+    return f"{record.state}: {', '.join(words) or 'no loss recorded'}"
 
 
-def _summary(record: RunRecord, diagnosis: Diagnosis) -> Html:
-    summary = record.summary or {}
-    steps, replicas = record.number("inner_steps"), record.number("replicas")
-    planned = f" of {diagnosis.planned:,}" if diagnosis.planned else ""
-    size = counted(int(steps), "inner step") if math.isfinite(steps) else "an unknown number of inner steps"
-
-    def last(name: str, unit: str) -> str:
-        values = finite(record.metrics.get(name, np.array([])))
-        return f"{values[-1]:.4g}{unit}, the last one measured" if values else "unknown"
-
-    def quantity(name: str, unit: str = "", factor: float = 1.0, spec: str = ".4g") -> str:
-        """Return a value of the summary, nothing for what is no number, or none that a float holds."""
-        value = summary.get(name)
-        if not isinstance(value, (int, float)) or not abs(value) < 1e300:
-            return ""
-        return written(factor * value, ",.0f" if isinstance(value, int) else spec, unit)
-
-    perplexity = quantity("perplexity", " a token") or last("perplexity", " a token")
-    is_recorded = record.config.get(RECORDED) is True
-    has_tokens = record.unit.endswith(" a token") or "perplexity" in summary
-    facts: dict[str, Any] = {
-        "Outer optimizer": outer_words(diagnosis) or "unknown",
-        "Restart policy": record.restart,
-        "Rounds": f"{record.recorded:,}{planned}, of {size}",
-        "Restarts": f"{sum(int(block.restarted.sum()) for block in record.blocks):,}",  # of each fragment
-        "Replicas": written(replicas, ",.0f") or "an unknown number",
-        "Validation perplexity": perplexity if has_tokens else "",
-        "Validation loss": quantity("validation_loss", record.unit) or last("validation_loss", record.unit),
-        "Tokens": (quantity("tokens") or "unknown") if has_tokens else "",
-        "Time": quantity("seconds", " s") or "unknown",
-        "Share of time in the engine": quantity("engine_share", " %", 100.0, ".2g") or "unknown" * (not is_recorded),
-        "Exit": summary.get("exit_reason", "not finished"),
+def diagnosed(record: RunRecord) -> dict[str, Any]:
+    """Return the diagnosis of a run: its state in words, its numbers by name, the change to try, and the command."""
+    diagnosis = diagnose(record)
+    change = diagnosis.change
+    return {
+        "state": " ".join(dict.fromkeys(HEADLINES[finding.verdict] for finding in diagnosis.findings)),
+        "numbers": [(finding.block, reason) for finding in diagnosis.findings for reason in finding.reasons],
+        "change": change.words if change else "",
+        "command": diagnosis.command if change and change.values else "",
     }
-    entries = {name: value for name, value in facts.items() if value}
-    return tag("dl", *(part for name, value in entries.items() for part in (tag("dt", name), tag("dd", value))))
 
 
-def _losses(record: RunRecord) -> Html:
-    steps = record.rounds["step"]
-    curves = [
-        # A recorded loop logs what it likes.
-        Curve(
-            f"training loss{'' if record.config.get(RECORDED) else ', mean over a round'}", *record.curve("train_loss")
-        ),
-        Curve("validation loss", *record.curve("validation_loss")),
-    ]
-    if {"step", "train_loss"} <= record.steps.keys():
-        curves.insert(0, Curve("training loss inside rounds", record.steps["step"], record.steps["train_loss"]))
-    chart = Chart(
-        "loss",
-        "Loss over the run",
-        "inner steps of each replica",
-        f"loss ({record.unit.strip()})" if record.unit else "loss",
-        curves,
-        restarts=finite(steps[record.rounds["restarted"] == 1]),
-        syncs=finite(steps),
-    )
-    drawn = figure(chart)
-    return drawn or tag("p", "No loss has been recorded.")
-
-
-# ----------------------------------------------------------------------------------------------------------- diagnosis
-
-
-def _diagnosis(diagnosis: Diagnosis) -> Iterator[Html | None]:
-    for finding in diagnosis.findings[:_MOST_FINDINGS]:
-        if len(diagnosis.findings) > 1:
-            yield tag("h3", f"{block_name(finding.block)} (restart {finding.restarts})")
-        headline = tag("p", tag("strong", HEADLINES[finding.verdict]))
-        yield tag("div", headline, notes([with_options(text) for text in finding.reasons]), class_="verdict")
-        if len(finding.thirds) > 1:
-            yield _thirds(finding)
-        if advised := suggestions(diagnosis, finding):
-            yield tag("h3", "What the theory suggests")
-            yield notes([with_options(text) for text in advised])
-    if diagnosis.change is not None:
-        yield tag("h3", "What the evidence supports")
-        yield notes([with_options(text) for text in change_sentences(diagnosis)])
-    yield details("Limits of such a verdict", notes(LIMITS))
-
-
-def _thirds(finding: Finding) -> Html:
-    rows = [
-        [
-            part.name,
-            f"{part.first:,} to {part.last:,}",
-            stage.verdict,
-            written(part.cosine, ".2f"),
-            written(100 * part.against, ".0f", " %"),
-            written(part.gain, ".3g"),
-            _sigma_text(stage),
-            f"{part.restarts}",
-        ]
-        for stage in finding.thirds
-        for part in [stage.evidence]
-    ]
-    header = ["part", "rounds", "verdict", "mean cosine", "negative", "median gain", "sigma (95 %)", "restarts"]
-    return table(header, rows, caption=f"Over the run: {block_name(finding.block)}.")
-
-
-def _sigma_text(stage: Stage) -> str:
-    if stage.sigma is None:
-        return "not determined"
-    low, middle, high = stage.sigma
-    return minus(f"{middle:.3g} ({low:.3g} to {high:.3g})")
-
-
-def _progress(diagnosis: Diagnosis) -> Iterator[Html | None]:
-    yield tag(
-        "p",
-        "Sigma is the share of a mode that one inner phase removes. It is estimated along the momentum buffer, from "
-        "the norms and cosines of successive rounds, corrected for noise. A run that restarts often, or a buffer of "
-        "nearly constant length, leaves it undetermined.",
-    )
-    rows = [
-        [
-            block_name(finding.block),
-            seen.pairs,
-            _sigma_text(finding.latest),
-            written(seen.ceiling, ".3g"),
-            written(100 * seen.noise_share, ".0f", " %"),
-            _periods(finding),
-            finding.restarts,
-        ]
-        for finding in diagnosis.findings
-        if finding.latest is not None
-        for seen in [finding.latest.evidence.observed]
-    ]
-    if not rows:
-        yield tag("p", "Nothing to estimate it from.")
-        return
-    header = "block, pairs of rounds, sigma (95 %), if nothing were noise, noise in g, period by theory, now"
-    caption = "Effective progress by block, over the latest rounds, and the period that the theory would choose."
-    yield table(header.split(", "), rows, caption=caption)
-
-
-def _periods(finding: Finding) -> str:
-    """Return the periods that the theory would choose over the interval of sigma."""
-    periods = {choice.recommended.period for choice in finding.advice}
-    ends = sorted(period for period in periods if period is not None)
-    text = " to ".join(dict.fromkeys(map(str, (ends[0], ends[-1])))) if ends else ""
-    return " or ".join(filter(None, [text, "none" if None in periods else ""])) or "cannot tell"
-
-
-# ------------------------------------------------------------------------------------------------------------ settings
-
-
-def _repeat(record: RunRecord) -> Iterator[Html | None]:
-    # Of an odd folder name, the shell must see one word; a line break would end the command.
-    config = shlex.quote(str(record.path / "config.yaml").replace("\n", "?"))
-    started = "As it was started; from the same place, it resumes:"
-    if record.config.get(RECORDED) is True:
-        started = "An external loop trained this run and recorded it (twophase.record). As it was started:"
-    elif record.config:
-        yield tag("p", "The same run from the beginning, in a new folder:")
-        yield tag("pre", f"twophase train --config {config} --out NEW")
-    command = record.environment.get("command")
-    if arguments := list(map(str, command)) if isinstance(command, list) else []:
-        worker = arguments[0].endswith("runner.py")
-        yield tag("p", "A worker of a sweep trained it:" if worker else started)
-        script = ["python"] * arguments[0].endswith(".py") + arguments[:1]
-        start = ["python", "-m", "twophase"] if Path(arguments[0]).name == "__main__.py" else script
-        yield tag("pre", _hide_password(shlex.join([*start, *arguments[1:]])))
-    elif not record.config:
-        yield tag("p", "Neither its configuration nor its command could be read.")
-
-
-def _settings(record: RunRecord) -> Iterator[Html | None]:
-    rows = [[path, plain(value)] for path, value in record.config.items()]
-    if rows:
-        listed = table(["option", "value"], rows, caption="Configuration (config.yaml).")
-        yield details(f"Configuration, {counted(len(rows), 'value')}", listed)
-    else:
-        yield tag("p", "No configuration.")
-    environment = flatten({name: value for name, value in record.environment.items() if name != "command"})
-    if rows := [[name, _hide_password(plain(value))] for name, value in environment.items()]:
-        yield table(["what", "value"], rows[:_MOST_LINES], caption="Environment (env.json).")
-    yield tag("p", f"Folder {record.path.resolve()}; report of {datetime.now(UTC):%Y-%m-%d %H:%M} UTC.")
-
-
-def plain(value: Any) -> str:
+def option_text(value: Any) -> str:
     """Return a value of a configuration as its option takes it."""
     if isinstance(value, (list, tuple)):
-        return " ".join(map(plain, value))
+        return " ".join(map(option_text, value))
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def _hide_password(text: str) -> str:
-    """Replace the password of every URL in a text, such as that of a database, by three stars."""
-    # Up to the last @: a password that should have been percent-encoded, and was not, is hidden as well.
-    return re.sub(r"(://[^\s:/@]*:)\S*(@)|([?&]password=)[^&\s]*", r"\1\3***\2", text)
+def round_charts(runs: Mapping[str, Mapping[str, Column]], restarts: Sequence[float] = ()) -> list[Chart]:
+    """Return the charts over the rounds, with a curve for each of some runs or fragments.
+
+    Args:
+        runs: by name the columns of its rounds: round, norms, cosine and gain.
+        restarts: rounds of restarts.
+    """
+    last = max((columns["round"].max() for columns in runs.values() if len(columns["round"])), default=1.0)
+    charts = []
+    for name, title, label, level, note in _CHARTS:
+        curves = []
+        for run, columns in runs.items():
+            # without a buffer there is nothing that a cosine is measured against
+            hidden = (columns["buffer_norm"] == 0) & (name == "cosine")
+            curves.append(Curve(run, columns["round"], np.where(hidden, np.nan, columns[name])))
+        if level and any(np.isfinite(curve.y).any() for curve in curves):
+            curves.append(Curve(level[0], [1, last], [level[1]] * 2))
+        options = {"log": label == _NORM, "bulk": name == "gain", "note": note, "restarts": restarts}
+        charts.append(Chart(name, title, "round", label, curves, **options))
+    return charts
+
+
+def _loss_chart(record: RunRecord) -> Chart:
+    training = "training loss" if record.config.get(RECORDED) else "training loss, mean over a round"
+    curves = [Curve(training, *record.curve("train_loss")), Curve("validation loss", *record.curve("validation_loss"))]
+    if {"step", "train_loss"} <= record.steps.keys():
+        curves.insert(0, Curve("training loss inside rounds", record.steps["step"], record.steps["train_loss"]))
+    restarts = record.rounds["step"][record.rounds["restarted"] == 1].tolist()
+    return Chart(
+        "loss", "Loss over the run", STEPS, f"loss ({record.unit.strip() or 'of the task'})", curves, restarts=restarts
+    )
+
+
+def _round_rows(record: RunRecord) -> list[list[Any]]:
+    """Return rounds, evenly spread, the last among them."""
+    columns = [record.rounds[name] for name in ("round", "step", *MEASURED, "bytes_sent")]
+    count = len(columns[0])
+    few = np.linspace(0, count - 1, min(count, _MOST_ROUNDS)).round().astype(int)
+    restarted = record.rounds["restarted"]
+    return [[*(column[index].item() for column in columns), "yes" if restarted[index] == 1 else ""] for index in few]
+
+
+def _phase_rows(record: RunRecord) -> list[list[Any]]:
+    """Return what each phase of the sync took in this process: median and sum in ms, and its share in %."""
+    total = sum(np.nansum(seconds) for seconds in record.phases.values()) or 1.0
+    return [
+        [
+            name.replace("_", " "),
+            1e3 * np.nanmedian(seconds),
+            1e3 * np.nansum(seconds),
+            100 * np.nansum(seconds) / total,
+        ]
+        for name, seconds in record.phases.items()
+    ]
+
+
+def _facts(record: RunRecord) -> list[tuple[str, Any]]:
+    """Return what is known of a run, by name."""
+    summary, planned = record.summary or {}, record.planned_rounds
+    share = summary.get("engine_share")
+    facts = {
+        "Outer optimizer": record.outer_words or "unknown",
+        "Restart policy": record.restart,
+        "Rounds": f"{record.recorded:,} of {planned:,}" if planned else record.recorded,
+        "Inner steps a round": record.number("inner_steps"),
+        "Replicas": record.number("replicas"),
+        "Restarts": sum(int(block.restarted.sum()) for block in record.blocks),  # of each fragment
+        "Validation loss": summary.get("validation_loss"),
+        "Perplexity": summary.get("perplexity"),
+        "Tokens": summary.get("tokens"),
+        "Time (s)": summary.get("seconds"),
+        "Time in the engine (%)": 100 * share if _is_number(share) else None,
+        "Exit": summary.get("exit_reason", "not finished"),
+    }
+    return [(name, value) for name, value in facts.items() if isinstance(value, str) or _is_number(value)]
+
+
+def _commands(record: RunRecord) -> Iterator[tuple[str, str]]:
+    """Yield the commands that repeat a run, each with what it does."""
+    if record.config and record.config.get(RECORDED) is not True:
+        # of an odd folder name the shell must see one word; a line break would end the command
+        config = shlex.quote(str(record.path / CONFIG).replace("\n", "?"))
+        yield "The same run from the beginning, in a new folder:", f"twophase train --config {config} --out NEW"
+    words = record.environment.get("command")
+    if isinstance(words, list) and words:
+        first, *rest = map(str, words)
+        program = ["twophase"] if Path(first).name == "__main__.py" else ["python"] * first.endswith(".py") + [first]
+        yield "As it was started; from the same place, it resumes:", shlex.join([*program, *rest])
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value) and abs(value) < LARGEST
