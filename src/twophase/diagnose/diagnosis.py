@@ -1,0 +1,355 @@
+"""Say of a run's outer loop that it diverges, takes a large step, oscillates or is fine, and the one change to try.
+
+The changes are a table of conditions (`CASES`); the first that holds counts. Each says the scale at which it was
+measured in this project (docs/restarts.md, "What to use when", and docs/bench.md).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import operator
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from twophase.diagnose.observe import Observed, observed_in, shrunk
+from twophase.restart import RestartPolicy, mean_outer_gain
+from twophase.rule import FORM_WORDS, OuterRule
+from twophase.runs.folder import RECORDED
+from twophase.runs.record import WHOLE, Block, Column, RunRecord
+
+LEAST_ROUNDS = 8
+LARGE_GAIN = 2.0
+"""Mean outer gain above which runs of up to some 100 rounds became better with a smaller step; averaging has 1."""
+SMALL_GAIN = 0.95
+"""Mean outer gain below which averaging was better."""
+AGAINST, OFTEN = -0.5, 0.15
+"""Cosine below which a pseudo-gradient points against the buffer, and the share of such rounds that is an oscillation:
+noise in several directions has smaller cosines."""
+RISEN, RISING = 3.0, 1.1
+"""Factor by which |g| rises over the latest rounds in a divergence, and the least over the last few of them."""
+SHRUNK = 0.936
+"""Decline of |g| beyond which a rising outer rate was better than averaging: docs/bench.md, the map of regimes."""
+_MOST_ROUNDS = 10_000  # over more, a mean outer gain is hardly another
+_SCALE = "in this project's runs (31 thousand to 2 million parameters, AdamW inside, up to 300 rounds)"
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the conditions of `CASES` ask about a run or a block of it."""
+
+    rule: OuterRule | None = None  # None where the outer optimizer is more than a rule, or unknown
+    averages: bool = False  # no momentum, and a learning rate of at most 1, whatever else there is
+    rounds: int = 0
+    gain: float = math.nan  # mean outer gain of the rule under its restarts; nan where it is not known in advance
+    diverges: bool = False
+    oscillates: bool = False
+    shrunk: float = 0.0
+    inner: str = ""  # inner optimizer
+
+    @property
+    def momentum(self) -> bool:
+        """Whether a known rule has momentum."""
+        return self.rule is not None and self.rule.momentum > 0
+
+    @property
+    def nesterov(self) -> bool:
+        """Whether that is Nesterov momentum."""
+        return self.rule is not None and self.rule.momentum > 0 and self.rule.nesterov
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A row of the table: the state of a run, the condition for it, and the one change to try."""
+
+    state: str
+    holds: Callable[[Facts], bool]
+    change: str
+    values: Mapping[str, Any] = field(default_factory=dict)  # of the configuration, by dotted path
+    inner: float = 1.0  # factor on the inner learning rate
+    code: str = ""  # the same in a recorded loop
+
+
+_AVERAGE: dict[str, Any] = {
+    "values": {"outer.method": "averaging", "outer.lr": None, "outer.momentum": None, "outer.restart": "never"},
+    "code": "OuterRule(lr=1, momentum=0)",
+}
+CASES = (
+    Case(
+        "diverges",
+        lambda run: run.diverges and run.averages,
+        "Halve the inner learning rate: averaging makes no linear mode diverge.",
+        inner=0.5,
+    ),
+    Case(
+        "diverges",
+        lambda run: run.diverges,
+        "Average the replicas, without outer momentum: no linear mode diverges under averaging, and no schedule of "
+        "restarts stabilizes one that does.",
+        **_AVERAGE,
+    ),
+    Case(
+        "cannot tell",
+        lambda run: run.rounds < LEAST_ROUNDS,
+        f"None yet: at least {LEAST_ROUNDS} rounds are needed.",
+    ),
+    Case(
+        "cannot tell",
+        lambda run: run.rule is None,
+        "None: these states are those of momentum SGD with a constant learning rate and momentum.",
+    ),
+    Case(
+        "large step",
+        lambda run: run.gain > LARGE_GAIN and run.nesterov,
+        "Average the replicas, without outer momentum: Nesterov momentum of 0.9 had 17 to 49 % higher perplexity, "
+        f"each at its best inner learning rate, {_SCALE}. If the momentum must stay: a restart every 3 rounds "
+        "lowered its perplexity 1.09 to 1.28 times in runs of up to some 100 rounds.",
+        **_AVERAGE,
+    ),
+    Case(
+        "large step",
+        lambda run: run.gain > LARGE_GAIN and run.momentum,
+        "Average the replicas, without outer momentum: even with a restart every 3 rounds, which lowered the "
+        "perplexity of heavy ball at 0.9 by 1.29 to 2.08 times, it was 8 % above averaging after 300 rounds "
+        f"{_SCALE}.",
+        **_AVERAGE,
+    ),
+    Case(
+        "large step",
+        lambda run: run.gain > LARGE_GAIN,
+        f"Average the replicas: no larger rate without momentum was better than a rate of 1 {_SCALE}.",
+        **_AVERAGE,
+    ),
+    Case(
+        "oscillates",
+        lambda run: run.oscillates and not run.averages,
+        f"Average the replicas, without outer momentum: a tuned momentum was no better than averaging {_SCALE}.",
+        **_AVERAGE,
+    ),
+    Case(
+        "fine",
+        lambda run: run.gain < SMALL_GAIN,
+        "Average the replicas: at one untuned inner learning rate it was better, by 3 to 89 %, than all 68 settings "
+        f"with a momentum and a mean outer gain below 1 {_SCALE}.",
+        **_AVERAGE,
+    ),
+    Case(
+        "fine",
+        lambda run: run.momentum,
+        f"None: at a step of this size no momentum or restart was better than plain averaging {_SCALE}.",
+    ),
+    Case(
+        "fine",
+        lambda run: run.inner == "muon",
+        f"None: with Muon inside, no change of the outer optimizer was better than averaging {_SCALE}.",
+    ),
+    Case(
+        "fine",
+        lambda run: run.shrunk > SHRUNK,
+        "Raise the inner learning rate: where |g| fell by more than 94 %, a rising outer rate (--outer.schedule "
+        f"linear:2) was better by 2 to 7 %, in four of five cases because the inner one was too small, {_SCALE}.",
+        inner=2.0,
+    ),
+    Case(
+        "fine",
+        lambda run: run.rule is not None,
+        "Orthogonalize the pseudo-gradient of each matrix, at two or three inner learning rates, the doubled one among "
+        f"them: averaging's perplexity was 7 to 25 % higher on six of eight workloads {_SCALE}, each at its best inner "
+        "rate; less at larger width.",
+        values={"outer.filter": "orthogonal"},
+        inner=2.0,
+        code='DiLoCo(model, "averaging", filter="orthogonal", inner_steps=…)',
+    ),
+)
+"""The first case that holds is that of the run."""
+STATES = tuple(dict.fromkeys(case.state for case in CASES))
+"""The states, the worst first."""
+Numbers = list[tuple[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockState:
+    """The state of a fragment or param group.
+
+    Args:
+        name: of the block.
+        state: one of `STATES`.
+        numbers: labels and values that it rests on, over its latest rounds.
+        observed: effective progress along its buffer over all of its rounds.
+    """
+
+    name: str
+    state: str
+    numbers: Numbers
+    observed: Observed
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """The state of a run's outer loop.
+
+    Args:
+        state: one of `STATES`; of several blocks the worst.
+        numbers: labels and values that it rests on, as text; of several blocks, what they have in common.
+        change: the one change to try, with what was measured and at which scale; a sentence or two.
+        command: makes the changed run; None without a change, or where only the user's loop can make it.
+        blocks: of each fragment or param group; empty where there is only one.
+    """
+
+    state: str
+    numbers: Numbers
+    change: str
+    command: str | None = None
+    blocks: tuple[BlockState, ...] = ()
+
+
+def diagnose(record: RunRecord) -> Diagnosis:
+    """Return the diagnosis of a run that has been read, in any state.
+
+    It is about the latest rounds: the last third, but at least 30 if there are so many.
+    """
+    configured = record.outer.rule() if record.outer else None
+    run = Facts(
+        rule=record.rule,
+        averages=configured is not None and configured.momentum == 0 and configured.lr <= 1,
+        rounds=record.recorded,
+        diverges=record.state == "diverged",
+        shrunk=_shrunk(record),
+        inner=str(record.config.get("inner.method", "")),
+    )
+    judged = [_judge(record, block, run) for block in record.blocks]
+    judged = judged or [(_case(run), BlockState(WHOLE, _case(run).state, [], Observed()))]
+    case = min((case for case, _ in judged), key=CASES.index)
+    planned = f" of {record.planned_rounds:,}" if record.planned_rounds else ""
+    numbers = [
+        ("outer optimizer", _outer_words(record)),
+        ("restarts", record.restart),
+        ("rounds", f"{record.recorded:,}{planned}, {record.state}"),
+    ]
+    if len(judged) > 1:
+        return Diagnosis(case.state, numbers, case.change, _command(record, case), tuple(block for _, block in judged))
+    return Diagnosis(case.state, [*numbers, *judged[0][1].numbers], case.change, _command(record, case))
+
+
+def describe(diagnosis: Diagnosis) -> str:
+    """Return the diagnosis as plain text: the state, its numbers, those of each block, the change and its command."""
+    groups = [("", diagnosis.numbers), *((f"{block.name}: {block.state}", block.numbers) for block in diagnosis.blocks)]
+    width = max(len(label) for _, numbers in groups for label, _ in numbers)
+    lines = [diagnosis.state]
+    for title, numbers in groups:
+        lines += ["", *([title] if title else []), *(f"  {label:{width}}  {value}" for label, value in numbers)]
+    return "\n".join([*lines, "", diagnosis.change, *([diagnosis.command] if diagnosis.command else [])])
+
+
+def _case(run: Facts) -> Case:
+    return next(case for case in CASES if case.holds(run))
+
+
+def _judge(record: RunRecord, block: Block, run: Facts) -> tuple[Case, BlockState]:
+    """Return the case of a block and what it rests on."""
+    count, policy = len(block.index), None
+    with contextlib.suppress(ValueError):  # a policy that this process does not know
+        policy = record.policy(block.name)
+    latest = slice(max(0, count - max(30, math.ceil(count / 3))), count)
+    rates, g = record.inner_lr(block.index), block.pseudo_gradient_norm[latest]
+    rises = _rises(g) and (rates is None or _rises(g / rates[latest]))
+    cosine = _cosines(block, latest)
+    against = float(np.mean(cosine < AGAINST)) if len(cosine) else 0.0
+    gain = _gain(run.rule, policy, record.planned_rounds or count)
+    case = _case(
+        dataclasses.replace(
+            run,
+            gain=gain,
+            diverges=run.diverges or rises or _is_lost(block),
+            oscillates=len(cosine) >= LEAST_ROUNDS - 2 and against >= OFTEN,
+        )
+    )
+    seen = Observed()
+    # A policy's own steps, and parameters that replicas keep, would be taken for progress.
+    if run.rule and rates is not None and policy and not policy.takes_steps and not record.number("sync.mixing") > 0:
+        seen = observed_in(block, run.rule, rates)
+    first, _, last = _medians(g, 3)
+    shown = seen.shown_interval
+    values = {
+        "latest rounds": f"{block.number[latest][0]:,.0f} to {block.number[-1]:,.0f}",
+        "restarts in them": f"{block.restarted[latest].sum():,}",
+        "mean outer gain of the rule": f"{gain:.3g} (averaging: 1)" * math.isfinite(gain),
+        "median gain of the rounds": _number(_medians(block.gain[latest], 1)[0]),
+        "|g|, last third of them by first": _number(last / first if first > 0 else math.nan),
+        "mean cosine of g and buffer": _number(cosine.mean() if len(cosine) else math.nan),
+        f"rounds with a cosine below {AGAINST:g}": f"{100 * against:.0f} %" if len(cosine) else "",
+        "sigma along the buffer (95 %)": f"{seen.sigma:.3g} ({shown[0]:.3g} to {shown[1]:.3g})" if shown else "",
+    }
+    return case, BlockState(block.name, case.state, [*filter(operator.itemgetter(1), values.items())], seen)
+
+
+def _number(value: float) -> str:
+    return f"{value:.3g}" if math.isfinite(value) else ""
+
+
+def _gain(rule: OuterRule | None, policy: RestartPolicy | None, rounds: int) -> float:
+    """Return the mean outer gain of a rule; nan where a policy decides from what it measures, or is unknown."""
+    if rule is None or policy is None or policy.needs or policy.takes_steps:
+        return math.nan
+    return mean_outer_gain(rule, policy, min(rounds, _MOST_ROUNDS))
+
+
+def _cosines(block: Block, latest: slice) -> Column:
+    """Return the cosines of some rounds that had a buffer: not the first one after a restart."""
+    had_buffer = np.append(False, ~block.restarted[:-1]) & (block.buffer_norm > 0)
+    cosine = block.cosine[latest][had_buffer[latest]]
+    return cosine[np.isfinite(cosine)]
+
+
+def _medians(values: Column, parts: int) -> list[float]:
+    """Return the median of what is finite in each part of some values; nan where nothing is."""
+    finite = [part[np.isfinite(part)] for part in np.array_split(values, parts)]
+    return [float(np.median(part)) if len(part) else math.nan for part in finite]
+
+
+def _rises(values: Column) -> bool:
+    """Return whether values rise from third to third, by `RISEN` in all, and go on rising within the last third."""
+    first, middle, last = _medians(values, 3)
+    before, end = _medians(values[-(len(values) // 3) :], 2)
+    return len(values) >= LEAST_ROUNDS and first < middle < last > RISEN * first and end > RISING * before
+
+
+def _is_lost(block: Block) -> bool:
+    """Return whether norms and cosine have ceased to be numbers: in the last two rounds, and not in all."""
+    finite = np.isfinite(block.pseudo_gradient_norm) | np.isfinite(block.buffer_norm) | np.isfinite(block.cosine)
+    return bool(finite.any() and not finite[-2:].any())
+
+
+def _shrunk(record: RunRecord) -> float:
+    """Return the decline of |g| over a finished run of a single block, else 0."""
+    norms = record.rounds["pseudo_gradient_norm"]
+    is_whole = record.state == "finished" and len(record.blocks) == 1 and len(norms) > 0 and np.isfinite(norms).all()
+    return shrunk(norms) if is_whole else 0.0
+
+
+def _outer_words(record: RunRecord) -> str:
+    """Return the outer optimizer, a rule with momentum with its learning rate in both forms."""
+    rule = record.rule
+    if rule is None or rule.momentum == 0:
+        return record.outer_words or "unknown"
+    other = rule.to("ema" if rule.form == "sum" else "sum")
+    return f"{rule.describe()}, the same as lr {other.lr:.4g} in {FORM_WORDS[other.form]}"
+
+
+def _command(record: RunRecord, case: Case) -> str | None:
+    """Return the command that makes the changed run, or the code for it in a recorded loop."""
+    if record.config.get(RECORDED):
+        return f"in your loop: {case.code}" if case.code else None
+    values, rate = dict(case.values), record.number("inner.lr")
+    if case.inner != 1 and math.isfinite(rate):
+        values["inner.lr"] = f"{case.inner * rate:g}"
+    if not values:
+        return None
+    options = " ".join(f"--{path} {'none' if value is None else value}" for path, value in values.items())
+    config, out = (shlex.quote(f"{record.path}{end}") for end in ("/config.yaml", "-changed"))
+    return f"twophase train --config {config} {options} --out {out}"
