@@ -29,11 +29,6 @@ WATCH = """() => {
 }"""
 
 
-def quantiles(values: list[float]) -> tuple[float, float]:
-    """Median and 95th percentile."""
-    return statistics.median(values), statistics.quantiles(values, n=20)[-1]
-
-
 def drag(page: Any, target: str, way: tuple[float, float]) -> dict[str, list[float]]:
     """Drag an element by a share of its width, there and back, and return what the page has seen."""
     page.locator(target).scroll_into_view_if_needed()
@@ -52,42 +47,43 @@ def drag(page: Any, target: str, way: tuple[float, float]) -> dict[str, list[flo
     return seen
 
 
+def measure(browser: Any, file: Path) -> dict[str, float]:
+    """Return the time to the first curve, and median and 95th percentile of frames and work of each drag, in ms."""
+    starts = []
+    for _ in range(LOADS):
+        page = browser.new_page(viewport={"width": 1280, "height": 900})
+        page.goto(file.as_uri())
+        starts.append(page.evaluate("performance.getEntriesByName('first-curve')[0].startTime"))
+        page.close()
+    figures = {"page_bytes": file.stat().st_size, "first_curve_ms": statistics.median(starts)}
+    print(f"page {figures['page_bytes'] / 1000:.1f} kB; first curve after {figures['first_curve_ms']:.0f} ms")
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.goto(file.as_uri())
+    page.evaluate(WATCH)
+    print(f"{'dragging':10} {'frame ms: median':>18} {'95 %':>7} {'work ms: median':>17} {'95 %':>7}")
+    for name, target in {"lr": "#slider-lr", "restart": "#slider-restart", "map": "#map-restart .u-over"}.items():
+        for kind, values in drag(page, target, (0.4, 0.7)).items():
+            figures[f"{name}_{kind.removesuffix('s')}_ms"] = statistics.median(values)
+            figures[f"{name}_{kind.removesuffix('s')}_ms_95"] = statistics.quantiles(values, n=20)[-1]
+        of = [figures[f"{name}_{part}"] for part in ("frame_ms", "frame_ms_95", "work_ms", "work_ms_95")]
+        print("{:10} {:18.1f} {:7.1f} {:17.1f} {:7.1f}".format(name, *of))
+    return figures
+
+
 def main() -> int:
+    path = os.environ.get("TWOPHASE_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
     try:
         from playwright.sync_api import sync_playwright  # noqa: PLC0415 - an extra
     except ImportError:
-        print("skipped: no playwright (make setup-dev installs it)")
-        return finish("explorer", {})
-    path = os.environ.get("TWOPHASE_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+        path = None
     if path is None:
-        print("skipped: no chromium (apt-get install chromium, or set TWOPHASE_CHROMIUM)")
+        print("skipped: no playwright (make setup-dev installs it), or no chromium (set TWOPHASE_CHROMIUM)")
         return finish("explorer", {})
-    state = State(1.0, 0.9, False, "ema", 7, 120)
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as driver:
         file = Path(folder) / "explore.html"
-        file.write_text(build(state), encoding="utf-8")
+        file.write_text(build(State(1.0, 0.9, False, "ema", 7, 120)), encoding="utf-8")
         browser = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        figures: dict[str, float] = {"page_bytes": file.stat().st_size}
-        starts = []
-        for _ in range(LOADS):
-            page = browser.new_page(viewport={"width": 1280, "height": 900})
-            page.goto(file.as_uri())
-            starts.append(page.evaluate("performance.getEntriesByName('first-curve')[0].startTime"))
-            page.close()
-        figures["first_curve_ms"] = statistics.median(starts)
-        print(f"page {figures['page_bytes'] / 1000:.1f} kB; first curve after {figures['first_curve_ms']:.0f} ms")
-        page = browser.new_page(viewport={"width": 1280, "height": 900})
-        page.goto(file.as_uri())
-        page.evaluate(WATCH)
-        targets = {"lr": "#slider-lr", "restart": "#slider-restart", "map": "#map .plot >> nth=1"}
-        print(f"{'dragging':10} {'frame ms: median':>18} {'95 %':>7} {'work ms: median':>17} {'95 %':>7}")
-        for name, target in targets.items():
-            seen = drag(page, target, (0.4, 0.7))
-            frame, frame_95 = quantiles(seen["frames"])
-            work, work_95 = quantiles(seen["work"])
-            print(f"{name:10} {frame:18.1f} {frame_95:7.1f} {work:17.1f} {work_95:7.1f}")
-            figures |= {f"{name}_frame_ms": frame, f"{name}_frame_ms_95": frame_95}
-            figures |= {f"{name}_work_ms": work, f"{name}_work_ms_95": work_95}
+        figures = measure(browser, file)
         browser.close()
     return finish("explorer", {name: round(value, 2) for name, value in figures.items()})
 

@@ -138,7 +138,7 @@ def test_the_page_in_a_browser(
     assert boxes.evaluate_all("all => all.filter(e => e.scrollWidth > e.clientWidth).map(e => e.outerHTML)") == []
     shown.locator("iframe").scroll_into_view_if_needed()
     frame = shown.frame_locator("iframe")
-    frame.locator("#panels svg").first.wait_for()
+    frame.locator("#panels canvas").first.wait_for()
     if width > 600:  # on a phone the sliders stay above the curve while the frame is scrolled
         curve = frame.locator("#residual .plot")
         assert curve.evaluate("plot => plot.getBoundingClientRect().bottom <= innerHeight")

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from twophase.cli.report import save
 from twophase.config import parse
+from twophase.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -17,32 +17,37 @@ class Options:
     out: Path = Path("explore.html")
     """The page; nothing else is needed."""
     run: Path | None = None
-    """Begin with this run's rule, length and estimated effective progress."""
+    """Begin with this run's rule, restarts and length."""
     open: bool = False
     """Open it in the browser."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; return its exit status."""
-    from twophase.explorer.from_run import read_run
     from twophase.explorer.page import build
     from twophase.explorer.question import Question, of_run, state_of
 
-    options, given = parse(Options, argv, "twophase explore", Question())
-    run = read_run(options.run) if options.run else None
+    options, question = parse(Options, argv, "twophase explore", Question())
     # A page that was asked for without any value begins with the steps; any value asks for a view of one's own.
-    guided = run is None and given == Question()
-    question = parse(Options, argv, "twophase explore", of_run(run))[1] if run else given
-    state = state_of(question, run)
-    page = build(state, run.spectrum if run and state.spectrum == "run" else None, guided=guided)
-    save(options.out, page)
+    guided = options.run is None and question == Question()
+    if options.run is not None:  # whose values the options replace
+        question = parse(Options, argv, "twophase explore", of_run(options.run))[1]
+    page = build(state_of(question), guided=guided)
+    _save(options.out, page)
     print(f"page {options.out} ({len(page.encode()) / 1000:.0f} kB): open it in a browser; it needs no network")
-    if run and state.spectrum == "run":
-        print(f"spectrum of {run.spectrum.name}: {run.spectrum.note}")
-    elif run and run.problems:
-        print(f"{run.spectrum.name}: {run.problems}")
     if options.open:
         import webbrowser
 
         webbrowser.open(options.out.resolve().as_uri())
     return 0
+
+
+def _save(out: Path, page: str) -> None:
+    """Write the page to a new file, or over an older page of this command."""
+    from twophase.explorer.page import MARK
+    from twophase.files import write_atomic
+
+    if out.is_file() and out.stat().st_size and MARK.encode() not in out.read_bytes()[:1000]:
+        raise UsageError(f"--out {out}: must be a new file or a page of twophase explore, holds something else")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(out, page)

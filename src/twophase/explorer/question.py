@@ -1,99 +1,92 @@
-"""The question that the page begins with: a rule, a spectrum, the length of the run; from options or from a run."""
+"""The question that the page begins with: a rule and its restarts, the modes, the length of the run."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from pathlib import Path
 
-from twophase.advice.period import Rule, Spectrum
+import numpy as np
+
+from twophase.config import require
 from twophase.errors import UsageError
-from twophase.explorer.from_run import FromRun
-from twophase.explorer.page import POLICIES_WORDS, State, shows
-from twophase.restart import Never, Periodic
-from twophase.restart import parse as parse_policy
+from twophase.explorer.page import LIMITS, State
+from twophase.restart import Never, Periodic, Soft
+from twophase.runs.outer import OuterConfig
+from twophase.runs.record import read_record
 
 _RANGE_MODES = 16
 """Modes of --sigma-range without a COUNT."""
 
 
 @dataclass(frozen=True)
-class Outer(Rule):
-    """The outer rule, and when its momentum restarts."""
+class Question:
+    """Hold where the page begins."""
 
-    restart: str = str(State.restart)
-    """Rounds between restarts, `never`, or another policy: cycle, at, soft, auto."""
-
-
-@dataclass(frozen=True)
-class Question(Spectrum):
-    """Hold where the page begins: a rule, a spectrum (or the run's), and the length of the run."""
-
-    outer: Outer = field(default_factory=Outer)
+    outer: OuterConfig = field(default_factory=lambda: OuterConfig("nesterov", restart="3"))
+    sigma: tuple[float, ...] = ()
+    """Effective progress of one or several modes, each in [0, 1]."""
+    sigma_range: tuple[float, ...] = ()
+    """LOW HIGH or LOW HIGH COUNT: equally spaced modes."""
     rounds: int = State.rounds
     """Outer rounds of the run."""
 
 
-def of_run(run: FromRun) -> Question:
-    """Return the question with a run's own rule, period and length, on which options come on top."""
-    rule = run.rule
-    method: Any = "nesterov" if rule.nesterov else "heavy-ball"
-    outer = Outer(method, rule.lr, rule.momentum, rule.form, run.restart)
-    return Question(outer=outer, rounds=run.rounds)
+def of_run(path: Path) -> Question:
+    """Return the question with a run's rule, restarts and length.
 
-
-def state_of(question: Question, run: FromRun | None = None) -> State:
-    """Return the page's first state.
+    A longer run than the page shows is cut; restarts that it does not know, or that differ by fragment, are never.
 
     Raises:
-        UsageError: several spectra, values that make no rule, or a restart policy that the page does not know. Also a
-            run that shows no effective progress, without a further spectrum.
+        UsageError: no run, or one whose outer optimizer is more than a rule.
     """
-    if run and question.eigenvalues and question.inner_steps is None:
-        question = replace(question, inner_steps=run.inner_steps)
-    outer = question.outer
-    outer.value()  # refuses what makes no rule
-    try:
-        policy = parse_policy(outer.restart)
-    except ValueError as error:
-        raise UsageError(f"--outer.restart {outer.restart}: {error}") from None
-    if not (isinstance(policy, (Never, Periodic)) or shows(policy)):
-        raise UsageError(f"--outer.restart {outer.restart}: {POLICIES_WORDS}")
-    state = State(
-        lr=float(outer.lr),
-        momentum=float(outer.momentum),
-        nesterov=outer.method == "nesterov",
-        form=outer.form,
-        restart=policy.period if isinstance(policy, Periodic) else 0,
-        policy=str(policy) if shows(policy) else "",
-        rounds=question.rounds,
-        inner_steps=State.inner_steps if run is None else run.inner_steps,
-    )
-    state = replace(state, **_spectrum(question, run))
-    modes = {"one": 1, "list": len(state.sigmas), "range": state.count, "curvature": len(state.curvatures)}
-    modes["run"] = len(run.spectrum.sigma) if run else 0
-    return replace(state, mode=modes[state.spectrum] - 1)  # the slowest mode, which the loss ends with
+    record = read_record(path)
+    if record.rule is None or record.outer is None:
+        words = record.outer_words or "missing in its config.yaml"
+        raise UsageError(f"--run {path}: its outer optimizer must be momentum SGD with constant numbers, is {words}")
+    policy = None if record.config.get("sync.restart") else record.policy()
+    outer = replace(record.outer, restart=str(policy) if _is_shown(policy) else "never")
+    rounds = record.planned_rounds or len(record.rounds["round"]) or 1
+    return Question(outer, rounds=min(rounds, int(LIMITS["rounds"][1])))
 
 
-def _spectrum(question: Question, run: FromRun | None) -> dict[str, Any]:
-    """Return the values of the state that say which spectrum it shows; one by option replaces the run's."""
-    match question.option():
-        case "--eigenvalues":
-            assert question.inner_steps is not None
-            inner = {"inner_lr": question.inner_lr, "inner_steps": int(question.inner_steps)}
-            return {"spectrum": "curvature", "curvatures": question.eigenvalues} | inner
-        case "--sigma-range":
-            low, high, count = question.ends(_RANGE_MODES)
-            return {"spectrum": "range", "low": low, "high": high, "count": count}
-        case "--sigma":
-            is_single = len(question.sigma) == 1
-            return (
-                {"spectrum": "one", "sigma": question.sigma[0]}
-                if is_single
-                else {"spectrum": "list", "sigmas": question.sigma}
-            )
-    if run is not None and not run.spectrum.sigma:
+def _is_shown(policy: object) -> bool:
+    return isinstance(policy, Never | Soft) or (isinstance(policy, Periodic) and policy.period <= LIMITS["restart"][1])
+
+
+def state_of(question: Question) -> State:
+    """Return the page's first state, which shows the slowest mode: the loss ends with it.
+
+    Raises:
+        UsageError: values that make no rule or lie outside the page's limits, or restarts that it does not show.
+    """
+    rule, policy = question.outer.rule(), question.outer.policy
+    if rule is None or not question.outer.is_rule:
         raise UsageError(
-            f"--run {run.spectrum.name}: effective progress {run.spectrum.note} Give --sigma, --sigma-range or "
-            "--eigenvalues together with --run, which then gives the rule, the period and the rounds"
+            f"--outer.method: must be averaging, heavy-ball or nesterov without filter and schedule, got "
+            f"{question.outer.describe()}"
         )
-    return {"spectrum": "run" if run else "list"}
+    require(_is_shown(policy), "outer.restart", policy, "never, a period up to 10000, or soft:K:RETAIN:INJECT")
+    sigmas = _sigmas(question)
+    return State(
+        rule.lr,
+        rule.momentum,
+        rule.nesterov,
+        rule.form,
+        policy.period if isinstance(policy, Periodic | Soft) else 0,
+        question.rounds,
+        sigmas,
+        sigmas.index(min(sigmas)),
+        *((policy.retain, policy.inject) if isinstance(policy, Soft) else ()),
+    )
+
+
+def _sigmas(question: Question) -> tuple[float, ...]:
+    """Return the modes; those of the page's default where no option gives them."""
+    if not (ends := question.sigma_range):
+        return question.sigma or State.sigmas
+    if question.sigma:
+        raise UsageError("--sigma and --sigma-range given; give one of them")
+    count = ends[2] if len(ends) == 3 else _RANGE_MODES
+    is_range = 2 <= len(ends) <= 3 and ends[0] <= ends[1] and count in range(2, int(LIMITS["count"][1]) + 1)
+    require(is_range, "sigma-range", " ".join(f"{end:g}" for end in ends), "LOW HIGH [COUNT], COUNT a whole 2 to 64")
+    return tuple(np.linspace(ends[0], ends[1], int(count)).round(6).tolist())

@@ -1,156 +1,94 @@
-"use strict";
-// What the page shows is one plain object, the state. It goes into the address after # and comes back from there, where
-// anything may stand: every value is checked against the same limits as a field's, and becomes a number or one of a few
-// words. Nothing else of an address is used.
+// Helpers that all scripts of the page share; the state that it shows; and that state's place in the address after #,
+// where anything may stand: it becomes numbers within the limits of the fields and a few known words, or is refused.
+
+const $ = (id) => document.getElementById(id);
+
+/** An element with properties and contents; texts among them stay texts. */
+const html = (name, properties = {}, ...inside) => {
+  const node = Object.assign(document.createElement(name), properties);
+  node.append(...inside);
+  return node;
+};
+
+/** Text into an element, if it is another one: what does not change need not be laid out again. */
+const write = (node, words) => {
+  if (node.textContent !== words) node.textContent = words;
+};
+
+/** A number for people: at most `digits` figures, without trailing zeros. */
+const plain = (value, digits = 4) => {
+  if (!Number.isFinite(value)) return value > 0 ? "∞" : value < 0 ? "−∞" : "–";
+  const size = Math.abs(value),
+    isFar = size !== 0 && (size < 1e-4 || size >= 1e6);
+  const [head, tail] = (isFar ? value.toExponential(digits - 1) : String(+value.toPrecision(digits))).split("e");
+  const short = head.includes(".") ? head.replace(/\.?0+$/, "") : head;
+  return (tail ? `${short}e${tail.replace("+", "")}` : short).replaceAll("-", "−");
+};
+
+const roundsOf = (count) => (count === 1 ? "1 round" : `${count} rounds`);
 
 const store = (() => {
-  const VERSION = "1";
-  const NB = "\u00a0"; // a blank at which no line ends
+  const VERSION = "2";
   const NUMBER = /^[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$/i;
+  const WHOLE = ["restart", "rounds", "mode"];
+  const WORDS = { nesterov: { no: false, yes: true }, form: { sum: "sum", ema: "ema" } };
+  const given = JSON.parse($("given").textContent),
+    { limits } = given;
 
-  /** How each value reads in an address: a number within its limits, a list of such numbers, or one of some words. */
-  const FIELDS = {
-    lr: { kind: "number" },
-    momentum: { kind: "number" },
-    nesterov: { kind: "word", words: ["yes", "no"] },
-    form: { kind: "word", words: ["sum", "ema"] },
-    restart: { kind: "number", whole: true },
-    rounds: { kind: "number", whole: true },
-    spectrum: { kind: "word", words: ["one", "list", "range", "curvature", "run"] },
-    sigma: { kind: "number" },
-    sigmas: { kind: "list", of: "sigma" },
-    low: { kind: "number", of: "sigma" },
-    high: { kind: "number", of: "sigma" },
-    count: { kind: "number", whole: true },
-    curvatures: { kind: "list", of: "curvature" },
-    inner_lr: { kind: "number" },
-    inner_steps: { kind: "number", whole: true },
-    mode: { kind: "number", whole: true },
-    view: { kind: "word", words: ["linear", "log"] },
-    // Newer than the first addresses: one that lacks them means the value that is named here.
-    policy: { kind: "policy", absent: "" },
-    schedule: { kind: "word", words: ["constant", "linear", "cosine"], absent: "constant" },
-    noise: { kind: "number", absent: 0 },
-    seed: { kind: "number", whole: true, absent: 0 },
-  };
-
-  /** The number that a text writes, or a sentence about what is wrong with it. */
-  function readNumber(text, limits, whole) {
-    const [low, high] = limits,
+  /** The number that a text writes, or undefined if it is none that the field takes. */
+  function readNumber(name, text) {
+    const [low, high] = limits[name],
       value = NUMBER.test(text.trim()) ? Number(text) : NaN;
-    const what = whole ? "a whole number" : "a number";
-    if (!(value >= low && value <= high) || (whole && !Number.isInteger(value))) {
-      return { error: `Write ${what} from ${plain(low)} to ${plain(high)}.` };
-    }
-    return { value };
+    return value >= low && value <= high && (!WHOLE.includes(name) || Number.isInteger(value)) ? value : undefined;
   }
 
-  /** The numbers that a text lists, separated by commas or blanks. */
-  function readList(text, limits, most) {
-    const words = text.split(/[\s,;]+/).filter(Boolean),
-      values = [];
-    if (words.length < 1 || words.length > most) return { error: `Write 1 to ${most} numbers, separated by commas.` };
-    for (const word of words) {
-      const found = readNumber(word, limits, false);
-      if (found.error) return { error: found.error.replace("Write a number", "Write numbers") };
-      values.push(found.value);
+  /** The modes that a text lists: numbers between commas or blanks, or LOW:HIGH:COUNT for a range of them. */
+  function readModes(text) {
+    const ends = text.split(":").map((word) => readNumber("sigma", word)),
+      count = Number(text.split(":")[2]);
+    if (ends.length === 3 && ends[0] <= ends[1] && count >= 2 && count <= limits.count[1]) {
+      return Array.from({ length: count }, (_, j) => +(ends[0] + ((ends[1] - ends[0]) * j) / (count - 1)).toFixed(6));
     }
-    return { value: values };
+    const values = text.split(/[\s,]+/).filter(Boolean).map((word) => readNumber("sigma", word));
+    return values.length && values.length <= limits.count[1] && !values.includes(undefined) ? values : undefined;
   }
 
-  /** A field's value from its text. */
-  function read(name, text, given) {
-    const field = FIELDS[name],
-      limits = given.limits[field.of ?? name];
-    if (field.kind === "policy") {
-      if (text === "" || simulation.read(text)) return { value: text.trim() };
-      return { error: "Write auto, cycle:5,6,10, at:4,9 or soft:3:0.2:0.1." };
-    }
-    if (field.kind === "word") {
-      return field.words.includes(text) ? { value: text } : { error: `Choose ${field.words.join(" or ")}.` };
-    }
-    return field.kind === "list"
-      ? readList(text, limits, given.limits.count[1])
-      : readNumber(text, limits, field.whole);
-  }
+  /** A field's value from its text; undefined if the field does not take it. */
+  const read = (name, text) =>
+    name in WORDS ? WORDS[name][text] : name === "sigmas" ? readModes(text) : readNumber(name, text);
 
-  /** What is wrong with a state as a whole, or null. */
-  function fault(state, given) {
-    if (state.low > state.high) return "The low end of the range is above its high end.";
-    if (state.spectrum === "run" && !given.run) return "It shows the spectrum of a run, which this file does not hold.";
-    if (state.spectrum === "curvature" && state.inner_lr * Math.max(...state.curvatures) > 1) {
-      return "Inner lr times the largest curvature exceeds 1, where gradient descent overshoots: lower the inner lr.";
-    }
-    return null;
-  }
+  /** What a field takes, in words. */
+  const takes = (name) =>
+    name === "sigmas"
+      ? `Write 1 to ${limits.count[1]} numbers from 0 to 1, such as 0.9, 0.5 or 0.1:0.9:5.`
+      : `Write a ${WHOLE.includes(name) ? "whole " : ""}number from ${plain(limits[name][0])} to ${plain(limits[name][1], 6)}.`;
 
-  const words = (name, value) =>
-    FIELDS[name].kind === "list" ? value.join(",") : name === "nesterov" ? (value ? "yes" : "no") : String(value);
+  /** Values moved into their limits; the shown mode is one of those that there are. */
+  function within(state) {
+    const inside = { ...state };
+    for (const [name, [low, high]] of Object.entries(limits)) {
+      if (name in inside) inside[name] = Math.min(high, Math.max(low, inside[name]));
+    }
+    inside.mode = Math.min(inside.mode, inside.sigmas.length - 1);
+    return inside;
+  }
 
   /** The state as the part of an address after #. */
-  function toFragment(state) {
-    const names = Object.keys(FIELDS).filter((name) => state[name] !== FIELDS[name].absent);
-    return [`v=${VERSION}`, ...names.map((name) => `${name}=${words(name, state[name])}`)].join("&");
-  }
+  const toFragment = (state) =>
+    [`v=${VERSION}`, ...Object.keys(given.state).map((name) => `${name}=${textOf(name, state[name])}`)].join("&");
+  const textOf = (name, value) => (name === "nesterov" ? (value ? "yes" : "no") : String(value));
 
-  /** {state} from the part of an address after #, or {error: a sentence}; only names of ours are repeated in it. */
-  function fromFragment(text, given) {
-    const parts = new Map(),
+  /** The state of the part of an address after #, or null for any text that is none. */
+  function fromFragment(text) {
+    const parts = new Map(text.slice(0, 8000).split("&").map((piece) => piece.split("="))),
       state = {};
-    for (const piece of text.slice(0, 8000).split("&")) {
-      const at = piece.indexOf("=");
-      if (at > 0) parts.set(piece.slice(0, at), piece.slice(at + 1));
+    if (parts.get("v") !== VERSION) return null;
+    for (const name of Object.keys(given.state)) {
+      state[name] = read(name, parts.get(name) ?? "");
+      if (state[name] === undefined) return null;
     }
-    if (parts.get("v") !== VERSION) return { error: "The link was made by another version, or is damaged." };
-    for (const name of Object.keys(FIELDS)) {
-      if (!parts.has(name) && "absent" in FIELDS[name]) parts.set(name, String(FIELDS[name].absent));
-      if (!parts.has(name)) return { error: `The link is damaged: ${name} is missing.` };
-      const found = read(name, parts.get(name), given);
-      if (found.error) return { error: `The link is damaged: ${name} is not usable.` };
-      state[name] = name === "nesterov" ? found.value === "yes" : found.value;
-    }
-    if (parts.size !== Object.keys(FIELDS).length + 1)
-      return { error: "The link is damaged: it holds unknown values." };
-    const wrong = fault(state, given);
-    return wrong ? { error: `The link is damaged. ${wrong}` } : { state };
+    return within(state);
   }
 
-  /** Effective progress of all modes of the chosen spectrum, largest first. */
-  function spectrum(state, given) {
-    const { low, high, count } = state;
-    const values = {
-      one: () => [state.sigma],
-      list: () => state.sigmas,
-      range: () =>
-        Array.from({ length: count }, (_, j) => (count === 1 ? low : low + ((high - low) * j) / (count - 1))),
-      curvature: () =>
-        state.curvatures.map((value) => kernel.effectiveProgress(value, state.inner_lr, state.inner_steps)),
-      run: () => given.run.sigma,
-    }[state.spectrum]();
-    return [...values].sort((a, b) => b - a);
-  }
-
-  /** A number for people: at most `digits` figures, without trailing zeros. */
-  function plain(value, digits = 4) {
-    if (value === Infinity) return "∞";
-    if (value === -Infinity) return "−∞";
-    if (!Number.isFinite(value)) return "–";
-    const size = Math.abs(value);
-    let text = value.toPrecision(digits);
-    if (size !== 0 && (size < 1e-4 || size >= 1e6)) text = value.toExponential(digits - 1);
-    else if (size >= 10 ** digits - 0.5) text = value.toFixed(0); // else 10,000 would be 1e4
-    const [head, tail] = text.split("e");
-    const short = head.includes(".") ? head.replace(/\.?0+$/, "") : head;
-    return (tail ? `${short}e${tail.replace("+", "")}` : short).replace("-", "−").replace("e-", "e−");
-  }
-
-  const roundsOf = (n) => (n === 1 ? "1 round" : `${n} rounds`);
-
-  /** A positive number from its log: as what it lacks or exceeds, where four figures of it would read 1. */
-  function nearOne(log) {
-    const short = plain(Math.exp(log));
-    return short !== "1" || log === 0 ? short : `1${NB}${log < 0 ? "−" : "+"}${NB}${plain(Math.abs(Math.expm1(log)))}`;
-  }
-
-  return { NUMBER, FIELDS, read, fault, toFragment, fromFragment, spectrum, plain, roundsOf, nearOne, NB };
+  return { given, read, takes, within, toFragment, fromFragment };
 })();
