@@ -117,7 +117,7 @@ def test_losses_and_best_periods_are_those_of_the_theory(ask: Ask) -> None:
 
 
 def test_soft_restarts_are_those_of_the_theory(ask: Ask) -> None:
-    """Residuals under soft restarts of any sign are the rollout's; the coefficients are those of the rule's own form."""
+    """Residuals under soft restarts are the rollout's; the coefficients are those of the rule's own form."""
     cases = list(product(RULES, (0.95, 0.3), [(3, 0.2, 0.1), (4, -0.4, 0.8), (1, 0.5, 0.0)]))
     shown = ask(
         "([rule, sigma, [restart, retain, inject]]) => { const { sign, log } = "

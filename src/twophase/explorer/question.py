@@ -11,7 +11,7 @@ from twophase.config import require
 from twophase.errors import UsageError
 from twophase.explorer.page import LIMITS, State
 from twophase.restart import Never, Periodic, Soft
-from twophase.runs.outer import OuterConfig
+from twophase.runs.config import OuterConfig
 from twophase.runs.record import read_record
 
 _RANGE_MODES = 16
