@@ -100,6 +100,12 @@ class Setting:
         """`finished` when all its runs are; else `diverged` when one is; else `missing`."""
         return "diverged" if "diverged" in self.states else "missing" if "missing" in self.states else "finished"
 
+    @cached_property
+    def by_seed(self) -> dict[Any, float]:
+        """Result by seed, infinite where the run diverged, as `compare` takes it; without what is missing."""
+        outcomes = zip(self.seeds, self.states, self.results, strict=True)
+        return {seed: value or math.inf for seed, state, value in outcomes if state != "missing"}
+
     @property
     def finished(self) -> int:
         """Number of seeds that have finished."""

@@ -1,0 +1,331 @@
+"""What a sweep's table says: each method on its own, and against the controls.
+
+A method is what `cells.csv` calls an arm: cells that share form, outer method, filter, schedule and restart, and are
+tuned over the other axes. Three kinds of methods are controls: those with cells that are linked to the cells that they
+control (`control_of`), those named as controls, and outer SGD without momentum. Every other method is compared with
+every control, with a linked one where it has cells of the method, in two ways:
+
+* tuned: each at its own best setting. Settings were chosen on the seeds that compare them, which favours the method
+  with more settings; the fresh seeds of `twophase tune` do not.
+* matched: cell by cell, by the geometric mean of the cells of a seed. A linked control is matched with what it
+  controls, another one where cells agree on every axis that varies within either. Matched are cells that have finished
+  on both sides; pairs of the same runs are no evidence and left out.
+
+`compare` decides, corrected for the number of all these comparisons.
+"""
+
+from __future__ import annotations
+
+import statistics
+import textwrap
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, TypeAlias
+
+from twophase.compare.compare import ALPHA, Comparison, compare
+from twophase.errors import UsageError
+from twophase.sweeps.table import (
+    ABOVE_ZERO,
+    Row,
+    Setting,
+    arm_name,
+    cell_text,
+    format_table,
+    measure_of,
+    place_words,
+    readable,
+    result,
+    settings,
+)
+
+Pair: TypeAlias = tuple[Setting, Setting]
+"""A setting of a method, and its match among a control's."""
+
+WITHIN = 0.25
+"""Relative distance from the best of all within which a setting works, in the table."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method's settings.
+
+    Args:
+        name: its name in `cells.csv`.
+        is_control: whether the others are compared with it.
+        settings: at least one.
+        lowest: lowest mean of all settings of all methods; None when nothing has finished.
+    """
+
+    name: str
+    is_control: bool
+    settings: tuple[Setting, ...]
+    lowest: float | None
+
+    @cached_property
+    def best(self) -> Setting | None:
+        """The finished setting of the lowest mean, the first of equals; None when nothing has finished."""
+        return _best(self.settings)
+
+    @property
+    def finished(self) -> int:
+        """Number of settings of which every seed has finished."""
+        return self._count("finished")
+
+    @property
+    def diverged(self) -> int:
+        """Number of settings of which a seed diverged."""
+        return self._count("diverged")
+
+    @property
+    def missing(self) -> int:
+        """Number of settings of which a seed is missing or failed, and none diverged."""
+        return self._count("missing")
+
+    @cached_property
+    def varied(self) -> tuple[str, ...]:
+        """Dotted paths of the values that vary within the method."""
+        first = self.settings[0].values
+        return tuple(path for path in first if any(each.values.get(path) != first[path] for each in self.settings))
+
+    def within(self, share: float) -> int:
+        """Return the number of settings whose mean is at most (1 + share) times the best of all methods."""
+        bound = (self.lowest or 0.0) * (1 + share)
+        return sum(each.result is not None and each.result <= bound for each in self.settings)
+
+    def _count(self, state: str) -> int:
+        return sum(each.state == state for each in self.settings)
+
+
+@dataclass(frozen=True)
+class Against:
+    """A method against a control.
+
+    Args:
+        method: its name.
+        control: the control's.
+        tuned: each at its own best setting; of no seeds where one has none.
+        matched: by the geometric mean over matched cells; None without any.
+        cells: number of cells of that mean.
+        left_out: matched cells that diverged or are missing on a side.
+    """
+
+    method: str
+    control: str
+    tuned: Comparison
+    matched: Comparison | None
+    cells: int
+    left_out: int = 0
+
+
+@dataclass(frozen=True)
+class SweepComparison:
+    """What a sweep's table says.
+
+    Args:
+        best: the setting of the lowest mean of all; None when nothing has finished.
+        methods: in order of appearance.
+        against: by control, then by method.
+        notes: limits of these numbers.
+    """
+
+    best: Setting | None
+    methods: tuple[Method, ...]
+    against: tuple[Against, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def comparisons(self) -> int:
+        """Number of comparisons, for which each one is corrected."""
+        return sum(1 + (each.matched is not None) for each in self.against)
+
+
+def compare_sweep(rows: Sequence[Row], controls: Collection[str] = ()) -> SweepComparison:
+    """Compare the methods of a sweep with its controls.
+
+    Args:
+        rows: the sweep's rows, or some of them, in any order.
+        controls: names of further methods that serve as controls.
+
+    Raises:
+        UsageError: a control that is no method.
+    """
+    every = settings(rows)
+    groups: dict[str, list[Setting]] = {}
+    for setting in every:
+        groups.setdefault(setting.arm, []).append(setting)
+    if unknown := [name for name in controls if name not in groups]:
+        raise UsageError(f"--controls: must be among {', '.join(map(repr, groups)) or 'none'}, got {unknown[0]!r}")
+    links: dict[str, dict[str, set[str]]] = {}
+    for row in rows:
+        if row.control_of is not None:
+            links.setdefault(row.arm, {}).setdefault(row.run, set()).add(row.control_of)
+    best = _best(every)
+    methods = tuple(
+        Method(name, name in links or name in controls or _is_momentum_free(group), tuple(group), best and best.result)
+        for name, group in groups.items()
+    )
+    pairs = [
+        (method, control, _matched(method, control, links.get(control.name)))
+        for control in methods
+        for method in methods
+        if control.is_control and not method.is_control
+    ]
+    pairs = [(method, control, cells) for method, control, cells in pairs if cells or control.name not in links]
+    finished = [_finished(cells) for _, _, cells in pairs]
+    count = len(pairs) + sum(map(bool, finished))
+    against = tuple(
+        _against(method, control, ended, len(cells), count)
+        for (method, control, cells), ended in zip(pairs, finished, strict=True)
+    )
+    return SweepComparison(best, methods, against, tuple(_notes(rows, methods, against)))
+
+
+def select(rows: Sequence[Row], where: Mapping[str, str]) -> list[Row]:
+    """Return the rows with some values, written as in `cells.csv`; a number is equal however it is written."""
+    chosen = list(rows)
+    for path, text in where.items():
+        there = list(dict.fromkeys(cell_text(row.values[path]) for row in rows if path in row.values))
+        wanted = {value for value in there if _key(value) == _key(text)}
+        if not wanted:
+            raise UsageError(f"--where {path}: must be one of {', '.join(there) or 'no values'}, got {text}")
+        chosen = [row for row in chosen if cell_text(row.values.get(path)) in wanted]
+    if rows and not chosen:
+        raise UsageError(f"--where: must be values that a cell has together, got {dict(where)}")
+    return chosen
+
+
+class Table(NamedTuple):
+    """A table for readers."""
+
+    title: str
+    caption: str
+    header: tuple[str, ...]
+    rows: list[list[Any]]
+
+
+def tables(comparison: SweepComparison) -> list[Table]:
+    """Return a comparison as tables; what is not known is None."""
+    measure, rows = measure_of(each for method in comparison.methods for each in method.settings), []
+    for method in comparison.methods:
+        best = method.best
+        counts = [len(method.settings), method.finished, method.diverged, method.missing, method.within(WITHIN)]
+        spread = None if best is None or best.spread is None else f"{best.spread:.2g}"
+        reached = [readable(best.result), spread, best.finished] if best else [None] * 3
+        at = best and place_words(best.values, method.varied)
+        rows.append([arm_name(method.name), "yes" if method.is_control else None, *counts, *reached, at])
+    near = f"within {WITHIN:.0%}"
+    head = ("method", "control", "settings", "finished", "diverged", "missing", near, "best", "spread", "seeds", "at")
+    caption = f"Best: mean {measure} over the seeds, with its standard deviation; {near} of the best of all: settings."
+    found = [Table("Methods", caption, head, rows)]
+    if comparison.against:
+        words = (
+            f"Ratio: {measure} of the control over that of the method, above 1 where the method is better; interval "
+            f"at {1 - ALPHA:.0%} for all {comparison.comparisons} together. Tuned: each at its best setting, chosen on "
+            "these seeds; matched: geometric mean over equal or linked cells."
+        )
+        head = ("method", "control", "by", "cells", "ratio", "interval", "seeds", "diverged", "word")
+        found.append(Table("Against the controls", words, head, [*_lines(comparison.against)]))
+    return found
+
+
+def describe(comparison: SweepComparison) -> str:
+    """Return a comparison as text for a terminal."""
+    parts = [
+        "\n".join([each.title, format_table(each.header, each.rows), textwrap.fill(each.caption, 100)])
+        for each in tables(comparison)
+    ]
+    return "\n\n".join([*parts, *(["\n".join(comparison.notes)] if comparison.notes else [])])
+
+
+def _lines(against: Iterable[Against]) -> Iterator[list[Any]]:
+    for each in against:
+        for by, cells, found in (("tuned", None, each.tuned), ("matched", each.cells, each.matched)):
+            if found is not None:
+                ratio = None if found.ratio is None else f"{found.ratio:.4g}"
+                interval = None if found.low is None else f"{found.low:.4g} to {found.high:.4g}"
+                names = arm_name(each.method), arm_name(each.control)
+                yield [*names, by, cells, ratio, interval, found.seeds, found.diverged, found.word]
+
+
+def _best(group: Iterable[Setting]) -> Setting | None:
+    finished = [setting for setting in group if setting.result is not None]
+    return min(finished, key=lambda setting: setting.result or 0.0, default=None)
+
+
+def _is_momentum_free(group: Iterable[Setting]) -> bool:
+    """Return whether settings are outer SGD without momentum; values of an axis that the sweep lacks are the usual."""
+    usual = {"outer.filter": "none", "outer.schedule": "constant", "outer.restart": "never", "sync.restart": "none"}
+    return all(
+        each.values.get("outer.momentum") == 0
+        and all(cell_text(each.values.get(path)) in ("", text) for path, text in usual.items())
+        for each in group
+    )
+
+
+def _matched(method: Method, control: Method, links: Mapping[str, Collection[str]] | None) -> list[Pair]:
+    """Pair the settings of a method with those of a control, without pairs of the same runs.
+
+    `links` has the runs that each run of a linked control controls.
+    """
+    if links:
+        pairs = [
+            (mine, other)
+            for other in control.settings
+            for mine in method.settings
+            if any(not set(mine.runs).isdisjoint(links.get(run, ())) for run in other.runs)
+        ]
+    else:
+        varied = [path for path in method.settings[0].values if path in {*method.varied, *control.varied}]
+        at = {tuple(map(other.values.get, varied)): other for other in control.settings}
+        places = [(mine, tuple(map(mine.values.get, varied))) for mine in method.settings]
+        pairs = [(mine, at[place]) for mine, place in places if place in at]
+    # Pairs of the same runs in several places are one comparison.
+    unique = {(mine.runs, other.runs): (mine, other) for mine, other in pairs if set(mine.runs) != set(other.runs)}
+    return [*unique.values()]
+
+
+def _finished(cells: Iterable[Pair]) -> list[Pair]:
+    return [pair for pair in cells if all(each.state == "finished" for each in pair)]
+
+
+def _against(method: Method, control: Method, finished: Sequence[Pair], cells: int, comparisons: int) -> Against:
+    bests = [each.best.by_seed if each.best else {} for each in (method, control)]
+    matched = None
+    if finished:
+        seeds = set.intersection(*(set(each.by_seed) for pair in finished for each in pair))
+        mine, other = (
+            {seed: statistics.geometric_mean(each.by_seed[seed] for each in side) for seed in seeds}
+            for side in zip(*finished, strict=True)
+        )
+        matched = compare(mine, other, comparisons=comparisons)
+    tuned = compare(*bests, comparisons=comparisons)
+    return Against(method.name, control.name, tuned, matched, len(finished), cells - len(finished))
+
+
+def _notes(rows: Sequence[Row], methods: Sequence[Method], against: Sequence[Against]) -> Iterator[str]:
+    if not methods:
+        yield "No cells."
+    elif not against:
+        yield "Nothing to compare: controls are linked, named (--controls) or momentum-free methods beside others."
+    if max((len(each.seeds) for method in methods for each in method.settings), default=0) == 1:
+        yield "One seed: no intervals."
+    for count, words in (
+        (sum(each.diverged for each in methods), "diverged on a seed: in no mean"),
+        (sum(each.missing for each in methods), "miss a seed: in no mean; the sweep's command goes on"),
+    ):
+        if count:
+            yield f"Settings that {words}: {count}."
+    for each in against:
+        if each.left_out:
+            names = f"{arm_name(each.method)} against {arm_name(each.control)}"
+            yield f"{names}: {each.left_out} matched cells are in no mean."
+    if any(row.state == "finished" and result(row) is None and row.perplexity is None for row in rows):
+        yield f"Finished runs without a result: {ABOVE_ZERO}."
+
+
+def _key(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
