@@ -109,9 +109,10 @@ CHECKS: dict[str, Sequence[Check]] = {
     ],
     "gpu": [runs("gpu/outer.py", "--tiny", "--out", "{out}"), runs("gpu/step.py", "--tiny", "--out", "{out}")],
     "linear_network": [runs("linear_network.py", "--quick", "--out", "{out}")],
-    "robustness_heatmaps": [redrawn("robustness_heatmaps"), _tiny("robustness_heatmaps")],
-    "retuning": [redrawn("retuning"), _tiny("retuning")],
-    "soft_restart": [redrawn("soft_restart"), _tiny("soft_restart")],
+    "trainings": [
+        runs(f"{name}.py", "--train", "quick", "--out", "{out}", "--workers", "1")
+        for name in ("fig3_heatmaps", "fig4_retuning", "fig5_soft")
+    ],
     "wires": [redrawn("wires"), _tiny("wires")],
     "topk": [runs("topk.py", "--quick", "--out", "{out}")],
     "fig1": [runs("fig1_mechanism.py", "--out", "{out}")],

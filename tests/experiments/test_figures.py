@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 
 import fig1_mechanism
 import fig2_toy
+import fig3_heatmaps
+import fig4_retuning
+import fig5_soft
+import trainings
 from common import HEAVY_BALL, SIX, read
+from trainings import LAPTOP, PAPER, QUICK, Scale
 from twophase import theory
+from twophase.recipes.pretraining import paper_150m
 from twophase.rule import OuterRule
 
 
@@ -62,3 +70,62 @@ def test_k3_moves_the_good_region_both_ways() -> None:
     """In the stored shares, K = 3 enlarges the region of some rules and shrinks that of others."""
     stored = read("fig2_toy")
     assert set(np.sign(stored["K3"] - stored["none"])) == {-1.0, 1.0}
+
+
+# ------------------------------------------------------------------------------------------------------ trained figures
+
+
+@pytest.mark.parametrize("scale", [QUICK, replace(LAPTOP, seeds=(0,)), PAPER])
+def test_plans_can_be_run(scale: Scale) -> None:
+    """Every cell is there once; what figure 4 tunes at are runs of figure 3, so that none is trained for it alone."""
+    tuning = fig4_retuning.tuning(scale)
+    heatmaps = fig3_heatmaps.plan(scale)
+    for cells in (heatmaps, fig5_soft.plan(scale), tuning):
+        assert len({(cell.arm, cell.run_id, cell.control_of) for cell in cells}) == len(cells)
+    assert {cell.run_id for cell in tuning} <= {cell.run_id for cell in heatmaps}
+    recipe = paper_150m()
+    assert replace(PAPER.base, evaluate_every=recipe.evaluate_every, log_every=recipe.log_every) == recipe
+
+
+def test_figure_4_goes_on_with_the_best() -> None:
+    """A known optimum of the first stage is the setting of every sweep of the second; a diverged seed has no mean."""
+    at, scale = (1.1, 0.5), replace(LAPTOP, inner_steps=(20,), seeds=(0, 1))
+    tuning = fig4_retuning.tuning(scale)
+    lines = [
+        {"arm": cell.arm, "run": cell.run_id, "control_of": None, "perplexity": 8.0 + math.dist((o.lr, o.momentum), at)}
+        | cell.values
+        for cell in tuning
+        for o in [cell.config.outer]
+    ]
+    lines[1]["perplexity"] = math.nan  # one seed of the first setting
+    rows = trainings.settings(pd.DataFrame(lines), scale.base.steps)
+    assert rows["perplexity"].isna().sum() == 1
+    assert set(rows["seeds"]) == {2}
+    for cell in fig4_retuning.retuning(scale, rows):
+        if cell.arm.endswith(("K*", "K**")) and cell.control_of is None:
+            assert (cell.values["outer.lr"], cell.values["outer.momentum"]) == at
+
+
+def test_stored_heatmaps() -> None:
+    """Paper figure 3: good settings out of 15 and ratios to the controls, as docs/restarts-forms.md has them."""
+    rule = fig3_heatmaps.table(read("fig3_heatmaps")).iloc[0]
+    assert (rule["none"], rule["K=3"], rule["settings"]) == (6, 8, 15)
+    ratios = [rule[name] for name in ("none/K=3", "at momentum 0.9", "gain-matched/K=3", "averaging")]
+    assert ratios == [printed("1.21"), printed("1.88"), printed("1.14"), printed("10.5")]
+
+
+def test_stored_retuning() -> None:
+    """Paper figure 4: spreads, what keeping costs, and in how many places K* is below averaging."""
+    found = fig4_retuning.table(read("fig4_retuning"))
+    assert found["K* spread"].between(1, 1.025).all()
+    assert (found["beta spread"].min(), found["beta spread"].max()) == (printed("1.18"), printed("2.51"))
+    assert (found["beta kept"].max(), found["K* kept"].max()) == (printed("1.1"), printed("1.5"))
+    assert (found["best K*"] < found["averaging"]).sum() == 10
+
+
+def test_stored_soft_restarts() -> None:
+    """The appendix's soft restarts: the best of each place, what it keeps and adds, and its controls' ratio."""
+    found = fig5_soft.table(read("fig5_soft"))
+    assert found["soft"].tolist() == [printed("12.96"), printed("11.61"), printed("12.60"), printed("12.27")]
+    assert found[["keeps", "adds"]].to_numpy().tolist() == [[0.25, 0], [0.25, 0], [0.25, 0.25], [0, 1]]
+    assert found["gain-matched/soft"].tolist() == [printed("0.96"), printed("1.01"), printed("0.95"), printed("1.02")]

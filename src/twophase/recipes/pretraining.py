@@ -35,7 +35,7 @@ def paper_150m(
 
     Args:
         inner_steps: S, inner steps a round; the paper's are 64, 128, 512, 1024 and 2048.
-        rule: the outer rule; the paper's grid is in `experiments/paper.py`.
+        rule: the outer rule; the paper's grid is in `experiments/trainings.py`.
         restart: restarts of its momentum, as a policy, a text or a period; None means never.
 
     Returns:

@@ -1,0 +1,114 @@
+"""Do restarts enlarge the good region of outer learning rates and momenta of a small language model? Paper figure 3.
+
+Validation perplexity without restarts, with one every 3 rounds, and without restarts at the latter's mean outer gain.
+The last is the control that separates a better use of momentum from a smaller step.
+
+Source: paper section 4, figure 3, and the last figure of the appendix; theory notes R31, E11.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
+from common import arguments, read, show, store
+from trainings import FORMS, METHODS, PERIOD, SCALES, Scale, ratio, references, trained
+from twophase.figures.heatmap import Panel, Tile, heatmaps, scale_of
+from twophase.recipes.controls import grid_of
+from twophase.rule import FORM_WORDS
+from twophase.sweeps.grid import Axis, Cell
+
+NAME = "fig3_heatmaps"
+WITHIN = 0.25
+"""A setting is good when its perplexity is at most this much above the best of all of its S, relatively."""
+COLUMNS = {
+    "never": "no restart",
+    f"K={PERIOD}": f"K = {PERIOD}",
+    f"gain of K={PERIOD}": f"no restart, gain of K = {PERIOD}",
+}
+"""Methods by what they are called in the table."""
+
+
+def plan(scale: Scale) -> list[Cell]:
+    """Return the grid of learning rate and momentum for both S, forms and rules, with its controls."""
+    axes = {
+        "inner_steps": (scale.short, scale.long),
+        "outer.form": FORMS,
+        "outer.method": tuple(METHODS),
+        "outer.restart": ("never", str(PERIOD)),
+        "outer.momentum": scale.momenta,
+        "outer.lr": scale.lrs,
+        "seed": scale.seeds,
+    }
+    return grid_of(scale.base, [Axis(*axis) for axis in axes.items()], controls=True)
+
+
+def table(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return good settings, best, worst and ratios (above 1: K = 3 is better) by S, form and rule."""
+    lines = []
+    for (inner_steps, form, method), here in rows.dropna(subset="form").groupby(
+        ["inner_steps", "form", "method"], sort=False
+    ):
+        never, restarted, matched = (here[here["part"] == part] for part in COLUMNS)
+        bound = rows.loc[rows["inner_steps"] == inner_steps, "perplexity"].min() * (1 + WITHIN)
+        largest = restarted[restarted["momentum"] == restarted["momentum"].max()]
+        lines.append(
+            {"S": inner_steps, "form": form, "rule": METHODS[method], "settings": len(never)}
+            | {"none": (never["perplexity"] <= bound).sum(), "K=3": (restarted["perplexity"] <= bound).sum()}
+            | {"best none": never["perplexity"].min(), "best K=3": restarted["perplexity"].min()}
+            | {"worst none": never["perplexity"].max(), "worst K=3": restarted["perplexity"].max()}
+            | {"none/K=3": ratio(restarted, never, ["momentum", "lr"])}
+            | {"at momentum 0.9": ratio(largest, never, ["momentum", "lr"])}
+            | {"gain-matched/K=3": ratio(restarted, matched, ["momentum", "of_lr"])}
+            | references(rows, inner_steps)
+        )
+    return pd.DataFrame(lines)
+
+
+def draw(rows: pd.DataFrame) -> dict[str, Figure]:
+    """Draw both rules at the short S, rows by form."""
+    titles = {
+        "heavy-ball": "Heavy ball: restarts help in sum form, hurt in EMA form",
+        "nesterov": "Nesterov: restarts help in sum form, hurt in EMA form",
+    }
+    here = rows[rows["inner_steps"] == rows["inner_steps"].min()]
+    scale = scale_of(here["perplexity"].dropna().tolist(), WITHIN)
+    return {
+        detail: heatmaps(
+            [[panel(here, form, method, part) for part in COLUMNS] for form in FORMS],
+            scale,
+            title=titles[method],
+            reading="validation perplexity, lower is better and lighter; outlined: within 25 % of the best of all",
+        )
+        for detail, method in {"": "heavy-ball", "-nesterov": "nesterov"}.items()
+    }
+
+
+def panel(rows: pd.DataFrame, form: str, method: str, part: str) -> Panel:
+    """Return a heatmap over learning rate and momentum; a control stands where what it controls does."""
+    here = rows[(rows["form"] == form) & (rows["method"] == method) & (rows["part"] == part)]
+    places = here.assign(at=here["of_lr"].fillna(here["lr"])).set_index(["momentum", "at"])["perplexity"]
+    lrs = sorted(rows.loc[rows["part"] == "never", "lr"].unique())
+    momenta = sorted(rows.loc[rows["part"] == "never", "momentum"].unique())
+
+    def tile(place: tuple[float, float]) -> Tile | None:
+        if place not in places.index:
+            return None
+        value = float(places[place])
+        return Tile("diverged", None) if np.isnan(value) else Tile("finished", value)
+
+    cells = [[tile((momentum, lr)) for lr in lrs] for momentum in momenta]
+    return Panel(COLUMNS[part], "learning rate", f"{FORM_WORDS[form]}\nmomentum", lrs, momenta, cells)
+
+
+def main() -> None:
+    """Draw the stored settings, or train."""
+    options = arguments(__doc__, trains=True)
+    rows = trained(NAME, plan(SCALES[options.train]), options) if options.train else read(NAME)
+    show(table(rows))
+    store(NAME, rows, draw, options.out)
+
+
+if __name__ == "__main__":
+    main()
