@@ -11,6 +11,8 @@ from commands import snapshot
 from runmaker import SUM, write_run, write_summary
 from twophase.cli.main import main
 from twophase.recipes.demo import demo
+from twophase.report.demo import describe
+from twophase.sweeps.table import read_rows
 
 QUICK = ["demo", "--quick", "--workers", "1"]
 
@@ -26,25 +28,19 @@ def finished(folder: Path) -> None:
     (folder / "sweep.json").write_text(json.dumps(sweep.spec()))
 
 
-def test_the_ending_names_the_page_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The page's path is printed first; then findings, in the terminal's width; then table, figures, and the page."""
-    monkeypatch.setenv("COLUMNS", "60")
+def test_the_ending(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The page's path is printed first; then the table of the rows; then table, figures, and the page."""
     finished(tmp_path)
-    assert main([*QUICK, "--verbose", "--out", str(tmp_path)]) == 0
+    assert main([*QUICK, "--out", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert said.splitlines()[0].startswith(f"page {tmp_path / 'story.html'}")
-    table, ending = said.split("Compared:")
-    assert "no restart" in table
-    lines = ending.splitlines()
-    assert [line.split()[0] for line in lines[-4:]] == ["table", "figures", "next", "page"]
-    assert lines[-1].endswith("story.html")
-    assert max(map(len, lines[:-4])) <= 60
-    assert list((tmp_path / "figures").glob("*.png"))
+    assert describe(read_rows(tmp_path / "cells.csv")) in said
+    assert [line.split()[0] for line in said.splitlines()[-4:]] == ["table", "figures", "next", "page"]
+    assert sorted(path.name for path in (tmp_path / "figures").iterdir()) == ["controls.png", "demo.png"]
     page = (tmp_path / "story.html").read_text(encoding="utf-8")
-    assert "in progress" not in page
+    assert 'http-equiv="refresh"' not in page
     assert 'class="rounds"' in page
+    assert (tmp_path / "explorer.html").read_bytes().startswith(b"<!doctype html>")
 
 
 def test_another_folder_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,5 +52,5 @@ def test_another_folder_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixt
     assert snapshot(tmp_path) == before
     said = capsys.readouterr()
     assert "--out" in said.err
-    assert "Compared" not in said.out
     assert "inner steps" in said.out
+    assert "Methods" not in said.out

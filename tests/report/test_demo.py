@@ -1,8 +1,7 @@
-"""The demo: its runs, its controls, its figures, and a verdict that says what the rows say."""
+"""The demo: its runs, its controls, and figures, maps and tables that show what is in the rows."""
 
 from __future__ import annotations
 
-import csv
 import subprocess
 import sys
 from collections import Counter
@@ -15,27 +14,19 @@ import pytest
 from madeup import Value, rows
 from twophase.config import update
 from twophase.errors import UsageError
-from twophase.figures import heatmaps, thresholds
 from twophase.recipes.demo import demo
-from twophase.report.demo import draw, findings, terminal_maps, verdict
+from twophase.report.demo import comparisons, control_maps, describe, draw, main_maps, terminal_maps
 from twophase.runs.config import InnerConfig
 from twophase.sweeps.grid import Cell
+from twophase.sweeps.table import Setting
 from twophase.tasks.lm.config import TrainConfig
 
 MAIN = ["heavy ball, never", "heavy ball, K=3", "Nesterov, never", "Nesterov, K=3"]
 MATCHED = ["heavy ball, never, gain of K=3", "Nesterov, never, gain of K=3"]
 
 
-def made_up(cell: Cell) -> float:
-    """Heavy ball without restarts is bad at momentum 0.9; all else is 8, the momentum-free runs 8.5."""
-    if cell.arm == "momentum-free":
-        return 8.5 + abs(cell.values["outer.lr"] - 1.0)
-    bad = cell.arm == "heavy ball, never" and cell.values["outer.momentum"] == 0.9
-    return (10.0 + cell.config.seed) if bad else 8.0
-
-
 def test_runs() -> None:
-    """A main grid of 4 arms, 5 momenta x 3 learning rates; 4 momentum-free, 18 gain-matched, and `auto`."""
+    """A main grid of 4 methods, 5 momenta x 3 learning rates; 4 momentum-free, 18 gain-matched, and `auto`."""
     sweep = demo()
     arms = Counter(cell.arm for cell in sweep.cells)
     assert arms == dict.fromkeys(MAIN, 15) | {"momentum-free": 4, "auto": 1} | dict.fromkeys(MATCHED, 9)
@@ -59,7 +50,7 @@ def test_runs() -> None:
 
 
 def test_quick_form_is_small_and_short() -> None:
-    """The quick form is 24 to 36 runs at half the steps, with every arm and control in it."""
+    """The quick form is 24 to 36 runs at half the steps, with every method and control in it."""
     sweep = demo(quick=True)
     assert 24 <= len(sweep.runs) <= 36
     assert {(cell.config.steps, cell.config.inner.lr) for cell in sweep.cells} == {(480, 4e-3)}
@@ -81,114 +72,32 @@ def test_seeds_repeat_every_run_and_the_base_is_kept() -> None:
     assert {(cell.config.data.corpus, cell.config.model.layers) for cell in cells} == {("file:x.txt", 3)}
 
 
-def figure(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+def numbered(cell: Cell) -> float:
+    """A different perplexity for each configuration."""
+    return 8 + cell.config.outer.numbers().get("momentum", 0) + cell.config.outer.numbers().get("lr", 0) / 100
 
 
-@pytest.fixture
-def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave pictures empty: they take longer than all the rest, and nothing here reads them."""
-    for module in (heatmaps, thresholds):
-        monkeypatch.setattr(module, "rendered", lambda _: {".png": b"", ".pdf": b""})
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("without_pictures")
-def test_figures_show_every_cell(tmp_path: Path) -> None:
-    """`demo` shows the 60 cells of the main grid, `controls` each gain-matched run at its restarted cell's place."""
-    sweep = demo()
+@pytest.mark.parametrize("seeds", [(0,), (3, 4)])
+def test_maps_show_every_cell_at_its_place(seeds: tuple[int, ...]) -> None:
+    """The main grid's 60 settings, and each gain-matched run at the place of the restarted one that it controls."""
+    sweep = demo(seeds=seeds)
     by_run = {cell.run_id: cell for cell in sweep.cells}
-
-    def numbered(cell: Cell) -> float:
-        of = by_run[cell.control_of] if cell.control_of else cell
-        momentum, lr = (of.values[name] or 0.0 for name in ("outer.momentum", "outer.lr"))  # `auto` has neither
-        return 8 + momentum + lr / 100 + (cell.control_of is not None) / 1000
-
-    paths = draw(rows(sweep, numbered), sweep, tmp_path)
-    assert [path.name for path in paths] == [
-        f"{name}.{e}" for name in ("demo", "controls", "demo_thresholds") for e in ("png", "pdf", "csv")
-    ]
-    main, controls = figure(tmp_path / "demo.csv"), figure(tmp_path / "controls.csv")
-    assert (len(main), len(controls)) == (60, 36)
-    assert [line["panel"] for line in main[::15]] == [
-        "Heavy ball, no restart",
-        "Heavy ball, restart every 3 rounds",
-        "Nesterov, no restart",
-        "Nesterov, restart every 3 rounds",
-    ]
-    for line in [*main, *controls]:
-        expected = 8 + float(line["outer momentum"]) + float(line["outer learning rate"]) / 100
-        expected += ("mean gain" in line["panel"]) / 1000
-        assert float(line["value"]) == pytest.approx(expected, rel=1e-12)
-        assert line["state"] == "finished"
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("without_pictures")
-def test_without_controls(tmp_path: Path) -> None:
-    """A sweep without controls draws and judges without them."""
-    sweep = demo(quick=True, controls=False)
-    results = rows(sweep, made_up)
-    names = [f"{name}.{end}" for name in ("demo", "demo_thresholds") for end in ("png", "pdf", "csv")]
-    assert [path.name for path in draw(results, sweep, tmp_path)] == names
-    assert "control" not in verdict(results, sweep).lower()
-
-
-@pytest.mark.parametrize(
-    ("never", "restarted", "shown", "answer"),
-    [
-        (9.6, 8.0, "1.200", "yes"),
-        (9.5, 8.0, "1.188", "no"),
-        ("diverged", 8.0, "never div.", "yes"),
-        (9.6, "diverged", "K=3 div.", "no"),
-        ("diverged", "diverged", "K=3 div.", "no"),
-        (None, 8.0, "missing", "not known yet"),
-        (9.6, None, "missing", "not known yet"),
-    ],
-)
-def test_claim_is_computed(never: float | str | None, restarted: float | str | None, shown: str, answer: str) -> None:
-    """One cell decides whether the claim holds, fails or is open when all others hold it; ratios are per seed."""
-    sweep = demo(seeds=(3, 4))
-
-    def value(cell: Cell) -> float | str | None:
-        if (cell.values["outer.momentum"], cell.values["outer.lr"], cell.config.seed) != (0.9, 0.7, 4):
-            return made_up(cell)
-        return {"heavy ball, never": never, "heavy ball, K=3": restarted}.get(cell.arm, 8.0)
-
-    *_, header, three, four, last = verdict(rows(sweep, value), sweep).splitlines()
-    assert header.split() == ["seed", "lr", "0.3", "lr", "0.7", "lr", "1.1"]
-    assert three.split() == ["3", "1.625", "1.625", "1.625"]
-    assert four.split() == ["4", "1.750", *shown.split(), "1.750"]
-    assert last == f"At least 1.2 at every learning rate and seed: {answer}."
-
-
-def test_a_ratio_below_the_bound_outweighs_what_is_missing() -> None:
-    """It answers the question even while other runs are missing."""
-    sweep = demo()
-    results = rows(sweep, lambda cell: None if cell.values["outer.lr"] == 0.3 else 8.0)
-    assert verdict(results, sweep).endswith("every learning rate and seed: no.")
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("without_pictures")
-def test_nothing_run_yet(tmp_path: Path) -> None:
-    """Before any run has ended, figures and verdict say so instead of failing."""
-    sweep = demo(quick=True)
-    results = rows(sweep, lambda _: None)
-    assert verdict(results, sweep)
-    draw(results, sweep, tmp_path)
-    assert {line["state"] for line in figure(tmp_path / "demo.csv")} == {"missing"}
-
-
-def test_recipe_needs_no_torch() -> None:
-    """Planning, judging and drawing the demo load no torch."""
-    imports = "import sys, twophase.report.demo, twophase.recipes.demo as d; d.demo()"
-    script = f"{imports}; assert not {{'torch', 'matplotlib', 'pandas'}} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", script], check=True)
-
-
-# ----------------------------------------------------------------------------------------------------------- the story
+    results = rows(sweep, numbered)
+    for maps, count in ((main_maps(results), 60), (control_maps(results), 36)):
+        shown = 0
+        for panel in (panel for row in maps for panel in row):
+            for momentum, line in zip(panel.y, panel.cells, strict=True):
+                for lr, setting in zip(panel.x, line, strict=True):
+                    assert isinstance(setting, Setting)
+                    for run in setting.runs:
+                        cell = by_run[run]
+                        at = by_run[cell.control_of] if cell.control_of else cell
+                        assert (at.values["outer.momentum"], at.values["outer.lr"]) == (momentum, lr)
+                        assert (cell.values["outer.restart"] == "3") == ("restart every 3" in panel.title)
+                        assert cell.arm.split(",")[0].lower() == panel.title.split(",")[0].lower()
+                    assert setting.result == pytest.approx(numbered(by_run[setting.runs[0]]))
+                    shown += 1
+        assert shown == count
 
 
 def lowered(by: float) -> Callable[[Cell], float]:
@@ -205,21 +114,51 @@ def diverging(arms: str) -> Callable[[Cell], float | str]:
     return lambda cell: "diverged" if cell.arm.endswith(arms) else 8.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "value"),
     [
-        *(({}, value) for value in (lowered(0.6), lowered(1.5), lowered(1.0), made_up, lambda _: None)),
+        *(({}, value) for value in (lowered(0.6), lowered(1.5), lambda _: None)),
         *(({}, diverging(arms)) for arms in ("K=3", "never", "")),
-        *((options, made_up) for options in ({"quick": True}, {"seeds": (0, 1)}, {"controls": False})),
+        *((options, lowered(1.0)) for options in ({"quick": True}, {"seeds": (0, 1)}, {"controls": False})),
     ],
 )
-def test_findings_hold_for_any_result(options: dict[str, Any], value: Value) -> None:
-    """Three paragraphs, whichever side is better, diverged or missing; none with a number that is none."""
+def test_any_result_is_told(options: dict[str, Any], value: Value, tmp_path: Path) -> None:
+    """Tables have a line for each method, and compare no heavy ball with a Nesterov; figures are drawn."""
     sweep = demo(**options)
-    paragraphs = findings(rows(sweep, value), sweep)
-    assert [text.split()[0] for text in paragraphs][:2] == ["Compared:", "Changed:"]
-    assert len(paragraphs) == 3
-    assert not {"nan", "None", "inf"} & set(" ".join(paragraphs).replace(",", " ").replace(".", " ").split())
+    results = rows(sweep, value)
+    methods, *against = comparisons(results)
+    assert [line[0].replace("no restart", "never") for line in methods.rows] == list(
+        dict.fromkeys(cell.arm for cell in sweep.cells)
+    )
+    assert sum(line[2] for line in methods.rows) == len(sweep.cells) / len(options.get("seeds", (0,)))
+    assert all(line[0].split(",")[0] == line[1].split(",")[0] for each in against for line in each.rows)
+    assert describe(results)
+    names = ["demo.png"] + ["controls.png"] * options.get("controls", True)
+    if options:  # drawing takes a second
+        assert (
+            [path.name for path in draw(results, tmp_path)]
+            == names
+            == sorted(path.name for path in tmp_path.iterdir())[::-1]
+        )
+
+
+def test_a_restart_is_compared_with_its_twins() -> None:
+    """Half the perplexity with restarts on every seed is a ratio of 2 against the same rule without, and is better."""
+    sweep = demo(quick=True, seeds=(0, 1, 2))
+    noisy = {0: 1.0, 1: 1.001, 2: 0.999}
+    results = rows(sweep, lambda cell: lowered(0.5)(cell) * noisy[cell.config.seed])
+    _, against = comparisons(results)
+    lines = {(line[0], line[1], line[2]): (float(line[4]), line[-1]) for line in against.rows}
+    for kind in ("heavy ball", "Nesterov"):
+        assert lines[f"{kind}, K=3", f"{kind}, no restart", "matched"] == (2.0, "better")
+
+
+def test_recipe_needs_no_torch() -> None:
+    """Planning, comparing and drawing the demo load no torch."""
+    imports = "import sys, twophase.report.demo, twophase.report.story, twophase.recipes.demo as d; d.demo()"
+    script = f"{imports}; assert not {{'torch', 'matplotlib', 'pandas'}} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_terminal_maps_fill_in() -> None:

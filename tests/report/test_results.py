@@ -13,7 +13,6 @@ import twophase
 from runmaker import EMA, make_sweep, write_run
 from twophase.advice.verdict import diagnose
 from twophase.errors import UsageError
-from twophase.figures import overview
 from twophase.files import read_jsonl
 from twophase.judge.verdict import verdict
 from twophase.report.results import Run, Sweep
@@ -100,10 +99,6 @@ def test_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "cells" in sweep._repr_html_()
     assert repr(sweep) == f"Sweep({str(tmp_path)!r}, 12 cells)"
     with monkeypatch.context() as patch:
-        patch.setattr("twophase.figures.overview._MOST_PANELS", 0)
-        with pytest.raises(ValueError, match="more panels than a page holds"):
-            sweep.plot()
-        assert overview.draw(rows, "sum", tmp_path) == []
         patch.setitem(sys.modules, "pandas", None)
         with pytest.raises(UsageError, match="needs pandas, which is not installed"):
             sweep.frame()

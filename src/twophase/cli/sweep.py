@@ -57,14 +57,16 @@ def main(argv: Sequence[str]) -> int:
     out = options.out or Path("runs/sweep")
 
     def results(rows: list[Any]) -> str:
-        from twophase.figures.overview import describe, draw
-        from twophase.rule import FORM_WORDS
+        from twophase.compare.sweep import compare_sweep, describe
+        from twophase.figures.heatmap import sweep_figure
+        from twophase.figures.style import save, styled
         from twophase.sweeps.table import TABLE
 
-        form = " and ".join(FORM_WORDS[form] for form in sorted({config.outer.form for config in sweep.runs.values()}))
-        pictures = [f"figure {path}" for path in draw(rows, form, out / "figures") if path.suffix == ".png"]
-        more = f"what each arm is worth, and against the controls: {report_command(out)}"
-        return "\n".join([describe(rows), f"table {out / TABLE}", *pictures, more])
+        figure = out / "figures" / "sweep.png"
+        with styled():
+            save(figure, sweep_figure(rows))
+        page = f"page   {report_command(out)}"
+        return f"\n{describe(compare_sweep(rows))}\n\ntable  {out / TABLE}\nfigure {figure}\n{page}"
 
     return run(sweep, out, options, results=results)
 

@@ -12,7 +12,7 @@ import numpy as np
 from twophase.advice.text import HEADLINES
 from twophase.advice.verdict import Diagnosis, diagnose
 from twophase.errors import UsageError
-from twophase.figures.overview import figure as overview_figure
+from twophase.figures.heatmap import sweep_figure
 from twophase.figures.style import headline, look, new_figure, styled
 from twophase.judge.comparison import Comparison
 from twophase.judge.verdict import Verdict, verdict
@@ -218,15 +218,9 @@ class Sweep:
         raise ValueError(f"Sweep.compare: {arm!r} is a control itself; compare another arm with it")
 
     def plot(self) -> Figure:
-        """Draw the heatmap that `figures/sweep.png` holds.
-
-        Raises:
-            ValueError: more panels than a page holds.
-        """
-        drawn = overview_figure(self.record.rows, self.record.forms)
-        if drawn is None:
-            raise ValueError("Sweep.plot: the axes make more panels than a page holds; draw from frame()")
-        return drawn
+        """Draw the heatmaps that `figures/sweep.png` holds."""
+        with styled():
+            return sweep_figure(self.record.rows)
 
 
 def _plain(summary: dict[str, Any]) -> dict[str, Any]:

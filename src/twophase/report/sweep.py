@@ -1,156 +1,102 @@
-"""The report of a sweep: its finding in words, the same maps as its figures, curves to compare, and verdicts."""
+"""The page of a sweep: its best setting, maps, curves of the settings that are picked, comparisons, and every cell."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection
 from typing import Any
 
-from twophase.judge.verdict import WITHIN, Verdict, verdict
-from twophase.judge.verdict_text import sections
-from twophase.report.maps import View, is_map, maps, perplexity_text, place_text, points, value_text
-from twophase.report.page import Html, clean, counted, details, link, notes, page, section, table, tag
-from twophase.report.plot import MOST_POINTS, Chart, Curve, figure, script
+from twophase.compare.sweep import compare_sweep, tables
+from twophase.figures.heatmap import MOST_PANELS, panels_of, scale_of
+from twophase.report.charts import Chart, Curve
+from twophase.report.heat import heat
+from twophase.report.page import Link, render
 from twophase.report.sweep_record import SweepRecord
 from twophase.runs.folder import METRICS
 from twophase.runs.record import read_steps
-from twophase.sweeps.table import PERPLEXITY, SEED, TABLE, Setting, arm_name, measure_of, readable, result, settings
+from twophase.sweeps.table import SEED, TABLE, Setting, arm_name, cell_text, measure_of, place_words, readable
 
-_MOST_CURVES, _SHOWN_CURVES, _MOST_CELLS = 400, 8, 400
-_ALL_POINTS = 24_000
-"""Points of all curves of a page together, which keep it below 600 kB."""
+_MOST_CURVES, _MOST_CELLS = 400, 400
 
 
-def sweep_report(
-    record: SweepRecord, *, within: Sequence[float] = WITHIN, controls: Collection[str] = (), refresh: float = 0
-) -> str:
+def sweep_report(record: SweepRecord, *, controls: Collection[str] = (), refresh: float = 0) -> str:
     """Return the page of a sweep that has been read.
 
     Args:
         record: record of `read_sweep`.
-        within: distances from the best that robustness areas are given for.
-        controls: names of further arms that serve as controls.
-        refresh: seconds after which the page shows its newest self, while cells are missing; 0 without a watch.
+        controls: names of further methods that serve as controls.
+        refresh: seconds after which a browser loads the page again while cells are missing; 0 for never.
     """
-    judged = verdict(record.rows, within, controls)
-    cells = settings(record.rows)
-    counts = {state: sum(setting.state == state for setting in cells) for state in ("finished", "diverged", "missing")}
-    counted_states = ", ".join(f"{count:,} {state}" for state, count in counts.items() if count)
-    (_, words_of_all, _, _, remarks), *others = sections(judged)  # in the words that the terminal has
-    chart, numbers = _curves(record, judged, cells)
-    view = View(record, judged, cells, numbers)
-    return page(
-        record.path.resolve().name,
-        f"{record.part} A sweep of {counted(len(cells), 'setting')} ({counted_states}) over "
-        f"{counted(len(judged.arms), 'arm')}, {record.forms}.".lstrip(),
-        section("In short", tag("div", tag("p", words_of_all), class_="verdict"), notes(remarks), anchor="short"),
-        section(
-            "Map and curves" if is_map(judged) else "Settings and curves",
-            tag(
-                "div",
-                tag("div", *(maps(view) if is_map(judged) else [figure(points(view)), _list(view)])),
-                tag("div", chart or tag("p", "No run has recorded a loss that is here."), class_="beside"),
-                class_="pair",
-            ),
-            anchor="map",
-        ),
-        section("Verdict", *_verdict(others), anchor="verdict"),
-        section("Every cell", _cells(record), anchor="cells"),
-        kind="sweep",
+    comparison = compare_sweep(record.rows, controls)
+    cells = [cell for method in comparison.methods for cell in method.settings]
+    results = [cell.result for cell in cells if cell.result is not None]
+    bests = [method.best for method in comparison.methods if method.best is not None]
+    # The page of a huge sweep has the curves of its best settings, and those of others as far as there is room.
+    ordered = sorted(cells, key=lambda cell: (cell not in bests, cell.result is None, cell.result))
+    curves = {id(cell): curve for cell in ordered[:_MOST_CURVES] if (curve := _curve(record, cell)) is not None}
+    numbers = {key: number for number, key in enumerate(curves)}
+    panels, scale = panels_of(cells), scale_of(results)
+    return render(
+        "sweep.html",
+        styles=["heat.css"],
+        title=record.path.resolve().name,
         problems=record.problems,
         refresh=refresh if record.going else 0,
-        scripts=[script()],
-    )
-
-
-def _list(view: View) -> Html:
-    """Return the settings as a table, with the number of each as a button."""
-    paths = dict.fromkeys(path for setting in view.cells for path in setting.values)
-    varied = [path for path in paths if len({str(setting.values.get(path)) for setting in view.cells}) > 1]
-    rows = [
-        [
-            arm_name(setting.arm),
-            view.number(setting, place_text(setting, varied)),
-            readable(setting.spread),
-            setting.finished,
-            view.runs(setting),
-            *(value_text(setting.values.get(path)) for path in varied),
-        ]
-        for setting in view.cells
-    ]
-    header = ["arm", measure_of(view.cells), "spread", "finished", "run", *varied]
-    caption = "Settings. Press a number to show or hide its curve; spread: over the seeds."
-    return table(header, rows, caption=caption)
-
-
-def _curves(
-    record: SweepRecord, judged: Verdict, cells: Sequence[Setting]
-) -> tuple[Html | None, dict[tuple[str, tuple[str, ...]], int]]:
-    """Return the training loss of every setting's first run as a chart of the reader's choice, and their numbers."""
-    bests = [arm.best for arm in judged.arms if arm.best is not None]
-    ordered = sorted(cells, key=lambda setting: setting not in bests)[:_MOST_CURVES]
-    curves: list[Curve] = []
-    numbers: dict[tuple[str, tuple[str, ...]], int] = {}
-    for setting in ordered:
-        points = _losses(record, setting)
-        if points is not None:
-            varied = next(arm.varied for arm in judged.arms if arm.arm == setting.arm)
-            numbers[setting.arm, setting.runs] = len(curves)
-            result = perplexity_text(setting.result) or setting.state
-            curves.append(Curve(f"{clean(place_text(setting, varied))[:120]}: {result}", *points))
-    first = [numbers[key] for best in bests if (key := (best.arm, best.runs)) in numbers]
-    drawn = figure(
-        Chart(
+        card=_card(comparison.best, cells),
+        maps=[heat(panel, scale, lambda cell: numbers.get(id(cell))) for panel in panels[:MOST_PANELS]],
+        more_maps=len(panels) - MOST_PANELS,
+        curves=Chart(
             "curves",
             "Training loss of the settings that are pressed",
             "inner steps of each replica",
-            "loss (nats a token)" if measure_of(cells) == PERPLEXITY else "loss",
-            curves,
-            note="At first the best setting of each arm. Mean over a round, one seed; behind a name: the result "
-            "over all seeds. Press a name to take its curve out.",
-            shown=first[:_SHOWN_CURVES] or [0],
-            points=max(40, min(MOST_POINTS, _ALL_POINTS // max(len(curves), 1))),
-        )
+            "loss",
+            [*curves.values()],
+            shown=[numbers[id(best)] for best in bests if id(best) in numbers][:8] or [0],
+        ),
+        tables=tables(comparison),
+        notes=comparison.notes,
+        cells=_every_cell(record),
     )
-    return drawn, numbers
 
 
-def _losses(record: SweepRecord, setting: Setting) -> tuple[list[float], list[float]] | None:
-    """Return steps and training losses of a setting's first run that is here and has any."""
-    for run in setting.runs:
+def _card(best: Setting | None, cells: list[Setting]) -> list[tuple[str, object]]:
+    """Return what the sweep amounts to: names and values."""
+    states = [cell.state for cell in cells]
+    counts = [(f"settings {state}", states.count(state)) for state in ("finished", "diverged", "missing")]
+    if best is None:
+        return counts
+    measure, spread = measure_of(cells), f" \N{PLUS-MINUS SIGN} {readable(best.spread)}" if best.spread else ""
+    place = {"method": arm_name(best.arm)} | {path: cell_text(value) for path, value in best.values.items()}
+    return [(f"best {measure}", f"{readable(best.result)}{spread}"), *place.items(), *counts]
+
+
+def _curve(record: SweepRecord, cell: Setting) -> Curve | None:
+    """Return the training loss of a setting's first run that has any."""
+    for run in cell.runs:
         folder = record.run_folder(run)
         lines = read_steps(folder / METRICS) if folder else []
-        pairs = [(line.get("step"), line.get("train_loss")) for line in lines]
-        points = [(x, y) for x, y in pairs if isinstance(x, int) and isinstance(y, float) and math.isfinite(y)]
+        points = [(line["step"], line["train_loss"]) for line in lines if isinstance(line.get("train_loss"), float)]
         if points:
-            steps, losses = zip(*points, strict=True)
-            return list(steps), list(losses)
+            name = (
+                f"{arm_name(cell.arm)}, {place_words(cell.values, cell.values)}: {readable(cell.result) or cell.state}"
+            )
+            return Curve(name[:160], *zip(*points, strict=True))
     return None
 
 
-def _verdict(parts: Sequence[tuple[Any, ...]]) -> Iterator[Html | None]:
-    """Yield the tables of `twophase report`, as they stand in verdict.md."""
-    for heading, text, header, lines, remarks in parts:
-        yield tag("h3", heading)
-        yield tag("p", text) if text else None
-        yield table(header, lines, caption=heading, hide_caption=True)
-        yield notes(remarks)
-
-
-def _cells(record: SweepRecord) -> Html:
+def _every_cell(record: SweepRecord) -> dict[str, Any]:
+    """Return the table of the rows, of very many the first: its caption, header and lines."""
     rows = record.rows[:_MOST_CELLS]
-    paths = [path for path in dict.fromkeys(path for row in rows for path in row.values) if path != SEED]
-    header = ["run", "arm", *paths, SEED, "state", measure_of(rows), "time (s)"]
+    paths = list(dict.fromkeys(path for row in rows for path in row.values if path != SEED))
     lines = [
         [
-            link(row.run, record.page_of(row.run)),
+            Link(row.run, record.page_of(row.run)),
             arm_name(row.arm),
-            *(value_text(row.values.get(path)) for path in [*paths, SEED]),
+            *(cell_text(row.values.get(path)) for path in [*paths, SEED]),
             row.state,
-            perplexity_text(result(row)),
-            "" if row.seconds is None else f"{row.seconds:.1f}",
+            row.validation_loss if row.perplexity is None else row.perplexity,
+            row.seconds,
         ]
         for row in rows
     ]
-    title = f"The first {len(rows)} of {len(record.rows):,} cells" if len(rows) < len(record.rows) else "All cells"
-    return details(f"{title}, as a table", table(header, lines, caption=f"{title}; {TABLE} has them all."))
+    header = ["run", "method", *paths, SEED, "state", measure_of(rows), "seconds"]
+    return {"caption": f"{len(rows):,} of {len(record.rows):,} cells of {TABLE}", "header": header, "rows": lines}
