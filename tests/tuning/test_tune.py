@@ -88,7 +88,7 @@ def test_each_method_at_its_own_best(tune: Run, tmp_path: Path) -> None:
     """Each is found at its own best, judged on fresh seeds, best first, and written and printed."""
     outcome = tune()
     assert [tuned.method for tuned in outcome.methods] == ["nesterov", "averaging", "heavy-ball", "adamw"]
-    assert [tuned.word for tuned in outcome.methods] == ["better", "control", "equivalent", "worse"]
+    assert [tuned.word for tuned in outcome.methods] == ["better", "control", "equal", "worse"]
     assert [tuned.fresh for tuned in outcome.methods] == sorted(tuned.fresh or 0 for tuned in outcome.methods)
     for tuned in outcome.methods:
         assert (tuned.settings, tuned.open, tuned.seconds) == (5, False, 2 * 5 + len(FRESH))
@@ -103,7 +103,7 @@ def test_each_method_at_its_own_best(tune: Run, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("points", [1, 2, 3])
 def test_an_untried_neighbour_is_named(tune: Run, points: int) -> None:
-    """Where a better setting may be left, nothing is undecided, equivalent or worse for good."""
+    """Where a better setting may be left, nothing is undecided, equal or worse for good."""
     outcome = tune(points=points)
     assert {tuned.settings for tuned in outcome.methods} == {points}
     assert all(tuned.open for tuned in outcome.methods)
@@ -202,14 +202,11 @@ def test_impossible_comparisons(option: str, values: dict[str, Any]) -> None:
 
 
 def test_divergence(tune: Run, stages: Stages, tmp_path: Path) -> None:
-    """A method without a setting is last; where averaging has none, nothing is compared; where none has, it is said."""
+    """A method without a setting that survives is last; where averaging has none, that is said."""
     stages.loss = lambda config: math.inf if config.outer.method == "adamw" else bowl(config)
     assert tune("adamw").methods[-1].word == "all diverged"
     shutil.rmtree(tmp_path / "tune")
     stages.loss = lambda config: math.inf if config.outer.method == "averaging" else bowl(config)
-    assert [tuned.word for tuned in tune("adamw").methods] == ["no control", "all diverged"]
-    shutil.rmtree(tmp_path / "tune")
-    stages.loss = lambda _: math.inf
     with pytest.raises(RunError, match=r"--inner\.lr"):
         tune("adamw")
 

@@ -89,11 +89,7 @@ class Setting:
     @cached_property
     def states(self) -> tuple[State, ...]:
         """State of each run; never `failed`, which counts as missing here."""
-        pairs = zip(self.rows, self.results, strict=True)
-        return tuple(
-            "diverged" if row.state == "diverged" else "missing" if value is None else "finished"
-            for row, value in pairs
-        )
+        return tuple(map(_state, self.rows))
 
     @property
     def state(self) -> State:
@@ -202,6 +198,13 @@ def result(row: Row) -> float | None:
     """Return the perplexity of a run that finished with one; the validation loss where the task has no perplexity."""
     number = row.validation_loss if row.perplexity is None else row.perplexity
     return number if row.state == "finished" and number is not None and 0 < number < math.inf else None
+
+
+def _state(row: Row) -> State:
+    """Return a run's state for comparisons: an overflowed perplexity has diverged, without a result it is missing."""
+    if row.state == "diverged" or (row.state == "finished" and row.perplexity == math.inf):
+        return "diverged"
+    return "missing" if result(row) is None else "finished"
 
 
 def perplexity_of(summary: Mapping[str, Any]) -> float | None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import shlex
+import statistics
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from twophase.compare.compare import ALPHA, Comparison
 from twophase.config import flatten, to_tree
-from twophase.judge.cells import pandas
 from twophase.progress import duration
 from twophase.runs.config import RunConfig
 from twophase.sweeps.table import format_table, readable
@@ -18,42 +20,45 @@ from twophase.tuning.methods import CONTROL
 
 @dataclass(frozen=True)
 class Tuned:
-    """Result of a method.
+    """A method at its best setting.
 
     Args:
         method: its text.
-        word: `better`, `equivalent`, `worse` or `undecided` against averaging, `open` in the place of the last three
-            where more settings may be better; `control`, `all diverged` or `no control`.
-        fresh: geometric mean of its results over the fresh seeds, which is what is compared; None where one diverged.
-        ratio: averaging's result over its own, above 1 where the method is better.
-        low, high: interval of the ratio.
-        tuned: geometric mean of its results over the tuning seeds.
+        word: that of its comparison with averaging, but `open` in the place of equal, undecided and worse where more
+            settings may be better; `control` of averaging itself, `all diverged` without any setting.
         settings: number of settings tried.
-        open: whether its best setting has an untried neighbour (`search.has_untried`).
         seconds: duration of all its runs, those of the fresh seeds included.
-        command: the `twophase train` command of its best setting; None where every setting diverged.
-        numbers: tuned values of that, by dotted path.
+        open: whether the best setting has an untried neighbour (`search.has_untried`).
+        tuned: geometric mean of its results over the tuning seeds.
         results: its results, one a fresh seed; None where that run diverged.
+        comparison: averaging with it on the fresh seeds; None of averaging itself.
+        command: the `twophase train` command of the best setting.
+        numbers: the tuned values of that, by dotted path.
     """
 
     method: str
-    word: str = "all diverged"
-    fresh: float | None = None
-    ratio: float | None = None
-    low: float | None = None
-    high: float | None = None
-    tuned: float | None = None
-    settings: int = 0
+    word: str
+    settings: int
+    seconds: float
     open: bool = False
-    seconds: float = 0.0
+    tuned: float | None = None
+    results: tuple[float | None, ...] = ()
+    comparison: Comparison | None = None
     command: str | None = None
     numbers: Mapping[str, Any] = field(default_factory=dict)
-    results: tuple[float | None, ...] = ()
+
+    @property
+    def fresh(self) -> float | None:
+        """Geometric mean of the results, which is what is compared; None where a run diverged."""
+        finished = [value for value in self.results if value is not None]
+        return statistics.geometric_mean(finished) if finished and len(finished) == len(self.results) else None
 
     def row(self) -> dict[str, Any]:
         """Return it as values by name, the tuned ones last."""
-        own = {name: value for name, value in vars(self).items() if name not in ("numbers", "results")}
-        return {**own, **self.numbers}
+        names = ("ratio", "low", "high")
+        interval = {name: self.comparison and getattr(self.comparison, name) for name in names}
+        about = {name: getattr(self, name) for name in ("tuned", "settings", "open", "seconds", "command")}
+        return {"method": self.method, "word": self.word, "fresh": self.fresh, **interval, **about, **self.numbers}
 
 
 @dataclass(frozen=True)
@@ -76,24 +81,26 @@ class TuneResults:
 
     def frame(self) -> Any:
         """Return a row a method as a pandas table, its tuned values included."""
-        return pandas().DataFrame([tuned.row() for tuned in self.methods])
+        import pandas as pd  # noqa: PLC0415 - an extra, and slow to import
+
+        return pd.DataFrame([tuned.row() for tuned in self.methods])
 
     def __str__(self) -> str:
         lines = []
         for each in self.methods:
-            diverged = each.results.count(None)
+            row, diverged = each.row(), each.results.count(None)
             result = f"{diverged} of {len(each.results)} diverged" if diverged else readable(each.fresh)
-            ratio = "" if each.ratio is None else f"{each.ratio:.4g}"
-            interval = "" if each.low is None else f"{each.low:.4g} to {each.high:.4g}"
+            ratio = None if row["ratio"] is None else f"{row['ratio']:.4g}"
+            interval = None if row["low"] is None else f"{row['low']:.4g} to {row['high']:.4g}"
             lines.append([each.method, each.settings, duration(each.seconds), result, ratio, interval, each.word])
-        measure, seeds = self.measure, " ".join(map(str, self.fresh))
-        head = ["method", "settings", "time", measure, f"against {CONTROL}", "interval", "word"]
-        text = [
-            f"{format_table(head, lines)}\n",
-            f"settings: tried, of {self.points} allowed; time: of all runs; {measure}: geometric mean over the fresh",
-            f"seeds {seeds}, held out from tuning; against {CONTROL}: ratio of these means, above 1",
-            f"where the method is better, with its interval (Student's t, 95 % for all {len(lines) - 1} together).",
-        ]
+        head = ["method", "settings", "time", self.measure, f"against {CONTROL}", "interval", "word"]
+        caption = (
+            f"settings: tried, of {self.points} allowed; time: of all runs; {self.measure}: geometric mean over the "
+            f"fresh seeds {' '.join(map(str, self.fresh))}, held out from tuning; against {CONTROL}: ratio of these "
+            "means, above 1 where the method is better, with its interval "
+            f"({1 - ALPHA:.0%} for all {len(lines) - 1} together)."
+        )
+        text = [format_table(head, lines), "", textwrap.fill(caption, 100)]
         if names := ", ".join(each.method for each in self.methods if each.open):
             text += [f"The best setting has an untried neighbour: {names}. More points go on from here."]
         return "\n".join([*text, "", *(f"{each.command}  # {each.method}" for each in self.methods if each.command)])

@@ -22,15 +22,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from twophase.compare.compare import compare
 from twophase.config import fingerprint, flatten, get, require, to_tree
 from twophase.errors import RunError, UsageError
 from twophase.files import finite, write_atomic
-from twophase.judge.decision import decide
 from twophase.runs.config import OuterConfig, RunConfig
 from twophase.runs.folder import Claim
 from twophase.sweeps.grid import Sweep
 from twophase.sweeps.runner import Outcome, run_sweep
-from twophase.sweeps.table import ABOVE_ZERO, Row, measure_of, result
+from twophase.sweeps.table import ABOVE_ZERO, Setting, measure_of, result
 from twophase.tuning.methods import CONTROL, METHODS, Method, read_method
 from twophase.tuning.results import Tuned, TuneResults, train_command
 from twophase.tuning.search import Point, Results, Scale, has_untried, propose, write_studies
@@ -39,9 +39,8 @@ STATE, TRIALS, RESULT, FRESH = "tune.json", "trials.log", "comparison.json", "fr
 """Files of a comparison's folder, and the beginning of the name of its last sweep."""
 BUDGET = 7200.0
 """Seconds for the whole where neither points nor a budget are given."""
-_BATCH = 2
-"""Settings of each method in a stage."""
-_FEWEST_POINTS = 3
+_BATCH, _FEWEST_POINTS = 2, 3
+"""Settings of each method in a stage; the fewest that a budget must be for."""
 
 Search = Callable[[Mapping[str, Scale], Results, int], Sequence[Point]]
 """Returns at most so many settings to try next; none where it has ended."""
@@ -105,7 +104,7 @@ def run_tuning(
 
     Raises:
         UsageError: the folder holds something else, or a budget that does not reach.
-        RunError: runs failed, and the same call tries them again; or every setting of every method diverged.
+        RunError: runs failed, and the same call tries them again; or every setting of averaging diverged.
     """
     if find_spec("optuna") is None:  # before hours of runs
         raise UsageError("tune needs optuna; pip install 'twophase[sweep]'")
@@ -116,10 +115,10 @@ def run_tuning(
     claim = Claim(folder)
     try:
         stages = _Stages(tuning, folder, partial(run_sweep, workers=workers, quiet=quiet, should_stop=should_stop))
-        points = stages.search(search)
+        stages.search(search)
         if not quiet:
-            print(f"{folder}: {points} settings of each method", file=sys.stderr)
-        return stages.compare(points)
+            print(f"{folder}: {stages.points} settings of each method", file=sys.stderr)
+        return stages.compare()
     finally:
         claim.release()
 
@@ -138,31 +137,51 @@ class _Stages:
             for option, value in self.state["comparison"].items():
                 require(spec.get(option) == value, option, spec.get(option), f"{value} as in {folder}")
 
-    def search(self, search: Search) -> int:
-        """Run stages up to the number of settings that points or budget allow; return it."""
+    @property
+    def points(self) -> int:
+        """The largest number of settings that a method has tried."""
+        return max(map(len, self.results.values()))
+
+    def search(self, search: Search) -> None:
+        """Run stages up to the number of settings that points or budget allow."""
         stages, methods = self.state["stages"], self.tuning.methods
         for number in itertools.count():
             began = time.monotonic()
             if number == len(stages):
-                most, points = self.tuning.points or self._affordable(), {}
-                for method in methods:
-                    tried = self.results[method.text]
-                    if (count := min(_BATCH, most - len(tried))) > 0:
-                        points[method.text] = search(method.scales, tried, count)
+                most = self.tuning.points or self._affordable()
+                counts = [min(_BATCH, most - len(self.results[method.text])) for method in methods]
+                pairs = zip(methods, counts, strict=True)
+                points = {m.text: search(m.scales, self.results[m.text], count) for m, count in pairs if count > 0}
                 if not any(points.values()):
-                    break
+                    return
                 stages.append({"points": points})
-                write_atomic(self.folder / STATE, json.dumps(self.state, indent=1) + "\n")
-            for (text, point), rows in self._run(f"stage-{number:02d}", stages[number]["points"], self.tuning.seeds):
-                self.results[text][point] = statistics.fmean(map(_log, rows))
+                self._save()
+            for text, point, setting in self._run(f"stage-{number:02d}", stages[number]["points"], self.tuning.seeds):
+                self.results[text][point] = statistics.fmean(map(math.log, setting.by_seed.values()))
             stages[number].setdefault("seconds", time.monotonic() - began)
-            write_atomic(self.folder / STATE, json.dumps(self.state, indent=1) + "\n")
+            self._save()
             write_studies(self.folder / TRIALS, {m.text: (m.scales, self.results[m.text]) for m in methods})
-        return max(map(len, self.results.values()))
+
+    def compare(self) -> TuneResults:
+        """Train the best setting of each method on the fresh seeds, and compare; write and return what came out."""
+        best = {text: min(tried, key=tried.__getitem__) for text, tried in self.results.items()}
+        best = {text: point for text, point in best.items() if math.isfinite(self.results[text][point])}
+        if CONTROL not in best:
+            raise RunError(f"{self.folder}: {CONTROL} diverged at each setting; use a new --out and smaller --inner.lr")
+        fresh, name = tuple(self.tuning.fresh), f"{FRESH}-{self.points}"
+        found = self._run(name, {text: [point] for text, point in best.items()}, fresh)
+        settings = {text: setting for text, _, setting in found}
+        tuned = [self._tuned(method, best.get(method.text), settings) for method in self.tuning.methods]
+        tuned.sort(key=lambda each: (each.fresh or math.inf, not each.results))
+        outcome = TuneResults(self.folder / name, measure_of(settings.values()), self.points, fresh, tuple(tuned))
+        plain = {"measure": outcome.measure, "points": self.points, "fresh": fresh}
+        plain["methods"] = [each.row() | {"results": each.results} for each in tuned]
+        write_atomic(self.folder / RESULT, json.dumps(finite(plain), indent=1) + "\n")
+        return outcome
 
     def _affordable(self) -> int:
         """Return the settings of each method that the budget allows, from the seconds of those so far."""
-        budget, done = self.tuning.budget or BUDGET, max(map(len, self.results.values()))
+        budget, done = self.tuning.budget or BUDGET, self.points
         if not done:
             return 1
         spent = math.fsum(stage["seconds"] for stage in self.state["stages"])
@@ -175,12 +194,12 @@ class _Stages:
 
     def _run(
         self, name: str, points: Mapping[str, Iterable[Iterable[float]]], seeds: Sequence[int]
-    ) -> list[tuple[tuple[str, Point], list[Row]]]:
-        """Run some settings as a sweep; return the method and point of each, and its row for each seed."""
+    ) -> list[tuple[str, Point, Setting]]:
+        """Run some settings as a sweep; return the method, point and results of each."""
         settings = [(method, tuple(point)) for method in self.tuning.methods for point in points.get(method.text, ())]
-        groups = [[method.cell(point, seed) for seed in seeds] for method, point in settings]
+        cells = [method.cell(point, seed) for method, point in settings for seed in seeds]
         folder = self.folder / name
-        outcome = self.train(Sweep(name, self.tuning.base, [*itertools.chain(*groups)]), folder)
+        outcome = self.train(Sweep(name, self.tuning.base, cells), folder)
         outcome.check(folder)
         for row in outcome.rows:
             self.seconds[row.arm] += row.seconds or 0.0
@@ -188,53 +207,31 @@ class _Stages:
                 raise RunError(f"{self.folder}: stopped; the same command resumes it")
             if row.state == "finished" and result(row) is None and row.perplexity != math.inf:
                 raise RunError(f"{folder}: run {row.run} has the loss {row.validation_loss}; {ABOVE_ZERO}")
-        keys, rows = [(method.text, point) for method, point in settings], iter(outcome.rows)
-        return [(key, [*itertools.islice(rows, len(seeds))]) for key in keys]
+        rows = iter(outcome.rows)
+        return [(m.text, p, Setting(m.text, {}, tuple(itertools.islice(rows, len(seeds))))) for m, p in settings]
 
-    def compare(self, points: int) -> TuneResults:
-        """Train the best setting of each method on the fresh seeds, and compare; write and return what came out."""
-        best = {text: min(tried, key=tried.__getitem__) for text, tried in self.results.items()}
-        best = {text: point for text, point in best.items() if math.isfinite(self.results[text][point])}
-        if not best:
-            raise RunError(f"--out {self.folder}: every setting diverged; give another --out and a smaller --inner.lr")
-        name = f"{FRESH}-{points}"
-        found = self._run(name, {text: [point] for text, point in best.items()}, self.tuning.fresh)
-        rows = {text: group for (text, _), group in found}
-        tuned = [self._tuned(method, best[method.text], rows) for method in self.tuning.methods if method.text in best]
-        tuned.sort(key=lambda each: each.fresh or math.inf)
-        lost = [(text, len(tried)) for text, tried in self.results.items() if text not in best]
-        tuned += [Tuned(text, settings=count, seconds=self.seconds[text]) for text, count in lost]
-        measure = measure_of(row for group in rows.values() for row in group)
-        outcome = TuneResults(self.folder / name, measure, points, tuple(self.tuning.fresh), tuple(tuned))
-        plain = {"measure": measure, "points": points, "fresh": outcome.fresh}
-        plain["methods"] = [each.row() | {"results": each.results} for each in tuned]
-        write_atomic(self.folder / RESULT, json.dumps(finite(plain), indent=1) + "\n")
-        return outcome
-
-    def _tuned(self, method: Method, best: Point, rows: Mapping[str, Sequence[Row]]) -> Tuned:
-        tried, config, mine = self.results[method.text], method.config(best), rows[method.text]
-        is_open, results = has_untried(method.scales, tried, best), [*map(result, mine)]
-        word, ratios = "control" if method.text == CONTROL else "no control", (None,) * 3
-        if method.text != CONTROL and CONTROL in rows:
-            gaps = [_log(other) - _log(row) for other, row in zip(rows[CONTROL], mine, strict=True)]
-            decision = decide(gaps, comparisons=len(self.tuning.methods) - 1)
-            word = "open" if is_open and decision.word != "better" else decision.word
-            ratios = decision.ratios()
+    def _tuned(self, method: Method, best: Point | None, settings: Mapping[str, Setting]) -> Tuned:
+        """Return what came out for a method, at its best setting."""
+        tried, seconds = self.results[method.text], self.seconds[method.text]
+        if best is None:
+            return Tuned(method.text, "all diverged", len(tried), seconds)
+        mine, config = settings[method.text], method.config(best)
+        is_open, comparison, word = has_untried(method.scales, tried, best), None, "control"
+        if method.text != CONTROL:
+            comparison = compare(mine.by_seed, settings[CONTROL].by_seed, comparisons=len(self.tuning.methods) - 1)
+            word = "open" if is_open and comparison.word != "better" else comparison.word
         return Tuned(
             method.text,
             word,
-            None if None in results else statistics.geometric_mean(filter(None, results)),
-            *ratios,
-            tuned=math.exp(tried[best]),
-            settings=len(tried),
+            len(tried),
+            seconds,
             open=is_open,
-            seconds=self.seconds[method.text],
+            tuned=math.exp(tried[best]),
+            results=mine.results,
+            comparison=comparison,
             command=train_command(config),
             numbers={path: get(config, path) for path in method.scales},
-            results=tuple(results),
         )
 
-
-def _log(row: Row) -> float:
-    """Return the logarithm of a run's result, infinite where it diverged."""
-    return math.log(result(row) or math.inf)
+    def _save(self) -> None:
+        write_atomic(self.folder / STATE, json.dumps(self.state, indent=1) + "\n")
