@@ -146,7 +146,7 @@ def test_the_three_steps_by_keyboard(shown: Watched, tmp_path: Path) -> None:
     assert "✓" in words
     page.focus("#guide-next")
     page.keyboard.press("Enter")
-    assert page.get_attribute(".asked", "data-name") == "momentum"
+    assert settle(page).get_attribute(".asked", "data-name") == "momentum"
     page.focus("#slider-momentum")
     for _ in range(2):
         page.keyboard.press("PageDown")

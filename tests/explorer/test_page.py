@@ -44,7 +44,7 @@ def refused(capsys: Capture, *words: object) -> str:
 def test_page_is_one_small_closed_file() -> None:
     """No address of anything elsewhere, and a policy that allows only what the file itself holds."""
     page = build(State())
-    assert len(page.encode()) < 140_000
+    assert len(page.encode()) < 125_000
     assert set(re.findall(r"\w+://[^\s\"')]*", page)) == {
         "https://github.com/leeoniya/uPlot"
     }  # in its licence's comment

@@ -24,7 +24,11 @@ const charts = (() => {
   const rounds = (label) => axis(label, { incrs: WHOLE, grid: { show: false } });
 
   /** A curve; one without a name is not in the legend. */
-  const line = (name, paint, width, dash) => ({ name, paint, width, dash, stroke: () => colour(paint), points: { show: false } });
+  const line = (name, paint, width, dash) => ({
+    ...{ name, paint, width, dash },
+    stroke: () => colour(paint),
+    points: { show: false },
+  });
   const NONE = line("no restart", "--none", 1.8, [6, 3]),
     RESTART = line("restarted", "--restart", 2.2),
     FAINT = line("", "--shade", 0.8);
@@ -140,6 +144,7 @@ const charts = (() => {
     u.ctx.stroke();
   }
 
+  const inside = (values) => values.map((value) => (Math.abs(value) <= LARGEST ? value : null));
   const numbers = (count) => Float64Array.from({ length: count }, (_, t) => t);
   const finite = (value) => (Number.isFinite(value) ? value : null);
   const logs = (values) => Array.from(values, finite);
@@ -186,7 +191,7 @@ const charts = (() => {
           places,
           bound(1),
           bound(-1),
-          ...behind.map((one) => (one ? real(one) : Array(places.length).fill(null))),
+          ...behind.map((one) => (one ? inside(real(one)) : Array(places.length).fill(null))),
           real(none[state.mode]),
           real(restarted[state.mode]),
         ];

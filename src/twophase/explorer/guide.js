@@ -16,7 +16,9 @@ const guide = (() => {
   const STEPS = [
     {
       title: "1 of 3: Make it oscillate",
-      ask: "Without momentum the curve falls straight to 0, its goal. Move the momentum β up, until it swings far past 0.",
+      ask:
+        "Without momentum the curve falls straight to 0, its goal. Move the momentum β up, until the curve swings " +
+        "far past 0.",
       moves: "momentum",
       example: { ...START, momentum: 0.9 },
       see({ none, state }) {
@@ -50,8 +52,9 @@ const guide = (() => {
     {
       title: "What you have seen",
       ask:
-        "Too much momentum swings past the goal. A restart at the right moment repairs that; a smaller momentum does not " +
-        "need it. So tune the momentum first, and restart where you cannot. The model is linear: it predicts no perplexity.",
+        "Too much momentum swings past the goal. A restart at the right moment repairs that; a smaller momentum does " +
+        "not need it. So tune the momentum first, and restart where you cannot. The model is linear: it predicts no " +
+        "perplexity.",
       moves: "",
       see: () => [true, "All settings are yours now."],
     },

@@ -19,6 +19,8 @@ const lossMap = (() => {
   const WORSE = [140, 140, 140];
   const MOMENTA = [0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.999, 0.9999, 0.99999, 0.999999];
 
+  const POWERS = Array.from({ length: 13 }, (_, i) => Number(`1e${i - 6}`));
+
   const near = (momentum) => -Math.log10(1 - momentum); // the vertical axis
   const momentumAt = (height) => +Math.max(0, 1 - 10 ** -height).toFixed(Math.max(3, Math.floor(height) + 2));
 
@@ -69,7 +71,8 @@ const lossMap = (() => {
   /** The cell with the lowest loss of one side. */
   const lowest = (values) => values.reduce((best, value, at) => (value < values[best] ? at : best), 0);
 
-  function paint({ canvas }, values, floor) {
+  /** Paint one side's cells; those that are worse than the start are striped grey. */
+  function paint(canvas, values, floor) {
     const image = new ImageData(COLUMNS, ROWS);
     values.forEach((value, at) => {
       if (Number.isNaN(value)) return;
@@ -84,7 +87,7 @@ const lossMap = (() => {
   }
 
   /** One side: its title, the plot with the axes, and the point on it under mouse, finger and arrow keys. */
-  function side(id, change) {
+  function side(id, name, change) {
     const canvas = Object.assign(document.createElement("canvas"), { width: COLUMNS, height: ROWS }),
       figure = $(id);
     const frame = (u) => {
@@ -93,7 +96,7 @@ const lossMap = (() => {
       u.ctx.drawImage(canvas, left, top, width, height);
     };
     const momenta = () => MOMENTA.filter((momentum) => near(momentum) <= job.ends.y[1] + 1e-9);
-    const powers = (_, __, low, high) => [1e-6, 1e-5, 1e-4, 1e-3, 0.01, 0.1, 1, 10, 100, 1e3, 1e4, 1e5, 1e6].filter((x) => low <= x && x <= high);
+    const powers = (_, __, low, high) => POWERS.filter((lr) => low <= lr && lr <= high);
     const u = charts.plot(
       figure,
       {
@@ -113,8 +116,8 @@ const lossMap = (() => {
       },
       [[1], [1]],
     );
-    listen(u, change);
-    return { u, canvas, title: figure.querySelector("span") };
+    listen(u, name, change);
+    return { u, canvas, name, title: figure.querySelector("span") };
   }
 
   /** A white and a black cross at the chosen point, to be seen on every colour. */
@@ -135,25 +138,27 @@ const lossMap = (() => {
   }
 
   /** A mouse drags anywhere; a finger taps, since it must be able to scroll the page; arrow keys go by cells. */
-  function listen(u, change) {
-    const over = u.over;
+  function listen({ over, posToVal }, name, change) {
     over.tabIndex = 0;
     over.setAttribute("role", "slider");
+    over.setAttribute("aria-label", `${name}: chosen point. Left and right: learning rate; up and down: momentum`);
     over.setAttribute("aria-valuemin", "0");
     over.setAttribute("aria-valuemax", "1");
     const inside = (share) => Math.min(1, Math.max(0, share));
     const set = ({ clientX, clientY }) => {
       const { left, top, width, height } = over.getBoundingClientRect();
       change({
-        lr: +u.posToVal(width * inside((clientX - left) / width), "x").toPrecision(3),
-        momentum: momentumAt(u.posToVal(height * inside((clientY - top) / height), "y")),
+        lr: +posToVal(width * inside((clientX - left) / width), "x").toPrecision(3),
+        momentum: momentumAt(posToVal(height * inside((clientY - top) / height), "y")),
       });
     };
     over.addEventListener("click", set);
     over.addEventListener("pointerdown", (event) => {
       if (event.pointerType !== "touch") over.setPointerCapture(event.pointerId);
     });
-    over.addEventListener("pointermove", (event) => over.hasPointerCapture(event.pointerId) && event.pointerType !== "touch" && set(event));
+    over.addEventListener("pointermove", (event) => {
+      if (event.pointerType !== "touch" && over.hasPointerCapture(event.pointerId)) set(event);
+    });
     over.addEventListener("keydown", (event) => {
       const way = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, 1], ArrowDown: [0, -1] }[event.key];
       if (!way) return;
@@ -170,7 +175,7 @@ const lossMap = (() => {
   }
 
   function build(change) {
-    sides.push(side("map-none", change), side("map-restart", change));
+    sides.push(side("map-none", "No restart", change), side("map-restart", "With the restarts", change));
   }
 
   /** Draw both sides as far as they are computed; whether there is more to do. */
@@ -179,16 +184,17 @@ const lossMap = (() => {
     const isBusy = work(),
       best = job.values.map(lowest),
       floor = Math.max(DEEPEST, Math.floor(Math.min(-1, ...job.values.map((values, i) => values[best[i]] || 0))));
-    sides.forEach((one, i) => {
-      const [name, loss] = i ? ["With the restarts", final.restart] : ["No restart", final.none],
-        rule = ruleAt(best[i]),
-        at = `lr ${plain(rule.lr, 2)}, β ${plain(rule.momentum, 2)}`;
-      paint(one, job.values[i], floor);
-      one.u.setData([[state.lr], [near(state.momentum)]]);
-      write(one.title, `${name}: log₁₀ loss ${plain(loss)} at the cross; lowest ${plain(job.values[i][best[i]])} at ${at}`);
-      one.u.over.setAttribute("aria-label", `${name}: chosen point. Left and right: learning rate; up and down: momentum`);
-      one.u.over.setAttribute("aria-valuenow", state.momentum);
-      one.u.over.setAttribute("aria-valuetext", `learning rate ${plain(state.lr)}, momentum ${plain(state.momentum, 6)}, log10 loss ${plain(loss)}`);
+    sides.forEach(({ u, canvas, name, title }, i) => {
+      const loss = plain(i ? final.restart : final.none),
+        values = job.values[i],
+        { lr, momentum } = ruleAt(best[i]),
+        lowestWords = `lowest ${plain(values[best[i]])} at lr ${plain(lr, 2)}, β ${plain(momentum, 2)}`,
+        point = `learning rate ${plain(state.lr)}, momentum ${plain(state.momentum, 6)}, log10 loss ${loss}`;
+      paint(canvas, values, floor);
+      u.setData([[state.lr], [near(state.momentum)]]);
+      write(title, `${name}: log₁₀ loss ${loss} at the cross; ${lowestWords}`);
+      u.over.setAttribute("aria-valuenow", state.momentum);
+      u.over.setAttribute("aria-valuetext", point);
     });
     write($("deepest"), `${floor === DEEPEST ? "≤ " : ""}${plain(floor)}`);
     return isBusy;

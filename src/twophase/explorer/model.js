@@ -1,15 +1,16 @@
 // The numbers of the page, as twophase.theory computes them: the optimizer's own recurrence in doubles, rescaled by
 // powers of two so that thousands of rounds neither overflow nor underflow. Nothing here touches the page.
 //
-// b is the momentum, s the effective step of a mode (lr sigma in sum form, lr (1 - b) sigma in EMA form), x what is left
-// of the mode, n = lr times the buffer: n <- b n + s x, then x <- x - n (heavy ball) or x <- x - (b n + s x) (Nesterov).
+// b is the momentum, s the effective step of a mode (lr sigma in sum form, lr (1 - b) sigma in EMA form), x what is
+// left of the mode, n = lr times the buffer: n <- b n + s x, then x <- x - n (heavy ball) or x <- x - (b n + s x)
+// (Nesterov). After a restart n <- retain n + inject lr sigma x, with the x that the round began with.
 // A rule is {lr, momentum, nesterov, form}; restarts are {restart: K or 0, retain, inject}.
 
 const theory = (() => {
   const NEVER = { restart: 0, retain: 0, inject: 0 };
   const TIE = 1e-11; // relative difference below which two periods are equally good
 
-  /** One mode of effective progress sigma; `push` is what its pseudo-gradient would add to n without the EMA's weight. */
+  /** One mode of effective progress sigma; `push` is what it would add to n without the EMA's weight. */
   function modeOf({ lr, momentum, nesterov, form }, sigma) {
     const push = lr * sigma;
     return { sigma, b: momentum, nesterov, push, s: form === "ema" ? push * (1 - momentum) : push };
@@ -176,5 +177,5 @@ const theory = (() => {
     return losses.length - 1 - t;
   }
 
-  return { NEVER, of, modeOf, regime, oscillation, rate, oscillatory, table, logLoss, finalLoss, bestPeriod, roundsSaved };
+  return { NEVER, of, modeOf, regime, oscillation, rate, oscillatory, table, finalLoss, bestPeriod, roundsSaved };
 })();

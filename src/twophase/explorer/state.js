@@ -46,7 +46,8 @@ const store = (() => {
   function readModes(text) {
     const ends = text.split(":").map((word) => readNumber("sigma", word)),
       count = Number(text.split(":")[2]);
-    if (ends.length === 3 && ends[0] <= ends[1] && count >= 2 && count <= limits.count[1]) {
+    const isRange = ends.length === 3 && ends[0] <= ends[1];
+    if (isRange && Number.isInteger(count) && count >= 2 && count <= limits.count[1]) {
       return Array.from({ length: count }, (_, j) => +(ends[0] + ((ends[1] - ends[0]) * j) / (count - 1)).toFixed(6));
     }
     const values = text.split(/[\s,]+/).filter(Boolean).map((word) => readNumber("sigma", word));
@@ -58,10 +59,11 @@ const store = (() => {
     name in WORDS ? WORDS[name][text] : name === "sigmas" ? readModes(text) : readNumber(name, text);
 
   /** What a field takes, in words. */
-  const takes = (name) =>
-    name === "sigmas"
-      ? `Write 1 to ${limits.count[1]} numbers from 0 to 1, such as 0.9, 0.5 or 0.1:0.9:5.`
-      : `Write a ${WHOLE.includes(name) ? "whole " : ""}number from ${plain(limits[name][0])} to ${plain(limits[name][1], 6)}.`;
+  function takes(name) {
+    if (name === "sigmas") return `Write 1 to ${limits.count[1]} numbers from 0 to 1, such as 0.9, 0.5 or 0.1:0.9:5.`;
+    const ends = limits[name].map((end) => plain(end, 6)).join(" to ");
+    return `Write a ${WHOLE.includes(name) ? "whole " : ""}number from ${ends}.`;
+  }
 
   /** Values moved into their limits; the shown mode is one of those that there are. */
   function within(state) {

@@ -7,6 +7,7 @@ const app = (() => {
   let frame = 0,
     resting = 0,
     shown = null, // the state that the model is of
+    first = null, // the state that the page begins with
     model = null,
     parts = [];
 
@@ -15,7 +16,9 @@ const app = (() => {
   /** The shown mode's own sigma is one of a list; every other knob is a value of the state. */
   const valueOf = (name) => (name === "sigma" ? app.state.sigmas[app.state.mode] : app.state[name]);
   const valuesOf = (name, value) =>
-    name === "sigma" ? { sigmas: app.state.sigmas.map((old, j) => (j === app.state.mode ? value : old)) } : { [name]: value };
+    name === "sigma"
+      ? { sigmas: app.state.sigmas.map((old, j) => (j === app.state.mode ? value : old)) }
+      : { [name]: value };
 
   function later() {
     frame ||= requestAnimationFrame(() => {
@@ -37,7 +40,10 @@ const app = (() => {
     log: (a, b) => ({ to: (v) => Math.log(v / a) / Math.log(b / a), from: (p) => +(a * (b / a) ** p).toPrecision(3) }),
     whole: (a, b) => ({ to: (v) => (v - a) / (b - a), from: (p) => Math.round(a + p * (b - a)) }),
     wholelog: (a, b) => ({ to: (v) => Math.log(v / a) / Math.log(b / a), from: (p) => Math.round(a * (b / a) ** p) }),
-    near: (_, b) => ({ to: (v) => Math.log1p(-v) / Math.log1p(-b), from: (p) => +(1 - (1 - b) ** p).toFixed(p > 0.87 ? 4 : 3) }),
+    near: (_, b) => ({
+      to: (v) => Math.log1p(-v) / Math.log1p(-b),
+      from: (p) => +(1 - (1 - b) ** p).toFixed(p > 0.87 ? 4 : 3),
+    }),
   };
 
   function buildKnob(box) {
@@ -142,7 +148,9 @@ const app = (() => {
     nilpotent: "gone after two rounds",
   };
 
-  function readouts({ chosen, turn, regime, rate, interval, turning, modes, best, bestLoss, final, loss, state, diverging }) {
+  /** The numbers below the first figure: names and values. */
+  function readouts(model) {
+    const { chosen, turn, regime, rate, interval, turning, diverging, modes, best, bestLoss, final, loss } = model;
     const saved = final.restart < final.none ? roundsOf(theory.roundsSaved(loss.restart, final.none)) : "–";
     return [
       [`Mode σ = ${plain(chosen.sigma)}`, REGIMES[regime]],
@@ -168,10 +176,16 @@ const app = (() => {
         state.restart && !diverging && modes.some((_, j) => none[j].log[Math.min(state.restart, state.rounds)] > 0),
       "A restart every K rounds makes a stable mode grow: avoid this K.",
     ],
-    [({ turning, state }) => state.momentum > 0 && !turning, "No mode oscillates: every restart slows every mode down."],
+    [
+      ({ turning, state }) => state.momentum > 0 && !turning,
+      "No mode oscillates: every restart slows every mode down.",
+    ],
     [({ state }) => state.momentum === 0, "Without momentum there is nothing to restart."],
     [({ state }) => state.restart >= state.rounds, "The first restart comes after the last round: it is no restart."],
-    [({ state }) => state.restart && (state.retain || state.inject), "These restarts are soft; the best K is that of hard ones."],
+    [
+      ({ state }) => state.restart && (state.retain || state.inject),
+      "These restarts are soft; the best K is that of hard ones.",
+    ],
   ];
 
   const values = [];
@@ -228,13 +242,17 @@ const app = (() => {
 
   // --------------------------------------------------------------------------------------------------------- render
 
-  /** When the hand rests: the address, what the pictures are for a reader who does not see them, and what is read out. */
+  /** When the hand rests: the address, what the pictures show in words, and what is read out. */
   function rest() {
     const { final, best } = model,
       words = `Log10 loss ${plain(final.restart)} with the chosen restarts, ${plain(final.none)} without. `;
-    for (const box of document.querySelectorAll(".plot[role=img]")) box.setAttribute("aria-label", `${box.dataset.label}. ${words}`);
-    if (shown !== given.state) announce(`${guide.words()} ${words} Best K: ${best ?? "never"}.`);
-    if (!isSame(shown, given.state) || location.hash) writeAddress();
+    for (const box of document.querySelectorAll(".plot[role=img]")) {
+      box.setAttribute("aria-label", `${box.dataset.label}. ${words}`);
+    }
+    if (shown === first) return; // nothing has been done yet
+    first = null;
+    announce(`${guide.words()} ${words} Best K: ${best ?? "never"}.`);
+    writeAddress();
   }
 
   function render() {
@@ -299,6 +317,7 @@ const app = (() => {
     lossMap.build(change);
     readAddress();
     guide.build();
+    first = app.state;
     app.render();
   }
 
