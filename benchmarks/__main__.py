@@ -18,7 +18,6 @@ BENCHMARKS = {
     "outer_step": ["--rounds", "12"],
     "sync": ["--rounds", "5"],
     "engine_overhead": ["--seconds", "10"],
-    "lm_throughput": [],
     "storage": [],
     "theory": ["--modes", "300000"],
     "explorer": [],

@@ -26,7 +26,6 @@ from common import RESULTS, load, plain, save
 TOLERANCE = 1e-6
 """Of computed numbers, relative: the last digits differ between processors."""
 _FOLDER = Path(__file__).parent
-DOCS = _FOLDER.parent / "docs"
 _SECONDS = 600.0
 Check = Callable[[Path], str]
 """Checks something in a temporary folder; returns what it did, and raises an exception where that fails."""
@@ -76,36 +75,18 @@ def runs(*words: str) -> Check:
     return check
 
 
-def shown(script: str, page: str) -> Check:
-    """Run a script, whose tables must stand on a page of the documentation."""
-
-    def check(_: Path) -> str:
-        command = [sys.executable, str(_FOLDER / script)]
-        said = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-        shown, page_text = (" ".join(text.split()) for text in (said, (DOCS / page).read_text(encoding="utf-8")))
-        if shown not in page_text:
-            raise ValueError(f"docs/{page} does not show what it prints")
-        return f"its tables are those of docs/{page}"
-
-    return check
-
-
 def _tiny(name: str) -> Check:
     return runs(f"{name}.py", "--quick", "--out", "{out}", "--workers", "1")
 
 
-def _spectrum(out: Path) -> str:
-    """Measure a run that `blockwise` has trained."""
-    run = next(path.parent for path in sorted((out / "pilots").glob("*/checkpoint")) if any(path.iterdir()))
-    return runs("spectrum.py", str(run), "--out", "{out}", "--batches", "1")(out)
-
-
 CHECKS: dict[str, Sequence[Check]] = {
-    "blockwise": [redrawn("blockwise"), _tiny("blockwise"), _spectrum],
+    "blockwise": [
+        runs("blockwise/blockwise.py", "--out", "{out}"),
+        runs("blockwise/blockwise.py", "--train", "quick", "--workers", "1", "--out", "{out}"),
+    ],
     "bench": [
         runs("bench/tables.py", "--out", "{out}"),
         runs("bench/run.py", "averaging outer.filter=orthogonal", "--size", "tiny", "--out", "{out}/bench", "--quiet"),
-        shown("bench/regimes.py", "bench.md"),
     ],
     "gpu": [runs("gpu/outer.py", "--tiny", "--out", "{out}"), runs("gpu/step.py", "--tiny", "--out", "{out}")],
     "linear_network": [runs("linear_network.py", "--quick", "--out", "{out}")],
@@ -113,8 +94,11 @@ CHECKS: dict[str, Sequence[Check]] = {
         runs(f"{name}.py", "--train", "quick", "--out", "{out}", "--workers", "1")
         for name in ("fig3_heatmaps", "fig4_retuning", "fig5_soft")
     ],
-    "wires": [redrawn("wires"), _tiny("wires")],
-    "topk": [runs("topk.py", "--quick", "--out", "{out}")],
+    "compression": [
+        runs("compression.py", "--out", "{out}"),
+        runs("compression.py", "--train", "quick", "--workers", "1", "--out", "{out}"),
+    ],
+    "topk": [runs("topk.py", "--out", "{out}")],
     "fig1": [runs("fig1_mechanism.py", "--out", "{out}")],
     "fig2": [runs("fig2_toy.py", "--out", "{out}")],
     "period_criteria": [computed("period_criteria")],

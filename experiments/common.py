@@ -115,7 +115,7 @@ def write(name: str, table: pd.DataFrame, folder: Path = RESULTS) -> None:
     if path.exists() and _agree(read(name, folder), read_text(text)):
         return
     git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)  # noqa: S607
-    command = " ".join(["python", f"experiments/{name}.py", *sys.argv[1:]])
+    command = " ".join(["python", os.path.relpath(sys.argv[0], RESULTS.parents[1]), *sys.argv[1:]])
     origin = f"# {command}, commit {git.stdout.strip() or 'unknown'}, {datetime.now(UTC):%Y-%m-%d}\n"
     write_atomic(path, origin + text)
 

@@ -5,8 +5,7 @@ Import this module, or name it for the command line:
     PYTHONPATH=experiments TWOPHASE_POLICIES=policies twophase train --outer.restart gradient
 
 Restart tests: `gradient` and `norm:1.5`, both before the round's g is mixed in. Parts of `auto` are its controls:
-`along:0.5` (its direction with a fixed gain), `ramp:0.5` (with a rising gain), `gain:1` (its gain alone). `observe`
-averages and measures.
+`along:0.5` (its direction with a fixed gain), `ramp:0.5` (with a rising gain), `gain:1` (its gain alone).
 
 Source: theory note R30.
 """
@@ -166,17 +165,3 @@ class Gain(_Part):
         largest = max(after.values())
         shrunk = 1 - signal.value("pseudo_gradient_norm") / largest if largest > 0 else 0.0
         return after, Step(1 + self.share * shrunk, 0.0)
-
-
-@register("observe")
-@dataclass(frozen=True)
-class Observe(RestartPolicy):
-    """Average, and measure the cosine of g and the last g. Text form `observe`."""
-
-    needs: ClassVar[frozenset[str]] = Along.needs | {"cosine"}
-    takes_steps: ClassVar[bool] = True
-
-    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
-        """Average; the buffer becomes g."""
-        del signal
-        return state, Step(1.0)

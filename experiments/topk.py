@@ -4,7 +4,7 @@ A replica adds its pseudo-gradient to what it has not sent yet, e <- DECAY e + g
 elements of e: place, sign, and whether the magnitude is nearer to the least or to the largest one sent of the block.
 The rest stays in e, the error feedback. The outer step is plain averaging, x <- x - mean of what was sent.
 
-    python experiments/topk.py                 half a minute on one core: runs/experiments/topk.csv and topk.json
+    python experiments/topk.py                 half a minute on one core
 
 Source: SparseLoCo (arXiv 2508.15706), in which lr is 1 and the outer momentum 0. Two replicas train the classifier of
 the task `digits`, one after the other in this process; all runs of a seed see the same weights and batches.
@@ -14,18 +14,18 @@ from __future__ import annotations
 
 import math
 import statistics
-from typing import Any
 
+import pandas as pd
 import torch
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from common import Result, compute
-from twophase.sweeps.table import format_table
+from common import arguments, show, store
+from twophase.compare.compare import compare
 from twophase.tasks.digits import Digits
 
 BLOCK, DECAY = 512, 0.95
-ARMS: dict[str, tuple[int, bool]] = {
+METHODS: dict[str, tuple[int, bool]] = {
     "float32": (0, False),
     "1 of 8": (8, True),
     "1 of 32": (32, True),
@@ -85,39 +85,26 @@ def train(seed: int, rounds: int, ratio: int, *, feedback: bool) -> float:
         return task.evaluate(models[0])["loss"]
 
 
-def table(quick: bool) -> Result:
-    """Train every arm over the seeds, and hold its loss over float32's of the same seed."""
+def table() -> pd.DataFrame:
+    """Train every method over the seeds; return a row each, its loss compared with float32's of the same seeds."""
     torch.set_num_threads(1)
-    seeds, rounds = (SEEDS[:2], 4) if quick else (SEEDS, ROUNDS)
     elements = sum(parameter.numel() for parameter in Digits().model(0).parameters())
-    losses = {arm: [train(seed, rounds, ratio, feedback=owed) for seed in seeds] for arm, (ratio, owed) in ARMS.items()}
-    rows: list[dict[str, Any]] = [
-        {"arm": arm, "seed": seed, "loss": loss, "ratio": loss / losses["float32"][index]}
-        for arm, of_seeds in losses.items()
-        for index, (seed, loss) in enumerate(zip(seeds, of_seeds, strict=True))
-    ]
-    numbers = {
-        arm: {
-            "loss": statistics.fmean(losses[arm]),
-            "loss_ratio": statistics.geometric_mean(row["ratio"] for row in rows if row["arm"] == arm),
-            "bytes_ratio": sent_bytes(elements, ratio) / sent_bytes(elements, 0),
-        }
-        for arm, (ratio, _) in ARMS.items()
+    losses = {
+        name: {seed: train(seed, ROUNDS, ratio, feedback=feedback) for seed in SEEDS}
+        for name, (ratio, feedback) in METHODS.items()
     }
-    settings = {"block": BLOCK, "decay": DECAY, "replicas": REPLICAS, "inner_steps": INNER_STEPS, "lr": LR}
-    return Result(rows, numbers, settings | {"rounds": rounds, "seeds": list(seeds), "parameters": elements})
-
-
-def tables(result: Result) -> str:
-    """Write losses and bytes of every arm."""
-    body = [[arm, *(f"{number:.4g}" for number in facts.values())] for arm, facts in result.numbers.items()]
-    return format_table(["", "loss", "over float32", "bytes over float32"], body)
-
-
-def main() -> None:
-    """Run the experiment."""
-    compute("topk", __doc__, table, lambda _: {}, tables)
+    rows = []
+    for name, (ratio, _) in METHODS.items():
+        found = compare(losses[name], losses["float32"], comparisons=len(METHODS) - 1)
+        share = sent_bytes(elements, ratio) / sent_bytes(elements, 0)
+        rows.append(
+            {"sent": name, "bytes": share, "loss": statistics.fmean(losses[name].values())}
+            | {"word": found.word, "ratio": found.ratio, "low": found.low, "high": found.high}
+        )
+    return pd.DataFrame(rows)
 
 
 if __name__ == "__main__":
-    main()
+    options, found = arguments(__doc__), table()
+    show(found, digits=3)
+    store("topk", found, lambda _: {}, options.out)

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from paper import INNER_STEPS, LRS, MOMENTA, PERIODS, RULES
+from trainings import METHODS, PAPER
 from twophase.errors import UsageError
 from twophase.recipes.pretraining import RECIPES, at_pace, nano, paper_150m, recipe, small
 from twophase.runs.config import OuterConfig, inner_lr
@@ -39,9 +39,11 @@ def test_schedule():
 
 def test_every_cell_of_the_paper():
     """Every communication period, rule, learning rate, momentum and restart period of table 1 can be run as it is."""
-    rules = [OuterConfig(method, lr, momentum).rule() for lr, momentum, method in product(LRS, MOMENTA, RULES.values())]
-    restarts = [None, *PERIODS, "soft:3:0.2:0.1"]
-    cells = [(inner_steps, rules[0], restart) for inner_steps, restart in product(INNER_STEPS, restarts)]
+    rules = [
+        OuterConfig(method, lr, momentum).rule() for lr, momentum, method in product(PAPER.lrs, PAPER.momenta, METHODS)
+    ]
+    restarts = [None, *PAPER.periods, "soft:3:0.2:0.1"]
+    cells = [(inner_steps, rules[0], restart) for inner_steps, restart in product(PAPER.inner_steps, restarts)]
     for inner_steps, rule, restart in [*cells, *((128, rule, 3) for rule in rules)]:  # all pairs would show no more
         run = paper_150m(inner_steps, rule, restart)
         assert (run.inner_steps, run.outer.rule()) == (inner_steps, rule)
@@ -63,7 +65,7 @@ def test_the_paper_model_itself():
     assert parameter_count(paper_150m().model, 32000) == 214_983_680
 
 
-@pytest.mark.parametrize("inner_steps", INNER_STEPS)
+@pytest.mark.parametrize("inner_steps", PAPER.inner_steps)
 def test_pace(inner_steps: int):
     """Whatever the round's length, there is a checkpoint at least every 1,024 steps or every round; given ones stay."""
     run = at_pace(replace(paper_150m(), inner_steps=inner_steps))

@@ -1,0 +1,108 @@
+"""Does it matter how the pseudo-gradients travel: in float32, bfloat16 or int8?
+
+    python experiments/compression.py                       draws the stored results
+    python experiments/compression.py --train laptop        20 minutes on one core
+
+Every run is done once for each compression, all else equal: both rules at a small and at DiLoCo's usual momentum, with
+and without restarts, at the short communication period, which sends most. Each is compared with the float32 run of its
+own seed; the control is the effect of the seed alone. A compressed run is another trajectory, not float32's plus an
+error: the effect of rounding grows over a run to the size of any other small change.
+
+The stored results are of an engine that had error feedback in the second stage, too, and of a third compression, top-k,
+of which `topk.py` is a study.
+
+Source: `twophase.diloco.compression`; the paper sends float32.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+import twophase
+from common import arguments, read, show, store
+from trainings import SCALES, Scale
+from twophase.compare.compare import compare
+from twophase.config import update
+from twophase.diloco.compression import COMPRESSIONS
+from twophase.figures.style import headline, look, new_figure, share_legend
+
+LR = 0.7
+AXES = {"outer.method": ("heavy-ball", "nesterov"), "outer.momentum": (0.5, 0.9), "outer.restart": ("never", "3")}
+"""Settings: at the smaller momentum the demo works, at the larger it needs restarts."""
+ALL = "all settings"
+"""Geometric mean over the settings, seed by seed."""
+
+
+def trained(scale: Scale, out: Path, workers: int) -> pd.DataFrame:
+    """Train all runs; return a row for each compression and setting, compared with float32 seed by seed."""
+    axes = AXES | {"sync.compression": COMPRESSIONS, "seed": scale.seeds}
+    base = update(scale.base, {"outer.method": "nesterov", "outer.lr": LR})
+    frame = twophase.sweep("lm", axes, base, out / "compression", workers=workers).frame()
+    logs = np.log(frame.set_index([*axes])["perplexity"].fillna(math.inf)).sort_index()
+    exact, rows = logs.xs(COMPRESSIONS[0], level="sync.compression"), []
+    settings, lossy = list(product(*AXES.values())), len(COMPRESSIONS) - 1
+    for name in COMPRESSIONS[1:]:
+        mine = logs.xs(name, level="sync.compression")
+        rows += [
+            row_of(name_of(*each), name, mine.loc[each], exact.loc[each], lossy * len(settings)) for each in settings
+        ]
+        rows.append(row_of(ALL, name, *(side.groupby(level="seed").mean() for side in (mine, exact)), lossy))
+    return pd.DataFrame(rows)
+
+
+def name_of(method: str, momentum: float, restart: str) -> str:
+    """Return the text of a setting."""
+    return f"{method} {momentum:g}, {'no restart' if restart == 'never' else f'K = {restart}'}"
+
+
+def row_of(setting: str, name: str, mine: pd.Series, exact: pd.Series, comparisons: int) -> dict[str, Any]:
+    """Compare log perplexities by seed with those in float32; `seed_sd` is what another seed changes there."""
+    found = compare(dict(np.exp(mine)), dict(np.exp(exact)), comparisons=comparisons)
+    return {
+        "setting": setting, "compression": name, "float32": float(np.exp(exact).mean()), "seed_sd": exact.std(),
+        "word": found.word, "ratio": found.ratio, "low": found.low, "high": found.high,
+        **{f"ratio_{seed}": ratio for seed, ratio in np.exp(exact - mine).items()},
+    }  # fmt: skip
+
+
+def draw(table: pd.DataFrame) -> dict[str, Any]:
+    """Draw a line a setting, on the spread of the seeds in float32: a stroke a seed and a dot a compression."""
+    settings, names = (list(dict.fromkeys(table[column])) for column in ("setting", "compression"))
+    figure, [[axes]] = new_figure(1.2 + 0.36 * len(settings))
+    for _, row in table.iterrows():
+        place, number = settings.index(row["setting"]), names.index(row["compression"])
+        height, style = place + 0.25 * (number - (len(names) - 1) / 2), look(number + 1, every=1)
+        spread = 100 * row["seed_sd"]
+        axes.fill_betweenx([place - 0.42, place + 0.42], -spread, spread, color="#eeeeee", linewidth=0)
+        lost = [100 * (1 / ratio - 1) for ratio in row.filter(like="ratio_")]
+        axes.plot(lost, [height] * len(lost), "|", color=style["color"], markersize=5)
+        dots = style | {"linestyle": "none", "markersize": 4, "label": None if place else row["compression"]}
+        axes.plot([100 * (1 / row["ratio"] - 1)], [height], **dots)
+    axes.axvline(0, color="0.5", linewidth=0.7)
+    axes.set_yticks(range(len(settings)), settings)
+    axes.invert_yaxis()
+    axes.set_xlabel("perplexity against float32 of the same seed, % (left of 0 is better); grey: another seed")
+    share_legend(figure, [axes], columns=len(names))
+    headline(figure, "bfloat16 and int8 change less than the seed does", "strokes: seeds; dots: geometric means")
+    return {"": figure}
+
+
+def main() -> None:
+    """Draw the stored results, or train them anew."""
+    options = arguments(__doc__, trains=True)
+    if options.train is None:
+        table = read("compression")
+    else:
+        table = trained(SCALES[options.train], options.out / options.train, options.workers)
+    show(table, digits=3)
+    store("compression", table, draw, options.out)
+
+
+if __name__ == "__main__":
+    main()
