@@ -21,7 +21,7 @@ from twophase.diloco.engine import DiLoCo
 from twophase.diloco.group import SingleProcess
 from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.task import LanguageTask
-from twophase.training.trainer import Replica
+from twophase.training.inner import Replica
 
 
 class Loop:
@@ -61,7 +61,7 @@ class Loop:
 
         def after() -> None:
             nonlocal spent
-            before = self.clock() if engine.reports_next else 0.0  # else the inner steps' work would be the engine's
+            before = self.clock() if engine.ending else 0.0  # else the inner steps' work would be the engine's
             if engine.step():
                 spent += self.clock() - before
 

@@ -40,7 +40,6 @@ _CONTEXT.set_forkserver_preload(
         "twophase.cli.main",
         "twophase.cli.train",
         "twophase.tasks.registry",
-        "twophase.training.loop",
         "twophase.training.trainer",
         "twophase.sweeps.runner",
         "torch._dynamo",  # torch imports it, in seconds, with a process's first optimizer

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from twophase.files import append, csv_text, finite, read_jsonl, remove_leftovers, replacing, sha256, write_atomic
+from twophase.files import append, csv_text, finite, read_jsonl, replacing, sha256, write_atomic
 
 
 @contextmanager
@@ -43,14 +43,6 @@ def test_written_whole_or_not_at_all(tmp_path: Path) -> None:
     write_atomic(path, b"new")
     assert path.read_bytes() == b"new"
     assert sha256(path) == "11507a0e2f5e69d5dfa40a62a1bd7b6ee57e6bcd85c67c9b8431b36fff21c437"
-
-
-def test_leftovers_of_a_kill_are_removed(tmp_path: Path) -> None:
-    """What a killed writer has left, and nothing else."""
-    for name in (".a.txt.12345678.tmp", "a.txt", ".lock", "b.tmp"):
-        (tmp_path / name).touch()
-    remove_leftovers(tmp_path)
-    assert names(tmp_path) == [".lock", "a.txt", "b.tmp"]
 
 
 @pytest.mark.parametrize("cut", range(1, 13))

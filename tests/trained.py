@@ -12,7 +12,7 @@ from twophase.diloco.group import SingleProcess
 from twophase.runs.config import RunConfig
 from twophase.runs.folder import RunFolder
 from twophase.tasks.registry import task_of
-from twophase.training import checkpoint, loop
+from twophase.training import checkpoint
 from twophase.training.trainer import Trainer
 
 ALONE = SingleProcess()
@@ -35,7 +35,7 @@ def run(
     folder = RunFolder.claim(path, config) if group.rank == 0 else None
     try:
         trainer = trainer_of(config, task, group)
-        summary = loop.run(trainer, path, folder, should_stop=lambda: trainer.done.step >= asked_at, **options)
+        summary = trainer.run(path, folder, should_stop=lambda: trainer.done.step >= asked_at, **options)
     finally:
         if folder:
             folder.release()

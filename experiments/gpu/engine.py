@@ -28,7 +28,8 @@ from twophase.runs.folder import CHECKPOINTS, read_summary
 from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.task import LanguageTask
 from twophase.training.checkpoint import Checkpointer, latest
-from twophase.training.trainer import Replica, Trainer
+from twophase.training.inner import Replica
+from twophase.training.trainer import Trainer
 
 RESULT = ("checksum", "validation_loss", "restarts")
 
@@ -64,7 +65,7 @@ class Loop:
 
         def after() -> None:
             nonlocal spent
-            before = wait_for(self.device) if engine.reports_next else 0.0  # else inner work would be the engine's
+            before = wait_for(self.device) if engine.ending else 0.0  # else inner work would be the engine's
             if engine.step():
                 spent += wait_for(self.device) - before
 

@@ -13,12 +13,13 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from twophase.config import fingerprint, flatten, to_tree, update
+from twophase.config import fingerprint, flatten, require, to_tree, update
 from twophase.errors import RunError, UsageError
 from twophase.files import sha256
 from twophase.progress import line_text, meter
-from twophase.runs.config import RunConfig
-from twophase.runs.folder import ENV, WEIGHTS, RunFolder, read_summary
+from twophase.runs.config import RunConfig, outer_line
+from twophase.runs.folder import ENV, SUMMARY, WEIGHTS, RunFolder, read_summary
+from twophase.runs.trackers import call_each, open_trackers
 from twophase.tasks.registry import LM, config_class, forbid_import_time_calls, name_of, task_of
 
 if TYPE_CHECKING:
@@ -159,41 +160,34 @@ def train_run(
     Raises:
         UsageError: values that cannot be run here, before a folder is made; or a folder of another run.
     """
-    from twophase.runs.trackers import open_trackers  # noqa: PLC0415
-    from twophase.training import loop  # noqa: PLC0415 - torch
-    from twophase.training.distributed import (  # noqa: PLC0415
-        device_of,
-        process_group,
-        raised_on_all_ranks,
-        stop_on_signal,
-    )
-    from twophase.training.optimizers import outer_line  # noqa: PLC0415
+    from twophase.training import distributed  # noqa: PLC0415 - torch
     from twophase.training.trainer import Trainer  # noqa: PLC0415
 
+    require(timeout is None or 0 < timeout <= 1e6, "timeout", timeout, "above 0 and at most 1e6 seconds")
     if config.outer.method == "averaging" and config.outer.momentum:
         raise UsageError(
             f"--outer.momentum: must be left out with averaging, got {config.outer.momentum}; "
             "heavy-ball and nesterov have a momentum"
         )
     trackers = open_trackers(track, out, to_tree(config)) if track else []
-    if (summary := finished(config, out)) is not None:
+    if (out / SUMMARY).exists() and (summary := finished(config, out)) is not None:
         return summary
     with ExitStack() as stack:
-        group = stack.enter_context(process_group(device_of(config.device), timeout))
-        stop = stack.enter_context(stop_on_signal())
+        group = stack.enter_context(distributed.process_group(distributed.device_of(config.device), timeout))
+        stop = stack.enter_context(distributed.stop_on_signal())
         trainer = Trainer(task_of(config), config, group)
-        folder = None
-        with raised_on_all_ranks(group):
+        folder, on_line = None, lambda _: None
+        with distributed.raised_on_all_ranks(group):
             if group.rank == 0:
                 folder = stack.enter_context(RunFolder.claim(out, config))
                 folder.trackers = trackers
+                if trackers:
+                    stack.callback(call_each, trackers, "close")
         if folder and not quiet:
             print(outer_line(config), file=sys.stderr)
-        show = stack.enter_context(meter("train", config.steps, quiet=quiet or folder is None))
-
-        summary = loop.run(
-            trainer, out, folder, on_line=lambda line: show(line["step"], line_text(line)), should_stop=stop.is_set
-        )
+            show = stack.enter_context(meter("train", config.steps))
+            on_line = lambda line: show(line["step"], line_text(line))  # noqa: E731
+        summary = trainer.run(out, folder, on_line=on_line, should_stop=stop.is_set)
         # Where the signal came to another rank, this one stops with it and has none.
         return summary | {"status": 128 + (stop.number or signal.SIGINT)}
 

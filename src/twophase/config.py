@@ -210,6 +210,7 @@ def parse(options: type[C], argv: Sequence[str], program: str, config: Any = Non
     parts = [(name, Annotated[type(value), unnamed], value) for name, value in defaults.items()]
     command = dataclasses.make_dataclass("Command", parts)
     hints = {path: hint for value in defaults.values() for path, hint in hints_of(type(value)).items()}
+    hints = {f"--{path.replace('_', '-')}": hint for path, hint in hints.items()}
     box, words = io.StringIO(), _words(argv, hints)
     try:
         with contextlib.redirect_stderr(box):
@@ -225,7 +226,7 @@ def _words(argv: Sequence[str], hints: Mapping[str, Any]) -> list[str]:
     """Return options as tyro has them: flags without a value, and None for none."""
     words: list[str] = []
     for word in (part for given in argv for part in (given.split("=", 1) if given.startswith("--") else [given])):
-        hint = hints.get(_path_of(words[-1])) if words else None
+        hint = hints.get(words[-1].replace("_", "-")) if words else None
         if hint is bool and word.lower() in ("true", "false"):
             if word.lower() == "false":
                 group, dot, leaf = words[-1].removeprefix("--").rpartition(".")
@@ -238,7 +239,7 @@ def _words(argv: Sequence[str], hints: Mapping[str, Any]) -> list[str]:
 
 
 def _reason(error: BaseException | None, box: str, words: Sequence[str], hints: Mapping[str, Any]) -> str:
-    """Return tyro's message in one line: option, range, value."""
+    """Return tyro's message in one line: option, range, value; `hints` are the types by option."""
     while error is not None:
         if isinstance(error, UsageError):  # of `require`
             return str(error)
@@ -248,14 +249,10 @@ def _reason(error: BaseException | None, box: str, words: Sequence[str], hints: 
         return f"{missing[1]}: must be given; {missing[2]}"
     unknown = re.search(r"Unrecognized options: ([^, ]+)", text)
     name = unknown[1] if unknown else next(iter(re.findall(r"--[a-zA-Z][\w.-]*", text)), "").rstrip(".")
-    if unknown and name in words[1:] and hints.get(_path_of(words[words.index(name) - 1])) is bool:
+    if unknown and name in words[1:] and hints.get(words[words.index(name) - 1].replace("_", "-")) is bool:
         name = words[words.index(name) - 1]
-    if (path := _path_of(name)) not in hints:
-        return f"{name}: no such option{meant(path, hints).replace('_', '-')}"
-    place = max((place for place, word in enumerate(words) if _path_of(word) == path), default=len(words))
+    if (option := name.replace("_", "-")) not in hints:
+        return f"{name}: no such option{meant(option[2:], [each[2:] for each in hints])}"
+    place = max((place for place, word in enumerate(words) if word.replace("_", "-") == option), default=len(words))
     got = itertools.takewhile(lambda word: not word.startswith("--"), words[place + 1 :])
-    return f"{name}: must be {_range_of(hints[path])}, got {' '.join(got) or 'nothing'}"
-
-
-def _path_of(option: str) -> str:
-    return option.removeprefix("--").replace("-", "_") if option.startswith("--") else ""
+    return f"{name}: must be {_range_of(hints[option])}, got {' '.join(got) or 'nothing'}"

@@ -8,6 +8,7 @@ import io
 import json
 import math
 import os
+import shutil
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,44 +21,43 @@ Row = dict[str, Any]
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`, which takes its name when the block ends; an error removes it.
+    """Yield a temporary path beside `path`, for a file or a folder of files; an error removes it.
 
-    What killed writers of `path` left goes as well, once it is two minutes old: until then they may live.
+    It takes the name of `path`, a file or an empty folder, when the block ends. What killed writers of `path` left goes
+    as well, once it is two minutes old: until then they may live.
     """
     for old in path.parent.glob(f".{path.name}.*.tmp"):
         with suppress(FileNotFoundError):
             if time.time() - old.stat().st_mtime > 120:
-                old.unlink()
+                _remove(old)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         yield temporary
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
+        for written in (*temporary.glob("*"), temporary):
+            _sync(written)
         temporary.replace(path)
-        sync_folder(path.parent)
+        _sync(path.parent)  # names lie in the folder, not in the files
     finally:
-        temporary.unlink(missing_ok=True)
+        if temporary.exists():
+            _remove(temporary)
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Write a file so that a reader, and a crash, sees the old content or the new, never a part."""
     with replacing(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-
-
-def remove_leftovers(folder: Path) -> None:
-    """Remove what killed writers left in a folder that only this process writes."""
-    for path in folder.glob(".*.tmp"):
-        path.unlink(missing_ok=True)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make a rename in a folder durable: the names lie in the folder, not in the files."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def sha256(path: Path) -> str:

@@ -29,6 +29,7 @@ MISTAKES = [  # words, and what the message names
     ("train --task digits --device cuda:77", "--device"),
     ("train --task digits --replicas 2 --out .", "--out"),
     ("train --task digits --track wnadb", "--track"),
+    ("train --task digits --timeout nan", "--timeout"),
     ("train --data.corpus tokens:absent", "absent"),
     ("sweep", "--axis"),
     ("sweep --axis outer.lrr 1 2", "outer.lr"),

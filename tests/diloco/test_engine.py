@@ -48,7 +48,7 @@ def test_equals_a_plain_loop_at_every_step(name: str) -> None:
     run, plain = start(name), Plain(PLAIN[name])
     assert unlike(run.tensors(), plain.tensors()) == []
     for step in range(PLAIN[name].steps):
-        announced, syncs = run.engine.reports_next, run.engine.syncs
+        announced, syncs = bool(run.engine.ending), run.engine.syncs
         report = run.step(step)
         assert announced == (report is not None) == (run.engine.syncs - syncs)
         assert_reported(report, plain.step(step))
@@ -225,7 +225,7 @@ def test_a_round_without_its_signals_has_not_happened(
     def train(*, forget: bool) -> dict[str, Tensor]:
         run = start("rising", replicas=[0], inner_steps=3, delay=delay, fragments=1, mixing=0.0)
         for step in range(1, 9):
-            if forget and where == "step" and run.engine.reports_next:
+            if forget and where == "step" and run.engine.ending:
                 with pytest.raises(ValueError, match=name):
                     run.engine.step(signals)
             run.step(step)

@@ -156,8 +156,8 @@ def test_a_log_line_and_the_environment(tmp_path: Path) -> None:
         folder.log(METRICS, {"step": 1, "loss": math.nan, "blocks": {"a": (math.inf, 1.0)}})
         assert read_jsonl(tmp_path / METRICS) == [{"step": 1, "loss": None, "blocks": {"a": [None, 1.0]}}]
         for version in ("3.11", "3.12"):
-            folder.write_env({"python": version, "load": math.nan})
-    assert json.loads((tmp_path / "env.json").read_text()) == {"python": "3.11", "load": None}
+            folder.write_env({"python": version})
+    assert json.loads((tmp_path / "env.json").read_text()) == {"python": "3.11"}
 
 
 @pytest.mark.parametrize("torn", [b"", b'{"step": 3, "lo'])

@@ -13,7 +13,7 @@ import pytest
 from twophase.errors import UsageError
 from twophase.files import read_jsonl
 from twophase.runs.folder import METRICS, ROUNDS, RunFolder
-from twophase.runs.trackers import open_trackers
+from twophase.runs.trackers import call_each, open_trackers
 
 CONFIG = {"outer": {"lr": 0.7}}
 
@@ -45,6 +45,7 @@ def run(path: Path, *names: str, steps: range = range(1, 4)) -> None:
         for step in steps:
             folder.log(METRICS, {"step": step, "train_loss": 1 / step, "perplexity": math.nan})
             folder.log(ROUNDS, {"step": step, "restarted": True, "seconds": {"outer": 0.5}, "checksum": "0f"})
+        call_each(folder.trackers, "close")
 
 
 def test_all_get_the_same_lines(stand_in: Callable[..., Mock], tmp_path: Path) -> None:

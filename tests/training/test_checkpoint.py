@@ -15,7 +15,6 @@ from commands import outcome
 from replicas import same_bits
 from threads import Member, together
 from trained import ALONE, newest, run, trainer_of
-from twophase.config import update
 from twophase.errors import UsageError
 from twophase.tasks.lm.config import TrainConfig
 from twophase.training import checkpoint
@@ -156,14 +155,14 @@ class Odd(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_an_inner_state_that_cannot_be_saved_is_refused_at_once(
+def test_an_inner_state_that_cannot_be_loaded_is_refused(
     config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the first inner step, and not after all those up to the first checkpoint."""
+    """At the first checkpoint, and not when the run resumes from it."""
     from twophase.tasks.lm.task import LanguageTask
 
     inner = lambda _, model, config: Odd(model.parameters(), config.lr)  # noqa: E731
     monkeypatch.setattr(LanguageTask, "inner", inner, raising=False)
     with pytest.raises(UsageError, match="inner optimizer"):
-        run(update(config, {"log_every": 1}), tmp_path)
-    assert not (tmp_path / "steps.jsonl").exists()
+        run(config, tmp_path)
+    assert not checkpoint.complete(tmp_path / "checkpoint")

@@ -14,10 +14,9 @@ from twophase.config import fingerprint, to_tree, update
 from twophase.diloco.compression import COMPRESSIONS
 from twophase.errors import UsageError
 from twophase.recipes.controls import grid_of
-from twophase.runs.config import RunConfig, SyncConfig, inner_lr
+from twophase.runs.config import RunConfig, SyncConfig, inner_lr, outer_line
 from twophase.sweeps.grid import Axis, Sweep
 from twophase.tasks.lm.config import TrainConfig
-from twophase.training.optimizers import outer_line
 
 WRONG: dict[str, list[Any]] = {
     "inner.lr": [0.0, -1.0, math.nan, math.inf, 1e31],

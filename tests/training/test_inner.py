@@ -18,7 +18,7 @@ from twophase.errors import UsageError
 from twophase.runs.config import InnerConfig
 from twophase.tasks.lm.config import ModelConfig, TrainConfig
 from twophase.tasks.lm.model import Llama
-from twophase.training.optimizers import MuonAdamW, hidden_matrices, inner_optimizer
+from twophase.training.inner import MuonAdamW, hidden_matrices, inner_optimizer
 
 
 class Double(Toy):

@@ -11,7 +11,6 @@ import pytest
 
 from trained import run
 from twophase.config import update
-from twophase.errors import UsageError
 from twophase.files import read_jsonl
 from twophase.restart import RestartPolicy
 from twophase.runs.config import inner_lr
@@ -58,10 +57,3 @@ def test_a_policy_that_sees_nan_ends_the_run(
     (line,) = read_jsonl(tmp_path / "rounds.jsonl")
     assert "train_loss" in line["groups"][0]["not_finite"]
     assert run(config, tmp_path)["diverged"]
-
-
-def test_a_policy_that_needs_what_training_lacks(short_run: TrainConfig, tmp_path: Path) -> None:
-    """It is refused before any training, with the option and the signal's name."""
-    with pytest.raises(UsageError, match=r"outer\.restart.* loss"):
-        run(update(short_run, {"outer.restart": "test-rising:0.5"}), tmp_path)
-    assert not (tmp_path / "rounds.jsonl").exists()

@@ -23,7 +23,7 @@ from twophase.runs.config import inner_lr
 from twophase.runs.folder import RunFolder
 from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.task import corpus_of
-from twophase.training import checkpoint, loop
+from twophase.training import checkpoint
 
 
 def test_outcome(config: TrainConfig, whole: Path) -> None:
@@ -189,7 +189,7 @@ def test_decisions_are_kept(short_run: TrainConfig, tmp_path: Path) -> None:
         if micro:
             trainer.compute.chosen["micro_batch"] = micro
         with RunFolder.claim(tmp_path / name, config) as folder:
-            assert loop.run(trainer, folder.path, folder, stop=stop)["execution"]["micro_batch"] == (micro or 1)
+            assert trainer.run(folder.path, folder, stop=stop)["execution"]["micro_batch"] == (micro or 1)
 
     train("little", 1)
     train("plenty", 4)

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import twophase
-from twophase.diloco.fragment import Fragment, Slot, local, slots_of
+from twophase.diloco.fragment import Fragment, Slot, local, reshard, slots_of
 from twophase.diloco.group import SingleProcess
 from twophase.errors import RunError
 from twophase.optim.outer_sgd import Dots, OuterSGD, rule_of
@@ -81,7 +81,7 @@ def assert_started_equal(engine: DiLoCo, expect_equal: Mapping[str, Any]) -> int
         "twophase": twophase.__version__,
         "torch": str(torch.__version__),
         **spec_of(engine),
-        "frozen parameters": "" if group.sharded else digest([local(p) for p in frozen]),
+        "frozen parameters": digest([local(p) for p in frozen]) if frozen and not group.sharded else "",
         "buffers": [[name, list(buffer.shape)] for name, buffer in replica.named_buffers()],
         "types": sorted({str(slot.dtype) for fragment in engine.fragments for slot in fragment.slots[0]}),
         "outer": {fragment.name: describe(fragment.outer) for fragment in engine.fragments},
@@ -403,6 +403,8 @@ class Watch:
 def _of_parameters(engine: DiLoCo) -> Iterator[str]:
     """Yield a sentence on parameters that were unfrozen or frozen after the engine was built."""
     slots = [slot for fragment in engine.fragments for slot in fragment.slots[0]]
+    if engine.group.sharded:
+        reshard(engine.replicas)
     # By identity: a module that is wrapped later, as by torch.compile, gives the same parameters other names.
     known = {id(slot.parameter) for slot in slots}
     if late := [name for name, slot in slots_of(engine.replicas[0]).items() if id(slot.parameter) not in known]:

@@ -114,6 +114,8 @@ class DiLoCo:
         self.compression, self.buffers, self.group = compression, buffers, group or default_group()
         self.filter = filter if filter is None or isinstance(filter, str) else getattr(filter, "__qualname__", "own")
         self.replicas: list[nn.Module] = [replicas] if isinstance(replicas, nn.Module) else list(replicas)
+        if self.group.sharded:
+            reshard(self.replicas)
         slots = [slots_of(replica) for replica in self.replicas]
         checks.check_replicas(self.replicas, slots, self.group, buffers)
         if isinstance(self.group, ProcessGroup):
@@ -147,7 +149,9 @@ class DiLoCo:
         room = torch.zeros(max(sizes) if self._shares_room else sum(sizes), dtype=dtype, device=self.flat.device)
         rooms = [room[:size] for size in sizes] if self._shares_room else room.split(sizes)
         senders = len(self.replicas) if self.group.size == 1 else 1
-        chosen = filter_of(filters, partial(_sum_over_shards, self.group) if self.group.sharded else None)
+        chosen = None
+        if filters not in (None, "none"):
+            chosen = filter_of(filters, partial(_sum_over_shards, self.group) if self.group.sharded else None)
         self.fragments: list[Fragment] = []
         for (name, names), anchor, gradient in zip(parts.items(), anchors, rooms, strict=True):
             compression = None if self.compression == "float32" else Compression(self.compression, gradient, senders)
@@ -191,7 +195,7 @@ class DiLoCo:
         """
         if self._interrupted:
             raise RuntimeError(_INTERRUPTED)
-        ending = self._ending()
+        ending = self.ending
         checks.check_signals(ending, signals or {})
         self.inner_step, self.taken = self.inner_step + 1, self.taken + 1
         for fragment in self.fragments:
@@ -229,8 +233,9 @@ class DiLoCo:
         self.round = max(fragment.round for fragment in self.fragments)
         return replace(merged(reports), round=self.round, complete=True)
 
-    def _ending(self) -> list[Fragment]:
-        """Return the fragments whose round the next `step()` ends."""
+    @property
+    def ending(self) -> list[Fragment]:
+        """The fragments whose round the next `step()` ends, and which so reads the signals."""
         if self.delay:
             return [f for f in self.fragments if f.age is not None and f.age + 1 == self.delay]
         return [f for f in self.fragments if f.offset == self.inner_step + 1]
@@ -342,11 +347,6 @@ class DiLoCo:
         return fragment.outer
 
     @property
-    def reports_next(self) -> bool:
-        """True if the next `step()` ends a round, and so reads the signals."""
-        return bool(self._ending())
-
-    @property
     def at_anchor(self) -> bool:
         """True if the replicas equal the anchor: no inner step since the last sync, and no all-reduce under way."""
         return self.mixing == 0 and not any(f.steps or f.age is not None for f in self.fragments)
@@ -354,7 +354,8 @@ class DiLoCo:
     @torch.no_grad()
     def restore(self) -> None:
         """Set all replicas to the anchor."""
-        reshard(self.replicas)
+        if self.group.sharded:
+            reshard(self.replicas)
         for fragment in self.fragments:
             fragment.restore()
 

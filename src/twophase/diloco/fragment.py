@@ -37,7 +37,7 @@ def partition(sizes: Mapping[str, int], fragments: int | Mapping[str, str]) -> d
     if not isinstance(fragments, Mapping):
         if (count := whole_number("DiLoCo: fragments", fragments)) > len(names):
             raise ValueError(f"DiLoCo: fragments must be at most the {len(names)} parameters, got {fragments}")
-        starts = [*_balanced(list(sizes.values()), count), len(names)]
+        starts = [*(_balanced(list(sizes.values()), count) if count > 1 else [0]), len(names)]
         return {str(i): names[start:stop] for i, (start, stop) in enumerate(pairwise(starts))}
     for fragment, pattern in fragments.items():
         try:
@@ -106,7 +106,6 @@ def slots_of(replica: nn.Module) -> dict[str, Slot]:
     """Return the trainable parameters of a module by name."""
     if not isinstance(replica, nn.Module):
         raise ValueError(f"DiLoCo: replicas must be a module or a list of modules, holds {replica!r:.80}")
-    reshard([replica])  # after an evaluation FSDP2 names whole parameters in place of the shards
     slots = {}
     for name, p in replica.named_parameters():
         if p.requires_grad:
@@ -121,7 +120,7 @@ def local(p: Tensor) -> Tensor:
 
 
 def reshard(replicas: Sequence[nn.Module]) -> None:
-    """Make FSDP2 free whole parameters: the engine reads and writes shards."""
+    """Make FSDP2 free whole parameters, which it names after an evaluation: the engine reads and writes shards."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported means not used; importing it costs 50 MB
     for replica in replicas if fsdp else ():
         for module in replica.modules():
@@ -247,7 +246,8 @@ class Fragment:
     @torch.no_grad()
     def restore(self, mixing: float = 0.0) -> None:
         """Set theta_r <- mixing theta_r + (1 - mixing) a."""
-        for params in self.parameters():
+        for slots in self.slots:
+            params = [slot.tensor() for slot in slots]
             if mixing == 0:
                 torch._foreach_copy_(params, self.views)
                 continue

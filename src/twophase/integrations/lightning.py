@@ -55,7 +55,7 @@ class DiLoCoCallback(Rounds, Callback):
         self._steps = trainer.global_step
         signals = None
         outputs = args[1]  # after the module
-        if isinstance(outputs, Mapping) and "loss" in outputs and self.engine.reports_next:  # else no wait for a GPU
+        if isinstance(outputs, Mapping) and "loss" in outputs and self.engine.ending:  # else no wait for a GPU
             scale = trainer.accumulate_grad_batches  # which Lightning has divided the loss by
             signals = {"loss": float(outputs["loss"]) * scale}
         self.step(signals)

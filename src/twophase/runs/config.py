@@ -12,7 +12,7 @@ from twophase.config import require
 from twophase.errors import UsageError
 from twophase.optim.names import NAMES, RULES, TORCH, read_filter
 from twophase.optim.schedules import Schedule
-from twophase.restart import RestartPolicy, parse
+from twophase.restart import RestartPolicy, mean_outer_gain, parse
 from twophase.rule import Form, OuterRule
 
 LARGEST = 1e30
@@ -94,9 +94,11 @@ class OuterConfig:
         try:
             object.__setattr__(self, "restart", str(parse(self.restart)))  # one writing of each policy
             name = "filter"
-            read_filter(self.filter)
+            if self.filter != "none":
+                read_filter(self.filter)
             name = "schedule"
-            Schedule.parse(self.schedule)
+            if self.schedule != "constant":
+                Schedule.parse(self.schedule)
         except ValueError as error:
             raise UsageError(f"--outer.{name}: {error}") from None
         require(0 <= (self.lr or 0) <= LARGEST, "outer.lr", self.lr, f"in [0, {LARGEST:g}]")
@@ -316,3 +318,14 @@ def inner_lr(config: RunConfig, step: int) -> float:
     if inner.schedule == "cosine":
         return inner.lr * (1 + math.cos(math.pi * (step - start) / max(steps - start, 1))) / 2
     return inner.lr * (steps - step) / (steps - start)
+
+
+def outer_line(config: RunConfig) -> str:
+    """Return the first line of a run: the outer optimizer, its mean outer gain, and the values that change nothing."""
+    outer, inner, rule = config.outer, config.inner, config.outer.rule()
+    line = f"outer optimizer: {config.describe()}"
+    if rule is not None and outer.is_rule and not config.sync.restart and not outer.policy.needs:
+        line += f", mean outer gain {mean_outer_gain(rule, outer.policy, min(config.rounds, 10_000)):.3g}"
+    ignored = [f"--outer.{name} {getattr(outer, name)}" for name in outer.ignored()]
+    ignored += [f"--inner.{name} {getattr(inner, name)}" for name in inner.ignored()]
+    return line + (f"; {', '.join(ignored)} changes nothing" if ignored else "")

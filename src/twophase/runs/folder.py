@@ -31,8 +31,8 @@ from typing import Any
 from twophase.config import dump_yaml, flatten, load_yaml, to_tree
 from twophase.config import fingerprint as fingerprint_of
 from twophase.errors import RunError, UsageError
-from twophase.files import append, finite, read_jsonl, remove_leftovers, write_atomic
-from twophase.runs.trackers import Tracker, call_each, send
+from twophase.files import append, finite, read_jsonl, write_atomic
+from twophase.runs.trackers import Tracker, send
 
 CONFIG, ENV, SUMMARY, WEIGHTS = "config.yaml", "env.json", "summary.json", "weights.safetensors"
 METRICS, ROUNDS, STEPS = LOGS = ("metrics.jsonl", "rounds.jsonl", "steps.jsonl")
@@ -52,7 +52,7 @@ class BusyError(UsageError):
     """Another process is at work in the folder."""
 
 
-class Claim:
+class Claim(AbstractContextManager["Claim"]):
     """A folder of this process alone, until `release()` or its death; another process raises a BusyError.
 
     On one host a lock on `.lock` keeps others out. Hosts may share a folder without working locks, so files `.claim-1`,
@@ -110,7 +110,7 @@ class Claim:
         if self._released.is_set() or self._next.exists():
             raise RunError(f"{self.path}: must be this process's, was released or taken over")
 
-    def release(self) -> None:
+    def release(self, *_: object) -> None:
         """Let other processes claim the folder; safe to repeat."""
         if not self._released.is_set():
             self._released.set()
@@ -118,13 +118,15 @@ class Claim:
                 self._file.write_text(json.dumps(self._owner | {"released": True}))
             os.close(self._lock)
 
+    __exit__ = release
 
-class RunFolder(Claim, AbstractContextManager["RunFolder"]):
+
+class RunFolder(Claim):
     """One run's folder, claimed by this process until `release()` or its death; use `RunFolder.claim`."""
 
     fingerprint: str
     trackers: list[Tracker]
-    """They get every line of the logs too."""
+    """They get every line of the logs too; who has opened them closes them."""
 
     @classmethod
     def claim(cls, path: Path, config: Any, *, host: str = "", lock: bool = True) -> RunFolder:
@@ -144,22 +146,14 @@ class RunFolder(Claim, AbstractContextManager["RunFolder"]):
         folder.fingerprint, folder.trackers = fingerprint_of(tree), []
         try:
             _check(path, tree)  # once more, now that no other process can write
-            remove_leftovers(path)
+            for leftover in path.glob(".*.tmp"):  # of killed writers
+                leftover.unlink(missing_ok=True)
             if not (path / CONFIG).exists():
                 write_atomic(path / CONFIG, dump_yaml(tree))
         except BaseException:
             folder.release()
             raise
         return folder
-
-    def release(self, *_: object) -> None:
-        """Close the trackers, and let other processes claim the folder; safe to repeat."""
-        if self.trackers:
-            call_each(self.trackers, "close")
-            self.trackers.clear()
-        super().release()
-
-    __exit__ = release
 
     def log(self, name: str, record: Mapping[str, Any]) -> None:
         """Append a line, which has a `step`, to one of `LOGS`, and send its numbers to the trackers."""
@@ -179,7 +173,7 @@ class RunFolder(Claim, AbstractContextManager["RunFolder"]):
     def write_env(self, env: Mapping[str, Any]) -> None:
         """Record versions, machine and data in `env.json`, unless the run has done so before."""
         if not (self.path / ENV).exists():
-            write_atomic(self.path / ENV, json.dumps(finite(env), indent=2) + "\n")
+            write_atomic(self.path / ENV, json.dumps(env, indent=2) + "\n")
 
     def finish(self, summary: Mapping[str, Any], weights: bytes | None = None) -> None:
         """Write the final weights, then `summary.json` with their SHA-256, which makes the run finished."""

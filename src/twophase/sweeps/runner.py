@@ -110,7 +110,7 @@ def _train(nodes: Nodes, node: Node, should_stop: Callable[[], bool]) -> bool:
     """Train a node; return False where another worker has it."""
     from twophase.diloco.group import SingleProcess  # noqa: PLC0415 - torch
     from twophase.tasks.registry import task_of  # noqa: PLC0415
-    from twophase.training import checkpoint, loop  # noqa: PLC0415
+    from twophase.training import checkpoint  # noqa: PLC0415
     from twophase.training.trainer import Trainer  # noqa: PLC0415
 
     path, discard = nodes.path(node.name), node.stop is None
@@ -121,7 +121,7 @@ def _train(nodes: Nodes, node: Node, should_stop: Callable[[], bool]) -> bool:
             # A beginning that has diverged leaves no checkpoint, and its children diverge by themselves.
             start = checkpoint.read(nodes.end(nodes.nodes[node.parent])) if node.parent else None
             trainer = Trainer(task_of(node.config), node.config, SingleProcess())
-            loop.run(trainer, path, folder, should_stop=should_stop, start=start, stop=node.stop, discard=discard)
+            trainer.run(path, folder, should_stop=should_stop, start=start, stop=node.stop, discard=discard)
     except BusyError:
         return False
     except Exception as error:
@@ -282,11 +282,12 @@ def _run_workers(
 
 def _blame(nodes: Nodes, process: subprocess.Popen[bytes]) -> None:
     """Write the death of a worker, as by a full memory, into the folder of the run that it had."""
-    for node in nodes.pending():
-        for claim in nodes.path(node.name).glob(".claim-*"):  # all: another worker may have taken it over
-            owner = json.loads(claim.read_bytes() or "{}")
-            if owner == {"host": socket.gethostname(), "pid": process.pid}:  # else it was released
-                write_atomic(nodes.path(node.name) / ERROR, f"its worker ended with status {process.returncode}\n")
+    owner = {"host": socket.gethostname(), "pid": process.pid}  # what a claim holds until it is released
+    claims = [claim for node in nodes.pending() for claim in nodes.path(node.name).glob(".claim-*")]
+    held = [claim for claim in claims if json.loads(claim.read_bytes() or "{}") == owner]
+    if held:  # the newest: the system gives the number of an earlier process again
+        error = max(held, key=lambda claim: claim.stat().st_mtime).with_name(ERROR)
+        write_atomic(error, f"its worker ended with status {process.returncode}\n")
 
 
 if __name__ == "__main__":

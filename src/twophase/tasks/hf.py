@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -15,8 +16,8 @@ from torch import Tensor, nn
 
 from twophase.errors import UsageError
 from twophase.tasks.lm.config import DataConfig
-from twophase.tasks.lm.data import Corpus, build
-from twophase.tasks.lm.task import CorpusTask
+from twophase.tasks.lm.data import Corpus
+from twophase.tasks.lm.task import CorpusTask, corpus_of
 from twophase.text.sources import optional
 
 
@@ -49,13 +50,13 @@ class HuggingFace(CorpusTask):
         """Logits of a token; of a multimodal model, those of its language model."""
         return self._config.get_text_config().vocab_size
 
-    @cached_property
+    @property
     def data(self) -> Corpus:
         """Text or tokens, read when they are first needed."""
         names = ("corpus", "vocabulary", "sequence_length", "batch_size", "validation_windows")
         try:
             config = DataConfig(**{name: getattr(self, name) for name in names})
-            return build(config, self.replicas, self.vocabulary_size)
+            return corpus_of(config, self.replicas, self.vocabulary_size, Path.cwd())
         except UsageError as error:  # which names the options of `lm`
             raise UsageError(str(error).replace("--data.", "--task.").replace("--model.", "the model's ")) from None
 

@@ -40,7 +40,7 @@ def task_of(config: RunConfig) -> Any:
         from twophase.tasks.lm.task import LanguageTask  # noqa: PLC0415 - torch
 
         return LanguageTask(config)
-    from twophase.tasks.checks import own_task  # noqa: PLC0415 - torch
+    from twophase.training.task import own_task  # noqa: PLC0415 - torch
 
     options = config.task  # type: ignore[attr-defined]
     return own_task(task_class(options.name), options, config.replicas)

@@ -21,7 +21,7 @@ from tyro.conf import Positional
 
 from twophase.config import require
 from twophase.errors import UsageError
-from twophase.files import remove_leftovers, replacing, sha256, write_atomic
+from twophase.files import replacing, sha256, write_atomic
 from twophase.progress import meter
 from twophase.text.shards import META, TOKEN_BYTES, TOKENIZER, TRAIN, VALIDATION, Meta, Shard, read_meta, write_meta
 from twophase.text.sources import Source, batches, find_sources
@@ -161,8 +161,8 @@ def _finish(folder: Path, tokenizer: Tokenizer, record: dict[str, Any]) -> None:
         splits[split] = [Shard(path.name, size // width, sha256(path)) for path, size in sizes.items()]
         if not sum(sizes.values()) and (split == TRAIN or record["held_out"]):
             raise UsageError(f"{folder}: has no {split} text; delete it and give more, or another --held-out")
-    for path in (folder, folder / TOKENIZER):
-        remove_leftovers(path)
+    for leftover in folder.rglob(".*.tmp"):  # of killed writers
+        leftover.unlink(missing_ok=True)
     size, end, name = tokenizer.vocabulary_size, tokenizer.end_of_text, record["tokenizer"]
     write_meta(folder, Meta(name, tokenizer.sha256, size, end, tokenizer.dtype, record, splits))
 

@@ -102,13 +102,6 @@ def set_aside(damaged: Checkpoint) -> None:
     _log.warning("%s is damaged and now has the name %s; the run resumes from the one before", damaged.path, place.name)
 
 
-def check_plain(state: Any) -> None:
-    """Refuse a state that `weights_only=True` would not load."""
-    for leaf in tree_leaves(state):
-        if not isinstance(leaf, _PLAIN):
-            raise UsageError(f"the inner optimizer's state must hold tensors, numbers and text, has a {type(leaf)}")
-
-
 def save(path: Path, tree: Any) -> str:
     """Write a tree of tensors and plain values to a file, whole or not at all; return the file's SHA-256."""
     with replacing(path) as temporary, temporary.open("wb") as stream:
@@ -149,10 +142,14 @@ class Checkpointer:
 
         Raises:
             OSError: the checkpoint before, or this one, cannot be written on this rank.
+            UsageError: a state that `weights_only=True` would not load, as of a task's own inner optimizer.
         """
         self.close()
         path = self.folder / f"step-{step:08d}"
         with raised_on_all_ranks(self.group):
+            for leaf in tree_leaves(parts):
+                if not isinstance(leaf, _PLAIN):
+                    raise UsageError(f"the inner optimizer's state must hold tensors, numbers, text, has {type(leaf)}")
             if self.group.rank == 0:  # another start of this run may have left half of it
                 shutil.rmtree(path, ignore_errors=True)
                 path.mkdir(parents=True)

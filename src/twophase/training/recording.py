@@ -24,7 +24,7 @@ from twophase.optim.outer_sgd import GroupRound, OuterSGD, rule_of
 from twophase.runs.config import options_of
 from twophase.runs.folder import METRICS, RECORDED, ROUNDS, RunFolder, read_summary
 from twophase.runs.record import MEASURED, read_rounds, read_steps
-from twophase.runs.trackers import open_trackers
+from twophase.runs.trackers import call_each, open_trackers
 from twophase.training.distributed import environment, raised_on_all_ranks
 
 Engine = DiLoCo | OuterSGD
@@ -177,6 +177,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         if self._folder is not None:
             if (missing := self._taken - self._rounds) > 0:
                 warnings.warn(f"record: {missing} rounds were taken and not logged by log_round", stacklevel=3)
+            call_each(self._folder.trackers, "close")
             self._folder.release()
             self._folder = None
 

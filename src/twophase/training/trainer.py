@@ -1,4 +1,4 @@
-"""`Trainer`: replicas with their inner optimizers, the engine, and the progress of one run."""
+"""`Trainer`: one run from its start or its newest checkpoint to its end, with the replicas and the engine."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ import itertools
 import math
 import os
 import re
+import runpy
+import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import safetensors.torch
@@ -21,20 +26,21 @@ from twophase.diloco.engine import DiLoCo
 from twophase.diloco.group import SingleProcess
 from twophase.diloco.report import RoundReport, merged
 from twophase.errors import UsageError
+from twophase.optim.build import named_optimizer
+from twophase.optim.names import TORCH
 from twophase.optim.outer_sgd import COUNTERS
 from twophase.optim.schedules import Schedule, follow
-from twophase.restart import MEASURED
-from twophase.runs.config import RunConfig, inner_lr, named_values
-from twophase.training.checkpoint import ENGINE, Checkpoint
-from twophase.training.distributed import device_of, peak_bytes, to_device
-from twophase.training.optimizers import inner_optimizer, outer_of
-from twophase.training.task import PlainStep, Step, Task
+from twophase.runs.config import OuterConfig, RunConfig, inner_lr, named_values
+from twophase.runs.folder import CHECKPOINTS, LOGS, METRICS, ROUNDS, STEPS, RunFolder
+from twophase.training import checkpoint
+from twophase.training.checkpoint import ENGINE, Checkpoint, Checkpointer, DamagedError
+from twophase.training.distributed import device_of, environment, peak_bytes, raised_on_all_ranks
+from twophase.training.inner import Replica
+from twophase.training.task import OwnTask, PlainStep, Step, Task
 
 LOSS, STOP = "train_loss", "stop"
-"""Signals that the ranks share at the end of a round."""
-FOR_POLICIES = ("inner_lr", "progress", LOSS)
-"""Signals for restart policies: inner learning rate of the last step, completed share of the run, mean training loss
-since the last report."""
+"""Signals that the ranks share at the end of a round. Restart policies may need the first, the mean training loss since
+the last report, and `inner_lr`, the rate of the last step, and `progress`, the completed share of the run."""
 RUNNING, STOPPED, FINISHED, DIVERGED = "running", "stopped", "finished", "diverged"
 _MAY_DIFFER = ("compute.", "device", "threads", "log_every", "checkpoint_every", "keep_checkpoints")
 """Values that ranks may have of their own: how to compute, and what to write."""
@@ -55,42 +61,19 @@ class Progress:
     exit_reason: str = RUNNING
 
 
-class Replica:
-    """A model with its own inner optimizer, which persists over rounds, and its own part of the data.
+def optimizers_of(outer: OuterConfig) -> Callable[..., Any]:
+    """Return the function from named parameters to the torch optimizers of an outer method that is no rule.
 
-    The optimizer is the task's, if it has `inner(model, config)`, else the one that `config.inner.method` names. An
-    optimizer with `train()` and `eval()`, such as schedule-free AdamW, is in train mode only inside an inner step. The
-    engine, evaluations and checkpoints see its average.
+    Raises:
+        UsageError: a user's file or function that is missing or fails.
     """
-
-    def __init__(self, config: RunConfig, number: int, task: Task, compute: Step) -> None:
-        self.config, self.number, self.task, self.compute = config, number, task, compute
-        self.model = task.model(config.seed).to(compute.device)
-        make_inner = getattr(task, "inner", None) or inner_optimizer
-        self.inner: Any = make_inner(self.model, config.inner)
-        self.shares = [float(group["lr"]) / config.inner.lr for group in self.inner.param_groups]
-        """Learning rate of each param group, in `inner.lr`s: the schedule keeps their ratios."""
-        self.round_losses: list[float] = []
-        """Training loss of each inner step since the last report."""
-
-    def step(self, step: int, lr: float) -> Tensor:
-        """Take one inner step; return the training loss, a scalar that is still on the device.
-
-        Nothing here waits for the device, so its next work is always queued.
-        """
-        batch = to_device(self.task.batch(self.config.seed, step, self.number), self.compute.device)
-        if hasattr(self.inner, "train"):
-            self.inner.train()
-        loss = self.compute.gradients(self.model, batch)
-        if self.config.inner.clip_norm > 0:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.inner.clip_norm)
-        for group, share in zip(self.inner.param_groups, self.shares, strict=True):
-            group["lr"] = lr * share
-        self.inner.step()
-        if hasattr(self.inner, "eval"):
-            self.inner.eval()
-        self.inner.zero_grad()
-        return loss
+    if outer.method in TORCH:
+        return partial(named_optimizer, method=outer.method, lr=outer.lr, momentum=outer.momentum)
+    file, _, name = outer.method.rpartition(":")
+    try:
+        return runpy.run_path(file)[name]  # type: ignore[no-any-return]
+    except Exception as error:  # of the file's own code
+        raise UsageError(f"--outer.method {outer.method}: {type(error).__name__}: {error}") from error
 
 
 class Trainer:
@@ -119,8 +102,8 @@ class Trainer:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(config.deterministic)
             deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue] - costs time
-        if check := getattr(task, "check", None):
-            check(device)
+        if isinstance(task, OwnTask) and not task.is_shipped:
+            task.check(device)
         if not config.repeat and (check_data := getattr(task, "check_data", None)):
             check_data(config.steps)
         share = config.replicas // group.size
@@ -142,7 +125,7 @@ class Trainer:
         try:
             engine = DiLoCo(
                 [replica.model for replica in self.replicas],
-                outer_of(config),
+                config.outer.rule() or optimizers_of(config.outer),
                 restart=named_values("sync.restart", sync.restart) if sync.restart else config.outer.restart,
                 filter=config.outer.filter,
                 inner_steps=config.inner_steps,
@@ -155,17 +138,107 @@ class Trainer:
                 group=self.group,
                 expect_equal={"data": self.data["fingerprint"]} | shared,
             )
-            for fragment in engine.fragments if config.outer.schedule != "constant" else ():
-                follow(fragment.outer, Schedule.parse(config.outer.schedule), config.rounds)
+            if config.outer.schedule != "constant":
+                for fragment in engine.fragments:
+                    follow(fragment.outer, Schedule.parse(config.outer.schedule), config.rounds)
         # Fragments without parameters, a delay beyond the round, a schedule of AdamW's momentum, ranks that differ.
         except ValueError as error:
             text = re.sub("^DiLoCo: (delay|fragments) ", r"--sync.\1: ", str(error))
             raise UsageError(re.sub("^schedule ", "--outer.schedule: ", text)) from None
-        has = [*sorted(MEASURED), *FOR_POLICIES]
-        for fragment in engine.fragments:
-            if needs := sorted({*getattr(fragment.outer, "needs", ())}.difference(has)):
-                raise UsageError(f"--outer.restart: a policy may need {', '.join(has)}, needs {', '.join(needs)}")
         return engine
+
+    def run(
+        self,
+        path: Path,
+        folder: RunFolder | None,
+        *,
+        on_line: Callable[[dict[str, Any]], None] = lambda _: None,
+        should_stop: Callable[[], bool] = lambda: False,
+        start: Checkpoint | None = None,
+        stop: int | None = None,
+        discard: bool = False,
+    ) -> dict[str, Any]:
+        """Train to the end, from the folder's newest checkpoint, and write the run.
+
+        Args:
+            path: the run's folder.
+            folder: the same as rank 0 has claimed it; None on the other ranks, which only write checkpoints.
+            on_line: called on rank 0 with each line of metrics or steps.
+            should_stop: asked after every step (with several ranks after every round); True writes a checkpoint and
+                ends the run with `exit_reason` "stopped" and without a summary on disk.
+            start: checkpoint of another run, from which this one forks if it has none of its own (`load`).
+            stop: inner step after which a checkpoint is written and the run ends as "stopped"; it is taken before the
+                outer step of that inner step, in which forks begin to differ.
+            discard: write no checkpoint at the end of a run that has ended.
+
+        Returns:
+            The summary: held-out numbers, tokens, seconds, diverged or not, exit reason.
+        """
+        self._resume(path, folder, start)
+        done, config, engine = self.done, self.config, self.engine
+        before, started = done.seconds, time.perf_counter()
+        checkpoints = Checkpointer(path / CHECKPOINTS, self.group, config.keep_checkpoints)
+        saved = (done.step, engine.taken)
+        while done.exit_reason == RUNNING and engine.taken < config.steps:
+            if done.step == engine.taken:  # else a fork, whose first sync comes before its first inner step
+                self.inner_step()
+            done.seconds = before + time.perf_counter() - started
+            if done.step == stop:
+                done.exit_reason = STOPPED
+                break
+            report = self.synchronize(stop=should_stop())
+            if folder and (line := self.step_line()):
+                folder.log(STEPS, line)
+                on_line(line)
+            if report is None:
+                done.exit_reason = STOPPED if self.group.size == 1 and should_stop() else RUNNING
+                continue
+            line = self.end_round(report)
+            if folder:
+                folder.log(ROUNDS, {"step": done.step} | report.as_dict())
+                folder.log(METRICS, line)
+                rate = self.tokens / done.seconds if done.seconds else 0.0
+                on_line(line | {"restarted": report.restarted, "tokens_per_second": rate})
+            if done.exit_reason == RUNNING and report.complete and report.round % config.checkpoint_every == 0:
+                checkpoints.save(done.step, self.parts(), self.progress())
+                saved = (done.step, engine.taken)
+        has_ended = done.exit_reason != STOPPED
+        if saved != (done.step, engine.taken) and not (discard and has_ended):
+            checkpoints.save(done.step, self.parts(), self.progress())
+        checkpoints.close()
+        summary = self.summary()
+        if folder and has_ended:
+            folder.finish(summary, self.weights())
+        return summary
+
+    def _resume(self, path: Path, folder: RunFolder | None, start: Checkpoint | None) -> None:
+        """Load the newest checkpoint that is sound on all ranks, or fork, and cut the logs back to it."""
+        step, fault = None, True
+        while fault:
+            found = {saved.step: saved for saved in checkpoint.complete(path / CHECKPOINTS)}
+            step, fault = self.group.gather_json(max(found, default=None))[0], False
+            if step is None:
+                break
+            with raised_on_all_ranks(self.group):
+                if step not in found:
+                    raise UsageError(f"--out {path}: must be a folder that rank {self.group.rank} sees, too")
+                try:
+                    self.load(found[step])
+                except DamagedError:
+                    fault = True
+            fault = any(self.group.gather_json(fault))
+            if fault and folder:
+                checkpoint.set_aside(found[step])
+        if step is None and start is not None:
+            with raised_on_all_ranks(self.group):
+                self.load(start, fork=True)
+                for log in LOGS if folder else ():  # a fork has its parent's past
+                    with suppress(FileNotFoundError):
+                        shutil.copy(start.path.parents[1] / log, path / log)
+        if folder:
+            if any((path / log).exists() for log in LOGS):
+                folder.truncate(self.engine.taken)  # of a fork the sync of its last inner step is still to come
+            folder.write_env(environment(self.compute.device) | {"loss_unit": self.loss_unit, "corpus": self.data})
 
     def inner_step(self) -> None:
         """Take an inner step of every replica; nothing here waits for a GPU."""
@@ -183,7 +256,7 @@ class Trainer:
         """
         signals = None
         is_last = self.done.step == self.config.steps
-        if is_last or self.engine.reports_next:
+        if is_last or self.engine.ending:
             self.read_losses()  # else the wait for the inner steps would count as the engine's time
             # Each replica's mean first: the same bits as with one rank a replica.
             means = [sum(losses) / len(losses) for replica in self.replicas if (losses := replica.round_losses)]
@@ -222,7 +295,7 @@ class Trainer:
         line: dict[str, Any] = {"step": done.step, "round": report.round, "train_loss": loss}
         due = interval and report.complete and report.round % interval == 0
         if self.group.rank == 0 and (due or done.exit_reason in (FINISHED, DIVERGED)):
-            line |= self.validate()
+            line = line | self.validate() | line  # an evaluation may have numbers of the same names
         return line | {"inner_lr": inner_lr(self.config, done.step - 1)}
 
     def validate(self) -> Mapping[str, float]:

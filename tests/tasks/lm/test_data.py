@@ -19,9 +19,11 @@ from numpy.lib.stride_tricks import sliding_window_view
 import shardmaker
 from shardmaker import counting
 from textmaker import write_lines
+from twophase.config import update
 from twophase.errors import UsageError
-from twophase.tasks.lm.config import DataConfig
+from twophase.tasks.lm.config import DataConfig, TrainConfig
 from twophase.tasks.lm.data import Corpus, build
+from twophase.tasks.registry import task_of
 from twophase.text.tokenizers import CHARACTERS
 
 T = 5
@@ -54,6 +56,18 @@ def text_of(ids: Iterable[int]) -> str:
 
 
 # Text
+
+
+def test_a_relative_path_is_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """In one process, too: another folder's file of the same name is another corpus."""
+    prints = set()
+    for name, letter in (("a", "x"), ("b", "y")):
+        (tmp_path / name).mkdir()
+        write_lines(tmp_path / name / "text.jsonl", [f"{i} {letter * 900}" for i in range(50)])
+        monkeypatch.chdir(tmp_path / name)
+        task = task_of(update(TrainConfig(), {"data.corpus": "file:text.jsonl"}))
+        prints |= {task.describe()["fingerprint"]}
+    assert len(prints) == 2
 
 
 @pytest.mark.parametrize(("share", "apart"), [(0.08, 4), (0.001, 1), (0.999, 49)])

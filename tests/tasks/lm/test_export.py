@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import random
 import shutil
 from pathlib import Path
@@ -213,8 +214,10 @@ def test_where_something_is(run: Path, tmp_path: Path) -> None:
     """An empty folder is taken, and nothing is left beside it; a file and a folder that holds something are refused."""
     out = tmp_path / "hf"
     out.mkdir()
-    (tmp_path / ".hf.tmp").mkdir()  # of an export that was killed
-    (tmp_path / ".hf.tmp" / "half").touch()
+    killed = tmp_path / ".hf.12345678.tmp"  # of an export that was killed, a while ago
+    killed.mkdir()
+    (killed / "half").touch()
+    os.utime(killed, (0, 0))
     export(run, out)
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
     before = {path.name: path.read_bytes() for path in out.iterdir()}
@@ -227,7 +230,7 @@ def test_where_something_is(run: Path, tmp_path: Path) -> None:
     assert {path.name: path.read_bytes() for path in (tmp_path / "other").iterdir()} == before
 
 
-@pytest.mark.parametrize("method", ["write_bytes", "write_text", "rename"])
+@pytest.mark.parametrize("method", ["write_bytes", "write_text", "replace"])
 def test_a_full_disk_leaves_nothing(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     """Whatever fails while writing, nothing is there afterwards, and the error says why."""
 

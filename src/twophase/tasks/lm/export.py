@@ -10,10 +10,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +20,7 @@ from torch import Tensor
 
 from twophase.config import fingerprint, load_yaml, require, update
 from twophase.errors import RunError, UsageError
-from twophase.files import sha256, sync_folder
+from twophase.files import replacing, sha256
 from twophase.runs.folder import CHECKPOINTS, CONFIG, ENV, SUMMARY, WEIGHTS, read_summary
 from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.data import TOKENS
@@ -67,7 +64,9 @@ def export(
         raise RunError(f"{run}: its weights are not finite, because the run has diverged")
     model = Llama(config.model, weights["embedding"].shape[0], seed=0)
     model.load_state_dict(weights)
-    with _whole_folder(out.absolute()) as folder:
+    out.absolute().parent.mkdir(parents=True, exist_ok=True)
+    with replacing(out.absolute()) as folder:
+        folder.mkdir()
         ids = _write_tokenizer(hf, folder, run, config, data) if tokenizer else {}
         special = {"bos_token_id": ids.get("begin"), "eos_token_id": ids.get("end"), "pad_token_id": None}
         options = model.hf_config(config.data.sequence_length) | special
@@ -125,20 +124,3 @@ def _write_tokenizer(hf: Any, folder: Path, run: Path, config: TrainConfig, data
     shutil.copytree(shards / TOKENIZER, folder, dirs_exist_ok=True)
     meta, read = read_meta(shards), hf.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     return {"name": meta.tokenizer, "size": meta.vocabulary_size, "begin": read.bos_token_id, "end": meta.end_of_text}
-
-
-@contextmanager
-def _whole_folder(out: Path) -> Iterator[Path]:
-    """Yield a temporary folder beside `out`, which takes its name when the block ends; an error removes it."""
-    temporary = out.with_name(f".{out.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)  # of an export that was killed
-    temporary.mkdir(parents=True)
-    try:
-        yield temporary
-        for path in temporary.iterdir():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        temporary.rename(out)  # an empty folder there gives way
-        sync_folder(out.parent)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from twophase.diloco.group import SingleProcess
-from twophase.tasks.lm.config import TrainConfig
+from twophase.tasks.lm.config import DataConfig, TrainConfig
 from twophase.tasks.lm.data import Corpus, Ids, build
 from twophase.tasks.lm.model import Llama
 from twophase.tasks.lm.step import Step, drawn
@@ -23,7 +24,12 @@ from twophase.training.distributed import to_device
 MOST_LOGITS = 1 << 28
 """Logits of a forward pass: in float32 those of large vocabularies should not take over the memory."""
 
-corpus_of = lru_cache(maxsize=2)(build)  # a sweep's worker trains many runs on the same text
+
+@lru_cache(maxsize=2)  # a sweep's worker trains many runs on the same text
+def corpus_of(data: DataConfig, replicas: int, vocabulary_size: int, folder: Path) -> Corpus:
+    """Return the corpus of a run; a relative path in it begins at `folder`, the working directory."""
+    del folder
+    return build(data, replicas, vocabulary_size)
 
 
 @torch.no_grad()
@@ -87,7 +93,7 @@ class LanguageTask(CorpusTask):
     def data(self) -> Corpus:
         """Text or tokens, read when they are first needed."""
         config = self.config
-        return corpus_of(config.data, config.replicas, config.model.vocabulary_size)
+        return corpus_of(config.data, config.replicas, config.model.vocabulary_size, Path.cwd())
 
     @property
     def vocabulary_size(self) -> int:

@@ -1,53 +1,58 @@
-"""The inner and outer optimizers that a run's configuration names."""
+"""A replica of the model with its inner optimizer, and the inner optimizers by name."""
 
 from __future__ import annotations
 
 import re
-import runpy
 from collections.abc import Callable
-from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from twophase.errors import UsageError
-from twophase.optim.build import named_optimizer
-from twophase.optim.names import TORCH
-from twophase.restart import mean_outer_gain
-from twophase.rule import OuterRule
 from twophase.runs.config import InnerConfig, RunConfig
+from twophase.training.distributed import to_device
+from twophase.training.task import Step, Task
 
 
-def outer_of(config: RunConfig) -> OuterRule | Callable[..., Any]:
-    """Return a configuration's rule, or the function from named parameters to its torch optimizers.
+class Replica:
+    """A model with its own inner optimizer, which persists over rounds, and its own part of the data.
 
-    Raises:
-        UsageError: a user's file or function that is missing or fails.
+    The optimizer is the task's, if it has `inner(model, config)`, else the one that `config.inner.method` names. An
+    optimizer with `train()` and `eval()`, such as schedule-free AdamW, is in train mode only inside an inner step. The
+    engine, evaluations and checkpoints see its average.
     """
-    outer = config.outer
-    if (rule := outer.rule()) is not None:
-        return rule
-    if outer.method in TORCH:
-        return partial(named_optimizer, method=outer.method, lr=outer.lr, momentum=outer.momentum)
-    file, _, name = outer.method.rpartition(":")
-    try:
-        return runpy.run_path(file)[name]  # type: ignore[no-any-return]
-    except Exception as error:  # of the file's own code
-        raise UsageError(f"--outer.method {outer.method}: {type(error).__name__}: {error}") from error
 
+    def __init__(self, config: RunConfig, number: int, task: Task, compute: Step) -> None:
+        self.config, self.number, self.task, self.compute = config, number, task, compute
+        self.model = task.model(config.seed).to(compute.device)
+        make_inner = getattr(task, "inner", None) or inner_optimizer
+        self.inner: Any = make_inner(self.model, config.inner)
+        self.shares = [float(group["lr"]) / config.inner.lr for group in self.inner.param_groups]
+        """Learning rate of each param group, in `inner.lr`s: the schedule keeps their ratios."""
+        self.round_losses: list[float] = []
+        """Training loss of each inner step since the last report."""
 
-def outer_line(config: RunConfig) -> str:
-    """Return the first line of a run: the outer optimizer, its mean outer gain, and the values that change nothing."""
-    outer, inner, rule = config.outer, config.inner, config.outer.rule()
-    line = f"outer optimizer: {config.describe()}"
-    if rule is not None and outer.is_rule and not config.sync.restart and not outer.policy.needs:
-        line += f", mean outer gain {mean_outer_gain(rule, outer.policy, min(config.rounds, 10_000)):.3g}"
-    ignored = [f"--outer.{name} {getattr(outer, name)}" for name in outer.ignored()]
-    ignored += [f"--inner.{name} {getattr(inner, name)}" for name in inner.ignored()]
-    return line + (f"; {', '.join(ignored)} changes nothing" if ignored else "")
+    def step(self, step: int, lr: float) -> Tensor:
+        """Take one inner step; return the training loss, a scalar that is still on the device.
+
+        Nothing here waits for the device, so its next work is always queued.
+        """
+        batch = to_device(self.task.batch(self.config.seed, step, self.number), self.compute.device)
+        if hasattr(self.inner, "train"):
+            self.inner.train()
+        loss = self.compute.gradients(self.model, batch)
+        if self.config.inner.clip_norm > 0:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.inner.clip_norm)
+        for group, share in zip(self.inner.param_groups, self.shares, strict=True):
+            group["lr"] = lr * share
+        self.inner.step()
+        if hasattr(self.inner, "eval"):
+            self.inner.eval()
+        self.inner.zero_grad()
+        return loss
 
 
 class MuonAdamW(Optimizer):
