@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from twophase.figures.heatmap import Panel, Scale, Tile, draw_panel, heatmaps, panels_of, scale_of, sweep_figure
 from twophase.figures.style import new_figure, save, styled
-from twophase.sweeps.table import Row, settings
+from twophase.sweeps.table import Row, Setting, settings
 
 GOOD, BAD, LOST, COMING = (
     Tile("finished", 7.671),
@@ -56,7 +56,7 @@ def test_panels_hold_every_setting_at_its_place(axes: dict[str, Any], shapes: li
         assert list(each.x) == sorted(each.x, key=lambda value: value or 0)
         for y, row in zip(each.y, each.cells, strict=True):
             for x, cell in zip(each.x, row, strict=True):
-                assert cell is not None
+                assert isinstance(cell, Setting)
                 assert cell.values.get(each.x_label) == x
                 assert (cell.arm if each.y_label == "method" else cell.values[each.y_label]) == y
                 shown.append(cell.runs)

@@ -64,6 +64,7 @@ def test_the_page_fills_while_runs_end(tmp_path: Path, runs: int) -> None:
     assert text.index(">Your map<") < text.index(">What a replica is<")
     assert ('class="rounds"' in text) == (runs > 0)
     if runs:
+        moving: Any
         moving, losses = data_of(text)
         names = ["no restart", "restart every 3 rounds"][:runs]
         assert [run["name"] for run in moving] == [curve["name"] for curve in losses["series"]] == names

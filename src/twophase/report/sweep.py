@@ -61,7 +61,9 @@ def sweep_report(record: SweepRecord, *, controls: Collection[str] = (), refresh
 def _card(best: Setting | None, cells: list[Setting]) -> list[tuple[str, object]]:
     """Return what the sweep amounts to: names and values."""
     states = [cell.state for cell in cells]
-    counts = [(f"settings {state}", states.count(state)) for state in ("finished", "diverged", "missing")]
+    counts: list[tuple[str, object]] = [
+        (f"settings {state}", states.count(state)) for state in ("finished", "diverged", "missing")
+    ]
     if best is None:
         return counts
     measure, spread = measure_of(cells), f" \N{PLUS-MINUS SIGN} {readable(best.spread)}" if best.spread else ""
