@@ -1,68 +1,71 @@
-"""The shell of a report: everything from a file is text, and a browser can neither run nor load anything."""
+"""A page: everything from a file is text, and a browser can neither run nor load anything of it."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import re
+import math
+from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from twophase.report.page import LONGEST, clean, counted, link, minus, notes, page, table, tag, with_options
+from pages import EVIL, read
+from twophase.report.page import Link, href, number, render
 
 
+def shown(text: object, **values: object) -> str:
+    """Return a page that has a text in every place: `overlay.html`, for it has the most of them."""
+    return render(
+        "overlay.html",
+        **{"title": text, "problems": [text], "names": [text], "charts": [], "settings": 1}
+        | {"results": [[Link(str(text), "a"), text, Link(str(text), None)]], "differences": [[text, text]]}
+        | values,
+    )
+
+
+@settings(max_examples=30)
 @given(st.text())
-@pytest.mark.slow
 def test_text_stays_text(text: str) -> None:
-    """Whatever a text holds, an element of it has no other element and no attribute than its own."""
-    made = tag("p", text, title=text)
-    assert re.fullmatch(r'<p title="[^"<>]*">[^<>]*</p>', made)
+    """Whatever a text holds, the page has the elements and links that it has for another text."""
+    page, other = read(shown(text)), read(shown("x"))
+    assert (page.tags, page.links, page.ids) == (other.tags, other.links, other.ids)
 
 
-def test_odd_characters() -> None:
-    """Characters that cannot be seen or written, or turn the direction of text, are shown as such; long texts end."""
-    assert clean("a\x00b\u202ec\ud800") == "a?b?c?".replace("?", "\N{REPLACEMENT CHARACTER}")
-    assert clean("x" * (LONGEST + 7)).endswith("(7 more characters)")
-    assert page("\ud800", "x").encode("utf-8")
+def test_odd_texts() -> None:
+    """Markup is shown; what cannot be seen, written or turns the direction is marked; long texts end; None is empty."""
+    page = shown(EVIL)
+    read(page)
+    assert "&lt;script&gt;alert(1)" in page
+    assert page.encode("utf-8")
+    assert "a?b?c?" in shown("a\x00b\u202ec\ud800").replace("\N{REPLACEMENT CHARACTER}", "?")
+    assert len(shown("x" * 100_000)) < len(shown("x")) + 60_000
+    assert "<td></td>" in shown(None)
 
 
-def test_links_are_escaped() -> None:
+def test_a_page_that_loads_again() -> None:
+    """It says so, and how often; another one does not."""
+    assert '<meta http-equiv="refresh" content="5">' in shown("x", refresh=5)
+    assert "refresh" not in shown("x").partition("<style>")[0]
+
+
+@pytest.mark.parametrize(
+    ("path", "address"),
+    [("javascript:alert(1)", "javascript%3Aalert%281%29"), ('runs/a"b/', "runs/a%22b"), ("../up", "../up")],
+)
+def test_addresses_are_quoted(tmp_path: Path, path: str, address: str) -> None:
     """A path is never read as another scheme, and never ends its attribute."""
-    assert link("x", "javascript:alert(1)") == '<a href="javascript%3Aalert%281%29">x</a>'
-    assert link("x", 'runs/a"b/') == '<a href="runs/a%22b">x</a>'
-    assert link("<b>", None) == "&lt;b&gt;"
+    assert href(tmp_path / path, tmp_path) == address
 
 
-def test_what_the_policy_allows() -> None:
-    """It forbids every source but the page's own scripts, each by its hash, which no text of a file changes."""
-    assert "script" not in page("t", "s", tag("p", "x")).partition("<style>")[0]
-    texts = ("<script>y</script>", "z")
-    watched = [page("t", "s", kind="run", problems=[text], refresh=5, scripts=["let a"]) for text in texts]
-    for made in watched:
-        assert "default-src 'none'" in made.replace("&#x27;", "'")
-        assert not re.search(r"\son\w+=|https?:|src=|http-equiv=.refresh|unsafe-eval|script-src[^;]*unsafe", made)
-    first, second = (re.findall(r"<script>(.*?)</script>", made, re.DOTALL) for made in watched)
-    assert first == second
-    digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in first]
-    allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
-    assert len(digests) == 2
-    assert re.findall(r"script-src ([^;\"]*)", watched[0].replace("&#x27;", "'")) == [allowed]
-
-
-def test_elements() -> None:
-    """A table names its columns and rows for screen readers and scrolls by keyboard; a download is in the page."""
-    made = table(["a", "b", "c"], [["<x>", -1, "-1 to 2"], ["y", None, "z"]], caption="c")
-    assert '<th scope="col">a</th>' in made
-    assert '<th scope="row">&lt;x&gt;</th><td class="n">\N{MINUS SIGN}1</td><td>-1 to 2</td>' in made
-    assert 'tabindex="0"' in made
-    assert notes([]) is None
-    assert with_options("try (--outer.lr 1.5), or --x.") == "try (<code>--outer.lr 1.5</code>), or <code>--x</code>."
-
-
-def test_signs_and_counts_in_words() -> None:
-    """Numbers have true minus signs and words keep their hyphens; one thing is not several."""
-    assert minus("-0.5 1e-03 [-4, -.5]") == "-0.5 1e-03 [-4, -.5]".replace("-", "\N{MINUS SIGN}")
-    assert minus("momentum-free K-3 a-1 2026-11-22") == "momentum-free K-3 a-1 2026-11-22"
-    assert [counted(number, "round") for number in (0, 1, 2000)] == ["0 rounds", "1 round", "2,000 rounds"]
+def test_numbers() -> None:
+    """Numbers have true minus signs and their digits; what is no number is empty."""
+    values = (-0.12345, 12_345, 2.0, 1e-7, math.nan, math.inf, None)
+    assert [number(value) for value in values] == [
+        "\N{MINUS SIGN}0.1235",
+        "12,345",
+        "2",
+        "1e\N{MINUS SIGN}07",
+        "",
+        "",
+        "",
+    ]
