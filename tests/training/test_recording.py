@@ -211,7 +211,8 @@ def test_pages_and_commands_work_on_it(tmp_path: Path) -> None:
             run.log_round(outer.last_round)
         assert "running" in repr(twophase.load(tmp_path))
     loaded: Any = twophase.load(tmp_path)
-    assert [finding.restarts for finding in loaded.diagnosis().findings] == ["3", "4"]
+    policies = [str(loaded.record.policy(block.name)) for block in loaded.diagnosis().blocks]
+    assert policies == ["3", "4"]
     assert loaded.record.restart == "param group 0=3, param group 1=4"
 
 

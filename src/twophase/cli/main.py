@@ -22,7 +22,7 @@ COMMANDS = {
     "export": "write a run's model as a Hugging Face folder, with its tokenizer",
     "sweep": "a grid of runs; repeat the command to resume it, or elsewhere to help",
     "tune": "which outer optimizer: every method tuned with the same budget, then compared on fresh seeds",
-    "report": "a run, several over each other, or a sweep as one HTML page; of a sweep also the verdict",
+    "report": "a run, several over each other, or a sweep as one HTML page; of a sweep also its comparison",
     "diagnose": "does a run's outer loop oscillate, overshoot or lag, and what the theory suggests",
     "period": "when to restart a rule on a spectrum, what it gains, and where it cannot help",
     "explore": "write an interactive page (one file): what restarts do while you move the hyperparameters",

@@ -22,7 +22,7 @@ _MARK = b'<meta name="generator" content="twophase'
 
 @dataclass(frozen=True)
 class Options:
-    """A run, several over each other, or a sweep as one HTML page; of a sweep also the verdict."""
+    """A run, several over each other, or a sweep as one HTML page; of a sweep also its comparison."""
 
     folders: Positional[tuple[Path, ...]] = tyro.MISSING
     """Folder of the run or sweep, its --out; several runs are laid over each other."""
@@ -34,9 +34,9 @@ class Options:
     runs: bool = False
     """Of a sweep: also write the report of each of its runs."""
     controls: tuple[str, ...] = ()
-    """Of a sweep: further arms that serve as controls, besides linked and momentum-free ones."""
+    """Of a sweep: further methods that serve as controls, besides linked and momentum-free ones."""
     where: tuple[str, ...] = ()
-    """Of a sweep: judge only the cells with these values, such as inner_steps=20."""
+    """Of a sweep: only the cells with these values, such as inner_steps=20."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -97,24 +97,20 @@ def _runs(options: Options, refresh: float) -> tuple[bool, str]:
 
 
 def _sweep(options: Options, refresh: float) -> tuple[bool, str]:
-    """Write a sweep's page, and those of its runs if asked; return whether one is unfinished, and the verdict."""
-    from twophase.judge.verdict import WITHIN, verdict
-    from twophase.judge.verdict_text import describe, part_stem, write
+    """Write a sweep's page, and those of its runs if asked; return whether one is unfinished, and the comparison."""
+    from twophase.compare.sweep import compare_sweep, describe
     from twophase.report.sweep import sweep_report
     from twophase.report.sweep_record import read_sweep
     from twophase.runs.config import named_values
     from twophase.runs.record import is_run
 
     (folder,), where = options.folders, named_values("where", options.where)
-    # A part of a sweep has a separate page, and a separate verdict.
-    page = options.out or folder / f"{part_stem(Path(REPORT).stem, where)}.html"
+    # a part of a sweep has a page of its own
+    part = "".join(f"-{path}={text}".replace("/", "_") for path, text in where.items())
+    page = options.out or folder / f"{Path(REPORT).stem}{part}.html"
     for path in sorted((folder / RUNS).glob("*")) if options.runs else []:
         if is_run(path):
             _run(Options((path,)), 0, page)
     record = read_sweep(folder, where, page.parent)
     save(page, sweep_report(record, controls=options.controls, refresh=refresh))
-    if refresh:
-        return record.going, ""
-    judged = verdict(record.rows, WITHIN, options.controls)
-    paths = write(judged, folder, where)
-    return record.going, "\n".join([describe(judged), "", *map(str, paths), f"report {page}"])
+    return record.going, f"{describe(compare_sweep(record.rows, options.controls))}\n\nreport {page}"

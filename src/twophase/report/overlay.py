@@ -6,9 +6,10 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from twophase.diagnose import diagnose
 from twophase.report.charts import Chart, Curve
 from twophase.report.page import Link, href, relative, render
-from twophase.report.run import STEPS, diagnosed, option_text, result_words, round_charts
+from twophase.report.run import STEPS, option_text, result_words, round_charts
 from twophase.runs.folder import REPORT
 from twophase.runs.record import RunRecord
 
@@ -35,7 +36,7 @@ def overlay_page(records: Sequence[RunRecord], page_folder: Path, *, refresh: fl
     for name, record in runs.items():
         report = record.path / REPORT
         link = Link(name, href(report if report.is_file() else record.path, page_folder))
-        words = [result_words(record), diagnosed(record)["state"], record.outer_words or "unknown", record.restart]
+        words = [result_words(record), diagnose(record).state, record.outer_words or "unknown", record.restart]
         results.append([link, *words])
     settings = dict.fromkeys(path for record in runs.values() for path in record.config)
     lines = [

@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from twophase.advice.text import HEADLINES
-from twophase.advice.verdict import diagnose
 from twophase.config import flatten
+from twophase.diagnose import diagnose
 from twophase.report.charts import Chart, Curve
 from twophase.report.page import render
 from twophase.runs.folder import CONFIG, RECORDED
@@ -68,7 +67,7 @@ def run_page(record: RunRecord, *, refresh: float = 0, back: str | None = None) 
         back=back,
         record=record,
         result=result_words(record),
-        diagnosis=diagnosed(record),
+        diagnosis=diagnose(record),
         loss=_loss_chart(record),
         charts=round_charts(columns, restarts),
         left_out=len(record.blocks) - len(blocks),
@@ -92,18 +91,6 @@ def result_words(record: RunRecord) -> str:
         for name, value in found.items()
     )
     return f"{record.state}: {', '.join(words) or 'no loss recorded'}"
-
-
-def diagnosed(record: RunRecord) -> dict[str, Any]:
-    """Return the diagnosis of a run: its state in words, its numbers by name, the change to try, and the command."""
-    diagnosis = diagnose(record)
-    change = diagnosis.change
-    return {
-        "state": " ".join(dict.fromkeys(HEADLINES[finding.verdict] for finding in diagnosis.findings)),
-        "numbers": [(finding.block, reason) for finding in diagnosis.findings for reason in finding.reasons],
-        "change": change.words if change else "",
-        "command": diagnosis.command if change and change.values else "",
-    }
 
 
 def option_text(value: Any) -> str:
