@@ -11,6 +11,7 @@ import shutil
 import statistics
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -72,13 +73,11 @@ def measure(browser: Any, file: Path) -> dict[str, float]:
 
 def main() -> int:
     path = os.environ.get("TWOPHASE_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
-    try:
-        from playwright.sync_api import sync_playwright  # noqa: PLC0415 - an extra
-    except ImportError:
-        path = None
-    if path is None:
+    if path is None or find_spec("playwright") is None:
         print("skipped: no playwright (make setup-dev installs it), or no chromium (set TWOPHASE_CHROMIUM)")
         return finish("explorer", {})
+    from playwright.sync_api import sync_playwright  # noqa: PLC0415 - an extra
+
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as driver:
         file = Path(folder) / "explore.html"
         file.write_text(build(State(1.0, 0.9, False, "ema", 7, 120)), encoding="utf-8")

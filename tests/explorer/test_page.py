@@ -125,12 +125,15 @@ def test_only_a_page_of_its_own_is_overwritten(capsys: Capture, tmp_path: Path) 
 
 
 def test_a_run_gives_rule_restarts_and_length(capsys: Capture, tmp_path: Path) -> None:
-    """The options come on top; restarts that the page cannot show are never, and no run is a mistake."""
+    """And the modes that it shows. Options come on top; restarts that the page cannot show are never."""
     rule, out = OuterRule(0.5, 0.8, True, "ema"), tmp_path / "page.html"
-    run = write_run(tmp_path / "run", rule, [0.35], restart="9")
+    run = write_run(tmp_path / "run", rule, [0.35], restart="5")
+    assert asked(out, "--run", run)["sigmas"] == pytest.approx([0.35], rel=1e-6)
+    mixed = update(config_of(rule, "5", 60), {"sync.mixing": 0.5})  # which looks like progress
+    assert len(asked(out, "--run", write_run(tmp_path / "mixed", rule, [0.35], config=mixed))["sigmas"]) == 6
     state = asked(out, "--run", run, "--sigma", 0.4)
     assert OuterRule(*(state[name] for name in ("lr", "momentum", "nesterov", "form"))) == rule
-    assert (state["restart"], state["rounds"], state["sigmas"]) == (9, 60, [0.4])
+    assert (state["restart"], state["rounds"], state["sigmas"]) == (5, 60, [0.4])
     state = asked(out, "--run", run, "--outer.lr", 0.7, "--outer.restart", "never")
     assert (state["lr"], state["momentum"], state["restart"]) == (0.7, 0.8, 0)
     assert asked(out, "--run", write_run(tmp_path / "auto", rule, [0.35], restart="auto"))["restart"] == 0
@@ -158,5 +161,6 @@ def test_a_state_outside_the_fields_is_refused() -> None:
     for name in ("lr", "momentum", "restart", "rounds", "retain", "inject"):
         low, high = LIMITS[name]
         for value in (low - 1, high * 2, float("nan")):
+            values: Any = {name: value}
             with pytest.raises(UsageError, match=name):
-                State(**{name: value})
+                State(**values)

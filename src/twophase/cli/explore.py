@@ -17,7 +17,7 @@ class Options:
     out: Path = Path("explore.html")
     """The page; nothing else is needed."""
     run: Path | None = None
-    """Begin with this run's rule, restarts and length."""
+    """Begin with this run's rule, restarts and length, and with the effective progress that `diagnose` shows of it."""
     open: bool = False
     """Open it in the browser."""
 
@@ -30,9 +30,11 @@ def main(argv: Sequence[str]) -> int:
     options, question = parse(Options, argv, "twophase explore", Question())
     # A page that was asked for without any value begins with the steps; any value asks for a view of one's own.
     guided = options.run is None and question == Question()
+    seen: tuple[float, ...] = ()
     if options.run is not None:  # whose values the options replace
-        question = parse(Options, argv, "twophase explore", of_run(options.run))[1]
-    page = build(state_of(question), guided=guided)
+        of_that, seen = of_run(options.run)
+        question = parse(Options, argv, "twophase explore", of_that)[1]
+    page = build(state_of(question, seen), guided=guided)
     _save(options.out, page)
     print(f"page {options.out} ({len(page.encode()) / 1000:.0f} kB): open it in a browser; it needs no network")
     if options.open:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from twophase.config import require
+from twophase.diagnose.observe import observed_in
 from twophase.errors import UsageError
 from twophase.explorer.page import LIMITS, State
 from twophase.restart import Never, Periodic, Soft
@@ -31,8 +32,8 @@ class Question:
     """Outer rounds of the run."""
 
 
-def of_run(path: Path) -> Question:
-    """Return the question with a run's rule, restarts and length.
+def of_run(path: Path) -> tuple[Question, tuple[float, ...]]:
+    """Return the question with a run's rule, restarts and length, and each block's effective progress if it shows any.
 
     A longer run than the page shows is cut; restarts that it does not know, or that differ by fragment, are never.
 
@@ -46,15 +47,26 @@ def of_run(path: Path) -> Question:
     policy = None if record.config.get("sync.restart") else record.policy()
     outer = replace(record.outer, restart=str(policy) if _is_shown(policy) else "never")
     rounds = record.planned_rounds or len(record.rounds["round"]) or 1
-    return Question(outer, rounds=min(rounds, int(LIMITS["rounds"][1])))
+    question = Question(outer, rounds=min(rounds, int(LIMITS["rounds"][1])))
+    seen: list[float] = []
+    for block in record.blocks if _is_shown(policy) and not record.number("sync.mixing") > 0 else []:
+        rates = record.inner_lr(block.index)
+        observed = None if rates is None else observed_in(block, record.rule, rates)
+        if observed is not None and observed.shown_interval is not None:
+            seen.append(min(1.0, observed.sigma))
+    return question, tuple(seen[: int(LIMITS["count"][1])])
 
 
 def _is_shown(policy: object) -> bool:
     return isinstance(policy, Never | Soft) or (isinstance(policy, Periodic) and policy.period <= LIMITS["restart"][1])
 
 
-def state_of(question: Question) -> State:
+def state_of(question: Question, seen: tuple[float, ...] = ()) -> State:
     """Return the page's first state, which shows the slowest mode: the loss ends with it.
+
+    Args:
+        question: the rule, and the modes if they are given.
+        seen: modes of a run, for a question that gives none.
 
     Raises:
         UsageError: values that make no rule or lie outside the page's limits, or restarts that it does not show.
@@ -66,7 +78,7 @@ def state_of(question: Question) -> State:
             f"{question.outer.describe()}"
         )
     require(_is_shown(policy), "outer.restart", policy, "never, a period up to 10000, or soft:K:RETAIN:INJECT")
-    sigmas = _sigmas(question)
+    sigmas = _sigmas(question) or seen or State.sigmas
     return State(
         rule.lr,
         rule.momentum,
@@ -81,9 +93,9 @@ def state_of(question: Question) -> State:
 
 
 def _sigmas(question: Question) -> tuple[float, ...]:
-    """Return the modes; those of the page's default where no option gives them."""
+    """Return the modes that the options give."""
     if not (ends := question.sigma_range):
-        return question.sigma or State.sigmas
+        return question.sigma
     if question.sigma:
         raise UsageError("--sigma and --sigma-range given; give one of them")
     count = ends[2] if len(ends) == 3 else _RANGE_MODES
