@@ -1,7 +1,8 @@
-"""`twophase diagnose`: what the theory says of a run."""
+"""`twophase diagnose`: the state of a run's outer loop, and the one change to try."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,24 +16,22 @@ from twophase.config import parse
 
 @dataclass(frozen=True)
 class Options:
-    """Does a run's outer loop oscillate, overshoot or lag, and what does the theory suggest?"""
+    """Does a run's outer loop diverge, take too large a step or oscillate, and which change to try?"""
 
     run: Positional[Path] = tyro.MISSING
     """Folder of the run, its --out."""
     json: bool = False
-    """Print one JSON object instead of words."""
-    verbose: bool = False
-    """Say also what the theory leaves out."""
+    """Print one JSON object instead of text."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; return its exit status."""
     options, _ = parse(Options, argv, "twophase diagnose")
-    from twophase.advice.text import describe
-    from twophase.advice.verdict import as_json, diagnose
+    from twophase.diagnose import describe, diagnose
+    from twophase.files import finite
     from twophase.runs.record import read_record
 
     diagnosis = diagnose(read_record(options.run))
-    words = describe(diagnosis, str(options.run), verbose=options.verbose)
-    print(json.dumps(as_json(diagnosis), indent=2, allow_nan=False) if options.json else words)
+    tree = finite(dataclasses.asdict(diagnosis))
+    print(json.dumps(tree, indent=2, allow_nan=False) if options.json else describe(diagnosis))
     return 0

@@ -23,8 +23,8 @@ COMMANDS = {
     "sweep": "a grid of runs; repeat the command to resume it, or elsewhere to help",
     "tune": "which outer optimizer: every method tuned with the same budget, then compared on fresh seeds",
     "report": "a run, several over each other, or a sweep as one HTML page; of a sweep also its comparison",
-    "diagnose": "does a run's outer loop oscillate, overshoot or lag, and what the theory suggests",
-    "period": "when to restart a rule on a spectrum, what it gains, and where it cannot help",
+    "diagnose": "does a run's outer loop diverge, take too large a step or oscillate, and which change to try",
+    "period": "when to restart a rule in the linear model, beside the best setting without restarts",
     "explore": "write an interactive page (one file): what restarts do while you move the hyperparameters",
 }
 """What each command does; its module in this package has its name."""

@@ -1,4 +1,4 @@
-"""`twophase period`: when to restart a rule on a spectrum."""
+"""`twophase period`: when to restart a rule on modes of given sigma."""
 
 from __future__ import annotations
 
@@ -11,27 +11,25 @@ from twophase.config import parse
 
 @dataclass(frozen=True)
 class Options:
-    """When to restart a rule on a spectrum, what it gains, and where it cannot help."""
+    """When to restart a rule, in the linear model: the best period beside the best setting without restarts."""
 
     plot: Path | None = None
-    """Draw the oscillation, and rate and loss against the period, into a .png or .pdf; the numbers as .csv."""
+    """Draw the residual of a mode, and rate and loss against the period, into a .png or .pdf."""
     json: bool = False
-    """Print one JSON object instead of words."""
+    """Print one JSON object instead of text."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; return its exit status."""
-    from twophase.advice.period import Question, answer, describe, to_json
+    from twophase.diagnose.period import Question, answer, describe, to_json
 
     options, question = parse(Options, argv, "twophase period", Question())
-    from twophase.figures.period import check_files, draw
-
-    if options.plot:
-        check_files(options.plot)
     advice = answer(question)
-    print(to_json(advice) if options.json else describe(advice), flush=True)
     if options.plot:
-        paths = draw(advice, options.plot)
-        if not options.json:
-            print("figure " + ", numbers ".join(map(str, paths)))
+        from twophase.figures.period import draw
+
+        draw(advice, options.plot)
+    print(to_json(advice) if options.json else describe(advice))
+    if options.plot and not options.json:
+        print(f"\nfigure {options.plot}")
     return 0

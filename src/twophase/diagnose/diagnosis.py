@@ -11,6 +11,7 @@ import dataclasses
 import math
 import operator
 import shlex
+import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -228,7 +229,6 @@ def diagnose(record: RunRecord) -> Diagnosis:
     planned = f" of {record.planned_rounds:,}" if record.planned_rounds else ""
     numbers = [
         ("outer optimizer", _outer_words(record)),
-        ("restarts", record.restart),
         ("rounds", f"{record.recorded:,}{planned}, {record.state}"),
     ]
     if len(judged) > 1:
@@ -243,7 +243,8 @@ def describe(diagnosis: Diagnosis) -> str:
     lines = [diagnosis.state]
     for title, numbers in groups:
         lines += ["", *([title] if title else []), *(f"  {label:{width}}  {value}" for label, value in numbers)]
-    return "\n".join([*lines, "", diagnosis.change, *([diagnosis.command] if diagnosis.command else [])])
+    change = textwrap.fill(diagnosis.change, 100, break_on_hyphens=False)
+    return "\n".join([*lines, "", change, *([diagnosis.command] if diagnosis.command else [])])
 
 
 def _case(run: Facts) -> Case:
@@ -277,7 +278,7 @@ def _judge(record: RunRecord, block: Block, run: Facts) -> tuple[Case, BlockStat
     shown = seen.shown_interval
     values = {
         "latest rounds": f"{block.number[latest][0]:,.0f} to {block.number[-1]:,.0f}",
-        "restarts in them": f"{block.restarted[latest].sum():,}",
+        "restarts": f"{policy or 'unknown'}; {block.restarted[latest].sum():,} in these rounds",
         "mean outer gain of the rule": f"{gain:.3g} (averaging: 1)" * math.isfinite(gain),
         "median gain of the rounds": _number(_medians(block.gain[latest], 1)[0]),
         "|g|, last third of them by first": _number(last / first if first > 0 else math.nan),

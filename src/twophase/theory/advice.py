@@ -1,48 +1,37 @@
-"""Advise on restarts of a given rule on a given spectrum, in a value that holds all that the theory says.
-
-Used by `twophase period` and by reports; it prints nothing.
-"""
+"""Advise on restarts of a given rule on given modes: the best period, and what to compare it with."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cache
+import math
+from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
-from twophase.restart import Never, Periodic, RestartPolicy
+from twophase.restart import Never, Periodic, RestartPolicy, mean_outer_gain
 from twophase.rule import OuterRule
-from twophase.theory.contraction import hurt_share, log_restart_factor, restart_can_help, restart_rate, restart_table
-from twophase.theory.inputs import Floats, check_count, check_modes, check_rule, check_weights, rule_grid
-from twophase.theory.modes import REGIMES, asymptotic_rate, effective_step, regime, stable_limit
-from twophase.theory.periods import (
-    OBJECTIVES,
-    Objective,
-    best_periods,
-    cancellation_periods,
-    heuristic_period,
-    log_final_loss,
-)
+from twophase.theory.contraction import hurt_share, restart_rate
+from twophase.theory.inputs import rule_grid
+from twophase.theory.modes import asymptotic_rate
+from twophase.theory.periods import OBJECTIVES, best_period, cancellation_periods, log_final_loss
 
-_DEFAULT_PERIODS = 60, 10_000  # the least and the most that are tried unless `max_period` is given
-_LONGEST_PERIOD = 10**6
-_TINY = 1e-150  # sigma at which only the first order counts
-_MOST_FACTORS = 10**8  # modes times periods; their restart factors are in memory together, some 80 bytes each
+_MOST_ROUNDS = 10_000  # for a mean gain, and the longest period that is tried unless `max_period` is given
+_MOST_FACTORS = 10**7  # modes times periods, whose restart factors are in memory together
+_SAME = 1e-9  # relative difference of rates or log losses up to which a restart is no better than none
 
 
 @dataclass(frozen=True, slots=True)
 class Criterion:
-    """Hold what one criterion chooses.
+    """A setting: what one criterion chooses, or a control.
 
     Args:
-        objective: its name (see `best_period`).
-        period: the period it chooses; None for no restart.
-        rate: contraction a round of the slowest mode at that period, nats.
+        name: an objective of `best_period`, or the control in words.
+        period: of its restarts; None for no restart.
+        rate: contraction a round of the slowest mode, nats; negative if it diverges.
         log_loss: natural log of the loss at the horizon; None without one.
     """
 
-    objective: str
+    name: str
     period: int | None
     rate: float
     log_loss: float | None
@@ -50,46 +39,37 @@ class Criterion:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Hold the theory's results for a rule and a spectrum.
+    """The theory's results for a rule and its modes.
 
     Args:
         rule: the rule asked about.
-        sigma: the modes, without those of weight 0 or sigma 0.
-        weights: weights of the modes, summing to 1.
+        sigma, weights: the modes, without those of weight 0 or sigma 0; the weights sum to 1.
         rounds: the horizon, or None.
         max_period: the longest period that was tried.
-        regimes: share of the weight in each regime.
         criteria: choice of each criterion; the first is the recommended one.
-        without: no restart, in the same terms.
+        without: the rule without restarts.
+        controls: other rules without restarts that a restart must be compared with; the last has the tuned momentum.
         hurt: share of the weight in modes that the recommended period slows down; 0 if that is no restart.
-        first_cancellation: shortest and longest first cancellation among the modes that oscillate, or None.
-        heuristics: the paper's and the corrected closed form, at the weighted mean of sigma.
-        controls: rates of the slowest mode that a restart must be compared with, by name.
-        warnings: plain sentences, where restarts cannot help or would harm.
     """
 
     rule: OuterRule
-    sigma: Floats
-    weights: Floats
+    sigma: NDArray[np.float64]
+    weights: NDArray[np.float64]
     rounds: int | None
     max_period: int
-    regimes: dict[str, float]
     criteria: tuple[Criterion, ...]
     without: Criterion
+    controls: tuple[Criterion, ...]
     hurt: float
-    first_cancellation: tuple[float, float] | None
-    heuristics: tuple[float, float]
-    controls: dict[str, float]
-    warnings: tuple[str, ...]
 
     @property
     def recommended(self) -> Criterion:
-        """Return the choice of the criterion that fits: exact loss with a horizon, minimax rate without one."""
+        """The choice of the criterion that fits: exact loss with a horizon, slowest rate without one."""
         return self.criteria[0]
 
     @property
     def policy(self) -> RestartPolicy:
-        """Return the recommended period as a restart policy."""
+        """The recommended period as a restart policy."""
         return Never() if self.recommended.period is None else Periodic(self.recommended.period)
 
 
@@ -101,13 +81,13 @@ def advise(
     rounds: int | None = None,
     max_period: int | None = None,
 ) -> Advice:
-    """Return the expected effect of restarts, and the period to choose, for a rule on modes of given sigma.
+    """Return the period to choose for a rule on modes of given sigma, beside settings without restarts.
 
     Args:
         rule: the outer rule, in either form.
         sigma: effective progress of the modes, shape (M,). Modes with sigma 0 are left out: nothing moves them.
         weights: one a mode, >= 0; equal when None.
-        rounds: the horizon T; without it the recommendation is the minimax rate.
+        rounds: the horizon T; without it the recommendation is by the rate of the slowest mode.
         max_period: longest period tried; by default the horizon, or three times the longest first cancellation (at
             most 10000).
 
@@ -117,52 +97,48 @@ def advise(
     Source: theory note R13 to R22 and R31.
 
     >>> advice = advise(OuterRule(1.0, 0.9, form="ema"), [0.95, 0.6, 0.3], rounds=120)
-    >>> str(advice.policy), round(advice.hurt, 2), advice.warnings
-    ('7', 0.0, ())
+    >>> str(advice.policy), round(advice.hurt, 2)
+    ('7', 0.0)
     """
-    where = "advise"
-    check_rule(where, rule)
-    values = check_modes(where, sigma).reshape(-1)
-    shares = check_weights(where, weights, values.size)
-    total = None if rounds is None else check_count(where, "rounds", rounds)
-    moving = (values > 0) & (shares > 0)
+    values = np.asarray(sigma, dtype=np.float64).reshape(-1)
+    shares = np.ones(values.size) if weights is None else np.asarray(weights, dtype=np.float64)
+    if shares.shape != values.shape or not (shares >= 0).all():
+        raise ValueError(f"advise: weights must be one number >= 0 for each of {values.size} modes, got {weights}")
+    moving = (values != 0) & (shares > 0)
     if not moving.any() or rule.lr == 0:
-        largest = values[shares > 0].max()
-        raise ValueError(f"{where}: no mode moves (lr {rule.lr:g}, sigma {largest:g}); both must be positive")
-    left_out = ["modes with sigma 0 are left out: nothing moves them"] if np.any(values == 0) else []
+        raise ValueError(f"advise: lr and a sigma must be positive, got lr {rule.lr:g} and sigma {sigma}")
     values, shares = values[moving], shares[moving] / shares[moving].sum()
-    first = cancellation_periods(rule, values, 1)[:, 0]
-    first = first[~np.isnan(first)]
-    if max_period is not None:
-        longest = check_count(where, "max_period", max_period)
-    elif total is not None:
-        longest = min(total, _DEFAULT_PERIODS[1])
-    else:
-        longest = int(np.clip(np.ceil(3 * first.max(initial=0)) + 5, *_DEFAULT_PERIODS))
-    most = min(_LONGEST_PERIOD, _MOST_FACTORS // values.size)
-    if longest > most:
-        raise ValueError(
-            f"{where}: max_period is {longest}; it must be at most {most:,} for {values.size:,} modes: all periods of "
-            "all modes are held at once"
-        )
-    criteria, without = _criteria(rule, values, shares, total, longest)
-    chosen = criteria[0].period
-    names = regime(rule, values)
-    mean = float(np.sum(shares * values))
+    first = float(np.max(np.nan_to_num(cancellation_periods(rule, values, 1))))
+    longest = max_period or min(rounds or max(int(3 * first) + 6, 60), _MOST_ROUNDS, _MOST_FACTORS // values.size)
+    objectives = [objective for objective in OBJECTIVES if objective != "loss" or rounds is not None]
+
+    def setting(name: str, rule: OuterRule, period: int | None) -> Criterion:
+        rates = asymptotic_rate(rule, values) if period is None else restart_rate(rule, values, period)
+        loss = None if rounds is None else float(log_final_loss(rule, values, rounds, period or rounds, shares))
+        return Criterion(name, period, float(np.min(rates)), loss)
+
+    without = setting("no restart", rule, None)
+    criteria = []
+    for name in objectives:
+        period = best_period(rule, values, weights=shares, max_period=longest, rounds=rounds, objective=name)
+        period = None if rounds is not None and period >= rounds else period
+        criteria.append(setting(name, rule, period))
+    best = criteria[0]
+    pair = (without.rate, best.rate) if best.log_loss is None else (best.log_loss, without.log_loss or 0.0)
+    if pair[0] >= pair[1] or math.isclose(*pair, rel_tol=_SAME):  # as without momentum, where all periods do the same
+        best = criteria[0] = Criterion(best.name, None, without.rate, without.log_loss)
     return Advice(
         rule=rule,
         sigma=values,
         weights=shares,
-        rounds=total,
+        rounds=rounds,
         max_period=longest,
-        regimes={name: float(np.sum(shares[names == name])) for name in REGIMES if np.any(names == name)},
-        criteria=criteria,
+        criteria=tuple(criteria),
         without=without,
-        hurt=0.0 if chosen is None else hurt_share(rule, values, chosen, shares),
-        first_cancellation=(float(first.min()), float(first.max())) if first.size else None,
-        heuristics=(float(heuristic_period(rule, mean, corrected=False)), float(heuristic_period(rule, mean))),
-        controls=controls(rule, values, chosen, total),
-        warnings=(*left_out, *_warnings(rule, values, shares, total, longest, chosen=chosen)),
+        controls=tuple(
+            setting(name, other, None) for name, other in _controls(rule, values, best.period, rounds).items()
+        ),
+        hurt=0.0 if best.period is None else hurt_share(rule, values, best.period, shares),
     )
 
 
@@ -179,119 +155,22 @@ def controls(rule: OuterRule, sigma: ArrayLike, period: int | None, rounds: int 
     >>> [round(rate, 3) for rate in controls(OuterRule(1.0, 0.9, form="ema"), [0.95, 0.3], 3).values()]
     [0.03, 0.058, 0.619]
     """
-    check_rule("controls", rule)
-    values = check_modes("controls", sigma).reshape(-1)
-    period = None if period is None else check_count("controls", "period", period)
-    rounds = None if rounds is None else check_count("controls", "rounds", rounds)
-    same = rule.to("sum").lr
-    gain = _mean_gain(rule, period, rounds)
+    others = _controls(rule, np.asarray(sigma, dtype=np.float64).reshape(-1), period, rounds)
+    return {name: float(np.min(asymptotic_rate(other, sigma))) for name, other in others.items()}
+
+
+def _controls(
+    rule: OuterRule, sigma: NDArray[np.float64], period: int | None, rounds: int | None
+) -> dict[str, OuterRule]:
+    """Return the rules of `controls` by name."""
+    same, ema_lr, total = rule.to("sum").lr, rule.to("ema").lr, rounds or period
+    restart = Periodic(period) if period else Never()
+    gain = mean_outer_gain(rule, restart, min(total, _MOST_ROUNDS)) if total else ema_lr
     momenta = np.unique([*np.linspace(0, 0.995, 200), *(1 - 0.005 / 1.25 ** np.arange(1, 40)), rule.momentum])
-    ema_lr = rule.to("ema").lr
-    grid = rule_grid(ema_lr, momenta, rule.nesterov, "ema")
-    grid[momenta == rule.momentum] = rule  # itself: next to a nilpotent mode the rounding of its lr would show
-    tuned = grid[np.argmax(asymptotic_rate(grid[:, None], values).min(axis=1))]
-    others = {
+    rates = asymptotic_rate(rule_grid(ema_lr, momenta, rule.nesterov, "ema")[:, None], sigma).min(axis=1)
+    tuned = OuterRule(ema_lr, float(momenta[np.argmax(rates)]), rule.nesterov, "ema")
+    return {
         f"no momentum, the same step (lr {same:.4g})": OuterRule(same, 0.0),
         f"no momentum, the same mean gain (lr {gain:.4g})": OuterRule(gain, 0.0),
         f"momentum tuned to {tuned.momentum:.6g} at EMA lr {ema_lr:.4g}, no restart": tuned,
     }
-    rates = asymptotic_rate(np.array(list(others.values()), object)[:, None], values).min(axis=1)
-    return dict(zip(others, rates.tolist(), strict=True))
-
-
-def _mean_gain(rule: OuterRule, period: int | None, rounds: int | None) -> float:
-    """Return `mean_outer_gain` with a restart every `period` rounds (None: none): what moves a slow mode (R31)."""
-    total = rounds or period
-    if total is None:
-        return rule.to("ema").lr
-    cycle = min(period or total, total)
-    whole, rest = -log_restart_factor(rule, _TINY, [cycle, total % cycle])[1] / _TINY
-    return float((total // cycle * whole + rest) / total)
-
-
-def _criteria(
-    rule: OuterRule, sigma: Floats, weights: Floats, rounds: int | None, longest: int
-) -> tuple[tuple[Criterion, ...], Criterion]:
-    """Return what each criterion chooses, the fitting one first, and no restart at all."""
-
-    @cache
-    def facts(period: int | None) -> tuple[float, float | None]:
-        rates = asymptotic_rate(rule, sigma) if period is None else restart_rate(rule, sigma, period)
-        loss = None if rounds is None else float(log_final_loss(rule, sigma, rounds, period or rounds, weights))
-        return float(np.min(rates)), loss
-
-    objectives: list[Objective] = [objective for objective in OBJECTIVES if objective != "loss" or rounds is not None]
-    best = best_periods(rule, sigma, objectives, weights=weights, max_period=longest, rounds=rounds)
-    criteria: dict[Objective, Criterion] = {}
-    for objective, period in zip(objectives, best, strict=True):
-        chosen = None if rounds is not None and period >= rounds else period
-        criteria[objective] = Criterion(objective, chosen, *facts(chosen))
-    without = Criterion("none", None, *facts(None))
-    first = next(iter(criteria))
-    slower = rounds is None and criteria[first].rate <= without.rate  # in the long run: by the rates alone
-    if slower or not restart_can_help(rule, sigma).any():  # a tie of all periods goes to the smallest
-        criteria[first] = replace(without, objective=first)
-    return tuple(criteria.values()), without
-
-
-def _warnings(
-    rule: OuterRule, sigma: Floats, weights: Floats, rounds: int | None, longest: int, *, chosen: int | None
-) -> list[str]:
-    warnings = []
-    if chosen == 1 and rule.momentum > 0:
-        lr = rule.to("sum").lr * (1 + rule.momentum if rule.nesterov else 1)
-        warnings.append(f"period 1 is no momentum at all: the same as momentum 0 with lr {lr:.4g} (sum form)")
-    helped = restart_can_help(rule, sigma)
-    unstable = effective_step(rule, sigma) >= stable_limit(OuterRule(1.0, rule.momentum, rule.nesterov))
-    if unstable.any():
-        limit = float(stable_limit(rule)) / float(sigma.max())
-        verb = "diverges" if unstable.sum() == 1 else "diverge"
-        warnings.append(
-            f"{_modes(sigma[unstable])} {verb} without restarts, and no restart schedule can stabilise what "
-            f"diverges (Theorem 2): lower lr below {rule.lr * limit:.4g} ({rule.form} form)"
-        )
-    if rule.momentum == 0:
-        warnings.append("the rule has no momentum: there is nothing to restart, and every period does the same")
-    elif not helped.any():
-        warnings.append(
-            "no mode oscillates (all eigenvalues are real), so every restart slows every mode down (Theorem 1): "
-            "do not restart"
-        )
-    elif not helped.all():
-        warnings.append(
-            f"{100 * np.sum(weights[~helped]):.3g} % of the weight is in modes that do not oscillate, down to sigma "
-            f"{sigma[~helped].min():.3g}; every restart slows those down (Theorem 1)"
-        )
-    if rounds is not None and helped.any():
-        soonest = float(np.nanmin(cancellation_periods(rule, sigma, 1)))
-        if rounds <= soonest:
-            warnings.append(
-                f"the horizon of {rounds} rounds is too short: the first phase cancellation comes after "
-                f"{soonest:.1f} rounds"
-            )
-        elif chosen is None and rounds > 1:
-            warnings.append(
-                f"within {rounds} rounds no restart is best: every period up to {min(longest, rounds - 1)} ends with "
-                "a higher loss"
-            )
-    longest = longest if rounds is None else min(longest, rounds - 1)  # a longer period is no restart
-    if (~unstable).any() and longest > 0:
-        logs = restart_table(rule, sigma[~unstable], longest)[1].max(axis=1)
-        bad = np.flatnonzero(logs > 0) + 1
-        if bad.size:
-            worst = int(bad[np.argmax(logs[bad - 1])])
-            warnings.append(
-                f"restarting every {_listed(bad)} rounds would make stable modes grow "
-                f"(by {np.exp(logs[worst - 1]):.4g} a cycle at {worst}): avoid these periods"
-            )
-    return warnings
-
-
-def _modes(sigma: Floats) -> str:
-    span = f"sigma {sigma.min():.3g}" if sigma.size == 1 else f"sigma {sigma.min():.3g} to {sigma.max():.3g}"
-    return f"{sigma.size} mode{'s' if sigma.size > 1 else ''} ({span})"
-
-
-def _listed(numbers: ArrayLike) -> str:
-    texts = [str(int(n)) for n in np.asarray(numbers)]
-    return ", ".join(texts) if len(texts) <= 6 else f"{', '.join(texts[:5])}, ... ({len(texts)} periods)"
