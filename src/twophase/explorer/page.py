@@ -77,7 +77,7 @@ def build(state: State, *, guided: bool = False) -> str:
     """
     from twophase import __version__  # noqa: PLC0415 - the package root is no module that modules import from
 
-    # Indentation is a tenth of the page; no text in these files spans lines.
+    # uPlot is the copy that reports carry: data, no import. Indentation is a tenth of the page; no text spans lines.
     own = [re.sub(r"^ +", "", _read(name), flags=re.MULTILINE) for name in ("style.css", *SCRIPTS)]
     style = _read("uplot/uPlot.min.css", "twophase.report") + own[0]
     script = "\n".join([_read("uplot/uPlot.iife.min.js", "twophase.report"), *own[1:]])
