@@ -17,6 +17,7 @@ from twophase.sweeps.table import (
     Row,
     State,
     format_table,
+    measure_of,
     read_rows,
     rows_of,
     settings,
@@ -113,11 +114,10 @@ def test_settings_take_seeds_together() -> None:
     assert merged[0].runs == ("a,lr=0.3,seed=0", "a,lr=0.3,seed=1")
     assert merged[0].results == (8.0, 10.0)
     assert merged[0].spread == pytest.approx(math.sqrt(2), rel=1e-15)
-    assert [s.finished for s in merged] == [2, 1, 1, 0]
     assert [s.results for s in merged[1:]] == [(None, 5.0), (9.0, None), (None,)]
     assert [s.spread for s in merged[1:]] == [None, None, None]
-    assert merged[2].states == ("finished", "missing")  # a run that could not be done is not there
-    assert merged[2].seeds == (0, 1)
+    assert [s.by_seed for s in merged] == [{0: 8.0, 1: 10.0}, {0: math.inf, 1: 5.0}, {0: 9.0}, {0: math.inf}]
+    assert merged[2].seeds == (0, 1)  # a run that could not be done has no result
 
 
 def test_a_shared_run_counts_once() -> None:
@@ -152,13 +152,11 @@ def test_a_perplexity_that_overflowed_has_diverged(tmp_path: Path) -> None:
     assert read_rows(tmp_path / "cells.csv") == rows
     assert [setting.state for setting in settings(rows)] == ["diverged", "finished", "diverged"]
     (setting, *_) = settings(rows_of(sweep, dict.fromkeys(sweep.runs, without)))
-    assert (setting.result, setting.measure) == (2.0, "validation loss")
+    assert (setting.result, measure_of([setting])) == (2.0, "validation loss")
 
 
 def test_format_table() -> None:
-    """Columns align, numbers and percentages to the right; None is an empty cell, and in Markdown a bar ends none."""
-    text = format_table(["arm", "best", "share"], [["a", 7.5, "40%"], ["long name", None, "100%"]])
-    assert text.splitlines() == ["arm        best  share", "a           7.5    40%", "long name         100%"]
-    assert format_table(["arm"], []) == "arm"
-    text = format_table(["arm", "n"], [["a", 1], ["b|c", 20]], markdown=True)  # as ends=embedding|head
-    assert text.splitlines() == ["| arm  |  n |", "| --- | --: |", "| a    |  1 |", "| b\\|c | 20 |"]
+    """Columns align, numbers and percentages to the right; None is an empty cell."""
+    text = format_table(["method", "best", "share"], [["a", 7.5, "40%"], ["long name", None, "100%"]])
+    assert text.splitlines() == ["method     best  share", "a           7.5    40%", "long name         100%"]
+    assert format_table(["method"], []) == "method"

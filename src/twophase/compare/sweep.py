@@ -211,7 +211,7 @@ def tables(comparison: SweepComparison) -> list[Table]:
         best = method.best
         counts = [len(method.settings), method.finished, method.diverged, method.missing, method.within(WITHIN)]
         spread = None if best is None or best.spread is None else f"{best.spread:.2g}"
-        reached = [readable(best.result), spread, best.finished] if best else [None] * 3
+        reached = [readable(best.result), spread, len(best.seeds)] if best else [None] * 3
         at = best and place_words(best.values, method.varied)
         rows.append([arm_name(method.name), "yes" if method.is_control else None, *counts, *reached, at])
     near = f"within {WITHIN:.0%}"

@@ -2,9 +2,8 @@
 
 With several seeds, the runs that differ in nothing but the seed are one setting. Its result is the arithmetic mean over
 its seeds, with their sample standard deviation as its spread. It counts as diverged if a seed diverged, and as missing
-if a seed is missing: averaging only successful seeds is biased. Everything that compares settings (best, worst,
-geometric mean, share near the best) is computed on these means. A run that ended without a positive, finite perplexity
-has no result and counts as missing. Where the task has no perplexity, the validation loss takes its place everywhere.
+if a seed is missing: averaging only successful seeds is biased. A run whose perplexity overflowed has diverged here;
+without a positive result it is missing. Where the task has no perplexity, the validation loss takes its place.
 """
 
 from __future__ import annotations
@@ -26,13 +25,12 @@ from twophase.files import write_atomic
 from twophase.sweeps.grid import Sweep
 
 State = Literal["finished", "diverged", "missing", "failed"]
-TABLE = "cells.csv"
-"""The table in a sweep's folder."""
-SEED = "seed"
-PERPLEXITY, LOSS = "perplexity", "validation loss"
+TABLE, SEED = "cells.csv", "seed"
+"""The table in a sweep's folder, and its column of seeds."""
 ABOVE_ZERO = "ratios are compared, so that the task's loss must be above 0: add a constant to it"
 _BEFORE = ("arm", "run")
 AFTER = ("perplexity", "validation_loss", "diverged", "state", "seconds", "control_of")
+"""The last columns of the table; between these and the first two stand the axes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +38,8 @@ class Row:
     """One cell of a sweep and its result.
 
     Args:
+        arm: name of its method.
+        run: id of its run.
         values: value on every axis of the sweep, by dotted path.
         state: `finished`, `diverged` (ended early), `failed` (could not be run) or `missing` (not run yet).
         perplexity: perplexity on held-out text, per token, infinite after an overflow; None without a result.
@@ -60,9 +60,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Setting:
-    """The runs of one arm that differ in the seed only, as one.
+    """The runs of one method that differ in the seed only, as one.
 
     Args:
+        arm: name of the method.
         values: every axis value but the seed.
         rows: its runs in order of appearance, each once.
     """
@@ -87,25 +88,17 @@ class Setting:
         return tuple(map(result, self.rows))
 
     @cached_property
-    def states(self) -> tuple[State, ...]:
-        """State of each run; never `failed`, which counts as missing here."""
-        return tuple(map(_state, self.rows))
+    def by_seed(self) -> dict[Any, float]:
+        """Result by seed, infinite where the run diverged, as `compare` takes it; without what is missing."""
+        outcomes = zip(self.seeds, self.rows, self.results, strict=True)
+        return {seed: value or math.inf for seed, row, value in outcomes if value or _has_diverged(row)}
 
     @property
     def state(self) -> State:
         """`finished` when all its runs are; else `diverged` when one is; else `missing`."""
-        return "diverged" if "diverged" in self.states else "missing" if "missing" in self.states else "finished"
-
-    @cached_property
-    def by_seed(self) -> dict[Any, float]:
-        """Result by seed, infinite where the run diverged, as `compare` takes it; without what is missing."""
-        outcomes = zip(self.seeds, self.states, self.results, strict=True)
-        return {seed: value or math.inf for seed, state, value in outcomes if state != "missing"}
-
-    @property
-    def finished(self) -> int:
-        """Number of seeds that have finished."""
-        return self.states.count("finished")
+        if any(map(_has_diverged, self.rows)):
+            return "diverged"
+        return "missing" if None in self.results else "finished"
 
     @cached_property
     def result(self) -> float | None:
@@ -117,11 +110,6 @@ class Setting:
         """Sample standard deviation over the seeds, s^2 = sum (p_i - mean)^2 / (n - 1); None for one, or unfinished."""
         is_known = self.state == "finished" and len(self.rows) > 1
         return statistics.stdev(cast("tuple[float, ...]", self.results)) if is_known else None
-
-    @property
-    def measure(self) -> str:
-        """Name of the quantity in `result`."""
-        return measure_of(self.rows)
 
 
 def rows_of(sweep: Sweep, summaries: Mapping[str, Mapping[str, Any]], failed: Collection[str] = ()) -> list[Row]:
@@ -138,8 +126,10 @@ def rows_of(sweep: Sweep, summaries: Mapping[str, Mapping[str, Any]], failed: Co
         state: State = "failed" if cell.run_id in failed else "missing"
         numbers: tuple[float | None, ...] = (None, None, None)
         if summary is not None:
-            state = "diverged" if summary["diverged"] else "finished"
-            numbers = (perplexity_of(summary), summary["validation_loss"], summary["seconds"])
+            state, perplexity = "diverged" if summary["diverged"] else "finished", summary.get("perplexity")
+            if "perplexity" in summary and state == "finished" and perplexity is None:
+                perplexity = math.inf  # JSON has null for one that overflowed; the loss, finite then, is no substitute
+            numbers = (perplexity, summary["validation_loss"], summary["seconds"])
         rows.append(Row(cell.arm, cell.run_id, sweep.values(cell), state, *numbers, cell.control_of))
     return rows
 
@@ -189,7 +179,7 @@ def settings(rows: Iterable[Row]) -> list[Setting]:
     groups: dict[Any, dict[Any, Row]] = {}
     for row in rows:
         place = tuple((path, value) for path, value in row.values.items() if path != SEED)
-        # Two cells of an arm may be one run; its result must not count twice.
+        # Two cells of a method may be one run; its result must not count twice.
         groups.setdefault((row.arm, place), {})[row.run, row.values.get(SEED)] = row
     return [Setting(arm, dict(place), tuple(group.values())) for (arm, place), group in groups.items()]
 
@@ -200,42 +190,15 @@ def result(row: Row) -> float | None:
     return number if row.state == "finished" and number is not None and 0 < number < math.inf else None
 
 
-def _state(row: Row) -> State:
-    """Return a run's state for comparisons: an overflowed perplexity has diverged, without a result it is missing."""
-    if row.state == "diverged" or (row.state == "finished" and row.perplexity == math.inf):
-        return "diverged"
-    return "missing" if result(row) is None else "finished"
-
-
-def perplexity_of(summary: Mapping[str, Any]) -> float | None:
-    """Return the perplexity of a run's summary; None where it diverged or its task has none.
-
-    JSON has null for one that has overflowed. The loss, which is finite then, must not take its place.
-    """
-    is_overflow = "perplexity" in summary and not summary["diverged"] and summary["perplexity"] is None
-    return math.inf if is_overflow else summary.get("perplexity")
-
-
-# ---------------------------------------------------------------------------------------------------- for people
-
-
 def measure_of(runs: Iterable[Row | Setting]) -> str:
-    """Return what some rows or settings are judged by, in words."""
+    """Return what some rows or settings are compared by, in words."""
     rows = [row for run in runs for row in (run.rows if isinstance(run, Setting) else [run])]
-    rows = [row for row in rows if row.validation_loss is not None]
-    return LOSS if rows and all(row.perplexity is None for row in rows) else PERPLEXITY
-
-
-def without_ratio(rows: Iterable[Row]) -> list[str]:
-    """Return a sentence on finished runs whose loss is not above 0, so that they have no result; empty without any."""
-    losses = [row.validation_loss for row in rows if row.state == "finished" and row.perplexity is None]
-    count = sum(loss is not None and loss <= 0 for loss in losses)
-    words = f"Finished cells with a validation loss of 0 or below, and so without a result: {count:,}; {ABOVE_ZERO}."
-    return [words] if count else []
+    losses = [row for row in rows if row.validation_loss is not None]
+    return "validation loss" if losses and all(row.perplexity is None for row in losses) else "perplexity"
 
 
 def arm_name(arm: str) -> str:
-    """Return the name that people read of an arm, the same in every table and page.
+    """Return the name that people read of a method, the same in every table and page.
 
     >>> arm_name("heavy ball, never"), arm_name("")
     ('heavy ball, no restart', '(all)')
@@ -269,25 +232,19 @@ def readable(value: float | None) -> str:
     return f"{value:.{digits}f}" if value < 10000 else f"{value:.0e}".replace("e+0", "e").replace("e+", "e")
 
 
-def format_table(header: Sequence[str], rows: Iterable[Sequence[Any]], *, markdown: bool = False) -> str:
-    """Lay out a table for reading, or as Markdown: columns aligned, numbers to the right; None is an empty cell.
+def format_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Lay out a table for reading: columns aligned, numbers to the right; None is an empty cell.
 
-    >>> print(format_table(["arm", "best"], [["a", "7.67"], ["long", "13.90"]]))
-    arm    best
-    a      7.67
-    long  13.90
+    >>> print(format_table(["method", "best"], [["a", "7.67"], ["long", "13.90"]]))
+    method   best
+    a        7.67
+    long    13.90
     """
-    lines = [list(header), *([cell_text(item) for item in row] for row in rows)]
-    if markdown:  # a bar would end the cell
-        lines = [[item.replace("|", "\\|") for item in line] for line in lines]
-    columns = list(zip(*lines, strict=True))
-    sides = [">" if len(lines) > 1 and all(map(_reads_as_number, column[1:])) else "<" for column in columns]
-    shapes = [f"{side}{max(map(len, column))}" for side, column in zip(sides, columns, strict=True)]
-    lines = [[format(item, shape) for item, shape in zip(line, shapes, strict=True)] for line in lines]
-    if not markdown:
-        return "\n".join("  ".join(line).rstrip() for line in lines)
-    marks = ["--:" if side == ">" else "---" for side in sides]
-    return "\n".join(f"| {' | '.join(line)} |" for line in (lines[0], marks, *lines[1:]))
+    columns = [list(map(cell_text, column)) for column in zip(header, *rows, strict=True)]
+    for column in columns:
+        side = ">" if column[1:] and all(map(_reads_as_number, column[1:])) else "<"
+        column[:] = [format(item, f"{side}{max(map(len, column))}") for item in column]
+    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
 
 
 def cell_text(item: Any) -> str:
@@ -299,6 +256,10 @@ def cell_text(item: Any) -> str:
     if isinstance(item, tuple | list):
         return ",".join(map(str, item)) or "none"
     return "" if item is None else str(item).lower() if isinstance(item, bool) else str(item)
+
+
+def _has_diverged(row: Row) -> bool:
+    return row.state == "diverged" or (row.state == "finished" and row.perplexity == math.inf)
 
 
 def _value(path: str, text: str) -> Any:

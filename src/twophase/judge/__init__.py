@@ -1,1 +1,0 @@
-"""One comparison of arms: settings, controls, pairs, intervals."""
