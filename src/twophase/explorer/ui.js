@@ -180,6 +180,7 @@ const app = (() => {
       ({ turning, state }) => state.momentum > 0 && !turning,
       "No mode oscillates: every restart slows every mode down.",
     ],
+    [({ best }) => best === 1, "The best K is 1, a restart every round: that is no momentum at all."],
     [({ state }) => state.momentum === 0, "Without momentum there is nothing to restart."],
     [({ state }) => state.restart >= state.rounds, "The first restart comes after the last round: it is no restart."],
     [
