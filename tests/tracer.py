@@ -1,6 +1,6 @@
 """Which functions of the package a call runs through; lambdas and closures count, comprehensions do not.
 
-Nor do the bodies of modules and classes, which an import runs.
+Nor do the bodies of modules and classes, which an import runs, and the parts of templates.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def functions_of(call: Callable[[], Any]) -> set[tuple[str, str]]:
     def note(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
         is_function = code.co_flags & inspect.CO_OPTIMIZED and code.co_name not in _COMPREHENSIONS
-        if event == "call" and is_function and code.co_filename.startswith(_PACKAGE):
+        is_ours = code.co_filename.startswith(_PACKAGE) and code.co_filename.endswith(".py")
+        if event == "call" and is_function and is_ours:
             found.add((code.co_filename.removeprefix(_PACKAGE).lstrip("/"), code.co_qualname))
 
     before = sys.getprofile()

@@ -103,15 +103,6 @@ def test_a_long_curve_keeps_its_gaps() -> None:
     assert (min(gap) >= 40_000, max(gap) < 50_000) == (True, True)
 
 
-def test_four_hundred_curves_are_small_enough() -> None:
-    """All curves of a sweep, of 2,000 points each, are below 600 kB."""
-    rng = np.random.default_rng(0)
-    curves = [Curve("c" * 60, range(2000), rng.normal(size=2000)) for _ in range(400)]
-    found = Chart("n", "t", "x", "y", curves, shown=[0]).drawn()
-    assert found is not None
-    assert len(json.dumps(found["data"])) < 500_000
-
-
 def test_the_axis_ends_with_the_bulk() -> None:
     """Few points far away do not flatten the others: the axis ends before them and they are counted; else not."""
     values = [1.0 + 0.1 * (x % 3) for x in range(40)]

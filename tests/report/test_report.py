@@ -248,8 +248,8 @@ def test_the_path_can_be_followed() -> None:
     code = f"import sys; sys.path[:0] = {sys.path!r}; from report import test_report; test_report.show_path()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ)
     found = [line.split() for line in done.stdout.splitlines() if line.startswith("entered ")]
-    assert len(found) <= 119, done.stdout
-    assert len({file for _, file, _ in found}) <= 22, done.stdout
+    assert len(found) <= 97, done.stdout
+    assert len({file for _, file, _ in found}) <= 15, done.stdout
 
 
 def show_path() -> None:

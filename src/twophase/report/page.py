@@ -64,21 +64,22 @@ def render(template: str, *, scripts: Sequence[str] = (), styles: Sequence[str] 
     return _templates().get_template(template).render(shell | values)
 
 
-def number(value: float | None, spec: str = ".4g") -> str:
-    """Write a number with a true minus sign, a whole one in full; nothing for one that is missing or not finite.
+def number(value: float) -> str:
+    """Write a number in four digits with a true minus sign, a whole one in full; nothing for one that is not finite.
 
-    >>> number(-0.123, ".2g"), number(12345), number(float("nan"))
-    ('−0.12', '12,345', '')
+    >>> number(-0.12345), number(12345), number(float("nan"))
+    ('−0.1235', '12,345', '')
     """
-    if value is None or not math.isfinite(value):
+    if not math.isfinite(value):
         return ""
-    spec = ",.0f" if value % 1 == 0 and abs(value) < 1e9 else spec
-    return format(value, spec).replace("-", "\N{MINUS SIGN}")
+    return format(value, ",.0f" if value % 1 == 0 and abs(value) < 1e9 else ".4g").replace("-", "\N{MINUS SIGN}")
 
 
 def clean(value: object) -> str:
-    """Return a text without invisible characters, and no more of it than a page shows."""
-    text = str(value)
+    """Return what stands on a page for a value: no invisible characters, and not too many; markup of ours as it is."""
+    if isinstance(value, Markup):
+        return value
+    text = "" if value is None else str(value)
     shown = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}… ({len(text) - _LONGEST:,} more characters)"
     return _INVISIBLE.sub("\N{REPLACEMENT CHARACTER}", shown)
 
@@ -105,14 +106,9 @@ def _templates() -> Environment:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).with_name("templates")),
         autoescape=True,
-        finalize=_shown,
+        finalize=clean,
         undefined=StrictUndefined,
     )
     environment.filters["number"] = number
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     return environment
-
-
-def _shown(value: object) -> object:
-    """Return what stands on the page for a value of a template."""
-    return value if isinstance(value, Markup) else "" if value is None else clean(value)

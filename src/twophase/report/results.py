@@ -171,7 +171,7 @@ class Sweep:
         """Return `cells.csv`, a row a cell and seed, as a pandas table."""
         import pandas as pd  # noqa: PLC0415 - an extra
 
-        texts = dict.fromkeys(("arm", "run", "control_of"), str)
+        texts: Any = dict.fromkeys(("arm", "run", "control_of"), str)
         # By itself pandas takes the arm without a name, and words such as None, for missing: groupby would drop them.
         missing = {name: [""] for name in AFTER}
         return pd.read_csv(self.path / TABLE, dtype=texts, keep_default_na=False, na_values=missing)

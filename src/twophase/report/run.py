@@ -159,7 +159,7 @@ def _phase_rows(record: RunRecord) -> list[list[Any]]:
 def _facts(record: RunRecord) -> list[tuple[str, Any]]:
     """Return what is known of a run, by name."""
     summary, planned = record.summary or {}, record.planned_rounds
-    share = summary.get("engine_share")
+    share: Any = summary.get("engine_share")
     facts = {
         "Outer optimizer": record.outer_words or "unknown",
         "Restart policy": record.restart,
