@@ -135,13 +135,13 @@ def test_one_sweep_by_hand() -> None:
     text = describe(compare_sweep(GOLDEN, controls=[NEVER]))
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert "K=3 3 3 0 0 2 7.00 0.1 3 lr 0.3" in lines
-    assert "no restart yes 3 2 1 0 1 8.10 0.2 3 lr 0.7" in lines
+    assert "never yes 3 2 1 0 1 8.10 0.2 3 lr 0.7" in lines
     assert "momentum-free yes 1 1 0 0 1 7.50 0.1 3" in lines
-    assert "K=3 no restart tuned 1.157 1.052 to 1.273 3 0 better" in lines
-    assert "K=3 no restart matched 2 1.134 1.091 to 1.179 3 0 better" in lines
+    assert "K=3 never tuned 1.157 1.052 to 1.273 3 0 better" in lines
+    assert "K=3 never matched 2 1.134 1.091 to 1.179 3 0 better" in lines
     assert "K=3 momentum-free tuned 1.071 1.067 to 1.076 3 0 better" in lines
     assert "Settings that diverged on a seed: in no mean: 1." in lines
-    assert "K=3 against no restart: 1 matched cells are in no mean." in lines
+    assert "K=3 against never: 1 matched cells are in no mean." in lines
 
 
 @pytest.mark.parametrize(

@@ -29,10 +29,10 @@ from twophase.sweeps.table import (
     ABOVE_ZERO,
     Row,
     Setting,
-    arm_name,
     cell_text,
     format_table,
     measure_of,
+    method_name,
     place_words,
     readable,
     result,
@@ -213,7 +213,7 @@ def tables(comparison: SweepComparison) -> list[Table]:
         spread = None if best is None or best.spread is None else f"{best.spread:.2g}"
         reached = [readable(best.result), spread, len(best.seeds)] if best else [None] * 3
         at = best and place_words(best.values, method.varied)
-        rows.append([arm_name(method.name), "yes" if method.is_control else None, *counts, *reached, at])
+        rows.append([method_name(method.name), "yes" if method.is_control else None, *counts, *reached, at])
     near = f"within {WITHIN:.0%}"
     head = ("method", "control", "settings", "finished", "diverged", "missing", near, "best", "spread", "seeds", "at")
     caption = f"Best: mean {measure} over the seeds, with its standard deviation; {near} of the best of all: settings."
@@ -244,7 +244,7 @@ def _lines(against: Iterable[Against]) -> Iterator[list[Any]]:
             if found is not None:
                 ratio = None if found.ratio is None else f"{found.ratio:.4g}"
                 interval = None if found.low is None else f"{found.low:.4g} to {found.high:.4g}"
-                names = arm_name(each.method), arm_name(each.control)
+                names = method_name(each.method), method_name(each.control)
                 yield [*names, by, cells, ratio, interval, found.seeds, found.diverged, found.word]
 
 
@@ -318,7 +318,7 @@ def _notes(rows: Sequence[Row], methods: Sequence[Method], against: Sequence[Aga
             yield f"Settings that {words}: {count}."
     for each in against:
         if each.left_out:
-            names = f"{arm_name(each.method)} against {arm_name(each.control)}"
+            names = f"{method_name(each.method)} against {method_name(each.control)}"
             yield f"{names}: {each.left_out} matched cells are in no mean."
     if any(row.state == "finished" and result(row) is None and row.perplexity is None for row in rows):
         yield f"Finished runs without a result: {ABOVE_ZERO}."

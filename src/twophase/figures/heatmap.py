@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from twophase.figures.style import DIVERGED, HATCH, INK, MUTED, PAPER, headline, new_figure
-from twophase.sweeps.table import Row, Setting, State, arm_name, cell_text, measure_of, readable, settings
+from twophase.sweeps.table import Row, Setting, State, cell_text, measure_of, method_name, readable, settings
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -107,13 +107,13 @@ def panels_of(cells: Sequence[Setting]) -> list[Panel]:
     ]
     if len(varied) < 2:
         across = varied[0] if varied else ""
-        places = {(cell.values.get(across), arm_name(cell.arm)): cell for cell in cells}
+        places = {(cell.values.get(across), method_name(cell.arm)): cell for cell in cells}
         return [_panel("", (across, "method"), places)] if cells else []
     across, up, *others = varied
     groups: dict[str, dict[tuple[Any, Any], Setting]] = {}
     for cell in cells:
         fixed = [f"{path} {cell_text(cell.values.get(path))}" for path in others]
-        title = ", ".join([*([arm_name(cell.arm)] if cell.arm else []), *fixed])
+        title = ", ".join([*([method_name(cell.arm)] if cell.arm else []), *fixed])
         groups.setdefault(title, {})[cell.values.get(across), cell.values.get(up)] = cell
     return [_panel(title, (across, up), places) for title, places in groups.items()]
 

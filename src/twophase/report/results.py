@@ -17,7 +17,7 @@ from twophase.report.run import result_words
 from twophase.report.sweep_record import is_sweep, read_sweep
 from twophase.runs.record import Column, RunRecord, is_run, read_record
 from twophase.sweeps.grid import RUNS
-from twophase.sweeps.table import AFTER, TABLE, Row, Setting, arm_name, measure_of
+from twophase.sweeps.table import AFTER, TABLE, Row, Setting, measure_of, method_name
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -158,7 +158,7 @@ class Sweep:
 
     def _repr_html_(self) -> str:
         best = self.best()
-        words = f"{arm_name(best.arm)}, {measure_of([best])} {best.result:.4g}" if best else "nothing has finished"
+        words = f"{method_name(best.arm)}, {measure_of([best])} {best.result:.4g}" if best else "nothing has finished"
         return _card(self.path.name, {"cells": f"{len(self.rows):,}", "best": words})
 
     @property
@@ -194,7 +194,7 @@ class Sweep:
         Raises:
             ValueError: no such method, twice the same, or a method that is a control itself.
         """
-        names = {name: row.arm for row in self.rows for name in (row.arm, arm_name(row.arm))}
+        names = {name: row.arm for row in self.rows for name in (row.arm, method_name(row.arm))}
         pair = names.get(method), names.get(control)
         found = compare_sweep(self.rows, [pair[1]]).against if pair[1] is not None else ()
         for each in found:

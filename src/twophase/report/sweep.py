@@ -13,7 +13,7 @@ from twophase.report.page import Link, render
 from twophase.report.sweep_record import SweepRecord
 from twophase.runs.folder import METRICS
 from twophase.runs.record import read_steps
-from twophase.sweeps.table import SEED, TABLE, Setting, arm_name, cell_text, measure_of, place_words, readable
+from twophase.sweeps.table import SEED, TABLE, Setting, cell_text, measure_of, method_name, place_words, readable
 
 _MOST_CURVES, _MOST_CELLS = 400, 400
 
@@ -67,7 +67,7 @@ def _card(best: Setting | None, cells: list[Setting]) -> list[tuple[str, object]
     if best is None:
         return counts
     measure, spread = measure_of(cells), f" \N{PLUS-MINUS SIGN} {readable(best.spread)}" if best.spread else ""
-    place = {"method": arm_name(best.arm)} | {path: cell_text(value) for path, value in best.values.items()}
+    place = {"method": method_name(best.arm)} | {path: cell_text(value) for path, value in best.values.items()}
     return [(f"best {measure}", f"{readable(best.result)}{spread}"), *place.items(), *counts]
 
 
@@ -78,10 +78,8 @@ def _curve(record: SweepRecord, cell: Setting) -> Curve | None:
         lines = read_steps(folder / METRICS) if folder else []
         points = [(line["step"], line["train_loss"]) for line in lines if isinstance(line.get("train_loss"), float)]
         if points:
-            name = (
-                f"{arm_name(cell.arm)}, {place_words(cell.values, cell.values)}: {readable(cell.result) or cell.state}"
-            )
-            return Curve(name[:160], *zip(*points, strict=True))
+            place = f"{method_name(cell.arm)}, {place_words(cell.values, cell.values)}"
+            return Curve(f"{place}: {readable(cell.result) or cell.state}"[:160], *zip(*points, strict=True))
     return None
 
 
@@ -92,7 +90,7 @@ def _every_cell(record: SweepRecord) -> dict[str, Any]:
     lines = [
         [
             Link(row.run, record.page_of(row.run)),
-            arm_name(row.arm),
+            method_name(row.arm),
             *(cell_text(row.values.get(path)) for path in [*paths, SEED]),
             row.state,
             row.validation_loss if row.perplexity is None else row.perplexity,

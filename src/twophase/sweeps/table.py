@@ -11,7 +11,6 @@ from __future__ import annotations
 import csv
 import io
 import math
-import re
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -197,13 +196,9 @@ def measure_of(runs: Iterable[Row | Setting]) -> str:
     return "validation loss" if losses and all(row.perplexity is None for row in losses) else "perplexity"
 
 
-def arm_name(arm: str) -> str:
-    """Return the name that people read of a method, the same in every table and page.
-
-    >>> arm_name("heavy ball, never"), arm_name("")
-    ('heavy ball, no restart', '(all)')
-    """
-    return re.sub(r"\bnever\b", "no restart", arm) or "(all)"
+def method_name(arm: str) -> str:
+    """Return a method's name for a table: that in `cells.csv`, or a word where a sweep's only one has none."""
+    return arm or "(all)"
 
 
 def place_words(values: Mapping[str, Any], paths: Iterable[str]) -> str:
