@@ -118,7 +118,7 @@ def contest(config: TrainConfig, call: Call, turns: int, seconds: float) -> tupl
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
     flops = flops_per_token(config.model, config.model.vocabulary_size, config.data.sequence_length)
-    work, steps, products = config.step_tokens * flops.causal / (2 * size**3), list[float](), list[float]()
+    work, steps, products = config.step_tokens * flops / (2 * size**3), list[float](), list[float]()
     for _ in range(turns):
         products.append(seconds_of(lambda: torch.mm(a, b, out=out), seconds, device))
         steps.append(seconds_of(call, seconds, device))

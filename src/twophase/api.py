@@ -150,12 +150,7 @@ def train_run(
 ) -> dict[str, Any]:
     """Train one run, or what is left of it, on this rank; return its summary.
 
-    Args:
-        config: the run.
-        out: its folder.
-        track: names of trackers.
-        quiet: show no progress.
-        timeout: seconds for the start of all ranks and for each collective.
+    Arguments are as of `train`; `timeout` is the seconds for the start of all ranks and for each collective.
 
     Raises:
         UsageError: values that cannot be run here, before a folder is made; or a folder of another run.

@@ -69,12 +69,10 @@ def get(config: Any, path: str) -> Any:
 
 
 def update(config: C, values: Mapping[str, Any], where: str = "--") -> C:
-    """Return a copy with some values replaced; they are converted to their fields' types.
+    """Return a copy with some values replaced, which are nested dictionaries, or by dotted path.
 
-    Args:
-        config: the configuration.
-        values: nested dictionaries, or values by dotted path; text means what it means as an option.
-        where: what stands before a path in messages, such as `--config FILE: `.
+    They are converted to their fields' types; text means what it means as an option. `where` stands before a path in
+    messages, such as `--config FILE: `.
 
     Raises:
         UsageError: a path that the configuration does not have, or a value of another type or out of its range.
@@ -190,15 +188,10 @@ _Dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
 def parse(options: type[C], argv: Sequence[str], program: str, config: Any = None) -> tuple[C, Any]:
-    """Return a command's own options, and a configuration with the values that are given as options.
+    """Return a command's own options, and a configuration (None where it has none) with the values given as options.
 
-    Booleans are `--flag`, `--no-flag`, `--flag true` or `--flag false`; `--help` prints all and exits.
-
-    Args:
-        options: dataclass of the command's own options.
-        argv: words of the command line.
-        program: the command, for the usage.
-        config: the configuration before these options, or None where the command has none.
+    Booleans are `--flag`, `--no-flag`, `--flag true` or `--flag false`; `--help` prints all and exits. `program` is the
+    command, for the usage.
 
     Raises:
         UsageError: an option that does not exist, or a value of another type or out of its range, in one line.

@@ -35,8 +35,8 @@ def meter(
 ) -> Iterator[Callable[[int, str], None]]:
     """Show progress on stderr, of `total` things; yields `show(done, text)`.
 
-    On a terminal a bar with the remaining time, the text below it, and above it what `picture` returns a few times a
-    second; elsewhere lines, `plain_seconds` apart at least, and one at the end.
+    On a terminal a bar, the text below it, and above it what `picture` returns a few times a second; elsewhere lines,
+    `plain_seconds` apart at least, and one at the end. Both say how much time is left, from the first call's count on.
     """
     if quiet:
         yield lambda _done, _text: None
@@ -60,12 +60,15 @@ def meter(
             yield lambda done, text: bars.update(task, completed=done, text=text)
     else:
         began = last = time.monotonic()
+        first: int | None = None
 
         def show(done: int, text: str) -> None:
-            nonlocal last
-            now = time.monotonic()
+            nonlocal first, last
+            first, now = done if first is None else first, time.monotonic()
             if done >= total or now - last >= plain_seconds:
-                print(f"{title} {done}/{total}  {text}  ({duration(now - began)})", file=sys.stderr, flush=True)
+                left = (now - began) * (total - done) / (done - first) if first < done < total else 0
+                times = duration(now - began) + (f", about {duration(left)} left" if left else "")
+                print(f"{title} {done}/{total}  {text}  ({times})", file=sys.stderr, flush=True)
                 last = now
 
         yield show

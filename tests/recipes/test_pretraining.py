@@ -42,12 +42,12 @@ def test_every_cell_of_the_paper():
     rules = [
         OuterConfig(method, lr, momentum).rule() for lr, momentum, method in product(PAPER.lrs, PAPER.momenta, METHODS)
     ]
-    restarts = [None, *PAPER.periods, "soft:3:0.2:0.1"]
+    restarts = ["never", *PAPER.periods, "soft:3:0.2:0.1"]
     cells = [(inner_steps, rules[0], restart) for inner_steps, restart in product(PAPER.inner_steps, restarts)]
     for inner_steps, rule, restart in [*cells, *((128, rule, 3) for rule in rules)]:  # all pairs would show no more
         run = paper_150m(inner_steps, rule, restart)
         assert (run.inner_steps, run.outer.rule()) == (inner_steps, rule)
-        assert run.outer.restart == ("never" if restart is None else str(restart))
+        assert run.outer.restart == str(restart)
 
 
 @pytest.mark.parametrize(("build", "millions", "within"), [(nano, 10, 0.2), (small, 40, 0.1)])

@@ -1,16 +1,9 @@
 """A grid as arms that are compared, and controls, without which a comparison of restarts says little.
 
-A restart empties the momentum buffer, and an emptied buffer pushes less, so a restarted run is also a run of smaller
-steps. Three kinds of runs tell the two apart:
-
-* momentum-free outer SGD over several learning rates (`momentum_free`): momentum, with or without restarts, must be
-  worth more than this;
-* plain averaging of the replicas: momentum-free at learning rate 1, `AVERAGING_LR`;
-* the gain-matched run of a restarted one (`gain_matched`): the same rule without restarts, whose learning rate gives
-  the same mean outer gain over the run. What remains between the two is what restarts do beyond a smaller step.
-
-They are rules without filter and schedule, for any method, filter or schedule of the grid. The gain of another method
-is not known in advance, so its restarted runs have no gain-matched one.
+A restarted buffer pushes less, so a restarted run is also a run of smaller steps. Two kinds of runs tell what restarts
+do beyond that: outer SGD without momentum over several learning rates, plain averaging (1) among them, and for each
+restarted rule the same rule without restarts, whose learning rate gives the same mean outer gain. They have no filter
+and no schedule. The gain of another method is not known in advance, so its restarted runs have no gain-matched one.
 """
 
 from __future__ import annotations
@@ -52,13 +45,8 @@ def momentum_free(
 ) -> list[Cell]:
     """Return runs of outer SGD without momentum and restarts, over learning rates, of the arm `MOMENTUM_FREE`.
 
-    Without momentum both forms and both kinds of rule are one rule, so one arm controls all of them.
-
-    Args:
-        base: values that the runs share, a configuration of a run.
-        axes: further axes, such as the seed; the learning rate runs fastest.
-        lrs: outer learning rates; with 1 among them (`with_averaging`) there is plain averaging too.
-        fixed: further values that all of them share, from dotted path to value.
+    Without momentum all rules and forms are one, so it controls all of them. Arguments are as of `grid.product`; the
+    learning rate runs fastest.
     """
     shared = {METHOD: "averaging", MOMENTUM: None, RESTART: "never"} | dict(fixed or {})
     return product(base, [*axes, Axis(LR, tuple(lrs))], MOMENTUM_FREE, shared)
@@ -68,11 +56,9 @@ def gain_matched(cell: Cell, arm: str) -> Cell | None:
     """Return the control of a restarted cell: no restart, and the learning rate with the same mean outer gain.
 
     `lr_matched = lr gain(rule, policy, T) / gain(rule, never, T)` with the gains of `restart.mean_outer_gain` over the
-    run's own number of rounds T; everything else stays. None when that is the cell's rate to six digits: the run
-    without restarts at that rate is then the control. None, too, when no positive rate has that gain, and when the
-    outer optimizer is more than a rule. A ValueError refuses an adaptive policy, whose gain is not known in advance.
-
-    Source: theory note R31; the paper has no such control.
+    run's own number of rounds T; everything else stays. None when that is the cell's own rate to six digits, when no
+    positive rate has that gain, and when the outer optimizer is more than a rule. A ValueError refuses an adaptive
+    policy, whose gain is not known in advance. The paper has no such control.
     """
     outer, rounds, rule = cell.config.outer, cell.config.rounds, cell.config.outer.rule()
     if rule is None or not outer.is_rule:
@@ -87,7 +73,7 @@ def gain_matched(cell: Cell, arm: str) -> Cell | None:
 
 
 def gain_matched_all(cells: Iterable[Cell], arm: str) -> list[Cell]:
-    """Return the gain-matched controls of the cells that need one."""
+    """Return the gain-matched controls of the cells that have one."""
     return [control for cell in cells if (control := gain_matched(cell, arm)) is not None]
 
 
@@ -95,8 +81,7 @@ def controls_of(base: Any, axes: Sequence[Axis], cells: Sequence[Cell]) -> list[
     """Return the controls of a grid: momentum-free outer SGD, plain averaging, and gain-matched runs.
 
     Momentum-free runs take the grid's outer learning rates (or the base's) and 1, and all axes that are not outer. A
-    policy that decides from measured signals has no mean gain known in advance, hence no gain-matched control. Nor has
-    a run with a policy for each fragment: the gains may differ.
+    policy that decides from measured signals has no gain-matched run, nor has one with a policy for each fragment.
     """
     lrs = next((axis.values for axis in axes if axis.path == LR), (base.outer.numbers().get("lr", AVERAGING_LR),))
     others = [axis for axis in axes if not axis.path.startswith("outer.") and axis.path != BLOCKS]
@@ -117,14 +102,9 @@ def controls_of(base: Any, axes: Sequence[Axis], cells: Sequence[Cell]) -> list[
 def grid_of(base: Any, axes: Sequence[Axis], *, controls: bool) -> list[Cell]:
     """Return all combinations of the axes' values, in arms by form, method, filter, schedule and restart, if they vary.
 
-    Arms say *what* is tuned, with the restart of all or of each fragment, such as `sum, Nesterov, K=3`; all other axes
-    are what it is tuned over. A grid that varies none of them is one arm without a name. Of cells that differ in values
-    that change nothing, as in a restart of averaging, the first one stays.
-
-    Args:
-        base: base of `grid.product`, which says what is refused.
-        axes: axes of `grid.product`.
-        controls: add the cells of `controls_of`.
+    Arms say *what* is tuned, such as `sum, Nesterov, K=3`; all other axes are what it is tuned over. A grid that varies
+    none of them is one arm without a name. Of cells that differ in values that change nothing, as in a restart of
+    averaging, the first one stays. `controls` adds those of `controls_of`; `grid.product` says what is refused.
     """
     axes = [Axis(axis.path, tuple(fitted(base, axis))) for axis in axes]
     every = [replace(cell, arm=_arm(cell.values, cell.config)) for cell in product(base, axes)]

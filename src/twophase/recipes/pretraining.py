@@ -15,7 +15,7 @@ from typing import Any
 
 from twophase.config import meant, update
 from twophase.errors import UsageError
-from twophase.restart import Never, RestartPolicy, parse
+from twophase.restart import RestartPolicy, parse
 from twophase.rule import OuterRule
 from twophase.runs.config import ComputeConfig, InnerConfig, OuterConfig, options_of
 from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
@@ -29,32 +29,23 @@ TUNED = OuterRule(0.9, 0.7, nesterov=True)
 
 
 def paper_150m(
-    inner_steps: int = 128, rule: OuterRule = TUNED, restart: RestartPolicy | str | int | None = None
+    inner_steps: int = 128, rule: OuterRule = TUNED, restart: RestartPolicy | str | int = "never"
 ) -> TrainConfig:
-    """Return the paper's Llama-150M: 12,500 inner steps, 3.3 billion tokens of C4 over two replicas.
+    """Return the paper's Llama-150M: 12,500 inner steps, 3.3 billion tokens of C4 over two replicas, on one GPU or two.
 
-    Args:
-        inner_steps: S, inner steps a round; the paper's are 64, 128, 512, 1024 and 2048.
-        rule: the outer rule; the paper's grid is in `experiments/trainings.py`.
-        restart: restarts of its momentum, as a policy, a text or a period; None means never.
-
-    Returns:
-        The configuration, for one GPU or, under torchrun, one for each replica. Weights and optimizers of both replicas
-        take 40 bytes a parameter, 8.6 GB; the batch is cut to what is left.
-
-    Source: the restart paper, tables 1 and 2.
+    Weights and optimizers of both replicas take 40 bytes a parameter, 8.6 GB; the batch is cut to what is left. The
+    paper's `inner_steps` are 64, 128, 512, 1024 and 2048; its grid of rules is in `experiments/trainings.py`.
 
     >>> paper_150m(restart=3).outer.restart, paper_150m().rounds
     ('3', 98)
     """
-    policy = Never() if restart is None else parse(restart)
     return TrainConfig(
         model=ModelConfig(
             layers=12, hidden_size=1024, intermediate_size=2688, heads=16, norm_eps=1e-5, vocabulary_size=32000
         ),
         data=DataConfig(corpus=C4, tokenizer="mistral", sequence_length=2048, batch_size=64, validation_windows=512),
         inner=InnerConfig(lr=1e-3, weight_decay=0.1, betas=(0.9, 0.999), warmup=1200 / 12500, schedule="cosine"),
-        outer=OuterConfig(**options_of(rule), restart=str(policy)),
+        outer=OuterConfig(**options_of(rule), restart=str(parse(restart))),
         compute=ComputeConfig(precision="bf16-mixed", compile=True),
         replicas=2,
         steps=12500,
@@ -100,11 +91,7 @@ def recipe(name: str) -> TrainConfig:
 
 
 def at_pace(config: TrainConfig, keep: Collection[str] = ()) -> TrainConfig:
-    """Restore a recipe's pace of evaluations and checkpoints in inner steps after its round's length was changed.
-
-    Args:
-        config: a changed recipe.
-        keep: `evaluate_every` and `checkpoint_every`, which count rounds, if set by the caller; they stay.
+    """Restore a recipe's pace of evaluations and checkpoints after a change of `inner_steps`; those in `keep` stay.
 
     >>> at_pace(replace(paper_150m(), inner_steps=2048)).checkpoint_every
     1

@@ -133,11 +133,8 @@ class RunFolder(Claim):
         """Make or reopen the folder of a run, and keep every other process out of it.
 
         `config` is a tree of frozen dataclasses, or of dictionaries; a folder with the same one is resumed. `host` is
-        the name of this host, by default the system's; `lock` is False where the file system has no locks.
-
-        Raises:
-            BusyError: another process has it.
-            UsageError: the folder belongs to another run, or holds other files; nothing is changed then.
+        the name of this host, by default the system's; `lock` is False where the file system has no locks. A UsageError
+        refuses a folder of another run, or with other files, which is left as it is, a BusyError one that is in use.
         """
         tree = config if isinstance(config, dict) else to_tree(config)
         _check(path, tree)

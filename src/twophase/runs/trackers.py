@@ -17,55 +17,41 @@ from twophase.errors import UsageError
 NAMES = ("none", "tensorboard", "trackio", "wandb")
 
 
-class TensorBoard:
-    """Event files in the run's `tensorboard/`."""
+class Tracker:
+    """A logger of one of `NAMES` for a run's folder, which starts with the first line."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = str(folder / "tensorboard")
-        self._writer: Any = None
+    def __init__(self, name: str, folder: Path, config: Tree) -> None:
+        self.name, self.folder, self.config = name, folder, config
+        self._backend: Any = None
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Add the numbers; readers drop what an earlier part of the run has logged from the first step on."""
-        if self._writer is None:
-            writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter
-            self._writer = writer(self._folder, purge_step=step)
+        """Send the numbers of a step."""
+        if self._backend is None:
+            self._backend = self._start(step)
+        if self.name != "tensorboard":
+            self._backend.log(dict(values), step=step)
+            return
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+            self._backend.add_scalar(name, value, step)
 
-    def close(self) -> None:
-        """Write the last ones."""
-        if self._writer:
-            self._writer.close()
-
-
-class Server:
-    """A run of wandb, or of trackio, which has the same functions and knows a run by its name."""
-
-    def __init__(self, module: str, folder: Path, config: Tree) -> None:
-        self._module, self._folder, self._config = module, folder, config
-        self._run: Any = None
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        """Send the numbers."""
-        if self._run is None:
-            file, name = self._folder / f"{self._module}.id", self._folder.name
-            if not file.exists():
-                file.write_text(secrets.token_hex(6))
-            identity = file.read_text()  # the same after the run has resumed
-            own = {"name": name, "id": identity, "dir": str(self._folder)}
-            if self._module == "trackio":
-                own = {"name": f"{name} {identity}"}
-            init = importlib.import_module(self._module).init
-            self._run = init(project="twophase", resume="allow", config=self._config, **own)
-        self._run.log(dict(values), step=step)
+    def _start(self, step: int) -> Any:
+        if self.name == "tensorboard":  # whose readers drop what an earlier part of the run has logged from this step
+            writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter
+            return writer(str(self.folder / self.name), purge_step=step)
+        file, name = self.folder / f"{self.name}.id", self.folder.name
+        if not file.exists():
+            file.write_text(secrets.token_hex(6))
+        identity = file.read_text()  # the same after the run has resumed; trackio knows a run by its name
+        own = {"name": f"{name} {identity}"}
+        if self.name == "wandb":
+            own = {"name": name, "id": identity, "dir": str(self.folder)}
+        init = importlib.import_module(self.name).init
+        return init(project="twophase", resume="allow", config=self.config, **own)
 
     def close(self) -> None:
         """Send the last ones."""
-        if self._run:
-            self._run.finish()
-
-
-Tracker = TensorBoard | Server
+        if self._backend is not None:
+            self._backend.close() if self.name == "tensorboard" else self._backend.finish()
 
 
 def open_trackers(names: Sequence[str], folder: Path, config: Tree) -> list[Tracker]:
@@ -80,7 +66,7 @@ def open_trackers(names: Sequence[str], folder: Path, config: Tree) -> list[Trac
             raise UsageError(f"--track: must be of {', '.join(NAMES)}, got {name}")
         if name not in sys.modules and importlib.util.find_spec(name) is None:
             raise UsageError(f"--track {name}: needs a package; pip install 'twophase[{name}]'")
-    return [TensorBoard(folder) if name == "tensorboard" else Server(name, folder, config) for name in names]
+    return [Tracker(name, folder, config) for name in names]
 
 
 def send(trackers: list[Tracker], log: str, line: Mapping[str, Any]) -> None:
@@ -97,5 +83,5 @@ def call_each(trackers: list[Tracker], method: str, *arguments: Any) -> None:
             getattr(tracker, method)(*arguments)
         except Exception as error:
             trackers.remove(tracker)
-            text = f"{type(tracker).__name__} failed ({error!r}); the run goes on without this tracker"
+            text = f"--track {tracker.name} failed ({error!r}); the run goes on without this tracker"
             warnings.warn(text, RuntimeWarning, stacklevel=4)

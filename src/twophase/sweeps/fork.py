@@ -16,21 +16,17 @@ from twophase.runs.config import RunConfig
 
 @dataclass(frozen=True)
 class Node:
-    """A run of the tree.
-
-    Args:
-        name: name of its folder: the run's id, or that of a shared beginning.
-        config: its configuration; of a shared beginning that of the first run below it.
-        parent: name of the node that it forks from, or None.
-        start: inner step at which it begins.
-        stop: inner step before whose outer step it ends, or None: it is a run of the sweep.
-    """
+    """A run of the tree."""
 
     name: str
+    """Name of its folder: the run's id, or that of a shared beginning."""
     config: RunConfig
+    """Of a shared beginning that of the first run below it."""
     parent: str | None
+    """Name of the node that it forks from."""
     start: int
     stop: int | None
+    """Inner step before whose outer step it ends, or None: it is a run of the sweep."""
 
     @property
     def steps(self) -> int:
@@ -39,11 +35,7 @@ class Node:
 
 
 def tree(configs: Mapping[str, RunConfig]) -> dict[str, Node]:
-    """Return the nodes of a sweep's runs by name, parents before their children.
-
-    Args:
-        configs: plain configurations (`RunConfig.plain`) by run id.
-    """
+    """Return the nodes of a sweep's runs (plain configurations by run id) by name, parents before their children."""
     groups: dict[str, list[str]] = {}
     for run, config in configs.items():
         sync = config.sync

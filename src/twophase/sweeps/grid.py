@@ -31,19 +31,16 @@ class Axis:
 
 @dataclass(frozen=True)
 class Cell:
-    """One run of a sweep.
-
-    Args:
-        arm: name of the group that the cell is compared within.
-        values: values that identify it, by dotted path.
-        config: its whole configuration, without values that it ignores (`RunConfig.plain`).
-        control_of: run id of the cell that it is the control of, or None.
-    """
+    """One run of a sweep."""
 
     arm: str
+    """Name of the group that it is compared within."""
     values: Mapping[str, Any]
+    """What identifies it, by dotted path."""
     config: Any
+    """Its whole configuration, without values that it ignores (`RunConfig.plain`)."""
     control_of: str | None = None
+    """Run id of the cell that it is the control of."""
 
     @cached_property
     def run_id(self) -> str:
@@ -53,12 +50,9 @@ class Cell:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A set of cells to run and compare. Cells with equal configurations share a run, which trains once.
+    """Cells to run and compare, in the order of the table: variations of a base configuration, under a name for people.
 
-    Args:
-        name: name of the sweep, for people.
-        base: the configuration that the cells vary.
-        cells: cells in the order of the table, at least one.
+    Those with equal configurations share a run, which trains once.
     """
 
     name: str
@@ -131,11 +125,7 @@ def read_spec(spec: Tree, base: Any) -> Sweep:
 def product(base: Any, axes: Sequence[Axis], arm: str = "", fixed: Mapping[str, Any] | None = None) -> list[Cell]:
     """Combine the axes' values on top of a base configuration in every way; the last axis runs fastest.
 
-    Args:
-        base: a tree of frozen dataclasses.
-        axes: axes that vary. A value may also be given as the text that an option takes.
-        arm: name of the arm that these cells form.
-        fixed: values that all of them share, by dotted path; they are part of each cell's `values`.
+    They are of one arm. A value may also be the text that an option takes. `fixed` are values that all cells share.
 
     Raises:
         UsageError: an unknown path, a value of the wrong type, an axis without values or with a repeated one.

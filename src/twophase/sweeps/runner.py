@@ -23,7 +23,7 @@ from typing import Any
 from twophase.config import fingerprint
 from twophase.errors import RunError
 from twophase.files import write_atomic
-from twophase.progress import duration, meter
+from twophase.progress import meter
 from twophase.runs.folder import CHECKPOINTS, BusyError, RunFolder, read_summary
 from twophase.sweeps.fork import Node, tree
 from twophase.sweeps.grid import RUNS, SPEC, Sweep, read_spec, write_spec
@@ -90,13 +90,7 @@ def work(
     should_stop: Callable[[], bool] = lambda: False,
     on_end: Callable[[], None] = lambda: None,
 ) -> None:
-    """Train nodes of a sweep until none is left, in this process.
-
-    Args:
-        nodes: the sweep in its folder, which holds its description.
-        should_stop: asked after every step; True writes a checkpoint and returns.
-        on_end: called after each node.
-    """
+    """Train nodes of a sweep in this process until none is left, or `should_stop`, asked after every step, is true."""
     while (pending := nodes.pending()) and not should_stop():
         for node in pending:
             if node.parent not in nodes.needed and _train(nodes, node, should_stop):
@@ -170,16 +164,9 @@ def run_sweep(
 ) -> Outcome:
     """Run what is left of a sweep, and keep its table up to date; another process may do the same at the same time.
 
-    Args:
-        sweep: the sweep.
-        folder: its folder; one that holds this sweep is continued.
-        workers: processes that train; one means this process, None one a GPU, or one for each `threads` cores.
-        quiet: show no progress.
-        on_rows: called with the table whenever it has changed; what it returns is shown above the progress.
-        should_stop: asked often; True stops all workers, whose runs resume later.
-
-    Raises:
-        UsageError: the folder holds something else.
+    One worker means this process, None one a GPU, or one for each `threads` cores. What `on_rows` returns, which is
+    called with the table whenever it has changed, is shown above the progress. `should_stop` is asked often; True stops
+    all workers, whose runs resume later. A UsageError refuses a folder that holds something else.
     """
     write_spec(sweep, folder)
     started, nodes = time.monotonic(), Nodes(sweep, folder)
@@ -222,7 +209,6 @@ class _Monitor:
         self.drawn: Any = ""
         self.total = sum(node.steps for node in nodes.nodes.values())
         self._states: dict[str, str] | None = None
-        self._began, self._left = time.monotonic(), sum(nodes.nodes[name].steps for name in nodes.needed)
 
     def look(self, show: Callable[[int, str], None]) -> None:
         """Write the table and show the progress where a run has ended since the last look."""
@@ -236,14 +222,12 @@ class _Monitor:
         self.rows = rows_of(nodes.sweep, nodes.summaries, nodes.errors)
         write_rows(nodes.folder / TABLE, self.rows)
         self.drawn = self.on_rows(self.rows)
-        left, seconds = sum(nodes.nodes[name].steps for name in nodes.needed), time.monotonic() - self._began
-        for run in [run for run in states if states[run] != before.get(run)][-1:]:
-            row = next(row for row in self.rows if row.run == run)
+        text = f"{[*states.values()].count('ended')}/{len(runs)} runs"
+        for row in [row for row in self.rows if states.get(row.run) != before.get(row.run)][-1:]:
             number = result(row)
             outcome = row.state if number is None else f"{measure_of([row])} {readable(number)}"
-            rest = f"; about {duration(seconds * left / (self._left - left))} left" if 0 < left < self._left else ""
-            count = f"{[*states.values()].count('ended')}/{len(runs)} runs"
-            show(self.total - left, f"{count}  {place_words(row.values, row.values)}: {outcome}{rest}")
+            text += f"  {place_words(row.values, row.values)}: {outcome}"
+        show(self.total - sum(nodes.nodes[name].steps for name in nodes.needed), text)
 
 
 def _run_workers(
@@ -253,10 +237,7 @@ def _run_workers(
     show: Callable[[int, str], None],
     should_stop: Callable[[], bool],
 ) -> int | None:
-    """Start workers, each on a GPU of its own if there are enough, and look at the folder until all have ended.
-
-    What a worker has died of is the error of its run. Returns the exit status of the last worker.
-    """
+    """Start workers, each on a GPU of its own if there are enough, and wait; return the exit status of the last one."""
     command = [sys.executable, "-m", "twophase.sweeps.runner", str(monitor.nodes.folder)]
     running: list[subprocess.Popen[bytes]] = []
     status = None

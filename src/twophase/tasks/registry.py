@@ -54,11 +54,7 @@ def config_of(tree: Mapping[str, Any]) -> RunConfig:
 
 @cache
 def config_class(name: str) -> type[RunConfig]:
-    """Return the class of a configuration of a task's runs: `RunConfig` with the task's values below `task`.
-
-    Raises:
-        UsageError: no such task, or a field without a default or of a type that no option can hold.
-    """
+    """Return the class of a configuration of a task's runs: `RunConfig` with the task's values below `task`."""
     if name == LM:
         return TrainConfig
     kind = task_class(name)
@@ -87,11 +83,7 @@ def config_class(name: str) -> type[RunConfig]:
 
 
 def task_class(name: str) -> type:
-    """Return the class of a task; what its file raises comes through.
-
-    Raises:
-        UsageError: a name of another form, a file or module that is missing, or a class that it lacks.
-    """
+    """Return the class of a task, or raise a UsageError where there is none; what its file raises comes through."""
     place = "twophase.tasks.hf:HuggingFace" if name.startswith(HF) and name != HF else _SHIPPED.get(name, name)
     module, _, kind = place.rpartition(":")
     if not module:
@@ -147,11 +139,7 @@ def forbid_import_time_calls() -> None:
 
 
 def name_of(kind: type) -> str:
-    """Return the name by which another process finds a task's class.
-
-    Raises:
-        UsageError: it is inside a function, or of a program without a file, such as a notebook.
-    """
+    """Return the name by which another process finds a task's class; a UsageError for one in a function or notebook."""
     file = Path(getattr(sys.modules.get(kind.__module__), "__file__", None) or "").absolute()
     if "." in kind.__qualname__ or not file.is_file():
         raise UsageError(f"task: {kind.__qualname__} must be a class at the top of a file, for workers to import it")

@@ -57,12 +57,7 @@ class Request:
 
 
 def prepare(request: Request) -> Meta:
-    """Make a folder of token shards, or resume an unfinished one; a finished one is left as it is.
-
-    Raises:
-        UsageError: a value out of range, or a folder of something else or of another request.
-        RunError: a source or tokenizer that cannot be read.
-    """
+    """Make a folder of token shards, or resume an unfinished one; a finished one is left as it is."""
     files = _files(request)
     held_out = 0.0 if files[0][0] == VALIDATION else request.held_out
     options = {name: getattr(request, name) for name in ("tokenizer", "end_of_text", "column", *LIMITS.values())}

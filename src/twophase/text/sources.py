@@ -162,9 +162,8 @@ def batches(texts: Iterable[str]) -> Iterator[list[str]]:
 def python_documents(corpus: str) -> list[str]:
     """Return the texts of a corpus, each once, which takes about two seconds; nothing is imported or run.
 
-    Args:
-        corpus: `python` for documentation topics, and docstrings of more than 120 characters; `python-code` for
-            functions and classes of at least 200 characters, without docstrings.
+    `python` is documentation topics, and docstrings of more than 120 characters; `python-code` functions and classes of
+    at least 200 characters, without docstrings.
     """
     if corpus == "python-code":
         return list(dict.fromkeys(text for file, tree in _parsed() for text in _code(file.split("\n"), tree)))

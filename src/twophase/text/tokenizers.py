@@ -84,16 +84,11 @@ def _token_bytes(vocabulary: Mapping[str, int], content: Mapping[str, Any]) -> N
 
 
 def load_tokenizer(name: str, end_of_text: str | None = None) -> Tokenizer:
-    """Return a tokenizer by its name.
+    """Return a tokenizer by its name; a UsageError where there is none, or where no token ends a document.
 
-    Args:
-        name: `mistral` (from the installed mistral-common), `bytes`, a `tokenizer.json`, the folder of one, or a
-            Hugging Face id such as `openai-community/gpt2`, which is downloaded.
-        end_of_text: the token that ends a document, where a file names none or another is wanted.
-
-    Raises:
-        UsageError: no such tokenizer, or a file that has no such token.
-        RunError: a hub id that cannot be downloaded, or a package that is missing.
+    It is `mistral` (from the installed mistral-common), `bytes`, a `tokenizer.json`, the folder of one, or a Hugging
+    Face id such as `openai-community/gpt2`, which is downloaded. `end_of_text` is the token that ends a document, where
+    a file names none or another is wanted.
     """
     hf = optional("tokenizers")
     if name == "bytes":

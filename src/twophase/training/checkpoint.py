@@ -125,12 +125,9 @@ def load_sealed(path: Path) -> Any:
 
 
 class Checkpointer:
-    """Writes the checkpoints of a run while it trains on; all ranks call it at the same steps.
+    """Writes the checkpoints of a run to a folder that all ranks see, while it trains on; keeps the newest `keep`.
 
-    Args:
-        folder: the run's `checkpoint/`, seen by all ranks.
-        group: the ranks of the run.
-        keep: checkpoints that stay; older ones go once a newer one is complete.
+    All ranks call it at the same steps.
     """
 
     def __init__(self, folder: Path, group: SingleProcess, keep: int) -> None:

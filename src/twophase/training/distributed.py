@@ -23,11 +23,7 @@ from twophase.errors import RunError, UsageError
 
 
 def device_of(name: str) -> torch.device:
-    """Return the device of this rank; under torchrun `cuda` is the GPU of its local rank.
-
-    Raises:
-        UsageError: this machine or this torch has no such device.
-    """
+    """Return the device of this rank, or raise a UsageError; under torchrun `cuda` is the GPU of its local rank."""
     if name == "cuda" and "LOCAL_RANK" in os.environ:
         name = f"cuda:{os.environ['LOCAL_RANK']}"
     try:
@@ -51,11 +47,9 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 @contextmanager
 def process_group(device: torch.device, timeout: float | None = None) -> Iterator[SingleProcess]:
-    """Join the ranks that torchrun has started; without torchrun this process is alone.
+    """Join the ranks that torchrun has started, by NCCL for GPUs and gloo else; without it this process is alone.
 
-    Args:
-        device: this rank's device; NCCL serves GPUs, gloo the rest.
-        timeout: seconds for the start and for each collective; None means ten minutes on GPUs, half an hour without.
+    `timeout` is the seconds for the start and for each collective, by default ten minutes on GPUs, else half an hour.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield SingleProcess()

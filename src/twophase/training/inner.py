@@ -56,18 +56,13 @@ class Replica:
 
 
 class MuonAdamW(Optimizer):
-    """Muon for the hidden weight matrices and AdamW for all other parameters, as one optimizer with two param groups.
+    """Muon for `hidden_matrices` and AdamW for all other parameters, as one optimizer with two param groups.
 
-    Muon replaces a matrix's momentum by approximately the nearest orthogonal matrix. Here the factor 0.2 sqrt(larger
-    dimension) gives its steps the size of AdamW's, so both use one learning rate and weight decay. With this inner
-    optimizer, DiLoCo is MuLoCo.
+    Muon's steps get the size of AdamW's by a factor 0.2 sqrt(larger dimension), so both use one learning rate and one
+    weight decay. With this inner optimizer, DiLoCo is MuLoCo.
 
-    Args:
-        model: model whose parameters are optimized, those of `hidden_matrices`, at least one, by Muon.
-        config: learning rate, weight decay, Muon's momentum, AdamW's betas.
-
-    Source: Jordan et al., "Muon" (2024). Size of the steps: Liu et al., "Muon is scalable for LLM training" (2025).
-    MuLoCo: Thérien et al., "MuLoCo" (2025).
+    Source: Jordan et al., "Muon" (2024); Liu et al., "Muon is scalable for LLM training" (2025), on the size of the
+    steps; Thérien et al., "MuLoCo" (2025).
     """
 
     def __init__(self, model: nn.Module, config: InnerConfig) -> None:
@@ -118,11 +113,7 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
 
 
 def inner_optimizer(model: nn.Module, config: InnerConfig) -> Optimizer:
-    """Return the optimizer that `config.method` names, over all parameters of a model.
-
-    Raises:
-        UsageError: muon for a model without hidden weight matrices, or schedule-free without its package.
-    """
+    """Return the optimizer that `config.method` names, over all parameters of a model."""
     parameters, lr, decay = list(model.parameters()), config.lr, config.weight_decay
     match config.method:
         case "muon":

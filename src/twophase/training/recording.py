@@ -101,12 +101,10 @@ class Recorder(AbstractContextManager["Recorder"]):
         return self._engine.taken if isinstance(self._engine, DiLoCo) else self.round * self._inner_steps
 
     def log_round(self, report: RoundReport | Sequence[GroupRound] | None, **values: float | Tensor) -> None:
-        """Write a round, and numbers at its end.
+        """Write a round, and numbers at its end, as of `log`; the diagnosis of a run needs `inner_lr`.
 
-        Args:
-            report: what `DiLoCo.step()` or `finish()` has returned; None, inside a round, writes nothing. Of an
-                `OuterSGD` its `last_round`, with norms after `step(measure=True)`; without a new round nothing happens.
-            values: as of `log`; the diagnosis of a run needs `inner_lr`.
+        `report` is what `DiLoCo.step()` or `finish()` has returned, or the `last_round` of an `OuterSGD`, with norms
+        after `step(measure=True)`. None, inside a round, and a round that is logged already write nothing.
         """
         if report is None or report is self._logged:
             return

@@ -62,11 +62,7 @@ class Progress:
 
 
 def optimizers_of(outer: OuterConfig) -> Callable[..., Any]:
-    """Return the function from named parameters to the torch optimizers of an outer method that is no rule.
-
-    Raises:
-        UsageError: a user's file or function that is missing or fails.
-    """
+    """Return the function from named parameters to the torch optimizers of an outer method that is no rule."""
     if outer.method in TORCH:
         return partial(named_optimizer, method=outer.method, lr=outer.lr, momentum=outer.momentum)
     file, _, name = outer.method.rpartition(":")
@@ -251,8 +247,7 @@ class Trainer:
     def synchronize(self, *, stop: bool = False) -> RoundReport | None:
         """Tell the engine that every replica has taken an inner step; the last round may be a shorter one.
 
-        Args:
-            stop: this rank was asked to stop; where a round ends, all ranks learn of it.
+        `stop` says that this rank was asked to stop: where a round ends, all ranks learn of it.
         """
         signals = None
         is_last = self.done.step == self.config.steps

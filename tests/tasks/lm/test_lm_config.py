@@ -74,9 +74,7 @@ def test_parameters_and_operations(config: ModelConfig) -> None:
     tokens = torch.zeros(2, length, dtype=torch.int64)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as forward:  # others are not counted on CPUs
         model(tokens)
-    # The counter, like the PaLM count, takes the whole square. A backward pass of products costs twice the forward.
+    # The counter takes the whole square, of which half is masked. A backward pass of products costs twice the forward.
     counted = 3 * forward.get_total_flops() / tokens.numel()
-    flops = flops_per_token(config, 77, length)
-    assert flops.palm == pytest.approx(counted, rel=1e-12)
-    square = 12 * config.layers * config.hidden_size * length
-    assert flops.palm - flops.causal == pytest.approx(square / 2, rel=1e-12)
+    half = 6 * config.layers * config.hidden_size * length
+    assert flops_per_token(config, 77, length) == pytest.approx(counted - half, rel=1e-12)

@@ -117,7 +117,7 @@ def test_speed_is_counted_in_tokens_and_operations() -> None:
     """Those of so many batches over so many seconds."""
     flops = flops_per_token(TrainConfig().model, VOCABULARY, 64)
     found = Step(TrainConfig(), VOCABULARY, CPU).rates(10, 2.0)
-    assert list(found.values()) == [2560.0, 2560 * flops.causal, 2560 * flops.palm]
+    assert list(found.values()) == [2560.0, 2560 * flops]
 
 
 class Full(Llama):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from twophase.config import require
 from twophase.runs.config import RunConfig
@@ -109,33 +109,21 @@ class TrainConfig(RunConfig, LanguageConfig):
         return self.data.batch_size * self.data.sequence_length
 
 
-class Flops(NamedTuple):
-    """Operations of training on one token: with half of attention's square, as it is masked, and with all of it."""
+def flops_per_token(model: ModelConfig, vocabulary_size: int, length: int) -> float:
+    """Count operations of training on a token, 6 (n_blocks + n_head) + 6 layers hidden length.
 
-    causal: float
-    palm: float
-
-
-def flops_per_token(model: ModelConfig, vocabulary_size: int, length: int) -> Flops:
-    """Count operations a token: 6 a weight of every matrix product, and attention over sequences of so many tokens.
-
-        palm = 6 (n_blocks + n_head) + 12 layers hidden length,     causal = palm - 6 layers hidden length
-
-    A multiply-add counts 2, the backward pass twice the forward; the embedding's look-up, norms and recomputation do
-    not count.
-
-    Source: Chowdhery et al., "PaLM" (2022), appendix B.
+    A multiply-add counts 2, the backward pass twice the forward, attention's square half, as it is masked; the
+    embedding's look-up, norms and recomputation do not count. With the whole square it is PaLM's count.
 
     >>> paper = ModelConfig(layers=12, hidden_size=1024, intermediate_size=2688, heads=16)
-    >>> [round(count / 1e9, 3) for count in flops_per_token(paper, 32000, 2048)]
-    [1.244, 1.395]
+    >>> round(flops_per_token(paper, 32000, 2048) / 1e9, 3)
+    1.244
     """
     size = model.hidden_size
     kv = (model.kv_heads or model.heads) * size // model.heads
     blocks = model.layers * (size * (size + 2 * kv) + size * size + 3 * size * model.intermediate_size)
     products = blocks + vocabulary_size * size
-    square = 12.0 * model.layers * size * length
-    return Flops(6 * products + square / 2, 6 * products + square)
+    return 6 * products + 6.0 * model.layers * size * length
 
 
 def parameter_count(model: ModelConfig, vocabulary_size: int) -> int:
@@ -144,6 +132,6 @@ def parameter_count(model: ModelConfig, vocabulary_size: int) -> int:
     >>> parameter_count(ModelConfig(layers=12, hidden_size=1024, intermediate_size=2688, heads=16), 32000)
     214983680
     """
-    products = int(flops_per_token(model, vocabulary_size, 0).palm) // 6
+    products = int(flops_per_token(model, vocabulary_size, 0)) // 6
     norms = (2 * model.layers + 1) * model.hidden_size
     return products + norms + (0 if model.tie_embeddings else vocabulary_size * model.hidden_size)

@@ -98,15 +98,9 @@ def build(data: DataConfig, replicas: int, vocabulary_size: int = 0) -> Corpus:
     """Return the corpus of a run: text, read and encoded now, or prepared tokens, which are mapped into memory.
 
     The vocabulary size is the model's, which the data's may not exceed; 0 means that it will be as large.
-
-    Raises:
-        UsageError: a corpus that is too short for its windows, or does not fit its vocabulary.
-        RunError: a file that cannot be read.
     """
-    if data.corpus.startswith(TOKENS):
-        corpus = _shard_corpus(data, replicas, vocabulary_size)
-    else:
-        corpus = _text_corpus(data, replicas)
+    is_tokens = data.corpus.startswith(TOKENS)
+    corpus = _shard_corpus(data, replicas, vocabulary_size) if is_tokens else _text_corpus(data, replicas)
     least = corpus.vocabulary_size
     in_range = vocabulary_size == 0 or vocabulary_size >= least
     require(in_range, "model.vocabulary_size", vocabulary_size, f"0 or at least {least}, the ids of {data.corpus}")

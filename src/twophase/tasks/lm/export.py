@@ -38,14 +38,8 @@ def export(
 ) -> dict[str, Any]:
     """Write the anchor of a run as a Hugging Face folder, whole or not at all; return its `twophase.json`.
 
-    A finished run gives its final weights, any other those of its newest checkpoint.
-
-    Args:
-        run: the run's folder (the --out of `twophase train`, or the folder of a sweep's cell).
-        out: the folder to write; missing or empty.
-        dtype: type of the weights, `float32` or `bfloat16`; the anchor is float32.
-        data: new folder of the run's token shards, if they have moved.
-        tokenizer: True to write the tokenizer, too.
+    A finished run gives its final weights, any other those of its newest checkpoint. Arguments are the options of
+    `twophase export`.
 
     Raises:
         UsageError: no run of `lm`, one without weights, token shards of another tokenizer, or `out` holds something.

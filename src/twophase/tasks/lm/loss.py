@@ -24,13 +24,8 @@ COMPILED_PIECE = 1 << 29
 def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Compute the mean cross-entropy of a linear head, -(1/N) sum_i log softmax(W x_i)[target_i], in nats a token.
 
-    Args:
-        x: (rows, size), in the type that is computed in.
-        weight: W, (vocabulary, size), in the type of the weights; the product is computed in that of `x`.
-        targets: (rows,) int64.
-
-    Returns:
-        A scalar; at least float32. Sums over the vocabulary and over rows are at least float32 for all types.
+    `x` is (rows, size), the targets (rows,) int64, the weight W (vocabulary, size); its product is computed in the type
+    of `x`. The scalar, and sums over the vocabulary and over rows, are at least float32 for all types.
     """
     logits = targets.numel() * weight.shape[0]
     if logits <= WHOLE and weight.dtype == x.dtype and x.dtype in (torch.float32, torch.float64):

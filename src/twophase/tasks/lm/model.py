@@ -220,9 +220,7 @@ def rotary_tables(config: ModelConfig, length: int, dtype: torch.dtype, device: 
         angle[t, j] = t / theta^(2 j / size),   cos = (cos, cos),   sin = (-sin, sin)
 
     For positions t = 0 … length - 1: (length, 1, head size), or repeated over queries' and keys' heads on the CPU. The
-    angles are float32 in transformers' order of operations for every type.
-
-    Source: Su et al., "RoFormer" (2021), with the pairing of transformers.
+    angles are float32 in transformers' order of operations, and pairs are its pairs.
     """
     size = config.hidden_size // config.heads
     exponents = torch.arange(0, size, 2, dtype=torch.float32, device=device) / size

@@ -72,9 +72,6 @@ class Step:
 
         The model's gradients are None before; tokens and targets are (batch, length) int64 on the device, and so is
         the mean loss in nats a token, a scalar.
-
-        Raises:
-            torch.OutOfMemoryError: pieces of the given size, or of one sequence, do not fit.
         """
         given = self.config.compute.micro_batch
         is_first = "micro_batch" not in self.chosen
@@ -113,10 +110,9 @@ class Step:
             return total
 
     def rates(self, batches: int, seconds: float) -> dict[str, float]:
-        """Compute tokens and floating-point operations a second, by both countings of attention."""
+        """Compute tokens and floating-point operations a second."""
         rate = batches * self.tokens / seconds if seconds > 0 else 0.0
-        causal, palm = (rate * count for count in self.flops)
-        return {"tokens_per_second": rate, "flops_per_second": causal, "flops_per_second_palm": palm}
+        return {"tokens_per_second": rate, "flops_per_second": rate * self.flops}
 
 
 def loss(model: Llama, tokens: Tensor, targets: Tensor, attention: str) -> Tensor:
@@ -131,10 +127,7 @@ def loss(model: Llama, tokens: Tensor, targets: Tensor, attention: str) -> Tenso
 
 @cache
 def compiled_loss(*, autotune: bool = False) -> Callable[[Llama, Tensor, Tensor, str], Tensor]:
-    """Compile `loss` for exact shapes, which is markedly faster than for variable ones; once a process.
-
-    With `autotune` the compiler times several versions of each product and kernel, which takes minutes once.
-    """
+    """Compile `loss` for exact shapes, which is markedly faster than for variable ones; once a process."""
     options: dict[str, Any] = {"dynamic": False, "fullgraph": True}
     if "recompile_limit" in inspect.signature(torch.compile).parameters:  # not in older versions
         options["recompile_limit"] = 256  # a sweep may bring many shapes, one after the other

@@ -42,11 +42,9 @@ def evaluate(
 ) -> dict[str, float]:
     """Return loss L = nats / N, perplexity exp(L) and, where the bytes of tokens are known, that of nats a byte.
 
-    The sum over all targets is in float64, of losses of at least float32; `batch` windows a forward pass do not change
-    it. Perplexities that overflow are inf, and a NaN stays a NaN: divergence is a result, not an error.
-
     `logits` maps tokens (batch, length) on the device to (batch, length, vocabulary); the windows are tokens and
-    targets, each (windows, length).
+    targets, each (windows, length). The sum is in float64, of losses of at least float32. Perplexities that overflow
+    are inf, and a NaN stays a NaN: divergence is a result, not an error.
     """
     nats, targets = 0.0, windows[1]
     for inputs, labels in zip(*(part.split(batch) for part in to_device(windows, device)), strict=True):
