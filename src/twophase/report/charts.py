@@ -63,39 +63,42 @@ class Chart:
 
     def drawn(self) -> dict[str, Any] | None:
         """Return what the template shows: data of charts.js, label, remarks and rows; None without a finite number."""
-        points = [self._points(curve) for curve in self.curves]
-        has_number = [bool(np.isfinite(each[:, 1]).any()) for each in points]
+        curves = [(curve.name, self._points(curve)) for curve in self.curves]
+        has_number = [bool(np.isfinite(points[:, 1]).any()) for _, points in curves]
         if not any(has_number):
             return None
-        chosen = [k for k in (range(len(points)) if self.shown is None else self.shown) if has_number[k]]
+        visible = [curves[k] for k in (range(len(curves)) if self.shown is None else self.shown) if has_number[k]]
         # buttons of the page choose curves by their numbers, so that none may be left out
-        kept = chosen if self.shown is None else range(len(points))
-        most = max(40, min(MOST_POINTS, _ALL_POINTS // len(kept)))
+        kept = visible if self.shown is None else curves
+        longest, most = max(len(points) for _, points in kept), max(40, min(MOST_POINTS, _ALL_POINTS // len(kept)))
         data: dict[str, Any] = {"x": self.x_label, "y": self.y_label, "log": self.log, "series": []}
-        for k in kept:
-            x, y = ([_short(value) for value in column] for column in _thinned(points[k], most).T.tolist())
-            data["series"].append({"name": clean(self.curves[k].name), "x": x, "y": y})
+        for name, points in kept:
+            x, y = ([_short(value) for value in column] for column in _thinned(points, most).T.tolist())
+            data["series"].append({"name": clean(name), "x": x, "y": y})
         data["restarts"] = [_short(x) for x in self.restarts[:: math.ceil(len(self.restarts) / _MOST_MARKS) or 1]]
-        data |= {} if self.shown is None else {"shown": list(self.shown)}
-        longest, remarks = max(len(points[k]) for k in kept), [self.note]
+        if self.shown is not None:
+            data["shown"] = list(self.shown)
+        # what the picture leaves out is said below it
+        remarks = [self.note] if self.note else []
         if longest > most:
             remarks.append(f"Of {longest:,} points the extremes of each stretch are drawn.")
         if len(self.restarts) > _MOST_MARKS:
             remarks.append(f"Of {len(self.restarts):,} restarts some are marked.")
-        heights = np.concatenate([points[k][:, 1] for k in kept])
+        heights = np.concatenate([points[:, 1] for _, points in kept])
         inside = _bulk(heights[np.isfinite(heights)]) if self.bulk else heights
         if self.bulk and (beyond := heights[(heights < inside.min()) | (heights > inside.max())]).size:
             data["bulk"] = [_short(inside.min()), _short(inside.max())]
             farthest = beyond[np.argmax(np.abs(beyond))]
             remarks.append(f"Points beyond the axis: {len(beyond):,}, as far as {number(farthest)}.")
+        # readers without the picture have the ends of each curve, and some of its points in a table
         rows, words = [], []
-        for k in chosen:
-            name, numbers = self.curves[k].name, points[k][np.isfinite(points[k][:, 1])]
-            few = np.linspace(0, len(points[k]) - 1, min(len(points[k]), _MOST_ROWS)).round().astype(int)
-            rows += [(name, x, y) for x, y in points[k][few].tolist()]
-            words.append(f"{name}: from {number(numbers[0, 1])} to {number(numbers[-1, 1])}")
+        for name, points in visible:
+            few = np.linspace(0, len(points) - 1, min(len(points), _MOST_ROWS)).round().astype(int)
+            rows += [(name, x, y) for x, y in points[few].tolist()]
+            ends = points[np.isfinite(points[:, 1]), 1][[0, -1]]
+            words.append(f"{name}: from {number(ends[0])} to {number(ends[1])}")
         label = f"{self.title}. {self.y_label} against {self.x_label}. {'; '.join(words)}."
-        return {"data": data, "label": label, "remarks": " ".join(filter(None, remarks)), "rows": rows}
+        return {"data": data, "label": label, "remarks": " ".join(remarks), "rows": rows}
 
     def _points(self, curve: Curve) -> _Floats:
         """Return rows of x and y, nan where the picture has no place for y."""

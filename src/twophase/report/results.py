@@ -37,7 +37,7 @@ def load(path: str | Path) -> Run | Sweep:
         path: the folder: `--out` of `train` or `sweep`, or that of `twophase.record`.
 
     Raises:
-        UsageError: a folder of something else, or a damaged file.
+        UsageError: a folder of something else.
     """
     path = Path(path)
     return Sweep(path, read_sweep(path).rows) if is_sweep(path) else Run(read_record(path))
