@@ -5,8 +5,8 @@ tuned over the other axes. Three kinds of methods are controls: those with cells
 control (`control_of`), those named as controls, and outer SGD without momentum. Every other method is compared with
 every control, with a linked one where it has cells of the method, in two ways:
 
-* tuned: each at its own best setting. Settings were chosen on the seeds that compare them, which favours the method
-  with more settings; the fresh seeds of `twophase tune` do not.
+* tuned: each at its own best setting, or at one of those that diverged where all did. Settings were chosen on the seeds
+  that compare them, which favours the method with more settings; the fresh seeds of `twophase tune` do not.
 * matched: cell by cell, by the geometric mean of the cells of a seed. A linked control is matched with what it
   controls, another one where cells agree on every axis that varies within either. Matched are cells that have finished
   on both sides; pairs of the same runs are no evidence and left out.
@@ -70,17 +70,17 @@ class Method:
     @property
     def finished(self) -> int:
         """Number of settings of which every seed has finished."""
-        return self._count("finished")
+        return sum(each.state == "finished" for each in self.settings)
 
     @property
     def diverged(self) -> int:
         """Number of settings of which a seed diverged."""
-        return self._count("diverged")
+        return sum(each.state == "diverged" for each in self.settings)
 
     @property
     def missing(self) -> int:
         """Number of settings of which a seed is missing or failed, and none diverged."""
-        return self._count("missing")
+        return len(self.settings) - self.finished - self.diverged
 
     @cached_property
     def varied(self) -> tuple[str, ...]:
@@ -93,9 +93,6 @@ class Method:
         bound = (self.lowest or 0.0) * (1 + share)
         return sum(each.result is not None and each.result <= bound for each in self.settings)
 
-    def _count(self, state: str) -> int:
-        return sum(each.state == state for each in self.settings)
-
 
 @dataclass(frozen=True)
 class Against:
@@ -104,7 +101,7 @@ class Against:
     Args:
         method: its name.
         control: the control's.
-        tuned: each at its own best setting; of no seeds where one has none.
+        tuned: each at its own best setting; of no seeds where one has none yet.
         matched: by the geometric mean over matched cells; None without any.
         cells: number of cells of that mean.
         left_out: matched cells that diverged or are missing on a side.
@@ -172,12 +169,8 @@ def compare_sweep(rows: Sequence[Row], controls: Collection[str] = ()) -> SweepC
         if control.is_control and not method.is_control
     ]
     pairs = [(method, control, cells) for method, control, cells in pairs if cells or control.name not in links]
-    finished = [_finished(cells) for _, _, cells in pairs]
-    count = len(pairs) + sum(map(bool, finished))
-    against = tuple(
-        _against(method, control, ended, len(cells), count)
-        for (method, control, cells), ended in zip(pairs, finished, strict=True)
-    )
+    count = sum(1 + any(map(_is_finished, cells)) for _, _, cells in pairs)
+    against = tuple(_against(*pair, comparisons=count) for pair in pairs)
     return SweepComparison(best, methods, against, tuple(_notes(rows, methods, against)))
 
 
@@ -240,7 +233,8 @@ def describe(comparison: SweepComparison) -> str:
 
 def _lines(against: Iterable[Against]) -> Iterator[list[Any]]:
     for each in against:
-        for by, cells, found in (("tuned", None, each.tuned), ("matched", each.cells, each.matched)):
+        matched = f"{each.cells} of {each.cells + each.left_out}" if each.left_out else each.cells
+        for by, cells, found in (("tuned", None, each.tuned), ("matched", matched, each.matched)):
             if found is not None:
                 ratio = None if found.ratio is None else f"{found.ratio:.4g}"
                 interval = None if found.low is None else f"{found.low:.4g} to {found.high:.4g}"
@@ -285,41 +279,37 @@ def _matched(method: Method, control: Method, links: Mapping[str, Collection[str
     return [*unique.values()]
 
 
-def _finished(cells: Iterable[Pair]) -> list[Pair]:
-    return [pair for pair in cells if all(each.state == "finished" for each in pair)]
+def _is_finished(cells: Pair) -> bool:
+    return all(cell.state == "finished" for cell in cells)
 
 
-def _against(method: Method, control: Method, finished: Sequence[Pair], cells: int, comparisons: int) -> Against:
-    bests = [each.best.by_seed if each.best else {} for each in (method, control)]
-    matched = None
+def _against(method: Method, control: Method, cells: Sequence[Pair], comparisons: int) -> Against:
+    tuned = compare(_tuned(method), _tuned(control), comparisons=comparisons)
+    finished, matched = [pair for pair in cells if _is_finished(pair)], None
     if finished:
-        seeds = set.intersection(*(set(each.by_seed) for pair in finished for each in pair))
-        mine, other = (
-            {seed: statistics.geometric_mean(each.by_seed[seed] for each in side) for seed in seeds}
+        seeds = set.intersection(*(set(cell.by_seed) for pair in finished for cell in pair))
+        sides = [
+            {seed: statistics.geometric_mean(cell.by_seed[seed] for cell in side) for seed in seeds}
             for side in zip(*finished, strict=True)
-        )
-        matched = compare(mine, other, comparisons=comparisons)
-    tuned = compare(*bests, comparisons=comparisons)
-    return Against(method.name, control.name, tuned, matched, len(finished), cells - len(finished))
+        ]
+        matched = compare(*sides, comparisons=comparisons)
+    return Against(method.name, control.name, tuned, matched, len(finished), len(cells) - len(finished))
+
+
+def _tuned(method: Method) -> Mapping[Any, float]:
+    """Return the results of the best setting by seed; where each diverged, of the one with the most other seeds."""
+    diverged = [cell for cell in method.settings if cell.state == "diverged"] if not method.missing else []
+    best = method.best or max(diverged, key=lambda cell: len(cell.seeds) - cell.results.count(None), default=None)
+    return best.by_seed if best else {}
 
 
 def _notes(rows: Sequence[Row], methods: Sequence[Method], against: Sequence[Against]) -> Iterator[str]:
-    if not methods:
-        yield "No cells."
-    elif not against:
-        yield "Nothing to compare: controls are linked, named (--controls) or momentum-free methods beside others."
-    if max((len(each.seeds) for method in methods for each in method.settings), default=0) == 1:
+    if not against:
+        yield "Nothing to compare: it takes a method beside a linked, named (--controls) or momentum-free control."
+    if methods and all(len(each.seeds) == 1 for method in methods for each in method.settings):
         yield "One seed: no intervals."
-    for count, words in (
-        (sum(each.diverged for each in methods), "diverged on a seed: in no mean"),
-        (sum(each.missing for each in methods), "miss a seed: in no mean; the sweep's command goes on"),
-    ):
-        if count:
-            yield f"Settings that {words}: {count}."
-    for each in against:
-        if each.left_out:
-            names = f"{method_name(each.method)} against {method_name(each.control)}"
-            yield f"{names}: {each.left_out} matched cells are in no mean."
+    if any(method.finished < len(method.settings) for method in methods):
+        yield "Settings with a diverged or a missing seed are in no mean; the sweep's command runs what is missing."
     if any(row.state == "finished" and result(row) is None and row.perplexity is None for row in rows):
         yield f"Finished runs without a result: {ABOVE_ZERO}."
 

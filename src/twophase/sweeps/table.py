@@ -11,6 +11,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import re
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -27,6 +28,7 @@ State = Literal["finished", "diverged", "missing", "failed"]
 TABLE, SEED = "cells.csv", "seed"
 """The table in a sweep's folder, and its column of seeds."""
 ABOVE_ZERO = "ratios are compared, so that the task's loss must be above 0: add a constant to it"
+_NUMBER = re.compile(r"\s*([+-]?[\d.,]+(e[+-]?\d+)?|inf|nan)?%?")
 _BEFORE = ("arm", "run")
 AFTER = ("perplexity", "validation_loss", "diverged", "state", "seconds", "control_of")
 """The last columns of the table; between these and the first two stand the axes."""
@@ -237,7 +239,7 @@ def format_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """
     columns = [list(map(cell_text, column)) for column in zip(header, *rows, strict=True)]
     for column in columns:
-        side = ">" if column[1:] and all(map(_reads_as_number, column[1:])) else "<"
+        side = ">" if column[1:] and all(map(_NUMBER.fullmatch, column[1:])) else "<"
         column[:] = [format(item, f"{side}{max(map(len, column))}") for item in column]
     return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
 
@@ -265,11 +267,3 @@ def _value(path: str, text: str) -> Any:
             if cell_text(value := kind(text)) == text:  # else a text, such as 01 or 1.10
                 return value
     return text
-
-
-def _reads_as_number(text: str) -> bool:
-    try:
-        float(text.removesuffix("%").strip() or "0")
-    except ValueError:
-        return False
-    return True
