@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import operator
 import shlex
 import textwrap
 from collections.abc import Callable, Mapping
@@ -18,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from twophase.diagnose.observe import Observed, observed_in, shrunk
+from twophase.diagnose.observe import observed_in
 from twophase.restart import RestartPolicy, mean_outer_gain
 from twophase.rule import FORM_WORDS, OuterRule
 from twophase.runs.folder import RECORDED
@@ -44,7 +43,8 @@ _SCALE = "in this project's runs (31 thousand to 2 million parameters, AdamW ins
 class Facts:
     """What the conditions of `CASES` ask about a run or a block of it."""
 
-    rule: OuterRule | None = None  # None where the outer optimizer is more than a rule, or unknown
+    is_rule: bool = False  # False where the outer optimizer is more than a rule, or unknown
+    momentum: bool = False  # whether that rule has one
     averages: bool = False  # no momentum, and a learning rate of at most 1, whatever else there is
     rounds: int = 0
     gain: float = math.nan  # mean outer gain of the rule under its restarts; nan where it is not known in advance
@@ -52,16 +52,6 @@ class Facts:
     oscillates: bool = False
     shrunk: float = 0.0
     inner: str = ""  # inner optimizer
-
-    @property
-    def momentum(self) -> bool:
-        """Whether a known rule has momentum."""
-        return self.rule is not None and self.rule.momentum > 0
-
-    @property
-    def nesterov(self) -> bool:
-        """Whether that is Nesterov momentum."""
-        return self.rule is not None and self.rule.momentum > 0 and self.rule.nesterov
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,28 +86,16 @@ CASES = (
     ),
     Case(
         "cannot tell",
-        lambda run: run.rounds < LEAST_ROUNDS,
-        f"None yet: at least {LEAST_ROUNDS} rounds are needed.",
-    ),
-    Case(
-        "cannot tell",
-        lambda run: run.rule is None,
-        "None: these states are those of momentum SGD with a constant learning rate and momentum.",
-    ),
-    Case(
-        "large step",
-        lambda run: run.gain > LARGE_GAIN and run.nesterov,
-        "Average the replicas, without outer momentum: Nesterov momentum of 0.9 had 17 to 49 % higher perplexity, "
-        f"each at its best inner learning rate, {_SCALE}. If the momentum must stay: a restart every 3 rounds "
-        "lowered its perplexity 1.09 to 1.28 times in runs of up to some 100 rounds.",
-        **_AVERAGE,
+        lambda run: run.rounds < LEAST_ROUNDS or not run.is_rule,
+        f"None: it takes {LEAST_ROUNDS} rounds of momentum SGD with a learning rate and a momentum that stay the same.",
     ),
     Case(
         "large step",
         lambda run: run.gain > LARGE_GAIN and run.momentum,
-        "Average the replicas, without outer momentum: even with a restart every 3 rounds, which lowered the "
-        "perplexity of heavy ball at 0.9 by 1.29 to 2.08 times, it was 8 % above averaging after 300 rounds "
-        f"{_SCALE}.",
+        "Average the replicas, without outer momentum: Nesterov momentum of 0.9 had 17 to 49 % higher perplexity, "
+        f"each at its best inner learning rate, {_SCALE}. If the momentum must stay: a restart every 3 rounds "
+        "lowered its perplexity 1.09 to 1.28 times, and heavy ball's 1.29 to 2.08 times, in runs of up to some 100 "
+        "rounds.",
         **_AVERAGE,
     ),
     Case(
@@ -141,13 +119,9 @@ CASES = (
     ),
     Case(
         "fine",
-        lambda run: run.momentum,
-        f"None: at a step of this size no momentum or restart was better than plain averaging {_SCALE}.",
-    ),
-    Case(
-        "fine",
-        lambda run: run.inner == "muon",
-        f"None: with Muon inside, no change of the outer optimizer was better than averaging {_SCALE}.",
+        lambda run: run.momentum or run.inner == "muon",
+        "None: neither a momentum of this size, restarted or not, nor, with Muon inside, any change of the outer "
+        f"optimizer was better than plain averaging {_SCALE}.",
     ),
     Case(
         "fine",
@@ -158,7 +132,7 @@ CASES = (
     ),
     Case(
         "fine",
-        lambda run: run.rule is not None,
+        lambda run: run.is_rule,
         "Orthogonalize the pseudo-gradient of each matrix, at two or three inner learning rates, the doubled one among "
         f"them: averaging's perplexity was 7 to 25 % higher on six of eight workloads {_SCALE}, each at its best inner "
         "rate; less at larger width.",
@@ -181,13 +155,11 @@ class BlockState:
         name: of the block.
         state: one of `STATES`.
         numbers: labels and values that it rests on, over its latest rounds.
-        observed: effective progress along its buffer over all of its rounds.
     """
 
     name: str
     state: str
     numbers: Numbers
-    observed: Observed
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,9 +186,10 @@ def diagnose(record: RunRecord) -> Diagnosis:
 
     It is about the latest rounds: the last third, but at least 30 if there are so many.
     """
-    configured = record.outer.rule() if record.outer else None
+    rule, configured = record.rule, record.outer.rule() if record.outer else None
     run = Facts(
-        rule=record.rule,
+        is_rule=rule is not None,
+        momentum=rule is not None and rule.momentum > 0,
         averages=configured is not None and configured.momentum == 0 and configured.lr <= 1,
         rounds=record.recorded,
         diverges=record.state == "diverged",
@@ -224,7 +197,7 @@ def diagnose(record: RunRecord) -> Diagnosis:
         inner=str(record.config.get("inner.method", "")),
     )
     judged = [_judge(record, block, run) for block in record.blocks]
-    judged = judged or [(_case(run), BlockState(WHOLE, _case(run).state, [], Observed()))]
+    judged = judged or [(_case(run), BlockState(WHOLE, _case(run).state, []))]
     case = min((case for case, _ in judged), key=CASES.index)
     planned = f" of {record.planned_rounds:,}" if record.planned_rounds else ""
     numbers = [
@@ -253,15 +226,15 @@ def _case(run: Facts) -> Case:
 
 def _judge(record: RunRecord, block: Block, run: Facts) -> tuple[Case, BlockState]:
     """Return the case of a block and what it rests on."""
-    count, policy = len(block.index), None
+    count, rule, policy = len(block.index), record.rule, None
     with contextlib.suppress(ValueError):  # a policy that this process does not know
         policy = record.policy(block.name)
     latest = slice(max(0, count - max(30, math.ceil(count / 3))), count)
     rates, g = record.inner_lr(block.index), block.pseudo_gradient_norm[latest]
-    rises = _rises(g) and (rates is None or _rises(g / rates[latest]))
+    rises = _rises(g) and (rates is None or _rises(g / np.where(rates > 0, rates, math.nan)[latest]))
     cosine = _cosines(block, latest)
-    against = float(np.mean(cosine < AGAINST)) if len(cosine) else 0.0
-    gain = _gain(run.rule, policy, record.planned_rounds or count)
+    against = float(np.mean(cosine < AGAINST)) if len(cosine) else math.nan
+    gain = _gain(rule, policy, record.planned_rounds or count)
     case = _case(
         dataclasses.replace(
             run,
@@ -270,27 +243,27 @@ def _judge(record: RunRecord, block: Block, run: Facts) -> tuple[Case, BlockStat
             oscillates=len(cosine) >= LEAST_ROUNDS - 2 and against >= OFTEN,
         )
     )
-    seen = Observed()
+    seen = None
     # A policy's own steps, and parameters that replicas keep, would be taken for progress.
-    if run.rule and rates is not None and policy and not policy.takes_steps and not record.number("sync.mixing") > 0:
-        seen = observed_in(block, run.rule, rates)
+    if rule and rates is not None and policy and not policy.takes_steps and not record.number("sync.mixing") > 0:
+        seen = observed_in(block, rule, rates)
     first, _, last = _medians(g, 3)
-    shown = seen.shown_interval
-    values = {
-        "latest rounds": f"{block.number[latest][0]:,.0f} to {block.number[-1]:,.0f}",
-        "restarts": f"{policy or 'unknown'}; {block.restarted[latest].sum():,} in these rounds",
-        "mean outer gain of the rule": f"{gain:.3g} (averaging: 1)" * math.isfinite(gain),
-        "median gain of the rounds": _number(_medians(block.gain[latest], 1)[0]),
-        "|g|, last third of them by first": _number(last / first if first > 0 else math.nan),
-        "mean cosine of g and buffer": _number(cosine.mean() if len(cosine) else math.nan),
-        f"rounds with a cosine below {AGAINST:g}": f"{100 * against:.0f} %" if len(cosine) else "",
-        "sigma along the buffer (95 %)": f"{seen.sigma:.3g} ({shown[0]:.3g} to {shown[1]:.3g})" if shown else "",
+    numbers = {
+        "mean outer gain of the rule (averaging: 1)": gain,
+        "median gain of the rounds": _medians(block.gain[latest], 1)[0],
+        "|g|, last third of them by first": last / first if first > 0 else math.nan,
+        "median cosine of g and buffer": _medians(cosine, 1)[0],
+        f"share of rounds with a cosine below {AGAINST:g}": against,
     }
-    return case, BlockState(block.name, case.state, [*filter(operator.itemgetter(1), values.items())], seen)
-
-
-def _number(value: float) -> str:
-    return f"{value:.3g}" if math.isfinite(value) else ""
+    words = [
+        ("latest rounds", f"{block.number[latest][0]:,.0f} to {block.number[-1]:,.0f}"),
+        ("restarts", f"{policy or 'unknown'}; {block.restarted[latest].sum():,} in these rounds"),
+        *((label, f"{value:.3g}") for label, value in numbers.items() if math.isfinite(value)),
+    ]
+    if seen and seen.shown_interval:
+        low, high = seen.shown_interval
+        words.append(("sigma along the buffer (95 %)", f"{seen.sigma:.3g} ({low:.3g} to {high:.3g})"))
+    return case, BlockState(block.name, case.state, words)
 
 
 def _gain(rule: OuterRule | None, policy: RestartPolicy | None, rounds: int) -> float:
@@ -327,10 +300,11 @@ def _is_lost(block: Block) -> bool:
 
 
 def _shrunk(record: RunRecord) -> float:
-    """Return the decline of |g| over a finished run of a single block, else 0."""
-    norms = record.rounds["pseudo_gradient_norm"]
-    is_whole = record.state == "finished" and len(record.blocks) == 1 and len(norms) > 0 and np.isfinite(norms).all()
-    return shrunk(norms) if is_whole else 0.0
+    """Return the decline of |g| over a finished run of one block: 1 less its last quarter's mean by its largest."""
+    g = record.rounds["pseudo_gradient_norm"]
+    if record.state != "finished" or len(record.blocks) != 1 or not np.isfinite(g).all() or not g.any():
+        return 0.0
+    return float(1 - g[-max(len(g) // 4, 1) :].mean() / g.max())
 
 
 def _outer_words(record: RunRecord) -> str:

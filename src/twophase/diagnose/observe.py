@@ -16,9 +16,10 @@ rate's square), and the noise white between rounds. Source: theory note R29, the
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from twophase.rule import OuterRule
 from twophase.runs.record import Block, Column
@@ -72,28 +73,10 @@ class Observed:
         return (low, high) if is_shown else None
 
 
-def shrunk(norms: ArrayLike) -> float:
-    """Return the decline of |g|: 1 less its mean over the last quarter of the rounds by its largest value.
-
-    Args:
-        norms: norms of the pseudo-gradients, (rounds,), finite, at least one; all 0 count as not shrunk.
-    """
-    values = np.asarray(norms, dtype=float)
-    largest = values.max()
-    return float(1 - values[-max(len(values) // 4, 1) :].mean() / largest) if largest > 0 else 0.0
-
-
-def observed_in(block: Block, rule: OuterRule, inner_lr: Column | None, part: slice = slice(None)) -> Observed:
-    """Return the effective progress along a block's buffer in some of its rounds; `inner_lr` is of all its rounds."""
-    return observe(
-        rule,
-        block.pseudo_gradient_norm[part],
-        block.buffer_norm[part],
-        block.cosine[part],
-        block.restarted[part],
-        inner_lr=None if inner_lr is None else inner_lr[part],
-        follows=np.append(True, np.diff(block.number[part]) == 1)[: len(block.number[part])],
-    )
+def observed_in(block: Block, rule: OuterRule, inner_lr: Column | None) -> Observed:
+    """Return the effective progress along a block's buffer in all of its rounds."""
+    norms = block.pseudo_gradient_norm, block.buffer_norm
+    return observe(rule, *norms, block.cosine, block.restarted, inner_lr=inner_lr)
 
 
 def observe(
@@ -104,7 +87,6 @@ def observe(
     restarted: ArrayLike,
     *,
     inner_lr: ArrayLike | None = None,
-    follows: ArrayLike | None = None,
 ) -> Observed:
     """Return the effective progress along the buffer, from a block's record of its rounds; all arrays are (rounds,).
 
@@ -116,7 +98,6 @@ def observe(
         restarted: True where the momentum restarted in the round.
         inner_lr: inner learning rate of each round, to which progress and noise are taken to be proportional; None
             means constant.
-        follows: True where a round is the next one after the entry before it; None means all are.
 
     Returns:
         Observed. Numbers that are not finite, and rounds whose buffer the rule would not have made, are left out.
@@ -143,8 +124,7 @@ def observe(
         ratio = lr[1:] / lr[:-1]
         d = rule.lr * (w * along + b * square if rule.nesterov else square)[:-1]
         y = ratio * along[:-1] - (g * m * cos)[1:]  # less <g_{t+1}, m_t>
-        usable = ~dropped[:-1] & (True if follows is None else np.asarray(follows, dtype=bool)[1:])
-        usable &= np.isfinite(y) & np.isfinite(d) & (m[1:] > 0) & (g[:-1] > 0)
+        usable = ~dropped[:-1] & np.isfinite(y) & np.isfinite(d) & (m[1:] > 0) & (g[:-1] > 0)
         usable &= (ratio >= _STEADY[0]) & (ratio <= _STEADY[1])
         usable &= np.abs(m[1:] ** 2 / square[:-1] - 1) <= _SAME
         # Weights from before the round, or they would depend on its noise.
@@ -166,10 +146,12 @@ def observe(
         fit, error = _two_stage(y[rounds] * weight[rounds], regressors, instruments, cycle)
         share, share_error = fit[1] / energy, error[1] / energy
     cycles = len(np.unique(cycle))
-    return Observed(len(rounds), cycles, fit[0], error[0], float(np.clip(share, 0, 1)), share_error)
+    return Observed(len(rounds), cycles, fit[0], error[0], float(np.clip(share, 0, 1)), float(share_error))
 
 
-def _two_stage(y: Column, regressors: Column, instruments: Column, cluster: Column) -> tuple[list[float], list[float]]:
+def _two_stage(
+    y: Column, regressors: Column, instruments: Column, cluster: NDArray[Any]
+) -> tuple[list[float], list[float]]:
     """Return slope and intercept by instrumental variables, and their standard errors, clustered."""
     try:
         inverse = np.linalg.inv(instruments.T @ regressors)

@@ -13,7 +13,7 @@ from twophase.rule import OuterRule
 from twophase.theory.contraction import hurt_share, restart_rate
 from twophase.theory.inputs import rule_grid
 from twophase.theory.modes import asymptotic_rate
-from twophase.theory.periods import OBJECTIVES, best_period, cancellation_periods, log_final_loss
+from twophase.theory.periods import OBJECTIVES, Objective, best_period, cancellation_periods, log_final_loss
 
 _MOST_ROUNDS = 10_000  # for a mean gain, and the longest period that is tried unless `max_period` is given
 _MOST_FACTORS = 10**7  # modes times periods, whose restart factors are in memory together
@@ -110,7 +110,7 @@ def advise(
     values, shares = values[moving], shares[moving] / shares[moving].sum()
     first = float(np.max(np.nan_to_num(cancellation_periods(rule, values, 1))))
     longest = max_period or min(rounds or max(int(3 * first) + 6, 60), _MOST_ROUNDS, _MOST_FACTORS // values.size)
-    objectives = [objective for objective in OBJECTIVES if objective != "loss" or rounds is not None]
+    objectives: list[Objective] = [objective for objective in OBJECTIVES if objective != "loss" or rounds is not None]
 
     def setting(name: str, rule: OuterRule, period: int | None) -> Criterion:
         rates = asymptotic_rate(rule, values) if period is None else restart_rate(rule, values, period)
