@@ -6,16 +6,18 @@ from collections.abc import Callable
 from typing import Any
 
 from twophase.figures.heatmap import Panel, Scale, text_of
-from twophase.sweeps.table import Setting, cell_text, place_words
+from twophase.sweeps.table import Setting, cell_text
 
 
-def heat(panel: Panel, scale: Scale, curve_of: Callable[[Setting], int | None] = lambda _: None) -> dict[str, Any]:
+def heat(
+    panel: Panel, scale: Scale, curve_of: Callable[[Setting], tuple[int, str] | None] = lambda _: None
+) -> dict[str, Any]:
     """Return the values of the macro `heat`: heads, and rows of cells from the top.
 
     Args:
         panel: panel of settings.
         scale: colours of its values.
-        curve_of: number of the curve that a press on a setting's cell shows; None for a cell that is no button.
+        curve_of: number and name of the curve that a press on a setting's cell shows; None for no button.
     """
     rows = []
     for y, cells in reversed([*zip(panel.y, panel.cells, strict=True)]):
@@ -28,7 +30,7 @@ def heat(panel: Panel, scale: Scale, curve_of: Callable[[Setting], int | None] =
                 row[-1]["style"] = f"background:rgb{scale.colour(cell.result)};color:{scale.ink(cell.result)}"
                 row[-1]["look"] = "near" if cell.result <= scale.bound else "finished"
             if isinstance(cell, Setting):
-                row[-1] |= {"curve": curve_of(cell), "place": place_words(cell.values, cell.values)}
+                row[-1]["curve"] = curve_of(cell)
         rows.append({"y": cell_text(y), "cells": row})
     return {
         "title": panel.title,

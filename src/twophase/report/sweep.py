@@ -27,13 +27,18 @@ def sweep_report(record: SweepRecord, *, controls: Collection[str] = (), refresh
         refresh: seconds after which a browser loads the page again while cells are missing; 0 for never.
     """
     comparison = compare_sweep(record.rows, controls)
+    names = {
+        id(cell): ", ".join(filter(None, [method_name(method.name), place_words(cell.values, method.varied)]))
+        for method in comparison.methods
+        for cell in method.settings
+    }
     cells = [cell for method in comparison.methods for cell in method.settings]
     results = [cell.result for cell in cells if cell.result is not None]
     bests = [method.best for method in comparison.methods if method.best is not None]
     # The page of a huge sweep has the curves of its best settings, and those of others as far as there is room.
     ordered = sorted(cells, key=lambda cell: (cell not in bests, cell.result is None, cell.result))
-    curves = {id(cell): curve for cell in ordered[:_MOST_CURVES] if (curve := _curve(record, cell)) is not None}
-    numbers = {key: number for number, key in enumerate(curves)}
+    curves = {id(cell): curve for cell in ordered[:_MOST_CURVES] if (curve := _curve(record, cell, names[id(cell)]))}
+    numbers = {key: (number, curve.name) for number, (key, curve) in enumerate(curves.items())}
     panels, scale = panels_of(cells), scale_of(results)
     return render(
         "sweep.html",
@@ -50,7 +55,7 @@ def sweep_report(record: SweepRecord, *, controls: Collection[str] = (), refresh
             "inner steps of each replica",
             "loss",
             [*curves.values()],
-            shown=[numbers[id(best)] for best in bests if id(best) in numbers][:8] or [0],
+            shown=[numbers[id(best)][0] for best in bests if id(best) in numbers][:8] or [0],
         ),
         tables=tables(comparison),
         notes=comparison.notes,
@@ -71,15 +76,14 @@ def _card(best: Setting | None, cells: list[Setting]) -> list[tuple[str, object]
     return [(f"best {measure}", f"{readable(best.result)}{spread}"), *place.items(), *counts]
 
 
-def _curve(record: SweepRecord, cell: Setting) -> Curve | None:
-    """Return the training loss of a setting's first run that has any."""
+def _curve(record: SweepRecord, cell: Setting, name: str) -> Curve | None:
+    """Return the training loss of a setting's first run that has any, with its result behind the setting's name."""
     for run in cell.runs:
         folder = record.run_folder(run)
         lines = read_steps(folder / METRICS) if folder else []
         points = [(line["step"], line["train_loss"]) for line in lines if isinstance(line.get("train_loss"), float)]
         if points:
-            place = f"{method_name(cell.arm)}, {place_words(cell.values, cell.values)}"
-            return Curve(f"{place}: {readable(cell.result) or cell.state}"[:160], *zip(*points, strict=True))
+            return Curve(f"{name[:120]}: {readable(cell.result) or cell.state}", *zip(*points, strict=True))
     return None
 
 
