@@ -20,11 +20,7 @@ from model import AVERAGING, HEAVY_BALL, NESTEROV, USUAL
 from twophase.diloco.engine import DiLoCo
 from twophase.restart import Periodic, mean_outer_gain
 from twophase.rule import OuterRule
-from twophase.theory.contraction import restart_factor
-from twophase.theory.inputs import rule_grid
-from twophase.theory.modes import effective_progress
-from twophase.theory.periods import best_period, log_final_loss
-from twophase.theory.rollout import rollout
+from twophase.theory import best_period, effective_progress, log_final_loss, restart_factor, rollout, rule_grid
 
 Floats: TypeAlias = NDArray[np.float64]
 Data: TypeAlias = tuple[Tensor, Tensor]

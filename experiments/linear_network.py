@@ -27,7 +27,7 @@ from model import AVERAGING, HEAVY_BALL, USUAL, signed
 from twophase.figures.matplotlib_types import Axes, Figure
 from twophase.figures.style import MUTED, headline, look, name_panels, new_figure
 from twophase.sweeps.table import format_table
-from twophase.theory.contraction import restart_factor
+from twophase.theory import restart_factor
 
 
 def table(quick: bool = False) -> Result:

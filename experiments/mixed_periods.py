@@ -17,7 +17,6 @@ from common import Result, compute, select
 from model import (
     HEAVY_BALL,
     KINDS,
-    LOG_10,
     PLAIN,
     SIX,
     Curve,
@@ -32,18 +31,28 @@ from model import (
 )
 from twophase.figures.matplotlib_types import Axes, Figure
 from twophase.figures.style import HATCH, INK, headline, look, new_figure, share_legend
+from twophase.restart import AtRounds
 from twophase.rule import OuterRule
 from twophase.sweeps.table import format_table
-from twophase.theory.contraction import restart_rate
-from twophase.theory.inputs import rule_grid
-from twophase.theory.mixing import best_schedule, chebyshev_rate, mixed_periods
-from twophase.theory.modes import asymptotic_rate
-from twophase.theory.periods import best_period
+from twophase.theory import (
+    asymptotic_rate,
+    best_period,
+    chebyshev_rate,
+    mixed_periods,
+    restart_rate,
+    rollout,
+    rule_grid,
+)
 
 INTERVALS = ((0.3, 0.95), (0.1, 1.0), (0.02, 1.0))
 LRS, MOMENTUM = (1.0, 7.0), 0.9
 MODES, MAX_PERIOD = 241, 40
 ROUNDS, SCHEDULE_MAX_PERIOD = 120, 20
+SCHEDULES = {
+    "six modes": {2: 1, 5: 2, 6: 7, 8: 2, 10: 4},
+    "three blocks of 9": {3: 1, 5: 1, 6: 2, 7: 3, 12: 3, 14: 1, 15: 1},
+}
+"""Whole cycles by their length, short ones first: what a local search from the linear program's mix once found."""
 SPECTRA = {"six modes": np.array(SIX), "three blocks of 9": np.concatenate(blocks())}
 TUNED_ROUNDS, LARGEST_LR, LARGEST_MOMENTUM = 24, 4.0, 0.95
 GRIDS = {"coarse": (80, 39), "fine": (160, 77)}
@@ -76,8 +85,8 @@ def table(quick: bool = False) -> Result:
         for name in [*_RATES, "chebyshev"]
     ]
     schedules = {}
-    for panel, (name, sigma) in zip("bc", SPECTRA.items(), strict=True):
-        some, schedules[name] = _schedules(panel, sigma)
+    for panel, name in zip("bc", SPECTRA, strict=True):
+        some, schedules[name] = _schedules(panel, name)
         rows += some
     tuned = {
         grid: {name: _tuned(place, sizes, modes) for place, name in names.items()} for grid, sizes in grids.items()
@@ -132,10 +141,12 @@ def _rates(place: Place, lr: float, modes: int) -> dict[str, Any]:
     }
 
 
-def _schedules(panel: str, sigma: np.ndarray) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Compute loss curves of one period, of the best schedule of the search, and of controls."""
+def _schedules(panel: str, name: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Compute loss curves of one period, of a mix of periods, and of controls."""
+    sigma, counts = SPECTRA[name], SCHEDULES[name]
     best = best_period(HEAVY_BALL, sigma, max_period=ROUNDS, rounds=ROUNDS)
-    schedule = best_schedule(HEAVY_BALL, sigma, rounds=ROUNDS, max_period=SCHEDULE_MAX_PERIOD)
+    lengths = np.repeat(list(counts), list(counts.values()))
+    schedule = AtRounds(tuple(np.cumsum(lengths).tolist()))
     momentum = tuned_momentum(sigma, ROUNDS, np.linspace(0, 0.99, 100), nesterov=False)
     gain = same_gain(HEAVY_BALL, best, ROUNDS)
     tuned = OuterRule(1.0, momentum["momentum"], form="ema")
@@ -143,7 +154,7 @@ def _schedules(panel: str, sigma: np.ndarray) -> tuple[list[dict[str, Any]], dic
         "none": ("no restart", HEAVY_BALL, "never"),
         "sgd_gain": (f"SGD, gain of K={best}", gain, "never"),
         "fixed": (f"K={best}", HEAVY_BALL, best),
-        "mix": ("mixed periods", HEAVY_BALL, schedule.policy),
+        "mix": ("mixed periods", HEAVY_BALL, schedule),
         "sgd_ema": ("SGD, same lr", PLAIN, "never"),
         "tuned_momentum": (f"HB, β={tuned.momentum:.2f}, no restart", tuned, "never"),
     }
@@ -152,9 +163,9 @@ def _schedules(panel: str, sigma: np.ndarray) -> tuple[list[dict[str, Any]], dic
         "none": log10_loss(HEAVY_BALL, sigma, ROUNDS),
         "fixed_period": best,
         "fixed": log10_loss(HEAVY_BALL, sigma, ROUNDS, best),
-        "mix": schedule.log_loss / LOG_10,
-        "counts": schedule.counts,
-        "tail": schedule.tail,
+        "mix": float(np.log10(rollout(HEAVY_BALL, sigma, ROUNDS, schedule).loss[-1])),
+        "counts": counts,
+        "tail": int(ROUNDS - lengths.sum()),
         "sgd": log10_loss(PLAIN, sigma, ROUNDS),
         "sgd_gain": log10_loss(gain, sigma, ROUNDS),
         "tuned_momentum": momentum,

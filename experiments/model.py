@@ -13,10 +13,8 @@ from twophase.figures.matplotlib_types import Axes
 from twophase.figures.style import look
 from twophase.restart import Periodic, RestartPolicy, mean_outer_gain
 from twophase.rule import OuterRule
-from twophase.theory.contraction import restart_table
-from twophase.theory.inputs import Rules, rule_grid
-from twophase.theory.periods import log_final_loss
-from twophase.theory.rollout import Block, rollout, rollout_blocks
+from twophase.theory import Block, log_final_loss, restart_table, rollout, rollout_blocks, rule_grid
+from twophase.theory.rules import AnyRule
 
 Curve: TypeAlias = tuple[str, OuterRule, "RestartPolicy | str | int | tuple[int, ...]"]
 """A curve's name, rule, and restarts: one policy for all modes, or a period for each block."""
@@ -45,7 +43,7 @@ def blocks(modes: int = 9) -> list[np.ndarray]:
     return [np.linspace(*ends, modes) for ends in BLOCK_INTERVALS]
 
 
-def log10_loss(rule: Rules, sigma: ArrayLike, rounds: int, period: ArrayLike | None = None) -> Any:
+def log10_loss(rule: AnyRule, sigma: ArrayLike, rounds: int, period: ArrayLike | None = None) -> Any:
     """Return the exact log10 of the final loss (`theory.log_final_loss`); no period is no restart. Initial loss 1/2."""
     return log_final_loss(rule, sigma, rounds, rounds if period is None else period) / LOG_10
 

@@ -19,8 +19,7 @@ from model import LOG_10, dot_chart, log_residuals
 from twophase.figures.matplotlib_types import Axes, Figure
 from twophase.figures.style import HATCH, headline, look, name_panels, new_figure, share_legend
 from twophase.sweeps.table import format_table
-from twophase.theory.inputs import rule_grid
-from twophase.theory.periods import heuristic_period
+from twophase.theory import heuristic_period, rule_grid
 
 SPECTRA, MODES, SEED = 1500, 6, 0
 ROUNDS, HORIZONS = 60, (12, 24, 60, 120)

@@ -212,58 +212,37 @@ def edge(name: str, momentum: float, nesterov: bool) -> Any:
 
 
 def points(name: str, count: int) -> list[Point]:
-    """Random modes of one kind, always the same ones: the names are the keys of `DRAWS`."""
-    rng = random.Random(name)
-    return [DRAWS[name](rng) for _ in range(count)]
+    """Random modes of one kind, always the same ones: the names are the keys of `DRAWS`.
+
+    Their step is exactly s: sum form and sigma 1. What s becomes of lr, form and sigma is `effective_step`'s business.
+    """
+    rng, found = random.Random(name), []
+    for _ in range(count):
+        nesterov = rng.random() < 0.5
+        step, momentum = DRAWS[name](rng, nesterov)
+        found.append((OuterRule(float(step), momentum, nesterov), 1.0))
+    return found
 
 
-def _form(rng: random.Random) -> str:
-    return rng.choice(["sum", "ema"])
+def _near(name: str, closest: float = 15) -> Callable[[random.Random, bool], tuple[Any, float]]:
+    def draw(rng: random.Random, nesterov: bool) -> tuple[Any, float]:
+        momentum = rng.choice([rng.uniform(0.01, 0.999), 1 - 10 ** -rng.uniform(2, 6)])
+        distance = rng.choice([-1, 1]) * 10 ** -rng.uniform(2, closest)
+        return edge(name, momentum, nesterov) * (1 + distance), momentum
+
+    return draw
 
 
-def _momentum_to_one(rng: random.Random) -> float:
-    return 1 - max(2.0**-53, 2.0 ** -rng.uniform(6, 53.5))
-
-
-def _any_momentum(rng: random.Random) -> float:
-    return rng.choice([rng.uniform(0.001, 0.999), rng.uniform(0.001, 0.999), _momentum_to_one(rng)])
-
-
-def _near(rng: random.Random, name: str, nesterov: bool, momentum: float | None = None, closest: float = 17) -> Point:
-    b = _any_momentum(rng) if momentum is None else momentum
-    with mpmath.workdps(DIGITS):
-        distance = rng.choice([-1, 1]) * mpmath.mpf(10) ** -rng.uniform(2 if name == "stable" else 4, closest)
-        step = edge(name, b, nesterov) * (1 + distance)
-    return at(step, b, nesterov, _form(rng), rng.choice([1.0, rng.uniform(0.01, 1)]))
-
-
-def _rule(rng: random.Random, lr: float, momentum: float) -> OuterRule:
-    return OuterRule(lr, momentum, rng.random() < 0.5, _form(rng))  # type: ignore[arg-type]
-
-
-def _tiny(rng: random.Random) -> float:
-    return rng.choice([0.0, 5e-324, 1e-300, 1e-160, 1e-20, 10 ** rng.uniform(-20, -2)])
-
-
-DRAWS: dict[str, Callable[[random.Random], Point]] = {
-    "generic": lambda rng: (_rule(rng, rng.uniform(0.01, 4), rng.uniform(0, 0.999)), rng.random()),
-    "lower edge": lambda rng: _near(rng, "lower", rng.random() < 0.5),
-    "upper edge": lambda rng: _near(rng, "upper", False),
-    "nearly nilpotent": lambda rng: _near(rng, "upper", True),
-    "stability edge": lambda rng: _near(rng, "stable", rng.random() < 0.5),
-    "momentum to 1": lambda rng: (_rule(rng, 10 ** rng.uniform(-2, 1), _momentum_to_one(rng)), rng.random()),
-    "slow": lambda rng: (_rule(rng, 10 ** rng.uniform(-2, 1), rng.random()), 10 ** rng.uniform(-300, 0)),
-    "slow, to 1e-20": lambda rng: (_rule(rng, 10 ** rng.uniform(-2, 1), rng.random()), 10 ** rng.uniform(-20, 0)),
-    "slow, momentum to 1": lambda rng: (
-        _rule(rng, 10 ** rng.uniform(-2, 1), _momentum_to_one(rng)),
-        10 ** rng.uniform(*rng.choice([(-300, 0), (-20, 0)])),
-    ),
-    "unstable": lambda rng: (_rule(rng, 10 ** rng.uniform(0.5, 90), rng.random()), rng.uniform(0.1, 1)),
-    "unstable under restarts": lambda rng: at(
-        rng.uniform(0.2, 3), rng.uniform(0.9, 0.999), rng.random() < 0.3, _form(rng), rng.uniform(0.1, 1)
-    ),
-    "tiny momentum": lambda rng: (_rule(rng, 10 ** rng.uniform(-3, 1), _tiny(rng)), rng.random()),
-    "tiny momentum, edges": lambda rng: _near(
-        rng, rng.choice(["lower", "upper"]), rng.random() < 0.5, 10 ** rng.uniform(-20, -2), 15
-    ),
+DRAWS: dict[str, Callable[[random.Random, bool], tuple[Any, float]]] = {
+    "generic": lambda rng, _: (rng.uniform(0.01, 1.3), rng.uniform(0, 0.999)),
+    "lower edge": _near("lower"),
+    "upper edge, nilpotent": _near("upper"),
+    "stability edge": _near("stable"),
+    "momentum to 1": lambda rng, _: (10 ** rng.uniform(-2, 0), 1 - 2.0 ** -rng.uniform(6, 53)),
+    "slow": lambda rng, _: (10 ** rng.uniform(-300, 0), rng.random()),
+    "slow, momentum to 1": lambda rng, _: (10 ** rng.uniform(-20, 0), 1 - 2.0 ** -rng.uniform(6, 53)),
+    "unstable": lambda rng, _: (10 ** rng.uniform(0.5, 90), rng.random()),
+    "unstable under restarts": lambda rng, _: (rng.uniform(0.2, 3), rng.uniform(0.9, 0.999)),
+    "tiny momentum": lambda rng, _: (10 ** rng.uniform(-3, 1), rng.choice([0.0, 1e-300, 10 ** rng.uniform(-20, -2)])),
 }
+"""Step s and momentum of modes, for a rule that looks ahead or not."""

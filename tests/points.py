@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from twophase.rule import OuterRule
-from twophase.theory.modes import stable_limit
+from twophase.theory import stable_limit
 
 Point = tuple[OuterRule, float, int]
 """A rule, the effective progress of a mode, and a period."""

@@ -17,7 +17,7 @@ from twophase.runs.config import OuterConfig, options_of
 from twophase.sweeps.grid import Axis, Sweep, product
 from twophase.sweeps.table import rows_of, write_rows
 from twophase.tasks.lm.config import TrainConfig
-from twophase.theory.rollout import rollout
+from twophase.theory import rollout
 
 EMA = OuterRule(1.0, 0.9, form="ema")
 SUM = OuterRule(0.7, 0.9)

@@ -17,7 +17,7 @@ from quadratic import REPLICAS, ROUNDS, SIGMA, assert_agree, disturbances, engin
 from twophase.optim.outer_sgd import OuterSGD
 from twophase.restart import AtRounds, Cycle, Never, Periodic, Soft, convert, parse
 from twophase.rule import OuterRule
-from twophase.theory.rollout import Block, rollout, rollout_blocks
+from twophase.theory import Block, rollout, rollout_blocks
 
 KEYSTONE = [Never(), Periodic(1), Periodic(3), Cycle((2, 5)), AtRounds((4, 9)), Soft(3, 0.2, 0.1), Soft(4, -0.4, 0.8)]
 POLICIES = [*map(str, KEYSTONE), *MODELLED]

@@ -11,7 +11,7 @@ import digits
 import linear_network
 from digits import HEAVY_BALL, USUAL, Inner, Linearised, Network
 from extras import need
-from twophase.theory.modes import transition
+from twophase.theory import transition
 
 need("sklearn", "the extra digits is not installed")
 

@@ -12,7 +12,7 @@ import mixed_periods
 import outer_schedules
 import period_criteria
 from schedules import InnerPhases, OuterSchedule, best_rates, inner_phases, second_moments
-from twophase.theory.periods import best_period, log_final_loss
+from twophase.theory import best_period, log_final_loss
 
 
 def printed(text: str) -> Any:

@@ -15,8 +15,8 @@ from twophase.theory import (
     cancellation_periods,
     envelope,
     log_final_loss,
+    restart_factor,
     restart_table,
-    rollout,
 )
 
 _MOST_ROUNDS = 400  # drawn of a mode's motion
@@ -58,8 +58,11 @@ def _motion(axes: Any, advice: Advice) -> None:
         zeros = zeros[zeros <= count]
         axes.plot(zeros, np.zeros_like(zeros), "|", color=INK, markersize=7, label="passes zero")
     axes.axhline(0, color=MUTED, linewidth=0.5)
-    for number, restart in enumerate(["never"] if period is None else ["never", str(period)]):
-        x = rollout(advice.rule, [sigma], count, restart).residual[:, 0]
+    times = np.arange(count + 1)
+    for number, cycle in enumerate([count + 1] if period is None else [count + 1, period]):
+        with np.errstate(all="ignore"):  # of a rule that diverges beyond all doubles
+            x = restart_factor(advice.rule, sigma, cycle) ** (times // cycle)
+            x = x * restart_factor(advice.rule, sigma, times % cycle)
         label = f"restart every {period} rounds" if number else "no restart"
         axes.plot(x, **look(number + 1, every=max(1, count // 20)), label=label)
     axes.set(title=f"mode with sigma {sigma:.3g}", xlabel="round", ylabel="residual $x_t / x_0$", xlim=(0, count))

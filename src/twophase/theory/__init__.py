@@ -5,7 +5,7 @@ docs/theory-results.md lists the results by number (R1 to R33), with functions a
 """
 
 from twophase.theory.advice import Advice, Criterion, advise, controls
-from twophase.theory.contraction import (
+from twophase.theory.factor import (
     hurt_share,
     log_restart_factor,
     restart_can_help,
@@ -13,24 +13,15 @@ from twophase.theory.contraction import (
     restart_rate,
     restart_table,
 )
-from twophase.theory.inputs import rule_grid
-from twophase.theory.mixing import (
-    Mixture,
-    Schedule,
-    best_schedule,
-    chebyshev_rate,
-    mixed_periods,
-)
+from twophase.theory.mixing import Mixture, chebyshev_rate, mixed_periods
 from twophase.theory.modes import (
     asymptotic_rate,
-    effective_progress,
     effective_step,
     envelope,
     oscillatory_interval,
     phase,
     phase_shift,
     regime,
-    scheduled_progress,
     stable_limit,
     transition,
 )
@@ -42,7 +33,9 @@ from twophase.theory.periods import (
     log_final_loss,
     rounded_period,
 )
+from twophase.theory.progress import effective_progress, scheduled_progress
 from twophase.theory.rollout import Block, BlockRollout, Rollout, rollout, rollout_blocks
+from twophase.theory.rules import Rules, rule_grid
 from twophase.theory.soft import cycle_matrix, soft_restart
 
 __all__ = [
@@ -52,11 +45,10 @@ __all__ = [
     "Criterion",
     "Mixture",
     "Rollout",
-    "Schedule",
+    "Rules",
     "advise",
     "asymptotic_rate",
     "best_period",
-    "best_schedule",
     "block_periods",
     "cancellation_periods",
     "chebyshev_rate",

@@ -10,10 +10,11 @@ from numpy.typing import ArrayLike, NDArray
 
 from twophase.restart import Never, Periodic, RestartPolicy, mean_outer_gain
 from twophase.rule import OuterRule
-from twophase.theory.contraction import hurt_share, restart_rate
-from twophase.theory.inputs import rule_grid
+from twophase.theory.checks import numbers
+from twophase.theory.factor import hurt_share, restart_rate
 from twophase.theory.modes import asymptotic_rate
 from twophase.theory.periods import OBJECTIVES, Objective, best_period, cancellation_periods, log_final_loss
+from twophase.theory.rules import rule_grid
 
 _MOST_ROUNDS = 10_000  # for a mean gain, and the longest period that is tried unless `max_period` is given
 _MOST_FACTORS = 10**7  # modes times periods, whose restart factors are in memory together
@@ -100,7 +101,7 @@ def advise(
     >>> str(advice.policy), round(advice.hurt, 2)
     ('7', 0.0)
     """
-    values = np.asarray(sigma, dtype=np.float64).reshape(-1)
+    values = numbers("sigma", sigma, 0, 1).reshape(-1)
     shares = np.ones(values.size) if weights is None else np.asarray(weights, dtype=np.float64)
     if shares.shape != values.shape or not (shares >= 0).all():
         raise ValueError(f"advise: weights must be one number >= 0 for each of {values.size} modes, got {weights}")
@@ -155,7 +156,7 @@ def controls(rule: OuterRule, sigma: ArrayLike, period: int | None, rounds: int 
     >>> [round(rate, 3) for rate in controls(OuterRule(1.0, 0.9, form="ema"), [0.95, 0.3], 3).values()]
     [0.03, 0.058, 0.619]
     """
-    others = _controls(rule, np.asarray(sigma, dtype=np.float64).reshape(-1), period, rounds)
+    others = _controls(rule, numbers("sigma", sigma, 0, 1).reshape(-1), period, rounds)
     return {name: float(np.min(asymptotic_rate(other, sigma))) for name, other in others.items()}
 
 

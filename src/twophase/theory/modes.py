@@ -1,124 +1,97 @@
-"""Describe a mode under an outer rule: progress, 2x2 transition, regime, phase, envelope, rate, stability.
+"""Describe a mode under an outer rule: 2x2 transition, regime, phase, envelope, rate, stability.
 
 Letters, in all of `twophase.theory`: x residual of the mode, m momentum buffer, nu = lr, b = momentum, w = 1 - b.
 Further, sigma effective progress, g = sigma x the pseudo-gradient, s the effective step (`effective_step`). The pair
 (s, b) alone decides every rate and every restart factor.
 
-Arguments, in all of it: `rule` is one `OuterRule` or an array of them (`rule_grid`); `sigma` lies in [0, 1]. `period`
-and other counts are whole numbers below 2^53. They broadcast; results have the broadcast shape, or are NumPy scalars.
-Anything else is a ValueError that names the function, the argument and the entry.
+Arguments, in all of it: `rule` is one `OuterRule`, what `rule_grid` returns, or an array of rules; `sigma` lies in
+[0, 1]; `lr * sigma` is at most 1e100. `period` and other counts are whole numbers below 2^53. They broadcast; results
+have the broadcast shape, or are NumPy scalars. A value out of its range is a ValueError that names the argument.
+
+Numbers are doubles. Right at an edge of the oscillatory interval, within a few units of the last digit of s, the
+regime is that of the rounded s.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
-from twophase.theory.inputs import (
-    Floats,
-    RuleArrays,
-    Rules,
-    check_counts,
-    check_finite,
-    check_sigma,
-    check_steps,
-    common_shape,
-    refuse,
-    rule_arrays,
-)
-from twophase.theory.kernel import Mode
+from twophase.theory.checks import Floats, numbers
+from twophase.theory.rules import AnyRule, Rules
 
 REGIMES = ("oscillatory", "critical", "real_below", "real_above", "negative_determinant", "nilpotent")
 """Names that `regime` gives; see there."""
 
-
-def effective_progress(eigenvalue: ArrayLike, inner_lr: ArrayLike, inner_steps: ArrayLike) -> Any:
-    """Return the share of a mode that one inner phase of gradient descent removes.
-
-    `sigma = 1 - (1 - inner_lr eigenvalue)^inner_steps`, so that the pseudo-gradient is `g = sigma x`. It holds for
-    deterministic gradient descent on a quadratic, with one replica or equal data. Replicas with different data or
-    AdamW inner steps are outside the model.
-
-    Args:
-        eigenvalue: lambda >= 0 of the mode's curvature, any shape.
-        inner_lr: eta >= 0 of the inner gradient descent; `inner_lr * eigenvalue` must not exceed 1.
-        inner_steps: S >= 1, inner steps a round.
-
-    Returns:
-        sigma in [0, 1], of the broadcast shape; accurate for tiny eigenvalues too.
-
-    Source: paper section 2, equation for g_t and sigma; theory note R1.
-
-    >>> float(effective_progress(0.5, 1.0, 3))
-    0.875
-    """
-    where = "effective_progress"
-    values, rates = check_finite(where, "eigenvalue", eigenvalue, 0), check_finite(where, "inner_lr", inner_lr, 0)
-    counts = check_counts(where, "inner_steps", inner_steps)
-    common_shape(where, eigenvalue=values.shape, inner_lr=rates.shape, inner_steps=counts.shape)
-    with np.errstate(over="ignore"):
-        product = values * rates
-    if np.any(product > 1):
-        mode = np.unravel_index(int(np.argmax(product)), product.shape)
-        of_modes = f" of mode {', '.join(str(int(i)) for i in mode)}" if product.ndim else ""
-        limit = 1 / values.max()
-        limit = np.nextafter(limit, 0) if limit * values.max() > 1 else limit  # so that the remedy works
-        raise ValueError(
-            f"{where}: inner_lr * eigenvalue{of_modes} is {product.max():.17g}; it must be <= 1, where gradient "
-            f"descent does not overshoot; lower inner_lr to {limit:.17g} or less"
-        )
-    with np.errstate(divide="ignore"):  # log1p(-1) = -inf is meant: the mode is removed at once
-        return (-np.expm1(counts * np.log1p(-product)) + 0.0)[()]
+_LARGEST_STEP = 1e100  # no learning rate is meant that large, and squares of a step stay far from overflow
 
 
-def scheduled_progress(
-    eigenvalue: ArrayLike, inner_lrs: ArrayLike, *, weight_decay: float = 0.0, clip: bool = False
-) -> Any:
-    """Return the share of a mode that an inner phase removes if its learning rate changes from step to step.
+@dataclass(frozen=True, slots=True, eq=False)
+class Modes:
+    """Hold what decides how modes move, as arrays of one shape, in the formulas that do not cancel (theory note R6)."""
 
-    `sigma = 1 - prod_t (1 - eta_t (lambda + decay))`. Of a preconditioned optimizer with the step `-eta P^-1 gradient`
-    and P held fixed over the round, the eigenvalues are those of `P^-1/2 H P^-1/2`. An inner optimizer that averages
-    gradients (AdamW's first moment, coefficient b) takes such steps only of modes with `eta lambda` well below `1 - b`.
+    momentum: Floats
+    step: Floats
+    nesterov: NDArray[np.bool_]
 
-    Args:
-        eigenvalue: lambda >= 0 of the (preconditioned) curvature, any shape.
-        inner_lrs: eta_t >= 0 of each inner step of the round, in order, shape (S,), S >= 1.
-        weight_decay: decoupled weight decay, >= 0.
-        clip: True to cut a step beyond the minimum, `eta_t (lambda + decay) > 1`, to one that reaches it: the mode
-            counts as removed. False refuses such a mode.
+    @classmethod
+    def of(cls, rule: AnyRule, sigma: ArrayLike) -> Modes:
+        """Return the modes of the public arguments."""
+        rules, values = Rules.of(rule), numbers("sigma", sigma, 0, 1)
+        with np.errstate(over="ignore"):
+            if np.any(rules.lr * values > _LARGEST_STEP):
+                raise ValueError(f"lr * sigma must be at most 1e100, got lr {rules.lr.max():g}")
+        return cls(*np.broadcast_arrays(rules.momentum, rules.lr * (rules.injection * values), rules.nesterov))
 
-    Returns:
-        sigma in [0, 1], of the shape of `eigenvalue`.
+    def __getitem__(self, index: Any) -> Modes:
+        return Modes(self.momentum[index], self.step[index], self.nesterov[index])
 
-    Source: paper section 2 (sigma for a constant learning rate); theory note R1.
+    @property
+    def trace(self) -> Floats:
+        """Return the trace of T: `(1 - s) + b` (heavy ball), `(1 + b)(1 - s)` (Nesterov)."""
+        return np.where(self.nesterov, (1 + self.momentum) * (1 - self.step), (1 - self.step) + self.momentum)
 
-    >>> float(scheduled_progress(0.5, [1.0, 0.5, 0.0]))
-    0.625
-    """
-    where = "scheduled_progress"
-    values, rates = check_finite(where, "eigenvalue", eigenvalue, 0), check_finite(where, "inner_lrs", inner_lrs, 0)
-    decay = check_finite(where, "weight_decay", weight_decay, 0)
-    if rates.ndim != 1 or rates.size == 0 or decay.ndim:
-        raise ValueError(
-            f"{where}: inner_lrs have shape {rates.shape} and weight_decay {decay.shape}; give one learning rate for "
-            "each inner step of the round, shape (S,), and one number"
-        )
-    with np.errstate(over="ignore"):
-        total = values + decay
-        too_large = total * rates.max() > 1
-    if not clip:
-        remedy = f"times inner_lr {rates.max():g} it must be <= 1 (with the decay); lower that, or give clip=True"
-        refuse(where, "eigenvalue", values, too_large, remedy)
-    log_product = np.zeros(values.shape)  # log of the product, one step after the other: no array of modes x steps
-    with np.errstate(divide="ignore", over="ignore"):
-        for rate in rates:
-            log_product = log_product + np.log1p(-np.minimum(rate * total, 1.0))
-    return (-np.expm1(log_product) + 0.0)[()]
+    @property
+    def determinant(self) -> Floats:
+        """Return the determinant D of T: `b` (heavy ball), `b (1 - s)` (Nesterov)."""
+        return self.momentum * np.where(self.nesterov, 1 - self.step, 1.0)
+
+    @property
+    def lead(self) -> Floats:
+        """Return a - b with a = T_11 and b = T_22."""
+        return (1 - self.momentum) - self.step * np.where(self.nesterov, 1 + self.momentum, 1.0)
+
+    @property
+    def disc(self) -> Floats:
+        """Return tr^2 - 4 D by its factors, the distances of s from the edges of the oscillatory interval."""
+        low, high = edges(self.momentum, self.nesterov)
+        return np.where(self.nesterov, (1 + self.momentum) ** 2, 1.0) * (self.step - low) * (self.step - high)
+
+    @property
+    def half(self) -> Floats:
+        """Return rho sin(phase), half the distance of the complex eigenvalues; nan where they are real."""
+        disc = self.disc
+        return np.sqrt(np.where(disc < 0, -disc, np.nan)) / 2
+
+    @property
+    def log_rho(self) -> Floats:
+        """Return log sqrt(D)."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return (np.log(self.momentum) + np.where(self.nesterov, np.log1p(-self.step), 0.0)) / 2
 
 
-def effective_step(rule: Rules, sigma: ArrayLike) -> Any:
+def edges(momentum: Floats, nesterov: NDArray[np.bool_]) -> tuple[Floats, Floats]:
+    """Return the steps s between which a mode oscillates."""
+    w, root = 1 - momentum, np.sqrt(momentum)
+    low = np.where(nesterov, w / (1 + momentum), w / (1 + root)) ** 2
+    high = np.where(nesterov, 1.0, (1 + root) ** 2)
+    return low, np.where(momentum == 0, low, high)
+
+
+def effective_step(rule: AnyRule, sigma: ArrayLike) -> Any:
     """Return the step s of a mode: `lr sigma` (sum form), `lr (1-b) sigma` (EMA).
 
     Source: theory note R2 and R3 (the same number in both forms).
@@ -126,10 +99,10 @@ def effective_step(rule: Rules, sigma: ArrayLike) -> Any:
     >>> float(effective_step(OuterRule(2.0, 0.75, form="ema"), 0.5))
     0.25
     """
-    return Mode.of("effective_step", rule, sigma).step.hi[()]
+    return Modes.of(rule, sigma).step[()]
 
 
-def transition(rule: Rules, sigma: ArrayLike) -> Floats:
+def transition(rule: AnyRule, sigma: ArrayLike) -> Floats:
     """Return the matrix T of one round, `(x, m) -> T (x, m)`, with m the buffer of the rule's own form.
 
     EMA form: heavy ball `[[1-s, -nu b], [w sigma, b]]`, Nesterov `[[1-(1+b)s, -nu b^2], [w sigma, b]]`; sum form: the
@@ -143,24 +116,15 @@ def transition(rule: Rules, sigma: ArrayLike) -> Floats:
     >>> transition(OuterRule(1.0, 0.5, form="ema"), 0.5).tolist()
     [[0.75, -0.5], [0.25, 0.5]]
     """
-    where = "transition"
-    rules, values = rule_arrays(where, rule), check_sigma(where, sigma)
-    common_shape(where, rule=rules.shape, sigma=values.shape)
-    with np.errstate(over="ignore"):
-        check_steps(where, rules.lr * values)
-    b, ahead = rules.momentum, rules.nesterov
-    step = rules.lr * (rules.injection * values)
-    entries = (
-        1 - np.where(ahead, 1 + b, 1) * step,
-        -rules.lr * b * np.where(ahead, b, 1),
-        rules.injection * values,
-        b,
-    )
-    rows = np.stack(np.broadcast_arrays(*entries), axis=-1)
+    rules, modes = Rules.of(rule), Modes.of(rule, sigma)
+    b, ahead = modes.momentum, modes.nesterov
+    corner = 1 - np.where(ahead, 1 + b, 1) * modes.step
+    upper = -rules.lr * b * np.where(ahead, b, 1)
+    rows = np.stack(np.broadcast_arrays(corner, upper, rules.injection * np.asarray(sigma, float), b), axis=-1)
     return rows.reshape(*rows.shape[:-1], 2, 2)
 
 
-def regime(rule: Rules, sigma: ArrayLike) -> Any:
+def regime(rule: AnyRule, sigma: ArrayLike) -> Any:
     """Return how a mode moves: the kind of T's eigenvalues.
 
     | name | eigenvalues | motion |
@@ -173,17 +137,26 @@ def regime(rule: Rules, sigma: ArrayLike) -> Any:
     | `nilpotent` | both 0: Nesterov (or no momentum) with s = 1 | gone after two rounds |
 
     Returns:
-        A name, or an array of names of the broadcast shape. Decided with twice a double's digits.
+        A name, or an array of names of the broadcast shape.
 
     Source: theory note R6 to R12; the paper treats the first row (its errors E5 and E8 are about the other rows).
 
     >>> regime(OuterRule(1.0, 0.9, form="ema"), [0.01, 0.5]).tolist()
     ['real_below', 'oscillatory']
     """
-    return Mode.of("regime", rule, sigma).regime()[()]
+    modes = Modes.of(rule, sigma)
+    disc, trace = modes.disc, modes.trace
+    # The sign of D = b (1 - s); the product may underflow.
+    sign = np.sign(modes.momentum) * np.where(modes.nesterov, np.sign(1 - modes.step), 1)
+    names = np.select(
+        [(trace == 0) & (sign == 0), disc == 0, disc < 0, sign < 0, trace > 0],
+        ["nilpotent", "critical", "oscillatory", "negative_determinant", "real_below"],
+        "real_above",
+    )
+    return names[()]
 
 
-def oscillatory_interval(rule: Rules) -> tuple[Any, Any]:
+def oscillatory_interval(rule: AnyRule) -> tuple[Any, Any]:
     """Return the open interval (low, high) of sigma in which a mode oscillates; it may reach beyond 1.
 
     Heavy ball `(1-sqrt b)^2 < s < (1+sqrt b)^2`; Nesterov `((1-b)/(1+b))^2 < s < 1`; divided by lr (sum form) or
@@ -194,15 +167,12 @@ def oscillatory_interval(rule: Rules) -> tuple[Any, Any]:
     >>> [round(float(end), 3) for end in oscillatory_interval(OuterRule(1.0, 0.9, form="ema"))]
     [0.026, 37.974]
     """
-    rules = rule_arrays("oscillatory_interval", rule)
-    w, root = 1 - rules.momentum, np.sqrt(rules.momentum)
-    low = np.where(rules.nesterov, (w / (1 + rules.momentum)) ** 2, (w / (1 + root)) ** 2)
-    high = np.where(rules.nesterov, 1.0, (1 + root) ** 2)
-    high = np.where(rules.momentum == 0, low, high)
+    rules = Rules.of(rule)
+    low, high = edges(rules.momentum, rules.nesterov)
     return _in_sigma(rules, low), _in_sigma(rules, high)
 
 
-def stable_limit(rule: Rules) -> Any:
+def stable_limit(rule: AnyRule) -> Any:
     """Return the sigma below which a mode is stable without restarts; it may lie beyond 1.
 
     `0 < s < 2 (1+b)` for heavy ball, `0 < s < 2 (1+b) / (1+2b)` for Nesterov. No restart schedule makes a mode stable
@@ -213,12 +183,11 @@ def stable_limit(rule: Rules) -> Any:
     >>> round(float(stable_limit(OuterRule(1.0, 0.9))), 2)
     3.8
     """
-    rules = rule_arrays("stable_limit", rule)
-    bound = 2 * (1 + rules.momentum) / np.where(rules.nesterov, 1 + 2 * rules.momentum, 1.0)
-    return _in_sigma(rules, bound)
+    rules = Rules.of(rule)
+    return _in_sigma(rules, 2 * (1 + rules.momentum) / np.where(rules.nesterov, 1 + 2 * rules.momentum, 1.0))
 
 
-def asymptotic_rate(rule: Rules, sigma: ArrayLike) -> Any:
+def asymptotic_rate(rule: AnyRule, sigma: ArrayLike) -> Any:
     """Return the asymptotic contraction without restarts: `-log(spectral radius of T)`, in nats a round.
 
     Oscillatory: `-log(b)/2` for heavy ball, at every sigma; `-(log b + log(1-s))/2` for Nesterov. Negative: diverges.
@@ -229,10 +198,18 @@ def asymptotic_rate(rule: Rules, sigma: ArrayLike) -> Any:
     >>> round(float(asymptotic_rate(OuterRule(1.0, 0.9, form="ema"), 0.3)), 4)
     0.0527
     """
-    return (-Mode.of("asymptotic_rate", rule, sigma).log_radius() + 0.0)[()]
+    modes = Modes.of(rule, sigma)
+    disc, trace, s = modes.disc, modes.trace, modes.step
+    half = np.sqrt(np.maximum(disc, 0)) / 2
+    # Next to 1 by (1 - l1)(1 - l2) = s: the distance of the smaller root from 1 is a sum of positive numbers.
+    distance = ((1 - modes.momentum) + s * np.where(modes.nesterov, 1 + modes.momentum, 1.0)) / 2 + half
+    radius = np.abs(trace) / 2 + half
+    with np.errstate(divide="ignore", invalid="ignore"):
+        real = np.where((trace > 0) & (radius > 0.5), np.log1p(-s / distance), np.log(radius))
+    return -np.where(disc < 0, modes.log_rho, real)[()] + 0.0
 
 
-def phase(rule: Rules, sigma: ArrayLike) -> Any:
+def phase(rule: AnyRule, sigma: ArrayLike) -> Any:
     """Return the angle by which an oscillating mode turns in a round, in radians, 0 < phase < pi; nan if none turns.
 
     `cos(phase) = tr / (2 sqrt D)`, with tr the trace and D the determinant of T. Nesterov stays at or below pi/2.
@@ -242,10 +219,11 @@ def phase(rule: Rules, sigma: ArrayLike) -> Any:
     >>> round(float(phase(OuterRule(1.0, 0.9, form="ema"), 0.95)), 4)
     0.3133
     """
-    return Mode.of("phase", rule, sigma).oscillation().phase[()]
+    modes = Modes.of(rule, sigma)
+    return np.arctan2(modes.half, modes.trace / 2)[()]
 
 
-def phase_shift(rule: Rules, sigma: ArrayLike) -> Any:
+def phase_shift(rule: AnyRule, sigma: ArrayLike) -> Any:
     """Return theta of `chi_K = A rho^K cos(K phase - theta)`, in radians, |theta| < pi/2; nan if no oscillation.
 
     `theta = arctan C`, `C = (a - b) / (2 rho sin(phase))`, with a the first entry of T.
@@ -255,10 +233,11 @@ def phase_shift(rule: Rules, sigma: ArrayLike) -> Any:
     >>> float(phase_shift(OuterRule(1.0, 0.5, form="ema"), 1.0))  # lr sigma = 1: a pure cosine
     0.0
     """
-    return Mode.of("phase_shift", rule, sigma).oscillation().shift[()]
+    modes = Modes.of(rule, sigma)
+    return np.arctan2(modes.lead / 2, modes.half)[()]
 
 
-def envelope(rule: Rules, sigma: ArrayLike, rounds: ArrayLike) -> Any:
+def envelope(rule: AnyRule, sigma: ArrayLike, rounds: ArrayLike) -> Any:
     """Return the true envelope of an oscillating mode after t >= 0 rounds: `|x_t| <= sqrt(1+C^2) rho^t`.
 
     For x_0 = 1, m_0 = 0; `rounds` are any real numbers; nan where the mode does not oscillate. The paper draws `rho^t`,
@@ -269,12 +248,12 @@ def envelope(rule: Rules, sigma: ArrayLike, rounds: ArrayLike) -> Any:
     >>> round(float(envelope(OuterRule(1.0, 0.9, form="ema"), 0.1, 0)), 3)
     1.136
     """
-    mode, times = Mode.of("envelope", rule, sigma), check_finite("envelope", "rounds", rounds, 0)
-    common_shape("envelope", modes=mode.shape, rounds=times.shape)
-    turn = mode.oscillation()
-    return np.exp(turn.log_amplitude + times * turn.log_rho)[()]
+    modes, times = Modes.of(rule, sigma), numbers("rounds", rounds, 0)
+    half = modes.half
+    with np.errstate(invalid="ignore"):
+        return (np.hypot(half, modes.lead / 2) / half * np.exp(times * modes.log_rho))[()]
 
 
-def _in_sigma(rules: RuleArrays, step: Floats) -> Any:
+def _in_sigma(rules: Rules, step: Floats) -> Any:
     with np.errstate(divide="ignore", over="ignore"):
         return (step / rules.injection / rules.lr)[()]  # not by their product, which may be denormal

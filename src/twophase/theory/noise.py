@@ -7,40 +7,31 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
-from twophase.theory.inputs import Floats, check_count, check_counts, check_finite
+from twophase.theory.checks import Floats, count, counts, numbers
 
 
-def disturbance(
-    where: str, noise: ArrayLike, replicas: int, seeds: int | Sequence[int] | None, *, size: tuple[int, int]
-) -> Floats:
+def disturbance(noise: ArrayLike, replicas: int, seeds: int | Sequence[int] | None, size: tuple[int, int]) -> Floats:
     """Return the replicas' mean disturbance, (rounds, [seeds], modes): from its standard deviation, or as given."""
-    values, replicas = check_finite(where, "noise", noise), check_count(where, "replicas", replicas)
+    values, number = numbers("noise", noise), count("replicas", replicas)
     if values.ndim:
-        if values.ndim != 3 or values.shape[::2] != size or values.shape[1] == 0:
-            raise ValueError(
-                f"{where}: noise has shape {values.shape}; give a standard deviation, or every disturbance: shape "
-                f"(rounds, replicas, modes) = ({size[0]}, replicas, {size[1]})"
-            )
-        if replicas not in (1, values.shape[1]):
-            raise ValueError(f"{where}: replicas is {replicas}, but noise holds {values.shape[1]}; leave replicas out")
-        if seeds is not None:
-            raise ValueError(f"{where}: seeds go with noise that is drawn; leave them out, or give noise as a number")
+        if values.ndim != 3 or values.shape[::2] != size or not values.shape[1]:
+            shape = f"(rounds, replicas, modes) = ({size[0]}, replicas, {size[1]})"
+            raise ValueError(f"noise must be a standard deviation or have shape {shape}, got shape {values.shape}")
+        if number not in (1, values.shape[1]) or seeds is not None:
+            raise ValueError(f"replicas and seeds must be left out with explicit noise, got {replicas} and {seeds}")
         return values.mean(axis=1)
-    if values < 0:
-        raise ValueError(f"{where}: noise is {values.item()!r}; a standard deviation is >= 0")
+    deviation = float(numbers("noise", noise, 0))
     if seeds is None:
-        return values * _draws(0, replicas, size) if values else np.zeros(size)
-    numbers = check_counts(where, "seeds", seeds, least=0 if np.ndim(seeds) else 1)
-    drawn = [
-        _draws(seed, replicas, size) for seed in (numbers.ravel().tolist() if numbers.ndim else range(int(numbers)))
-    ]
-    return values * np.stack(drawn, axis=1)
+        return deviation * _draws(0, number, size) if deviation else np.zeros(size)
+    chosen = counts("seeds", seeds, least=0 if np.ndim(seeds) else 1)
+    each = chosen.ravel().tolist() if chosen.ndim else range(int(chosen))
+    return deviation * np.stack([_draws(seed, number, size) for seed in each], axis=1)
 
 
 def _draws(seed: int, replicas: int, size: tuple[int, int]) -> Floats:
     """Draw standard normals; return their mean over the replicas, (rounds, modes), a stream for each replica."""
+    streams = [np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(each,))) for each in range(replicas)]
     total = np.zeros(size)
-    for replica in range(replicas):
-        stream = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(replica,)))
+    for stream in streams:
         total += stream.standard_normal(size)
     return total / replicas

@@ -9,22 +9,13 @@ from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from twophase.rule import OuterRule
-from twophase.theory.contraction import log_restart_factor, restart_table
-from twophase.theory.inputs import (
-    Floats,
-    Rules,
-    check_count,
-    check_counts,
-    check_modes,
-    check_weights,
-    common_shape,
-    rule_arrays,
-)
-from twophase.theory.kernel import Mode
-from twophase.theory.modes import effective_step
+from twophase.theory.checks import Floats, count, counts, progress_of, shares
+from twophase.theory.factor import log_restart_factor, restart_table
+from twophase.theory.modes import Modes
+from twophase.theory.rules import AnyRule, Rules
 
 Objective: TypeAlias = Literal["loss", "minimax", "rate", "factor"]
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
@@ -32,7 +23,7 @@ OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 _TIE = 1e-11  # relative difference below which two periods are equally good, and the smaller one is taken
 
 
-def cancellation_periods(rule: Rules, sigma: ArrayLike, count: int) -> Floats:
+def cancellation_periods(rule: AnyRule, sigma: ArrayLike, count: int) -> Floats:
     """Return the first `count` real-valued times at which an oscillating mode passes through 0, in rounds.
 
     `t_l = (theta + pi/2 + l pi) / phase`, l = 0, 1, 2, ...: the paper's main text begins at 1 and so skips the first
@@ -43,12 +34,14 @@ def cancellation_periods(rule: Rules, sigma: ArrayLike, count: int) -> Floats:
     >>> cancellation_periods(OuterRule(1.0, 0.9, form="ema"), 0.95, 2).round(2).tolist()
     [5.04, 15.07]
     """
-    turn = Mode.of("cancellation_periods", rule, sigma).oscillation()
-    numbers = np.arange(check_count("cancellation_periods", "count", count))
-    return (turn.delay[..., None] + np.pi * numbers) / turn.phase[..., None]
+    modes, times = Modes.of(rule, sigma), np.arange(counts("count", count))
+    half = modes.half
+    angle = np.arctan2(half, modes.trace / 2)
+    delay = np.arctan2(half, -modes.lead / 2)  # theta + pi/2; not as that sum, which loses the digits of a small one
+    return (delay[..., None] + np.pi * times) / angle[..., None]
 
 
-def rounded_period(rule: Rules, sigma: ArrayLike) -> Any:
+def rounded_period(rule: AnyRule, sigma: ArrayLike) -> Any:
     """Return the first cancellation in whole rounds: `K_0 = max(1, floor(K_c + 1/2))`; 0 without oscillation.
 
     A good guess, not the best period: argmax of the rate in about 92 % of random modes, within 1 in about 99 %.
@@ -60,10 +53,10 @@ def rounded_period(rule: Rules, sigma: ArrayLike) -> Any:
     [5, 10, 0]
     """
     first = cancellation_periods(rule, sigma, 1)[..., 0]
-    return np.where(np.isnan(first), 0, np.maximum(1, np.floor(np.nan_to_num(first) + 0.5))).astype(np.int64)[()]
+    return np.nan_to_num(np.maximum(1, np.floor(first + 0.5))).astype(np.int64)[()]
 
 
-def heuristic_period(rule: Rules, sigma: ArrayLike, corrected: bool = True) -> Any:
+def heuristic_period(rule: AnyRule, sigma: ArrayLike, corrected: bool = True) -> Any:
     """Return the first cancellation for momentum near 1, in closed form; a real number of rounds, infinite at s = 0.
 
     Paper (`corrected=False`): `pi / (2 sqrt s)`. Corrected by the terms of order 1 that it drops: plus `((1-b)/s -
@@ -76,17 +69,16 @@ def heuristic_period(rule: Rules, sigma: ArrayLike, corrected: bool = True) -> A
     >>> [round(float(heuristic_period(rule, 0.22, corrected=c)), 2) for c in (False, True)]
     [33.49, 35.26]
     """
-    mode = Mode.of("heuristic_period", rule, sigma)
-    step = np.asarray(effective_step(rule, sigma))
-    with np.errstate(divide="ignore"):
-        period = np.pi / (2 * np.sqrt(step))
+    modes = Modes.of(rule, sigma)
+    with np.errstate(divide="ignore", over="ignore"):
+        period = np.pi / (2 * np.sqrt(modes.step))
         if corrected:
-            period = period + mode.decay.hi / (2 * step) - np.where(mode.nesterov, 1.0, 0.5)
+            period = period + (1 - modes.momentum) / modes.step / 2 - np.where(modes.nesterov, 1.0, 0.5)
     return period[()]
 
 
 def log_final_loss(
-    rule: Rules, sigma: ArrayLike, rounds: int, period: ArrayLike, weights: ArrayLike | None = None
+    rule: AnyRule, sigma: ArrayLike, rounds: int, period: ArrayLike, weights: ArrayLike | None = None
 ) -> Any:
     """Return the logarithm of the loss after `rounds` rounds with a restart every `period` rounds, exactly.
 
@@ -108,9 +100,8 @@ def log_final_loss(
     >>> round(float(log_final_loss(OuterRule(1.0, 0.9, form="ema"), 0.95, 80, 5) / np.log(10)), 2)
     -64.54
     """
-    where = "log_final_loss"
-    total, periods = check_count(where, "rounds", rounds), check_counts(where, "period", period)
-    rules, values, log_weights = _weighted(where, rule, sigma, weights)
+    total, periods = count("rounds", rounds), counts("period", period)
+    rules, values, weight = _weighted(rule, sigma, weights)
     cut = np.minimum(np.atleast_1d(periods), total)
     column = cut.reshape(-1, *[1] * len(np.broadcast_shapes(rules.shape, values.shape)))
     if cut.size > 4 and cut.max() <= 20000:  # a table costs its largest period, single factors cost each
@@ -118,12 +109,12 @@ def log_final_loss(
         full, rest = logs[cut], logs[total % cut]
     else:
         full, rest = log_restart_factor(rules, values, np.stack([column, total % column]))[1]
-    result = _log_mean_square(total // column * full + rest, log_weights) - np.log(2)
+    result = _log_mean_square(total // column * full + rest, weight) - np.log(2)
     return result[0][()] if periods.ndim == 0 else result
 
 
 def best_period(
-    rule: Rules,
+    rule: AnyRule,
     sigma: ArrayLike,
     *,
     weights: ArrayLike | None = None,
@@ -164,53 +155,33 @@ def best_period(
     >>> best_period(rule, six, max_period=120, rounds=120), best_period(rule, 0.95, max_period=40)
     (7, 5)
     """
-    chosen: Any = ("minimax" if rounds is None else "loss") if objective is None else objective
-    return best_periods(rule, sigma, (chosen,), weights=weights, max_period=max_period, rounds=rounds)[0]
-
-
-def best_periods(
-    rule: Rules,
-    sigma: ArrayLike,
-    objectives: Sequence[Objective],
-    *,
-    weights: ArrayLike | None = None,
-    max_period: int,
-    rounds: int | None = None,
-) -> list[Any]:
-    """Return `best_period` by each of several objectives, from one table of restart factors."""
-    where = "best_period"
-    largest = check_count(where, "max_period", max_period)
-    total = None if rounds is None else check_count(where, "rounds", rounds)
-    for objective in objectives:
-        if objective not in OBJECTIVES:
-            raise ValueError(f"{where}: objective is {objective!r}; it must be one of {', '.join(OBJECTIVES)}")
-        if objective == "loss" and total is None:
-            raise ValueError(f'{where}: objective "loss" needs rounds, the horizon; without one use "minimax"')
-    rules, values, log_weights = _weighted(where, rule, sigma, weights)
+    chosen = ("minimax" if rounds is None else "loss") if objective is None else objective
+    largest, total = count("max_period", max_period), None if rounds is None else count("rounds", rounds)
+    if chosen not in OBJECTIVES:
+        raise ValueError(f"objective must be one of {', '.join(OBJECTIVES)}, got {objective!r}")
+    rules, values, weight = _weighted(rule, sigma, weights)
     table = _table_from_0(rules, values, largest if total is None else min(largest, total))
     periods, logs = np.arange(1, len(table)), table[1:]
     if total is not None and total > largest:
         periods = np.append(periods, total)
         logs = np.concatenate([logs, log_restart_factor(rules, values, total)[1][None]])
     column = periods.reshape(-1, *[1] * (logs.ndim - 1))
-
-    best = []
-    for objective in objectives:
-        if objective == "loss":
-            assert total is not None
-            score = -_log_mean_square(total // column * logs + table[total % periods], log_weights)
-        elif objective == "minimax":
-            score = np.min(-logs / column, axis=-1)
-        else:
-            score = -_log_mean_square(logs, log_weights) / (2 * column[..., 0] if objective == "rate" else 1)
-        highest = score.max(axis=0)
-        slack = np.where(np.isfinite(highest), _TIE * np.abs(highest), 0.0)
-        best.append(periods[np.argmax(score >= highest - slack, axis=0)])  # the first that is as good, ties forgiven
-    return [int(period) if period.ndim == 0 else period for period in best]
+    if chosen == "loss":
+        if total is None:
+            raise ValueError('rounds must be given for the objective "loss"; without a horizon use "minimax"')
+        score = -_log_mean_square(total // column * logs + table[total % periods], weight)
+    elif chosen == "minimax":
+        score = np.min(-logs / column, axis=-1)
+    else:
+        score = -_log_mean_square(logs, weight) / (2 * column[..., 0] if chosen == "rate" else 1)
+    highest = score.max(axis=0)
+    slack = np.where(np.isfinite(highest), _TIE * np.abs(highest), 0.0)
+    best = periods[np.argmax(score >= highest - slack, axis=0)]  # the first that is as good, ties forgiven
+    return best if best.ndim else int(best)
 
 
 def block_periods(
-    rule: OuterRule | Sequence[OuterRule],
+    rule: AnyRule,
     blocks: Sequence[ArrayLike],
     *,
     weights: Sequence[ArrayLike] | None = None,
@@ -234,27 +205,23 @@ def block_periods(
     >>> block_periods(rule, [[0.92, 1.0], [0.55, 0.65], [0.18, 0.26]], max_period=40, rounds=120)
     (5, 7, 13)
     """
+    if not np.iterable(blocks) or not len(blocks):
+        raise ValueError(f"blocks must be at least one list of sigma, got {blocks!r:.100}")
     rules = [rule] * len(blocks) if isinstance(rule, OuterRule) else list(rule)
-    shares: Sequence[ArrayLike | None] = [None] * len(blocks) if weights is None else weights
-    if not blocks or len(rules) != len(blocks) or len(shares) != len(blocks):
-        raise ValueError(
-            f"block_periods: {len(blocks)} blocks, {len(rules)} rules, {len(shares)} weights; give one of each a block"
-        )
+    parts: Sequence[ArrayLike | None] = [None] * len(blocks) if weights is None else weights
+    if len(rules) != len(blocks) or len(parts) != len(blocks):
+        raise ValueError(f"blocks must be as many as rules and weights, got {len(blocks)}, {len(rules)}, {len(parts)}")
     return tuple(
         best_period(r, s, weights=w, max_period=max_period, rounds=rounds, objective=objective)
-        for r, s, w in zip(rules, blocks, shares, strict=True)
+        for r, s, w in zip(rules, blocks, parts, strict=True)
     )
 
 
-def _weighted(
-    where: str, rule: Rules, sigma: ArrayLike, weights: ArrayLike | None
-) -> tuple[NDArray[np.object_], Floats, Floats]:
-    """Return rules with an axis for the modes, the modes that count, and the logarithms of their weights."""
-    rules, values = rule_arrays(where, rule), check_modes(where, sigma)
-    common_shape(where, rule=(*rules.shape, 1), sigma=values.shape)
-    shares = check_weights(where, weights, values.shape[-1])
-    counts = shares > 0
-    return np.asarray(rule, dtype=object)[..., None], values[..., counts], np.log(shares[counts])
+def _weighted(rule: AnyRule, sigma: ArrayLike, weights: ArrayLike | None) -> tuple[Rules, Floats, Floats]:
+    """Return rules with an axis for the modes, the modes that count, and their weights."""
+    values = progress_of(sigma)
+    weight = shares(weights, values.shape[-1])
+    return Rules.of(rule)[..., None], values[..., weight > 0], weight[weight > 0]
 
 
 def _table_from_0(rules: Rules, values: Floats, largest: int) -> Floats:
@@ -263,14 +230,12 @@ def _table_from_0(rules: Rules, values: Floats, largest: int) -> Floats:
     return np.concatenate([np.zeros((1, *logs.shape[1:])), logs])
 
 
-def _log_mean_square(logs: Floats, log_weights: Floats) -> Floats:
-    """Return the log sum_j w_j exp(2 logs_j) over the last axis."""
-    from scipy.special import logsumexp  # noqa: PLC0415 - a third of a second, for which --help must not wait
-
-    with np.errstate(divide="ignore"):
-        total = np.asarray(logsumexp(2 * logs + log_weights, axis=-1))
-    near = np.abs(total) < 0.1
-    if near.any():  # slow modes keep their digits: next to 1 the sum is 1 less a small remainder
-        lacks = np.sum(np.exp(log_weights) * np.expm1(np.minimum(2 * logs[near], 700)), axis=-1)
-        total[near] = np.log1p(lacks)
-    return total
+def _log_mean_square(logs: Floats, weight: Floats) -> Floats:
+    """Return log sum_j w_j exp(2 logs_j) over the last axis, the weights of sum 1."""
+    top = np.max(2 * logs, axis=-1)
+    top = np.where(np.isfinite(top), top, 0.0)
+    # Slow modes keep their digits: next to 1 the sum is 1 less a small remainder.
+    beside_1 = np.expm1(np.minimum(2 * logs, 700)) @ weight
+    with np.errstate(divide="ignore", invalid="ignore"):
+        far = top + np.log(np.exp(2 * logs - top[..., None]) @ weight)
+        return np.where(np.abs(beside_1) < 0.1, np.log1p(beside_1), far)

@@ -10,22 +10,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from twophase.theory.inputs import (
-    Floats,
-    Rules,
-    check_count,
-    check_counts,
-    check_finite,
-    check_sigma,
-    common_shape,
-    rule_arrays,
-)
-from twophase.theory.kernel import Mode
-from twophase.theory.modes import transition
-from twophase.theory.powers import power
+from twophase.theory.checks import Floats, count, counts, numbers
+from twophase.theory.factor import power
+from twophase.theory.modes import Modes, transition
+from twophase.theory.rules import AnyRule, Rules
 
 
-def soft_restart(rule: Rules, sigma: ArrayLike, period: ArrayLike) -> tuple[Any, Any]:
+def soft_restart(rule: AnyRule, sigma: ArrayLike, period: ArrayLike) -> tuple[Any, Any]:
     """Return (retain, inject) of the soft restart every R rounds that removes a mode, on the rule's own buffer.
 
     Heavy ball `retain = -chi_R / (b p_R)`, `inject = chi_R / (lr b sigma p_R)`; Nesterov the same `retain` and
@@ -40,7 +31,7 @@ def soft_restart(rule: Rules, sigma: ArrayLike, period: ArrayLike) -> tuple[Any,
         period: R >= 1 in rounds; all three broadcast.
 
     Returns:
-        (retain, inject), for `Soft(period, retain, inject)` with a rule of this form.
+        (retain, inject), for `Soft(period, retain, inject)` with a rule of this form; infinite beyond all doubles.
 
     Raises:
         ValueError: momentum, lr or sigma 0, or p_R = 0 where chi_R is not (no such restart exists).
@@ -51,30 +42,23 @@ def soft_restart(rule: Rules, sigma: ArrayLike, period: ArrayLike) -> tuple[Any,
     >>> round(float(retain), 3), round(float(inject), 3)
     (-0.24, 0.253)
     """
-    where = "soft_restart"
-    rules = rule_arrays(where, rule)
-    for name, values in (("momentum", rules.momentum), ("lr", rules.lr), ("sigma", check_sigma(where, sigma))):
+    rules, modes, periods = Rules.of(rule), Modes.of(rule, sigma), counts("period", period)
+    for name, values in (("momentum", rules.momentum), ("lr", rules.lr), ("sigma", np.asarray(sigma, float))):
         if np.any(values == 0):
-            raise ValueError(f"{where}: {name} is 0; it must be positive, there is nothing to restart otherwise")
-    modes, periods = Mode.of(where, rule, sigma), check_counts(where, "period", period)
-    shape = common_shape(where, modes=modes.shape, period=periods.shape)
-    mode = modes.each(lambda array: np.broadcast_to(array, shape).ravel())
-    state = power(mode, np.broadcast_to(periods, shape).ravel())
-    gone = (state.p.hi == 0) & (state.x.hi == 0)  # no restart is needed to remove what is 0
-    if np.any((state.p.hi == 0) & ~gone):
-        raise ValueError(f"{where}: after period {period} this mode leaves no trace in the buffer; use another period")
-    # They bear the same power of 2, which underflows where their quotient does not.
-    ratio = state.x.hi / np.where(gone, 1.0, state.p.hi)
-    injection = np.broadcast_to(rules.injection, shape).reshape(-1)
+            raise ValueError(f"{name} must be positive, got 0; there is nothing to restart otherwise")
+    found = power(modes, periods)
+    gone = (found.chi == 0) & (found.p == 0)  # no restart is needed to remove what is 0
+    if np.any((found.p == 0) & ~gone):
+        raise ValueError(f"period must be another one, got {period!r:.100}: then this mode leaves the buffer empty")
     with np.errstate(over="ignore", divide="ignore"):
-        retain = -ratio / mode.momentum
-        ahead = np.where(mode.nesterov, (1 - mode.step).hi / mode.momentum, 1.0)
-        inject = injection * ratio / mode.momentum * ahead / mode.step.hi
-    return (retain + 0.0).reshape(shape)[()], (inject + 0.0).reshape(shape)[()]
+        retain = -found.chi / np.where(gone, 1.0, found.p) / modes.momentum  # one power of 2 goes with both
+        ahead = np.where(modes.nesterov, (1 - modes.step) / modes.momentum, 1.0)
+        inject = -retain * rules.injection * ahead / modes.step
+    return (retain + 0.0)[()], (inject + 0.0)[()]
 
 
 def cycle_matrix(
-    rule: Rules, sigma: ArrayLike, period: int, retain: ArrayLike = 0.0, inject: ArrayLike = 0.0
+    rule: AnyRule, sigma: ArrayLike, period: int, retain: ArrayLike = 0.0, inject: ArrayLike = 0.0
 ) -> Floats:
     """Return the matrix of a cycle, R rounds and a soft restart: `(x, m) -> C (x, m)`, m of the rule's own form.
 
@@ -85,19 +69,25 @@ def cycle_matrix(
     then leaves `C_11 + sigma C_12` of the mode (EMA form), which may exceed 1. `OuterSGD` zeroes its buffer.
 
     Returns:
-        Array of shape (..., 2, 2); the eigenvalues of C are the contraction of one cycle.
+        Array of shape (..., 2, 2), its entries infinite beyond all doubles; the eigenvalues of C are the contraction of
+        one cycle.
 
     Source: theory note R26 and R28.
 
     >>> cycle_matrix(OuterRule(0.5, 0.5), 1.0, 2).tolist()
     [[0.0, -0.25], [0.0, 0.0]]
     """
-    where = "cycle_matrix"
-    rounds = check_count(where, "period", period)
-    share, weight = check_finite(where, "retain", retain), check_finite(where, "inject", inject)
-    t, values = transition(rule, sigma), check_sigma(where, sigma)
-    before = np.linalg.matrix_power(t, rounds - 1)
-    last = t @ before
-    common_shape(where, modes=t.shape[:-2], retain=share.shape, inject=weight.shape)
-    below = share[..., None] * last[..., 1, :] + (weight * values)[..., None] * before[..., 0, :]
-    return np.stack(np.broadcast_arrays(last[..., 0, :], below), axis=-2)
+    rounds = count("period", period)
+    share, weight = numbers("retain", retain), numbers("inject", inject)
+    modes, t, values = Modes.of(rule, sigma), transition(rule, sigma), np.asarray(sigma, float)
+    last, before = power(modes, np.array(rounds)), power(modes, np.array(rounds - 1))
+    (upper, lower), back = (t[..., 0, 1], t[..., 1, 0]), before.exponent - last.exponent  # in units of the later power
+    entries = np.broadcast_arrays(
+        last.chi,
+        upper * last.p,
+        share * lower * last.p + weight * values * np.ldexp(before.chi, back),
+        share * last.q + weight * values * upper * np.ldexp(before.p, back),
+    )
+    matrix = np.stack(entries, axis=-1).reshape(*entries[0].shape, 2, 2)
+    with np.errstate(over="ignore"):
+        return np.ldexp(matrix, last.exponent[..., None, None])

@@ -1,0 +1,403 @@
+"""The restart factor against mpmath, over all regimes, both rules and both forms; the two theorems."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import mpmath
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import oracle
+from amount import amount
+from oracle import HB, KINDS, NAG, columns
+from twophase.rule import FORMS, Form, OuterRule
+from twophase.theory import (
+    asymptotic_rate,
+    effective_step,
+    hurt_share,
+    log_restart_factor,
+    oscillatory_interval,
+    phase_shift,
+    regime,
+    restart_can_help,
+    restart_factor,
+    restart_rate,
+    restart_table,
+    rule_grid,
+    stable_limit,
+)
+
+BOUND = 1e-13  # times K, of the envelope: what the module promises of chi
+AT_EDGES = 1e-13  # times K^2: the same next to a double eigenvalue
+OF_LOG = 1e-11  # what it promises of log|chi| while less than half of the mode is gone
+
+
+def assert_right(rule: OuterRule, sigma: float, period: int, bound: float, *, sign: Any, log: Any) -> None:
+    """The error of chi is within a share of the envelope, and that of a slow mode's log|chi| within `OF_LOG` of it."""
+    exact_sign, exact = oracle.log_factor(rule, sigma, period)
+    assert (sign == 0) == (log == -math.inf)
+    with mpmath.workdps(60):
+        unit = max(oracle.log_envelope(rule, sigma, period), exact if exact_sign else -mpmath.inf)
+        chi = sign * mpmath.exp(mpmath.mpf(float(log)) - unit) if sign else 0
+        exact_chi = exact_sign * mpmath.exp(exact - unit) if exact_sign else 0
+        # The logarithm itself is a double, however large: hence the last term.
+        assert abs(chi - exact_chi) <= bound + 4e-16 * abs(exact if exact_sign else 0), (rule, sigma, period)
+        if rule.lr < 0.5 and exact_sign > 0 and -0.6 < exact < -1e-300:
+            assert abs(mpmath.mpf(float(log)) - exact) <= OF_LOG * abs(exact), (rule, sigma, period)
+
+
+@pytest.mark.parametrize("name", oracle.DRAWS)
+def test_restart_factors(name: str) -> None:
+    """One period up to 1e5 rounds, and tables up to 3000: chi to a small share of its envelope, slow modes' logs."""
+    rng = random.Random(name)
+    for rule, sigma in oracle.points(name, amount(25, 300)):
+        for period in (1, 2, *(int(10 ** rng.uniform(*ends)) for ends in ((0.5, 2), (2, 3.4), (4, 5)))):
+            bound = max(BOUND * period, AT_EDGES * period**2 if "edge" in name else 0)
+            sign, log = log_restart_factor(rule, sigma, period)
+            assert_right(rule, sigma, period, bound, sign=sign, log=log)
+            if period < 10_000:
+                signs, logs = restart_table(rule, sigma, period)
+                assert_right(rule, sigma, period, bound, sign=signs[-1], log=logs[-1])
+
+
+@given(st.floats(1e-6, 4), st.floats(0, 0.99), st.floats(0, 1), st.booleans(), st.integers(0, 300))
+def test_only_step_and_momentum_count(lr: float, momentum: float, sigma: float, nesterov: bool, period: int) -> None:
+    """R3: whatever the form, lr and sigma are, the factor is that of the step s, to the last bit."""
+    for form in FORMS:
+        rule = OuterRule(lr, momentum, nesterov, form)
+        step = float(effective_step(rule, sigma))
+        exact = oracle.step(rule, sigma)
+        assert abs(step - exact) <= 4e-16 * exact
+        one = OuterRule(step, momentum, nesterov)
+        assert log_restart_factor(rule, sigma, period) == log_restart_factor(one, 1.0, period)
+
+
+# --- exact values -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", [HB, NAG, OuterRule(0.0, 0.9), OuterRule(1.0, 0.0)], ids=OuterRule.describe)
+def test_what_stands_still_or_has_not_begun(rule: OuterRule) -> None:
+    """At sigma 0, at lr 0 and for K = 0 (F3) chi = 1: log and rate are 0, never -0.0, in a table too."""
+    sigma = 1.0 if rule.lr == 0 else 0.0
+    signs, logs = restart_table(rule, sigma, 200)
+    values = [*logs, log_restart_factor(rule, sigma, 10**6)[1], restart_rate(rule, sigma, 7)]
+    values.append(log_restart_factor(rule, 0.7, 0)[1])
+    assert signs.tolist() == [1] * 200
+    assert {(float(value), math.copysign(1, value)) for value in values} == {(0.0, 1.0)}
+
+
+@pytest.mark.parametrize(
+    ("rule", "sigma", "period"),
+    [
+        (OuterRule(2.0, 0.5, False, "ema"), 1.0, 1),
+        (OuterRule(0.5, 0.5), 1.0, 2),
+        (OuterRule(1.0, 0.0), 1.0, 5),
+        (OuterRule(4.0, 0.0, True, "ema"), 0.25, 1),
+        *[(rule, 1.0, period) for rule in oracle.NILPOTENT for period in (2, 3, 1000)],
+    ],
+)
+def test_exact_zeros(rule: OuterRule, sigma: float, period: int) -> None:
+    """F3, R9, R12: an exact zero is sign 0, log -inf, rate +inf, factor 0, both ways, without a warning."""
+    assert log_restart_factor(rule, sigma, period) == (0, -math.inf)
+    assert restart_rate(rule, sigma, period) == math.inf
+    assert restart_factor(rule, sigma, period) == 0
+    signs, logs = restart_table(rule, sigma, period)
+    assert (signs[-1], logs[-1]) == (0, -math.inf)
+
+
+@pytest.mark.parametrize("rule", oracle.NILPOTENT)
+def test_nilpotent(rule: OuterRule) -> None:
+    """R9: T^2 = 0, so chi_1 = -b and nothing is left from the second round on."""
+    signs, logs = restart_table(rule, 1.0, 70)
+    assert signs.tolist() == [-1] + [0] * 69
+    assert logs[0] == pytest.approx(math.log(rule.momentum), rel=1e-14)
+
+
+def test_anchors() -> None:
+    """A0: chi_1 ... of the mode s = .095 at b .9 to the digits printed; r_5 = .92442; F3: log chi_8000 = -421.58."""
+    anchors = {HB: [0.905, 0.73352, 0.50951, 0.25950, 0.0098321, -0.21580, -0.39837]}
+    anchors[NAG] = [0.8195, 0.59463, 0.35498, 0.12607, -0.07236]
+    for rule, factors in anchors.items():
+        signs, logs = restart_table(rule, 0.95, len(factors))
+        assert signs * np.exp(logs) == pytest.approx(factors, abs=6e-6)
+        assert restart_factor(rule, 0.95, range(1, len(factors) + 1)) == pytest.approx(factors, abs=6e-6)
+    assert restart_rate(HB, 0.95, 5) == pytest.approx(0.92442, abs=5e-6)
+    assert log_restart_factor(HB, 0.95, 8000) == (1, pytest.approx(-421.58, abs=5e-3))
+    assert restart_factor(HB, 0.95, 10**6) == 0  # underflows; its logarithm does not
+    assert -60_000 < log_restart_factor(HB, 0.95, 10**6)[1] < -50_000
+    assert restart_factor(OuterRule(1e90, 0.9), 1.0, 10) == math.inf
+
+
+# --- the note's formulas ------------------------------------------------------------------------------------------
+
+
+def formula(rule: OuterRule, sigma: float, period: int) -> Any:
+    """R7, R10, R11 and R12, each as the note writes it."""
+    b, s = mpmath.mpf(rule.momentum), oracle.step(rule, sigma)
+    a, trace = (1 - (1 + b) * s, (1 + b) * (1 - s)) if rule.nesterov else (1 - s, 1 + b - s)
+    determinant = b * (1 - s) if rule.nesterov else b
+    if determinant == 0:  # R12
+        return a * trace ** (period - 1) if period else mpmath.mpf(1)
+    rho = mpmath.sqrt(abs(determinant))
+    if oracle.regime(rule, sigma) == "oscillatory":  # R7
+        angle = mpmath.acos(trace / (2 * rho))
+        c = (a - b) / (2 * rho * mpmath.sin(angle))
+        return rho**period * (mpmath.cos(period * angle) + c * mpmath.sin(period * angle))
+    if determinant > 0:  # R10
+        sign, psi = mpmath.sign(trace), mpmath.acosh(abs(trace) / (2 * rho))
+        c = sign * (a - b) / (2 * rho * mpmath.sinh(psi))
+        return (sign * rho) ** period * (mpmath.cosh(period * psi) + c * mpmath.sinh(period * psi))
+    psi = mpmath.asinh(trace / (2 * rho))  # R11
+    c = (a - b) / (2 * rho * mpmath.cosh(psi))
+    even, odd = mpmath.cosh(period * psi), mpmath.sinh(period * psi)
+    return rho**period * ((even + c * odd) if period % 2 == 0 else (odd + c * even))
+
+
+FORMULA_CASES: dict[str, tuple[str, Callable[[random.Random], tuple[float, float, bool]]]] = {
+    "R7": ("oscillatory", lambda rng: (rng.uniform(0.2, 0.9), rng.uniform(0.5, 0.99), rng.random() < 0.5)),
+    "R10 below": ("real_below", lambda rng: (rng.uniform(0.001, 0.02), rng.uniform(0.2, 0.7), rng.random() < 0.5)),
+    "R10 above": ("real_above", lambda rng: (rng.uniform(3.2, 5), rng.uniform(0.05, 0.5), False)),
+    "R11": ("negative_determinant", lambda rng: (rng.uniform(1.05, 2), rng.uniform(0.05, 0.99), True)),
+    "R12": ("real_", lambda rng: (rng.uniform(0.1, 3), 0.0, rng.random() < 0.5)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", FORMULA_CASES)
+def test_the_notes_formula_of_each_regime(name: str, form: Form) -> None:
+    """R7, R10, R11, R12 away from the edges, in both forms."""
+    rng, (kind, draw) = random.Random(name), FORMULA_CASES[name]
+    for _ in range(25):
+        step, momentum, nesterov = draw(rng)
+        rule, sigma = oracle.at(step, momentum, nesterov, form, rng.uniform(0.3, 1))
+        period = rng.randrange(0, 60)
+        assert str(regime(rule, sigma)).startswith(kind)
+        with mpmath.workdps(50):
+            exact, size = formula(rule, sigma, period), mpmath.exp(oracle.log_envelope(rule, sigma, period))
+        assert float(restart_factor(rule, sigma, period)) == pytest.approx(
+            float(exact), rel=1e-12, abs=1e-12 * float(size)
+        )
+
+
+@given(st.integers(1, 20), st.integers(1, 2**20), st.booleans(), st.integers(1, 2000))
+def test_explicit_formulas_at_critical_damping(bits: int, numerator: int, upper: bool, period: int) -> None:
+    """R8: at b = q^2 and s = (1 -+ q)^2 chi_K is q^K (1 + K(1-q)) below and (-q)^K (1 + K(1+q)) above."""
+    q = (numerator % 2**bits or 1) / 2**bits
+    rule = OuterRule((1 + q) ** 2 if upper else (1 - q) ** 2, q * q)
+    sign, log = log_restart_factor(rule, 1.0, period)
+    exact = period * math.log(q) + math.log1p(period * (1 + q if upper else 1 - q))
+    assert log == pytest.approx(exact, rel=1e-9, abs=1e-9)
+    assert sign == (-1 if upper and period % 2 else 1)
+
+
+@given(st.floats(0.01, 0.999), st.booleans(), st.integers(0, 200))
+def test_a_pure_cosine(momentum: float, nesterov: bool, period: int) -> None:
+    """R7: at lr sigma = 1 (EMA; Nesterov lr sigma (1+b) = 1) chi_K = rho^K cos(K phi)."""
+    rule = OuterRule(1 / (1 + momentum) if nesterov else 1.0, momentum, nesterov, "ema")
+    with mpmath.workdps(50):
+        first, _ = oracle.eigenvalues(rule, 1.0)
+        rho, angle = abs(first), mpmath.arg(first)
+        exact, size = float(rho**period * mpmath.cos(period * angle)), float(rho**period)
+    assert restart_factor(rule, 1.0, period) == pytest.approx(exact, abs=1e-12 * size + 1e-300)
+
+
+@given(st.floats(0.01, 4), st.floats(0, 0.99), st.booleans(), st.sampled_from(FORMS), st.floats(0, 1))
+def test_one_round_is_plain_sgd(lr: float, momentum: float, nesterov: bool, form: Form, sigma: float) -> None:
+    """R4: K = 1 is momentum-free SGD of step nu (1-b) (heavy ball), nu (1-b^2) (Nesterov)."""
+    rule = OuterRule(lr, momentum, nesterov, form)
+    s = float(oracle.step(rule, sigma))
+    exact = 1 - (1 + momentum) * s if nesterov else 1 - s
+    assert restart_factor(rule, sigma, 1) == pytest.approx(exact, rel=1e-12, abs=1e-14 * (1 + s))
+
+
+@KINDS
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.999, 1 - 2.0**-50])
+def test_slow_modes(nesterov: bool, form: Form, momentum: float) -> None:
+    """R31: chi_K = 1 - K nu_eff sigma + O(sigma^2), nu_eff the mean over j <= K of nu (1 - b^j) (Nesterov: b^(j+1))."""
+    rule = OuterRule(0.7, momentum, nesterov, form)
+    for period, sigma in itertools.product((1, 3, 50), (1e-280, 1e-100, 1e-16)):
+        with mpmath.workdps(60):
+            b = mpmath.mpf(momentum)
+            nu = mpmath.mpf(0.7) / (1 if form == "ema" else 1 - b)
+            effective = float(nu * sum(1 - b ** (j + nesterov) for j in range(1, period + 1)) / period)
+        assert restart_rate(rule, sigma, period) == pytest.approx(effective * sigma, rel=1e-12, abs=0)
+    assert restart_rate(OuterRule(0.9, 0.9, form="ema"), 1e-12, 3) == pytest.approx(0.187 * 0.9e-12, rel=3e-3)
+
+
+# --- the two theorems ---------------------------------------------------------------------------------------------
+
+
+def many(seed: int, count: int = 3000) -> tuple[Any, Any]:
+    """Rules of both kinds with momenta and steps of every size, and sigma 1."""
+    rng = np.random.default_rng(seed)
+    momentum = np.where(rng.random(count) < 0.5, rng.uniform(0, 0.99, count), 10.0 ** -rng.uniform(0, 3, count) * 0.9)
+    return rule_grid(10.0 ** rng.uniform(-6, 0.8, count), momentum, rng.random(count) < 0.5), np.ones(count)
+
+
+def test_restarts_never_help_a_real_mode() -> None:
+    """R17 (Theorem 1): with real eigenvalues |chi_K| >= (spectral radius)^K for every K; then nothing can help."""
+    rule, sigma = many(17)
+    real = regime(rule, sigma) != "oscillatory"
+    rule, sigma = rule[real], sigma[real]
+    assert {"real_below", "real_above", "negative_determinant"} <= set(regime(rule, sigma))
+    logs = restart_table(rule, sigma, 40)[1]
+    radius = -asymptotic_rate(rule, sigma) * np.arange(1, 41)[:, None]
+    assert np.all(logs - radius >= -1e-13 * (np.abs(radius) + 1))
+    strict = rule.momentum > 0.01
+    assert np.all(logs[:, strict] > radius[:, strict])
+    assert not restart_can_help(rule, sigma).any()
+
+
+def test_restarts_cannot_stabilise() -> None:
+    """R18 (Theorem 2): radius > 1 gives |chi_K| > 1 for every K; no first period helps."""
+    rule, sigma = many(18)
+    wild = asymptotic_rate(rule, sigma) < -1e-9
+    assert wild.sum() > 100
+    assert np.all(restart_table(rule[wild], sigma[wild], 30)[1] > 0)
+    assert not restart_can_help(rule[wild], sigma[wild]).any()
+
+
+def test_the_first_period_that_helps() -> None:
+    """R15, R17: it is the first of all K with r_K > r_infinity, in the whole oscillatory interval, up to its edges."""
+    rng, found = random.Random(1), 0
+    for _ in range(amount(300, 4000)):
+        momentum, nesterov = rng.uniform(0.01, 0.995), rng.random() < 0.5
+        low, high = (float(oracle.edge(name, momentum, nesterov)) for name in ("lower", "upper"))
+        share = rng.choice([rng.random(), 10 ** -rng.uniform(0, 5), 1 - 10 ** -rng.uniform(0, 5)])
+        rule = OuterRule(low + (high - low) * share, momentum, nesterov)
+        first = int(restart_can_help(rule, 1.0))
+        assert (first > 0) == (regime(rule, 1.0) == "oscillatory")
+        if first:
+            rates = -restart_table(rule, 1.0, first + 5)[1] / np.arange(1, first + 6)
+            better = np.flatnonzero(rates > asymptotic_rate(rule, 1.0) + 1e-13)
+            assert better[0] + 1 == first
+            found += 1
+    assert found > 200
+    nearly = [int(restart_can_help(OuterRule(s, 0.9, True), 1.0)) for s in (0.99, 0.999, 0.9999, 0.99999)]
+    assert nearly == [15, 49, 155, 495]  # where the mode itself is gone after 15 to 6 rounds
+    low, _ = oscillatory_interval(HB)
+    assert (restart_can_help(HB, [0.0, low * (1 - 1e-12), low * (1 + 1e-12), 1.0]) > 0).tolist() == [0, 0, 1, 1]
+    assert not restart_can_help([OuterRule(0.25, 0.25), *oracle.NILPOTENT], 1.0).any()  # critical, nilpotent
+
+
+@pytest.mark.parametrize(
+    ("rule", "sigma", "share"),
+    [
+        (HB, 0.95, 0.995),
+        (HB, 0.1, 0.69),
+        (HB, 0.05, 0.50),
+        (NAG, 0.3, None),
+        (OuterRule(7.0, 0.9, form="ema"), 1, None),
+    ],
+)
+def test_useful_share_is_what_counting_finds(rule: OuterRule, sigma: float, share: float | None) -> None:
+    """R15: of 20000 periods the share `1 - 2 |theta| / pi` beats rho^K, to 8e-4."""
+    useful = 1 - 2 * abs(phase_shift(rule, sigma)) / math.pi
+    assert share is None or useful == pytest.approx(share, abs=0.006)
+    beats = restart_table(rule, sigma, 20000)[1] < -asymptotic_rate(rule, sigma) * np.arange(1, 20001)
+    assert np.mean(beats) == pytest.approx(useful, abs=8e-4)
+
+
+def test_hurt_share() -> None:
+    """The weight of the modes with `r_K < r_infinity`, each decided in 50 digits; and at the ends."""
+    rng = random.Random(5)
+    for _ in range(amount(20, 60)):
+        rule, period = oracle.random_rule(rng, 2.0, (0.05, 0.97)), rng.randint(1, 25)
+        sigma = [rng.uniform(0, 1) for _ in range(6)]
+        weights = [rng.choice([0.0, 1e-3, 1.0]) for _ in range(5)] + [1.0]
+        hurt = sum(
+            weight
+            for weight, each in zip(weights, sigma, strict=True)
+            if abs(oracle.factor(rule, each, period)) > abs(oracle.eigenvalues(rule, each)[0]) ** period
+        )
+        assert hurt_share(rule, sigma, period, weights) == pytest.approx(hurt / sum(weights), abs=1e-12)
+    assert hurt_share(HB, [0.001, 0.01, 0.02], 5) == 1
+    assert hurt_share(HB, [0.95, 0.5], 5) == 0
+    assert hurt_share(OuterRule(1.0, 0.0), [0.3, 1e-9, 1.0], 7) == 0
+    assert [hurt_share(oracle.NILPOTENT[0], 1.0, period) for period in (1, 2, 3)] == [1, 0, 0]
+
+
+FIRST_STEPS = [  # nesterov, momentum, period, first step at which a mode grows
+    *((False, 0.9, period, step) for period, step in {1: 2.00, 2: 1.13, 3: 2.01, 4: 1.51, 5: 2.03, 11: 2.93}.items()),
+    *((True, 0.9, period, step) for period, step in {1: 1.05, 2: 1.28, 3: 1.30, 4: 1.31, 5: 1.32, 11: 1.34}.items()),
+    *((False, 0.95, 3, 0.69), (False, 0.99, 3, 0.60), (False, 0.99, 5, 0.29)),
+]
+
+
+@pytest.mark.parametrize(("nesterov", "momentum", "period", "step"), FIRST_STEPS)
+def test_destabilising_table(nesterov: bool, momentum: float, period: int, step: float) -> None:
+    """R19's tables, below the limit without restarts; s = .78, K = 3: chi_3 = -1.019342 (b .95), -1.093598 (b .99)."""
+    rule = OuterRule(float(stable_limit(OuterRule(1.0, momentum, nesterov))), momentum, nesterov)
+    steps = np.linspace(0, 1, 20_001)[1:-1]  # in units of the limit without restarts
+    logs = log_restart_factor(rule, steps, period)[1]
+    assert rule.lr * steps[np.argmax(logs > 0)] == pytest.approx(step, abs=0.0051)
+    assert restart_factor(OuterRule(0.78, 0.95), 1.0, 3) == pytest.approx(-1.019342, abs=5e-7)
+
+
+@KINDS
+def test_no_destabilising_in_the_papers_grid(nesterov: bool) -> None:
+    """R19: for b <= .9 and s <= 1.1 every K of 2 ... 60 keeps |chi_K| < 1; K = 1 too, but for Nesterov s > 2/(1+b)."""
+    steps = np.linspace(0, 1, 56)[1:]
+    for momentum in (0.0, 0.3, 0.7, 0.9):
+        logs = restart_table(OuterRule(1.1, momentum, nesterov), steps, 60)[1]
+        assert logs[1:].max() < 0
+        grows = 1.1 * steps > 2 / (1 + momentum) if nesterov else np.zeros(55, bool)
+        np.testing.assert_array_equal(logs[0] > 0, grows)
+
+
+# --- arrays -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("modes", "rounds"), [(1, 500), (33, 193), (9000, 20)])
+def test_table_of_mixed_rules(modes: int, rounds: int) -> None:
+    """Of all rules and regimes in one array each entry is that of the rule by itself."""
+    points = [point for name in oracle.DRAWS for point in oracle.points(name, 4)]
+    pick = np.random.default_rng(modes).integers(0, len(points), modes)
+    rule, sigma = columns(points)
+    signs, logs = restart_table(rule[pick], sigma[pick], rounds)
+    assert signs.dtype == np.int8
+    for index in set(pick.tolist()):
+        alone = restart_table(rule[index], sigma[index], rounds)
+        for column in np.flatnonzero(pick == index)[:3]:
+            np.testing.assert_array_equal(signs[:, column], alone[0])
+            np.testing.assert_allclose(logs[:, column], alone[1], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("call", [log_restart_factor, restart_factor, restart_rate])
+def test_broadcasting(call: Callable[..., Any]) -> None:
+    """Rules (3, 1), sigma (4) with strides and periods (2, 1, 1) give (2, 3, 4), each entry that of its scalars."""
+    rule = rule_grid([[0.5], [1.0], [2.0]], 0.9, [[False], [True], [False]], "ema")
+    sigma, period = np.linspace(0, 1, 8)[::-2], np.array([3, 7])[:, None, None]
+    result = np.asarray(call(rule, sigma, period))
+    assert result.shape[-3:] == (2, 3, 4)
+    for k, i, j in np.ndindex(2, 3, 4):
+        single = call(rule[i, 0], float(sigma[j]), int(period[k, 0, 0]))
+        assert all(isinstance(part, np.generic) for part in (single if isinstance(single, tuple) else (single,)))
+        np.testing.assert_allclose(result[..., k, i, j], np.asarray(single), rtol=1e-14)
+    assert np.asarray(call([HB, NAG], 0.5, 3)).shape[-1:] == (2,)
+    assert np.asarray(call(HB, np.empty((3, 0)), [[[1]], [[2]]])).shape[-3:] == (2, 3, 0)
+
+
+@pytest.mark.parametrize("lr", [0.0, 5e-324, 1e-300, 1.0, 4.0, 1e90])
+def test_the_whole_domain_is_quiet(lr: float) -> None:
+    """No corner of the domain warns, or gives nan: lr 0 to 1e90, momentum to 1 - 2^-53, denormal sigma, huge K."""
+    momenta, sigmas = (0.0, 5e-324, 1e-20, 0.25, 0.9, 1 - 2.0**-53), (0.0, 5e-324, 1e-310, 1e-17, 0.5, 1.0)
+    for momentum, nesterov, form in itertools.product(momenta, (False, True), FORMS):
+        rule = OuterRule(lr, momentum, nesterov, form)
+        for period in (1, 2, 65, 1000, 2**53 - 1):
+            sign, log = log_restart_factor(rule, sigmas, period)
+            assert np.array_equal(sign == 0, np.isneginf(log))
+            assert not np.isnan(
+                [*log, *restart_factor(rule, sigmas, period), *restart_rate(rule, sigmas, period)]
+            ).any()
+        signs, logs = restart_table(rule, sigmas, 130)
+        assert np.array_equal(signs == 0, np.isneginf(logs))
+        assert not np.isnan(logs).any()
