@@ -61,7 +61,7 @@ def modes(api: Any, kind: Outer) -> dict[str, Any]:
             "regime": np.asarray(theory.regime(each, SIGMAS)).tolist(),
             "rate": numbers(theory.asymptotic_rate(each, SIGMAS)),
             "phase": numbers(theory.phase(each, SIGMAS)),
-            "shift": numbers(theory.phase_shift(each, SIGMAS)),
+            "shift": numbers(theory.phase_shift(each, SIGMAS), np.ones(SIGMAS.size)),
             "envelope": numbers(envelope),
             "oscillates between": numbers(theory.oscillatory_interval(each)),
             "stable below": numbers(theory.stable_limit(each)),
