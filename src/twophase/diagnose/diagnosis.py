@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 
 from twophase.diagnose.observe import observed_in
-from twophase.restart import RestartPolicy, mean_outer_gain
-from twophase.rule import FORM_WORDS, OuterRule
+from twophase.restart import mean_outer_gain
 from twophase.runs.folder import RECORDED
 from twophase.runs.record import WHOLE, Block, Column, RunRecord
 
@@ -201,7 +200,7 @@ def diagnose(record: RunRecord) -> Diagnosis:
     case = min((case for case, _ in judged), key=CASES.index)
     planned = f" of {record.planned_rounds:,}" if record.planned_rounds else ""
     numbers = [
-        ("outer optimizer", _outer_words(record)),
+        ("outer optimizer", record.outer_words or "unknown"),
         ("rounds", f"{record.recorded:,}{planned}, {record.state}"),
     ]
     if len(judged) > 1:
@@ -226,15 +225,16 @@ def _case(run: Facts) -> Case:
 
 def _judge(record: RunRecord, block: Block, run: Facts) -> tuple[Case, BlockState]:
     """Return the case of a block and what it rests on."""
-    count, rule, policy = len(block.index), record.rule, None
-    with contextlib.suppress(ValueError):  # a policy that this process does not know
+    count, rule, policy, gain = len(block.index), record.rule, None, math.nan
+    with contextlib.suppress(ValueError):  # a policy that this process does not know, or that decides by what it sees
         policy = record.policy(block.name)
+        if rule and policy and not policy.takes_steps:
+            gain = mean_outer_gain(rule, policy, min(record.planned_rounds or count, _MOST_ROUNDS))
     latest = slice(max(0, count - max(30, math.ceil(count / 3))), count)
     rates, g = record.inner_lr(block.index), block.pseudo_gradient_norm[latest]
     rises = _rises(g) and (rates is None or _rises(g / np.where(rates > 0, rates, math.nan)[latest]))
     cosine = _cosines(block, latest)
     against = float(np.mean(cosine < AGAINST)) if len(cosine) else math.nan
-    gain = _gain(rule, policy, record.planned_rounds or count)
     case = _case(
         dataclasses.replace(
             run,
@@ -264,13 +264,6 @@ def _judge(record: RunRecord, block: Block, run: Facts) -> tuple[Case, BlockStat
         low, high = seen.shown_interval
         words.append(("sigma along the buffer (95 %)", f"{seen.sigma:.3g} ({low:.3g} to {high:.3g})"))
     return case, BlockState(block.name, case.state, words)
-
-
-def _gain(rule: OuterRule | None, policy: RestartPolicy | None, rounds: int) -> float:
-    """Return the mean outer gain of a rule; nan where a policy decides from what it measures, or is unknown."""
-    if rule is None or policy is None or policy.needs or policy.takes_steps:
-        return math.nan
-    return mean_outer_gain(rule, policy, min(rounds, _MOST_ROUNDS))
 
 
 def _cosines(block: Block, latest: slice) -> Column:
@@ -305,15 +298,6 @@ def _shrunk(record: RunRecord) -> float:
     if record.state != "finished" or len(record.blocks) != 1 or not np.isfinite(g).all() or not g.any():
         return 0.0
     return float(1 - g[-max(len(g) // 4, 1) :].mean() / g.max())
-
-
-def _outer_words(record: RunRecord) -> str:
-    """Return the outer optimizer, a rule with momentum with its learning rate in both forms."""
-    rule = record.rule
-    if rule is None or rule.momentum == 0:
-        return record.outer_words or "unknown"
-    other = rule.to("ema" if rule.form == "sum" else "sum")
-    return f"{rule.describe()}, the same as lr {other.lr:.4g} in {FORM_WORDS[other.form]}"
 
 
 def _command(record: RunRecord, case: Case) -> str | None:

@@ -138,5 +138,5 @@ def _words(values: tuple[float, ...]) -> str:
 def to_json(advice: Advice) -> str:
     """Return the advice as one JSON object; infinite rates are null."""
     tree: dict[str, Any] = dataclasses.asdict(advice)
-    tree |= {"cannot_tell": CANNOT, "recommended": advice.recommended.period, "restart": str(advice.policy)}
+    tree |= {"cannot_tell": CANNOT, "recommended": advice.recommended.period}
     return json.dumps(finite(tree), indent=2, allow_nan=False)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from twophase.restart import Never, Periodic, RestartPolicy, mean_outer_gain
+from twophase.restart import Never, Periodic, mean_outer_gain
 from twophase.rule import OuterRule
 from twophase.theory.checks import numbers
 from twophase.theory.factor import hurt_share, restart_rate
@@ -68,11 +68,6 @@ class Advice:
         """The choice of the criterion that fits: exact loss with a horizon, slowest rate without one."""
         return self.criteria[0]
 
-    @property
-    def policy(self) -> RestartPolicy:
-        """The recommended period as a restart policy."""
-        return Never() if self.recommended.period is None else Periodic(self.recommended.period)
-
 
 def advise(
     rule: OuterRule,
@@ -98,8 +93,8 @@ def advise(
     Source: theory note R13 to R22 and R31.
 
     >>> advice = advise(OuterRule(1.0, 0.9, form="ema"), [0.95, 0.6, 0.3], rounds=120)
-    >>> str(advice.policy), round(advice.hurt, 2)
-    ('7', 0.0)
+    >>> advice.recommended.period, round(advice.hurt, 2)
+    (7, 0.0)
     """
     values = numbers("sigma", sigma, 0, 1).reshape(-1)
     shares = np.ones(values.size) if weights is None else np.asarray(weights, dtype=np.float64)
