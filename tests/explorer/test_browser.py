@@ -136,11 +136,11 @@ def test_the_three_steps_by_keyboard(shown: Watched, tmp_path: Path) -> None:
     page.focus("#guide-next")
     page.keyboard.press("Enter")
     page.focus("#slider-restart")
-    for _ in range(7):
+    for _ in range(3):
         page.keyboard.press("ArrowRight")
     words = settle(page).inner_text("#guide-said")
-    rule = OuterRule(1.0, state(page)["momentum"], form="ema")
-    true = [math.exp(float(theory.log_final_loss(rule, SIX, 60, period))) for period in (7, 60)]
+    rule = OuterRule(0.3, state(page)["momentum"])
+    true = [math.exp(float(theory.log_final_loss(rule, SIX, 60, period))) for period in (3, 60)]
     found = [float(word.rstrip(",").replace("−", "-")) for word in words.split() if word[0].isdigit()]
     assert found == pytest.approx(true, rel=0.06)
     assert "✓" in words
@@ -172,9 +172,9 @@ def test_steps_can_be_shown_and_skipped(shown: Watched, tmp_path: Path) -> None:
     page.click("#guide-next")
     page.click("#guide-next")
     assert page.inner_text("#guide-title").startswith("3 of 3")
-    assert settle(page).input_value("#field-restart") == "7"
+    assert settle(page).input_value("#field-restart") == "3"
     page.click("#guide-close")
-    assert settle(page).input_value("#field-lr") == "1"  # that of the view before, in which the steps had ended
+    assert settle(page).input_value("#field-lr") == "0.3"  # that of the view before, in which the steps had ended
     page = shown.show(tmp_path / "page.html")
     assert not page.is_visible("#guide-title")
     url = page.url + settle(page).evaluate("'#' + store.toFragment(app.state)")

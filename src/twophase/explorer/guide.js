@@ -2,7 +2,7 @@
 
 const guide = (() => {
   const START = {
-    ...{ lr: 1, momentum: 0, nesterov: false, form: "ema", restart: 0, retain: 0, inject: 0, rounds: 60 },
+    ...{ lr: 0.3, momentum: 0, nesterov: false, form: "sum", restart: 0, retain: 0, inject: 0, rounds: 60 },
     ...{ sigmas: [0.95, 0.85, 0.75, 0.6, 0.45, 0.3], mode: 3 },
   };
   const loss = (log10) => plain(10 ** log10, 2);
@@ -31,7 +31,7 @@ const guide = (() => {
       title: "2 of 3: Now restart it",
       ask: "A restart drops the momentum every K rounds. Move K: best is when the curve passes 0 (the first diamond).",
       moves: "restart",
-      example: { ...START, momentum: 0.9, restart: 7 },
+      example: { ...START, momentum: 0.9, restart: 3 },
       see({ final, restarts }) {
         if (!restarts) return [false, "No restart yet: both curves are one."];
         const isThere = final.restart <= final.none - 1; // a tenth
@@ -43,7 +43,7 @@ const guide = (() => {
       title: "3 of 3: Find a momentum that needs no restart",
       ask: "Leave K. Move β back, until the dashed curve, without restarts, ends lower than restarts did.",
       moves: "momentum",
-      example: { ...START, momentum: 0.3, restart: 7 },
+      example: { ...START, momentum: 0.5, restart: 3 },
       see({ final, state }) {
         const isThere = state.momentum > 0 && final.none < reached;
         return [isThere, `Final loss ${loss(final.none)} without restarts; with them you had ${loss(reached)}.`];
