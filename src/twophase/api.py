@@ -9,7 +9,6 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +37,7 @@ def train(
     track: str | Sequence[str] = (),
     quiet: bool = False,
 ) -> Run:
-    """Train one run of a task, or resume it, and return its results; as `twophase train`.
+    """Train one run of a task, or resume it, and return it as `twophase.load` does; as `twophase train`.
 
     Args:
         task: a name (`lm`, `digits`, `hf:MODEL`, `FILE.py:CLASS`), or an object with the methods of a task.
@@ -47,9 +46,6 @@ def train(
         out: the run's folder; by default one below `runs/` with a readable name, found again by the same values.
         track: trackers that get every line as well: tensorboard, trackio, wandb.
         quiet: show no progress.
-
-    Returns:
-        The run, as `twophase.load` reads it.
 
     Raises:
         UsageError: values that cannot be run, or a folder of another run.
@@ -76,7 +72,7 @@ def sweep(
     workers: int | None = None,
     quiet: bool = False,
 ) -> SweepResults:
-    """Run a grid of runs of a task, or resume it, and return its results; as `twophase sweep`.
+    """Run a grid of runs of a task, or resume it, and return it as `twophase.load` does; as `twophase sweep`.
 
     A script that calls this has its calls below `if __name__ == "__main__":`, because worker processes read its file
     when it defines the task.
@@ -90,9 +86,6 @@ def sweep(
         controls: add momentum-free runs, plain averaging and gain-matched controls of restarted runs.
         workers: processes that train; one means this process. By default one a GPU, or one for each `threads` cores.
         quiet: show no progress.
-
-    Returns:
-        The sweep, as `twophase.load` reads it.
 
     Raises:
         UsageError: values that cannot be run, or a folder of another sweep.
@@ -206,23 +199,13 @@ def finished(config: RunConfig, out: Path) -> dict[str, Any] | None:
 
 
 def default_folder(config: RunConfig) -> Path:
-    """Return the folder of a run without `--out`: the day, its setting in words, and its fingerprint.
-
-    By its fingerprint it is found again on another day.
-    """
-    identity = fingerprint(config)
-    if earlier := sorted(Path("runs").glob(f"*{identity}")):
-        return earlier[0]
-    tree, defaults = flatten(to_tree(config)), flatten(to_tree(type(config)()))
-    words = [tree.get("task.name", "").rpartition(":")[2], config.describe()]
-    words.append(f"S {config.inner_steps} seed {config.seed}")
-    for path, value in tree.items():
-        if value != defaults[path] and not path.startswith(
-            ("outer.", "inner_steps", "seed", "task.name", "sync.restart")
-        ):
-            words.append(f"{path.rpartition('.')[2]} {value}")
-    label = re.sub("[^A-Za-z0-9.]+", "-", " ".join(words))[:75].strip("-.")
-    return Path("runs") / f"{date.today()}-{label}-{identity}"
+    """Return the folder of a run without `--out`: its setting in words, and its fingerprint."""
+    task = getattr(config, "task", None)
+    words = (
+        f"{task.name.rpartition(':')[2] if task else ''} {config.describe()} S {config.inner_steps} seed {config.seed}"
+    )
+    label = re.sub("[^A-Za-z0-9.]+", "-", words)[:75].strip("-.")
+    return Path("runs") / f"{label}-{fingerprint(config)}"
 
 
 def tune(

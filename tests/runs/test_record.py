@@ -108,12 +108,11 @@ def of_fragments(path: Path, turns: bool) -> RunRecord:
 
 
 def test_blocks_of_fragments(tmp_path: Path) -> None:
-    """Each group of each fragment is a block of its own where fragments take turns; else no line shows whose it is."""
+    """Fragments with one group each are blocks, where fragments take turns; else the groups are."""
     record = of_fragments(tmp_path / "turns", turns=True)
-    names = ["a", "param group 0 of fragment b", "param group 1 of fragment b"]
-    assert [block.name for block in record.blocks] == names
-    assert all(block.number.tolist() == [*range(1, 11)] for block in record.blocks)
-    assert record.blocks[1].index.tolist() == [*range(1, 21, 2)]
+    (block,) = record.blocks
+    assert block.number.tolist() == [*range(1, 11)]
+    assert block.index.tolist() == [*range(0, 20, 2)]
     assert (len(record.rounds["step"]), record.recorded) == (20, 10)
     assert (record.policy("a"), record.policy("b"), record.policy("c")) == (Periodic(3), Never(), Periodic(4))
     assert record.restart == "a=3, b=never"

@@ -122,9 +122,3 @@ def test_a_folder_belongs_to_one_sweep(tmp_path: Path):
     with pytest.raises(UsageError, match="--out"):
         write_spec(few, tmp_path / "other")
     assert not (tmp_path / "other/sweep.json").exists()
-
-
-def test_no_cells():
-    """A sweep without cells is refused."""
-    with pytest.raises(UsageError, match="--axis"):
-        Sweep("sweep", NESTEROV, [])

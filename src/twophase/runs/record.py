@@ -193,18 +193,17 @@ def _columns(lines: Sequence[Line], names: Collection[str] = ()) -> dict[str, Co
 
 
 def _blocks(lines: Sequence[Line], *, several: bool) -> list[Block]:
-    """Return the blocks of all lines: fragments, or param groups where a fragment has several."""
+    """Return the blocks of all lines: fragments, or param groups where a line has more of them."""
     take_turns = several and any(len(line.get("fragments") or []) == 1 for line in lines)
     rows: dict[str, list[tuple[int, Line]]] = {}
     for index, line in enumerate(lines):
         groups, parts = line.get("groups") or [], line.get("fragments") or []
         if len(parts) == len(groups):
             names = [(part["name"], part["round"]) for part in parts]
-        elif take_turns and len(parts) > 1:  # `finish` has ended some together, and which group is whose is unknown
+        elif take_turns:  # which group is whose is unknown
             continue
         else:
-            of = f" of fragment {parts[0]['name']}" if take_turns else ""
-            names = [(f"param group {number}{of}", line["round"]) for number in range(len(groups))]
+            names = [(f"param group {number}", line["round"]) for number in range(len(groups))]
         for (name, number), group in zip(names, groups, strict=True):
             rows.setdefault(name, []).append((index, {**group, "round": number}))
     blocks = []

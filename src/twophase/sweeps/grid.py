@@ -59,10 +59,6 @@ class Sweep:
     base: Any
     cells: Sequence[Cell]
 
-    def __post_init__(self) -> None:
-        if not self.cells:
-            raise UsageError(f"sweep {self.name}: there are no cells; give at least one --axis")
-
     @cached_property
     def runs(self) -> dict[str, Any]:
         """Configuration of each run by its id, in the order of the cells."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from twophase.config import Tree
+from twophase.config import Tree, fingerprint
 from twophase.diloco.engine import DiLoCo
 from twophase.diloco.group import default_group
 from twophase.diloco.report import RoundReport
@@ -60,15 +60,12 @@ def record(folder: str | Path, engine: Engine, config: Any = None, track: str | 
     ranks = engine.group if isinstance(engine, DiLoCo) and not engine.group.sharded else default_group()
     with raised_on_all_ranks(ranks):
         if ranks.rank == 0:
+            if read_summary(path, fingerprint(tree)):
+                raise UsageError(f"{path}: must be a new or unfinished run, is finished")
+            trackers = open_trackers([track] if isinstance(track, str) else track, path, tree)
             claim = RunFolder.claim(path, tree)
-            try:
-                if read_summary(path, claim.fingerprint):
-                    raise UsageError(f"{path}: must be a new or unfinished run, is finished")
-                claim.trackers = open_trackers([track] if isinstance(track, str) else track, path, tree)
-                claim.write_env(environment(_groups(engine)[0]["params"][0].device))
-            except BaseException:
-                claim.release()
-                raise
+            claim.trackers = trackers
+            claim.write_env(environment(_groups(engine)[0]["params"][0].device))
     return Recorder(claim, engine, int(tree.get("inner_steps", 1)))
 
 
@@ -149,7 +146,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         A run whose last loss or round is not finite, null in the logs, has diverged.
         """
         if values:
-            self.log(None, **values)
+            self.log(**values)
         if self._folder is not None:
             newest: dict[str, Any] = {}
             for line in read_steps(self._folder.path / METRICS):

@@ -70,8 +70,6 @@ class Step(Protocol):
     """Tokens of a batch; 0 where the data has none."""
     loss_bound: float
     """Loss above which a run counts as diverged, unless the configuration names another."""
-    data_name: str
-    """The data's name in messages."""
 
     def gradients(self, model: Any, batch: Any) -> Tensor:
         """Add the gradient of the mean loss to `.grad`; return the loss, a scalar that the device may still compute."""
@@ -95,7 +93,6 @@ class PlainStep:
     def __init__(self, task: Task, device: torch.device) -> None:
         self.task, self.device, self.evaluate = task, device, task.evaluate
         self.chosen: dict[str, Any] = {}
-        self.data_name = f"--task {name}" if (name := getattr(task, "name", "")) else type(task).__name__
 
     def gradients(self, model: nn.Module, batch: Any) -> Tensor:
         """Differentiate the task's loss."""

@@ -355,7 +355,10 @@ class Trainer:
             UsageError: other data than this run's.
         """
         if saved.progress["data"] != self.data["fingerprint"]:
-            raise UsageError(f"{self.compute.data_name}: its data have changed since the run began; give another --out")
+            folder = saved.path.parents[1]
+            raise UsageError(
+                f"--out {folder}: the data or the task have changed since the run began; give another --out"
+            )
         residuals = f"residuals-{self.group.rank:03d}"
         names = [ENGINE, *(f"replica-{replica.number:03d}" for replica in self.replicas)]
         saved.verify(names + [residuals] * (f"{residuals}.pt" in saved.files))  # before anything has changed

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from twophase.config import update
 from twophase.errors import UsageError
-from twophase.tasks.lm.config import ModelConfig, TrainConfig, flops_per_token, parameter_count
+from twophase.tasks.lm.config import ModelConfig, TrainConfig, flops_per_token
 from twophase.tasks.lm.model import Llama
 
 
@@ -66,11 +66,10 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("config", SHAPES)
-def test_parameters_and_operations(config: ModelConfig) -> None:
-    """What the model holds, and torch's own count: 3 times the products' forward, and attention's whole square."""
+def test_operations(config: ModelConfig) -> None:
+    """Torch's own count: 3 times the products' forward, and attention's whole square."""
     length = 24
     model = Llama(config, 77, seed=0)
-    assert parameter_count(config, 77) == sum(p.numel() for p in model.parameters())
     tokens = torch.zeros(2, length, dtype=torch.int64)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as forward:  # others are not counted on CPUs
         model(tokens)

@@ -124,14 +124,3 @@ def flops_per_token(model: ModelConfig, vocabulary_size: int, length: int) -> fl
     blocks = model.layers * (size * (size + 2 * kv) + size * size + 3 * size * model.intermediate_size)
     products = blocks + vocabulary_size * size
     return 6 * products + 6.0 * model.layers * size * length
-
-
-def parameter_count(model: ModelConfig, vocabulary_size: int) -> int:
-    """Count all parameters: blocks, norms, embedding, and the head unless it is the embedding.
-
-    >>> parameter_count(ModelConfig(layers=12, hidden_size=1024, intermediate_size=2688, heads=16), 32000)
-    214983680
-    """
-    products = int(flops_per_token(model, vocabulary_size, 0)) // 6
-    norms = (2 * model.layers + 1) * model.hidden_size
-    return products + norms + (0 if model.tie_embeddings else vocabulary_size * model.hidden_size)

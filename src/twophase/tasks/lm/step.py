@@ -54,7 +54,6 @@ class Step:
         self.config, self.device, self.group, self.evaluate = config, device, group or SingleProcess(), evaluate
         self.tokens = config.step_tokens
         self.loss_bound = 3 * math.log(vocabulary_size)
-        self.data_name = f"--data.corpus {config.data.corpus}"
         self.flops = flops_per_token(config.model, vocabulary_size, config.data.sequence_length)
         self.chosen: dict[str, Any] = {}
         """`micro_batch`, from the first step on: it changes the last bits, so a resumed run takes it over."""
