@@ -144,9 +144,9 @@ CHANGES: list[dict[str, Any]] = [{"seeds": (0, 1, 2)}, {"fresh": (5, 6)}, {"step
 def test_another_comparison_in_the_folder(made: MadeUp, change: dict[str, Any]) -> None:
     """It is refused, by the option that differs."""
     made.tune("nesterov")
-    (option,) = change
+    (option,), changed = change, {"texts": ("nesterov",)} | change
     with pytest.raises(UsageError, match=f"--{option.replace('texts', 'methods')}"):
-        made.tune(**{"texts": ("nesterov",)} | change)
+        made.tune(**changed)
 
 
 def test_a_folder_of_something_else(made: MadeUp, tmp_path: Path) -> None:
