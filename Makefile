@@ -14,7 +14,7 @@ ARGS ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev setup-torchtitan demo test test-oldest coverage check bench experiments faults docs clean
+.PHONY: help setup setup-dev setup-torchtitan demo test test-oldest coverage check bench figures experiments faults docs clean
 
 help:
 	@echo "make demo    set up, train the demo's runs and draw them (runs/demo/figures)"
@@ -23,7 +23,8 @@ help:
 	@echo "make coverage  the same, and the branch coverage of each module"
 	@echo "make check   set up and run ruff, the import law and pyright"
 	@echo "make bench   set up and run the benchmarks, each held against its bounds (ARGS=\"sync storage\": some of them)"
-	@echo "make experiments  set up, draw the stored results again and run every experiment in a tiny size (two minutes)"
+	@echo "make figures  set up, compute and draw the figures of experiments/ that need no training (docs/, experiments/results/)"
+	@echo "make experiments  the same, and run what trains in a tiny size (together two minutes on two cores)"
 	@echo "make faults  set up, and kill four commands at every call that writes; fill the disk at each (seven minutes on two cores)"
 	@echo "make docs    set up, build the documentation into site/ and check its links"
 	@echo "make setup-torchtitan  an environment for the tests of torchtitan, which are skipped without it"
@@ -114,8 +115,44 @@ check: setup-dev
 bench: setup-dev
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks $(ARGS)
 
-experiments: setup-dev
-	@$(BIN)/python experiments/check.py $(ARGS)
+# Two scripts of experiments/ at a time, one a line, each in one thread; what a script printed is shown if it fails.
+RUN_SCRIPTS = tr '\n' '\0' | OMP_NUM_THREADS=1 xargs -0 -P 2 -I{} sh -c 'log=$$(mktemp); \
+  if $(BIN)/python experiments/{} $${OUT:+--out $$OUT} > $$log 2>&1; then echo "ok    {}"; else cat $$log; echo "FAIL  {}"; exit 1; fi'
+
+define FIGURES
+period_criteria.py
+fig2_toy.py
+fig1_mechanism.py
+bench/tables.py
+fig3_heatmaps.py
+fig4_retuning.py
+fig5_soft.py
+blockwise/blockwise.py
+compression.py
+linear_network.py
+endef
+export FIGURES
+
+define TINY
+fig3_heatmaps.py --train quick --workers 1
+blockwise/blockwise.py --train quick --workers 1
+topk.py
+bench/run.py "averaging outer.filter=orthogonal" --size tiny --workers 1 --quiet
+fig4_retuning.py --train quick --workers 1
+fig5_soft.py --train quick --workers 1
+compression.py --train quick --workers 1
+linear_network.py --train quick
+gpu/outer.py --tiny
+gpu/step.py --tiny
+endef
+export TINY
+
+# afterwards git diff --exit-code experiments/results says that the numbers are still those
+figures: setup-dev
+	@echo "$$FIGURES" | $(RUN_SCRIPTS)
+
+experiments: figures
+	@echo "$$TINY" | OUT=$$(mktemp -d) $(RUN_SCRIPTS)
 
 faults: setup-dev
 	@FAULTS=all $(BIN)/python -m pytest -n 2 tests/faults $(ARGS)

@@ -7,18 +7,14 @@ A script computes a table, or reads the stored one of trainings that took hours,
 from __future__ import annotations
 
 import argparse
-import csv
 import io
-import json
-import math
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -28,14 +24,12 @@ from numpy.typing import ArrayLike
 
 from twophase import theory
 from twophase.figures import style
-from twophase.figures.style import rendered, styled, write_files
-from twophase.files import csv_text, write_atomic
+from twophase.files import write_atomic
 from twophase.restart import Periodic, mean_outer_gain
 from twophase.rule import OuterRule
-from twophase.sweeps.grid import RUNS, Sweep
-from twophase.sweeps.runner import run_sweep
-from twophase.sweeps.table import Row
 
+Frame: TypeAlias = Any
+"""A pandas table, or a column of it: its own types take a column for whatever an index may give."""
 RESULTS = Path(__file__).parent / "results"
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -62,34 +56,34 @@ def same_gain(rule: OuterRule, period: int, rounds: int) -> OuterRule:
     return OuterRule(mean_outer_gain(rule, Periodic(period), rounds), 0.0, form="ema")
 
 
-def arguments(description: str | None, *, trains: bool = False) -> argparse.Namespace:
+def arguments(description: str | None, *, scales: Iterable[str] = ()) -> argparse.Namespace:
     """Parse the command line; its first line of help is the description's.
 
     Args:
         description: the script's docstring.
-        trains: add `--train`, without which the stored table is drawn.
+        scales: scales at which the script trains; without `--train` it draws its stored table.
 
     Returns:
-        `out`: folder for all files, or None for `results/` and `docs/`. With `trains` also `train`, a scale or None,
-        and `workers`; a training's `out` is never None.
+        `out`: folder for all files, or None for `results/` and `docs/`. With scales also `train`, a scale or None, and
+        `workers`; a training's `out` is never None.
     """
     parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, help="folder of all files (docs/ and experiments/results/)")
-    if trains:
+    if scales:
         parser.add_argument(
             "--train",
-            choices=("quick", "laptop", "paper"),
-            help="train and draw that, below --out (runs/experiments), instead of the stored table; "
-            "quick: a minute, does it work; laptop: what is stored; paper: the paper's scale, for GPUs",
+            choices=list(scales),
+            help="train below --out (runs/experiments) instead of drawing the stored table; quick: a minute, does it "
+            "work; laptop: what is stored; paper: the paper's scale, for GPUs",
         )
         parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="worker processes (%(default)s)")
     options = parser.parse_args()
-    if trains and options.train and options.out is None:
+    if scales and options.train and options.out is None:
         options.out = Path("runs/experiments")
     return options
 
 
-def store(name: str, table: pd.DataFrame, draw: Callable[[Any], Mapping[str, Figure]], out: Path | None) -> None:
+def store(name: str, table: Frame, draw: Callable[[Any], Mapping[str, Figure]], out: Path | None) -> None:
     """Write a table and the figures that are drawn from it.
 
     Args:
@@ -106,7 +100,7 @@ def store(name: str, table: pd.DataFrame, draw: Callable[[Any], Mapping[str, Fig
             style.save((out or DOCS) / f"{name}{detail}.png", figure)
 
 
-def write(name: str, table: pd.DataFrame, folder: Path = RESULTS) -> None:
+def write(name: str, table: Frame, folder: Path = RESULTS) -> None:
     """Write `NAME.csv` with six digits below a line of command, commit and date.
 
     A file whose numbers agree stays as it is: last digits differ between processors.
@@ -120,17 +114,17 @@ def write(name: str, table: pd.DataFrame, folder: Path = RESULTS) -> None:
     write_atomic(path, origin + text)
 
 
-def read(name: str, folder: Path = RESULTS) -> pd.DataFrame:
+def read(name: str, folder: Path = RESULTS) -> Frame:
     """Read `NAME.csv`; restart policies are text."""
     return read_text((folder / f"{name}.csv").read_text(encoding="utf-8"))
 
 
-def read_text(text: str) -> pd.DataFrame:
+def read_text(text: str) -> Frame:
     """Read the text of a table, its first line of origin left out."""
     return pd.read_csv(io.StringIO(text), comment="#", dtype={"restart": str, "of_restart": str})
 
 
-def _agree(one: pd.DataFrame, other: pd.DataFrame) -> bool:
+def _agree(one: Frame, other: Frame) -> bool:
     try:
         pd.testing.assert_frame_equal(one, other, rtol=1e-5, atol=1e-9)
     except AssertionError:
@@ -138,7 +132,7 @@ def _agree(one: pd.DataFrame, other: pd.DataFrame) -> bool:
     return True
 
 
-def show(table: pd.DataFrame, digits: int = 2) -> None:
+def show(table: Frame, digits: int = 2) -> None:
     """Print a table, numbers with so many decimals."""
     print(table.to_string(index=False, na_rep="", float_format=f"{{:.{digits}f}}".format), end="\n\n")
 
@@ -154,127 +148,3 @@ def dot_chart(axes: Axes, labels: Sequence[str], **settings: Any) -> None:
     axes.set(ylim=(len(labels) - 0.5, -0.5), **settings)
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
-
-
-# ------------------------------------------- what `wires`, `blockwise`, `topk` and `bench/tables` still use: as it was
-
-Figures = Callable[["Result"], dict[str, Figure]]
-"""Draws a result: figures by what stands behind the experiment's name in the names of their files."""
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """What an experiment has found.
-
-    Args:
-        rows: the lines of the CSV, from column name to value.
-        numbers: what the rows amount to, by name; may be nested.
-        settings: inputs of the computation.
-    """
-
-    rows: list[dict[str, Any]]
-    numbers: dict[str, Any] = field(default_factory=dict)
-    settings: dict[str, Any] = field(default_factory=dict)
-
-
-def select(rows: Iterable[Mapping[str, Any]], **values: Any) -> list[Any]:
-    """Return the rows that have these values."""
-    return [row for row in rows if all(row.get(name) == value for name, value in values.items())]
-
-
-def options_of(description: str | None, *, trains: bool = False) -> argparse.ArgumentParser:
-    """Return a parser of the options that all experiments take, with their first line as its description."""
-    parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("runs/experiments"), help="folder of the files (%(default)s)")
-    parser.add_argument("--quick", action="store_true", help="small and coarse: does it work?")
-    if trains:
-        parser.add_argument("--paper", action="store_true", help="at the paper's scale, for GPUs")
-        parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="worker processes (%(default)s)")
-        parser.add_argument("--redraw", action="store_true", help=f"draw the numbers in {RESULTS.name}/, train nothing")
-    return parser
-
-
-def compute(
-    name: str,
-    description: str | None,
-    table: Callable[[bool], Result],
-    figures: Figures,
-    tables: Callable[[Result], str],
-) -> None:
-    """Compute an experiment without a sweep, whose `table` is given `--quick`; write its files and print its tables."""
-    options = options_of(description).parse_args()
-    result = table(options.quick)
-    print(tables(result), *save(name, options.out, result, figures), sep="\n")
-
-
-def train(sweep: Sweep, folder: Path, *, workers: int, runs: Path) -> list[Row]:
-    """Train the runs of a sweep that have not ended yet and return the rows of its table.
-
-    Args:
-        sweep: the sweep.
-        folder: the sweep's folder.
-        workers: worker processes.
-        runs: folder of the runs, which several sweeps may share.
-
-    Raises:
-        RunError: some runs could not be trained; the same call tries them again.
-    """
-    runs.mkdir(parents=True, exist_ok=True)
-    if runs.absolute() != (folder / RUNS).absolute() and not (folder / RUNS).exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / RUNS).symlink_to(runs.absolute())
-    outcome = run_sweep(sweep, folder, workers=workers)
-    outcome.check(folder)
-    return outcome.rows
-
-
-# -------------------------------------------------------------------------------------------------------------- files
-
-
-def save(name: str, out: Path, result: Result, figures: Figures) -> list[Path]:
-    """Draw a result and write its files into a folder, which is made if needed; return their paths."""
-    out.mkdir(parents=True, exist_ok=True)
-    facts = plain({"settings": result.settings, "numbers": result.numbers})
-    text = json.dumps(facts, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    files = draw(result, figures) | {".csv": csv_text(result.rows), ".json": text}
-    return write_files(out / name, files)
-
-
-def draw(result: Result, figures: Figures) -> dict[str, bytes]:
-    """Return the pictures of a result by what stands behind the experiment's name."""
-    with styled():
-        drawn = figures(result).items()
-        return {f"{part}.png": rendered(figure, (".png",), palette=True)[".png"] for part, figure in drawn}
-
-
-def load(name: str, folder: Path = RESULTS) -> Result:
-    """Read the CSV and the JSON of an experiment back."""
-    facts = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
-    with (folder / f"{name}.csv").open(encoding="utf-8", newline="") as file:
-        rows = [{key: value(key, word) for key, word in line.items()} for line in csv.DictReader(file)]
-    return Result(rows, facts["numbers"], facts["settings"])
-
-
-def value(column: str, word: str) -> Any:
-    """Read a cell of a table: a number where it is one, None where it is empty; a policy is text."""
-    if column.endswith("restart"):
-        return word or None
-    for number in (int, float):
-        try:
-            return number(word)
-        except ValueError:
-            pass
-    return {"": None, "true": True, "false": False}.get(word, word)
-
-
-def plain(value: Any) -> Any:
-    """Convert a value for JSON: NumPy's types become plain, NaN and infinities null."""
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if hasattr(value, "tolist"):  # NumPy's arrays and scalars
-        return plain(value.tolist())
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [plain(item) for item in value]
-    if isinstance(value, float):
-        return float(f"{value:.12g}") if math.isfinite(value) else None
-    return value

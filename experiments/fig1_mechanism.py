@@ -21,6 +21,7 @@ from common import (
     HEAVY_BALL,
     NESTEROV,
     SIX,
+    Frame,
     arguments,
     log10_loss,
     same_gain,
@@ -65,7 +66,7 @@ def heuristic(groups: Sequence[Any], rounds: int, *, corrected: bool) -> list[in
     return np.floor(np.array(periods) + 0.5).clip(1, rounds).astype(int).tolist()
 
 
-def table() -> pd.DataFrame:
+def table() -> Frame:
     """Return log10 of the final losses by case and method, with the period or the periods of the groups."""
     rows: list[dict[str, Any]] = []
 
@@ -102,12 +103,12 @@ def table() -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def draw(found: pd.DataFrame) -> dict[str, Figure]:
+def draw(found: Frame) -> dict[str, Figure]:
     """Draw loss curves, the oscillation of two modes, and final losses over the momentum."""
     return {"": losses(found), "-oscillation": oscillation(), "-tuning": tuning(found)}
 
 
-def losses(found: pd.DataFrame) -> Figure:
+def losses(found: Frame) -> Figure:
     """Draw the loss by round without restarts, with the best period, with one for each group, and without momentum."""
     figure, grid = new_figure(3.1, 1, 3)
     periods: Mapping[Any, str] = found.set_index(["case", "method"])["period"]
@@ -159,7 +160,7 @@ def oscillation() -> Figure:
     return figure
 
 
-def tuning(found: pd.DataFrame) -> Figure:
+def tuning(found: Frame) -> Figure:
     """Draw final losses over the momentum without restarts, beside the restarted heavy ball of momentum 0.9."""
     figure, grid = new_figure(3.1)
     axes, momenta = grid[0][0], MOMENTA["[0, 1)"]

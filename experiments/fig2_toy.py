@@ -17,7 +17,7 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
-from common import KINDS, SIX, arguments, log10_loss, show, signed, store
+from common import KINDS, SIX, Frame, arguments, log10_loss, show, signed, store
 from twophase import theory
 from twophase.figures.style import DIVERGED, HATCH, INK, headline, new_figure
 from twophase.restart import Periodic, mean_outer_gain
@@ -54,7 +54,7 @@ def cells(sigma: Any, form: Form, nesterov: bool) -> dict[str, np.ndarray]:
     }
 
 
-def table() -> pd.DataFrame:
+def table() -> Frame:
     """Return shares of cells by spectrum, form and rule: good, diverged, and where K = 3 helps and hurts."""
     rows = []
     for (name, (sigma, good)), form, (kind, nesterov) in product(SPECTRA.items(), FORMS, KINDS.items()):
@@ -75,7 +75,7 @@ def table() -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def draw(_: pd.DataFrame) -> dict[str, Figure]:
+def draw(_: Frame) -> dict[str, Figure]:
     """Draw heatmaps of heavy ball on six modes; rows by form."""
     sigma, good = SPECTRA["six"]
     titles = {"none": "no restart", "best_K": "best K ≤ 20 of each cell", "K3": "K = 3"}

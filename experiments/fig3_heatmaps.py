@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from common import arguments, read, show, store
+from common import Frame, arguments, read, show, store
 from trainings import FORMS, METHODS, PERIOD, SCALES, Scale, ratio, references, trained
 from twophase.figures.heatmap import Panel, Tile, heatmaps, scale_of
 from twophase.recipes.controls import grid_of
@@ -44,7 +44,7 @@ def plan(scale: Scale) -> list[Cell]:
     return grid_of(scale.base, [Axis(*axis) for axis in axes.items()], controls=True)
 
 
-def table(rows: pd.DataFrame) -> pd.DataFrame:
+def table(rows: Frame) -> Frame:
     """Return good settings, best, worst and ratios (above 1: K = 3 is better) by S, form and rule."""
     lines = []
     for (inner_steps, form, method), here in rows.dropna(subset="form").groupby(
@@ -66,7 +66,7 @@ def table(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
-def draw(rows: pd.DataFrame) -> dict[str, Figure]:
+def draw(rows: Frame) -> dict[str, Figure]:
     """Draw both rules at the short S, rows by form."""
     titles = {
         "heavy-ball": "Heavy ball: restarts help in sum form, hurt in EMA form",
@@ -85,7 +85,7 @@ def draw(rows: pd.DataFrame) -> dict[str, Figure]:
     }
 
 
-def panel(rows: pd.DataFrame, form: str, method: str, part: str) -> Panel:
+def panel(rows: Frame, form: str, method: str, part: str) -> Panel:
     """Return a heatmap over learning rate and momentum; a control stands where what it controls does."""
     here = rows[(rows["form"] == form) & (rows["method"] == method) & (rows["part"] == part)]
     places = here.assign(at=here["of_lr"].fillna(here["lr"])).set_index(["momentum", "at"])["perplexity"]
@@ -104,7 +104,7 @@ def panel(rows: pd.DataFrame, form: str, method: str, part: str) -> Panel:
 
 def main() -> None:
     """Draw the stored settings, or train."""
-    options = arguments(__doc__, trains=True)
+    options = arguments(__doc__, scales=SCALES)
     rows = trained(NAME, plan(SCALES[options.train]), options) if options.train else read(NAME)
     show(table(rows))
     store(NAME, rows, draw, options.out)

@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from common import arguments, read, show, store
+from common import Frame, arguments, read, show, store
 from trainings import FORMS, METHODS, PERIOD, SCALES, Scale, ratio, references, trained
 from twophase.figures.style import MUTED, headline, look, new_figure, share_legend
 from twophase.recipes.controls import gain_matched_all, momentum_free, with_averaging
@@ -44,7 +44,7 @@ def tuning(scale: Scale) -> list[Cell]:
     return cells
 
 
-def tuned(rows: pd.DataFrame, form: str, method: str, part: str) -> dict[str, float]:
+def tuned(rows: Frame, form: str, method: str, part: str) -> dict[str, float]:
     """Return learning rate and momentum of the lowest perplexity; ties go to the smaller momentum, then rate."""
     here = rows[(rows["form"] == form) & (rows["method"] == method) & (rows["part"] == part)].dropna(
         subset="perplexity"
@@ -53,7 +53,7 @@ def tuned(rows: pd.DataFrame, form: str, method: str, part: str) -> dict[str, fl
     return {"outer.lr": float(best["lr"]), "outer.momentum": float(best["momentum"])}
 
 
-def retuning(scale: Scale, rows: pd.DataFrame) -> list[Cell]:
+def retuning(scale: Scale, rows: Frame) -> list[Cell]:
     """Return the sweeps over momentum and K at every S, from the results of `tuning`."""
     seeds, free = Axis("seed", scale.seeds), with_averaging(scale.lrs)
     cells = []
@@ -72,20 +72,20 @@ def retuning(scale: Scale, rows: pd.DataFrame) -> list[Cell]:
     return cells
 
 
-def trained_in_two_stages(options: argparse.Namespace) -> pd.DataFrame:
+def trained_in_two_stages(options: argparse.Namespace) -> Frame:
     """Train the tuning, then the sweeps that follow from it, in a folder of their own: a sweep's cells are fixed."""
     scale = SCALES[options.train]
     first = tuning(scale)
     return trained(NAME, [*first, *retuning(scale, trained(f"{NAME}-tuning", first, options))], options)
 
 
-def acting(rows: pd.DataFrame) -> pd.DataFrame:
+def acting(rows: Frame) -> Frame:
     """Leave out restarts that never act, because the run has no more rounds than K."""
     period = pd.to_numeric(rows["restart"].where(rows["restart"] != "never"))
     return rows[~(period >= rows["rounds"])]
 
 
-def table(rows: pd.DataFrame) -> pd.DataFrame:
+def table(rows: Frame) -> Frame:
     """Return both sweeps of each form, rule and S: best, where, worst over best, and the cost of not retuning.
 
     `kept` is the perplexity with the value that was best at the short S over the best of the sweep, in %.
@@ -107,7 +107,7 @@ def table(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
-def draw(rows: pd.DataFrame) -> dict[str, Figure]:
+def draw(rows: Frame) -> dict[str, Figure]:
     """Draw the range of each sweep over plain averaging at the same S; a panel a form and rule."""
     rows = acting(rows)
     figure, grid = new_figure(4.6, len(FORMS), len(METHODS), sharex=True, sharey=True)
@@ -142,7 +142,7 @@ def draw(rows: pd.DataFrame) -> dict[str, Figure]:
 
 def main() -> None:
     """Draw the stored settings, or train."""
-    options = arguments(__doc__, trains=True)
+    options = arguments(__doc__, scales=SCALES)
     rows = trained_in_two_stages(options) if options.train else read(NAME)
     show(table(rows))
     store(NAME, rows, draw, options.out)

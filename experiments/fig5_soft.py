@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from common import arguments, read, show, store
+from common import Frame, arguments, read, show, store
 from trainings import FORMS, SCALES, Scale, ratio, references, trained
 from twophase.config import update
 from twophase.figures.heatmap import Panel, Tile, heatmaps, scale_of
@@ -40,13 +40,13 @@ def plan(scale: Scale) -> list[Cell]:
     return cells
 
 
-def coefficients(restart: pd.Series) -> pd.DataFrame:
+def coefficients(restart: Frame) -> Frame:
     """Return kept share and added weight of restarts; keeping and adding nothing is the hard restart."""
     parts = restart.str.extract(r"^soft:\d+:(?P<kept>[^:]+):(?P<added>.+)$").astype(float)
     return parts.fillna(0.0).where(restart.notna() & (restart != "never"))
 
 
-def table(rows: pd.DataFrame) -> pd.DataFrame:
+def table(rows: Frame) -> Frame:
     """Return the best soft restart beside the others, by S and form; a ratio above 1 is for soft restarts."""
     lines = []
     for (inner_steps, form), here in rows.dropna(subset="form").groupby(["inner_steps", "form"], sort=False):
@@ -65,7 +65,7 @@ def table(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
-def draw(rows: pd.DataFrame) -> dict[str, Figure]:
+def draw(rows: Frame) -> dict[str, Figure]:
     """Draw the short S: soft restarts, and their gain-matched controls; rows by form."""
     here = rows[rows["inner_steps"] == rows["inner_steps"].min()]
     panels = []
@@ -89,7 +89,7 @@ def draw(rows: pd.DataFrame) -> dict[str, Figure]:
     }
 
 
-def panel(rows: pd.DataFrame, restart: pd.Series, title: str, label: str) -> Panel:
+def panel(rows: Frame, restart: Frame, title: str, label: str) -> Panel:
     """Return a heatmap over kept share and added weight, at the coefficients of these restarts."""
     at = coefficients(restart)
     values = {tuple(place): float(value) for place, value in zip(at.to_numpy(), rows["perplexity"], strict=True)}
@@ -106,7 +106,7 @@ def panel(rows: pd.DataFrame, restart: pd.Series, title: str, label: str) -> Pan
 
 def main() -> None:
     """Draw the stored settings, or train."""
-    options = arguments(__doc__, trains=True)
+    options = arguments(__doc__, scales=SCALES)
     rows = trained(NAME, plan(SCALES[options.train]), options) if options.train else read(NAME)
     show(table(rows))
     store(NAME, rows, draw, options.out)

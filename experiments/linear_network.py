@@ -1,213 +1,320 @@
 """Does the mode theory, restarts included, hold in the training of a network?
 
 A network linear in its parameters is `f(theta) = f0 + J (theta - theta0)`. Under gradient descent on squared loss its
-residual modes are the theory's. With the kernel `J J^T / n = U diag(lambda) U^T` the mode `x_j = (U^T (f - y))_j` has
-effective progress `sigma_j = 1 - (1 - eta lambda_j)^S`. A cycle of K rounds multiplies it by `chi_K(sigma_j)`. A wide
-network is nearly linear; how nearly is measured here, and so is what replicas with different data do, which the theory
-leaves out.
+residual modes are the theory's: with the kernel `J J^T / n = U diag(lambda) U^T` the mode `x_j = (U^T (f - y))_j` has
+effective progress `sigma_j = 1 - (1 - eta lambda_j)^S`. A wide network is nearly linear; how nearly is measured here,
+and so is what replicas with different data do, which the theory leaves out.
 
-Everything is trained in parameter space, by `DiLoCo` with `torch.optim.SGD` inside, in float64. Data: scikit-learn's
-digits, two classes with targets 1 and -1, full batches. Network: one hidden layer, tanh, in the parameterisation whose
-kernel has a limit in width. Losses are half the mean squared residual.
+Everything is trained by `DiLoCo` with `torch.optim.SGD` inside, in float64 and full batches, on scikit-learn's digits 4
+and 9 with targets 1 and -1. Losses are half the mean squared residual.
 
-Source: paper section 2, section 3 and appendix A.1; theory notes R1, R5, R20, R25, R31. How fast wide networks become
-linear: at least as width^-1/2 (arXiv 1902.06720), as 1/width in an expansion (arXiv 1909.11304).
+Source: paper sections 2 and 3 and appendix A.1; theory notes R1, R5, R20, R31. How fast wide networks become linear: at
+least as width^-1/2 (arXiv 1902.06720), as 1/width in an expansion (arXiv 1909.11304).
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Any
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
+import torch
+from matplotlib.figure import Figure
+from scipy.stats import linregress
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.func import functional_call, jacrev
 
-import digits
-from common import Result, compute, select
-from model import AVERAGING, HEAVY_BALL, USUAL, signed
-from twophase.figures.matplotlib_types import Axes, Figure
-from twophase.figures.style import MUTED, headline, look, name_panels, new_figure
-from twophase.sweeps.table import format_table
-from twophase.theory import restart_factor
+from common import AVERAGING, DILOCO, HEAVY_BALL, Frame, arguments, read, show, store
+from twophase import theory
+from twophase.diloco.engine import DiLoCo
+from twophase.figures.style import MUTED, headline, look, new_figure
+from twophase.rule import OuterRule
+
+NAME = "linear_network"
+Data = tuple[Tensor, Tensor]
+RULES = {"heavy ball": HEAVY_BALL, "DiLoCo": DILOCO, "averaging": AVERAGING}
+RESTARTED = ("heavy ball", "DiLoCo")
 
 
-def table(quick: bool = False) -> Result:
-    """Train the linear model, networks of several widths, and the linear model on halves of the data."""
-    settings = digits.QUICK if quick else digits.FULL
-    rows, numbers = digits.measured(settings)
-    return Result(rows, numbers, asdict(settings))
+@dataclass(frozen=True)
+class Settings:
+    """What is trained; `safety` is the inner learning rate times the largest eigenvalue of the kernel."""
+
+    images: int = 40
+    safety: float = 0.9
+    inner_steps: int = 32
+    rounds: int = 24
+    linear_width: int = 128
+    widths: tuple[int, ...] = (1024, 512, 256, 128, 64, 32, 16)
+    seeds: int = 4
+    shard_inner_steps: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
 
 
-# -------------------------------------------------------------------------------------------------- tables and figures
+SCALES = {"laptop": Settings(), "quick": Settings(20, 0.9, 8, 12, 32, (256, 64), 1, (1, 4))}
 
 
-def tables(result: Result) -> str:
-    """Write deviations from the theory, the network's departure by width, and the last losses of all rules."""
-    linear, network, shards = (result.numbers[part] for part in ("linear", "network", "shards"))
-    high = max(result.settings["widths"])
-    runs = [
-        [label(run), f"{run['departure']['exponent']:.2f}", f"{run['median_log10_loss'][high]:.2f}"]
-        for run in network["runs"]
-    ]
-    tuned = network["tuned_log10_loss_linear"]
-    facts = {
-        "modes of the linear model, of the first residual": f"{linear['residual_deviation']:.0e}",
-        "contractions of a cycle": f"{linear['contraction_deviation']:.0e}",
-        "halves of the data: pooled modes": f"{shards['largest_departure']:.2f}",
-        "halves of the data: modes of the mean progress": f"{shards['largest_departure_exact']:.0e}",
-        **{f"tuned log10 loss {name}": f"{value:.2f}" for name, value in tuned.items()},
+class Network(nn.Module):
+    """The residual `tanh(X W^T / sqrt(d)) v / sqrt(width) - y` of one hidden layer; standard normal W and v."""
+
+    def __init__(self, width: int, seed: int, data: Data) -> None:
+        super().__init__()
+        self.images, self.targets = data
+        draw = np.random.default_rng([width, seed]).standard_normal
+        self.hidden = nn.Parameter(torch.from_numpy(draw((width, self.images.shape[1]))))
+        self.readout = nn.Parameter(torch.from_numpy(draw(width)))
+
+    def forward(self) -> Tensor:
+        """Return the residual of every image."""
+        features = torch.tanh(self.images @ self.hidden.T / math.sqrt(self.images.shape[1]))
+        return features @ self.readout / math.sqrt(len(self.readout)) - self.targets
+
+
+class Linear(nn.Module):
+    """The residual `r0 + J (theta - theta0)` of some images, with the parameters in one vector."""
+
+    def __init__(self, jacobian: Tensor, residual: Tensor, start: Tensor) -> None:
+        super().__init__()
+        self.jacobian, self.residual, self.start = jacobian, residual, start
+        self.theta = nn.Parameter(start.clone())
+
+    @classmethod
+    def of(cls, network: nn.Module) -> Linear:
+        """Linearise a network at its parameters."""
+        params = {name: p.detach() for name, p in network.named_parameters()}
+        slopes = jacrev(lambda values: functional_call(network, values, ()))(params)
+        residual = network().detach()
+        jacobian = torch.cat([slopes[name].reshape(len(residual), -1) for name in params], dim=1)
+        return cls(jacobian, residual, torch.cat([p.reshape(-1) for p in params.values()]))
+
+    def some(self, images: slice) -> Linear:
+        """Return the same model of some of the images."""
+        return Linear(self.jacobian[images], self.residual[images], self.start)
+
+    def steepest(self) -> float:
+        """Return the largest eigenvalue of `J J^T / n`; the inner learning rate must not exceed its inverse."""
+        return float(torch.linalg.matrix_norm(self.jacobian, 2)) ** 2 / len(self.jacobian)
+
+    def forward(self) -> Tensor:
+        """Return the residual of every image."""
+        return self.residual + self.jacobian @ (self.theta - self.start)
+
+
+class Inner(NamedTuple):
+    """The inner phase: full-batch gradient descent with rate `lr` (eta), `steps` (S) a round."""
+
+    lr: float
+    steps: int
+
+
+@dataclass(frozen=True, eq=False)
+class Modes:
+    """Modes of a residual, `r = basis x` and `x = inverse r`, with their effective progress and x at the start."""
+
+    sigma: np.ndarray
+    basis: np.ndarray
+    inverse: np.ndarray
+    initial: np.ndarray
+
+    @classmethod
+    def of(cls, model: Linear, inner: Inner, shards: Sequence[slice] = (slice(None),)) -> Modes:
+        """Return the modes of replicas that have these shards of the images, of equal size.
+
+        Replica h removes `P_h = I - (I - eta Theta_hh / n_h)^S` of its residual, so that the mean pseudo-gradient moves
+        that of all images by `Theta D r`, with `Theta = J J^T` and D the sum of the blocks `Theta_hh^-1 P_h / R`. The
+        eigenvalues of `Theta^1/2 D Theta^1/2` are sigma; with one shard they are `1 - (1 - eta lambda)^S`.
+        """
+        jacobian = model.jacobian.numpy()
+        kernel = jacobian @ jacobian.T
+        weight = np.zeros_like(kernel)
+        for shard in shards:
+            values, vectors = np.linalg.eigh(kernel[shard, shard])
+            removed = theory.effective_progress(values.clip(0) / len(values), inner.lr, inner.steps)
+            weight[shard, shard] += vectors * (removed / values / len(shards)) @ vectors.T
+        values, vectors = np.linalg.eigh(kernel)
+        root, inverse_root = (vectors * values**power @ vectors.T for power in (0.5, -0.5))
+        sigma, turn = np.linalg.eigh(root @ weight @ root)
+        inverse = turn.T @ inverse_root
+        return cls(sigma.clip(0, 1), root @ turn, inverse, inverse @ model.residual.numpy())
+
+    def predict(self, rule: OuterRule, restart: str, rounds: int) -> np.ndarray:
+        """Return the theory's residuals, of shape (rounds + 1, images)."""
+        return theory.rollout(rule, self.sigma, rounds, restart, initial=self.initial).residual @ self.basis.T
+
+    def period(self, rule: OuterRule, rounds: int) -> str:
+        """Return the period with the lowest loss after `rounds`; the modes must be orthogonal, as with one shard."""
+        weights = (np.linalg.norm(self.basis, axis=0) * self.initial) ** 2
+        return str(theory.best_period(rule, self.sigma, weights=weights, max_period=rounds, rounds=rounds))
+
+
+def load_data(count: int) -> Data:
+    """Load the first images of digits 4 and 9 by turns, centred and of norm sqrt(pixels), and targets: 1 and -1."""
+    pixels, labels = load_digits(return_X_y=True)
+    order = np.stack([np.flatnonzero(labels == digit)[: count // 2] for digit in (4, 9)], axis=1).ravel()
+    images = pixels[order] - pixels[order].mean(axis=0)
+    images *= math.sqrt(images.shape[1]) / np.linalg.norm(images, axis=1, keepdims=True)
+    return torch.from_numpy(images), torch.from_numpy(np.where(labels[order] == 4, -1.0, 1.0))
+
+
+def train(
+    whole: nn.Module, rule: OuterRule, restart: str, rounds: int, inner: Inner, *replicas: nn.Module
+) -> np.ndarray:
+    """Train replicas, or the model of all images where there are none, with plain gradient descent inside.
+
+    Returns:
+        Residual of all images at the anchor before the first round and after each, (rounds + 1, images).
+    """
+    models = list(replicas or [whole])
+    engine = DiLoCo(models, rule, restart=restart, inner_steps=inner.steps)
+    descents = [torch.optim.SGD(model.parameters(), lr=inner.lr) for model in models]
+    path = [whole().detach().numpy()]
+    for _ in range(rounds * inner.steps):
+        for model, descent in zip(models, descents, strict=True):
+            descent.zero_grad()
+            (0.5 * model().square().mean()).backward()
+            descent.step()
+        if engine.step() is not None:
+            with torch.no_grad():
+                path.append(functional_call(whole, engine.anchor, ()).numpy())
+    return np.array(path)
+
+
+def departure(path: np.ndarray, expected: np.ndarray) -> float:
+    """Return the largest distance of a run from what is expected, relative to the first residual."""
+    return float(np.linalg.norm(path - expected, axis=1).max() / np.linalg.norm(path[0]))
+
+
+def linear_models(settings: Settings, data: Data) -> Frame:
+    """Compare a linear model of two replicas, with the same images or with halves of them, with two sets of modes.
+
+    Those of all images, as the theory has them, and those of the mean of what the replicas remove. With the same images
+    also the contractions of the first cycle.
+    """
+    model, half = Linear.of(Network(settings.linear_width, 0, data)), settings.images // 2
+    halves, same = [slice(0, half), slice(half, None)], [slice(None), slice(None)]
+    lr = settings.safety / max(model.some(shard).steepest() for shard in (*same, *halves))
+    modes = Modes.of(model, Inner(lr, settings.inner_steps))
+    runs: list[tuple[str, str, int, list[slice]]] = [("averaging", "never", settings.inner_steps, same)]
+    for name in RESTARTED:
+        runs += [(name, k, settings.inner_steps, same) for k in ("never", modes.period(RULES[name], settings.rounds))]
+    runs += [("heavy ball", "6", steps, halves) for steps in settings.shard_inner_steps]
+    rows = []
+    for name, restart, steps, shards in runs:
+        inner = Inner(lr, steps)
+        path = train(model, RULES[name], restart, settings.rounds, inner, *map(model.some, shards))
+        pooled, exact = (
+            departure(path, Modes.of(model, inner, images).predict(RULES[name], restart, settings.rounds))
+            for images in ([slice(None)], shards)
+        )
+        place = {"part": "same data" if shards is same else "halves", "rule": name, "restart": restart}
+        rows.append(place | {"inner_steps": steps, "departure": pooled, "departure_of_mean": exact})
+        if shards is same and restart != "never":
+            shares = path[int(restart)] @ modes.inverse.T / modes.initial
+            place["part"] = "cycle"
+            rows += [place | {"sigma": s, "contraction": c} for s, c in zip(modes.sigma, shares, strict=True)]
+    return pd.DataFrame(rows)
+
+
+def networks(settings: Settings, data: Data) -> Frame:
+    """Compare networks of falling width with their linear models, with and without restarts."""
+    rows, rounds = [], settings.rounds
+    runs = [(name, "never") for name in RULES]
+    for width, seed in product(settings.widths, range(settings.seeds)):
+        model = Linear.of(Network(width, seed, data))
+        inner = Inner(settings.safety / model.steepest(), settings.inner_steps)
+        modes = Modes.of(model, inner)
+        if not rows:  # the widest network chooses the periods, for all
+            runs += [(name, modes.period(RULES[name], rounds)) for name in RESTARTED]
+        for name, restart in runs:
+            path = train(Network(width, seed, data), RULES[name], restart, rounds, inner)
+            expected = modes.predict(RULES[name], restart, rounds)
+            loss, loss_linear = (np.log10(0.5 * np.mean(residual[-1] ** 2)) for residual in (path, expected))
+            rows.append(
+                {"part": "network", "rule": name, "restart": restart, "inner_steps": inner.steps, "width": width}
+                | {"seed": seed, "departure": departure(path, expected)}
+                | {"log10_loss": loss, "log10_loss_linear": loss_linear}
+            )
+    return pd.DataFrame(rows)
+
+
+def gains(rows: Frame) -> Frame:
+    """Return log10 of the loss without restarts over that with them by rule and width: medians, and range of seeds."""
+    network = rows[rows["part"] == "network"].set_index(["rule", "width", "seed"])
+    never, restarted = network[network["restart"] == "never"], network[network["restart"] != "never"]
+    columns = {"promised": "log10_loss_linear", "gained": "log10_loss"}
+    found = pd.DataFrame({name: (never[column] - restarted[column]).dropna() for name, column in columns.items()})
+    found = found.groupby(["rule", "width"]).agg(
+        promised=("promised", "median"), gained=("gained", "median"), low=("gained", "min"), high=("gained", "max")
+    )
+    return found.reset_index()
+
+
+def exponents(rows: Frame) -> Frame:
+    """Return the power of the width, from 64 on, with which each run departs from its linear model."""
+    wide = rows[(rows["part"] == "network") & (rows["width"] >= 64)]
+    fits: dict[Any, Any] = {
+        run: linregress(np.log(some["width"]), np.log(some["departure"]))
+        for run, some in wide.groupby(["rule", "restart"], sort=False)
     }
-    return "\n\n".join(
-        [
-            format_table(["departure of", "at most"], list(facts.items())),
-            format_table(["", "departure as width to the", f"log10 loss at width {high}"], runs),
-        ]
+    return pd.DataFrame(
+        [(*run, fit.slope, fit.stderr) for run, fit in fits.items()], columns=["rule", "restart", "exponent", "se"]
     )
 
 
-def label(run: dict[str, Any]) -> str:
-    """Name a run in few words."""
-    if run["rule"] == AVERAGING.describe():
-        return "averaging"
-    if run["rule"].startswith("momentum-free"):
-        return "matched gain"
-    kind = "heavy ball" if run["rule"] == HEAVY_BALL.describe() else "Nesterov"
-    return f"{kind}, {'no restart' if run['restart'] == 'never' else 'K = ' + run['restart']}"
+LOOKS = {"heavy ball": (0, 1), "DiLoCo": (3, 2), "averaging": (4, 4)}
+"""Looks by rule, without and with restarts."""
 
 
-LOOKS = {"heavy ball, no restart": 0, "heavy ball, K": 1, "Nesterov, no restart": 2, "averaging": 3, "Nesterov, K": 4}
-"""A curve's look, the same in all panels."""
-
-
-def figures(result: Result) -> dict[str, Figure]:
-    """Draw contractions and departures, what restarts gain by width, and replicas with different data."""
-    figure, grid = new_figure(3.6, 1, 2)
-    _draw_contractions(grid[0][0], result)
-    _draw_departures(grid[0][1], result)
-    name_panels(grid[0], ["Linear model: contraction of a cycle", "Network: departure from its linear model"])
-    headline(
-        figure,
-        "The theory is exact for a linear model, and a wide network is nearly one",
-        "curves: theory, markers: measured; left: lower contracts faster; right: lower is closer to the theory",
-    )
-    shards, grid = new_figure(3.4)
-    _draw_shards(grid[0][0], result)
-    headline(
-        shards,
-        "Replicas with different data need the modes of the mean progress",
-        "relative departure of the linear model from the theory, lower is closer; heavy ball, halves of the data",
-    )
-    return {"": figure, "-benefit": _benefit(result), "-shards": shards}
-
-
-def _benefit(result: Result) -> Figure:
-    widths = result.settings["widths"]
-    figure, grid = new_figure(5.6, 2, 2)
-    axes, ends = list(grid.flat), (min(widths), max(widths))
-    for panel, width in zip(axes, ends, strict=False):
-        _draw_losses(panel, result, width)
-    _draw_benefit(axes[2], result)
-    axes[3].set_axis_off()
-    name_panels(axes[:3], [*(f"Network of width {width}" for width in ends), "What restarts gain, by width"])
-    headline(
-        figure,
-        "The wider the network, the more of the promised gain it has",
-        "loss: lower is better; gain: higher is better; medians, bars from the lowest seed to the highest",
-    )
-    return figure
-
-
-def _draw_contractions(axes: Axes, result: Result) -> None:
-    """Draw measured contractions over the curve `|chi_K|`, for the periods that the theory chose."""
+def draw(rows: Frame) -> dict[str, Figure]:
+    """Draw contractions of a cycle, departures by width, and what restarts gain by width."""
+    figure, ((left, middle, right),) = new_figure(3.3, 1, 3)
     sigma = np.linspace(0, 1, 2001)
-    for rule, name in ((HEAVY_BALL, "heavy ball, K"), (USUAL, "Nesterov, K")):
-        rows = select(result.rows, part="linear", rule=rule.describe(), chosen=True)
-        rows = [row for row in rows if row["restart"] != "never"]
-        period, style = int(rows[0]["restart"]), look(LOOKS[name], every=1)
-        axes.plot(sigma, np.abs(restart_factor(rule, sigma, period)), color=style["color"], linewidth=0.9)
-        style |= {"linestyle": "", "markerfacecolor": "none"}
-        measured = [abs(row["contraction"]) for row in rows]
-        axes.plot([row["sigma"] for row in rows], measured, label=f"{name} = {period}", **style)
-    axes.set(yscale="log", ylim=(1e-6, 2), xlabel="effective progress $\\sigma$", ylabel="|contraction| of a mode")
-    digit, power = f"{result.numbers['linear']['contraction_deviation']:.0e}".split("e")
-    axes.legend(loc="lower left", title=f"deviation at most ${digit}\\times10^{{{int(power)}}}$")
+    for (name, restart), cycle in rows[rows["part"] == "cycle"].groupby(["rule", "restart"], sort=False):
+        style = look(LOOKS[name][1], every=1) | {"linestyle": ""}
+        left.plot(sigma, np.abs(theory.restart_factor(RULES[name], sigma, int(restart))), color=style["color"])
+        left.plot(cycle["sigma"], cycle["contraction"].abs(), label=f"{name}, K = {restart}", **style)
+    left.set(yscale="log", ylim=(1e-6, 2), xlabel="effective progress σ", title="contraction of a cycle")
+    for (name, restart), run in rows[rows["part"] == "network"].groupby(["rule", "restart"], sort=False):
+        style = look(LOOKS[name][restart != "never"], every=1) | {"linestyle": ""}
+        label = name if name == "averaging" else f"{name}, {'no restart' if restart == 'never' else f'K = {restart}'}"
+        middle.plot(run["width"], run["departure"], label=label, **style)
+    middle.set(xscale="log", yscale="log", ylim=(1e-5, 1), xlabel="width", title="departure from the linear model")
+    for name, found in gains(rows).groupby("rule"):
+        style = look(LOOKS[name][1], every=1)
+        bars = np.abs(found[["low", "high"]].to_numpy().T - found["gained"].to_numpy())
+        right.errorbar(found["width"], found["gained"], bars, capsize=2, label=f"{name}, network", **style)
+        right.plot(found["width"], found["promised"], ":", color=style["color"], label=f"{name}, linear model")
+    right.axhline(0, color=MUTED, linewidth=0.6)
+    right.set(xscale="log", xlabel="width", ylim=(-1.5, 2.2), title="log₁₀ loss, gained by restarts")
+    for axes, place in ((left, "lower right"), (middle, "lower left"), (right, "lower right")):
+        axes.legend(loc=place)
+    headline(
+        figure,
+        "Exact for linear models, and nearly for wide networks",
+        "left: lines theory, markers trained; middle: largest distance over first residual; right: bars span the seeds",
+    )
+    return {"": figure}
 
 
-def _draw_departures(axes: Axes, result: Result) -> None:
-    """Draw every network's largest departure and the fitted powers of the width."""
-    widths = result.settings["widths"]
-    fitted = np.array([result.settings["fitted_from"], max(widths)])
-    for run in result.numbers["network"]["runs"]:
-        name = label(run)
-        if name == "matched gain" or name.startswith("Nesterov, K"):
-            continue  # Nesterov's largest departure comes before its first restart
-        rows = select(result.rows, part="network", rule=run["rule"], restart=run["restart"])
-        style, line = look(LOOKS[name.split(" =")[0]], every=1), run["departure"]
-        places = [row["width"] for row in rows], [row["departure"] for row in rows]
-        axes.plot(*places, color=style["color"], linestyle="", marker=style["marker"], alpha=0.5)
-        power = np.exp(line["intercept"]) * fitted ** line["exponent"]
-        name = f"{name}: {signed(line['exponent'], 2)} ± {line['standard_error']:.2f}"
-        axes.plot(fitted, power, color=style["color"], linestyle=style["linestyle"], label=name)
-    axes.set(xscale="log", yscale="log", ylim=(2e-5, 0.7), xlabel="width", ylabel="largest departure / first residual")
-    _name_widths(axes, widths)
-    axes.legend(loc="lower left", title="exponent of the width")
-
-
-def _draw_losses(axes: Axes, result: Result, width: int) -> None:
-    """Draw losses of network and linear model, with and without restarts, and of averaging."""
-    for run in result.numbers["network"]["runs"][2:5]:
-        rows = select(result.rows, part="curve", width=width, rule=run["rule"], restart=run["restart"])
-        rounds, name = [row["round"] for row in rows], label(run)
-        colour = look(LOOKS[name.split(" =")[0]])["color"]
-        axes.plot(rounds, [10 ** row["log10_loss"] for row in rows], color=colour, label=name)
-        axes.plot(rounds, [10 ** row["log10_loss_linear"] for row in rows], color=colour, linestyle=":")
-    axes.plot([], [], color=MUTED, linestyle=":", label="its linear model")
-    axes.set(yscale="log", ylim=(1e-7, 10), xlabel="round", ylabel="half the mean squared residual")
-    axes.legend(loc="upper right", ncols=2)
-
-
-def _draw_benefit(axes: Axes, result: Result) -> None:
-    """Draw the factors by which restarts lower the loss: medians, and the range over seeds."""
-    for rule, name in ((HEAVY_BALL, "heavy ball, K"), (USUAL, "Nesterov, K")):
-        gains = select(result.numbers["network"]["benefit"], rule=rule.describe())
-        widths, style = [gain["width"] for gain in gains], look(LOOKS[name], every=1)
-        colour, text = style["color"], f"{name} = {gains[0]['restart']}"
-        actual = np.array([[gain["found"][key] for key in ("low", "median", "high")] for gain in gains])
-        bars: dict[str, Any] = {"yerr": np.diff(actual, axis=1).T, "capsize": 2, "elinewidth": 0.7}
-        axes.errorbar(widths, actual[:, 1], color=colour, marker=style["marker"], label=f"{text}, network", **bars)
-        promised = [gain["promised"]["median"] for gain in gains]
-        axes.plot(widths, promised, color=colour, linestyle=":", label=f"{text}, linear model")
-    axes.axhline(0, color=MUTED, linewidth=0.6)
-    axes.set(xscale="log", xlabel="width", ylabel="log10 of loss, no restart over K")
-    axes.set_ylim(bottom=axes.get_ylim()[0] - 0.5)
-    _name_widths(axes, result.settings["widths"])
-    axes.legend(loc="lower right")
-
-
-def _draw_shards(axes: Axes, result: Result) -> None:
-    """Draw departures of two replicas with halves of the data from the modes of all data and of the halves."""
-    rows = [row for row in select(result.rows, part="shards") if row["restart"] != "never"]
-    steps = [row["inner_steps"] for row in rows]
-    names = {
-        "first_difference": "first pseudo-gradient, pooled",
-        "departure": "rounds, modes of pooled data",
-        "departure_exact": "rounds, modes of mean progress",
-    }
-    for number, (column, name) in enumerate(names.items()):
-        axes.plot(steps, [row[column] for row in rows], label=name, **look(number, every=1))
-    axes.set(xscale="log", yscale="log", xlabel="inner steps S", ylabel="relative departure", ylim=(1e-16, 30))
-    _name_widths(axes, steps)
-    axes.legend(loc="center", bbox_to_anchor=(0.62, 0.5))
-
-
-def _name_widths(axes: Axes, values: list[int] | tuple[int, ...]) -> None:
-    """Put a tick at every value of a logarithmic axis."""
-    axes.set_xticks(values, [str(value) for value in values])
-    axes.minorticks_off()
+def measured(settings: Settings) -> Frame:
+    """Train everything."""
+    torch.set_num_threads(1)  # sums have one order, and matrices this small gain nothing by more
+    data = load_data(settings.images)
+    return pd.concat([linear_models(settings, data), networks(settings, data)])
 
 
 def main() -> None:
-    """Run the experiment."""
-    compute("linear_network", __doc__, table, figures, tables)
+    """Draw the stored runs, or train."""
+    options = arguments(__doc__, scales=SCALES)
+    rows = measured(SCALES[options.train]) if options.train else read(NAME)
+    show(rows.groupby("part")[["departure", "departure_of_mean"]].max().dropna(how="all").reset_index(), 16)
+    show(exponents(rows))
+    show(gains(rows))
+    store(NAME, rows, draw, options.out)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 
 import twophase
+from common import Frame
 from twophase.recipes.pretraining import paper_150m
 from twophase.runs.config import InnerConfig
 from twophase.sweeps.grid import MOMENTUM_FREE, RUNS, Cell, Sweep
@@ -105,7 +106,7 @@ QUICK = Scale(
 SCALES = {"quick": QUICK, "laptop": LAPTOP, "paper": PAPER}
 
 
-def trained(name: str, cells: Sequence[Cell], options: argparse.Namespace) -> pd.DataFrame:
+def trained(name: str, cells: Sequence[Cell], options: argparse.Namespace) -> Frame:
     """Train what is missing of some cells, below `options.out`, and return `settings` of their table.
 
     The figures share their runs. `twophase report` of the sweep's folder compares its methods seed by seed.
@@ -120,7 +121,7 @@ def trained(name: str, cells: Sequence[Cell], options: argparse.Namespace) -> pd
     return settings(twophase.load(folder).frame(), base.steps)  # type: ignore[union-attr]
 
 
-def settings(cells: pd.DataFrame, steps: int) -> pd.DataFrame:
+def settings(cells: Frame, steps: int) -> Frame:
     """Take the seeds of each setting together; a diverged seed leaves the mean perplexity empty.
 
     `part` is the last word of a cell's arm. A gain-matched control has learning rate and restart of what it controls
@@ -143,7 +144,7 @@ def settings(cells: pd.DataFrame, steps: int) -> pd.DataFrame:
     return table.reset_index()
 
 
-def ratio(rows: pd.DataFrame, others: pd.DataFrame, on: Sequence[str]) -> float:
+def ratio(rows: Frame, others: Frame, on: Sequence[str]) -> float:
     """Return the geometric mean of other / own perplexity over the settings that both have, above 1 if own is better.
 
     The others are found by their columns `of_lr` and `of_restart` where `on` names these.
@@ -153,7 +154,7 @@ def ratio(rows: pd.DataFrame, others: pd.DataFrame, on: Sequence[str]) -> float:
     return float(np.exp(np.log(pairs["perplexity_other"] / pairs["perplexity"]).mean()))
 
 
-def references(rows: pd.DataFrame, inner_steps: int) -> dict[str, float]:
+def references(rows: Frame, inner_steps: int) -> dict[str, float]:
     """Return the perplexity of momentum-free outer SGD at its best learning rate and of plain averaging."""
     free = rows[(rows["part"] == MOMENTUM_FREE) & (rows["inner_steps"] == inner_steps)]
     return {"momentum-free": free["perplexity"].min(), "averaging": free.loc[free["lr"] == 1, "perplexity"].iloc[0]}

@@ -190,7 +190,7 @@ def draw(table: pd.DataFrame) -> dict[str, Any]:
 
 def main() -> None:
     """Draw the stored results, or train them anew."""
-    options = arguments(__doc__, trains=True)
+    options = arguments(__doc__, scales=SCALES)
     if options.train is None:
         table = read("blockwise")
     else:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 
+import common
 import fig1_mechanism
 import fig2_toy
 import fig3_heatmaps
 import fig4_retuning
 import fig5_soft
+import period_criteria
 import trainings
 from common import HEAVY_BALL, SIX, read
 from trainings import LAPTOP, PAPER, QUICK, Scale
@@ -72,6 +75,37 @@ def test_k3_moves_the_good_region_both_ways() -> None:
     assert set(np.sign(stored["K3"] - stored["none"])) == {-1.0, 1.0}
 
 
+def test_regrets_of_criteria() -> None:
+    """R22's regrets lie within three standard errors of ours; losses and exact choices are those of the theory."""
+    found = period_criteria.table(200)
+    at_60 = found[found["rounds"] == 60].set_index("criterion")
+    for name, median, mean in (("rate of the slowest mode", 0.00, 0.33), ("paper: least Σwχ², K ≤ 20", 1.08, 1.75)):
+        for column, value in (("median", median), ("mean", mean)):
+            regret, error = at_60[column][name], at_60[f"{column}_se"][name]
+            assert abs(regret - value) <= 3 * math.sqrt(2) * error + 0.005, name
+    assert (found.loc[found["criterion"] == "final loss (exact)", "q90"] == 0).all()
+    problems = period_criteria.Problems.draw(5)
+    logs, losses = problems.losses(12)
+    picked = period_criteria.choices(problems, logs, losses)
+    for i, (sigma, weights) in enumerate(zip(problems.sigma, problems.weights, strict=True)):
+        rule, settings = np.ravel(problems.rules)[i], {"weights": weights, "max_period": 12}
+        exact = theory.log_final_loss(rule, sigma, 12, range(1, 13), weights) / np.log(10)
+        assert losses[:, i] == pytest.approx(exact, abs=1e-9)
+        assert picked["final loss (exact)"][i] + 1 == theory.best_period(rule, sigma, rounds=12, **settings)
+        assert picked["rate of the slowest mode"][i] + 1 == theory.best_period(rule, sigma, **settings)
+
+
+def test_a_table_whose_numbers_agree_is_left_alone(tmp_path: Path) -> None:
+    """Other last digits do not rewrite a table; another number does, and the origin stands in the first line."""
+    common.write("some", pd.DataFrame({"x": [1.0, math.nan], "restart": ["3", "never"]}), tmp_path)
+    before = (tmp_path / "some.csv").read_bytes()
+    assert before.startswith(b"# python ")
+    common.write("some", pd.DataFrame({"x": [1.0 + 1e-7, math.nan], "restart": ["3", "never"]}), tmp_path)
+    assert (tmp_path / "some.csv").read_bytes() == before
+    common.write("some", pd.DataFrame({"x": [1.01, math.nan], "restart": ["3", "never"]}), tmp_path)
+    assert common.read("some", tmp_path)["x"][0] == 1.01
+
+
 # ------------------------------------------------------------------------------------------------------ trained figures
 
 
@@ -93,7 +127,7 @@ def test_figure_4_goes_on_with_the_best() -> None:
     tuning = fig4_retuning.tuning(scale)
     lines = [
         {"arm": cell.arm, "run": cell.run_id, "control_of": None, "perplexity": 8.0 + math.dist((o.lr, o.momentum), at)}
-        | cell.values
+        | dict(cell.values)
         for cell in tuning
         for o in [cell.config.outer]
     ]
