@@ -26,7 +26,7 @@ help:
 	@echo "make figures  set up, compute and draw the figures of experiments/ that need no training (docs/, experiments/results/)"
 	@echo "make experiments  the same, and run what trains in a tiny size (together two minutes on two cores)"
 	@echo "make faults  set up, and kill four commands at every call that writes; fill the disk at each (seven minutes on two cores)"
-	@echo "make docs    set up, build the documentation into site/ and check its links"
+	@echo "make docs    set up, build the documentation into site/, strictly"
 	@echo "make setup-torchtitan  an environment for the tests of torchtitan, which are skipped without it"
 	@echo "make setup   only the set-up for use;  make setup-dev  also what tests and checks need"
 
@@ -160,7 +160,6 @@ faults: setup-dev
 docs: $(VENV)/.installed $(VENV)/.installed-docs
 	@$(BIN)/python -m twophase explore --out docs/assets/explore.html
 	@$(BIN)/zensical build --clean --strict
-	@$(BIN)/python tests/sitecheck.py site
 
 clean:
 	rm -rf $(VENV) $(TITAN) $(OLDEST) site .cache

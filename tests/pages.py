@@ -7,30 +7,30 @@ import hashlib
 import html
 import json
 import re
-from dataclasses import dataclass, field
+from html.parser import HTMLParser
 from typing import Any
-
-from sitecheck import Page
 
 EVIL = "</title><script>alert(1)</script><img src=x onerror=alert(2)>\"'&\u202e\ud800=cmd|' /C calc'!A0"
 """A text that would be markup, a script, an attribute, a formula, or turned round, if it were not escaped."""
 
 
-@dataclass
-class Reader(Page):
-    """The elements and links of a page; refuses event handlers and elements that are not closed."""
+class Reader(HTMLParser):
+    """The elements and addresses of a page; refuses event handlers and elements that are not closed."""
 
-    open: list[str] = field(default_factory=list)
+    def __init__(self) -> None:
+        super().__init__()
+        self.open, self.tags, self.links, self.ids = list[str](), set[str](), list[str](), list[str]()
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Note an element."""
-        super().handle_starttag(tag, attrs)
+        """Note an element and what it leads to or loads."""
         assert not any(name.startswith("on") for name, _ in attrs)
+        self.tags.add(tag)
+        self.links += [value or "" for name, value in attrs if name in ("href", "src", "data", "poster", "srcset")]
+        self.ids += [value or "" for name, value in attrs if name == "id"]
         self.open += [tag] if tag not in ("meta", "input") else []
 
     def handle_endtag(self, tag: str) -> None:
         """Match the end of an element with its beginning."""
-        super().handle_endtag(tag)
         assert self.open.pop() == tag
 
 
@@ -41,7 +41,7 @@ def read(text: str) -> Reader:
     reader.feed(text)
     assert reader.open == []
     assert not {"img", "iframe", "object", "embed", "link", "base", "form"} & reader.tags
-    assert all(re.fullmatch(r"[\w./%-]+", target) for target in reader.links + reader.loaded)
+    assert all(re.fullmatch(r"[\w./%-]+", target) for target in reader.links)
     hashes = [
         base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
         for script in re.findall(r"<script>(.*?)</script>", text, re.DOTALL)

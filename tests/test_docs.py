@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import doctest
 import io
@@ -88,27 +87,6 @@ def test_blocks_that_are_not_run_say_why() -> None:
         assert re.match(NOT_RUN + r"needs \S+|" + NOT_RUN + r".* needs \S+", code), code
         compile(code, "left out", "exec")
     assert len(left_out) <= 5
-
-
-def test_what_no_test_runs_imports_what_there_is() -> None:
-    """Every name that a benchmark, an experiment, or a block that is left out takes from the package is there."""
-    codes = {page: code for page, code in blocks("python") if "not run" in code}
-    paths = [path for room in ("benchmarks", "experiments") for path in sorted((ROOT / room).rglob("*.py"))]
-    codes |= {str(path): path.read_text(encoding="utf-8") for path in paths}
-    imports = [
-        (where, node.module, name.name)
-        for where, code in codes.items()
-        for node in ast.walk(ast.parse(code))
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "twophase"
-        for name in node.names
-    ]
-    missing = []
-    for where, module, name in imports:
-        home = import_module(module)
-        if not hasattr(home, name) and not hasattr(home, "__path__"):
-            missing.append(f"{where}: {module} has no {name}")
-    assert missing == []
-    assert len(imports) > 50
 
 
 def test_blocks_are_found() -> None:
@@ -280,29 +258,6 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
         assert "://" in target or other.exists(), f"{page.name}: {target} is missing"
         if place and "://" not in target and other.suffix == ".md" and "api" not in other.parts:
             assert place in anchors(other), f"{page.name}: {target}"
-
-
-def exists(name: str) -> bool:
-    """Tell whether a dotted name leads somewhere."""
-    try:
-        resolve_name(name)
-    except (ImportError, AttributeError):
-        return False
-    return True
-
-
-def test_theory_page_names_what_exists() -> None:
-    """The functions and tests that the table of results names exist."""
-    text = (ROOT / "docs" / "theory-results.md").read_text(encoding="utf-8")
-    rows = dict(re.findall(r"^\| (R[0-9]+) \| (.*) \|$", text, re.MULTILINE))
-    assert rows
-    for number, row in rows.items():
-        *_, functions, tests = row.split(" | ")
-        for name in re.findall(r"`([A-Za-z_.]+)`", functions):
-            homes = ("twophase.theory", "twophase.restart", "twophase")
-            assert any(exists(f"{home}.{name}") for home in homes), f"{number}: no function {name}"
-        for path, name in re.findall(r"`([a-z0-9_/]+\.py)::([a-z0-9_]+)`", tests):
-            assert f"def {name}(" in (ROOT / "tests" / path).read_text(encoding="utf-8"), f"{number}: {path}::{name}"
 
 
 def test_names_of_the_theory_exist() -> None:
