@@ -143,7 +143,7 @@ def test_changed_text_is_refused(config: TrainConfig, tmp_path: Path) -> None:
     old = path.read_bytes()
     textmaker.write(path, seed=1)
     corpus_of.cache_clear()
-    with pytest.raises(UsageError, match="--out .*changed"):
+    with pytest.raises(UsageError, match=r"--out .*changed"):
         run(config, tmp_path / "run")
     path.write_bytes(old)
     corpus_of.cache_clear()

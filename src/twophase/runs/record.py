@@ -159,7 +159,7 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
 
 
 def read_record(path: Path) -> RunRecord:
-    """Read a run's folder; a UsageError where the path is no folder, or nothing in it is a run's."""
+    """Read a run's folder; a UsageError for another one."""
     if not is_run(path):
         raise UsageError(f"{path}: must be the folder of a run, the --out of `twophase train`")
     config, environment, lines = path / CONFIG, path / ENV, read_rounds(path)

@@ -35,20 +35,16 @@ _LOOK_SECONDS = 0.3
 
 
 class Nodes:
-    """The nodes of a sweep, as they stood in its folder when `pending` was called last.
-
-    Attributes:
-        nodes: by name, parents before their children.
-        summaries: of those that have ended by themselves; a shared beginning may, by divergence.
-        needed: names of those that are still to be trained.
-        errors: of the needed ones that cannot be trained why: their own failure, or that of what they fork from.
-    """
+    """The nodes of a sweep by name, parents before children, as they stood in its folder at the last `pending`."""
 
     def __init__(self, sweep: Sweep, folder: Path) -> None:
         self.sweep, self.folder, self.nodes = sweep, folder, tree(sweep.runs)
         self.summaries: dict[str, dict[str, Any]] = {}
+        """Of those that have ended by themselves; a shared beginning may, by divergence."""
         self.needed: set[str] = set()
+        """Those that are still to be trained."""
         self.errors: dict[str, str] = {}
+        """Why some of these cannot be trained: their own failure, or that of what they fork from."""
         self._fingerprints = {name: fingerprint(node.config) for name, node in self.nodes.items()}
 
     def path(self, name: str) -> Path:

@@ -37,8 +37,8 @@ def model_file() -> bytes:
 def pieces(model: bytes) -> list[tuple[str, float, int]]:
     """Return text (spaces as `SPACE`), score and kind of the pieces of the model file, in the order of their ids.
 
-    A piece is the bytes `0A size`, then `0A length text`, `15` and the score as a float32, and `18 kind` unless the
-    kind is NORMAL. All sizes of this file are below 128, so each is one byte.
+    A piece is the bytes `0A size`, then `0A length text`, `15` and the score as a float32, and `18 kind` unless it is
+    NORMAL. All sizes of this file are below 128, so each is one byte.
     """
     vocabulary, start = [], 0
     while model[start] == 0x0A:
@@ -53,9 +53,8 @@ def pieces(model: bytes) -> list[tuple[str, float, int]]:
 def merges(vocabulary: Sequence[tuple[str, float, int]]) -> list[tuple[str, str]]:
     """Return the merges, most urgent first, with which ranked BPE makes the pieces that SentencePiece makes by scores.
 
-    SentencePiece joins the neighbours that make the piece of the highest score, and of equal ones the leftmost. So
-    every piece gets all its splits into two pieces, sorted by the score of the joint piece. Pieces of nothing but
-    spaces have scores of -1e9 and come last.
+    It joins the neighbours that make the piece of the highest score. So every piece gets all its splits into two,
+    sorted by the score of the joint piece. Pieces of nothing but spaces have scores of -1e9 and come last.
     """
     ids = {text: i for i, (text, _, kind) in enumerate(vocabulary) if kind == NORMAL}
     ranked: list[tuple[str, str]] = []

@@ -60,9 +60,9 @@ class Corpus:
     def batch(self, seed: int, step: int, replica: int) -> tuple[Ids, Ids]:
         """Return a replica's windows at a step: tokens and targets, one place on, each (batch, length) int64.
 
-        They are a pure function of (seed, step, replica). So a resumed run needs no generator state, and any process
-        may read for any replica. Starts in a text are raw words of Philox, a hash of a key (seed, replica) and a
-        counter (the step). NumPy keeps raw words the same over its versions; distributions it does not.
+        They are a pure function of (seed, step, replica), so a resumed run needs no generator state. Starts in a text
+        are raw words of Philox, a hash of a key (seed, replica) and a counter (the step), which NumPy keeps the same
+        over its versions; distributions it does not.
         """
         size, share = self.data.batch_size, self.windows_per_replica
         if self.in_epochs:
@@ -108,10 +108,9 @@ def build(data: DataConfig, replicas: int, vocabulary_size: int = 0) -> Corpus:
 
 
 def _text_corpus(data: DataConfig, replicas: int) -> Corpus:
-    """Load, shuffle (of a non-iid split only the held-out part), hold out, encode and share out a text.
+    """Load, shuffle (of a non-iid split only the held-out part), hold out whole documents, encode and share out a text.
 
     The shuffle does not depend on the run's seed, so every run on a text is judged on the same held-out documents.
-    Whole documents are held out, never windows of training documents.
     """
     name = data.corpus
     if name in ("python", "python-code"):
