@@ -1,4 +1,4 @@
-"""Tables: rows on disk, summaries of arms over seeds, controls beside what they control."""
+"""Tables: rows on disk, settings over seeds, tables for readers."""
 
 from __future__ import annotations
 
@@ -13,24 +13,13 @@ from hypothesis import strategies as st
 from twophase.errors import UsageError
 from twophase.runs.config import OuterConfig
 from twophase.sweeps.grid import Axis, Sweep, product
-from twophase.sweeps.table import (
-    Row,
-    State,
-    format_table,
-    measure_of,
-    read_rows,
-    rows_of,
-    settings,
-    write_rows,
-)
+from twophase.sweeps.table import Row, State, format_table, measure_of, read_rows, rows_of, settings, write_rows
 from twophase.tasks.lm.config import TrainConfig
 
 
-def row(
-    arm: str, perplexity: float | None, state: State = "finished", control_of: str | None = None, **values: Any
-) -> Row:
-    name = ",".join([arm, *(f"{key}={value}" for key, value in values.items())])
-    return Row(arm, name, values, state, perplexity, control_of=control_of)
+def row(method: str, perplexity: float | None, state: State = "finished", **values: Any) -> Row:
+    name = ",".join([method, *(f"{key}={value}" for key, value in values.items())])
+    return Row(method, name, values, state, perplexity)
 
 
 def summary(perplexity: float | None, diverged: bool = False) -> dict[str, Any]:
@@ -38,17 +27,23 @@ def summary(perplexity: float | None, diverged: bool = False) -> dict[str, Any]:
     return {"perplexity": perplexity, "validation_loss": loss, "seconds": 5.5, "diverged": diverged}
 
 
-def test_rows_of_a_sweep() -> None:
-    """Each cell is a row with every axis value, also those that its arm does not vary."""
+def test_rows_of_a_sweep(tmp_path: Path) -> None:
+    """Each cell is a row with every axis value, also those that its method does not vary, and comes back from disk.
+
+    JSON has null for a perplexity that overflowed: its loss takes no place among perplexities.
+    """
     base = TrainConfig(outer=OuterConfig("nesterov"))
-    cells = product(base, [Axis("outer.lr", (0.3, 0.7))], "a") + product(base, [Axis("seed", (3, 4))], "b")
+    cells = product(base, [Axis("outer.lr", (0.3, 0.7, 1.1))], "a") + product(base, [Axis("seed", (3, 4))], "b")
     ids = [cell.run_id for cell in cells]
-    summaries = {ids[0]: summary(8.0), ids[1]: summary(None, diverged=True)}
-    rows = rows_of(Sweep("s", base, cells), summaries, failed=[ids[2]])
-    assert [r.run for r in rows] == ids
-    assert [r.state for r in rows] == ["finished", "diverged", "failed", "missing"]
-    assert [r.perplexity for r in rows] == [8.0, None, None, None]
-    assert [r.values for r in rows[::2]] == [{"outer.lr": 0.3, "seed": 0}, {"outer.lr": 0.7, "seed": 3}]
+    ended = [summary(8.0), summary(None, diverged=True), summary(None) | {"validation_loss": 800.0}]
+    rows = rows_of(Sweep("s", base, cells), dict(zip(ids, ended, strict=False)), failed=[ids[3]])
+    assert [each.run for each in rows] == ids
+    assert [each.state for each in rows] == ["finished", "diverged", "finished", "failed", "missing"]
+    assert [each.perplexity for each in rows] == [8.0, None, math.inf, None, None]
+    assert [each.values for each in rows[::4]] == [{"outer.lr": 0.3, "seed": 0}, {"outer.lr": 0.7, "seed": 4}]
+    write_rows(tmp_path / "cells.csv", rows)
+    assert read_rows(tmp_path / "cells.csv") == rows
+    assert [each.state for each in settings(rows)] == ["finished", "diverged", "diverged", "missing"]
 
 
 def test_rows_on_disk(tmp_path: Path) -> None:
@@ -85,8 +80,8 @@ def test_any_rows_survive_the_disk(
 ) -> None:
     """Names with commas and quotes and numbers of any size come back as they were written."""
     rows = [
-        Row(arm, str(i), {"corpus": word}, state, number, number, number)
-        for i, (arm, state, number, word) in enumerate(records)
+        Row(name, str(i), {"corpus": word}, state, number, number, number)
+        for i, (name, state, number, word) in enumerate(records)
     ]
     path = tmp_path_factory.getbasetemp() / "cells.csv"
     write_rows(path, rows)
@@ -95,63 +90,39 @@ def test_any_rows_survive_the_disk(
 
 def test_settings_take_seeds_together() -> None:
     """A setting is the mean over its seeds, diverged when one of them is, missing when one of them is."""
-    rows = [
-        row("a", 8.0, lr=0.3, seed=0),
-        row("a", None, "diverged", lr=0.7, seed=0),
-        row("a", 9.0, lr=1.1, seed=0),
-        row("a", 10.0, lr=0.3, seed=1),
-        row("a", 5.0, lr=0.7, seed=1),
-        row("a", None, "failed", lr=1.1, seed=1),
-        row("a", 7.0, "diverged", lr=1.5, seed=0),
-    ]
-    merged = settings(rows)
-    assert [(s.values["lr"], s.state, s.result) for s in merged] == [
-        (0.3, "finished", 9.0),
-        (0.7, "diverged", None),
-        (1.1, "missing", None),
-        (1.5, "diverged", None),
-    ]
-    assert merged[0].runs == ("a,lr=0.3,seed=0", "a,lr=0.3,seed=1")
-    assert merged[0].results == (8.0, 10.0)
-    assert merged[0].spread == pytest.approx(math.sqrt(2), rel=1e-15)
-    assert [s.results for s in merged[1:]] == [(None, 5.0), (9.0, None), (None,)]
-    assert [s.spread for s in merged[1:]] == [None, None, None]
-    assert [s.by_seed for s in merged] == [{0: 8.0, 1: 10.0}, {0: math.inf, 1: 5.0}, {0: 9.0}, {0: math.inf}]
-    assert merged[2].seeds == (0, 1)  # a run that could not be done has no result
+    results: dict[float, list[Row]] = {
+        0.3: [row("a", 8.0, lr=0.3, seed=0), row("a", 10.0, lr=0.3, seed=1)],
+        0.7: [row("a", None, "diverged", lr=0.7, seed=0), row("a", 5.0, lr=0.7, seed=1)],
+        1.1: [row("a", 9.0, lr=1.1, seed=0), row("a", None, "failed", lr=1.1, seed=1)],
+        1.5: [row("a", 7.0, "diverged", lr=1.5, seed=0)],  # its perplexity does not count
+    }
+    found = settings(each for pair in zip(*list(results.values())[:3], strict=True) for each in [*pair, *results[1.5]])
+    assert [setting.values["lr"] for setting in found] == [0.3, 0.7, 1.1, 1.5]
+    assert [setting.state for setting in found] == ["finished", "diverged", "missing", "diverged"]
+    assert [setting.result for setting in found] == [9.0, None, None, None]
+    assert [setting.spread for setting in found] == [pytest.approx(math.sqrt(2), rel=1e-15), None, None, None]
+    assert [setting.by_seed for setting in found] == [{0: 8.0, 1: 10.0}, {0: math.inf, 1: 5.0}, {0: 9.0}, {0: math.inf}]
+    assert [setting.results for setting in found] == [(8.0, 10.0), (None, 5.0), (9.0, None), (None,)]
 
 
 def test_a_shared_run_counts_once() -> None:
-    """Two cells of an arm that are one run, as controls of two cells may be, are one setting with one result.
-
-    One seed, or a sweep without an axis of seeds, gives a mean and no spread, not a spread of zero.
-    """
-    (setting,) = settings([row("a", 8.0, lr=0.3)])
-    assert (setting.result, setting.spread, setting.seeds) == (8.0, None, (None,))
-    twice = [row("match", 8.0, control_of=f"of {i}", lr=0.3, seed=0) for i in range(2)]
-    (setting,) = settings([*twice, row("match", 10.0, lr=0.3, seed=1)])
-    assert (setting.seeds, setting.results, setting.result) == ((0, 1), (8.0, 10.0), 9.0)
+    """Two cells of a method that are one run, as controls of two cells may be, are one setting with one result."""
+    (one,) = settings([row("a", 8.0, lr=0.3)])
+    assert (one.result, one.spread, one.seeds) == (8.0, None, (None,))  # no spread of zero
+    (both,) = settings([*[row("a", 8.0, lr=0.3, seed=0)] * 2, row("a", 10.0, lr=0.3, seed=1)])
+    assert (both.seeds, both.results, both.result) == ((0, 1), (8.0, 10.0), 9.0)
 
 
 @pytest.mark.parametrize("perplexity", [None, math.nan, 0.0, -1.0])
 def test_a_finished_run_without_a_perplexity_is_missing(perplexity: float | None) -> None:
     """A number that can be no perplexity enters no mean, no ratio and no logarithm."""
-    rows = [row("a", 8.0, lr=0.3, seed=0), row("a", perplexity, lr=0.3, seed=1, control_of="a,lr=0.3,seed=0")]
-    (setting,) = settings(rows)
+    (setting,) = settings([row("a", 8.0, lr=0.3, seed=0), row("a", perplexity, lr=0.3, seed=1)])
     assert (setting.state, setting.result, setting.results) == ("missing", None, (8.0, None))
 
 
-def test_a_perplexity_that_overflowed_has_diverged(tmp_path: Path) -> None:
-    """JSON has null for it; its loss takes no place among perplexities, also on the disk. A task may have none."""
-    sweep = Sweep("s", TrainConfig(), product(TrainConfig(), [Axis("outer.lr", (0.1, 0.3, 0.7))]))
-    without = {"validation_loss": 2.0, "seconds": 5.5, "diverged": False}
-    overflow = without | {"validation_loss": 800.0, "perplexity": None}
-    ended = [overflow, summary(8.0), summary(None, diverged=True)]
-    rows = rows_of(sweep, dict(zip(sweep.runs, ended, strict=True)))
-    assert [row.perplexity for row in rows] == [math.inf, 8.0, None]
-    write_rows(tmp_path / "cells.csv", rows)
-    assert read_rows(tmp_path / "cells.csv") == rows
-    assert [setting.state for setting in settings(rows)] == ["diverged", "finished", "diverged"]
-    (setting, *_) = settings(rows_of(sweep, dict.fromkeys(sweep.runs, without)))
+def test_a_task_without_a_perplexity_is_compared_by_its_loss() -> None:
+    """The loss takes its place everywhere."""
+    (setting,) = settings([Row("a", "run", {}, "finished", None, 2.0)])
     assert (setting.result, measure_of([setting])) == (2.0, "validation loss")
 
 
