@@ -54,6 +54,11 @@ class Comparison:
     seeds: int
     diverged: int
 
+    def texts(self) -> tuple[str | None, str | None]:
+        """Return the ratio and its interval as tables have them."""
+        ratio = None if self.ratio is None else f"{self.ratio:.4g}"
+        return ratio, None if self.low is None else f"{self.low:.4g} to {self.high:.4g}"
+
 
 def compare(
     method: Mapping[Any, float], control: Mapping[Any, float], *, comparisons: int = 1, margin: float = MARGIN

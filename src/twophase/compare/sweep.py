@@ -236,10 +236,8 @@ def _lines(against: Iterable[Against]) -> Iterator[list[Any]]:
         matched = f"{each.cells} of {each.cells + each.left_out}" if each.left_out else each.cells
         for by, cells, found in (("tuned", None, each.tuned), ("matched", matched, each.matched)):
             if found is not None:
-                ratio = None if found.ratio is None else f"{found.ratio:.4g}"
-                interval = None if found.low is None else f"{found.low:.4g} to {found.high:.4g}"
                 names = method_name(each.method), method_name(each.control)
-                yield [*names, by, cells, ratio, interval, found.seeds, found.diverged, found.word]
+                yield [*names, by, cells, *found.texts(), found.seeds, found.diverged, found.word]
 
 
 def _best(group: Iterable[Setting]) -> Setting | None:

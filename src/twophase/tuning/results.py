@@ -88,11 +88,10 @@ class TuneResults:
     def __str__(self) -> str:
         lines = []
         for each in self.methods:
-            row, diverged = each.row(), each.results.count(None)
+            diverged = each.results.count(None)
             result = f"{diverged} of {len(each.results)} diverged" if diverged else readable(each.fresh)
-            ratio = None if row["ratio"] is None else f"{row['ratio']:.4g}"
-            interval = None if row["low"] is None else f"{row['low']:.4g} to {row['high']:.4g}"
-            lines.append([each.method, each.settings, duration(each.seconds), result, ratio, interval, each.word])
+            against = each.comparison.texts() if each.comparison else (None, None)
+            lines.append([each.method, each.settings, duration(each.seconds), result, *against, each.word])
         head = ["method", "settings", "time", self.measure, f"against {CONTROL}", "interval", "word"]
         caption = (
             f"settings: tried, of {self.points} allowed; time: of all runs; {self.measure}: geometric mean over the "
