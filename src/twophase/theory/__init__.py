@@ -16,12 +16,14 @@ from twophase.theory.factor import (
 from twophase.theory.mixing import Mixture, chebyshev_rate, mixed_periods
 from twophase.theory.modes import (
     asymptotic_rate,
+    effective_progress,
     effective_step,
     envelope,
     oscillatory_interval,
     phase,
     phase_shift,
     regime,
+    scheduled_progress,
     stable_limit,
     transition,
 )
@@ -33,7 +35,6 @@ from twophase.theory.periods import (
     log_final_loss,
     rounded_period,
 )
-from twophase.theory.progress import effective_progress, scheduled_progress
 from twophase.theory.rollout import Block, BlockRollout, Rollout, rollout, rollout_blocks
 from twophase.theory.rules import Rules, rule_grid
 from twophase.theory.soft import cycle_matrix, soft_restart

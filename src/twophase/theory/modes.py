@@ -1,4 +1,4 @@
-"""Describe a mode under an outer rule: 2x2 transition, regime, phase, envelope, rate, stability.
+"""Describe a mode under an outer rule: progress, 2x2 transition, regime, phase, envelope, rate, stability.
 
 Letters, in all of `twophase.theory`: x residual of the mode, m momentum buffer, nu = lr, b = momentum, w = 1 - b.
 Further, sigma effective progress, g = sigma x the pseudo-gradient, s the effective step (`effective_step`). The pair
@@ -7,9 +7,7 @@ Further, sigma effective progress, g = sigma x the pseudo-gradient, s the effect
 Arguments, in all of it: `rule` is one `OuterRule`, what `rule_grid` returns, or an array of rules; `sigma` lies in
 [0, 1]; `lr * sigma` is at most 1e100. `period` and other counts are whole numbers below 2^53. They broadcast; results
 have the broadcast shape, or are NumPy scalars. A value out of its range is a ValueError that names the argument.
-
-Numbers are doubles. Right at an edge of the oscillatory interval, within a few units of the last digit of s, the
-regime is that of the rounded s.
+Numbers are doubles: within rounding of an edge of the oscillatory interval the regime is that of the rounded s.
 """
 
 from __future__ import annotations
@@ -20,12 +18,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from twophase.theory.checks import Floats, numbers
+from twophase.theory.checks import Floats, counts, numbers
 from twophase.theory.rules import AnyRule, Rules
 
 REGIMES = ("oscillatory", "critical", "real_below", "real_above", "negative_determinant", "nilpotent")
 """Names that `regime` gives; see there."""
 
+_ROUNDING = 1e-12  # an inner_lr of 1 / eigenvalue may make a product beyond 1 by that much
 _LARGEST_STEP = 1e100  # no learning rate is meant that large, and squares of a step stay far from overflow
 
 
@@ -91,13 +90,71 @@ def edges(momentum: Floats, nesterov: NDArray[np.bool_]) -> tuple[Floats, Floats
     return low, np.where(momentum == 0, low, high)
 
 
+def effective_progress(eigenvalue: ArrayLike, inner_lr: ArrayLike, inner_steps: ArrayLike) -> Any:
+    """Return the share of a mode that one inner phase of gradient descent removes.
+
+    `sigma = 1 - (1 - inner_lr eigenvalue)^inner_steps`, so that the pseudo-gradient is `g = sigma x`. It holds for
+    deterministic gradient descent on a quadratic, with one replica or equal data. Replicas with different data or
+    AdamW inner steps are outside the model.
+
+    Args:
+        eigenvalue: lambda >= 0 of the mode's curvature, any shape; tiny ones lose no digits.
+        inner_lr: eta >= 0 of the inner gradient descent; `inner_lr * eigenvalue` must not exceed 1.
+        inner_steps: S >= 1, inner steps a round.
+
+    Source: paper section 2, equation for g_t and sigma; theory note R1.
+
+    >>> float(effective_progress(0.5, 1.0, 3))
+    0.875
+    """
+    values, rates = numbers("eigenvalue", eigenvalue, 0), numbers("inner_lr", inner_lr, 0)
+    steps = counts("inner_steps", inner_steps)
+    with np.errstate(over="ignore", divide="ignore"):  # log1p(-1) = -inf is meant: the mode is removed at once
+        product = _step("inner_lr * eigenvalue", values * rates)
+        # A product below all doubles of full precision is taken with the steps first, which is all that counts there.
+        tiny = np.maximum(values, rates) * steps * np.minimum(values, rates)
+        return np.where(product < 1e-290, np.minimum(tiny, 1.0), -np.expm1(steps * np.log1p(-product)))[()] + 0.0
+
+
+def scheduled_progress(
+    eigenvalue: ArrayLike, inner_lrs: ArrayLike, *, weight_decay: float = 0.0, clip: bool = False
+) -> Any:
+    """Return the share of a mode that an inner phase removes if its learning rate changes from step to step.
+
+    `sigma = 1 - prod_t (1 - eta_t (lambda + decay))`, eta_t of each inner step in order, shape (S,). Of a
+    preconditioned optimizer with the step `-eta P^-1 gradient`, P held fixed over the round, the eigenvalues are those of
+    `P^-1/2 H P^-1/2`. A step beyond the minimum, `eta_t (lambda + decay) > 1`, is refused, or with `clip` cut to one
+    that reaches it: the mode counts as removed.
+
+    Source: paper section 2 (sigma for a constant learning rate); theory note R1.
+
+    >>> float(scheduled_progress(0.5, [1.0, 0.5, 0.0]))
+    0.625
+    """
+    values, rates = numbers("eigenvalue", eigenvalue, 0), numbers("inner_lrs", inner_lrs, 0)
+    if rates.ndim != 1 or not rates.size:
+        raise ValueError(f"inner_lrs must be one for each inner step, shape (S,), got shape {rates.shape}")
+    total = values + numbers("weight_decay", weight_decay, 0)
+    log_product = np.zeros_like(total)  # one step after the other: no array of modes x steps
+    with np.errstate(divide="ignore", over="ignore"):
+        for rate in rates:
+            step = rate * total
+            step = np.minimum(step, 1.0) if clip else _step("inner_lr * (eigenvalue + weight_decay)", step)
+            log_product = log_product + np.log1p(-step)
+    return -np.expm1(log_product)[()] + 0.0
+
+
+def _step(name: str, product: Floats) -> Floats:
+    """Return a product that does not exceed 1, where gradient descent would overshoot."""
+    if np.any(product > 1 + _ROUNDING):
+        raise ValueError(f"{name} must be at most 1, got {np.max(product):g}; lower inner_lr")
+    return np.minimum(product, 1.0)
+
+
 def effective_step(rule: AnyRule, sigma: ArrayLike) -> Any:
     """Return the step s of a mode: `lr sigma` (sum form), `lr (1-b) sigma` (EMA).
 
     Source: theory note R2 and R3 (the same number in both forms).
-
-    >>> float(effective_step(OuterRule(2.0, 0.75, form="ema"), 0.5))
-    0.25
     """
     return Modes.of(rule, sigma).step[()]
 
@@ -106,22 +163,18 @@ def transition(rule: AnyRule, sigma: ArrayLike) -> Floats:
     """Return the matrix T of one round, `(x, m) -> T (x, m)`, with m the buffer of the rule's own form.
 
     EMA form: heavy ball `[[1-s, -nu b], [w sigma, b]]`, Nesterov `[[1-(1+b)s, -nu b^2], [w sigma, b]]`; sum form: the
-    same with `sigma` in place of `w sigma`.
-
-    Returns:
-        Array of shape (..., 2, 2).
+    same with `sigma` in place of `w sigma`. Shape (..., 2, 2).
 
     Source: paper section 2, T_HB and T_NAG; theory note R2 and R3.
 
     >>> transition(OuterRule(1.0, 0.5, form="ema"), 0.5).tolist()
     [[0.75, -0.5], [0.25, 0.5]]
     """
-    rules, modes = Rules.of(rule), Modes.of(rule, sigma)
+    rules, modes, values = Rules.of(rule), Modes.of(rule, sigma), np.asarray(sigma, dtype=np.float64)
     b, ahead = modes.momentum, modes.nesterov
-    corner = 1 - np.where(ahead, 1 + b, 1) * modes.step
-    upper = -rules.lr * b * np.where(ahead, b, 1)
-    rows = np.stack(np.broadcast_arrays(corner, upper, rules.injection * np.asarray(sigma, float), b), axis=-1)
-    return rows.reshape(*rows.shape[:-1], 2, 2)
+    corner, upper = 1 - np.where(ahead, 1 + b, 1) * modes.step, -rules.lr * b * np.where(ahead, b, 1)
+    entries = np.stack(np.broadcast_arrays(corner, upper, rules.injection * values, b), axis=-1)
+    return entries.reshape(*entries.shape[:-1], 2, 2)
 
 
 def regime(rule: AnyRule, sigma: ArrayLike) -> Any:
@@ -135,9 +188,6 @@ def regime(rule: AnyRule, sigma: ArrayLike) -> Any:
     | `real_above` | real, trace < 0, D >= 0: above it | alternates in sign, may diverge |
     | `negative_determinant` | real, of both signs: Nesterov with s > 1 | may diverge |
     | `nilpotent` | both 0: Nesterov (or no momentum) with s = 1 | gone after two rounds |
-
-    Returns:
-        A name, or an array of names of the broadcast shape.
 
     Source: theory note R6 to R12; the paper treats the first row (its errors E5 and E8 are about the other rows).
 
@@ -163,9 +213,6 @@ def oscillatory_interval(rule: AnyRule) -> tuple[Any, Any]:
     lr (1-b) (EMA form). Without momentum low = high (no oscillation), both infinite at lr 0.
 
     Source: paper section 3 and appendix A.6 (heavy ball); theory note R6 (Nesterov).
-
-    >>> [round(float(end), 3) for end in oscillatory_interval(OuterRule(1.0, 0.9, form="ema"))]
-    [0.026, 37.974]
     """
     rules = Rules.of(rule)
     low, high = edges(rules.momentum, rules.nesterov)
@@ -179,9 +226,6 @@ def stable_limit(rule: AnyRule) -> Any:
     that is not: a restart can only make a stable one unstable (R19).
 
     Source: theory note R6 and R18 (Theorem 2).
-
-    >>> round(float(stable_limit(OuterRule(1.0, 0.9))), 2)
-    3.8
     """
     rules = Rules.of(rule)
     return _in_sigma(rules, 2 * (1 + rules.momentum) / np.where(rules.nesterov, 1 + 2 * rules.momentum, 1.0))
@@ -194,9 +238,6 @@ def asymptotic_rate(rule: AnyRule, sigma: ArrayLike) -> Any:
     Infinite: nilpotent. Slow modes keep their digits.
 
     Source: paper section 2 (r_infinity); theory note R7 to R12 and F4.
-
-    >>> round(float(asymptotic_rate(OuterRule(1.0, 0.9, form="ema"), 0.3)), 4)
-    0.0527
     """
     modes = Modes.of(rule, sigma)
     disc, trace, s = modes.disc, modes.trace, modes.step
@@ -215,9 +256,6 @@ def phase(rule: AnyRule, sigma: ArrayLike) -> Any:
     `cos(phase) = tr / (2 sqrt D)`, with tr the trace and D the determinant of T. Nesterov stays at or below pi/2.
 
     Source: paper section 3, proposition 1; theory note R7.
-
-    >>> round(float(phase(OuterRule(1.0, 0.9, form="ema"), 0.95)), 4)
-    0.3133
     """
     modes = Modes.of(rule, sigma)
     return np.arctan2(modes.half, modes.trace / 2)[()]
@@ -229,9 +267,6 @@ def phase_shift(rule: AnyRule, sigma: ArrayLike) -> Any:
     `theta = arctan C`, `C = (a - b) / (2 rho sin(phase))`, with a the first entry of T.
 
     Source: paper section 3, proposition 2; theory note R7.
-
-    >>> float(phase_shift(OuterRule(1.0, 0.5, form="ema"), 1.0))  # lr sigma = 1: a pure cosine
-    0.0
     """
     modes = Modes.of(rule, sigma)
     return np.arctan2(modes.lead / 2, modes.half)[()]
@@ -244,9 +279,6 @@ def envelope(rule: AnyRule, sigma: ArrayLike, rounds: ArrayLike) -> Any:
     which is not a bound: at momentum 0.9 a mode of sigma 0.1 exceeds it by 14 %.
 
     Source: theory note R15; paper error E6.
-
-    >>> round(float(envelope(OuterRule(1.0, 0.9, form="ema"), 0.1, 0)), 3)
-    1.136
     """
     modes, times = Modes.of(rule, sigma), numbers("rounds", rounds, 0)
     half = modes.half

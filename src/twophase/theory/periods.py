@@ -85,15 +85,9 @@ def log_final_loss(
     `loss(K) = 1/2 sum_j w_j (chi_K(sigma_j)^(T div K) chi_{T mod K}(sigma_j))^2`, from x_j = 1, m = 0, so that the
     initial loss is 1/2. A period at or above `rounds` means no restart.
 
-    Args:
-        rule: one rule or an array of rules.
-        sigma: the modes along the last axis; leading axes broadcast against the rules.
-        rounds: T >= 1.
-        period: K >= 1, one or a list of them.
-        weights: one a mode, >= 0, normalised to sum 1; equal when None.
-
-    Returns:
-        Natural logarithm of the loss, -inf at an exact 0; shape (periods, ...), without the first axis for one period.
+    The modes are the last axis of sigma; leading axes broadcast against the rules. `weights` are one a mode, >= 0,
+    normalised to sum 1, equal when None. Natural logarithm, -inf at an exact 0; shape (periods, ...), without the first
+    axis for one period.
 
     Source: theory note R20.
 
@@ -134,20 +128,8 @@ def best_period(
     With a horizon, all periods at or above `rounds` mean no restart. This choice always competes, at any max_period,
     and is returned as `rounds`. Ties go to the smaller period. Modes of weight 0 do not count.
 
-    Args:
-        rule: one rule or an array of rules.
-        sigma: effective progress, the modes along the last axis; leading axes broadcast against the rules. For
-            `"minimax"` leave out modes with sigma 0, which no period moves.
-        weights: one a mode, >= 0; equal when None.
-        max_period: largest period, a whole number >= 1.
-        rounds: T, the horizon; None when unknown.
-        objective: see above.
-
-    Returns:
-        The period, an int, or an array of them of the broadcast shape without the axis of modes.
-
-    Raises:
-        ValueError: an unknown objective, or `"loss"` without `rounds`.
+    The modes are the last axis of sigma; leading axes broadcast against the rules. For `"minimax"` leave out modes with
+    sigma 0, which no period moves. Returns an int, or an array of them without the axis of modes.
 
     Source: theory note R20 to R22; paper appendix A.7 (`"factor"`), its errors E1 and E2.
 
@@ -191,13 +173,8 @@ def block_periods(
 ) -> tuple[int, ...]:
     """Return the best period of each block of modes, K_b: `best_period` for every block by itself.
 
-    Args:
-        rule: one rule for all blocks, or one a block.
-        blocks: sigma of the modes of each block; of one mode each, it is the per-mode oracle of the paper's figure 1.
-        weights: weights of the modes of each block; equal when None.
-        max_period: largest period, as in `best_period`.
-        rounds: T, the horizon; None when unknown.
-        objective: objective of `best_period`.
+    One rule for all blocks, or one a block; `blocks` and `weights` are lists for each. Blocks of one mode each are the
+    per-mode oracle of the paper's figure 1.
 
     Source: paper appendix A.9; theory note R20 to R22.
 

@@ -1,11 +1,8 @@
 """Simulate the outer iteration on quadratic modes, round by round: any rule, any policy, with noise, with blocks.
 
-In a mode with residual x the inner phase of a round makes the pseudo-gradient `g = sigma x`. The outer rule and the
-restart policy act on it as in the optimizer, with the same objects and the equations of the rule's form.
-
-The model: every replica has the same curvature. Replicas r of curvatures H_r still make `g = P x` with the mean
-progress operator `P = mean_r (I - (I - inner_lr H_r)^S)`. Pass its eigenvalues as sigma (in one eigenbasis, the mean
-of the sigmas). `experiments/linear_network.py` measures what fails for them.
+In a mode with residual x the inner phase of a round makes the pseudo-gradient `g = sigma x`, with every replica of the
+same curvature. Replicas r of curvatures H_r still make `g = P x` with the mean progress operator
+`P = mean_r (I - (I - inner_lr H_r)^S)`: pass its eigenvalues as sigma.
 """
 
 from __future__ import annotations
@@ -18,8 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from twophase.optim.schedules import Schedule
 from twophase.restart import MEASURED, Never, Restart, RestartPolicy, RoundSignal, State, Step, age_after, ask, parse
-from twophase.theory.checks import Floats, count, numbers, progress_of, shares
-from twophase.theory.noise import disturbance
+from twophase.theory.checks import Floats, count, counts, numbers, progress_of, shares
 from twophase.theory.rules import AnyRule, Rules
 
 _SUPPLIED = MEASURED | {"inner_lr", "progress"}
@@ -66,15 +62,15 @@ def rollout(
     `m <- retain m + inject g`, on the buffer of the rule's own form.
 
     The policy is asked once a round and sees the signals of `OuterSGD`: the counters and, if it `needs` them, norms
-    and cosine over all modes of its trajectory, before g is mixed in (at momentum 0 the buffer counts as 0). Of a
-    run's further signals there are `inner_lr`, which is 1, for it is constant, and `progress`, the share of the rounds
-    that are done, this one included. A policy that needs nothing is asked once for all trajectories, others for each.
+    and cosine over all modes of its trajectory, before g is mixed in (at momentum 0 the buffer counts as 0); of a run's
+    further signals `inner_lr`, which is 1, and `progress`, the share of the rounds that are done, this one included.
 
     Numbers are doubles: what falls below 1e-308 becomes 0, and `log_final_loss` still has its logarithm.
 
     Args:
         rule: an outer rule, or an array of rules of any shape B.
-        sigma: effective progress in [0, 1], shape (modes,), or with leading axes that broadcast with B.
+        sigma: effective progress in [0, 1], shape (modes,), or with leading axes that broadcast with B. Trajectories
+            have the shape ([seeds], broadcast of B and these axes).
         rounds: T >= 1.
         restart: a policy, its text form, or a period.
         schedule: schedule of the outer learning rate and momentum over the rounds, or its text form.
@@ -83,12 +79,8 @@ def rollout(
         noise: standard deviation >= 0 of the white Gaussian noise in every replica's pseudo-gradient, mode and round;
             or the disturbances themselves, shape (rounds, replicas, modes). All rules see the same noise.
         replicas: number of replicas, with independent noise, in the mean, >= 1; explicit noise has its own number.
-        seeds: a count N (seeds 0 to N - 1) or a list of whole numbers >= 0, the leading axis of all trajectories. A
-            seed's draw of the noise does not depend on the other seeds or the number of rounds. None is seed 0 without
-            the axis.
-
-    Returns:
-        Rollout with trajectories of shape ([seeds], broadcast of B and the leading axes of sigma).
+        seeds: a count N (seeds 0 to N - 1) or a list of whole numbers >= 0, the leading axis of all trajectories, each
+            with a draw of the noise that is its own. None is seed 0 without the axis.
 
     Raises:
         ValueError: values out of range, or a mode of a trajectory that grows beyond 1e300.
@@ -106,13 +98,8 @@ def rollout(
 class Block:
     """Hold modes with their outer rule and restart policy, as a param group of `OuterSGD` has.
 
-    Args:
-        sigma: effective progress of the modes, in [0, 1], modes on the last axis.
-        rule: an outer rule, or an array of rules.
-        restart: a policy, its text form, or a period. It sees the norms of this block only.
-        weights: weights >= 0 of the modes in the loss, one of them > 0, not normalised: `rollout_blocks` normalises
-            over all blocks. None means 1 each.
-        schedule: schedule of the outer learning rate and momentum, or its text form.
+    Fields are the arguments of `rollout`. The policy sees the norms of this block only; the weights are not normalised
+    here but over all blocks, and None means 1 each.
     """
 
     sigma: ArrayLike
@@ -124,12 +111,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockRollout:
-    """Hold the record of each block, and the loss over all of them.
-
-    Args:
-        blocks: a `Rollout` for each block; its loss has the block's weights normalised to sum 1.
-        loss: `1/2 sum w_j x_j^2` over the modes of all blocks, weights of sum 1 over all, shape (rounds + 1, ...).
-    """
+    """Hold a `Rollout` of each block, and the loss over the modes of all blocks, shape (rounds + 1, ...)."""
 
     blocks: tuple[Rollout, ...]
     loss: Floats
@@ -146,13 +128,7 @@ def rollout_blocks(
 ) -> BlockRollout:
     """Simulate blocks of modes, each with its rule and restart policy.
 
-    Args:
-        blocks: one block or more; their trajectories' axes must broadcast.
-        rounds: T >= 1.
-        initial: x before the first round; its last axis, if longer than 1, runs over the modes of all blocks in order.
-        noise: noise as in `rollout`, over the modes of all blocks; it is independent between blocks.
-        replicas: number of replicas, as in `rollout`.
-        seeds: seeds of the noise, as in `rollout`.
+    Arguments are those of `rollout`; the last axes of `initial` and `noise` run over the modes of all blocks in order.
 
     Source: blockwise periods of the paper's section 4; theory notes R20 and A3.
 
@@ -185,12 +161,39 @@ def _rollouts(  # noqa: PLR0917 - the arguments of both public functions
     ends = np.cumsum([0, *(sigma.shape[-1] for sigma in sigmas)])
     start = np.atleast_1d(numbers("initial", initial))
     start = np.broadcast_to(start, (*start.shape[:-1], ends[-1]))
-    noises = disturbance(noise, replicas, seeds, (horizon, int(ends[-1])))
+    noises = _disturbance(noise, replicas, seeds, (horizon, int(ends[-1])))
     parts = [slice(*pair) for pair in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)]
     return [
         _trajectories(block, sigma, start[..., part], noises[..., part])
         for block, sigma, part in zip(blocks, sigmas, parts, strict=True)
     ]
+
+
+def _disturbance(noise: ArrayLike, replicas: int, seeds: int | Sequence[int] | None, size: tuple[int, int]) -> Floats:
+    """Return the replicas' mean disturbance, (rounds, [seeds], modes): from its standard deviation, or as given."""
+    values, number = numbers("noise", noise), count("replicas", replicas)
+    if values.ndim:
+        if values.ndim != 3 or values.shape[::2] != size or not values.shape[1]:
+            shape = f"(rounds, replicas, modes) = ({size[0]}, replicas, {size[1]})"
+            raise ValueError(f"noise must be a standard deviation or have shape {shape}, got shape {values.shape}")
+        if number not in (1, values.shape[1]) or seeds is not None:
+            raise ValueError(f"replicas and seeds must be left out with explicit noise, got {replicas} and {seeds}")
+        return values.mean(axis=1)
+    deviation = float(numbers("noise", noise, 0))
+    if seeds is None:
+        return deviation * _draws(0, number, size) if deviation else np.zeros(size)
+    chosen = counts("seeds", seeds, least=0 if np.ndim(seeds) else 1)
+    each = chosen.ravel().tolist() if chosen.ndim else range(int(chosen))
+    return deviation * np.stack([_draws(seed, number, size) for seed in each], axis=1)
+
+
+def _draws(seed: int, replicas: int, size: tuple[int, int]) -> Floats:
+    """Draw standard normals; return their mean over the replicas, (rounds, modes), a stream for each replica."""
+    streams = [np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(each,))) for each in range(replicas)]
+    total = np.zeros(size)
+    for stream in streams:
+        total += stream.standard_normal(size)
+    return total / replicas
 
 
 def _trajectories(block: Block, sigma: Floats, initial: Floats, noise: Floats) -> Rollout:

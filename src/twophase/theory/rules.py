@@ -15,14 +15,7 @@ from twophase.theory.checks import Floats, numbers
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rules:
-    """Hold outer rules as arrays of one shape; `rules[index]` is some of them, or an `OuterRule` where it is one.
-
-    Args:
-        lr: outer learning rates, each in the form of its rule.
-        momentum: outer momenta in [0, 1).
-        nesterov: True for rules that look ahead.
-        ema: True for rules in EMA form.
-    """
+    """Hold outer rules as arrays of one shape; `rules[index]` is some of them, or an `OuterRule` where it is one."""
 
     lr: Floats
     momentum: Floats
@@ -70,14 +63,7 @@ AnyRule: TypeAlias = OuterRule | Rules | Sequence[Any] | NDArray[Any]
 def rule_grid(lr: ArrayLike, momentum: ArrayLike, nesterov: ArrayLike = False, form: Form = "sum") -> Rules:
     """Return many outer rules, for calculations on all of them at once.
 
-    Args:
-        lr: outer learning rates >= 0 in the named form, any shape.
-        momentum: outer momenta in [0, 1), broadcast against `lr`.
-        nesterov: True for a rule that looks ahead, broadcast too.
-        form: `"sum"` or `"ema"`, the form of all of them.
-
-    Raises:
-        ValueError: a value that `OuterRule` refuses.
+    The arguments are those of `OuterRule`, learning rates in the named form; the first three broadcast.
 
     >>> rule_grid([[0.5], [0.7]], [0.0, 0.9])[1, 1]
     OuterRule(lr=0.7, momentum=0.9, nesterov=False, form='sum')

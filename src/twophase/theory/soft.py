@@ -25,13 +25,7 @@ def soft_restart(rule: AnyRule, sigma: ArrayLike, period: ArrayLike) -> tuple[An
     exactly at a cancellation. Elsewhere one of them is negative (Nesterov: while s < 1), outside the paper's [0, 1].
     This is the optimum of one mode; it does not carry over to several.
 
-    Args:
-        rule: one rule or an array of rules; momentum and lr must be positive.
-        sigma: effective progress in (0, 1].
-        period: R >= 1 in rounds; all three broadcast.
-
-    Returns:
-        (retain, inject), for `Soft(period, retain, inject)` with a rule of this form; infinite beyond all doubles.
+    For `Soft(period, retain, inject)` with a rule of this form; infinite beyond all doubles.
 
     Raises:
         ValueError: momentum, lr or sigma 0, or p_R = 0 where chi_R is not (no such restart exists).
@@ -68,9 +62,7 @@ def cycle_matrix(
     A buffer that is dropped (set to None) under PyTorch's `dampening = momentum` begins as g and not (1-b) g. The cycle
     then leaves `C_11 + sigma C_12` of the mode (EMA form), which may exceed 1. `OuterSGD` zeroes its buffer.
 
-    Returns:
-        Array of shape (..., 2, 2), its entries infinite beyond all doubles; the eigenvalues of C are the contraction of
-        one cycle.
+    Shape (..., 2, 2), infinite beyond all doubles; the eigenvalues of C are the contraction of one cycle.
 
     Source: theory note R26 and R28.
 
