@@ -80,6 +80,19 @@ class Rising(RestartPolicy):
         return {"last": loss}, Restart(self.retain, before=True) if loss > state.get("last", math.inf) else None
 
 
+@dataclass(frozen=True, slots=True)
+class Early(RestartPolicy):
+    """A soft restart every `period` rounds, before the round's pseudo-gradient is mixed in."""
+
+    period: int
+    retain: float
+    inject: float
+
+    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Restart | None]:
+        """A restart when the round is a multiple of the period."""
+        return state, Restart(self.retain, self.inject, before=True) if signal.round % self.period == 0 else None
+
+
 MODELLED = ("gradient", "norm:1.5", "auto", "gain:1", "ramp:0.5", "test-shrink", "test-half:3", "test-longer:3")
 """What the theory's model can tell as well."""
 SCHEDULED = ("3", "cycle:2,3,1", "at:4,9", "soft:3:0.2:0.1", "soft:2:-0.3:0.6")

@@ -14,8 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coefficients import Early
-from policies import ALL, RULES, Oracle, simulate
+from policies import ALL, RULES, Early, Oracle, simulate
 from twophase.restart import (
     MEASURED,
     AtRounds,

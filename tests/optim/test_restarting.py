@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from coefficients import Early
 from outers import counters, flat, parameters, run
+from policies import Early
 from replicas import same_bits, through_file
 from twophase.optim.restarting import Restarting
 from twophase.restart import Decision, Restart, RestartPolicy, RoundSignal, State, parse

@@ -24,7 +24,6 @@ from twophase.theory import (
     hurt_share,
     log_restart_factor,
     oscillatory_interval,
-    phase_shift,
     regime,
     restart_can_help,
     restart_factor,
@@ -138,54 +137,6 @@ def test_anchors() -> None:
 # --- the note's formulas ------------------------------------------------------------------------------------------
 
 
-def formula(rule: OuterRule, sigma: float, period: int) -> Any:
-    """R7, R10, R11 and R12, each as the note writes it."""
-    b, s = mpmath.mpf(rule.momentum), oracle.step(rule, sigma)
-    a, trace = (1 - (1 + b) * s, (1 + b) * (1 - s)) if rule.nesterov else (1 - s, 1 + b - s)
-    determinant = b * (1 - s) if rule.nesterov else b
-    if determinant == 0:  # R12
-        return a * trace ** (period - 1) if period else mpmath.mpf(1)
-    rho = mpmath.sqrt(abs(determinant))
-    if oracle.regime(rule, sigma) == "oscillatory":  # R7
-        angle = mpmath.acos(trace / (2 * rho))
-        c = (a - b) / (2 * rho * mpmath.sin(angle))
-        return rho**period * (mpmath.cos(period * angle) + c * mpmath.sin(period * angle))
-    if determinant > 0:  # R10
-        sign, psi = mpmath.sign(trace), mpmath.acosh(abs(trace) / (2 * rho))
-        c = sign * (a - b) / (2 * rho * mpmath.sinh(psi))
-        return (sign * rho) ** period * (mpmath.cosh(period * psi) + c * mpmath.sinh(period * psi))
-    psi = mpmath.asinh(trace / (2 * rho))  # R11
-    c = (a - b) / (2 * rho * mpmath.cosh(psi))
-    even, odd = mpmath.cosh(period * psi), mpmath.sinh(period * psi)
-    return rho**period * ((even + c * odd) if period % 2 == 0 else (odd + c * even))
-
-
-FORMULA_CASES: dict[str, tuple[str, Callable[[random.Random], tuple[float, float, bool]]]] = {
-    "R7": ("oscillatory", lambda rng: (rng.uniform(0.2, 0.9), rng.uniform(0.5, 0.99), rng.random() < 0.5)),
-    "R10 below": ("real_below", lambda rng: (rng.uniform(0.001, 0.02), rng.uniform(0.2, 0.7), rng.random() < 0.5)),
-    "R10 above": ("real_above", lambda rng: (rng.uniform(3.2, 5), rng.uniform(0.05, 0.5), False)),
-    "R11": ("negative_determinant", lambda rng: (rng.uniform(1.05, 2), rng.uniform(0.05, 0.99), True)),
-    "R12": ("real_", lambda rng: (rng.uniform(0.1, 3), 0.0, rng.random() < 0.5)),
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", FORMULA_CASES)
-def test_the_notes_formula_of_each_regime(name: str, form: Form) -> None:
-    """R7, R10, R11, R12 away from the edges, in both forms."""
-    rng, (kind, draw) = random.Random(name), FORMULA_CASES[name]
-    for _ in range(25):
-        step, momentum, nesterov = draw(rng)
-        rule, sigma = oracle.at(step, momentum, nesterov, form, rng.uniform(0.3, 1))
-        period = rng.randrange(0, 60)
-        assert str(regime(rule, sigma)).startswith(kind)
-        with mpmath.workdps(50):
-            exact, size = formula(rule, sigma, period), mpmath.exp(oracle.log_envelope(rule, sigma, period))
-        assert float(restart_factor(rule, sigma, period)) == pytest.approx(
-            float(exact), rel=1e-12, abs=1e-12 * float(size)
-        )
-
-
 @given(st.integers(1, 20), st.integers(1, 2**20), st.booleans(), st.integers(1, 2000))
 def test_explicit_formulas_at_critical_damping(bits: int, numerator: int, upper: bool, period: int) -> None:
     """R8: at b = q^2 and s = (1 -+ q)^2 chi_K is q^K (1 + K(1-q)) below and (-q)^K (1 + K(1+q)) above."""
@@ -288,24 +239,6 @@ def test_the_first_period_that_helps() -> None:
     assert not restart_can_help([OuterRule(0.25, 0.25), *oracle.NILPOTENT], 1.0).any()  # critical, nilpotent
 
 
-@pytest.mark.parametrize(
-    ("rule", "sigma", "share"),
-    [
-        (HB, 0.95, 0.995),
-        (HB, 0.1, 0.69),
-        (HB, 0.05, 0.50),
-        (NAG, 0.3, None),
-        (OuterRule(7.0, 0.9, form="ema"), 1, None),
-    ],
-)
-def test_useful_share_is_what_counting_finds(rule: OuterRule, sigma: float, share: float | None) -> None:
-    """R15: of 20000 periods the share `1 - 2 |theta| / pi` beats rho^K, to 8e-4."""
-    useful = 1 - 2 * abs(phase_shift(rule, sigma)) / math.pi
-    assert share is None or useful == pytest.approx(share, abs=0.006)
-    beats = restart_table(rule, sigma, 20000)[1] < -asymptotic_rate(rule, sigma) * np.arange(1, 20001)
-    assert np.mean(beats) == pytest.approx(useful, abs=8e-4)
-
-
 def test_hurt_share() -> None:
     """The weight of the modes with `r_K < r_infinity`, each decided in 50 digits; and at the ends."""
     rng = random.Random(5)
@@ -340,17 +273,6 @@ def test_destabilising_table(nesterov: bool, momentum: float, period: int, step:
     logs = log_restart_factor(rule, steps, period)[1]
     assert rule.lr * steps[np.argmax(logs > 0)] == pytest.approx(step, abs=0.0051)
     assert restart_factor(OuterRule(0.78, 0.95), 1.0, 3) == pytest.approx(-1.019342, abs=5e-7)
-
-
-@KINDS
-def test_no_destabilising_in_the_papers_grid(nesterov: bool) -> None:
-    """R19: for b <= .9 and s <= 1.1 every K of 2 ... 60 keeps |chi_K| < 1; K = 1 too, but for Nesterov s > 2/(1+b)."""
-    steps = np.linspace(0, 1, 56)[1:]
-    for momentum in (0.0, 0.3, 0.7, 0.9):
-        logs = restart_table(OuterRule(1.1, momentum, nesterov), steps, 60)[1]
-        assert logs[1:].max() < 0
-        grows = 1.1 * steps > 2 / (1 + momentum) if nesterov else np.zeros(55, bool)
-        np.testing.assert_array_equal(logs[0] > 0, grows)
 
 
 # --- arrays -------------------------------------------------------------------------------------------------------

@@ -122,17 +122,6 @@ def test_transition_is_the_literal_update(rule: OuterRule, sigma: float) -> None
     assert close(effective_step(rule, sigma), oracle.step(rule, sigma), 1e-15)
 
 
-@given(RULES, SIGMAS)
-def test_the_forms_are_one_matrix_in_two_units(rule: OuterRule, sigma: float) -> None:
-    """R3: with m_ema = (1 - b) m_sum the two forms' matrices are the same, hence first entry, trace and determinant."""
-    ema, total = transition(rule.to("ema"), sigma), transition(rule.to("sum"), sigma)
-    weight = 1 - rule.momentum
-    assert ema[0, 0] == pytest.approx(total[0, 0], abs=1e-14 * (1 + abs(total[0, 0])))
-    assert ema[1, 1] == total[1, 1]
-    assert ema[0, 1] * weight == pytest.approx(total[0, 1], rel=1e-14)
-    assert ema[1, 0] == pytest.approx(total[1, 0] * weight, rel=1e-14)
-
-
 # --- regimes and intervals of sigma -------------------------------------------------------------------------------
 
 

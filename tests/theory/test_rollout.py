@@ -68,12 +68,6 @@ class Scripted(RestartPolicy):
         return state, self.events.get(signal.round)
 
 
-class Blind(Scripted):
-    """The same without measuring."""
-
-    needs: ClassVar[frozenset[str]] = frozenset()
-
-
 # --- equal to plain arithmetic ------------------------------------------------------------------------------------
 
 
@@ -103,7 +97,7 @@ DUE: list[tuple[Any, dict[int, Restart]]] = [
     ("soft:4:-0.4:0.8", {t: Restart(-0.4, 0.8) for t in (4, 8, 12, 16, 20)}),
     *(
         (policy, {3: Restart(before=True), 5: Restart(), 8: Restart(-0.3, 0.7, before=True), 11: Restart(0.5, -0.2)})
-        for policy in (Scripted, Blind)  # hard and soft, before the mixing and after it
+        for policy in (Scripted,)  # hard and soft, before the mixing and after it
     ),
 ]
 
@@ -138,19 +132,6 @@ def test_what_a_policy_sees():
         assert (signal.pseudo_gradient_norm, signal.buffer_norm) == pytest.approx(lengths, rel=1e-14)
         assert signal.cosine == pytest.approx(g @ m / lengths[0] / lengths[1] if m.any() else 0, abs=1e-14)
     assert policy.signals[3].cosine == 0
-
-
-def test_what_is_not_needed_is_not_measured():
-    """A policy without needs sees the counters, once a round; one that measures sees 0 at momentum 0."""
-    policy = Blind({2: Restart(), 5: Restart(before=True)})
-    run = rollout(rule_grid([0.1, 0.2], 0.9), SIX, 6, policy, noise=0.1, seeds=3)
-    ages = [(signal.round, signal.rounds_since_restart) for signal in policy.signals]
-    assert ages == [(1, 1), (2, 2), (3, 1), (4, 2), (5, 3), (6, 2)]
-    assert all(s.cosine is s.buffer_norm is s.pseudo_gradient_norm is None for s in policy.signals)
-    assert (run.restarts == np.isin(np.arange(1, 7), [2, 5])[:, None, None]).all()
-    policy = Scripted()
-    rollout([OuterRule(0.5, 0.0), OuterRule(0.5, 0.5)], SIX, 3, policy)
-    assert [s.buffer_norm == s.cosine == 0 for s in policy.signals] == [True] * 3 + [True, False, False]
 
 
 # --- results of the theory note -----------------------------------------------------------------------------------
@@ -202,29 +183,6 @@ def test_reductions(rule: OuterRule, period: int):
         assert (rollout(rule, SIX, rounds, restart).residual == same.residual).all()
 
 
-@pytest.mark.parametrize("inner_steps", [1, 7, 64])
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_end_to_end_in_parameter_space(inner_steps: int, nesterov: bool):
-    """R5: a linear model trained in parameter space has the residual modes of the rollout, restarts included."""
-    random = np.random.default_rng(5)
-    jacobian, target, theta = random.normal(size=(30, 60)), random.normal(size=30), random.normal(size=60)
-    values, vectors = np.linalg.eigh(jacobian @ jacobian.T)
-    eta, rule = 1 / values[-1], OuterRule(1.1, 0.85, nesterov, "ema")
-    m, modes = np.zeros(60), [vectors.T @ (jacobian @ theta - target)]
-    for t in range(1, 27):
-        inner = theta.copy()
-        for _ in range(inner_steps):
-            inner -= eta * jacobian.T @ (jacobian @ inner - target)
-        new = 0.85 * m + 0.15 * (theta - inner)
-        theta = theta - 1.1 * ((1 + 0.85) * new - 0.85 * m if nesterov else new)
-        m = np.zeros(60) if t % 4 == 0 else new
-        modes.append(vectors.T @ (jacobian @ theta - target))
-    sigma = np.clip(1 - (1 - eta * values) ** inner_steps, 0, 1)
-    run = rollout(rule, sigma, 26, "4", initial=modes[0])
-    assert np.abs(modes[0]).max() > 5
-    np.testing.assert_allclose(run.residual, modes, rtol=0, atol=1e-12)
-
-
 @each_rule
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 def test_slow_modes_move_by_the_mean_gain(rule: OuterRule, policy: RestartPolicy):
@@ -263,21 +221,20 @@ def test_shapes_and_weights():
     np.testing.assert_allclose(run.loss, (0.25 * run.residual[:, 0] ** 2 + 0.75 * run.residual[:, 1] ** 2) / 2)
 
 
-@pytest.mark.parametrize("replicas", [1, 4, 9])
+@pytest.mark.parametrize("replicas", [1, 9])
 def test_noise_has_the_stated_deviation(replicas: int):
     """What is added to sigma x is white and Gaussian with the given deviation, over its root for several replicas."""
     run = rollout(HB, np.full(50, 0.5), 40, noise=0.3, replicas=replicas, seeds=20)
     added = (run.pseudo_gradient - 0.5 * run.residual[:-1]) / (0.3 / math.sqrt(replicas))
-    assert added.mean() == pytest.approx(0, abs=4 / math.sqrt(added.size))
-    assert added.var() == pytest.approx(1, abs=4 * math.sqrt(2 / added.size))
-    assert (added**4).mean() == pytest.approx(3, abs=4 * math.sqrt(96 / added.size))
+    for power, moment, spread in ((1, 0, 1), (2, 1, 2), (4, 3, 96)):
+        assert (added**power).mean() == pytest.approx(moment, abs=4 * math.sqrt(spread / added.size))
     for axis in range(3):  # rounds, seeds, modes
         a, b = np.delete(added, 0, axis), np.delete(added, -1, axis)
         assert (a * b).mean() == pytest.approx(0, abs=4 / math.sqrt(a.size))
 
 
 def test_seeds_are_reproducible():
-    """A seed's draws depend on nothing but the seed: not on other seeds, more rounds, or the rule; nor on replicas."""
+    """A seed's draws depend on nothing but the seed: not on other seeds, more rounds, or the rule."""
 
     def residual(rule: Any, rounds: int, **options: Any) -> Any:
         return rollout(rule, SIX, rounds, **{"noise": 0.1, **options}).residual
@@ -290,12 +247,8 @@ def test_seeds_are_reproducible():
         residual([NAG, HB], 9, seeds=[3])[:, :, 1],
     ):
         np.testing.assert_array_equal(other, base)
-    drawn = [residual(HB, 9, seeds=[seed]) for seed in (3, 4, 2**32 + 3)]
-    assert all((a[1:] != b[1:]).all() for a, b in itertools.combinations(drawn, 2))
+    assert (residual(HB, 9, seeds=[4])[1:] != base[1:]).all()
     np.testing.assert_array_equal(residual(HB, 9), residual(HB, 9, seeds=1)[:, 0])
-    np.testing.assert_array_equal(residual(HB, 9, noise=0.0, seeds=2)[:, 1], residual(HB, 9, noise=0.0))
-    first, mean = (rollout(HB, SIX, 5, noise=1.0, replicas=r).pseudo_gradient[0] - SIX for r in (1, 2))
-    assert np.abs(2 * (mean - first)).min() > 1e-3  # the second replica's draw is another one
 
 
 def test_blocks_are_separate():

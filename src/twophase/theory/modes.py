@@ -122,8 +122,8 @@ def scheduled_progress(
     """Return the share of a mode that an inner phase removes if its learning rate changes from step to step.
 
     `sigma = 1 - prod_t (1 - eta_t (lambda + decay))`, eta_t of each inner step in order, shape (S,). Of a
-    preconditioned optimizer with the step `-eta P^-1 gradient`, P held fixed over the round, the eigenvalues are those of
-    `P^-1/2 H P^-1/2`. A step beyond the minimum, `eta_t (lambda + decay) > 1`, is refused, or with `clip` cut to one
+    preconditioned optimizer with the step `-eta P^-1 gradient`, P held fixed over the round, the eigenvalues are those
+    of `P^-1/2 H P^-1/2`. A step beyond the minimum, `eta_t (lambda + decay) > 1`, is refused, or with `clip` cut to one
     that reaches it: the mode counts as removed.
 
     Source: paper section 2 (sigma for a constant learning rate); theory note R1.
