@@ -19,15 +19,18 @@ from typing import Any
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # `policies`, of all experiments
 
+import pandas as pd
+
 import policies
 from twophase.compare.compare import compare
 from twophase.errors import RunError, UsageError
-from twophase.files import csv_text, write_atomic
+from twophase.files import write_atomic
 from twophase.sweeps.table import format_table
 from twophase.tuning.methods import CONTROL
 from twophase.tuning.tune import Tuning, run_tuning
 from workloads import FEW, METHODS, PROTOCOL, SIZES, WORKLOADS
 
+CSV: Any = {"index": False, "float_format": "%.12g", "lineterminator": "\n"}
 TUNED = ("inner.lr", "outer.lr", "outer.momentum", "outer.restart")
 """Tuned values, in the order of their columns."""
 
@@ -103,12 +106,12 @@ def main(words: Sequence[str] | None = None) -> int:
         except (UsageError, RunError) as error:  # such as a machine without that text
             print(f"{name}: not run here. {error}", file=sys.stderr)
             continue
-        write_atomic(options.out / "results.csv", csv_text(rows))
+        write_atomic(options.out / "results.csv", pd.DataFrame(rows).to_csv(**CSV))
     if not rows:
         return 2
     results = results_by_seed(rows)
     lines = compared(results, [(workload, method, CONTROL) for workload, method in results if method != CONTROL])
-    write_atomic(options.out / "comparisons.csv", csv_text(lines))
+    write_atomic(options.out / "comparisons.csv", pd.DataFrame(lines).to_csv(**CSV))
     print(options.out / "comparisons.csv")
     head = ["workload", "method", "word", "ratio", "low", "high"]
     print(format_table(head, [[f"{x:.3f}" if isinstance(x := line[k], float) else x for k in head] for line in lines]))

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from curvature import Floats, curvature, density
 from torch import Tensor, nn
@@ -34,7 +35,6 @@ from torch import Tensor, nn
 from twophase.config import load_yaml
 from twophase.diloco.fragment import partition
 from twophase.errors import UsageError
-from twophase.files import csv_text, write_atomic
 from twophase.rule import OuterRule
 from twophase.runs.config import ComputeConfig, RunConfig, inner_lr, named_values
 from twophase.runs.folder import CHECKPOINTS, CONFIG
@@ -208,7 +208,7 @@ def main() -> None:
             }
         )  # fmt: skip
     print(format_table(list(rows[0]), [list(row.values()) for row in rows]))
-    write_atomic(options.run / "spectrum.csv", csv_text(rows))
+    pd.DataFrame(rows).to_csv(options.run / "spectrum.csv", index=False)
     print(options.run / "spectrum.csv")
 
 

@@ -12,9 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 
-from twophase.files import csv_text, write_atomic
+from twophase.files import write_atomic
 from twophase.recipes.pretraining import paper_150m
 from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
 
@@ -74,8 +75,9 @@ def seconds_of(call: Call, seconds: float, device: torch.device) -> float:
 
 def save_rows(options: argparse.Namespace, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write rows as a csv file, and print them."""
-    write_atomic(options.out / f"{name}.csv", csv_text(rows))
-    print(options.out / f"{name}.csv", csv_text(rows), sep="\n", flush=True)
+    text = pd.DataFrame(rows).to_csv(index=False, float_format="%.12g", lineterminator="\n")
+    write_atomic(options.out / f"{name}.csv", text)
+    print(options.out / f"{name}.csv", text, sep="\n", flush=True)
 
 
 def save_figures(options: argparse.Namespace, name: str, figures: Mapping[str, Any]) -> None:

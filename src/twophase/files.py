@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
 import json
 import math
 import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -96,23 +94,3 @@ def read_jsonl(path: Path) -> list[Row]:
             with suppress(ValueError):
                 rows.append(json.loads(line))
     return [row for row in rows if isinstance(row, dict)]
-
-
-def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return rows as CSV; columns in the order in which they first appear, empty where a row has no number."""
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    buffer = io.StringIO()
-    writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow(columns)
-    writer.writerows([_cell(row.get(name)) for name in columns] for row in rows)
-    return buffer.getvalue()
-
-
-def _cell(value: Any) -> str:
-    value = finite(value)
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return str(value).lower()
-    # The last digits of a double differ between processors.
-    return f"{value:.12g}" if isinstance(value, float) else str(value)
