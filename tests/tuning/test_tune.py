@@ -94,14 +94,6 @@ def test_an_untried_neighbour_is_named(made: MadeUp, points: int) -> None:
     assert {tuned.word for tuned in outcome.methods} == {"better", "control", "open"}
 
 
-def test_noise_is_undecided_or_open(made: MadeUp) -> None:
-    """What seeds do not tell is undecided where the search has closed, and open where it has not."""
-    made.loss = lambda config: bowl(config) * (1.5 if config.seed % 2 == (config.outer.method == "adamw") else 1)
-    for points, word in ((5, "undecided"), (2, "open")):
-        outcome = made.tune("adamw", points=points, fresh=(5, 6), out=word)
-        assert {tuned.method: tuned.word for tuned in outcome.methods}["adamw"] == word
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", [{"points": 5}, {"points": None, "budget": 1e4}])
 def test_interrupted_anywhere(made: MadeUp, tmp_path: Path, limit: Mapping[str, Any]) -> None:
@@ -202,20 +194,16 @@ def test_rows_are_commands() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_workers")
-def test_killed_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A command that is killed again and again ends as an undisturbed one."""
+def test_the_command_killed_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With real runs, a command that is killed in a stage ends as an undisturbed one."""
     monkeypatch.chdir(tmp_path)
     words = "tune digits --steps 4 --inner-steps 2 --points 3 --seeds 0 --fresh 5 6 --workers 1 --quiet".split()
     words += ["--methods", "averaging outer.filter=orthogonal", "nesterov outer.restart=2"]
-    kills = 0
-    for name in ("tune.json", "stage-00/cells.csv", "stage-01/runs/*/rounds.jsonl", "fresh-3/sweep.json"):
-        process = Forked(*words, "--out", "cut")
-        while process.poll() is None and not any(Path("cut").glob(name)):
-            time.sleep(0.01)
-        kills += process.poll() is None
-        process.kill()
-        process.communicate(60)
-    assert kills >= 3
+    process = Forked(*words, "--out", "cut")
+    while process.poll() is None and not any(Path("cut").glob("stage-01/runs/*/rounds.jsonl")):
+        time.sleep(0.01)
+    process.kill()
+    process.communicate(60)
     ends = []
     for folder in ("cut", "whole"):
         done = call(*words, "--out", folder)
