@@ -136,21 +136,6 @@ def test_stopped_by_a_signal(number: signal.Signals, status: int) -> None:
     assert outcome(Path("run")) == outcome(Path("whole"))
 
 
-@pytest.mark.parametrize("under_torchrun", [False, True])
-def test_rank_0_reports_first(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], under_torchrun: bool
-) -> None:
-    """A refusal of another rank names it, and waits only under torchrun, which ends all ranks with the first one."""
-    waits: list[float] = []
-    monkeypatch.setattr(time, "sleep", waits.append)
-    monkeypatch.setenv("RANK", "1")
-    if under_torchrun:
-        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    assert cli.main(["trian"]) == 2
-    assert "(rank 1): " in capsys.readouterr().err
-    assert bool(waits) == under_torchrun
-
-
 class ReachedError(Exception):
     """The first inner step is taken."""
 

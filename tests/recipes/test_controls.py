@@ -146,14 +146,6 @@ def test_controls_are_rules_alone() -> None:
         assert not cell.values.keys() & {"outer.filter", "outer.schedule"}
 
 
-@pytest.mark.parametrize(
-    "values", [("outer.method", "adamw"), ("outer.filter", "clip:1"), ("outer.schedule", "linear:2")]
-)
-def test_rules_alone_have_a_matched_gain(values: tuple[str, str]) -> None:
-    """What is more than a rule has none."""
-    assert gain_matched(restarted("3", **dict([values])), "control") is None
-
-
 def test_averaging_is_one_cell_in_a_grid(caplog: pytest.LogCaptureFixture) -> None:
     """Of its restarts and momenta, which would all be the same run, and the user is told."""
     values = {"outer.method": ("nesterov", "averaging"), "outer.momentum": (0.5, 0.9), "outer.restart": ("never", "3")}

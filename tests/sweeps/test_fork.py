@@ -82,7 +82,7 @@ def outcome(folder: Path) -> tuple[Any, ...]:
 
 
 def test_each_cell_of_a_grid_equals_the_run_alone(tmp_path: Path):
-    """24 cells over methods, rates, periods, a soft restart and a filter: bit for bit, their logs included."""
+    """30 cells over methods, rates, periods, soft restarts, filters and schedules: bit for bit, with their logs."""
     base = run_config("digits", {"steps": 20, "inner_steps": 4, "evaluate_every": 2})
     cells = product(
         base,
@@ -94,8 +94,11 @@ def test_each_cell_of_a_grid_equals_the_run_alone(tmp_path: Path):
     )
     cells += product(base, [Axis("outer.method", ("averaging", "adamw"))])
     cells += product(base, [Axis("outer.filter", ("orthogonal", "clip:1"))])
+    late = {"outer.method": "nesterov", "steps": 22}  # the last round is a shorter one
+    cells += product(base, [Axis("outer.schedule", ("momentum:0.5", "linear:3"))], fixed=late)
+    cells += product(base, [Axis("outer.restart", ("auto", "6", "at:1", "at:1,3"))], fixed=late)
     sweep = Sweep("sweep", base, cells)
-    assert len(sweep.runs) == 24
+    assert len(sweep.runs) == 30
     run_sweep(sweep, tmp_path, workers=1, quiet=True).check(tmp_path)
     assert not list((tmp_path / RUNS).glob("fork-*"))
     for run, config in sweep.runs.items():

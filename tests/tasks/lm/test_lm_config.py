@@ -40,24 +40,6 @@ def test_values_that_cannot_be(values: dict[str, Any]) -> None:
         update(TrainConfig(), values)
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"model.hidden_size": 48, "model.heads": 6, "model.kv_heads": 3},
-        {"data.split": "non-iid"},
-        {"compute.micro_batch": 12, "data.batch_size": 24},
-        {"compute.attention": "cudnn"},
-        {"compute.attention": "auto", "deterministic": True},
-    ],
-    ids=str,
-)
-def test_values_that_go_together(values: dict[str, Any]) -> None:
-    """They are taken, whatever their order."""
-    config = update(TrainConfig(), values)
-    assert update(TrainConfig(), dict(reversed(values.items()))) == config
-    assert config.step_tokens == config.data.batch_size * 64
-
-
 SHAPES = [
     ModelConfig(),
     ModelConfig(layers=3, hidden_size=48, intermediate_size=100, heads=4, kv_heads=2),

@@ -15,7 +15,7 @@ from twophase.diloco.group import SingleProcess
 from twophase.runs.config import ComputeConfig
 from twophase.tasks.lm.config import TrainConfig, flops_per_token
 from twophase.tasks.lm.model import Llama
-from twophase.tasks.lm.step import KERNELS, Step, compiled_loss, drawn
+from twophase.tasks.lm.step import Step, compiled_loss, drawn
 
 CPU = torch.device("cpu")
 VOCABULARY = 96
@@ -186,18 +186,6 @@ def test_all_ranks_take_the_smallest_pieces(others: tuple[int, ...], expected: i
     given = config_of(micro_batch=4)
     gradients(given, Step(given, VOCABULARY, CPU, group), Full(4))
     assert (resumed.chosen, group.calls) == (step.chosen, 1)
-
-
-@pytest.mark.parametrize(
-    ("values", "kernels"),
-    [({}, "auto"), ({"deterministic": True}, "deterministic"), ({"compute.attention": "flash"}, "flash")],
-)
-def test_which_attention_kernels_are_tried(values: dict[str, Any], kernels: str) -> None:
-    """On a GPU cuDNN's first, the fastest measured, but not for a deterministic run; a CPU has no choice."""
-    config = update(TrainConfig(), values)
-    assert Step(config, VOCABULARY, torch.device("cuda")).attention == kernels
-    assert Step(config, VOCABULARY, CPU).attention == "default"
-    assert KERNELS["auto"] == KERNELS["cudnn"] + KERNELS["deterministic"]
 
 
 @pytest.fixture
