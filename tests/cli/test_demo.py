@@ -35,7 +35,7 @@ def test_the_ending(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     assert said.splitlines()[0].startswith(f"page {tmp_path / 'story.html'}")
     assert describe(read_rows(tmp_path / "cells.csv")) in said
-    assert [line.split()[0] for line in said.splitlines()[-4:]] == ["table", "figures", "next", "page"]
+    assert said.splitlines()[-1].endswith("story.html")
     assert sorted(path.name for path in (tmp_path / "figures").iterdir()) == ["controls.png", "demo.png"]
     page = (tmp_path / "story.html").read_text(encoding="utf-8")
     assert 'http-equiv="refresh"' not in page

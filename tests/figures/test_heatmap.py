@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from twophase.cli.main import main
 from twophase.errors import UsageError
 from twophase.figures.heatmap import Panel, Scale, Tile, draw_panel, heatmaps, panels_of, scale_of, sweep_figure
-from twophase.figures.style import look, new_figure, save, styled
+from twophase.figures.style import new_figure, save, styled
 from twophase.sweeps.table import Row, Setting, settings
 
 GOOD, BAD, LOST, COMING = (
@@ -143,16 +143,6 @@ def test_names_are_no_formulas() -> None:
     assert pattern in texts
 
 
-@pytest.mark.slow
-def test_a_sweep_of_very_many_panels_is_drawn() -> None:
-    """The first 24 panels are drawn, and the figure says so."""
-    pytest.importorskip("matplotlib")
-    with styled():
-        figure = sweep_figure(cells(method=[str(k) for k in range(30)], mu=[0.1, 0.2], outer_lr=[0.3, 0.7]))
-    assert sum(axes.axison for axes in figure.axes) == 24
-    assert "24 of 30" in figure.get_supxlabel()
-
-
 def test_without_matplotlib_a_sweep_is_refused_before_it_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -165,11 +155,3 @@ def test_without_matplotlib_a_sweep_is_refused_before_it_trains(
     assert not (tmp_path / "out").exists()
     with pytest.raises(UsageError, match="matplotlib"), styled():
         pass
-
-
-def test_looks_differ() -> None:
-    """Eight curves differ in colour, and all but the solid ones in stroke."""
-    looks = [look(number, every=2) for number in range(8)]
-    for name, count in (("color", 8), ("marker", 8), ("linestyle", 7)):
-        assert len({str(each[name]) for each in looks}) == count
-    assert look(8) == look(0)
