@@ -58,6 +58,7 @@ BAD = (
     "nesterov outer.lrr=1",
     "nesterov outer.lr=x",
     "nesterov outer.lr=~0",
+    "nesterov outer.restart=~never",
     "nesterov outer.momentum=~2",
     "nesterov outer.lr=1 outer.lr=2",
     "nesterov inner.method=lion",
