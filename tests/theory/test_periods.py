@@ -249,21 +249,6 @@ def test_best_period_is_that_of_an_exhaustive_search(objective: Objective, horiz
     assert clear > total / 3
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
-def test_best_period_of_arrays(objective: Any) -> None:
-    """An array of rules, with leading axes of sigma, gives the choice of each by itself, as integers of that shape."""
-    rules = rule_grid([[0.1], [0.7], [1.5]], [0.0, 0.3, 0.9, 0.97], [[[False]], [[True]]])
-    options: dict[str, Any] = {"max_period": 25, "objective": objective, "weights": [1, 2, 0, 1e-3]}
-    if objective == "loss":
-        options["rounds"] = 37
-    sigma = [0.9, 0.5, 0.1, 0.3]
-    periods = best_period(rules, sigma, **options)
-    assert periods.tolist() == [[[best_period(r, sigma, **options) for r in row] for row in part] for part in rules]
-    assert np.issubdtype(periods.dtype, np.integer)
-    assert best_period(rules[0, 1][:, None], np.array([sigma, sigma]), **options).shape == (4, 2)
-    assert best_period(HB, np.zeros((0, 4)), **{**options, "max_period": 40}).shape == (0,)
-
-
 def test_ties_go_to_the_smaller_period() -> None:
     """Without momentum every period is the same; a nilpotent mode is gone from two rounds on; zeros repeat."""
     plain = rule_grid([0.3, 0.9, 1.4, 1.999], 0.0)
@@ -276,6 +261,18 @@ def test_ties_go_to_the_smaller_period() -> None:
         assert best_period(rule, 1.0, max_period=30, rounds=60, objective=objective) == 2  # type: ignore[arg-type]
     assert best_period(HB, 0.0, max_period=30) == best_period(HB, [0.0, 0.5], max_period=30) == 1  # R22: all tie
     assert best_period(OuterRule(0.0, 0.9), 0.5, max_period=30, rounds=20) == 1
+
+
+def test_best_period_of_arrays() -> None:
+    """An array of rules, with leading axes of sigma, gives the choice of each by itself, as integers of that shape."""
+    rules = rule_grid([[0.1], [0.7], [1.5]], [0.0, 0.3, 0.9, 0.97], [[[False]], [[True]]])
+    periods = best_period(rules, [0.9, 0.5, 0.1], max_period=25, rounds=37)
+    each = [
+        [[best_period(r, [0.9, 0.5, 0.1], max_period=25, rounds=37) for r in row] for row in part] for part in rules
+    ]
+    assert periods.tolist() == each
+    assert best_period(rules[0, 1][:, None], np.array([[0.9, 0.5], [0.1, 0.2]]), max_period=25).shape == (4, 2)
+    assert best_period(HB, np.zeros((0, 4)), max_period=40).shape == (0,)
 
 
 def test_block_periods() -> None:

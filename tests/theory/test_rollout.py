@@ -43,11 +43,11 @@ PARTS = ("residual", "buffer", "pseudo_gradient", "restarts", "loss")
 each_rule = pytest.mark.parametrize("rule", RULES, ids=OuterRule.describe)
 
 
-def rules(stable: bool = True) -> st.SearchStrategy[OuterRule]:
-    """Rules in both forms; the stable ones keep every mode of sigma <= 1 from growing (theory note R6)."""
+def rules() -> st.SearchStrategy[OuterRule]:
+    """Rules in both forms that keep every mode of sigma <= 1 from growing (theory note R6)."""
     return st.builds(
         lambda step, momentum, nesterov, form: OuterRule(step, momentum, nesterov).to(form),
-        st.floats(0.01, 0.6) if stable else st.floats(0.01, 50),
+        st.floats(0.01, 0.6),
         st.floats(0, 0.98),
         st.booleans(),
         st.sampled_from(["sum", "ema"]),
@@ -145,17 +145,6 @@ def test_mixed_periods_commute(rule: OuterRule, lengths: list[int], random: Any)
     for order in (lengths, random.sample(lengths, len(lengths))):
         end = rollout(rule, sigma, sum(lengths), Cycle(tuple(order))).residual[-1]
         np.testing.assert_allclose(end, factors[lengths].prod(axis=0), rtol=0, atol=1e-13)
-
-
-@given(rules(stable=False), st.integers(1, 12), st.integers(1, 40))
-def test_finite_horizon_is_exact(rule: OuterRule, period: int, rounds: int):
-    """R20: with period K, x_T is chi_K^(T div K) chi_(T mod K), also where modes grow."""
-    sigma = np.array([0.02, 0.5, 1.0])
-    chi = rollout(rule, sigma, period).residual
-    expected = chi[period] ** (rounds // period) * chi[rounds % period]
-    run = rollout(rule, sigma, rounds, period)
-    np.testing.assert_allclose(run.residual[-1], expected, rtol=1e-9, atol=1e-12)
-    assert run.restarts.sum() == rounds // period
 
 
 @given(rules(), st.sampled_from([*POLICIES, parse("gradient")]), st.sampled_from([0.0, 0.1]))

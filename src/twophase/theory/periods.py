@@ -34,7 +34,7 @@ def cancellation_periods(rule: AnyRule, sigma: ArrayLike, count: int) -> Floats:
     >>> cancellation_periods(OuterRule(1.0, 0.9, form="ema"), 0.95, 2).round(2).tolist()
     [5.04, 15.07]
     """
-    modes, times = Modes.of(rule, sigma), np.arange(counts("count", count))
+    modes, times = Modes.of(rule, sigma), np.arange(int(counts("count", count)))
     half = modes.half
     angle = np.arctan2(half, modes.trace / 2)
     delay = np.arctan2(half, -modes.lead / 2)  # theta + pi/2; not as that sum, which loses the digits of a small one
@@ -164,7 +164,7 @@ def best_period(
 
 def block_periods(
     rule: AnyRule,
-    blocks: Sequence[ArrayLike],
+    blocks: Sequence[ArrayLike] | Floats,
     *,
     weights: Sequence[ArrayLike] | None = None,
     max_period: int,
@@ -196,9 +196,9 @@ def block_periods(
 
 def _weighted(rule: AnyRule, sigma: ArrayLike, weights: ArrayLike | None) -> tuple[Rules, Floats, Floats]:
     """Return rules with an axis for the modes, the modes that count, and their weights."""
-    values = progress_of(sigma)
+    rules, values = Rules.of(rule), progress_of(sigma)
     weight = shares(weights, values.shape[-1])
-    return Rules.of(rule)[..., None], values[..., weight > 0], weight[weight > 0]
+    return rules.column(*rules.shape), values[..., weight > 0], weight[weight > 0]
 
 
 def _table_from_0(rules: Rules, values: Floats, largest: int) -> Floats:

@@ -158,15 +158,11 @@ def _rollouts(  # noqa: PLR0917 - the arguments of both public functions
     """Simulate each block by itself, with its part of the initial values and of the noise."""
     horizon = count("rounds", rounds)
     sigmas = [progress_of(block.sigma) for block in blocks]
-    ends = np.cumsum([0, *(sigma.shape[-1] for sigma in sigmas)])
+    *ends, total = np.cumsum([sigma.shape[-1] for sigma in sigmas]).tolist()
     start = np.atleast_1d(numbers("initial", initial))
-    start = np.broadcast_to(start, (*start.shape[:-1], ends[-1]))
-    noises = _disturbance(noise, replicas, seeds, (horizon, int(ends[-1])))
-    parts = [slice(*pair) for pair in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)]
-    return [
-        _trajectories(block, sigma, start[..., part], noises[..., part])
-        for block, sigma, part in zip(blocks, sigmas, parts, strict=True)
-    ]
+    starts = np.split(np.broadcast_to(start, (*start.shape[:-1], total)), ends, axis=-1)
+    noises = np.split(_disturbance(noise, replicas, seeds, (horizon, total)), ends, axis=-1)
+    return [_trajectories(*each) for each in zip(blocks, sigmas, starts, noises, strict=True)]
 
 
 def _disturbance(noise: ArrayLike, replicas: int, seeds: int | Sequence[int] | None, size: tuple[int, int]) -> Floats:
@@ -190,10 +186,7 @@ def _disturbance(noise: ArrayLike, replicas: int, seeds: int | Sequence[int] | N
 def _draws(seed: int, replicas: int, size: tuple[int, int]) -> Floats:
     """Draw standard normals; return their mean over the replicas, (rounds, modes), a stream for each replica."""
     streams = [np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(each,))) for each in range(replicas)]
-    total = np.zeros(size)
-    for stream in streams:
-        total += stream.standard_normal(size)
-    return total / replicas
+    return sum((stream.standard_normal(size) for stream in streams), np.zeros(size)) / replicas
 
 
 def _trajectories(block: Block, sigma: Floats, initial: Floats, noise: Floats) -> Rollout:
@@ -206,8 +199,7 @@ def _trajectories(block: Block, sigma: Floats, initial: Floats, noise: Floats) -
     rules, weight, schedule = Rules.of(block.rule), shares(block.weights, modes), Schedule.parse(block.schedule)
     batch = np.broadcast_shapes(rules.shape, sigma.shape[:-1], initial.shape[:-1])
     shape = (*seeds, *batch)
-    columns = (rules.lr, rules.momentum, rules.nesterov, rules.ema)
-    rules = Rules(*(np.broadcast_to(column[..., None], (*shape, 1)) for column in columns))
+    rules = rules.column(*shape)
     sigma, initial = (np.broadcast_to(values, (*shape, modes)) for values in (sigma, initial))
     noise = np.broadcast_to(noise.reshape(rounds, *seeds, *[1] * len(batch), modes), (rounds, *shape, modes))
     x, m = (np.zeros((rounds + 1, *shape, modes)) for _ in range(2))
@@ -257,9 +249,7 @@ def _simulate(
                 new = decision.retain * new + decision.inject * push
             g[t], m[t + 1], x[t + 1] = push, new, x[t] - update
         if not np.all(np.abs(x[t + 1]) <= _LARGEST):
-            raise ValueError(
-                f"rule must keep x below 1e300, got more in round {t + 1}; log_final_loss has its logarithm"
-            )
+            raise ValueError(f"rule must keep x below 1e300, got more in round {t + 1}; see log_final_loss")
     return fired
 
 

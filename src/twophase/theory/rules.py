@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -54,6 +54,14 @@ class Rules:
 
     def __len__(self) -> int:
         return len(self.lr)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[index] for index in range(len(self)))
+
+    def column(self, *shape: int) -> Rules:
+        """Return the rules broadcast to a shape, with a last axis of length 1 along which modes broadcast."""
+        columns: tuple[Any, ...] = (self.lr, self.momentum, self.nesterov, self.ema)
+        return Rules(*(np.broadcast_to(column[..., None], (*shape, 1)) for column in columns))
 
 
 AnyRule: TypeAlias = OuterRule | Rules | Sequence[Any] | NDArray[Any]
