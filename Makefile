@@ -152,7 +152,7 @@ figures: setup-dev
 	@echo "$$FIGURES" | $(RUN_SCRIPTS)
 
 experiments: figures
-	@echo "$$TINY" | OUT=$$(mktemp -d) $(RUN_SCRIPTS)
+	@export OUT=$$(mktemp -d); echo "$$TINY" | $(RUN_SCRIPTS); status=$$?; rm -r "$$OUT"; exit $$status
 
 faults: setup-dev
 	@FAULTS=all $(BIN)/python -m pytest -n 2 tests/faults $(ARGS)

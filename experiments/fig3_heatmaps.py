@@ -8,13 +8,12 @@ Source: paper section 4, figure 3, and the last figure of the appendix; theory n
 
 from __future__ import annotations
 
-import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
 from common import Frame, arguments, read, show, store
-from trainings import FORMS, METHODS, PERIOD, SCALES, Scale, ratio, references, trained
-from twophase.figures.heatmap import Panel, Tile, heatmaps, scale_of
+from trainings import FORMS, METHODS, PERIOD, SCALES, Scale, panel_of, ratio, references, trained
+from twophase.figures.heatmap import Panel, heatmaps, scale_of
 from twophase.recipes.controls import grid_of
 from twophase.rule import FORM_WORDS
 from twophase.sweeps.grid import Axis, Cell
@@ -88,18 +87,11 @@ def draw(rows: Frame) -> dict[str, Figure]:
 def panel(rows: Frame, form: str, method: str, part: str) -> Panel:
     """Return a heatmap over learning rate and momentum; a control stands where what it controls does."""
     here = rows[(rows["form"] == form) & (rows["method"] == method) & (rows["part"] == part)]
-    places = here.assign(at=here["of_lr"].fillna(here["lr"])).set_index(["momentum", "at"])["perplexity"]
-    lrs = sorted(rows.loc[rows["part"] == "never", "lr"].unique())
-    momenta = sorted(rows.loc[rows["part"] == "never", "momentum"].unique())
-
-    def tile(place: tuple[float, float]) -> Tile | None:
-        if place not in places.index:
-            return None
-        value = float(places[place])
-        return Tile("diverged", None) if np.isnan(value) else Tile("finished", value)
-
-    cells = [[tile((momentum, lr)) for lr in lrs] for momentum in momenta]
-    return Panel(COLUMNS[part], "learning rate", f"{FORM_WORDS[form]}\nmomentum", lrs, momenta, cells)
+    at = here["of_lr"].fillna(here["lr"])
+    values = dict(zip(zip(at, here["momentum"], strict=True), here["perplexity"], strict=True))
+    grid = rows[rows["part"] == "never"]
+    lrs, momenta = (sorted(grid[name].unique()) for name in ("lr", "momentum"))
+    return panel_of(values, COLUMNS[part], ("learning rate", f"{FORM_WORDS[form]}\nmomentum"), lrs, momenta)
 
 
 def main() -> None:

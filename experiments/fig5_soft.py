@@ -9,14 +9,13 @@ Source: paper appendix, the soft restart sweeps; theory notes R26, R27, E14.
 
 from __future__ import annotations
 
-import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
 from common import Frame, arguments, read, show, store
-from trainings import FORMS, SCALES, Scale, ratio, references, trained
+from trainings import FORMS, SCALES, Scale, panel_of, ratio, references, trained
 from twophase.config import update
-from twophase.figures.heatmap import Panel, Tile, heatmaps, scale_of
+from twophase.figures.heatmap import Panel, heatmaps, scale_of
 from twophase.recipes.controls import grid_of
 from twophase.rule import FORM_WORDS
 from twophase.sweeps.grid import Axis, Cell
@@ -92,16 +91,9 @@ def draw(rows: Frame) -> dict[str, Figure]:
 def panel(rows: Frame, restart: Frame, title: str, label: str) -> Panel:
     """Return a heatmap over kept share and added weight, at the coefficients of these restarts."""
     at = coefficients(restart)
-    values = {tuple(place): float(value) for place, value in zip(at.to_numpy(), rows["perplexity"], strict=True)}
-    kept, added = (sorted(at[name].dropna().unique()) for name in ("kept", "added"))
-
-    def tile(place: tuple[float, float]) -> Tile | None:
-        if place not in values:
-            return None
-        return Tile("diverged", None) if np.isnan(values[place]) else Tile("finished", values[place])
-
-    return Panel(title, "weight of the pseudo-gradient that is added", label, added, kept,
-                 [[tile((k, a)) for a in added] for k in kept])  # fmt: skip
+    values = dict(zip(zip(at["added"], at["kept"], strict=True), rows["perplexity"], strict=True))
+    added, kept = (sorted(at[name].dropna().unique()) for name in ("added", "kept"))
+    return panel_of(values, title, ("weight of the pseudo-gradient that is added", label), added, kept)
 
 
 def main() -> None:

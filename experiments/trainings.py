@@ -8,7 +8,7 @@ momentum-free outer SGD, plain averaging, and runs without restarts at the mean 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,6 +16,7 @@ import pandas as pd
 
 import twophase
 from common import Frame
+from twophase.figures.heatmap import Panel, Tile
 from twophase.recipes.pretraining import paper_150m
 from twophase.runs.config import InnerConfig
 from twophase.sweeps.grid import MOMENTUM_FREE, RUNS, Cell, Sweep
@@ -152,6 +153,23 @@ def ratio(rows: Frame, others: Frame, on: Sequence[str]) -> float:
     own = [name.removeprefix("of_") for name in on]
     pairs = rows.merge(others, left_on=own, right_on=list(on), suffixes=("", "_other"))
     return float(np.exp(np.log(pairs["perplexity_other"] / pairs["perplexity"]).mean()))
+
+
+def panel_of(
+    values: Mapping[tuple[float, float], float],
+    title: str,
+    labels: tuple[str, str],
+    x: Sequence[float],
+    y: Sequence[float],
+) -> Panel:
+    """Return a heatmap of perplexities by (x, y); NaN is one that diverged, and none is a place without a run."""
+
+    def tile(place: tuple[float, float]) -> Tile | None:
+        if place not in values:
+            return None
+        return Tile("diverged", None) if np.isnan(values[place]) else Tile("finished", float(values[place]))
+
+    return Panel(title, *labels, x, y, [[tile((across, up)) for across in x] for up in y])
 
 
 def references(rows: Frame, inner_steps: int) -> dict[str, float]:
