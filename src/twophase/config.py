@@ -48,7 +48,7 @@ def to_tree(config: Any, hint: str = "") -> Any:
 
 def fingerprint(config: Any) -> str:
     """Return twelve hexadecimal digits of a configuration, or of its tree."""
-    return hashlib.sha256(json.dumps(to_tree(config), sort_keys=True).encode()).hexdigest()[:12]
+    return hashlib.sha256(json.dumps(config, default=to_tree, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Tree:

@@ -314,11 +314,9 @@ def parse(value: str | int | RestartPolicy) -> RestartPolicy:
 
 def _value(word: str, kind: str) -> Any:
     if "tuple" in kind:
-        return tuple(_number(item) for item in word.split(",") if item)
-    return word if "str" in kind else _number(word)
-
-
-def _number(word: str) -> int | float:
+        return tuple(_value(item, "") for item in word.split(",") if item)
+    if "str" in kind:
+        return word
     try:
         return int(word)  # whole numbers stay ints in text and JSON, which run ids are made of
     except ValueError:
@@ -362,7 +360,7 @@ def mean_outer_gain(rule: OuterRule, policy: RestartPolicy, rounds: int) -> floa
     along_g, along_m = update_weights(rule.lr, rule.momentum, rule.injection, rule.nesterov)
     buffer, total, age = 0.0, 0.0, 0
     for number in range(1, rounds + 1):
-        state, decision, _ = ask(policy, state, RoundSignal(number, age + 1))
+        state, decision = policy.decide(state, RoundSignal(number, age + 1))
         age = age_after(decision, age + 1)
         if isinstance(decision, Step):
             buffer = decision.momentum * buffer + 1

@@ -38,7 +38,7 @@ def test_the_ending(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert said.splitlines()[-1].endswith("story.html")
     assert sorted(path.name for path in (tmp_path / "figures").iterdir()) == ["controls.png", "demo.png"]
     page = (tmp_path / "story.html").read_text(encoding="utf-8")
-    assert 'http-equiv="refresh"' not in page
+    assert 'data-refresh="' not in page
     assert 'class="rounds"' in page
     assert (tmp_path / "explorer.html").read_bytes().startswith(b"<!doctype html>")
 

@@ -60,7 +60,7 @@ def test_arrows_add_up_to_the_outer_step(tmp_path: Path, rule: OuterRule) -> Non
 def test_the_page_fills_while_runs_end(tmp_path: Path, runs: int) -> None:
     """Before a run of the pair has ended there is no picture; while runs are missing, the map comes first."""
     text = page_of(tmp_path, runs, refresh=5)
-    assert 'http-equiv="refresh" content="5"' in text
+    assert 'data-refresh="5"' in text
     assert text.index(">Your map<") < text.index(">What a replica is<")
     assert ('class="rounds"' in text) == (runs > 0)
     if runs:
@@ -73,7 +73,7 @@ def test_the_page_fills_while_runs_end(tmp_path: Path, runs: int) -> None:
 def test_the_whole_page(tmp_path: Path) -> None:
     """The finished page loads no more, has the map behind its explanation, and stays small."""
     text = page_of(tmp_path)
-    assert 'http-equiv="refresh"' not in text
+    assert 'data-refresh="' not in text
     assert text.index(">Your map<") > text.index(">What a restart does<")
     assert "plain averaging" in text
     assert "plain averaging" not in page_of(tmp_path / "alone", 0, controls=False)

@@ -7,13 +7,11 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from runmaker import EMA, NESTEROV, config_of, observed, round_lines, write_lines, write_run, write_summary
 from twophase.errors import UsageError
-from twophase.restart import Never, Periodic
-from twophase.runs.folder import ENV, METRICS, ROUNDS, SUMMARY
+from twophase.runs.folder import ENV, METRICS, ROUNDS, STEPS, SUMMARY
 from twophase.runs.record import LARGEST, WHOLE, RunRecord, is_run, read_record
 
 
@@ -33,9 +31,9 @@ def test_a_run_as_columns(tmp_path: Path) -> None:
     assert block.restarted.tolist() == [number % 3 == 0 for number in range(1, 21)]
     assert block.cosine.tolist() == [line["groups"][0]["cosine"] for line in lines]
     assert record.curve("train_loss")[0].tolist() == list(range(1, 21))
-    assert record.inner_lr(np.array([0, 5])) == pytest.approx([2e-3, 2e-3])
-    assert (record.rule, record.policy(), record.restart) == (NESTEROV, Periodic(3), "3")
-    assert (record.recorded, record.planned_rounds, record.number("inner_steps")) == (20, 20, 1)
+    assert record.rounds["inner_lr"] == pytest.approx([2e-3] * 20)
+    assert (record.rule, block.restart, record.restart) == (NESTEROV, "3", "3")
+    assert (record.recorded, record.planned_rounds, record.numbers["inner_steps"]) == (20, 20, 1)
     assert "Nesterov" in record.outer_words
 
 
@@ -114,19 +112,48 @@ def test_blocks_of_fragments(tmp_path: Path) -> None:
     assert block.number.tolist() == [*range(1, 11)]
     assert block.index.tolist() == [*range(0, 20, 2)]
     assert (len(record.rounds["step"]), record.recorded) == (20, 10)
-    assert (record.policy("a"), record.policy("b"), record.policy("c")) == (Periodic(3), Never(), Periodic(4))
+    assert [block.restart for block in record.blocks] == ["3", "4", "4"]
     assert record.restart == "a=3, b=never"
     together = of_fragments(tmp_path / "together", turns=False)
     assert [block.name for block in together.blocks] == [f"param group {number}" for number in range(3)]
     assert together.recorded == 10
 
 
-def test_a_run_that_no_rule_moves() -> None:
+@pytest.mark.parametrize(
+    ("outer", "words"),
+    [("{method: AdamW}", "AdamW"), ("{}", ""), ("{method: nesterov, filter: orthogonal}", "orthogonal")],
+)
+def test_a_run_that_no_rule_moves(tmp_path: Path, outer: str, words: str) -> None:
     """Another optimizer, an unknown one, or a rule after a filter: described as it is, and there is no rule."""
-    nesterov = {"outer.method": "nesterov", "outer.lr": 0.7, "outer.momentum": 0.9, "outer.filter": "orthogonal"}
-    for config, words in (({"outer.method": "AdamW"}, "AdamW"), ({}, ""), (nesterov, "orthogonal")):
-        record = RunRecord(Path(), config=config, environment={"loss_unit": "bits a byte"})
-        assert record.rule is None
-        assert words in record.outer_words
-        assert bool(record.outer_words) == bool(words)
-        assert (record.restart, record.policy(), record.unit) == ("unknown", None, " bits a byte")
+    (write_run(tmp_path, EMA, [0.3], 2) / "config.yaml").write_text(f"outer: {outer}")
+    record = read_record(tmp_path)
+    assert record.rule is None
+    assert words in record.outer_words
+    assert bool(record.outer_words) == bool(words)
+    assert (record.restart, record.blocks[0].restart, record.unit) == ("unknown", None, " nats a token")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (ENV, "{"),
+        (ENV, "[1]"),
+        (ROUNDS, '{"step": 1}'),
+        (ROUNDS, '{"round": 1, "fragments": [3]}'),
+        (METRICS, '{"round": 1}'),
+        (METRICS, '{"step": [1]}'),
+        (STEPS, '{"round": 1}'),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path: Path, name: str, text: str) -> None:
+    """A file that no run writes so is refused, by its name."""
+    (write_run(tmp_path, EMA, [0.3], 2) / name).write_text(text)
+    with pytest.raises(UsageError, match=name):
+        read_record(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[]", "{", "3"])
+def test_a_damaged_summary_is_none(tmp_path: Path, text: str) -> None:
+    """The run has then not finished, as its command sees it, too."""
+    (write_run(tmp_path, EMA, [0.3], 2) / SUMMARY).write_text(text)
+    assert (read_record(tmp_path).summary, read_record(tmp_path).state) == (None, "running")

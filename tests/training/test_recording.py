@@ -102,7 +102,7 @@ def test_the_record_is_the_engines(tmp_path: Path, options: dict[str, Any]) -> N
     rounds = math.ceil(STEPS / INNER_STEPS)
     assert (run.rounds["step"][-1], run.recorded, run.planned_rounds, run.state) == (STEPS, rounds, rounds, "finished")
     assert (run.rule, run.restart, run.config["user.data.kind"]) == (RULE, "3", "noise")
-    assert (run.inner_lr(run.blocks[0].index) == 0.05).sum() > 4
+    assert (run.rounds["inner_lr"] == 0.05).sum() > 4
     assert [values.tolist() for values in run.curve("temperature")] == [[21], [3.0]]
     restarts = sum(int(block.restarted.sum()) for block in run.blocks)
     end = {"validation_loss": run.curve("validation_loss")[1][-1], "exit_reason": "recorded", "diverged": False}
@@ -211,7 +211,7 @@ def test_pages_and_commands_work_on_it(tmp_path: Path) -> None:
             run.log_round(outer.last_round)
         assert "running" in repr(twophase.load(tmp_path))
     loaded: Any = twophase.load(tmp_path)
-    policies = [str(loaded.record.policy(block.name)) for block in loaded.diagnosis().blocks]
+    policies = [block.restart for block in loaded.record.blocks]
     assert policies == ["3", "4"]
     assert loaded.record.restart == "param group 0=3, param group 1=4"
 

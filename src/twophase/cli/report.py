@@ -42,11 +42,11 @@ class Options:
 def main(argv: Sequence[str]) -> int:
     """Run the command; return its exit status."""
     options, _ = parse(Options, argv, "twophase report")
-    from twophase.report.sweep_record import is_sweep
+    from twophase.runs.record import is_run
 
     require(options.watch is None or 1 <= options.watch <= 86_400, "watch", options.watch, "1 to 86,400 seconds")
     folder, *others = options.folders
-    write = _runs if others else _sweep if is_sweep(folder) else _run
+    write = _runs if others else _run if is_run(folder) else _sweep
     if write is not _sweep and (given := [name for name in ("runs", "controls", "where") if getattr(options, name)]):
         raise UsageError(f"--{given[0]}: must be left out, {folder} is not the folder of a sweep")
     if options.watch:

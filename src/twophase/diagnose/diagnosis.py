@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from twophase.diagnose.observe import observed_in
-from twophase.restart import mean_outer_gain
+from twophase.diagnose.observe import RECORD, observe
+from twophase.restart import mean_outer_gain, parse
 from twophase.runs.folder import RECORDED
-from twophase.runs.record import WHOLE, Block, Column, RunRecord
+from twophase.runs.record import Block, Column, RunRecord
 
 LEAST_ROUNDS = 8
 LARGE_GAIN = 2.0
@@ -185,27 +185,34 @@ def diagnose(record: RunRecord) -> Diagnosis:
 
     It is about the latest rounds: the last third, but at least 30 if there are so many.
     """
-    rule, configured = record.rule, record.outer.rule() if record.outer else None
+    rule, configured, shrunk = record.rule, record.outer.rule() if record.outer else None, 0.0
+    g = record.rounds["pseudo_gradient_norm"]
+    if record.state == "finished" and len(record.blocks) == 1 and np.isfinite(g).all() and g.any():
+        shrunk = float(1 - g[-max(len(g) // 4, 1) :].mean() / g.max())
     run = Facts(
         is_rule=rule is not None,
         momentum=rule is not None and rule.momentum > 0,
         averages=configured is not None and configured.momentum == 0 and configured.lr <= 1,
         rounds=record.recorded,
         diverges=record.state == "diverged",
-        shrunk=_shrunk(record),
+        shrunk=shrunk,
         inner=str(record.config.get("inner.method", "")),
     )
-    judged = [_judge(record, block, run) for block in record.blocks]
-    judged = judged or [(_case(run), BlockState(WHOLE, _case(run).state, []))]
-    case = min((case for case, _ in judged), key=CASES.index)
+    found = [_judge(record, block, run) for block in record.blocks] or [(run, [])]
+    cases = [next(case for case in CASES if case.holds(facts)) for facts, _ in found]
+    worst = min(cases, key=CASES.index)
     planned = f" of {record.planned_rounds:,}" if record.planned_rounds else ""
     numbers = [
         ("outer optimizer", record.outer_words or "unknown"),
         ("rounds", f"{record.recorded:,}{planned}, {record.state}"),
     ]
-    if len(judged) > 1:
-        return Diagnosis(case.state, numbers, case.change, _command(record, case), tuple(block for _, block in judged))
-    return Diagnosis(case.state, [*numbers, *judged[0][1].numbers], case.change, _command(record, case))
+    blocks: tuple[BlockState, ...] = ()
+    if len(found) == 1:
+        numbers += found[0][1]
+    else:
+        each = zip(record.blocks, cases, found, strict=True)
+        blocks = tuple(BlockState(block.name, case.state, words) for block, case, (_, words) in each)
+    return Diagnosis(worst.state, numbers, worst.change, _command(record, worst), blocks)
 
 
 def describe(diagnosis: Diagnosis) -> str:
@@ -219,34 +226,29 @@ def describe(diagnosis: Diagnosis) -> str:
     return "\n".join([*lines, "", change, *([diagnosis.command] if diagnosis.command else [])])
 
 
-def _case(run: Facts) -> Case:
-    return next(case for case in CASES if case.holds(run))
-
-
-def _judge(record: RunRecord, block: Block, run: Facts) -> tuple[Case, BlockState]:
-    """Return the case of a block and what it rests on."""
+def _judge(record: RunRecord, block: Block, run: Facts) -> tuple[Facts, Numbers]:
+    """Return the facts of a block, and the numbers of its latest rounds."""
     count, rule, policy, gain = len(block.index), record.rule, None, math.nan
     with contextlib.suppress(ValueError):  # a policy that this process does not know, or that decides by what it sees
-        policy = record.policy(block.name)
+        policy = parse(block.restart) if block.restart is not None else None
         if rule and policy and not policy.takes_steps:
             gain = mean_outer_gain(rule, policy, min(record.planned_rounds or count, _MOST_ROUNDS))
     latest = slice(max(0, count - max(30, math.ceil(count / 3))), count)
-    rates, g = record.inner_lr(block.index), block.pseudo_gradient_norm[latest]
-    rises = _rises(g) and (rates is None or _rises(g / np.where(rates > 0, rates, math.nan)[latest]))
-    cosine = _cosines(block, latest)
+    rates, g = record.rounds["inner_lr"][block.index], block.pseudo_gradient_norm[latest]
+    knows_rates = bool(np.isfinite(rates).any())
+    rises = _rises(g) and (not knows_rates or _rises(g / np.where(rates > 0, rates, math.nan)[latest]))
+    # lost: norms and cosine have ceased to be numbers, in the last two rounds and not in all
+    finite = np.isfinite(block.pseudo_gradient_norm) | np.isfinite(block.buffer_norm) | np.isfinite(block.cosine)
+    # only rounds that had a buffer have a cosine: not the first one after a restart
+    had_buffer = np.append(False, ~block.restarted[:-1]) & (block.buffer_norm > 0)
+    cosine = block.cosine[latest][(had_buffer & np.isfinite(block.cosine))[latest]]
     against = float(np.mean(cosine < AGAINST)) if len(cosine) else math.nan
-    case = _case(
-        dataclasses.replace(
-            run,
-            gain=gain,
-            diverges=run.diverges or rises or _is_lost(block),
-            oscillates=len(cosine) >= LEAST_ROUNDS - 2 and against >= OFTEN,
-        )
+    facts = dataclasses.replace(
+        run,
+        gain=gain,
+        diverges=run.diverges or rises or bool(finite.any() and not finite[-2:].any()),
+        oscillates=len(cosine) >= LEAST_ROUNDS - 2 and against >= OFTEN,
     )
-    seen = None
-    # A policy's own steps, and parameters that replicas keep, would be taken for progress.
-    if rule and rates is not None and policy and not policy.takes_steps and not record.number("sync.mixing") > 0:
-        seen = observed_in(block, rule, rates)
     first, _, last = _medians(g, 3)
     numbers = {
         "mean outer gain of the rule (averaging: 1)": gain,
@@ -257,20 +259,15 @@ def _judge(record: RunRecord, block: Block, run: Facts) -> tuple[Case, BlockStat
     }
     words = [
         ("latest rounds", f"{block.number[latest][0]:,.0f} to {block.number[-1]:,.0f}"),
-        ("restarts", f"{policy or 'unknown'}; {block.restarted[latest].sum():,} in these rounds"),
+        ("restarts", f"{block.restart if policy else 'unknown'}; {block.restarted[latest].sum():,} in these rounds"),
         *((label, f"{value:.3g}") for label, value in numbers.items() if math.isfinite(value)),
     ]
-    if seen and seen.shown_interval:
-        low, high = seen.shown_interval
-        words.append(("sigma along the buffer (95 %)", f"{seen.sigma:.3g} ({low:.3g} to {high:.3g})"))
-    return case, BlockState(block.name, case.state, words)
-
-
-def _cosines(block: Block, latest: slice) -> Column:
-    """Return the cosines of some rounds that had a buffer: not the first one after a restart."""
-    had_buffer = np.append(False, ~block.restarted[:-1]) & (block.buffer_norm > 0)
-    cosine = block.cosine[latest][had_buffer[latest]]
-    return cosine[np.isfinite(cosine)]
+    # A policy's own steps, and parameters that replicas keep, would be taken for progress.
+    if rule and policy and not policy.takes_steps and not record.numbers.get("sync.mixing", 0) > 0:
+        seen = observe(rule, *(getattr(block, name) for name in RECORD), inner_lr=rates)
+        if shown := seen.shown_interval:
+            words.append(("sigma along the buffer (95 %)", f"{seen.sigma:.3g} ({shown[0]:.3g} to {shown[1]:.3g})"))
+    return facts, words
 
 
 def _medians(values: Column, parts: int) -> list[float]:
@@ -286,26 +283,12 @@ def _rises(values: Column) -> bool:
     return len(values) >= LEAST_ROUNDS and first < middle < last > RISEN * first and end > RISING * before
 
 
-def _is_lost(block: Block) -> bool:
-    """Return whether norms and cosine have ceased to be numbers: in the last two rounds, and not in all."""
-    finite = np.isfinite(block.pseudo_gradient_norm) | np.isfinite(block.buffer_norm) | np.isfinite(block.cosine)
-    return bool(finite.any() and not finite[-2:].any())
-
-
-def _shrunk(record: RunRecord) -> float:
-    """Return the decline of |g| over a finished run of one block: 1 less its last quarter's mean by its largest."""
-    g = record.rounds["pseudo_gradient_norm"]
-    if record.state != "finished" or len(record.blocks) != 1 or not np.isfinite(g).all() or not g.any():
-        return 0.0
-    return float(1 - g[-max(len(g) // 4, 1) :].mean() / g.max())
-
-
 def _command(record: RunRecord, case: Case) -> str | None:
     """Return the command that makes the changed run, or the code for it in a recorded loop."""
     if record.config.get(RECORDED):
         return f"in your loop: {case.code}" if case.code else None
-    values, rate = dict(case.values), record.number("inner.lr")
-    if case.inner != 1 and math.isfinite(rate):
+    values, rate = dict(case.values), record.numbers.get("inner.lr")
+    if case.inner != 1 and rate is not None:
         values["inner.lr"] = f"{case.inner * rate:g}"
     if not values:
         return None

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from twophase.rule import OuterRule
-from twophase.runs.record import Block, Column
+from twophase.runs.record import Column
 
 LEAST = 6
 """Least number of pairs of rounds for an estimate."""
@@ -32,6 +32,8 @@ MOST_NOISE = 0.8
 """Share of |g|^2 that may be noise (two standard errors above the estimate) where an interval is shown."""
 WIDEST = 2.0
 """Largest ratio of an interval's ends where it is shown: of wider ones that chance lets pass, most miss the truth."""
+RECORD = ("pseudo_gradient_norm", "buffer_norm", "cosine", "restarted")
+"""Columns of a block that `observe` takes, in their order."""
 _STEADY = 0.8, 1.25  # ratio of successive inner rates within which two pseudo-gradients may be compared
 _SAME = 0.02  # relative difference up to which the recorded buffer is the one that the rule makes
 
@@ -71,12 +73,6 @@ class Observed:
         is_quiet = self.noise_share + 2 * self.noise_error < MOST_NOISE
         is_shown = self.cycles >= LEAST_CYCLES and is_quiet and 0 < low <= 1 and high <= WIDEST * low
         return (low, high) if is_shown else None
-
-
-def observed_in(block: Block, rule: OuterRule, inner_lr: Column | None) -> Observed:
-    """Return the effective progress along a block's buffer in all of its rounds."""
-    norms = block.pseudo_gradient_norm, block.buffer_norm
-    return observe(rule, *norms, block.cosine, block.restarted, inner_lr=inner_lr)
 
 
 def observe(

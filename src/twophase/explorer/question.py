@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from twophase.config import require
-from twophase.diagnose.observe import observed_in
+from twophase.diagnose.observe import RECORD, observe
 from twophase.errors import UsageError
 from twophase.explorer.page import LIMITS, State
-from twophase.restart import Never, Periodic, Soft
+from twophase.restart import Never, Periodic, Soft, parse
 from twophase.runs.config import OuterConfig
 from twophase.runs.record import read_record
 
@@ -44,15 +44,16 @@ def of_run(path: Path) -> tuple[Question, tuple[float, ...]]:
     if record.rule is None or record.outer is None:
         words = record.outer_words or "missing in its config.yaml"
         raise UsageError(f"--run {path}: its outer optimizer must be momentum SGD with constant numbers, is {words}")
-    policy = None if record.config.get("sync.restart") else record.policy()
+    text = "" if record.config.get("sync.restart") else record.config.get("outer.restart", "")
+    policy = parse(text) if text else None
     outer = replace(record.outer, restart=str(policy) if _is_shown(policy) else "never")
     rounds = record.planned_rounds or len(record.rounds["round"]) or 1
     question = Question(outer, rounds=min(rounds, int(LIMITS["rounds"][1])))
     seen: list[float] = []
-    for block in record.blocks if _is_shown(policy) and not record.number("sync.mixing") > 0 else []:
-        rates = record.inner_lr(block.index)
-        observed = None if rates is None else observed_in(block, record.rule, rates)
-        if observed is not None and observed.shown_interval is not None:
+    for block in record.blocks if _is_shown(policy) and not record.numbers.get("sync.mixing", 0) > 0 else []:
+        columns = (getattr(block, name) for name in RECORD)
+        observed = observe(record.rule, *columns, inner_lr=record.rounds["inner_lr"][block.index])
+        if observed.shown_interval is not None:
             seen.append(min(1.0, observed.sigma))
     return question, tuple(seen[: int(LIMITS["count"][1])])
 

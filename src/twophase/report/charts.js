@@ -166,5 +166,12 @@ const charts = (() => {
   const printing = on => () => { document.documentElement.classList.toggle("printed", on); redraw() }
   addEventListener("beforeprint", printing(true))
   addEventListener("afterprint", printing(false))
+
+  // By script and not by a meta element, so that a reader can stop it (WCAG 2.2.1).
+  const stop = document.querySelector("button[data-refresh]")
+  if (stop) {
+    const again = setTimeout(() => location.reload(), 1000 * stop.dataset.refresh)
+    stop.onclick = () => { clearTimeout(again); stop.disabled = true }
+  }
   return {draw, text}
 })()

@@ -63,7 +63,15 @@ class Chart:
 
     def drawn(self) -> dict[str, Any] | None:
         """Return what the template shows: data of charts.js, label, remarks and rows; None without a finite number."""
-        curves = [(curve.name, self._points(curve)) for curve in self.curves]
+        curves = []
+        for name, *columns in self.curves:
+            x, y = (np.array(column, dtype=np.float64) for column in columns)
+            # no quantity of a run is beyond these; differences and powers of ten of such numbers would overflow
+            y[~(np.abs(y) <= LARGEST)] = np.nan
+            y[np.abs(y) < 1 / LARGEST] = 0
+            if self.log:
+                y[~(y > 0)] = np.nan
+            curves.append((name, np.stack([x, y], axis=1)[np.abs(x) <= LARGEST]))
         has_number = [bool(np.isfinite(points[:, 1]).any()) for _, points in curves]
         if not any(has_number):
             return None
@@ -85,11 +93,14 @@ class Chart:
         if len(self.restarts) > _MOST_MARKS:
             remarks.append(f"Of {len(self.restarts):,} restarts some are marked.")
         heights = np.concatenate([points[:, 1] for _, points in kept])
-        inside = _bulk(heights[np.isfinite(heights)]) if self.bulk else heights
-        if self.bulk and (beyond := heights[(heights < inside.min()) | (heights > inside.max())]).size:
-            data["bulk"] = [_short(inside.min()), _short(inside.max())]
-            farthest = beyond[np.argmax(np.abs(beyond))]
-            remarks.append(f"Points beyond the axis: {len(beyond):,}, as far as {number(farthest)}.")
+        if self.bulk:  # without the few that lie so far out that they would flatten the curves
+            low, middle, high = np.nanquantile(heights, (0.05, 0.5, 0.95))
+            room = max(high - low, abs(middle))
+            is_inside = (heights >= low - room) & (heights <= high + room)
+            if (beyond := heights[np.isfinite(heights) & ~is_inside]).size:
+                data["bulk"] = [_short(heights[is_inside].min()), _short(heights[is_inside].max())]
+                farthest = number(beyond[np.argmax(np.abs(beyond))])
+                remarks.append(f"Points beyond the axis: {len(beyond):,}, as far as {farthest}.")
         # readers without the picture have the ends of each curve, and some of its points in a table
         rows, words = [], []
         for name, points in visible:
@@ -99,23 +110,6 @@ class Chart:
             words.append(f"{name}: from {number(ends[0])} to {number(ends[1])}")
         label = f"{self.title}. {self.y_label} against {self.x_label}. {'; '.join(words)}."
         return {"data": data, "label": label, "remarks": " ".join(remarks), "rows": rows}
-
-    def _points(self, curve: Curve) -> _Floats:
-        """Return rows of x and y, nan where the picture has no place for y."""
-        x, y = np.asarray(curve.x, dtype=np.float64), np.array(curve.y, dtype=np.float64)
-        # no quantity of a run is beyond these; differences and powers of ten of such numbers would overflow
-        y[~(np.abs(y) <= LARGEST)] = np.nan
-        y[np.abs(y) < 1 / LARGEST] = 0
-        if self.log:
-            y[~(y > 0)] = np.nan
-        return np.stack([x, y], axis=1)[np.abs(x) <= LARGEST]
-
-
-def _bulk(heights: _Floats) -> _Floats:
-    """Return the heights without the few that lie so far out that they would flatten the curves."""
-    low, middle, high = np.quantile(heights, (0.05, 0.5, 0.95))
-    room = max(high - low, abs(middle))
-    return heights[(heights >= low - room) & (heights <= high + room)]
 
 
 def _short(value: float) -> float | int | None:

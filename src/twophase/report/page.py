@@ -13,7 +13,6 @@ import os
 import re
 from collections.abc import Sequence
 from datetime import datetime
-from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,8 +50,14 @@ def render(template: str, *, scripts: Sequence[str] = (), styles: Sequence[str] 
         values: what the template shows: `title`, `problems` (sentences for the notice at the top), `refresh` (seconds
             after which a browser loads the page again; 0 for never), and its own.
     """
-    script = "".join(map(_asset, ("uplot/uPlot.iife.min.js", "charts.js", *scripts)))
-    style = "".join(map(_asset, ("uplot/uPlot.min.css", "page.css", *styles)))
+    folder = files("twophase.report")
+    script, style = (
+        "".join(folder.joinpath(name).read_text(encoding="utf-8") for name in names)
+        for names in (
+            ("uplot/uPlot.iife.min.js", "charts.js", *scripts),
+            ("uplot/uPlot.min.css", "page.css", *styles),
+        )
+    )
     shell = {
         "script": Markup(script),  # noqa: S704 - our own files
         "style": Markup(style),  # noqa: S704
@@ -61,7 +66,7 @@ def render(template: str, *, scripts: Sequence[str] = (), styles: Sequence[str] 
         "refresh": 0,
         "problems": (),
     }
-    return _templates().get_template(template).render(shell | values)
+    return _ENVIRONMENT.get_template(template).render(shell | values)
 
 
 def number(value: float) -> str:
@@ -96,19 +101,11 @@ def href(target: Path, page_folder: Path) -> str:
     return quote(os.fsencode(relative(target, page_folder)))
 
 
-@cache
-def _asset(name: str) -> str:
-    return files("twophase.report").joinpath(name).read_text(encoding="utf-8")
-
-
-@cache
-def _templates() -> Environment:
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).with_name("templates")),
-        autoescape=True,
-        finalize=clean,
-        undefined=StrictUndefined,
-    )
-    environment.filters["number"] = number
-    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
-    return environment
+_ENVIRONMENT = Environment(
+    loader=FileSystemLoader(Path(__file__).with_name("templates")),
+    autoescape=True,
+    finalize=clean,
+    undefined=StrictUndefined,
+)
+_ENVIRONMENT.filters["number"] = number
+_ENVIRONMENT.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}

@@ -14,7 +14,7 @@ from twophase.diagnose import Diagnosis, diagnose
 from twophase.figures.heatmap import sweep_figure
 from twophase.figures.style import headline, look, new_figure, styled
 from twophase.report.run import result_words
-from twophase.report.sweep_record import is_sweep, read_sweep
+from twophase.report.sweep_record import read_sweep
 from twophase.runs.record import Column, RunRecord, is_run, read_record
 from twophase.sweeps.grid import RUNS
 from twophase.sweeps.table import AFTER, TABLE, Row, Setting, measure_of, method_name
@@ -40,7 +40,7 @@ def load(path: str | Path) -> Run | Sweep:
         UsageError: a folder of something else.
     """
     path = Path(path)
-    return Sweep(path, read_sweep(path).rows) if is_sweep(path) else Run(read_record(path))
+    return Run(read_record(path)) if is_run(path) else Sweep(path, read_sweep(path).rows)
 
 
 class Table(dict[str, Column]):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,8 @@ from twophase.config import flatten
 from twophase.diagnose import diagnose
 from twophase.report.charts import Chart, Curve
 from twophase.report.page import render
-from twophase.runs.folder import CONFIG, RECORDED
-from twophase.runs.record import LARGEST, MEASURED, Column, RunRecord
+from twophase.runs.folder import CONFIG, ENV, RECORDED
+from twophase.runs.record import MEASURED, Column, RunRecord
 
 STEPS = "inner steps of each replica"
 _MOST_BLOCKS, _MOST_ROUNDS = 7, 20
@@ -52,13 +51,37 @@ def run_page(record: RunRecord, *, refresh: float = 0, back: str | None = None) 
         back: address of the page of the sweep that the run belongs to.
     """
     running, blocks = record.state == "running", record.blocks[:_MOST_BLOCKS]
+    training = "training loss" if record.config.get(RECORDED) else "training loss, mean over a round"
+    curves = [Curve(training, *record.curve("train_loss")), Curve("validation loss", *record.curve("validation_loss"))]
+    if {"step", "train_loss"} <= record.steps.keys():
+        curves.insert(0, Curve("training loss inside rounds", record.steps["step"], record.steps["train_loss"]))
+    at = record.rounds["step"][record.rounds["restarted"] == 1].tolist()
+    loss_label = f"loss ({record.unit.strip() or 'of the task'})"
     restarts = sorted({t for block in record.blocks for t in block.number[block.restarted].tolist()})
     columns = {
         f"fragment {block.name}" if block.name.isdecimal() else block.name: {"round": block.number}
         | {name: getattr(block, name) for name in MEASURED}
         for block in blocks
     }
-    environment = {name: value for name, value in record.environment.items() if name != "command"}
+    count = len(record.rounds["round"])
+    few = np.linspace(0, count - 1, min(count, _MOST_ROUNDS)).round().astype(int)
+    table = [record.rounds[name][few].tolist() for name in ("round", "step", *MEASURED, "bytes_sent")]
+    sums = {name.replace("_", " "): np.nansum(seconds) for name, seconds in record.phases.items()}
+    medians = [np.nanmedian(seconds) for seconds in record.phases.values()]
+    total = sum(sums.values()) or 1.0
+    commands = []
+    if record.config and record.config.get(RECORDED) is not True:
+        # of an odd folder name the shell must see one word; a line break would end the command
+        config = shlex.quote(str(record.path / CONFIG).replace("\n", "?"))
+        commands.append(
+            ("The same run from the beginning, in a new folder:", f"twophase train --config {config} --out NEW")
+        )
+    words = record.environment.get("command")
+    if isinstance(words, list) and words:
+        first, *rest = map(str, words)
+        program = ["twophase"] if Path(first).name == "__main__.py" else ["python"] * first.endswith(".py") + [first]
+        commands.append(("As it was started; from the same place, it resumes:", shlex.join([*program, *rest])))
+    environment = flatten({name: value for name, value in record.environment.items() if name != "command"})
     return render(
         "run.html",
         title=record.path.resolve().name,
@@ -68,22 +91,29 @@ def run_page(record: RunRecord, *, refresh: float = 0, back: str | None = None) 
         record=record,
         result=result_words(record),
         diagnosis=diagnose(record),
-        loss=_loss_chart(record),
+        loss=Chart("loss", "Loss over the run", STEPS, loss_label, curves, restarts=at),
         charts=round_charts(columns, restarts),
         left_out=len(record.blocks) - len(blocks),
-        rounds=_round_rows(record),
-        phases=_phase_rows(record),
-        facts=_facts(record),
-        commands=list(_commands(record)),
-        configuration=[(path, option_text(value)) for path, value in record.config.items()],
-        environment=[(path, option_text(value)) for path, value in flatten(environment).items()],
+        restarts=sum(int(block.restarted.sum()) for block in record.blocks),
+        rounds=list(
+            zip(*table, ["yes" if again == 1 else "" for again in record.rounds["restarted"][few]], strict=True)
+        ),
+        phases=[
+            (name, 1e3 * median, 1e3 * in_all, 100 * in_all / total)
+            for (name, in_all), median in zip(sums.items(), medians, strict=True)
+        ],
+        commands=commands,
+        values={
+            file: [(path, option_text(value)) for path, value in values.items()]
+            for file, values in ((CONFIG, record.config), (ENV, environment))
+        },
     )
 
 
 def result_words(record: RunRecord) -> str:
     """Return the state of a run, and its validation loss and perplexity at the end or its losses measured last."""
-    summary, names = record.summary or {}, ("validation_loss", "perplexity")
-    ends = {name: summary[name] for name in names if _is_number(summary.get(name))}
+    names = ("validation_loss", "perplexity")
+    ends = {name: record.results[name] for name in names if name in record.results}
     lasts = {name: record.curve(name)[1][-1:] for name in (*names, "train_loss")}
     found = ends or {f"last {name}": float(value[0]) for name, value in lasts.items() if len(value)}
     words = (
@@ -120,75 +150,3 @@ def round_charts(runs: Mapping[str, Mapping[str, Column]], restarts: Sequence[fl
         options = {"log": label == _NORM, "bulk": name == "gain", "note": note, "restarts": restarts}
         charts.append(Chart(name, title, "round", label, curves, **options))
     return charts
-
-
-def _loss_chart(record: RunRecord) -> Chart:
-    training = "training loss" if record.config.get(RECORDED) else "training loss, mean over a round"
-    curves = [Curve(training, *record.curve("train_loss")), Curve("validation loss", *record.curve("validation_loss"))]
-    if {"step", "train_loss"} <= record.steps.keys():
-        curves.insert(0, Curve("training loss inside rounds", record.steps["step"], record.steps["train_loss"]))
-    restarts = record.rounds["step"][record.rounds["restarted"] == 1].tolist()
-    return Chart(
-        "loss", "Loss over the run", STEPS, f"loss ({record.unit.strip() or 'of the task'})", curves, restarts=restarts
-    )
-
-
-def _round_rows(record: RunRecord) -> list[list[Any]]:
-    """Return rounds, evenly spread, the last among them."""
-    columns = [record.rounds[name] for name in ("round", "step", *MEASURED, "bytes_sent")]
-    count = len(columns[0])
-    few = np.linspace(0, count - 1, min(count, _MOST_ROUNDS)).round().astype(int)
-    restarted = record.rounds["restarted"]
-    return [[*(column[index].item() for column in columns), "yes" if restarted[index] == 1 else ""] for index in few]
-
-
-def _phase_rows(record: RunRecord) -> list[list[Any]]:
-    """Return what each phase of the sync took in this process: median and sum in ms, and its share in %."""
-    total = sum(np.nansum(seconds) for seconds in record.phases.values()) or 1.0
-    return [
-        [
-            name.replace("_", " "),
-            1e3 * np.nanmedian(seconds),
-            1e3 * np.nansum(seconds),
-            100 * np.nansum(seconds) / total,
-        ]
-        for name, seconds in record.phases.items()
-    ]
-
-
-def _facts(record: RunRecord) -> list[tuple[str, Any]]:
-    """Return what is known of a run, by name."""
-    summary, planned = record.summary or {}, record.planned_rounds
-    share: Any = summary.get("engine_share")
-    facts = {
-        "Outer optimizer": record.outer_words or "unknown",
-        "Restart policy": record.restart,
-        "Rounds": f"{record.recorded:,} of {planned:,}" if planned else record.recorded,
-        "Inner steps a round": record.number("inner_steps"),
-        "Replicas": record.number("replicas"),
-        "Restarts": sum(int(block.restarted.sum()) for block in record.blocks),  # of each fragment
-        "Validation loss": summary.get("validation_loss"),
-        "Perplexity": summary.get("perplexity"),
-        "Tokens": summary.get("tokens"),
-        "Time (s)": summary.get("seconds"),
-        "Time in the engine (%)": 100 * share if _is_number(share) else None,
-        "Exit": summary.get("exit_reason", "not finished"),
-    }
-    return [(name, value) for name, value in facts.items() if isinstance(value, str) or _is_number(value)]
-
-
-def _commands(record: RunRecord) -> Iterator[tuple[str, str]]:
-    """Yield the commands that repeat a run, each with what it does."""
-    if record.config and record.config.get(RECORDED) is not True:
-        # of an odd folder name the shell must see one word; a line break would end the command
-        config = shlex.quote(str(record.path / CONFIG).replace("\n", "?"))
-        yield "The same run from the beginning, in a new folder:", f"twophase train --config {config} --out NEW"
-    words = record.environment.get("command")
-    if isinstance(words, list) and words:
-        first, *rest = map(str, words)
-        program = ["twophase"] if Path(first).name == "__main__.py" else ["python"] * first.endswith(".py") + [first]
-        yield "As it was started; from the same place, it resumes:", shlex.join([*program, *rest])
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value) and abs(value) < LARGEST

@@ -12,7 +12,7 @@ from twophase.compare.sweep import select
 from twophase.errors import UsageError
 from twophase.report.page import href
 from twophase.runs.folder import REPORT, RUN_ID
-from twophase.sweeps.grid import RUNS, SPEC
+from twophase.sweeps.grid import RUNS
 from twophase.sweeps.table import TABLE, Row, State, read_rows
 
 
@@ -50,11 +50,6 @@ class SweepRecord:
         return href(folder / REPORT if (folder / REPORT).is_file() else folder, self.page_folder)
 
 
-def is_sweep(path: Path) -> bool:
-    """Return whether a folder looks like that of a sweep."""
-    return (path / SPEC).is_file() or (path / TABLE).is_file()
-
-
 def read_sweep(path: Path, where: Mapping[str, str] | None = None, page_folder: Path | None = None) -> SweepRecord:
     """Read a sweep's folder, in any state.
 
@@ -64,8 +59,10 @@ def read_sweep(path: Path, where: Mapping[str, str] | None = None, page_folder: 
         page_folder: folder of the page; None means the sweep's folder.
 
     Raises:
-        UsageError: a table that cannot be read, or no such cell.
+        UsageError: no folder of a sweep, a table that cannot be read, or no such cell.
     """
+    if not (path / TABLE).is_file():
+        raise UsageError(f"{path}: must be the folder of a run or a sweep, the --out of `twophase train` or `sweep`")
     try:
         rows = read_rows(path / TABLE)
     except UsageError:

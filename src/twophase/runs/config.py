@@ -130,13 +130,10 @@ class OuterConfig:
 
     def describe(self) -> str:
         """Describe the outer optimizer in words, without its restart policy."""
-        rule, numbers = self.rule(), self.numbers()
-        if self.method == "averaging":
-            text = f"averaging lr {numbers['lr']:g}"
-        elif rule is not None:
-            text = rule.describe()
+        if rule := self.rule():
+            text = f"averaging lr {rule.lr:g}" if self.method == "averaging" else rule.describe()
         else:
-            text = " ".join([self.method, *(f"{name} {value:g}" for name, value in numbers.items())])
+            text = " ".join([self.method, *(f"{name} {value:g}" for name, value in self.numbers().items())])
         text += f", filter {self.filter}" if self.filter != "none" else ""
         return text + (f", schedule {self.schedule}" if self.schedule != "constant" else "")
 

@@ -186,7 +186,9 @@ def read_summary(path: Path, fingerprint: str | None = None) -> dict[str, Any] |
     """Return the outcome of the run with a fingerprint, by default the `config.yaml`'s; None while it is unfinished."""
     with suppress(OSError, ValueError):  # not there, damaged, or without a config.yaml
         record = json.loads((path / SUMMARY).read_bytes())
-        if record.get("config") == (fingerprint or fingerprint_of(load_yaml(path / CONFIG))):
+        if isinstance(record, dict) and record.get("config") == (
+            fingerprint or fingerprint_of(load_yaml(path / CONFIG))
+        ):
             return record
     return None
 

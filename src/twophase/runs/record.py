@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from twophase.config import flatten, load_yaml
 from twophase.errors import UsageError
 from twophase.files import read_jsonl
-from twophase.restart import RestartPolicy, parse
 from twophase.rule import OuterRule
 from twophase.runs.config import OuterConfig
 from twophase.runs.folder import CONFIG, ENV, METRICS, ROUNDS, STEPS, SUMMARY, read_summary
@@ -35,9 +34,13 @@ MEASURED = ("pseudo_gradient_norm", "buffer_norm", "cosine", "gain")
 
 @dataclass(slots=True)
 class Block:
-    """A param group or fragment, with a row for each of its rounds: that in `RunRecord.rounds`, and its own number."""
+    """A param group or fragment, with a row for each of its rounds: that in `RunRecord.rounds`, and its own number.
+
+    `restart` is the text of its restart policy; None where the configuration holds none.
+    """
 
     name: str
+    restart: str | None
     index: NDArray[np.int64]
     number: Column
     restarted: NDArray[np.bool_]
@@ -52,88 +55,47 @@ class RunRecord:
     """Content of a run's folder.
 
     Args:
-        config: dotted paths and values; of a finished run there is a summary too.
-        rounds: columns of `rounds.jsonl`, all of one length; a line for each sync, of one fragment or of several.
+        config: dotted paths and values; `numbers` are those of them that are numbers.
+        summary: of a finished run; `results` are the values of it that are numbers.
+        state: `finished`, `diverged`, or `running`, which a killed run is too.
+        unit: unit of its losses as the task describes it, after a space; empty without one.
+        outer: the outer optimizer without its restarts; None where there is none, or one that only the user's loop has.
+        rule: the outer rule, if nothing but it moves the anchors.
+        outer_words: the outer optimizer in words; empty if the configuration holds none.
+        restart: the restart policy in words: a policy for each fragment, or the same for all.
+        planned_rounds: rounds of the whole run, by its configuration.
+        rounds: columns of `rounds.jsonl`, all of one length; a line for each sync, of one fragment or of several. And
+            `inner_lr` at the end of each round, nan where the metrics do not have it.
         recorded: rounds that every fragment has ended.
         phases: seconds of each phase, the same length.
         metrics, steps: columns of `metrics.jsonl` and `steps.jsonl`, a row a step.
     """
 
     path: Path
-    config: dict[str, Any] = field(default_factory=dict)
-    environment: dict[str, Any] = field(default_factory=dict)
-    summary: dict[str, Any] | None = None
-    rounds: dict[str, Column] = field(default_factory=dict)
-    recorded: int = 0
-    phases: dict[str, Column] = field(default_factory=dict)
-    blocks: list[Block] = field(default_factory=list)
-    metrics: dict[str, Column] = field(default_factory=dict)
-    steps: dict[str, Column] = field(default_factory=dict)
-
-    @property
-    def state(self) -> str:
-        """`finished`, `diverged`, or `running`, which a killed run is too."""
-        if self.summary is None:
-            return "running"
-        return "diverged" if self.summary.get("diverged") else "finished"
-
-    @property
-    def unit(self) -> str:
-        """Unit of its losses as the task describes it, after a space; empty without one."""
-        return f" {self.environment['loss_unit']}" if self.environment.get("loss_unit") else ""
-
-    @property
-    def outer(self) -> OuterConfig | None:
-        """The outer optimizer without its restarts; None where there is none, or one that only the user's loop has."""
-        values: dict[str, Any] = {path[6:]: value for path, value in self.config.items() if path.startswith("outer.")}
-        values["restart"] = "never"
-        with suppress(UsageError):
-            return OuterConfig(**values) if "method" in values else None
-        return None
-
-    @property
-    def rule(self) -> OuterRule | None:
-        """The outer rule, if nothing but it moves the anchors."""
-        return self.outer.rule() if self.outer and self.outer.is_rule else None
-
-    @property
-    def outer_words(self) -> str:
-        """The outer optimizer in words; empty if the configuration holds none."""
-        return self.outer.describe() if self.outer else str(self.config.get("outer.method", ""))
-
-    def policy(self, block: str = WHOLE) -> RestartPolicy | None:
-        """Return the restart policy of a block, if the configuration holds one."""
-        by_block = dict(word.split("=", 1) for word in self.config.get("sync.restart") or [] if "=" in word)
-        text = by_block.get(block, self.config.get("outer.restart"))
-        return None if text is None else parse(str(text))
-
-    @property
-    def restart(self) -> str:
-        """The restart policy in words: a policy for each fragment, or the same for all."""
-        words = self.config.get("sync.restart") or [self.config.get("outer.restart", "unknown")]
-        return ", ".join(map(str, words))
-
-    def number(self, path: str) -> float:
-        """Return a value of the configuration as a number, else nan."""
-        return _number(self.config.get(path))
-
-    @property
-    def planned_rounds(self) -> int | None:
-        """Rounds of the whole run, by its configuration."""
-        steps, inner = self.number("steps"), self.number("inner_steps")
-        return math.ceil(steps / inner) if steps >= 1 and inner >= 1 else None
+    config: dict[str, Any]
+    numbers: dict[str, float]
+    environment: dict[str, Any]
+    summary: dict[str, Any] | None
+    results: dict[str, float]
+    state: str
+    unit: str
+    outer: OuterConfig | None
+    rule: OuterRule | None
+    outer_words: str
+    restart: str
+    planned_rounds: int | None
+    rounds: dict[str, Column]
+    recorded: int
+    phases: dict[str, Column]
+    blocks: list[Block]
+    metrics: dict[str, Column]
+    steps: dict[str, Column]
 
     def curve(self, name: str) -> tuple[Column, Column]:
         """Return steps and values of the metrics that have a value of this name; empty if none has."""
         values = self.metrics.get(name, np.array([]))
         rows = np.flatnonzero(~np.isnan(values))
         return self.metrics.get("step", values)[rows], values[rows]
-
-    def inner_lr(self, index: NDArray[np.int64]) -> Column | None:
-        """Return the inner learning rate at the end of each of some rounds; None where the metrics do not have it."""
-        rates = dict(zip(*(values.tolist() for values in self.curve("inner_lr")), strict=True))
-        shown = np.array([rates.get(step, math.nan) for step in self.rounds["step"][index].tolist()])
-        return shown if np.isfinite(shown).any() else None
 
 
 def is_run(path: Path) -> bool:
@@ -145,8 +107,11 @@ def read_rounds(path: Path) -> list[dict[str, Any]]:
     """Return the lines of a run's `rounds.jsonl`; of a round that was repeated, the last."""
     rows = {}
     for line in read_jsonl(path / ROUNDS):
-        parts = [(part["name"], part["round"]) for part in line.get("fragments") or []]
-        rows[str(parts or line["round"])] = line
+        try:
+            number, parts = line["round"], [(part["name"], part["round"]) for part in line.get("fragments") or []]
+            rows[str(parts or number)] = line
+        except (KeyError, TypeError):
+            raise UsageError(f"{path / ROUNDS}: each line must have a round, got {line!r:.60}") from None
     return list(rows.values())
 
 
@@ -154,46 +119,80 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
     """Return the lines of another log, those of a step as one, in which the last value of a name counts."""
     rows: dict[int, dict[str, Any]] = {}
     for line in read_jsonl(path):
-        rows[line["step"]] = rows.get(line["step"], {}) | line
+        if not isinstance(step := line.get("step"), int | float):
+            raise UsageError(f"{path}: each line must have a step, got {line!r:.60}")
+        rows[step] = rows.get(step, {}) | line
     return list(rows.values())
 
 
 def read_record(path: Path) -> RunRecord:
-    """Read a run's folder; a UsageError for another one."""
+    """Read a run's folder.
+
+    Raises:
+        UsageError: the path is no folder, nothing in it is a run's, or a file of it is not as runs write it.
+    """
     if not is_run(path):
         raise UsageError(f"{path}: must be the folder of a run, the --out of `twophase train`")
-    config, environment, lines = path / CONFIG, path / ENV, read_rounds(path)
+    config = flatten(load_yaml(path / CONFIG)) if (path / CONFIG).exists() else {}
+    environment: Any = None
+    with suppress(ValueError):
+        environment = json.loads((path / ENV).read_bytes()) if (path / ENV).exists() else {}
+    if not isinstance(environment, dict):
+        raise UsageError(f"{path / ENV}: must hold values by name as JSON")
+    given: dict[str, Any] = {name[6:]: value for name, value in config.items() if name.startswith("outer.")}
+    outer = None
+    with suppress(UsageError, TypeError):  # an optimizer that only the user's loop has
+        outer = OuterConfig(**(given | {"restart": "never"})) if "method" in given else None
+    lines, summary, metrics = read_rounds(path), read_summary(path), _columns(read_steps(path / METRICS))
     parts = [part["name"] for line in lines for part in line.get("fragments") or [{"name": ""}]]
-    record = RunRecord(
+    rounds = _columns(lines, (*_TOTALS, *MEASURED))
+    rates = dict(zip(metrics.get("step", ()), metrics.get("inner_lr", ()), strict=False))
+    rounds["inner_lr"] = np.array([rates.get(step, math.nan) for step in rounds["step"]])
+    numbers = _numbers(config)
+    steps, inner_steps = numbers.get("steps", 0), numbers.get("inner_steps", 0)
+    return RunRecord(
         path,
-        config=flatten(load_yaml(config)) if config.exists() else {},
-        environment=json.loads(environment.read_bytes()) if environment.exists() else {},
-        summary=read_summary(path),
-        rounds=_columns(lines, (*_TOTALS, *MEASURED)),
+        config,
+        numbers,
+        environment,
+        summary,
+        results=_numbers(summary or {}),
+        state="running" if summary is None else "diverged" if summary.get("diverged") else "finished",
+        unit=f" {environment['loss_unit']}" if environment.get("loss_unit") else "",
+        outer=outer,
+        rule=outer.rule() if outer and outer.is_rule else None,
+        outer_words=outer.describe() if outer else str(given.get("method", "")),
+        restart=", ".join(map(str, config.get("sync.restart") or [given.get("restart", "unknown")])),
+        planned_rounds=math.ceil(steps / inner_steps) if steps >= 1 and inner_steps >= 1 else None,
+        rounds=rounds,
         recorded=min((parts.count(name) for name in {*parts}), default=0),
         phases=_columns([line.get("seconds") or {} for line in lines]),
-        metrics=_columns(read_steps(path / METRICS)),
+        blocks=_blocks(lines, config),
+        metrics=metrics,
         steps=_columns(read_steps(path / STEPS)),
     )
-    record.blocks = _blocks(lines, several=len(record.config.get("sync.fragments") or []) > 1)
-    return record
 
 
-def _number(value: Any) -> float:
-    """Return a value of JSON as a float, nan where it is no number."""
-    return float(value) if isinstance(value, int | float) and abs(value) <= LARGEST else math.nan
+def _numbers(values: Line) -> dict[str, float]:
+    """Return those of some values that are numbers, and finite."""
+    return {
+        name: float(value) for name, value in values.items() if isinstance(value, int | float) and abs(value) <= LARGEST
+    }
 
 
 def _columns(lines: Sequence[Line], names: Collection[str] = ()) -> dict[str, Column]:
     """Return columns of numbers by name, a row for each line; without names, of every name that occurs."""
+    rows = [_numbers(line) for line in lines]
     return {
-        name: np.array([_number(line.get(name)) for line in lines], dtype=np.float64)
+        name: np.array([row.get(name, math.nan) for row in rows], dtype=np.float64)
         for name in names or dict.fromkeys(chain.from_iterable(lines))
     }
 
 
-def _blocks(lines: Sequence[Line], *, several: bool) -> list[Block]:
+def _blocks(lines: Sequence[Line], config: Line) -> list[Block]:
     """Return the blocks of all lines: fragments, or param groups where a line has more of them."""
+    several = len(config.get("sync.fragments") or []) > 1
+    restarts = dict(word.split("=", 1) for word in config.get("sync.restart") or [] if "=" in word)
     take_turns = several and any(len(line.get("fragments") or []) == 1 for line in lines)
     rows: dict[str, list[tuple[int, Line]]] = {}
     for index, line in enumerate(lines):
@@ -211,5 +210,7 @@ def _blocks(lines: Sequence[Line], *, several: bool) -> list[Block]:
         columns = _columns([row for _, row in of_block], ("round", "restarted", *MEASURED))
         number, restarted = columns.pop("round"), columns.pop("restarted") == 1
         index = np.array([index for index, _ in of_block])
-        blocks.append(Block(name if len(rows) > 1 else WHOLE, index, number, restarted, **columns))
+        text = restarts.get(name, config.get("outer.restart"))
+        policy = None if text is None else str(text)
+        blocks.append(Block(name if len(rows) > 1 else WHOLE, policy, index, number, restarted, **columns))
     return blocks
