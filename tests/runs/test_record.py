@@ -112,10 +112,11 @@ def test_blocks_of_fragments(tmp_path: Path) -> None:
     assert block.number.tolist() == [*range(1, 11)]
     assert block.index.tolist() == [*range(0, 20, 2)]
     assert (len(record.rounds["step"]), record.recorded) == (20, 10)
-    assert [block.restart for block in record.blocks] == ["3", "4", "4"]
+    assert block.restart == "3"
     assert record.restart == "a=3, b=never"
     together = of_fragments(tmp_path / "together", turns=False)
     assert [block.name for block in together.blocks] == [f"param group {number}" for number in range(3)]
+    assert [block.restart for block in together.blocks] == ["4"] * 3
     assert together.recorded == 10
 
 

@@ -142,7 +142,7 @@ def read_record(path: Path) -> RunRecord:
     given: dict[str, Any] = {name[6:]: value for name, value in config.items() if name.startswith("outer.")}
     outer = None
     with suppress(UsageError, TypeError):  # an optimizer that only the user's loop has
-        outer = OuterConfig(**(given | {"restart": "never"})) if "method" in given else None
+        outer = OuterConfig(**{**given, "restart": "never"}) if "method" in given else None
     lines, summary, metrics = read_rounds(path), read_summary(path), _columns(read_steps(path / METRICS))
     parts = [part["name"] for line in lines for part in line.get("fragments") or [{"name": ""}]]
     rounds = _columns(lines, (*_TOTALS, *MEASURED))
