@@ -30,7 +30,7 @@ def test_both_forms_are_one_rule(rule: OuterRule):
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
-        *(("lr", (value, 0.9)) for value in (-0.1, math.nan, math.inf, "0.7", None)),
+        *(("lr", (value, 0.9)) for value in (-0.1, math.nan, math.inf, 10**400, "0.7", None)),
         *(("momentum", (0.7, value)) for value in (1, -0.1, math.nan, "0.9", None)),
         *(("nesterov", (0.7, 0.9, value)) for value in ("ema", None)),
         *(("form", (0.7, 0.9, True, value)) for value in ("EMA", None)),
@@ -60,3 +60,4 @@ def test_numbers_of_numpy_and_the_description():
     words = ["Nesterov", "0.5", "0.875", "sum"], ["heavy ball", "EMA"], ["momentum-free"]
     for each, parts in zip((rule, OuterRule(1, 0.5, form="ema"), OuterRule(1, 0)), words, strict=True):
         assert all(part in each.describe() for part in parts)
+    assert "-0" not in OuterRule(-0.0, -0.0).describe()

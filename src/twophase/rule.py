@@ -59,12 +59,13 @@ class OuterRule:
             raise ValueError(f"nesterov must be True or False, got {self.nesterov!r}; form comes after it")
         if self.form not in FORMS:
             raise ValueError(f'form must be "sum" (as torch.optim.SGD) or "ema" (as the paper), got {self.form!r}')
-        if not (isinstance(self.lr, Real) and 0 <= self.lr < math.inf):
+        largest = 10**308 if isinstance(self.lr, int) else math.inf  # of an int, which a float may not hold
+        if not (isinstance(self.lr, Real) and 0 <= self.lr < largest):
             raise ValueError(f"lr must be a finite number >= 0, got {self.lr!r}")
         if not (isinstance(self.momentum, Real) and 0 <= self.momentum < 1):
             raise ValueError(f"momentum must be in [0, 1), got {self.momentum!r}")
         for name in ("lr", "momentum"):  # NumPy's scalars become plain numbers, which JSON and checkpoints take
-            object.__setattr__(self, name, float(getattr(self, name)))
+            object.__setattr__(self, name, float(getattr(self, name)) + 0.0)  # no -0
         object.__setattr__(self, "nesterov", bool(self.nesterov))
 
     def to(self, form: Form) -> OuterRule:

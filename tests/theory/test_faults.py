@@ -120,6 +120,11 @@ class Needing(Never):
         ("rollout", (HB, [0.5, 0.9], 5), {"seeds": 0}, "seeds"),
         ("rollout", (HB, [0.5, 0.9], 5), {"seeds": [1, -1]}, "seeds"),
         ("rollout", (HB, [0.5, 0.9], 5, Needing()), {}, "validation_loss"),
+        *(
+            ("rollout", (HB, [0.5], 5), {name: HUGE}, name)
+            for name in ("weights", "initial", "noise", "replicas", "seeds")
+        ),
+        *(("advise", (HB, [0.5]), {name: HUGE}, name) for name in ("weights", "rounds", "max_period")),
         ("rollout", (OuterRule(1e60, 0.9), [0.5], 12), {}, "1e300"),
         ("rollout_blocks", (0.3, 5), {}, "blocks"),
         ("rollout_blocks", ([], 5), {}, "blocks"),

@@ -97,7 +97,7 @@ def advise(
     (7, 0.0)
     """
     values = numbers("sigma", sigma, 0, 1).reshape(-1)
-    shares = np.ones(values.size) if weights is None else np.asarray(weights, dtype=np.float64)
+    shares = np.ones(values.size) if weights is None else numbers("weights", weights, 0)
     if shares.shape != values.shape or not (shares >= 0).all():
         raise ValueError(f"advise: weights must be one number >= 0 for each of {values.size} modes, got {weights}")
     moving = (values != 0) & (shares > 0)

@@ -82,4 +82,4 @@ def rule_grid(lr: ArrayLike, momentum: ArrayLike, nesterov: ArrayLike = False, f
         raise ValueError(f"nesterov must be True or False, got {nesterov!r:.100}; form comes after it")
     if form not in FORMS:
         raise ValueError(f'form must be "sum" or "ema", got {form!r}')
-    return Rules(*np.broadcast_arrays(rates, momenta, ahead, form == "ema"))
+    return Rules(*np.broadcast_arrays(rates + 0.0, momenta + 0.0, ahead, form == "ema"))  # no -0
