@@ -50,6 +50,13 @@ def test_what_a_method_tunes(text: str, tuned: set[str], values: dict[str, Any])
     assert MOMENTUM not in tuned or get(ends, MOMENTUM) < 1
 
 
+def test_one_number_inside_a_text() -> None:
+    """A tuned number may be a part of a value, such as of a policy's text."""
+    method = method_of("nesterov outer.restart=soft:3:~0.2:0.1")
+    point = tuple(0.25 if path == "outer.restart" else scale.start for path, scale in method.scales.items())
+    assert method.config(point).outer.restart == "soft:3:0.25:0.1"
+
+
 BAD = (
     "",
     "nesterv",

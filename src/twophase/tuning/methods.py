@@ -9,6 +9,7 @@ its number (`nesterov outer.momentum=0.9`); one behind `~` is tuned from there (
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -23,6 +24,7 @@ CONTROL = "averaging"
 METHODS = (CONTROL, f"{CONTROL} outer.filter=orthogonal", "nesterov", f"{CONTROL} inner.method=muon")
 """What is compared where nothing is asked for."""
 INNER_LR, MOMENTUM, RESTART = "inner.lr", "outer.momentum", "outer.restart"
+_TUNED = re.compile(r"~([0-9][0-9.eE+-]*)")
 _PERIOD = "~3"
 """Where the search of a period begins."""
 
@@ -79,30 +81,28 @@ def read_method(text: str, base: RunConfig) -> Method:
         given[RESTART] = _PERIOD
     try:
         check_paths(path for path in given if path == "seed")
-        base = update(base, {"outer.method": name, **{path: value.lstrip("~") for path, value in given.items()}}, "")
+        fixed = {path: _TUNED.sub(r"\1", value) for path, value in given.items()}
+        base = update(base, {"outer.method": name, **fixed}, "")
     except UsageError as error:
         raise UsageError(f"--methods {text}: {error}") from None
     own = {} if name == CONTROL else {f"outer.{key}": f"~{value:g}" for key, value in base.outer.numbers().items()}
     ignored = {f"outer.{key}" for key in replace(base.outer, lr=0.5, momentum=0.5).ignored()}
     tuned = {INNER_LR: f"~{base.inner.lr:g}"} | own | given
     scales = {
-        path: _scale(path, value, base.rounds)
+        path: _scale(path, value, found, base.rounds)
         for path, value in tuned.items()
-        if value.startswith("~") and path not in ignored
+        if (found := _TUNED.search(value)) and path not in ignored
     }
     return Method(text, base, scales, tuple(dict.fromkeys(["outer.method", *given, *scales])))
 
 
-def _scale(path: str, value: str, rounds: int) -> Scale:
-    """Return the scale of a number that is tuned from a value such as `~0.6`."""
-    try:
-        start = float(value[1:])
-    except ValueError:
-        start = 0.0
+def _scale(path: str, value: str, found: re.Match[str], rounds: int) -> Scale:
+    """Return the scale of a number that is tuned from a value such as `~0.6`, or `ramp:~0.5` of a policy."""
+    start, template = float(found[1]), value.replace(found[0], "~")
     require(start > 0, "methods", f"{path}={value}", "a number above 0 behind ~")
-    if path == RESTART:
+    if (path, template) == (RESTART, "~"):
         return Scale(start, 1, max(rounds, start), is_whole=True)
     # A factor of 16 each way, of a momentum its odds; 8 for the other outer numbers.
     reach, is_odds = 16.0 if path in (INNER_LR, MOMENTUM) else 8.0, path == MOMENTUM
     start = start / (1 - start) if is_odds else start
-    return Scale(rounded(start), rounded(start / reach), rounded(start * reach), is_odds)
+    return Scale(rounded(start), rounded(start / reach), rounded(start * reach), is_odds, template=template)

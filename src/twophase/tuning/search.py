@@ -32,6 +32,7 @@ class Scale:
         low, high: its range, which follows the best result beyond them; of a whole number it does not.
         is_odds: whether the number is x / (1 + x), as a momentum, for x on the scale.
         is_whole: whether the number is a whole one.
+        template: the value that the number is a part of; `~` stands for the number.
     """
 
     start: float
@@ -39,10 +40,11 @@ class Scale:
     high: float
     is_odds: bool = False
     is_whole: bool = False
+    template: str = "~"
 
     def text(self, x: float) -> str:
         """Write the value at a place on the scale, as an option has it."""
-        return f"{x / (1 + x) if self.is_odds else x:.4g}"
+        return self.template.replace("~", f"{x / (1 + x) if self.is_odds else x:.4g}")
 
 
 def propose(
