@@ -52,7 +52,7 @@ class BusyError(UsageError):
     """Another process is at work in the folder."""
 
 
-class Claim(AbstractContextManager["Claim"]):
+class Claim(AbstractContextManager[Any]):
     """A folder of this process alone, until `release()` or its death; another process raises a BusyError.
 
     On one host a lock on `.lock` keeps others out. Hosts may share a folder without working locks, so files `.claim-1`,
