@@ -148,17 +148,6 @@ def test_explicit_formulas_at_critical_damping(bits: int, numerator: int, upper:
     assert sign == (-1 if upper and period % 2 else 1)
 
 
-@given(st.floats(0.01, 0.999), st.booleans(), st.integers(0, 200))
-def test_a_pure_cosine(momentum: float, nesterov: bool, period: int) -> None:
-    """R7: at lr sigma = 1 (EMA; Nesterov lr sigma (1+b) = 1) chi_K = rho^K cos(K phi)."""
-    rule = OuterRule(1 / (1 + momentum) if nesterov else 1.0, momentum, nesterov, "ema")
-    with mpmath.workdps(50):
-        first, _ = oracle.eigenvalues(rule, 1.0)
-        rho, angle = abs(first), mpmath.arg(first)
-        exact, size = float(rho**period * mpmath.cos(period * angle)), float(rho**period)
-    assert restart_factor(rule, 1.0, period) == pytest.approx(exact, abs=1e-12 * size + 1e-300)
-
-
 @given(st.floats(0.01, 4), st.floats(0, 0.99), st.booleans(), st.sampled_from(FORMS), st.floats(0, 1))
 def test_one_round_is_plain_sgd(lr: float, momentum: float, nesterov: bool, form: Form, sigma: float) -> None:
     """R4: K = 1 is momentum-free SGD of step nu (1-b) (heavy ball), nu (1-b^2) (Nesterov)."""

@@ -137,17 +137,6 @@ def test_regime_of_delicate_modes(name: str) -> None:
     assert decided > 40
 
 
-@given(st.integers(1, 25), st.integers(0, 2**25), st.booleans(), st.integers(0, 4))
-def test_exactly_critical(bits: int, numerator: int, upper: bool, shift: int) -> None:
-    """R8: at b = q^2, s = (1 - q)^2 or (1 + q)^2 a mode is critical; a little to a side it is not."""
-    q = (numerator % 2**bits) / 2**bits
-    assume(q > 0)
-    step, sigma = (1 + q) ** 2 if upper else (1 - q) ** 2, 2.0**-shift
-    lr = step / sigma
-    names = [str(regime(OuterRule(lr * (1 + off), q * q), sigma)) for off in (-1e-14, 0, 1e-14)]
-    assert names == (["oscillatory", "critical", "real_above"] if upper else ["real_below", "critical", "oscillatory"])
-
-
 @pytest.mark.parametrize(
     ("rule", "sigma", "name"),
     [
