@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from twophase.files import read_jsonl
-from twophase.runs.folder import read_summary
+from twophase.runs.record import read_summary
 
 SMALL = (
     "--model.layers 1 --model.hidden-size 16 --model.intermediate-size 24 --data.sequence-length 16 "

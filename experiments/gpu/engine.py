@@ -24,7 +24,8 @@ from machine import arguments, config_of, save_figures, wait_for
 from twophase.api import train
 from twophase.diloco.engine import DiLoCo
 from twophase.diloco.group import SingleProcess
-from twophase.runs.folder import CHECKPOINTS, read_summary
+from twophase.runs.folder import CHECKPOINTS
+from twophase.runs.record import read_summary
 from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.task import LanguageTask
 from twophase.training.checkpoint import Checkpointer, latest

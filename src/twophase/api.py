@@ -17,7 +17,8 @@ from twophase.errors import RunError, UsageError
 from twophase.files import sha256
 from twophase.progress import line_text, meter
 from twophase.runs.config import RunConfig, outer_line
-from twophase.runs.folder import ENV, SUMMARY, WEIGHTS, RunFolder, read_summary
+from twophase.runs.folder import ENV, SUMMARY, WEIGHTS, RunFolder
+from twophase.runs.record import read_summary
 from twophase.runs.trackers import call_each, open_trackers
 from twophase.tasks.registry import LM, config_class, forbid_import_time_calls, name_of, task_of
 

@@ -19,7 +19,8 @@ from twophase.config import fingerprint, load_yaml
 from twophase.errors import RunError, UsageError
 from twophase.files import read_jsonl
 from twophase.runs.config import OuterConfig
-from twophase.runs.folder import METRICS, ROUNDS, STALE_SECONDS, BusyError, RunFolder, read_summary
+from twophase.runs.folder import METRICS, ROUNDS, STALE_SECONDS, BusyError, RunFolder
+from twophase.runs.record import read_summary
 
 CONFIG: dict[str, Any] = {"seed": 0, "inner_steps": 2, "outer": {"lr": 0.7}}
 

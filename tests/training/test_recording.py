@@ -22,8 +22,8 @@ from forked import in_processes
 from twophase import DiLoCo, OuterRule, OuterSGD, Restarting, record
 from twophase.config import load_yaml
 from twophase.errors import UsageError
-from twophase.runs.folder import METRICS, read_summary
-from twophase.runs.record import read_record, read_rounds, read_steps
+from twophase.runs.folder import METRICS
+from twophase.runs.record import read_record, read_rounds, read_steps, read_summary
 from twophase.tasks.lm.config import TrainConfig
 from twophase.training.recording import Recorder, setting
 

@@ -15,8 +15,7 @@ from twophase.report import demo
 from twophase.report.charts import Chart, Curve
 from twophase.report.heat import heat
 from twophase.report.page import render
-from twophase.runs.folder import read_summary
-from twophase.runs.record import RunRecord, read_record
+from twophase.runs.record import RunRecord, read_record, read_summary
 from twophase.sweeps.grid import RUNS, Sweep
 from twophase.sweeps.table import Row, readable, result
 

@@ -182,17 +182,6 @@ class RunFolder(Claim):
         write_atomic(self.path / SUMMARY, json.dumps(record, indent=2) + "\n")
 
 
-def read_summary(path: Path, fingerprint: str | None = None) -> dict[str, Any] | None:
-    """Return the outcome of the run with a fingerprint, by default the `config.yaml`'s; None while it is unfinished."""
-    with suppress(OSError, ValueError):  # not there, damaged, or without a config.yaml
-        record = json.loads((path / SUMMARY).read_bytes())
-        if isinstance(record, dict) and record.get("config") == (
-            fingerprint or fingerprint_of(load_yaml(path / CONFIG))
-        ):
-            return record
-    return None
-
-
 def _check(path: Path, tree: Mapping[str, Any]) -> None:
     """Refuse a folder that holds other files or another run."""
     if (path / CONFIG).exists():

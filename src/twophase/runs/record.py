@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from twophase.config import fingerprint as fingerprint_of
 from twophase.config import flatten, load_yaml
 from twophase.errors import UsageError
 from twophase.files import read_jsonl
 from twophase.rule import OuterRule
 from twophase.runs.config import OuterConfig
-from twophase.runs.folder import CONFIG, ENV, METRICS, ROUNDS, STEPS, SUMMARY, read_summary
+from twophase.runs.folder import CONFIG, ENV, METRICS, ROUNDS, STEPS, SUMMARY
 
 Column = NDArray[np.float64]
 Line = Mapping[str, Any]
@@ -103,6 +104,17 @@ def is_run(path: Path) -> bool:
     return any((path / name).is_file() for name in (CONFIG, ROUNDS, METRICS, SUMMARY))
 
 
+def read_summary(path: Path, fingerprint: str | None = None) -> dict[str, Any] | None:
+    """Return the outcome of the run with a fingerprint, by default the `config.yaml`'s; None while it is unfinished."""
+    with suppress(OSError, ValueError):  # not there, damaged, or without a config.yaml
+        record = json.loads((path / SUMMARY).read_bytes())
+        if isinstance(record, dict) and record.get("config") == (
+            fingerprint or fingerprint_of(load_yaml(path / CONFIG))
+        ):
+            return record
+    return None
+
+
 def read_rounds(path: Path) -> list[dict[str, Any]]:
     """Return the lines of a run's `rounds.jsonl`; of a round that was repeated, the last."""
     rows = {}
@@ -117,7 +129,7 @@ def read_rounds(path: Path) -> list[dict[str, Any]]:
 
 def read_steps(path: Path) -> list[dict[str, Any]]:
     """Return the lines of another log, those of a step as one, in which the last value of a name counts."""
-    rows: dict[int, dict[str, Any]] = {}
+    rows: dict[float, dict[str, Any]] = {}
     for line in read_jsonl(path):
         if not isinstance(step := line.get("step"), int | float):
             raise UsageError(f"{path}: each line must have a step, got {line!r:.60}")

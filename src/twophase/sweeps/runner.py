@@ -24,7 +24,8 @@ from twophase.config import fingerprint
 from twophase.errors import RunError
 from twophase.files import write_atomic
 from twophase.progress import meter
-from twophase.runs.folder import CHECKPOINTS, BusyError, RunFolder, read_summary
+from twophase.runs.folder import CHECKPOINTS, BusyError, RunFolder
+from twophase.runs.record import read_summary
 from twophase.sweeps.fork import Node, tree
 from twophase.sweeps.grid import RUNS, SPEC, Sweep, read_spec, write_spec
 from twophase.sweeps.table import TABLE, Row, measure_of, place_words, readable, result, rows_of, write_rows

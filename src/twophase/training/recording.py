@@ -22,8 +22,8 @@ from twophase.diloco.report import RoundReport
 from twophase.errors import UsageError
 from twophase.optim.outer_sgd import GroupRound, OuterSGD, rule_of
 from twophase.runs.config import options_of
-from twophase.runs.folder import METRICS, RECORDED, ROUNDS, RunFolder, read_summary
-from twophase.runs.record import MEASURED, read_rounds, read_steps
+from twophase.runs.folder import METRICS, RECORDED, ROUNDS, RunFolder
+from twophase.runs.record import MEASURED, read_rounds, read_steps, read_summary
 from twophase.runs.trackers import call_each, open_trackers
 from twophase.training.distributed import environment, raised_on_all_ranks
 

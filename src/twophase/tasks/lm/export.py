@@ -21,7 +21,8 @@ from torch import Tensor
 from twophase.config import fingerprint, load_yaml, require, update
 from twophase.errors import RunError, UsageError
 from twophase.files import replacing, sha256
-from twophase.runs.folder import CHECKPOINTS, CONFIG, ENV, SUMMARY, WEIGHTS, read_summary
+from twophase.runs.folder import CHECKPOINTS, CONFIG, ENV, SUMMARY, WEIGHTS
+from twophase.runs.record import read_summary
 from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.data import TOKENS
 from twophase.tasks.lm.model import Llama
