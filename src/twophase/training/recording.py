@@ -146,7 +146,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         A run whose last loss or round is not finite, null in the logs, has diverged.
         """
         if values:
-            self.log(**values)
+            self.log(None, **values)
         if self._folder is not None:
             newest: dict[str, Any] = {}
             for line in read_steps(self._folder.path / METRICS):

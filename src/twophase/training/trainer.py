@@ -290,7 +290,7 @@ class Trainer:
         line: dict[str, Any] = {"step": done.step, "round": report.round, "train_loss": loss}
         due = interval and report.complete and report.round % interval == 0
         if self.group.rank == 0 and (due or done.exit_reason in (FINISHED, DIVERGED)):
-            line = line | self.validate() | line  # an evaluation may have numbers of the same names
+            line = {**line, **self.validate(), **line}  # an evaluation may have numbers of the same names
         return line | {"inner_lr": inner_lr(self.config, done.step - 1)}
 
     def validate(self) -> Mapping[str, float]:
