@@ -21,8 +21,7 @@ def numbers(name: str, value: ArrayLike, low: float = -np.inf, high: float = np.
         values = np.asarray(np.inf)
     wrong = ~(np.isfinite(values) & (values >= low) & (values <= high))
     if wrong.any():
-        ends = ("" if np.isinf(low) else f" >= {low:g}") + ("" if np.isinf(high) else f" <= {high:g}")
-        raise ValueError(f"{name} must be finite numbers{ends}, got {values[wrong][0]:g}")
+        raise ValueError(f"{name} must be finite and in [{low:g}, {high:g}], got {values[wrong][0]:g}")
     return values
 
 
