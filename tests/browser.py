@@ -80,6 +80,15 @@ class Watched:
         self.page.goto(file.as_uri())
         return self.page
 
+    def check(self, file: Path, width: int, scheme: str) -> Page:
+        """Show a file, all of it opened: no violation of WCAG A or AA, nothing wider than the window, no trouble."""
+        page = self.show(file, width, scheme)
+        page.evaluate("document.querySelectorAll('details').forEach(one => { one.open = true; })")
+        assert axe_violations(page) == []
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert self.troubles == []
+        return page
+
 
 @pytest.fixture(scope="session")
 def _open_page(browser: Browser) -> Iterator[Watched]:

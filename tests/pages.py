@@ -8,7 +8,10 @@ import html
 import json
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
+
+from twophase.cli.main import main
 
 EVIL = "</title><script>alert(1)</script><img src=x onerror=alert(2)>\"'&\u202e\ud800=cmd|' /C calc'!A0"
 """A text that would be markup, a script, an attribute, a formula, or turned round, if it were not escaped."""
@@ -55,3 +58,11 @@ def read(text: str) -> Reader:
 def data_of(text: str) -> list[dict[str, Any]]:
     """Return the data of the charts of a page."""
     return [json.loads(data) for data in re.findall(r'<script type="application/json">(.*?)</script>', text, re.DOTALL)]
+
+
+def written(folder: Path, *words: str) -> str:
+    """Write the report of a folder by the command; return the page, which `read` takes."""
+    assert main(["report", str(folder), *words]) == 0
+    text = (folder / "report.html").read_text(encoding="utf-8")
+    read(text)
+    return text

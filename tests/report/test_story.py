@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from browser import Watched, axe_violations
+from browser import Watched
 from madeup import rows
 from pages import data_of, read
 from runmaker import NESTEROV, SUM, config_of, write_run, write_summary
@@ -101,7 +101,6 @@ def test_in_a_browser(browser: Browser, watched: Watched, tmp_path: Path, width:
     slider.press("ArrowLeft")
     shown.reload()
     shown.locator(".rounds output", has_text="11 of 12").wait_for()
-    assert shown.evaluate("document.documentElement.scrollWidth") <= width
     assert under_policy.troubles == []
     shown.close()
-    assert axe_violations(watched.show(path, width, scheme)) == []
+    watched.check(path, width, scheme)

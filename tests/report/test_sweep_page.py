@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from browser import Watched, axe_violations
-from pages import EVIL, data_of, read
+from browser import Watched
+from pages import EVIL, data_of, read, written
 from runmaker import make_sweep, write_lines
 from twophase.cli.main import main
 from twophase.report.sweep import sweep_report
@@ -25,14 +25,6 @@ if TYPE_CHECKING:
 Output = pytest.CaptureFixture[str]
 HEAD = "arm,run,outer.lr,seed,perplexity,validation_loss,diverged,state,seconds,control_of\n"
 CELL = re.compile(r'<td class="\w+"[^>]*>\s*<(?:span|button)[^>]*>([^<]*)<')
-
-
-def written(folder: Path, *words: str) -> str:
-    """Write the report by the command; return the page."""
-    assert main(["report", str(folder), *words]) == 0
-    text = (folder / "report.html").read_text(encoding="utf-8")
-    read(text)
-    return text
 
 
 @pytest.fixture(scope="session")
@@ -158,10 +150,7 @@ def test_in_a_browser(browser: Browser, watched: Watched, made: Path, tmp_path: 
     path = tmp_path / "sweep.html"
     path.write_text(sweep_report(read_sweep(made)), encoding="utf-8")
     for width, scheme in ((390, "light"), (1280, "dark")):
-        page = watched.show(path, width, scheme)
-        page.evaluate("document.querySelectorAll('details').forEach(one => { one.open = true; })")
-        assert axe_violations(page) == []
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        watched.check(path, width, scheme)
     under_policy = Watched(browser.new_page())
     page = under_policy.page
     page.goto(path.as_uri())
@@ -176,5 +165,5 @@ def test_in_a_browser(browser: Browser, watched: Watched, made: Path, tmp_path: 
     assert names.all_text_contents() == before
     names.first.click()
     assert names.all_text_contents() == before[1:]
-    assert watched.troubles == under_policy.troubles == []
+    assert under_policy.troubles == []
     page.close()
