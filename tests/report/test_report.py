@@ -20,8 +20,7 @@ from pages import EVIL, data_of, read, written
 from runmaker import EMA, NESTEROV, SUM, config_of, make_sweep, write_lines, write_run, write_summary
 from tracer import functions_of
 from twophase.cli.main import main
-from twophase.report.overlay import overlay_page
-from twophase.report.run import run_page
+from twophase.report.run import overlay_page, run_page
 from twophase.runs.record import read_record
 
 if TYPE_CHECKING:

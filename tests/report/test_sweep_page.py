@@ -15,8 +15,7 @@ from browser import Watched
 from pages import EVIL, data_of, read, written
 from runmaker import make_sweep, write_lines
 from twophase.cli.main import main
-from twophase.report.sweep import sweep_report
-from twophase.report.sweep_record import read_sweep
+from twophase.report.sweep import read_sweep, sweep_report
 from twophase.sweeps.table import Row, State, read_rows, readable, settings, write_rows
 
 if TYPE_CHECKING:

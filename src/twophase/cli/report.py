@@ -85,8 +85,7 @@ def _run(options: Options, refresh: float, of_sweep: Path | None = None) -> tupl
 
 def _runs(options: Options, refresh: float) -> tuple[bool, str]:
     """Write several runs over each other; return whether one is unfinished, and their results in words."""
-    from twophase.report.overlay import common_folder, overlay_page
-    from twophase.report.run import result_words
+    from twophase.report.run import common_folder, overlay_page, result_words
     from twophase.runs.record import read_record
 
     records = [read_record(folder) for folder in options.folders]
@@ -99,8 +98,7 @@ def _runs(options: Options, refresh: float) -> tuple[bool, str]:
 def _sweep(options: Options, refresh: float) -> tuple[bool, str]:
     """Write a sweep's page, and those of its runs if asked; return whether one is unfinished, and the comparison."""
     from twophase.compare.sweep import compare_sweep, describe
-    from twophase.report.sweep import sweep_report
-    from twophase.report.sweep_record import read_sweep
+    from twophase.report.sweep import read_sweep, sweep_report
     from twophase.runs.config import named_values
     from twophase.runs.record import is_run
 

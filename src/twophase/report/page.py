@@ -21,6 +21,8 @@ from urllib.parse import quote
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from twophase.runs.folder import REPORT
+
 _POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'; "
     "script-src 'sha256-{}'"
@@ -38,6 +40,13 @@ class Link(NamedTuple):
 
     text: str
     href: str | None
+
+
+def run_link(name: str, folder: Path | None, page_folder: Path) -> Link:
+    """Return the link to a run's own page, or to its folder; without one its name alone."""
+    if folder is None:
+        return Link(name, None)
+    return Link(name, href(folder / REPORT if (folder / REPORT).is_file() else folder, page_folder))
 
 
 def render(template: str, *, scripts: Sequence[str] = (), styles: Sequence[str] = (), **values: Any) -> str:

@@ -14,7 +14,7 @@ from twophase.diagnose import Diagnosis, diagnose
 from twophase.figures.heatmap import sweep_figure
 from twophase.figures.style import headline, look, new_figure, styled
 from twophase.report.run import result_words
-from twophase.report.sweep_record import read_sweep
+from twophase.report.sweep import read_sweep
 from twophase.runs.record import Column, RunRecord, is_run, read_record
 from twophase.sweeps.grid import RUNS
 from twophase.sweeps.table import AFTER, TABLE, Row, Setting, measure_of, method_name
@@ -195,11 +195,10 @@ class Sweep:
             ValueError: no such method, twice the same, or a method that is a control itself.
         """
         names = {name: row.arm for row in self.rows for name in (row.arm, method_name(row.arm))}
-        pair = names.get(method), names.get(control)
-        found = compare_sweep(self.rows, [pair[1]]).against if pair[1] is not None else ()
-        for each in found:
-            if (each.method, each.control) == pair:
-                return each
+        if {method, control} <= names.keys():
+            for each in compare_sweep(self.rows, [names[control]]).against:
+                if (each.method, each.control) == (names[method], names[control]):
+                    return each
         raise ValueError(
             f"Sweep.compare: must be a method and a control, among {', '.join(names)}, got {method}, {control}"
         )

@@ -1,8 +1,13 @@
-"""The page of a run: what it reached and what its outer loop did, its curves, its record, and how to repeat it."""
+"""The pages of a run and of several over each other.
+
+One run: what it reached and what its outer loop did, its curves, its record, and how to repeat it. Several: what each
+reached, the settings that differ, and their curves together.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +18,7 @@ import numpy as np
 from twophase.config import flatten
 from twophase.diagnose import diagnose
 from twophase.report.charts import Chart, Curve
-from twophase.report.page import render
+from twophase.report.page import relative, render, run_link
 from twophase.runs.folder import CONFIG, ENV, RECORDED
 from twophase.runs.record import MEASURED, Column, RunRecord
 
@@ -107,6 +112,53 @@ def run_page(record: RunRecord, *, refresh: float = 0, back: str | None = None) 
             file: [(path, option_text(value)) for path, value in values.items()]
             for file, values in ((CONFIG, record.config), (ENV, environment))
         },
+    )
+
+
+def common_folder(paths: Sequence[Path]) -> Path:
+    """Return the folder that holds all of some folders."""
+    return Path(os.path.commonpath([path.resolve().parent for path in paths]))
+
+
+def overlay_page(records: Sequence[RunRecord], page_folder: Path, *, refresh: float = 0) -> str:
+    """Return the page of several runs.
+
+    Args:
+        records: records of `read_record`, in any state; of more than eight the strokes repeat.
+        page_folder: folder of the page, for its links.
+        refresh: seconds after which the page loads again while a run is unfinished; 0 for never.
+    """
+    base = common_folder([record.path for record in records])
+    runs = {relative(record.path, base): record for record in records}
+    going = [name for name, record in runs.items() if record.state == "running"]
+    results = []
+    for name, record in runs.items():
+        link = run_link(name, record.path, page_folder)
+        words = [result_words(record), diagnose(record).state, record.outer_words or "unknown", record.restart]
+        results.append([link, *words])
+    settings = dict.fromkeys(path for record in runs.values() for path in record.config)
+    lines = [
+        [path, *(option_text(record.config[path]) if path in record.config else "–" for record in runs.values())]
+        for path in settings
+    ]
+    units = {record.unit.strip() for record in records}
+    label = f"loss ({units.pop()})" if len(units) == 1 and "" not in units else "loss"
+    return render(
+        "overlay.html",
+        title=" · ".join(runs) if len(runs) <= 3 else f"{len(runs)} runs",
+        problems=[f"{name}: The run has not finished." for name in going],
+        refresh=refresh if going else 0,
+        names=list(runs),
+        results=results,
+        settings=len(settings),
+        differences=[line for line in lines if len(set(line[1:])) > 1],
+        charts=[
+            *(
+                Chart(name, title, STEPS, label, [Curve(run, *record.curve(name)) for run, record in runs.items()])
+                for name, title in (("train_loss", "Training loss"), ("validation_loss", "Validation loss"))
+            ),
+            *round_charts({name: record.rounds for name, record in runs.items()}),
+        ],
     )
 
 

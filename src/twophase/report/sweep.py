@@ -2,20 +2,90 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any
+import csv
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
 
-from twophase.compare.sweep import compare_sweep, tables
+from twophase.compare.sweep import compare_sweep, select, tables
+from twophase.errors import UsageError
 from twophase.figures.heatmap import MOST_PANELS, panels_of, scale_of
 from twophase.report.charts import Chart, Curve
 from twophase.report.heat import heat
-from twophase.report.page import Link, render
-from twophase.report.sweep_record import SweepRecord
-from twophase.runs.folder import METRICS
+from twophase.report.page import render, run_link
+from twophase.runs.folder import METRICS, RUN_ID
 from twophase.runs.record import read_steps
-from twophase.sweeps.table import SEED, TABLE, Setting, cell_text, measure_of, method_name, place_words, readable
+from twophase.sweeps.grid import RUNS
+from twophase.sweeps.table import (
+    SEED,
+    TABLE,
+    Row,
+    Setting,
+    State,
+    cell_text,
+    measure_of,
+    method_name,
+    place_words,
+    read_rows,
+    readable,
+)
 
 _MOST_CURVES, _MOST_CELLS = 400, 400
+
+
+@dataclass(frozen=True, slots=True)
+class SweepRecord:
+    """Content of a sweep's folder.
+
+    Args:
+        path: the folder.
+        page_folder: folder of the page, for its links.
+        rows: a row a cell.
+        problems: what is missing, a sentence each.
+    """
+
+    path: Path
+    page_folder: Path
+    rows: list[Row]
+    problems: list[str]
+
+    @property
+    def going(self) -> bool:
+        """True if a cell has no result yet."""
+        return any(row.state == "missing" for row in self.rows)
+
+    def run_folder(self, run: str) -> Path | None:
+        """Return the folder of a run; None without one, or for an unsafe name."""
+        folder = self.path / RUNS / run
+        return folder if RUN_ID.fullmatch(run) and folder.is_dir() and not folder.is_symlink() else None
+
+
+def read_sweep(path: Path, where: Mapping[str, str] | None = None, page_folder: Path | None = None) -> SweepRecord:
+    """Read a sweep's folder, in any state: only the cells with the values `where`.
+
+    `page_folder` is the folder of the page; None means the sweep's folder.
+
+    Raises:
+        UsageError: no folder of a sweep, a table that cannot be read, or no such cell.
+    """
+    if not (path / TABLE).is_file():
+        raise UsageError(f"{path}: must be the folder of a run or a sweep, the --out of `twophase train` or `sweep`")
+    try:
+        rows = read_rows(path / TABLE)
+    except UsageError:
+        raise
+    except (ValueError, TypeError, csv.Error) as error:  # edited by hand
+        raise UsageError(f"{path / TABLE}: cannot be read ({error}); the sweep's command writes it again") from None
+    if unknown := {row.state for row in rows} - set(get_args(State)):
+        raise UsageError(f"{path / TABLE}: state must be one of {', '.join(get_args(State))}, is {min(unknown)}")
+    rows = select(rows, where or {})
+    counts = {state: sum(row.state == state for row in rows) for state in ("missing", "failed")}
+    words = {"missing": "have no result yet; the sweep's command continues it", "failed": "could not be run"}
+    problems = [f"{count:,} of {len(rows):,} cells {words[state]}." for state, count in counts.items() if count]
+    if where:
+        problems.append(f"Only the cells with {', '.join(f'{name}={text}' for name, text in where.items())}.")
+    return SweepRecord(path, page_folder or path, rows, problems)
 
 
 def sweep_report(record: SweepRecord, *, controls: Collection[str] = (), refresh: float = 0) -> str:
@@ -93,7 +163,7 @@ def _every_cell(record: SweepRecord) -> dict[str, Any]:
     paths = list(dict.fromkeys(path for row in rows for path in row.values if path != SEED))
     lines = [
         [
-            Link(row.run, record.page_of(row.run)),
+            run_link(row.run, record.run_folder(row.run), record.page_folder),
             method_name(row.arm),
             *(cell_text(row.values.get(path)) for path in [*paths, SEED]),
             row.state,
