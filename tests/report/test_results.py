@@ -60,23 +60,16 @@ def test_two_runs(tmp_path: Path) -> None:
 
 
 def test_a_drawn_run_shows_its_columns(tmp_path: Path) -> None:
-    """Each curve is a column over the steps, each dotted line a restart."""
+    """Each curve is a column over the steps, each dotted line a restart; of a run that has begun, as far as it is."""
     run = run_of(tmp_path / "run", restart="5")
     losses, gains, norms = run.plot().axes
     assert gains.lines[0].get_ydata() == pytest.approx(run.rounds["gain"])
-    assert len(norms.lines) == 2 + 4
-    assert losses.get_ylabel() == "loss"
-
-
-def test_a_run_that_has_begun(tmp_path: Path) -> None:
-    """Without a summary and metrics it is loaded and drawn all the same."""
-    write_run(tmp_path / "run", EMA, [0.3], 5, "2", finished=False)
-    (tmp_path / "run" / "metrics.jsonl").unlink()
-    run = twophase.load(tmp_path / "run")
-    assert isinstance(run, Run)
-    assert (run.summary, list(run.metrics)) == (None, [])
-    losses = run.plot().axes[0]
-    assert (len(losses.lines), losses.get_legend()) == (2, None)
+    assert (len(norms.lines), losses.get_ylabel()) == (2 + 4, "loss")
+    begun = run_of(tmp_path / "begun", rounds=5, restart="2", finished=False)
+    (begun.path / "metrics.jsonl").unlink()
+    begun = Run(read_record(begun.path))
+    losses = begun.plot().axes[0]
+    assert (begun.summary, list(begun.metrics), len(losses.lines), losses.get_legend()) == (None, [], 2, None)
 
 
 def test_a_sweep(tmp_path: Path) -> None:
@@ -87,21 +80,14 @@ def test_a_sweep(tmp_path: Path) -> None:
     assert sweep.comparison().against == compared.against
     assert sweep.best() == compared.best is not None
     assert sweep.compare("heavy ball", "momentum-free") == compared.against[0]
+    for pair in (("no arm", "momentum-free"), ("heavy ball", "heavy ball"), ("momentum-free", "heavy ball")):
+        with pytest.raises(ValueError, match="heavy ball"):  # not there, the same twice, a control on the left
+            sweep.compare(*pair)
     assert {run.path.name for run in sweep.runs} < set(made.runs)
     assert len(sweep.runs) == len(made.runs) - 1
     sweep.plot().savefig(tmp_path / "map.png")
     assert "cells" in sweep._repr_html_()
     assert repr(sweep) == f"Sweep({str(tmp_path)!r}, 12 cells)"
-
-
-@pytest.mark.parametrize(
-    "pair", [("no arm", "momentum-free"), ("heavy ball", "heavy ball"), ("momentum-free", "heavy ball")]
-)
-def test_a_pair_that_cannot_be_compared(tmp_path: Path, pair: tuple[str, str]) -> None:
-    """A method that is not there, the same twice, and a control on the left are refused."""
-    make_sweep(tmp_path)
-    with pytest.raises(ValueError, match="heavy ball"):
-        sweep_of(tmp_path).compare(*pair)
 
 
 def test_a_frame_keeps_the_texts(tmp_path: Path) -> None:

@@ -124,8 +124,9 @@ def test_a_large_sweep_is_small_enough(tmp_path: Path) -> None:
         (tmp_path / "runs" / row.run).mkdir(parents=True)
         (tmp_path / "runs" / row.run / "metrics.jsonl").hardlink_to(tmp_path / "lines")
     write_rows(tmp_path / "cells.csv", rows)
-    assert len(data_of(written(tmp_path))[0]["series"]) == 400
-    assert len(written(tmp_path).encode()) < 600_000
+    text = written(tmp_path)
+    assert len(data_of(text)[0]["series"]) == 400
+    assert len(text.encode()) < 600_000
 
 
 def test_hostile_names_in_a_sweep(sweep_folder: Path) -> None:
