@@ -52,7 +52,8 @@ def trained(scale: Scale, out: Path, workers: int) -> pd.DataFrame:
         rows += [
             row_of(name_of(*each), name, mine.loc[each], exact.loc[each], lossy * len(settings)) for each in settings
         ]
-        rows.append(row_of(ALL, name, *(side.groupby(level="seed").mean() for side in (mine, exact)), lossy))
+        means = [side.groupby(level="seed").mean() for side in (mine, exact)]
+        rows.append(row_of(ALL, name, means[0], means[1], lossy))
     return pd.DataFrame(rows)
 
 
@@ -67,7 +68,7 @@ def row_of(setting: str, name: str, mine: pd.Series, exact: pd.Series, compariso
     return {
         "setting": setting, "compression": name, "float32": float(np.exp(exact).mean()), "seed_sd": exact.std(),
         "word": found.word, "ratio": found.ratio, "low": found.low, "high": found.high,
-        **{f"ratio_{seed}": ratio for seed, ratio in np.exp(exact - mine).items()},
+        **{f"ratio_{seed}": float(np.exp(gap)) for seed, gap in (exact - mine).items()},
     }  # fmt: skip
 
 

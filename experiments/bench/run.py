@@ -21,7 +21,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # `policies`, of a
 
 import pandas as pd
 
-import policies
+from policies import share_with_workers
 from twophase.compare.compare import compare
 from twophase.errors import RunError, UsageError
 from twophase.files import write_atomic
@@ -96,7 +96,7 @@ def main(words: Sequence[str] | None = None) -> int:
     options = parser.parse_args(words)
     if (options.method is not None) == options.reference:
         parser.error("give a METHOD, or --reference")
-    policies.share_with_workers()  # parts of `auto`, its controls
+    share_with_workers()  # parts of `auto`, its controls
     size = options.size or ("full" if options.reference else "quick")
     rows: list[dict[str, Any]] = []
     for name in options.workloads or SIZES[size].workloads:

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from scipy.special import logsumexp
-from scipy.stats import rankdata, spearmanr
+from scipy.stats import rankdata
 from spectrum import LLAMA, Block, measure, restore
 
 import twophase
@@ -128,9 +128,7 @@ def rows_of(
         for p in policies
     ]
     reached = [np.mean([*results[alike[policy]].values()]) for policy in policies]
-    order = (
-        float(np.asarray(spearmanr(rankdata(predicted), rankdata(reached)).statistic)) if len(policies) > 2 else np.nan
-    )
+    order = float(np.corrcoef(rankdata(predicted), rankdata(reached))[0, 1]) if len(policies) > 2 else np.nan
     control, rows = results[chosen], []
     for method, group in methods.items():
         # Of several draws the geometric mean, seed by seed.
@@ -164,11 +162,12 @@ def trained(scale: Scale, out: Path, workers: int) -> pd.DataFrame:
 
 def draw(table: pd.DataFrame) -> dict[str, Any]:
     """Draw a line a method and a dot a workload: what the chosen K for all reaches over what the method reaches."""
-    shown = table[~table["is_chosen"] & ~table["method"].isin([f"{ONE}: {k}" for k in (1, 2, 5)])]
+    others = [f"{ONE}: {k}" for k in (1, 2, 5)]
+    shown = table.query("not is_chosen and method not in @others")
     methods, workloads = list(dict.fromkeys(shown["method"])), list(dict.fromkeys(table["workload"]))
     figure, [[axes]] = new_figure(1.3 + 0.24 * len(methods))
     for number, workload in enumerate(workloads):
-        mine = shown[shown["workload"] == workload].set_index("method")
+        mine = shown.query("workload == @workload").set_index("method")
         places = np.array([methods.index(method) for method in mine.index]) + 0.14 * (number - (len(workloads) - 1) / 2)
         style = look(number, every=1) | {"linestyle": "none", "markersize": 4}
         lead = 100 * (mine["ratio"] - 1)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-Floats = NDArray[np.float64]
+Floats = NDArray[np.floating[Any]]
 Product = Callable[[Floats], Floats]
 """Product of a symmetric matrix with a vector, (size,) float64."""
 Function = Callable[[nn.Module, Any], Tensor]
@@ -138,7 +138,7 @@ def density(product: Product, size: int, *, steps: int = 32, probes: int = 2, ap
     if not start.any():  # ARPACK refuses a matrix of zeros
         return np.zeros(1), np.ones(1)
     operator = LinearOperator((size, size), matvec=product, dtype=np.float64)  # pyright: ignore[reportCallIssue]
-    values, vectors = eigsh(operator, apart, which="LA", v0=start, tol=1e-3)
+    values, vectors = eigsh(operator, apart, which="LA", v0=start, tol=1e-3)  # type: ignore[arg-type]
     nodes, shares = [values], [np.full(len(values), 1 / size)]
 
     def rest(vector: Floats) -> Floats:

@@ -89,7 +89,8 @@ def test_a_decaying_inner_rate_is_divided_out() -> None:
             rows.append((*norms, g @ m / (norms[0] * norms[1]) if norms[1] else 0.0))
             m = rule.momentum * m + g
             x = x - rule.lr * m
-        seen.append(observe(rule, *np.array(rows).T, np.zeros(len(rates), dtype=bool), inner_lr=rates))
+        g, m, cosine = np.array(rows).T
+        seen.append(observe(rule, g, m, cosine, np.zeros(len(rates), dtype=bool), inner_lr=rates))
     assert np.median([run.sigma for run in seen]) == pytest.approx(truth, rel=0.05)
     assert np.mean([run.interval[0] <= truth <= run.interval[1] for run in seen]) >= 0.9
 

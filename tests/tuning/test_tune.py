@@ -136,7 +136,8 @@ CHANGES: list[dict[str, Any]] = [{"seeds": (0, 1, 2)}, {"fresh": (5, 6)}, {"step
 def test_another_comparison_in_the_folder(made: MadeUp, change: dict[str, Any]) -> None:
     """It is refused, by the option that differs."""
     made.tune("nesterov")
-    (option,), changed = change, {"texts": ("nesterov",)} | change
+    (option,) = change
+    changed: dict[str, Any] = {"texts": ("nesterov",)} | change
     with pytest.raises(UsageError, match=f"--{option.replace('texts', 'methods')}"):
         made.tune(**changed)
 
