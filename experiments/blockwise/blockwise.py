@@ -29,9 +29,9 @@ import numpy as np
 import pandas as pd
 from scipy.special import logsumexp
 from scipy.stats import rankdata
-from spectrum import LLAMA, Block, measure, restore
 
 import twophase
+from spectrum import LLAMA, Block, measure, restore
 from twophase.compare.compare import compare
 from twophase.config import update
 from twophase.figures.style import headline, look, new_figure, share_legend
@@ -162,8 +162,8 @@ def trained(scale: Scale, out: Path, workers: int) -> pd.DataFrame:
 
 def draw(table: pd.DataFrame) -> dict[str, Any]:
     """Draw a line a method and a dot a workload: what the chosen K for all reaches over what the method reaches."""
-    others = [f"{ONE}: {k}" for k in (1, 2, 5)]
-    shown = table.query("not is_chosen and method not in @others")
+    alike = table["method"].str.fullmatch(rf"{ONE}: \d+")
+    shown = table.loc[~table["is_chosen"] & ~alike]
     methods, workloads = list(dict.fromkeys(shown["method"])), list(dict.fromkeys(table["workload"]))
     figure, [[axes]] = new_figure(1.3 + 0.24 * len(methods))
     for number, workload in enumerate(workloads):

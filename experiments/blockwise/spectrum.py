@@ -29,9 +29,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from curvature import Floats, curvature, density
 from torch import Tensor, nn
 
+from curvature import Floats, curvature, density
 from twophase.config import load_yaml
 from twophase.diloco.fragment import partition
 from twophase.errors import UsageError

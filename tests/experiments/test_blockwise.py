@@ -19,7 +19,6 @@ sys.path.append(str(Path(__file__).parents[2] / "experiments" / "blockwise"))
 
 from curvature import curvature, density, lanczos
 from spectrum import LLAMA, measure, restore
-
 from twophase.rule import OuterRule
 
 

@@ -24,8 +24,13 @@ COMPILED_PIECE = 1 << 29
 def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Compute the mean cross-entropy of a linear head, -(1/N) sum_i log softmax(W x_i)[target_i], in nats a token.
 
-    `x` is (rows, size), the targets (rows,) int64, the weight W (vocabulary, size); its product is computed in the type
-    of `x`. The scalar, and sums over the vocabulary and over rows, are at least float32 for all types.
+    Args:
+        x: (rows, size), in the type that is computed in.
+        weight: W, (vocabulary, size), in the type of the weights; the product is computed in that of `x`.
+        targets: (rows,) int64.
+
+    Returns:
+        A scalar; at least float32. Sums over the vocabulary and over rows are at least float32 for all types.
     """
     logits = targets.numel() * weight.shape[0]
     if logits <= WHOLE and weight.dtype == x.dtype and x.dtype in (torch.float32, torch.float64):
@@ -41,12 +46,7 @@ def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def in_pieces(x: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
-    """Compute `cross_entropy` with the logits of `rows` rows at a time, rows >= 1."""
-    return _InPieces.apply(x, weight, targets, rows)  # pyright: ignore[reportReturnType] - apply is not typed
-
-
-class _InPieces(torch.autograd.Function):
-    """Value and gradients in one pass over the pieces; the backward pass only scales.
+    """Compute `cross_entropy` with the logits of `rows` rows at a time, rows >= 1.
 
         z = W x_i,   p = softmax(z) in float32,   dL/dz = (p - e_target) / N,
         dL/dx_i = W^T dL/dz,   dL/dW = sum_i dL/dz x_i^T
@@ -56,27 +56,19 @@ class _InPieces(torch.autograd.Function):
 
     Source: the idea of Wijmans et al., "Cut your losses in large-vocabulary language models" (2024), in plain PyTorch.
     """
+    if not torch.is_grad_enabled():
+        return _forward(x, weight, targets, rows, gradients=False)[0]
+    return _InPieces.apply(x, weight, targets, rows)  # pyright: ignore[reportReturnType] - apply is not typed
+
+
+class _InPieces(torch.autograd.Function):
+    """Value and gradient in one pass over the pieces; the backward pass only scales."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
-        exact = torch.promote_types(x.dtype, torch.float32)
-        cast, count = weight.to(x.dtype), targets.numel()
-        total = torch.zeros((), dtype=exact, device=x.device)
-        grad_weight = torch.zeros(weight.shape, dtype=exact, device=x.device)
-        grads_x: list[Tensor] = []
-        for part, labels in zip(x.split(rows), targets.split(rows), strict=True):
-            piece = after(part, [total, grad_weight, *grads_x[-1:]]) if _in_order(x) else part
-            z = F.linear(piece, cast).to(exact)
-            index = labels[:, None]
-            log_sum = torch.logsumexp(z, -1, keepdim=True)
-            total = total + (log_sum - z.gather(1, index)).sum()
-            # The column test instead of a scatter: it fuses with the exponential.
-            columns = torch.arange(z.shape[1], device=z.device)
-            slope = (((z - log_sum).exp() - (columns == index).to(exact)) / count).to(x.dtype)
-            grads_x.append(slope @ cast)
-            grad_weight = grad_weight + (slope.t() @ piece).to(exact)
-        ctx.save_for_backward(torch.cat(grads_x), grad_weight.to(weight.dtype))
-        return total / count
+        loss, grad_x, grad_weight = _forward(x, weight, targets, rows, gradients=True)
+        ctx.save_for_backward(grad_x, grad_weight)
+        return loss
 
     @staticmethod
     def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor, Tensor, None, None]:
@@ -84,6 +76,32 @@ class _InPieces(torch.autograd.Function):
         grad_x, grad_weight = ctx.saved_tensors
         # Not in place: a graph may be walked twice.
         return (grad_x * scale).to(grad_x.dtype), grad_weight * scale.to(grad_weight.dtype), None, None
+
+
+def _forward(
+    x: Tensor, weight: Tensor, targets: Tensor, rows: int, *, gradients: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the loss and, if asked, its gradients with respect to x and weight."""
+    exact = torch.promote_types(x.dtype, torch.float32)
+    cast = weight.to(x.dtype)
+    count = targets.numel()
+    total = torch.zeros((), dtype=exact, device=x.device)
+    grad_weight = torch.zeros(weight.shape if gradients else 0, dtype=exact, device=x.device)
+    grads_x: list[Tensor] = []
+    for part, labels in zip(x.split(rows), targets.split(rows), strict=True):
+        piece = after(part, [total, grad_weight, *grads_x[-1:]]) if _in_order(x) else part
+        z = F.linear(piece, cast).to(exact)
+        index = labels[:, None]
+        log_sum = torch.logsumexp(z, -1, keepdim=True)
+        total = total + (log_sum - z.gather(1, index)).sum()
+        if gradients:
+            # The column test instead of a scatter: it fuses with the exponential.
+            columns = torch.arange(z.shape[1], device=z.device)
+            slope = (((z - log_sum).exp() - (columns == index).to(exact)) / count).to(x.dtype)
+            grads_x.append(slope @ cast)
+            grad_weight = grad_weight + (slope.t() @ piece).to(exact)
+    grad_x = torch.cat(grads_x) if gradients else x.new_zeros(0)
+    return total / count, grad_x, grad_weight.to(weight.dtype)
 
 
 def _in_order(x: Tensor) -> bool:
