@@ -11,13 +11,13 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from twophase.figures.heatmap import text_of
 from twophase.report import demo
 from twophase.report.charts import Chart, Curve
-from twophase.report.heat import heat
 from twophase.report.page import render
 from twophase.runs.record import RunRecord, read_record, read_summary
 from twophase.sweeps.grid import RUNS, Sweep
-from twophase.sweeps.table import Row, readable, result
+from twophase.sweeps.table import Row, cell_text, readable, result
 
 _MEANINGS = {
     "no momentum": "nothing is carried over; the best learning rate of those tried",
@@ -39,7 +39,6 @@ def story(rows: Sequence[Row], sweep: Sweep, folder: Path, *, refresh: int = 0) 
     paths = [folder / RUNS / cell.run_id for cell in sweep.cells[:2]]
     pair = [read_record(path) for path in paths if read_summary(path, path.name) is not None]
     results = {row.run: result(row) for row in rows}
-    colours = demo.scale(rows)
     beside = [
         (name, cell.result if cell.result is not None else cell.state, _MEANINGS[name])
         for name, cell in demo.beside(rows).items()
@@ -54,7 +53,10 @@ def story(rows: Sequence[Row], sweep: Sweep, folder: Path, *, refresh: int = 0) 
         rounds=sweep.base.rounds,
         inner_steps=sweep.base.inner_steps,
         tables=demo.comparisons(rows),
-        maps=[heat(panel, colours) for row in demo.main_maps(rows) for panel in row],
+        maps=[panel for row in demo.main_maps(rows) for panel in row],
+        scale=demo.scale(rows),
+        text_of=text_of,
+        cell_text=cell_text,
         beside=beside,
         rule=pair[0].outer_words if pair else "",
         ends=[(name_of(run), readable(results.get(run.path.name)) or "diverged") for run in pair],

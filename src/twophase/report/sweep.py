@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from twophase.compare.sweep import compare_sweep, select, tables
 from twophase.errors import UsageError
-from twophase.figures.heatmap import MOST_PANELS, panels_of, scale_of
+from twophase.figures.heatmap import MOST_PANELS, panels_of, scale_of, text_of
 from twophase.report.charts import Chart, Curve
-from twophase.report.heat import heat
 from twophase.report.page import render, run_link
 from twophase.runs.folder import METRICS, RUN_ID
 from twophase.runs.record import read_steps
@@ -22,7 +20,6 @@ from twophase.sweeps.table import (
     TABLE,
     Row,
     Setting,
-    State,
     cell_text,
     measure_of,
     method_name,
@@ -71,15 +68,7 @@ def read_sweep(path: Path, where: Mapping[str, str] | None = None, page_folder: 
     """
     if not (path / TABLE).is_file():
         raise UsageError(f"{path}: must be the folder of a run or a sweep, the --out of `twophase train` or `sweep`")
-    try:
-        rows = read_rows(path / TABLE)
-    except UsageError:
-        raise
-    except (ValueError, TypeError, csv.Error) as error:  # edited by hand
-        raise UsageError(f"{path / TABLE}: cannot be read ({error}); the sweep's command writes it again") from None
-    if unknown := {row.state for row in rows} - set(get_args(State)):
-        raise UsageError(f"{path / TABLE}: state must be one of {', '.join(get_args(State))}, is {min(unknown)}")
-    rows = select(rows, where or {})
+    rows = select(read_rows(path / TABLE), where or {})
     counts = {state: sum(row.state == state for row in rows) for state in ("missing", "failed")}
     words = {"missing": "have no result yet; the sweep's command continues it", "failed": "could not be run"}
     problems = [f"{count:,} of {len(rows):,} cells {words[state]}." for state, count in counts.items() if count]
@@ -109,7 +98,7 @@ def sweep_report(record: SweepRecord, *, controls: Collection[str] = (), refresh
     ordered = sorted(cells, key=lambda cell: (cell not in bests, cell.result is None, cell.result))
     curves = {id(cell): curve for cell in ordered[:_MOST_CURVES] if (curve := _curve(record, cell, names[id(cell)]))}
     numbers = {key: (number, curve.name) for number, (key, curve) in enumerate(curves.items())}
-    panels, scale = panels_of(cells), scale_of(results)
+    panels = panels_of(cells)
     return render(
         "sweep.html",
         styles=["heat.css"],
@@ -117,7 +106,11 @@ def sweep_report(record: SweepRecord, *, controls: Collection[str] = (), refresh
         problems=record.problems,
         refresh=refresh if record.going else 0,
         card=_card(comparison.best, cells),
-        maps=[heat(panel, scale, lambda cell: numbers.get(id(cell))) for panel in panels[:MOST_PANELS]],
+        maps=panels[:MOST_PANELS],
+        scale=scale_of(results),
+        curve_of=lambda cell: numbers.get(id(cell)),
+        text_of=text_of,
+        cell_text=cell_text,
         more_maps=len(panels) - MOST_PANELS,
         curves=Chart(
             "curves",

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 from twophase.errors import UsageError
 from twophase.files import write_atomic
@@ -161,17 +161,22 @@ def read_rows(path: Path) -> list[Row]:
     Raises:
         UsageError: the file is no table of cells.
     """
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        table = csv.DictReader(file)
-        names = tuple(table.fieldnames or ())
-        if names[: len(_BEFORE)] != _BEFORE or names[-len(AFTER) :] != AFTER:
-            raise UsageError(f"{path}: must be a table of cells, has the columns {', '.join(names)}")
-        rows = []
-        for record in table:
-            axes = {name: _value(name, record[name]) for name in names[len(_BEFORE) : -len(AFTER)]}
-            numbers = (float(record[name]) if record[name] else None for name in (*AFTER[:2], "seconds"))
-            state, control_of = cast(State, record["state"]), record["control_of"] or None
-            rows.append(Row(record["arm"], record["run"], axes, state, *numbers, control_of=control_of))
+    rows = []
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            table = csv.DictReader(file)
+            names = tuple(table.fieldnames or ())
+            if names[: len(_BEFORE)] != _BEFORE or names[-len(AFTER) :] != AFTER:
+                raise ValueError(f"it has the columns {', '.join(names)}")
+            for record in table:
+                axes = {name: _value(name, record[name]) for name in names[len(_BEFORE) : -len(AFTER)]}
+                numbers = (float(record[name]) if record[name] else None for name in (*AFTER[:2], "seconds"))
+                state, control_of = cast(State, record["state"]), record["control_of"] or None
+                if state not in get_args(State):
+                    raise ValueError(f"state must be one of {', '.join(get_args(State))}, is {state}")
+                rows.append(Row(record["arm"], record["run"], axes, state, *numbers, control_of=control_of))
+    except (ValueError, TypeError, csv.Error) as error:  # edited by hand
+        raise UsageError(f"{path}: must be a table of cells as the sweep's command writes it ({error})") from None
     return rows
 
 
