@@ -124,6 +124,7 @@ period_criteria.py
 fig2_toy.py
 fig1_mechanism.py
 bench/tables.py
+bench/takeaway.py
 fig3_heatmaps.py
 fig4_retuning.py
 fig5_soft.py
