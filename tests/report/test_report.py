@@ -185,10 +185,11 @@ def test_a_watched_page_loads_again_until_the_run_ends(tmp_path: Path, monkeypat
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run, a sweep with a file in the place of a page, and what is neither."""
     base = tmp_path_factory.mktemp("folders")
-    for name in ("empty", "sweep"):
+    for name in ("empty", "sweep", "edited"):
         (base / name).mkdir()
     make_sweep(base / "sweep")
     (min((base / "sweep/runs").iterdir()) / "report.html").write_text("mine")
+    (base / "edited/cells.csv").write_text((base / "sweep/cells.csv").read_text()[:-9])
     write_run(base / "run", SUM, [0.3], 9)
     (base / "other.html").write_text("<!doctype html>\n<title>mine</title>")
     return base
@@ -208,6 +209,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["run", "run", "--out", "other.html"], "--out"),
         (["run", "sweep"], "sweep"),
         (["sweep", "--runs"], "report.html"),
+        (["edited"], "cells.csv"),
     ],
 )
 def test_mistakes(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,14 +13,12 @@ import pytest
 from browser import Watched
 from pages import EVIL, data_of, read, written
 from runmaker import make_sweep, write_lines
-from twophase.cli.main import main
 from twophase.report.sweep import read_sweep, sweep_report
 from twophase.sweeps.table import Row, State, read_rows, readable, settings, write_rows
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-Output = pytest.CaptureFixture[str]
 HEAD = "arm,run,outer.lr,seed,perplexity,validation_loss,diverged,state,seconds,control_of\n"
 CELL = re.compile(r'<td class="\w+"[^>]*>\s*<(?:span|button)[^>]*>([^<]*)<')
 
@@ -92,27 +89,6 @@ def test_a_sweep_without_a_result_has_a_page(tmp_path: Path, states: list[State]
     assert data_of(text) == []
     assert f"<dt>settings diverged</dt><dd>{states.count('diverged')}</dd>" in text
     assert "best perplexity" not in text
-
-
-EDITED: dict[str, Callable[[str], str]] = {
-    "no number": lambda text: text.replace("8.5", "eight"),
-    "no state": lambda text: text.replace("finished", "done"),
-    "a line cut": lambda text: text[:-20],
-    "other columns": lambda text: text.replace("perplexity", "ppl"),
-    "no text": lambda text: text + "\udcff",
-}
-"""Changes of a table by hand."""
-
-
-@pytest.mark.parametrize("change", EDITED.values(), ids=EDITED)
-def test_an_edited_table_is_refused_in_one_line(tmp_path: Path, capsys: Output, change: Callable[[str], str]) -> None:
-    """A table that cannot be read is named; there is no page of it."""
-    text = change(HEAD + "a,r1,0.3,0,8.5,2.1,false,finished,1,\n")
-    (tmp_path / "cells.csv").write_text(text, encoding="utf-8", errors="surrogateescape")
-    assert main(["report", str(tmp_path)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "cells.csv" in line
-    assert not (tmp_path / "report.html").exists()
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -64,9 +65,26 @@ def test_rows_on_disk(tmp_path: Path) -> None:
         'c,3f,1e-05,"at:4,9",false,1,,,,missing,,',
     ]
     assert read_rows(path) == rows
-    path.write_text("a,b\n1,2\n")
+
+
+EDITED: dict[str, Callable[[str], str]] = {
+    "no number": lambda text: text.replace("8.5", "eight"),
+    "no state": lambda text: text.replace("finished", "done"),
+    "a line cut": lambda text: text[:-20],
+    "other columns": lambda text: text.replace("perplexity", "ppl"),
+    "no text": lambda text: text + "\udcff",
+}
+"""Changes of a table by hand."""
+
+
+@pytest.mark.parametrize("change", EDITED.values(), ids=EDITED)
+def test_an_edited_table_is_refused(tmp_path: Path, change: Callable[[str], str]) -> None:
+    """A table that cannot be read is named."""
+    write_rows(tmp_path / "cells.csv", [Row("a", "r1", {"lr": 0.3, "seed": 0}, "finished", 8.5, 2.1, 1.0)])
+    text = change((tmp_path / "cells.csv").read_text())
+    (tmp_path / "cells.csv").write_text(text, encoding="utf-8", errors="surrogateescape")
     with pytest.raises(UsageError, match=r"cells\.csv"):
-        read_rows(path)
+        read_rows(tmp_path / "cells.csv")
 
 
 NAMES = st.text("ab ,\"';#=\t\x0b\x1c\x85\u00e9\u2028\ufeff\u6f22\U0001f600")
