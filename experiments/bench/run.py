@@ -21,7 +21,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # `policies`, of a
 
 import pandas as pd
 
-from policies import share_with_workers
+from policies import share_with_workers  # pyright: ignore[reportAttributeAccessIssue] - tests have one, too
 from twophase.compare.compare import compare
 from twophase.errors import RunError, UsageError
 from twophase.files import write_atomic

@@ -159,7 +159,7 @@ def lanczos(product: Product, start: Floats, steps: int) -> tuple[Floats, Floats
     Every new vector is made orthogonal to all before, twice: without that, copies of the largest eigenvalues appear.
     It ends where the space has no more dimensions.
     """
-    basis = [start / np.linalg.norm(start)]
+    basis: list[Floats] = [start / np.linalg.norm(start)]
     diagonal: list[float] = []
     off_diagonal: list[float] = []
     while True:
