@@ -19,6 +19,7 @@ import yaml
 
 from commands import outcome, snapshot
 from forked import Forked
+from runmaker import NESTEROV, write_run
 from tracer import functions_of
 from twophase.api import run_config
 from twophase.cli import main as cli
@@ -157,10 +158,17 @@ def one_cell() -> None:
     assert cli.main(["sweep", *RUN[1:], "--axis", "outer.lr", "0.5", "--workers", "1", "--out", "sweep"]) == 0
 
 
+def page_of_a_run() -> None:
+    assert cli.main(["report", "finished"]) == 0
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("path", "functions", "files"), [(first_step, 90, 22), (one_cell, 250, 34)])
+@pytest.mark.parametrize(
+    ("path", "functions", "files"), [(first_step, 90, 22), (one_cell, 250, 34), (page_of_a_run, 60, 13)]
+)
 def test_the_path_can_be_followed(path: Callable[[], None], functions: int, files: int) -> None:
-    """A reader meets at most so many functions, from the words to the first inner step, or to a sweep's results."""
+    """A reader meets at most so many functions, from the words to a first step, a sweep's end, or a run's page."""
+    write_run(Path("finished"), NESTEROV, [0.3] * 3, restart="5", noise=0.01)
     code = f"import sys; sys.path[:0] = {sys.path!r}; from cli import test_cli; test_cli.show(test_cli.{path.__name__})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ)
     found = [line.split() for line in done.stdout.splitlines() if line.startswith("entered ")]

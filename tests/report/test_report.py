@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +14,6 @@ import pytest
 from browser import Watched
 from pages import EVIL, data_of, read, written
 from runmaker import EMA, NESTEROV, SUM, config_of, make_sweep, write_lines, write_run, write_summary
-from tracer import functions_of
 from twophase.cli.main import main
 from twophase.report.run import overlay_page, run_page
 from twophase.runs.record import read_record
@@ -222,23 +217,6 @@ def test_mistakes(
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
     assert {path: path.read_bytes() for path in sorted(Path().rglob("*")) if path.is_file()} == before
-
-
-@pytest.mark.slow
-def test_the_path_can_be_followed() -> None:
-    """A reader meets at most so many functions, from the words of the command to a run's page; counted alone."""
-    code = f"import sys; sys.path[:0] = {sys.path!r}; from report import test_report; test_report.show_path()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ)
-    found = [line.split() for line in done.stdout.splitlines() if line.startswith("entered ")]
-    assert len(found) <= 60, done.stdout
-    assert len({file for _, file, _ in found}) <= 13, done.stdout
-
-
-def show_path() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        run = write_run(Path(folder), NESTEROV, [0.3] * 3, restart="5", noise=0.01)
-        for file, name in sorted(functions_of(lambda: main(["report", str(run)]))):
-            print("entered", file, name)
 
 
 # ----------------------------------------------------------------------------------------------------------- Chromium
