@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-import kinds
-from kinds import Cell
+import small_tasks
+from small_tasks import Cell
 from twophase.optim.orthogonal import orthogonal
 from twophase.optim.outer_sgd import OuterSGD
 from twophase.rule import OuterRule
@@ -28,7 +28,7 @@ PLAIN = [
 
 
 def network(flat: torch.Tensor) -> nn.Sequential:
-    inputs, hidden, _, outputs = kinds.SIZES["rings"]
+    inputs, hidden, _, outputs = small_tasks.SIZES["rings"]
     model = nn.Sequential(
         nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, hidden), nn.Tanh(), nn.Linear(hidden, outputs)
     )
@@ -38,9 +38,9 @@ def network(flat: torch.Tensor) -> nn.Sequential:
 
 def by_optimizers(cell: Cell) -> float:
     random = torch.Generator().manual_seed(3 * SEED + 1)
-    start = kinds.initial("rings", random)
-    inputs, targets, _ = kinds.points("rings", (STEPS, kinds.REPLICAS, kinds.BATCH), SEED, random)
-    anchor, replicas = network(start.clone()), [network(start.clone()) for _ in range(kinds.REPLICAS)]
+    start = small_tasks.initial("rings", random)
+    inputs, targets, _ = small_tasks.points("rings", (STEPS, small_tasks.REPLICAS, small_tasks.BATCH), SEED, random)
+    anchor, replicas = network(start.clone()), [network(start.clone()) for _ in range(small_tasks.REPLICAS)]
     rule, names = cell.rule, [name for name, _ in anchor.named_parameters()]
     outer = OuterSGD(
         anchor.parameters(),
@@ -52,7 +52,7 @@ def by_optimizers(cell: Cell) -> float:
     )
     settings: Any = SimpleNamespace(lr=cell.lr, weight_decay=0.01, betas=(0.9, 0.999), momentum=0.95)
     inners = [
-        MuonAdamW(m, settings) if cell.muon else torch.optim.AdamW(m.parameters(), cell.lr, weight_decay=0.01)
+        MuonAdamW(m, settings) if cell.kind == "muon" else torch.optim.AdamW(m.parameters(), cell.lr, weight_decay=0.01)
         for m in replicas
     ]
     for step in range(STEPS):
@@ -65,12 +65,12 @@ def by_optimizers(cell: Cell) -> float:
         if (step + 1) % cell.inner_steps == 0:
             for x, *theirs in zip(*(m.parameters() for m in (anchor, *replicas)), strict=True):
                 x.grad = x.detach() - torch.stack([w.detach() for w in theirs]).mean(0)
-            if cell.filtered:
+            if cell.kind == "filter":
                 orthogonal({n: x.grad for n, x in zip(names, anchor.parameters(), strict=True) if x.grad is not None})
             outer.step()
             for model in replicas:
                 model.load_state_dict(anchor.state_dict())
-    x, _, y = kinds.points("rings", (kinds.HELD_OUT,), SEED, torch.Generator().manual_seed(3 * SEED + 2))
+    x, _, y = small_tasks.points("rings", (small_tasks.HELD_OUT,), SEED, torch.Generator().manual_seed(3 * SEED + 2))
     return float(nn.functional.cross_entropy(anchor(x), y).detach())
 
 
@@ -78,12 +78,12 @@ def by_optimizers(cell: Cell) -> float:
     ("cells", "tolerance"),
     [
         (PLAIN, 1e-5),
-        ([Cell(4, 0.016, filtered=True)], 1e-3),  # bfloat16 inside
-        ([Cell(8, 0.032, muon=True)], 1e-3),
+        ([Cell(4, 0.016, kind="filter")], 1e-3),  # bfloat16 inside
+        ([Cell(8, 0.032, kind="muon")], 1e-3),
     ],
 )
 def test_all_settings_at_once_train_as_one_by_one(cells: list[Cell], tolerance: float) -> None:
     """Losses are those of torch's inner optimizer and `OuterSGD`: restarts, both forms, the filter, inner Muon."""
     expected = [by_optimizers(cell) for cell in cells]
-    assert kinds.run("rings", SEED, cells, STEPS) == pytest.approx(expected, rel=tolerance)
+    assert small_tasks.run("rings", SEED, cells, STEPS) == pytest.approx(expected, rel=tolerance)
     assert len(set(expected)) == len(cells)
