@@ -11,7 +11,7 @@ import pytest
 
 from runmaker import EMA, NESTEROV, config_of, observed, round_lines, write_lines, write_run, write_summary
 from twophase.errors import UsageError
-from twophase.runs.folder import ENV, METRICS, ROUNDS, STEPS, SUMMARY
+from twophase.runs.folder import CONFIG, ENV, METRICS, ROUNDS, STEPS, SUMMARY
 from twophase.runs.record import LARGEST, WHOLE, RunRecord, is_run, read_record
 
 
@@ -137,6 +137,7 @@ def test_a_run_that_no_rule_moves(tmp_path: Path, outer: str, words: str) -> Non
 @pytest.mark.parametrize(
     ("name", "text"),
     [
+        (CONFIG, "sync: {restart: 4}"),
         (ENV, "{"),
         (ENV, "[1]"),
         (ROUNDS, '{"step": 1}'),

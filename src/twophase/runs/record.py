@@ -146,6 +146,8 @@ def read_record(path: Path) -> RunRecord:
     if not is_run(path):
         raise UsageError(f"{path}: must be the folder of a run, the --out of `twophase train`")
     config = flatten(load_yaml(path / CONFIG)) if (path / CONFIG).exists() else {}
+    if not all(isinstance(config.get(name, []), list) for name in ("sync.fragments", "sync.restart")):
+        raise UsageError(f"{path / CONFIG}: sync.fragments and sync.restart must be lists")
     environment: Any = None
     with suppress(ValueError):
         environment = json.loads((path / ENV).read_bytes()) if (path / ENV).exists() else {}
