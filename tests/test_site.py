@@ -92,7 +92,7 @@ def test_site_is_sound(site: Path) -> None:
             is_there = (page.parent / address.split("?")[0]).exists() or page.name == "404.html"
             assert address.startswith("data:") or is_there, f"{page.name} loads {address}"
     built = {page.relative_to(site).with_suffix(".md").as_posix() for page in pages}
-    assert built - {"404.md", "assets/explore.md"} == set(pages_of(CONFIG["nav"]))
+    assert built - {"404.md", "assets/explore.md", "assets/demo.md"} == set(pages_of(CONFIG["nav"]))
 
 
 def modules_shown() -> dict[str, list[str] | None]:

@@ -1,4 +1,4 @@
-"""twophase: outer optimizers whose momentum knows when to forget, and an engine that trains with them.
+"""twophase: DiLoCo for PyTorch, the theory of its outer momentum, and commands that compare outer optimizers.
 
 Importing this package imports no torch; the public names below load what they need when they are first used.
 """

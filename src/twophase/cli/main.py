@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         commands = "\n".join(f"  {name:9} {text}" for name, text in COMMANDS.items())
         print(
             "usage: twophase COMMAND [OPTIONS]\n\n"
-            "Two-phase training (DiLoCo, local SGD) with outer momentum that knows when to forget.\n\n"
+            "Two-phase training (DiLoCo, local SGD): replicas that communicate every S steps, and settings for it.\n\n"
             f"{commands}\n\ntwophase COMMAND --help lists a command's options."
         )
         return 0
