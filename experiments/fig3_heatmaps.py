@@ -66,22 +66,15 @@ def table(rows: Frame) -> Frame:
 
 
 def draw(rows: Frame) -> dict[str, Figure]:
-    """Draw both rules at the short S, rows by form."""
-    titles = {
-        "heavy-ball": "Heavy ball: restarts help in sum form, hurt in EMA form",
-        "nesterov": "Nesterov: restarts help in sum form, hurt in EMA form",
-    }
+    """Draw heavy ball at the short S, rows by form; Nesterov's map is alike."""
     here = rows[rows["inner_steps"] == rows["inner_steps"].min()]
-    scale = scale_of(here["perplexity"].dropna().tolist(), WITHIN)
-    return {
-        detail: heatmaps(
-            [[panel(here, form, method, part) for part in COLUMNS] for form in FORMS],
-            scale,
-            title=titles[method],
-            reading="validation perplexity, lower is better and lighter; outlined: within 25 % of the best of all",
-        )
-        for detail, method in {"": "heavy-ball", "-nesterov": "nesterov"}.items()
-    }
+    figure = heatmaps(
+        [[panel(here, form, "heavy-ball", part) for part in COLUMNS] for form in FORMS],
+        scale_of(here["perplexity"].dropna().tolist(), WITHIN),
+        title="Heavy ball: restarts help in sum form, hurt in EMA form",
+        reading="validation perplexity, lower is better and lighter; outlined: within 25 % of the best of all",
+    )
+    return {"": figure}
 
 
 def panel(rows: Frame, form: str, method: str, part: str) -> Panel:

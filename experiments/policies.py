@@ -1,4 +1,4 @@
-"""Restart policies that the experiments compare; docs/log.md, 22 November 2026, says why none is recommended.
+"""Restart policies that the experiments compare; experiments/log.md, 22 November 2026, says why none is recommended.
 
 Import this module, or name it for the command line:
 

@@ -136,11 +136,10 @@ def help_of(*command: str) -> str:
 
 
 def command_lines() -> list[tuple[str, str]]:
-    """Every line of the console blocks, with those that end in a backslash joined; of the log, a record, none."""
+    """Every line of the console blocks, with those that end in a backslash joined."""
     return [
         (page, line.removeprefix("$ "))
         for page, text in blocks("console")
-        if page != "docs/log.md"
         for line in text.replace("\\\n", "").splitlines()
         if shlex.split(line, comments=True)
     ]
@@ -261,8 +260,8 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
 
 
 def test_names_of_the_theory_exist() -> None:
-    """What a page calls `theory.NAME` is there; logs and changelogs name what was."""
-    pages = [page for page in PAGES if page.name not in {"CHANGELOG.md", "log.md"}]
+    """What a page calls `theory.NAME` is there; the changelog names what was."""
+    pages = [page for page in PAGES if page.name != "CHANGELOG.md"]
     texts = (page.read_text(encoding="utf-8") for page in pages)
     names = {name for text in texts for name in re.findall(r"`theory\.([a-zA-Z_.]+)\b(?!/)[^`]*`", text)}
     assert len(names) >= 5

@@ -141,7 +141,7 @@ def test_figure_4_goes_on_with_the_best() -> None:
 
 
 def test_stored_heatmaps() -> None:
-    """Paper figure 3: good settings out of 15 and ratios to the controls, as docs/restarts-forms.md has them."""
+    """Paper figure 3: good settings out of 15 and ratios to the controls, as docs/reproduce.md has them."""
     rule = fig3_heatmaps.table(read("fig3_heatmaps")).iloc[0]
     assert (rule["none"], rule["K=3"], rule["settings"]) == (6, 8, 15)
     ratios = [rule[name] for name in ("none/K=3", "at momentum 0.9", "gain-matched/K=3", "averaging")]

@@ -1,7 +1,7 @@
 """Compute with the exact theory of outer momentum and its restarts: `from twophase import theory`.
 
 Every function takes the rule first, then sigma, and broadcasts. NumPy and SciPy only; no torch.
-docs/theory-results.md lists the results by number (R1 to R33), with functions and tests.
+docs/theory-results.md lists the results by number (R1 to R31), with functions and tests.
 """
 
 from twophase.theory.advice import Advice, Criterion, advise, controls
