@@ -73,7 +73,7 @@ def test_a_long_curve_keeps_its_extremes(length: int, curves: int) -> None:
     values = np.random.default_rng(0).normal(size=length)
     values[::5] = math.nan
     values[7] = 10.0
-    found = drawn(*[values] * curves)
+    found = drawn(*[values.tolist()] * curves)
     for series in found["data"]["series"]:
         assert len(series["x"]) <= MOST_POINTS
         assert series["x"] == sorted(series["x"])
