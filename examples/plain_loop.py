@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from twophase import DiLoCo, OuterRule, Periodic
+from twophase import DiLoCo
 
 
 def batch(replica: int, step: int, size: int = 64) -> tuple[Tensor, Tensor]:
@@ -43,7 +43,7 @@ def train(steps: int, inner_steps: int) -> None:
     torch.manual_seed(rank)  # replicas may be built differently: all start from the weights of process 0
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
     inner = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    engine = DiLoCo(model, OuterRule(lr=0.7, momentum=0.9, nesterov=True), restart=Periodic(3), inner_steps=inner_steps)
+    engine = DiLoCo(model, "averaging", inner_steps=inner_steps)
     print(f"process {rank}: loss {loss(model):.6f} before, {engine.replica_count} replica(s)", flush=True)
     for step in range(steps):
         x, y = batch(rank, step)
@@ -52,7 +52,7 @@ def train(steps: int, inner_steps: int) -> None:
         inner.zero_grad()
         report = engine.step()
         if report is not None and rank == 0 and report.round % 3 == 0:
-            print(f"round {report.round}: restarted {report.restarted}, gain {report.gain:.2f}, loss {loss(model):.6f}")
+            print(f"round {report.round}: {report.bytes_sent} bytes sent, loss {loss(model):.6f}")
     engine.finish()  # the last round, if it was cut short
     print(f"process {rank}: loss {loss(model):.6f} after, checksum {engine.checksum()}", flush=True)
 
