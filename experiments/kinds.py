@@ -51,11 +51,11 @@ def methods(task: str, inner_steps: int) -> dict[str, list[Cell]]:
 def study(task: str, inner_steps: int, steps: int, choosing: range, held_out: range) -> Frame:
     """Choose each method's setting on some seeds, and compare them on others; return a row for each comparison."""
     found, rows = methods(task, inner_steps), []
-    runs = [train(task, seed, set().union(*found.values()), steps) for seed in choosing]
-    losses = {cell: geometric_mean(each[cell] for each in runs) for cell in runs[0]}
+    chosen = train(task, choosing, set().union(*found.values()), steps)
+    losses = {cell: geometric_mean(by_seed.values()) for cell, by_seed in chosen.items()}
     best = {name: min(cells, key=losses.__getitem__) for name, cells in found.items()}
-    judged = {seed: train(task, seed, set(best.values()), steps) for seed in held_out}
-    results = {name: {seed: judged[seed][cell] for seed in held_out} for name, cell in best.items()}
+    judged = train(task, held_out, set(best.values()), steps)
+    results = {name: judged[cell] for name, cell in best.items()}
     for name, cells in found.items():
         form = name.partition(",")[0]
         row = {"task": task, "S": inner_steps, "method": name, "inner_lr": best[name].lr}
