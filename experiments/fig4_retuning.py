@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from common import Frame, arguments, read, show, store
 from trainings import FORMS, METHODS, PERIOD, SCALES, Scale, ratio, references, trained
 from twophase.figures.style import MUTED, headline, look, new_figure, share_legend
-from twophase.recipes.controls import gain_matched_all, momentum_free, with_averaging
+from twophase.recipes.controls import gain_matched, momentum_free
 from twophase.rule import FORM_WORDS
 from twophase.sweeps.grid import Axis, Cell, product
 
@@ -55,8 +55,7 @@ def tuned(rows: Frame, form: str, method: str, part: str) -> dict[str, float]:
 
 def retuning(scale: Scale, rows: Frame) -> list[Cell]:
     """Return the sweeps over momentum and K at every S, from the results of `tuning`."""
-    seeds, free = Axis("seed", scale.seeds), with_averaging(scale.lrs)
-    cells = []
+    seeds, cells = Axis("seed", scale.seeds), list[Cell]()
     for inner_steps in scale.inner_steps:
         for form, method in product_of(FORMS, METHODS):
             fixed: dict[str, Any] = {"inner_steps": inner_steps, "outer.form": form, "outer.method": method}
@@ -67,8 +66,8 @@ def retuning(scale: Scale, rows: Frame) -> list[Cell]:
             for part, setting in {"K*": never, "K**": restarted}.items():
                 axes = [seeds, Axis("outer.restart", tuple(map(str, scale.periods)))]
                 sweep = product(scale.base, axes, f"{name}, {part}", fixed | setting)
-                cells += sweep + gain_matched_all(sweep, f"{name}, gain of {part}")
-        cells += momentum_free(scale.base, [seeds], free, {"inner_steps": inner_steps, "outer.form": "sum"})
+                cells += sweep + gain_matched(sweep, f"{name}, gain of {part}")
+        cells += momentum_free(scale.base, [seeds], scale.lrs, {"inner_steps": inner_steps, "outer.form": "sum"})
     return cells
 
 

@@ -36,6 +36,7 @@ MISTAKES = [  # words, and what the message names
     ("sweep --axis outer.lr 1 -1", "--outer.lr"),
     ("sweep --axis outer.lr 1 1.0", "outer.lr"),
     ("sweep --axis outer.lr 1 --outer.lr 2", "--outer.lr"),
+    ("sweep --axis outer.lr 1 --axis outer.lr 2", "--outer.lr"),
     ("sweep --axis outer.lr 1 --task digits --out .", "--out"),
     ("sweep --task digits --axis steps 0", "steps"),
     ("tune --outer.lr 1", "outer.lr"),

@@ -7,14 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twophase.config import update
-from twophase.recipes.controls import (
-    controls_of,
-    gain_matched,
-    gain_matched_all,
-    grid_of,
-    momentum_free,
-    with_averaging,
-)
+from twophase.recipes.controls import gain_matched, grid_of, momentum_free
 from twophase.restart import Restart, RoundSignal
 from twophase.runs.config import OuterConfig, SyncConfig
 from twophase.sweeps.grid import Axis, Cell, product
@@ -42,8 +35,13 @@ def direct_gain(config: TrainConfig) -> float:
 def restarted(restart: str, **values: object) -> Cell:
     """One restarted cell of 23 rounds, the last of them short."""
     base = update(TrainConfig(), {"steps": 90, "inner_steps": 4, "outer.method": "nesterov"} | values)
-    (cell,) = product(base, [Axis("outer.restart", (restart,))], "arm")
+    (cell,) = product(base, [Axis("outer.restart", (restart,))], "method")
     return cell
+
+
+def controls_of(base: TrainConfig, axes: list[Axis]) -> list[Cell]:
+    """The controls of a grid alone."""
+    return grid_of(base, axes, controls=True)[len(grid_of(base, axes, controls=False)) :]
 
 
 @given(
@@ -53,8 +51,7 @@ def test_gains_are_equal(restart: str, form: str, nesterov: bool, momentum: floa
     """A control has the mean outer gain of its cell to six digits, counted round by round, and differs in no more."""
     values = {"outer.method": "nesterov" if nesterov else "heavy-ball", "outer.momentum": momentum, "outer.lr": lr}
     cell = restarted(restart, **values, **{"outer.form": form})
-    control = gain_matched(cell, "control")
-    assert control is not None
+    (control,) = gain_matched([cell], "control")
     assert direct_gain(control.config) == pytest.approx(direct_gain(cell.config), rel=1e-5)
     assert (control.arm, control.control_of) == ("control", cell.run_id)
     assert control.values == {"outer.restart": "never", "outer.lr": control.config.outer.lr}
@@ -69,16 +66,16 @@ def test_gains_are_equal(restart: str, form: str, nesterov: bool, momentum: floa
 def test_no_control_where_it_would_be_the_same_run(restart: str, values: dict[str, object]) -> None:
     """A restart that changes no gain (it never fires, there is no buffer, or it keeps all) needs no control."""
     cell = restarted(restart, **values)
-    assert gain_matched(cell, "control") is None
-    assert gain_matched_all([cell, restarted("22")], "control")[0].control_of == restarted("22").run_id
+    (control,) = gain_matched([cell, restarted("22")], "control")
+    assert control.control_of == restarted("22").run_id
 
 
 def test_momentum_free_is_plain_sgd() -> None:
     """Momentum 0, no restart, no look-ahead, at every learning rate and place; plain averaging is among them."""
-    lrs = with_averaging((0.3, 1.1))
-    assert lrs == (0.3, 1.0, 1.1) == with_averaging(lrs)
-    cells = momentum_free(TrainConfig(), [Axis("seed", (0, 1))], lrs, {"inner_steps": 8})
-    assert [(cell.config.seed, cell.config.outer.lr) for cell in cells] == [(s, lr) for s in (0, 1) for lr in lrs]
+    for lrs in ((0.3, 1.1), (1.1, 1.0, 0.3)):
+        cells = momentum_free(TrainConfig(), [Axis("seed", (0, 1))], lrs, {"inner_steps": 8})
+        expected = [(seed, lr) for seed in (0, 1) for lr in (0.3, 1.0, 1.1)]
+        assert [(cell.config.seed, cell.config.outer.lr) for cell in cells] == expected
     for cell in cells:
         outer = cell.config.outer
         assert (cell.arm, outer.rule().momentum, outer.restart) == ("momentum-free", 0.0, "never")
@@ -89,15 +86,15 @@ def test_momentum_free_is_plain_sgd() -> None:
 def test_no_control_where_no_rate_has_the_gain(lr: float, restart: str) -> None:
     """A rule that moves nothing, or backwards on average, has no gain-matched control, and that is no error."""
     base = update(TrainConfig(), {"outer.method": "nesterov", "outer.lr": lr, "outer.restart": restart})
-    assert gain_matched(Cell("", {}, base.plain()), "control") is None
+    assert gain_matched([Cell("", {}, base.plain())], "control") == []
 
 
 BASE = TrainConfig(outer=OuterConfig("nesterov"), sync=SyncConfig(fragments=("a=embedding", "b=.")))
 BY_BLOCK = ("a=3", "b=auto")
 
 
-def test_policies_by_block_are_arms() -> None:
-    """A set of policies names its arm; without one it is outer.restart that does, whether that varies or not."""
+def test_policies_by_block_are_methods() -> None:
+    """A set of policies names its method; without one it is outer.restart that does, whether that varies or not."""
     blocks, lrs = Axis("sync.restart", ((), BY_BLOCK)), Axis("outer.lr", (0.3, 0.7))
     assert [cell.arm for cell in grid_of(BASE, [blocks, lrs], controls=False)] == ["never"] * 2 + ["a=3,b=auto"] * 2
     both = [Axis("outer.method", ("nesterov",)), blocks, Axis("outer.restart", ("3",))]
@@ -108,7 +105,7 @@ def test_controls_restart_in_no_block() -> None:
     """Momentum-free controls have no fragment's policy; where fragments have one, outer.restart has no control."""
     axes = [Axis("sync.restart", ((), BY_BLOCK)), Axis("outer.restart", ("3",)), Axis("seed", (0, 1))]
     cells = grid_of(BASE, axes, controls=False)
-    added = controls_of(BASE, axes, cells)
+    added = controls_of(BASE, axes)
     assert [cell.control_of for cell in added if cell.control_of] == [cell.run_id for cell in cells[:2]]
     assert [(cell.arm, cell.config.seed) for cell in added if not cell.control_of] == [
         ("momentum-free", seed) for seed in (0, 0, 1, 1)
@@ -120,10 +117,10 @@ def test_controls_restart_in_no_block() -> None:
 def test_an_adaptive_policy_has_no_matched_gain() -> None:
     """A policy that decides from what a run measures gets the momentum-free controls alone."""
     with pytest.raises(ValueError, match="not known in advance"):
-        gain_matched(restarted("auto"), "control")
+        gain_matched([restarted("auto")], "control")
     base = update(TrainConfig(), {"outer.method": "nesterov"})
     axes = [Axis("outer.restart", ("gradient", "3"))]
-    added = controls_of(base, axes, grid_of(base, axes, controls=False))
+    added = controls_of(base, axes)
     assert [cell.arm for cell in added if cell.control_of] == ["never, gain of K=3"]
 
 
@@ -135,14 +132,14 @@ def test_controls_are_rules_alone() -> None:
     assert list(dict.fromkeys(cell.arm for cell in cells)) == [
         f"{method}, filter {words}" for method in ("Nesterov", "adamw") for words in ("none", "clip:1")
     ]
-    free = controls_of(base, axes, cells)
+    free = controls_of(base, axes)
     assert len(free) == 2
     for cell in free:
         outer = cell.config.outer
         assert (outer.method, outer.filter, outer.schedule) == ("averaging", "none", "constant")
         assert cell.values.keys() >= {"outer.method", "outer.filter", "outer.schedule"}
     plain = [Axis("outer.restart", ("never", "3"))]
-    for cell in controls_of(TrainConfig(), plain, grid_of(TrainConfig(), plain, controls=False)):
+    for cell in controls_of(TrainConfig(), plain):
         assert not cell.values.keys() & {"outer.filter", "outer.schedule"}
 
 

@@ -13,7 +13,7 @@ from twophase.errors import UsageError
 from twophase.recipes.controls import grid_of
 from twophase.restart import Periodic
 from twophase.runs.config import InnerConfig, OuterConfig
-from twophase.sweeps.grid import RUNS, Axis, Sweep, parse_axes, product, read_spec, write_spec
+from twophase.sweeps.grid import RUNS, Axis, Sweep, product, read_spec, write_spec
 from twophase.sweeps.table import cell_text
 from twophase.tasks.lm.config import TrainConfig
 
@@ -35,6 +35,7 @@ def test_product_covers_every_combination_once():
         ("outer.restart", (3, "3", "03", Periodic(3))),
         ("inner.betas", ((0, 0.9), [0.0, 0.9], "0,0.9")),
         ("sync.fragments", (("a=x|y", "b=."), "a=x|y,b=.", "a=x|y, b=.")),
+        ("sync.fragments", (("a=cycle:5,6", "b=3"), cell_text(("a=cycle:5,6", "b=3")))),
         ("sync.stagger", (True, "true", "True")),
         ("outer.momentum", (0.9, None)),  # Nesterov's own
     ],
@@ -59,16 +60,6 @@ def test_values_that_change_nothing_can_be_an_axis(base: TrainConfig, axis: Axis
     assert len(grid_of(base, [axis], controls=False)) == 1
 
 
-def test_axes_of_the_command_line():
-    """Each path once; hyphens mean underscores."""
-    axes = parse_axes([["inner-steps", "8", "16"], ["outer.lr", "0.3"]])
-    assert axes == [Axis("inner_steps", ("8", "16")), Axis("outer.lr", ("0.3",))]
-    cells = product(TrainConfig(steps=4), axes[:1])
-    assert [cell.config.inner_steps for cell in cells] == [8, 16]  # beyond a short base's end
-    with pytest.raises(UsageError, match="--axis"):
-        parse_axes([["seed", "0"], ["seed", "1"]])
-
-
 @pytest.mark.parametrize(
     ("path", "values"),
     [
@@ -81,13 +72,6 @@ def test_axes_that_cannot_be(path: str, values: tuple[Any, ...]):
     """An unknown path, no values, values of another type, out of range, or given twice: the message names the path."""
     with pytest.raises(UsageError, match=re.escape(path)):
         product(TrainConfig(), [Axis(path, values)])
-
-
-def test_values_of_several_words():
-    """A cell of the table has the words of a value in one text, which an axis takes."""
-    for words in (("2",), ("a=cycle:5,6", "b=3")):
-        (cell,) = product(TrainConfig(), [Axis("sync.fragments", (cell_text(words),))])
-        assert cell.config.sync.fragments == words
 
 
 def sweep(*axes: Axis, base: TrainConfig = NESTEROV) -> Sweep:
@@ -114,8 +98,9 @@ def test_a_folder_belongs_to_one_sweep(tmp_path: Path):
     (tmp_path / RUNS).mkdir()
     for made in (few, few, many):
         write_spec(made, tmp_path)
-    for made in (few, sweep(Axis("outer.restart", (2, 3)), base=TrainConfig(steps=7, outer=OuterConfig("nesterov")))):
-        with pytest.raises(UsageError, match="--out"):
+    shorter = sweep(Axis("outer.restart", (2, 3)), base=TrainConfig(steps=7, outer=OuterConfig("nesterov")))
+    for made, option in ((few, "--out"), (shorter, "--steps")):
+        with pytest.raises(UsageError, match=option):
             write_spec(made, tmp_path)
     (tmp_path / "other").mkdir()
     (tmp_path / "other/file").touch()

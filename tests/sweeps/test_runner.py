@@ -22,7 +22,7 @@ from twophase.files import read_jsonl
 from twophase.recipes.controls import grid_of
 from twophase.runs.folder import ROUNDS
 from twophase.sweeps.grid import RUNS, Axis, Sweep
-from twophase.sweeps.runner import ERROR, Nodes, run_sweep, work
+from twophase.sweeps.runner import ERROR, Nodes, run_sweep
 from twophase.sweeps.table import TABLE, read_rows
 
 TASK = """
@@ -186,13 +186,4 @@ def test_a_finished_sweep_trains_nothing(tmp_path: Path):
     time.sleep(0.01)
     assert not run_sweep(made, out, workers=1, quiet=True).errors
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()} == before
-    assert Nodes(made, out).pending() == []
-
-
-def test_work_stops_where_it_is_asked_to(tmp_path: Path):
-    """`work` in a program of one's own returns after the inner step in which it is asked."""
-    made, out = sweep(tmp_path, *GRID[:2]), tmp_path / "out"
-    left = iter([False] * 5)
-    run_sweep(made, out, workers=1, quiet=True, should_stop=lambda: next(left, True))
-    work(Nodes(made, out))
     assert Nodes(made, out).pending() == []

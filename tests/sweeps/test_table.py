@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from twophase.errors import UsageError
 from twophase.runs.config import OuterConfig
 from twophase.sweeps.grid import Axis, Sweep, product
-from twophase.sweeps.table import Row, State, format_table, measure_of, read_rows, rows_of, settings, write_rows
+from twophase.sweeps.table import Row, State, measure_of, read_rows, rows_of, settings, write_rows
 from twophase.tasks.lm.config import TrainConfig
 
 
@@ -120,32 +120,24 @@ def test_settings_take_seeds_together() -> None:
     assert [setting.result for setting in found] == [9.0, None, None, None]
     assert [setting.spread for setting in found] == [pytest.approx(math.sqrt(2), rel=1e-15), None, None, None]
     assert [setting.by_seed for setting in found] == [{0: 8.0, 1: 10.0}, {0: math.inf, 1: 5.0}, {0: 9.0}, {0: math.inf}]
-    assert [setting.results for setting in found] == [(8.0, 10.0), (None, 5.0), (9.0, None), (None,)]
 
 
 def test_a_shared_run_counts_once() -> None:
     """Two cells of a method that are one run, as controls of two cells may be, are one setting with one result."""
     (one,) = settings([row("a", 8.0, lr=0.3)])
-    assert (one.result, one.spread, one.seeds) == (8.0, None, (None,))  # no spread of zero
+    assert (one.result, one.spread, one.by_seed) == (8.0, None, {None: 8.0})  # no spread of zero
     (both,) = settings([*[row("a", 8.0, lr=0.3, seed=0)] * 2, row("a", 10.0, lr=0.3, seed=1)])
-    assert (both.seeds, both.results, both.result) == ((0, 1), (8.0, 10.0), 9.0)
+    assert (both.by_seed, both.result) == ({0: 8.0, 1: 10.0}, 9.0)
 
 
 @pytest.mark.parametrize("perplexity", [None, math.nan, 0.0, -1.0])
 def test_a_finished_run_without_a_perplexity_is_missing(perplexity: float | None) -> None:
     """A number that can be no perplexity enters no mean, no ratio and no logarithm."""
     (setting,) = settings([row("a", 8.0, lr=0.3, seed=0), row("a", perplexity, lr=0.3, seed=1)])
-    assert (setting.state, setting.result, setting.results) == ("missing", None, (8.0, None))
+    assert (setting.state, setting.result, setting.by_seed) == ("missing", None, {0: 8.0})
 
 
 def test_a_task_without_a_perplexity_is_compared_by_its_loss() -> None:
     """The loss takes its place everywhere."""
     (setting,) = settings([Row("a", "run", {}, "finished", None, 2.0)])
-    assert (setting.result, measure_of([setting])) == (2.0, "validation loss")
-
-
-def test_format_table() -> None:
-    """Columns align, numbers and percentages to the right; None is an empty cell."""
-    text = format_table(["method", "best", "share"], [["a", 7.5, "40%"], ["long name", None, "100%"]])
-    assert text.splitlines() == ["method     best  share", "a           7.5    40%", "long name         100%"]
-    assert format_table(["method"], []) == "method"
+    assert (setting.result, measure_of(setting.rows)) == (2.0, "validation loss")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,11 +47,13 @@ def main(argv: Sequence[str]) -> int:
     """Run the command; return its exit status."""
     options, config, given = parse_run(Options, argv, "sweep")
     from twophase.recipes.controls import grid_of
-    from twophase.sweeps.grid import Sweep, parse_axes
+    from twophase.sweeps.grid import Axis, Sweep
 
-    axes = parse_axes(options.axis)
-    if both := [axis.path for axis in axes if axis.path in given]:
-        raise UsageError(f"--{both[0]}: must be an option or an axis, is both")
+    axes = [Axis(path.replace("-", "_"), tuple(values)) for path, *values in filter(None, options.axis)]
+    for axis in axes:
+        if axis.path in given:
+            raise UsageError(f"--{axis.path}: must be given once, as an option or as an axis with all its values")
+        given.add(axis.path)
     if not axes:
         raise UsageError("--axis: must name at least one, such as --axis outer.lr 0.3 0.7 --axis outer.restart never 3")
     sweep = Sweep("sweep", config, grid_of(config, axes, controls=options.controls))
@@ -96,9 +99,9 @@ def run(
         outcome = run_sweep(
             sweep, out, workers=options.workers, quiet=options.quiet, on_rows=on_rows, should_stop=stop.is_set
         )
-    states = [row.state for row in {row.run: row for row in outcome.rows}.values()]
-    counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(["finished", *sorted(states)]))
-    print(f"{out}: {counts} in {duration(outcome.seconds)}")
+    counts = Counter({row.run: row.state for row in outcome.rows}.values())
+    said = ", ".join(f"{count} {state}" for state, count in counts.items())
+    print(f"{out}: {said} in {duration(outcome.seconds)}")
     for run_id, error in outcome.errors.items():
         print(f"run {run_id} failed: {error.splitlines()[0]} ({out / 'runs' / run_id / ERROR})", file=sys.stderr)
     if outcome.errors:

@@ -16,6 +16,7 @@ every control, with a linked one where it has cells of the method, in two ways:
 
 from __future__ import annotations
 
+import math
 import statistics
 import textwrap
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -35,7 +36,6 @@ from twophase.sweeps.table import (
     method_name,
     place_words,
     readable,
-    result,
     settings,
 )
 
@@ -178,13 +178,10 @@ def select(rows: Sequence[Row], where: Mapping[str, str]) -> list[Row]:
     """Return the rows with some values, written as in `cells.csv`; a number is equal however it is written."""
     chosen = list(rows)
     for path, text in where.items():
-        there = list(dict.fromkeys(cell_text(row.values[path]) for row in rows if path in row.values))
-        wanted = {value for value in there if _key(value) == _key(text)}
-        if not wanted:
+        there = dict.fromkeys(cell_text(row.values[path]) for row in chosen if path in row.values)
+        chosen = [row for row in chosen if path in row.values and _key(cell_text(row.values[path])) == _key(text)]
+        if not chosen:
             raise UsageError(f"--where {path}: must be one of {', '.join(there) or 'no values'}, got {text}")
-        chosen = [row for row in chosen if cell_text(row.values.get(path)) in wanted]
-    if rows and not chosen:
-        raise UsageError(f"--where: must be values that a cell has together, got {dict(where)}")
     return chosen
 
 
@@ -199,12 +196,15 @@ class Table(NamedTuple):
 
 def tables(comparison: SweepComparison) -> list[Table]:
     """Return a comparison as tables; what is not known is None."""
-    measure, rows = measure_of(each for method in comparison.methods for each in method.settings), []
+    measure, rows = (
+        measure_of(row for method in comparison.methods for each in method.settings for row in each.rows),
+        [],
+    )
     for method in comparison.methods:
         best = method.best
         counts = [len(method.settings), method.finished, method.diverged, method.missing, method.within(WITHIN)]
         spread = None if best is None or best.spread is None else f"{best.spread:.2g}"
-        reached = [readable(best.result), spread, len(best.seeds)] if best else [None] * 3
+        reached = [readable(best.result), spread, len(best.rows)] if best else [None] * 3
         at = best and place_words(best.values, method.varied)
         rows.append([method_name(method.name), "yes" if method.is_control else None, *counts, *reached, at])
     near = f"within {WITHIN:.0%}"
@@ -297,18 +297,18 @@ def _against(method: Method, control: Method, cells: Sequence[Pair], comparisons
 def _tuned(method: Method) -> Mapping[Any, float]:
     """Return the results of the best setting by seed; where each diverged, of the one with the most other seeds."""
     diverged = [cell for cell in method.settings if cell.state == "diverged"] if not method.missing else []
-    best = method.best or max(diverged, key=lambda cell: len(cell.seeds) - cell.results.count(None), default=None)
+    best = method.best or max(diverged, key=lambda cell: sum(map(math.isfinite, cell.by_seed.values())), default=None)
     return best.by_seed if best else {}
 
 
 def _notes(rows: Sequence[Row], methods: Sequence[Method], against: Sequence[Against]) -> Iterator[str]:
     if not against:
         yield "Nothing to compare: it takes a method beside a linked, named (--controls) or momentum-free control."
-    if methods and all(len(each.seeds) == 1 for method in methods for each in method.settings):
+    if methods and all(len(each.rows) == 1 for method in methods for each in method.settings):
         yield "One seed: no intervals."
     if any(method.finished < len(method.settings) for method in methods):
         yield "Settings with a diverged or a missing seed are in no mean; the sweep's command runs what is missing."
-    if any(row.state == "finished" and result(row) is None and row.perplexity is None for row in rows):
+    if any(row.state == "finished" and row.outcome is None and row.perplexity is None for row in rows):
         yield f"Finished runs without a result: {ABOVE_ZERO}."
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from twophase.config import update
-from twophase.recipes.controls import LR, METHOD, MOMENTUM, RESTART, gain_matched_all, momentum_free, with_averaging
+from twophase.recipes.controls import LR, METHOD, MOMENTUM, RESTART, gain_matched, momentum_free
 from twophase.runs.config import InnerConfig
 from twophase.sweeps.grid import Axis, Cell, Sweep, product
 from twophase.sweeps.table import SEED
@@ -22,6 +22,9 @@ RULES = {"heavy ball": "heavy-ball", "Nesterov": "nesterov"}
 """The two kinds of rule, and the method of each."""
 PERIOD = 3
 """Rounds from restart to restart."""
+NEVER, RESTARTED = "never", f"K={PERIOD}"
+MATCHED = f"{NEVER}, gain of {RESTARTED}"
+"""What the demo's methods are called behind their kind of rule, as in `Nesterov, K=3`."""
 _LRS, _MOMENTA = (0.3, 0.7, 1.1), (0.1, 0.3, 0.5, 0.7, 0.9)
 _QUICK_LRS, _QUICK_MOMENTA = (0.3, 1.1), (0.1, 0.5, 0.9)
 _MATCHED_FROM, _QUICK_MATCHED_FROM = 0.5, 0.9
@@ -30,7 +33,7 @@ _QUICK = {"steps": 480, "inner.lr": 4e-3}
 """Half the steps at twice the inner learning rate: half the price, the same picture, its optimum at less momentum."""
 
 AUTO = "auto"
-"""The arm of the policy of that name."""
+"""The method of the policy of that name."""
 
 
 def demo(
@@ -45,7 +48,7 @@ def demo(
         base: values that all runs share (`TrainConfig()` with a cosine when None). Outer method, learning rate,
             momentum, restart and seed are replaced, and with `quick` its steps and inner learning rate too.
 
-    The arms are `heavy ball, never`, `heavy ball, K=3`, `Nesterov, never`, `Nesterov, K=3`, `momentum-free`, the two
+    The methods are `heavy ball, never`, `heavy ball, K=3`, `Nesterov, never`, `Nesterov, K=3`, `momentum-free`, the two
     restart-free ones with `, gain of K=3` behind, and `auto`. The first two runs are those that the story shows round
     by round: heavy ball at the largest momentum, without restarts and with them.
     """
@@ -55,28 +58,18 @@ def demo(
     seed_axis, cells = Axis(SEED, tuple(seeds)), list[Cell]()
     axes = [seed_axis, Axis(MOMENTUM, momenta), Axis(LR, lrs)]
     for kind, method in RULES.items():
-        for restart in ("never", str(PERIOD)):
-            cells += product(base, axes, arm_name(kind, restart), {METHOD: method, RESTART: restart})
+        for part, restart in ((NEVER, "never"), (RESTARTED, str(PERIOD))):
+            cells += product(base, axes, f"{kind}, {part}", {METHOD: method, RESTART: restart})
     # Workers take the runs in this order, so the story has its pair within half a minute.
     first = {SEED: seeds[0] if seeds else 0, METHOD: "heavy-ball", MOMENTUM: momenta[-1], LR: lrs[len(lrs) // 2]}
     cells.sort(key=lambda cell: any(cell.values[path] != value for path, value in first.items()))
     if controls:
         restarted = [cell for cell in cells if cell.values[RESTART] != "never"]
         least = _QUICK_MATCHED_FROM if quick else _MATCHED_FROM
-        cells += momentum_free(base, [seed_axis], with_averaging(_LRS))
+        cells += momentum_free(base, [seed_axis], _LRS)
         for kind, method in RULES.items():
             matched = [c for c in restarted if c.values[METHOD] == method and c.values[MOMENTUM] >= least]
-            cells += gain_matched_all(matched, matched_arm(kind))
+            cells += gain_matched(matched, f"{kind}, {MATCHED}")
         fixed = {METHOD: "averaging", MOMENTUM: None, LR: None, RESTART: AUTO}  # of the rule nothing enters
         cells += product(base, [seed_axis], AUTO, fixed)
     return Sweep("demo-quick" if quick else "demo", base, cells)
-
-
-def arm_name(kind: str, restart: str) -> str:
-    """Name the arm of a kind of rule and a restart policy."""
-    return f"{kind}, never" if restart == "never" else f"{kind}, K={restart}"
-
-
-def matched_arm(kind: str) -> str:
-    """Name the arm of the gain-matched controls of a kind of rule."""
-    return f"{kind}, never, gain of K={PERIOD}"

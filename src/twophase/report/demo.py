@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ from twophase.figures.heatmap import Panel, Scale, heatmaps, scale_of
 from twophase.figures.style import save, styled
 from twophase.figures.terminal import text_maps
 from twophase.recipes.controls import AVERAGING_LR, LR, MOMENTUM, MOMENTUM_FREE
-from twophase.recipes.demo import AUTO, PERIOD, RULES, arm_name, matched_arm
+from twophase.recipes.demo import AUTO, MATCHED, NEVER, PERIOD, RESTARTED, RULES
 from twophase.sweeps.table import Row, Setting, format_table, readable, settings
 
 if TYPE_CHECKING:
@@ -25,15 +25,15 @@ _READING = f"perplexity: lighter is better; outlined: within {WITHIN:.0%} of the
 
 def main_maps(rows: Sequence[Row]) -> list[list[Panel]]:
     """Return the heatmaps of the main grid: for each kind of rule one without restarts and one with them."""
-    return _maps(rows, lambda kind: arm_name(kind, "never"), "no restart")
+    return _maps(rows, NEVER, "no restart")
 
 
 def control_maps(rows: Sequence[Row]) -> list[list[Panel]]:
     """Return those of the gain-matched runs, each at the place of the restarted one that it controls; [] without."""
-    return _maps(rows, matched_arm, f"no restart, mean gain of K={PERIOD}")
+    return _maps(rows, MATCHED, f"no restart, mean gain of K={PERIOD}")
 
 
-def _maps(rows: Sequence[Row], method_of: Callable[[str], str], words: str) -> list[list[Panel]]:
+def _maps(rows: Sequence[Row], part: str, words: str) -> list[list[Panel]]:
     """Map a method of each kind of rule, and beside it the restarted one at the same places."""
     values = {row.run: row.values for row in rows}
     cells: dict[str, dict[tuple[float, float], Setting]] = {}
@@ -42,7 +42,7 @@ def _maps(rows: Sequence[Row], method_of: Callable[[str], str], words: str) -> l
         cells.setdefault(setting.arm, {})[at[LR], at[MOMENTUM]] = setting
     panels = []
     for kind in RULES:
-        ours, restarted = cells.get(method_of(kind), {}), cells[arm_name(kind, str(PERIOD))]
+        ours, restarted = cells.get(f"{kind}, {part}", {}), cells[f"{kind}, {RESTARTED}"]
         lrs, momenta = (sorted({place[axis] for place in ours}) for axis in (0, 1))
         panels.append(
             [
@@ -102,7 +102,7 @@ def beside(rows: Sequence[Row]) -> dict[str, Setting]:
 
 def comparisons(rows: Sequence[Row]) -> list[Table]:
     """Return the methods, and each restarted one against its twins: without restarts, and with the same mean gain."""
-    methods, *against = tables(compare_sweep(rows, [arm_name(kind, "never") for kind in RULES]))
+    methods, *against = tables(compare_sweep(rows, [f"{kind}, {NEVER}" for kind in RULES]))
     twins = [[line for line in each.rows if line[0].split(",")[0] == line[1].split(",")[0]] for each in against]
     return [methods, *(each._replace(rows=lines) for each, lines in zip(against, twins, strict=True) if lines)]
 

@@ -158,7 +158,9 @@ class Sweep:
 
     def _repr_html_(self) -> str:
         best = self.best()
-        words = f"{method_name(best.arm)}, {measure_of([best])} {best.result:.4g}" if best else "nothing has finished"
+        words = (
+            f"{method_name(best.arm)}, {measure_of(best.rows)} {best.result:.4g}" if best else "nothing has finished"
+        )
         return _card(self.path.name, {"cells": f"{len(self.rows):,}", "best": words})
 
     @property

@@ -17,7 +17,7 @@ from twophase.report.charts import Chart, Curve
 from twophase.report.page import render
 from twophase.runs.record import RunRecord, read_record, read_summary
 from twophase.sweeps.grid import RUNS, Sweep
-from twophase.sweeps.table import Row, cell_text, readable, result
+from twophase.sweeps.table import Row, cell_text, readable
 
 _MEANINGS = {
     "no momentum": "nothing is carried over; the best learning rate of those tried",
@@ -38,7 +38,7 @@ def story(rows: Sequence[Row], sweep: Sweep, folder: Path, *, refresh: int = 0) 
     """
     paths = [folder / RUNS / cell.run_id for cell in sweep.cells[:2]]
     pair = [read_record(path) for path in paths if read_summary(path, path.name) is not None]
-    results = {row.run: result(row) for row in rows}
+    results = {row.run: row.outcome for row in rows}
     beside = [
         (name, cell.result if cell.result is not None else cell.state, _MEANINGS[name])
         for name, cell in demo.beside(rows).items()

@@ -134,7 +134,7 @@ def _card(best: Setting | None, cells: list[Setting]) -> list[tuple[str, object]
     ]
     if best is None:
         return counts
-    measure, spread = measure_of(cells), f" \N{PLUS-MINUS SIGN} {readable(best.spread)}" if best.spread else ""
+    measure, spread = measure_of(best.rows), f" \N{PLUS-MINUS SIGN} {readable(best.spread)}" if best.spread else ""
     place = {"method": method_name(best.arm)} | {path: cell_text(value) for path, value in best.values.items()}
     return [(f"best {measure}", f"{readable(best.result)}{spread}"), *place.items(), *counts]
 

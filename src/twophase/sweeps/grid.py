@@ -1,4 +1,4 @@
-"""Grids: which configurations a sweep runs, in which arms, and what each of them is the control of."""
+"""Grids: which configurations a sweep runs, of which methods, and what each of them is the control of."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from twophase.config import Tree, fingerprint, flatten, get, to_tree, update
+from twophase.config import Tree, fingerprint, flatten, get, require, to_tree, update
 from twophase.errors import UsageError
 from twophase.files import write_atomic
 
 MOMENTUM_FREE = "momentum-free"
-"""Name of the arm of outer SGD without momentum."""
+"""Name of the method outer SGD without momentum."""
 SPEC, RUNS = "sweep.json", "runs"
 """A sweep's description in its folder, and the folder of its runs."""
 
@@ -34,7 +34,7 @@ class Cell:
     """One run of a sweep."""
 
     arm: str
-    """Name of the group that it is compared within."""
+    """Name of its method."""
     values: Mapping[str, Any]
     """What identifies it, by dotted path."""
     config: Any
@@ -70,7 +70,7 @@ class Sweep:
         return tuple(dict.fromkeys(path for cell in self.cells for path in cell.values))
 
     def values(self, cell: Cell) -> dict[str, Any]:
-        """Return a cell's value at every path that varies, whether its own arm varies it or not.
+        """Return a cell's value at every path that varies, whether its own method varies it or not.
 
         An outer learning rate or momentum that is the method's own is written out.
         """
@@ -99,9 +99,7 @@ def write_spec(sweep: Sweep, folder: Path) -> None:
         saved = json.loads(path.read_bytes())
         here, there = flatten(spec["base"]), flatten(saved["base"])
         for name in {**here, **there}:
-            own, other = here.get(name), there.get(name)
-            if own != other:
-                raise UsageError(f"--out {folder}: belongs to a sweep with --{name} {other}, here {own}")
+            require(here.get(name) == there.get(name), name, here.get(name), f"{there.get(name)} as in {folder}")
         if any(cell not in spec["cells"] for cell in saved["cells"]):
             raise UsageError(f"--out {folder}: belongs to a sweep with other cells; give another --out")
         if spec == saved:
@@ -118,10 +116,11 @@ def read_spec(spec: Tree, base: Any) -> Sweep:
     return Sweep(spec["name"], base, cells)
 
 
-def product(base: Any, axes: Sequence[Axis], arm: str = "", fixed: Mapping[str, Any] | None = None) -> list[Cell]:
+def product(base: Any, axes: Sequence[Axis], name: str = "", fixed: Mapping[str, Any] | None = None) -> list[Cell]:
     """Combine the axes' values on top of a base configuration in every way; the last axis runs fastest.
 
-    They are of one arm. A value may also be the text that an option takes. `fixed` are values that all cells share.
+    They are of one method, called `name`. A value may also be the text that an option takes. `fixed` are values that
+    all cells share.
 
     Raises:
         UsageError: an unknown path, a value of the wrong type, an axis without values or with a repeated one.
@@ -130,7 +129,7 @@ def product(base: Any, axes: Sequence[Axis], arm: str = "", fixed: Mapping[str, 
     for combination in itertools.product(*(fitted(base, axis) for axis in axes)):
         given = {**(fixed or {}), **dict(zip((axis.path for axis in axes), combination, strict=True))}
         config = update(base, given, "--axis ")
-        cells.append(Cell(arm, {path: get(config, path) for path in given}, config.plain()))
+        cells.append(Cell(name, {path: get(config, path) for path in given}, config.plain()))
     return cells
 
 
@@ -140,14 +139,3 @@ def fitted(base: Any, axis: Axis) -> list[Any]:
     if not values or len(set(map(repr, values))) < len(values):
         raise UsageError(f"--axis {axis.path}: must have one or more values, each once, got {list(axis.values)}")
     return values
-
-
-def parse_axes(words: Sequence[Sequence[str]]) -> list[Axis]:
-    """Return the axes of the command line: `[path, value, value, …]` from each `--axis outer.lr 0.3 0.7`.
-
-    The values of a tuple are joined by commas: `--axis inner.betas 0.9,0.95 0.9,0.999`.
-    """
-    axes = [Axis(path.replace("-", "_"), tuple(values)) for path, *values in filter(None, words)]
-    if len({axis.path for axis in axes}) < len(axes):
-        raise UsageError("--axis: each path must be given once, with all its values")
-    return axes

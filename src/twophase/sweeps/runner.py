@@ -28,7 +28,7 @@ from twophase.runs.folder import CHECKPOINTS, BusyError, RunFolder
 from twophase.runs.record import read_summary
 from twophase.sweeps.fork import Node, tree
 from twophase.sweeps.grid import RUNS, SPEC, Sweep, read_spec, write_spec
-from twophase.sweeps.table import TABLE, Row, measure_of, place_words, readable, result, rows_of, write_rows
+from twophase.sweeps.table import TABLE, Row, measure_of, place_words, readable, rows_of, write_rows
 
 ERROR = "error.txt"
 """The traceback of a run that failed, in its folder."""
@@ -81,12 +81,7 @@ class Nodes:
         return [node for name, node in self.nodes.items() if name in self.needed and name not in self.errors]
 
 
-def work(
-    nodes: Nodes,
-    *,
-    should_stop: Callable[[], bool] = lambda: False,
-    on_end: Callable[[], None] = lambda: None,
-) -> None:
+def work(nodes: Nodes, should_stop: Callable[[], bool], on_end: Callable[[], None] = lambda: None) -> None:
     """Train nodes of a sweep in this process until none is left, or `should_stop`, asked after every step, is true."""
     while (pending := nodes.pending()) and not should_stop():
         for node in pending:
@@ -128,7 +123,7 @@ def worker(folder: Path) -> int:
 
     spec = json.loads((folder / SPEC).read_bytes())
     with stop_on_signal() as stop:
-        work(Nodes(read_spec(spec, config_of(spec["base"])), folder), should_stop=stop.is_set)
+        work(Nodes(read_spec(spec, config_of(spec["base"])), folder), stop.is_set)
         return 128 + stop.number if stop.number else 0
 
 
@@ -156,7 +151,7 @@ def run_sweep(
     *,
     workers: int | None = None,
     quiet: bool = False,
-    on_rows: Callable[[list[Row]], Any] = lambda _: None,
+    on_rows: Callable[[list[Row]], Any] = lambda _: "",
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Outcome:
     """Run what is left of a sweep, and keep its table up to date; another process may do the same at the same time.
@@ -169,25 +164,46 @@ def run_sweep(
     started, nodes = time.monotonic(), Nodes(sweep, folder)
     for name in nodes.nodes:  # failures of an earlier call are tried again
         (nodes.path(name) / ERROR).unlink(missing_ok=True)
-    pending, monitor = nodes.pending(), _Monitor(nodes, on_rows)
-    title, picture = f"{sweep.name}, inner steps", lambda: monitor.drawn
-    with meter(title, monitor.total, quiet=quiet, plain_seconds=0.0, picture=picture) as show:
-        monitor.look(show)
-        devices, threads = gpus_of(sweep), max(config.threads for config in sweep.runs.values())
+    pending, total = nodes.pending(), sum(node.steps for node in nodes.nodes.values())
+    rows: list[Row] = []
+    drawn: Any = ""
+    seen: object = None
+
+    def look() -> None:
+        """Write the table and show the progress where a node has ended or failed since the last look."""
+        nonlocal rows, drawn, seen
+        nodes.pending()
+        if seen == (now := (nodes.needed, nodes.errors)):
+            return
+        before, seen = {row.run: row.state for row in rows}, now
+        rows = rows_of(sweep, nodes.summaries, nodes.errors)
+        write_rows(folder / TABLE, rows)
+        drawn = on_rows(rows)
+        text = f"{len(nodes.summaries.keys() & sweep.runs)}/{len(sweep.runs)} runs"
+        for row in [row for row in rows if row.state not in ("missing", before.get(row.run))][-1:]:
+            number = readable(row.outcome)
+            text += f"  {place_words(row.values, row.values)}: "
+            text += f"{measure_of([row])} {number}" if number else row.state
+        show(total - sum(nodes.nodes[name].steps for name in nodes.needed), text)
+
+    title = f"{sweep.name}, inner steps"
+    with meter(title, total, quiet=quiet, plain_seconds=0.0, picture=lambda: drawn) as show:
+        look()
+        devices, threads = _gpus(sweep), max(config.threads for config in sweep.runs.values())
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         count = workers or len(devices) or max(1, cores // threads)
         if min(count, len(pending)) <= 1:
-            work(nodes, should_stop=should_stop, on_end=lambda: monitor.look(show))
+            work(nodes, should_stop, look)
         else:
-            status = _run_workers(count, devices, monitor, show, should_stop)
+            status = _run_workers(nodes, count, devices, look, should_stop)
             if nodes.pending() and not should_stop():
                 raise RunError(f"{folder}: all workers have ended, the last with status {status}")
-        monitor.look(show)
+        look()
     errors = {run: nodes.errors[run] for run in sweep.runs if run in nodes.errors}
-    return Outcome(monitor.rows, time.monotonic() - started, errors)
+    return Outcome(rows, time.monotonic() - started, errors)
 
 
-def gpus_of(sweep: Sweep) -> list[str]:
+def _gpus(sweep: Sweep) -> list[str]:
     """Return the GPUs for the workers of a sweep; none where its runs use the CPU or one named GPU."""
     if any(config.device != "cuda" for config in sweep.runs.values()):
         return []
@@ -197,45 +213,11 @@ def gpus_of(sweep: Sweep) -> list[str]:
     return visible.split(",") if visible else [str(number) for number in range(torch.cuda.device_count())]
 
 
-class _Monitor:
-    """The table of a sweep while workers train; `drawn` is what `on_rows` has returned last."""
-
-    def __init__(self, nodes: Nodes, on_rows: Callable[[list[Row]], Any]) -> None:
-        self.nodes, self.on_rows = nodes, on_rows
-        self.rows: list[Row] = []
-        self.drawn: Any = ""
-        self.total = sum(node.steps for node in nodes.nodes.values())
-        self._states: dict[str, str] | None = None
-
-    def look(self, show: Callable[[int, str], None]) -> None:
-        """Write the table and show the progress where a run has ended since the last look."""
-        nodes, runs, before = self.nodes, self.nodes.sweep.runs, self._states or {}
-        nodes.pending()
-        found = dict.fromkeys(nodes.errors, "failed") | dict.fromkeys(nodes.summaries, "ended")
-        states = {run: found[run] for run in runs if run in found}
-        if states == self._states:
-            return
-        self._states = states
-        self.rows = rows_of(nodes.sweep, nodes.summaries, nodes.errors)
-        write_rows(nodes.folder / TABLE, self.rows)
-        self.drawn = self.on_rows(self.rows)
-        text = f"{[*states.values()].count('ended')}/{len(runs)} runs"
-        for row in [row for row in self.rows if states.get(row.run) != before.get(row.run)][-1:]:
-            number = result(row)
-            outcome = row.state if number is None else f"{measure_of([row])} {readable(number)}"
-            text += f"  {place_words(row.values, row.values)}: {outcome}"
-        show(self.total - sum(nodes.nodes[name].steps for name in nodes.needed), text)
-
-
 def _run_workers(
-    count: int,
-    devices: list[str],
-    monitor: _Monitor,
-    show: Callable[[int, str], None],
-    should_stop: Callable[[], bool],
+    nodes: Nodes, count: int, devices: list[str], look: Callable[[], None], should_stop: Callable[[], bool]
 ) -> int | None:
     """Start workers, each on a GPU of its own if there are enough, and wait; return the exit status of the last one."""
-    command = [sys.executable, "-m", "twophase.sweeps.runner", str(monitor.nodes.folder)]
+    command = [sys.executable, "-m", "twophase.sweeps.runner", str(nodes.folder)]
     running: list[subprocess.Popen[bytes]] = []
     status = None
     try:
@@ -246,10 +228,9 @@ def _run_workers(
             time.sleep(_LOOK_SECONDS)
             for process in [process for process in running if process.poll() is not None]:
                 running.remove(process)
-                status = process.returncode
-                if status:
-                    _blame(monitor.nodes, process)
-            monitor.look(show)
+                if status := process.returncode:
+                    _blame(nodes, process)
+            look()
     finally:
         for process in running:
             process.terminate()  # they write checkpoints

@@ -1,9 +1,9 @@
 """Tables of a sweep: a row for each cell, and settings that take the seeds together.
 
-With several seeds, the runs that differ in nothing but the seed are one setting. Its result is the arithmetic mean over
-its seeds, with their sample standard deviation as its spread. It counts as diverged if a seed diverged, and as missing
-if a seed is missing: averaging only successful seeds is biased. A run whose perplexity overflowed has diverged here;
-without a positive result it is missing. Where the task has no perplexity, the validation loss takes its place.
+A setting is the runs of a method that differ in the seed alone. Its result is the arithmetic mean over its seeds. It
+has diverged if a seed has, and is missing if a seed is: averaging only successful seeds is biased. A run whose
+perplexity overflowed has diverged; one without a positive result is missing. Where the task has no perplexity, the
+validation loss takes its place.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ State = Literal["finished", "diverged", "missing", "failed"]
 TABLE, SEED = "cells.csv", "seed"
 """The table in a sweep's folder, and its column of seeds."""
 ABOVE_ZERO = "ratios are compared, so that the task's loss must be above 0: add a constant to it"
-_NUMBER = re.compile(r"\s*([+-]?[\d.,]+(e[+-]?\d+)?|inf|nan)?%?")
-_BEFORE = ("arm", "run")
-AFTER = ("perplexity", "validation_loss", "diverged", "state", "seconds", "control_of")
+_NUMBER = re.compile(r"([+-]?[\d.,]+(e[+-]?\d+)?|inf|nan)?%?")
+_BEFORE = ["arm", "run"]
+AFTER = ["perplexity", "validation_loss", "diverged", "state", "seconds", "control_of"]
 """The last columns of the table; between these and the first two stand the axes."""
 
 
@@ -58,6 +58,14 @@ class Row:
     seconds: float | None = None
     control_of: str | None = None
 
+    @property
+    def outcome(self) -> float | None:
+        """Perplexity, or else the validation loss; infinite for a run that diverged, None for one without a result."""
+        number = self.validation_loss if self.perplexity is None else self.perplexity
+        if self.state == "diverged" or (self.state == "finished" and self.perplexity == math.inf):
+            return math.inf
+        return number if self.state == "finished" and number is not None and 0 < number < math.inf else None
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -78,59 +86,45 @@ class Setting:
         """Run ids."""
         return tuple(row.run for row in self.rows)
 
-    @property
-    def seeds(self) -> tuple[Any, ...]:
-        """The seed of each run; None in a sweep that has no axis of seeds."""
-        return tuple(row.values.get(SEED) for row in self.rows)
-
-    @cached_property
-    def results(self) -> tuple[float | None, ...]:
-        """Result of each run; None for every run that is not `finished`."""
-        return tuple(map(result, self.rows))
-
     @cached_property
     def by_seed(self) -> dict[Any, float]:
-        """Result by seed, infinite where the run diverged, as `compare` takes it; without what is missing."""
-        outcomes = zip(self.seeds, self.rows, self.results, strict=True)
-        return {seed: value or math.inf for seed, row, value in outcomes if value or _has_diverged(row)}
+        """Result by seed, infinite where the run diverged, as `compare` takes it; without what is missing.
+
+        The seed is None in a sweep that has no axis of seeds.
+        """
+        return {row.values.get(SEED): row.outcome for row in self.rows if row.outcome is not None}
 
     @property
     def state(self) -> State:
         """`finished` when all its runs are; else `diverged` when one is; else `missing`."""
-        if any(map(_has_diverged, self.rows)):
+        if math.inf in self.by_seed.values():
             return "diverged"
-        return "missing" if None in self.results else "finished"
+        return "finished" if len(self.by_seed) == len(self.rows) else "missing"
 
     @cached_property
     def result(self) -> float | None:
         """Mean over the seeds when finished, else None."""
-        return statistics.fmean(cast("tuple[float, ...]", self.results)) if self.state == "finished" else None
+        return statistics.fmean(self.by_seed.values()) if self.state == "finished" else None
 
     @property
     def spread(self) -> float | None:
         """Sample standard deviation over the seeds, s^2 = sum (p_i - mean)^2 / (n - 1); None for one, or unfinished."""
         is_known = self.state == "finished" and len(self.rows) > 1
-        return statistics.stdev(cast("tuple[float, ...]", self.results)) if is_known else None
+        return statistics.stdev(self.by_seed.values()) if is_known else None
 
 
 def rows_of(sweep: Sweep, summaries: Mapping[str, Mapping[str, Any]], failed: Collection[str] = ()) -> list[Row]:
-    """Return the rows of a sweep, in the order of its cells.
-
-    Args:
-        sweep: the sweep.
-        summaries: summary of each finished run, by run id.
-        failed: run ids of runs that could not be run.
-    """
+    """Return the rows of a sweep, in the order of its cells: of summaries by run id, and ids of runs that failed."""
     rows = []
     for cell in sweep.cells:
-        summary = summaries.get(cell.run_id)
+        summary = summaries.get(cell.run_id, {})
         state: State = "failed" if cell.run_id in failed else "missing"
-        numbers: tuple[float | None, ...] = (None, None, None)
-        if summary is not None:
-            state, perplexity = "diverged" if summary["diverged"] else "finished", summary.get("perplexity")
-            if "perplexity" in summary and state == "finished" and perplexity is None:
-                perplexity = math.inf  # JSON has null for one that overflowed; the loss, finite then, is no substitute
-            numbers = (perplexity, summary["validation_loss"], summary["seconds"])
+        perplexity = summary.get("perplexity")
+        if summary:
+            state = "diverged" if summary["diverged"] else "finished"
+        if state == "finished" and "perplexity" in summary and perplexity is None:
+            perplexity = math.inf  # JSON has null for one that overflowed; the loss, finite then, is no substitute
+        numbers = perplexity, summary.get("validation_loss"), summary.get("seconds")
         rows.append(Row(cell.arm, cell.run_id, sweep.values(cell), state, *numbers, cell.control_of))
     return rows
 
@@ -141,11 +135,11 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
     A file that holds these rows already keeps its time.
     """
     paths = list(dict.fromkeys(name for row in rows for name in row.values))
-    lines: list[Sequence[Any]] = [(*_BEFORE, *paths, *AFTER)]
+    lines: list[list[Any]] = [[*_BEFORE, *paths, *AFTER]]
     for row in rows:
         diverged = None if row.state in {"missing", "failed"} else row.state == "diverged"
         after = row.perplexity, row.validation_loss, diverged, row.state, row.seconds, row.control_of
-        lines.append((row.arm, row.run, *map(row.values.get, paths), *after))
+        lines.append([row.arm, row.run, *map(row.values.get, paths), *after])
     buffer = io.StringIO()
     csv.writer(buffer, lineterminator="\n").writerows(map(cell_text, line) for line in lines)
     if not path.exists() or path.read_text() != buffer.getvalue():
@@ -156,26 +150,21 @@ def read_rows(path: Path) -> list[Row]:
     """Read the rows of a `cells.csv`.
 
     Axis values come back as true/false, whole numbers, numbers or text: the first that fits. Restart policies stay
-    text, and so do values of several words.
-
-    Raises:
-        UsageError: the file is no table of cells.
+    text, and so do values of several words. A UsageError refuses a file that is no table of cells.
     """
     rows = []
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            table = csv.DictReader(file)
-            names = tuple(table.fieldnames or ())
-            if names[: len(_BEFORE)] != _BEFORE or names[-len(AFTER) :] != AFTER:
-                raise ValueError(f"it has the columns {', '.join(names)}")
-            for record in table:
-                axes = {name: _value(name, record[name]) for name in names[len(_BEFORE) : -len(AFTER)]}
-                numbers = (float(record[name]) if record[name] else None for name in (*AFTER[:2], "seconds"))
-                state, control_of = cast(State, record["state"]), record["control_of"] or None
-                if state not in get_args(State):
-                    raise ValueError(f"state must be one of {', '.join(get_args(State))}, is {state}")
-                rows.append(Row(record["arm"], record["run"], axes, state, *numbers, control_of=control_of))
-    except (ValueError, TypeError, csv.Error) as error:  # edited by hand
+            names, *lines = csv.reader(file)
+        if (names[:2], names[-6:]) != (_BEFORE, AFTER):
+            raise ValueError(f"it has the columns {', '.join(names)}")
+        for arm, run, *texts, perplexity, loss, _, state, seconds, control_of in lines:
+            values = {name: _value(name, text) for name, text in zip(names[2:-6], texts, strict=True)}
+            numbers = (float(text) if text else None for text in (perplexity, loss, seconds))
+            if state not in get_args(State):
+                raise ValueError(f"state must be one of {', '.join(get_args(State))}, is {state}")
+            rows.append(Row(arm, run, values, cast(State, state), *numbers, control_of=control_of or None))
+    except (ValueError, csv.Error) as error:  # edited by hand
         raise UsageError(f"{path}: must be a table of cells as the sweep's command writes it ({error})") from None
     return rows
 
@@ -190,17 +179,10 @@ def settings(rows: Iterable[Row]) -> list[Setting]:
     return [Setting(arm, dict(place), tuple(group.values())) for (arm, place), group in groups.items()]
 
 
-def result(row: Row) -> float | None:
-    """Return the perplexity of a run that finished with one; the validation loss where the task has no perplexity."""
-    number = row.validation_loss if row.perplexity is None else row.perplexity
-    return number if row.state == "finished" and number is not None and 0 < number < math.inf else None
-
-
-def measure_of(runs: Iterable[Row | Setting]) -> str:
-    """Return what some rows or settings are compared by, in words."""
-    rows = [row for run in runs for row in (run.rows if isinstance(run, Setting) else [run])]
-    losses = [row for row in rows if row.validation_loss is not None]
-    return "validation loss" if losses and all(row.perplexity is None for row in losses) else "perplexity"
+def measure_of(rows: Iterable[Row]) -> str:
+    """Return what some rows are compared by, in words."""
+    measured = [row.perplexity for row in rows if row.validation_loss is not None]
+    return "validation loss" if measured and measured.count(None) == len(measured) else "perplexity"
 
 
 def method_name(arm: str) -> str:
@@ -216,22 +198,18 @@ def place_words(values: Mapping[str, Any], paths: Iterable[str]) -> str:
     """
     last = {path: path.rpartition(".")[2] for path in paths}
     names = {path: leaf if [*last.values()].count(leaf) == 1 else path for path, leaf in last.items()}
-    texts = {path: f"{v:g}" if isinstance(v := values.get(path), float) else cell_text(v) for path in names}
-    return ", ".join(f"{name} {texts[path]}" for path, name in names.items())
+    return ", ".join(f"{name} {cell_text(values.get(path))}" for path, name in names.items())
 
 
 def readable(value: float | None) -> str:
-    """Write a result in about three digits; empty for None.
+    """Write a result in three digits; empty for None and infinity.
 
-    >>> readable(7.6712), readable(15.384), readable(131.2), readable(None)
-    ('7.67', '15.4', '131', '')
+    >>> readable(7.6712), readable(15.384), readable(131.2), readable(20400.0), readable(None)
+    ('7.67', '15.4', '131', '2e+04', '')
     """
-    if value is None:
+    if value is None or value == math.inf:
         return ""
-    if value < 1:  # a loss
-        return f"{value:.3g}" if 0 < value < 0.1 else f"{value:.3f}"
-    digits = 2 if value < 10 else 1 if value < 100 else 0
-    return f"{value:.{digits}f}" if value < 10000 else f"{value:.0e}".replace("e+0", "e").replace("e+", "e")
+    return f"{value:#.3g}".rstrip(".") if value < 999.5 else f"{value:.0f}" if value < 10000 else f"{value:.0e}"
 
 
 def format_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
@@ -258,10 +236,6 @@ def cell_text(item: Any) -> str:
     if isinstance(item, tuple | list):
         return ",".join(map(str, item)) or "none"
     return "" if item is None else str(item).lower() if isinstance(item, bool) else str(item)
-
-
-def _has_diverged(row: Row) -> bool:
-    return row.state == "diverged" or (row.state == "finished" and row.perplexity == math.inf)
 
 
 def _value(path: str, text: str) -> Any:
