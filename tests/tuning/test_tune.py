@@ -16,7 +16,7 @@ from forked import Forked, call
 from twophase.cli.train import RunOptions, parse_run
 from twophase.errors import RunError, UsageError
 from twophase.runs.config import RunConfig
-from twophase.sweeps.grid import Sweep
+from twophase.sweeps.grid import Sweep, write_spec
 from twophase.sweeps.runner import Outcome
 from twophase.tasks.registry import config_class
 from twophase.tuning.results import TuneResults, train_command
@@ -50,6 +50,7 @@ class MadeUp:
 
     def run_sweep(self, sweep: Sweep, folder: Path, **_: Any) -> Outcome:
         """Return the rows of a sweep; stop in the place of the one after `stop_after`."""
+        write_spec(sweep, folder)
         if len(self.stages) >= self.stop_after:
             raise KeyboardInterrupt
         self.stages.append(folder.name)
@@ -59,13 +60,14 @@ class MadeUp:
         """Compare methods, by default all, with 5 settings each."""
         values: dict[str, Any] = {"points": 5, "fresh": FRESH, "texts": texts or tuple(FACTORS)[1:]}
         tuning = Tuning(config_class("digits")(steps=steps), **values | options)
-        return run_tuning(tuning, self.folder / out, quiet=True, search=zigzag)
+        return run_tuning(tuning, self.folder / out, quiet=True)
 
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> MadeUp:
     made = MadeUp(tmp_path)
     monkeypatch.setattr("twophase.tuning.tune.run_sweep", made.run_sweep)
+    monkeypatch.setattr("twophase.tuning.tune.propose", zigzag)
     return made
 
 
@@ -74,7 +76,7 @@ def test_each_method_at_its_own_best(made: MadeUp, tmp_path: Path) -> None:
     outcome = made.tune()
     assert [tuned.method for tuned in outcome.methods] == ["nesterov", "averaging", "heavy-ball", "adamw"]
     assert [tuned.word for tuned in outcome.methods] == ["better", "control", "equal", "worse"]
-    assert [tuned.fresh for tuned in outcome.methods] == sorted(tuned.fresh or 0 for tuned in outcome.methods)
+    assert [tuned.fresh for tuned in outcome.methods] == sorted(tuned.fresh for tuned in outcome.methods)
     for tuned in outcome.methods:
         assert (tuned.settings, tuned.open, tuned.seconds) == (5, False, 2 * 5 + len(FRESH))
         assert tuned.row()["inner.lr"] == 0.004

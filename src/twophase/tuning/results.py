@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import statistics
 import textwrap
@@ -14,7 +15,7 @@ from twophase.compare.compare import ALPHA, Comparison
 from twophase.config import flatten, to_tree
 from twophase.progress import duration
 from twophase.runs.config import RunConfig
-from twophase.sweeps.table import format_table, readable
+from twophase.sweeps.table import cell_text, format_table, readable
 from twophase.tuning.methods import CONTROL
 
 
@@ -30,7 +31,7 @@ class Tuned:
         seconds: duration of all its runs, those of the fresh seeds included.
         open: whether the best setting has an untried neighbour (`search.has_untried`).
         tuned: geometric mean of its results over the tuning seeds.
-        results: its results, one a fresh seed; None where that run diverged.
+        results: its results, one a fresh seed; infinite where that run diverged.
         comparison: averaging with it on the fresh seeds; None of averaging itself.
         command: the `twophase train` command of the best setting.
         numbers: the tuned values of that, by dotted path.
@@ -42,22 +43,20 @@ class Tuned:
     seconds: float
     open: bool = False
     tuned: float | None = None
-    results: tuple[float | None, ...] = ()
+    results: tuple[float, ...] = ()
     comparison: Comparison | None = None
     command: str | None = None
     numbers: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def fresh(self) -> float | None:
-        """Geometric mean of the results, which is what is compared; None where a run diverged."""
-        finished = [value for value in self.results if value is not None]
-        return statistics.geometric_mean(finished) if finished and len(finished) == len(self.results) else None
+    def fresh(self) -> float:
+        """Geometric mean of the results, which is what is compared; infinite where a run diverged."""
+        return statistics.geometric_mean(self.results) if self.results else math.inf
 
     def row(self) -> dict[str, Any]:
         """Return it as values by name, the tuned ones last."""
-        names = ("ratio", "low", "high")
-        interval = {name: self.comparison and getattr(self.comparison, name) for name in names}
-        about = {name: getattr(self, name) for name in ("tuned", "settings", "open", "seconds", "command")}
+        interval = {name: getattr(self.comparison, name, None) for name in ("ratio", "low", "high")}
+        about = {name: getattr(self, name) for name in ("tuned", "settings", "open", "seconds", "command", "results")}
         return {"method": self.method, "word": self.word, "fresh": self.fresh, **interval, **about, **self.numbers}
 
 
@@ -88,8 +87,7 @@ class TuneResults:
     def __str__(self) -> str:
         lines = []
         for each in self.methods:
-            diverged = each.results.count(None)
-            result = f"{diverged} of {len(each.results)} diverged" if diverged else readable(each.fresh)
+            result = readable(each.fresh) or f"{each.results.count(math.inf)} of {len(each.results)} diverged"
             against = each.comparison.texts() if each.comparison else (None, None)
             lines.append([each.method, each.settings, duration(each.seconds), result, *against, each.word])
         head = ["method", "settings", "time", self.measure, f"against {CONTROL}", "interval", "word"]
@@ -111,6 +109,6 @@ def train_command(config: RunConfig) -> str:
     words = ["twophase", "train", *(["--task", values["task.name"]] if "task.name" in values else [])]
     for path, value in values.items():
         if value != defaults[path]:
-            texts = value if isinstance(value, str | list) else str(value).lower()  # true, false, none
-            words += [f"--{path.replace('_', '-')}", *(map(str, texts) if isinstance(texts, list) else [texts])]
+            texts = map(str, value) if isinstance(value, list) else [cell_text(value) or "none"]
+            words += [f"--{path.replace('_', '-')}", *texts]
     return shlex.join(words)

@@ -47,12 +47,10 @@ class Scale:
         return self.template.replace("~", f"{x / (1 + x) if self.is_odds else x:.4g}")
 
 
-def propose(
-    scales: Mapping[str, Scale], results: Results, count: int, *, sampler: Any = None, seed: int = 0
-) -> list[Point]:
+def propose(scales: Mapping[str, Scale], results: Results, count: int) -> list[Point]:
     """Return the next settings, at most so many: the start, then those of the largest expected improvement.
 
-    They follow from scales, results and seed alone. `sampler` is another class of Optuna's than `GPSampler`.
+    They follow from scales and results alone.
     """
     if not results:
         return [tuple(scale.start for scale in scales.values())]
@@ -60,8 +58,8 @@ def propose(
 
     best = min(results.values())
     worst = best + _CLIP if math.isfinite(best) else 0.0
-    made = (sampler or optuna.samplers.GPSampler)(seed=seed + len(results), n_startup_trials=1)
-    study = _study(scales, {point: min(value, worst) for point, value in results.items()}, sampler=made)
+    sampler = optuna.samplers.GPSampler(seed=len(results), n_startup_trials=1)
+    study = _study(scales, {point: min(value, worst) for point, value in results.items()}, sampler=sampler)
     distributions, points = study.trials[0].distributions, list[Point]()
     for _ in range(count + 8 if scales else 0):  # a few are known, rounded; all are where a period is all there is
         if len(points) < count:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 import math
 import statistics
 import sys
@@ -17,23 +16,21 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from twophase.compare.compare import compare
-from twophase.config import fingerprint, flatten, get, require, to_tree
+from twophase.config import fingerprint, get, require
 from twophase.errors import RunError, UsageError
 from twophase.files import finite, write_atomic
 from twophase.runs.config import OuterConfig, RunConfig
 from twophase.runs.folder import Claim
 from twophase.sweeps.grid import Sweep
 from twophase.sweeps.runner import Outcome, run_sweep
-from twophase.sweeps.table import ABOVE_ZERO, Setting, measure_of, result
+from twophase.sweeps.table import ABOVE_ZERO, Setting, measure_of
 from twophase.tuning.methods import CONTROL, METHODS, Method, read_method
 from twophase.tuning.results import Tuned, TuneResults, train_command
-from twophase.tuning.search import Point, Results, Scale, has_untried, propose, write_studies
+from twophase.tuning.search import Point, has_untried, propose, write_studies
 
 STATE, TRIALS, RESULT, FRESH = "tune.json", "trials.log", "comparison.json", "fresh"
 """Files of a comparison's folder, and the beginning of the name of its last sweep."""
@@ -41,9 +38,6 @@ BUDGET = 7200.0
 """Seconds for the whole where neither points nor a budget are given."""
 _BATCH, _FEWEST_POINTS = 2, 3
 """Settings of each method in a stage; the fewest that a budget must be for."""
-
-Search = Callable[[Mapping[str, Scale], Results, int], Sequence[Point]]
-"""Returns at most so many settings to try next; none where it has ended."""
 
 
 @dataclass(frozen=True)
@@ -85,11 +79,6 @@ class Tuning:
         fits = 1 < len(different) == len(texts)
         require(fits, "methods", ", ".join(texts), f"one or more beside {CONTROL}, each once")
 
-    def spec(self) -> dict[str, Any]:
-        """Return what identifies the comparison, by option."""
-        own = {"methods": [method.text for method in self.methods], "seeds": [*self.seeds], "fresh": [*self.fresh]}
-        return json.loads(json.dumps(flatten(to_tree(self.base)) | own))
-
 
 def run_tuning(
     tuning: Tuning,
@@ -97,7 +86,6 @@ def run_tuning(
     *,
     workers: int | None = None,
     quiet: bool = False,
-    search: Search = propose,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> TuneResults:
     """Tune every method and compare them; repeating the call resumes it, also with more points or a larger budget.
@@ -106,21 +94,20 @@ def run_tuning(
         UsageError: the folder holds something else, or a budget that does not reach.
         RunError: runs failed, and the same call tries them again; or every setting of averaging diverged.
     """
-    if find_spec("optuna") is None:  # before hours of runs
-        raise UsageError("tune needs optuna; pip install 'twophase[sweep]'")
-    import_module("optuna").logging.set_verbosity(logging.WARNING)  # no line for every study
+    try:
+        import optuna  # noqa: PLC0415 - an extra; missing, it is refused before hours of runs
+    except ImportError:
+        raise UsageError("tune needs optuna; pip install 'twophase[sweep]'") from None
+    optuna.logging.set_verbosity(optuna.logging.WARNING)  # no line for every study
     if not (folder / STATE).exists() and folder.is_dir() and any(file.name[0] != "." for file in folder.iterdir()):
         raise UsageError(f"--out {folder}: must be empty or a comparison's folder, holds no {STATE}")
     folder.mkdir(parents=True, exist_ok=True)
-    claim = Claim(folder)
-    try:
+    with Claim(folder):
         stages = _Stages(tuning, folder, partial(run_sweep, workers=workers, quiet=quiet, should_stop=should_stop))
-        stages.search(search)
+        stages.search()
         if not quiet:
             print(f"{folder}: {stages.points} settings of each method", file=sys.stderr)
         return stages.compare()
-    finally:
-        claim.release()
 
 
 class _Stages:
@@ -128,73 +115,89 @@ class _Stages:
 
     def __init__(self, tuning: Tuning, folder: Path, train: Callable[[Sweep, Path], Outcome]) -> None:
         self.tuning, self.folder, self.train = tuning, folder, train
+        # Logarithm of the result of each setting tried, and seconds of all runs, by method.
         self.results: dict[str, dict[Point, float]] = {method.text: {} for method in tuning.methods}
         self.seconds = dict.fromkeys(self.results, 0.0)
+        # What identifies the comparison; other values of the runs are refused by its sweeps.
+        spec = {"methods": [*self.results], "seeds": [*tuning.seeds], "fresh": [*tuning.fresh]}
         # Of each stage the settings by method, and the seconds that it took once it has ended.
-        self.state: dict[str, Any] = {"comparison": tuning.spec(), "stages": []}
+        self.state: dict[str, Any] = spec | {"stages": []}
         if (folder / STATE).exists():
-            spec, self.state = self.state["comparison"], json.loads((folder / STATE).read_bytes())
-            for option, value in self.state["comparison"].items():
-                require(spec.get(option) == value, option, spec.get(option), f"{value} as in {folder}")
+            self.state = json.loads((folder / STATE).read_bytes())
+            for option, value in spec.items():
+                require(value == self.state[option], option, value, f"{self.state[option]} as in {folder}")
 
     @property
     def points(self) -> int:
         """The largest number of settings that a method has tried."""
         return max(map(len, self.results.values()))
 
-    def search(self, search: Search) -> None:
+    def search(self) -> None:
         """Run stages up to the number of settings that points or budget allow."""
         stages, methods = self.state["stages"], self.tuning.methods
         for number in itertools.count():
             began = time.monotonic()
             if number == len(stages):
                 most = self.tuning.points or self._affordable()
-                counts = [min(_BATCH, most - len(self.results[method.text])) for method in methods]
-                pairs = zip(methods, counts, strict=True)
-                points = {m.text: search(m.scales, self.results[m.text], count) for m, count in pairs if count > 0}
+                points = {
+                    method.text: propose(method.scales, tried, min(_BATCH, most - len(tried)))
+                    for method in methods
+                    if len(tried := self.results[method.text]) < most
+                }
                 if not any(points.values()):
                     return
                 stages.append({"points": points})
                 self._save()
-            for text, point, setting in self._run(f"stage-{number:02d}", stages[number]["points"], self.tuning.seeds):
-                self.results[text][point] = statistics.fmean(map(math.log, setting.by_seed.values()))
+            for method, point, setting in self._run(f"stage-{number:02d}", stages[number]["points"], self.tuning.seeds):
+                self.results[method.text][point] = statistics.fmean(map(math.log, setting.by_seed.values()))
             stages[number].setdefault("seconds", time.monotonic() - began)
             self._save()
             write_studies(self.folder / TRIALS, {m.text: (m.scales, self.results[m.text]) for m in methods})
 
-    def compare(self) -> TuneResults:
-        """Train the best setting of each method on the fresh seeds, and compare; write and return what came out."""
-        best = {text: min(tried, key=tried.__getitem__) for text, tried in self.results.items()}
-        best = {text: point for text, point in best.items() if math.isfinite(self.results[text][point])}
-        if CONTROL not in best:
-            raise RunError(f"{self.folder}: {CONTROL} diverged at each setting; use a new --out and smaller --inner.lr")
-        fresh, name = tuple(self.tuning.fresh), f"{FRESH}-{self.points}"
-        found = self._run(name, {text: [point] for text, point in best.items()}, fresh)
-        settings = {text: setting for text, _, setting in found}
-        tuned = [self._tuned(method, best.get(method.text), settings) for method in self.tuning.methods]
-        tuned.sort(key=lambda each: (each.fresh or math.inf, not each.results))
-        outcome = TuneResults(self.folder / name, measure_of(settings.values()), self.points, fresh, tuple(tuned))
-        plain = {"measure": outcome.measure, "points": self.points, "fresh": fresh}
-        plain["methods"] = [each.row() | {"results": each.results} for each in tuned]
-        write_atomic(self.folder / RESULT, json.dumps(finite(plain), indent=1) + "\n")
-        return outcome
-
     def _affordable(self) -> int:
         """Return the settings of each method that the budget allows, from the seconds of those so far."""
-        budget, done = self.tuning.budget or BUDGET, self.points
-        if not done:
+        if not self.points:
             return 1
-        spent = math.fsum(stage["seconds"] for stage in self.state["stages"])
-        each = spent / done
-        final = each * len(self.tuning.fresh) / len(self.tuning.seeds)
-        points = done + max(int((budget - spent - final) / each), 0)
-        least = f"at least {math.ceil(final + _FEWEST_POINTS * each + 1)}s, for {_FEWEST_POINTS} settings"
+        budget, final = self.tuning.budget or BUDGET, len(self.tuning.fresh) / len(self.tuning.seeds)
+        each = math.fsum(stage["seconds"] for stage in self.state["stages"]) / self.points
+        points = max(self.points, int(budget / each - final))
+        least = f"at least {math.ceil((final + _FEWEST_POINTS) * each + 1)}s, for {_FEWEST_POINTS} settings"
         require(points >= _FEWEST_POINTS, "budget", f"{budget:.0f}s", least)
         return points
 
+    def compare(self) -> TuneResults:
+        """Train the best setting of each method on the fresh seeds, and compare; write and return what came out."""
+        best = {text: min(tried, key=tried.__getitem__) for text, tried in self.results.items()}
+        points = {text: [point] for text, point in best.items() if math.isfinite(self.results[text][point])}
+        if CONTROL not in points:
+            raise RunError(f"{self.folder}: {CONTROL} diverged at each setting; use a new --out and smaller --inner.lr")
+        fresh, name = tuple(self.tuning.fresh), f"{FRESH}-{self.points}"
+        found = {method.text: setting for method, _, setting in self._run(name, points, fresh)}
+        tuned = [self._tuned(method, best[method.text], found) for method in self.tuning.methods]
+        tuned.sort(key=lambda each: (each.fresh, not each.results))
+        outcome = TuneResults(self.folder / name, measure_of(found[CONTROL].rows), self.points, fresh, tuple(tuned))
+        plain = {"measure": outcome.measure, "points": self.points, "fresh": fresh}
+        plain["methods"] = [each.row() for each in tuned]
+        write_atomic(self.folder / RESULT, json.dumps(finite(plain), indent=1) + "\n")
+        return outcome
+
+    def _tuned(self, method: Method, best: Point, found: Mapping[str, Setting]) -> Tuned:
+        """Return what came out for a method at its best setting, of its results and averaging's on the fresh seeds."""
+        text, tried, config = method.text, self.results[method.text], method.config(best)
+        if text not in found:
+            return Tuned(text, "all diverged", len(tried), self.seconds[text])
+        is_open, comparison, word = has_untried(method.scales, tried, best), None, "control"
+        if text != CONTROL:
+            comparison = compare(found[text].by_seed, found[CONTROL].by_seed, comparisons=len(self.results) - 1)
+            word = "open" if is_open and comparison.word != "better" else comparison.word
+        numbers = {path: get(config, path) for path in method.scales}
+        results, command = tuple(found[text].by_seed.values()), train_command(config)
+        about = len(tried), self.seconds[text], is_open, math.exp(tried[best])
+        return Tuned(text, word, *about, results, comparison, command, numbers)
+
     def _run(
         self, name: str, points: Mapping[str, Iterable[Iterable[float]]], seeds: Sequence[int]
-    ) -> list[tuple[str, Point, Setting]]:
+    ) -> list[tuple[Method, Point, Setting]]:
         """Run some settings as a sweep; return the method, point and results of each."""
         settings = [(method, tuple(point)) for method in self.tuning.methods for point in points.get(method.text, ())]
         cells = [method.cell(point, seed) for method, point in settings for seed in seeds]
@@ -202,36 +205,13 @@ class _Stages:
         outcome = self.train(Sweep(name, self.tuning.base, cells), folder)
         outcome.check(folder)
         for row in outcome.rows:
-            self.seconds[row.arm] += row.seconds or 0.0
             if row.state == "missing":
                 raise RunError(f"{self.folder}: stopped; the same command resumes it")
-            if row.state == "finished" and result(row) is None and row.perplexity != math.inf:
+            if row.outcome is None:
                 raise RunError(f"{folder}: run {row.run} has the loss {row.validation_loss}; {ABOVE_ZERO}")
+            self.seconds[row.arm] += row.seconds or 0.0
         rows = iter(outcome.rows)
-        return [(m.text, p, Setting(m.text, {}, tuple(itertools.islice(rows, len(seeds))))) for m, p in settings]
-
-    def _tuned(self, method: Method, best: Point | None, settings: Mapping[str, Setting]) -> Tuned:
-        """Return what came out for a method, at its best setting."""
-        tried, seconds = self.results[method.text], self.seconds[method.text]
-        if best is None:
-            return Tuned(method.text, "all diverged", len(tried), seconds)
-        mine, config = settings[method.text], method.config(best)
-        is_open, comparison, word = has_untried(method.scales, tried, best), None, "control"
-        if method.text != CONTROL:
-            comparison = compare(mine.by_seed, settings[CONTROL].by_seed, comparisons=len(self.tuning.methods) - 1)
-            word = "open" if is_open and comparison.word != "better" else comparison.word
-        return Tuned(
-            method.text,
-            word,
-            len(tried),
-            seconds,
-            open=is_open,
-            tuned=math.exp(tried[best]),
-            results=mine.results,
-            comparison=comparison,
-            command=train_command(config),
-            numbers={path: get(config, path) for path in method.scales},
-        )
+        return [(m, p, Setting(m.text, {}, tuple(itertools.islice(rows, len(seeds))))) for m, p in settings]
 
     def _save(self) -> None:
         write_atomic(self.folder / STATE, json.dumps(self.state, indent=1) + "\n")
