@@ -36,6 +36,22 @@ def test_families_are_those_of_the_registration(tmp_path: Path) -> None:
     assert "\n".join(tables) in page
 
 
+def test_the_takeaway_has_the_numbers_of_the_readme(tmp_path: Path) -> None:
+    """DiLoCo's usual rule, with and without restarts, the filter and inner Muon: as README.md says."""
+    said = python("import takeaway; takeaway.main(); print(takeaway.table().to_csv())", "--out", str(tmp_path))
+    rows = csv.DictReader(said[said.index(",method") :].splitlines())
+    found: dict[str, dict[str, float]] = {}
+    for row in rows:
+        found.setdefault(row["method"], {})[row["workload"]] = float(row["ratio"])
+    muon, filtered, *_, restarted, usual = found.values()
+    assert sorted(usual.values())[0:7:6] == pytest.approx([1.17, 1.49], abs=0.005)
+    assert usual["digits"] == pytest.approx(5.5, abs=0.05)
+    assert [min(restarted.values()), max(restarted.values())] == pytest.approx([1.07, 1.28], abs=0.005)
+    gains = sorted(1 / ratio for workload, ratio in filtered.items() if workload not in ("digits", "sparse"))
+    assert [gains[0], gains[-1]] == pytest.approx([1.07, 1.25], abs=0.005)
+    assert 1 / muon["short"] == pytest.approx(1.339, abs=0.0005)
+
+
 @pytest.mark.slow
 def test_every_method_can_be_run() -> None:
     """The methods of the protocol go together with each workload, and no two of them are the same."""
