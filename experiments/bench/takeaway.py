@@ -20,7 +20,7 @@ from run import results_by_seed
 from tables import MAIN, NESTEROV
 from twophase.figures.style import MUTED, headline, look, new_figure
 
-from common import arguments, dot_chart, show, store  # isort: skip - `run` names its folder
+from common import Frame, arguments, dot_chart, show, store  # isort: skip - `run` names its folder
 
 HERE = Path(__file__).parent
 DILOCO = "nesterov:lr=0.7:momentum=0.9"
@@ -32,8 +32,6 @@ LINES = {
     "Nesterov 0.9, restart every 3": f"{DILOCO}@3",
     "Nesterov 0.9, as DiLoCo": DILOCO,
 }
-
-
 LEVEL = 0.05
 """A median this near to 1 is drawn in grey."""
 
@@ -42,7 +40,7 @@ def table() -> Any:
     """Return the ratio of each method's result to averaging's, by workload: geometric means over shared seeds."""
     with (HERE / "reference.csv").open(encoding="utf-8", newline="") as file:
         tuned = results_by_seed(csv.DictReader(file))
-    fixed = pd.read_csv(HERE / "regimes.csv")
+    fixed: Frame = pd.read_csv(HERE / "regimes.csv")
     fixed["log"] = np.log(fixed["result"])
     best = fixed.groupby(["workload", "method", "inner.lr"])["log"].mean().groupby(level=["workload", "method"]).min()
     rows = []
