@@ -179,23 +179,10 @@ def tuning(found: Frame) -> Figure:
     return figure
 
 
-def slow_modes() -> dict[str, float]:
-    """Return how far a slow mode leaves rho^t, and the sigma from which a period gains (theory note R15)."""
-    rounds, sigma = np.arange(81), np.linspace(0.0005, 1, 2000)
-    residual = theory.rollout(HEAVY_BALL, [0.1], 80).residual[:, 0]
-    radius = np.exp(-rounds * theory.asymptotic_rate(HEAVY_BALL, 0.1))
-    without = theory.asymptotic_rate(HEAVY_BALL, sigma)
-    gains = {k: theory.restart_rate(HEAVY_BALL, sigma, k) > without for k in (3, 5, 7)}
-    lowest = {f"lowest sigma that gains by K = {k}": sigma[better].min() for k, better in gains.items()}
-    return {"largest |x_t| / rho^t at sigma 0.1": np.max(np.abs(residual) / radius)} | lowest
-
-
 def main() -> None:
     """Write the losses and the figures."""
     options, found = arguments(__doc__), table()
     show(found)
-    for name, value in slow_modes().items():
-        print(f"{name}: {value:.3f}")
     store("fig1_mechanism", found, draw, options.out)
 
 

@@ -18,13 +18,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 import torch
 from matplotlib.figure import Figure
-from scipy.stats import linregress
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev
@@ -253,18 +252,6 @@ def gains(rows: Frame) -> Frame:
     return found.reset_index()
 
 
-def exponents(rows: Frame) -> Frame:
-    """Return the power of the width, from 64 on, with which each run departs from its linear model."""
-    wide = rows[(rows["part"] == "network") & (rows["width"] >= 64)]
-    fits: dict[Any, Any] = {
-        run: linregress(np.log(some["width"]), np.log(some["departure"]))
-        for run, some in wide.groupby(["rule", "restart"], sort=False)
-    }
-    return pd.DataFrame(
-        [(*run, fit.slope, fit.stderr) for run, fit in fits.items()], columns=["rule", "restart", "exponent", "se"]
-    )
-
-
 LOOKS = {"heavy ball": (0, 1), "DiLoCo": (3, 2), "averaging": (4, 4)}
 """Looks by rule, without and with restarts."""
 
@@ -312,7 +299,6 @@ def main() -> None:
     options = arguments(__doc__, scales=SCALES)
     rows = measured(SCALES[options.train]) if options.train else read(NAME)
     show(rows.groupby("part")[["departure", "departure_of_mean"]].max().dropna(how="all").reset_index(), 16)
-    show(exponents(rows))
     show(gains(rows))
     store(NAME, rows, draw, options.out)
 

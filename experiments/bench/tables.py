@@ -1,6 +1,6 @@
 """Which outer optimizer is better than averaging, each tuned? Registration 1, on the stored rows of protocol 1.
 
-    python experiments/bench/tables.py          10 s; writes results/bench.csv and docs/bench.png, prints the tables
+    python experiments/bench/tables.py          10 s; writes results/bench.csv, prints the tables
 
 No run is made here. Families of comparisons are those of `registration-1.md`; some methods of protocol 1 cannot be
 written any more, so that theirs are labels.
@@ -16,12 +16,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from run import compared, results_by_seed
 from twophase.compare.compare import compare
-from twophase.figures.style import INK, headline, new_figure
 from twophase.sweeps.table import format_table
 from twophase.tuning.methods import CONTROL
 from workloads import WORKLOADS
@@ -48,9 +46,7 @@ SHORT = {
     "schedule=momentum:warmup=0": "momentum ramp", "readout=tail:rounds=3": "tail average",
 }  # fmt: skip
 """Parts of a method's text, as tables show them."""
-DRAWN = (*CANDIDATES, f"{NESTEROV}+filter=orthogonal", RISING, HEAVY_BALL, f"{HEAVY_BALL}@3", NESTEROV, f"{NESTEROV}@3",
-         "adamw", "slowmo", "muon")  # fmt: skip
-"""Methods of the figure, which has no room for all; the printed table has them."""
+
 WORDS = ("better", "equal", "undecided", "worse")
 
 
@@ -121,30 +117,10 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[list[Any]]:
     return sorted(lines, key=lambda line: (-line[1], -float(line[-2])))
 
 
-def draw(rows: Sequence[dict[str, Any]]) -> Any:
-    """Draw the ratio of some methods to averaging at each workload, bold where it is surely above or below 1."""
-    lines = {(short(row["method"]), row["workload"]): row for row in rows if row["control"] == CONTROL}
-    methods = [line[0] for line in summary(rows) if line[0] in map(short, DRAWN)]
-    figure, [[axes]] = new_figure(4.2)
-    gains = [[100 * (lines[m, w]["ratio"] - 1) if (m, w) in lines else np.nan for w in WORKLOADS] for m in methods]
-    axes.imshow(gains, cmap="PuOr", vmin=-30, vmax=30, aspect="auto")
-    for (i, j), gain in np.ndenumerate(gains):
-        if np.isfinite(gain):
-            is_sure = lines[methods[i], [*WORKLOADS][j]]["word"] in ("better", "worse")
-            look = {"color": "white" if abs(gain) > 20 else INK, "weight": "bold" if is_sure else "normal"}
-            text = f"{round(gain):+}".replace("-", "\N{MINUS SIGN}").replace("+0", "0")
-            axes.text(j, i, text, ha="center", va="center", fontsize=9, **look)
-    axes.set_yticks(range(len(methods)), methods, fontsize=9)
-    axes.set_xticks(range(len(WORKLOADS)), list(WORKLOADS), fontsize=9, rotation=30, ha="right")
-    reading = "averaging's perplexity over the method's, % above 1; each tuned; bold: better or worse"
-    headline(figure, "Of outer methods only orthogonalizing clearly beats averaging", reading)
-    return figure
-
-
 def main() -> None:
     """Write rows and figure, and print the tables of docs/bench.md."""
     options, rows = arguments(__doc__), table()
-    store("bench", pd.DataFrame(rows), lambda _: {"": draw(rows)}, options.out)
+    store("bench", pd.DataFrame(rows), lambda _: {}, options.out)
     print(format_table(["method", *WORDS, "mean ratio", "least ratio"], summary(rows)))
     counts = []
     for title in families():
