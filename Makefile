@@ -7,7 +7,8 @@ TORCH_INDEX ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP_FLAGS ?=
-PIP := PIP_CONSTRAINT=$(CURDIR)/constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet $(PIP_FLAGS)
+PIP := PIP_CONSTRAINT=$(CURDIR)/constraints.txt PIP_BUILD_CONSTRAINT=$(CURDIR)/constraints.txt \
+  PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet $(PIP_FLAGS)
 ARGS ?=
 
 # Containers often set it; the tests start hundreds of processes, and each would compile the package anew.
@@ -52,14 +53,18 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml constraints.txt
 	@touch $@
 
 # the reference is read off the source, so that neither torch nor twophase needs to be installed
-$(VENV)/.installed-docs: $(VENV)/.created constraints.txt
+$(VENV)/.installed-docs: $(VENV)/.created pyproject.toml constraints.txt
 	@echo "installing what the documentation needs"
-	@$(PIP) zensical mkdocstrings-python
+	@$(PIP) 'pip>=25.1' # which knows dependency groups
+	@$(PIP) --group docs
 	@touch $@
 
+# trackers that need an account or a server of their own are not tested
+DEV_EXTRAS := plot,sweep,digits,data,hf,trainer,lightning,ft,schedulefree,tensorboard
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo "installing what tests and checks need"
-	@$(PIP) -e '.[dev]'
+	@$(PIP) 'pip>=25.1'
+	@$(PIP) -e '.[$(DEV_EXTRAS)]' --group dev
 	@# for the one tokenizer file in it; what it depends on is not needed, and wants another numpy
 	@$(PIP) --no-deps mistral-common
 	@# tests of pages need a Chromium; without one they are skipped, so this may fail

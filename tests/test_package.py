@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+import zipfile
 from importlib import import_module, metadata
 from pathlib import Path
 
 import pytest
 
 import twophase
+from extras import need
 
 ROOT = Path(twophase.__file__).parent
 
@@ -61,3 +64,25 @@ def test_version_is_the_distributions():
     """The version in the source is the installed distribution's, and the package says that it is typed."""
     assert metadata.version("twophase") == twophase.__version__
     assert (ROOT / "py.typed").exists()
+
+
+@pytest.mark.slow
+def test_what_is_published(tmp_path: Path):
+    """A wheel holds the package without documents; its metadata has absolute links, and no extra for developers."""
+    need("hatch_fancy_pypi_readme", "hatch-fancy-pypi-readme is not installed; the group dev brings it")
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path], cwd=ROOT.parents[1], check=True
+    )
+    (path,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(path) as wheel:
+        names = wheel.namelist()
+        (about,) = (name for name in names if name.endswith(".dist-info/METADATA"))
+        text = wheel.read(about).decode()
+    assert {name.split("/")[0] for name in names} == {"twophase", about.split("/")[0]}
+    assert {"twophase/py.typed", "twophase/explorer/page.html", "twophase/report/uplot/LICENSE"} <= {*names}
+    assert not [name for name in names if name.endswith((".md", ".png"))]
+    assert "Provides-Extra: all" in text
+    assert not re.search("Provides-Extra: (dev|docs)", text)
+    links = re.findall(r"\]\(([^)\s]+)", text)
+    assert len(links) > 5
+    assert [link for link in links if not link.startswith(("https://", "#"))] == []

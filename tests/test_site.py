@@ -34,7 +34,7 @@ def site(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
         with suppress(ModuleNotFoundError):
             if importlib.util.find_spec(package) is not None:
                 continue
-        pytest.skip(f"{name} is not installed; the extra docs brings it")
+        pytest.skip(f"{name} is not installed; the group docs brings it")
     base = tmp_path_factory.getbasetemp()
     project = (base if worker_id == "master" else base.parent) / "documentation"
     with FileLock(f"{project}.lock"):
