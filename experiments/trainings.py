@@ -118,7 +118,7 @@ def trained(name: str, cells: Sequence[Cell], options: argparse.Namespace) -> Fr
         path.mkdir(parents=True, exist_ok=True)
     if not (folder / RUNS).exists():
         (folder / RUNS).symlink_to(shared)
-    run_sweep(Sweep(folder.name, base, cells), folder, workers=options.workers).check(folder)
+    run_sweep(Sweep(base, cells), folder, workers=options.workers).check(folder)
     return settings(twophase.load(folder).frame(), base.steps)  # type: ignore[union-attr]
 
 

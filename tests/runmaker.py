@@ -122,7 +122,7 @@ def make_sweep(folder: Path) -> Sweep:
     axes = [Axis("outer.lr", (0.3, 0.7)), Axis("outer.restart", ("never", "3")), Axis("seed", (0, 1))]
     cells = product(base, axes, "heavy ball", {"outer.momentum": 0.9})
     cells += product(base, [axes[0], axes[2]], "momentum-free", {"outer.momentum": 0.0, "outer.restart": "never"})
-    sweep = Sweep("sweep", base, cells)
+    sweep = Sweep(base, cells)
     summaries: dict[str, Any] = {}
     for number, (run, config) in enumerate(sweep.runs.items()):
         if number == 1:

@@ -81,15 +81,14 @@ def sweep(
     Args:
         task: as for `train`.
         config: as for `train`; what the runs share.
+        out: the sweep's folder.
+        quiet: show no progress.
         axes: values to try by dotted path, such as `{"outer.lr": [0.3, 0.7], "outer.restart": ["never", 3]}`; those of
             the task are below `task.`.
-        out: the sweep's folder.
         controls: add momentum-free runs, plain averaging and gain-matched controls of restarted runs.
         workers: processes that train; one means this process. By default one a GPU, or one for each `threads` cores.
-        quiet: show no progress.
 
     Raises:
-        UsageError: values that cannot be run, or a folder of another sweep.
         RunError: a run failed, and its folder says why; the same call tries it again.
     """
     from twophase.recipes.controls import grid_of  # noqa: PLC0415 - not where --help is asked
@@ -97,13 +96,12 @@ def sweep(
     from twophase.sweeps.grid import Axis, Sweep  # noqa: PLC0415
     from twophase.sweeps.runner import run_sweep  # noqa: PLC0415
 
-    for path, values in axes.items():
-        if isinstance(values, str) or not isinstance(values, Sequence):
-            raise UsageError(f"axes: {path} must be a list of the values to try, got {values!r}")
+    if words := [path for path, values in axes.items() if isinstance(values, str)]:
+        raise UsageError(f"axes: {words[0]} must be a list of the values to try, got {axes[words[0]]!r}")
     base, folder = run_config(task, config), Path(out)
     cells = grid_of(base, [Axis(path, tuple(values)) for path, values in axes.items()], controls=controls)
     with _as_it_was():
-        run_sweep(Sweep("sweep", base, cells), folder, workers=workers, quiet=quiet).check(folder)
+        run_sweep(Sweep(base, cells), folder, workers=workers, quiet=quiet).check(folder)
     return load(folder)  # type: ignore[return-value]
 
 
@@ -144,20 +142,16 @@ def train_run(
 ) -> dict[str, Any]:
     """Train one run, or what is left of it, on this rank; return its summary.
 
-    Arguments are as of `train`; `timeout` is the seconds for the start of all ranks and for each collective.
-
-    Raises:
-        UsageError: values that cannot be run here, before a folder is made; or a folder of another run.
+    Arguments are as of `train`; `timeout` is the seconds for the start of all ranks and for each collective. Values
+    that cannot be run here are refused before a folder is made.
     """
     from twophase.training import distributed  # noqa: PLC0415 - torch
     from twophase.training.trainer import Trainer  # noqa: PLC0415
 
     require(timeout is None or 0 < timeout <= 1e6, "timeout", timeout, "above 0 and at most 1e6 seconds")
     if config.outer.method == "averaging" and config.outer.momentum:
-        raise UsageError(
-            f"--outer.momentum: must be left out with averaging, got {config.outer.momentum}; "
-            "heavy-ball and nesterov have a momentum"
-        )
+        wanted = "left out with averaging, but heavy-ball and nesterov have one"
+        require(False, "outer.momentum", config.outer.momentum, wanted)
     trackers = open_trackers(track, out, to_tree(config)) if track else []
     if (out / SUMMARY).exists() and (summary := finished(config, out)) is not None:
         return summary
@@ -184,9 +178,7 @@ def train_run(
 def finished(config: RunConfig, out: Path) -> dict[str, Any] | None:
     """Return the summary of a finished run, or None where the folder has none.
 
-    Raises:
-        UsageError: its task, text or tokens have changed since: the same command would be another run.
-        RunError: its weights are damaged.
+    A UsageError says that its task, text or tokens have changed since, a RunError that its weights are damaged.
     """
     summary, weights = read_summary(out, fingerprint(config)), out / WEIGHTS
     if summary is None:
@@ -202,9 +194,8 @@ def finished(config: RunConfig, out: Path) -> dict[str, Any] | None:
 def default_folder(config: RunConfig) -> Path:
     """Return the folder of a run without `--out`: its setting in words, and its fingerprint."""
     task = getattr(config, "task", None)
-    words = (
-        f"{task.name.rpartition(':')[2] if task else ''} {config.describe()} S {config.inner_steps} seed {config.seed}"
-    )
+    name = task.name.rpartition(":")[2] if task else ""
+    words = f"{name} {config.describe()} S {config.inner_steps} seed {config.seed}"
     label = re.sub("[^A-Za-z0-9.]+", "-", words)[:75].strip("-.")
     return Path("runs") / f"{label}-{fingerprint(config)}"
 
@@ -226,23 +217,23 @@ def tune(
 
     Args:
         task: as for `train`.
-        config: as for `train`; what the runs share. The search of the inner learning rate begins at its own.
+        config: as for `sweep`; the search of the inner learning rate begins at its own.
+        out: the comparison's folder.
+        workers: as for `sweep`.
+        quiet: show no progress.
         methods: what is held against averaging, such as `"nesterov outer.restart=3"` (`twophase.tuning.methods`); by
             default the usual ones.
-        out: the comparison's folder.
         points: settings that each method tries, >= 1.
         budget: seconds for all of it, in the place of points; by default two hours.
         seeds: tuning seeds, over which a setting's results are averaged.
         fresh: seeds of the final comparison, two or more that are not among the tuning seeds.
-        workers: as for `sweep`.
-        quiet: show no progress.
 
     Returns:
         The methods, best first, each with its setting, its results on the fresh seeds and a word; `print` shows them.
 
     Raises:
-        UsageError: values that cannot be run, a folder of another comparison, or a budget that does not reach.
-        RunError: a run failed, and its folder says why; or every setting of every method diverged.
+        UsageError: values that cannot be run, or a budget that does not reach.
+        RunError: a run failed, and its folder says why; or every setting of averaging diverged.
     """
     from twophase.tuning.methods import METHODS, check_paths  # noqa: PLC0415 - not where --help is asked
     from twophase.tuning.tune import Tuning, run_tuning  # noqa: PLC0415

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,16 @@ def test_a_grid_of_policies_by_fragment(tmp_path: Path, capsys: pytest.CaptureFi
     before = (tmp_path / "out" / TABLE).stat().st_mtime_ns
     assert main(words) == 0
     assert (tmp_path / "out" / TABLE).stat().st_mtime_ns == before
+
+
+def test_a_terminal_shows_the_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal a sweep, which has no picture, runs and says what has ended."""
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stderr", terminal)
+    words = [word for word in WORDS if word != "--quiet"]
+    assert main([*words, "--axis", "outer.lr", "0.3", "0.7", "--out", str(tmp_path)]) == 0
+    assert "2/2 runs" in terminal.getvalue()
 
 
 def test_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -55,7 +55,6 @@ def test_quick_form_is_small_and_short() -> None:
     assert 24 <= len(sweep.runs) <= 36
     assert {(cell.config.steps, cell.config.inner.lr) for cell in sweep.cells} == {(480, 4e-3)}
     assert {cell.arm for cell in sweep.cells} == {*MAIN, "momentum-free", *MATCHED, "auto"}
-    assert sweep.name != demo().name
 
 
 def test_seeds_repeat_every_run_and_the_base_is_kept() -> None:

@@ -97,7 +97,7 @@ def test_each_cell_of_a_grid_equals_the_run_alone(tmp_path: Path):
     late = {"outer.method": "nesterov", "steps": 22}  # the last round is a shorter one
     cells += product(base, [Axis("outer.schedule", ("momentum:0.5", "linear:3"))], fixed=late)
     cells += product(base, [Axis("outer.restart", ("auto", "6", "at:1", "at:1,3"))], fixed=late)
-    sweep = Sweep("sweep", base, cells)
+    sweep = Sweep(base, cells)
     assert len(sweep.runs) == 30
     run_sweep(sweep, tmp_path, workers=1, quiet=True).check(tmp_path)
     assert not list((tmp_path / RUNS).glob("fork-*"))

@@ -50,7 +50,7 @@ def sweep(folder: Path, *axes: Axis, **values: Any) -> Sweep:
     (folder / "fragile.py").write_text(TASK)
     own = {"task.broken": str(folder / "broken"), "steps": 12, "inner_steps": 3, "checkpoint_every": 1} | values
     base = run_config(f"{folder / 'fragile.py'}:Fragile", own)
-    return Sweep("sweep", base, grid_of(base, axes, controls=False))
+    return Sweep(base, grid_of(base, axes, controls=False))
 
 
 GRID = [Axis("outer.method", ("nesterov",)), Axis("outer.restart", ("never", 2, 3)), Axis("task.width", (0, 1))]
@@ -186,4 +186,4 @@ def test_a_finished_sweep_trains_nothing(tmp_path: Path):
     time.sleep(0.01)
     assert not run_sweep(made, out, workers=1, quiet=True).errors
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()} == before
-    assert Nodes(made, out).pending() == []
+    assert Nodes(made.runs, out).pending() == []

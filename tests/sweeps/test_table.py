@@ -37,7 +37,7 @@ def test_rows_of_a_sweep(tmp_path: Path) -> None:
     cells = product(base, [Axis("outer.lr", (0.3, 0.7, 1.1))], "a") + product(base, [Axis("seed", (3, 4))], "b")
     ids = [cell.run_id for cell in cells]
     ended = [summary(8.0), summary(None, diverged=True), summary(None) | {"validation_loss": 800.0}]
-    rows = rows_of(Sweep("s", base, cells), dict(zip(ids, ended, strict=False)), failed=[ids[3]])
+    rows = rows_of(Sweep(base, cells), dict(zip(ids, ended, strict=False)), failed=[ids[3]])
     assert [each.run for each in rows] == ids
     assert [each.state for each in rows] == ["finished", "diverged", "finished", "failed", "missing"]
     assert [each.perplexity for each in rows] == [8.0, None, math.inf, None, None]

@@ -111,7 +111,7 @@ def test_grids_of_values_that_some_methods_ignore() -> None:
         ({"inner.schedule": "cosine"}, [Axis("inner.decay", ("0.1", "0.3"))], 1),
     ):
         base = update(TrainConfig(), values)
-        assert len(Sweep("x", base, grid_of(base, axes, controls=False)).runs) == runs
+        assert len(Sweep(base, grid_of(base, axes, controls=False)).runs) == runs
 
 
 def test_defaults_can_be_run() -> None:

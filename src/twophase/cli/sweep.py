@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
         given.add(axis.path)
     if not axes:
         raise UsageError("--axis: must name at least one, such as --axis outer.lr 0.3 0.7 --axis outer.restart never 3")
-    sweep = Sweep("sweep", config, grid_of(config, axes, controls=options.controls))
+    sweep = Sweep(config, grid_of(config, axes, controls=options.controls))
     out = options.out or Path("runs/sweep")
 
     def results(rows: list[Any]) -> str:
@@ -80,7 +80,7 @@ def run(
     options: SweepOptions,
     *,
     results: Callable[[list[Any]], str],
-    on_rows: Callable[[list[Any]], Any] = lambda _: None,
+    on_rows: Callable[[list[Any]], Any] = lambda _: "",
 ) -> int:
     """Run a sweep, or only plan it, and print what came out; return the exit status.
 
@@ -88,6 +88,7 @@ def run(
     """
     from twophase.figures.style import check_drawing
     from twophase.progress import duration
+    from twophase.sweeps.grid import RUNS
     from twophase.sweeps.runner import ERROR, run_sweep
     from twophase.training.distributed import stop_on_signal
 
@@ -103,9 +104,8 @@ def run(
     said = ", ".join(f"{count} {state}" for state, count in counts.items())
     print(f"{out}: {said} in {duration(outcome.seconds)}")
     for run_id, error in outcome.errors.items():
-        print(f"run {run_id} failed: {error.splitlines()[0]} ({out / 'runs' / run_id / ERROR})", file=sys.stderr)
-    if outcome.errors:
-        print("the same command tries them again", file=sys.stderr)
+        place = out / RUNS / run_id / ERROR
+        print(f"run {run_id} failed, this command tries it again: {error.splitlines()[0]} ({place})", file=sys.stderr)
     if stop.number:
         return 128 + stop.number
     (out / "figures").mkdir(exist_ok=True)

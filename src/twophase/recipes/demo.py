@@ -72,4 +72,4 @@ def demo(
             cells += gain_matched(matched, f"{kind}, {MATCHED}")
         fixed = {METHOD: "averaging", MOMENTUM: None, LR: None, RESTART: AUTO}  # of the rule nothing enters
         cells += product(base, [seed_axis], AUTO, fixed)
-    return Sweep("demo-quick" if quick else "demo", base, cells)
+    return Sweep(base, cells)

@@ -50,12 +50,11 @@ class Cell:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Cells to run and compare, in the order of the table: variations of a base configuration, under a name for people.
+    """Cells to run and compare, in the order of the table: variations of a base configuration.
 
     Those with equal configurations share a run, which trains once.
     """
 
-    name: str
     base: Any
     cells: Sequence[Cell]
 
@@ -79,17 +78,17 @@ class Sweep:
         return {path: own.get(path) if value is None else value for path, value in values.items()}
 
     def spec(self) -> Tree:
-        """Return the sweep as JSON values, from which `read_spec` makes it again."""
-        base, cells = flatten(to_tree(self.base)), []
-        for cell in self.cells:
-            changes = {path: value for path, value in flatten(to_tree(cell.config)).items() if value != base[path]}
-            own = {"arm": cell.arm, "run": cell.run_id, "control_of": cell.control_of}
-            cells.append({**own, "config": changes, "values": cell.values})
-        return json.loads(json.dumps({"name": self.name, "base": to_tree(self.base), "cells": cells}))
+        """Return base and runs, the latter by what they change, as JSON values for `sweep.json`."""
+        base = flatten(to_tree(self.base))
+        runs = {
+            run: {path: value for path, value in flatten(to_tree(config)).items() if value != base[path]}
+            for run, config in self.runs.items()
+        }
+        return {"base": to_tree(self.base), "runs": runs}
 
 
 def write_spec(sweep: Sweep, folder: Path) -> None:
-    """Write a sweep's description into its folder; a later one of the same base may have further cells.
+    """Write a sweep's description into its folder; a later one of the same base may have further runs.
 
     Raises:
         UsageError: the folder holds another sweep, or something else.
@@ -100,20 +99,13 @@ def write_spec(sweep: Sweep, folder: Path) -> None:
         here, there = flatten(spec["base"]), flatten(saved["base"])
         for name in {**here, **there}:
             require(here.get(name) == there.get(name), name, here.get(name), f"{there.get(name)} as in {folder}")
-        if any(cell not in spec["cells"] for cell in saved["cells"]):
+        if saved.get("runs", {}).keys() - spec["runs"]:
             raise UsageError(f"--out {folder}: belongs to a sweep with other cells; give another --out")
-        if spec == saved:
-            return
     elif folder.is_dir() and any(file.name != RUNS and file.name[0] != "." for file in folder.iterdir()):
         raise UsageError(f"--out {folder}: must be empty or a sweep's folder, holds no {SPEC}")
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, json.dumps(spec, indent=1) + "\n")
-
-
-def read_spec(spec: Tree, base: Any) -> Sweep:
-    """Return the sweep of `Sweep.spec()`, whose base is given as a configuration."""
-    cells = [Cell(row["arm"], row["values"], update(base, row["config"]), row["control_of"]) for row in spec["cells"]]
-    return Sweep(spec["name"], base, cells)
+    if (text := json.dumps(spec, indent=1) + "\n") != (path.read_text() if path.exists() else ""):
+        write_atomic(path, text)
 
 
 def product(base: Any, axes: Sequence[Axis], name: str = "", fixed: Mapping[str, Any] | None = None) -> list[Cell]:

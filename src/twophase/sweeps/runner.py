@@ -20,14 +20,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from twophase.config import fingerprint
+from twophase.config import fingerprint, update
 from twophase.errors import RunError
 from twophase.files import write_atomic
 from twophase.progress import meter
+from twophase.runs.config import RunConfig
 from twophase.runs.folder import CHECKPOINTS, BusyError, RunFolder
 from twophase.runs.record import read_summary
 from twophase.sweeps.fork import Node, tree
-from twophase.sweeps.grid import RUNS, SPEC, Sweep, read_spec, write_spec
+from twophase.sweeps.grid import RUNS, SPEC, Sweep, write_spec
 from twophase.sweeps.table import TABLE, Row, measure_of, place_words, readable, rows_of, write_rows
 
 ERROR = "error.txt"
@@ -38,8 +39,8 @@ _LOOK_SECONDS = 0.3
 class Nodes:
     """The nodes of a sweep by name, parents before children, as they stood in its folder at the last `pending`."""
 
-    def __init__(self, sweep: Sweep, folder: Path) -> None:
-        self.sweep, self.folder, self.nodes = sweep, folder, tree(sweep.runs)
+    def __init__(self, runs: Mapping[str, RunConfig], folder: Path) -> None:
+        self.folder, self.nodes = folder, tree(runs)
         self.summaries: dict[str, dict[str, Any]] = {}
         """Of those that have ended by themselves; a shared beginning may, by divergence."""
         self.needed: set[str] = set()
@@ -122,8 +123,10 @@ def worker(folder: Path) -> int:
     from twophase.training.distributed import stop_on_signal  # noqa: PLC0415
 
     spec = json.loads((folder / SPEC).read_bytes())
+    base = config_of(spec["base"])
+    runs = {run: update(base, changes) for run, changes in spec["runs"].items()}
     with stop_on_signal() as stop:
-        work(Nodes(read_spec(spec, config_of(spec["base"])), folder), stop.is_set)
+        work(Nodes(runs, folder), stop.is_set)
         return 128 + stop.number if stop.number else 0
 
 
@@ -161,7 +164,7 @@ def run_sweep(
     all workers, whose runs resume later. A UsageError refuses a folder that holds something else.
     """
     write_spec(sweep, folder)
-    started, nodes = time.monotonic(), Nodes(sweep, folder)
+    started, nodes = time.monotonic(), Nodes(sweep.runs, folder)
     for name in nodes.nodes:  # failures of an earlier call are tried again
         (nodes.path(name) / ERROR).unlink(missing_ok=True)
     pending, total = nodes.pending(), sum(node.steps for node in nodes.nodes.values())
@@ -186,8 +189,7 @@ def run_sweep(
             text += f"{measure_of([row])} {number}" if number else row.state
         show(total - sum(nodes.nodes[name].steps for name in nodes.needed), text)
 
-    title = f"{sweep.name}, inner steps"
-    with meter(title, total, quiet=quiet, plain_seconds=0.0, picture=lambda: drawn) as show:
+    with meter(f"{folder.name}, inner steps", total, quiet=quiet, plain_seconds=0.0, picture=lambda: drawn) as show:
         look()
         devices, threads = _gpus(sweep), max(config.threads for config in sweep.runs.values())
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -202,7 +202,7 @@ class _Stages:
         settings = [(method, tuple(point)) for method in self.tuning.methods for point in points.get(method.text, ())]
         cells = [method.cell(point, seed) for method, point in settings for seed in seeds]
         folder = self.folder / name
-        outcome = self.train(Sweep(name, self.tuning.base, cells), folder)
+        outcome = self.train(Sweep(self.tuning.base, cells), folder)
         outcome.check(folder)
         for row in outcome.rows:
             if row.state == "missing":
