@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from twophase.api import run_config, train_run
-from twophase.restart import Restart, RoundSignal, ask
 from twophase.runs.config import OuterConfig, RunConfig, SyncConfig
 from twophase.runs.folder import METRICS, ROUNDS, WEIGHTS
 from twophase.sweeps.fork import outer_steps, tree
@@ -52,19 +51,6 @@ def test_the_tree_takes_each_shared_step_once(outers: list[tuple[OuterConfig, st
     brute = sum(min((len(prefix) + 1) * inner_steps, steps) - len(prefix) * inner_steps for prefix in shared)
     same_to_the_end = len(set(map(tuple, sequences.values()))) < len(configs)
     assert sum(node.steps for node in nodes.values()) == brute or same_to_the_end
-
-
-@given(POLICIES, st.integers(1, 12))
-def test_equal_beginnings_mean_equal_restarts(policy: str, rounds: int):
-    """Runs that count as equal up to a round have restarted in the same rounds."""
-    config = RunConfig(steps=rounds, inner_steps=1, outer=OuterConfig("nesterov", restart=policy)).plain()
-    never = outer_steps(RunConfig(steps=rounds, inner_steps=1, outer=OuterConfig("nesterov")).plain())
-    if config.outer.policy.needs:
-        assert outer_steps(config)[0] != never[0]
-        return
-    for number, (own, other) in enumerate(zip(outer_steps(config), never, strict=True), start=1):
-        _, decision, _ = ask(config.outer.policy, {}, RoundSignal(number, number))
-        assert (own != other) == isinstance(decision, Restart)
 
 
 def test_other_syncs_share_nothing():

@@ -23,7 +23,7 @@ def no_lines() -> None:
 
 
 def run(scales: dict[str, Scale], loss: Callable[[Point], float], points: int) -> dict[Point, float]:
-    """Measure so many settings; each call sees the results alone."""
+    """Measure so many settings."""
     results: dict[Point, float] = {}
     while len(results) < points and (new := propose(scales, results, min(2, points - len(results)))):
         assert not set(new) & set(results)
@@ -64,16 +64,12 @@ def test_ends_where_nothing_is_left() -> None:
         ([(1.0, 3.0), (0.4, 3.0), (2.0, 3.0), (1.0, 2.0), (1.1, 4.0)], True),  # over a factor of 2 away
         ([(1.0, 3.0), (0.6, 2.0), (1.7, 4.0)], False),
         ([(1.0, 3.0), (0.6, 2.0), (1.7, 2.0)], True),  # no longer period
+        ([(1.0, 1.0), (0.6, 2.0), (1.7, 2.0)], False),
     ],
 )
 def test_neighbours(tried: list[Point], expected: bool) -> None:
-    """Every side of every scale wants a setting within a factor of 2."""
+    """Every side of every scale wants a setting within a factor of 2; below a period of 1 there is nothing."""
     assert has_untried({"lr": LR, "period": PERIOD}, dict.fromkeys(tried, 0.0), tried[0]) is expected
-
-
-def test_the_least_period_has_no_neighbour_below() -> None:
-    """Where a scale ends by itself nothing is untried."""
-    assert not has_untried({"period": PERIOD}, {(1.0,): 0.0, (2.0,): 0.0}, (1.0,))
 
 
 def test_the_file_is_a_journal_of_optuna(tmp_path: Path) -> None:

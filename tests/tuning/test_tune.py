@@ -79,7 +79,7 @@ def test_each_method_at_its_own_best(made: MadeUp, tmp_path: Path) -> None:
     assert [tuned.fresh for tuned in outcome.methods] == sorted(tuned.fresh for tuned in outcome.methods)
     for tuned in outcome.methods:
         assert (tuned.settings, tuned.open, tuned.seconds) == (5, False, 2 * 5 + len(FRESH))
-        assert tuned.row()["inner.lr"] == 0.004
+        assert tuned.numbers["inner.lr"] == 0.004
         assert f"\n{tuned.command}  # {tuned.method}" in str(outcome)
     written = json.loads((tmp_path / "tune" / "comparison.json").read_text())
     assert [row["word"] for row in written["methods"]] == outcome.frame()["word"].tolist()
@@ -146,10 +146,9 @@ def test_another_comparison_in_the_folder(made: MadeUp, change: dict[str, Any]) 
 
 def test_a_folder_of_something_else(made: MadeUp, tmp_path: Path) -> None:
     """It is left alone."""
-    (tmp_path / "tune").mkdir()
-    (tmp_path / "tune" / "config.yaml").touch()
+    (tmp_path / "config.yaml").touch()
     with pytest.raises(UsageError, match="--out"):
-        made.tune("nesterov")
+        made.tune("nesterov", out=".")
 
 
 IMPOSSIBLE: list[tuple[str, dict[str, Any]]] = [
