@@ -80,6 +80,7 @@ class Rising(RestartPolicy):
         return {"last": loss}, Restart(self.retain, before=True) if loss > state.get("last", math.inf) else None
 
 
+@register("test-early")
 @dataclass(frozen=True, slots=True)
 class Early(RestartPolicy):
     """A soft restart every `period` rounds, before the round's pseudo-gradient is mixed in."""

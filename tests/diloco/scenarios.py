@@ -17,7 +17,6 @@ from replicas import same_bits
 from twophase.diloco.engine import DiLoCo
 from twophase.diloco.report import RoundReport
 from twophase.optim.outer_sgd import OuterSGD
-from twophase.restart import Decision, Restart, RestartPolicy, RoundSignal, State, register
 from twophase.rule import OuterRule
 
 NAMES = ["0.weight", "0.bias", "2.weight", "2.bias", "3.weight", "3.bias"]
@@ -25,19 +24,6 @@ BLOCKS = {"first": r"^0\.", "norm": r"^2\.", "last": r"^3\."}
 HEAVY_BALL, NESTEROV = OuterRule(0.3, 0.9), OuterRule(0.3, 0.9, nesterov=True)
 EMA, EMA_HEAVY_BALL = OuterRule(1.0, 0.9, nesterov=True, form="ema"), OuterRule(1.0, 0.8, form="ema")
 AVERAGING = OuterRule(1.0, 0.0)
-
-
-# ------------------------------------------------------------------------------------------ policies of a user's own
-
-
-@register("scenario-fade")
-@dataclass(frozen=True)
-class Fade(RestartPolicy):
-    """Restart softly, before g is mixed in, in every second round."""
-
-    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
-        """Keep half."""
-        return state, Restart(0.5, 0.25, before=True) if signal.round % 2 == 0 else None
 
 
 # --------------------------------------------------------------------------------------------------------- the table
@@ -99,7 +85,7 @@ PLAIN = {
     "soft": Scenario(EMA_HEAVY_BALL, "soft:2:0.5:0.25", replicas=1),
     "averaging": Scenario(AVERAGING, 2, replicas=3),
     "listed rounds": Scenario(NESTEROV, "at:2,3", 1, options={"mixing": 0.3}),
-    "before": Scenario(EMA, "scenario-fade", 2),
+    "before": Scenario(EMA, "test-early:2:0.5:0.25", 2),
     "own steps": Scenario(NESTEROV, "test-half:3", 2),
     "param groups": Scenario(groups, None, 3, parts=GROUPS),
     "float64": Scenario(EMA, 2, dtype=torch.float64, replicas=3, options={"mixing": 0.25}),
@@ -274,55 +260,41 @@ def unlike(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> list[st
 
 # ------------------------------------------------------------------------------------------------------ the plain loop
 
-Answer = tuple[str, float, float] | None
-"""A restart `before` or `after` g is mixed in, by (retain, inject), or a `step` by (lr, momentum)."""
-
-
-def _restart(rounds: Iterable[int], retain: float = 0.0, inject: float = 0.0, when: str = "after"):
-    chosen = frozenset(rounds)
-    return lambda number: (when, retain, inject) if number in chosen else None
-
-
-RESTARTS: dict[Any, Callable[[int], Answer]] = {
-    None: _restart([]),
-    1: _restart(range(1, 99)),
-    2: _restart(range(2, 99, 2)),
-    "cycle:1,3": _restart([1, 4, 5, 8, 9, 12, 13]),
-    "at:2,3": _restart([2, 3]),
-    "soft:2:0.5:0.25": _restart(range(2, 99, 2), 0.5, 0.25),
-    "scenario-fade": _restart(range(2, 99, 2), 0.5, 0.25, "before"),
-    "test-half:3": lambda number: ("step", 0.5, 0.5 if (number - 1) % 3 else 0.0),
-}
-
 
 @dataclass
 class Part:
-    """Parameters of the plain loop with a rule, a restart and a place in the round of their own."""
+    """Parameters of the plain loop with a place in the round and an outer optimizer of their own."""
 
     names: Sequence[str]
     offset: int
-    rule: OuterRule
-    restart: Any
-    rounds: int = 0
+    outer: OuterSGD
     steps: int = 0
     held: int = 0
     age: int = 0
     launched: dict[str, Tensor] | None = None
-    momentum: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def rounds(self) -> int:
+        """Outer steps so far."""
+        return self.outer.param_groups[0]["rounds"]
 
 
 class Plain:
-    """Streaming DiLoCo as one would write it down: every number of a run, by nothing but tensor arithmetic."""
+    """Streaming DiLoCo as one would write it down; of its outer steps, test_outer_sgd.py has the oracle."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.inner_steps = scenario.inner_steps
         self.delay, self.mixing = scenario.options.get("delay", 0), scenario.options.get("mixing", 0.0)
-        whole = [(NAMES, scenario.inner_steps, scenario.outer, scenario.restart)]
-        self.parts = [Part(*part) for part in scenario.parts or whole]
         self.models = [network(0, scenario.dtype) for _ in range(scenario.replicas)]
         self.named = [dict(model.named_parameters()) for model in self.models]
         self.wide = torch.float64 if scenario.dtype == torch.float64 else torch.float32
-        self.anchor = {name: p.detach().to(self.wide, copy=True) for name, p in self.named[0].items()}
+        self.anchor = {name: nn.Parameter(p.detach().to(self.wide, copy=True)) for name, p in self.named[0].items()}
+        self.parts = []
+        for names, offset, rule, restart in scenario.parts or [
+            (NAMES, scenario.inner_steps, scenario.outer, scenario.restart)
+        ]:
+            anchors = [self.anchor[name] for name in names]
+            self.parts.append(Part(names, offset, OuterSGD(anchors, **asdict(rule), restart=restart or "never")))
         self.position = 0
 
     @torch.no_grad()
@@ -357,8 +329,10 @@ class Plain:
         groups = []
         for part in parts:
             assert part.launched is not None
-            part.rounds += 1
-            groups.append(self.outer_step(part, part.launched, RESTARTS[part.restart](part.rounds)))
+            for name, g in part.launched.items():
+                self.anchor[name].grad = g
+            part.outer.step(measure=True)
+            groups += part.outer.last_round
             for named in self.named:
                 for name in part.names:
                     theta, a = named[name], self.anchor[name].to(named[name].dtype)
@@ -373,35 +347,6 @@ class Plain:
             "partial": any(part.held < whole for part in parts),
             "groups": groups,
         }
-
-    def outer_step(self, part: Part, gradients: dict[str, Tensor], answer: Answer) -> dict[str, Any]:
-        """One part's; norms of g, m and the angle between them before g is mixed in, and the gain, in float64."""
-        b, ema = part.rule.momentum, part.rule.form == "ema"
-        lr, weight, nesterov = part.rule.lr, 1 - b if ema else 1.0, part.rule.nesterov
-        kind, first, second = answer or ("", 0.0, 0.0)
-        if kind == "step":
-            lr, b, weight, nesterov = first, second, 1.0, False
-        products = torch.zeros(4, dtype=torch.float64)
-        for name, g in gradients.items():
-            m = before = part.momentum.get(name, torch.zeros_like(g))
-            if kind == "before":
-                m = m.mul(first).add(g, alpha=second)
-            m = m.mul(b).add(g, alpha=weight)
-            update = m
-            if nesterov and b > 0:
-                update = m.mul(b).add(g, alpha=weight) if ema else g.add(m, alpha=b)
-            self.anchor[name] = self.anchor[name].add(update, alpha=-lr)
-            if kind == "after":
-                m = m.mul(first) if first else torch.zeros_like(m)
-                m = m.add(g, alpha=second) if second else m
-            if part.rule.momentum > 0:
-                part.momentum[name] = m
-            pairs = [(g, g), (before, before), (g, before), (update * lr, g)]
-            products += torch.stack([(x.double() * y.double()).sum() for x, y in pairs])
-        gg, mm, gm, ug = products.tolist()
-        cosine = gm / (gg * mm) ** 0.5 if gg * mm else 0.0
-        restarted = kind in ("before", "after")
-        return {"restarted": restarted, "g": gg**0.5, "m": mm**0.5, "cosine": cosine, "gain": ug / gg}
 
     @torch.no_grad()
     def finish(self) -> dict[str, Any] | None:
@@ -429,9 +374,10 @@ class Plain:
 
     def tensors(self) -> dict[str, Tensor]:
         """As `Run.tensors`."""
-        tensors = {f"anchor {name}": a for name, a in self.anchor.items()}
+        tensors = {f"anchor {name}": a.detach() for name, a in self.anchor.items()}
         for number, named in enumerate(self.named):
             tensors |= {f"model {number} {name}": p.detach() for name, p in named.items()}
         for part in self.parts:
-            tensors |= {f"momentum_buffer {name}": m for name, m in part.momentum.items()}
+            for name in part.names:
+                tensors |= {f"{key} {name}": value for key, value in part.outer.state[self.anchor[name]].items()}
         return tensors

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -124,9 +125,11 @@ def test_rounds_without_progress_are_noticed(caplog: pytest.LogCaptureFixture) -
     module = model()
     engine, inner = DiLoCo(module, NESTEROV, inner_steps=1), sgd(copy.deepcopy(module))
     with caplog.at_level(logging.WARNING, "twophase"):
-        for _ in range(2):
-            engine.step()
+        reports = [engine.step() for _ in range(2)]
     assert len(caplog.records) == 1
+    for report in reports:
+        assert report is not None
+        assert math.isnan(report.gain)
     still, missing, foreign = engine.check(inner)
     assert "no parameter has moved" in still
     assert "0.weight" in missing

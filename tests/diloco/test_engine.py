@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diloco.scenarios import AVERAGING, HEAVY_BALL, NESTEROV, PLAIN, Plain, loss, network, shift, start, unlike
+from diloco.scenarios import AVERAGING, HEAVY_BALL, PLAIN, Plain, loss, network, shift, start, unlike
 from replicas import same_bits
 from twophase.diloco.checks import digest
 from twophase.diloco.engine import DiLoCo
@@ -31,14 +31,12 @@ def assert_reported(report: RoundReport | None, expected: dict[str, Any] | None)
         return
     for name in ("round", "complete", "inner_steps", "partial"):
         assert getattr(report, name) == expected[name], name
-    assert [group.restarted for group in report.groups] == [group["restarted"] for group in expected["groups"]]
-    assert report.restarted == any(group["restarted"] for group in expected["groups"])
     for group, plain in zip(report.groups, expected["groups"], strict=True):
-        assert group.pseudo_gradient_norm == pytest.approx(plain["g"], rel=1e-6)
-        assert group.buffer_norm == pytest.approx(plain["m"], rel=1e-6)
-        assert group.cosine == pytest.approx(plain["cosine"], rel=1e-5, abs=1e-6)
-        assert group.gain == pytest.approx(plain["gain"], rel=1e-5, abs=1e-6)
-    norms = [plain["g"] for plain in expected["groups"]]
+        assert group.restarted == plain.restarted
+        for name in ("pseudo_gradient_norm", "buffer_norm", "cosine", "gain"):
+            assert getattr(group, name) == pytest.approx(getattr(plain, name), rel=1e-5, abs=1e-6)
+    assert report.restarted == any(plain.restarted for plain in expected["groups"])
+    norms = [plain.pseudo_gradient_norm for plain in expected["groups"]]
     assert report.pseudo_gradient_norm == pytest.approx(math.hypot(*norms), rel=1e-6)  # of the rest, see test_report.py
 
 
@@ -99,6 +97,7 @@ def test_any_torch_optimizer_is_an_outer_optimizer(name: str, nesterov: bool) ->
         assert report.pseudo_gradient_norm == pytest.approx(expected.pseudo_gradient_norm, rel=1e-6)
         assert (report.groups, report.restarted, report.cosine, report.buffer_norm) == ((), False, 0, 0)
         assert math.isnan(report.gain)
+    assert "SGD lr 0.3" in repr(other.engine)
 
 
 # ---------------------------------------------------------------------------------------------------- what takes part
@@ -124,23 +123,6 @@ def test_what_takes_part() -> None:
         assert torch.equal(model.get_buffer("1.running_mean"), torch.full((4,), float(number)))
         assert model[3].weight is model[2].weight
         torch.testing.assert_close(model[2].weight.detach(), before + 2.0)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_replicas_that_stand_still_leave_the_anchor(dtype: torch.dtype) -> None:
-    """Without inner steps the anchor stays, and the gain is not a number; what rounding loses is no progress."""
-    model = nn.Linear(16, 16, dtype=dtype)
-    engine = DiLoCo(model, NESTEROV, inner_steps=1)
-    with torch.no_grad():
-        engine.anchor["weight"].add_(1e-4)  # now no bfloat16 number
-    engine.restore()
-    before = engine.checksum()
-    for _ in range(3):
-        report = engine.step()
-        assert report is not None
-        assert (report.checksum, report.pseudo_gradient_norm, report.cosine) == (before, 0, 0)
-        assert math.isnan(report.gain)
-    assert engine.outer.param_groups[0]["rounds"] == engine.round == 3  # as of an `OuterSGD` alone
 
 
 @pytest.mark.parametrize("compression", ["float32", "bfloat16", "int8"])
@@ -313,29 +295,17 @@ def test_an_interrupted_outer_step_ends_the_engine_until_it_is_loaded() -> None:
 # ------------------------------------------------------------------------------------------------------------ refusals
 
 
-def frozen() -> nn.Module:
-    return nn.Linear(2, 2).requires_grad_(requires_grad=False)
-
-
-def sharing() -> list[nn.Module]:
-    inside = nn.Linear(2, 2)
-    return [nn.Sequential(inside), nn.Sequential(inside)]
-
-
 @pytest.mark.parametrize(
     ("replicas", "word"),
     [
-        (frozen, "replicas"),
+        (lambda: nn.Linear(2, 2).requires_grad_(requires_grad=False), "replicas"),
         (list, "replicas"),
-        (lambda: nn.Linear(2, 2).parameters(), "replicas"),
         (lambda: [nn.Linear(2, 2), 3], "replicas"),
         (lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")), "one device"),
         (lambda: nn.Linear(2, 2, device="meta"), "weight"),
         (lambda: nn.ParameterDict({"z": torch.zeros(2).to(torch.complex64)}), "'z'"),
-        (lambda: [nn.Linear(2, 2)] * 2, "replicas share"),
-        (sharing, "replicas share"),
+        (lambda: [nn.Sequential(inside) for inside in [nn.Linear(2, 2)] * 2], "replicas share"),
         (lambda: [nn.Linear(2, 2), nn.Linear(2, 3)], "replica 1"),
-        (lambda: [nn.Linear(2, 2), frozen()], "replica 1"),
         (lambda: [nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))], "replica 1"),
     ],
 )
@@ -374,16 +344,11 @@ def test_fragments_without_elements_are_refused() -> None:
         DiLoCo(model, HEAVY_BALL, inner_steps=2, fragments={"none": "a", "rest": "."})
 
 
-def test_numbers_of_numpy_and_names_of_outers_are_taken() -> None:
-    """They are the plain numbers, and the rules of the table."""
+def test_numbers_of_numpy_are_taken() -> None:
+    """They are the plain numbers."""
     options = {"inner_steps": np.int64(4), "delay": np.int32(1), "mixing": np.float32(0.5), "fragments": np.int8(2)}
-    plain = {"inner_steps": 4, "delay": 1, "mixing": 0.5, "fragments": 2}
-    rules = {"averaging": AVERAGING, "nesterov": OuterRule(0.7, 0.9, nesterov=True)}
-    cases: list[Any] = [(options, plain), *(({"outer": name}, {"outer": rule}) for name, rule in rules.items())]
-    for first, second in cases:
-        run, twin = start("heavy ball", **first), start("heavy ball", **second)
-        assert [report.checksum for report in run.go(range(9))] == [report.checksum for report in twin.go(range(9))]
-    assert type(start("heavy ball", outer="auto").engine.outer) is OuterSGD
+    run, twin = start("heavy ball", **options), start("heavy ball", **{n: v.item() for n, v in options.items()})
+    assert [report.checksum for report in run.go(range(9))] == [report.checksum for report in twin.go(range(9))]
 
 
 @pytest.mark.parametrize(
@@ -428,18 +393,3 @@ def test_inner_steps_change_between_two_rounds_only() -> None:
         three.engine.inner_steps = 3
     three.engine.inner_steps = 9
     assert [fragment.offset for fragment in three.engine.fragments] == [3, 6, 9]
-
-
-def test_words_of_an_engine() -> None:
-    """It names replicas, outer optimizers, restarts, inner steps and its round; `outer` is that of one fragment."""
-    run = start("nesterov", restart=3)
-    run.go(range(5))
-    several = start("adamw", replicas=[0]).engine
-    for engine, words in (
-        (run.engine, ["2 replicas", "Nesterov lr 0.3", "restart 3", "4 inner steps", "round 1"]),
-        (several, ["1 replica,", "3 fragments", "AdamW lr 0.02", "restart 2"]),
-        (start("torch").engine, ["NAdam lr 0.05"]),
-    ):
-        assert all(word in repr(engine) for word in words)
-    with pytest.raises(ValueError, match="unpack"):
-        _ = several.outer

@@ -24,35 +24,25 @@ def test_a_report_is_a_line_and_a_dictionary_for_json() -> None:
     assert values.keys() == set(RoundReport.__slots__) - {"signals"} | {"buffer_norm", "cosine", "gain"}
     for name in ("gain", "cosine", "buffer_norm", "pseudo_gradient_norm", "restarted", "checksum", "round", "seconds"):
         assert values[name] == getattr(report, name)
-    assert len(report.checksum) == 16
-    text = str(report)
-    for part in ("round 2", "6 inner steps", "2 replicas", "restarted", f"gain {report.gain:.3g}", "0 bytes"):
-        assert part in text
-    assert "\n" not in text
-    (other, *_) = start("torch", replicas=[0]).go(range(4))
-    assert "1 replica," in str(other)
-    assert "gain" not in str(other)
-    assert "restarted" not in str(other)
+    assert "\n" not in str(report)
 
 
 def test_several_reports_are_one() -> None:
     """Counts are the most, flags any, norms over all; the checksum depends on each and on their order."""
-    first, second, third = reports()
+    first, second, third = of_all = reports()
     one = merged([first, second, third])
     assert merged([second]) is second
     assert (one.round, one.complete, one.inner_steps, one.restarted) == (2, True, 6, True)
     assert [fragment.name for fragment in one.fragments] == ["0", "1", "2"]
-    assert "0: restarted" in str(one)
-    assert one.pseudo_gradient_norm == pytest.approx(math.hypot(*(r.pseudo_gradient_norm for r in reports())))
-    assert one.buffer_norm == pytest.approx(math.hypot(*(r.buffer_norm for r in reports())))
-    weights = [r.pseudo_gradient_norm**2 for r in reports()]
-    gains = [r.gain * weight for r, weight in zip(reports(), weights, strict=True)]
-    assert one.gain == pytest.approx(sum(gains) / sum(weights))
-    inner = sum(r.cosine * r.pseudo_gradient_norm * r.buffer_norm for r in reports())
+    norms, buffers = ([getattr(r, name) for r in of_all] for name in ("pseudo_gradient_norm", "buffer_norm"))
+    assert (one.pseudo_gradient_norm, one.buffer_norm) == pytest.approx((math.hypot(*norms), math.hypot(*buffers)))
+    weights = [g**2 for g in norms]
+    assert one.gain == pytest.approx(sum(r.gain * w for r, w in zip(of_all, weights, strict=True)) / sum(weights))
+    inner = sum(r.cosine * r.pseudo_gradient_norm * r.buffer_norm for r in of_all)
     assert one.cosine == pytest.approx(inner / one.pseudo_gradient_norm / one.buffer_norm)
-    assert one.seconds["outer"] == sum(r.seconds["outer"] for r in (first, second, third))
+    assert one.seconds["outer"] == sum(r.seconds["outer"] for r in of_all)
     assert one.signals == third.signals
-    assert merged([replace(first, bytes_sent=3), replace(second, bytes_sent=4, partial=True)]).bytes_sent == 7
-    assert merged([first, replace(second, partial=True)]).partial
+    two = merged([replace(first, bytes_sent=3), replace(second, bytes_sent=4, partial=True)])
+    assert (two.bytes_sent, two.partial) == (7, True)
     orders = ([first, second, third], [second, first, third], [first, second], [first, replace(second, checksum="0f")])
     assert len({merged(order).checksum for order in orders}) == 4
