@@ -60,30 +60,7 @@ def _serve() -> None:
         os.environ.update({} if before is None else {"PYTHONPATH": before})
 
 
-class Signalled:
-    """The signals of `subprocess.Popen`."""
-
-    pid: int
-
-    def poll(self) -> int | None:
-        """Its exit status if it has ended."""
-        raise NotImplementedError
-
-    def send_signal(self, number: int) -> None:
-        """Unless it has ended."""
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        """SIGKILL."""
-        self.send_signal(signal.SIGKILL)
-
-    def terminate(self) -> None:
-        """SIGTERM."""
-        self.send_signal(signal.SIGTERM)
-
-
-class _Process(Signalled):
+class _Process:
     """A process of the fork server, with the methods of `subprocess.Popen`."""
 
     def __init__(
@@ -119,6 +96,19 @@ class _Process(Signalled):
             assert timeout is not None
             raise subprocess.TimeoutExpired("twophase", timeout)
         return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        """Unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        """SIGTERM."""
+        self.send_signal(signal.SIGTERM)
 
 
 class Forked(_Process):

@@ -51,9 +51,6 @@ WHOLE: Any = np.int64
 SINGLE: Any = np.float32
 
 
-# --- texts, values, rounds --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("text", "policy", "rounds"),
     [
@@ -111,9 +108,6 @@ def test_what_is_no_policy_is_refused(name: str, make: Any):
         make() if isinstance(make, Callable) else parse(make)
 
 
-# --- conversion and gain ----------------------------------------------------------------------------------------------
-
-
 def largest(rule: OuterRule, policy: RestartPolicy, rounds: int) -> float:
     """How large x can get: the same recursion with absolute values."""
     if isinstance(policy, Soft):
@@ -149,17 +143,13 @@ def test_gain_is_the_mean_step_on_a_constant_gradient(rule: OuterRule, policy: R
         assert gain == pytest.approx(expected, rel=1e-12, abs=1e-13 * largest(rule, policy, rounds) / rounds)
 
 
-def test_gains_by_hand():
-    """DiLoCo's rule has the gain 7 in the long run, and with a restart after every round 0.7 times 1.9."""
-    rule = OuterRule(0.7, 0.9, nesterov=True)
-    assert mean_outer_gain(rule, Never(), 10**4) == pytest.approx(7, rel=0.01)
-    assert mean_outer_gain(rule, Periodic(1), 10) == pytest.approx(0.7 * 1.9)
-    for rounds, policy, name in ((0, Never(), "rounds"), (9, Auto(), "auto"), (9, parse("norm:1.5"), "norm")):
-        with pytest.raises(ValueError, match=name):
-            mean_outer_gain(rule, policy, rounds)
-
-
-# --- auto -------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("rounds", "policy", "name"), [(0, Never(), "rounds"), (9, Auto(), "auto"), (9, parse("norm:1.5"), "norm")]
+)
+def test_what_has_no_mean_gain(rounds: int, policy: RestartPolicy, name: str):
+    """No rounds, and a policy whose answers depend on the gradients."""
+    with pytest.raises(ValueError, match=name):
+        mean_outer_gain(OuterRule(0.7, 0.9), policy, rounds)
 
 
 def test_auto_is_its_equation():
@@ -186,9 +176,6 @@ def test_an_update_of_auto_is_at_most_twice_as_long_as_averaging(norms: list[flo
         assert isinstance(step, Step)
         assert step.lr == 1
         assert 0 <= step.momentum * buffer <= norm * (1 + 1e-12)
-
-
-# --- asking -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("text", [text for text in ALL if parse(text).needs])
@@ -224,9 +211,6 @@ def test_a_wrong_answer_is_refused(decision: Any):
     with pytest.raises(TypeError, match="decide"):
         ask(Slip(), memory, RoundSignal(1, 1))
     assert memory == {"rounds": 0}
-
-
-# --- a user's own policy ----------------------------------------------------------------------------------------------
 
 
 def test_names_are_taken_once(register_policy: Callable[[str], Any]):

@@ -12,6 +12,7 @@ import signal
 import sys
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
@@ -25,8 +26,8 @@ from torch import nn
 
 import trainers
 import twophase
-from forked import finish
-from processes import Processes, lighthouse, until
+from forked import Program, finish
+from processes import PATIENCE, lighthouse, until
 from replicas import same_bits
 from twophase.diloco.checks import digest, of_optimizer
 from twophase.runs.record import read_record
@@ -133,8 +134,6 @@ def live(folder: Path, number: int, life: int, url: str) -> None:
     replica.train(ends)
 
 
-# --- processes ------------------------------------------------------------------------------------------------------
-
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
@@ -163,27 +162,28 @@ def kill_and_return(folder: Path, kills: int) -> dict[str, list[list[str]]]:
     """Kill one of two replicas and start it again, every second time at once; all lines by the number of the sync."""
 
     def start(number: int, life: int) -> Any:
-        words = ["live", str(folder), str(number), str(life), url]
-        return processes.start(str(number), [sys.executable, __file__, *words])
+        words = [__file__, "live", str(folder), str(number), str(life), url]
+        process = Program(words, *[folder / f"{number}.{end}" for end in ("out", "err")], ENV)
+        stack.callback(process.kill)
+        return process
 
     def syncs(name: str, replicas: int) -> int:
         path = folder / f"{name}.txt"
         return sum(line.split()[1] == str(replicas) for line in path.read_text().splitlines()) if path.exists() else 0
 
-    with lighthouse(1) as url, Processes(folder) as processes:
+    with lighthouse(1) as url, ExitStack() as stack:
         first, second = start(0, 0), start(1, 0)
         for life in range(1, kills + 1):
             until("some syncs of both", lambda name=f"1 {life - 1}": syncs(name, 2) > 4)
             second.kill()
-            processes.ended("1", second, -signal.SIGKILL)
+            assert second.wait(PATIENCE) == -signal.SIGKILL
             alone = syncs("0 0", 1)
             if life % 2:  # else it is back before the lighthouse has missed it
                 until("syncs of the survivor", lambda alone=alone: syncs("0 0", 1) > alone)
             second = start(1, life)
         until("some syncs of both", lambda: syncs(f"1 {kills}", 2) > 4)
         (folder / "stop").touch()
-        processes.ended("0", first)
-        processes.ended("1", second)
+        assert [process.wait(PATIENCE) for process in (first, second)] == [0, 0]
     lines = defaultdict(list)
     for path in folder.glob("*.txt"):
         is_whole = path.name in ("0 0.txt", f"1 {kills}.txt")  # else the survivor may have had to repeat the last sync
@@ -204,9 +204,6 @@ def test_a_killed_replica_comes_back(tmp_path: Path):
     assert all(one == other for one, other in shared)
     assert any(of_sync[0][1] == "1" for of_sync in lines.values())
     assert int(shared[-1][0][2]) > 0
-
-
-# --- refusals -------------------------------------------------------------------------------------------------------
 
 
 def rounds_of(value: float = 1.0, *, parts: Any = None, outer: Any = trainers.RULE, **setting: Any) -> Any:

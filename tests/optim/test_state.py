@@ -116,9 +116,6 @@ def test_loading_copies_and_replaces_everything():
     assert (counters(other)[:3], other.last_round[0].buffer_norm) == ([1, 1, 0], 0)
 
 
-# --- states of torch.optim.SGD ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("restart", ["never", "2", "norm:0.1"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
