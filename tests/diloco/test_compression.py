@@ -30,9 +30,6 @@ def random(numel: int, seed: int = 0) -> Tensor:
     return torch.randn(numel, generator=generator, dtype=torch.float64) * torch.rand(numel, generator=generator)
 
 
-# ---------------------------------------------------------------------------------------------------------------- codes
-
-
 LIKE = st.floats(-1, 1, width=32) | st.floats(-(2.0**-133), 2.0**-133, width=32)
 FLOATS = st.lists(st.floats(-LARGEST, LARGEST, width=32), min_size=1, max_size=300) | st.lists(LIKE, min_size=1)
 
@@ -93,9 +90,6 @@ def test_codes_of_a_gpu(name: str) -> None:
     """They are those of a CPU."""
     x = random(5 * BLOCK).float()
     assert torch.equal(encode(name, x), encode(name, x.cuda()).cpu())
-
-
-# ------------------------------------------------------------------------------------------------------ error feedback
 
 
 @pytest.mark.parametrize("name", COMPRESSIONS)

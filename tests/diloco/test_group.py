@@ -37,9 +37,6 @@ def vector(rank: int, numel: int = 1001) -> Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(rank))
 
 
-# -------------------------------------------------------------------------------------------------- what the ranks do
-
-
 def talk(group: ProcessGroup, rank: int) -> dict[str, Any]:
     """Every call once, in the order that all ranks make them."""
     first, second = vector(rank), torch.full((5,), float(rank), dtype=torch.float64)
@@ -99,9 +96,6 @@ def worker(rank: int) -> dict[str, Any]:
     os._exit(0)
 
 
-# -------------------------------------------------------------------------------------------------- what must come out
-
-
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of the three brings home."""
@@ -156,9 +150,6 @@ def test_a_lost_rank_is_one_message(ranks: list[dict[str, Any]]) -> None:
         assert "\n" not in message
 
 
-# ------------------------------------------------------------------------------------------------------- one process
-
-
 @pytest.fixture
 def alone() -> Iterator[None]:
     """A gloo group of this process."""
@@ -197,9 +188,6 @@ def test_settings_of_a_group() -> None:
             ProcessGroup.of_mesh(mesh, *names)
     with pytest.raises(ValueError, match="DistributedDataParallel"):
         DiLoCo(nn.Sequential(nn.parallel.DistributedDataParallel(nn.Linear(2, 2))), HEAVY_BALL, inner_steps=1)
-
-
-# ------------------------------------------------------------------------------------ NCCL, by what it does, without it
 
 
 class Collective:

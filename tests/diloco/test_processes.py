@@ -27,9 +27,6 @@ RESUMED = ["ema", "three under way", "rising", "auto", "adamw", "bfloat16", "int
 COMPRESSIONS = ["float32", "bfloat16", "int8"]
 
 
-# ------------------------------------------------------------------------------------------------ what the ranks do
-
-
 def played(name: str, replicas: Sequence[int] = (), *, resumed: bool = False, **changes: Any) -> dict[str, Any]:
     """A whole run: reports and all tensors; resumed: saved and loaded into one of other weights after each step."""
     run = start(name, replicas, **changes)
@@ -169,9 +166,6 @@ def worker(rank: int) -> dict[str, Any]:
         "averaged": averaged(rank),
         "entered": entered(rank),
     }
-
-
-# ------------------------------------------------------------------------------------------------ what must come out
 
 
 @pytest.fixture(scope="module")

@@ -39,9 +39,6 @@ EXACT = ("whole", "patterns", "sgd", "adamw")
 Shard = Callable[[nn.Module], Any]
 
 
-# ------------------------------------------------------------------------------------------------- what the ranks do
-
-
 @dataclass
 class Training(Run):
     """A run that trains by gradients, as a sharded model has to.
@@ -174,9 +171,6 @@ def worker(rank: int) -> dict[str, Any]:
     return answers
 
 
-# ------------------------------------------------------------------------------------------------- what must come out
-
-
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of the four brings home."""
@@ -207,11 +201,7 @@ def test_shards_equal_the_whole(ranks: list[dict[str, Any]], name: str) -> None:
 
 
 def test_what_cannot_be_in_shards_is_refused(ranks: list[dict[str, Any]]) -> None:
-    """All say so of shards without their mesh, of parameters that are not in shards, and of what needs matrices.
-
-    A whole parameter would be counted once a rank, a rank without any has nothing to sum, Muon and orthogonalized
-    pseudo-gradients would take each shard for a matrix, and buffers of shards are not compared.
-    """
+    """All say so of shards without their mesh, of parameters that are not in shards, and of what needs matrices."""
     for answers in ranks:
         for word, message in answers["refused"].items():
             assert message.startswith("ValueError")
