@@ -233,11 +233,18 @@ def _near(name: str, closest: float = 15) -> Callable[[random.Random, bool], tup
     return draw
 
 
+def _critical(rng: random.Random, nesterov: bool) -> tuple[Any, float]:
+    """R8's double eigenvalue, exactly, at either end of heavy ball's oscillatory interval; of Nesterov next to it."""
+    q = rng.randint(1, 2**10 - 1) / 2**10
+    return edge("lower", q * q, True) if nesterov else (1 + rng.choice([-q, q])) ** 2, q * q
+
+
 DRAWS: dict[str, Callable[[random.Random, bool], tuple[Any, float]]] = {
     "generic": lambda rng, _: (rng.uniform(0.01, 1.3), rng.uniform(0, 0.999)),
     "lower edge": _near("lower"),
     "upper edge, nilpotent": _near("upper"),
     "stability edge": _near("stable"),
+    "critical edge": _critical,
     "momentum to 1": lambda rng, _: (10 ** rng.uniform(-2, 0), 1 - 2.0 ** -rng.uniform(6, 53)),
     "slow": lambda rng, _: (10 ** rng.uniform(-300, 0), rng.random()),
     "slow, momentum to 1": lambda rng, _: (10 ** rng.uniform(-20, 0), 1 - 2.0 ** -rng.uniform(6, 53)),

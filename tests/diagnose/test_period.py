@@ -62,12 +62,6 @@ def test_modes(words: str, sigma: Any, capsys: Capture) -> None:
     assert facts == json.loads(to_json(theory.advise(NESTEROV, sigma)))
 
 
-def test_both_forms_answer_alike(capsys: Capture) -> None:
-    """The same rule in either form has the same table."""
-    ema, total = (said(capsys, *TEN, "--outer.lr", lr, "--outer.form", form) for lr, form in ((7, "ema"), (0.7, "sum")))
-    assert ema.partition("modes  ")[2] == total.partition("modes  ")[2]
-
-
 @pytest.mark.parametrize(
     ("words", "option"),
     [

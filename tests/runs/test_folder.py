@@ -190,6 +190,6 @@ def test_finished_if_the_summary_is_of_this_run(tmp_path: Path) -> None:
     assert read_summary(tmp_path) == read_summary(tmp_path, fingerprint(CONFIG)) == expected
     assert (tmp_path / "weights.safetensors").read_bytes() == b"weights"
     assert read_summary(tmp_path, fingerprint(CONFIG | {"seed": 1})) is None
-    for damage in ("{", "{}"):
+    for damage in ("{", "{}", "[]", "3"):
         (tmp_path / "summary.json").write_text(damage)
         assert read_summary(tmp_path) is None

@@ -1,10 +1,6 @@
-"""What a configuration's `outer` stands for: rules, numbers, a line for people."""
+"""What a configuration's `outer` stands for: rules and numbers."""
 
 from __future__ import annotations
-
-from typing import Any
-
-import pytest
 
 from twophase.optim.names import NAMES, RULES
 from twophase.rule import OuterRule
@@ -22,19 +18,3 @@ def test_the_table() -> None:
     assert OuterConfig("adamw").rule() is OuterConfig("own.py:make").rule() is None
     for rule in (*RULES.values(), OuterRule(0.3, 0.5, form="ema"), OuterRule(1.3, 0.0)):
         assert OuterConfig(**options_of(rule)).rule() == rule
-
-
-@pytest.mark.parametrize(
-    ("words", "options"),
-    [
-        ("averaging 0.5", {"method": "averaging", "lr": 0.5, "momentum": 0.9}),
-        ("Nesterov EMA", {"method": "nesterov", "form": "ema"}),
-        ("adamw 0.02 clip:1 linear:2", {"method": "adamw", "filter": "clip:1", "schedule": "linear:2"}),
-        ("own.py:make", {"method": "own.py:make", "filter": "none"}),
-    ],
-)
-def test_a_line_for_people(words: str, options: dict[str, Any]) -> None:
-    """It names method, numbers, form, and what is not usual."""
-    described = OuterConfig(**options).describe()
-    assert all(word in described for word in words.split())
-    assert "none" not in described

@@ -152,10 +152,3 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, text: str) -> None:
     (write_run(tmp_path, EMA, [0.3], 2) / name).write_text(text)
     with pytest.raises(UsageError, match=name):
         read_record(tmp_path)
-
-
-@pytest.mark.parametrize("text", ["[]", "{", "3"])
-def test_a_damaged_summary_is_none(tmp_path: Path, text: str) -> None:
-    """The run has then not finished, as its command sees it, too."""
-    (write_run(tmp_path, EMA, [0.3], 2) / SUMMARY).write_text(text)
-    assert (read_record(tmp_path).summary, read_record(tmp_path).state) == (None, "running")

@@ -101,13 +101,6 @@ def test_a_missing_method(make: Make) -> None:
         make(("def loss(", "def unloss("))
 
 
-def test_errors_of_the_class_keep_their_traceback(make: Make) -> None:
-    """The exception is the class's own, raised at its line; neither wrapped nor reworded."""
-    with pytest.raises(KeyError, match="missing") as raised:
-        make((POINTS, "{}['missing']")).batch(0, 0, 0)
-    assert Path(raised.traceback[-1].path).name.startswith("rings_")
-
-
 def test_the_fingerprint_changes_with_file_options_and_description(make: Make) -> None:
     """And with nothing else: the same file and options have the same; plain facts and a unit are passed on."""
     described = (

@@ -1,15 +1,11 @@
-"""Preparing token shards: what is in them, that kills leave no trace, bounded memory, and what is refused."""
+"""Preparing token shards: what is in them, what is written again, bounded memory, and what is refused."""
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
-import signal
-import subprocess
-import sys
 import tracemalloc
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,55 +108,11 @@ def test_c4_is_its_files_on_the_hub(corpus: Path, tmp_path: Path, monkeypatch: p
     assert [len(found.splits[split]) for split in (TRAIN, VALIDATION)] == [3, 1]
 
 
-# Kills
-
-DYING = """
-import json, os, signal, sys
-from twophase.text import prepare, sources
-from twophase.text.tokenizers import load_tokenizer
-
-values, calls = json.loads(sys.argv[1]), int(sys.argv[2])
-sources.BATCH_DOCUMENTS = 20
-tokenizer = load_tokenizer("bytes")
-encode = tokenizer.encode
-
-def dying(texts):
-    global calls
-    calls -= 1
-    if calls < 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return encode(texts)
-
-tokenizer.encode = dying
-prepare.load_tokenizer = lambda *_: tokenizer
-prepare.prepare(prepare.Request(**values | {"source": tuple(values["source"])}))
-"""
-
-
-@pytest.mark.slow
-def test_kills_leave_no_trace(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Killed inside the first file, before the second and inside the third, it ends with the bytes of one go.
-
-    Files that were finished are not written again.
-    """
-    monkeypatch.setattr(sources, "BATCH_DOCUMENTS", 20)
-    prepare(request(corpus, tmp_path / "whole", tokens=35_000.0))
-    asked = request(corpus, tmp_path / "out", tokens=35_000.0)
-    times: dict[str, int] = {}
-    for calls in (3, 8, 4):  # batches of 20 documents: 8 in the first file, 1 in the second, 12 in the third
-        done = subprocess.run([sys.executable, "-c", DYING, json.dumps(asdict(asked)), str(calls)], check=False)
-        assert done.returncode == -signal.SIGKILL
-        assert not (tmp_path / "out" / "meta.json").exists()
-        after = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("[tv]*.bin")}
-        assert times.items() <= after.items()
-        times = after
-    assert set(times) == {f"{split}-0000{i}.bin" for split in (TRAIN, VALIDATION) for i in range(2)}
-    prepare(asked)
-    assert snapshot(tmp_path / "out") == snapshot(tmp_path / "whole")
+# Repeated
 
 
 def test_a_finished_folder_is_left_alone(corpus: Path, tmp_path: Path):
-    """The same request changes nothing in a finished folder, also inside its source; a deleted shard comes back."""
+    """The same request changes nothing in a finished folder, also inside its source; what is lost comes back alone."""
     out = shutil.copytree(corpus, tmp_path / "c4") / "out"
     asked = request(out.parent, out)
     meta = prepare(asked)
@@ -170,6 +122,8 @@ def test_a_finished_folder_is_left_alone(corpus: Path, tmp_path: Path):
     (out / "train-00001.bin").unlink()
     assert prepare(asked) == meta
     assert damaged(out) == []
+    after = {path: path.stat().st_mtime_ns for path in out.glob("*-*.bin")}
+    assert {path.name[-9:-4] for path, when in after.items() if before[path] != when} == {"00001"}
 
 
 # What is refused

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import random
 from typing import Any, cast
 
@@ -100,15 +99,6 @@ def test_a_tuned_momentum_is_not_worse_than_the_rules_own() -> None:
     for rule in (OuterRule(1.0, 0.999), OuterRule(0.7, 0.999, True)):
         tuned = list(theory.controls(rule, [1.0, 0.95, 0.3], 3).values())[-1]
         assert tuned >= float(np.min(theory.asymptotic_rate(rule, [1.0, 0.95, 0.3]))) > 0
-
-
-@pytest.mark.parametrize("arguments", [(EMA, [1.5]), (EMA, [0.0]), (OuterRule(0.0, 0.9), [0.5]), (EMA, [math.nan])])
-def test_what_has_no_answer(arguments: Any) -> None:
-    """A sigma outside [0, 1], or nothing that moves, is a ValueError; so are weights of another number of modes."""
-    with pytest.raises(ValueError, match=r"sigma|lr"):
-        theory.advise(*arguments)
-    with pytest.raises(ValueError, match="weights"):
-        theory.advise(EMA, [0.5, 0.3], weights=[1.0])
 
 
 def test_range_of_periods() -> None:

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 import oracle
 from amount import amount
-from oracle import HB, KINDS, NAG, columns
-from twophase.rule import FORMS, Form, OuterRule
+from oracle import HB, NAG, columns
+from twophase.rule import FORMS, OuterRule
 from twophase.theory import (
     asymptotic_rate,
     effective_step,
@@ -81,17 +81,6 @@ def test_only_step_and_momentum_count(lr: float, momentum: float, sigma: float, 
 # --- exact values -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", [HB, NAG, OuterRule(0.0, 0.9), OuterRule(1.0, 0.0)], ids=OuterRule.describe)
-def test_what_stands_still_or_has_not_begun(rule: OuterRule) -> None:
-    """At sigma 0, at lr 0 and for K = 0 (F3) chi = 1: log and rate are 0, never -0.0, in a table too."""
-    sigma = 1.0 if rule.lr == 0 else 0.0
-    signs, logs = restart_table(rule, sigma, 200)
-    values = [*logs, log_restart_factor(rule, sigma, 10**6)[1], restart_rate(rule, sigma, 7)]
-    values.append(log_restart_factor(rule, 0.7, 0)[1])
-    assert signs.tolist() == [1] * 200
-    assert {(float(value), math.copysign(1, value)) for value in values} == {(0.0, 1.0)}
-
-
 @pytest.mark.parametrize(
     ("rule", "sigma", "period"),
     [
@@ -135,41 +124,6 @@ def test_anchors() -> None:
 
 
 # --- the note's formulas ------------------------------------------------------------------------------------------
-
-
-@given(st.integers(1, 20), st.integers(1, 2**20), st.booleans(), st.integers(1, 2000))
-def test_explicit_formulas_at_critical_damping(bits: int, numerator: int, upper: bool, period: int) -> None:
-    """R8: at b = q^2 and s = (1 -+ q)^2 chi_K is q^K (1 + K(1-q)) below and (-q)^K (1 + K(1+q)) above."""
-    q = (numerator % 2**bits or 1) / 2**bits
-    rule = OuterRule((1 + q) ** 2 if upper else (1 - q) ** 2, q * q)
-    sign, log = log_restart_factor(rule, 1.0, period)
-    exact = period * math.log(q) + math.log1p(period * (1 + q if upper else 1 - q))
-    assert log == pytest.approx(exact, rel=1e-9, abs=1e-9)
-    assert sign == (-1 if upper and period % 2 else 1)
-
-
-@given(st.floats(0.01, 4), st.floats(0, 0.99), st.booleans(), st.sampled_from(FORMS), st.floats(0, 1))
-def test_one_round_is_plain_sgd(lr: float, momentum: float, nesterov: bool, form: Form, sigma: float) -> None:
-    """R4: K = 1 is momentum-free SGD of step nu (1-b) (heavy ball), nu (1-b^2) (Nesterov)."""
-    rule = OuterRule(lr, momentum, nesterov, form)
-    s = float(oracle.step(rule, sigma))
-    exact = 1 - (1 + momentum) * s if nesterov else 1 - s
-    assert restart_factor(rule, sigma, 1) == pytest.approx(exact, rel=1e-12, abs=1e-14 * (1 + s))
-
-
-@KINDS
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.999, 1 - 2.0**-50])
-def test_slow_modes(nesterov: bool, form: Form, momentum: float) -> None:
-    """R31: chi_K = 1 - K nu_eff sigma + O(sigma^2), nu_eff the mean over j <= K of nu (1 - b^j) (Nesterov: b^(j+1))."""
-    rule = OuterRule(0.7, momentum, nesterov, form)
-    for period, sigma in itertools.product((1, 3, 50), (1e-280, 1e-100, 1e-16)):
-        with mpmath.workdps(60):
-            b = mpmath.mpf(momentum)
-            nu = mpmath.mpf(0.7) / (1 if form == "ema" else 1 - b)
-            effective = float(nu * sum(1 - b ** (j + nesterov) for j in range(1, period + 1)) / period)
-        assert restart_rate(rule, sigma, period) == pytest.approx(effective * sigma, rel=1e-12, abs=0)
-    assert restart_rate(OuterRule(0.9, 0.9, form="ema"), 1e-12, 3) == pytest.approx(0.187 * 0.9e-12, rel=3e-3)
 
 
 # --- the two theorems ---------------------------------------------------------------------------------------------

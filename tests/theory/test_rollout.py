@@ -24,7 +24,6 @@ from twophase.restart import (
     RoundSignal,
     Soft,
     State,
-    convert,
     mean_outer_gain,
     parse,
 )
@@ -120,20 +119,6 @@ def test_equals_a_literal_loop(rule: OuterRule, restart: Any, events: dict[int, 
     np.testing.assert_allclose(run.loss, (run.residual**2).mean(axis=-1) / 2, rtol=1e-14)
 
 
-def test_what_a_policy_sees():
-    """Counters and measures are those of the optimizer: taken over all modes, before g is mixed in."""
-    policy = Scripted({3: Restart(), 6: Restart(0.5, 0.2, before=True), 7: Restart(before=True)})
-    run = rollout(RULES[1], SIX, 10, policy)
-    assert [signal.round for signal in policy.signals] == list(range(1, 11))
-    assert [signal.rounds_since_restart for signal in policy.signals] == [1, 2, 3, 1, 2, 3, 2, 2, 3, 4]
-    for t, signal in enumerate(policy.signals):
-        g, m = run.pseudo_gradient[t], run.buffer[t]
-        lengths = np.linalg.norm(g), np.linalg.norm(m)
-        assert (signal.pseudo_gradient_norm, signal.buffer_norm) == pytest.approx(lengths, rel=1e-14)
-        assert signal.cosine == pytest.approx(g @ m / lengths[0] / lengths[1] if m.any() else 0, abs=1e-14)
-    assert policy.signals[3].cosine == 0
-
-
 # --- results of the theory note -----------------------------------------------------------------------------------
 
 
@@ -145,17 +130,6 @@ def test_mixed_periods_commute(rule: OuterRule, lengths: list[int], random: Any)
     for order in (lengths, random.sample(lengths, len(lengths))):
         end = rollout(rule, sigma, sum(lengths), Cycle(tuple(order))).residual[-1]
         np.testing.assert_allclose(end, factors[lengths].prod(axis=0), rtol=0, atol=1e-13)
-
-
-@given(rules(), st.sampled_from([*POLICIES, parse("gradient")]), st.sampled_from([0.0, 0.1]))
-def test_forms_are_one_trajectory(rule: OuterRule, policy: RestartPolicy, noise: float):
-    """R3: rule and policy in the other form give the same residuals, and buffers in their own unit."""
-    other, converted = convert(rule, policy, "sum" if rule.form == "ema" else "ema")
-    a, b = (rollout(r, SIX, 25, p, noise=noise) for r, p in ((rule, policy), (other, converted)))
-    assert (a.restarts == b.restarts).all()
-    buffers = a.buffer / rule.injection, b.buffer / other.injection
-    np.testing.assert_allclose(a.residual, b.residual, rtol=0, atol=1e-13 * np.abs(a.residual).max())
-    np.testing.assert_allclose(*buffers, rtol=0, atol=1e-13 * np.abs(buffers[0]).max())
 
 
 @pytest.mark.slow

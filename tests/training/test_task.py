@@ -22,7 +22,6 @@ from twophase.files import read_jsonl
 from twophase.runs.config import inner_lr
 from twophase.tasks.lm.config import TrainConfig
 from twophase.training.distributed import to_device
-from twophase.training.task import PlainStep
 
 VALUES = {"inner.lr": 0.05, "outer.method": "nesterov", "outer.restart": "3", "log_every": 7}
 CONFIG = update(TrainConfig(steps=60, inner_steps=6), VALUES)
@@ -123,17 +122,6 @@ def test_a_batch_of_named_tuples_keeps_its_kind() -> None:
     """They are tuples, whose classes take their values one by one."""
     (points,) = to_device({"points": [Points(np.ones((3, 2)), (torch.ones(3),))]}, torch.device("cpu"))["points"]
     assert (type(points), points.inputs.shape, points.targets[0].shape) == (Points, (3, 2), (3,))
-
-
-def test_the_plain_step_is_autograd() -> None:
-    """Without a step of its own a task is differentiated as a whole, and its loss has no bound but a finite number."""
-    trainer, model, batch = trainer_of(SHORT, Toy()), Toy().model(0), Toy().batch(0, 0, 0)
-    assert (type(trainer.compute), trainer.loss_bound) == (PlainStep, float("inf"))
-    loss = Toy().loss(model, batch)
-    loss.backward()
-    assert trainer.compute.gradients(trainer.replicas[0].model, batch) == loss
-    for mine, plain in zip(trainer.replicas[0].model.parameters(), model.parameters(), strict=True):
-        assert torch.equal(mine.grad, plain.grad)  # type: ignore[arg-type]
 
 
 def test_a_run_that_is_over_holds_no_memory() -> None:

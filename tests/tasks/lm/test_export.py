@@ -230,19 +230,6 @@ def test_where_something_is(run: Path, tmp_path: Path) -> None:
     assert {path.name: path.read_bytes() for path in (tmp_path / "other").iterdir()} == before
 
 
-@pytest.mark.parametrize("method", ["write_bytes", "write_text", "replace"])
-def test_a_full_disk_leaves_nothing(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    """Whatever fails while writing, nothing is there afterwards, and the error says why."""
-
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, method, full)
-    with pytest.raises(OSError, match="No space"):
-        export(run, tmp_path / "hf")
-    assert list(tmp_path.iterdir()) == []
-
-
 # --- what cannot be exported --------------------------------------------------------------------------------------
 
 
