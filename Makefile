@@ -135,6 +135,7 @@ fig4_retuning.py
 fig5_soft.py
 blockwise/blockwise.py
 compression.py
+kinds.py
 linear_network.py
 endef
 export FIGURES
@@ -147,6 +148,7 @@ bench/run.py "averaging outer.filter=orthogonal" --size tiny --workers 1 --quiet
 fig4_retuning.py --train quick --workers 1
 fig5_soft.py --train quick --workers 1
 compression.py --train quick --workers 1
+kinds.py --train quick --workers 1
 linear_network.py --train quick
 gpu/outer.py --tiny
 gpu/step.py --tiny

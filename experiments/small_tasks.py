@@ -1,4 +1,4 @@
-"""Small tasks, and replicas of small networks that train on them: all settings at once, by `torch.func.vmap`.
+"""Small tasks, and replicas of small networks that train on them: many settings and seeds at once, in batched products.
 
 All settings of a seed have the same initial weights, teacher and batches. `kinds-registration.md` describes the tasks.
 The inner optimizer is AdamW of torch's numbers, without warmup, on a cosine.
@@ -97,7 +97,7 @@ def losses(flat: Tensor, task: str, x: Tensor, y: Tensor) -> Tensor:
 
 def filtered(g: Tensor, task: str) -> Tensor:
     """Return a pseudo-gradient (elements,) with its matrices orthogonalized."""
-    orthogonal(dict(enumerate(parameters(g, task))))
+    orthogonal({str(number): part for number, part in enumerate(parameters(g, task))})
     return g
 
 
