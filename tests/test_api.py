@@ -115,9 +115,7 @@ def test_what_is_refused() -> None:
     ("changes", "name"),
     [
         ({}, "averaging-lr-1-restart-never-S-16-seed-0-"),
-        ({"outer.method": "heavy-ball", "outer.form": "ema"}, "heavy-ball-lr-0.7-momentum-0.9-EMA-form-restart-never"),
         ({"outer.method": "adamw", "outer.restart": "cycle:5,6"}, "adamw-lr-0.02-momentum-0.9-restart-cycle-5-6-"),
-        ({"steps": 320, "seed": 3}, "averaging-lr-1-restart-never-S-16-seed-3-"),
         ({"sync.fragments": ("60",), "sync.restart": tuple(f"{i}=3" for i in range(60))}, "averaging"),
     ],
 )
