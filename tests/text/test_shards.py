@@ -7,8 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import shardmaker
 from shardmaker import counting
@@ -31,14 +29,6 @@ def test_windows_are_neighbours_of_one_file(tmp_path: Path, dtype: str):
     assert found.dtype == dtype
     found[:] = 0  # a copy, not the file
     assert windows[np.array([1])].tolist() == [[5, 6, 7, 8, 9, 10]]
-
-
-@given(st.integers(0, 2**64), st.integers(0, 9), st.integers(1, 40))
-def test_an_epoch_reads_each_window_once(seed: int, epoch: int, windows: int):
-    """The order is a permutation, another one for another epoch; no state is needed."""
-    assert sorted(epoch_order(seed, epoch, windows).tolist()) == list(range(windows))
-    if windows > 20:
-        assert epoch_order(seed, epoch, windows).tolist() != epoch_order(seed, epoch + 1, windows).tolist()
 
 
 def test_golden_order():

@@ -173,17 +173,6 @@ def test_many_equal_singles(restart: Any):
     assert (many.restarts != many.restarts[:, :1, :1, :1, :1]).any() == adaptive  # otherwise one decision for all
 
 
-def test_shapes_and_weights():
-    """The trajectories' axes are seeds, then the broadcast of rules and sigma; a mode without weight does not count."""
-    assert rollout(HB, 0.5, 3).residual.shape == (4, 1)
-    run = rollout([HB, NAG], np.full((5, 1, 4), 0.5), 3, noise=0.1, seeds=7)
-    shapes = [getattr(run, name).shape for name in PARTS]
-    assert shapes == [(4, 7, 5, 2, 4), (4, 7, 5, 2, 4), (3, 7, 5, 2, 4), (3, 7, 5, 2), (4, 7, 5, 2)]
-    assert rollout(HB, np.zeros((0, 4)), 3, parse("gradient")).loss.shape == (4, 0)
-    run = rollout(HB, SIX[:3], 5, weights=[2, 6, 0])
-    np.testing.assert_allclose(run.loss, (0.25 * run.residual[:, 0] ** 2 + 0.75 * run.residual[:, 1] ** 2) / 2)
-
-
 @pytest.mark.parametrize("replicas", [1, 9])
 def test_noise_has_the_stated_deviation(replicas: int):
     """What is added to sigma x is white and Gaussian with the given deviation, over its root for several replicas."""

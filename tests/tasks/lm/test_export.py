@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+import textmaker
 from twophase.cli.export import main
-from twophase.config import fingerprint, update
+from twophase.config import fingerprint
 from twophase.diloco.engine import DiLoCo
 from twophase.diloco.group import SingleProcess
 from twophase.errors import RunError, UsageError
@@ -40,15 +40,11 @@ WEIGHTS = "weights.safetensors"
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    words, draw = "the outer loop keeps a buffer of what the inner steps have done".split(), random.Random(0)
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("\n\n".join(" ".join(draw.choices(words, k=100)) for _ in range(30)))
-    return f"file:{path}"
+    return f"file:{textmaker.write(tmp_path_factory.mktemp('text') / 'text.txt')}"
 
 
 def make_config(corpus: str, **values: Any) -> TrainConfig:
-    small = {"model.hidden_size": 16, "model.intermediate_size": 24, "data.sequence_length": 16, "data.batch_size": 2}
-    return update(TrainConfig(), small | {"data.corpus": corpus, "data.validation_windows": 4} | values)
+    return textmaker.small_run(Path(), **{"data.corpus": corpus} | values)
 
 
 def made(config: TrainConfig, path: Path, *, finished: bool = True, checkpoint: int = 0, **weights: Any) -> Path:
