@@ -166,7 +166,6 @@ SIX = [0.95, 0.85, 0.75, 0.60, 0.45, 0.30]
 """The six modes of A2."""
 BLOCKS = [np.linspace(low, high, 9) for low, high in [(0.92, 1), (0.55, 0.65), (0.18, 0.26)]]
 """The three blocks of A3."""
-THREE = np.concatenate(BLOCKS)
 NILPOTENT = [
     OuterRule(2.0, 0.5, True, "ema"),
     OuterRule(4.0, 0.75, True, "ema"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -55,15 +55,12 @@ def rules() -> st.SearchStrategy[OuterRule]:
 
 @dataclass(frozen=True)
 class Scripted(RestartPolicy):
-    """Answers each round by a script, and writes down what it is shown."""
+    """Answers each round by a script."""
 
     events: dict[int, Restart] = field(default_factory=dict)
-    signals: list[RoundSignal] = field(default_factory=list)
-    needs: ClassVar[frozenset[str]] = frozenset({"pseudo_gradient_norm", "buffer_norm", "cosine"})
 
     def decide(self, state: State, signal: RoundSignal) -> tuple[State, Restart | None]:
         """The script's answer."""
-        self.signals.append(signal)
         return state, self.events.get(signal.round)
 
 

@@ -12,8 +12,10 @@ from trained import trainer_of
 from twophase.api import train_run
 from twophase.config import fingerprint, update
 from twophase.errors import UsageError
+from twophase.optim.names import NAMES, RULES
 from twophase.recipes.controls import grid_of
-from twophase.runs.config import inner_lr, outer_line
+from twophase.rule import OuterRule
+from twophase.runs.config import OuterConfig, inner_lr, options_of, outer_line
 from twophase.sweeps.grid import Axis, Sweep
 from twophase.tasks.lm.config import TrainConfig
 
@@ -118,7 +120,6 @@ def test_grids_of_values_that_some_methods_ignore() -> None:
         ({"inner.betas": (0.9, 0.95)}, [Axis("inner.method", ("adamw", "sgd"))], 2),
         ({"inner.decay": 0.3}, [Axis("inner.schedule", ("cosine", "wsd"))], 2),
         ({"steps": 8}, [Axis("inner_steps", ("4", "8"))], 2),
-        ({"inner.schedule": "cosine"}, [Axis("inner.decay", ("0.1", "0.3"))], 1),
     ):
         base = update(TrainConfig(), values)
         assert len(Sweep(base, grid_of(base, axes, controls=False)).runs) == runs
@@ -132,6 +133,19 @@ def test_replicas_are_shared_evenly(short_run: TrainConfig) -> None:
     group.size = 3
     with pytest.raises(UsageError, match=r"--replicas.* 3 ranks, got 2"):
         trainer_of(short_run, group=group)
+
+
+def test_outer_optimizers_by_name() -> None:
+    """Names with their own numbers; given ones replace them; a rule's options are its own."""
+    table = {"averaging": (1, 0), "heavy-ball": (0.7, 0.9), "nesterov": (0.7, 0.9)}
+    table |= {"adamw": (0.02, 0.9), "muon": (0.1, 0.9)}
+    assert {name: tuple(OuterConfig(name).numbers().values()) for name in NAMES} == table
+    assert OuterConfig("adamw", lr=3).numbers() == {"lr": 3.0, "momentum": 0.9}
+    assert OuterConfig("own.py:make", lr=3).numbers() == {}
+    assert OuterConfig("nesterov", 0.5, 0.8, "ema").rule() == OuterRule(0.5, 0.8, nesterov=True, form="ema")
+    assert OuterConfig("adamw").rule() is OuterConfig("own.py:make").rule() is None
+    for rule in (*RULES.values(), OuterRule(0.3, 0.5, form="ema"), OuterRule(1.3, 0.0)):
+        assert OuterConfig(**options_of(rule)).rule() == rule
 
 
 SHARES = [1 / 2, 69 / 90, 80 / 90]

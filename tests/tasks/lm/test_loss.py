@@ -105,21 +105,6 @@ def test_compiled_pieces_wait_for_the_one_before(monkeypatch: pytest.MonkeyPatch
     assert waits == [2, 3, 3]
 
 
-@pytest.mark.parametrize("rows", [131072, 131072 + 300, 5000, 200])
-def test_compiled_pieces_are_of_one_size(monkeypatch: pytest.MonkeyPatch, rows: int):
-    """On a GPU all pieces but the last have the same rows, whole tiles, and none has more logits than allowed."""
-    sizes: list[int] = []
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    monkeypatch.setattr(loss, "in_pieces", lambda *arguments: sizes.append(arguments[3]))
-    x, weight = (torch.empty(size, 8, device="meta", dtype=torch.bfloat16) for size in (rows, 32000))
-    cross_entropy(x, weight, torch.empty(rows, device="meta", dtype=torch.int64))
-    (size,) = sizes
-    pieces = -(-rows // size)
-    assert size * 32000 <= loss.COMPILED_PIECE
-    assert size % 256 == 0
-    assert size - 256 * pieces < rows - size * (pieces - 1)  # the last is as large, but for tiles
-
-
 @pytest.mark.slow
 def test_the_operation_that_orders_is_a_well_behaved_one():
     """Its fake, its schema and its place in compiled code agree with it."""

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
-from twophase.tasks.lm.config import ModelConfig
+from twophase.tasks.lm.config import ModelConfig, flops_per_token
 from twophase.tasks.lm.model import Llama
 
 VOCABULARY = 37
@@ -117,3 +119,17 @@ def test_a_seed_decides_the_weights_and_nothing_else():
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(double.embedding, first.embedding.double())
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_operations(config: ModelConfig):
+    """Torch's own count: 3 times the products' forward, and attention's whole square."""
+    length = 24
+    model = Llama(config, VOCABULARY, seed=0)
+    tokens = torch.zeros(2, length, dtype=torch.int64)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as forward:  # others are not counted on CPUs
+        model(tokens)
+    # The counter takes the whole square, of which half is masked. A backward pass of products costs twice the forward.
+    counted = 3 * forward.get_total_flops() / tokens.numel()
+    half = 6 * config.layers * config.hidden_size * length
+    assert flops_per_token(config, VOCABULARY, length) == pytest.approx(counted - half, rel=1e-12)
