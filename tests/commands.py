@@ -25,8 +25,8 @@ def snapshot(folder: Path) -> dict[str, str]:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait for a condition, a minute at most."""
-    deadline = time.monotonic() + 60
+    """Wait for a condition, 100 s at most."""
+    deadline = time.monotonic() + 100
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -186,12 +186,7 @@ def in_processes(program: str, folder: Path, size: int) -> list[dict[str, Any]]:
 
 
 def bring(work: Callable[[int], dict[str, Any]], size: int) -> None:
-    """As a process that `in_processes` has started: meet the others in a gloo group, and leave there what `work` gives.
-
-    Args:
-        work: called with the rank.
-        size: of the group.
-    """
+    """As a process of `in_processes`: meet the others in a gloo group, and leave what `work` makes of the rank."""
     rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"

@@ -111,13 +111,7 @@ NEVER = Never()
 class Oracle:
     """The outer iteration in NumPy and float64, everything copied, with the equations that `twophase.rule` prints.
 
-    Args:
-        rule: its form decides which equations are used.
-        policy: restart policy.
-        x: initial parameters, a number or a vector.
-
-    Attributes:
-        seen: norms of g and m and their cosine in the last round, and the gain `<update, g> / <g, g>`.
+    `seen` holds norms of g and m and their cosine in the last round, and the gain `<update, g> / <g, g>`.
     """
 
     def __init__(self, rule: OuterRule, policy: RestartPolicy = NEVER, x: Any = 0.0) -> None:

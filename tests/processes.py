@@ -1,24 +1,13 @@
-"""What tests of torchft need besides processes."""
+"""A lighthouse for processes that a test starts and kills."""
 
 from __future__ import annotations
 
-import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 from urllib.parse import urlsplit
 
 PATIENCE = 100.0
-"""Seconds that a test waits for anything, on a machine that has much else to do."""
-
-
-def until(event: str, true: Callable[[], Any]) -> None:
-    """Wait for something."""
-    end = time.monotonic() + PATIENCE
-    while not true():
-        assert time.monotonic() < end, f"in {PATIENCE:g} s: not {event}"
-        time.sleep(0.02)
+"""Seconds that a test waits for a process's end, on a machine that has much else to do."""
 
 
 @contextmanager
@@ -31,10 +20,3 @@ def lighthouse(replicas: int) -> Iterator[str]:
     )
     yield f"http://127.0.0.1:{urlsplit(server.address()).port}"
     server.shutdown()
-
-
-def free_port() -> int:
-    """A port on which no process listens."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]

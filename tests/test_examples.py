@@ -19,9 +19,10 @@ import pytest
 import torch
 from torch import nn
 
+from commands import wait_until
 from forked import Program, bring, finish, in_processes, places
 from modules import load
-from processes import PATIENCE, lighthouse, until
+from processes import PATIENCE, lighthouse
 from replicas import same_bits
 from twophase.diloco.engine import DiLoCo
 
@@ -139,7 +140,7 @@ def test_torchft_diloco_over_a_kill(tmp_path: Path):
             return process
 
         first, second = start("0"), start("1")
-        until("some rounds", lambda: "sync 20:" in logs["1"].read_text())
+        wait_until(lambda: "sync 20:" in logs["1"].read_text())
         second.kill()
         assert second.wait(PATIENCE) == -signal.SIGKILL
         again = start("1 again")

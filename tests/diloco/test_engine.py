@@ -20,8 +20,6 @@ from twophase.diloco.engine import DiLoCo
 from twophase.diloco.report import RoundReport
 from twophase.rule import OuterRule
 
-# ------------------------------------------------------------------------------------------------------ the plain loop
-
 
 def assert_reported(report: RoundReport | None, expected: dict[str, Any] | None) -> None:
     """The numbers of a report are those of the plain loop; measured ones to float32 rounding."""
@@ -79,9 +77,6 @@ def test_finish_in_every_position(name: str) -> None:
             plain.step(step)
 
 
-# ---------------------------------------------------------------------------------------------------- what a round is
-
-
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("name", ["nesterov", "three", "at once"])
 def test_any_torch_optimizer_is_an_outer_optimizer(name: str, nesterov: bool) -> None:
@@ -97,9 +92,6 @@ def test_any_torch_optimizer_is_an_outer_optimizer(name: str, nesterov: bool) ->
         assert (report.groups, report.restarted, report.cosine, report.buffer_norm) == ((), False, 0, 0)
         assert math.isnan(report.gain)
     assert "SGD lr 0.3" in repr(other.engine)
-
-
-# ---------------------------------------------------------------------------------------------------- what takes part
 
 
 def test_what_takes_part() -> None:
@@ -146,9 +138,6 @@ def test_divergence_is_data(poison: float, compression: str) -> None:
         assert report.restarted == (number == 2)
         assert report.not_finite == ()
         assert not run.engine.anchor["0.weight"].isfinite().all()
-
-
-# -------------------------------------------------------------------------------------------------- anchor and signals
 
 
 @pytest.mark.parametrize("name", ["three under way", "bfloat16 model"])
@@ -217,9 +206,6 @@ def test_a_round_without_its_signals_has_not_happened(delay: int, name: str, sig
     assert unlike(train(forget=True), train(forget=False)) == []
 
 
-# ---------------------------------------------------------------------------------------------------------- interrupts
-
-
 def interrupt_once(at: int) -> Callable[[Any], None]:
     """A filter that is interrupted in its `at`-th call; it is called before the outer step."""
     calls: list[int] = []
@@ -286,9 +272,6 @@ def test_an_interrupted_outer_step_ends_the_engine_until_it_is_loaded() -> None:
     run.go(range(9, 20))
     whole.go(range(20))
     assert unlike(run.tensors(), whole.tensors()) == []
-
-
-# ------------------------------------------------------------------------------------------------------------ refusals
 
 
 @pytest.mark.parametrize(

@@ -41,10 +41,7 @@ Shard = Callable[[nn.Module], Any]
 
 @dataclass
 class Training(Run):
-    """A run that trains by gradients, as a sharded model has to.
-
-    It evaluates before every call of the engine, so that FSDP2 holds whole parameters when the engine comes.
-    """
+    """Trains by gradients, and evaluates before every call of the engine, so that FSDP2 holds whole parameters then."""
 
     inners: Sequence[torch.optim.Optimizer]
 
@@ -102,11 +99,11 @@ def trained(run: Training, again: Callable[[], Training] | None = None) -> dict[
         look(model)
     last = run.finish()
     assert last is not None
-    measured = ("pseudo_gradient_norm", "buffer_norm", "cosine", "gain")
+    told = [*reports, last]
     return {
-        "reports": [facts(report) for report in [*reports, last]],
-        "plain": [(r.round, r.inner_steps, r.partial, r.complete, r.replicas, r.restarted) for r in [*reports, last]],
-        "measured": [[getattr(report, key) for key in measured] for report in [*reports, last]],
+        "reports": [facts(report) for report in told],
+        "plain": [(r.round, r.inner_steps, r.partial, r.complete, r.replicas, r.restarted) for r in told],
+        "measured": [[r.pseudo_gradient_norm, r.buffer_norm, r.cosine, r.gain] for r in told],
         "signals": [report.signals["loss"] for report in reports],
         "anchor": {key: a.clone() for key, a in run.engine.anchor.items()},
         "models": [{key: whole(p) for key, p in model.named_parameters()} for model in run.models],
@@ -179,10 +176,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_shards_equal_the_whole(ranks: list[dict[str, Any]], name: str) -> None:
-    """Weights have the bits of unsharded replicas, or nearly; both replicas of a shard hold the same bits and reports.
-
-    An evaluation has unsharded the model before every call of the engine, and those in shards were saved and loaded.
-    """
+    """Saved and loaded, shards have the bits of unsharded replicas, or nearly; both replicas' are the same."""
     here = trained(begin(name, [0, 1], None, lambda _: None))
     answers = [answer[name] for answer in ranks]
     assert answers[0]["reports"] == answers[2]["reports"]
@@ -209,10 +203,7 @@ def test_what_cannot_be_in_shards_is_refused(ranks: list[dict[str, Any]]) -> Non
 
 
 def test_a_harmed_shard_is_found_by_all(ranks: list[dict[str, Any]]) -> None:
-    """One bit of rank 3's shard is changed: in that round all ranks name the fragment; before, nothing.
-
-    So they do where its options or the names of its signals are others, which half of them see by themselves.
-    """
+    """In its round, though half of the ranks see one changed bit of rank 3 by themselves; so are unlike options."""
     for answers in ranks:
         assert answers["found"] == []
         for word in ("Disagreement", "anchor of fragment 'last'"):

@@ -26,8 +26,9 @@ from torch import nn
 
 import trainers
 import twophase
+from commands import wait_until
 from forked import Program, finish
-from processes import PATIENCE, lighthouse, until
+from processes import PATIENCE, lighthouse
 from replicas import same_bits
 from twophase.diloco.checks import digest, of_optimizer
 from twophase.runs.record import read_record
@@ -174,14 +175,14 @@ def kill_and_return(folder: Path, kills: int) -> dict[str, list[list[str]]]:
     with lighthouse(1) as url, ExitStack() as stack:
         first, second = start(0, 0), start(1, 0)
         for life in range(1, kills + 1):
-            until("some syncs of both", lambda name=f"1 {life - 1}": syncs(name, 2) > 4)
+            wait_until(lambda name=f"1 {life - 1}": syncs(name, 2) > 4)
             second.kill()
             assert second.wait(PATIENCE) == -signal.SIGKILL
             alone = syncs("0 0", 1)
             if life % 2:  # else it is back before the lighthouse has missed it
-                until("syncs of the survivor", lambda alone=alone: syncs("0 0", 1) > alone)
+                wait_until(lambda alone=alone: syncs("0 0", 1) > alone)
             second = start(1, life)
-        until("some syncs of both", lambda: syncs(f"1 {kills}", 2) > 4)
+        wait_until(lambda: syncs(f"1 {kills}", 2) > 4)
         (folder / "stop").touch()
         assert [process.wait(PATIENCE) for process in (first, second)] == [0, 0]
     lines = defaultdict(list)

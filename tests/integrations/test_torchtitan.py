@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from processes import free_port, lighthouse
+from forked import places
+from processes import lighthouse
 from replicas import same_bits
 
 ROOT = Path(__file__).parents[2]
@@ -29,9 +30,7 @@ pytestmark = [
 
 def program(*words: str, url: str = "", ends: tuple[int, ...] = (0,)) -> tuple[int, str]:
     """Run the program as torchrun would for one process; its exit code and output."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCHFT_LIGHTHOUSE": url}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    environment |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "PYTHONPATH": FOLDERS}
+    environment = places(1)[0] | {"TORCHFT_LIGHTHOUSE": url, "PYTHONPATH": FOLDERS}
     command = [str(PYTHON), str(Path(__file__).with_name("titan_replica.py")), *words]
     end = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert end.returncode in ends, end.stderr[-3000:]
@@ -51,11 +50,7 @@ def replicas(folder: Path, name: str, *words: str) -> list[int]:
 
 @pytest.mark.timeout(600)
 def test_rounds_are_those_of_our_engine_over_a_kill(tmp_path: Path):
-    """Killed in mid-round and resumed, 24 rounds of two fragments end with the bits of our engine in one process.
-
-    torchtitan's own trainer, loop, schedule, clipping and checkpoints run, and torchft's rounds over gloo. Resumed from
-    step 50 of 96, weights, inner optimizers and counters have no bit of difference.
-    """
+    """Killed in mid-round and resumed, 24 rounds of two fragments end with the bits of our engine in one process."""
     assert replicas(tmp_path, "killed", "--dataloader.fatal", "53") == [-signal.SIGKILL] * 2
     assert replicas(tmp_path, "resumed") == [0, 0]
     program("reference", str(tmp_path))

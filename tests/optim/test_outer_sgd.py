@@ -38,9 +38,6 @@ def all_same(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
     return len(first) == len(second) and all(map(same_bits, first, second))
 
 
-# --- the bits of torch.optim.SGD --------------------------------------------------------------------------------------
-
-
 def tensors(seed: int, *, whole_vectors: bool) -> list[Tensor]:
     """Tensors of many shapes and layouts, zeros of both signs; or those whose sizes are multiples of 16."""
     draw = partial(torch.randn, generator=torch.Generator().manual_seed(seed))
@@ -59,11 +56,8 @@ def tensors(seed: int, *, whole_vectors: bool) -> list[Tensor]:
 )
 @pytest.mark.parametrize("measure", [False, True])
 def test_has_the_bits_of_torch_sgd(momentum: float, nesterov: bool, path: str, measure: bool):
-    """With Never() in sum form, parameters and buffers are torch.optim.SGD's, measured or not, however gradients lie.
-
-    Its fused kernel rounds what fills no vector register in another way, and takes all for contiguous.
-    """
-    is_fused = path == "fused"
+    """With Never() in sum form, parameters and buffers are torch.optim.SGD's, measured or not, in any layout."""
+    is_fused = path == "fused"  # which rounds what fills no vector register in another way, and takes all as contiguous
     draw = partial(tensors, whole_vectors=is_fused)
     params, twins = ([nn.Parameter(x) for x in draw(0)] for _ in range(2))
 
@@ -85,8 +79,6 @@ def test_has_the_bits_of_torch_sgd(momentum: float, nesterov: bool, path: str, m
     assert all_same(params, twins)
     assert all_same(buffers(outer), buffers(sgd)) if momentum else not any(outer.state.values())
 
-
-# --- against the oracle -----------------------------------------------------------------------------------------------
 
 POLICIES = ["never", *ALL]
 
@@ -155,9 +147,6 @@ def test_a_hard_restart_forgets_anything(poison: float):
     assert not flat(buffers(outer)).isfinite().any()
     outer.step()
     assert flat(buffers(outer)).count_nonzero() == 0
-
-
-# --- groups, rounds ---------------------------------------------------------------------------------------------------
 
 
 def test_a_group_without_gradients_takes_no_round():
@@ -232,9 +221,6 @@ def test_a_closure_is_evaluated_with_gradients():
     assert x.item() == 3 - 0.5 * 6
 
 
-# --- what a round measures --------------------------------------------------------------------------------------------
-
-
 def test_what_takes_no_part_is_not_measured():
     """A parameter that joins later has a buffer of 0, and a buffer that is left over from another momentum is none."""
     params = parameters(0)
@@ -274,9 +260,6 @@ def test_angles_at_the_edges():
         assert abs(cosine) <= 1
     poisoned = angles(dots([torch.tensor([1.0, math.nan])], [torch.ones(2)]))
     assert [math.isnan(value) for value in poisoned] == [True, False, True]
-
-
-# --- refusals, divergence ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -320,10 +303,7 @@ def test_a_round_that_one_group_refuses_has_happened_in_none():
 
 
 def test_divergence_is_reported():
-    """A need that is not finite is named, the rule's own update is taken, and nothing restarts.
-
-    Where no report could name a signal, a warning does.
-    """
+    """A need that is not finite is named, by a warning where no report could; the rule's own update is taken."""
     params, twins = parameters(0), parameters(0)
     outer, plain = OuterSGD(params, 0.1, 0.9, restart="norm:0.1"), OuterSGD(twins, 0.1, 0.9)
     for each, of_each in ((outer, params), (plain, twins)):
@@ -336,8 +316,6 @@ def test_divergence_is_reported():
     with pytest.warns(RuntimeWarning, match="loss"):
         outer.step(signals={"loss": math.nan})
 
-
-# --- DTensors ---------------------------------------------------------------------------------------------------------
 
 MIXED = [((7, 3), "shard 0"), ((4, 6), "shard 1"), ((5,), "replicate"), ((), "plain"), ((6, 2), "plain")]
 
