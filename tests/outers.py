@@ -36,8 +36,7 @@ def give(params: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
 def run(outer: Any, rounds: Iterable[int], params: Any = None, **options: Any) -> None:
     """Take rounds whose pseudo-gradients follow from the number, the parameters' order and shapes, and where they are.
 
-    They draw the parameters to 0, so that a difference stays one. `options` are those of `step`, or functions of the
-    round's number to them.
+    They draw the parameters to 0. `options` are those of `step`, or functions of the round's number to them.
     """
     params = [p for group in outer.param_groups for p in group["params"]] if params is None else params
     for number in rounds:

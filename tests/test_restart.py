@@ -119,6 +119,7 @@ def largest(rule: OuterRule, policy: RestartPolicy, rounds: int) -> float:
 def test_converted_rule_and_policy_take_the_same_path(rule: OuterRule, policy: RestartPolicy, gradients: list[float]):
     """`convert` keeps the trajectory, soft injections included; twice it is undone, to the same form it is nothing."""
     other = convert(rule, policy, OTHER[rule.form])
+    assert (other[0], other[0].form) == (rule.to(OTHER[rule.form]), OTHER[rule.form])
     first, second = ([x for x, _ in simulate(its_rule, gradients, its)] for its_rule, its in ((rule, policy), other))
     assert first == pytest.approx(second, rel=1e-12, abs=1e-12 * (1 + largest(rule, policy, len(gradients))))
     back_rule, back = convert(*other, rule.form)

@@ -1,4 +1,4 @@
-"""The outer rule as a value: its equations in both forms, the conversion, its range."""
+"""The outer rule as a value: its range, and plain numbers; test_restart.py has the conversion between its forms."""
 
 from __future__ import annotations
 
@@ -7,24 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from policies import simulate
 from twophase.rule import OuterRule, whole_number
-
-RULES = st.builds(OuterRule, st.floats(1e-6, 1e3), st.floats(0, 0.999), st.booleans(), st.sampled_from(["sum", "ema"]))
-
-
-@given(RULES)
-def test_both_forms_are_one_rule(rule: OuterRule):
-    """`lr_sum = lr_ema (1 - momentum)`, and there and back is the rule; the paths of x are compared with policies'."""
-    ema, total = rule.to("ema"), rule.to("sum")
-    assert (ema.form, total.form, rule.to(rule.form)) == ("ema", "sum", rule)
-    assert math.isclose(total.lr, ema.lr * (1 - rule.momentum), rel_tol=4e-16)
-    assert rule.injection == simulate(rule, [1.0])[0][1]  # the first buffer
-    other = total if rule.form == "ema" else ema
-    assert math.isclose(other.to(rule.form).lr, rule.lr, rel_tol=4e-16)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ blocks, adaptive decisions round by round, and replicas that are disturbed diffe
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -58,11 +59,8 @@ def test_restarts_of_blocks():
         rules = [(rule, parse(texts[choice])) for rule, texts in outers]
 
         def build(params: list[tuple[str, Any]], rules: Any = rules) -> OuterSGD:
-            names = ("lr", "momentum", "nesterov", "form")
-            groups = [
-                {"params": [p], "restart": policy} | {name: getattr(rule, name) for name in names}
-                for (_, p), (rule, policy) in zip(params, rules, strict=True)
-            ]
+            pairs = zip(params, rules, strict=True)
+            groups = [{"params": [p], "restart": policy} | asdict(rule) for (_, p), (rule, policy) in pairs]
             return OuterSGD(groups, lr=0.1)
 
         noise = None if replicas is None else disturbances(replicas)

@@ -26,17 +26,9 @@ EMA, EMA_HEAVY_BALL = OuterRule(1.0, 0.9, nesterov=True, form="ema"), OuterRule(
 AVERAGING = OuterRule(1.0, 0.0)
 
 
-# --------------------------------------------------------------------------------------------------------- the table
-
-
 @dataclass(frozen=True)
 class Scenario:
-    """A run: a rule or another outer optimizer, a model's type, replicas, and options of the engine.
-
-    Args:
-        parts: for the plain loop, of each fragment or param group its parameters, its offset in a round, its rule and
-            restart; None where it is the model in one.
-    """
+    """A run; of fragments or param groups, `parts` has names, offset, rule and restart, for the plain loop."""
 
     outer: Any = NESTEROV
     restart: Any = None
@@ -128,9 +120,6 @@ OTHERS = {
 SCENARIOS = PLAIN | OTHERS
 
 
-# --------------------------------------------------------------------------------------------------------- the engine
-
-
 def network(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
     """Parameters of 32, 8, 8, 8, 24 and 3 elements: the last leaves most of its sixteen empty."""
     torch.default_generator.manual_seed(seed)
@@ -171,6 +160,17 @@ def loss(step: int, replicas: Iterable[int]) -> float:
     return sum(values) / len(values)
 
 
+def tensors_of(anchor: Mapping[str, Tensor], models: Sequence[nn.Module], parts: Iterable[Any]) -> dict[str, Tensor]:
+    """All tensors of a run by name; `parts` are pairs of named anchors and their outer optimizer."""
+    tensors = {f"anchor {name}": a.detach() for name, a in anchor.items()}
+    for number, model in enumerate(models):
+        tensors |= {f"model {number} {name}": p.detach() for name, p in model.named_parameters()}
+    for named, outer in parts:
+        for name, a in named:
+            tensors |= {f"{key} {name}": value for key, value in outer.state.get(a, {}).items()}
+    return tensors
+
+
 @dataclass
 class Run:
     """Replicas of a run that live in this process, and their engine."""
@@ -195,13 +195,7 @@ class Run:
 
     def tensors(self) -> dict[str, Tensor]:
         """Anchor, models and state of the outer optimizers, live, by name."""
-        tensors = {f"anchor {name}": a for name, a in self.engine.anchor.items()}
-        for number, model in enumerate(self.models):
-            tensors |= {f"model {number} {name}": p.detach() for name, p in model.named_parameters()}
-        for fragment in self.engine.fragments:
-            for name, a in fragment.named:
-                tensors |= {f"{key} {name}": value for key, value in fragment.outer.state.get(a, {}).items()}
-        return tensors
+        return tensors_of(self.engine.anchor, self.models, [(f.named, f.outer) for f in self.engine.fragments])
 
     def state(self) -> dict[str, Any]:
         """All that a resumed run needs."""
@@ -219,11 +213,7 @@ class Run:
 def start(scenario: str | Scenario = "nesterov", replicas: Sequence[int] = (), *, seed: int = 0, **changes: Any) -> Run:
     """A run whose replicas begin differently, except replica 0 of seed 0, which all must take over.
 
-    Args:
-        scenario: of the table or another; fields of it and options of the engine may be changed.
-        replicas: numbers of those in this process; empty means all.
-        seed: of the first weights.
-        changes: fields of the scenario, and options of the engine.
+    `replicas` are those in this process, empty for all; `changes` are fields of the scenario and options of the engine.
     """
     made = SCENARIOS[scenario] if isinstance(scenario, str) else scenario
     fields = {name: value for name, value in changes.items() if name in Scenario.__dataclass_fields__}
@@ -256,9 +246,6 @@ def unlike(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> list[st
     """Names of the tensors that are not the same bits in both."""
     both = first.keys() & second.keys()
     return [*(first.keys() ^ second.keys()), *(name for name in both if not same_bits(first[name], second[name]))]
-
-
-# ------------------------------------------------------------------------------------------------------ the plain loop
 
 
 @dataclass
@@ -374,10 +361,5 @@ class Plain:
 
     def tensors(self) -> dict[str, Tensor]:
         """As `Run.tensors`."""
-        tensors = {f"anchor {name}": a.detach() for name, a in self.anchor.items()}
-        for number, named in enumerate(self.named):
-            tensors |= {f"model {number} {name}": p.detach() for name, p in named.items()}
-        for part in self.parts:
-            for name in part.names:
-                tensors |= {f"{key} {name}": value for key, value in part.outer.state[self.anchor[name]].items()}
-        return tensors
+        parts = [([(name, self.anchor[name]) for name in part.names], part.outer) for part in self.parts]
+        return tensors_of(self.anchor, self.models, parts)

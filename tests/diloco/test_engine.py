@@ -119,10 +119,7 @@ def test_what_takes_part() -> None:
 @pytest.mark.parametrize("compression", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 def test_divergence_is_data(poison: float, compression: str) -> None:
-    """NaN or infinity in a replica is in each later report and in the anchor; nothing is raised, nor restarts left out.
-
-    A policy that needs the norm does not decide (test_outer_sgd.py), and the report names what it lacks.
-    """
+    """NaN or infinity is in each later report and in the anchor, named where a policy needs it; nothing is raised."""
     run = start("norm", inner_steps=1, compression=compression)
     with torch.no_grad():
         run.models[1].get_parameter("3.bias")[0] = poison
@@ -184,10 +181,7 @@ def test_where_the_replicas_are_the_anchor(changes: dict[str, Any], places: set[
     [("loss", {}), ("loss", {"loss": "high"}), ("loss", {"loss": [1.0]}), ("norm", {"loss": 1, "norm": torch.ones(2)})],
 )
 def test_a_round_without_its_signals_has_not_happened(delay: int, name: str, signals: dict[str, Any]) -> None:
-    """A signal that is missing or no number is refused before anything moves; with the signals it is the same run.
-
-    Also one that no policy needs: the other ranks would wait for this one.
-    """
+    """A signal that is missing or no number, needed or not, is refused before anything moves; then all goes on."""
 
     def train(*, forget: bool) -> dict[str, Tensor]:
         run = start("rising", replicas=[0], inner_steps=3, delay=delay, fragments=1, mixing=0.0)

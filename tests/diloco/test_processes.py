@@ -69,20 +69,15 @@ def built(module: nn.Module | Sequence[nn.Module], outer: Any = NESTEROV, **opti
     return lambda: DiLoCo(module, outer, **(usual | options))
 
 
-def adapted(base: Tensor) -> nn.Module:
-    module = nn.Linear(3, 2)
-    module.base = nn.Parameter(base, requires_grad=False)
-    return module
-
-
 def unlike_starts(rank: int) -> dict[str, Callable[[], Any]]:
     """Engines that the two ranks build with a difference, by what the refusal must name."""
-    ordered = nn.Module()
+    adapted, ordered = nn.Linear(3, 2), nn.Module()
+    adapted.base = nn.Parameter(torch.zeros(3) + rank, requires_grad=False)
     for name in ("xy", "yx")[rank]:
         ordered.register_parameter(name, nn.Parameter(torch.zeros(3)))
     buffered = [nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)) for _ in range(2)]
     return {
-        "frozen parameters": built(adapted(torch.zeros(3) + rank)),
+        "frozen parameters": built(adapted),
         "inner_steps": built(network(), inner_steps=6 + rank),
         "delay": built(network(), delay=rank),
         "mixing": built(network(), mixing=0.5 * rank),
@@ -186,10 +181,7 @@ def test_two_processes_are_one(ranks: list[dict[str, Any]], name: str) -> None:
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 def test_ranks_may_hold_unlike_numbers_of_replicas(ranks: list[dict[str, Any]], compression: str) -> None:
-    """Two replicas here and one there: the same reports on both, and the weights of three in one process nearly.
-
-    Signals are means over the replicas, not over the ranks.
-    """
+    """Two here and one there: the same reports on both; weights nearly, and means of signals, as in one process."""
     first, second = (answers["uneven"][compression] for answers in ranks)
     here = played("rising", [0, 2, 1])
     assert first["reports"] == second["reports"]

@@ -60,10 +60,7 @@ def test_a_sum_that_arrives_late_changes_no_loaded_state() -> None:
 
 
 def test_another_schedule_may_follow_a_rounds_end() -> None:
-    """With nothing under way, a run goes on with another schedule and number of replicas, which are the anchor then.
-
-    Engine and dictionary do not see each other afterwards.
-    """
+    """With nothing under way, a run goes on with other replicas, which are the anchor then; the donor sees nothing."""
     run = start("three, delay")
     run.go(range(6))
     run.finish()

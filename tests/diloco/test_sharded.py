@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from diloco.scenarios import BLOCKS, NAMES, NESTEROV, Run, facts, network, refusal
 from forked import bring, in_processes
@@ -80,11 +80,6 @@ def begin(name: str, replicas: Sequence[int], group: SingleProcess | None, shard
     return Training(engine, models, replicas, inners)
 
 
-def whole(p: Tensor) -> Tensor:
-    """All of a parameter."""
-    return (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()  # type: ignore[operator]
-
-
 def trained(run: Training, again: Callable[[], Training] | None = None) -> dict[str, Any]:
     """Reports, anchor and models of a run to its end; another takes it up while a reduction is under way."""
     reports = run.go(range(4))
@@ -106,7 +101,7 @@ def trained(run: Training, again: Callable[[], Training] | None = None) -> dict[
         "measured": [[r.pseudo_gradient_norm, r.buffer_norm, r.cosine, r.gain] for r in told],
         "signals": [report.signals["loss"] for report in reports],
         "anchor": {key: a.clone() for key, a in run.engine.anchor.items()},
-        "models": [{key: whole(p) for key, p in model.named_parameters()} for model in run.models],
+        "models": [{key: getattr(p, "full_tensor", p.clone)() for key, p in m.named_parameters()} for m in run.models],
     }
 
 

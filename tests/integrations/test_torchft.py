@@ -159,22 +159,23 @@ def test_rounds_are_those_of_our_engine(tmp_path: Path):
     assert not all(same_bits(p, ends[1]["model"][name]) for name, p in ends[0]["model"].items())
 
 
-def kill_and_return(folder: Path, kills: int) -> dict[str, list[list[str]]]:
-    """Kill one of two replicas and start it again, every second time at once; all lines by the number of the sync."""
+@pytest.mark.dist
+def test_a_killed_replica_comes_back(tmp_path: Path):
+    """It takes over weights, momentum, counters and the policy's memory; all later rounds are alike."""
 
     def start(number: int, life: int) -> Any:
-        words = [__file__, "live", str(folder), str(number), str(life), url]
-        process = Program(words, *[folder / f"{number}.{end}" for end in ("out", "err")], ENV)
+        words = [__file__, "live", str(tmp_path), str(number), str(life), url]
+        process = Program(words, *[tmp_path / f"{number}.{end}" for end in ("out", "err")], ENV)
         stack.callback(process.kill)
         return process
 
     def syncs(name: str, replicas: int) -> int:
-        path = folder / f"{name}.txt"
+        path = tmp_path / f"{name}.txt"
         return sum(line.split()[1] == str(replicas) for line in path.read_text().splitlines()) if path.exists() else 0
 
     with lighthouse(1) as url, ExitStack() as stack:
         first, second = start(0, 0), start(1, 0)
-        for life in range(1, kills + 1):
+        for life in range(1, 3):
             wait_until(lambda name=f"1 {life - 1}": syncs(name, 2) > 4)
             second.kill()
             assert second.wait(PATIENCE) == -signal.SIGKILL
@@ -182,24 +183,14 @@ def kill_and_return(folder: Path, kills: int) -> dict[str, list[list[str]]]:
             if life % 2:  # else it is back before the lighthouse has missed it
                 wait_until(lambda alone=alone: syncs("0 0", 1) > alone)
             second = start(1, life)
-        wait_until(lambda: syncs(f"1 {kills}", 2) > 4)
-        (folder / "stop").touch()
+        wait_until(lambda: syncs("1 2", 2) > 4)
+        (tmp_path / "stop").touch()
         assert [process.wait(PATIENCE) for process in (first, second)] == [0, 0]
     lines = defaultdict(list)
-    for path in folder.glob("*.txt"):
-        is_whole = path.name in ("0 0.txt", f"1 {kills}.txt")  # else the survivor may have had to repeat the last sync
+    for path in tmp_path.glob("*.txt"):
+        is_whole = path.name in ("0 0.txt", "1 2.txt")  # else the survivor may have had to repeat the last sync
         for line in path.read_text().splitlines()[: None if is_whole else -1]:
             lines[line.split()[0]].append(line.split())
-    return lines
-
-
-@pytest.mark.dist
-def test_a_killed_replica_comes_back(tmp_path: Path):
-    """It takes over weights, momentum, round counters and the policy's memory, and all later rounds are alike.
-
-    Each life begins with other weights. The survivor trains on alone meanwhile.
-    """
-    lines = kill_and_return(tmp_path, kills=2)
     shared = [of_sync for of_sync in lines.values() if len(of_sync) == 2]
     assert len(shared) > 12
     assert all(one == other for one, other in shared)
