@@ -27,9 +27,6 @@ def disturbances(replicas: int) -> np.ndarray:
     return 0.2 * np.random.default_rng(replicas).normal(size=(ROUNDS, replicas, len(CURVATURES)))
 
 
-# --- the engine on a quadratic ------------------------------------------------------------------------------------
-
-
 class Disturbed(torch.optim.SGD):
     """Gradient descent that in the last inner step of a round also moves by minus the disturbance."""
 

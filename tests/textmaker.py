@@ -21,6 +21,11 @@ def text(documents: int = 60, words: int = 160, seed: int = 0) -> str:
     return "\n\n".join(" ".join(source.choice(_WORDS) for _ in range(words)) + "." for _ in range(documents))
 
 
+def paragraph(number: int, words: int) -> str:
+    """A paragraph that names its number in every word."""
+    return " ".join([f"word{number}"] * words)
+
+
 def write(path: Path, **options: int) -> Path:
     """Write such a text to a file."""
     path.write_text(text(**options), encoding="utf-8")

@@ -77,7 +77,7 @@ def test_noise_is_no_oscillation(tmp_path: Path, rule: OuterRule, restart: str) 
 
 
 def test_every_case_is_reached() -> None:
-    """Each row of the table is the first that holds for some run, and every measured one says its scale."""
+    """Each row of the table is the first that holds for some run."""
     rule = partial(Facts, is_rule=True, rounds=60)
     runs = [
         Facts(averages=True, diverges=True),
@@ -93,7 +93,6 @@ def test_every_case_is_reached() -> None:
         rule(averages=True, gain=1.0, inner="schedule-free"),
     ]
     assert [next(case for case in CASES if case.holds(run)) for run in runs] == list(CASES)
-    assert all("parameters" in case.change for case in CASES if case.state not in ("diverges", "cannot tell"))
 
 
 def test_a_recorded_loop_gets_code(tmp_path: Path) -> None:

@@ -150,7 +150,6 @@ def test_another_request_is_refused(corpus: Path, tmp_path: Path):
         ({"held_out": 1.0}, "--held-out"),
         ({"held_out": 1e-9}, "--held-out"),
         ({"tokens": 0.0}, "--tokens"),
-        ({"tokenizer": "nonsense"}, "--tokenizer"),
         ({"source": ()}, "SOURCE"),
         ({"source": ("c4-validation.00000-of-00008.json",)}, "SOURCE"),
         ({"out": "taken"}, "--out"),

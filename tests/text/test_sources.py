@@ -9,16 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from textmaker import write_lines
+from textmaker import paragraph, write_lines
 from twophase.errors import RunError, UsageError
 from twophase.text import sources
 from twophase.text.sources import batches, documents, find_sources, python_documents
-
-
-def paragraph(number: int, words: int = 200) -> str:
-    """A paragraph that names its number in every word."""
-    return " ".join(f"word{number}" for _ in range(words))
-
 
 # Which files
 
@@ -51,7 +45,7 @@ def test_words_that_name_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.txt.gz", "a.jsonl.gz"])
 def test_documents_of_a_file(tmp_path: Path, name: str):
     """Lines of JSON, or paragraphs of plain text, are documents, in order; gzip and a mark of UTF-8 are read."""
-    texts = [paragraph(i) for i in (0, 1, 2, 1)]
+    texts = [paragraph(i, 200) for i in (0, 1, 2, 1)]
     content = "\n\n".join(texts) if ".txt" in name else write_lines(tmp_path / "x", [*texts, " "]).read_text()
     marked = content.encode("utf-8-sig")
     (tmp_path / name).write_bytes(gzip.compress(marked) if name.endswith(".gz") else marked)

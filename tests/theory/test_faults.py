@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
 
 from oracle import HB, NAG, SIX
 from twophase import theory
-from twophase.restart import Never
 from twophase.rule import OuterRule
 from twophase.theory import Block
 
@@ -63,13 +61,6 @@ def test_counts(name: str, arguments: tuple[Any, ...], option: str, count: Any) 
         getattr(theory, name)(*arguments, **{option: count})
 
 
-@dataclass(frozen=True)
-class Needing(Never):
-    """Needs what the model does not have."""
-
-    needs: ClassVar[frozenset[str]] = frozenset({"validation_loss"})
-
-
 @pytest.mark.parametrize(
     ("name", "arguments", "options", "word"),
     [
@@ -97,7 +88,7 @@ class Needing(Never):
         ("rollout", (HB, [0.5, 0.9], 5), {"noise": -0.1}, "noise"),
         ("rollout", (HB, [0.5, 0.9], 5), {"noise": np.zeros((5, 3, 2)), "replicas": 2}, "replicas"),
         ("rollout", (HB, [0.5, 0.9], 5), {"seeds": [1, -1]}, "seeds"),
-        ("rollout", (HB, [0.5, 0.9], 5, Needing()), {}, "validation_loss"),
+        ("rollout", (HB, [0.5, 0.9], 5, "test-rising:0.5"), {}, "loss"),
         ("advise", (HB, [0.0]), {}, "sigma"),
         ("advise", (OuterRule(0.0, 0.9), [0.5]), {}, "lr"),
         ("advise", (HB, [0.5, 0.3]), {"weights": [1.0]}, "weights"),

@@ -15,7 +15,7 @@ import pytest
 from commands import outcome
 from forked import bring, in_processes
 from policies import Longer
-from trained import run
+from trained import run, weightless_bytes
 from twophase.config import to_tree, update
 from twophase.diloco.group import ProcessGroup
 from twophase.restart import Restart, RestartPolicy, register
@@ -118,12 +118,6 @@ def test_ranks_equal_one_process(short_run: TrainConfig, tmp_path: Path) -> None
         others = [two] if config.sync.compression != "float32" else [two, outcome(folders[name] / "one, two, one")]
         for other in others:
             assert differences(weightless_bytes(other), weightless_bytes(one)) == [], name
-
-
-def weightless_bytes(found: dict[str, Any]) -> dict[str, Any]:
-    """Return an outcome without what is sent, which one process does not."""
-    rounds = [{key: value for key, value in line.items() if key != "bytes_sent"} for line in found["rounds"]]
-    return found | {"rounds": rounds}
 
 
 if __name__ == "__main__":

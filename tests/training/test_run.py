@@ -1,4 +1,4 @@
-"""One run: what it leaves, how it diverges, and what it refuses to go on with."""
+"""One run: what it leaves, what its policies see, how it diverges, and what it refuses to go on with."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 import math
 import shutil
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from trained import newest, run, trainer_of
 from twophase.config import update
 from twophase.errors import UsageError
 from twophase.files import read_jsonl
+from twophase.restart import RestartPolicy
 from twophase.runs.config import inner_lr
 from twophase.runs.folder import RunFolder
 from twophase.tasks.lm.config import TrainConfig
@@ -199,3 +202,45 @@ def test_decisions_are_kept(short_run: TrainConfig, tmp_path: Path) -> None:
         assert outcome(tmp_path / "parts") == outcome(tmp_path / "little")
         (tmp_path / "parts").rename(tmp_path / f"parts-{stop}")
     assert outcome(tmp_path / "plenty")["weights"] != outcome(tmp_path / "little")["weights"]
+
+
+def test_signals_of_a_round(short_run: TrainConfig, tmp_path: Path, register_policy: Callable[[str], Any]) -> None:
+    """The mean of a round's losses over the replicas, its last learning rate, the share done."""
+    seen = []
+
+    @register_policy("seeing")
+    @dataclass(frozen=True)
+    class Seeing(RestartPolicy):
+        needs = frozenset({"train_loss", "progress", "inner_lr"})
+
+        def decide(self, state, signal):  # type: ignore[no-untyped-def]
+            seen.append(signal.extra)
+            return state, None
+
+    config = update(short_run, {"inner_steps": 9, "log_every": 1, "outer.restart": "seeing"})
+    run(config, tmp_path)
+    losses = [line["train_loss"] for line in read_jsonl(tmp_path / "steps.jsonl")]
+    for signals, (start, stop) in zip(seen, ((0, 9), (9, 18), (18, 22)), strict=True):
+        assert signals["train_loss"] == pytest.approx(sum(losses[start:stop]) / (stop - start), rel=1e-6)
+        assert (signals["progress"], signals["inner_lr"]) == (stop / 22, inner_lr(config, stop - 1))
+
+
+def test_a_policy_that_sees_nan_ends_the_run(
+    short_run: TrainConfig, tmp_path: Path, register_policy: Callable[[str], Any]
+) -> None:
+    """A needed signal that is not finite ends the run as diverged, in its round, and the run stays so."""
+
+    @register_policy("lossy")
+    @dataclass(frozen=True)
+    class Lossy(RestartPolicy):
+        needs = frozenset({"train_loss"})
+
+        def decide(self, state, signal):  # type: ignore[no-untyped-def]
+            pytest.fail(f"asked about {signal} after {state}")
+
+    config = update(short_run, {"outer.restart": "lossy", "inner.lr": 1e30})
+    summary = run(config, tmp_path)
+    assert (summary["diverged"], summary["exit_reason"], summary["steps"]) == (True, "diverged", 6)
+    (line,) = read_jsonl(tmp_path / "rounds.jsonl")
+    assert "train_loss" in line["groups"][0]["not_finite"]
+    assert run(config, tmp_path)["diverged"]

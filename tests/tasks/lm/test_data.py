@@ -18,7 +18,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 import shardmaker
 from shardmaker import counting
-from textmaker import write_lines
+from textmaker import paragraph, write_lines
 from twophase.config import update
 from twophase.errors import UsageError
 from twophase.tasks.lm.config import DataConfig, TrainConfig
@@ -30,13 +30,8 @@ T = 5
 VOCABULARY = 60_000
 
 
-def paragraph(number: int, words: int = 20) -> str:
-    """A paragraph that names its number in every word."""
-    return " ".join(f"word{number}" for _ in range(words))
-
-
 def numbered(path: Path) -> Path:
-    return write_lines(path, [paragraph(i) for i in range(50)])
+    return write_lines(path, [paragraph(i, 20) for i in range(50)])
 
 
 def text_corpus(path: Path, replicas: int = 1, **options: Any) -> Corpus:
@@ -73,11 +68,11 @@ def test_a_relative_path_is_of_the_working_directory(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(("share", "apart"), [(0.08, 4), (0.001, 1), (0.999, 49)])
 def test_whole_documents_are_held_out(tmp_path: Path, share: float, apart: int):
     """The held-out share counts documents, at least one and at most all but one; all others are trained on, once."""
-    path = write_lines(tmp_path / "a.jsonl", [paragraph(i) for i in (*range(50), 0)])
+    path = write_lines(tmp_path / "a.jsonl", [paragraph(i, 20) for i in (*range(50), 0)])
     built = text_corpus(path, held_out=share)
     held_out, training = (text_of(stream(rows)).split("\n\n") for rows in (built.held_out, built.training))
     assert len(held_out) == apart == built.description["held_out_documents"]
-    assert sorted(held_out + training) == sorted(paragraph(i) for i in range(50))
+    assert sorted(held_out + training) == sorted(paragraph(i, 20) for i in range(50))
 
 
 def test_splits_have_the_same_held_out_documents(tmp_path: Path):

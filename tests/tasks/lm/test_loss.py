@@ -1,17 +1,21 @@
-"""The cross-entropy in pieces against the plain one, in value and gradient."""
+"""The cross-entropy in pieces against the plain one, in value and gradient; evaluation against NumPy in float64."""
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own custom
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from twophase.tasks.lm import loss
 from twophase.tasks.lm.loss import cross_entropy, in_pieces
+from twophase.tasks.lm.task import evaluate
 
 
 def case(rows: int, size: int, vocabulary: int, dtype: torch.dtype, weight_dtype: torch.dtype | None = None):
@@ -105,9 +109,70 @@ def test_compiled_pieces_wait_for_the_one_before(monkeypatch: pytest.MonkeyPatch
     assert waits == [2, 3, 3]
 
 
+def test_compiled_pieces_are_bounded(monkeypatch: pytest.MonkeyPatch):
+    """On a GPU, too, no piece has more logits than allowed, whatever the batch; its rows are whole tiles."""
+    sizes: list[int] = []
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(loss, "in_pieces", lambda *arguments: sizes.append(arguments[3]))
+    for rows in (131072, 131072 + 300, 5000, 200):
+        x, weight = (torch.empty(size, 8, device="meta", dtype=torch.bfloat16) for size in (rows, 32000))
+        cross_entropy(x, weight, torch.empty(rows, device="meta", dtype=torch.int64))
+    assert len(sizes) == 4
+    assert all(size * 32000 <= loss.COMPILED_PIECE and size % 256 == 0 for size in sizes)
+
+
 @pytest.mark.slow
 def test_the_operation_that_orders_is_a_well_behaved_one():
     """Its fake, its schema and its place in compiled code agree with it."""
     x, others = torch.randn(3, 4), [torch.zeros(()), torch.ones(2)]
     torch.library.opcheck(loss.after, (x, others))
     assert torch.equal(loss.after(x, others), x)
+
+
+# Evaluation
+
+CPU = torch.device("cpu")
+TOKEN_BYTES = np.array([1, 1, 2, 3, 4, 1, 2])
+
+
+def bigram(scale: float = 1.0, dtype: torch.dtype = torch.float32) -> nn.Embedding:
+    """A model whose logits depend on the present token only."""
+    weights = torch.randn(7, 7, generator=torch.Generator().manual_seed(0))
+    return nn.Embedding(7, 7, _weight=(scale * weights).to(dtype))
+
+
+def windows() -> tuple[Tensor, Tensor]:
+    ids = torch.randint(7, (5, 12), generator=torch.Generator().manual_seed(1))
+    return ids[:, :-1], ids[:, 1:]
+
+
+@pytest.mark.parametrize("batch", [1, 2, 100])
+@pytest.mark.parametrize(
+    ("dtype", "precision"),
+    # A bfloat16 model is judged by the exact loss of its rounded logits, not by a loss rounded to eight bits.
+    [(torch.float32, 1e-6), (torch.float64, 1e-14), (torch.bfloat16, 1e-6)],
+)
+def test_equals_the_definition(batch: int, dtype: torch.dtype, precision: float):
+    """Loss and both perplexities follow from the definition, whatever the batch; nothing is kept for a gradient."""
+    model, (tokens, targets) = bigram(dtype=dtype), windows()
+    logits = model.weight.detach().double().numpy()[tokens.numpy()]
+    chosen = np.take_along_axis(logits, targets.numpy()[..., None], -1)[..., 0]
+    nats = float((np.log(np.exp(logits).sum(-1)) - chosen).sum())
+    judged = (tokens.numpy(), targets.numpy())
+    expected = {
+        "loss": nats / 55,
+        "perplexity": math.exp(nats / 55),
+        "perplexity_per_byte": math.exp(nats / TOKEN_BYTES[targets.numpy()].sum()),
+    }
+    assert evaluate(model, judged, TOKEN_BYTES, CPU, batch) == pytest.approx(expected, rel=10 * precision)
+    assert model.weight.grad is None
+    assert "perplexity_per_byte" not in evaluate(model, judged, None, CPU, batch)
+
+
+@pytest.mark.parametrize(("scale", "perplexity"), [(1e5, math.inf), (math.nan, math.nan)])
+def test_divergence_is_a_result(scale: float, perplexity: float):
+    """A diverged model gives inf or NaN, not an exception."""
+    tokens, targets = windows()
+    result = evaluate(bigram(scale), (tokens.numpy(), targets.numpy()), TOKEN_BYTES, CPU, 2)
+    assert result["perplexity"] == pytest.approx(perplexity, nan_ok=True)
+    assert result["perplexity_per_byte"] == pytest.approx(perplexity, nan_ok=True)
