@@ -276,6 +276,7 @@ def test_an_interrupted_outer_step_ends_the_engine_until_it_is_loaded() -> None:
         (lambda: [nn.Linear(2, 2), 3], "replicas"),
         (lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")), "one device"),
         (lambda: nn.Linear(2, 2, device="meta"), "weight"),
+        (lambda: nn.ParameterDict({"none": nn.Parameter(torch.zeros(0))}), "fragments"),  # nothing to reduce
         (lambda: nn.ParameterDict({"z": torch.zeros(2).to(torch.complex64)}), "'z'"),
         (lambda: [nn.Sequential(inside) for inside in [nn.Linear(2, 2)] * 2], "replicas share"),
         (lambda: [nn.Linear(2, 2), nn.Linear(2, 3)], "replica 1"),
@@ -308,13 +309,6 @@ def test_refusals_name_the_argument(name: str, value: Any) -> None:
     options = {"outer": HEAVY_BALL, "inner_steps": 4} | {name: value}
     with pytest.raises(ValueError, match=name):
         DiLoCo(network(), **options)
-
-
-def test_fragments_without_elements_are_refused() -> None:
-    """There would be nothing to reduce."""
-    model = nn.ParameterDict({"a": nn.Parameter(torch.zeros(0)), "b": nn.Parameter(torch.zeros(3))})
-    with pytest.raises(ValueError, match="fragments"):
-        DiLoCo(model, HEAVY_BALL, inner_steps=2, fragments={"none": "a", "rest": "."})
 
 
 def test_numbers_of_numpy_are_taken() -> None:

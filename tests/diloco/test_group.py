@@ -234,10 +234,7 @@ def test_the_host_waits_for_a_sum_on_a_gpu() -> None:
     ],
 )
 def test_a_failed_sum_is_one_message(looks: int | None, fault: str, word: str) -> None:
-    """NCCL's error, which a plain `wait()` keeps to itself, ends the run; so does a sum without end.
-
-    After the timeout the backend is asked to wait with a limit, which frees the GPU.
-    """
+    """NCCL's error ends the run, as does a sum without end, after a wait with a limit, which frees the GPU."""
     collective = Collective(looks, fault)
     with pytest.raises(RunError, match=word) as caught:
         on_gpu(collective).wait()

@@ -94,8 +94,7 @@ POLICIES = ["never", *ALL]
 def test_follows_the_oracle(rule: OuterRule, text: str, dtype: torch.dtype):
     """Every policy has the parameters, buffers, cycles, memories and reports of the equations in float64.
 
-    16-bit parameters take the step of float32 arithmetic on float32 buffers, rounded at the end: half a unit in the
-    last place. The inner products may come from elsewhere.
+    16-bit parameters are rounded at the end, to half a unit in the last place; inner products may come from elsewhere.
     """
     params, is_wide = parameters(0, [(), (1,), (7,), (3, 16), (33, 17)], dtype), dtype == torch.float64
     policy = convert(RULES[0], parse(text), rule.form)[1]
