@@ -165,7 +165,7 @@ def test_a_killed_replica_comes_back(tmp_path: Path):
 
     def start(number: int, life: int) -> Any:
         words = [__file__, "live", str(tmp_path), str(number), str(life), url]
-        process = Program(words, *[tmp_path / f"{number}.{end}" for end in ("out", "err")], ENV)
+        process = Program(words, tmp_path / f"{number}.out", tmp_path / f"{number}.err", ENV)
         stack.callback(process.kill)
         return process
 
