@@ -68,8 +68,8 @@ def test_version_is_the_distributions():
 
 @pytest.mark.slow
 def test_what_is_published(tmp_path: Path):
-    """A wheel holds the package without documents; its metadata has absolute links, and no extra for developers."""
-    need("hatch_fancy_pypi_readme", "hatch-fancy-pypi-readme is not installed; the group dev brings it")
+    """A wheel holds the package without documents; its metadata has no extra for developers."""
+    need("hatchling", "hatchling is not installed; the group dev brings it")
     subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path], cwd=ROOT.parents[1], check=True
     )
@@ -83,6 +83,3 @@ def test_what_is_published(tmp_path: Path):
     assert not [name for name in names if name.endswith((".md", ".png"))]
     assert "Provides-Extra: all" in text
     assert not re.search("Provides-Extra: (dev|docs)", text)
-    links = re.findall(r"\]\(([^)\s]+)", text)
-    assert len(links) > 5
-    assert [link for link in links if not link.startswith(("https://", "#"))] == []
