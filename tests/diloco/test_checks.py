@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from diloco.scenarios import NESTEROV, Scenario, shift, start
-from twophase.diloco.checks import digest, digest_on_device, of_optimizer
+from twophase.diloco.digest import digest, digest_on_device, of_optimizer
 from twophase.diloco.engine import DiLoCo
 from twophase.restart import Never, Periodic
 

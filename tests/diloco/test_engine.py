@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from diloco.scenarios import AVERAGING, HEAVY_BALL, PLAIN, Plain, loss, network, shift, start, unlike
 from replicas import same_bits
-from twophase.diloco.checks import digest
+from twophase.diloco.digest import digest
 from twophase.diloco.engine import DiLoCo
 from twophase.diloco.report import RoundReport
 from twophase.rule import OuterRule

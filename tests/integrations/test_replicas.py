@@ -14,7 +14,7 @@ import torch
 import trainers
 from extras import need
 from forked import finish, places
-from twophase.diloco.checks import digest
+from twophase.diloco.digest import digest
 from twophase.diloco.group import SingleProcess
 from twophase.errors import UsageError
 

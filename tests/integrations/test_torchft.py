@@ -30,7 +30,7 @@ from commands import wait_until
 from forked import Program, finish
 from processes import PATIENCE, lighthouse
 from replicas import same_bits
-from twophase.diloco.checks import digest, of_optimizer
+from twophase.diloco.digest import digest, of_optimizer
 from twophase.runs.record import read_record
 
 pytest.importorskip("torchft", reason="the extra ft is not installed")

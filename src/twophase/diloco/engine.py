@@ -28,10 +28,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from twophase.diloco import checks, state
+from twophase.diloco.buffers import average_buffers
 from twophase.diloco.compression import BLOCK, COMPRESSIONS, Compression
+from twophase.diloco.digest import digest
 from twophase.diloco.fragment import Fragment, padded, partition, reshard, slots_of
 from twophase.diloco.group import ProcessGroup, SingleProcess, default_group
 from twophase.diloco.report import FragmentRound, RoundReport, merged
+from twophase.diloco.watch import Watch
 from twophase.optim.build import OuterChoice, outer_optimizer
 from twophase.optim.orthogonal import Filter, filter_of
 from twophase.optim.outer_sgd import GroupRound, OuterSGD
@@ -126,7 +129,7 @@ class DiLoCo:
         )
         self._build_outers(outer, restart)
         self._interrupted = False
-        self._watch = checks.Watch(self)
+        self._watch = Watch(self)
         self.replica_count = checks.assert_started_equal(self, expect_equal or {})
         if isinstance(self.group, ProcessGroup):
             self.group.broadcast(self.flat)
@@ -288,7 +291,7 @@ class DiLoCo:
         reports = [self._report(f, step, means, complete) for f, step in zip(fragments, steps, strict=True)]
         checks.assert_equal_on_all_ranks(self.group, fragments, [report.checksum for report in reports])
         if complete and self.buffers == "mean":
-            checks.average_buffers(self.replicas, self.group)
+            average_buffers(self.replicas, self.group)
         report = reports[0] if len(reports) == 1 else merged(reports)
         self._watch.after_sync(self, report)
         return report
@@ -302,7 +305,7 @@ class DiLoCo:
     ) -> RoundReport:
         norm, restarted, groups = step
         with fragment.phase("checksum"):
-            checksum = checks.digest([fragment.anchor])
+            checksum = digest([fragment.anchor])
         whole = self._inner_steps - (self.delay if self.mixing == 0 else 0)  # a delay without mixing is discarded
         return RoundReport(
             round=self.round + (not complete),
@@ -384,7 +387,7 @@ class DiLoCo:
 
     def checksum(self) -> str:
         """Return the digest of the anchor, which all ranks share."""
-        return checks.digest([self.flat])
+        return digest([self.flat])
 
     def state_dict(self) -> dict[str, Any]:
         """Return anchor, outer optimizers and position, the same on every rank.

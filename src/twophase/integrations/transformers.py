@@ -8,7 +8,7 @@ from typing import Any
 from safetensors.torch import save_model
 from transformers import TrainerCallback, TrainingArguments
 
-from twophase.diloco.checks import digest
+from twophase.diloco.digest import digest
 from twophase.integrations.rounds import Rounds, join_replicas
 from twophase.training import checkpoint
 
