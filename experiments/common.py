@@ -11,7 +11,7 @@ import io
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -30,6 +30,8 @@ from twophase.rule import OuterRule
 
 Frame: TypeAlias = Any
 """A pandas table, or a column of it: its own types take a column for whatever an index may give."""
+Draw: TypeAlias = Callable[[Any], Mapping[str, Figure]]
+"""Draws figures from a table, by what stands behind the script's name in their files' names, "" for the first."""
 RESULTS = Path(__file__).parent / "results"
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -56,16 +58,16 @@ def same_gain(rule: OuterRule, period: int, rounds: int) -> OuterRule:
     return OuterRule(mean_outer_gain(rule, Periodic(period), rounds), 0.0, form="ema")
 
 
-def arguments(description: str | None, *, scales: Iterable[str] = ()) -> argparse.Namespace:
+def arguments(description: str | None, scales: Mapping[str, Any] | None = None) -> argparse.Namespace:
     """Parse the command line; its first line of help is the description's.
 
     Args:
         description: the script's docstring.
-        scales: scales at which the script trains; without `--train` it draws its stored table.
+        scales: scales at which the script trains, by name; without `--train` it draws its stored table.
 
     Returns:
-        `out`: folder for all files, or None for `results/` and `docs/`. With scales also `train`, a scale or None, and
-        `workers`; a training's `out` is never None.
+        `out`: folder for all files, or None for `results/` and `docs/`. With scales also `train`, a name or None,
+        `scale`, what it names, and `workers`; a training's `out` is never None.
     """
     parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, help="folder of all files (docs/ and experiments/results/)")
@@ -78,18 +80,46 @@ def arguments(description: str | None, *, scales: Iterable[str] = ()) -> argpars
         )
         parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="worker processes (%(default)s)")
     options = parser.parse_args()
-    if scales and options.train and options.out is None:
+    options.scale = scales.get(options.train) if scales else None
+    if options.scale and options.out is None:
         options.out = Path("runs/experiments")
     return options
 
 
-def store(name: str, table: Frame, draw: Callable[[Any], Mapping[str, Figure]], out: Path | None) -> None:
+def script(
+    doc: str | None,
+    name: str,
+    draw: Draw,
+    compute: Callable[[], Frame] | None = None,
+    *,
+    train: Callable[[argparse.Namespace], Frame] | None = None,
+    scales: Mapping[str, Any] | None = None,
+    report: Callable[[Frame], None] | None = None,
+) -> None:
+    """Run a script: compute its table, or with `--train` train it, else read the stored one; print, store and draw it.
+
+    Args:
+        doc: the script's docstring.
+        name: as of `store`.
+        draw: as of `store`.
+        compute: returns the table of a script that trains nothing.
+        train: returns the table of training with some `arguments`.
+        scales: as of `arguments`.
+        report: prints what the table says; by default all of it.
+    """
+    options = arguments(doc, scales)
+    found = compute() if compute else train(options) if train and options.scale else read(name)
+    (report or show)(found)
+    store(name, found, draw, options.out)
+
+
+def store(name: str, table: Frame, draw: Draw, out: Path | None) -> None:
     """Write a table and the figures that are drawn from it.
 
     Args:
         name: name of the script; the files' names begin with it.
         table: what was found.
-        draw: returns figures by what stands behind the name, "" for the first.
+        draw: returns its figures.
         out: folder of all files; None is `results/` and `docs/`.
     """
     for folder in {out or RESULTS, out or DOCS}:
@@ -148,3 +178,30 @@ def dot_chart(axes: Axes, labels: Sequence[str], **settings: Any) -> None:
     axes.set(ylim=(len(labels) - 0.5, -0.5), **settings)
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def seed_chart(
+    table: Frame, line: str, series: str, share: Callable[[Frame], Frame], *, apart: float = 0.14
+) -> tuple[Figure, Axes]:
+    """Draw ratios in percent, a line for each value of a column: geometric means as dots, and a stroke for each seed.
+
+    Args:
+        table: with the columns `ratio` and, of each seed, `ratio_SEED`.
+        line: the column of the lines.
+        series: the column of the dots of a line.
+        share: returns what is drawn of ratios, before it is a percentage.
+        apart: distance of two dots of a line, where two lines have a distance of 1.
+    """
+    lines, names = (list(dict.fromkeys(table[column])) for column in (line, series))
+    figure, [[axes]] = style.new_figure(1.3 + 1.7 * apart * len(lines))
+    for number, name in enumerate(names):
+        mine = table[table[series] == name]
+        y = np.array([lines.index(each) for each in mine[line]]) + apart * (number - (len(names) - 1) / 2)
+        look = style.look(number, every=1) | {"linestyle": "none", "markersize": 4}
+        axes.plot(100 * share(mine["ratio"]), y, label=name, **look)
+        for seed in mine.filter(like="ratio_"):
+            axes.plot(100 * share(mine[seed]), y, "|", color=look["color"], markersize=4)
+    axes.axvline(0, color=style.MUTED, linewidth=0.7, zorder=0)
+    dot_chart(axes, lines)
+    style.share_legend(figure, [axes], columns=4)
+    return figure, axes

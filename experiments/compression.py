@@ -16,21 +16,21 @@ Source: `twophase.diloco.compression`; the paper sends float32.
 
 from __future__ import annotations
 
+import argparse
 import math
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 import twophase
-from common import arguments, read, show, store
-from trainings import SCALES, Scale
+from common import Frame, script, seed_chart, show
+from trainings import SCALES
 from twophase.compare.compare import compare
 from twophase.config import update
 from twophase.diloco.compression import COMPRESSIONS
-from twophase.figures.style import headline, look, new_figure, share_legend
+from twophase.figures.style import headline
 
 LR = 0.7
 AXES = {"outer.method": ("heavy-ball", "nesterov"), "outer.momentum": (0.5, 0.9), "outer.restart": ("never", "3")}
@@ -39,11 +39,12 @@ ALL = "all settings"
 """Geometric mean over the settings, seed by seed."""
 
 
-def trained(scale: Scale, out: Path, workers: int) -> pd.DataFrame:
+def train(options: argparse.Namespace) -> Frame:
     """Train all runs; return a row for each compression and setting, compared with float32 seed by seed."""
-    axes = AXES | {"sync.compression": COMPRESSIONS, "seed": scale.seeds}
-    base = update(scale.base, {"outer.method": "nesterov", "outer.lr": LR})
-    frame = twophase.sweep("lm", axes, base, out / "compression", workers=workers).frame()
+    axes = AXES | {"sync.compression": COMPRESSIONS, "seed": options.scale.seeds}
+    base = update(options.scale.base, {"outer.method": "nesterov", "outer.lr": LR})
+    folder = options.out / options.train / "compression"
+    frame = twophase.sweep("lm", axes, base, folder, workers=options.workers).frame()
     logs = np.log(frame.set_index([*axes])["perplexity"].fillna(math.inf)).sort_index()
     exact, rows = logs.xs(COMPRESSIONS[0], level="sync.compression"), []
     settings, lossy = list(product(*AXES.values())), len(COMPRESSIONS) - 1
@@ -74,36 +75,13 @@ def row_of(setting: str, name: str, mine: pd.Series, exact: pd.Series, compariso
 
 def draw(table: pd.DataFrame) -> dict[str, Any]:
     """Draw a line a setting, on the spread of the seeds in float32: a stroke a seed and a dot a compression."""
-    settings, names = (list(dict.fromkeys(table[column])) for column in ("setting", "compression"))
-    figure, [[axes]] = new_figure(1.2 + 0.36 * len(settings))
-    for _, row in table.iterrows():
-        place, number = settings.index(row["setting"]), names.index(row["compression"])
-        height, style = place + 0.25 * (number - (len(names) - 1) / 2), look(number + 1, every=1)
-        spread = 100 * row["seed_sd"]
-        axes.fill_betweenx([place - 0.42, place + 0.42], -spread, spread, color="#eeeeee", linewidth=0)
-        lost = [100 * (1 / ratio - 1) for ratio in row.filter(like="ratio_")]
-        axes.plot(lost, [height] * len(lost), "|", color=style["color"], markersize=5)
-        dots = style | {"linestyle": "none", "markersize": 4, "label": None if place else row["compression"]}
-        axes.plot([100 * (1 / row["ratio"] - 1)], [height], **dots)
-    axes.axvline(0, color="0.5", linewidth=0.7)
-    axes.set_yticks(range(len(settings)), settings)
-    axes.invert_yaxis()
+    figure, axes = seed_chart(table, "setting", "compression", lambda ratio: 1 / ratio - 1, apart=0.22)
+    spread = 100 * table.drop_duplicates("setting")["seed_sd"]
+    axes.barh(range(len(spread)), 2 * spread, left=-spread, color="#eeeeee", zorder=-1)
     axes.set_xlabel("perplexity against float32 of the same seed, % (left of 0 is better); grey: another seed")
-    share_legend(figure, [axes], columns=len(names))
     headline(figure, "bfloat16 and int8 change less than the seed does", "strokes: seeds; dots: geometric means")
     return {"": figure}
 
 
-def main() -> None:
-    """Draw the stored results, or train them anew."""
-    options = arguments(__doc__, scales=SCALES)
-    if options.train is None:
-        table = read("compression")
-    else:
-        table = trained(SCALES[options.train], options.out / options.train, options.workers)
-    show(table, digits=3)
-    store("compression", table, draw, options.out)
-
-
 if __name__ == "__main__":
-    main()
+    script(__doc__, "compression", draw, train=train, scales=SCALES, report=lambda table: show(table, digits=3))

@@ -15,20 +15,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from common import (
-    AVERAGING,
-    BLOCKS,
-    HEAVY_BALL,
-    NESTEROV,
-    SIX,
-    Frame,
-    arguments,
-    log10_loss,
-    same_gain,
-    show,
-    signed,
-    store,
-)
+from common import AVERAGING, BLOCKS, HEAVY_BALL, NESTEROV, SIX, Frame, log10_loss, same_gain, script, signed
 from twophase import theory
 from twophase.figures.style import INK, headline, look, new_figure, share_legend
 
@@ -179,12 +166,5 @@ def tuning(found: Frame) -> Figure:
     return figure
 
 
-def main() -> None:
-    """Write the losses and the figures."""
-    options, found = arguments(__doc__), table()
-    show(found)
-    store("fig1_mechanism", found, draw, options.out)
-
-
 if __name__ == "__main__":
-    main()
+    script(__doc__, "fig1_mechanism", draw, table)

@@ -17,7 +17,7 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
-from common import KINDS, SIX, Frame, arguments, log10_loss, show, signed, store
+from common import KINDS, SIX, Frame, log10_loss, script, show, signed
 from twophase import theory
 from twophase.figures.style import DIVERGED, HATCH, INK, headline, new_figure
 from twophase.restart import Periodic, mean_outer_gain
@@ -110,12 +110,5 @@ def draw(_: Frame) -> dict[str, Figure]:
     return {"": figure}
 
 
-def main() -> None:
-    """Write the shares of cells and the heatmaps."""
-    options, found = arguments(__doc__), table()
-    show(found.iloc[:, :9])
-    store("fig2_toy", found, draw, options.out)
-
-
 if __name__ == "__main__":
-    main()
+    script(__doc__, "fig2_toy", draw, table, report=lambda found: show(found.iloc[:, :9]))

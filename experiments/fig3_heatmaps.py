@@ -8,10 +8,12 @@ Source: paper section 4, figure 3, and the last figure of the appendix; theory n
 
 from __future__ import annotations
 
+import argparse
+
 import pandas as pd
 from matplotlib.figure import Figure
 
-from common import Frame, arguments, read, show, store
+from common import Frame, script, show
 from trainings import FORMS, METHODS, PERIOD, SCALES, Scale, panel_of, ratio, references, trained
 from twophase.figures.heatmap import Panel, heatmaps, scale_of
 from twophase.recipes.controls import grid_of
@@ -80,20 +82,14 @@ def draw(rows: Frame) -> dict[str, Figure]:
 def panel(rows: Frame, form: str, method: str, part: str) -> Panel:
     """Return a heatmap over learning rate and momentum; a control stands where what it controls does."""
     here = rows[(rows["form"] == form) & (rows["method"] == method) & (rows["part"] == part)]
-    at = here["of_lr"].fillna(here["lr"])
-    values = dict(zip(zip(at, here["momentum"], strict=True), here["perplexity"], strict=True))
-    grid = rows[rows["part"] == "never"]
-    lrs, momenta = (sorted(grid[name].unique()) for name in ("lr", "momentum"))
-    return panel_of(values, COLUMNS[part], ("learning rate", f"{FORM_WORDS[form]}\nmomentum"), lrs, momenta)
+    labels, momenta = ("learning rate", f"{FORM_WORDS[form]}\nmomentum"), rows.loc[rows["part"] == "never", "momentum"]
+    return panel_of(here, COLUMNS[part], labels, here["of_lr"].fillna(here["lr"]), here["momentum"], every_y=momenta)
 
 
-def main() -> None:
-    """Draw the stored settings, or train."""
-    options = arguments(__doc__, scales=SCALES)
-    rows = trained(NAME, plan(SCALES[options.train]), options) if options.train else read(NAME)
-    show(table(rows))
-    store(NAME, rows, draw, options.out)
+def train(options: argparse.Namespace) -> Frame:
+    """Train the settings."""
+    return trained(NAME, plan(options.scale), options)
 
 
 if __name__ == "__main__":
-    main()
+    script(__doc__, NAME, draw, train=train, scales=SCALES, report=lambda rows: show(table(rows)))

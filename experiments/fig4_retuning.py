@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from common import Frame, arguments, read, show, store
+from common import Frame, script, show
 from trainings import FORMS, METHODS, PERIOD, SCALES, Scale, ratio, references, trained
 from twophase.figures.style import MUTED, headline, look, new_figure, share_legend
 from twophase.recipes.controls import gain_matched, momentum_free
@@ -71,9 +71,9 @@ def retuning(scale: Scale, rows: Frame) -> list[Cell]:
     return cells
 
 
-def trained_in_two_stages(options: argparse.Namespace) -> Frame:
+def train(options: argparse.Namespace) -> Frame:
     """Train the tuning, then the sweeps that follow from it, in a folder of their own: a sweep's cells are fixed."""
-    scale = SCALES[options.train]
+    scale = options.scale
     first = tuning(scale)
     return trained(NAME, [*first, *retuning(scale, trained(f"{NAME}-tuning", first, options))], options)
 
@@ -139,13 +139,5 @@ def draw(rows: Frame) -> dict[str, Figure]:
     return {"": figure}
 
 
-def main() -> None:
-    """Draw the stored settings, or train."""
-    options = arguments(__doc__, scales=SCALES)
-    rows = trained_in_two_stages(options) if options.train else read(NAME)
-    show(table(rows))
-    store(NAME, rows, draw, options.out)
-
-
 if __name__ == "__main__":
-    main()
+    script(__doc__, NAME, draw, train=train, scales=SCALES, report=lambda rows: show(table(rows)))

@@ -9,10 +9,12 @@ Source: paper appendix, the soft restart sweeps; theory notes R26, R27, E14.
 
 from __future__ import annotations
 
+import argparse
+
 import pandas as pd
 from matplotlib.figure import Figure
 
-from common import Frame, arguments, read, show, store
+from common import Frame, script, show
 from trainings import FORMS, SCALES, Scale, panel_of, ratio, references, trained
 from twophase.config import update
 from twophase.figures.heatmap import Panel, heatmaps, scale_of
@@ -67,42 +69,27 @@ def table(rows: Frame) -> Frame:
 def draw(rows: Frame) -> dict[str, Figure]:
     """Draw the short S: soft restarts, and their gain-matched controls; rows by form."""
     here = rows[rows["inner_steps"] == rows["inner_steps"].min()]
-    panels = []
-    for form in FORMS:
-        some = here[here["form"] == form]
-        of = some["of_restart"].notna()
-        label = f"{FORM_WORDS[form]}\nkept share"
-        panels.append(
-            [
-                panel(some[~of], some.loc[~of, "restart"], "restart every 5 rounds", label),
-                panel(some[of], some.loc[of, "of_restart"], "no restart, same mean gain", label),
-            ]
-        )
-    return {
-        "": heatmaps(
-            panels,
-            scale_of(here["perplexity"].dropna().tolist(), 0.0),
-            title="Soft restarts are mostly another step size",
-            reading="validation perplexity, lower is better and lighter; bottom left: the hard restart",
-        )
-    }
+    columns = {"restart": "restart every 5 rounds", "of_restart": "no restart, same mean gain"}
+    figure = heatmaps(
+        [[panel(here[here["form"] == form], form, *column) for column in columns.items()] for form in FORMS],
+        scale_of(here["perplexity"].dropna().tolist(), 0.0),
+        title="Soft restarts are mostly another step size",
+        reading="validation perplexity, lower is better and lighter; bottom left: the hard restart",
+    )
+    return {"": figure}
 
 
-def panel(rows: Frame, restart: Frame, title: str, label: str) -> Panel:
-    """Return a heatmap over kept share and added weight, at the coefficients of these restarts."""
-    at = coefficients(restart)
-    values = dict(zip(zip(at["added"], at["kept"], strict=True), rows["perplexity"], strict=True))
-    added, kept = (sorted(at[name].dropna().unique()) for name in ("added", "kept"))
-    return panel_of(values, title, ("weight of the pseudo-gradient that is added", label), added, kept)
+def panel(rows: Frame, form: str, restart: str, title: str) -> Panel:
+    """Return a heatmap over kept share and added weight, which are those of a column of restarts."""
+    at = coefficients(rows[restart]).dropna()
+    labels = "weight of the pseudo-gradient that is added", f"{FORM_WORDS[form]}\nkept share"
+    return panel_of(rows.loc[at.index], title, labels, at["added"], at["kept"], every_y=at["kept"])
 
 
-def main() -> None:
-    """Draw the stored settings, or train."""
-    options = arguments(__doc__, scales=SCALES)
-    rows = trained(NAME, plan(SCALES[options.train]), options) if options.train else read(NAME)
-    show(table(rows))
-    store(NAME, rows, draw, options.out)
+def train(options: argparse.Namespace) -> Frame:
+    """Train the settings."""
+    return trained(NAME, plan(options.scale), options)
 
 
 if __name__ == "__main__":
-    main()
+    script(__doc__, NAME, draw, train=train, scales=SCALES, report=lambda rows: show(table(rows)))

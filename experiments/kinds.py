@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import argparse
 from itertools import product
 from statistics import geometric_mean
 
@@ -14,7 +15,7 @@ import pandas as pd
 import torch
 from matplotlib.figure import Figure
 
-from common import DILOCO, Frame, arguments, dot_chart, read, show, store, write
+from common import DILOCO, Frame, dot_chart, read, script, show, write
 from small_tasks import SIZES, Cell, train
 from twophase.compare.compare import compare
 from twophase.figures import style
@@ -97,22 +98,18 @@ def draw(table: Frame) -> dict[str, Figure]:
     return {"": figure}
 
 
-def main() -> None:
-    """Draw the stored comparisons, or train."""
-    options = arguments(__doc__, scales=SCALES)
-    if options.train:
-        torch.set_num_threads(1)
-        options.out.mkdir(parents=True, exist_ok=True)
-        parts = [read(NAME, options.out)] if (options.out / f"{NAME}.csv").exists() else []
-        done = {place for part in parts for place in zip(part["task"], part["S"], strict=True)}
-        for task, inner_steps in product(SIZES, (8, 16)):
-            if (task, inner_steps) not in done:
-                parts.append(study(task, inner_steps, *SCALES[options.train]))
-                write(NAME, pd.concat(parts), options.out)
-    table = read(NAME, options.out) if options.train else read(NAME)
-    show(summary(table))
-    store(NAME, table, draw, options.out)
+def train_all(options: argparse.Namespace) -> Frame:
+    """Train each workload that --out does not have yet."""
+    torch.set_num_threads(1)
+    options.out.mkdir(parents=True, exist_ok=True)
+    parts = [read(NAME, options.out)] if (options.out / f"{NAME}.csv").exists() else []
+    done = {place for part in parts for place in zip(part["task"], part["S"], strict=True)}
+    for task, inner_steps in product(SIZES, (8, 16)):
+        if (task, inner_steps) not in done:
+            parts.append(study(task, inner_steps, *options.scale))
+            write(NAME, pd.concat(parts), options.out)
+    return read(NAME, options.out)
 
 
 if __name__ == "__main__":
-    main()
+    script(__doc__, NAME, draw, train=train_all, scales=SCALES, report=lambda table: show(summary(table)))

@@ -14,6 +14,7 @@ least as width^-1/2 (arXiv 1902.06720), as 1/width in an expansion (arXiv 1909.1
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,13 +29,12 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
-from common import AVERAGING, DILOCO, HEAVY_BALL, Frame, arguments, read, show, store
+from common import AVERAGING, DILOCO, HEAVY_BALL, Frame, script, show
 from twophase import theory
 from twophase.diloco.engine import DiLoCo
 from twophase.figures.style import MUTED, headline, look, new_figure
 from twophase.rule import OuterRule
 
-NAME = "linear_network"
 Data = tuple[Tensor, Tensor]
 RULES = {"heavy ball": HEAVY_BALL, "DiLoCo": DILOCO, "averaging": AVERAGING}
 RESTARTED = ("heavy ball", "DiLoCo")
@@ -287,21 +287,18 @@ def draw(rows: Frame) -> dict[str, Figure]:
     return {"": figure}
 
 
-def measured(settings: Settings) -> Frame:
+def train_all(options: argparse.Namespace) -> Frame:
     """Train everything."""
     torch.set_num_threads(1)  # sums have one order, and matrices this small gain nothing by more
-    data = load_data(settings.images)
-    return pd.concat([linear_models(settings, data), networks(settings, data)])
+    data = load_data(options.scale.images)
+    return pd.concat([linear_models(options.scale, data), networks(options.scale, data)])
 
 
-def main() -> None:
-    """Draw the stored runs, or train."""
-    options = arguments(__doc__, scales=SCALES)
-    rows = measured(SCALES[options.train]) if options.train else read(NAME)
+def report(rows: Frame) -> None:
+    """Print the largest departures, and what restarts gain."""
     show(rows.groupby("part")[["departure", "departure_of_mean"]].max().dropna(how="all").reset_index(), 16)
     show(gains(rows))
-    store(NAME, rows, draw, options.out)
 
 
 if __name__ == "__main__":
-    main()
+    script(__doc__, "linear_network", draw, train=train_all, scales=SCALES, report=report)

@@ -16,7 +16,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from scipy.special import logsumexp
 
-from common import Frame, arguments, dot_chart, show, store
+from common import Frame, dot_chart, script
 from twophase import theory
 from twophase.figures.style import HATCH, headline, look, new_figure
 
@@ -135,12 +135,5 @@ def draw(found: Frame) -> dict[str, Figure]:
     return {"": figure}
 
 
-def main() -> None:
-    """Write the regrets and the figure."""
-    options, found = arguments(__doc__), table()
-    show(found)
-    store("period_criteria", found, draw, options.out)
-
-
 if __name__ == "__main__":
-    main()
+    script(__doc__, "period_criteria", draw, table)

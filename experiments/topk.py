@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from common import arguments, show, store
+from common import script, show
 from twophase.compare.compare import compare
 from twophase.tasks.digits import Digits
 
@@ -105,6 +105,4 @@ def table() -> pd.DataFrame:
 
 
 if __name__ == "__main__":
-    options, found = arguments(__doc__), table()
-    show(found, digits=3)
-    store("topk", found, lambda _: {}, options.out)
+    script(__doc__, "topk", lambda _: {}, table, report=lambda found: show(found, digits=3))

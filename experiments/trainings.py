@@ -8,7 +8,7 @@ momentum-free outer SGD, plain averaging, and runs without restarts at the mean 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -73,11 +73,10 @@ PAPER = Scale(
     seeds=(0,),
 )
 # The demo's model and text. 96, 48, 24, 12 and 6 rounds, where the paper's communication periods make 196 to 7.
-LAPTOP = Scale(
+LAPTOP = replace(
+    PAPER,
     base=TrainConfig(inner=InnerConfig(lr=4e-3, schedule="cosine"), steps=480, inner_steps=5),
     lrs=(0.3, 0.7, 1.1),
-    momenta=PAPER.momenta,
-    periods=PAPER.periods,
     inner_steps=(5, 10, 20, 40, 80),
     short=5,
     long=20,
@@ -112,7 +111,7 @@ def trained(name: str, cells: Sequence[Cell], options: argparse.Namespace) -> Fr
 
     The figures share their runs. `twophase report` of the sweep's folder compares its methods seed by seed.
     """
-    base, folder = SCALES[options.train].base, options.out / f"{name}-{options.train}"
+    base, folder = options.scale.base, options.out / f"{name}-{options.train}"
     shared = (options.out / RUNS).absolute()
     for path in (shared, folder):
         path.mkdir(parents=True, exist_ok=True)
@@ -155,21 +154,20 @@ def ratio(rows: Frame, others: Frame, on: Sequence[str]) -> float:
     return float(np.exp(np.log(pairs["perplexity_other"] / pairs["perplexity"]).mean()))
 
 
-def panel_of(
-    values: Mapping[tuple[float, float], float],
-    title: str,
-    labels: tuple[str, str],
-    x: Sequence[float],
-    y: Sequence[float],
-) -> Panel:
-    """Return a heatmap of perplexities by (x, y); NaN is one that diverged, and none is a place without a run."""
+def panel_of(rows: Frame, title: str, labels: tuple[str, str], x: Frame, y: Frame, *, every_y: Frame) -> Panel:
+    """Return a heatmap of the perplexities of some rows, at their values on both axes; NaN is one that diverged.
+
+    The y axis also has the values for which there is no row.
+    """
+    values = dict(zip(zip(x, y, strict=True), rows["perplexity"], strict=True))
 
     def tile(place: tuple[float, float]) -> Tile | None:
         if place not in values:
             return None
         return Tile("diverged", None) if np.isnan(values[place]) else Tile("finished", float(values[place]))
 
-    return Panel(title, *labels, x, y, [[tile((across, up)) for across in x] for up in y])
+    across, up = sorted(x.unique()), sorted(every_y.unique())
+    return Panel(title, *labels, across, up, [[tile((i, j)) for i in across] for j in up])
 
 
 def references(rows: Frame, inner_steps: int) -> dict[str, float]:

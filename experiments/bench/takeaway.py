@@ -9,18 +9,17 @@ Tuned methods are those of registration 1 (`reference.csv`, held-out seeds). Nes
 from __future__ import annotations
 
 import csv
-import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.figure import Figure
 
 from run import results_by_seed
 from tables import MAIN, NESTEROV
 from twophase.figures.style import MUTED, headline, look, new_figure
 
-from common import Frame, arguments, dot_chart, show, store  # isort: skip - `run` names its folder
+from common import Frame, dot_chart, script, show  # isort: skip - `run` names its folder
 
 HERE = Path(__file__).parent
 DILOCO = "nesterov:lr=0.7:momentum=0.9"
@@ -36,7 +35,7 @@ LEVEL = 0.05
 """A median this near to 1 is drawn in grey."""
 
 
-def table() -> Any:
+def table() -> Frame:
     """Return the ratio of each method's result to averaging's, by workload: geometric means over shared seeds."""
     with (HERE / "reference.csv").open(encoding="utf-8", newline="") as file:
         tuned = results_by_seed(csv.DictReader(file))
@@ -56,7 +55,7 @@ def table() -> Any:
     return pd.DataFrame(rows)
 
 
-def draw(rows: Any) -> Any:
+def draw(rows: Frame) -> dict[str, Figure]:
     """Draw a line a method and a point a workload; those beyond the axis are written at its end."""
     figure, [[axes]] = new_figure(2.5)
     dot_chart(
@@ -78,15 +77,18 @@ def draw(rows: Any) -> Any:
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
     headline(figure, "Plain averaging is hard to beat", "a point for each workload; left of 1 is better than averaging")
-    return figure
+    return {"": figure}
 
 
 def main() -> None:
     """Write rows and figure, and print the table."""
-    options, rows = arguments(__doc__), table()
-    store("takeaway", rows, lambda found: {"": draw(found)}, options.out)
-    show(rows.pivot(index="method", columns="workload", values="ratio").reindex([*LINES])[[*MAIN]].reset_index(), 3)
+
+    def report(rows: Frame) -> None:
+        by_workload = rows.pivot(index="method", columns="workload", values="ratio")
+        show(by_workload.reindex([*LINES])[[*MAIN]].reset_index(), 3)
+
+    script(__doc__, "takeaway", draw, table, report=report)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -17,6 +17,7 @@ stored results also have K_b from the rounds of the run, by an estimate of sigma
 
 from __future__ import annotations
 
+import argparse
 import random
 import sys
 from collections.abc import Sequence
@@ -34,16 +35,18 @@ import twophase
 from spectrum import LLAMA, Block, measure, restore
 from twophase.compare.compare import compare
 from twophase.config import update
-from twophase.figures.style import headline, look, new_figure, share_legend
+from twophase.figures.style import headline
 from twophase.rule import OuterRule
 from twophase.tasks.lm.config import TrainConfig
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
-from common import arguments, read, show, store
+from common import Frame, script, seed_chart, show
 from trainings import PAPER, QUICK, SCALES, Scale
 
 RULE = OuterRule(0.7, 0.9, nesterov=True)
+SHOWN = ["workload", "method", "periods", "perplexity", "word", "ratio", "low", "high"]
+"""Columns that are printed."""
 Periods = tuple[str, ...]
 """A restart policy for each block, as text."""
 ONE, AVERAGING, MEAN, ALL, ORACLE = "one K", "averaging", "K_b, mean sigma", "K_b, all modes", "K_b, oracle"
@@ -144,8 +147,9 @@ def rows_of(
     return rows
 
 
-def trained(scale: Scale, out: Path, workers: int) -> pd.DataFrame:
+def train(options: argparse.Namespace) -> Frame:
     """Train all workloads of a scale."""
+    scale, out = options.scale, options.out / options.train / "blockwise"
     size, seeds, rows = scale.base.model.hidden_size, [1, 2, 3], []
     widths, lengths = [size // 2, size], [scale.short, scale.long]
     policies, draws, batches = ["never", "5", "2", "1"], 2, 4
@@ -155,48 +159,20 @@ def trained(scale: Scale, out: Path, workers: int) -> pd.DataFrame:
         widths, policies, batches = [size], ["never", *map(str, scale.periods)], 1
     for width in widths:
         for inner_steps in lengths:
-            work = Workload(scale, width, inner_steps, out / "blockwise", workers)
+            work = Workload(scale, width, inner_steps, out, options.workers)
             rows += rows_of(work, policies, seeds, draws, batches)
     return pd.DataFrame(rows)
 
 
 def draw(table: pd.DataFrame) -> dict[str, Any]:
     """Draw a line a method and a dot a workload: what the chosen K for all reaches over what the method reaches."""
-    alike = table["method"].str.fullmatch(rf"{ONE}: \d+")
-    shown = table.loc[~table["is_chosen"] & ~alike]
-    methods, workloads = list(dict.fromkeys(shown["method"])), list(dict.fromkeys(table["workload"]))
-    figure, [[axes]] = new_figure(1.3 + 0.24 * len(methods))
-    for number, workload in enumerate(workloads):
-        mine = shown.query("workload == @workload").set_index("method")
-        places = np.array([methods.index(method) for method in mine.index]) + 0.14 * (number - (len(workloads) - 1) / 2)
-        style = look(number, every=1) | {"linestyle": "none", "markersize": 4}
-        lead = 100 * (mine["ratio"] - 1)
-        axes.plot(lead, places, label=workload, **style)
-        for seed in (column for column in table.columns if column.startswith("ratio_")):
-            axes.plot(100 * (mine[seed] - 1), places, "|", color=style["color"], markersize=4)
-    axes.axvline(0, color="0.5", linewidth=0.7, zorder=0)
-    axes.set_yticks(range(len(methods)), methods)
-    axes.invert_yaxis()
+    shown = table[~table["is_chosen"] & ~table["method"].str.fullmatch(rf"{ONE}: \d+")]
+    figure, axes = seed_chart(shown, "method", "workload", lambda ratio: ratio - 1)
     axes.set(xlim=(-45, 20), xlabel="lead over the best K for all, % of its perplexity (right of 0 is better)")
-    share_legend(figure, [axes], columns=4)
-    headline(
-        figure,
-        "Periods by block do not beat one period for all",
-        "dots: geometric means; strokes: three held-out seeds",
-    )
+    title = "Periods by block do not beat one period for all"
+    headline(figure, title, "dots: geometric means; strokes: three held-out seeds")
     return {"": figure}
 
 
-def main() -> None:
-    """Draw the stored results, or train them anew."""
-    options = arguments(__doc__, scales=SCALES)
-    if options.train is None:
-        table = read("blockwise")
-    else:
-        table = trained(SCALES[options.train], options.out / options.train, options.workers)
-    show(table[["workload", "method", "periods", "perplexity", "word", "ratio", "low", "high"]], digits=3)
-    store("blockwise", table, draw, options.out)
-
-
 if __name__ == "__main__":
-    main()
+    script(__doc__, "blockwise", draw, train=train, scales=SCALES, report=lambda table: show(table[SHOWN], digits=3))
