@@ -94,7 +94,7 @@ def test_what_is_refused() -> None:
     """Another run's folder, one in use, changed data of a finished run, damaged weights, a class for a task."""
     config = {**SHORT, "data.corpus": f"file:{textmaker.write(Path('text.txt').absolute(), documents=20)}"}
     twophase.train("lm", config, out="run", quiet=True)
-    with pytest.raises(UsageError, match=r"--seed: must be 0"):
+    with pytest.raises(UsageError, match=r"^seed: must be 0"):
         twophase.train("lm", config | {"seed": 1}, out="run", quiet=True)
     with RunFolder.claim(Path("free"), run_config("digits", SHORT)), pytest.raises(UsageError, match="in use"):
         twophase.train("digits", SHORT, out="free", quiet=True)

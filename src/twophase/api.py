@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from twophase.config import fingerprint, flatten, require, to_tree, update
-from twophase.errors import RunError, UsageError
+from twophase.errors import RunError, UsageError, python_words
 from twophase.files import sha256
 from twophase.progress import line_text, meter
 from twophase.runs.config import RunConfig, outer_line
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 Values = RunConfig | Mapping[str, Any] | None
 
 
+@python_words()
 def train(
     task: Any = LM,
     config: Values = None,
@@ -63,6 +64,7 @@ def train(
     return load(folder)  # type: ignore[return-value]
 
 
+@python_words()
 def sweep(
     task: Any,
     axes: Mapping[str, Sequence[Any]],
@@ -200,6 +202,7 @@ def default_folder(config: RunConfig) -> Path:
     return Path("runs") / f"{label}-{fingerprint(config)}"
 
 
+@python_words()
 def tune(
     task: Any,
     methods: Sequence[str] | None = None,

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from twophase.diagnose.observe import RECORD, observe
+from twophase.errors import in_python
 from twophase.restart import mean_outer_gain, parse
 from twophase.runs.folder import RECORDED
 from twophase.runs.record import Block, Column, RunRecord
@@ -188,6 +189,9 @@ class Diagnosis:
     command: str | None = None
     blocks: tuple[BlockState, ...] = ()
 
+    def __str__(self) -> str:
+        return describe(self)
+
 
 def diagnose(record: RunRecord) -> Diagnosis:
     """Return the diagnosis of a run that has been read, in any state.
@@ -221,7 +225,8 @@ def diagnose(record: RunRecord) -> Diagnosis:
     else:
         each = zip(record.blocks, cases, found, strict=True)
         blocks = tuple(BlockState(block.name, case.state, words) for block, case, (_, words) in each)
-    return Diagnosis(worst.state, numbers, worst.change, _command(record, worst), blocks)
+    change = in_python(worst.change) if record.config.get(RECORDED) else worst.change
+    return Diagnosis(worst.state, numbers, change, _command(record, worst), blocks)
 
 
 def describe(diagnosis: Diagnosis) -> str:

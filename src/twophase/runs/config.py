@@ -323,6 +323,6 @@ def outer_line(config: RunConfig) -> str:
     line = f"outer optimizer: {config.describe()}"
     if rule is not None and outer.is_rule and not config.sync.restart and not outer.policy.needs:
         line += f", mean outer gain {mean_outer_gain(rule, outer.policy, min(config.rounds, 10_000)):.3g}"
-    ignored = [f"--outer.{name} {getattr(outer, name)}" for name in outer.ignored()]
-    ignored += [f"--inner.{name} {getattr(inner, name)}" for name in inner.ignored()]
+    ignored = [f"outer.{name} {getattr(outer, name)}" for name in outer.ignored()]
+    ignored += [f"inner.{name} {getattr(inner, name)}" for name in inner.ignored()]
     return line + (f"; {', '.join(ignored)} changes nothing" if ignored else "")

@@ -144,7 +144,7 @@ def read_record(path: Path) -> RunRecord:
         UsageError: the path is no folder, nothing in it is a run's, or a file of it is not as runs write it.
     """
     if not is_run(path):
-        raise UsageError(f"{path}: must be the folder of a run, the --out of `twophase train`")
+        raise UsageError(f"{path}: must be the folder of a run")
     config = flatten(load_yaml(path / CONFIG)) if (path / CONFIG).exists() else {}
     if not all(isinstance(config.get(name, []), list) for name in ("sync.fragments", "sync.restart")):
         raise UsageError(f"{path / CONFIG}: sync.fragments and sync.restart must be lists")
