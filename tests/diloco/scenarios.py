@@ -229,8 +229,7 @@ def facts(report: RoundReport | None) -> str:
     """What all ranks, and a run and its repetition, must report alike, as text (a gain may be NaN)."""
     if report is None:
         return "none"
-    numbers = report.as_dict() | {"signals": dict(report.signals)}
-    return str({name: value for name, value in numbers.items() if name not in ("seconds", "bytes_sent")})
+    return str({name: value for name, value in report.as_dict().items() if name not in ("seconds", "bytes_sent")})
 
 
 def refusal(attempt: Callable[[], Any]) -> str:

@@ -72,6 +72,19 @@ def test_a_drawn_run_shows_its_columns(tmp_path: Path) -> None:
     assert (begun.summary, list(begun.metrics), len(losses.lines), losses.get_legend()) == (None, [], 2, None)
 
 
+def test_figures_for_a_paper(tmp_path: Path) -> None:
+    """Title, words and limits are the caller's."""
+    figure = run_of(tmp_path / "run").plot(title="Mine", labels={"loss": "L", "gain": "g"}, limits={"loss": (1, 3)})
+    losses, gains, _ = figure.axes
+    assert (figure.get_suptitle(), losses.get_ylabel(), losses.get_ylim()) == ("Mine", "L", (1, 3))
+    assert {text.get_text() for text in gains.get_legend().get_texts()} == {"g", "cosine"}
+    make_sweep(tmp_path / "sweep")
+    maps = [sweep_of(tmp_path / "sweep").plot(labels={"outer.lr": "rate"}, limits=ends) for ends in (None, (1, 2))]
+    assert maps[0].axes[0].get_xlabel() == "rate"
+    colours, others = ([patch.get_facecolor() for patch in drawn.axes[0].patches] for drawn in maps)
+    assert colours != others
+
+
 def test_a_sweep(tmp_path: Path) -> None:
     """The frame is cells.csv; best and comparisons are those of the comparison; the runs are those that have begun."""
     made, sweep = make_sweep(tmp_path), sweep_of(tmp_path)
@@ -79,7 +92,12 @@ def test_a_sweep(tmp_path: Path) -> None:
     compared = compare_sweep(read_rows(tmp_path / "cells.csv"))
     assert sweep.comparison().against == compared.against
     assert sweep.best() == compared.best is not None
-    assert sweep.compare("heavy ball", "momentum-free") == compared.against[0]
+    against = sweep.compare("heavy ball", "momentum-free")
+    assert against == compared.against[0]
+    assert [line.split()[0] for line in str(against).splitlines()] == ["method", "heavy"]
+    assert against.frame()[["by", "word", "low"]].iloc[0].tolist() == ["tuned", against.tuned.word, against.tuned.low]
+    assert str(against).splitlines()[1] in str(sweep.comparison())
+    assert "perplexity" in str(sweep.best())
     for pair in (("no arm", "momentum-free"), ("heavy ball", "heavy ball"), ("momentum-free", "heavy ball")):
         with pytest.raises(ValueError, match="heavy ball"):  # not there, the same twice, a control on the left
             sweep.compare(*pair)

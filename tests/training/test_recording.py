@@ -21,7 +21,7 @@ import twophase
 from forked import in_processes
 from twophase import DiLoCo, OuterRule, OuterSGD, Restarting, record
 from twophase.config import load_yaml
-from twophase.errors import UsageError
+from twophase.errors import RunError, UsageError
 from twophase.runs.folder import METRICS
 from twophase.runs.record import read_record, read_rounds, read_steps, read_summary
 from twophase.tasks.lm.config import TrainConfig
@@ -148,6 +148,23 @@ def test_rounds_that_are_not_logged_are_counted(tmp_path: Path) -> None:
             run.log_round(report)
     with pytest.warns(UserWarning, match="1 rounds"):
         run.close()
+
+
+def test_what_would_be_lost_is_said(tmp_path: Path) -> None:
+    """A last round that is not taken, or after the end; a name that a step has; a step to come; a name of its own."""
+    loop = Loop()
+    run = record(tmp_path, loop.engine)
+    loop.train(range(INNER_STEPS + 1), run)
+    run.log(step=INNER_STEPS, accuracy=0.1)
+    for values in ({"step": INNER_STEPS, "loss": 3}, {"step": 99, "accuracy": 0.2}, {"round": 7}):
+        with pytest.raises(ValueError, match="record: "):
+            run.log(**values)
+    with pytest.warns(UserWarning, match="last round"):
+        run.finish()
+    (line,) = read_steps(tmp_path / METRICS)
+    assert (line["round"], line["accuracy"]) == (1, 0.1)
+    with pytest.raises(RunError, match="finish"):
+        run.log_round(loop.engine.finish())
 
 
 @pytest.mark.parametrize("broken", ["loss", "weights"])

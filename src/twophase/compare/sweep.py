@@ -20,7 +20,7 @@ import math
 import statistics
 import textwrap
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
@@ -42,6 +42,7 @@ from twophase.sweeps.table import (
 Pair: TypeAlias = tuple[Setting, Setting]
 """A setting of a method, and its match among a control's."""
 
+_HEAD = ("method", "control", "by", "cells", "ratio", "interval", "seeds", "diverged", "word")
 WITHIN = 0.25
 """Relative distance from the best of all within which a setting works, in the table."""
 
@@ -114,6 +115,13 @@ class Against:
     cells: int
     left_out: int = 0
 
+    def __str__(self) -> str:
+        return format_table(_HEAD, _lines([self]))
+
+    def frame(self) -> Any:
+        """Return it as a pandas table: a row each for tuned and matched."""
+        return _frame([self])
+
 
 @dataclass(frozen=True)
 class SweepComparison:
@@ -130,6 +138,13 @@ class SweepComparison:
     methods: tuple[Method, ...]
     against: tuple[Against, ...]
     notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return describe(self)
+
+    def frame(self) -> Any:
+        """Return every method against every control as a pandas table: a row each for tuned and matched."""
+        return _frame(self.against)
 
     @property
     def comparisons(self) -> int:
@@ -217,8 +232,7 @@ def tables(comparison: SweepComparison) -> list[Table]:
             f"at {1 - ALPHA:.0%} for all {comparison.comparisons} together. Tuned: each at its best setting, chosen on "
             "these seeds; matched: geometric mean over equal or linked cells."
         )
-        head = ("method", "control", "by", "cells", "ratio", "interval", "seeds", "diverged", "word")
-        found.append(Table("Against the controls", words, head, [*_lines(comparison.against)]))
+        found.append(Table("Against the controls", words, _HEAD, [*_lines(comparison.against)]))
     return found
 
 
@@ -231,13 +245,24 @@ def describe(comparison: SweepComparison) -> str:
     return "\n\n".join([*parts, *(["\n".join(comparison.notes)] if comparison.notes else [])])
 
 
-def _lines(against: Iterable[Against]) -> Iterator[list[Any]]:
+def _found(against: Iterable[Against]) -> Iterator[tuple[list[Any], Comparison]]:
     for each in against:
+        names = [method_name(each.method), method_name(each.control)]
         matched = f"{each.cells} of {each.cells + each.left_out}" if each.left_out else each.cells
-        for by, cells, found in (("tuned", None, each.tuned), ("matched", matched, each.matched)):
-            if found is not None:
-                names = method_name(each.method), method_name(each.control)
-                yield [*names, by, cells, *found.texts(), found.seeds, found.diverged, found.word]
+        yield [*names, "tuned", None], each.tuned
+        if each.matched is not None:
+            yield [*names, "matched", matched], each.matched
+
+
+def _lines(against: Iterable[Against]) -> Iterator[list[Any]]:
+    for about, found in _found(against):
+        yield [*about, *found.texts(), found.seeds, found.diverged, found.word]
+
+
+def _frame(against: Iterable[Against]) -> Any:
+    import pandas as pd  # noqa: PLC0415 - an extra
+
+    return pd.DataFrame([dict(zip(_HEAD, about)) | asdict(found) for about, found in _found(against)])  # noqa: B905
 
 
 def _best(group: Iterable[Setting]) -> Setting | None:

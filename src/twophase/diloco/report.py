@@ -81,10 +81,8 @@ class RoundReport:
         return along / square if square != 0 else float("nan")
 
     def as_dict(self) -> dict[str, Any]:
-        """Return a line of `rounds.jsonl`: all fields but `signals`, and `buffer_norm`, `cosine` and `gain`."""
-        fields = asdict(self)
-        del fields["signals"]
-        return fields | {"buffer_norm": self.buffer_norm, "cosine": self.cosine, "gain": self.gain}
+        """Return a line of `rounds.jsonl`: all fields, and `buffer_norm`, `cosine` and `gain`."""
+        return asdict(self) | {"buffer_norm": self.buffer_norm, "cosine": self.cosine, "gain": self.gain}
 
     def __str__(self) -> str:
         restarts = [f"{f.name}: " * (len(self.fragments) > 1) + "restarted" for f in self.fragments if f.restarted]

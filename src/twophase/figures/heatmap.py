@@ -130,17 +130,18 @@ def _ordered(values: Sequence[Any]) -> list[Any]:
     return [*sorted(numbers), *(value for value in distinct if value not in numbers)]
 
 
-def sweep_figure(rows: Sequence[Row]) -> Figure:
-    """Draw the heatmaps of a sweep, within `styled`; of very many the first 24."""
+def sweep_figure(rows: Sequence[Row], *, title: str | None = None, limits: tuple[float, float] | None = None) -> Figure:
+    """Draw the heatmaps of a sweep, within `styled`; of very many the first 24. `limits` are the colours' ends."""
     cells = settings(rows)
     panels = panels_of(cells)
     shown = panels[:MOST_PANELS]
     width = min(3, len(shown)) or 1
+    scale = scale_of([cell.result for cell in cells if cell.result is not None])
     return heatmaps(
         [shown[start : start + width] for start in range(0, len(shown), width)],
-        scale_of([cell.result for cell in cells if cell.result is not None]),
-        title=f"Validation {measure_of(rows).removeprefix('validation ')} of each setting",
-        reading="lower is better and lighter; outlined: within 25 % of the best of all",
+        Scale(*limits, scale.bound) if limits else scale,
+        title=f"Validation {measure_of(rows).removeprefix('validation ')} of each setting" if title is None else title,
+        reading="lower is better and lighter; outlined: within 25 % of the best of all" if title is None else "",
         note=f"the first {len(shown)} of {len(panels)} heatmaps" if len(shown) < len(panels) else "",
     )
 

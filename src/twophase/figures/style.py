@@ -6,7 +6,7 @@ that drawing needs no display and leaves no global state behind.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -110,6 +110,15 @@ def headline(figure: Figure, title: str, reading: str = "") -> None:
     top = figure.suptitle(title + "\n " * (reading.count("\n") + bool(reading)), fontsize=9.5, fontweight="bold")
     place: dict[str, Any] = {"xycoords": top, "ha": "center", "va": "bottom"}
     figure.add_artist(Annotation(reading, (0.5, 0), fontsize=7.5, color=MUTED, **place))
+
+
+def relabelled(figure: Figure, labels: Mapping[str, str]) -> Figure:
+    """Write other words for some titles, labels and names of curves into a figure, and return it."""
+    from matplotlib.text import Text  # noqa: PLC0415 - as above
+
+    for text in figure.findobj(Text):
+        text.set_text(labels.get(text.get_text(), text.get_text()))
+    return figure
 
 
 def share_legend(figure: Figure, panels: Sequence[Axes], spare: Sequence[Axes] = (), columns: int = 3) -> None:

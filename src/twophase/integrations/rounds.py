@@ -87,6 +87,7 @@ class Rounds:
         self._note(self.engine.finish())
         if self.run is not None:
             self.run.finish()
+            self.run = None  # what the trainer logs afterwards is no part of it
 
     def _note(self, report: RoundReport | None) -> None:
         self.reports += [report] if report is not None else []

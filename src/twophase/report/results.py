@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -11,8 +12,9 @@ import numpy as np
 
 from twophase.compare.sweep import Against, SweepComparison, compare_sweep
 from twophase.diagnose import Diagnosis, diagnose
+from twophase.errors import python_words
 from twophase.figures.heatmap import sweep_figure
-from twophase.figures.style import headline, look, new_figure, styled
+from twophase.figures.style import headline, look, new_figure, relabelled, styled
 from twophase.report.run import result_words
 from twophase.report.sweep import read_sweep
 from twophase.runs.record import Column, RunRecord, is_run, read_record
@@ -30,6 +32,7 @@ _PANELS = (
 )
 
 
+@python_words()
 def load(path: str | Path) -> Run | Sweep:
     """Return what the folder of a run or sweep holds, finished or not.
 
@@ -118,8 +121,20 @@ class Run:
         values = [[mine.get(name), others.get(name)] for name in names]
         return pd.DataFrame(values, names, [str(self.path), str(other.path)])
 
-    def plot(self) -> Figure:
-        """Draw losses, gain and cosine, and norms over the inner steps; restarts are dotted lines."""
+    def plot(
+        self,
+        *,
+        title: str | None = None,
+        labels: Mapping[str, str] | None = None,
+        limits: Mapping[str, tuple[float, float]] | None = None,
+    ) -> Figure:
+        """Draw losses, gain and cosine, and norms over the inner steps; restarts are dotted lines.
+
+        Args:
+            title: in the place of the run's result; an empty one is none.
+            labels: other words for labels and names of curves, by those that the figure has.
+            limits: lowest and highest value of some axes, by their label.
+        """
         rounds = self.rounds
         with styled():
             drawn, grid = new_figure(5.5, 3, sharex=True)
@@ -127,8 +142,8 @@ class Run:
                 columns = rounds if source == "rounds" else self.metrics
                 for number, name in enumerate(name for name in names if {name, "step"} <= columns.keys()):
                     valid = np.isfinite(columns[name])
-                    x, y, title = columns["step"][valid], columns[name][valid], name.replace("_", " ")
-                    axes.plot(x, y, label=title, **look(number), markevery=0.2)
+                    x, y, word = columns["step"][valid], columns[name][valid], name.replace("_", " ")
+                    axes.plot(x, y, label=word, **look(number), markevery=0.2)
                 for step in rounds["step"][rounds["restarted"] == 1]:
                     axes.axvline(step, color="#bbbbbb", linewidth=0.5, linestyle=":")
                 axes.set_ylabel(label)
@@ -136,9 +151,12 @@ class Run:
                     axes.legend()
             grid[-1, 0].set_xlabel("inner steps of each replica")
             outer = self.record.outer_words or "outer optimizer unknown"
-            title = f"{self.path.name}: {result_words(self.record)}"
-            headline(drawn, title, f"{outer}, restart {self.record.restart}")
-            return drawn
+            words = f"{self.path.name}: {result_words(self.record)}", f"{outer}, restart {self.record.restart}"
+            headline(drawn, *(words if title is None else (title,)))
+            for axes in grid[:, 0]:
+                for label, set_limits in ((axes.get_xlabel(), axes.set_xlim), (axes.get_ylabel(), axes.set_ylim)):
+                    set_limits((limits or {}).get(label))
+            return relabelled(drawn, labels or {})
 
 
 @dataclass(frozen=True)
@@ -201,14 +219,19 @@ class Sweep:
             for each in compare_sweep(self.rows, [names[control]]).against:
                 if (each.method, each.control) == (names[method], names[control]):
                     return each
-        raise ValueError(
-            f"Sweep.compare: must be a method and a control, among {', '.join(names)}, got {method}, {control}"
-        )
+        known = ", ".join(map(repr, names))
+        raise ValueError(f"Sweep.compare: must be a method and a control, among {known}, got {method!r}, {control!r}")
 
-    def plot(self) -> Figure:
-        """Draw the heatmaps that `figures/sweep.png` holds."""
+    def plot(
+        self,
+        *,
+        title: str | None = None,
+        labels: Mapping[str, str] | None = None,
+        limits: tuple[float, float] | None = None,
+    ) -> Figure:
+        """Draw the heatmaps that `figures/sweep.png` holds; `limits` are the colours' ends, others as of a run."""
         with styled():
-            return sweep_figure(self.rows)
+            return relabelled(sweep_figure(self.rows, title=title, limits=limits), labels or {})
 
 
 def _card(name: str, facts: dict[str, str]) -> str:

@@ -81,6 +81,10 @@ class Setting:
     values: Mapping[str, Any]
     rows: tuple[Row, ...]
 
+    def __str__(self) -> str:
+        result = f"{measure_of(self.rows)} {readable(self.result) or self.state}"
+        return f"{method_name(self.arm)} at {place_words(self.values, self.values)}: {result}"
+
     @property
     def runs(self) -> tuple[str, ...]:
         """Run ids."""

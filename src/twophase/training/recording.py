@@ -19,7 +19,7 @@ from twophase.config import Tree, fingerprint
 from twophase.diloco.engine import DiLoCo
 from twophase.diloco.group import default_group
 from twophase.diloco.report import RoundReport
-from twophase.errors import UsageError
+from twophase.errors import RunError, UsageError, python_words
 from twophase.optim.outer_sgd import GroupRound, OuterSGD, rule_of
 from twophase.runs.config import options_of
 from twophase.runs.folder import METRICS, RECORDED, ROUNDS, RunFolder
@@ -32,6 +32,7 @@ _PLAN = ("steps", "inner_steps", "replicas", "seed")
 """Values of the user's configuration with the same meaning as in `twophase train`; others are below `user`."""
 
 
+@python_words()
 def record(folder: str | Path, engine: Engine, config: Any = None, track: str | Sequence[str] = ()) -> Recorder:
     """Open a standard run folder, for every page and command, which a loop then writes.
 
@@ -77,7 +78,7 @@ class Recorder(AbstractContextManager["Recorder"]):
 
     def __init__(self, folder: RunFolder | None, engine: Engine, inner_steps: int) -> None:
         self._folder, self._engine, self._inner_steps = folder, engine, inner_steps
-        self._begun, self._position = time.perf_counter(), (math.inf, math.inf)
+        self._begun, self._position, self._closed = time.perf_counter(), (math.inf, math.inf), False
         self._logged: object = engine.last_round if isinstance(engine, OuterSGD) else None
         self._rounds = self._taken  # those that the log has, or that were taken before it
 
@@ -124,15 +125,25 @@ class Recorder(AbstractContextManager["Recorder"]):
         """Add numbers, or tensors of one element, to the metrics of an inner step, by default the present one.
 
         Pages know `loss` (training, mean a token or example), `validation_loss`, `perplexity`, `inner_lr` and `tokens`
-        (so far); others become columns.
+        (so far); others become columns. An earlier step takes names that it does not have yet.
         """
-        line: dict[str, float] = {"step": self.step if step is None else step, "round": self.round}
+        line: dict[str, float] = {"step": self.step, "round": self.round}
+        if "round" in values:
+            raise ValueError("record: round must be another name, the record counts the rounds itself")
+        if step not in (None, self.step):
+            line = {"step": step}
+            lines = read_steps(self._folder.path / METRICS) if self._folder else []
+            known = {name for each in lines if each["step"] == step for name in each}
+            if step > self.step or known & {"train_loss" if name == "loss" else name for name in values}:
+                raise ValueError(f"record: step {step} must be a past one without {', '.join(values)}, now {self.step}")
         for name, value in values.items() if self._folder is not None else ():  # another rank waits for no GPU
             number = float(value.item() if isinstance(value, Tensor) else value)
             line.setdefault("train_loss" if name == "loss" else name, number)
         self._write(METRICS, line)
 
     def _write(self, log: str, line: Mapping[str, Any]) -> None:
+        if self._closed:
+            raise RunError("record: the run is finished; log its last round, engine.finish(), before that")
         if self._folder is not None:
             if (position := (self.step, self.round)) < self._position:  # as at first: a state may have been loaded
                 self._folder.truncate(self.step)
@@ -141,12 +152,15 @@ class Recorder(AbstractContextManager["Recorder"]):
             self._folder.log(log, line)
 
     def finish(self, **values: float | Tensor) -> None:
-        """Log the last numbers, write `summary.json` with the newest of all, and close.
+        """Log the last numbers, write `summary.json` with the newest of all, and close, after `engine.finish()`.
 
         A run whose last loss or round is not finite, null in the logs, has diverged.
         """
         if values:
             self.log(None, **values)
+        if isinstance(self._engine, DiLoCo) and any(f.steps or f.age is not None for f in self._engine.fragments):
+            text = "record: the last round is not in it; call run.log_round(engine.finish()) before run.finish()"
+            warnings.warn(text, stacklevel=2)
         if self._folder is not None:
             newest: dict[str, Any] = {}
             for line in read_steps(self._folder.path / METRICS):
@@ -169,6 +183,7 @@ class Recorder(AbstractContextManager["Recorder"]):
 
     def close(self) -> None:
         """Let other processes have the folder; without `finish` the run stays unfinished, to be continued."""
+        self._closed = True
         if self._folder is not None:
             if (missing := self._taken - self._rounds) > 0:
                 warnings.warn(f"record: {missing} rounds were taken and not logged by log_round", stacklevel=3)
