@@ -73,8 +73,8 @@ def draw(rows: Frame) -> dict[str, Figure]:
     figure = heatmaps(
         [[panel(here, form, "heavy-ball", part) for part in COLUMNS] for form in FORMS],
         scale_of(here["perplexity"].dropna().tolist(), WITHIN),
-        title="Heavy ball: restarts help in sum form, hurt in EMA form",
-        reading="validation perplexity, lower is better and lighter; outlined: within 25 % of the best of all",
+        title="Restarts help in sum form, and hurt in EMA form",
+        reading="heavy ball's validation perplexity, lighter is better; outlined: within 25 % of the best of all",
     )
     return {"": figure}
 

@@ -86,7 +86,7 @@ class Run:
 
     @property
     def config(self) -> dict[str, Any]:
-        """Values of `config.yaml`, by dotted path; docs/getting-started.md lists the defaults that it leaves out."""
+        """Values of `config.yaml`, by dotted path."""
         return self.record.config
 
     @property
