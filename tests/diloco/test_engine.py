@@ -102,8 +102,9 @@ def test_what_takes_part() -> None:
         model[3].weight = model[2].weight
         model[0].requires_grad_(requires_grad=False)
         model[0].weight.fill_(float(number))
-        model.get_buffer("1.running_mean").fill_(float(number))
     engine = DiLoCo(models, AVERAGING, inner_steps=1)
+    for number, model in enumerate(models):
+        model.get_buffer("1.running_mean").fill_(float(number))
     assert list(engine.anchor) == ["1.weight", "1.bias", "2.weight", "2.bias"]
     before = engine.anchor["2.weight"].clone()
     shift(models[0][3], by=1.0)

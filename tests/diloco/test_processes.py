@@ -90,7 +90,6 @@ def unlike_starts(rank: int) -> dict[str, Callable[[], Any]]:
         "outer 1": built(network(), fragments=2, restart={"0": 3, "1": 3 + rank}),
         "filter": built(network(), filter=(None, "clip:1")[rank]),
         "averaged buffers": built(buffered[0], buffers=("mean", "local")[rank]),
-        "replicas of a rank": built(buffered[: 1 + rank], buffers="mean"),
         "buffers": built(nn.BatchNorm1d(2, track_running_stats=bool(rank))),
         "texts": built(network(), expect_equal={"seed": 3, "texts": f"corpus {rank}"}),
         "seed": built(network(), expect_equal=({}, {"seed": 3})[rank]),
@@ -118,14 +117,17 @@ def found(rank: int, *, alike: bool) -> list[str]:
 
 
 def averaged(rank: int) -> list[Tensor]:
-    """A buffer before and after a round that averages it."""
+    """Buffers that differ before the engine is made, then one before and after a round that averages it."""
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    model.register_buffer("mask", torch.tensor([True, rank == 1]))
+    model.register_buffer("graph", torch.tensor([[0.0, 1.0 + rank]]).to_sparse())
     engine = DiLoCo(model, HEAVY_BALL, inner_steps=1, buffers="mean")
+    started = [model.get_buffer("mask").clone(), model.get_buffer("graph").to_dense()]
     model.get_buffer("1.running_var").copy_(torch.tensor([1.0, 0.1 + rank]))
     before = model.get_buffer("1.running_var").clone()
     shift(model)
     engine.step()
-    return [before, model.get_buffer("1.running_var").clone()]
+    return [*started, before, model.get_buffer("1.running_var").clone()]
 
 
 def apart(rank: int) -> str:
@@ -241,8 +243,9 @@ def test_the_same_batches_are_noticed_between_ranks(ranks: list[dict[str, Any]])
 
 
 def test_buffers_are_averaged_over_ranks(ranks: list[dict[str, Any]]) -> None:
-    """In float64, to the same bits on both."""
-    before, after = zip(*(answers["averaged"] for answers in ranks), strict=True)
+    """In float64, to the same bits on both; they begin as rank 0's."""
+    masks, graphs, before, after = zip(*(answers["averaged"] for answers in ranks), strict=True)
+    assert [*map(Tensor.tolist, (*masks, *graphs))] == [[True, False]] * 2 + [[[0.0, 1.0]]] * 2
     expected = (before[0].double() + before[1].double()) / 2
     assert all(torch.equal(tensor, expected.float()) for tensor in after)
     assert not torch.equal(*before)

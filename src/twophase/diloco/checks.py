@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import twophase
+from twophase.diloco.buffers import buffers_of
 from twophase.diloco.digest import digest, of_optimizer
 from twophase.diloco.fragment import Fragment, Slot, local
 from twophase.diloco.group import SingleProcess
@@ -49,9 +50,8 @@ def check_replicas(
             raise ValueError(f"DiLoCo: replica {number} has other trainable parameters than replica 0")
         if len({slot.device for slot in by_name.values()}) > 1:
             raise ValueError(f"DiLoCo: parameters of replica {number} must be on one device")
-        shapes = [{n: b.shape for n, b in of.named_buffers() if b.is_floating_point()} for of in (replica, replicas[0])]
-        if buffers == "mean" and shapes[0] != shapes[1]:
-            raise ValueError(f'DiLoCo: buffers is "mean", and replica {number} has other buffers than replica 0')
+        if difference := first_difference(_buffers(replicas[0]), _buffers(replica)):
+            raise ValueError(f"DiLoCo: buffers of replica {number} must be as of replica 0, {difference[0]} is not")
     if len({id(slot.parameter) for by_name in slots for slot in by_name.values()}) < len(slots) * len(slots[0]):
         raise ValueError("DiLoCo: replicas share parameters; make a copy.deepcopy() of the module for each")
     for name, slot in slots[0].items():
@@ -77,12 +77,11 @@ def assert_started_equal(engine: DiLoCo, expect_equal: Mapping[str, Any]) -> int
         "torch": str(torch.__version__),
         **spec_of(engine),
         "frozen parameters": digest([local(p) for p in frozen]) if frozen and not group.sharded else "",
-        "buffers": [[name, list(buffer.shape)] for name, buffer in replica.named_buffers()],
+        "buffers": _buffers(replica),
         "types": sorted({str(slot.dtype) for fragment in engine.fragments for slot in fragment.slots[0]}),
         "outer": {fragment.name: describe(fragment.outer) for fragment in engine.fragments},
         "filter": engine.filter,
         "averaged buffers": engine.buffers,
-        "replicas of a rank": len(engine.replicas) if engine.buffers == "mean" else None,
     }
     if twice := own.keys() & expect_equal.keys():
         raise ValueError(f"DiLoCo: expect_equal must not hold {min(twice)!r}, which the engine compares itself")
@@ -103,6 +102,10 @@ def assert_started_equal(engine: DiLoCo, expect_equal: Mapping[str, Any]) -> int
     if fault:
         raise ValueError(fault)
     return sum(int(row[0]) for row in hashes)
+
+
+def _buffers(module: nn.Module) -> dict[str, str]:
+    return {name: f"{[*b.shape]} {b.dtype}" for name, b in buffers_of(module).items()}
 
 
 def spec_of(engine: DiLoCo) -> dict[str, Any]:

@@ -18,8 +18,13 @@ def digest(tensors: Sequence[Tensor]) -> str:
         return digest_on_device(tensors)
     state = xxhash.xxh3_64()
     for t in tensors:
-        state.update(t.detach().reshape(-1).contiguous().view(torch.uint8).numpy().data)
+        state.update(as_bytes(t).numpy().data)
     return state.hexdigest()
+
+
+def as_bytes(t: Tensor) -> Tensor:
+    """Return the bytes of a tensor's elements, flat, on its device."""
+    return t.detach().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
 
 
 def digest_on_device(tensors: Sequence[Tensor]) -> str:
@@ -31,7 +36,7 @@ def digest_on_device(tensors: Sequence[Tensor]) -> str:
     device = next((t.device for t in tensors if not t.is_cpu), None)  # a step count may lie on the CPU
     total = torch.zeros((), dtype=torch.int64, device=device)
     for number, t in enumerate(tensors):
-        for start, piece in enumerate(t.detach().reshape(-1).contiguous().view(torch.uint8).split(1 << 27)):
+        for start, piece in enumerate(as_bytes(t).split(1 << 27)):
             if len(piece) % 8 or piece.storage_offset() % 8:  # torch reads eight bytes from multiples of eight alone
                 piece = nn.functional.pad(piece, (0, -len(piece) % 8))  # noqa: PLW2901 - the same bytes
             words = piece.view(torch.int64)

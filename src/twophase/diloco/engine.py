@@ -28,11 +28,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from twophase.diloco import checks, state
-from twophase.diloco.buffers import average_buffers
+from twophase.diloco.buffers import Buffers
 from twophase.diloco.compression import BLOCK, COMPRESSIONS, Compression
 from twophase.diloco.digest import digest
 from twophase.diloco.fragment import Fragment, padded, partition, reshard, slots_of
-from twophase.diloco.group import ProcessGroup, SingleProcess, default_group
+from twophase.diloco.group import SingleProcess, default_group
 from twophase.diloco.report import FragmentRound, RoundReport, merged
 from twophase.diloco.watch import Watch
 from twophase.optim.build import OuterChoice, outer_optimizer
@@ -57,7 +57,7 @@ class DiLoCo:
         engine.finish()                          # the last, shorter round
 
     A process may have one replica or several, alone or in a `torch.distributed` group; FSDP2 may shard a replica over
-    ranks. All start from rank 0's first replica. Parameters that require a gradient take part.
+    ranks. All start from rank 0's first replica, also in their buffers. Parameters that require a gradient take part.
 
     Args:
         replicas: module, or list of modules with the same parameters, that train in this process.
@@ -75,7 +75,7 @@ class DiLoCo:
         compression: of pseudo-gradients in transit: "float32" (none), "bfloat16" or "int8".
         group: ranks of the run; None is the default torch.distributed group where one is initialised.
         expect_equal: further JSON values that all ranks must have been started with.
-        buffers: "mean" averages floating-point buffers, as BatchNorm's statistics, once a round; else "local".
+        buffers: "mean" averages floating-point buffers that differ, as BatchNorm's, once a round; else "local".
 
     Attributes:
         anchor: the anchor's parameters by name, views of `flat`, which is float32 (float64 for float64 models).
@@ -121,18 +121,17 @@ class DiLoCo:
             reshard(self.replicas)
         slots = [slots_of(replica) for replica in self.replicas]
         checks.check_replicas(self.replicas, slots, self.group, buffers)
-        if isinstance(self.group, ProcessGroup):
-            self.group.bind(next(iter(slots[0].values())).device)
+        self.group.bind(next(iter(slots[0].values())).device)
         self.round = self.inner_step = self.taken = self.syncs = 0
         self._build(
             slots, partition({name: slot.parameter.numel() for name, slot in slots[0].items()}, fragments), filter
         )
         self._build_outers(outer, restart)
         self._interrupted = False
-        self._watch = Watch(self)
         self.replica_count = checks.assert_started_equal(self, expect_equal or {})
-        if isinstance(self.group, ProcessGroup):
-            self.group.broadcast(self.flat)
+        self.group.broadcast(self.flat)
+        self._buffers = Buffers(self.replicas, self.replica_count, self.group, self.flat)
+        self._watch = Watch(self)
         self.restore()
 
     def _build(
@@ -291,7 +290,7 @@ class DiLoCo:
         reports = [self._report(f, step, means, complete) for f, step in zip(fragments, steps, strict=True)]
         checks.assert_equal_on_all_ranks(self.group, fragments, [report.checksum for report in reports])
         if complete and self.buffers == "mean":
-            average_buffers(self.replicas, self.group)
+            self._buffers.average()
         report = reports[0] if len(reports) == 1 else merged(reports)
         self._watch.after_sync(self, report)
         return report

@@ -81,6 +81,12 @@ class SingleProcess:
         del tensor
         return Work(None, (), 0.0)
 
+    def bind(self, device: torch.device) -> None:
+        """Send nothing from `device`."""
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Keep `tensor`, which is rank 0's."""
+
     def gather_bytes(self, data: bytes, *, shards: bool = False) -> list[bytes]:
         """Return this process's bytes."""
         del shards

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from twophase.diloco.buffers import float_buffers
+from twophase.diloco.buffers import digests
 from twophase.diloco.fragment import reshard, slots_of
-from twophase.optim.outer_sgd import OuterSGD
+from twophase.optim.outer_sgd import OuterSGD, off_mps
 
 if TYPE_CHECKING:
     from twophase.diloco.engine import DiLoCo
@@ -44,7 +44,7 @@ class Watch:
     def __init__(self, engine: DiLoCo) -> None:
         self.findings: list[str] = []
         # Buffers that training does not change, as of a rotary embedding, stay equal in all replicas.
-        self._buffers = {} if engine.buffers == "mean" else float_buffers(engine.replicas[0])
+        self._buffers = {} if engine.buffers == "mean" else digests(engine.replicas[0])
         self._before: dict[str, tuple[Tensor, Tensor]] = {}
         """Anchor and first replica's progress of some parameters, before the first sync."""
 
@@ -76,7 +76,7 @@ class Watch:
         for (name, view), theta in zip(fragment.named, first, strict=True):
             if view.numel() <= room:
                 room -= view.numel()
-                self._before[name] = view.clone(), (view - theta.to(view.device)).double()
+                self._before[name] = view.clone(), off_mps(view - theta.to(view.device)).double()
         if room > _MOST_NUMBERS - _FEWEST_NUMBERS:
             self._before = {}
 
@@ -85,7 +85,9 @@ class Watch:
         if report.pseudo_gradient_norm == 0:
             self._warn([STILL])
         elif self._before:
-            step = torch.cat([(a - engine.anchor[name]).double().flatten() for name, (a, _) in self._before.items()])
+            step = torch.cat(
+                [off_mps(a - engine.anchor[name]).double().flatten() for name, (a, _) in self._before.items()]
+            )
             progress = torch.cat([part.flatten() for _, part in self._before.values()])
             if torch.cosine_similarity(step, progress, dim=0) > 1 - _PARALLEL:
                 self._warn([ALIKE])
@@ -125,8 +127,8 @@ class Watch:
         """Return a sentence on buffers that the loop changes and the engine does not average."""
         if engine.buffers == "mean" or engine.replica_count == 1:
             return []
-        now = float_buffers(engine.replicas[0])
-        names = [name for name, before in self._buffers.items() if name in now and not torch.equal(before, now[name])]
+        now = digests(engine.replicas[0])
+        names = [name for name, before in self._buffers.items() if now.get(name, before) != before]
         remedy = "average them in your loop" if engine.group.sharded else 'DiLoCo(..., buffers="mean") averages them'
         return [f"the buffers {_some(names)} differ between replicas, and nothing averages them; {remedy}"] * bool(
             names

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from twophase.optim.names import read_filter
+from twophase.optim.outer_sgd import off_mps
 
 Filter = Callable[[Mapping[str, Tensor]], Any]
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
@@ -36,7 +37,7 @@ def filter_of(value: str | Filter | None, total: Callable[[list[float]], list[fl
 
 def clip(gradients: Mapping[str, Tensor], norm: float, total: Callable[[list[float]], list[float]] = list) -> None:
     """Scale all of them by `min(1, norm / |g|)`, with the norm |g| over all."""
-    squares = [float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2 for g in gradients.values()]
+    squares = [float(torch.linalg.vector_norm(off_mps(g), dtype=torch.float64)) ** 2 for g in gradients.values()]
     (whole,) = total([sum(squares)])
     factor = min(1.0, norm / whole**0.5) if whole > 0 else 1.0
     for g in gradients.values() if factor < 1 else ():

@@ -423,8 +423,14 @@ def _products(g: Tensor, m: Tensor | None = None) -> list[Tensor]:
 
 
 def _sums(products: Sequence[Tensor]) -> Dots:
-    gg, mm, gm = torch.stack([t.to(products[0].device) for t in products]).double().view(-1, 3).sum(0).tolist()
+    stacked = off_mps(torch.stack([t.to(products[0].device) for t in products]))
+    gg, mm, gm = stacked.double().view(-1, 3).sum(0).tolist()
     return gg, mm, gm
+
+
+def off_mps(t: Tensor) -> Tensor:
+    """Return a tensor where float64 exists: one on Apple's GPU, which lacks it, on the CPU."""
+    return t.cpu() if t.device.type == "mps" else t
 
 
 def angles(measured: Dots) -> tuple[float, float, float]:
