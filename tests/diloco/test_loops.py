@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from diloco.scenarios import AVERAGING
+from diloco.scenarios import AVERAGING, shift, start
 from twophase.diloco.engine import DiLoCo
+from twophase.rule import OuterRule
 
 
 def buffered(**buffers: Tensor) -> nn.Module:
@@ -22,7 +24,53 @@ def buffered(**buffers: Tensor) -> nn.Module:
     return module
 
 
+def go(engine: DiLoCo, inner: torch.optim.Optimizer, steps: int) -> None:
+    """Inner steps of one replica on the same gradients."""
+    for _ in range(steps):
+        for p in engine.replicas[0].parameters():
+            p.grad = torch.ones_like(p)
+        inner.step()
+        engine.step()
+
+
 # ------------------------------------------------------------- an inner optimizer that holds copies of the parameters
+
+
+class Masters(torch.optim.SGD):
+    """SGD on masters in its state, which each step copies into the parameters."""
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Step on the masters."""
+        for p in self.param_groups[0]["params"]:
+            master = self.state[p].setdefault("master", p.detach().clone())
+            master.add_(p.grad, alpha=-self.param_groups[0]["lr"])
+            p.copy_(master)
+
+
+def with_masters(kind: type[torch.optim.SGD], *, refreshed: bool, **options: Any) -> list[Tensor]:
+    """A run whose masters, if any, are named unless they are refreshed: the anchor, and the model's distance to it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    inner = kind(model.parameters(), lr=0.1)
+    engine = DiLoCo(model, OuterRule(0.5, 0.5), inner_steps=3, **options)
+    if refreshed:
+        engine.after_sync.append(lambda: [inner.state[p].update(master=p.detach().clone()) for p in inner.state])
+    go(engine, inner, 4)
+    named = kind is Masters and not refreshed
+    assert any("master" in finding for finding in engine.check()) == named
+    assert any("master" in finding for finding in engine.check(inner)) == named
+    go(engine, inner, 4)
+    engine.finish()
+    return [engine.flat, *(p - engine.anchor[name] for name, p in model.named_parameters())]
+
+
+@pytest.mark.parametrize("options", [{}, {"mixing": 0.5}, {"delay": 1}, {"fragments": 2}])
+def test_masters_follow_each_sync_where_after_sync_refreshes_them(options: dict[str, Any]) -> None:
+    """The run is that of an optimizer without masters, bit for bit; where nothing refreshes them they are named."""
+    plain = with_masters(torch.optim.SGD, refreshed=False, **options)
+    assert all(map(torch.equal, plain, with_masters(Masters, refreshed=True, **options)))
+    assert not torch.equal(plain[0], with_masters(Masters, refreshed=False, **options)[0])
 
 
 # ----------------------------------------------------------------------------------- schedule-free of its own package
@@ -53,6 +101,37 @@ def buffered(**buffers: Tensor) -> nn.Module:
 
 
 # ----------------------------------------------------------- best weights restored inside a round; anchored() misused
+
+
+def test_a_step_within_anchored_is_refused() -> None:
+    """It would end a round of the anchor's own weights; an evaluation in another one is allowed."""
+    run = start("heavy ball")
+    run.go([0])
+    with run.engine.anchored(), run.engine.anchored(1):
+        for call in (run.engine.step, run.engine.finish):
+            with pytest.raises(RuntimeError, match="anchored"):
+                call()
+    assert run.go(range(1, 4))
+
+
+def test_weights_changed_by_hand_are_not_shown_as_the_anchor() -> None:
+    """Also where no inner step was counted since the last sync."""
+    engine = start("averaging").engine
+    shift(*engine.replicas)
+    with engine.anchored() as shown:
+        assert all(torch.equal(p, engine.anchor[name]) for name, p in shown.named_parameters())
+    assert not engine.fragments[0].holds_anchor(0)
+
+
+@pytest.mark.parametrize("steps", range(6))
+def test_check_is_quiet_at_any_step_of_a_right_loop(steps: int) -> None:
+    """In mid-round, with a delay or with mixing the replicas hold weights of their own, as they should."""
+    for options in ({}, {"mixing": 0.5}, {"delay": 2}, {"fragments": 2}):
+        run = start(**options)
+        run.go(range(steps))
+        assert run.engine.check(strict=True) == ()
+        run.finish()
+        assert run.engine.check(strict=True) == ()
 
 
 # --------------------------------------------------------------------------------- buffers that differ from the start

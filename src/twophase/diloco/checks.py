@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from twophase.diloco.engine import DiLoCo
 
 
+INTERRUPTED = "DiLoCo: the last outer step was interrupted; load_state_dict() of a checkpoint first"
+
+
 class Disagreement(RunError):  # noqa: N818 - a public name
     """Ranks hold different bits that should be equal; the message names the fragment and the ranks."""
 
@@ -137,8 +140,12 @@ def first_difference(first: Any, second: Any, name: str = "") -> tuple[str, str,
 # ------------------------------------------------------------------------------------------------ before an outer step
 
 
-def check_signals(fragments: Sequence[Fragment], signals: Mapping[str, float]) -> None:
-    """Refuse signals that are no numbers, or that lack what a restart policy needs."""
+def check_call(engine: DiLoCo, fragments: Sequence[Fragment], signals: Mapping[str, float]) -> None:
+    """Refuse a step where none may be, and signals that are no numbers or lack what a restart policy needs."""
+    if engine._interrupted:
+        raise RuntimeError(INTERRUPTED)
+    if engine._showing:
+        raise RuntimeError("DiLoCo: step() and finish() must not be called within anchored(); leave its block first")
     for name, value in signals.items():
         try:
             float(value)
@@ -171,7 +178,7 @@ def share_inputs(
     numbers, weights, fault = list(values.values()), [float(len(engine.replicas))], ""
     rows: list[Any] = []
     for shards in (True, False) if group.sharded else (False,):
-        rows = group.gather_json([place, numbers, dots, weights, fault], shards=shards)
+        rows = group.gather_json([place, numbers, dots, weights, fault, engine._watch.news], shards=shards)
         fault = next((row[4] for row in rows if row[4]), "") or _unlike_places(rows, "shard" if shards else "rank")
         if fault and shards:
             continue  # the other replicas must learn of it, or they would wait for this one
@@ -192,6 +199,7 @@ def share_inputs(
                 [tuple(map(sum, zip(*parts, strict=True))) for parts in zip(*of_fragment, strict=True)]  # type: ignore[misc]
                 for of_fragment in of_fragments
             ]
+    engine._watch.tell([row[5] for row in rows])
     return dict(zip(values, numbers, strict=True)), rows[0][2]
 
 

@@ -17,7 +17,7 @@ Source: DiLoCo (arXiv 2311.08105), algorithm 1; Streaming DiLoCo (arXiv 2501.185
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -44,7 +44,6 @@ from twophase.rule import whole_number
 
 Signals = Mapping[str, float] | None
 Restarts = RestartPolicy | str | int | None
-_INTERRUPTED = "DiLoCo: the last outer step was interrupted; load_state_dict() of a checkpoint first"
 
 
 class DiLoCo:
@@ -82,6 +81,8 @@ class DiLoCo:
         fragments, round: the fragments, each with its `outer` optimizer, and the rounds that all have ended.
         inner_step: inner steps since the round began; `taken` counts those of the whole run.
         syncs: outer steps of all fragments together.
+        after_sync: functions without arguments, called whenever the replicas have been set to a new anchor, as to
+            refresh an inner optimizer's float32 masters.
 
     Raises:
         ValueError: an argument outside its range, or replicas or ranks that differ.
@@ -127,7 +128,8 @@ class DiLoCo:
             slots, partition({name: slot.parameter.numel() for name, slot in slots[0].items()}, fragments), filter
         )
         self._build_outers(outer, restart)
-        self._interrupted = False
+        self._interrupted, self._showing = False, 0
+        self.after_sync: list[Callable[[], object]] = []
         self.replica_count = checks.assert_started_equal(self, expect_equal or {})
         self.group.broadcast(self.flat)
         self._buffers = Buffers(self.replicas, self.replica_count, self.group, self.flat)
@@ -195,10 +197,8 @@ class DiLoCo:
         Raises:
             ValueError: a round ends and a signal that a restart policy needs is missing; nothing has happened.
         """
-        if self._interrupted:
-            raise RuntimeError(_INTERRUPTED)
         ending = self.ending
-        checks.check_signals(ending, signals or {})
+        checks.check_call(self, ending, signals or {})
         self.inner_step, self.taken = self.inner_step + 1, self.taken + 1
         for fragment in self.fragments:
             fragment.steps += 1
@@ -217,9 +217,7 @@ class DiLoCo:
 
         Afterwards every replica equals the anchor, for any mixing. Arguments as of `step`.
         """
-        if self._interrupted:
-            raise RuntimeError(_INTERRUPTED)
-        checks.check_signals([f for f in self.fragments if f.steps or f.age is not None], signals or {})
+        checks.check_call(self, [f for f in self.fragments if f.steps or f.age is not None], signals or {})
         reports = []
         for age in sorted({f.age for f in self.fragments if f.age is not None}, reverse=True):
             reports += [self._complete([f for f in self.fragments if f.age == age], signals or {})]
@@ -291,6 +289,8 @@ class DiLoCo:
         checks.assert_equal_on_all_ranks(self.group, fragments, [report.checksum for report in reports])
         if complete and self.buffers == "mean":
             self._buffers.average()
+        for refresh in self.after_sync:
+            refresh()
         report = reports[0] if len(reports) == 1 else merged(reports)
         self._watch.after_sync(self, report)
         return report
@@ -360,29 +360,29 @@ class DiLoCo:
             reshard(self.replicas)
         for fragment in self.fragments:
             fragment.restore()
+        for refresh in self.after_sync:
+            refresh()
 
     @contextmanager
     def anchored(self, number: int = 0) -> Iterator[nn.Module]:
         """Yield a replica with the anchor's parameters, for an evaluation; restore its own afterwards.
 
         Between the syncs of several fragments, or while an all-reduce is under way, no replica equals the anchor.
+        Weights that were changed by hand come back, too. `step()` and `finish()` are refused inside.
         """
-        if self.at_anchor:
-            yield self.replicas[number]
-            return
         reshard(self.replicas)
-        before = [[theta.clone() for theta in fragment.parameters()[number]] for fragment in self.fragments]
+        away = [fragment for fragment in self.fragments if not fragment.holds_anchor(number)]
+        before = [[theta.clone() for theta in fragment.parameters()[number]] for fragment in away]
+        self._showing += 1
         try:
-            self._write(number, [fragment.views for fragment in self.fragments])
+            for fragment in away:
+                torch._foreach_copy_(fragment.parameters()[number], fragment.views)
             yield self.replicas[number]
         finally:
-            self._write(number, before)
-
-    @torch.no_grad()
-    def _write(self, number: int, values: Sequence[Sequence[Tensor]]) -> None:
-        reshard(self.replicas)
-        for fragment, tensors in zip(self.fragments, values, strict=True):
-            torch._foreach_copy_(fragment.parameters()[number], list(tensors))
+            self._showing -= 1
+            reshard(self.replicas)
+            for fragment, own in zip(away, before, strict=True):
+                torch._foreach_copy_(fragment.parameters()[number], own)
 
     def checksum(self) -> str:
         """Return the digest of the anchor, which all ranks share."""
@@ -396,7 +396,7 @@ class DiLoCo:
         or clone them. It waits for an all-reduce under way; then call it on all ranks.
         """
         if self._interrupted:
-            raise RuntimeError(_INTERRUPTED)
+            raise RuntimeError(checks.INTERRUPTED)
         return state.saved(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -180,6 +180,10 @@ class Fragment:
         """Return the parameters of each replica as they are now."""
         return [[slot.tensor() for slot in slots] for slots in self.slots]
 
+    def holds_anchor(self, number: int) -> bool:
+        """Return whether a replica equals the anchor, rounded to its type, bit for bit."""
+        return all(torch.equal(p, a.to(p)) for p, a in zip(self.parameters()[number], self.views, strict=True))
+
     @torch.no_grad()
     def launch(self, group: SingleProcess) -> None:
         """Write g <- sum over this process's replicas of (a - theta_r), and begin to sum it over the ranks.

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+from weakref import ReferenceType, WeakKeyDictionary, finalize, ref
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from twophase.diloco.buffers import digests
-from twophase.diloco.fragment import reshard, slots_of
+from twophase.diloco.fragment import local, reshard, slots_of
 from twophase.optim.outer_sgd import OuterSGD, off_mps
 
 if TYPE_CHECKING:
@@ -22,6 +26,11 @@ if TYPE_CHECKING:
 _log = logging.getLogger("twophase")
 _FEWEST_NUMBERS, _MOST_NUMBERS = 16, 1 << 17
 """Elements of a model that its first round compares; fewer than the first number are parallel by chance."""
+_SEEN_STEPS = 3
+"""Steps of an inner optimizer, seen from outside, after which the next sync judges how often it steps."""
+_NEAR, _SOME, _SOME_PARAMETERS = 0.3, 4096, 16
+"""A copy is nearer to the parameters, in their norm, than the first, judged by as many elements of each and, where no
+name tells which is whose, by as many of the largest parameters."""
 _PARALLEL = 1e-7
 """Distance of a cosine from 1 within which two float32 directions are the same up to rounding."""
 STILL = (
@@ -38,13 +47,18 @@ class Watch:
     the mean progress. If a replica's progress is parallel to it up to rounding, the replicas have moved alike.
 
     Attributes:
-        findings: a sentence for each mistake.
+        findings: a sentence for each mistake; `news` are those that rank 0 has not warned of.
     """
 
     def __init__(self, engine: DiLoCo) -> None:
         self.findings: list[str] = []
         # Buffers that training does not change, as of a rotary embedding, stay equal in all replicas.
         self._buffers = {} if engine.buffers == "mean" else digests(engine.replicas[0])
+        self._group, self.news = engine.group, list[str]()
+        self._steps: WeakKeyDictionary[Optimizer, list[int]] = WeakKeyDictionary()
+        """For each optimizer of this process that steps in the first rounds, how often the engine had stepped then."""
+        self._hook = register_optimizer_step_post_hook(partial(_note, ref(engine)))
+        finalize(self, self._hook.remove)
         self._before: dict[str, tuple[Tensor, Tensor]] = {}
         """Anchor and first replica's progress of some parameters, before the first sync."""
 
@@ -56,6 +70,12 @@ class Watch:
         slots = [slot for fragment in engine.fragments for slot in fragment.slots[0]]
         if training != {id(slot.parameter) for slot in slots}:
             self._warn(_of_parameters(engine))
+        if self._steps:
+            inner = self._inner(engine)
+            self._warn([*_of_steps(inner), *_of_copies(engine, inner or self._steps, syncing=True)])
+            if any(len(steps) >= _SEEN_STEPS for steps in inner.values()):
+                self._hook.remove()
+                self._steps.clear()
         if engine.syncs:
             return
         self._warn(self._of_buffers(engine))
@@ -83,24 +103,19 @@ class Watch:
     def after_sync(self, engine: DiLoCo, report: RoundReport) -> None:
         """Look at a sync's pseudo-gradient, and at the first sync's step."""
         if report.pseudo_gradient_norm == 0:
-            self._warn([STILL])
+            self._warn([STILL], alike=True)
         elif self._before:
             step = torch.cat(
                 [off_mps(a - engine.anchor[name]).double().flatten() for name, (a, _) in self._before.items()]
             )
             progress = torch.cat([part.flatten() for _, part in self._before.values()])
             if torch.cosine_similarity(step, progress, dim=0) > 1 - _PARALLEL:
-                self._warn([ALIKE])
+                self._warn([ALIKE], alike=True)
 
     def check(self, engine: DiLoCo, inner: Sequence[Optimizer]) -> tuple[str, ...]:
         """Return the findings so far and what is visible now; `inner` as of `DiLoCo.check`."""
         found = [*self.findings, *_of_parameters(engine), *self._of_buffers(engine)]
-        places = [zip(f.views, params, strict=True) for f in engine.fragments for params in f.parameters()]
-        if not all(torch.allclose(a.to(p), p, 0, 0, equal_nan=True) for place in places for a, p in place):
-            found.append(
-                f"the modules hold the replicas' own weights, {engine.inner_step} of {engine.inner_steps} inner steps "
-                "into a round; save or evaluate the shared ones in `with engine.anchored() as module:`"
-            )
+        found += [*_of_steps(self._inner(engine)), *_of_copies(engine, inner)]
         # One replica may have several optimizers, as Muon for matrices and AdamW for the rest.
         shares = [[*inner]] if len(engine.replicas) == 1 else [[optimizer] for optimizer in inner]
         if inner and len(shares) != len(engine.replicas):
@@ -112,6 +127,8 @@ class Watch:
             params = dict(module.named_parameters())
             if twice := [name for name, p in params.items() if counts[id(p)] > 1]:
                 found.append(f"the inner optimizers hold {_some(twice)} of replica {number} more than once")
+            if any(_holds_copies(optimizer, {id(p): p for p in params.values()}) for optimizer in own):
+                continue  # as named above, unless they are refreshed
             if missing := [name for name, p in params.items() if p.requires_grad and id(p) not in optimized]:
                 found.append(
                     f"the inner optimizer of replica {number} does not hold {_some(missing)}, which nothing trains"
@@ -134,11 +151,100 @@ class Watch:
             names
         )
 
-    def _warn(self, findings: Iterable[str]) -> None:
+    def _inner(self, engine: DiLoCo) -> dict[Optimizer, list[int]]:
+        """Return the optimizers seen that hold parameters of the replicas."""
+        own = {id(p) for replica in engine.replicas for p in replica.parameters()}
+        return {o: steps for o, steps in self._steps.items() if any(id(p) in own for p in _held(o))}
+
+    def _warn(self, findings: Iterable[str], *, alike: bool = False) -> None:
+        """Note new findings for the next message between the ranks; warn now of those that all ranks have `alike`."""
         for finding in findings:
             if finding not in self.findings:
                 self.findings.append(finding)
-                _log.warning("DiLoCo: %s", finding)
+                self.news.append(finding)
+        if alike or self._group.size == 1:
+            self.tell([self.news])
+
+    def tell(self, news: Sequence[Sequence[str]]) -> None:
+        """Warn, on rank 0, of the findings of each rank."""
+        ranks = defaultdict(list)
+        for rank, findings in enumerate(news):
+            for finding in findings:
+                ranks[finding].append(str(rank))
+        for finding, of in ranks.items() if self._group.rank == 0 else ():
+            where = f" (rank {', '.join(of)})" if len(of) < len(news) else ""
+            _log.warning("DiLoCo: %s%s", finding, where)
+        self.news = []
+
+
+def _note(engine: ReferenceType[DiLoCo], optimizer: Optimizer, *_: Any) -> None:
+    """Note a step of any of torch's optimizers but the outer ones."""
+    if not torch.compiler.is_compiling() and (alive := engine()) and not alive._interrupted:
+        alive._watch._steps.setdefault(optimizer, []).append(alive.taken)
+
+
+def _held(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _of_steps(inner: Mapping[Optimizer, Sequence[int]]) -> Iterator[str]:
+    """Yield a sentence if the engine counts several steps for each of the inner optimizers'."""
+    gaps = [
+        min((b - a for a, b in pairwise(steps)), default=0) for steps in inner.values() if len(steps) >= _SEEN_STEPS
+    ]
+    if gaps and len(gaps) == len(inner) and min(gaps) > 1:
+        yield (
+            f"engine.step() is called {min(gaps)} times for each step of the inner optimizer; call it once after "
+            "inner.step(), not once a micro-batch"
+        )
+
+
+def _of_copies(engine: DiLoCo, optimizers: Iterable[Any], *, syncing: bool = False) -> Iterator[str]:
+    """Yield a sentence on optimizers that keep parameters of their own, which no sync changes.
+
+    The state of torch's and of most other optimizers is far from the parameters. Copies, averages and second iterates
+    of these are near.
+    """
+    own = {id(p): p for replica in engine.replicas for p in replica.parameters() if p.requires_grad}
+    for optimizer in () if engine.after_sync else optimizers:
+        kind, mode = type(optimizer).__name__, optimizer.param_groups[0].get("train_mode")
+        copies: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        for p, memory in optimizer.state.items():
+            for key, value in memory.items() if id(p) in own else ():
+                if isinstance(value, Tensor) and value.is_floating_point() and value.numel() == p.numel():
+                    copies[key].append((value, p))
+        near = [key for key, pairs in copies.items() if _are_near(pairs)]
+        if mode is not None and (syncing if mode else near):
+            yield (
+                f"{kind} keeps a second iterate, which a sync leaves behind: take twophase.ScheduleFreeAdamW, and call "
+                "its eval() before engine.step(), where train_mode must be False, and train() after it"
+            )
+        elif near and not mode:
+            yield (
+                f"{kind} keeps a copy of the parameters, its state {near[0]!r}, which no sync changes; if its steps "
+                "write it back they undo each sync: refresh it by a function in engine.after_sync"
+            )
+        elif _holds_copies(optimizer, own):
+            yield (
+                f"{kind} holds copies of the parameters, which no sync changes; give it the module's own, or, where "
+                "its steps write float32 masters into the module, refresh these by a function in engine.after_sync"
+            )
+
+
+def _holds_copies(optimizer: Any, own: Mapping[int, Tensor]) -> bool:
+    """Return whether an optimizer holds copies, apart or flattened, of parameters by id, and none of themselves."""
+    held = _held(optimizer)
+    largest = sorted(own.values(), key=Tensor.numel)[-_SOME_PARAMETERS:]
+    return not any(id(q) in own for q in held) and any(
+        q.numel() >= p.numel() and _are_near([(q.detach().reshape(-1)[: p.numel()], p)]) for q in held for p in largest
+    )
+
+
+def _are_near(pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
+    """Return whether first elements of some tensors are far nearer to those of the second ones than these to zero."""
+    columns = zip(*pairs, strict=True)
+    first, second = (torch.cat([local(t).reshape(-1)[:_SOME].to("cpu", torch.float32) for t in ts]) for ts in columns)
+    return bool((first - second).norm() < _NEAR * second.norm())
 
 
 def _of_parameters(engine: DiLoCo) -> Iterator[str]:
