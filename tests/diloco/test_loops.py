@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,8 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from diloco.scenarios import AVERAGING, shift, start
+from diloco.scenarios import AVERAGING, HEAVY_BALL, network, refusal, shift, start
+from replicas import same_bits, through_file
 from twophase.diloco.engine import DiLoCo
+from twophase.optim.outer_sgd import OuterSGD
 from twophase.rule import OuterRule
 
 
@@ -79,10 +84,85 @@ def test_masters_follow_each_sync_where_after_sync_refreshes_them(options: dict[
 # --------------------------------------------------------------------------- weights loaded after the engine was made
 
 
+@pytest.mark.parametrize(
+    "load",
+    [
+        lambda model, weights: model.load_state_dict(weights),
+        lambda model, weights: nn.ModuleDict({"m": model}).load_state_dict({f"m.{n}": w for n, w in weights.items()}),
+        lambda model, weights: model[0].load_state_dict({n[2:]: w for n, w in weights.items() if n[0] == "0"}),
+    ],
+    ids=["itself", "around it", "a part"],
+)
+def test_weights_that_are_loaded_late_are_no_progress(load: Callable[..., Any], caplog: pytest.LogCaptureFixture):
+    """Before the first step the anchor follows them, with a warning; of one replica alone they count, as it says."""
+    for count, word in ((1, "followed"), (2, "progress")):
+        caplog.clear()
+        run = start("heavy ball", range(count))
+        load(run.models[0], network(seed=7).state_dict())
+        assert same_bits(run.engine.anchor["0.weight"], network(seed=7)[0].weight.detach())
+        run.go(range(5))
+        assert word in caplog.messages[0]
+
+
+def test_weights_that_are_loaded_in_mid_run_are_told(caplog: pytest.LogCaptureFixture):
+    """Those that are put back, as after an evaluation, or loaded into a copy, are not."""
+    run = start("heavy ball")
+    run.go(range(5))
+    before, other = copy.deepcopy(run.models[0].state_dict()), network(seed=7).state_dict()
+    for weights in (other, before, before):
+        run.models[0].load_state_dict(weights)
+    copy.deepcopy(run.models[0]).load_state_dict(other)
+    run.go([5])
+    assert caplog.messages == []
+    run.models[0].load_state_dict(other)
+    run.go([6])
+    (message,) = caplog.messages
+    assert "progress" in message
+
+
 # ------------------------------------------------------------------- a resume without the model or without the engine
 
 
+@pytest.mark.parametrize("steps", [2, 4, 6])
+@pytest.mark.parametrize("order", ["engine model", "model engine", "engine", "model"])
+def test_a_resume_without_the_model_or_the_engine_is_told(steps: int, order: str, caplog: pytest.LogCaptureFixture):
+    """Both in any order are right; without the model at a round's end only, where the replicas are the anchor."""
+    run = start("heavy ball", [0])
+    run.go(range(steps))
+    states = through_file({"model": run.models[0].state_dict(), "engine": run.engine.state_dict()})
+    resumed = start("heavy ball", [0], seed=0)
+    for name in order.split():
+        {"model": resumed.models[0], "engine": resumed.engine}[name].load_state_dict(states[name])  # type: ignore[attr-defined]
+    resumed.go(range(steps, 8))
+    word = {"model": "after the engine was built", "engine": "inside a round" * (steps != 4)}.get(order, "")
+    assert [word in message for message in caplog.messages] == [True] * bool(word)
+
+
+def test_a_state_goes_on_in_the_schedule_of_its_round():
+    """Saved inside a round it is refused by an engine with other inner steps; between two rounds it is not."""
+    run, other = start("heavy ball"), start("heavy ball", inner_steps=7)
+    run.go(range(4))
+    other.engine.load_state_dict(run.engine.state_dict())
+    run.go([4])
+    assert "inner_steps must be 7" in refusal(lambda: other.engine.load_state_dict(run.engine.state_dict()))
+
+
 # --------------------------------------------------------------------------------- one rank's checkpoint on all ranks
+
+
+def test_the_checkpoint_of_another_rank_is_told(caplog: pytest.LogCaptureFixture):
+    """Inside a round, with its weights; with one's own weights any rank's engine state is right."""
+    saved, mine, resumed = start("heavy ball", [0]), start("heavy ball", [1], seed=0), start("heavy ball", [2], seed=0)
+    for run in (saved, mine):
+        run.go(range(2))
+    state = through_file(saved.state())
+    state["engine"]["spec"]["rank"] = 3
+    resumed.load(state | {"models": [mine.models[0].state_dict()]})
+    resumed.go([2])
+    assert caplog.messages == []
+    resumed.load(state)
+    resumed.go([2])
+    assert "rank 3" in caplog.messages[0]
 
 
 # ----------------------------------------------------------------------------------- torchrun without a process group
@@ -209,13 +289,84 @@ def test_buffers_of_any_layout_are_averaged() -> None:
 # -------------------------------------------------------------------------------------- two engines where one belongs
 
 
+def test_two_engines_on_one_module_are_refused():
+    """The later one takes over; the earlier one is refused a step, until then both may be rebound as in a notebook."""
+    model = network()
+    first = DiLoCo(model, AVERAGING, inner_steps=2)
+    second = DiLoCo(model[0], AVERAGING, inner_steps=2)
+    assert "later engine" in refusal(first.step)
+    assert "later engine" in refusal(first.finish)
+    second.step()
+
+
+def test_an_inner_optimizer_is_no_outer_one():
+    """`OuterSGD` on a replica's parameters is refused, as long as the engine lives."""
+    model = network()
+    inner, engine = OuterSGD(model.parameters(), 0.1), DiLoCo(model, AVERAGING, inner_steps=2)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    assert "inner optimizer" in refusal(inner.step)
+    del engine
+    inner.step()
+
+
+def test_data_parallel_is_refused():
+    """As DistributedDataParallel."""
+    assert "DataParallel" in refusal(lambda: DiLoCo(nn.DataParallel(network()), AVERAGING, inner_steps=1))
+
+
 # -------------------------------------- parameters that were resized; copies of the engine; another optimizer's state
+
+
+def test_a_resized_parameter_is_named():
+    """Its `.data` has another shape than the anchor."""
+    model = nn.Embedding(4, 3)
+    engine = DiLoCo(model, AVERAGING, inner_steps=1)
+    model.weight.data = torch.zeros(6, 3)
+    assert "'weight' was replaced, resized" in refusal(engine.step)
+
+
+@pytest.mark.parametrize("attempt", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_copies_of_an_engine_are_refused(attempt: Callable[[Any], Any]):
+    """Their replicas would be others'; the message names what to do."""
+    with pytest.raises(TypeError, match="state_dict"):
+        attempt(DiLoCo(network(), AVERAGING, inner_steps=1))
+
+
+def outer(kind: type[torch.optim.Optimizer]) -> DiLoCo:
+    """An engine with torch's optimizer of some class as outer optimizer, after a round."""
+    engine = DiLoCo(network(), lambda named: kind([p for _, p in named], lr=0.1), inner_steps=1)  # type: ignore[call-arg]
+    shift(*engine.replicas)
+    engine.step()
+    return engine
+
+
+def test_the_state_of_another_outer_optimizer_is_refused():
+    """Also of one with the same settings; OuterSGD and torch's SGD alone load each other's."""
+    for kind in (torch.optim.Adam, torch.optim.NAdam, torch.optim.Adagrad, torch.optim.SGD):
+        assert "outer must be AdamW" in refusal(
+            lambda k=kind: outer(torch.optim.AdamW).load_state_dict(outer(k).state_dict())
+        )
+    DiLoCo(network(), HEAVY_BALL, inner_steps=1).load_state_dict(outer(torch.optim.SGD).state_dict())
+    assert "closure" in refusal(lambda: outer(torch.optim.LBFGS))
 
 
 # -------------------------------------------------------------------------------------- frozen parameters that change
 
 
 # --------------------------------------------------------------------------------------------------- compiled modules
+
+
+def test_the_state_of_a_compiled_module_is_that_of_the_module():
+    """Both ways, also of a block inside."""
+    compiled = partial(torch.compile, backend="eager")
+    engines = [DiLoCo(module, AVERAGING, inner_steps=1) for module in (network(), compiled(network()))]
+    nested = network()
+    nested[0] = compiled(nested[0])
+    engines.append(DiLoCo(nested, AVERAGING, inner_steps=1))
+    for engine in engines:
+        assert list(engine.anchor) == list(engines[0].anchor)
+        engine.load_state_dict(engines[0].state_dict())
 
 
 # --------------------------------------------------------------------------------------------------- unequal replicas

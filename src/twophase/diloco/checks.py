@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 import twophase
@@ -47,8 +47,11 @@ def check_replicas(
     if not slots or not slots[0]:
         raise ValueError("DiLoCo: replicas must be modules with at least one parameter that requires a gradient")
     for number, (replica, by_name) in enumerate(zip(replicas, slots, strict=True)):
-        if any(isinstance(module, DistributedDataParallel) for module in replica.modules()):
-            raise ValueError("DiLoCo: replicas holds a DistributedDataParallel, which averages gradients; pass .module")
+        for module in replica.modules():
+            if isinstance(module, DistributedDataParallel | DataParallel):
+                raise ValueError(
+                    f"DiLoCo: replicas holds a {type(module).__name__}, which joins gradients; pass .module"
+                )
         if {n: s.tensor().shape for n, s in by_name.items()} != {n: s.tensor().shape for n, s in slots[0].items()}:
             raise ValueError(f"DiLoCo: replica {number} has other trainable parameters than replica 0")
         if len({slot.device for slot in by_name.values()}) > 1:
@@ -122,8 +125,12 @@ def describe(outer: Optimizer) -> list[str]:
     """Return rule and restart of each param group; of another optimizer its class and settings."""
     if isinstance(outer, OuterSGD):
         return [f"{rule_of(group).describe()}, restart {group['restart']}" for group in outer.param_groups]
-    names = " and ".join(type(each).__name__ for each in getattr(outer, "optimizers", [outer]))
-    return [f"{names} lr {float(g['lr']):g}, restart {g.get('restart', 'never')}" for g in outer.param_groups]
+    return [f"{kind_of(outer)} lr {float(g['lr']):g}, restart {g.get('restart', 'never')}" for g in outer.param_groups]
+
+
+def kind_of(outer: Optimizer) -> str:
+    """Return the class of an outer optimizer, or the classes that one is made of."""
+    return " and ".join(type(each).__name__ for each in getattr(outer, "optimizers", [outer]))
 
 
 def first_difference(first: Any, second: Any, name: str = "") -> tuple[str, str, str] | None:
@@ -144,6 +151,8 @@ def check_call(engine: DiLoCo, fragments: Sequence[Fragment], signals: Mapping[s
     """Refuse a step where none may be, and signals that are no numbers or lack what a restart policy needs."""
     if engine._interrupted:
         raise RuntimeError(INTERRUPTED)
+    if engine._is_replaced:
+        raise RuntimeError("DiLoCo: a later engine synchronizes these modules, as that of a second callback; keep one")
     if engine._showing:
         raise RuntimeError("DiLoCo: step() and finish() must not be called within anchored(); leave its block first")
     for name, value in signals.items():
@@ -154,6 +163,7 @@ def check_call(engine: DiLoCo, fragments: Sequence[Fragment], signals: Mapping[s
     for fragment in fragments:
         if missing := getattr(fragment.outer, "needs", MEASURED) - MEASURED - signals.keys():
             raise ValueError(f"DiLoCo: step(signals=...) must have {min(missing)!r}, which a restart policy needs")
+    engine._loads.tell(engine)
 
 
 def share_inputs(

@@ -128,13 +128,17 @@ class DiLoCo:
             slots, partition({name: slot.parameter.numel() for name, slot in slots[0].items()}, fragments), filter
         )
         self._build_outers(outer, restart)
-        self._interrupted, self._showing = False, 0
+        self._interrupted, self._is_replaced, self._showing = False, False, 0
         self.after_sync: list[Callable[[], object]] = []
         self.replica_count = checks.assert_started_equal(self, expect_equal or {})
         self.group.broadcast(self.flat)
         self._buffers = Buffers(self.replicas, self.replica_count, self.group, self.flat)
         self._watch = Watch(self)
         self.restore()
+        state.own(self)
+        self._loads = state.Loads(self)
+
+    __getstate__ = state.refuse_copy
 
     def _build(
         self, slots: Sequence[Mapping[str, Any]], parts: Mapping[str, Sequence[str]], filters: str | Filter | None
@@ -395,8 +399,6 @@ class DiLoCo:
         numbers and text only (`torch.load(weights_only=True)`). The tensors are live: save them before the next step,
         or clone them. It waits for an all-reduce under way; then call it on all ranks.
         """
-        if self._interrupted:
-            raise RuntimeError(checks.INTERRUPTED)
         return state.saved(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -409,9 +411,6 @@ class DiLoCo:
             ValueError: not an engine's state, or of another model or schedule; nothing has been changed.
         """
         state.load(self, state_dict)
-        self._interrupted = False
-        if self.at_anchor:
-            self.restore()
 
     def residuals(self) -> dict[str, Tensor]:
         """Return what this rank still owes by compression, (senders, numel) by fragment; see `state_dict`."""

@@ -91,15 +91,20 @@ class Slot:
     parameter: nn.Parameter
     dtype: torch.dtype
     device: torch.device
+    shape: torch.Size
 
     def tensor(self) -> Tensor:
         """Return the parameter now, of a sharded one this rank's shard; refuse one that was replaced."""
         p = self.parameter
-        if self.module._parameters.get(self.leaf) is not p or p.dtype is not self.dtype or p.device != self.device:
-            raise ValueError(
-                f"DiLoCo: parameter {self.name!r} was replaced, moved or cast after the engine was built; build it last"
-            )
+        is_own = self.module._parameters.get(self.leaf) is p and p.shape == self.shape
+        if not is_own or p.dtype is not self.dtype or p.device != self.device:
+            was = "replaced, resized, moved or cast"
+            raise ValueError(f"DiLoCo: parameter {self.name!r} was {was} after the engine was built; build it last")
         return p.detach() if type(p) is nn.Parameter else local(p)
+
+
+_WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module)\.")
+"""What torch.compile and activation checkpointing add to names: a state is the same with and without them."""
 
 
 def slots_of(replica: nn.Module) -> dict[str, Slot]:
@@ -110,7 +115,8 @@ def slots_of(replica: nn.Module) -> dict[str, Slot]:
     for name, p in replica.named_parameters():
         if p.requires_grad:
             path, _, leaf = name.rpartition(".")
-            slots[name] = Slot(name, replica.get_submodule(path), leaf, p, p.dtype, p.device)
+            name = _WRAPPERS.sub("", name)  # noqa: PLW2901 - as in the module's own state_dict()
+            slots[name] = Slot(name, replica.get_submodule(path), leaf, p, p.dtype, p.device, p.shape)
     return slots
 
 

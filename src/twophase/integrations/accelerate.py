@@ -13,6 +13,7 @@ from twophase.diloco import engine
 from twophase.diloco.engine import Signals
 from twophase.diloco.report import RoundReport
 from twophase.optim.build import OuterChoice
+from twophase.optim.outer_sgd import keep_types
 from twophase.training import checkpoint
 
 
@@ -98,6 +99,7 @@ class DiLoCo:
         self.engine.replicas[0].load_state_dict(replica["model"])
         for wrapper, saved in zip(self._accelerator._optimizers, replica["optimizers"], strict=True):
             wrapper.optimizer.load_state_dict(saved)
+            keep_types(wrapper.optimizer, saved)
 
     def _save_replica(self, models: list[nn.Module], weights: list[Any], folder: str) -> None:  # noqa: ARG002
         """Save this process's replica into the accelerator's checkpoint, which holds only that of process 0."""

@@ -16,6 +16,7 @@ from twophase.diloco.engine import DiLoCo, Signals
 from twophase.diloco.report import RoundReport
 from twophase.errors import UsageError
 from twophase.optim.build import OuterChoice
+from twophase.optim.outer_sgd import keep_types, unlike_types
 from twophase.training.recording import Recorder, record
 
 _TORCHRUN = "RANK LOCAL_RANK GROUP_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE TORCHELASTIC_RUN_ID".split()
@@ -67,10 +68,11 @@ class Rounds:
         if len(set(steps)) > 1:  # a kill between two replicas' checkpoints leaves them so
             raise ValueError(f"DiLoCoCallback: all replicas must resume from step {min(steps)}, have steps {steps}")
         if state:
-            self.engine.load_state_dict(state["engine"])
-            self.engine.load_residuals(state["residuals"])
             with torch.no_grad():  # building the engine set all replicas to the first one's weights
                 torch._foreach_copy_(list(model.parameters()), weights)
+            self.engine.load_state_dict(state["engine"])
+            self.engine.load_residuals(state["residuals"])
+            keep_types(inner, state["inner"])
         if self._folder is not None:
             folder = Path(self._folder).resolve()
             if earlier := _RECORDING.get(folder):  # its training has raised, and a traceback still holds it
@@ -101,7 +103,8 @@ class Rounds:
 
     def saved(self) -> dict[str, Any]:
         """Return what a checkpoint of the trainer lacks: anchor, outer state, position, residuals of compression."""
-        return {"engine": self.engine.state_dict(), "residuals": self.engine.residuals()}
+        inner = unlike_types(self._inner)
+        return {"engine": self.engine.state_dict(), "residuals": self.engine.residuals(), "inner": inner}
 
 
 def join_replicas() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from inspect import Parameter, signature
 
 import torch
 from torch import Tensor
@@ -57,12 +58,20 @@ def outer_optimizer(
     made: Optimizer = optimizers[0] if isinstance(built, Optimizer) else Restarting(optimizers, policy)
     if isinstance(made, OuterSGD) and policy != Never():
         raise ValueError(f"restart {policy} must be given to the OuterSGD that outer builds")
+    parts = made.optimizers if isinstance(made, Restarting) else [made]
+    if lacking := [type(each).__name__ for each in parts if _needs_closure(each)]:
+        raise ValueError(f"outer must build an optimizer whose step() needs no closure, built {lacking[0]}")
     if restart is not None and not isinstance(made, OuterSGD | Restarting):
         made = Restarting(made, policy)
     taken = {id(p) for group in getattr(made, "param_groups", []) for p in group["params"]}
     if unused := [name for name, p in named if id(p) not in taken]:
         raise ValueError(f"outer must build an optimizer of every parameter, lacks {unused[0]}")
     return made
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    closure = signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is Parameter.empty
 
 
 def named_optimizer(

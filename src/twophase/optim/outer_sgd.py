@@ -9,14 +9,16 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import ReferenceType
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.sgd import sgd
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from twophase.restart import (
     MEASURED,
@@ -36,6 +38,15 @@ BUFFER = "momentum_buffer"  # torch.optim.SGD's key, so that its checkpoints loa
 COUNTERS = ("rounds", "rounds_since_restart", "restarts")
 Dots = tuple[float, float, float]
 """`<g, g>`, `<m, m>` and `<g, m>` of a param group, with the m before g is mixed in."""
+
+
+OWNERS: MutableMapping[Tensor, ReferenceType[Any]] = WeakTensorKeyDictionary()
+"""By parameter of a replica the `DiLoCo` that synchronizes it; neither is kept alive."""
+
+
+def owner_of(p: Tensor) -> Any:
+    """Return the `DiLoCo` of a replica's parameter, or None."""
+    return OWNERS[p]() if p in OWNERS else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +161,8 @@ class OuterSGD(torch.optim.SGD):
                 self._buffers(group, [p for p in group["params"] if p.grad is not None])
             return loss
         groups = [group for group in self.param_groups if any(p.grad is not None for p in group["params"])]
+        if any(owner_of(p) for group in groups for p in group["params"][:1]):
+            raise ValueError("OuterSGD: takes the outer steps of a DiLoCo; replicas need an inner optimizer, as AdamW")
         measured: list[Dots | None] = list(dots) if dots is not None else [None] * len(groups)
         decisions: list[tuple[dict[str, float], Decision, tuple[str, ...]]] = []
         for index, group in enumerate(groups):  # all before any: a round that a policy refuses has not happened
@@ -331,6 +344,34 @@ def _report(group: Mapping[str, Any], measured: Dots, decision: Decision, broken
     along = cosine * buffer_norm / norm if norm else math.nan  # <m, g> / <g, g>
     gain = along_g + along_m * along
     return GroupRound(isinstance(decision, Restart), norm, buffer_norm, cosine, gain, broken)
+
+
+def keep_types(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Give an optimizer's loaded state the types that it was saved in; torch casts it to those of the parameters."""
+    if isinstance(optimizer, OuterSGD):  # which has types of its own
+        return
+    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+        for p, index in zip(group["params"], saved["params"], strict=True):
+            of_p = optimizer.state.get(p, {})
+            for key, value in state_dict["state"].get(index, {}).items():
+                if isinstance(value, Tensor) and key in of_p and of_p[key].dtype != value.dtype:
+                    of_p[key] = value.to(of_p[key].device, copy=True)
+
+
+def unlike_types(optimizer: Optimizer) -> dict[str, Any]:
+    """Return of an optimizer's state dict the tensors that torch would load in another type, for `keep_types`."""
+    state, params = optimizer.state_dict(), [p for group in optimizer.param_groups for p in group["params"]]
+    groups = [{"params": group["params"]} for group in state["param_groups"]]
+    places = dict(zip([index for group in groups for index in group["params"]], params, strict=True))
+    tensors = {
+        index: {
+            key: value
+            for key, value in of_p.items()
+            if key != "step" and isinstance(value, Tensor) and value.dtype != places[index].dtype
+        }
+        for index, of_p in state["state"].items()
+    }
+    return {"param_groups": groups, "state": {index: of_p for index, of_p in tensors.items() if of_p}}
 
 
 # ------------------------------------------------------------------------------------------- arithmetic and measuring

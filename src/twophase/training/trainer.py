@@ -28,7 +28,7 @@ from twophase.diloco.report import RoundReport, merged
 from twophase.errors import UsageError
 from twophase.optim.build import named_optimizer
 from twophase.optim.names import TORCH
-from twophase.optim.outer_sgd import COUNTERS
+from twophase.optim.outer_sgd import COUNTERS, keep_types
 from twophase.optim.schedules import Schedule, follow
 from twophase.runs.config import OuterConfig, RunConfig, inner_lr, named_values
 from twophase.runs.folder import CHECKPOINTS, LOGS, METRICS, ROUNDS, STEPS, RunFolder
@@ -371,6 +371,7 @@ class Trainer:
                 for group, mine in zip(of_saved["outer"]["param_groups"], own["param_groups"], strict=True):
                     counted = (*COUNTERS, "policy_state")
                     group.update({key: value for key, value in mine.items() if key not in counted})
+            state["spec"].pop("outer", None)
         self.engine.load_state_dict(state)
         # With another number of ranks, what was owed belongs to no rank.
         if saved.progress["ranks"] == self.group.size and f"{residuals}.pt" in saved.files:
@@ -379,6 +380,7 @@ class Trainer:
             of_replica = saved.part(name)
             replica.model.load_state_dict(of_replica.get("model", replica.model.state_dict()))
             replica.inner.load_state_dict(of_replica["inner"])
+            keep_types(replica.inner, of_replica["inner"])
             replica.round_losses = of_replica["round_losses"]
         self.compute.chosen = dict(saved.progress["chosen"])
         self.done, self._losses = Progress(**saved.progress["done"]), []
