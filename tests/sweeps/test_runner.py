@@ -15,7 +15,7 @@ import pytest
 from commands import wait_until
 from forked import Forked
 from twophase.api import run_config
-from twophase.errors import RunError
+from twophase.errors import RunError, UsageError
 from twophase.files import read_jsonl
 from twophase.recipes.controls import grid_of
 from twophase.runs.folder import ROUNDS
@@ -161,6 +161,21 @@ def test_a_diverged_beginning_diverges_below(tmp_path: Path):
     outcome = run_sweep(made, out, workers=1, quiet=True)
     assert {row.state for row in outcome.rows} == {"diverged"}
     assert not list((out / RUNS).glob("fork-*"))
+
+
+@pytest.mark.parametrize("more", ["", ", 'perplexity': 2.0**loss"])
+def test_a_loss_below_0(tmp_path: Path, more: str):
+    """It has no ratio, which the first run that ends says, not the last; a perplexity has one."""
+    evaluate = f"    def evaluate(self, model):\n        loss = -1.0\n        return {{'loss': loss{more}}}\n"
+    (tmp_path / "low.py").write_text(f"{TASK}\n{evaluate}")
+    base = run_config(f"{tmp_path}/low.py:Fragile", {"steps": 12, "inner_steps": 3})
+    made, out = Sweep(base, grid_of(base, [Axis("seed", (0, 1))], controls=False)), tmp_path / "out"
+    if more:
+        assert [row.outcome for row in run_sweep(made, out, workers=1, quiet=True).rows] == [0.5, 0.5]
+    else:
+        with pytest.raises(UsageError, match="above 0"):
+            run_sweep(made, out, workers=1, quiet=True)
+        assert len(list(out.glob("*/*/summary.json"))) == 1
 
 
 def test_a_finished_sweep_trains_nothing(tmp_path: Path):

@@ -11,9 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from twophase.api import run_config
+from twophase.compare.sweep import select
 from twophase.errors import UsageError
 from twophase.runs.config import OuterConfig
-from twophase.sweeps.grid import Axis, Sweep, product
+from twophase.sweeps.grid import Axis, Sweep, product, write_spec
 from twophase.sweeps.table import Row, State, measure_of, read_rows, rows_of, settings, write_rows
 from twophase.tasks.lm.config import TrainConfig
 
@@ -49,22 +51,34 @@ def test_rows_of_a_sweep(tmp_path: Path) -> None:
 
 def test_rows_on_disk(tmp_path: Path) -> None:
     """The table has the promised columns, empty fields for what is not known, and reads back as it was written."""
-    first = {"lr": 0.3, "restart": "3", "stagger": True, "seed": 0}
-    second = {"lr": 1.0, "restart": "never", "stagger": False, "seed": 1}
+    first = {"lr": 0.3, "outer.restart": "3", "stagger": True, "seed": 0}
+    second = {"lr": 1.0, "outer.restart": "never", "stagger": False, "seed": 1}
     rows = [
         Row("a, b", "1f", first, "finished", 8.25, 2.11, 5.0),
         Row("a, b", "2f", second, "diverged", None, None, 1.0, "1f"),
-        Row("c", "3f", second | {"restart": "at:4,9", "lr": 1e-5}, "missing"),
+        Row("c", "3f", second | {"outer.restart": "at:4,9", "lr": 1e-5}, "missing"),
     ]
     path = tmp_path / "cells.csv"
     write_rows(path, rows)
     assert path.read_text().splitlines() == [
-        "arm,run,lr,restart,stagger,seed,perplexity,validation_loss,diverged,state,seconds,control_of",
+        "arm,run,lr,outer.restart,stagger,seed,perplexity,validation_loss,diverged,state,seconds,control_of",
         '"a, b",1f,0.3,3,true,0,8.25,2.11,false,finished,5.0,',
         '"a, b",2f,1.0,never,false,1,,,true,diverged,1.0,1f',
         'c,3f,1e-05,"at:4,9",false,1,,,,missing,,',
     ]
     assert read_rows(path) == rows
+
+
+def test_texts_stay_texts(tmp_path: Path) -> None:
+    """Values of a field of text are text beside the sweep's description, also those that look like something else."""
+    values = ["1", "01", "true", "nan", "", "none"]
+    base = run_config("hf:x", {})
+    cells = product(base, [Axis("task.weights", (False, True)), Axis("task.corpus", tuple(values))])
+    write_spec(sweep := Sweep(base, cells), tmp_path)
+    write_rows(tmp_path / "cells.csv", rows := rows_of(sweep, {}))
+    assert read_rows(tmp_path / "cells.csv") == rows
+    assert [each.values["task.corpus"] for each in select(rows, {"task.corpus": "1"})] == ["1"] * 2
+    assert len(select(rows, {"task.corpus": "nan", "task.weights": "true"})) == 1
 
 
 EDITED: dict[str, Callable[[str], str]] = {

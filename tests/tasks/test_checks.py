@@ -83,6 +83,16 @@ def test_what_differs_the_second_time_is_refused(make: Make, call: str, before: 
         make(counted, (before, after)).check(CPU)
 
 
+def test_a_seed_that_changes_nothing_is_refused(make: Make) -> None:
+    """Model and batch ignore it; where dropout is drawn by it, it counts."""
+    blind = ("torch.manual_seed(seed)", "torch.manual_seed(0)"), (POINTS, "self.points((0, step, replica), 16)")
+    make(*blind).check(CPU, 1)
+    plain = make(*blind, (", nn.Dropout(0.1)", ""))
+    plain.check(CPU)
+    with pytest.raises(UsageError, match="--seed"):
+        plain.check(CPU, 1)
+
+
 def test_numbers_of_an_evaluation(make: Make, tmp_path: Path) -> None:
     """One without a loss is refused before the first step; the columns of the record's own cannot be overwritten."""
     with pytest.raises(UsageError, match=r"^--task .*evaluate\(\)[^\n]*$"):

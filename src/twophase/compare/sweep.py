@@ -20,6 +20,7 @@ import math
 import statistics
 import textwrap
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
@@ -194,7 +195,7 @@ def select(rows: Sequence[Row], where: Mapping[str, str]) -> list[Row]:
     chosen = list(rows)
     for path, text in where.items():
         there = dict.fromkeys(cell_text(row.values[path]) for row in chosen if path in row.values)
-        chosen = [row for row in chosen if path in row.values and _key(cell_text(row.values[path])) == _key(text)]
+        chosen = [row for row in chosen if path in row.values and _is_value(row.values[path], text)]
         if not chosen:
             raise UsageError(f"--where {path}: must be one of {', '.join(there) or 'no values'}, got {text}")
     return chosen
@@ -337,8 +338,8 @@ def _notes(rows: Sequence[Row], methods: Sequence[Method], against: Sequence[Aga
         yield f"Finished runs without a result: {ABOVE_ZERO}."
 
 
-def _key(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text
+def _is_value(value: Any, text: str) -> bool:
+    with suppress(ValueError):
+        if type(value) in (int, float):
+            return float(text) == value
+    return cell_text(value) == text

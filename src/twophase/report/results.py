@@ -19,7 +19,7 @@ from twophase.report.run import result_words
 from twophase.report.sweep import read_sweep
 from twophase.runs.record import Column, RunRecord, is_run, read_record
 from twophase.sweeps.grid import RUNS
-from twophase.sweeps.table import AFTER, TABLE, Row, Setting, measure_of, method_name
+from twophase.sweeps.table import AFTER, TABLE, Row, Setting, measure_of, method_name, text_paths
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -191,7 +191,7 @@ class Sweep:
         """Return `cells.csv`, a row a cell and seed, as a pandas table."""
         import pandas as pd  # noqa: PLC0415 - an extra
 
-        texts: Any = dict.fromkeys(("arm", "run", "control_of"), str)
+        texts: Any = dict.fromkeys(("arm", "run", "control_of", *text_paths(self.path / TABLE)), str)
         # By itself pandas takes the arm without a name, and words such as None, for missing: groupby would drop them.
         missing = {name: [""] for name in AFTER}
         return pd.read_csv(self.path / TABLE, dtype=texts, keep_default_na=False, na_values=missing)

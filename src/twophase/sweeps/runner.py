@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from twophase.config import fingerprint, update
-from twophase.errors import RunError
+from twophase.errors import RunError, UsageError
 from twophase.files import write_atomic
 from twophase.progress import meter
 from twophase.runs.config import RunConfig
@@ -29,7 +29,7 @@ from twophase.runs.folder import CHECKPOINTS, BusyError, RunFolder
 from twophase.runs.record import read_summary
 from twophase.sweeps.fork import Node, tree
 from twophase.sweeps.grid import RUNS, SPEC, Sweep, write_spec
-from twophase.sweeps.table import TABLE, Row, measure_of, place_words, readable, rows_of, write_rows
+from twophase.sweeps.table import ABOVE_ZERO, TABLE, Row, measure_of, place_words, readable, rows_of, write_rows
 
 ERROR = "error.txt"
 """The traceback of a run that failed, in its folder."""
@@ -181,6 +181,9 @@ def run_sweep(
         before, seen = {row.run: row.state for row in rows}, now
         rows = rows_of(sweep, nodes.summaries, nodes.errors)
         write_rows(folder / TABLE, rows)
+        for row in rows:
+            if row.state == "finished" and row.outcome is None:
+                raise UsageError(f"run {row.run} has the validation loss {row.validation_loss}; {ABOVE_ZERO}")
         drawn = on_rows(rows)
         text = f"{len(nodes.summaries.keys() & sweep.runs)}/{len(sweep.runs)} runs"
         for row in [row for row in rows if row.state not in ("missing", before.get(row.run))][-1:]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import math
 import re
 import statistics
@@ -20,14 +21,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
+from twophase.config import flatten
 from twophase.errors import UsageError
 from twophase.files import write_atomic
-from twophase.sweeps.grid import Sweep
+from twophase.sweeps.grid import SPEC, Sweep
 
 State = Literal["finished", "diverged", "missing", "failed"]
 TABLE, SEED = "cells.csv", "seed"
 """The table in a sweep's folder, and its column of seeds."""
-ABOVE_ZERO = "ratios are compared, so that the task's loss must be above 0: add a constant to it"
+ABOVE_ZERO = (
+    "ratios are compared, so that the task's loss must be above 0; let its evaluate() return exp(loss) as perplexity, "
+    "too, or add a constant"
+)
 _NUMBER = re.compile(r"([+-]?[\d.,]+(e[+-]?\d+)?|inf|nan)?%?")
 _BEFORE = ["arm", "run"]
 AFTER = ["perplexity", "validation_loss", "diverged", "state", "seconds", "control_of"]
@@ -153,17 +158,19 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
 def read_rows(path: Path) -> list[Row]:
     """Read the rows of a `cells.csv`.
 
-    Axis values come back as true/false, whole numbers, numbers or text: the first that fits. Restart policies stay
-    text, and so do values of several words. A UsageError refuses a file that is no table of cells.
+    Axis values come back as true/false, whole numbers, numbers or text: the first that fits, but values of `text_paths`
+    as they are. A UsageError refuses a file that is no table of cells.
     """
-    rows = []
+    rows, texts_of = [], text_paths(path)
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             names, *lines = csv.reader(file)
         if (names[:2], names[-6:]) != (_BEFORE, AFTER):
             raise ValueError(f"it has the columns {', '.join(names)}")
         for arm, run, *texts, perplexity, loss, _, state, seconds, control_of in lines:
-            values = {name: _value(name, text) for name, text in zip(names[2:-6], texts, strict=True)}
+            values = {
+                name: text if name in texts_of else _value(text) for name, text in zip(names[2:-6], texts, strict=True)
+            }
             numbers = (float(text) if text else None for text in (perplexity, loss, seconds))
             if state not in get_args(State):
                 raise ValueError(f"state must be one of {', '.join(get_args(State))}, is {state}")
@@ -171,6 +178,14 @@ def read_rows(path: Path) -> list[Row]:
     except (ValueError, csv.Error) as error:  # edited by hand
         raise UsageError(f"{path}: must be a table of cells as the sweep's command writes it ({error})") from None
     return rows
+
+
+def text_paths(table: Path) -> set[str]:
+    """Return the axes of a `cells.csv` that hold text or several words, by the sweep's description beside it."""
+    base: Mapping[str, Any] = {}
+    with suppress(OSError, ValueError):  # a table alone, as of published results
+        base = flatten(json.loads(table.with_name(SPEC).read_bytes())["base"])
+    return {"outer.restart", "sync.restart"} | {path for path, value in base.items() if isinstance(value, str | list)}
 
 
 def settings(rows: Iterable[Row]) -> list[Setting]:
@@ -242,10 +257,10 @@ def cell_text(item: Any) -> str:
     return "" if item is None else str(item).lower() if isinstance(item, bool) else str(item)
 
 
-def _value(path: str, text: str) -> Any:
+def _value(text: str) -> Any:
     if text in {"", "true", "false"}:
         return {"": None, "true": True, "false": False}[text]
-    for kind in (int, float) if path.rpartition(".")[2] != "restart" else ():
+    for kind in (int, float):
         with suppress(ValueError):
             if cell_text(value := kind(text)) == text:  # else a text, such as 01 or 1.10
                 return value

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten
 from twophase.config import to_tree
 from twophase.errors import UsageError
 from twophase.files import sha256
+from twophase.training.distributed import to_device
 
 
 class Task(Protocol):
@@ -166,20 +167,31 @@ class OwnTask:
         fingerprint = hashlib.sha256(identity.encode()).hexdigest()
         return {**described, "task": self.name, "loss_unit": unit, "fingerprint": fingerprint}
 
-    def check(self, device: torch.device) -> None:
-        """Refuse weights or a batch that differ the second time; evaluate once, before hours of training."""
+    @torch.no_grad()
+    def check(self, device: torch.device, seed: int = 0) -> None:
+        """Refuse weights or a batch that differ the second time, or a seed but 0 that changes nothing; evaluate once.
+
+        All this comes before hours of training.
+        """
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            model = self.model(0)
-            pairs = {
-                "model(0)": (model.state_dict(), self.model(0).state_dict()),
-                "batch(0, 0, 0)": (self.batch(0, 0, 0), self.batch(0, 0, 0)),
-            }
-            for call, (first, second) in pairs.items():
-                (leaves, tree), (others, other_tree) = tree_flatten(first), tree_flatten(second)
-                if tree != other_tree or not all(map(_is_equal, leaves, others)):
+            model, batch = self.model(0), self.batch(0, 0, 0)
+            again = {"model(0)": self.model(0).state_dict(), "batch(0, 0, 0)": self.batch(0, 0, 0)}
+            for (call, second), first in zip(again.items(), (model.state_dict(), batch), strict=True):
+                if not _is_same(first, second):
                     remedy = "must return the same twice; draw it from its arguments alone"
                     raise UsageError(f"--task {self.name}: {call} {remedy}")
+            is_ignored = seed != 0 and _is_same(batch, self.batch(seed, 0, 0))
+            is_ignored = is_ignored and _is_same(model.state_dict(), self.model(seed).state_dict())
             self.evaluate(model.to(device))
+            losses = [self.loss(model.train(), to_device(self.batch(n, 0, 0), device)) for n in (0, seed) if is_ignored]
+            if is_ignored and _is_same(*losses):  # no dropout either, which the seed decides, too
+                raise UsageError(f"--seed: must be 0, for --task {self.name} ignores it in model and batch, got {seed}")
+
+
+def _is_same(first: Any, second: Any) -> bool:
+    """Tell whether two trees hold the same."""
+    (leaves, tree), (others, other_tree) = tree_flatten(first), tree_flatten(second)
+    return tree == other_tree and all(map(_is_equal, leaves, others))
 
 
 def _is_equal(first: Any, second: Any) -> bool:

@@ -99,7 +99,7 @@ class Trainer:
             torch.use_deterministic_algorithms(config.deterministic)
             deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue] - costs time
         if isinstance(task, OwnTask) and not task.is_shipped:
-            task.check(device)
+            task.check(device, config.seed)
         if not config.repeat and (check_data := getattr(task, "check_data", None)):
             check_data(config.steps)
         share = config.replicas // group.size

@@ -27,7 +27,7 @@ from twophase.runs.config import OuterConfig, RunConfig
 from twophase.runs.folder import Claim
 from twophase.sweeps.grid import Sweep
 from twophase.sweeps.runner import Outcome, run_sweep
-from twophase.sweeps.table import ABOVE_ZERO, Setting, measure_of
+from twophase.sweeps.table import Setting, measure_of
 from twophase.tuning.methods import CONTROL, METHODS, Method, read_method
 from twophase.tuning.results import Tuned, TuneResults, train_command
 from twophase.tuning.search import Point, has_untried, propose, write_studies
@@ -207,8 +207,6 @@ class _Stages:
         for row in outcome.rows:
             if row.state == "missing":
                 raise RunError(f"{self.folder}: stopped; the same command resumes it")
-            if row.outcome is None:
-                raise RunError(f"{folder}: run {row.run} has the loss {row.validation_loss}; {ABOVE_ZERO}")
             self.seconds[row.arm] += row.seconds or 0.0
         rows = iter(outcome.rows)
         return [(m, p, Setting(m.text, {}, tuple(itertools.islice(rows, len(seeds))))) for m, p in settings]
