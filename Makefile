@@ -150,7 +150,6 @@ fig5_soft.py --train quick --workers 1
 compression.py --train quick --workers 1
 kinds.py --train quick --workers 1
 linear_network.py --train quick
-gpu/outer.py --tiny
 gpu/step.py --tiny
 endef
 export TINY

@@ -58,34 +58,6 @@ def same_gain(rule: OuterRule, period: int, rounds: int) -> OuterRule:
     return OuterRule(mean_outer_gain(rule, Periodic(period), rounds), 0.0, form="ema")
 
 
-def arguments(description: str | None, scales: Mapping[str, Any] | None = None) -> argparse.Namespace:
-    """Parse the command line; its first line of help is the description's.
-
-    Args:
-        description: the script's docstring.
-        scales: scales at which the script trains, by name; without `--train` it draws its stored table.
-
-    Returns:
-        `out`: folder for all files, or None for `results/` and `docs/`. With scales also `train`, a name or None,
-        `scale`, what it names, and `workers`; a training's `out` is never None.
-    """
-    parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
-    parser.add_argument("--out", type=Path, help="folder of all files (docs/ and experiments/results/)")
-    if scales:
-        parser.add_argument(
-            "--train",
-            choices=list(scales),
-            help="train below --out (runs/experiments) instead of drawing the stored table; quick: a minute, does it "
-            "work; laptop: what is stored; paper: the paper's scale, for GPUs",
-        )
-        parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="worker processes (%(default)s)")
-    options = parser.parse_args()
-    options.scale = scales.get(options.train) if scales else None
-    if options.scale and options.out is None:
-        options.out = Path("runs/experiments")
-    return options
-
-
 def script(
     doc: str | None,
     name: str,
@@ -99,16 +71,30 @@ def script(
     """Run a script: compute its table, or with `--train` train it, else read the stored one; print, store and draw it.
 
     Args:
-        doc: the script's docstring.
+        doc: the script's docstring; its first line is that of the help.
         name: as of `store`.
         draw: as of `store`.
         compute: returns the table of a script that trains nothing.
-        train: returns the table of training with some `arguments`.
-        scales: as of `arguments`.
+        train: returns the table of training, from options: `scale`, `train`, its name, `workers`, and the folder `out`.
+        scales: at which it trains, by name.
         report: prints what the table says; by default all of it.
     """
-    options = arguments(doc, scales)
-    found = compute() if compute else train(options) if train and options.scale else read(name)
+    parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
+    parser.add_argument("--out", type=Path, help="folder of all files (docs/ and experiments/results/)")
+    if scales:
+        parser.add_argument(
+            "--train",
+            choices=list(scales),
+            help="train below --out (runs/experiments) instead of drawing the stored table; quick: a minute, does it "
+            "work; laptop: what is stored; paper: the paper's scale, for GPUs",
+        )
+        parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="worker processes (%(default)s)")
+    options = parser.parse_args()
+    if train and scales and options.train:
+        options.scale, options.out = scales[options.train], options.out or Path("runs/experiments")
+        found = train(options)
+    else:
+        found = compute() if compute else read(name)
     (report or show)(found)
     store(name, found, draw, options.out)
 

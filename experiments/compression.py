@@ -50,20 +50,16 @@ def train(options: argparse.Namespace) -> Frame:
     settings, lossy = list(product(*AXES.values())), len(COMPRESSIONS) - 1
     for name in COMPRESSIONS[1:]:
         mine = logs.xs(name, level="sync.compression")
-        rows += [
-            row_of(name_of(*each), name, mine.loc[each], exact.loc[each], lossy * len(settings)) for each in settings
-        ]
+        for method, momentum, restart in settings:
+            sides = [side.loc[method, momentum, restart] for side in (mine, exact)]
+            words = f"{method} {momentum:g}, {'no restart' if restart == 'never' else f'K = {restart}'}"
+            rows.append(row_of(words, name, *sides, comparisons=lossy * len(settings)))
         means = [side.groupby(level="seed").mean() for side in (mine, exact)]
-        rows.append(row_of(ALL, name, means[0], means[1], lossy))
+        rows.append(row_of(ALL, name, *means, comparisons=lossy))
     return pd.DataFrame(rows)
 
 
-def name_of(method: str, momentum: float, restart: str) -> str:
-    """Return the text of a setting."""
-    return f"{method} {momentum:g}, {'no restart' if restart == 'never' else f'K = {restart}'}"
-
-
-def row_of(setting: str, name: str, mine: pd.Series, exact: pd.Series, comparisons: int) -> dict[str, Any]:
+def row_of(setting: str, name: str, mine: pd.Series, exact: pd.Series, *, comparisons: int) -> dict[str, Any]:
     """Compare log perplexities by seed with those in float32; `seed_sd` is what another seed changes there."""
     found = compare(dict(np.exp(mine)), dict(np.exp(exact)), comparisons=comparisons)
     return {

@@ -2,7 +2,7 @@
 
 `kinds-registration.md` says what is asked and how it is decided; it was written before the runs.
 
-    python experiments/kinds.py --train laptop    a quarter of an hour on one core; skips what --out has already
+    python experiments/kinds.py --train laptop    a quarter of an hour on one core
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import pandas as pd
 import torch
 from matplotlib.figure import Figure
 
-from common import DILOCO, Frame, dot_chart, read, script, show, write
+from common import DILOCO, Frame, dot_chart, script, show
 from small_tasks import SIZES, Cell, train
 from twophase.compare.compare import compare
 from twophase.figures import style
 from twophase.rule import FORMS, OuterRule
 
-NAME = "kinds"
+WORKLOADS = list(product(SIZES, (8, 16)))
+"""Tasks and communication periods."""
 LEAST = {"linear": 8e-3, "modular": 4e-3, "spirals": 4e-3}
 """Least of the seven inner rates, each twice the one before, where it is not 2e-3."""
 SCALES = {"quick": (16, range(1), range(100, 102)), "laptop": (480, range(2), range(100, 105))}
@@ -78,17 +79,16 @@ def summary(table: Frame) -> Frame:
 
 def draw(table: Frame) -> dict[str, Figure]:
     """Draw how many times better than averaging the methods are, a panel each, a line each workload."""
-    workloads = list(product(SIZES, (8, 16)))
     figure, grid = style.new_figure(3.4, 1, len(PANELS), sharex=True, sharey=True)
     for axes, (method, label) in zip(grid[0], PANELS.items(), strict=True):
         rows = table[(table["method"] == method) & (table["control"] == "averaging")]
-        y = [workloads.index(place) for place in zip(rows["task"], rows["S"], strict=True)]
+        y = [WORKLOADS.index(place) for place in zip(rows["task"], rows["S"], strict=True)]
         axes.axvline(1, color=style.MUTED, linewidth=0.8)
         axes.hlines(y, rows["low"], rows["high"], color=style.INK, linewidth=0.8)
         axes.plot(rows["ratio"], y, "o", color=style.INK)
         for place, ratio in zip(y, rows["ratio"], strict=True):
             axes.text(45, place, f"{ratio:.2f}", va="center", fontsize=7, backgroundcolor=style.PAPER)
-        names = [f"{task}, S = {inner_steps}" for task, inner_steps in workloads]
+        names = [f"{task}, S = {inner_steps}" for task, inner_steps in WORKLOADS]
         dot_chart(axes, names, xscale="log", xlim=(0.01, 30), title=label, xticks=(0.1, 1, 10))
         axes.set_xticklabels(["0.1", "1", "10"])
     title = "With noise, restarts help only a momentum left untuned"
@@ -99,17 +99,10 @@ def draw(table: Frame) -> dict[str, Figure]:
 
 
 def train_all(options: argparse.Namespace) -> Frame:
-    """Train each workload that --out does not have yet."""
+    """Train and compare at every workload."""
     torch.set_num_threads(1)
-    options.out.mkdir(parents=True, exist_ok=True)
-    parts = [read(NAME, options.out)] if (options.out / f"{NAME}.csv").exists() else []
-    done = {place for part in parts for place in zip(part["task"], part["S"], strict=True)}
-    for task, inner_steps in product(SIZES, (8, 16)):
-        if (task, inner_steps) not in done:
-            parts.append(study(task, inner_steps, *options.scale))
-            write(NAME, pd.concat(parts), options.out)
-    return read(NAME, options.out)
+    return pd.concat([study(task, inner_steps, *options.scale) for task, inner_steps in WORKLOADS])
 
 
 if __name__ == "__main__":
-    script(__doc__, NAME, draw, train=train_all, scales=SCALES, report=lambda table: show(summary(table)))
+    script(__doc__, "kinds", draw, train=train_all, scales=SCALES, report=lambda table: show(summary(table)))

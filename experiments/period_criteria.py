@@ -40,14 +40,13 @@ class Problems:
     def draw(cls, count: int) -> Problems:
         """Return the first `count` problems of the seed."""
         stream = np.random.default_rng(SEED)
-        drawn: list[list[Any]] = [[] for _ in range(5)]
-        for _ in range(count):  # problem after problem, so that fewer problems are the first of more
-            drawn[0].append(stream.uniform(0.3, 1.3))
-            drawn[1].append(stream.uniform(0.6, 0.98))
-            drawn[2].append(stream.integers(2) == 1)
-            drawn[3].append(stream.uniform(0.05, 1, MODES))
-            drawn[4].append(stream.dirichlet(np.ones(MODES)))
-        lr, momentum, nesterov, sigma, weights = map(np.array, drawn)
+
+        def problem() -> tuple[Any, ...]:  # one after the other, so that fewer problems are the first of more
+            rule = stream.uniform(0.3, 1.3), stream.uniform(0.6, 0.98), stream.integers(2) == 1
+            return *rule, stream.uniform(0.05, 1, MODES), stream.dirichlet(np.ones(MODES))
+
+        columns = zip(*(problem() for _ in range(count)), strict=True)
+        lr, momentum, nesterov, sigma, weights = map(np.array, columns)
         rules = theory.rule_grid(lr[:, None], momentum[:, None], nesterov[:, None], "ema")
         return cls(rules, sigma, weights, lr[:, None])
 

@@ -33,13 +33,12 @@ from twophase.restart import (
 
 def share_with_workers() -> None:
     """Name this module in the environment, so that the worker processes of a sweep load it too."""
-    folder = str(Path(__file__).parent)
+    here = Path(__file__)
     for variable, separator, value in (
-        (POLICIES_VARIABLE, ",", Path(__file__).stem),
-        ("PYTHONPATH", os.pathsep, folder),
+        (POLICIES_VARIABLE, ",", here.stem),
+        ("PYTHONPATH", os.pathsep, str(here.parent)),
     ):
-        values = [part for part in os.environ.get(variable, "").split(separator) if part]
-        os.environ[variable] = separator.join(dict.fromkeys([value, *values]))
+        os.environ[variable] = separator.join(filter(None, [value, os.environ.get(variable)]))
 
 
 @register("gradient")
@@ -71,10 +70,9 @@ class NormRatio(RestartPolicy):
 
     ratio: float
 
-    needs: ClassVar[frozenset[str]] = frozenset({"pseudo_gradient_norm", "buffer_norm"})
+    needs: ClassVar[frozenset[str]] = Auto.needs
 
     def __post_init__(self) -> None:
-        """Refuse what lies outside of the range."""
         if not 0 < self.ratio < math.inf:
             raise ValueError(f"NormRatio: ratio must be above 0, got {self.ratio}")
 
@@ -92,45 +90,28 @@ def _drop_if(fires: bool, signal: RoundSignal) -> Decision:
     return Restart(before=True) if fires and signal.rounds_since_restart > 1 else None
 
 
-# --------------------------------------------------------------------------------------------------- `auto` in parts
-
-
+@register("along")
 @dataclass(frozen=True)
-class _Part(RestartPolicy):
-    """A part of `auto`: its updates are its own, and of the rule nothing enters.
+class Along(RestartPolicy):
+    """Go on along the last update by a fixed share: the direction of `auto` without its gain. Text form `along:0.5`.
 
-    Args:
-        share: >= 0.
+    `u <- g + share |g| u / |u|,  x <- x - u`; `auto` has `1 - |g| / M` in the place of the share, which is >= 0.
+    As in `auto`, nothing of the rule enters.
     """
 
     share: float
 
+    needs: ClassVar[frozenset[str]] = Auto.needs
     takes_steps: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Refuse negative shares."""
         if not 0 <= self.share <= 1e30:
             raise ValueError(f"{type(self).__name__}: share must be in [0, 1e30], got {self.share}")
 
-
-@register("along")
-@dataclass(frozen=True)
-class Along(_Part):
-    """Go on along the last update by a fixed share: the direction of `auto` without its gain. Text form `along:0.5`.
-
-    `u <- g + share |g| u / |u|,  x <- x - u`; `auto` has `1 - |g| / M` in the place of the share.
-    """
-
-    needs: ClassVar[frozenset[str]] = Auto.needs
-
     def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
         """Return the step of the round."""
-        return state, self._step(signal, self.share)
-
-    @staticmethod
-    def _step(signal: RoundSignal, share: float) -> Step:
         g, u = signal.value("pseudo_gradient_norm"), signal.value("buffer_norm")
-        return Step(1.0, share * g / u if u > 0 else 0.0)
+        return state, Step(1.0, self.share * g / u if u > 0 else 0.0)
 
 
 @register("ramp")
@@ -145,19 +126,17 @@ class Ramp(Along):
 
     def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
         """Return the step of the round."""
-        return state, self._step(signal, self.share * signal.value("progress"))
+        return Along(self.share * signal.value("progress")).decide(state, signal)
 
 
 @register("gain")
 @dataclass(frozen=True)
-class Gain(_Part):
+class Gain(Along):
     """Lengthen plain averaging as g shrinks: the gain of `auto` without its direction. Text form `gain:1`.
 
     `x <- x - (1 + share (1 - |g| / M)) g` with the M of `auto`.
     At a share of 1 it has the length that `auto` has where all updates are parallel.
     """
-
-    needs: ClassVar[frozenset[str]] = Auto.needs
 
     def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
         """Return the step of the round."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import csv
 import statistics
-import sys
 from collections.abc import Iterable, Sequence
 from itertools import product
 from pathlib import Path
@@ -24,7 +23,7 @@ from twophase.sweeps.table import format_table
 from twophase.tuning.methods import CONTROL
 from workloads import WORKLOADS
 
-from common import arguments, store  # isort: skip - `run` names its folder
+from common import script  # isort: skip - `run` names its folder
 
 HEAVY_BALL, NESTEROV = "heavy-ball:momentum=~0.6", "nesterov:momentum=~0.6"
 CANDIDATES = ("auto", "averaging+filter=orthogonal", "auto+filter=orthogonal")
@@ -117,10 +116,9 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[list[Any]]:
     return sorted(lines, key=lambda line: (-line[1], -float(line[-2])))
 
 
-def main() -> None:
-    """Write rows and figure, and print the tables of docs/bench.md."""
-    options, rows = arguments(__doc__), table()
-    store("bench", pd.DataFrame(rows), lambda _: {}, options.out)
+def report(found: Any) -> None:
+    """Print the tables of docs/bench.md."""
+    rows = found.to_dict("records")
     print(format_table(["method", *WORDS, "mean ratio", "least ratio"], summary(rows)))
     counts = []
     for title in families():
@@ -130,5 +128,10 @@ def main() -> None:
     print(format_table(["with AdamW, over averaging with Muon", "ratio", "low", "high", "seeds"], inner_muon()))
 
 
+def main() -> None:
+    """Write the rows, and print their tables."""
+    script(__doc__, "bench", lambda _: {}, lambda: pd.DataFrame(table()), report=report)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

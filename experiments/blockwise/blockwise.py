@@ -32,7 +32,7 @@ from scipy.special import logsumexp
 from scipy.stats import rankdata
 
 import twophase
-from spectrum import LLAMA, Block, measure, restore
+from spectrum import LLAMA, Block, measure, restart_of, restore
 from twophase.compare.compare import compare
 from twophase.config import update
 from twophase.figures.style import headline
@@ -56,12 +56,8 @@ class Workload:
     """The runs at a width and a communication period, trained when they are asked for and kept below `folder`."""
 
     def __init__(self, scale: Scale, width: int, inner_steps: int, out: Path, workers: int) -> None:
-        model = scale.base.model
-        self.name, self.folder, self.workers = (
-            f"width {width}, S={inner_steps}",
-            out / f"{width}-{inner_steps}",
-            workers,
-        )
+        model, self.workers = scale.base.model, workers
+        self.name, self.folder = f"width {width}, S={inner_steps}", out / f"{width}-{inner_steps}"
         values = {
             "model.hidden_size": width,
             "model.intermediate_size": model.intermediate_size * width // model.hidden_size,
@@ -107,13 +103,9 @@ def rows_of(
             searched |= work.perplexities(f"search-{number + 1}", new, [0])
         best = min(options, key=lambda option: searched[option][0])
     blocks = work.measured(batches)
-
-    def text(period: int) -> str:
-        return "never" if period >= rounds else str(period)
-
     methods |= {f"{ONE}: {policy}": [periods] for policy, periods in alike.items()}
-    methods[MEAN] = [tuple(text(block.period_at_mean(RULE, rounds)) for block in blocks)]
-    methods[ALL] = [tuple(text(block.period(RULE, rounds)) for block in blocks)]
+    methods[MEAN] = [tuple(restart_of(block.period_at_mean(RULE, rounds), rounds) for block in blocks)]
+    methods[ALL] = [tuple(restart_of(block.period(RULE, rounds), rounds) for block in blocks)]
     methods[ORACLE] = [best]
     for method in (MEAN, ALL, ORACLE):
         others = sorted(set(permutations(methods[method][0])) - {*methods[method]})
@@ -124,21 +116,19 @@ def rows_of(
     results |= work.perplexities(AVERAGING, [], seeds)
     methods[AVERAGING] = [(AVERAGING,)]
     shares = np.array([block.trace for block in blocks])
-    predicted = [
-        logsumexp(
-            [b.log_loss(RULE, rounds, rounds if p == "never" else int(p)) for b in blocks], b=shares / shares.sum()
-        )
-        for p in policies
-    ]
+    periods = [rounds if policy == "never" else int(policy) for policy in policies]
+    logs = [[block.log_loss(RULE, rounds, period) for block in blocks] for period in periods]
     reached = [np.mean([*results[alike[policy]].values()]) for policy in policies]
-    order = float(np.corrcoef(rankdata(predicted), rankdata(reached))[0, 1]) if len(policies) > 2 else np.nan
+    order = np.nan
+    if len(policies) > 2:
+        order = float(np.corrcoef(rankdata(logsumexp(logs, axis=1, b=shares)), rankdata(reached))[0, 1])
     control, rows = results[chosen], []
     for method, group in methods.items():
         # Of several draws the geometric mean, seed by seed.
         mine = {seed: float(np.exp(np.mean([np.log(results[each][seed]) for each in group]))) for seed in seeds}
         found = compare(mine, control, comparisons=len(methods) - 1)
         rows.append(
-            {"workload": work.name, "method": method, "periods": " / ".join(",".join(each) for each in group)}
+            {"workload": work.name, "method": method, "periods": " / ".join(map(",".join, group))}
             | {"perplexity": float(np.exp(np.mean(np.log([*mine.values()])))), "is_chosen": group == [chosen]}
             | {"word": found.word, "ratio": found.ratio, "low": found.low, "high": found.high}
             | {f"ratio_{seed}": control[seed] / mine[seed] for seed in seeds}

@@ -3,10 +3,9 @@
     G = (1/N) sum_i J_i^T (diag p_i - p_i p_i^T) J_i,      J_i = d logits_i / d parameters,   p_i = softmax(logits_i)
 
 is the generalised Gauss-Newton matrix of the mean cross-entropy over N predictions: the Hessian of the loss without the
-curvature of the logits. Neither it nor the Hessian is ever formed.
+curvature of the logits. It is never formed.
 
-Source: Schraudolph, "Fast curvature matrix-vector products" (2002); Pearlmutter, "Fast exact multiplication by the
-Hessian" (1994).
+Source: Schraudolph, "Fast curvature matrix-vector products" (2002).
 """
 
 from __future__ import annotations
@@ -26,61 +25,52 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 Floats = NDArray[np.floating[Any]]
 Product = Callable[[Floats], Floats]
 """Product of a symmetric matrix with a vector, (size,) float64."""
-Function = Callable[[nn.Module, Any], Tensor]
-"""Logits (classes along the last dimension) or loss of a model on a batch."""
+Logits = Callable[[nn.Module, Any], Tensor]
+"""Logits of a model on a batch, classes along the last dimension."""
 
 
 class _Called(nn.Module):
     """A function of a model as a module, of which `functional_call` can replace the parameters."""
 
-    def __init__(self, model: nn.Module, function: Function) -> None:
+    def __init__(self, model: nn.Module, logits: Logits) -> None:
         super().__init__()
-        self.model, self.function = model, function
+        self.model, self.logits = model, logits
 
     def forward(self, batch: Any) -> Tensor:
-        return self.function(self.model, batch)
+        return self.logits(self.model, batch)
 
 
-def curvature(
-    model: nn.Module,
-    batches: Sequence[Any],
-    names: Sequence[str],
-    function: Function,
-    *,
-    is_logits: bool,
-    scale: Tensor | None = None,
+def gauss_newton(
+    model: nn.Module, batches: Sequence[Any], names: Sequence[str], logits: Logits, scale: Tensor
 ) -> Product:
-    """Return the product with the curvature in a block: Gauss-Newton of some logits, else the Hessian of a mean loss.
+    """Return the product with the Gauss-Newton matrix of a block.
 
     Args:
         model: in evaluation mode, with finite parameters.
         batches: over which the matrix is a mean, of equal size.
         names: the block's parameters, in the order of the coordinates.
-        function: logits or loss of the model on a batch.
-        is_logits: which of them.
+        logits: those of the model on a batch.
         scale: factor of each coordinate on both sides, (size,): `D^-1/2` for the preconditioned matrix.
     """
-    called = _Called(model, function)
+    called = _Called(model, logits)
     weights = {name: weight.detach() for name, weight in called.named_parameters()}
     leaves = [weights[f"model.{name}"].clone().requires_grad_() for name in names]
     named = weights | dict(zip((f"model.{name}" for name in names), leaves, strict=True))
-    make = _gauss_newton if is_logits else _hessian
     with sdpa_kernel(SDPBackend.MATH):  # the other kernels cannot be differentiated twice
-        products = [make(functional_call(called, named, (batch,)), leaves) for batch in batches]
-    factor = torch.ones(()) if scale is None else scale
+        products = [_product_of(functional_call(called, named, (batch,)), leaves) for batch in batches]
 
     def product(vector: Floats) -> Floats:
-        v = torch.from_numpy(np.ascontiguousarray(vector)).to(leaves[0].dtype) * factor
+        v = torch.from_numpy(np.ascontiguousarray(vector)).to(leaves[0].dtype) * scale
         parts = v.split([leaf.numel() for leaf in leaves])
         tangent = [part.view_as(leaf) for part, leaf in zip(parts, leaves, strict=True)]
         with sdpa_kernel(SDPBackend.MATH):
-            total = sum(_flat(one(tangent)) for one in products) / len(products)
-        return (total * factor).double().numpy()
+            rows = [torch.cat([part.reshape(-1) for part in one(tangent)]) for one in products]
+        return (sum(rows) / len(rows) * scale).double().numpy()
 
     return product
 
 
-def _gauss_newton(logits: Tensor, leaves: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
+def _product_of(logits: Tensor, leaves: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
     """J v is the derivative by u of the linear map u -> J^T u, so that both graphs stay and none is built again."""
     u = torch.zeros_like(logits, requires_grad=True)
     transposed = torch.autograd.grad(logits, leaves, u, create_graph=True, materialize_grads=True)
@@ -95,23 +85,6 @@ def _gauss_newton(logits: Tensor, leaves: Sequence[Tensor]) -> Callable[[Sequenc
     return product
 
 
-def _hessian(loss: Tensor, leaves: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
-    gradient = torch.autograd.grad(loss, leaves, create_graph=True, materialize_grads=True)
-    inner = _flat(gradient)
-
-    def product(tangent: Sequence[Tensor]) -> Sequence[Tensor]:
-        return torch.autograd.grad(inner @ _flat(tangent), leaves, retain_graph=True, materialize_grads=True)
-
-    return product
-
-
-def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
-
-
-# --------------------------------------------------------------------------------------------------------- eigenvalues
-
-
 def density(product: Product, size: int, *, steps: int = 32, probes: int = 2, apart: int = 10) -> tuple[Floats, Floats]:
     """Return the eigenvalues of a symmetric matrix and the share of all that each stands for, by Lanczos quadrature.
 
@@ -123,12 +96,8 @@ def density(product: Product, size: int, *, steps: int = 32, probes: int = 2, ap
     Returns:
         Eigenvalues, ascending; shares, which sum to 1.
 
-    Source: Golub and Welsch (1969); Ubaru, Chen and Saad, "Fast estimation of tr(f(A)) via stochastic Lanczos
-    quadrature" (2017); the largest apart as in Meyer et al., "Hutch++" (2021).
-
-    >>> nodes, shares = density(lambda v: np.array([1.0, 2.0, 5.0]) * v, 3)
-    >>> nodes.round(9).tolist(), round(float(nodes @ shares), 9)
-    ([1.0, 2.0, 5.0], 2.666666667)
+    Source: Ubaru, Chen and Saad, "Fast estimation of tr(f(A)) via stochastic Lanczos quadrature" (2017); the largest
+    apart as in Meyer et al., "Hutch++" (2021).
     """
     if size <= 64:
         matrix = np.stack([product(column) for column in np.eye(size)])
@@ -159,9 +128,7 @@ def lanczos(product: Product, start: Floats, steps: int) -> tuple[Floats, Floats
     Every new vector is made orthogonal to all before, twice: without that, copies of the largest eigenvalues appear.
     It ends where the space has no more dimensions.
     """
-    basis: list[Floats] = [start / np.linalg.norm(start)]
-    diagonal: list[float] = []
-    off_diagonal: list[float] = []
+    basis, diagonal, off_diagonal = [start / np.linalg.norm(start)], list[float](), list[float]()
     while True:
         image = product(basis[-1])
         diagonal.append(float(basis[-1] @ image))

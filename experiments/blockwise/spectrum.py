@@ -2,10 +2,9 @@
 
     python experiments/blockwise/spectrum.py RUN --blocks 'ends=embedding|head' rest=.
 
-RUN is a folder of `twophase train` with a checkpoint, of any task, with AdamW or SGD inside. Its blocks are its named
-fragments, else the parts of the Llama; a parameter is in the first block whose pattern its name contains. The matrix is
-the Gauss-Newton matrix where the task has `logits(model, batch)`, else the Hessian of its loss, whose negative
-eigenvalues count as flat.
+RUN is a folder of `twophase train` with a checkpoint, of a task with `logits(model, batch)`, with AdamW or SGD inside.
+Its blocks are its named fragments, else the parts of the Llama; a parameter is in the first block whose pattern its
+name contains. The matrix is the Gauss-Newton matrix G of the loss.
 
 An inner optimizer that divides the gradient by D (AdamW: `D = sqrt(v) + eps`) takes steps of `-lr D^-1 gradient`. In
 the coordinates `y = D^1/2 x` that is gradient descent on the matrix `D^-1/2 G D^-1/2`, whose modes shrink
@@ -20,30 +19,27 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from curvature import Floats, curvature, density
+from curvature import Floats, density, gauss_newton
 from twophase.config import load_yaml
 from twophase.diloco.fragment import partition
 from twophase.errors import UsageError
 from twophase.rule import OuterRule
 from twophase.runs.config import ComputeConfig, RunConfig, inner_lr, named_values
 from twophase.runs.folder import CHECKPOINTS, CONFIG
-from twophase.sweeps.table import format_table
 from twophase.tasks.registry import config_of, task_of
 from twophase.theory import best_period, log_final_loss, rounded_period, scheduled_progress
 from twophase.training import checkpoint
 from twophase.training.distributed import to_device
-from twophase.training.task import Task
 
 LLAMA = {
     "embedding": "^embedding$",
@@ -54,8 +50,7 @@ LLAMA = {
 """Blocks of the small Llama; the last norm goes with the head."""
 
 
-@dataclass(frozen=True, eq=False)
-class Restored:
+class Restored(NamedTuple):
     """A run at its newest checkpoint, on the CPU and in float32.
 
     Args:
@@ -66,37 +61,31 @@ class Restored:
     """
 
     config: RunConfig
-    task: Task
+    task: Any
     step: int
     model: nn.Module
     scale: Mapping[str, Tensor]
-
-    def batches(self, count: int) -> list[Any]:
-        """Return some of the run's training batches, evenly spread over its steps and replicas."""
-        steps = (number * self.step // count for number in range(count))
-        batches = (self.task.batch(self.config.seed, t, k % self.config.replicas) for k, t in enumerate(steps))
-        return [to_device(batch, torch.device("cpu")) for batch in batches]
 
 
 def restore(run: Path) -> Restored:
     """Read a run's newest checkpoint.
 
     Raises:
-        UsageError: no checkpoint (the cells of a sweep keep none), or an inner optimizer whose modes are not known.
+        UsageError: no checkpoint (the cells of a sweep keep none), a task without logits, or an inner optimizer whose
+            modes are not known.
     """
     config, saved = config_of(load_yaml(run / CONFIG)), checkpoint.latest(run / CHECKPOINTS)
     if saved is None:
         raise UsageError(f"{run}: must be a run of `twophase train` with a checkpoint")
     task = task_of(replace(config, device="cpu", compute=ComputeConfig()))
-    if hasattr(task, "inner") or config.inner.method not in ("adamw", "sgd"):
-        raise UsageError(f"{run}: --inner.method must be adamw or sgd, whose modes are known")
+    if not hasattr(task, "logits") or hasattr(task, "inner") or config.inner.method not in ("adamw", "sgd"):
+        raise UsageError(f"{run}: must be of a task with logits, and with adamw or sgd inside, whose modes are known")
     parts = [saved.part(name.removesuffix(".pt")) for name in sorted(saved.files) if name.startswith("replica")]
     model = task.model(config.seed)
     model.load_state_dict(parts[0].get("model", {}), strict=False)
     model.load_state_dict(saved.anchor(), strict=False)
-    if config.inner.method == "sgd":
-        scale = {name: torch.ones_like(weight) for name, weight in model.named_parameters()}
-    else:
+    scale = {name: torch.ones_like(weight) for name, weight in model.named_parameters()}
+    if config.inner.method == "adamw":
         every = [_inverse(part["inner"], model) for part in parts]
         scale = {name: torch.stack([each[name] for each in every]).mean(0).sqrt() for name in every[0]}
     return Restored(config, task, saved.progress["done"]["step"], model.eval(), scale)
@@ -109,12 +98,11 @@ def _inverse(inner: Mapping[str, Any], model: nn.Module) -> dict[str, Tensor]:
     would count as the most mobile of all.
     """
     pairs = [(group, inner["state"].get(index)) for group in inner["param_groups"] for index in group["params"]]
-    scales = {}
-    for (name, weight), (group, state) in zip(model.named_parameters(), pairs, strict=True):
-        v = torch.zeros_like(weight).double()
+    scales = {name: torch.zeros_like(weight).double() for name, weight in model.named_parameters()}
+    for name, (group, state) in zip(scales, pairs, strict=True):
         if state is not None:
             v = state["exp_avg_sq"].double() / -math.expm1(float(state["step"]) * math.log(group["betas"][1]))
-        scales[name] = torch.where(v > 0, 1 / (v.sqrt() + group["eps"]), 0.0)
+            scales[name] = torch.where(v > 0, 1 / (v.sqrt() + group["eps"]), 0.0)
     return scales
 
 
@@ -158,19 +146,27 @@ class Block:
         return float(log_final_loss(rule, self.sigma, rounds, period, self.weight) - math.log(0.5))
 
 
+def restart_of(period: int, rounds: int) -> str:
+    """Return the restart policy of a period, as text."""
+    return "never" if period >= rounds else str(period)
+
+
 def measure(restored: Restored, patterns: Mapping[str, str], batches: int = 4) -> list[Block]:
-    """Return the blocks of a run, by its curvature on some training batches and its learning rates in mid-run."""
-    config, task = restored.config, restored.task
+    """Return the blocks of a run, by its curvature on some training batches and its learning rates in mid-run.
+
+    The batches are evenly spread over its steps and replicas.
+    """
+    config, task, count, model, scales = restored
     middle = config.rounds // 2 * config.inner_steps
     steps = range(middle, min(middle + config.inner_steps, config.steps))
     damping = 1 - config.inner.momentum if config.inner.method == "sgd" else 1
     lrs = np.array([inner_lr(config, step) / damping for step in steps])
-    sizes = {name: weight.numel() for name, weight in restored.model.named_parameters() if weight.requires_grad}
-    logits = getattr(task, "logits", None)
-    made, blocks = restored.batches(batches), []
+    sizes = {name: weight.numel() for name, weight in model.named_parameters() if weight.requires_grad}
+    made = [task.batch(config.seed, number * count // batches, number % config.replicas) for number in range(batches)]
+    made, blocks = [to_device(batch, torch.device("cpu")) for batch in made], []
     for name, names in partition(sizes, patterns).items():
-        scale = torch.cat([restored.scale[weight].reshape(-1) for weight in names]).float()
-        product = curvature(restored.model, made, names, logits or task.loss, is_logits=logits is not None, scale=scale)
+        scale = torch.cat([scales[weight].reshape(-1) for weight in names]).float()
+        product = gauss_newton(model, made, names, task.logits, scale)
         size = sum(sizes[weight] for weight in names)
         eigenvalue, share = density(product, size)
         eigenvalue = np.maximum(eigenvalue, 0)
@@ -197,20 +193,17 @@ def main() -> None:
     rule, rounds = restored.config.outer.rule(), restored.config.rounds
     rows = []
     for block in measure(restored, patterns, options.batches):
-        periods = [block.period(rule, rounds), block.period_at_mean(rule, rounds)] if rule else [rounds, rounds]
-        whole, mean = ("never" if period >= rounds else period for period in periods)
         low, high = np.quantile(block.sigma, [0.05, 0.95], weights=block.weight, method="inverted_cdf")
-        rows.append(
-            {
-                "block": block.name, "parameters": block.parameters, "largest": f"{block.eigenvalue[-1]:.3g}",
-                "sigma": f"{block.mean:.2g}", "from": f"{low:.2g}", "to": f"{high:.2g}",
-                "unstable": f"{block.unstable:.0%}", "K": whole, "K at mean": mean,
-            }
-        )  # fmt: skip
-    print(format_table(list(rows[0]), [list(row.values()) for row in rows]))
-    pd.DataFrame(rows).to_csv(options.run / "spectrum.csv", index=False)
+        periods = [block.period(rule, rounds), block.period_at_mean(rule, rounds)] if rule else [rounds, rounds]
+        whole, mean = (restart_of(period, rounds) for period in periods)
+        row = {"block": block.name, "parameters": block.parameters, "largest": block.eigenvalue[-1]}
+        row |= {"sigma": block.mean, "from": low, "to": high, "unstable": block.unstable}
+        rows.append(row | {"K": whole, "K at mean": mean})
+    table = pd.DataFrame(rows)
+    print(table.to_string(index=False, float_format="{:.3g}".format))
+    table.to_csv(options.run / "spectrum.csv", index=False, float_format="%.3g")
     print(options.run / "spectrum.csv")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

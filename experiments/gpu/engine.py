@@ -71,7 +71,7 @@ class Loop:
                 spent += wait_for(self.device) - before
 
         self.inner(min(block, 4 * inner_steps), after)
-        ratios, shares, end = list[float](), list[float](), time.perf_counter() + seconds
+        ratios, shares, end = [], [], time.perf_counter() + seconds
         while time.perf_counter() < end or len(ratios) < 3:
             spent = 0.0
             bare = self.inner(block) if len(ratios) % 2 else 0.0  # in turn, so that neither is always the first
@@ -79,8 +79,8 @@ class Loop:
             bare = bare or self.inner(block)
             ratios.append(bare / whole)
             shares.append(spent / whole)
-        names = f"tokens_ratio_s{inner_steps}", f"engine_share_s{inner_steps}"
-        return dict(zip(names, map(statistics.median, (ratios, shares)), strict=True))
+        median = statistics.median
+        return {f"tokens_ratio_s{inner_steps}": median(ratios), f"engine_share_s{inner_steps}": median(shares)}
 
 
 def checkpointing(config: TrainConfig) -> dict[str, float]:

@@ -1,10 +1,12 @@
-"""How fast the compiled training step of paper_150m is, beside a matrix product and transformers, and where it goes.
+"""How fast training and outer step of paper_150m are, beside a matrix product, transformers and torch.
 
-    python experiments/gpu/step.py --out runs/gpu           six minutes on one GPU
+    python experiments/gpu/step.py --out runs/gpu           seven minutes on one GPU
 
 * `step.json`: `rho`, our floating-point operations a second (causal counting) over those of a bf16 matrix product of
   random numbers; `eager_ratio` and `compiled_ratio`, our tokens a second over transformers' LlamaForCausalLM with
   autocast, SDPA and fused AdamW; peak memories. Each takes turns with the product, whatever the GPU's clock does;
+* `outer.json`: an ordinary outer step of `OuterSGD` over one of `torch.optim.SGD(fused=True)`, `time_ratio`, and one
+  that also takes norms and cosine, `measured_ratio`;
 * `step-attention.csv`: attention kernels at the model's shape, each by itself;
 * `step-kernels.csv`: the twenty kernels of a step that take most;
 * `step-sum.csv`: the step's kernels by class, and a named remainder, against the measured step.
@@ -27,6 +29,7 @@ from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsag
 from torch.profiler import ProfilerActivity, profile
 
 from machine import Call, arguments, config_of, save_figures, save_rows, seconds_of, wait_for
+from twophase.optim.outer_sgd import OuterSGD
 from twophase.tasks.lm.config import TrainConfig, flops_per_token
 from twophase.tasks.lm.step import DTYPES, Step, attention_kernel, drawn
 
@@ -45,6 +48,7 @@ CLASSES = (
 ANNOTATIONS = re.compile(r"^(## |Optimizer\.|ProfilerStep|autograd::|Torch-Compiled)")
 """Names of stretches, not of kernels, which would count their kernels twice."""
 TOP = 20
+RULE = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
 
 
 def batch(config: TrainConfig) -> tuple[Tensor, Tensor]:
@@ -183,6 +187,25 @@ def closing_sum(step_ms: float, classes: dict[str, float]) -> list[dict[str, Any
     return [{"part": name, "ms": ms, "share": ms / step_ms} for name, ms in parts.items()]
 
 
+def outer_steps(config: TrainConfig, rounds: int = 30) -> dict[str, float]:
+    """Return the ratios of `outer.json`: medians over rounds in which all take turns."""
+    device = torch.device(config.device)
+    params = list(drawn(config, config.model.vocabulary_size, 0).to(device).parameters())
+    for p in params:
+        p.grad = torch.randn_like(p)
+    fused, ours = torch.optim.SGD(params, fused=True, **RULE), OuterSGD(params, **RULE)
+    turns = {"fused": fused.step, "time": ours.step, "measured": lambda: ours.step(measure=True)}
+    taken: dict[str, list[float]] = {name: [] for name in turns}
+    for number in range(rounds + 2):
+        for name in reversed(turns) if number % 2 else turns:
+            begin = wait_for(device)
+            turns[name]()
+            taken[name].append(wait_for(device) - begin)
+    medians = {name: statistics.median(values[2:]) for name, values in taken.items()}
+    ratios = {f"{name}_ratio": medians[name] / medians["fused"] for name in turns if name != "fused"}
+    return ratios | {"parameters": sum(p.numel() for p in params), "fused_ms": 1e3 * medians["fused"]}
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """Measure, and write the files."""
     options = arguments(__doc__ or "", words)
@@ -210,6 +233,7 @@ def main(words: Sequence[str] | None = None) -> int:
         del call
     ratios = {f"{kind}_ratio": rhos["ours"] / rho for kind, rho in rhos.items() if kind != "ours"}
     save_figures(options, "step", {"rho": rhos["ours"]} | ratios | figures)
+    save_figures(options, "outer", outer_steps(config))
     return 0
 
 
