@@ -1,22 +1,26 @@
 # pyright: reportMissingImports=false
-"""One replica of a torchtitan training on a CPU, or both in one process with our engine; run by test_torchtitan.py.
+"""Replicas of a torchtitan training on a CPU, or both in one process with our engine; run by test_torchtitan.py.
 
 torchtitan's own code: trainer, loop, inner optimizer, schedule, clipping, checkpoints, manager, and torchft below.
-Ours: a tiny model and data.
+Ours: a tiny model and data. The program is given lists of jobs; those of a list run side by side, each in a fork of the
+process that has imported torchtitan, for seconds.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch._dynamo
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -172,25 +176,36 @@ def replica(name: str, folder: str, words: list[str]) -> None:
     torch.distributed.destroy_process_group()
 
 
-def settings(cases: list[list[str]]) -> None:
-    """Print the error that each of some settings ends with, or model and policy of what is not built here."""
+def settings(folder: str, cases: list[list[str]]) -> None:
+    """Write the error that each of some settings ends with, or model and policy of what is not built here."""
+    said = []
     for words in cases:
         config = ConfigManager().parse_args(words)
         if config.model_spec.name != "bigram":
-            print(config.model_spec.name, config.outer.restart)
+            said.append(f"{config.model_spec.name} {config.outer.restart}")
             continue
         try:
             config.build()
         except ValueError as error:
-            print(error)
+            said.append(str(error))
+    Path(folder, "settings.json").write_text(json.dumps(said))
+
+
+def start(function: str, arguments: list[Any], variables: dict[str, str]) -> None:
+    """Call a function, as the program of a process with these variables."""
+    os.environ.update(variables)
+    {"settings": settings, "reference": reference, "replica": replica}[function](*arguments)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     sys.modules["titan_replica"] = sys.modules["__main__"]
-    if sys.argv[1] == "reference":
-        reference(sys.argv[2])
-    elif sys.argv[1] == "settings":
-        settings(json.loads(sys.argv[3]))
-    else:
-        replica(sys.argv[1], sys.argv[2], sys.argv[3:])
+    ends = []
+    for jobs in json.loads(sys.argv[1]):
+        forks = [multiprocessing.get_context("fork").Process(target=start, args=job) for job in jobs]
+        for fork in forks:
+            fork.start()
+        for fork in forks:
+            fork.join(200)
+        ends.append([fork.exitcode for fork in forks])
+    print(json.dumps(ends))
