@@ -189,8 +189,12 @@ def test_all_ranks_take_the_smallest_pieces(others: tuple[int, ...], expected: i
 
 
 @pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    """No compiled code of earlier tests, and none left behind."""
+def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No compiled code of earlier tests, and none left behind.
+
+    Graphs are made and guarded as ever, but run as they are: to make C++ of them takes a minute, for torch's own part.
+    """
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()
     compiled_loss.cache_clear()
     torch._dynamo.utils.counters.clear()
@@ -202,12 +206,10 @@ def fresh_compiler() -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("fresh_compiler")
-def test_compiled_code_takes_the_kernel_that_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_code_takes_the_kernel_that_was_chosen() -> None:
     """Compiled for one attention kernel and then asked for another, the step is compiled anew and runs that one."""
     from torch.profiler import ProfilerActivity, profile
 
-    # Graphs are made and guarded as ever, but run as they are: what makes C++ of them takes most of the time.
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     config = update(config_of(compile=True), {"model.layers": 1})
     model = model_of(config)
     step = Step(config, VOCABULARY, CPU)
@@ -221,7 +223,6 @@ def test_compiled_code_takes_the_kernel_that_was_chosen(monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore")  # the compiler's own, about its own parts
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_training_is_the_same_training() -> None:
