@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, WeakKeyDictionary, finalize, ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from twophase.diloco.buffers import digests
+from twophase.diloco.digest import digest
 from twophase.diloco.fragment import local, reshard, slots_of
 from twophase.optim.outer_sgd import OuterSGD, off_mps
 
@@ -54,11 +55,13 @@ class Watch:
         self.findings: list[str] = []
         # Buffers that training does not change, as of a rotary embedding, stay equal in all replicas.
         self._buffers = {} if engine.buffers == "mean" else digests(engine.replicas[0])
+        self._frozen = {} if engine.group.sharded else _frozen(engine.replicas[0])
         self._group, self.news = engine.group, list[str]()
         self._steps: WeakKeyDictionary[Optimizer, list[int]] = WeakKeyDictionary()
         """For each optimizer of this process that steps in the first rounds, how often the engine had stepped then."""
         self._hook = register_optimizer_step_post_hook(partial(_note, ref(engine)))
         finalize(self, self._hook.remove)
+        self._trains = False
         self._before: dict[str, tuple[Tensor, Tensor]] = {}
         """Anchor and first replica's progress of some parameters, before the first sync."""
 
@@ -72,6 +75,7 @@ class Watch:
             self._warn(_of_parameters(engine))
         if self._steps:
             inner = self._inner(engine)
+            self._trains = bool(inner)
             self._warn([*_of_steps(inner), *_of_copies(engine, inner or self._steps, syncing=True)])
             if any(len(steps) >= _SEEN_STEPS for steps in inner.values()):
                 self._hook.remove()
@@ -102,7 +106,7 @@ class Watch:
 
     def after_sync(self, engine: DiLoCo, report: RoundReport) -> None:
         """Look at a sync's pseudo-gradient, and at the first sync's step."""
-        if report.pseudo_gradient_norm == 0:
+        if report.pseudo_gradient_norm == 0 and not self._trains:  # a warmup may begin at a learning rate of 0
             self._warn([STILL], alike=True)
         elif self._before:
             step = torch.cat(
@@ -112,10 +116,19 @@ class Watch:
             if torch.cosine_similarity(step, progress, dim=0) > 1 - _PARALLEL:
                 self._warn([ALIKE], alike=True)
 
+    def after_finish(self, engine: DiLoCo) -> None:
+        """Compare the frozen parameters of all replicas."""
+        if self._frozen and engine.replica_count > 1:
+            rows = engine.group.gather_json([_frozen(replica) for replica in engine.replicas])
+            self._warn(_of_frozen([row for of_rank in rows for row in of_rank]), alike=True)
+
     def check(self, engine: DiLoCo, inner: Sequence[Optimizer]) -> tuple[str, ...]:
         """Return the findings so far and what is visible now; `inner` as of `DiLoCo.check`."""
         found = [*self.findings, *_of_parameters(engine), *self._of_buffers(engine)]
         found += [*_of_steps(self._inner(engine)), *_of_copies(engine, inner)]
+        if self._frozen and not engine.after_sync:  # which may change them alike on all ranks
+            now = [_frozen(replica) for replica in engine.replicas]
+            found += _of_frozen(now if len(now) == engine.replica_count else [self._frozen, *now])
         # One replica may have several optimizers, as Muon for matrices and AdamW for the rest.
         shares = [[*inner]] if len(engine.replicas) == 1 else [[optimizer] for optimizer in inner]
         if inner and len(shares) != len(engine.replicas):
@@ -183,6 +196,17 @@ def _note(engine: ReferenceType[DiLoCo], optimizer: Optimizer, *_: Any) -> None:
         alive._watch._steps.setdefault(optimizer, []).append(alive.taken)
 
 
+def _frozen(module: nn.Module) -> dict[str, str]:
+    """Return the digests of frozen parameters by name."""
+    return {n: digest([p.detach()]) for n, p in module.named_parameters() if not p.requires_grad and not p.is_meta}
+
+
+def _of_frozen(rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
+    """Yield a sentence on frozen parameters that are not the same in all rows."""
+    if names := [name for name, first in rows[0].items() if any(row.get(name, first) != first for row in rows)]:
+        yield f"the frozen parameters {_some(names)} were changed, and no sync sends them; change all replicas alike"
+
+
 def _held(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
@@ -213,11 +237,12 @@ def _of_copies(engine: DiLoCo, optimizers: Iterable[Any], *, syncing: bool = Fal
             for key, value in memory.items() if id(p) in own else ():
                 if isinstance(value, Tensor) and value.is_floating_point() and value.numel() == p.numel():
                     copies[key].append((value, p))
-        near = [key for key, pairs in copies.items() if _are_near(pairs)]
+        least = max(_FEWEST_NUMBERS, sum(p.numel() for p in optimizer.state if id(p) in own) / 2)
+        near = [k for k, pairs in copies.items() if sum(p.numel() for _, p in pairs) >= least and _are_near(pairs)]
         if mode is not None and (syncing if mode else near):
             yield (
-                f"{kind} keeps a second iterate, which a sync leaves behind: take twophase.ScheduleFreeAdamW, and call "
-                "its eval() before engine.step(), where train_mode must be False, and train() after it"
+                f"{kind} is in train_mode at a sync, or keeps a second iterate, which no sync moves; twophase.training."
+                "schedule_free.ScheduleFreeAdamW moves it, with eval() before engine.step() and train() after it"
             )
         elif near and not mode:
             yield (

@@ -81,15 +81,22 @@ class Rounds:
             self.run = record(folder, self.engine, {"steps": planned} if planned else {})
 
     def step(self, signals: Signals = None) -> None:
-        """Count an inner step; a round may end."""
+        """Count an inner step; a round may end. Of a schedule-free optimizer the replicas exchange the average."""
+        self._set_mode("eval")
         self._note(self.engine.step(signals))
+        self._set_mode("train")
 
     def end(self) -> None:
         """Take the last round, if it was cut short, and finish the record."""
+        self._set_mode("eval")
         self._note(self.engine.finish())
         if self.run is not None:
             self.run.finish()
             self.run = None  # what the trainer logs afterwards is no part of it
+
+    def _set_mode(self, mode: str) -> None:
+        if hasattr(self._inner, mode):
+            getattr(self._inner, mode)()
 
     def _note(self, report: RoundReport | None) -> None:
         self.reports += [report] if report is not None else []
