@@ -5,14 +5,18 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from torch.optim import Optimizer
 
 from diloco.scenarios import AVERAGING, HEAVY_BALL, network, refusal, shift, start
 from replicas import same_bits, through_file
@@ -78,7 +82,108 @@ def test_masters_follow_each_sync_where_after_sync_refreshes_them(options: dict[
     assert not torch.equal(plain[0], with_masters(Masters, refreshed=False, **options)[0])
 
 
+@pytest.mark.parametrize("flat", [False, True])
+def test_an_optimizer_over_masters_alone_is_named(flat: bool) -> None:
+    """As Megatron's or DeepSpeed's, whose inner optimizer holds none of the module's parameters."""
+    model = nn.Linear(8, 8).bfloat16()
+    params = [*model.parameters()]
+    masters = [p.detach().float() for p in params]
+    masters = [torch.cat([m.flatten() for m in masters])] if flat else masters
+    inner = torch.optim.SGD(masters, lr=0.1)
+    engine = DiLoCo(model, AVERAGING, inner_steps=2)
+    for _ in range(2):
+        for m in masters:
+            m.grad = torch.ones_like(m)
+        inner.step()
+        nn.utils.vector_to_parameters(torch.cat([m.flatten() for m in masters]).bfloat16(), params)
+        engine.step()
+    for found in (engine.check(), engine.check(inner)):
+        assert "after_sync" in found[0]
+    engine.after_sync.append(lambda: None)  # as if it refreshed them
+    assert engine.check(inner) == engine.check()
+
+
+COPIES = """
+    ASGD A2Grad AccSGD AdaSmooth DAdaptAdaGrad DAdaptSGD MADGRAD Prodigy Ranger SPlus SRMM ScheduleFreeAdamW
+    ScheduleFreeRAdam ScheduleFreeSGD Lookahead ScheduleFreeWrapper
+""".split()
+"""Optimizers that keep averages, second iterates or the start of the parameters."""
+
+
+def every_optimizer() -> Iterator[Callable[[Any], Any]]:
+    """Those of torch.optim and, where it is installed, of pytorch-optimizer."""
+    kinds = [kind for kind in vars(torch.optim).values() if isinstance(kind, type) and issubclass(kind, Optimizer)]
+    yield from [kind for kind in kinds if kind is not Optimizer]
+    if find_spec("pytorch_optimizer"):
+        package = import_module("pytorch_optimizer")
+        yield from map(package.load_optimizer, package.get_supported_optimizers())
+        for wrapper in (package.Lookahead, package.ScheduleFreeWrapper):
+            yield lambda params, wrapper=wrapper: wrapper(torch.optim.SGD(params, lr=0.01))
+
+
+def trained(kind: Callable[[Any], Any]) -> Iterator[tuple[nn.Module, Any]]:
+    """A layer and its optimizer after each of some steps."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4, bias=False)
+    inner = kind(model.parameters())
+    if hasattr(inner, "train"):
+        inner.train()
+    yield model, inner
+    for _ in range(9):
+        x = torch.randn(16, 8)
+        inner.zero_grad()
+        (model(x) - x[:, :4].tanh()).square().mean().backward(create_graph="Hess" in str(kind))
+        inner.step()
+        yield model, inner
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_optimizers_that_keep_copies_are_named_and_no_others(caplog: pytest.LogCaptureFixture) -> None:
+    """At any step of a right loop, by `check` and by the engine itself."""
+    named, count = set(), 0
+    for kind in every_optimizer():
+        try:
+            deque(trained(kind))
+        except Exception:  # noqa: S112 - it wants a closure, a model, sparse gradients, a package, …
+            continue
+        run, count = trained(kind), count + 1
+        engine = DiLoCo(next(run)[0], OuterRule(0.7, 0.9), inner_steps=4)
+        for _, inner in run:
+            engine.step()
+            named |= {type(inner).__name__} if engine.check(inner) or engine.check() else set()
+    assert count > (100 if find_spec("pytorch_optimizer") else 8)
+    assert named == {name for name in COPIES if find_spec("pytorch_optimizer") or name == "ASGD"}
+    assert len(caplog.messages) == len(named)
+
+
 # ----------------------------------------------------------------------------------- schedule-free of its own package
+
+
+def schedule_free(*, ours: bool, modes: bool) -> tuple[DiLoCo, Any]:
+    """A round of schedule-free AdamW, whose modes are set around `engine.step()` or not."""
+    pytest.importorskip("schedulefree", reason="the extra schedulefree is not installed")
+    from twophase.training import schedule_free as own
+
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    inner = (own.ScheduleFreeAdamW if ours else own.AdamWScheduleFree)(model.parameters(), lr=0.01)
+    inner.train()
+    engine = DiLoCo(model, OuterRule(0.7, 0.9), inner_steps=3)
+    for step in range(4):
+        model(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).square().sum().backward()
+        inner.step()
+        for act in (inner.eval, engine.step, inner.train) if modes else (engine.step,):
+            act()
+    return engine, inner
+
+
+def test_schedule_free_is_named_unless_it_moves_along() -> None:
+    """Our class moves its second iterate, in eval mode around `engine.step()`."""
+    for ours, modes in ((False, False), (False, True), (True, False)):
+        (finding,) = schedule_free(ours=ours, modes=modes)[0].check()
+        assert "train_mode" in finding
+    engine, inner = schedule_free(ours=True, modes=True)
+    assert engine.check(inner, strict=True) == ()
 
 
 # --------------------------------------------------------------------------- weights loaded after the engine was made
@@ -175,6 +280,21 @@ def test_the_checkpoint_of_another_rank_is_told(caplog: pytest.LogCaptureFixture
 
 
 # ------------------------------------------------------------------------------------------ step() once a micro-batch
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 4])
+def test_a_step_of_the_engine_for_each_micro_batch_is_named(accumulation: int) -> None:
+    """Also where it is called twice; steps that a GradScaler skips at first are none."""
+    model = nn.Linear(6, 6)
+    inner, engine = torch.optim.AdamW(model.parameters()), DiLoCo(model, OuterRule(0.7, 0.9), inner_steps=4)
+    for step in range(16):
+        model(torch.randn(8, 6)).square().mean().backward()
+        if step % accumulation == accumulation - 1 and step > 2:
+            inner.step()
+            inner.zero_grad()
+        engine.step()
+    assert [f"{accumulation} times" in finding for finding in engine.check(inner)] == [True] * (accumulation > 1)
+    assert engine.check() == engine.check(inner)
 
 
 # --------------------------------------------------------------------------------------- a replica that is not finite
@@ -352,6 +472,22 @@ def test_the_state_of_another_outer_optimizer_is_refused():
 
 
 # -------------------------------------------------------------------------------------- frozen parameters that change
+
+
+@pytest.mark.parametrize("changed", [[], [1], [0, 1]])
+def test_frozen_parameters_that_change_in_one_replica_are_named(changed: list[int]) -> None:
+    """As by merged adapters; by `check` at any time and by `finish`, which compares all ranks."""
+    models = [nn.ModuleDict({"base": nn.Linear(4, 4).requires_grad_(False), "head": nn.Linear(4, 4)}) for _ in "ab"]
+    models[1]["base"].load_state_dict(models[0]["base"].state_dict())
+    engine = DiLoCo(models, AVERAGING, inner_steps=4)
+    for number in changed:
+        shift(models[number]["base"])
+    shift(models[0]["head"])
+    named = [len(changed) == 1]
+    assert ["base.weight" in finding for finding in engine.check()] == named * any(named)
+    engine.step()
+    engine.finish()
+    assert ["base.weight" in finding for finding in engine._watch.findings] == named * any(named)
 
 
 # --------------------------------------------------------------------------------------------------- compiled modules

@@ -5,6 +5,7 @@ Run as a program, this file is one of the two processes of its own tests.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -116,6 +117,26 @@ def found(rank: int, *, alike: bool) -> list[str]:
     return list(run.engine.check())
 
 
+def told(rank: int) -> list[str]:
+    """What is logged where rank 1's inner optimizer keeps a copy, and its frozen parameters change."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("twophase").addHandler(handler)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4).requires_grad_(requires_grad=False), nn.Linear(4, 4))
+    inner = (torch.optim.SGD, torch.optim.ASGD)[rank](model[1].parameters(), lr=0.01)
+    engine = DiLoCo(model, HEAVY_BALL, inner_steps=4)
+    for step in range(5):
+        model(torch.full((1, 4), step + 0.1 * rank)).square().sum().backward()
+        inner.step()
+        engine.step()
+    shift(*model[:rank])
+    engine.finish()
+    logging.getLogger("twophase").removeHandler(handler)
+    return messages
+
+
 def averaged(rank: int) -> list[Tensor]:
     """Buffers that differ before the engine is made, then one before and after a round that averages it."""
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
@@ -160,6 +181,7 @@ def worker(rank: int) -> dict[str, Any]:
         "fragments": apart(rank),
         "threshold": at_the_threshold(rank),
         "found": [found(rank, alike=True), found(rank, alike=False)],
+        "told": told(rank),
         "averaged": averaged(rank),
         "entered": entered(rank),
     }
@@ -240,6 +262,15 @@ def test_the_same_batches_are_noticed_between_ranks(ranks: list[dict[str, Any]])
         (same,), none = answers["found"]
         assert "alike" in same
         assert none == []
+
+
+def test_rank_0_warns_with_the_ranks_concerned(ranks: list[dict[str, Any]]) -> None:
+    """Of what one rank has found, and of what only a comparison of all finds."""
+    (copy, frozen), none = (answers["told"] for answers in ranks)
+    assert none == []
+    assert "ASGD" in copy
+    assert "rank 1" in copy
+    assert "0.weight, 0.bias" in frozen
 
 
 def test_buffers_are_averaged_over_ranks(ranks: list[dict[str, Any]]) -> None:
