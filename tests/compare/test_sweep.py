@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from twophase.compare.compare import compare
-from twophase.compare.sweep import SweepComparison, compare_sweep, describe, select
+from twophase.compare.sweep import SweepComparison, compare_sweep, describe, headlines, select
 from twophase.errors import UsageError
 from twophase.sweeps.table import Row, State
 
@@ -161,6 +161,21 @@ def test_which_methods_are_momentum_free(values: dict[str, Any], is_control: boo
     """Momentum 0 and nothing else beside the learning rate."""
     (method,) = compare_sweep([Row("a", "run", values, "finished", 8.0)]).methods
     assert method.is_control == is_control
+
+
+def test_restarts_are_compared_with_none() -> None:
+    """Also where nothing else is a control; the first sentence is the tuned bests', not the shared cells'."""
+    rows = [
+        Row(name, f"{name}{lr}{seed}", {LR: lr, "outer.restart": restart, "seed": seed}, "finished", result + seed / 9)
+        for name, restart, results in ((NEVER, "never", (9.0, 5.0)), (K, "3", (6.0, 7.0)))
+        for lr, result in zip((0.3, 0.7), results, strict=True)
+        for seed in range(3)
+    ]
+    found = compare_sweep(rows)
+    assert against(found, K, NEVER).tuned.ratio < 1 < against(found, K, NEVER).matched.ratio
+    (line,) = headlines(found)
+    assert {"6.11", "K=3", "5.11", "never", f"{against(found, K, NEVER).tuned.ratio:.4g}"} <= {*line.split()}
+    assert " ".join(describe(found).split()).startswith(line)
 
 
 def test_what_a_sweep_without_results_says() -> None:

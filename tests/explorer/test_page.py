@@ -131,7 +131,9 @@ def test_a_run_gives_rule_restarts_and_length(capsys: Capture, tmp_path: Path) -
     assert asked(out, "--run", run)["sigmas"] == pytest.approx([0.35], rel=1e-6)
     mixed = update(config_of(rule, "5", 60), {"sync.mixing": 0.5})  # which looks like progress
     assert len(asked(out, "--run", write_run(tmp_path / "mixed", rule, [0.35], config=mixed))["sigmas"]) == 6
+    assert "--sigma-range" in capsys.readouterr().out  # which it says
     state = asked(out, "--run", run, "--sigma", 0.4)
+    assert "--sigma-range" not in capsys.readouterr().out
     assert OuterRule(*(state[name] for name in ("lr", "momentum", "nesterov", "form"))) == rule
     assert (state["restart"], state["rounds"], state["sigmas"]) == (5, 60, [0.4])
     state = asked(out, "--run", run, "--outer.lr", 0.7, "--outer.restart", "never")

@@ -37,6 +37,10 @@ def main(argv: Sequence[str]) -> int:
     page = build(state_of(question, seen), guided=guided)
     _save(options.out, page)
     print(f"page {options.out} ({len(page.encode()) / 1000:.0f} kB): open it in a browser; it needs no network")
+    if options.run and not (seen or question.sigma or question.sigma_range):
+        print(
+            f"modes are the page's own: {options.run} does not show its effective progress; give --sigma-range LOW HIGH"
+        )
     if options.open:
         import webbrowser
 

@@ -3,7 +3,8 @@
 A method is what `cells.csv` calls an arm: cells that share form, outer method, filter, schedule and restart, and are
 tuned over the other axes. Three kinds of methods are controls: those with cells that are linked to the cells that they
 control (`control_of`), those named as controls, and outer SGD without momentum. Every other method is compared with
-every control, with a linked one where it has cells of the method, in two ways:
+every control, with a linked one where it has cells of the method; and one with restarts with the same one without. It
+is done in two ways:
 
 * tuned: each at its own best setting, or at one of those that diverged where all did. Settings were chosen on the seeds
   that compare them, which favours the method with more settings; the fresh seeds of `twophase tune` do not.
@@ -44,6 +45,9 @@ Pair: TypeAlias = tuple[Setting, Setting]
 """A setting of a method, and its match among a control's."""
 
 _HEAD = ("method", "control", "by", "cells", "ratio", "interval", "seeds", "diverged", "word")
+_RESTARTS = {"outer.restart": "never", "sync.restart": "none"}
+_USUAL = {"outer.filter": "none", "outer.schedule": "constant", **_RESTARTS}
+"""What a method has there whose outer step is that of plain SGD."""
 WITHIN = 0.25
 """Relative distance from the best of all within which a setting works, in the table."""
 
@@ -182,7 +186,7 @@ def compare_sweep(rows: Sequence[Row], controls: Collection[str] = ()) -> SweepC
         (method, control, _matched(method, control, links.get(control.name)))
         for control in methods
         for method in methods
-        if control.is_control and not method.is_control
+        if not method.is_control and (control.is_control or _only_restarts(method, control))
     ]
     pairs = [(method, control, cells) for method, control, cells in pairs if cells or control.name not in links]
     count = sum(1 + any(map(_is_finished, cells)) for _, _, cells in pairs)
@@ -237,13 +241,37 @@ def tables(comparison: SweepComparison) -> list[Table]:
     return found
 
 
+def headlines(comparison: SweepComparison) -> list[str]:
+    """Return a sentence on restarts, and one on the best method with a control: the tuned bests, ratio, interval."""
+    methods = {method.name: method for method in comparison.methods}
+    known = [
+        ((mine, best), (other, least), each.tuned)
+        for each in comparison.against
+        if (best := (mine := methods[each.method]).best) and (least := (other := methods[each.control]).best)
+    ]
+    known.sort(key=lambda found: [best.result or 0.0 for _, best in found[:2]])
+    of_restarts = [found for found in known if _only_restarts(found[0][0], found[1][0])]
+    lines = []
+    for *sides, found in [*of_restarts[:1], *known[:1]]:
+        words = []
+        for method, best in sides:
+            place = place_words(best.values, method.varied)
+            words.append(f"{readable(best.result)} by {method_name(method.name)}{f' ({place})' * bool(place)}")
+        ratio, interval = found.texts()
+        said = f"ratio {ratio}{f' ({interval})' * bool(interval)}, {found.word}"
+        lines.append(f"Best {measure_of(sides[0][1].rows)}: {', '.join(words)}; {said}.")
+    return [*dict.fromkeys(lines)]
+
+
 def describe(comparison: SweepComparison) -> str:
     """Return a comparison as text for a terminal."""
     parts = [
         "\n".join([each.title, format_table(each.header, each.rows), textwrap.fill(each.caption, 100)])
         for each in tables(comparison)
     ]
-    return "\n\n".join([*parts, *(["\n".join(comparison.notes)] if comparison.notes else [])])
+    return "\n\n".join(
+        filter(None, [textwrap.fill(" ".join(headlines(comparison)), 100), *parts, "\n".join(comparison.notes)])
+    )
 
 
 def _found(against: Iterable[Against]) -> Iterator[tuple[list[Any], Comparison]]:
@@ -273,12 +301,23 @@ def _best(group: Iterable[Setting]) -> Setting | None:
 
 def _is_momentum_free(group: Iterable[Setting]) -> bool:
     """Return whether settings are outer SGD without momentum; values of an axis that the sweep lacks are the usual."""
-    usual = {"outer.filter": "none", "outer.schedule": "constant", "outer.restart": "never", "sync.restart": "none"}
     return all(
         each.values.get("outer.momentum") == 0
-        and all(cell_text(each.values.get(path)) in ("", text) for path, text in usual.items())
+        and all(cell_text(each.values.get(path)) in ("", text) for path, text in _USUAL.items())
         for each in group
     )
+
+
+def _restarts(method: Method) -> bool:
+    values = method.settings[0].values
+    return any(cell_text(values.get(path)) not in ("", text) for path, text in _RESTARTS.items())
+
+
+def _only_restarts(method: Method, other: Method) -> bool:
+    """Return whether a method is another one with restarts."""
+    mine, others = (each.settings[0].values for each in (method, other))
+    paths = ("outer.form", "outer.method", *_USUAL.keys() - _RESTARTS)
+    return _restarts(method) and not _restarts(other) and all(mine.get(path) == others.get(path) for path in paths)
 
 
 def _matched(method: Method, control: Method, links: Mapping[str, Collection[str]] | None) -> list[Pair]:
@@ -329,7 +368,7 @@ def _tuned(method: Method) -> Mapping[Any, float]:
 
 def _notes(rows: Sequence[Row], methods: Sequence[Method], against: Sequence[Against]) -> Iterator[str]:
     if not against:
-        yield "Nothing to compare: it takes a method beside a linked, named (--controls) or momentum-free control."
+        yield "Nothing to compare: it takes a method beside a linked, named or momentum-free control."
     if methods and all(len(each.rows) == 1 for method in methods for each in method.settings):
         yield "One seed: no intervals."
     if any(method.finished < len(method.settings) for method in methods):

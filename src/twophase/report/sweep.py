@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from twophase.compare.sweep import compare_sweep, select, tables
+from twophase.compare.sweep import compare_sweep, headlines, select, tables
 from twophase.errors import UsageError
 from twophase.figures.heatmap import MOST_PANELS, panels_of, scale_of, text_of
 from twophase.report.charts import Chart, Curve
@@ -105,6 +105,7 @@ def sweep_report(record: SweepRecord, *, controls: Collection[str] = (), refresh
         title=record.path.resolve().name,
         problems=record.problems,
         refresh=refresh if record.going else 0,
+        headlines=headlines(comparison),
         card=_card(comparison.best, cells),
         maps=panels[:MOST_PANELS],
         scale=scale_of(results),

@@ -183,7 +183,9 @@ class OwnTask:
             is_ignored = seed != 0 and _is_same(batch, self.batch(seed, 0, 0))
             is_ignored = is_ignored and _is_same(model.state_dict(), self.model(seed).state_dict())
             self.evaluate(model.to(device))
-            losses = [self.loss(model.train(), to_device(self.batch(n, 0, 0), device)) for n in (0, seed) if is_ignored]
+            losses = [
+                self.task.loss(model.train(), to_device(self.batch(n, 0, 0), device)) for n in (0, seed) if is_ignored
+            ]
             if is_ignored and _is_same(*losses):  # no dropout either, which the seed decides, too
                 raise UsageError(f"--seed: must be 0, for --task {self.name} ignores it in model and batch, got {seed}")
 
