@@ -20,12 +20,11 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from twophase import theory
 from twophase.figures import style
 from twophase.files import write_atomic
-from twophase.restart import Periodic, mean_outer_gain
 from twophase.rule import OuterRule
 
 Frame: TypeAlias = Any
@@ -53,9 +52,9 @@ def log10_loss(rule: Any, sigma: ArrayLike, rounds: int, period: ArrayLike | Non
     return theory.log_final_loss(rule, sigma, rounds, rounds if period is None else period) / np.log(10)
 
 
-def same_gain(rule: OuterRule, period: int, rounds: int) -> OuterRule:
-    """Return momentum-free outer SGD at the mean outer gain that the rule has with restarts (theory note R31)."""
-    return OuterRule(mean_outer_gain(rule, Periodic(period), rounds), 0.0, form="ema")
+def whole(periods: ArrayLike, rounds: int) -> NDArray[np.int64]:
+    """Round periods to whole numbers from 1 to `rounds`."""
+    return np.floor(np.asarray(periods) + 0.5).clip(1, rounds).astype(np.int64)
 
 
 def script(
@@ -68,12 +67,12 @@ def script(
     scales: Mapping[str, Any] | None = None,
     report: Callable[[Frame], None] | None = None,
 ) -> None:
-    """Run a script: compute its table, or with `--train` train it, else read the stored one; print, store and draw it.
+    """Run a script: compute its table, or with `--train` train it, else read the stored one; print, write and draw it.
 
     Args:
         doc: the script's docstring; its first line is that of the help.
-        name: as of `store`.
-        draw: as of `store`.
+        name: its files' names begin with it.
+        draw: draws its figures.
         compute: returns the table of a script that trains nothing.
         train: returns the table of training, from options: `scale`, `train`, its name, `workers`, and the folder `out`.
         scales: at which it trains, by name.
@@ -96,24 +95,12 @@ def script(
     else:
         found = compute() if compute else read(name)
     (report or show)(found)
-    store(name, found, draw, options.out)
-
-
-def store(name: str, table: Frame, draw: Draw, out: Path | None) -> None:
-    """Write a table and the figures that are drawn from it.
-
-    Args:
-        name: name of the script; the files' names begin with it.
-        table: what was found.
-        draw: returns its figures.
-        out: folder of all files; None is `results/` and `docs/`.
-    """
-    for folder in {out or RESULTS, out or DOCS}:
-        folder.mkdir(parents=True, exist_ok=True)
-    write(name, table, out or RESULTS)
+    tables, figures = options.out or RESULTS, options.out or DOCS
+    tables.mkdir(parents=True, exist_ok=True)
+    write(name, found, tables)
     with style.styled():
-        for detail, figure in draw(table).items():
-            style.save((out or DOCS) / f"{name}{detail}.png", figure)
+        for detail, figure in draw(found).items():
+            style.save(figures / f"{name}{detail}.png", figure)
 
 
 def write(name: str, table: Frame, folder: Path = RESULTS) -> None:

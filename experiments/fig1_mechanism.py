@@ -15,9 +15,11 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from common import AVERAGING, BLOCKS, HEAVY_BALL, NESTEROV, SIX, Frame, log10_loss, same_gain, script, signed
+from common import AVERAGING, BLOCKS, HEAVY_BALL, NESTEROV, SIX, Frame, log10_loss, script, signed, whole
 from twophase import theory
 from twophase.figures.style import INK, headline, look, new_figure, share_legend
+from twophase.restart import Periodic, mean_outer_gain
+from twophase.rule import OuterRule
 
 SINGLE = 0.95
 THREE = [np.linspace(*ends, 9) for ends in BLOCKS]
@@ -47,12 +49,6 @@ def blockwise_loss(groups: Sequence[Any], rounds: int, periods: Sequence[int]) -
     return float(np.log10(np.average(losses, weights=sizes)))
 
 
-def heuristic(groups: Sequence[Any], rounds: int, *, corrected: bool) -> list[int]:
-    """Return the periods of the paper's closed form at the groups' mean sigma, rounded."""
-    periods = [theory.heuristic_period(HEAVY_BALL, float(np.mean(group)), corrected) for group in groups]
-    return np.floor(np.array(periods) + 0.5).clip(1, rounds).astype(int).tolist()
-
-
 def table() -> Frame:
     """Return log10 of the final losses by case and method, with the period or the periods of the groups."""
     rows: list[dict[str, Any]] = []
@@ -66,19 +62,17 @@ def table() -> Frame:
         add(case, "no restart", log10_loss(HEAVY_BALL, sigma, rounds))
         add(case, "best period", log10_loss(HEAVY_BALL, sigma, rounds, best), best)
         add(case, "momentum-free SGD, same lr", log10_loss(AVERAGING, sigma, rounds))
-        add(
-            case,
-            "momentum-free SGD, gain of best period",
-            log10_loss(same_gain(HEAVY_BALL, best, rounds), sigma, rounds),
-        )
+        matched = OuterRule(mean_outer_gain(HEAVY_BALL, Periodic(best), rounds), 0.0, form="ema")
+        add(case, "momentum-free SGD, gain of best period", log10_loss(matched, sigma, rounds))
         for largest in RANGES.get(case, ()):
             k = theory.best_period(HEAVY_BALL, sigma, max_period=largest, objective="factor")
             add(case, f"least |chi|, K <= {largest}", log10_loss(HEAVY_BALL, sigma, rounds, k), k)
         if len(groups) > 1:
+            means = [np.mean(group) for group in groups]
             for method, periods in {
-                "a period each": list(theory.block_periods(HEAVY_BALL, groups, max_period=rounds, rounds=rounds)),
-                "paper's heuristic each": heuristic(groups, rounds, corrected=False),
-                "corrected heuristic each": heuristic(groups, rounds, corrected=True),
+                "a period each": theory.block_periods(HEAVY_BALL, groups, max_period=rounds, rounds=rounds),
+                "paper's heuristic each": whole(theory.heuristic_period(HEAVY_BALL, means, False), rounds),
+                "corrected heuristic each": whole(theory.heuristic_period(HEAVY_BALL, means, True), rounds),
             }.items():
                 add(case, method, blockwise_loss(groups, rounds, periods), [int(k) for k in periods])
     nesterov = log10_loss(NESTEROV, SINGLE, 80, range(1, 81))

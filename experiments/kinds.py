@@ -89,12 +89,10 @@ def draw(table: Frame) -> dict[str, Figure]:
         for place, ratio in zip(y, rows["ratio"], strict=True):
             axes.text(45, place, f"{ratio:.2f}", va="center", fontsize=7, backgroundcolor=style.PAPER)
         names = [f"{task}, S = {inner_steps}" for task, inner_steps in WORKLOADS]
-        dot_chart(axes, names, xscale="log", xlim=(0.01, 30), title=label, xticks=(0.1, 1, 10))
-        axes.set_xticklabels(["0.1", "1", "10"])
-    title = "With noise, restarts help only a momentum left untuned"
-    style.headline(
-        figure, title, "averaging's held-out loss over the method's: right of the line is better than averaging"
-    )
+        dot_chart(axes, names, xscale="log", xlim=(0.01, 30), title=label)
+        axes.set_xticks([0.1, 1, 10], ["0.1", "1", "10"])
+    reading = "averaging's held-out loss over the method's: right of the line is better than averaging"
+    style.headline(figure, "With noise, restarts help only a momentum left untuned", reading)
     return {"": figure}
 
 

@@ -74,12 +74,12 @@ class Network(nn.Module):
 
 
 class Linear(nn.Module):
-    """The residual `r0 + J (theta - theta0)` of some images, with the parameters in one vector."""
+    """The residual `r0 + J change` of some images; what trains is `change = theta - theta0`, one vector."""
 
-    def __init__(self, jacobian: Tensor, residual: Tensor, start: Tensor) -> None:
+    def __init__(self, jacobian: Tensor, residual: Tensor) -> None:
         super().__init__()
-        self.jacobian, self.residual, self.start = jacobian, residual, start
-        self.theta = nn.Parameter(start.clone())
+        self.jacobian, self.residual = jacobian, residual
+        self.change = nn.Parameter(torch.zeros_like(jacobian[0]))
 
     @classmethod
     def of(cls, network: nn.Module) -> Linear:
@@ -87,12 +87,11 @@ class Linear(nn.Module):
         params = {name: p.detach() for name, p in network.named_parameters()}
         slopes = jacrev(lambda values: functional_call(network, values, ()))(params)
         residual = network().detach()
-        jacobian = torch.cat([slopes[name].reshape(len(residual), -1) for name in params], dim=1)
-        return cls(jacobian, residual, torch.cat([p.reshape(-1) for p in params.values()]))
+        return cls(torch.cat([slopes[name].reshape(len(residual), -1) for name in params], dim=1), residual)
 
     def some(self, images: slice) -> Linear:
         """Return the same model of some of the images."""
-        return Linear(self.jacobian[images], self.residual[images], self.start)
+        return Linear(self.jacobian[images], self.residual[images])
 
     def steepest(self) -> float:
         """Return the largest eigenvalue of `J J^T / n`; the inner learning rate must not exceed its inverse."""
@@ -100,7 +99,7 @@ class Linear(nn.Module):
 
     def forward(self) -> Tensor:
         """Return the residual of every image."""
-        return self.residual + self.jacobian @ (self.theta - self.start)
+        return self.residual + self.jacobian @ self.change
 
 
 class Inner(NamedTuple):

@@ -16,7 +16,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from scipy.special import logsumexp
 
-from common import Frame, dot_chart, script
+from common import Frame, dot_chart, script, whole
 from twophase import theory
 from twophase.figures.style import HATCH, headline, look, new_figure
 
@@ -75,8 +75,7 @@ def choices(problems: Problems, logs: np.ndarray, losses: np.ndarray) -> dict[st
     }
     for name, corrected in (("paper: π/(2√s) at mean σ", False), ("corrected, at mean σ", True)):
         mean = problems.sigma.mean(axis=1, keepdims=True)
-        period = np.floor(np.asarray(theory.heuristic_period(problems.rules, mean, corrected))[:, 0] + 0.5)
-        picked[name] = np.clip(period, 1, rounds).astype(int) - 1
+        picked[name] = whole(theory.heuristic_period(problems.rules, mean, corrected)[:, 0], rounds) - 1
     return picked | {"K = 3": np.full(count, 2), "no restart": np.full(count, rounds - 1)}
 
 

@@ -67,19 +67,11 @@ def run_workload(name: str, methods: Sequence[str], size: str, options: argparse
     tuning = Tuning(workload.base(), methods or (FEW if workload.few else METHODS), points, None, budget.seeds, fresh)
     rows = []
     for tuned in run_tuning(tuning, options.out / name, workers=options.workers, quiet=options.quiet).methods:
-        about = {
-            "settings": tuned.settings,
-            "open": tuned.open,
-            "tuned": tuned.tuned,
-            "seconds": round(tuned.seconds, 1),
-        }
-        values = {path: (tuned.numbers or {}).get(path) for path in TUNED}
-        rows += [
-            {"protocol": PROTOCOL, "workload": name, "method": tuned.method, "seed": seed, "result": result}
-            | values
-            | about
-            for seed, result in zip(fresh, tuned.results or [None] * len(fresh), strict=True)
-        ]
+        about = {path: (tuned.numbers or {}).get(path) for path in TUNED}
+        about |= {"settings": tuned.settings, "open": tuned.open, "tuned": tuned.tuned}
+        for seed, result in zip(fresh, tuned.results or [None] * len(fresh), strict=True):
+            row = {"protocol": PROTOCOL, "workload": name, "method": tuned.method, "seed": seed, "result": result}
+            rows.append(row | about | {"seconds": round(tuned.seconds, 1)})
     return rows
 
 
@@ -97,10 +89,9 @@ def main(words: Sequence[str] | None = None) -> int:
     if (options.method is not None) == options.reference:
         parser.error("give a METHOD, or --reference")
     share_with_workers()  # parts of `auto`, its controls
-    size = options.size or ("full" if options.reference else "quick")
-    rows: list[dict[str, Any]] = []
+    size, methods = ("full", []) if options.reference else ("quick", [options.method])
+    size, rows = options.size or size, list[dict[str, Any]]()
     for name in options.workloads or SIZES[size].workloads:
-        methods = [] if options.reference else [options.method]
         try:
             rows += run_workload(name, methods, size, options)
         except (UsageError, RunError) as error:  # such as a machine without that text

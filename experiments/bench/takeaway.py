@@ -8,20 +8,17 @@ Tuned methods are those of registration 1 (`reference.csv`, held-out seeds). Nes
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from run import results_by_seed
-from tables import MAIN, NESTEROV
+from tables import MAIN, NESTEROV, stored
 from twophase.figures.style import MUTED, headline, look, new_figure
 
-from common import Frame, dot_chart, script, show  # isort: skip - `run` names its folder
+from common import Frame, dot_chart, script, show  # isort: skip - `tables` names its folder
 
-HERE = Path(__file__).parent
 DILOCO = "nesterov:lr=0.7:momentum=0.9"
 LINES = {
     "averaging, inner Muon": "",
@@ -37,9 +34,8 @@ LEVEL = 0.05
 
 def table() -> Frame:
     """Return the ratio of each method's result to averaging's, by workload: geometric means over shared seeds."""
-    with (HERE / "reference.csv").open(encoding="utf-8", newline="") as file:
-        tuned = results_by_seed(csv.DictReader(file))
-    fixed: Frame = pd.read_csv(HERE / "regimes.csv")
+    tuned = stored()
+    fixed: Frame = pd.read_csv(Path(__file__).parent / "regimes.csv")
     fixed["log"] = np.log(fixed["result"])
     best = fixed.groupby(["workload", "method", "inner.lr"])["log"].mean().groupby(level=["workload", "method"]).min()
     rows = []

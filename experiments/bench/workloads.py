@@ -47,7 +47,6 @@ FEW = (*METHODS[:3], METHODS[6], NESTEROV, f"{NESTEROV} outer.restart=3")
 class Workload:
     """Where methods are compared; `values` of the configuration are by dotted path, `few` means `FEW` methods alone."""
 
-    title: str
     values: Mapping[str, Any]
     few: bool = False
 
@@ -57,46 +56,31 @@ class Workload:
         return run_config(values.pop("task", LM), values)
 
 
-def _runs(replicas: int, inner_steps: int, rounds: int, **values: Any) -> dict[str, Any]:
-    dotted = {path.replace("__", "."): value for path, value in values.items()}
-    return {"replicas": replicas, "inner_steps": inner_steps, "steps": rounds * inner_steps, **dotted}
+def _runs(replicas: int, inner_steps: int, rounds: int, values: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    return {"replicas": replicas, "inner_steps": inner_steps, "steps": rounds * inner_steps, **(values or {})}
 
 
-def _width(hidden_size: int, heads: int, rounds: int, lr: float) -> dict[str, Any]:
-    model = {
-        "model__hidden_size": hidden_size,
-        "model__intermediate_size": hidden_size * 11 // 4,
-        "model__heads": heads,
-    }
-    return _runs(2, 16, rounds, inner__lr=lr, **model)
+def _width(width: int, heads: int, rounds: int, lr: float) -> dict[str, Any]:
+    sizes = {"model.hidden_size": width, "model.intermediate_size": width * 11 // 4, "model.heads": heads}
+    return _runs(2, 16, rounds, {"inner.lr": lr, **sizes})
 
 
 WORKLOADS = {
-    "short": Workload("2 replicas, S = 16, 30 rounds, cosine, width 32", _runs(2, 16, 30)),
-    "non-iid": Workload(
-        "4 replicas, each with its own kind of document, S = 16, 30 rounds",
-        _runs(4, 16, 30, data__split="non-iid", data__batch_size=4),
-    ),
-    "one-replica": Workload("1 replica, S = 16, 60 rounds", _runs(1, 16, 60)),
-    "code": Workload(
-        "2 replicas, a second text, S = 16, 30 rounds, wsd",
-        _runs(2, 16, 30, data__corpus="python-code", inner__schedule="wsd"),
-    ),
-    "digits": Workload(
-        "4 replicas, a small image classifier, S = 8, 20 rounds", _runs(4, 8, 20, task="digits", inner__lr=32e-3)
-    ),
-    "sparse": Workload("2 replicas, S = 64, 12 rounds, wsd", _runs(2, 64, 12, inner__schedule="wsd", inner__lr=4e-3)),
-    "eight": Workload("8 replicas, S = 8, 30 rounds", _runs(8, 8, 30, data__batch_size=4)),
-    "long": Workload("2 replicas, S = 16, 60 rounds", _runs(2, 16, 60)),
-    "width-64": Workload("as short, 15 rounds, width 64", _width(64, 2, 15, 8e-3), few=True),
-    "width-128": Workload("as short, 15 rounds, width 128", _width(128, 4, 15, 4e-3), few=True),
-    "width-256": Workload("as short, 10 rounds, width 256", _width(256, 8, 10, 2e-3), few=True),
-    "inner-muon": Workload(
-        "as short, inner Muon in the place of AdamW", _runs(2, 16, 30, inner__method="muon", inner__lr=16e-3), few=True
-    ),
+    "short": Workload(_runs(2, 16, 30)),  # the small Llama, width 32
+    "non-iid": Workload(_runs(4, 16, 30, {"data.split": "non-iid", "data.batch_size": 4})),  # a kind of text a replica
+    "one-replica": Workload(_runs(1, 16, 60)),
+    "code": Workload(_runs(2, 16, 30, {"data.corpus": "python-code", "inner.schedule": "wsd"})),
+    "digits": Workload(_runs(4, 8, 20, {"task": "digits", "inner.lr": 32e-3})),  # a small image classifier
+    "sparse": Workload(_runs(2, 64, 12, {"inner.schedule": "wsd", "inner.lr": 4e-3})),
+    "eight": Workload(_runs(8, 8, 30, {"data.batch_size": 4})),
+    "long": Workload(_runs(2, 16, 60)),
+    "width-64": Workload(_width(64, 2, 15, 8e-3), few=True),
+    "width-128": Workload(_width(128, 4, 15, 4e-3), few=True),
+    "width-256": Workload(_width(256, 8, 10, 2e-3), few=True),
+    "inner-muon": Workload(_runs(2, 16, 30, {"inner.method": "muon", "inner.lr": 16e-3}), few=True),
 }
-TRIAL = Workload("digits, 2 replicas, 2 rounds: shows that the bench runs", _runs(2, 4, 2, task="digits"))
-"""Outside the protocol."""
+TRIAL = Workload(_runs(2, 4, 2, {"task": "digits"}))
+"""Outside the protocol: shows that the bench runs."""
 
 
 @dataclass(frozen=True)

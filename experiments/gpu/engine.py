@@ -123,9 +123,8 @@ def main(words: Sequence[str] | None = None) -> int:
     options = arguments(__doc__ or "", words)
     config = config_of(options)
     seconds, least = (0.1, 1) if options.tiny else (30.0, 4)
-    loop, figures = Loop(config), dict[str, float]()
-    for count in (1, 16):
-        figures |= loop.compare(count, seconds, least)
+    loop = Loop(config)
+    figures = loop.compare(1, seconds, least) | loop.compare(16, seconds, least)
     del loop
     figures |= checkpointing(config)
     torch.cuda.empty_cache()

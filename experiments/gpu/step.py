@@ -219,7 +219,7 @@ def main(words: Sequence[str] | None = None) -> int:
         torch.cuda.empty_cache()
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        facts: dict[str, Any] = {}
+        facts = dict[str, Any]()
         call = ours(config, facts) if kind == "ours" else theirs(config, facts, compiled=kind == "compiled")
         taken, rhos[kind], product = contest(config, call, turns, seconds)
         if device.type == "cuda":
