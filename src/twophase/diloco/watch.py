@@ -204,7 +204,7 @@ def _frozen(module: nn.Module) -> dict[str, str]:
 def _of_frozen(rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
     """Yield a sentence on frozen parameters that are not the same in all rows."""
     if names := [name for name, first in rows[0].items() if any(row.get(name, first) != first for row in rows)]:
-        yield f"the frozen parameters {_some(names)} were changed, and no sync sends them; change all replicas alike"
+        yield f"the frozen parameters {_some(names)} differ between replicas, and no sync sends them; change all alike"
 
 
 def _held(optimizer: Optimizer) -> list[Tensor]:
