@@ -55,6 +55,34 @@ def test_lazy_names_load_what_they_need():
     assert "ModuleNotFoundError: import of torch halted" in done.stderr
 
 
+WITHOUT = """
+import copy, sys
+from pathlib import Path
+sys.modules["fcntl"] = sys.modules["resource"] = None
+import torch, twophase, twophase.files
+from runmaker import SUM, make_sweep, write_run
+from twophase.cli.main import main
+twophase.files._ON_WINDOWS = True
+model = torch.nn.Linear(2, 2)
+twophase.DiLoCo([model, copy.deepcopy(model)], twophase.OuterRule(0.7, 0.9), inner_steps=1).step()
+write_run(Path("run"), SUM, [0.3])
+make_sweep(Path("sweep"))
+print(twophase.load("run"), main(["report", "run"]), main(["report", "sweep"]), main(["explore", "--out", "page.html"]))
+for command in ("train", "sweep --axis seed 0 1", "tune", "demo"):
+    print(main([*command.split(), "--out", "new"]), file=sys.stderr)
+"""
+
+
+def test_without_locks_as_on_windows(tmp_path: Path):
+    """The engine, results and pages do without; what writes runs says in a sentence why it cannot."""
+    code = [sys.executable, "-c", WITHOUT]
+    done = subprocess.run(code, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.stdout.splitlines()[-1].endswith("perplexity 8) 0 0 0"), done.stderr
+    lines = done.stderr.splitlines()[-8:]
+    assert lines[1::2] == ["2"] * 4
+    assert all("locks" in line and "WSL" in line for line in lines[::2]), lines
+
+
 def test_unknown_name():
     """A name that does not exist is an AttributeError, so that hasattr works."""
     assert not hasattr(twophase, "Periodical")

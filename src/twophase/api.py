@@ -17,7 +17,7 @@ from twophase.errors import RunError, UsageError, python_words
 from twophase.files import sha256
 from twophase.progress import line_text, meter
 from twophase.runs.config import RunConfig, outer_line
-from twophase.runs.folder import ENV, SUMMARY, WEIGHTS, RunFolder
+from twophase.runs.folder import ENV, SUMMARY, WEIGHTS, RunFolder, require_locks
 from twophase.runs.record import read_summary
 from twophase.runs.trackers import call_each, open_trackers
 from twophase.tasks.registry import LM, config_class, forbid_import_time_calls, name_of, task_of
@@ -150,6 +150,7 @@ def train_run(
     from twophase.training import distributed  # noqa: PLC0415 - torch
     from twophase.training.trainer import Trainer  # noqa: PLC0415
 
+    require_locks()
     require(timeout is None or 0 < timeout <= 1e6, "timeout", timeout, "above 0 and at most 1e6 seconds")
     if config.outer.method == "averaging" and config.outer.momentum:
         wanted = "left out with averaging, but heavy-ball and nesterov have one"

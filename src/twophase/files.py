@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
+_ON_WINDOWS = os.name == "nt"
 
 
 @contextmanager
@@ -45,7 +46,9 @@ def _remove(path: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+    if _ON_WINDOWS and path.is_dir():  # which opens no folders, and flushes only what it may write
+        return
+    descriptor = os.open(path, os.O_RDWR if _ON_WINDOWS else os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

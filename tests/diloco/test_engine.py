@@ -13,7 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diloco.scenarios import AVERAGING, HEAVY_BALL, PLAIN, Plain, loss, network, shift, start, unlike
+from apple import Apple, moved
+from diloco import scenarios
+from diloco.scenarios import AVERAGING, HEAVY_BALL, PLAIN, SCENARIOS, Plain, loss, network, shift, start, unlike
 from replicas import same_bits
 from twophase.diloco.digest import digest
 from twophase.diloco.engine import DiLoCo
@@ -115,6 +117,32 @@ def test_what_takes_part() -> None:
         assert torch.equal(model.get_buffer("1.running_mean"), torch.full((4,), float(number)))
         assert model[3].weight is model[2].weight
         torch.testing.assert_close(model[2].weight.detach(), before + 2.0)
+
+
+@pytest.mark.parametrize("name", ["auto", "adamw", "orthogonal", "int8, three", "bfloat16 model"])
+def test_on_a_device_without_float64(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Apple's GPU every part of a round, and an average of buffers, gives what it gives on a CPU."""
+    noise = scenarios.noise
+
+    def go(move: Callable[[Any], Any]) -> dict[str, Tensor]:
+        monkeypatch.setattr(scenarios, "noise", lambda *of: move(noise(*of)))
+        monkeypatch.setattr(
+            scenarios, "network", lambda *of: move(network(*of).append(nn.BatchNorm1d(1, affine=False)))
+        )
+        run = start(name, buffers="mean")
+        run.models[-1].get_buffer("4.running_mean").add_(3.0)
+        run.go(range(SCENARIOS[name].steps))
+        run.finish()
+        assert run.engine.check() == ()
+        run.load(run.state())
+        return run.tensors() | {"buffer": run.models[0].get_buffer("4.running_mean")}
+
+    expected = go(lambda there: there)
+    with Apple():
+        found = go(lambda there: moved(there) if isinstance(there, nn.Module) else there.to("mps"))
+        assert {t.device.type for key, t in found.items() if not key.startswith("step")} == {"mps"}
+    for key, tensor in expected.items():
+        torch.testing.assert_close(found[key].as_subclass(Tensor), tensor, msg=key)
 
 
 @pytest.mark.parametrize("compression", ["float32", "bfloat16", "int8"])

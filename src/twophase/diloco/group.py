@@ -138,6 +138,10 @@ class ProcessGroup(SingleProcess):
 
     def bind(self, device: torch.device) -> None:
         """Choose where small messages lie, for parameters on `device`; refuse a group that cannot send from there."""
+        if device.type == "mps":
+            raise ValueError(
+                "DiLoCo: torch.distributed sends nothing from Apple's GPU; train all replicas in a process"
+            )
         groups = [self.group, *([] if self.shards is None else [self.shards])]
         if all("cpu" in dist.get_backend_config(group) or dist.get_backend(group) == "gloo" for group in groups):
             return

@@ -456,7 +456,7 @@ def _pieces(row: Sequence[Tensor]) -> Iterable[tuple[Tensor, ...]]:
 def _products(g: Tensor, m: Tensor | None = None) -> list[Tensor]:
     """Return <g, g>, <m, m> and <g, m> of a piece."""
     pairs = [(g, g)] if m is None else [(g, g), (m, m), (g, m)]
-    if type(g) is Tensor:
+    if not hasattr(g, "full_tensor"):
         found = [torch.dot(a, b) for a, b in pairs]
     else:  # the sum of a DTensor is partial on each rank
         found = [(a * b).sum(dtype=torch.float64).full_tensor() for a, b in pairs]  # type: ignore[attr-defined]

@@ -14,7 +14,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import math
@@ -27,6 +26,11 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
+
+try:
+    import fcntl
+except ImportError:  # on Windows, where runs can be read
+    fcntl = None  # type: ignore[assignment]
 
 from twophase.config import dump_yaml, flatten, load_yaml, to_tree
 from twophase.config import fingerprint as fingerprint_of
@@ -48,6 +52,12 @@ TOUCH_SECONDS, STALE_SECONDS = 20.0, 120.0
 _WRITING_SECONDS = 5.0  # after which the process that has made an empty claim was killed before it wrote its name
 
 
+def require_locks() -> None:
+    """Raise a UsageError where no run can be written."""
+    if fcntl is None:
+        raise UsageError("runs are written under file locks, which Windows lacks; use Linux, macOS or WSL")
+
+
 class BusyError(UsageError):
     """Another process is at work in the folder."""
 
@@ -60,6 +70,7 @@ class Claim(AbstractContextManager[Any]):
     """
 
     def __init__(self, path: Path, host: str = "", *, lock: bool = True) -> None:
+        require_locks()
         self.path, self._released = path, threading.Event()
         self._owner = {"host": host or socket.gethostname(), "pid": os.getpid()}
         self._lock = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o666)

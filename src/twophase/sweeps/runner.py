@@ -25,7 +25,7 @@ from twophase.errors import RunError, UsageError
 from twophase.files import write_atomic
 from twophase.progress import meter
 from twophase.runs.config import RunConfig
-from twophase.runs.folder import CHECKPOINTS, BusyError, RunFolder
+from twophase.runs.folder import CHECKPOINTS, BusyError, RunFolder, require_locks
 from twophase.runs.record import read_summary
 from twophase.sweeps.fork import Node, tree
 from twophase.sweeps.grid import RUNS, SPEC, Sweep, write_spec
@@ -163,6 +163,7 @@ def run_sweep(
     called with the table whenever it has changed, is shown above the progress. `should_stop` is asked often; True stops
     all workers, whose runs resume later. A UsageError refuses a folder that holds something else.
     """
+    require_locks()
     write_spec(sweep, folder)
     started, nodes = time.monotonic(), Nodes(sweep.runs, folder)
     for name in nodes.nodes:  # failures of an earlier call are tried again

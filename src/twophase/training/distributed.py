@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import resource
 import signal
 import sys
 import threading
@@ -143,5 +142,7 @@ def peak_bytes(device: torch.device) -> int:
     """Return the largest memory so far: allocated on a GPU, else resident in this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    import resource  # noqa: PLC0415 - Windows lacks it
+
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
