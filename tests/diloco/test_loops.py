@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.optim import Optimizer
 
-from diloco.scenarios import AVERAGING, HEAVY_BALL, network, refusal, shift, start
+from diloco.scenarios import AVERAGING, HEAVY_BALL, network, refusal, shift, start, unlike
 from replicas import same_bits, through_file
 from twophase.diloco.engine import DiLoCo
+from twophase.integrations.rounds import Rounds
 from twophase.optim.outer_sgd import OuterSGD
 from twophase.rule import OuterRule
 
@@ -404,6 +405,48 @@ def test_buffers_of_any_layout_are_averaged() -> None:
 
 
 # --------------------------------------------------------------------------------------------- 16-bit optimizer state
+
+
+class Mixed(torch.optim.Optimizer):
+    """Momentum in another type than the parameters'."""
+
+    def __init__(self, params: Any, kind: torch.dtype) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.kind = kind
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Average the gradients."""
+        del closure
+        for p in self.param_groups[0]["params"]:
+            m = self.state[p].setdefault("m", torch.zeros_like(p, dtype=self.kind))
+            p.sub_(0.1 * m.mul_(0.9).add_(p.grad))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=["narrow", "wide"]
+)
+def test_optimizer_state_of_another_type_resumes_exactly(dtype: torch.dtype, kind: torch.dtype):
+    """Torch loads it in the parameters' type; a trainer's callback, and the engine for its outer ones, do not."""
+
+    def train(model: nn.Module, steps: range, state: Any = None) -> Any:
+        inner = Mixed(model.parameters(), kind)
+        if state:
+            model.load_state_dict(state["model"])
+            inner.load_state_dict(state["optimizer"])
+        rounds = Rounds(lambda named: Mixed([p for _, p in named], kind), inner_steps=2)
+        rounds.begin(model, inner, steps[0], 6, state)
+        for number in steps:
+            for p in model.parameters():
+                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(number)).to(p)
+            inner.step()
+            rounds.step()
+        return through_file(rounds.saved() | {"optimizer": inner.state_dict(), "model": model.state_dict()})
+
+    whole, resumed = train(network(dtype=dtype), range(6)), train(network(dtype=dtype), range(3))
+    resumed = train(network(dtype=dtype), range(3, 6), resumed)
+    assert same_bits(whole["engine"]["anchor"], resumed["engine"]["anchor"])
+    assert unlike(whole["model"], resumed["model"]) == []
 
 
 # -------------------------------------------------------------------------------------- two engines where one belongs

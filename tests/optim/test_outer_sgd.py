@@ -272,7 +272,7 @@ def test_angles_at_the_edges():
     ],
 )
 def test_impossible_values_are_refused_by_name(name: str, arguments: dict[str, Any]):
-    """At construction and for one group, which can be added once it is corrected; an lr alone may be left to `auto`."""
+    """At construction and for one group, which can be added once it is corrected."""
     with pytest.raises(ValueError, match=name):
         OuterSGD([{"params": [scalar(0.0)]} | arguments], lr=0.1)
     outer, more = OuterSGD([scalar(0.0)], lr=0.5, momentum=0.9), scalar(0.0)
@@ -282,7 +282,14 @@ def test_impossible_values_are_refused_by_name(name: str, arguments: dict[str, A
     assert len(outer.param_groups) == 2
     with pytest.raises(ValueError, match="lr"):
         OuterSGD([more])
-    assert OuterSGD([more], restart="auto").param_groups[0]["lr"] == 1
+
+
+def test_an_lr_is_left_to_a_policy_that_takes_the_steps(caplog: pytest.LogCaptureFixture):
+    """One that is given changes nothing, and a warning says so."""
+    assert OuterSGD([scalar(0.0)], restart="auto").param_groups[0]["lr"] == 1
+    assert caplog.messages == []
+    OuterSGD([scalar(0.0)], 0.1, restart="auto")
+    assert "lr" in caplog.messages[0]
 
 
 def test_a_round_that_one_group_refuses_has_happened_in_none():

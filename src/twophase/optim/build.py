@@ -48,7 +48,8 @@ def outer_optimizer(
     if isinstance(outer, str):
         outer = RULES[outer] if outer in RULES else partial(named_optimizer, method=outer)
     if isinstance(outer, OuterRule):
-        return OuterSGD(named, outer.lr, outer.momentum, nesterov=outer.nesterov, form=outer.form, restart=policy)
+        lr = None if policy.takes_steps else outer.lr
+        return OuterSGD(named, lr, outer.momentum, nesterov=outer.nesterov, form=outer.form, restart=policy)
     if isinstance(outer, Optimizer | type) or not callable(outer):
         raise ValueError(f"{choices}, got {outer!r:.80}")
     built = outer(named)

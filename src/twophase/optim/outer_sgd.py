@@ -7,6 +7,7 @@ form and 16-bit parameters, whose buffers are float32. `twophase.rule` has the e
 from __future__ import annotations
 
 import json
+import logging
 import math
 import warnings
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
@@ -34,6 +35,7 @@ from twophase.restart import (
 )
 from twophase.rule import Form, OuterRule
 
+_log = logging.getLogger("twophase")
 BUFFER = "momentum_buffer"  # torch.optim.SGD's key, so that its checkpoints load here
 COUNTERS = ("rounds", "rounds_since_restart", "restarts")
 Dots = tuple[float, float, float]
@@ -114,6 +116,10 @@ class OuterSGD(torch.optim.SGD):
         self.last_round: list[GroupRound] = []
         super().__init__(params, lr=rule.lr, momentum=rule.momentum)
         self.defaults |= self._own
+        if self._has_lr and all(group["restart"].takes_steps for group in self.param_groups):
+            _log.warning(
+                "OuterSGD: lr and momentum change nothing, for restart %s takes the steps; leave them out", policy
+            )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; what it leaves out are the constructor's arguments, and its rounds count from 0."""
@@ -224,9 +230,11 @@ class OuterSGD(torch.optim.SGD):
     def _buffers(self, group: Mapping[str, Any], params: Sequence[Tensor]) -> list[Tensor]:
         """Return the momentum buffers, at first -0, which plus any g is g; float32 for 16-bit parameters."""
         for p in params if group["momentum"] != 0 or group["restart"].takes_steps else ():
-            if self.state[p].get(BUFFER) is None:
-                dtype = p.dtype if p.dtype.itemsize >= _FLOAT32 else torch.float32
+            dtype, m = p.dtype if p.dtype.itemsize >= _FLOAT32 else torch.float32, self.state[p].get(BUFFER)
+            if m is None:
                 self.state[p][BUFFER] = torch.full_like(p, -0.0, dtype=dtype, requires_grad=False)
+            elif m.dtype != dtype:
+                self.state[p][BUFFER] = m.to(dtype)
         return [self.state[p][BUFFER] for p in params if BUFFER in self.state.get(p, {})]
 
     def _measure(self, group: Mapping[str, Any]) -> Dots:
@@ -272,16 +280,9 @@ class OuterSGD(torch.optim.SGD):
                     raise ValueError(f"OuterSGD: the saved buffer of parameter {index} must have shape {[*p.shape]}")
         loaded = {**state_dict, "param_groups": groups + state_dict["param_groups"][len(groups) :]}
         super().load_state_dict(loaded)
-        # torch has cast float32 buffers to the type of 16-bit parameters, and shares the others with the caller.
-        for group, saved in zip(self.param_groups, groups, strict=True):
-            for p, index in zip(group["params"], saved["params"], strict=True):
-                self.state.pop(p, None)
-                for key, value in state_dict["state"].get(index, {}).items():
-                    if isinstance(value, Tensor):
-                        wide = p.dtype if p.dtype.itemsize >= _FLOAT32 else torch.float32
-                        dtype = wide if key == BUFFER else value.dtype
-                        value = value.to(p.device, dtype, copy=True)  # noqa: PLW2901 - a copy of it
-                    self.state[p][key] = value
+        keep_types(self, loaded)
+        for group in self.param_groups:  # of a torch.optim.SGD over 16-bit parameters, which are wide here
+            self._buffers(group, [p for p in group["params"] if self.state.get(p, {}).get(BUFFER) is not None])
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take a loaded or copied state."""
@@ -347,14 +348,15 @@ def _report(group: Mapping[str, Any], measured: Dots, decision: Decision, broken
 
 
 def keep_types(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Give an optimizer's loaded state the types that it was saved in; torch casts it to those of the parameters."""
-    if isinstance(optimizer, OuterSGD):  # which has types of its own
-        return
+    """Give an optimizer's loaded state the types that it was saved in, in tensors of its own.
+
+    torch casts it to the parameters' types, as a bfloat16 average to float32, and shares what it need not cast.
+    """
     for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
         for p, index in zip(group["params"], saved["params"], strict=True):
             of_p = optimizer.state.get(p, {})
             for key, value in state_dict["state"].get(index, {}).items():
-                if isinstance(value, Tensor) and key in of_p and of_p[key].dtype != value.dtype:
+                if isinstance(value, Tensor) and isinstance(of_p.get(key), Tensor):
                     of_p[key] = value.to(of_p[key].device, copy=True)
 
 

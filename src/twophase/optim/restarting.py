@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
 import warnings
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from twophase.optim.outer_sgd import COUNTERS, angles, dots, is_init_step
+from twophase.optim.outer_sgd import COUNTERS, angles, dots, is_init_step, keep_types
 from twophase.restart import MEASURED, Decision, Restart, RestartPolicy, RoundSignal, Soft, Step, age_after, ask, parse
 
 _FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
@@ -72,7 +71,8 @@ class Restarting(Optimizer):
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=False):
             if missing := group.keys() - saved.keys() - {"param_names", "initial_lr"}:
                 raise ValueError(f"Restarting: the state must be of the same optimizers, lacks {min(missing)}")
-        super().load_state_dict(copy.deepcopy(state_dict))  # torch would share tensors with the caller
+        super().load_state_dict(state_dict)
+        keep_types(self, state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the last of the optimizers; its own `restart` overrides the default."""
