@@ -226,7 +226,7 @@ def tune(
         workers: as for `sweep`.
         quiet: show no progress.
         methods: what is held against averaging, such as `"nesterov outer.restart=3"` (`twophase.tuning.methods`); by
-            default the usual ones.
+            default averaging, its filter `orthogonal`, Muon inside, and Nesterov.
         points: settings that each method tries, >= 1.
         budget: seconds for all of it, in the place of points; by default two hours.
         seeds: tuning seeds, over which a setting's results are averaged.

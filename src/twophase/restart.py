@@ -264,7 +264,7 @@ class Auto(RestartPolicy):
         u <- g + (1 - |g| / M) |g| u / |u|,      x <- x - u,      M = the largest |g| of at least half of the rounds
 
     with the last update u as buffer; of the rule nothing enters. While |g| is near its largest this is plain averaging;
-    an update is at most twice as long as that of averaging. It comes from trials and is no theorem.
+    an update is at most twice as long as that of averaging. It is not recommended (docs/restarts.md).
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"pseudo_gradient_norm", "buffer_norm"})

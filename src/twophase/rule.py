@@ -40,7 +40,7 @@ def whole_number(name: str, value: object, least: int = 1) -> int:
 
 @dataclass(frozen=True, slots=True)
 class OuterRule:
-    """Hyperparameters of an outer momentum step, in a named form: see the table of the module.
+    """Outer learning rate, momentum and kind of momentum, in the sum form of `torch.optim.SGD` or the paper's EMA form.
 
     `lr` is finite and >= 0 (the paper's nu in EMA form), `momentum` in [0, 1) (its beta_out). `form` says which of the
     two writings `lr` is meant in. Source: paper section 2, equations for T_HB and T_NAG.

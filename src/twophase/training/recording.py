@@ -34,7 +34,7 @@ _PLAN = ("steps", "inner_steps", "replicas", "seed")
 
 @python_words()
 def record(folder: str | Path, engine: Engine, config: Any = None, track: str | Sequence[str] = ()) -> Recorder:
-    """Open a standard run folder, for every page and command, which a loop then writes.
+    """Open a run folder that your loop writes, and that every page and command reads.
 
         run = twophase.record("runs/mine", engine, {"width": 32, "steps": 6400})
         for batch in batches:
