@@ -304,6 +304,19 @@ def test_a_step_of_the_engine_for_each_micro_batch_is_named(accumulation: int) -
 # ----------------------------------------------------------- best weights restored inside a round; anchored() misused
 
 
+def test_best_weights_restored_inside_a_round_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    """The last round would take them for progress; loaded after it they are not."""
+    run = start("heavy ball", [0])
+    run.go(range(4))
+    best = copy.deepcopy(run.models[0].state_dict())
+    run.go(range(4, 6))
+    run.models[0].load_state_dict(best)
+    run.finish()
+    run.models[0].load_state_dict(best)
+    (message,) = caplog.messages
+    assert "progress" in message
+
+
 def test_a_step_within_anchored_is_refused() -> None:
     """It would end a round of the anchor's own weights; an evaluation in another one is allowed."""
     run = start("heavy ball")

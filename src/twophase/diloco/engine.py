@@ -428,7 +428,7 @@ class DiLoCo:
 
         `inner` is the inner optimizer, or one for each replica of this process, or several of a single replica.
         """
-        found = self._watch.check(self, [inner] if isinstance(inner, Optimizer) else list(inner))
+        found = self._watch.check(self, list(inner) if isinstance(inner, Sequence) else [inner])
         if strict and found:
             raise ValueError(f"DiLoCo.check: {'; '.join(found)}")
         return found
