@@ -1,4 +1,7 @@
-"""Mistakes of a training loop that raise no error by themselves: each is named, or made harmless."""
+"""Mistakes of a training loop that raise no error by themselves: each is named, or made harmless.
+
+Run as a program, this file is one of the two processes of its own tests.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +9,59 @@ import copy
 import math
 import pickle
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.optim import Optimizer
 
-from diloco.scenarios import AVERAGING, HEAVY_BALL, network, refusal, shift, start, unlike
+from diloco.scenarios import AVERAGING, HEAVY_BALL, Run, drift, network, refusal, shift, start, unlike
+from forked import bring, in_processes
 from replicas import same_bits, through_file
+from twophase.diloco import group as group_module
 from twophase.diloco.engine import DiLoCo
+from twophase.diloco.group import ProcessGroup, SingleProcess
 from twophase.integrations.rounds import Rounds
 from twophase.optim.outer_sgd import OuterSGD
 from twophase.rule import OuterRule
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "one fragment": {},
+    "three": {"fragments": 3},
+    "under way": {"fragments": 3, "delay": 2, "mixing": 0.5},
+    "int8": {"fragments": 3, "delay": 3, "compression": "int8"},
+}
+
+
+def begun(rank: int, **options: Any) -> Run:
+    """A run of rounds of six steps over a new group of both processes."""
+    return start("heavy ball", [rank], inner_steps=6, group=ProcessGroup(dist.new_group()), restart=None, **options)
+
+
+def worker(rank: int) -> dict[str, Any]:
+    """One of the two processes."""
+    return {
+        "uneven": [uneven(rank, steps, options) for options in OPTIONS.values() for steps in ((17, 20), (20, 18))],
+        "unlike": [refusal(lambda call=call: call(rank)) for call in (saved_alone, loaded_unlike, cut_unlike)],
+        "twice": ended_twice(rank),
+        "lost": lost(rank),
+        "weighed": {name: weighed([rank], begun(rank, **options)) for name, options in OPTIONS.items()},
+        "weight": unlike_weights(rank),
+    }
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of the two brings home."""
+    return in_processes(__file__, tmp_path_factory.mktemp("loops"), 2)
 
 
 def buffered(**buffers: Tensor) -> nn.Module:
@@ -274,10 +312,78 @@ def test_the_checkpoint_of_another_rank_is_told(caplog: pytest.LogCaptureFixture
 # ----------------------------------------------------------------------------------- torchrun without a process group
 
 
+def test_torchrun_without_a_process_group(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Each process would train alone; also where the group is initialised after the engine was made."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    start(group=SingleProcess())
+    assert caplog.messages == []
+    (finding,) = start("heavy ball").engine.check()
+    assert "WORLD_SIZE" in finding
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    run = start("heavy ball")
+    made = {"is_available": lambda: True, "is_initialized": lambda: True, "get_world_size": lambda: 2}
+    monkeypatch.setattr(group_module, "dist", SimpleNamespace(**made))
+    run.go(range(5))
+    assert ["WORLD_SIZE" in message for message in caplog.messages] == [True, False]
+    assert "init_process_group" in caplog.messages[1]
+
+
 # -------------------------------------------------------------------------------------------- ranks that end unevenly
 
 
+def uneven(rank: int, steps: Sequence[int], options: dict[str, Any]) -> str:
+    run = begun(rank, **options)
+    return refusal(lambda: [run.go(range(steps[rank])), run.finish()])
+
+
+def ended_twice(rank: int) -> str:
+    run = begun(rank)
+    return refusal(lambda: [run.go(range(8)), run.finish(), run.finish() if rank else None])
+
+
+@pytest.mark.dist
+def test_ranks_that_end_unevenly(ranks: list[dict[str, Any]]) -> None:
+    """All hear where each rank is, before they wait for each other; a second `finish()` waits for nobody."""
+    assert [answers["twice"] for answers in ranks] == ["nothing"] * 2
+    for message, other in zip(*(answers["uneven"] for answers in ranks), strict=True):
+        assert message == other
+        assert message.startswith("Disagreement")
+        assert all(part in message for part in ("finish(", "step(", "rank 0", "rank 1"))
+
+
 # -------------------------------------------------------------------------------------- ranks that count unlike steps
+
+
+def saved_alone(rank: int) -> None:
+    """Only rank 0 saves, which begins the second half of a sum."""
+    run = begun(rank, **OPTIONS["int8"])
+    run.go(range(2))
+    run.go(range(3 + rank, 6)) if rank else run.state()
+
+
+def loaded_unlike(rank: int) -> None:
+    """Each rank resumes from another step."""
+    run, states = begun(rank, **OPTIONS["under way"]), []
+    for step in range(12):
+        run.step(step)
+        states.append(through_file(run.state()))
+    run.load(states[(7, 9)[rank]])
+    run.go(range(12, 18))
+
+
+def cut_unlike(rank: int) -> None:
+    """Each rank changes its rounds alone."""
+    run = begun(rank)
+    run.engine.inner_steps = 4 + rank
+    run.go(range(5))
+
+
+@pytest.mark.dist
+def test_ranks_that_count_unlike(ranks: list[dict[str, Any]]) -> None:
+    """They are named at the first call that would pair with another one's."""
+    for message, other in zip(*(answers["unlike"] for answers in ranks), strict=True):
+        assert message == other
+        assert message.startswith("Disagreement: DiLoCo: ranks make unlike calls")
 
 
 # ------------------------------------------------------------------------------------------ step() once a micro-batch
@@ -299,6 +405,28 @@ def test_a_step_of_the_engine_for_each_micro_batch_is_named(accumulation: int) -
 
 
 # --------------------------------------------------------------------------------------- a replica that is not finite
+
+
+def lost(rank: int) -> list[str]:
+    run = begun(rank)
+    run.go(range(5))
+    if rank:
+        next(run.models[0].parameters()).data.view(-1)[3] = float("nan")
+    run.step(5)
+    return list(run.engine.check())
+
+
+@pytest.mark.dist
+def test_a_replica_that_is_not_finite(ranks: list[dict[str, Any]], caplog: pytest.LogCaptureFixture) -> None:
+    """It is named once, in one process and in several."""
+    for answers in ranks:
+        (finding,) = answers["lost"]
+        assert "replica 0 of rank 1 " in finding
+    run = start("heavy ball", [0, 1, 2])
+    shift(run.models[1], by=float("inf"))
+    run.go(range(10))
+    (message,) = caplog.messages
+    assert "replica 1 " in message
 
 
 # ----------------------------------------------------------- best weights restored inside a round; anchored() misused
@@ -562,3 +690,67 @@ def test_the_state_of_a_compiled_module_is_that_of_the_module():
 
 
 # --------------------------------------------------------------------------------------------------- unequal replicas
+
+
+def weighed(replicas: Sequence[int], run: Run) -> dict[str, Any]:
+    """Tensors and norms of a run in which replica 0 has three times the tokens; it is resumed after each step."""
+    norms = []
+    for step in range(20):
+        for replica, model in zip(replicas, run.models, strict=True):
+            drift(model, step, replica)
+        report = run.engine.step({"loss": 1.0}, weight=[(step + 1) * (3.0, 1.0)[replica] for replica in replicas])
+        norms.append(report and report.pseudo_gradient_norm)
+        run.load(through_file(run.state()))
+    return {"tensors": run.tensors(), "norms": norms}
+
+
+def unlike_weights(rank: int) -> str:
+    run = begun(rank, delay=1)
+    return refusal(lambda: [run.engine.step(weight=None if rank else 2.0) for _ in range(7)])
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", OPTIONS)
+def test_unequal_replicas_are_weighed(ranks: list[dict[str, Any]], name: str) -> None:
+    """In one process as in two."""
+    here = weighed([0, 1], start("heavy ball", inner_steps=6, restart=None, **OPTIONS[name]))
+    for rank, answers in enumerate(ranks):
+        there = answers["weighed"][name]
+        assert there["norms"] == here["norms"]
+        mine = {key: t for key, t in here["tensors"].items() if not key.startswith(f"model {1 - rank}")}
+        assert unlike({key.replace(f"model {rank}", "model 0"): t for key, t in mine.items()}, there["tensors"]) == []
+
+
+def test_the_mean_counts_tokens() -> None:
+    """Of a round; equal weights change no bit; a weight of 0 leaves out even what is not finite."""
+    ends = []
+    for weights in (None, [7.7, 7.7], [3, 1], [1, 0]):
+        run = start("averaging", [0, 1], restart=None)
+        for step in range(4):
+            for number, model in enumerate(run.models):
+                drift(model, step, number)
+            if weights == [1, 0]:
+                shift(run.models[1], by=float("nan"))
+            before = [dict(model.named_parameters())["0.weight"].detach().clone() for model in run.models]
+            run.engine.step({"loss": 1.0}, weight=weights)
+        ends.append((run.engine.anchor["0.weight"], before))
+    assert torch.equal(ends[0][0], ends[1][0])
+    torch.testing.assert_close(ends[2][0], 0.75 * ends[2][1][0] + 0.25 * ends[2][1][1])
+    torch.testing.assert_close(ends[3][0], ends[3][1][0])
+
+
+@pytest.mark.dist
+def test_weights_that_make_no_mean(ranks: list[dict[str, Any]]) -> None:
+    """They are numbers from 0, one for each replica, in each step of a round and on all ranks, or nowhere."""
+    run = start("heavy ball")
+    for weight in (-1.0, float("nan"), [1.0], [1.0, 2.0, 3.0], "much"):
+        with pytest.raises(ValueError, match="weight"):
+            run.engine.step({"loss": 1.0}, weight=weight)  # type: ignore[arg-type]
+    run.engine.step({"loss": 1.0}, weight=2.0)
+    with pytest.raises(ValueError, match="weight"):
+        run.engine.step({"loss": 1.0})
+    assert all("Disagreement" in answers["weight"] and "weight" in answers["weight"] for answers in ranks)
+
+
+if __name__ == "__main__":
+    bring(worker, 2)

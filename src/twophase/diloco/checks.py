@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+from array import array
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,8 +22,7 @@ import twophase
 from twophase.diloco.buffers import buffers_of
 from twophase.diloco.digest import digest, of_optimizer
 from twophase.diloco.fragment import Fragment, Slot, local
-from twophase.diloco.group import SingleProcess
-from twophase.errors import RunError
+from twophase.diloco.group import Disagreement, SingleProcess
 from twophase.optim.outer_sgd import Dots, OuterSGD, rule_of
 from twophase.restart import MEASURED
 
@@ -29,10 +31,6 @@ if TYPE_CHECKING:
 
 
 INTERRUPTED = "DiLoCo: the last outer step was interrupted; load_state_dict() of a checkpoint first"
-
-
-class Disagreement(RunError):  # noqa: N818 - a public name
-    """Ranks hold different bits that should be equal; the message names the fragment and the ranks."""
 
 
 # ------------------------------------------------------------------------------------------------------ at the start
@@ -166,80 +164,122 @@ def check_call(engine: DiLoCo, fragments: Sequence[Fragment], signals: Mapping[s
     engine._loads.tell(engine)
 
 
+def weights_of(engine: DiLoCo, weight: float | Sequence[float] | None) -> list[float] | None:
+    """Return the weight of each replica of this process in an inner step, or None where all count alike."""
+    given = weight if weight is None or isinstance(weight, Sequence) else [weight] * len(engine.replicas)
+    try:
+        weights = given if given is None else [float(each) for each in given]
+    except (TypeError, ValueError, RuntimeError):
+        weights = []
+    if weights is not None and (len(weights) != len(engine.replicas) or not all(0 <= w < math.inf for w in weights)):
+        raise ValueError(
+            f"DiLoCo: step(weight=...) must be finite and >= 0, or so for each replica, got {weight!r:.80}"
+        )
+    if any(f.steps and (f.weights is None) != (weights is None) for f in engine.fragments):
+        raise ValueError("DiLoCo: step(weight=...) must be given in each inner step of a round, or in none")
+    return weights
+
+
+def meet(engine: DiLoCo, call: str, fragments: Sequence[Fragment], signals: Mapping[str, float] | None = None) -> None:
+    """Refuse to go on unless all ranks make the same call: its collectives would pair with those of another.
+
+    `fragments` are those that the call concerns. The launch of a reduction with a delay does not wait for the answer,
+    which is read before the next wait.
+    """
+    here = call, engine.taken
+    if not fragments and (call != "finish" or engine._met == here):  # a second one, perhaps on this rank alone
+        return
+    steps = max((fragment.steps for fragment in fragments), default=0)
+    weighted = any(fragment.weights for fragment in fragments)
+    given = ", ".join([*(["signals " + ", ".join(sorted(signals))] if signals else []), *["weight"] * weighted])
+    engine.group.announce(f"{call}({given}) after {engine.taken} inner steps, {steps} since sync {engine.syncs}")
+    if engine.delay == 0 or call != "step" or weighted or any(f.age is not None for f in fragments) or not engine._met:
+        engine.group.agree()
+    engine._met = here
+
+
+def shares_of(engine: DiLoCo, fragment: Fragment) -> list[float] | None:
+    """Return by how much each replica of this process counts in a fragment's round, 1 on average; None is all alike."""
+    own = fragment.weights
+    if own is None:
+        return None
+    if engine.group.sharded:  # which may each have a part of a replica's batch
+        own = [math.fsum(column) for column in zip(*engine.group.gather_json(own, shards=True), strict=True)]
+    of_all = [weight for row in engine.group.gather_json(own) for weight in row]
+    mean = math.fsum(of_all) / len(of_all)
+    return None if min(of_all) == max(of_all) else [weight / mean for weight in own]
+
+
 def share_inputs(
     engine: DiLoCo, fragments: Sequence[Fragment], signals: Mapping[str, float]
 ) -> tuple[dict[str, float], list[list[Dots]] | None]:
     """Return the means of the signals over the replicas, and inner products of shards or for policies that measure.
 
     Equal bits need not give equal norms on unlike machines, which sum in different orders, and a restart policy at its
-    threshold would decide differently on two ranks. So every `OuterSGD` decides by rank 0's. The ranks' places in their
-    rounds are compared, too.
+    threshold would decide differently on two ranks. So every `OuterSGD` decides by rank 0's.
     """
     group, values = engine.group, {name: float(signals[name]) for name in sorted(signals)}
-    dots = None
+    dots: list[list[Dots]] | None = None
     if group.sharded or any(MEASURED & getattr(fragment.outer, "needs", set()) for fragment in fragments):
         dots = [
             f.outer.dots() if isinstance(f.outer, OuterSGD) else [(f.gradient.norm().item() ** 2, 0.0, 0.0)]
             for f in fragments
         ]
-    if group.size == 1 and not group.sharded:
-        return values, dots
-    place = {"fragments": [[f.name, f.round + 1, f.launched] for f in fragments], "signals": list(values)}
-    numbers, weights, fault = list(values.values()), [float(len(engine.replicas))], ""
-    rows: list[Any] = []
+    numbers, products = list(values.values()), [x for of_one in dots or () for each in of_one for x in each]
     for shards in (True, False) if group.sharded else (False,):
-        rows = group.gather_json([place, numbers, dots, weights, fault, engine._watch.news], shards=shards)
-        fault = next((row[4] for row in rows if row[4]), "") or _unlike_places(rows, "shard" if shards else "rank")
-        if fault and shards:
-            continue  # the other replicas must learn of it, or they would wait for this one
-        if fault:
-            raise Disagreement(f"DiLoCo: {fault}")
-        shares = [1.0] * len(rows) if shards else [row[3][0] for row in rows]
-        columns = zip(*(row[1] for row in rows), strict=True)
+        if not numbers and not products:
+            break
+        sent = array("d", [len(engine.replicas), *numbers, *products])
+        rows = [array("d", row) for row in group.gather_bytes(sent.tobytes(), shards=shards)]
+        counts, *columns = zip(*(row[: 1 + len(numbers)] for row in rows), strict=True)
         # Equal values stay unrounded, for they may stand at a policy's threshold.
         numbers = [
             column[0]
             if all(number == column[0] for number in column)
-            else sum(share * number for share, number in zip(shares, column, strict=True)) / sum(shares)
+            else sum(count * number for count, number in zip(counts, column, strict=True)) / sum(counts)
             for column in columns
         ]
-        if shards:
-            of_fragments = zip(*(row[2] for row in rows), strict=True)
-            dots = [
-                [tuple(map(sum, zip(*parts, strict=True))) for parts in zip(*of_fragment, strict=True)]  # type: ignore[misc]
-                for of_fragment in of_fragments
-            ]
-    engine._watch.tell([row[5] for row in rows])
-    return dict(zip(values, numbers, strict=True)), rows[0][2]
+        tails = [row[1 + len(numbers) :] for row in rows]
+        products = [sum(column) for column in zip(*tails, strict=True)] if shards else list(tails[0])
+    if dots is not None:
+        shared = iter(products)
+        dots = [[tuple(islice(shared, 3)) for _ in of_one] for of_one in dots]  # type: ignore[misc]
+    return dict(zip(values, numbers, strict=True)), dots
 
 
-def _unlike_places(rows: Sequence[Any], kind: str) -> str:
-    """Return in words the first difference between the ranks' rounds or names of signals."""
-    for rank, (place, *_) in enumerate(rows):
-        if difference := first_difference(rows[0][0], place):
-            name, first, other = difference
-            return f"{name} differ at a round's end: {first} on {kind} 0, {other} on {kind} {rank}"
-    return ""
+def lost_replicas(fragments: Sequence[Fragment], norms: Sequence[float]) -> list[int]:
+    """Return the replicas of this process with values that are not finite, if a norm of the mean progress is not."""
+    if all(map(math.isfinite, norms)):
+        return []
+    of_replicas = enumerate(zip(*(fragment.parameters() for fragment in fragments), strict=True))
+    return [n for n, parts in of_replicas if not all(p.isfinite().all() for params in parts for p in params)]
 
 
 # ------------------------------------------------------------------------------------------------ after an outer step
 
 
-def assert_equal_on_all_ranks(group: SingleProcess, fragments: Sequence[Fragment], anchors: Sequence[str]) -> None:
+def assert_equal_on_all_ranks(
+    engine: DiLoCo, fragments: Sequence[Fragment], anchors: Sequence[str], lost: Sequence[int]
+) -> list[str]:
     """Compare anchors, by their digests, and outer optimizers between all ranks: a few bytes a round.
+
+    Returns:
+        The lost replicas of all ranks, in words.
 
     Raises:
         Disagreement: two ranks differ, which both then raise.
     """
+    group, watch = engine.group, engine._watch
     if group.size == 1:
-        return
+        return [f"replica {number}" for number in lost]
     names = ("anchor", "outer state", "outer settings")
-    digests = [(anchor, *of_optimizer(f.outer)) for f, anchor in zip(fragments, anchors, strict=True)]
-    rows = group.gather_bytes("".join(map("".join, digests)).encode())
+    digests = "".join("".join((anchor, *of_optimizer(f.outer))) for f, anchor in zip(fragments, anchors, strict=True))
+    marks = bool(watch.news) + sum(2 << number for number in lost if number < 62)
+    rows = [(row[:-16], int(row[-16:], 16)) for row in group.gather_bytes(f"{digests}{marks:016x}".encode())]
     fault = ""
-    for rank, row in enumerate(rows):
-        if row != rows[0] and not fault:
-            differs = next(i for i in range(0, len(row), 16) if row[i : i + 16] != rows[0][i : i + 16]) // 16
+    for rank, (row, _) in enumerate(rows):
+        if row != rows[0][0] and not fault:
+            differs = next(i for i in range(0, len(row), 16) if row[i : i + 16] != rows[0][0][i : i + 16]) // 16
             fragment, name = fragments[differs // 3].name, names[differs % 3]
             fault = f"{name} of fragment {fragment!r} differs between rank 0 and rank {rank}"
     if group.sharded:
@@ -249,3 +289,6 @@ def assert_equal_on_all_ranks(group: SingleProcess, fragments: Sequence[Fragment
             f"DiLoCo: after round {fragments[0].round} {fault}; look for code that changes it on one rank, or for "
             "faulty memory, and resume from the newest checkpoint"
         )
+    if any(marks % 2 for _, marks in rows):
+        watch.tell(group.gather_json(watch.news))
+    return [f"replica {n} of rank {rank}" for rank, (_, marks) in enumerate(rows) for n in range(62) if marks >> n & 2]

@@ -94,12 +94,12 @@ class CompressedWork:
         self._name, self._vector, self._group = name, vector, group
         self._received = torch.empty_like(sent)
         self._work: Work = group.all_to_all(self._received, sent)
-        self._stage = 1
+        self.stage = 1
         self.bytes_sent = self._work.bytes_sent
 
     def advance(self) -> None:
         """Wait for the first stage, and begin the second."""
-        if self._stage == 2:
+        if self.stage == 2:
             return
         self._work.wait()
         parts = self._received.chunk(self._group.size)
@@ -107,7 +107,7 @@ class CompressedWork:
         for rank, part in enumerate(parts):  # in the order of the ranks
             decode_(self._name, part, total, add=rank > 0)
         self._work = self._group.all_gather(self._received, encode(self._name, total))
-        self._stage = 2
+        self.stage = 2
         self.bytes_sent += self._work.bytes_sent
 
     def wait(self) -> None:

@@ -187,13 +187,15 @@ class DiLoCo:
 
     # ------------------------------------------------------------------------------------------------- the rounds
 
-    def step(self, signals: Signals = None) -> RoundReport | None:
+    def step(self, signals: Signals = None, *, weight: float | Sequence[float] | None = None) -> RoundReport | None:
         """Count one inner step of every replica; launch and complete the syncs that are due.
 
         Args:
             signals: values of this process by name, such as its mean training loss, for the report and for restart
                 policies. They are read where a round ends, and averaged over the replicas; all ranks give the same
                 names.
+            weight: of this inner step, >= 0, such as its tokens; or one for each replica of this process. In the mean a
+                replica counts by the sum over its round; None in all steps is alike.
 
         Returns:
             The report of the round that has just ended, or None inside a round.
@@ -203,16 +205,16 @@ class DiLoCo:
         """
         ending = self.ending
         checks.check_call(self, ending, signals or {})
+        weights = checks.weights_of(self, weight)
         self.inner_step, self.taken = self.inner_step + 1, self.taken + 1
         for fragment in self.fragments:
-            fragment.steps += 1
-            if fragment.age is not None:
-                fragment.age += 1
-                if fragment.age == (self.delay + 1) // 2:
-                    fragment.advance()
+            fragment.count(weights)
         due = [fragment for fragment in self.fragments if fragment.offset == self.inner_step]
-        if self.inner_step == self._inner_steps:
-            self.inner_step = 0
+        halfway = [f for f in self.fragments if f.age == (self.delay + 1) // 2 and f.halfway]
+        self.inner_step %= self._inner_steps
+        checks.meet(self, "step", [*due, *ending, *halfway], signals if ending else None)
+        for fragment in halfway:
+            fragment.advance()
         self._launch(due)  # first, so that an error below leaves no rank with a collective fewer
         return self._complete(ending, signals or {}) if ending else None
 
@@ -221,7 +223,9 @@ class DiLoCo:
 
         Afterwards every replica equals the anchor, for any mixing. Arguments as of `step`.
         """
-        checks.check_call(self, [f for f in self.fragments if f.steps or f.age is not None], signals or {})
+        left = [f for f in self.fragments if f.steps or f.age is not None]
+        checks.check_call(self, left, signals or {})
+        checks.meet(self, "finish", left, signals)
         reports = []
         for age in sorted({f.age for f in self.fragments if f.age is not None}, reverse=True):
             reports += [self._complete([f for f in self.fragments if f.age == age], signals or {})]
@@ -246,10 +250,10 @@ class DiLoCo:
         return [f for f in self.fragments if f.offset == self.inner_step + 1]
 
     def _launch(self, fragments: Sequence[Fragment]) -> None:
-        if fragments and self.group.sharded:
+        if fragments:
             reshard(self.replicas)
         for fragment in fragments:
-            fragment.launch(self.group)
+            fragment.launch(self.group, checks.shares_of(self, fragment))
 
     @torch.no_grad()
     def _complete(self, fragments: Sequence[Fragment], signals: Mapping[str, float]) -> RoundReport:
@@ -279,25 +283,25 @@ class DiLoCo:
                     outer.step()
             restarted = before != [group.get("restarts", 0) for group in outer.param_groups]
             steps.append((norm, restarted, groups))
-        if self.group.sharded:
-            reshard(self.replicas)
+        lost = checks.lost_replicas(fragments, [norm for norm, *_ in steps])
+        reshard(self.replicas)
         for fragment in fragments:
             with fragment.phase("restore"):
                 fragment.restore(self.mixing)
             fragment.round, fragment.age = fragment.round + 1, None
             if self.mixing == 0:
-                fragment.steps = 0  # the progress during the delay is discarded
+                fragment.steps, fragment.weights = 0, None  # the progress during the delay is discarded
         self._interrupted = False
         complete = fragments[-1] is self.fragments[-1]
         self.round, self.syncs = self.round + complete, self.syncs + 1
         reports = [self._report(f, step, means, complete) for f, step in zip(fragments, steps, strict=True)]
-        checks.assert_equal_on_all_ranks(self.group, fragments, [report.checksum for report in reports])
+        lost = checks.assert_equal_on_all_ranks(self, fragments, [report.checksum for report in reports], lost)
         if complete and self.buffers == "mean":
             self._buffers.average()
         for refresh in self.after_sync:
             refresh()
         report = reports[0] if len(reports) == 1 else merged(reports)
-        self._watch.after_sync(self, report)
+        self._watch.after_sync(self, report, lost)
         return report
 
     def _report(
@@ -343,7 +347,7 @@ class DiLoCo:
             raise ValueError(
                 f"DiLoCo: inner_steps must be above {len(self.fragments)} fragments x the delay, got {count}"
             )
-        self._inner_steps, parts = count, len(self.fragments)
+        self._inner_steps, parts, self._met = count, len(self.fragments), None
         for number, fragment in enumerate(self.fragments, start=1):
             fragment.offset = -(-number * count // parts) if self.stagger else count
 
@@ -361,8 +365,7 @@ class DiLoCo:
     @torch.no_grad()
     def restore(self) -> None:
         """Set all replicas to the anchor."""
-        if self.group.sharded:
-            reshard(self.replicas)
+        reshard(self.replicas)
         for fragment in self.fragments:
             fragment.restore()
         for refresh in self.after_sync:
@@ -415,8 +418,6 @@ class DiLoCo:
 
     def residuals(self) -> dict[str, Tensor]:
         """Return what this rank still owes by compression, (senders, numel) by fragment; see `state_dict`."""
-        for fragment in self.fragments:
-            fragment.settle()
         return {f.name: f.compression.residuals for f in self.fragments if f.compression is not None}
 
     def load_residuals(self, residuals: Mapping[str, Tensor]) -> None:

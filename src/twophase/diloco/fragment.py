@@ -153,6 +153,8 @@ class Fragment:
         steps: inner steps that its next pseudo-gradient holds.
         age: inner steps since its reduction was launched; None where none is under way.
         launched: inner steps in that reduction.
+        weights: sums over those `steps` of what each replica weighs, or None where all weigh the same; in that
+            reduction they were `launched_weights`, which made the `shares`, 1 on average.
         bytes_sent: bytes that this rank has sent for it.
     """
 
@@ -179,6 +181,9 @@ class Fragment:
         self.named = list(zip((slot.name for slot in slots[0]), self.views, strict=True))
         self.round = self.steps = self.launched = self.bytes_sent = 0
         self.age: int | None = None
+        self.weights: list[float] | None = None
+        self.launched_weights: list[float] | None = None
+        self.shares: list[float] | None = None
         self.work: Work | CompressedWork | None = None
         self.seconds: dict[str, float] = {}
 
@@ -190,14 +195,20 @@ class Fragment:
         """Return whether a replica equals the anchor, rounded to its type, bit for bit."""
         return all(torch.equal(p, a.to(p)) for p, a in zip(self.parameters()[number], self.views, strict=True))
 
+    def count(self, weights: list[float] | None) -> None:
+        """Count an inner step, in which the replicas have weights."""
+        self.steps, self.weights = self.steps + 1, _added(self.weights, weights)
+        if self.age is not None:
+            self.age += 1
+
     @torch.no_grad()
-    def launch(self, group: SingleProcess) -> None:
-        """Write g <- sum over this process's replicas of (a - theta_r), and begin to sum it over the ranks.
+    def launch(self, group: SingleProcess, shares: list[float] | None = None) -> None:
+        """Write g <- sum over this process's replicas of share_r (a - theta_r), and begin to sum it over the ranks.
 
         Differences are summed, not parameters, whose sum would round away the low bits of a small difference. With the
         same order, difference first, then sum, two replicas in one process have the bits of two processes.
         """
-        self.seconds, alone = {}, group.size == 1
+        self.seconds, self.shares, alone = {}, shares, group.size == 1
         with self.phase("pseudo_gradient"):
             for gap in self._gaps:  # the room may hold another fragment's values there
                 gap.zero_()
@@ -209,6 +220,8 @@ class Fragment:
                     # replica would add its rounding error to the momentum in every round.
                     start = a if theta.dtype == a.dtype else a.to(theta.dtype).to(a.dtype)
                     torch.sub(start, theta.to(a.device), out=difference)
+                if shares and shares[number] != 1:  # a share of 0 also leaves out what is not finite
+                    target.mul_(shares[number]) if shares[number] else target.zero_()
                 if self.compression and alone:  # each replica is a sender of its own
                     self.compression.quantize_(target, number)
                 if number:
@@ -222,14 +235,16 @@ class Fragment:
             elif not alone:
                 self.work = group.all_reduce(self.gradient)
         self.launched, self.steps, self.age = self.steps, 0, 0
+        self.launched_weights, self.weights = self.weights, None
+
+    @property
+    def halfway(self) -> bool:
+        """True if a compressed sum is under way whose second stage has not begun."""
+        return isinstance(self.work, CompressedWork) and self.work.stage == 1
 
     def advance(self) -> None:
-        """Begin the second stage of a compressed sum, once the first has had half the delay.
-
-        At the same inner step on all ranks: collectives must begin in one order everywhere, or they deadlock.
-        """
-        if isinstance(self.work, CompressedWork):
-            self.work.advance()
+        """Begin that stage, at the same inner step on all ranks."""
+        cast("CompressedWork", self.work).advance()
 
     def settle(self) -> None:
         """Wait for the sum."""
@@ -252,6 +267,7 @@ class Fragment:
     def undo(self) -> None:
         """Give the progress of an interrupted reduction to the next one: the replicas still hold it."""
         self.steps, self.launched, self.age, self.work = self.steps + self.launched, 0, None, None
+        self.weights, self.launched_weights = _added(self.weights, self.launched_weights), None
 
     @torch.no_grad()
     def restore(self, mixing: float = 0.0) -> None:
@@ -275,6 +291,8 @@ class Fragment:
     def state_dict(self) -> dict[str, Any]:
         """Return rounds, outer optimizer and, where a reduction is under way, its sum."""
         state = {"name": self.name, "round": self.round, "steps": self.steps, "outer": self.outer.state_dict()}
+        if self.weights is not None:
+            state["weights"] = self.weights
         if self.age is not None:
             self.settle()
             state |= {"age": self.age, "launched": self.launched, "sum": self.gradient, "bytes_sent": self.bytes_sent}
@@ -283,10 +301,17 @@ class Fragment:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict()`; the outer optimizer is loaded by the engine, before."""
         self.round, self.steps, self.work = state["round"], state["steps"], None
+        self.weights, self.launched_weights = state.get("weights"), None
         self.age, self.launched = state.get("age"), state.get("launched", 0)
         self.bytes_sent = state.get("bytes_sent", 0)
         if self.age is not None:
             self.gradient.copy_(state["sum"])
+
+
+def _added(first: list[float] | None, second: list[float] | None) -> list[float] | None:
+    if first is None or second is None:
+        return first or second
+    return [a + b for a, b in zip(first, second, strict=True)]
 
 
 # ------------------------------------------------------------------------------------------------- flat buffers

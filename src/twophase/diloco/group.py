@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,6 +27,12 @@ from twophase.errors import RunError
 
 TIMEOUT = 480.0
 """Seconds. At NCCL's own default, 600, its watchdog aborts the process without our message and status."""
+_HEAD, _UNLIKE = 512, "ranks make unlike calls: "
+"""Bytes of the message that comes first, and how one begins that tells of a difference."""
+
+
+class Disagreement(RunError):  # noqa: N818 - a public name
+    """Ranks hold different bits that should be equal, or make unlike calls; the message names what, and the ranks."""
 
 
 @contextmanager
@@ -36,7 +44,8 @@ def _explained() -> Iterator[None]:
         if "Duplicate GPU" in str(error):
             raise RunError("two ranks use one GPU; call torch.cuda.set_device(local_rank) before init") from error
         raise RunError(
-            f"the connection to another rank is lost ({str(error).partition(chr(10))[0]}); see all logs"
+            f"the connection to another rank is lost ({str(error).partition(chr(10))[0]}); see all logs, or it left "
+            "without a call of the others, such as engine.finish()"
         ) from error
 
 
@@ -75,6 +84,12 @@ class SingleProcess:
     """The only process of a run: what the others would send is what it has itself."""
 
     rank, size, sharded = 0, 1, False
+
+    def announce(self, place: str) -> None:
+        """Begin to compare with the other ranks the place in its loop where each is."""
+
+    def agree(self) -> None:
+        """Raise a `Disagreement` on all ranks unless they have announced the same places."""
 
     def all_reduce(self, tensor: Tensor) -> Work:
         """Return a collective that has ended."""
@@ -122,6 +137,7 @@ class ProcessGroup(SingleProcess):
         self.rank, self.size, self.sharded = dist.get_rank(group), dist.get_world_size(group), shards is not None
         self._device = torch.device("cpu")
         """Where small messages lie."""
+        self._announced: list[tuple[str, Callable[[], list[bytes]]]] = []
 
     @classmethod
     def of_mesh(
@@ -181,23 +197,86 @@ class ProcessGroup(SingleProcess):
             work = dist.broadcast(tensor, group=self.group, group_src=0, async_op=True)
         Work(work, (tensor,), self.timeout).wait()
 
+    def announce(self, place: str) -> None:
+        """As the base class says. Unlike collectives would end the process, or never: this comes before each series."""
+        self._announced.append((place, self._begin(_head(place))))
+
+    def agree(self) -> None:
+        """As the base class says."""
+        fault = place = ""
+        while self._announced and not fault:  # a rank that has found a difference announces nothing more
+            place, heads = self._announced.pop(0)
+            fault = _difference(heads())
+        if self.sharded:  # the shards of which none differs must learn of it
+            fault = _difference(self.gather_bytes(_head(fault or place), shards=True))
+        if fault:
+            raise Disagreement(f"DiLoCo: {fault}")
+
     def gather_bytes(self, data: bytes, *, shards: bool = False) -> list[bytes]:
         """Return the bytes of every rank, as many on each."""
-        if shards and not self.sharded:
-            return [data]
+        return self._begin(data, shards=shards)() if self.sharded or not shards else [data]
+
+    def _begin(self, data: bytes, *, shards: bool = False) -> Callable[[], list[bytes]]:
         count = dist.get_world_size(self.shards) if shards else self.size
         sent = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
         received = torch.empty(count * len(data), dtype=torch.uint8, device=self._device)
-        self.all_gather(received, sent, shards=shards).wait()
-        return [row.numpy().tobytes() for row in received.cpu().view(count, len(data))]
+        work = self.all_gather(received, sent, shards=shards)
+
+        def end() -> list[bytes]:
+            work.wait()
+            return [row.numpy().tobytes() for row in received.cpu().view(count, len(data))]
+
+        return end
 
     def gather_json(self, value: Any, *, shards: bool = False) -> list[Any]:
         """Return a JSON value of every rank."""
         text = json.dumps(value).encode()
-        longest = max(int(length) for length in self.gather_bytes(b"%12d" % len(text), shards=shards))
+        heads = self.gather_bytes(_head("a comparison of values", len(text)), shards=shards)
+        if fault := _difference(heads):
+            raise Disagreement(f"DiLoCo: {fault}")
+        longest = max(int(head[:12]) for head in heads)
         return [json.loads(row) for row in self.gather_bytes(text.ljust(longest), shards=shards)]
+
+
+def _head(place: str, length: int = 0) -> bytes:
+    """Return the first message of a series of collectives, and the length of the one that follows."""
+    text = place.encode("ascii", "backslashreplace")
+    if len(text) > _HEAD - 12:
+        text = text[: _HEAD - 20] + b"%08x" % zlib.crc32(text)
+    return b"%12d" % length + text.ljust(_HEAD - 12)
+
+
+def _difference(heads: Sequence[bytes]) -> str:
+    """Return in words the first difference between the places of ranks, or what one of them has heard of."""
+    places = [head[12:].decode().rstrip() for head in heads]
+    told = next((place for place in places if place.startswith(_UNLIKE)), "")
+    other = next((rank for rank, place in enumerate(places) if place != places[0]), 0)
+    if told or not other:
+        return told
+    return (
+        f"{_UNLIKE}{places[0]} on rank 0, {places[other]} on rank {other}; all call step() and finish() equally often, "
+        "with signals of the same names (a rank without data calls step(weight=0))"
+    )
+
+
+_ALONE = SingleProcess()
 
 
 def default_group() -> SingleProcess:
     """Return torch's default group where one is initialised, else this process alone."""
-    return ProcessGroup() if dist.is_available() and dist.is_initialized() else SingleProcess()
+    return ProcessGroup() if dist.is_available() and dist.is_initialized() else _ALONE
+
+
+def unjoined(group: SingleProcess) -> list[str]:
+    """Return a sentence where a default group leaves out processes that were started together with this one."""
+    remedy = "call torch.distributed.init_process_group() before the engine is made, or pass group=SingleProcess()"
+    if group is not _ALONE:
+        return []
+    if dist.is_available() and dist.is_initialized():
+        late = "the process group was initialized after the engine was made, which trains this process's replicas alone"
+        return [f"{late}; {remedy}"] * (dist.get_world_size() > 1)
+    size, rank = os.environ.get("WORLD_SIZE", ""), os.environ.get("RANK", "0")
+    together = size.isdigit() and int(size) > 1 and rank == "0"
+    return [f"WORLD_SIZE is {size}, and without a process group each process trains a model of its own; {remedy}"] * (
+        together
+    )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from twophase.diloco.checks import INTERRUPTED, first_difference, kind_of, spec_of
+from twophase.diloco.checks import INTERRUPTED, first_difference, kind_of, meet, spec_of
 from twophase.diloco.digest import digest
 from twophase.diloco.fragment import local
 from twophase.optim.outer_sgd import OWNERS, keep_types, owner_of
@@ -150,6 +150,7 @@ def saved(engine: DiLoCo) -> dict[str, Any]:
     """Return an engine's state; its tensors are live."""
     if engine._interrupted:
         raise RuntimeError(INTERRUPTED)
+    meet(engine, "state_dict", [fragment for fragment in engine.fragments if fragment.halfway])
     spec = spec_of(engine) | {"replicas": engine.replica_count, "outer": _kinds(engine)}
     if not engine.at_anchor:
         spec |= {"rank": engine.group.rank, "weights": weights(engine)}
@@ -165,6 +166,7 @@ def saved(engine: DiLoCo) -> dict[str, Any]:
 def load(engine: DiLoCo, state: Mapping[str, Any]) -> None:
     """Load a state, or refuse it with a ValueError that names the difference and change nothing."""
     _check(engine, state)
+    meet(engine, "load_state_dict", [fragment for fragment in engine.fragments if fragment.halfway])
     for fragment in engine.fragments:  # else it would write its sum into the loaded state
         fragment.settle()
     before = [fragment.outer.state_dict() for fragment in engine.fragments]
@@ -181,7 +183,7 @@ def load(engine: DiLoCo, state: Mapping[str, Any]) -> None:
         fragment.load_state_dict(saved)
     for name in _COUNTERS:
         setattr(engine, name, state[name])
-    engine._interrupted = False
+    engine._interrupted, engine._met = False, None  # other ranks may have loaded another state
     if engine.at_anchor:
         engine.restore()
     engine._loads.resume(engine, state["spec"])

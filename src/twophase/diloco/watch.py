@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -18,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from twophase.diloco.buffers import digests
 from twophase.diloco.digest import digest
 from twophase.diloco.fragment import local, reshard, slots_of
+from twophase.diloco.group import unjoined
 from twophase.optim.outer_sgd import OuterSGD, off_mps
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ STILL = (
     "no parameter has moved in a round: the inner optimizer was not stepped, or holds other parameters than the "
     "engine's module (engine.check(inner=...) tells which)"
 )
+LOST = "load a checkpoint of before, and look at its batches and its learning rate"
 ALIKE = "all replicas moved alike in the first round, as on the same batches; give each its own part of the data"
 
 
@@ -64,6 +67,8 @@ class Watch:
         self._trains = False
         self._before: dict[str, tuple[Tensor, Tensor]] = {}
         """Anchor and first replica's progress of some parameters, before the first sync."""
+        self._finite = True
+        self._warn(unjoined(engine.group))
 
     def before_sync(self, engine: DiLoCo) -> None:
         """Compare the parameters; before the first sync note anchor and progress."""
@@ -82,12 +87,13 @@ class Watch:
                 self._steps.clear()
         if engine.syncs:
             return
-        self._warn(self._of_buffers(engine))
+        self._warn([*self._of_buffers(engine), *unjoined(engine.group)])
         if (
             engine.replica_count == 1
             or engine.group.sharded
             or len(engine.fragments) > 1
             or engine.compression != "float32"
+            or engine.fragments[0].shares
             or not isinstance(engine.outer, OuterSGD)
             or any(slot.dtype.itemsize < 4 for slot in slots)
         ):
@@ -104,9 +110,18 @@ class Watch:
         if room > _MOST_NUMBERS - _FEWEST_NUMBERS:
             self._before = {}
 
-    def after_sync(self, engine: DiLoCo, report: RoundReport) -> None:
-        """Look at a sync's pseudo-gradient, and at the first sync's step."""
-        if report.pseudo_gradient_norm == 0 and not self._trains:  # a warmup may begin at a learning rate of 0
+    def after_sync(self, engine: DiLoCo, report: RoundReport, lost: Sequence[str]) -> None:
+        """Look at a sync's pseudo-gradient, which lost replicas may have spoiled, and at the first sync's step."""
+        finite, before = math.isfinite(report.pseudo_gradient_norm), self._finite
+        self._finite = finite
+        if not finite:
+            names = f"{_some(lost)} held" if lost else "a filter or an overflow made"
+            self._warn(
+                [f"{names} values that are not finite in round {report.round}, and now all replicas do; {LOST}"]
+                * before,
+                alike=True,
+            )
+        elif report.pseudo_gradient_norm == 0 and not self._trains:  # a warmup may begin at a learning rate of 0
             self._warn([STILL], alike=True)
         elif self._before:
             step = torch.cat(
