@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from twophase.diloco.checks import INTERRUPTED, first_difference, kind_of, meet, spec_of
 from twophase.diloco.digest import digest
-from twophase.diloco.fragment import local
+from twophase.diloco.fragment import local, reshard
 from twophase.optim.outer_sgd import OWNERS, keep_types, owner_of
 from twophase.rule import whole_number
 
@@ -142,6 +142,7 @@ def refuse_copy(_: DiLoCo) -> Any:
 
 def weights(engine: DiLoCo) -> list[str]:
     """Return the digest of each replica's parameters in this process."""
+    reshard(engine.replicas)
     parts = [fragment.parameters() for fragment in engine.fragments]
     return [digest([p for of_replicas in parts for p in of_replicas[number]]) for number in range(len(engine.replicas))]
 
