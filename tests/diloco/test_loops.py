@@ -437,7 +437,7 @@ def test_best_weights_restored_inside_a_round_are_told(caplog: pytest.LogCapture
     run = start("heavy ball", [0])
     run.go(range(4))
     best = copy.deepcopy(run.models[0].state_dict())
-    run.go(range(4, 6))
+    run.go(range(4, 10))
     run.models[0].load_state_dict(best)
     run.finish()
     run.models[0].load_state_dict(best)
