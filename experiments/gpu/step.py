@@ -20,6 +20,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,9 +30,12 @@ from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsag
 from torch.profiler import ProfilerActivity, profile
 
 from machine import Call, arguments, config_of, save_figures, save_rows, seconds_of, wait_for
-from twophase.optim.outer_sgd import OuterSGD
 from twophase.tasks.lm.config import TrainConfig, flops_per_token
 from twophase.tasks.lm.step import DTYPES, Step, attention_kernel, drawn
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+from outer_step import seconds_of_steps
 
 PRODUCT_SIZE = {"cuda": 8192, "cpu": 256}
 CLASSES = (
@@ -48,7 +52,6 @@ CLASSES = (
 ANNOTATIONS = re.compile(r"^(## |Optimizer\.|ProfilerStep|autograd::|Torch-Compiled)")
 """Names of stretches, not of kernels, which would count their kernels twice."""
 TOP = 20
-RULE = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
 
 
 def batch(config: TrainConfig) -> tuple[Tensor, Tensor]:
@@ -187,23 +190,13 @@ def closing_sum(step_ms: float, classes: dict[str, float]) -> list[dict[str, Any
     return [{"part": name, "ms": ms, "share": ms / step_ms} for name, ms in parts.items()]
 
 
-def outer_steps(config: TrainConfig, rounds: int = 30) -> dict[str, float]:
-    """Return the ratios of `outer.json`: medians over rounds in which all take turns."""
+def outer_steps(config: TrainConfig) -> dict[str, float]:
+    """Return the ratios of `outer.json`."""
     device = torch.device(config.device)
     params = list(drawn(config, config.model.vocabulary_size, 0).to(device).parameters())
-    for p in params:
-        p.grad = torch.randn_like(p)
-    fused, ours = torch.optim.SGD(params, fused=True, **RULE), OuterSGD(params, **RULE)
-    turns = {"fused": fused.step, "time": ours.step, "measured": lambda: ours.step(measure=True)}
-    taken: dict[str, list[float]] = {name: [] for name in turns}
-    for number in range(rounds + 2):
-        for name in reversed(turns) if number % 2 else turns:
-            begin = wait_for(device)
-            turns[name]()
-            taken[name].append(wait_for(device) - begin)
-    medians = {name: statistics.median(values[2:]) for name, values in taken.items()}
-    ratios = {f"{name}_ratio": medians[name] / medians["fused"] for name in turns if name != "fused"}
-    return ratios | {"parameters": sum(p.numel() for p in params), "fused_ms": 1e3 * medians["fused"]}
+    taken = seconds_of_steps(params, nesterov=True, rounds=30, clock=lambda: wait_for(device))
+    ratios = {f"{name}_ratio": taken[name] / taken["fused"] for name in ("time", "measured")}
+    return ratios | {"parameters": sum(p.numel() for p in params), "fused_ms": 1e3 * taken["fused"]}
 
 
 def main(words: Sequence[str] | None = None) -> int:
