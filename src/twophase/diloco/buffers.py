@@ -59,10 +59,11 @@ class Buffers:
         self._replicas, self._count, self._group = replicas, count, group
         self._device = off_mps(anchor[:0]).device
         self._like = {name: (b.shape, b.dtype) for name, b in buffers_of(replicas[0]).items()}
-        names = self._unlike(list(self._like))
+        tables = [buffers_of(module) for module in replicas]
+        names = self._unlike(tables, list(self._like))
         if not names:
             return
-        first, *others = ([by_name[name] for name in names] for by_name in map(buffers_of, replicas))
+        first, *others = ([by_name[name] for name in names] for by_name in tables)
         data = [as_bytes(b).to(self._device) for b in first]
         sent = torch.cat(data)
         group.broadcast(sent)
@@ -76,30 +77,35 @@ class Buffers:
 
         Those with the same bits in all replicas keep them. Unit vectors, as of spectral norms, stay unit vectors.
         """
-        names = self._unlike([n for n, (_, dtype) in self._like.items() if dtype.is_floating_point or dtype.is_complex])
+        tables = [buffers_of(module) for module in self._replicas]
+        kinds = [n for n, (_, dtype) in self._like.items() if dtype.is_floating_point or dtype.is_complex]
+        names = self._unlike(tables, kinds)
         if not names:
             return
-        replicas = [[_real(by_name[name]) for name in names] for by_name in map(buffers_of, self._replicas)]
+        replicas = [[_real(by_name[name]) for name in names] for by_name in tables]
         sizes = [b.numel() for b in replicas[0]]
         total = torch.zeros(sum(sizes) + len(names), dtype=torch.float64, device=self._device)
         for of_one in replicas:
-            wide = [off_mps(b).double() for b in of_one]
-            total += torch.cat([b.flatten().to(self._device) for b in (*wide, *map(_has_unit_rows, wide, of_one))])
+            flat = [off_mps(b).to(self._device).double().flatten() for b in of_one]
+            norms = torch.stack(torch._foreach_norm(flat)).tolist()
+            total += torch.cat([*flat, total.new_tensor(list(map(_has_unit_rows, of_one, norms)))])
         self._group.all_reduce(total).wait()
         *means, units = (total / self._count).split([*sizes, len(names)])
-        for of_one in replicas:
-            for b, mean, unit in zip(of_one, means, units, strict=True):
-                rows = mean.view(b.shape)
-                norms = rows.norm(dim=-1, keepdim=True) if b.ndim else rows
-                shrunk = (unit == 1) & (norms > 0) & (norms < 1 - torch.finfo(b.dtype).eps)
-                b.copy_(torch.where(shrunk, rows / norms, rows).to(b.dtype))
+        for mean, unit, *of_all in zip(means, units.tolist(), *replicas, strict=True):
+            rows = mean.view(of_all[0].shape)
+            if unit == 1:  # in all replicas
+                lengths = rows.norm(dim=-1, keepdim=True)
+                shrunk = (lengths > 0) & (lengths < 1 - torch.finfo(of_all[0].dtype).eps)
+                rows = torch.where(shrunk, rows / lengths, rows)
+            for b in of_all:
+                b.copy_(rows.to(b.dtype))
 
-    def _unlike(self, names: Sequence[str]) -> list[str]:
+    def _unlike(self, tables: Sequence[dict[str, Tensor]], names: Sequence[str]) -> list[str]:
         """Return the names of buffers whose bits differ between replicas, but for those that have changed in shape."""
-        replicas, marks = [buffers_of(module) for module in self._replicas], []
+        marks = []
         for name in names:
-            own = [by_name[name] for by_name in replicas if name in by_name]
-            if len(own) < len(replicas) or any((b.shape, b.dtype) != self._like[name] for b in own):
+            own = [by_name[name] for by_name in tables if name in by_name]
+            if len(own) < len(tables) or any((b.shape, b.dtype) != self._like[name] for b in own):
                 marks.append(_OTHER)
                 continue
             bits = {digest([b]) for b in own}
@@ -117,9 +123,11 @@ def _real(b: Tensor) -> Tensor:
     return torch.view_as_real(b) if b.is_complex() else b
 
 
-def _has_unit_rows(wide: Tensor, b: Tensor) -> Tensor:
-    """Return 1 if the rows of a buffer are unit vectors, else 0; as float64, like `wide`, its values."""
+def _has_unit_rows(b: Tensor, norm: float) -> float:
+    """Return 1 if the rows of a buffer, of which all have this norm together, are unit vectors, else 0."""
     if b.ndim == 0 or b.shape[-1] < 2:
-        return wide.new_zeros(1)
-    norms = wide.norm(dim=-1)
-    return ((norms - 1).abs() <= max(_UNIT, torch.finfo(b.dtype).eps)).all().double().view(1)
+        return 0.0
+    tolerance, rows = max(_UNIT, torch.finfo(b.dtype).eps), b.numel() // b.shape[-1]
+    if abs(norm**2 - rows) > 3 * tolerance * rows:  # of most buffers; only then each row is looked at
+        return 0.0
+    return float(((off_mps(b).double().norm(dim=-1) - 1).abs() <= tolerance).all())
