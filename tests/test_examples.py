@@ -133,7 +133,7 @@ def test_torchft_diloco_over_a_kill(tmp_path: Path):
         env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCHFT_LIGHTHOUSE": url}
 
         def start(name: str) -> Program:
-            words = [str(FOLDER / "torchft_diloco.py"), name[0], "--rounds", "30"]
+            words = [str(FOLDER / "torchft_diloco.py"), name[0], "--rounds", "21"]
             process = Program(words, logs[name], tmp_path / f"{name}.err", env)
             stack.callback(process.wait)
             stack.callback(process.kill)

@@ -32,7 +32,7 @@ TIMES = re.compile(r".*seconds?|.*per_second.*|engine_share|peak_memory_bytes")
 """Keys of JSON that differ between equal runs: durations and speeds."""
 UNLIKE = re.compile(r"\.lock|\.claim-.*|env\.json|manifest-.*\.json")
 TEMPORARY = re.compile(r".*\.tmp")
-FEW = {"train": 5, "sweep": 5, "data": 5, "export": 2}
+FEW = {"train": 3, "sweep": 3, "data": 3, "export": 1}
 """Calls at which a command is killed where FAULTS is not `all`; export imports transformers, for seconds each time."""
 
 

@@ -37,6 +37,8 @@ class Fragile(Toy):
 
     def loss(self, model, batch):
         time.sleep(self.slow)
+        while os.path.exists(self.broken + "-held"):
+            time.sleep(0.01)
         if self.width == 2 and os.path.exists(self.broken):
             raise KeyError("the third layer")
         return super().loss(model, batch)
@@ -44,7 +46,7 @@ class Fragile(Toy):
 
 
 def sweep(folder: Path, *axes: Axis, **values: Any) -> Sweep:
-    """A sweep of a user's task, which fails for a width of 2 while the file `broken` exists."""
+    """A sweep of a user's task, which fails for a width of 2 while `broken` exists, and waits while `broken-held`."""
     (folder / "fragile.py").write_text(TASK)
     own = {"task.broken": str(folder / "broken"), "steps": 12, "inner_steps": 3, "checkpoint_every": 1} | values
     base = run_config(f"{folder / 'fragile.py'}:Fragile", own)
@@ -121,7 +123,8 @@ def test_failures_are_named_and_tried_again(tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.usefixtures("forked_workers")
 def test_a_killed_worker_is_the_error_of_its_run(tmp_path: Path):
     """A worker that the system kills is named in the folder of its run, and the rest goes on."""
-    made, out = sweep(tmp_path, Axis("task.width", (0, 1, 3)), **{"task.slow": 0.1}), tmp_path / "out"
+    made, out = sweep(tmp_path, Axis("task.width", (0, 1, 3))), tmp_path / "out"
+    (tmp_path / "broken-held").touch()
     outcome: list[Any] = []
     running = threading.Thread(target=lambda: outcome.append(run_sweep(made, out, workers=2, quiet=True)))
     running.start()
@@ -131,6 +134,7 @@ def test_a_killed_worker_is_the_error_of_its_run(tmp_path: Path):
 
     wait_until(lambda: len(owners()) > 1 and all(owners()))  # else the other worker might take this one's run
     os.kill(owners()[0]["pid"], signal.SIGKILL)
+    (tmp_path / "broken-held").unlink()
     running.join()
     (error,) = outcome[0].errors.values()
     assert "-9" in error
@@ -139,18 +143,18 @@ def test_a_killed_worker_is_the_error_of_its_run(tmp_path: Path):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_command_that_is_stopped_resumes(tmp_path: Path, expected: dict[str, Any], number: int):
-    """Stopped by a signal, with the status that says so, and repeated, it ends with the undisturbed results."""
-    made, out = sweep(tmp_path, *GRID, **{"task.slow": 0.02}), tmp_path / "out"
-    words = f"sweep --task {tmp_path}/fragile.py:Fragile --task.broken {tmp_path}/broken --task.slow 0.02 --steps 12"
+def test_a_command_that_is_stopped_resumes(tmp_path: Path, expected: dict[str, Any]):
+    """Stopped by signals, with the status that says so, and repeated, it ends with the undisturbed results."""
+    made, out = sweep(tmp_path, *GRID, **{"task.slow": 0.01}), tmp_path / "out"
+    words = f"sweep --task {tmp_path}/fragile.py:Fragile --task.broken {tmp_path}/broken --task.slow 0.01 --steps 12"
     words += f" --inner-steps 3 --checkpoint-every 1 --workers 1 --quiet --out {out}"
     for axis in GRID:
         words += f" --axis {axis.path} {' '.join(map(str, axis.values))}"
-    process = Forked(*words.split())
-    wait_until(lambda: len(list(out.glob(f"{RUNS}/*/{ROUNDS}"))) > 3)
-    process.send_signal(number)
-    assert process.wait(60) == 128 + number
+    for number, begun in ((signal.SIGINT, 2), (signal.SIGTERM, 4)):
+        process = Forked(*words.split())
+        wait_until(lambda begun=begun: len(list(out.glob(f"{RUNS}/*/{ROUNDS}"))) >= begun)
+        process.send_signal(number)
+        assert process.wait(60) == 128 + number
     run_sweep(made, out, workers=1, quiet=True).check(out)
     assert same(out, expected)
 

@@ -197,7 +197,7 @@ def test_the_command_killed_and_resumed(tmp_path: Path, monkeypatch: pytest.Monk
     """With real runs, a command that is killed in a stage ends as an undisturbed one."""
     monkeypatch.chdir(tmp_path)
     words = "tune digits --steps 4 --inner-steps 2 --points 3 --seeds 0 --fresh 5 6 --workers 1 --quiet".split()
-    words += ["--methods", "averaging outer.filter=orthogonal", "nesterov outer.restart=2"]
+    words += ["--methods", "nesterov outer.restart=2"]
     process = Forked(*words, "--out", "cut")
     while process.poll() is None and not any(Path("cut").glob("stage-01/runs/*/rounds.jsonl")):
         time.sleep(0.01)

@@ -191,7 +191,8 @@ class Trainer:
                 continue
             line = self.end_round(report)
             if folder:
-                folder.log(ROUNDS, {"step": done.step} | report.as_dict())
+                kept = {name: value for name, value in report.as_dict().items() if name != "signals"}  # how it stops
+                folder.log(ROUNDS, {"step": done.step} | kept)
                 folder.log(METRICS, line)
                 rate = self.tokens / done.seconds if done.seconds else 0.0
                 on_line(line | {"restarted": report.restarted, "tokens_per_second": rate})
