@@ -198,8 +198,8 @@ def test_optimizers_that_keep_copies_are_named_and_no_others(caplog: pytest.LogC
 # ----------------------------------------------------------------------------------- schedule-free of its own package
 
 
-def schedule_free(*, ours: bool, modes: bool) -> tuple[DiLoCo, Any]:
-    """A round of schedule-free AdamW, whose modes are set around `engine.step()` or not."""
+def schedule_free(by: str, *, ours: bool) -> tuple[DiLoCo, Any]:
+    """A round of schedule-free AdamW, whose modes are set around `engine.step()` by hand, by a callback or not."""
     pytest.importorskip("schedulefree", reason="the extra schedulefree is not installed")
     from twophase.training import schedule_free as own
 
@@ -207,22 +207,27 @@ def schedule_free(*, ours: bool, modes: bool) -> tuple[DiLoCo, Any]:
     model = nn.Linear(8, 8)
     inner = (own.ScheduleFreeAdamW if ours else own.AdamWScheduleFree)(model.parameters(), lr=0.01)
     inner.train()
-    engine = DiLoCo(model, OuterRule(0.7, 0.9), inner_steps=3)
-    for step in range(4):
-        model(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).square().sum().backward()
+    rounds = Rounds(OuterRule(0.7, 0.9), inner_steps=3)
+    rounds.begin(model, inner, 0, None)
+    step = rounds.engine.step
+    acts: dict[str, Sequence[Callable[[], Any]]] = {"": (step,), "callback": (rounds.step,)}
+    acts["hand"] = (inner.eval, step, inner.train)
+    for number in range(4):
+        model(torch.randn(4, 8, generator=torch.Generator().manual_seed(number))).square().sum().backward()
         inner.step()
-        for act in (inner.eval, engine.step, inner.train) if modes else (engine.step,):
+        for act in acts[by]:
             act()
-    return engine, inner
+    return rounds.engine, inner
 
 
 def test_schedule_free_is_named_unless_it_moves_along() -> None:
-    """Our class moves its second iterate, in eval mode around `engine.step()`."""
-    for ours, modes in ((False, False), (False, True), (True, False)):
-        (finding,) = schedule_free(ours=ours, modes=modes)[0].check()
+    """Our class moves its second iterate, in eval mode around `engine.step()`, which trainers' callbacks set."""
+    for by, ours in (("", False), ("hand", False), ("callback", False), ("", True)):
+        (finding,) = schedule_free(by, ours=ours)[0].check()
         assert "train_mode" in finding
-    engine, inner = schedule_free(ours=True, modes=True)
+    engine, inner = schedule_free("hand", ours=True)
     assert engine.check(inner, strict=True) == ()
+    assert torch.equal(engine.flat, schedule_free("callback", ours=True)[0].flat)
 
 
 # --------------------------------------------------------------------------- weights loaded after the engine was made
@@ -391,17 +396,19 @@ def test_ranks_that_count_unlike(ranks: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("accumulation", [1, 2, 4])
 def test_a_step_of_the_engine_for_each_micro_batch_is_named(accumulation: int) -> None:
-    """Also where it is called twice; steps that a GradScaler skips at first are none."""
+    """Optimizers may take turns, and a GradScaler may skip steps at first."""
     model = nn.Linear(6, 6)
-    inner, engine = torch.optim.AdamW(model.parameters()), DiLoCo(model, OuterRule(0.7, 0.9), inner_steps=4)
+    inners = [torch.optim.AdamW([p]) for p in model.parameters()]
+    engine = DiLoCo(model, OuterRule(0.7, 0.9), inner_steps=4)
     for step in range(16):
         model(torch.randn(8, 6)).square().mean().backward()
         if step % accumulation == accumulation - 1 and step > 2:
-            inner.step()
-            inner.zero_grad()
+            for inner in [inners[step % 2]] if accumulation == 1 else inners:
+                inner.step()
+                inner.zero_grad()
         engine.step()
-    assert [f"{accumulation} times" in finding for finding in engine.check(inner)] == [True] * (accumulation > 1)
-    assert engine.check() == engine.check(inner)
+    assert [f"{accumulation} times" in finding for finding in engine.check(inners)] == [True] * (accumulation > 1)
+    assert engine.check() == engine.check(inners)
 
 
 # --------------------------------------------------------------------------------------- a replica that is not finite

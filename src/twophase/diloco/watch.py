@@ -48,7 +48,8 @@ class Watch:
     """Looks for mistakes of a training loop that raise no error, in its first round, and by `DiLoCo.check`.
 
     The first round is checked without a message to other ranks: with empty buffers the anchor's step is a multiple of
-    the mean progress. If a replica's progress is parallel to it up to rounding, the replicas have moved alike.
+    the mean progress. If a replica's progress is parallel to it up to rounding, the replicas have moved alike. The
+    inner optimizers are known by the steps that they take in it.
 
     Attributes:
         findings: a sentence for each mistake; `news` are those that rank 0 has not warned of.
@@ -148,23 +149,21 @@ class Watch:
         shares = [[*inner]] if len(engine.replicas) == 1 else [[optimizer] for optimizer in inner]
         if inner and len(shares) != len(engine.replicas):
             found.append(f"there are {len(engine.replicas)} replicas in this process, {len(inner)} inner optimizers")
-        counts = Counter(id(p) for optimizer in inner for group in optimizer.param_groups for p in group["params"])
+        counts = Counter(id(p) for optimizer in inner for p in _held(optimizer))
         for number, module in enumerate(engine.replicas if inner else ()):
             own = shares[number] if number < len(shares) else []
-            optimized = {id(p) for optimizer in own for group in optimizer.param_groups for p in group["params"]}
+            optimized = {id(p) for optimizer in own for p in _held(optimizer)}
             params = dict(module.named_parameters())
             if twice := [name for name, p in params.items() if counts[id(p)] > 1]:
                 found.append(f"the inner optimizers hold {_some(twice)} of replica {number} more than once")
             if any(_holds_copies(optimizer, {id(p): p for p in params.values()}) for optimizer in own):
                 continue  # as named above, unless they are refreshed
+            which = f"the inner optimizer of replica {number}"
             if missing := [name for name, p in params.items() if p.requires_grad and id(p) not in optimized]:
-                found.append(
-                    f"the inner optimizer of replica {number} does not hold {_some(missing)}, which nothing trains"
-                )
+                found.append(f"{which} does not hold {_some(missing)}, which nothing trains")
             if foreign := len(optimized - {id(p) for p in params.values()}):
                 found.append(
-                    f"the inner optimizer of replica {number} holds {foreign} parameters that are not the module's, as "
-                    "after a copy or a move of the module"
+                    f"{which} holds {foreign} parameters that are not the module's, as after a copy or move of it"
                 )
         return tuple(dict.fromkeys(found))
 
@@ -175,9 +174,8 @@ class Watch:
         now = digests(engine.replicas[0])
         names = [name for name, before in self._buffers.items() if now.get(name, before) != before]
         remedy = "average them in your loop" if engine.group.sharded else 'DiLoCo(..., buffers="mean") averages them'
-        return [f"the buffers {_some(names)} differ between replicas, and nothing averages them; {remedy}"] * bool(
-            names
-        )
+        found = [f"the buffers {_some(names)} differ between replicas, and nothing averages them; {remedy}"]
+        return found if names else []
 
     def _inner(self, engine: DiLoCo) -> dict[Optimizer, list[int]]:
         """Return the optimizers seen that hold parameters of the replicas."""
@@ -227,13 +225,11 @@ def _held(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _of_steps(inner: Mapping[Optimizer, Sequence[int]]) -> Iterator[str]:
-    """Yield a sentence if the engine counts several steps for each of the inner optimizers'."""
-    gaps = [
-        min((b - a for a, b in pairwise(steps)), default=0) for steps in inner.values() if len(steps) >= _SEEN_STEPS
-    ]
-    if gaps and len(gaps) == len(inner) and min(gaps) > 1:
+    """Yield a sentence if the engine counts several steps for each of the inner optimizers', which may take turns."""
+    counts = sorted({count for steps in inner.values() for count in steps})
+    if len(counts) >= _SEEN_STEPS and (gap := min(b - a for a, b in pairwise(counts))) > 1:
         yield (
-            f"engine.step() is called {min(gaps)} times for each step of the inner optimizer; call it once after "
+            f"engine.step() is called {gap} times for each step of the inner optimizer; call it once after "
             "inner.step(), not once a micro-batch"
         )
 
@@ -250,7 +246,7 @@ def _of_copies(engine: DiLoCo, optimizers: Iterable[Any], *, syncing: bool = Fal
         copies: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         for p, memory in optimizer.state.items():
             for key, value in memory.items() if id(p) in own else ():
-                if isinstance(value, Tensor) and value.is_floating_point() and value.numel() == p.numel():
+                if isinstance(value, Tensor) and value.is_floating_point() and local(value).numel() == local(p).numel():
                     copies[key].append((value, p))
         least = max(_FEWEST_NUMBERS, sum(p.numel() for p in optimizer.state if id(p) in own) / 2)
         near = [k for k, pairs in copies.items() if sum(p.numel() for _, p in pairs) >= least and _are_near(pairs)]
@@ -276,7 +272,9 @@ def _holds_copies(optimizer: Any, own: Mapping[int, Tensor]) -> bool:
     held = _held(optimizer)
     largest = sorted(own.values(), key=Tensor.numel)[-_SOME_PARAMETERS:]
     return not any(id(q) in own for q in held) and any(
-        q.numel() >= p.numel() and _are_near([(q.detach().reshape(-1)[: p.numel()], p)]) for q in held for p in largest
+        q.numel() >= p.numel() and _are_near([(local(q).reshape(-1)[: local(p).numel()], p)])
+        for q in held
+        for p in largest
     )
 
 
