@@ -248,6 +248,8 @@ def test_devices_of_small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     group = ProcessGroup()
     group.bind(torch.device("cuda:5"))  # gloo takes small messages from main memory
     assert group.gather_json([1.0]) == [[1.0]]
+    with pytest.raises(ValueError, match="Apple"):
+        group.bind(torch.device("mps"))
     monkeypatch.setattr(group_module.dist, "get_backend_config", lambda _: "cuda:nccl")
     monkeypatch.setattr(group_module.dist, "get_backend", lambda _: "nccl")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
