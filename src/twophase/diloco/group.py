@@ -269,14 +269,12 @@ def default_group() -> SingleProcess:
 
 def unjoined(group: SingleProcess) -> list[str]:
     """Return a sentence where a default group leaves out processes that were started together with this one."""
-    remedy = "call torch.distributed.init_process_group() before the engine is made, or pass group=SingleProcess()"
-    if group is not _ALONE:
+    is_late = dist.is_available() and dist.is_initialized()
+    size = str(dist.get_world_size() if is_late else os.environ.get("WORLD_SIZE", ""))
+    if group is not _ALONE or size in ("", "1") or (os.environ.get("RANK", "0") != "0" and not is_late):
         return []
-    if dist.is_available() and dist.is_initialized():
-        late = "the process group was initialized after the engine was made, which trains this process's replicas alone"
-        return [f"{late}; {remedy}"] * (dist.get_world_size() > 1)
-    size, rank = os.environ.get("WORLD_SIZE", ""), os.environ.get("RANK", "0")
-    together = size.isdigit() and int(size) > 1 and rank == "0"
-    return [f"WORLD_SIZE is {size}, and without a process group each process trains a model of its own; {remedy}"] * (
-        together
-    )
+    cause = "the process group was initialized later" if is_late else f"WORLD_SIZE is {size} without a process group"
+    return [
+        f"{cause}, and this process trains alone; call torch.distributed.init_process_group() before the engine is "
+        "made, or pass group=SingleProcess()"
+    ]

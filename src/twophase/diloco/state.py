@@ -213,6 +213,7 @@ def _check(engine: DiLoCo, state: Mapping[str, Any]) -> None:
                 }
                 tensors.append((fragment.gradient, part["sum"]))
         unlike = any((a.shape, a.dtype) != (b.shape, b.dtype) for a, b in tensors)
+        unlike |= any(len(part.get("weights", engine.replicas)) != len(engine.replicas) for _, part in parts)
         sizes = [[len(g["params"]) for g in groups] for _, part in parts for groups in [part["outer"]["param_groups"]]]
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{where} the state lacks {error}; pass what state_dict() returned") from None
@@ -230,7 +231,9 @@ def _check(engine: DiLoCo, state: Mapping[str, Any]) -> None:
     if state["inner_step"] >= engine.inner_steps:
         raise ValueError(f"{where} inner_step must be below inner_steps, is {state['inner_step']} in the state")
     if unlike or sizes != [[len(group["params"]) for group in f.outer.param_groups] for f in fragments]:
-        raise ValueError(f"{where} anchor, sums and param groups must have the shapes and types of this engine's")
+        raise ValueError(
+            f"{where} anchor, sums, weights and param groups must have the shapes and types of this engine's"
+        )
 
 
 @torch.no_grad()

@@ -68,7 +68,6 @@ class Watch:
         self._trains = False
         self._before: dict[str, tuple[Tensor, Tensor]] = {}
         """Anchor and first replica's progress of some parameters, before the first sync."""
-        self._finite = True
         self._warn(unjoined(engine.group))
 
     def before_sync(self, engine: DiLoCo) -> None:
@@ -113,15 +112,10 @@ class Watch:
 
     def after_sync(self, engine: DiLoCo, report: RoundReport, lost: Sequence[str]) -> None:
         """Look at a sync's pseudo-gradient, which lost replicas may have spoiled, and at the first sync's step."""
-        finite, before = math.isfinite(report.pseudo_gradient_norm), self._finite
-        self._finite = finite
-        if not finite:
+        if not math.isfinite(report.pseudo_gradient_norm):
             names = f"{_some(lost)} held" if lost else "a filter or an overflow made"
-            self._warn(
-                [f"{names} values that are not finite in round {report.round}, and now all replicas do; {LOST}"]
-                * before,
-                alike=True,
-            )
+            found = f"{names} values that are not finite in round {report.round}, and now all replicas do; {LOST}"
+            self._warn([found] * (not any(LOST in each for each in self.findings)), alike=True)
         elif report.pseudo_gradient_norm == 0 and not self._trains:  # a warmup may begin at a learning rate of 0
             self._warn([STILL], alike=True)
         elif self._before:
