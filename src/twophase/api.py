@@ -7,7 +7,7 @@ import json
 import re
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -98,7 +98,7 @@ def sweep(
     from twophase.sweeps.grid import Axis, Sweep  # noqa: PLC0415
     from twophase.sweeps.runner import run_sweep  # noqa: PLC0415
 
-    if words := [path for path, values in axes.items() if isinstance(values, str)]:
+    if words := [path for path, values in axes.items() if isinstance(values, str) or not isinstance(values, Iterable)]:
         raise UsageError(f"axes: {words[0]} must be a list of the values to try, got {axes[words[0]]!r}")
     base, folder = run_config(task, config), Path(out)
     cells = grid_of(base, [Axis(path, tuple(values)) for path, values in axes.items()], controls=controls)
@@ -206,7 +206,7 @@ def default_folder(config: RunConfig) -> Path:
 @python_words()
 def tune(
     task: Any,
-    methods: Sequence[str] | None = None,
+    methods: str | Sequence[str] | None = None,
     config: Values = None,
     out: str | Path = "runs/tune",
     *,
@@ -244,6 +244,7 @@ def tune(
 
     if isinstance(config, Mapping):
         check_paths(flatten(config))
-    tuning = Tuning(run_config(task, config), methods or METHODS, points, budget, seeds, fresh)
+    methods = [methods] if isinstance(methods, str) else methods or METHODS
+    tuning = Tuning(run_config(task, config), methods, points, budget, seeds, fresh)
     with _as_it_was():
         return run_tuning(tuning, Path(out), workers=workers, quiet=quiet)

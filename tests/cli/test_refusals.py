@@ -40,6 +40,9 @@ MISTAKES = [  # words, and what the message names
     ("demo --seeds -1", "seed"),
     ("diagnose", "must be given"),
     ("report absent", "absent"),
+    ("report", "folder"),
+    ("export own x", "loop of your own"),
+    ("train --config own/config.yaml", "loop of your own"),
     ("export absent there", "absent"),
     ("data prepare", "SOURCE"),
     ("data prepare absent.txt --out tokens", "absent.txt"),
@@ -62,6 +65,8 @@ FAILURES = [  # of the machine
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("odd.yaml").write_text("outer: {momentun: 0.3}\n")
+    Path("own").mkdir()
+    Path("own/config.yaml").write_text("recorded: true\n")
     Path("text.txt").write_text("\n\n".join(f"{number} words of a document." * 9 for number in range(20)))
 
 

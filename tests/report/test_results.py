@@ -125,3 +125,7 @@ def test_no_results(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "absent"):
         with pytest.raises(UsageError, match="folder"):
             twophase.load(path)
+    (tmp_path / "fresh-2").mkdir()  # as in a comparison's folder
+    write_rows(tmp_path / "fresh-2" / "cells.csv", [])
+    with pytest.raises(UsageError, match="fresh-2"):
+        twophase.load(tmp_path)

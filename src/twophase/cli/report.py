@@ -45,6 +45,8 @@ def main(argv: Sequence[str]) -> int:
     from twophase.runs.record import is_run
 
     require(options.watch is None or 1 <= options.watch <= 86_400, "watch", options.watch, "1 to 86,400 seconds")
+    if not options.folders:
+        raise UsageError("must be given the folder of a run or a sweep, its --out")
     folder, *others = options.folders
     write = _runs if others else _run if is_run(folder) else _sweep
     if write is not _sweep and (given := [name for name in ("runs", "controls", "where") if getattr(options, name)]):

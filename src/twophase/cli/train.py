@@ -14,6 +14,7 @@ from tyro.conf import UseAppendAction
 
 from twophase.config import dump_yaml, flatten, load_yaml, parse, to_tree, update
 from twophase.errors import UsageError
+from twophase.runs.folder import RECORDED
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,8 @@ def parse_run(options: type[O], argv: Sequence[str], command: str) -> tuple[O, A
     base = recipe(known.recipe) if known.recipe else config_class(name)()
     given: set[str] = set()
     for place, values in files:
+        if values.get(RECORDED):
+            raise UsageError(f"{place}is of a loop of your own; its program makes the run")
         base = update(base, values, place)
         given |= values.keys()
     own, config = parse(options, argv, f"twophase {command}", base)

@@ -67,7 +67,8 @@ def read_sweep(path: Path, where: Mapping[str, str] | None = None, page_folder: 
         UsageError: no folder of a sweep, a table that cannot be read, or no such cell.
     """
     if not (path / TABLE).is_file():
-        raise UsageError(f"{path}: must be the folder of a run or a sweep")
+        inside = " or ".join(sorted(str(table.parent) for table in path.glob(f"*/{TABLE}"))[:3])  # as of `tune`
+        raise UsageError(f"{path}: must be the folder of a run or a sweep{f', such as {inside}' * bool(inside)}")
     rows = select(read_rows(path / TABLE), where or {})
     counts = {state: sum(row.state == state for row in rows) for state in ("missing", "failed")}
     words = {"missing": "have no result yet; the sweep's command continues it", "failed": "could not be run"}

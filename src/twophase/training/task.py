@@ -148,11 +148,13 @@ class OwnTask:
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Return held-out numbers, of a model in evaluation mode, which is in the mode of before at the end."""
         mode = model.training
-        numbers = {name: float(value) for name, value in self.task.evaluate(model.eval()).items()}
+        numbers = self.task.evaluate(model.eval())
         model.train(mode)
-        if "loss" not in numbers:
-            raise UsageError(f"--task {self.name}: evaluate() must return loss, got {', '.join(numbers) or 'nothing'}")
-        return numbers
+        if not isinstance(numbers, Mapping) or "loss" not in numbers:
+            raise UsageError(
+                f"--task {self.name}: evaluate() must return numbers by name with a loss, got {numbers!r:.80}"
+            )
+        return {name: float(value) for name, value in numbers.items()}
 
     def describe(self) -> dict[str, Any]:
         """Return what identifies model and data; `fingerprint` changes with it, and with the code of the class."""

@@ -64,7 +64,8 @@ class Tuning:
 
     def __post_init__(self) -> None:
         require(self.points is None or self.points >= 1, "points", self.points, "at least 1")
-        require(self.budget is None or 0 < self.budget < math.inf, "budget", self.budget, "a time above 0")
+        is_time = isinstance(self.budget, int | float) and 0 < self.budget < math.inf
+        require(self.budget is None or is_time, "budget", self.budget, "a time above 0, in seconds")
         require(None in (self.points, self.budget), "budget", self.budget, "left out with --points")
         seeds, fresh = (" ".join(map(str, each)) for each in (self.seeds, self.fresh))
         require(0 < len({*self.seeds}) == len(self.seeds), "seeds", seeds, "one or more, each once")

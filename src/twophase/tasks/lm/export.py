@@ -52,7 +52,8 @@ def export(
         raise UsageError(f"{out}: must be missing or an empty folder")
     tree = load_yaml(run / CONFIG) if (run / CONFIG).is_file() else {}
     if "task" in tree or "model" not in tree:
-        raise UsageError(f"{run}: must be a run of --task lm, is {tree['task']['name'] if tree else 'no run'}")
+        name = tree["task"]["name"] if "task" in tree else "a loop of your own" if tree else "no run"
+        raise UsageError(f"{run}: must be a run of --task lm, is {name}")
     config = update(TrainConfig(), tree)
     weights, origin, steps = _weights(run)
     if not all(bool(weight.isfinite().all()) for weight in weights.values()):
