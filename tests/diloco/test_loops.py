@@ -267,6 +267,10 @@ def test_weights_that_are_loaded_in_mid_run_are_told(caplog: pytest.LogCaptureFi
     run.go([6])
     (message,) = caplog.messages
     assert "progress" in message
+    run.finish()
+    run.models[0].load_state_dict(other)  # to look at it
+    assert run.finish() is None
+    assert len(caplog.messages) == 1
 
 
 # ------------------------------------------------------------------- a resume without the model or without the engine
@@ -285,6 +289,20 @@ def test_a_resume_without_the_model_or_the_engine_is_told(steps: int, order: str
     resumed.go(range(steps, 8))
     word = {"model": "after the engine was built", "engine": "inside a round" * (steps != 4)}.get(order, "")
     assert [word in message for message in caplog.messages] == [True] * bool(word)
+
+
+def test_a_resume_without_residuals_is_told(caplog: pytest.LogCaptureFixture):
+    """What a compression still owes belongs to the run."""
+    run = start("int8", [0])
+    run.go(range(4))
+    state = run.state()
+    resumed = start("int8", [0])
+    resumed.load(state)
+    resumed.go([4])
+    assert caplog.messages == []
+    resumed.engine.load_state_dict(state["engine"])
+    resumed.go([5])
+    assert "residuals" in caplog.messages[0]
 
 
 def test_a_state_goes_on_in_the_schedule_of_its_round():

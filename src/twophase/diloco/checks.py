@@ -161,7 +161,6 @@ def check_call(engine: DiLoCo, fragments: Sequence[Fragment], signals: Mapping[s
     for fragment in fragments:
         if missing := getattr(fragment.outer, "needs", MEASURED) - MEASURED - signals.keys():
             raise ValueError(f"DiLoCo: step(signals=...) must have {min(missing)!r}, which a restart policy needs")
-    engine._loads.tell(engine)
 
 
 def weights_of(engine: DiLoCo, weight: float | Sequence[float] | None) -> list[float] | None:

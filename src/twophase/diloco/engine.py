@@ -135,7 +135,6 @@ class DiLoCo:
         self._buffers = Buffers(self.replicas, self.replica_count, self.group, self.flat)
         self._watch = Watch(self)
         self.restore()
-        state.own(self)
         self._loads = state.Loads(self)
 
     __getstate__ = state.refuse_copy
@@ -250,6 +249,7 @@ class DiLoCo:
         return [f for f in self.fragments if f.offset == self.inner_step + 1]
 
     def _launch(self, fragments: Sequence[Fragment]) -> None:
+        self._loads.tell(self)
         if fragments:
             reshard(self.replicas)
         for fragment in fragments:
@@ -409,7 +409,8 @@ class DiLoCo:
         """Continue from `state_dict()`. Construct the engine first, then load it, the models and inner optimizers.
 
         As for every torch optimizer, the saved settings (lr, momentum, restart policy) replace the constructor's. A
-        state in which the replicas were the anchor also sets them to it.
+        state in which the replicas were the anchor also sets them to it; weights from inside a round are set before, or
+        after it by the modules' `load_state_dict`.
 
         Raises:
             ValueError: not an engine's state, or of another model or schedule; nothing has been changed.
@@ -422,7 +423,7 @@ class DiLoCo:
 
     def load_residuals(self, residuals: Mapping[str, Tensor]) -> None:
         """Continue from `residuals()`; those of other fragments become zero."""
-        state.load_residuals(self.residuals(), residuals)
+        state.load_residuals(self, residuals)
 
     def check(self, inner: Optimizer | Sequence[Optimizer] = (), *, strict: bool = False) -> tuple[str, ...]:
         """Return a sentence for each mistake of the loop that no error shows, or with `strict` raise a ValueError.

@@ -32,14 +32,15 @@ LACKING = (
     "the engine's state is from inside a round, and the modules do not hold the weights that it was saved with; load "
     "the model's state of the same checkpoint, too"
 )
+OWING = "the residuals of the compression were not loaded; pass what engine.residuals() returned to load_residuals()"
 FOREIGN = "this rank resumes with the weights of rank {}, inside a round; save and load a checkpoint for each rank"
 
 
 class Loads:
     """What is loaded into an engine's replicas: noted by hooks on their modules, told at the next step.
 
-    The anchor of an engine that has not begun follows the first replica's weights. Weights that others replace for an
-    evaluation, and that are put back, are none.
+    The engine takes the parameters from an earlier one. The anchor of an engine that has not begun follows the first
+    replica's weights. Weights that others replace for an evaluation, and that are put back, are none.
     """
 
     def __init__(self, engine: DiLoCo) -> None:
@@ -50,7 +51,7 @@ class Loads:
         self._is_late = False
         self.spec: Mapping[str, Any] | None = None
         """Of a state that was loaded since the last step."""
-        self._lacks = ""
+        self._lacks, self.owes = "", False
         modules: dict[int, nn.Module] = {id(replica): replica for replica in engine.replicas}
         for fragment in engine.fragments:
             for view, *slots in zip(fragment.views, *fragment.slots, strict=True):
@@ -58,6 +59,9 @@ class Loads:
                     place = (number, view, [each.parameter for each in slots])
                     self._places.setdefault(id(slot.module), []).append(place)
                     modules[id(slot.module)] = slot.module
+                    if (earlier := owner_of(slot.parameter)) is not None:
+                        earlier._is_replaced = True
+                    OWNERS[slot.parameter] = weakref.ref(engine)
         handles = [module.register_load_state_dict_pre_hook(_before_load) for module in modules.values()]
         handles += [module.register_load_state_dict_post_hook(_after_load) for module in modules.values()]
         weakref.finalize(engine, lambda: [handle.remove() for handle in handles])
@@ -91,6 +95,7 @@ class Loads:
     def resume(self, engine: DiLoCo, spec: Mapping[str, Any]) -> None:
         """Note that a state was loaded; look for its weights in the modules."""
         self.spec, self._is_late, self._jumps = spec, False, set()
+        self.owes = engine.compression == spec.get("compression") != "float32" and engine.taken > 0
         self._lacks = self._lacking(engine)
 
     def _lacking(self, engine: DiLoCo) -> str:
@@ -105,9 +110,10 @@ class Loads:
     def tell(self, engine: DiLoCo) -> None:
         """Warn of what was loaded since the last step."""
         if self._before or self.spec is not None:
-            found = [self._lacks] * bool(self._lacks) + [JUMP] * bool(self._jumps) + [LATE] * self._is_late
-            engine._watch._warn(found)
+            found = {self._lacks: self._lacks, JUMP: self._jumps, LATE: self._is_late, OWING: self.owes}
+            engine._watch._warn(finding for finding, is_so in found.items() if is_so)
             self._before, self._jumps, self._is_late, self.spec, self._lacks = {}, set(), False, None, ""
+            self.owes = False
 
 
 def _before_load(module: nn.Module, *_: Any) -> None:  # functions, which a copy of the module may share
@@ -122,14 +128,6 @@ def _after_load(module: nn.Module, _: Any) -> None:
 
 def _engine_of(module: nn.Module) -> DiLoCo | None:
     return next(filter(None, map(owner_of, module.parameters())), None)
-
-
-def own(engine: DiLoCo) -> None:
-    """Mark the parameters of an engine's replicas as its own, in the place of an earlier engine."""
-    for slot in (slot for fragment in engine.fragments for slots in fragment.slots for slot in slots):
-        if (earlier := owner_of(slot.parameter)) is not None:
-            earlier._is_replaced = True
-        OWNERS[slot.parameter] = weakref.ref(engine)
 
 
 def refuse_copy(_: DiLoCo) -> Any:
@@ -237,10 +235,12 @@ def _check(engine: DiLoCo, state: Mapping[str, Any]) -> None:
 
 
 @torch.no_grad()
-def load_residuals(own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+def load_residuals(engine: DiLoCo, saved: Mapping[str, Tensor]) -> None:
     """Set residuals to saved ones of the same fragments and shapes, others to zero."""
+    own = engine.residuals()
     for name, residual in own.items():
         if name in saved and saved[name].shape != residual.shape:
             raise ValueError(f"DiLoCo: residuals of {name} must be {[*residual.shape]}, got {[*saved[name].shape]}")
     for name, residual in own.items():
         residual.copy_(saved[name]) if name in saved else residual.zero_()
+    engine._loads.owes = False

@@ -375,8 +375,8 @@ class Trainer:
             state["spec"].pop("outer", None)
         self.engine.load_state_dict(state)
         # With another number of ranks, what was owed belongs to no rank.
-        if saved.progress["ranks"] == self.group.size and f"{residuals}.pt" in saved.files:
-            self.engine.load_residuals(saved.part(residuals))
+        owed = saved.progress["ranks"] == self.group.size and f"{residuals}.pt" in saved.files
+        self.engine.load_residuals(saved.part(residuals) if owed else {})
         for replica, name in zip(self.replicas, names[1:], strict=True):
             of_replica = saved.part(name)
             replica.model.load_state_dict(of_replica.get("model", replica.model.state_dict()))
