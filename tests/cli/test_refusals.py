@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from pathlib import Path
 
 import pytest
@@ -81,20 +80,3 @@ def test_refused(capfd: pytest.CaptureFixture[str], words: str, thing: str, stat
     assert line.startswith(f"twophase {words.split(maxsplit=1)[0]}: ")
     assert thing in line
     assert snapshot(Path.cwd()) == before
-
-
-def test_a_full_disk(capsys: pytest.CaptureFixture[str]) -> None:
-    """Status 1 and one line; with space again the same command ends as an undisturbed one."""
-    words = "train --task digits --steps 12 --inner-steps 4 --checkpoint-every 1 --quiet --out".split()
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    for size in (0, 300, 40 << 10):  # nothing, the configuration alone, and no checkpoint
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-        try:
-            assert cli.main([*words, "run"]) == 1
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        (line,) = capsys.readouterr().err.splitlines()
-        assert "File too large" in line
-    assert [cli.main([*words, out]) for out in ("run", "other")] == [0, 0]
-    weights = [Path(out, "weights.safetensors").read_bytes() for out in ("run", "other")]
-    assert weights[0] == weights[1]

@@ -45,9 +45,8 @@ def test_page_is_one_small_closed_file() -> None:
     """No address of anything elsewhere, and a policy that allows only what the file itself holds."""
     page = build(State())
     assert len(page.encode()) < 125_000
-    assert set(re.findall(r"\w+://[^\s\"')]*", page)) == {
-        "https://github.com/leeoniya/uPlot"
-    }  # in its licence's comment
+    # The library's, in its licence's comment.
+    assert set(re.findall(r"\w+://[^\s\"')]*", page)) == {"https://github.com/leeoniya/uPlot"}
     for name in ("src=", "@import", "url(", "fetch(", "XMLHttpRequest", "WebSocket", "eval(", "innerHTML", "{{"):
         assert name not in page, name
     policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)

@@ -89,8 +89,7 @@ def damage(path: Path, how: str) -> None:
         path.write_bytes(data[:middle] + (b"" if how == "cut" else bytes([data[middle] ^ 4]) + data[middle + 1 :]))
 
 
-@pytest.mark.parametrize("how", ["cut", "flipped", "gone"])
-@pytest.mark.parametrize("name", ["engine.pt", "replica-001.pt"])
+@pytest.mark.parametrize(("name", "how"), [("engine.pt", "cut"), ("engine.pt", "flipped"), ("replica-001.pt", "gone")])
 def test_a_damaged_one_is_named_and_the_one_before_is_taken(
     config: TrainConfig, whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, *, name: str, how: str
 ) -> None:
