@@ -173,7 +173,7 @@ def test_places_of_parameters_in_inner_optimizers() -> None:
         "0.bias": engine.check([sgd(module), torch.optim.SGD([module.get_parameter("0.bias")])]),
         "1.weight": engine.check(twice),
         "b, c, d, e": DiLoCo(many, NESTEROV, inner_steps=4).check(torch.optim.SGD([many["a"]])),
-        "2 replicas": pair.engine.check(sgd(pair.models[0]))[:1],
+        "of replica 1": pair.engine.check(sgd(pair.models[0]))[:1],
     }.items():
         assert word in finding
 

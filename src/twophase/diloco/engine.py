@@ -301,7 +301,7 @@ class DiLoCo:
         for refresh in self.after_sync:
             refresh()
         report = reports[0] if len(reports) == 1 else merged(reports)
-        self._watch.after_sync(self, report, lost)
+        self._watch.after_sync(report, lost)
         return report
 
     def _report(

@@ -20,22 +20,21 @@ from twophase.diloco.buffers import digests
 from twophase.diloco.digest import digest
 from twophase.diloco.fragment import local, reshard, slots_of
 from twophase.diloco.group import unjoined
-from twophase.optim.outer_sgd import OuterSGD, off_mps
 
 if TYPE_CHECKING:
     from twophase.diloco.engine import DiLoCo
     from twophase.diloco.report import RoundReport
 
 _log = logging.getLogger("twophase")
-_FEWEST_NUMBERS, _MOST_NUMBERS = 16, 1 << 17
-"""Elements of a model that its first round compares; fewer than the first number are parallel by chance."""
+_FEWEST_NUMBERS = 16
+"""Elements that are compared at least, for fewer are alike by chance; of progress as many of each parameter."""
 _SEEN_STEPS = 3
 """Steps of an inner optimizer, seen from outside, after which the next sync judges how often it steps."""
 _NEAR, _SOME, _SOME_PARAMETERS = 0.3, 4096, 16
 """A copy is nearer to the parameters, in their norm, than the first, judged by as many elements of each and, where no
 name tells which is whose, by as many of the largest parameters."""
-_PARALLEL = 1e-7
-"""Distance of a cosine from 1 within which two float32 directions are the same up to rounding."""
+_ALIKE = 3e-4
+"""Relative distance up to which the progress of two replicas is the same but for rounding."""
 STILL = (
     "no parameter has moved in a round: the inner optimizer was not stepped, or holds other parameters than the "
     "engine's module (engine.check(inner=...) tells which)"
@@ -47,9 +46,7 @@ ALIKE = "all replicas moved alike in the first round, as on the same batches; gi
 class Watch:
     """Looks for mistakes of a training loop that raise no error, in its first round, and by `DiLoCo.check`.
 
-    The first round is checked without a message to other ranks: with empty buffers the anchor's step is a multiple of
-    the mean progress. If a replica's progress is parallel to it up to rounding, the replicas have moved alike. The
-    inner optimizers are known by the steps that they take in it.
+    The inner optimizers are known by the steps that they take in the first rounds.
 
     Attributes:
         findings: a sentence for each mistake; `news` are those that rank 0 has not warned of.
@@ -66,13 +63,10 @@ class Watch:
         self._hook = register_optimizer_step_post_hook(partial(_note, ref(engine)))
         finalize(self, self._hook.remove)
         self._trains = False
-        self._before: dict[str, tuple[Tensor, Tensor]] = {}
-        """Anchor and first replica's progress of some parameters, before the first sync."""
         self._warn(unjoined(engine.group))
 
     def before_sync(self, engine: DiLoCo) -> None:
-        """Compare the parameters; before the first sync note anchor and progress."""
-        self._before = {}
+        """Compare parameters and optimizers, before the first sync also buffers and what the replicas have learned."""
         tables = [module._parameters for module in engine.replicas[0].modules()]  # `parameters()` takes far longer
         training = {id(p) for table in tables for p in table.values() if p is not None and p.requires_grad}
         slots = [slot for fragment in engine.fragments for slot in fragment.slots[0]]
@@ -85,46 +79,19 @@ class Watch:
             if any(len(steps) >= _SEEN_STEPS for steps in inner.values()):
                 self._hook.remove()
                 self._steps.clear()
-        if engine.syncs:
-            return
-        self._warn([*self._of_buffers(engine), *unjoined(engine.group)])
-        if (
-            engine.replica_count == 1
-            or engine.group.sharded
-            or len(engine.fragments) > 1
-            or engine.compression != "float32"
-            or engine.fragments[0].shares
-            or not isinstance(engine.outer, OuterSGD)
-            or any(slot.dtype.itemsize < 4 for slot in slots)
-        ):
-            return  # the anchor's first step need not be parallel to the mean progress
-        fragment = engine.fragments[0]
-        first, *others = fragment.parameters()
-        if any(not torch.equal(a, b.to(a.device)) for other in others for a, b in zip(first, other, strict=True)):
-            return  # the replicas of this process differ, as they should
-        room = _MOST_NUMBERS
-        for (name, view), theta in zip(fragment.named, first, strict=True):
-            if view.numel() <= room:
-                room -= view.numel()
-                self._before[name] = view.clone(), off_mps(view - theta.to(view.device)).double()
-        if room > _MOST_NUMBERS - _FEWEST_NUMBERS:
-            self._before = {}
+        if engine.syncs == 0:
+            self._warn([*self._of_buffers(engine), *unjoined(engine.group)])
+            if engine.replica_count > 1 and not engine.group.sharded:
+                self._warn(_of_progress(engine), alike=True)
 
-    def after_sync(self, engine: DiLoCo, report: RoundReport, lost: Sequence[str]) -> None:
-        """Look at a sync's pseudo-gradient, which lost replicas may have spoiled, and at the first sync's step."""
+    def after_sync(self, report: RoundReport, lost: Sequence[str]) -> None:
+        """Look at a sync's pseudo-gradient, which lost replicas may have spoiled."""
         if not math.isfinite(report.pseudo_gradient_norm):
             names = f"{_some(lost)} held" if lost else "a filter or an overflow made"
             found = f"{names} values that are not finite in round {report.round}, and now all replicas do; {LOST}"
             self._warn([found] * (not any(LOST in each for each in self.findings)), alike=True)
         elif report.pseudo_gradient_norm == 0 and not self._trains:  # a warmup may begin at a learning rate of 0
             self._warn([STILL], alike=True)
-        elif self._before:
-            step = torch.cat(
-                [off_mps(a - engine.anchor[name]).double().flatten() for name, (a, _) in self._before.items()]
-            )
-            progress = torch.cat([part.flatten() for _, part in self._before.values()])
-            if torch.cosine_similarity(step, progress, dim=0) > 1 - _PARALLEL:
-                self._warn([ALIKE], alike=True)
 
     def after_finish(self, engine: DiLoCo) -> None:
         """Compare the frozen parameters of all replicas."""
@@ -139,26 +106,8 @@ class Watch:
         if self._frozen and not engine.after_sync:  # which may change them alike on all ranks
             now = [_frozen(replica) for replica in engine.replicas]
             found += _of_frozen(now if len(now) == engine.replica_count else [self._frozen, *now])
-        # One replica may have several optimizers, as Muon for matrices and AdamW for the rest.
-        shares = [[*inner]] if len(engine.replicas) == 1 else [[optimizer] for optimizer in inner]
-        if inner and len(shares) != len(engine.replicas):
-            found.append(f"there are {len(engine.replicas)} replicas in this process, {len(inner)} inner optimizers")
-        counts = Counter(id(p) for optimizer in inner for p in _held(optimizer))
-        for number, module in enumerate(engine.replicas if inner else ()):
-            own = shares[number] if number < len(shares) else []
-            optimized = {id(p) for optimizer in own for p in _held(optimizer)}
-            params = dict(module.named_parameters())
-            if twice := [name for name, p in params.items() if counts[id(p)] > 1]:
-                found.append(f"the inner optimizers hold {_some(twice)} of replica {number} more than once")
-            if any(_holds_copies(optimizer, {id(p): p for p in params.values()}) for optimizer in own):
-                continue  # as named above, unless they are refreshed
-            which = f"the inner optimizer of replica {number}"
-            if missing := [name for name, p in params.items() if p.requires_grad and id(p) not in optimized]:
-                found.append(f"{which} does not hold {_some(missing)}, which nothing trains")
-            if foreign := len(optimized - {id(p) for p in params.values()}):
-                found.append(
-                    f"{which} holds {foreign} parameters that are not the module's, as after a copy or move of it"
-                )
+        if inner:
+            found += _of_places(engine, inner)
         return tuple(dict.fromkeys(found))
 
     def _of_buffers(self, engine: DiLoCo) -> list[str]:
@@ -178,12 +127,13 @@ class Watch:
 
     def _warn(self, findings: Iterable[str], *, alike: bool = False) -> None:
         """Note new findings for the next message between the ranks; warn now of those that all ranks have `alike`."""
-        for finding in findings:
-            if finding not in self.findings:
-                self.findings.append(finding)
-                self.news.append(finding)
-        if alike or self._group.size == 1:
-            self.tell([self.news])
+        new = [finding for finding in dict.fromkeys(findings) if finding not in self.findings]
+        self.findings += new
+        if not alike and self._group.size > 1:
+            self.news += new
+            return
+        for finding in new if self._group.rank == 0 else ():
+            _log.warning("DiLoCo: %s", finding)
 
     def tell(self, news: Sequence[Sequence[str]]) -> None:
         """Warn, on rank 0, of the findings of each rank."""
@@ -216,6 +166,38 @@ def _of_frozen(rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
 
 def _held(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _of_progress(engine: DiLoCo) -> Iterator[str]:
+    """Yield a sentence if all replicas have moved alike in the first round, by a few elements of each parameter."""
+    pairs = [list(zip(f.views, *f.parameters(), strict=True)) for f in engine.fragments]
+    columns = [[t.reshape(-1)[:_FEWEST_NUMBERS].cpu().double() for t in ts] for of_one in pairs for ts in of_one]
+    anchor, *replicas = (torch.cat(column) for column in zip(*columns, strict=True))
+    rows = engine.group.gather_json([(anchor - theta).tolist() for theta in replicas])
+    first, *others = (torch.tensor(row, dtype=torch.float64) for of_rank in rows for row in of_rank)
+    near = [(first - other).norm() <= _ALIKE * first.norm() for other in others]
+    if first.count_nonzero() >= _FEWEST_NUMBERS and all(near):
+        yield ALIKE
+
+
+def _of_places(engine: DiLoCo, inner: Sequence[Optimizer]) -> Iterator[str]:
+    """Yield a sentence on parameters that the inner optimizers lack, hold twice or hold besides."""
+    count = len(engine.replicas)
+    named = [
+        (f"{name} of replica {number}" if count > 1 else name, p)
+        for number, module in enumerate(engine.replicas)
+        for name, p in module.named_parameters()
+    ]
+    held = Counter(id(p) for optimizer in inner for p in _held(optimizer))
+    if twice := [name for name, p in named if held[id(p)] > 1]:
+        yield f"the inner optimizers hold {_some(twice)} more than once"
+    own = {id(p): p for _, p in named}
+    if any(_holds_copies(optimizer, own) for optimizer in inner):
+        return  # as named above, unless they are refreshed
+    if missing := [name for name, p in named if p.requires_grad and id(p) not in held]:
+        yield f"the inner optimizers do not hold {_some(missing)}, which nothing trains"
+    if foreign := len(held.keys() - own.keys()):
+        yield f"the inner optimizers hold {foreign} parameters that are no replica's, as after a copy or move of it"
 
 
 def _of_steps(inner: Mapping[Optimizer, Sequence[int]]) -> Iterator[str]:
