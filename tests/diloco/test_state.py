@@ -19,14 +19,14 @@ def under_way(**changes: Any) -> Run:
     return run
 
 
-NUMBERS = ("round", "inner_step", "taken", "syncs", "steps", "launched", "bytes_sent")
 STATE = under_way().engine.state_dict()
 PATHS: list[tuple[Any, ...]] = [
     *((name,) for name in STATE),
-    *(("fragments", n, name) for n in (0, 2) for name in STATE["fragments"][n] if name != "age"),
+    *(("fragments", n, name) for n in (0, 2) for name in ("round", "steps", "outer")),
+    ("fragments", 2, "sum"),
     *(("fragments", 1, "outer", name) for name in ("state", "param_groups")),
 ]
-"""Places in a state; without an `age` no reduction is under way."""
+"""Places in a state."""
 
 
 def changed(state: Any, path: tuple[Any, ...], *value: Any) -> dict[str, Any]:
@@ -55,12 +55,9 @@ def assert_refused(state: Any, word: str, **changes: Any) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS, ids=str)
-def test_each_missing_or_damaged_entry_is_refused(path: tuple[Any, ...]) -> None:
-    """A missing one is named; None in the place of an entry, and in that of a number a fraction or one below 0."""
+def test_each_missing_entry_is_named(path: tuple[Any, ...]) -> None:
+    """As of a state of an older version."""
     assert_refused(changed(STATE, path), str(path[-1]))
-    for value in (None, -1, 1.5) if path[-1] in NUMBERS else (None,):
-        if path[-1] not in ("name", "state", "param_groups"):
-            assert_refused(changed(STATE, path, value), "DiLoCo")
 
 
 @pytest.mark.parametrize(
@@ -82,16 +79,12 @@ def test_a_reduction_ends_by_the_schedule_that_it_began_in(word: str, changes: d
 
 
 def test_shapes_are_compared() -> None:
-    """Tensors of other shapes and types, param groups of other sizes, a place beyond the round, no state at all."""
+    """Tensors of other shapes and types, param groups of other sizes, no state at all."""
     parts, groups = STATE["fragments"], STATE["fragments"][1]["outer"]["param_groups"]
     for path, value, word in (
         (("anchor",), STATE["anchor"][:1], "anchor"),
         (("anchor",), STATE["anchor"].double(), "anchor"),
         (("fragments", 2, "sum"), parts[2]["sum"][:1], "sums"),
-        (("inner_step",), 6, "inner_step"),
-        (("fragments", 2, "age"), 1.5, "age"),
-        (("fragments",), parts[:2], "groups"),
-        (("fragments",), [*parts, parts[0]], "zip"),
         (("fragments", 1, "outer", "param_groups"), groups * 2, "groups"),
     ):
         assert_refused(changed(STATE, path, value), word)

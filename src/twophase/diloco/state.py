@@ -17,7 +17,6 @@ from twophase.diloco.checks import INTERRUPTED, first_difference, kind_of, meet,
 from twophase.diloco.digest import digest
 from twophase.diloco.fragment import local, reshard
 from twophase.optim.outer_sgd import OWNERS, keep_types, owner_of
-from twophase.rule import whole_number
 
 if TYPE_CHECKING:
     from twophase.diloco.engine import DiLoCo
@@ -44,81 +43,67 @@ class Loads:
     """
 
     def __init__(self, engine: DiLoCo) -> None:
-        self._places: dict[int, list[tuple[int, Tensor, list[Tensor]]]] = {}
-        """By module: the replica that it is in, and of its parameters the anchor and all replicas' own."""
-        self._before: dict[int, str] = {}
-        self._jumps: set[int] = set()
-        self._is_late = False
-        self.spec: Mapping[str, Any] | None = None
-        """Of a state that was loaded since the last step."""
-        self._lacks, self.owes = "", False
-        modules: dict[int, nn.Module] = {id(replica): replica for replica in engine.replicas}
-        for fragment in engine.fragments:
-            for view, *slots in zip(fragment.views, *fragment.slots, strict=True):
-                for number, slot in enumerate(slots):
-                    place = (number, view, [each.parameter for each in slots])
-                    self._places.setdefault(id(slot.module), []).append(place)
-                    modules[id(slot.module)] = slot.module
-                    if (earlier := owner_of(slot.parameter)) is not None:
-                        earlier._is_replaced = True
-                    OWNERS[slot.parameter] = weakref.ref(engine)
-        handles = [module.register_load_state_dict_pre_hook(_before_load) for module in modules.values()]
-        handles += [module.register_load_state_dict_post_hook(_after_load) for module in modules.values()]
+        self._forget()
+        for slot in (slot for fragment in engine.fragments for slots in fragment.slots for slot in slots):
+            if (earlier := owner_of(slot.parameter)) is not None:
+                earlier._is_replaced = True
+            OWNERS[slot.parameter] = weakref.ref(engine)
+        modules = {module for replica in engine.replicas for module in replica.modules()}
+        handles = [module.register_load_state_dict_pre_hook(_before_load) for module in modules]
+        handles += [module.register_load_state_dict_post_hook(_after_load) for module in modules]
         weakref.finalize(engine, lambda: [handle.remove() for handle in handles])
 
-    def _digest(self, module: nn.Module) -> str:
-        return digest([local(params[number]) for number, _, params in self._places.get(id(module), [])])
+    def _forget(self) -> None:
+        self._loading: nn.Module | None = None
+        """The outermost module that is being loaded."""
+        self._weights: list[str] | None = None
+        """Digests of before the first load since the last step, or of a state that was loaded and of its `_rank`."""
+        self._rank: int | None = None
+        self._finding, self.owes = "", False
 
-    def before(self, module: nn.Module) -> None:
-        """Note a module's weights before it loads others."""
-        if self.spec is None:
-            self._before.setdefault(id(module), self._digest(module))
+    def before(self, engine: DiLoCo, module: nn.Module) -> None:
+        """Note the weights before others are loaded."""
+        self._loading = module if self._loading is None else self._loading
+        if self._weights is None:
+            self._weights = weights(engine)
 
-    @torch.no_grad()
     def after(self, engine: DiLoCo, module: nn.Module) -> None:
-        """Compare a module's weights after a load with those before."""
-        if self.spec is not None:  # a resumed run, whose modules may be loaded before or after
-            self._lacks = self._lacking(engine) if module in engine.replicas else ""
-            return
-        places, key = self._places.get(id(module), []), id(module)
-        is_jump = self._digest(module) != self._before.get(id(module))
-        if is_jump and engine.taken == 0:
-            key = id(places[0][1])
-            for number, view, params in places:
-                if number == 0:
-                    view.copy_(local(params[0]))
-                    self._is_late = True
-            pairs = [(local(p), view) for _, view, params in places for p in params]
-            is_jump = any(not torch.equal(p, view.to(p)) for p, view in pairs)
-        (self._jumps.add if is_jump else self._jumps.discard)(key)
+        """Compare the weights once all modules are loaded."""
+        if module is self._loading:
+            self._loading = None
+            self._compare(engine)
 
     def resume(self, engine: DiLoCo, spec: Mapping[str, Any]) -> None:
-        """Note that a state was loaded; look for its weights in the modules."""
-        self.spec, self._is_late, self._jumps = spec, False, set()
+        """Note that a state was loaded; the modules' may be loaded before or after it."""
+        self._forget()
+        self._weights, self._rank = spec.get("weights", []), spec.get("rank", engine.group.rank)
         self.owes = engine.compression == spec.get("compression") != "float32" and engine.taken > 0
-        self._lacks = self._lacking(engine)
+        self._compare(engine)
 
-    def _lacking(self, engine: DiLoCo) -> str:
-        spec, count = self.spec or {}, len(engine.replicas)
-        if len(spec.get("weights", ())) != count:  # the replicas were the anchor, or lay on other ranks
-            return ""
-        saved, own, rank = spec["weights"], weights(engine), spec["rank"]
-        if rank == engine.group.rank:
-            return LACKING if saved != own else ""
-        return FOREIGN.format(rank) if {*saved} & {*own} else ""
+    @torch.no_grad()
+    def _compare(self, engine: DiLoCo) -> None:
+        own, is_own = weights(engine), self._rank in (None, engine.group.rank)
+        if len(own) != len(self._weights or ()):
+            return  # in the state the replicas were the anchor, or lay on other ranks
+        is_same, self._finding = own == self._weights, ""
+        if is_own and not is_same:
+            self._finding = JUMP if self._rank is None else LACKING
+        elif is_same and not is_own:
+            self._finding = FOREIGN.format(self._rank)
+        if self._rank is None and engine.taken == 0:
+            torch._foreach_copy_([*engine.anchor.values()], _parameters(engine, 0))
+            self._finding = LATE if self._finding and len({*own}) == 1 else self._finding
 
     def tell(self, engine: DiLoCo) -> None:
         """Warn of what was loaded since the last step."""
-        if self._before or self.spec is not None:
-            found = {self._lacks: self._lacks, JUMP: self._jumps, LATE: self._is_late, OWING: self.owes}
-            engine._watch._warn(finding for finding, is_so in found.items() if is_so)
-            self._before, self._jumps, self._is_late, self.spec, self._lacks = {}, set(), False, None, ""
-            self.owes = False
+        if self._weights is not None:
+            engine._watch._warn([self._finding] * bool(self._finding) + [OWING] * self.owes)
+            self._forget()
 
 
 def _before_load(module: nn.Module, *_: Any) -> None:  # functions, which a copy of the module may share
     if (engine := _engine_of(module)) and not engine._showing:
-        engine._loads.before(module)
+        engine._loads.before(engine, module)
 
 
 def _after_load(module: nn.Module, _: Any) -> None:
@@ -141,8 +126,11 @@ def refuse_copy(_: DiLoCo) -> Any:
 def weights(engine: DiLoCo) -> list[str]:
     """Return the digest of each replica's parameters in this process."""
     reshard(engine.replicas)
-    parts = [fragment.parameters() for fragment in engine.fragments]
-    return [digest([p for of_replicas in parts for p in of_replicas[number]]) for number in range(len(engine.replicas))]
+    return [digest(_parameters(engine, number)) for number in range(len(engine.replicas))]
+
+
+def _parameters(engine: DiLoCo, number: int) -> list[Tensor]:  # also of a module that was cast after its training
+    return [local(slot.parameter) for fragment in engine.fragments for slot in fragment.slots[number]]
 
 
 def saved(engine: DiLoCo) -> dict[str, Any]:
@@ -150,7 +138,7 @@ def saved(engine: DiLoCo) -> dict[str, Any]:
     if engine._interrupted:
         raise RuntimeError(INTERRUPTED)
     meet(engine, "state_dict", [fragment for fragment in engine.fragments if fragment.halfway])
-    spec = spec_of(engine) | {"replicas": engine.replica_count, "outer": _kinds(engine)}
+    spec = _spec(engine)
     if not engine.at_anchor:
         spec |= {"rank": engine.group.rank, "weights": weights(engine)}
     return {
@@ -188,50 +176,32 @@ def load(engine: DiLoCo, state: Mapping[str, Any]) -> None:
     engine._loads.resume(engine, state["spec"])
 
 
-def _kinds(engine: DiLoCo) -> list[str]:
-    return [
-        kind_of(fragment.outer).replace("OuterSGD", "SGD") for fragment in engine.fragments
-    ]  # which load each other
+def _spec(engine: DiLoCo) -> dict[str, Any]:
+    kinds = [kind_of(fragment.outer).replace("OuterSGD", "SGD") for fragment in engine.fragments]  # load each other's
+    return spec_of(engine) | {"replicas": engine.replica_count, "outer": kinds}
 
 
 def _check(engine: DiLoCo, state: Mapping[str, Any]) -> None:
-    where, fragments = "DiLoCo.load_state_dict:", engine.fragments
+    where, own = "DiLoCo.load_state_dict:", _spec(engine)
     try:
-        own, spec = spec_of(engine) | {"replicas": engine.replica_count}, dict(state["spec"])
-        parts = list(zip(fragments, state["fragments"], strict=False))
-        counts = {name: state[name] for name in _COUNTERS}
-        tensors = [(engine.flat, state["anchor"])]
-        for fragment, part in parts:
-            if missing := {"state", "param_groups"} - part["outer"].keys():
-                raise KeyError(min(missing))  # below
-            counts |= {f"{name} of fragment {part['name']}": part[name] for name in ("round", "steps")}
-            if "age" in part:
-                counts |= {
-                    f"{name} of fragment {part['name']}": part[name] for name in ("age", "launched", "bytes_sent")
-                }
-                tensors.append((fragment.gradient, part["sum"]))
-        unlike = any((a.shape, a.dtype) != (b.shape, b.dtype) for a, b in tensors)
-        unlike |= any(len(part.get("weights", engine.replicas)) != len(engine.replicas) for _, part in parts)
-        sizes = [[len(g["params"]) for g in groups] for _, part in parts for groups in [part["outer"]["param_groups"]]]
+        spec, needed = {"outer": own["outer"]} | state["spec"], [state[name] for name in _COUNTERS]
+        tensors, senders, names = [(engine.flat, state["anchor"])], [len(engine.replicas)], ("fragments", "outer")
+        for fragment, part in zip(engine.fragments, state["fragments"], strict=False):
+            needed += [part[name] for name in ("round", "steps", "outer")]
+            tensors += [(fragment.gradient, part["sum"])] if "age" in part else []
+            senders += [len(part["weights"])] if "weights" in part else []
+        is_unlike = any((a.shape, a.dtype) != (b.shape, b.dtype) for a, b in tensors) or len({*senders}) > 1
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{where} the state lacks {error}; pass what state_dict() returned") from None
-    for name, value in counts.items():
-        whole_number(f"{where} {name}", value, 0)
-    own["outer"] = kinds = _kinds(engine)
-    spec, names = {"outer": kinds} | spec, ("fragments", "outer")
     if len(tensors) > 1:  # a reduction ends by the schedule that it began in
         names = tuple(own)
-    elif state["inner_step"] or any(part["steps"] for _, part in parts):  # so does a round
+    elif state["inner_step"] or any(part["steps"] for part in state["fragments"]):  # so does a round
         names += ("inner_steps", "stagger")
     if difference := first_difference({n: own[n] for n in names}, {n: spec.get(n) for n in names}):
         name, mine, other = difference
         raise ValueError(f"{where} {name} must be {mine} as in this engine, is {other} in the state")
-    if state["inner_step"] >= engine.inner_steps:
-        raise ValueError(f"{where} inner_step must be below inner_steps, is {state['inner_step']} in the state")
-    if unlike or sizes != [[len(group["params"]) for group in f.outer.param_groups] for f in fragments]:
-        raise ValueError(
-            f"{where} anchor, sums, weights and param groups must have the shapes and types of this engine's"
-        )
+    if is_unlike:
+        raise ValueError(f"{where} anchor, sums and weights must have the shapes and types of this engine's")
 
 
 @torch.no_grad()
