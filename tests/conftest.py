@@ -12,15 +12,14 @@ os.environ.setdefault("TWOPHASE_POLICIES", "policies")
 os.environ["PYTHONPATH"] = f"{Path(__file__).parents[1] / 'experiments'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
 
 import forked
-from twophase.restart import REGISTRY, Restart, RestartPolicy, RoundSignal, State
+from twophase.restart import REGISTRY
 from twophase.restart import register as register_
 from twophase.sweeps import runner as launch
 
@@ -57,33 +56,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Leave what tests and libraries are made of out of the collections that a library or a test asks for."""
     gc.freeze()
-
-
-@pytest.fixture
-def norm_ratio(register_policy: Callable[[str], Any]) -> type[RestartPolicy]:
-    """A user's own adaptive policy, registered for one test: text form `norm-ratio:LIMIT:QUIET`.
-
-    Restarts before the mixing when the buffer is more than `limit` times as long as the pseudo-gradient, but not within
-    `quiet` rounds of its last restart. It has memory, so that a resumed run shows whether the memory was saved.
-    """
-
-    @register_policy("norm-ratio")
-    @dataclass(frozen=True, slots=True)
-    class NormRatio(RestartPolicy):
-        limit: float
-        quiet: int
-
-        needs: ClassVar[frozenset[str]] = frozenset({"pseudo_gradient_norm", "buffer_norm"})
-
-        def decide(self, state: State, signal: RoundSignal) -> tuple[State, Restart | None]:
-            assert signal.pseudo_gradient_norm is not None
-            assert signal.buffer_norm is not None
-            wait, largest = state.get("wait", 0), max(state.get("largest", 0.0), signal.buffer_norm)
-            if wait == 0 and signal.buffer_norm > self.limit * signal.pseudo_gradient_norm:
-                return {"wait": self.quiet, "largest": largest}, Restart(before=True)
-            return {"wait": max(0, wait - 1), "largest": largest}, None
-
-    return NormRatio
 
 
 @pytest.fixture
