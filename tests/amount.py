@@ -8,5 +8,4 @@ THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "explore"
 
 
 def amount(usual: int, thorough: int) -> int:
-    """One number or the other."""
     return thorough if THOROUGH else usual

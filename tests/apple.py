@@ -49,7 +49,6 @@ class Apple(TorchFunctionMode):
 
 
 def moved(module: nn.Module) -> nn.Module:
-    """Move a module there."""
     for child in module.modules():
         child._parameters.update(
             {n: nn.Parameter(p.detach().to("mps")) for n, p in child._parameters.items() if p is not None}

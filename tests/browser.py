@@ -74,7 +74,6 @@ class Watched:
         self.troubles += [] if is_harmless else [text]
 
     def show(self, file: Path, width: int = 1280, scheme: Any = "light") -> Page:
-        """Open a file, in a window of some width and in light or dark."""
         self.page.set_viewport_size({"width": width, "height": 800})
         self.page.emulate_media(color_scheme=scheme)
         self.page.goto(file.as_uri())

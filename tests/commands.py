@@ -25,7 +25,6 @@ def snapshot(folder: Path) -> dict[str, str]:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait for a condition, 100 s at most."""
     deadline = time.monotonic() + 100
     while not condition():
         assert time.monotonic() < deadline

@@ -86,11 +86,9 @@ class _Process:
         return self._process.exitcode
 
     def poll(self) -> int | None:
-        """Its exit status if it has ended."""
         return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its exit status once it has ended."""
         self._process.join(timeout)
         if self._process.exitcode is None:
             assert timeout is not None
@@ -103,11 +101,9 @@ class _Process:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
     def terminate(self) -> None:
-        """SIGTERM."""
         self.send_signal(signal.SIGTERM)
 
 
@@ -119,7 +115,6 @@ class Forked(_Process):
         super().__init__(list(map(str, words)), [file.name for file in self._files], os.environ, cwd=cwd)
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """Wait for its end; what it said on standard output and standard error."""
         self.wait(timeout)
         said = [file.read() for file in self._files]
         for file in self._files:
@@ -206,7 +201,6 @@ def _run(
     program: bool,
     largest: tuple[int, int],
 ) -> None:
-    """In the new process."""
     for number, name in enumerate(outputs, 1):
         descriptor = os.open(name, os.O_WRONLY | os.O_APPEND)
         os.dup2(descriptor, number)

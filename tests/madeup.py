@@ -14,7 +14,6 @@ Value = Callable[[Cell], float | str | None]
 
 
 def rows(sweep: Sweep, value: Value, seconds: float = 1.0) -> list[Row]:
-    """Return the rows of a sweep with made-up results."""
     summaries: dict[str, dict[str, Any]] = {}
     for cell in sweep.cells:
         result = value(cell)

@@ -8,7 +8,6 @@ from types import ModuleType
 
 
 def load(path: Path) -> ModuleType:
-    """Run a file as a module of its own, which no other import gets."""
     spec = importlib.util.spec_from_file_location(f"loaded_{path.stem}", path)  # never "__main__"
     assert spec is not None
     assert spec.loader is not None

@@ -57,7 +57,6 @@ def matrix(rule: OuterRule, sigma: float) -> Any:
 
 
 def power(t: Any, period: int) -> Any:
-    """T^K by squaring."""
     result, base = mpmath.eye(2), t
     while period:
         if period & 1:
@@ -80,7 +79,6 @@ def factor(rule: OuterRule, sigma: float, period: int) -> Any:
 
 
 def log_factor(rule: OuterRule, sigma: float, period: int) -> tuple[int, Any]:
-    """Sign and log|chi_K|."""
     with mpmath.workdps(digits_for(rule, sigma)):
         chi = factor(rule, sigma, period)
         return int(mpmath.sign(chi)), mpmath.log(abs(chi)) if chi else mpmath.mpf("-inf")
@@ -142,7 +140,6 @@ def regime(rule: OuterRule, sigma: float) -> str:
 
 
 def rate(rule: OuterRule, sigma: float) -> Any:
-    """-log of the spectral radius."""
     with mpmath.workdps(digits_for(rule, sigma)):
         first, _ = eigenvalues(rule, sigma)
         return -mpmath.log(abs(first)) if first else mpmath.inf

@@ -18,17 +18,14 @@ def randoms(seed: int, shapes: Sequence[tuple[int, ...]] = SHAPES, dtype: torch.
 
 
 def parameters(seed: int, shapes: Sequence[tuple[int, ...]] = SHAPES, dtype: torch.dtype = torch.float64) -> list[Any]:
-    """Normal parameters."""
     return [nn.Parameter(x) for x in randoms(seed, shapes, dtype)]
 
 
 def scalar(value: float) -> nn.Parameter:
-    """One float32 number."""
     return nn.Parameter(torch.tensor([value]))
 
 
 def give(params: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """Set copies of pseudo-gradients."""
     for p, g in zip(params, gradients, strict=True):
         p.grad = g.clone()
 
@@ -47,7 +44,6 @@ def run(outer: Any, rounds: Iterable[int], params: Any = None, **options: Any) -
 
 
 def buffers(outer: torch.optim.Optimizer) -> list[Tensor]:
-    """The momentum buffers, in the order of the parameters."""
     return [outer.state[p]["momentum_buffer"] for group in outer.param_groups for p in group["params"]]
 
 
@@ -58,5 +54,4 @@ def counters(outer: torch.optim.Optimizer) -> list[Any]:
 
 
 def flat(tensors: Sequence[Any]) -> Tensor:
-    """One float64 vector."""
     return torch.cat([t.detach().double().reshape(-1) for t in tensors])

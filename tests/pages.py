@@ -25,7 +25,6 @@ class Reader(HTMLParser):
         self.open, self.tags, self.links, self.ids = list[str](), set[str](), list[str](), list[str]()
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Note an element and what it leads to or loads."""
         assert not any(name.startswith("on") for name, _ in attrs)
         self.tags.add(tag)
         self.links += [value or "" for name, value in attrs if name in ("href", "src", "data", "poster", "srcset")]
@@ -33,7 +32,6 @@ class Reader(HTMLParser):
         self.open += [tag] if tag not in ("meta", "input") else []
 
     def handle_endtag(self, tag: str) -> None:
-        """Match the end of an element with its beginning."""
         assert self.open.pop() == tag
 
 
@@ -56,7 +54,6 @@ def read(text: str) -> Reader:
 
 
 def data_of(text: str) -> list[dict[str, Any]]:
-    """Return the data of the charts of a page."""
     return [json.loads(data) for data in re.findall(r'<script type="application/json">(.*?)</script>', text, re.DOTALL)]
 
 

@@ -35,7 +35,6 @@ class Shrink(RestartPolicy):
     needs: ClassVar[frozenset[str]] = frozenset({"inner_lr"})
 
     def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
-        """Rescale before g is mixed in."""
         return state, Restart(1 / (1 + signal.value("inner_lr")), before=True)
 
 
@@ -48,7 +47,6 @@ class Half(RestartPolicy):
     takes_steps: ClassVar[bool] = True
 
     def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
-        """Answer with a step, whose momentum is 0 in the first round of a cycle."""
         return state, Step(0.5, 0.5 if (signal.round - 1) % self.period else 0.0)
 
 
@@ -60,7 +58,6 @@ class Longer(RestartPolicy):
     first: int
 
     def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
-        """Restart at the end of the cycle."""
         period = state.get("period", float(self.first))
         ends = signal.rounds_since_restart >= period
         return {"period": period + ends}, Restart() if ends else None
@@ -75,7 +72,6 @@ class Rising(RestartPolicy):
     needs: ClassVar[frozenset[str]] = frozenset({"loss"})
 
     def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
-        """Restart before g is mixed in."""
         loss = signal.value("loss")
         return {"last": loss}, Restart(self.retain, before=True) if loss > state.get("last", math.inf) else None
 
@@ -90,7 +86,6 @@ class Early(RestartPolicy):
     inject: float
 
     def decide(self, state: State, signal: RoundSignal) -> tuple[State, Restart | None]:
-        """A restart when the round is a multiple of the period."""
         return state, Restart(self.retain, self.inject, before=True) if signal.round % self.period == 0 else None
 
 

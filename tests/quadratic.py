@@ -37,7 +37,6 @@ class Disturbed(torch.optim.SGD):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        """An inner step."""
         super().step(closure)
         self.steps += 1
         if self.disturbance is not None and self.steps % INNER_STEPS == 0:

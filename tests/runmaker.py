@@ -102,7 +102,6 @@ def write_run(
 
 
 def write_summary(folder: Path, config: TrainConfig, perplexity: float | None = 8.0, **values: Any) -> None:
-    """The summary that makes a run finished."""
     summary = {
         "validation_loss": None if perplexity is None else math.log(perplexity),
         "perplexity": perplexity,

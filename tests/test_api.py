@@ -57,7 +57,6 @@ class Random(Toy):
     share: float = 0.1
 
     def loss(self, model: Any, batch: Any) -> Any:
-        """Drop some of the inputs."""
         if Path("stop").exists():
             Path("stop").unlink()
             signal.raise_signal(signal.SIGINT)

@@ -17,7 +17,6 @@ FOLDER = Path(str(bounds.__file__)).parent
 
 @pytest.fixture
 def runner() -> Any:
-    """`python benchmarks`."""
     return load(FOLDER / "__main__.py")
 
 

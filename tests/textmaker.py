@@ -27,7 +27,6 @@ def paragraph(number: int, words: int) -> str:
 
 
 def write(path: Path, **options: int) -> Path:
-    """Write such a text to a file."""
     path.write_text(text(**options), encoding="utf-8")
     return path
 

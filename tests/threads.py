@@ -21,7 +21,6 @@ class Member(ProcessGroup):
         self._shared, self._barrier = shared, barrier
 
     def gather_bytes(self, data: bytes, *, shards: bool = False) -> list[bytes]:
-        """As of a process group."""
         assert threading.current_thread().name.startswith("member-"), "a collective in another thread"
         if shards:
             return [data]

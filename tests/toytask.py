@@ -24,18 +24,14 @@ class Toy:
         return nn.Sequential(OrderedDict(layers))
 
     def batch(self, seed: int, step: int, replica: int) -> tuple[Tensor, Tensor]:
-        """Draw points and the function's values there."""
         x = np.random.default_rng((seed, step, replica)).standard_normal((self.batch_size, 4), np.float32)
         return torch.from_numpy(x), torch.from_numpy(3 * np.sin(x.sum(1, keepdims=True)))
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Compute the mean squared error."""
         return F.mse_loss(model(batch[0]), batch[1])
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Compute the loss on a batch that no step draws."""
         return {"loss": self.loss(model, self.batch(0, 10**6, 0)).item()}
 
     def describe(self) -> dict[str, str]:
-        """Return what its data depend on."""
         return {"fingerprint": f"toy-{self.batch_size}"}

@@ -49,7 +49,6 @@ def weightless_bytes(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def newest(path: Path) -> checkpoint.Checkpoint:
-    """Return the newest checkpoint of a run."""
     found = checkpoint.latest(path / "checkpoint")
     assert found is not None
     return found

@@ -17,7 +17,6 @@ INNER_STEPS, RESTART = 4, 3
 
 
 def build() -> nn.Sequential:
-    """The network with its first weights."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
 

@@ -148,7 +148,6 @@ def drift(model: nn.Module, step: int, replica: int) -> None:
 
 @torch.no_grad()
 def shift(*modules: nn.Module, by: float = 1.0) -> None:
-    """Move every parameter."""
     for module in modules:
         for p in module.parameters():
             p.add_(by)
@@ -186,11 +185,9 @@ class Run:
         return self.engine.step({"loss": loss(step, self.replicas)})
 
     def go(self, steps: Iterable[int]) -> list[RoundReport]:
-        """Inner steps, and the reports of the syncs that end in them."""
         return [report for report in map(self.step, steps) if report is not None]
 
     def finish(self) -> RoundReport | None:
-        """The end of the run."""
         return self.engine.finish({"loss": 1.0})
 
     def tensors(self) -> dict[str, Tensor]:
@@ -198,12 +195,10 @@ class Run:
         return tensors_of(self.engine.anchor, self.models, [(f.named, f.outer) for f in self.engine.fragments])
 
     def state(self) -> dict[str, Any]:
-        """All that a resumed run needs."""
         models = [model.state_dict() for model in self.models]
         return {"engine": self.engine.state_dict(), "residuals": self.engine.residuals(), "models": models}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state."""
         for model, weights in zip(self.models, state["models"], strict=True):
             model.load_state_dict(weights)
         self.engine.load_state_dict(state["engine"])
@@ -261,7 +256,6 @@ class Part:
 
     @property
     def rounds(self) -> int:
-        """Outer steps so far."""
         return self.outer.param_groups[0]["rounds"]
 
 
@@ -285,7 +279,6 @@ class Plain:
 
     @torch.no_grad()
     def step(self, step: int) -> dict[str, Any] | None:
-        """One inner step, and what is reported of it."""
         for replica, model in enumerate(self.models):
             drift(model, step, replica)
         self.position = self.position % self.inner_steps + 1
@@ -336,7 +329,6 @@ class Plain:
 
     @torch.no_grad()
     def finish(self) -> dict[str, Any] | None:
-        """What is under way, what is left, and the anchor."""
         under_way = [part for part in self.parts if part.launched is not None]
         ages = sorted({part.age for part in under_way}, reverse=True)
         reports = [self.apply([part for part in under_way if part.age == age]) for age in ages]
@@ -359,6 +351,5 @@ class Plain:
         }
 
     def tensors(self) -> dict[str, Tensor]:
-        """As `Run.tensors`."""
         parts = [([(name, self.anchor[name]) for name in part.names], part.outer) for part in self.parts]
         return tensors_of(self.anchor, self.models, parts)

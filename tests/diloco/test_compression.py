@@ -25,7 +25,6 @@ def received(name: str, x: Tensor) -> Tensor:
 
 
 def random(numel: int, seed: int = 0) -> Tensor:
-    """Numbers of many magnitudes."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(numel, generator=generator, dtype=torch.float64) * torch.rand(numel, generator=generator)
 

@@ -33,7 +33,6 @@ SUMS = [(name, numel) for name in ("bfloat16", "int8") for numel in (BLOCK, 9 * 
 
 
 def vector(rank: int, numel: int = 1001) -> Tensor:
-    """What a rank brings."""
     return torch.randn(numel, generator=torch.Generator().manual_seed(rank))
 
 
@@ -98,7 +97,6 @@ def worker(rank: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of the three brings home."""
     return in_processes(__file__, tmp_path_factory.mktemp("group"), SIZE)
 
 
@@ -152,7 +150,6 @@ def test_a_lost_rank_is_one_message(ranks: list[dict[str, Any]]) -> None:
 
 @pytest.fixture
 def alone() -> Iterator[None]:
-    """A gloo group of this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -197,7 +194,6 @@ class Collective:
         self.looks, self.fault, self.limits = looks, fault, []
 
     def is_completed(self) -> bool:
-        """After so many looks; None is never."""
         if self.looks is not None:
             self.looks -= 1
         return self.looks is not None and self.looks < 0
@@ -210,7 +206,6 @@ class Collective:
 
 
 def on_gpu(collective: Collective) -> Work:
-    """A collective on a device that is no CPU."""
     return Work(collective, (torch.empty(4, device="meta"),), 0.05)
 
 

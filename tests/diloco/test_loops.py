@@ -47,7 +47,6 @@ def begun(rank: int, **options: Any) -> Run:
 
 
 def worker(rank: int) -> dict[str, Any]:
-    """One of the two processes."""
     return {
         "uneven": [uneven(rank, steps, options) for options in OPTIONS.values() for steps in ((17, 20), (20, 18))],
         "unlike": [refusal(lambda call=call: call(rank)) for call in (saved_alone, loaded_unlike, cut_unlike)],
@@ -60,12 +59,10 @@ def worker(rank: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of the two brings home."""
     return in_processes(__file__, tmp_path_factory.mktemp("loops"), 2)
 
 
 def buffered(**buffers: Tensor) -> nn.Module:
-    """A module with buffers."""
     module = nn.Linear(4, 3)
     for name, buffer in buffers.items():
         module.register_buffer(name, buffer)
@@ -73,7 +70,6 @@ def buffered(**buffers: Tensor) -> nn.Module:
 
 
 def go(engine: DiLoCo, inner: torch.optim.Optimizer, steps: int) -> None:
-    """Inner steps of one replica on the same gradients."""
     for _ in range(steps):
         for p in engine.replicas[0].parameters():
             p.grad = torch.ones_like(p)
@@ -89,7 +85,6 @@ class Masters(torch.optim.SGD):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Step on the masters."""
         for p in self.param_groups[0]["params"]:
             master = self.state[p].setdefault("master", p.detach().clone())
             master.add_(p.grad, alpha=-self.param_groups[0]["lr"])
@@ -557,7 +552,6 @@ class Mixed(torch.optim.SGD):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Average the gradients."""
         for p in self.param_groups[0]["params"]:
             kind = torch.float32 if p.dtype == torch.bfloat16 else torch.bfloat16
             m = self.state[p].setdefault("m", torch.zeros_like(p, dtype=kind))

@@ -159,7 +159,6 @@ def entered(rank: int) -> set[tuple[str, str]]:
 
 
 def worker(rank: int) -> dict[str, Any]:
-    """One of the two processes."""
     signals = DiLoCo(nn.Linear(2, 2), HEAVY_BALL, inner_steps=1)
     return {
         "played": {name: played(name, [rank], resumed=name in RESUMED) for name in NAMES},
@@ -181,7 +180,6 @@ def worker(rank: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of the two brings home."""
     return in_processes(__file__, tmp_path_factory.mktemp("processes"), 2)
 
 

@@ -36,7 +36,6 @@ def test_a_sum_that_arrives_late_changes_no_loaded_state() -> None:
         size = 2  # type: ignore[assignment]
 
         def all_reduce(self, tensor: Tensor) -> Work:
-            """Take as long as it is not waited for."""
             arrivals.append(Late(None, (tensor,), 0.0, bytes_sent=7))
             return arrivals[-1]
 

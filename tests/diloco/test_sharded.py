@@ -63,12 +63,10 @@ class Training(Run):
 
 @torch.no_grad()
 def look(model: nn.Module) -> None:
-    """Evaluate."""
     model(torch.ones(2, 4))
 
 
 def begin(name: str, replicas: Sequence[int], group: SingleProcess | None, shard: Shard, seed: int = 0) -> Training:
-    """A run that is ready to go."""
     models = [network(seed + replica) for replica in replicas]
     for model in models:
         shard(model)
@@ -133,7 +131,6 @@ def refusals(mesh: Any, group: ProcessGroup, shard: Shard) -> dict[str, str]:
 
 
 def worker(rank: int) -> dict[str, Any]:
-    """One of the four processes."""
     from torch.distributed.fsdp import fully_shard
 
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
@@ -165,7 +162,6 @@ def worker(rank: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of the four brings home."""
     return in_processes(__file__, tmp_path_factory.mktemp("sharded"), 4)
 
 

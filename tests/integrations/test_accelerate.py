@@ -18,7 +18,6 @@ pytest.importorskip("accelerate", reason="the extra trainer is not installed")
 
 
 def start(parts: int = 1, **options: Any) -> tuple[Any, Any, Any, Any]:
-    """Accelerator, prepared model and optimizer, and the rounds."""
     from accelerate import Accelerator
 
     from twophase.integrations.accelerate import DiLoCo
@@ -35,7 +34,6 @@ class TestAccelerate(Contract):
     def train(
         self, folder: Path, *, parts: int = 1, replica: int = 0, stop: int = -1, record: Path | None = None
     ) -> Any:
-        """Train in the loop of the documentation."""
         accelerator, model, inner, rounds = start(parts)
         checkpoint, reports = folder / "accelerate", []
         if checkpoint.exists():

@@ -25,7 +25,6 @@ pytestmark = [
 
 
 def regression() -> Any:
-    """The shared network as a LightningModule."""
     from lightning.pytorch import LightningModule
 
     class Regression(LightningModule):
@@ -60,7 +59,6 @@ class TestLightning(Contract):
     def train(
         self, folder: Path, *, parts: int = 1, replica: int = 0, stop: int = -1, record: Path | None = None
     ) -> Any:
-        """Train as the documentation says."""
         from lightning.pytorch import Callback, Trainer
 
         class Stop(Callback):

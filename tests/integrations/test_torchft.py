@@ -79,7 +79,6 @@ class Replica:
         return {"model": self.model.state_dict(), "inner": self.inner.state_dict(), "step": self.step}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take it over."""
         self.model.load_state_dict(state["model"])
         self.inner.load_state_dict(state["inner"])
         self.step = state["step"]

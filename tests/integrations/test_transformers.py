@@ -29,7 +29,6 @@ class Regression(nn.Module):
         self.network = trainers.build()
 
     def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """Return the loss of a batch."""
         return {"loss": trainers.loss(self.network, x, labels)}
 
 
@@ -68,7 +67,6 @@ class TestTransformers(Contract):
     def train(
         self, folder: Path, *, parts: int = 1, replica: int = 0, stop: int = -1, record: Path | None = None
     ) -> Any:
-        """Train as the documentation says."""
         out = folder / f"transformers {replica}"
         trainer, callback = make(out, stop=stop, replica=replica, record=record, gradient_accumulation_steps=parts)
         with suppress(Interrupted):

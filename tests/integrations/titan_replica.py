@@ -63,7 +63,6 @@ class Bigram(BaseModel):
             """Take nothing from it."""
 
         def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:  # noqa: ARG002
-            """Return numbers for the log."""
             return sum(p.numel() for p in model.parameters()), 1
 
     def __init__(self, config: Config) -> None:  # noqa: ARG002
@@ -73,7 +72,6 @@ class Bigram(BaseModel):
         self.head = Linear.Config(in_features=WIDTH, out_features=VOCABULARY, param_init=normal).build()
 
     def forward(self, tokens: Tensor, **_: Any) -> Tensor:
-        """Return logits."""
         return self.head(torch.tanh(self.embedding(tokens)))
 
 
@@ -100,11 +98,9 @@ class Batches(BaseDataLoader):
             yield {"input": tokens[:, :-1]}, tokens[:, 1:]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place in the data."""
         return {"step": self.step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go to it."""
         self.step = state_dict["step"]
 
 
@@ -192,7 +188,6 @@ def settings(folder: str, cases: list[list[str]]) -> None:
 
 
 def start(function: str, arguments: list[Any], variables: dict[str, str]) -> None:
-    """Call a function, as the program of a process with these variables."""
     os.environ.update(variables)
     {"settings": settings, "reference": reference, "replica": replica}[function](*arguments)
 

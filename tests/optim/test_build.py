@@ -45,7 +45,6 @@ def test_adamw_and_muon_are_torchs(method: str, numbers: dict[str, float]):
 
 
 def rmsprop(named: list[tuple[str, Any]]) -> torch.optim.Optimizer:
-    """A user's function."""
     return torch.optim.RMSprop([p for _, p in named], lr=0.01)
 
 

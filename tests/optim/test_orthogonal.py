@@ -15,7 +15,6 @@ from twophase.optim.orthogonal import filter_of, orthogonal
 
 
 def filtered(value: Any, gradients: list[Tensor], **options: Any) -> list[Tensor]:
-    """The gradients after a filter, which changes them in place."""
     new = {str(index): g.clone() for index, g in enumerate(gradients)}
     function = filter_of(value, **options)
     assert function is not None

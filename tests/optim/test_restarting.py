@@ -41,7 +41,6 @@ class Anew:
         self.optimizers = self.build()
 
     def step(self) -> None:
-        """One round."""
         self.rounds += 1
         fires = self.rounds in self.restarts
         if fires and self.before:
