@@ -37,7 +37,7 @@ def test_rule_and_sigma(name: str) -> None:
             getattr(theory, name)(rule, 0.5, *arguments, **options)
 
 
-@pytest.mark.parametrize("count", [HUGE, 2**53, 0, -1, 2.5, math.nan, None])
+@pytest.mark.parametrize("count", [HUGE, 2**53, 0, 2.5, None], ids=["huge", "2^53", "0", "2.5", "none"])
 @pytest.mark.parametrize(
     ("name", "arguments", "option"),
     [

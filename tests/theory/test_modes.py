@@ -27,7 +27,6 @@ from twophase.theory import (
     phase,
     phase_shift,
     regime,
-    restart_table,
     rule_grid,
     scheduled_progress,
     stable_limit,
@@ -188,23 +187,6 @@ def test_rates_and_angles(name: str) -> None:
         assert abs(shift - exact_shift) <= within
         for time, size in zip(times, sizes, strict=True):
             assert close(size, amplitude * mpmath.exp(log_rho * time), within + 1e-15 * abs(log_rho) * time)
-
-
-def test_the_envelope_bounds_and_is_attained() -> None:
-    """R15: no |chi_K| exceeds it, and where K phase - theta comes next to a multiple of pi it is reached."""
-    rng, periods, closest = np.random.default_rng(0), np.arange(1, 201), []
-    for _ in range(60):
-        rule = OuterRule(rng.uniform(0.1, 3), rng.uniform(0.3, 0.99), bool(rng.integers(2)), "ema")
-        sigma = rng.uniform(0.1, 1)
-        if regime(rule, sigma) == "oscillatory":
-            log = restart_table(rule, sigma, 200)[1]
-            room = np.log(envelope(rule, sigma, 0)) - periods * asymptotic_rate(rule, sigma) - log
-            assert room.min() > -1e-12 * 200
-            closest.append(room.min())
-            turn = periods * phase(rule, sigma) - phase_shift(rule, sigma)
-            assert np.exp(-room) == pytest.approx(np.abs(np.cos(turn)), abs=1e-10)
-    assert len(closest) > 30
-    assert np.median(closest) < 1e-3
 
 
 # --- arrays -------------------------------------------------------------------------------------------------------

@@ -28,8 +28,6 @@ from twophase.theory import (
 )
 from twophase.theory.periods import OBJECTIVES, Objective
 
-LOG_10 = math.log(10)
-
 
 def oscillating(count: int, seed: int) -> list[oracle.Point]:
     """Modes that oscillate, of both kinds and forms, uniform in the logarithm of the step and in it."""
@@ -255,26 +253,3 @@ def test_block_periods() -> None:
     assert block_periods(rules, BLOCKS, weights=weights, max_period=30, rounds=80) == each
     assert block_periods(HB, [[0.95, 0.3]] * 2, weights=[[1, 0], [0, 1]], max_period=40) == (5, 10)
     assert block_periods(HB, [[0.92, 1.0], [0.55, 0.65], [0.18, 0.26]], max_period=40, rounds=120) == (5, 7, 13)
-
-
-# --- the theory note's numbers ------------------------------------------------------------------------------------
-
-
-def test_anchor_six_modes() -> None:
-    """A2: T 120: best K = 7 with -14.45, per-mode oracle [5, 5, 6, 7, 8, 10] with -32.04; the paper's criterion."""
-    assert best_period(HB, SIX, max_period=120, rounds=120) == best_period(HB, SIX, max_period=60) == 7
-    assert log_final_loss(HB, SIX, 120, 7) / LOG_10 == pytest.approx(-14.45, abs=0.05)
-    oracles = block_periods(HB, [[s] for s in SIX], max_period=120, rounds=120)
-    assert oracles == (5, 5, 6, 7, 8, 10)
-    losses = [math.exp(log_final_loss(HB, s, 120, period)) for s, period in zip(SIX, oracles, strict=True)]
-    assert math.log10(np.mean(losses)) == pytest.approx(-32.04, abs=0.005)
-    assert [best_period(HB, SIX, max_period=k, objective="factor") for k in (11, 20, 120)] == [6, 17, 120]
-    plain = [OuterRule(1.0, 0.41, True, "ema"), OuterRule(1.0, 0.30, False, "ema")]
-    assert [log_final_loss(rule, SIX, 120, 120) / LOG_10 for rule in plain] == pytest.approx([-57.1, -63.0], abs=0.1)
-
-
-def test_smallest_factor_is_not_the_largest_rate() -> None:
-    """E1 and E2: argmin |chi_K| moves as its range grows, argmax r_K stays."""
-    for largest, period in ((10, 5), (20, 15), (40, 35), (80, 75)):
-        assert best_period(HB, 0.95, max_period=largest, objective="factor") == period
-        assert best_period(HB, 0.95, max_period=largest, objective="rate") == 5

@@ -1,8 +1,7 @@
-"""Soft restarts: the one that removes a mode, cycles with one, and the warm restart, against mpmath."""
+"""Soft restarts: the one that removes a mode, and cycles with one, against mpmath."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import mpmath
 import numpy as np
 import pytest
-import torch
 
 import oracle
 from amount import amount
@@ -104,31 +102,3 @@ def test_cycle_matrix_is_what_a_cycle_does(nesterov: bool, form: Form) -> None:
         hard = cycle_matrix(rule, sigma, period)
         assert hard[1].tolist() == [0, 0]
         assert hard[0, 0] == pytest.approx(float(restart_factor(rule, sigma, period)), rel=1e-9, abs=1e-12)
-
-
-@FORM
-def test_best_injection_is_the_best(form: Form) -> None:
-    """R27: heavy ball, R = 1, retain 0: (1-s)^2 / (4 lr b sigma) gives the radius |1-s| / 2, no other less."""
-    rng = random.Random(form)
-    for _ in range(amount(25, 60)):
-        rule, sigma, _ = draw(rng, False, form)
-        s = float(oracle.step(rule, sigma))
-        inject = (1 - s) ** 2 / (4 * rule.lr * rule.momentum * sigma) * np.array([1.0, 0.0, 0.5, 0.9, 1.1, 2.0, -1.0])
-        radii = np.abs(np.linalg.eigvals(cycle_matrix(rule, sigma, 1, 0.0, inject))).max(axis=-1)
-        assert radii[0] == pytest.approx(abs(1 - s) / 2, rel=1e-6, abs=1e-7)
-        assert min(radii[1:]) > abs(1 - s) / 2
-
-
-@pytest.mark.parametrize(("period", "warm"), [*itertools.product([1, 2, 7], [True, False])])
-def test_warm_restart_is_what_torch_does(period: int, warm: bool) -> None:
-    """R28: `torch.optim.SGD(dampening=momentum)` with its buffer dropped every K rounds; zeroed, it is a cold start."""
-    lr, b, sigma = 0.8, 0.7, 0.6
-    x = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
-    optimizer = torch.optim.SGD([x], lr=lr, momentum=b, dampening=b)
-    for number in range(3 * period):
-        if number % period == 0:
-            optimizer.state[x]["momentum_buffer"] = None if warm else torch.zeros_like(x)
-        x.grad = sigma * x.detach()
-        optimizer.step()
-    corner, upper = cycle_matrix(OuterRule(lr, b, form="ema"), sigma, period)[0]
-    assert float(x.detach()) == pytest.approx((corner + sigma * upper * warm) ** 3, rel=1e-12, abs=1e-14)
