@@ -38,7 +38,6 @@ MISTAKES = [  # words, and what the message names
     ("tune --outer.lr 1", "outer.lr"),
     ("demo --seeds -1", "seed"),
     ("diagnose", "must be given"),
-    ("report absent", "absent"),
     ("report", "folder"),
     ("export own x", "loop of your own"),
     ("train --config own/config.yaml", "loop of your own"),
@@ -47,9 +46,6 @@ MISTAKES = [  # words, and what the message names
     ("data prepare absent.txt --out tokens", "absent.txt"),
     ("data verify absent", "absent"),
     ("data info", "info"),
-    ("period --sigma 1.5", "--sigma"),
-    ("period --sigma 0.5 --plot figure.svg", "--plot"),
-    ("explore --out odd.yaml", "odd.yaml"),
 ]
 FAILURES = [  # of the machine
     ("train --data.corpus file:absent.txt", "absent.txt"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from runmaker import EMA, NESTEROV, SUM, config_of, observed, round_lines, write
 from twophase.api import train_run
 from twophase.cli.main import main
 from twophase.diagnose import Diagnosis, describe, diagnose
-from twophase.diagnose.diagnosis import CASES, Facts
 from twophase.rule import OuterRule
 from twophase.runs.record import read_record
 
@@ -74,25 +72,6 @@ def test_noise_is_no_oscillation(tmp_path: Path, rule: OuterRule, restart: str) 
         folder = write_run(tmp_path / str(number), rule, sigma, restart=restart, noise=1.0, initial=0.0)
         assert of(folder).state == "fine"
     assert not [label for label, _ in of(tmp_path / "0").numbers if label.startswith("sigma")]
-
-
-def test_every_case_is_reached() -> None:
-    """Each row of the table is the first that holds for some run."""
-    rule = partial(Facts, is_rule=True, rounds=60)
-    runs = [
-        Facts(averages=True, diverges=True),
-        Facts(diverges=True),
-        Facts(is_rule=True, rounds=7),
-        rule(momentum=True, gain=7.0, oscillates=True),
-        rule(gain=2.5),
-        rule(momentum=True, gain=0.5, oscillates=True),
-        rule(momentum=True, gain=0.5),
-        rule(momentum=True),  # an adaptive policy: its gain is not known
-        rule(averages=True, gain=1.0, shrunk=0.95, oscillates=True),
-        rule(averages=True, gain=1.0, inner="adamw"),
-        rule(averages=True, gain=1.0, inner="schedule-free"),
-    ]
-    assert [next(case for case in CASES if case.holds(run)) for run in runs] == list(CASES)
 
 
 def test_a_recorded_loop_gets_code(tmp_path: Path) -> None:

@@ -27,13 +27,6 @@ def said(capsys: Capture, *words: Any) -> str:
     return done.out
 
 
-def test_limits_come_first(capsys: Capture) -> None:
-    """The first line says what the model cannot tell, and JSON says it too."""
-    for word in ("cannot tell", "linear", "no noise", "docs/theory.md"):
-        assert word in said(capsys, *TEN).splitlines()[0]
-        assert word in json.loads(said(capsys, *TEN, "--json"))["cannot_tell"]
-
-
 def test_the_best_restart_stands_beside_the_best_setting_without(capsys: Capture) -> None:
     """Both have their rates, and a control that diverges is called so, without a number that looks like a rate."""
     lines = said(capsys, *TEN).splitlines()

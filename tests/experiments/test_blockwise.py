@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-import common
 import textmaker
 import trained
 
@@ -84,15 +83,3 @@ def test_a_run_is_read_and_measured(tmp_path: Path) -> None:
         assert 0 <= block.mean <= 1
         assert 1 <= block.period(rule, 8) <= 8
         assert block.log_loss(rule, 8, block.period(rule, 8)) <= block.log_loss(rule, 8, 8) + 1e-12
-
-
-def test_what_docs_say_of_the_stored_results() -> None:
-    """K = 1 is best everywhere; at S = 5 the order of one K is the theory's reversed; int8 changes next to nothing."""
-    table = common.read("blockwise")
-    assert (table[table["is_chosen"]]["method"] == "one K: 1").all()
-    one = table[(table["workload"] == "width 32, S=5") & table["method"].str.startswith("one K")].set_index("method")
-    assert one.loc[[f"one K: {k}" for k in ("never", "5", "2", "1")], "ratio"].is_monotonic_increasing
-    assert (one["rank_correlation"] == -1).all()
-    compression = common.read("compression").set_index(["setting", "compression"])
-    assert compression.loc[("all settings", "int8"), "ratio"] == pytest.approx(0.998, abs=5e-4)
-    assert compression.loc[("all settings", "topk:128:2bit"), "word"] == "worse"

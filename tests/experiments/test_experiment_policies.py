@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from twophase.optim.outer_sgd import OuterSGD
-from twophase.restart import parse
 
 GENERATOR = np.random.default_rng(5)
 GRADIENTS = GENERATOR.normal(size=(12, 5)) * np.exp(-0.2 * np.arange(12))[:, None]
@@ -52,10 +51,3 @@ def test_equations(text: str, rule: dict[str, Any]) -> None:
         x.grad = torch.from_numpy(g.copy())
         outer.step(signals={"progress": (t + 1) / len(GRADIENTS)})
         np.testing.assert_allclose((before - x.detach()).numpy(), update, rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.parametrize("name", ["along", "ramp", "gain"])
-def test_negative_shares_are_refused(name: str) -> None:
-    """A part of `auto` takes no share below 0."""
-    with pytest.raises(ValueError, match="share"):
-        parse(f"{name}:-1")

@@ -40,18 +40,6 @@ def test_without_a_gpu(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # the profiler's
-def test_a_toy_tries_it(scripts: dict[str, ModuleType], tmp_path: Path) -> None:
-    """On a CPU `step.py` runs to its end and leaves its figures; `engine.py` would take a minute."""
-    assert scripts["step"].main(["--tiny", "--out", str(tmp_path)]) == 0
-    for name, figure in (("step", "rho"), ("outer", "time_ratio")):
-        assert json.loads((tmp_path / f"{name}.json").read_text())[figure] > 0
-    with (tmp_path / "step-sum.csv").open(newline="") as file:
-        shares = {row["part"]: float(row["share"]) for row in csv.DictReader(file)}
-    assert shares["sum of kernels"] + shares["remainder: no kernel runs"] == pytest.approx(1)
-
-
 def test_sum_closes(scripts: dict[str, ModuleType]) -> None:
     """The stored classes of kernels and their remainder add up to the step, as `closing_sum` makes them."""
     measured = json.loads((STORED / "probe.json").read_text())["units"]["kernels"]

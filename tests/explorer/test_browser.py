@@ -126,33 +126,21 @@ def test_the_map_moves_the_point(shown: Watched) -> None:
 
 def test_the_three_steps_by_keyboard(shown: Watched, tmp_path: Path) -> None:
     """Arrow keys and Enter lead through all steps; the losses that a step names are the theory's."""
-    page = shown.show(tmp_path / "guided.html")
-    page.focus("#slider-momentum")
-    for keys in ("PageUp PageUp PageUp", "ArrowRight " * 4):
-        for key in keys.split():
+    page, said = shown.show(tmp_path / "guided.html"), list[str]()
+    moves = [("momentum", ["PageUp"] * 3 + ["ArrowRight"] * 4), ("restart", ["ArrowRight"] * 3)]
+    for name, keys in (*moves, ("momentum", ["PageDown"] * 2)):
+        page.focus(f"#slider-{name}")
+        for key in keys:
             page.keyboard.press(key)
-    assert "✓" in settle(page).inner_text("#guide-said")
-    assert "swings" in page.inner_text("#live")
-    page.focus("#guide-next")
-    page.keyboard.press("Enter")
-    page.focus("#slider-restart")
-    for _ in range(3):
-        page.keyboard.press("ArrowRight")
-    words = settle(page).inner_text("#guide-said")
-    rule = OuterRule(0.3, state(page)["momentum"])
+        said.append(settle(page).inner_text("#guide-said"))
+        if name == "restart":
+            rule = OuterRule(0.3, state(page)["momentum"])
+        page.focus("#guide-next")
+        page.keyboard.press("Enter")
+    assert all("✓" in words for words in said)
     true = [math.exp(float(theory.log_final_loss(rule, SIX, 60, period))) for period in (3, 60)]
-    found = [float(word.rstrip(",").replace("−", "-")) for word in words.split() if word[0].isdigit()]
+    found = [float(word.rstrip(",").replace("−", "-")) for word in said[1].split() if word[0].isdigit()]
     assert found == pytest.approx(true, rel=0.06)
-    assert "✓" in words
-    page.focus("#guide-next")
-    page.keyboard.press("Enter")
-    assert settle(page).get_attribute(".asked", "data-name") == "momentum"
-    page.focus("#slider-momentum")
-    for _ in range(2):
-        page.keyboard.press("PageDown")
-    assert "✓" in settle(page).inner_text("#guide-said")
-    page.focus("#guide-next")
-    page.keyboard.press("Enter")
     assert page.evaluate("document.activeElement.id") == "guide-close"
     momentum = state(page)["momentum"]
     page.keyboard.press("Enter")

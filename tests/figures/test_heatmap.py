@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from twophase.cli.main import main
 from twophase.errors import UsageError
-from twophase.figures.heatmap import Panel, Scale, Tile, draw_panel, heatmaps, panels_of, scale_of, sweep_figure
-from twophase.figures.style import new_figure, save, styled
+from twophase.figures.heatmap import Panel, Scale, Tile, draw_panel, panels_of, scale_of, sweep_figure
+from twophase.figures.style import new_figure, styled
 from twophase.sweeps.table import Row, Setting, settings
 
 GOOD, BAD, LOST, COMING = (
@@ -107,28 +107,6 @@ def test_cells_say_what_they_are() -> None:
     assert [text.get_text() for text in axes.texts] == ["7.67", "15.4", "div.", "–", "·", "fail"]
     assert [patch.get_hatch() is not None for patch in axes.patches] == [False, False, True, False, False, False]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["0", "1", "2"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "panels",
-    [
-        [],
-        [[panel([LOST, COMING])]],
-        [
-            [panel(*[[Tile("finished", 8.0 + i + j) for i in range(11)] for j in range(9)]), panel([GOOD])],
-            [panel([BAD])],
-        ],
-    ],
-    ids=["none", "no number", "many"],
-)
-def test_any_shape_is_drawn(tmp_path: Path, panels: list[list[Panel]]) -> None:
-    """Many cells, panels of different shapes and numbers a row, and figures without a number are PNG files."""
-    pytest.importorskip("matplotlib")
-    with styled():
-        save(tmp_path / "a.png", heatmaps(panels, scale_of([7.0, 20.0]), title="A title", note="a note"))
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
 
 
 @pytest.mark.slow

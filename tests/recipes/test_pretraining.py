@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 
 import pytest
 
-from trainings import METHODS, PAPER
+from trainings import PAPER
 from twophase.errors import UsageError
 from twophase.recipes.pretraining import RECIPES, at_pace, nano, paper_150m, recipe, small
-from twophase.runs.config import OuterConfig, inner_lr
+from twophase.rule import OuterRule
+from twophase.runs.config import OuterConfig
 from twophase.tasks.lm.config import TrainConfig, flops_per_token
 
 
@@ -23,31 +23,9 @@ def test_tables_1_and_2():
     assert (data.sequence_length, data.tokenizer) == (2048, "mistral")
     assert (data.batch_size, run.replicas, data.batch_size * run.replicas) == (64, 2, 128)
     assert (inner.lr, inner.weight_decay, inner.betas) == (1e-3, 0.1, (0.9, 0.999))
+    assert (inner.schedule, inner.warmup * run.steps) == ("cosine", 1200)
     assert (run.steps, run.compute.precision) == (12500, "bf16-mixed")
     assert run.replicas * run.steps * run.step_tokens == pytest.approx(3.3e9, rel=0.01)
-
-
-def test_schedule():
-    """1,200 steps of linear warmup to the peak, then a cosine to zero at 12,500."""
-    run = paper_150m()
-    assert inner_lr(run, 0) == pytest.approx(1e-3 / 1200)
-    assert inner_lr(run, 1199) == inner_lr(run, 1200) == pytest.approx(1e-3)
-    assert inner_lr(run, 1198) < 1e-3 > inner_lr(run, 1201)
-    assert inner_lr(run, (1200 + 12500) // 2) == pytest.approx(5e-4)
-    assert inner_lr(run, 12499) < 1e-10
-
-
-def test_every_cell_of_the_paper():
-    """Every communication period, rule, learning rate, momentum and restart period of table 1 can be run as it is."""
-    rules = [
-        OuterConfig(method, lr, momentum).rule() for lr, momentum, method in product(PAPER.lrs, PAPER.momenta, METHODS)
-    ]
-    restarts = ["never", *PAPER.periods, "soft:3:0.2:0.1"]
-    cells = [(inner_steps, rules[0], restart) for inner_steps, restart in product(PAPER.inner_steps, restarts)]
-    for inner_steps, rule, restart in [*cells, *((128, rule, 3) for rule in rules)]:  # all pairs would show no more
-        run = paper_150m(inner_steps, rule, restart)
-        assert (run.inner_steps, run.outer.rule()) == (inner_steps, rule)
-        assert run.outer.restart == str(restart)
 
 
 def parameters(run: TrainConfig) -> float:
@@ -74,8 +52,9 @@ def test_the_paper_model_itself():
 @pytest.mark.parametrize("inner_steps", PAPER.inner_steps)
 def test_pace(inner_steps: int):
     """Whatever the round's length, there is a checkpoint at least every 1,024 steps or every round; given ones stay."""
-    run = at_pace(replace(paper_150m(), inner_steps=inner_steps))
+    run, rule = at_pace(replace(paper_150m(), inner_steps=inner_steps)), OuterRule(0.7, 0.9, nesterov=True)
     assert run == paper_150m(inner_steps)
+    assert paper_150m(inner_steps, rule, 3).outer == OuterConfig("nesterov", 0.7, 0.9, restart="3")
     assert run.checkpoint_every * inner_steps <= max(1024, inner_steps)
     assert run.evaluate_every * inner_steps <= max(2048, inner_steps)
     changed = replace(paper_150m(), inner_steps=inner_steps, checkpoint_every=3)

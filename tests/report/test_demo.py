@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections import Counter
 from itertools import product
 from pathlib import Path
@@ -133,10 +131,3 @@ def test_a_restart_is_compared_with_its_twins() -> None:
     lines = {(line[0], line[1], line[2]): (float(line[4]), line[-1]) for line in against.rows}
     for kind in ("heavy ball", "Nesterov"):
         assert lines[f"{kind}, K=3", f"{kind}, never", "matched"] == (2.0, "better")
-
-
-def test_recipe_needs_no_torch() -> None:
-    """Planning, comparing and drawing the demo load no torch."""
-    imports = "import sys, twophase.report.demo, twophase.report.story, twophase.recipes.demo as d; d.demo()"
-    script = f"{imports}; assert not {{'torch', 'matplotlib', 'pandas'}} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", script], check=True)

@@ -77,11 +77,9 @@ CHANGED: dict[str, tuple[str, Callable[[str], str | None], str]] = {
     "unfinished": ("summary.json", lambda _: None, "The run has not finished"),
     "torn": ("rounds.jsonl", lambda text: text[:-150], "59 of 60"),
     "no config": ("config.yaml", lambda _: None, "config.yaml, 0 values"),
-    "no environment": ("env.json", lambda _: None, "env.json, 0 values"),
     "a command that is none": ("env.json", lambda _: '{"command": 3}', "in a new folder"),
     "no rounds": ("rounds.jsonl", lambda _: "", "No round has been recorded yet"),
     "no losses": ("metrics.jsonl", lambda _: "", "No loss has been recorded"),
-    "nested": ("env.json", lambda _: '{"corpus": {"share": [1, 2]}}', '<th scope="row">corpus.share</th><td>1 2</td>'),
     "no numbers": (
         "metrics.jsonl",
         lambda text: re.sub(r'"train_loss": [\d.]+', '"train_loss": 1e300', text),

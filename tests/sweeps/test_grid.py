@@ -13,7 +13,7 @@ from twophase.config import fingerprint, update
 from twophase.errors import UsageError
 from twophase.recipes.controls import grid_of
 from twophase.restart import Periodic
-from twophase.runs.config import InnerConfig, OuterConfig
+from twophase.runs.config import OuterConfig
 from twophase.sweeps.grid import RUNS, Axis, Sweep, product, write_spec
 from twophase.sweeps.table import cell_text
 from twophase.tasks.lm.config import TrainConfig
@@ -44,21 +44,6 @@ def test_product_covers_every_combination_once():
 def test_equal_settings_are_one_run(path: str, values: tuple[Any, ...]):
     """However a value is written."""
     assert len({product(NESTEROV, [Axis(path, (value,))])[0].run_id for value in values}) == 1
-
-
-@pytest.mark.parametrize(
-    ("base", "axis"),
-    [
-        (TrainConfig(), Axis("outer.restart", ("never", 2, 3))),  # averaging has no momentum to restart
-        (TrainConfig(inner=InnerConfig("sgd")), Axis("inner.betas", ((0.9, 0.9), (0.8, 0.9)))),
-        (TrainConfig(inner=InnerConfig(schedule="cosine")), Axis("inner.decay", (0.1, 0.2))),
-        (TrainConfig(outer=OuterConfig(restart="auto")), Axis("outer.lr", (0.1, 0.2))),
-    ],
-)
-def test_values_that_change_nothing_can_be_an_axis(base: TrainConfig, axis: Axis):
-    """Their cells are one run, which the grid has once."""
-    assert len(product(base, [axis])) == len(axis.values)
-    assert len(grid_of(base, [axis], controls=False)) == 1
 
 
 @pytest.mark.parametrize(

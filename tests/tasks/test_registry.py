@@ -132,21 +132,6 @@ def test_a_field_that_no_option_can_hold(rings: Path, field: str) -> None:
         config_class(f"{rings.name}:Rings")
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "error"),
-    [
-        ("import numpy as np", "import numpy_that_is_not_there as np", ModuleNotFoundError),
-        ("    def points", "    def __post_init__(self):\n        raise KeyError('table')\n\n    def points", KeyError),
-    ],
-)
-def test_errors_of_a_file_keep_their_traceback(rings: Path, before: str, after: str, error: type[Exception]) -> None:
-    """What the file or the class raises comes through, and its line is in the traceback."""
-    rings.write_text(RINGS.replace(before, after))
-    with pytest.raises(error) as raised:
-        task_of(config_class(f"{rings.name}:Rings")())
-    assert raised.traceback[-1].path == rings
-
-
 def test_a_file_that_trains_when_it_is_imported(rings: Path) -> None:
     """A worker imports the file, too, and would begin the sweep anew: a call from there is refused, others are not."""
     call = "from twophase.tasks.registry import forbid_import_time_calls\nforbid_import_time_calls()\n"

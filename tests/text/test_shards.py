@@ -11,7 +11,7 @@ import pytest
 import shardmaker
 from shardmaker import counting
 from twophase.errors import RunError, UsageError
-from twophase.text.shards import TRAIN, Windows, damaged, epoch_order, read_meta
+from twophase.text.shards import TRAIN, Windows, damaged, read_meta
 
 VOCABULARY = 60_000
 
@@ -29,12 +29,6 @@ def test_windows_are_neighbours_of_one_file(tmp_path: Path, dtype: str):
     assert found.dtype == dtype
     found[:] = 0  # a copy, not the file
     assert windows[np.array([1])].tolist() == [[5, 6, 7, 8, 9, 10]]
-
-
-def test_golden_order():
-    """The order of a run stays the same over versions: these values were printed once."""
-    assert epoch_order(0, 0, 8).tolist() == [0, 2, 1, 5, 4, 3, 6, 7]
-    assert epoch_order(7, 3, 1_000_003)[:4].tolist() == [95270, 891619, 506039, 699355]
 
 
 def test_damage(tmp_path: Path):

@@ -90,9 +90,6 @@ def test_equals_a_literal_loop(rule: OuterRule, restart: Any, events: dict[int, 
     np.testing.assert_allclose(run.loss, (run.residual**2).mean(axis=-1) / 2, rtol=1e-14)
 
 
-# --- results of the theory note -----------------------------------------------------------------------------------
-
-
 # --- many trajectories, noise, blocks -----------------------------------------------------------------------------
 
 
