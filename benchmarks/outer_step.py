@@ -31,7 +31,7 @@ def seconds_of_steps(
     rule = {"lr": 0.7, "momentum": 0.9, "nesterov": nesterov}
     fused = torch.optim.SGD(params, fused=True, **rule)
     ours = OuterSGD(params, restart=10, **rule)
-    auto = OuterSGD(params, restart="auto")
+    auto = OuterSGD(params, 1.0, restart="auto")
     turns = {"fused": fused.step, "time": ours.step, "measured": lambda: ours.step(measure=True), "auto": auto.step}
     taken: dict[str, list[float]] = {name: [] for name in turns}
     for number in range(rounds + 2):

@@ -70,7 +70,7 @@ def test_choices(outer: Any, restart: Any, kind: type, policy: Any):
     """A rule, a name, `auto` or a policy that takes steps, and a function; with the restart that was asked for."""
     made = outer_optimizer(named(parameters(0)), outer, restart)
     assert type(made) is kind
-    assert all(group.get("restart") == policy for group in made.param_groups)
+    assert all(str(group.get("restart")) == str(policy) for group in made.param_groups)
     rule = RULES.get(outer) if isinstance(outer, str) else outer
     if isinstance(rule, OuterRule):
         group = made.param_groups[0]

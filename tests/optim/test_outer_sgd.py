@@ -6,6 +6,7 @@ Run as a program, this file is one of the processes of the DTensor test.
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -117,7 +118,7 @@ def test_follows_the_oracle(rule: OuterRule, text: str, dtype: torch.dtype):
         assert seen == pytest.approx(oracle.seen, rel=rel, abs=rel)
         assert counters(outer)[:3] == [oracle.rounds, oracle.age, oracle.restarts]
         assert report.restarted == (oracle.restarts > count)
-        assert counters(outer)[3] == pytest.approx(oracle.memory, rel=rel)
+        assert json.loads(counters(outer)[3]) == pytest.approx(oracle.memory, rel=rel)
     assert text == "never" or oracle.restarts or policy.takes_steps
 
 
@@ -280,16 +281,6 @@ def test_impossible_values_are_refused_by_name(name: str, arguments: dict[str, A
         outer.add_param_group({"params": [more]} | arguments)
     outer.add_param_group({"params": [more]})
     assert len(outer.param_groups) == 2
-    with pytest.raises(ValueError, match="lr"):
-        OuterSGD([more])
-
-
-def test_an_lr_is_left_to_a_policy_that_takes_the_steps(caplog: pytest.LogCaptureFixture):
-    """One that is given changes nothing, and a warning says so."""
-    assert OuterSGD([scalar(0.0)], restart="auto").param_groups[0]["lr"] == 1
-    assert caplog.messages == []
-    OuterSGD([scalar(0.0)], 0.1, restart="auto")
-    assert "lr" in caplog.messages[0]
 
 
 def test_a_round_that_one_group_refuses_has_happened_in_none():

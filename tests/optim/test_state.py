@@ -38,7 +38,9 @@ def by_checkpoint(outer: OuterSGD, params: list[Any], folder: Path) -> tuple[Out
 
     new = [nn.Parameter(p.detach().clone()) for p in params]
     group, model = outer.param_groups[0], nn.ParameterList(new)
-    other = OuterSGD(new, 0.5, group["momentum"] / 2, restart="auto" if group["restart"].takes_steps else "never")
+    other = OuterSGD(
+        new, 0.5, group["momentum"] / 2, restart="auto" if parse(group["restart"]).takes_steps else "never"
+    )
     dcp.save({"outer": get_optimizer_state_dict(nn.ParameterList(params), outer)}, checkpoint_id=folder, no_dist=True)
     state: dict[str, Any] = {"outer": get_optimizer_state_dict(model, other)}
     assert counters(other)[:3] == [0, 0, 0]  # the step that it takes to see what there is is no round
@@ -78,7 +80,7 @@ def test_resumed_is_uninterrupted(  # noqa: PLR0917 - what a run consists of
     assert all(map(same_bits, params, whole))
     assert not outer.state or all(map(same_bits, buffers(resumed), buffers(straight)))
     assert counters(resumed) == counters(straight)
-    assert resumed.param_groups[0]["restart"] == straight.param_groups[0]["restart"] == parse(text)
+    assert resumed.param_groups[0]["restart"] == straight.param_groups[0]["restart"] == str(parse(text))
 
 
 def test_a_state_is_plain():

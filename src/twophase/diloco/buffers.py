@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from twophase.diloco.digest import as_bytes, digest
 from twophase.diloco.fragment import local
@@ -26,7 +27,7 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor]:
         b = local(buffer)
         if b.layout is torch.sparse_coo:
             found |= {f"{name}.indices": b._indices(), f"{name}.values": b._values()}
-        elif type(b) is Tensor and b.layout is torch.strided and 0 not in b.stride():
+        elif b.layout is torch.strided and 0 not in b.stride() and not is_traceable_wrapper_subclass(b):
             found[name] = b
     return {n: b for n, b in found.items() if not (b.is_meta or b.is_quantized or b.is_complex())}
 

@@ -44,11 +44,11 @@ def outer_optimizer(
             own = Never()
         if not own.takes_steps or restart is not None:
             raise ValueError(f"{choices}, got {outer!r}" + f" with restart {restart}" * (restart is not None))
-        return OuterSGD(named, restart=own)
+        return OuterSGD(named, 1.0, restart=own)
     if isinstance(outer, str):
         outer = RULES[outer] if outer in RULES else partial(named_optimizer, method=outer)
     if isinstance(outer, OuterRule):
-        lr = None if policy.takes_steps else outer.lr
+        lr = 1.0 if policy.takes_steps else outer.lr
         return OuterSGD(named, lr, outer.momentum, nesterov=outer.nesterov, form=outer.form, restart=policy)
     if isinstance(outer, Optimizer | type) or not callable(outer):
         raise ValueError(f"{choices}, got {outer!r:.80}")

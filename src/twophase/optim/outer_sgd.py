@@ -7,7 +7,6 @@ form and 16-bit parameters, whose buffers are float32. `twophase.rule` has the e
 from __future__ import annotations
 
 import json
-import logging
 import math
 import warnings
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
@@ -29,13 +28,13 @@ from twophase.restart import (
     RestartPolicy,
     RoundSignal,
     Step,
+    age_after,
     ask,
     parse,
     update_weights,
 )
 from twophase.rule import Form, OuterRule
 
-_log = logging.getLogger("twophase")
 BUFFER = "momentum_buffer"  # torch.optim.SGD's key, so that its checkpoints load here
 COUNTERS = ("rounds", "rounds_since_restart", "restarts")
 Dots = tuple[float, float, float]
@@ -83,7 +82,7 @@ class OuterSGD(torch.optim.SGD):
 
     Args:
         params: parameters, named parameters, or param groups.
-        lr: outer learning rate, >= 0, in the form given; a policy such as `auto`, which takes the steps, needs none.
+        lr: outer learning rate, >= 0, in the form given; a policy that takes the steps, as `auto`, does not read it.
         momentum, nesterov: b, in [0, 1), and whether to look ahead.
         form: "sum" (as torch.optim.SGD) or "ema" (as the restart paper); lr_sum = lr_ema (1 - b).
         restart: a policy of `twophase.restart`, its text form, or a period.
@@ -97,40 +96,29 @@ class OuterSGD(torch.optim.SGD):
     0.5625
     """
 
+    last_round: Sequence[GroupRound] = ()
+
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float | None = None,
+        lr: float,
         momentum: float = 0.0,
         *,
         nesterov: bool = False,
         form: Form = "sum",
         restart: RestartPolicy | str | int = Never(),  # noqa: B008 - a frozen value
     ) -> None:
-        policy = parse(restart)
-        if lr is None and not policy.takes_steps:
-            raise ValueError("OuterSGD: lr is missing; DiLoCo uses lr=0.7, momentum=0.9, nesterov=True")
-        rule = OuterRule(1.0 if lr is None else lr, momentum, nesterov, form)
-        self._own: dict[str, Any] = {"nesterov": rule.nesterov, "form": form, "restart": policy}
-        self._has_lr = lr is not None
-        self.last_round: list[GroupRound] = []
-        super().__init__(params, lr=rule.lr, momentum=rule.momentum)
-        self.defaults |= self._own
-        if self._has_lr and all(group["restart"].takes_steps for group in self.param_groups):
-            _log.warning(
-                "OuterSGD: lr and momentum change nothing, for restart %s takes the steps; leave them out", policy
-            )
+        rule, policy = OuterRule(lr, momentum, nesterov, form), parse(restart)
+        numbers = {"lr": rule.lr, "momentum": rule.momentum, "nesterov": rule.nesterov, "form": form}
+        others = dict.fromkeys(("weight_decay", "dampening", "maximize", "differentiable"), 0)  # so that SGD loads them
+        others |= {"foreach": None, "fused": None}
+        Optimizer.__init__(self, params, numbers | others | {"restart": str(policy)})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; what it leaves out are the constructor's arguments, and its rounds count from 0."""
-        if not (self._has_lr or "lr" in param_group or parse(param_group.get("restart", "auto")).takes_steps):
-            raise ValueError("OuterSGD: a group whose policy takes no steps must have an lr")
-        super().add_param_group(self._own | param_group)
-        try:
-            _complete(self.param_groups[-1])
-        except ValueError:
-            self.param_groups.pop()
-            raise
+        group = self.defaults | param_group
+        _complete(group)
+        super().add_param_group(group)
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -156,11 +144,8 @@ class OuterSGD(torch.optim.SGD):
         Raises:
             KeyError: a policy needs a signal that is missing; nothing has happened.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self.last_round = []
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        self.last_round = seen = list[GroupRound]()
         is_plain = not measure and signals is None and dots is None  # an engine's or a recorder's step is a round
         if is_plain and is_init_step(self):
             for group in self.param_groups:
@@ -172,23 +157,14 @@ class OuterSGD(torch.optim.SGD):
         measured: list[Dots | None] = list(dots) if dots is not None else [None] * len(groups)
         decisions: list[tuple[dict[str, float], Decision, tuple[str, ...]]] = []
         for index, group in enumerate(groups):  # all before any: a round that a policy refuses has not happened
-            if not isinstance(group["restart"], RestartPolicy):
-                group["restart"] = parse(group["restart"])
-            if measured[index] is None and (measure or group["restart"].needs & MEASURED):
+            if measured[index] is None and (measure or parse(group["restart"]).needs & MEASURED):
                 measured[index] = self._measure(group)
-            now = measured[index]
-            norms = (None, None, None) if now is None else angles(now)
-            signal = RoundSignal(group["rounds"] + 1, group["rounds_since_restart"] + 1, *norms, extra=signals)
-            decisions.append(ask(group["restart"], group["policy_state"], signal))
+            decisions.append(decide(group, measured[index], signals))
         for group, of_group, (memory, decision, broken) in zip(groups, measured, decisions, strict=True):
             self._update(group, decision)
-            age = group["rounds_since_restart"] + 1
-            group["rounds"] += 1
-            group["rounds_since_restart"] = int(decision.before) if isinstance(decision, Restart) else age
-            group["restarts"] += isinstance(decision, Restart)
-            group["policy_state"] = memory
+            count_round(group, memory, decision)
             if of_group is not None:
-                self.last_round.append(_report(group, of_group, decision, broken))
+                seen.append(_report(group, of_group, decision, broken))
             elif broken:
                 names = ", ".join(broken)
                 warnings.warn(f"OuterSGD: {names} is not finite, and nothing restarted", RuntimeWarning, stacklevel=2)
@@ -206,7 +182,7 @@ class OuterSGD(torch.optim.SGD):
         buffers = self._buffers(group, params) if momentum != 0 or isinstance(decision, Step) else []
         by_torch = not buffers or (weight == 1 and momentum != 0 and all(p.dtype.itemsize >= _FLOAT32 for p in params))
         if isinstance(decision, Restart) and decision.before:
-            restart_(buffers, grads, decision)
+            self._restart(group, decision)
         if by_torch:
             _update_by_torch_(params, grads, buffers, lr=lr, momentum=momentum, nesterov=nesterov)
         else:
@@ -218,18 +194,25 @@ class OuterSGD(torch.optim.SGD):
                         torch.add(g, m, alpha=momentum) if weight == 1 else m.mul(momentum).add_(g, alpha=weight)
                     )
                 x.add_(direction, alpha=-lr)  # 16-bit x is rounded here, once
-        if isinstance(decision, Restart):
-            if not decision.before:
-                restart_(buffers, grads, decision)
-            # A new cycle begins for parameters without a gradient in this round, too.
-            taken = {id(m) for m in buffers}
-            states = [self.state.get(p, {}).get(BUFFER) for p in group["params"]]
-            resting = [m for m in states if m is not None and id(m) not in taken]
-            restart_(resting, resting, Restart(decision.retain))
+        if isinstance(decision, Restart) and not decision.before:
+            self._restart(group, decision)
+
+    def _restart(self, group: Mapping[str, Any], restart: Restart) -> None:
+        """Set `m <- retain m + inject g`, also where a parameter has no gradient in this round."""
+        for p in group["params"]:
+            m = self.state.get(p, {}).get(BUFFER)
+            if m is None:
+                continue
+            if restart.retain == 0:
+                m.zero_()  # not a product: 0 x inf would keep a NaN alive
+            else:
+                m.mul_(restart.retain)
+            if restart.inject != 0 and p.grad is not None:
+                m.add_(p.grad, alpha=restart.inject)
 
     def _buffers(self, group: Mapping[str, Any], params: Sequence[Tensor]) -> list[Tensor]:
         """Return the momentum buffers, at first -0, which plus any g is g; float32 for 16-bit parameters."""
-        for p in params if group["momentum"] != 0 or group["restart"].takes_steps else ():
+        for p in params if _has_buffers(group) else ():
             dtype, m = p.dtype if p.dtype.itemsize >= _FLOAT32 else torch.float32, self.state[p].get(BUFFER)
             if m is None:
                 self.state[p][BUFFER] = torch.full_like(p, -0.0, dtype=dtype, requires_grad=False)
@@ -239,9 +222,8 @@ class OuterSGD(torch.optim.SGD):
 
     def _measure(self, group: Mapping[str, Any]) -> Dots:
         params = [p for p in group["params"] if p.grad is not None]
-        reads = group["momentum"] != 0 or group["restart"].takes_steps  # else a buffer is left from another momentum
-        buffers = [self.state.get(p, {}).get(BUFFER) if reads else None for p in params]
-        return dots([p.grad for p in params], buffers)
+        reads = _has_buffers(group)
+        return dots([p.grad for p in params], [self.state.get(p, {}).get(BUFFER) if reads else None for p in params])
 
     @torch.no_grad()
     def dots(self) -> list[Dots]:
@@ -251,13 +233,7 @@ class OuterSGD(torch.optim.SGD):
     @property
     def needs(self) -> frozenset[str]:
         """Everything that the policies of the groups need."""
-        policies = [group["restart"] for group in self.param_groups]
-        return frozenset[str]().union(*((p if isinstance(p, RestartPolicy) else parse(p)).needs for p in policies))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as every torch optimizer does, with policies and their memory as text."""
-        state = super().state_dict()
-        return state | {"param_groups": [_saved(group) for group in state["param_groups"]]}
+        return frozenset[str]().union(*(parse(group["restart"]).needs for group in self.param_groups))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict()` returned; its settings win over the constructor's.
@@ -268,8 +244,6 @@ class OuterSGD(torch.optim.SGD):
         Raises:
             ValueError: not the state of such an optimizer, or of other parameters; nothing has been changed.
         """
-        if missing := {"state", "param_groups"} - state_dict.keys():
-            raise ValueError(f"OuterSGD: the state must have {min(missing)}, as state_dict() returns it")
         groups = []
         for current, saved in zip(self.param_groups, state_dict["param_groups"], strict=False):
             groups.append({"restart": current["restart"]} | saved)
@@ -283,14 +257,6 @@ class OuterSGD(torch.optim.SGD):
         keep_types(self, loaded)
         for group in self.param_groups:  # of a torch.optim.SGD over 16-bit parameters, which are wide here
             self._buffers(group, [p for p in group["params"] if self.state.get(p, {}).get(BUFFER) is not None])
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take a loaded or copied state."""
-        super().__setstate__(state)
-        self.last_round = []
-        self._own, self._has_lr = {name: self.defaults[name] for name in ("nesterov", "form", "restart")}, True
-        for group in self.param_groups:
-            _complete(group)
 
 
 def is_init_step(optimizer: Optimizer) -> bool:
@@ -312,25 +278,39 @@ def rule_of(group: Mapping[str, Any]) -> OuterRule:
 
 def _complete(group: dict[str, Any]) -> None:
     """Check a param group's values, fill in those that it lacks, and read its policy and memory from text."""
-    missing = {"lr", "momentum"} - group.keys()
-    if missing:
+    if missing := {"lr", "momentum"} - group.keys():
         raise ValueError(f"OuterSGD: a param group must have {', '.join(sorted(missing))}, as torch.optim.SGD's")
     for name in ("weight_decay", "dampening", "maximize"):
         if group.get(name):
             raise ValueError(f"OuterSGD: {name} must be 0, got {group[name]}; an outer step has none")
-    for name, value in {"form": "sum", "nesterov": False, **dict.fromkeys(COUNTERS, 0)}.items():
+    for name, value in {"form": "sum", "nesterov": False, "policy_state": "{}", **dict.fromkeys(COUNTERS, 0)}.items():
         group.setdefault(name, value)
-    rule_of(group)
-    group["restart"] = parse(group.get("restart", "never"))
-    memory = group.get("policy_state", {})
-    group["policy_state"] = json.loads(memory) if isinstance(memory, str) else dict(memory)
+    rule = rule_of(group)
+    # Plain numbers and text. The memory is one leaf: torch.distributed.checkpoint restores those alone that a fresh
+    # optimizer's state has, too.
+    group |= {"lr": rule.lr, "momentum": rule.momentum, "restart": str(parse(group.get("restart", "never")))}
 
 
-def _saved(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a param group as numbers and text."""
-    plain = {key: value.item() if hasattr(value, "item") else value for key, value in group.items()}
-    # The memory is one leaf: torch.distributed.checkpoint restores those alone that a fresh optimizer's state has, too.
-    return plain | {"restart": str(group["restart"]), "policy_state": json.dumps(group["policy_state"], default=float)}
+def _has_buffers(group: Mapping[str, Any]) -> bool:
+    """Return whether a group's steps read buffers; else one may be left from another momentum."""
+    return group["momentum"] != 0 or parse(group["restart"]).takes_steps
+
+
+def decide(
+    group: Mapping[str, Any], measured: Dots | None, signals: Mapping[str, float] | None = None
+) -> tuple[dict[str, float], Decision, tuple[str, ...]]:
+    """Return what `ask` returns for the next round of a param group."""
+    norms = (None, None, None) if measured is None else angles(measured)
+    signal = RoundSignal(group["rounds"] + 1, group["rounds_since_restart"] + 1, *norms, extra=signals)
+    return ask(parse(group["restart"]), json.loads(group["policy_state"]), signal)
+
+
+def count_round(group: dict[str, Any], memory: Mapping[str, float], decision: Decision) -> None:
+    """Count a round of a param group, and keep its policy's memory as text."""
+    group["rounds"] += 1
+    group["rounds_since_restart"] = age_after(decision, group["rounds_since_restart"] + 1)
+    group["restarts"] += isinstance(decision, Restart)
+    group["policy_state"] = json.dumps(memory, default=float)
 
 
 def _report(group: Mapping[str, Any], measured: Dots, decision: Decision, broken: tuple[str, ...]) -> GroupRound:
@@ -363,16 +343,11 @@ def keep_types(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
 def unlike_types(optimizer: Optimizer) -> dict[str, Any]:
     """Return of an optimizer's state dict the tensors that torch would load in another type, for `keep_types`."""
     state, params = optimizer.state_dict(), [p for group in optimizer.param_groups for p in group["params"]]
-    groups = [{"params": group["params"]} for group in state["param_groups"]]
-    places = dict(zip([index for group in groups for index in group["params"]], params, strict=True))
     tensors = {
-        index: {
-            key: value
-            for key, value in of_p.items()
-            if key != "step" and isinstance(value, Tensor) and value.dtype != places[index].dtype
-        }
+        index: {k: t for k, t in of_p.items() if isinstance(t, Tensor) and t.dtype != params[index].dtype}
         for index, of_p in state["state"].items()
     }
+    groups = [{"params": group["params"]} for group in state["param_groups"]]
     return {"param_groups": groups, "state": {index: of_p for index, of_p in tensors.items() if of_p}}
 
 
@@ -414,17 +389,6 @@ def _update_by_torch_(
         )
 
 
-def restart_(buffers: Sequence[Tensor], grads: Sequence[Any], restart: Restart) -> None:
-    """Restart in place, `m <- retain m + inject g`; exact zeros for retain = inject = 0, also of a NaN in m."""
-    for m, g in zip(buffers, grads, strict=False):  # without momentum there are no buffers
-        if restart.retain == 0:
-            m.zero_()  # not a product: 0 x inf would keep a NaN alive
-        else:
-            m.mul_(restart.retain)
-        if restart.inject != 0:
-            m.add_(g, alpha=restart.inject)
-
-
 def dots(grads: Sequence[Any], buffers: Sequence[Tensor | None]) -> Dots:
     """Return `<g, g>`, `<m, m>` and `<g, m>` over all tensors; a missing buffer counts as 0.
 
@@ -449,9 +413,8 @@ def _pieces(row: Sequence[Tensor]) -> Iterable[tuple[Tensor, ...]]:
     """Cut a tensor g, and its m, into flat pieces, on a CPU of the cache's size; a DTensor is taken whole."""
     if hasattr(row[0], "full_tensor"):
         return [tuple(row)]
-    real = [torch.view_as_real(t.detach()) if t.is_complex() else t.detach() for t in row]  # a complex number is two
-    dtype = real[0].dtype if real[0].dtype.itemsize >= _FLOAT32 else torch.float32
-    flat = [t.reshape(-1).to(dtype) for t in real]
+    dtype = row[0].dtype if row[0].dtype.itemsize >= _FLOAT32 else torch.float32
+    flat = [t.detach().reshape(-1).to(dtype) for t in row]
     return zip(*(t.split(_PIECE if t.is_cpu else 1 << 24) for t in flat), strict=True)
 
 

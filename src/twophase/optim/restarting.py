@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,8 +10,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from twophase.optim.outer_sgd import COUNTERS, angles, dots, is_init_step, keep_types
-from twophase.restart import MEASURED, Decision, Restart, RestartPolicy, RoundSignal, Soft, Step, age_after, ask, parse
+from twophase.optim.outer_sgd import COUNTERS, count_round, decide, dots, is_init_step, keep_types
+from twophase.restart import MEASURED, Decision, Restart, RestartPolicy, Soft, Step, parse
 
 _FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
 
@@ -94,46 +93,38 @@ class Restarting(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Take one outer round with each parameter's `.grad` as pseudo-gradient; return the closure's value or None."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         groups = [group for group in self.param_groups if any(p.grad is not None for p in group["params"])]
         if self._is_probed:  # the init step has left a count behind
             self.state.clear()
         self._is_probed = is_init_step(self)
         if self._is_probed:
             groups = []
-        decisions = [self._decide(group) for group in groups]
+        memories, decisions = zip(*map(self._decide, groups), strict=True) if groups else ((), ())
         self._begin_anew(groups, decisions, before=True)
         for each in self.optimizers:
             each.step()
         self._begin_anew(groups, decisions, before=False)
-        for group, decision in zip(groups, decisions, strict=True):
-            group["rounds"] += 1
-            group["rounds_since_restart"] = age_after(decision, group["rounds_since_restart"] + 1)
-            group["restarts"] += decision is not None
+        for group, memory, decision in zip(groups, memories, decisions, strict=True):
+            count_round(group, memory, decision)
         return loss
 
-    def _decide(self, group: dict[str, Any]) -> Decision:
-        """Ask a group's policy."""
-        policy, norms = parse(group["restart"]), (None, None, None)
-        if policy.needs:
+    def _decide(self, group: dict[str, Any]) -> tuple[dict[str, float], Decision]:
+        """Return the next memory and the decision of a group's policy."""
+        measured = None
+        if parse(group["restart"]).needs:
             params = [p for p in group["params"] if p.grad is not None]
             states = [self.state.get(p, {}) for p in params]
             moments = [next((state[key] for key in _FIRST_MOMENTS if key in state), None) for state in states]
-            norms = angles(dots([p.grad for p in params], moments))
-        signal = RoundSignal(group["rounds"] + 1, group["rounds_since_restart"] + 1, *norms)
-        # Text, in one leaf: torch.distributed.checkpoint restores those alone that a fresh optimizer's state has, too.
-        memory, decision, broken = ask(policy, json.loads(group["policy_state"]), signal)
-        group["policy_state"] = json.dumps(memory, default=float)
+            measured = dots([p.grad for p in params], moments)
+        memory, decision, broken = decide(group, measured)
         if broken:
             warnings.warn(f"Restarting: {broken} are not finite, and nothing restarted", RuntimeWarning, stacklevel=3)
         if isinstance(decision, Step) or (decision and (decision.retain or decision.inject)):
-            raise ValueError(f"Restarting: restart {policy} must be a hard one, got {decision}; OuterSGD takes it")
-        return decision
+            raise ValueError(f"Restarting: restart {group['restart']} must be a hard one, got {decision}; try OuterSGD")
+        return memory, decision
 
-    def _begin_anew(self, groups: list[dict[str, Any]], decisions: list[Decision], *, before: bool) -> None:
+    def _begin_anew(self, groups: Sequence[dict[str, Any]], decisions: Sequence[Decision], *, before: bool) -> None:
         for group, decision in zip(groups, decisions, strict=True):
             if isinstance(decision, Restart) and decision.before == before:
                 for p in group["params"]:
