@@ -79,8 +79,6 @@ WORKLOADS = {
     "width-256": Workload(_width(256, 8, 10, 2e-3), few=True),
     "inner-muon": Workload(_runs(2, 16, 30, {"inner.method": "muon", "inner.lr": 16e-3}), few=True),
 }
-LENGTHS = {f"short-{rounds}": Workload(_runs(2, 16, rounds)) for rounds in (30, 60, 120, 240)}
-"""Outside the protocol: does a lead last? `lengths.csv` has the filter's."""
 TRIAL = Workload(_runs(2, 4, 2, {"task": "digits"}))
 """Outside the protocol: shows that the bench runs."""
 
@@ -103,5 +101,4 @@ SIZES = {
     "tiny": Size(1, (0,), (100, 101), {"trial": TRIAL}),
     "quick": Size(10, (0,), tuple(range(100, 105)), {k: w for k, w in WORKLOADS.items() if not w.few}),
     "full": Size(16, (0, 1), tuple(range(100, 110)), WORKLOADS),
-    "lengths": Size(8, (0, 1), tuple(range(100, 105)), LENGTHS),
 }

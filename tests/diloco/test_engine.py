@@ -229,62 +229,17 @@ def test_a_round_without_its_signals_has_not_happened(delay: int, name: str, sig
     assert unlike(train(forget=True), train(forget=False)) == []
 
 
-def interrupt_once(at: int) -> Callable[[Any], None]:
-    """A filter that is interrupted in its `at`-th call; it is called before the outer step."""
-    calls: list[int] = []
-
-    def interrupt(_: Any) -> None:
-        calls.append(1)
-        if len(calls) == at:
-            raise KeyboardInterrupt
-
-    return interrupt
-
-
-@pytest.mark.parametrize(("delay", "reached", "steps"), [(0, -8, [4, 2, 2]), (1, -6, [4, 1, 1])])
-@pytest.mark.parametrize("compression", ["float32", "int8"])
-def test_an_interrupt_before_an_outer_step_loses_nothing(
-    delay: int, reached: float, steps: list[int], compression: str
-) -> None:
-    """The next sync takes the progress of one that was interrupted, once; a delay costs its step of each, as always."""
-    model = nn.Linear(1, 1, bias=False)
-    nn.init.zeros_(model.weight)
-    options: dict[str, Any] = {"inner_steps": 2, "delay": delay, "compression": compression}
-    engine, reports, interrupted = DiLoCo(model, AVERAGING, filter=interrupt_once(1), **options), [], 0
-    for _ in range(8):
-        shift(model, by=-1.0)
-        try:
-            reports.append(engine.step())
-        except KeyboardInterrupt:
-            interrupted += 1
-            assert not engine.at_anchor
-            assert engine.state_dict()["round"] == 0
-    reports.append(engine.finish())
-    assert interrupted == 1
-    assert [report.inner_steps for report in reports if report is not None] == steps
-    assert model.weight.item() == pytest.approx(reached, rel=1e-2)
-
-
-def test_an_interrupted_sync_skips_no_other() -> None:
-    """Where one fragment's sync is interrupted in the step in which another's is due, that one is launched."""
-    run, whole = (start("heavy ball", fragments=2, delay=2, filter=interrupt_once(at)) for at in (1, 99))
-    run.go(range(3))
-    with pytest.raises(KeyboardInterrupt):
-        run.step(3)
-    whole.go(range(4))
-    assert [fragment.age for fragment in run.engine.fragments] == [None, 0]
-    assert run.engine.inner_step == whole.engine.inner_step == 0
-    ended = [[(r.fragments[0].name, r.inner_steps) for r in each.go(range(4, 12))] for each in (run, whole)]
-    assert ended[0] == [("1", 4), ("0", 6), ("1", 2), ("0", 2)]
-    assert ended[1] == [("1", 4), ("0", 2), ("1", 2), ("0", 2)]
+def interrupt(*_: Any) -> None:
+    """Ctrl-C."""
+    raise KeyboardInterrupt
 
 
 def test_an_interrupted_outer_step_ends_the_engine_until_it_is_loaded() -> None:
     """It refuses to go on from half an outer step; from a checkpoint it has the bits of an undisturbed run."""
     run, whole = start("int8, three"), start("int8, three")
     run.go(range(9))
-    state, interrupt = copy.deepcopy(run.state()), interrupt_once(at=1)
-    hook = run.engine.fragments[1].outer.register_step_post_hook(lambda *_: interrupt(None))
+    state = copy.deepcopy(run.state())
+    hook = run.engine.fragments[1].outer.register_step_post_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
         run.go(range(9, 20))
     hook.remove()
@@ -323,12 +278,11 @@ REFUSED: dict[str, Sequence[Any]] = {
     "delay": (-1, 4, 1.0, True),
     "mixing": (1.0, -0.1, math.nan),
     "compression": ("float16", None),
-    "fragments": (0, 7, 1.5, True, {}, {"a": "nothing"}, {"a": r"^0\."}, {"a": ".", "b": "."}, {"a": "["}),
+    "fragments": (0, 7, 1.5, True, {}, {"a": "nothing"}, {"a": r"^0\."}, {"a": ".", "b": "."}),
     "restart": ("sometimes", 0, {"1": 2}, {"0": 2, "x": 1}, {"0": "sometimes"}),
     "outer": (0.7, "never"),
     "filter": ("clip", "clip:-1", "clip:x", "clip:inf", "clip:nan", "clip:0", "none:1", "orthogonal:5", "heloco", ""),
     "buffers": ("sum",),
-    "expect_equal": ({"inner_steps": 4}, {"fragments": 1, "seed": 3}, {"seed": torch.ones(1)}),
 }
 
 

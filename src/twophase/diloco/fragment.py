@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import sys
 import time
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,13 +40,6 @@ def partition(sizes: Mapping[str, int], fragments: int | Mapping[str, str]) -> d
             raise ValueError(f"DiLoCo: fragments must be at most the {len(names)} parameters, got {fragments}")
         starts = [*(_balanced(list(sizes.values()), count) if count > 1 else [0]), len(names)]
         return {str(i): names[start:stop] for i, (start, stop) in enumerate(pairwise(starts))}
-    for fragment, pattern in fragments.items():
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ValueError(
-                f"DiLoCo: fragments {fragment!r} must be a regular expression, got {pattern!r}: {error}"
-            ) from None
     taken: dict[str, list[str]] = {fragment: [] for fragment in fragments}
     for name in names:
         owner = next((fragment for fragment, pattern in fragments.items() if re.search(pattern, name)), None)
@@ -71,11 +65,8 @@ def _balanced(sizes: list[int], count: int) -> list[int]:
             filled += size
         return result
 
-    low, high = max(sizes), sum(sizes)
-    while low < high:  # the least capacity into which `count` parts fit
-        middle = (low + high) // 2
-        low, high = (low, middle) if len(starts(middle)) <= count else (middle + 1, high)
-    return starts(low)
+    capacities = range(max(sizes), sum(sizes) + 1)
+    return starts(capacities[bisect_left(capacities, -count, key=lambda capacity: -len(starts(capacity)))])
 
 
 # ------------------------------------------------------------------------------------------ parameters of a replica
@@ -154,7 +145,7 @@ class Fragment:
         age: inner steps since its reduction was launched; None where none is under way.
         launched: inner steps in that reduction.
         weights: sums over those `steps` of what each replica weighs, or None where all weigh the same; in that
-            reduction they were `launched_weights`, which made the `shares`, 1 on average.
+            reduction they made the `shares`, 1 on average.
         bytes_sent: bytes that this rank has sent for it.
     """
 
@@ -182,7 +173,6 @@ class Fragment:
         self.round = self.steps = self.launched = self.bytes_sent = 0
         self.age: int | None = None
         self.weights: list[float] | None = None
-        self.launched_weights: list[float] | None = None
         self.shares: list[float] | None = None
         self.work: Work | CompressedWork | None = None
         self.seconds: dict[str, float] = {}
@@ -197,7 +187,8 @@ class Fragment:
 
     def count(self, weights: list[float] | None) -> None:
         """Count an inner step, in which the replicas have weights."""
-        self.steps, self.weights = self.steps + 1, _added(self.weights, weights)
+        self.steps, sums = self.steps + 1, self.weights or [0.0] * len(self.slots)
+        self.weights = weights and [a + b for a, b in zip(sums, weights, strict=True)]
         if self.age is not None:
             self.age += 1
 
@@ -234,8 +225,7 @@ class Fragment:
                 self.work = self.compression.all_reduce(self.gradient, cast("ProcessGroup", group))
             elif not alone:
                 self.work = group.all_reduce(self.gradient)
-        self.launched, self.steps, self.age = self.steps, 0, 0
-        self.launched_weights, self.weights = self.weights, None
+        self.launched, self.steps, self.age, self.weights = self.steps, 0, 0, None
 
     @property
     def halfway(self) -> bool:
@@ -263,11 +253,6 @@ class Fragment:
             self.filter(dict(zip(names, self.gradient_views, strict=True)))
         for view, gradient in zip(self.views, self.gradient_views, strict=True):
             view.grad = gradient  # each time: a user's zero_grad() may have removed it
-
-    def undo(self) -> None:
-        """Give the progress of an interrupted reduction to the next one: the replicas still hold it."""
-        self.steps, self.launched, self.age, self.work = self.steps + self.launched, 0, None, None
-        self.weights, self.launched_weights = _added(self.weights, self.launched_weights), None
 
     @torch.no_grad()
     def restore(self, mixing: float = 0.0) -> None:
@@ -301,17 +286,10 @@ class Fragment:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict()`; the outer optimizer is loaded by the engine, before."""
         self.round, self.steps, self.work = state["round"], state["steps"], None
-        self.weights, self.launched_weights = state.get("weights"), None
-        self.age, self.launched = state.get("age"), state.get("launched", 0)
+        self.weights, self.age, self.launched = state.get("weights"), state.get("age"), state.get("launched", 0)
         self.bytes_sent = state.get("bytes_sent", 0)
         if self.age is not None:
             self.gradient.copy_(state["sum"])
-
-
-def _added(first: list[float] | None, second: list[float] | None) -> list[float] | None:
-    if first is None or second is None:
-        return first or second
-    return [a + b for a, b in zip(first, second, strict=True)]
 
 
 # ------------------------------------------------------------------------------------------------- flat buffers

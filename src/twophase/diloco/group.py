@@ -6,7 +6,6 @@ import json
 import math
 import os
 import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,8 +26,8 @@ from twophase.errors import RunError
 
 TIMEOUT = 480.0
 """Seconds. At NCCL's own default, 600, its watchdog aborts the process without our message and status."""
-_HEAD, _UNLIKE = 512, "ranks make unlike calls: "
-"""Bytes of the message that comes first, and how one begins that tells of a difference."""
+_HEAD = 512
+"""Bytes of the message that comes before others."""
 
 
 class Disagreement(RunError):  # noqa: N818 - a public name
@@ -85,11 +84,18 @@ class SingleProcess:
 
     rank, size, sharded = 0, 1, False
 
-    def announce(self, place: str) -> None:
-        """Begin to compare with the other ranks the place in its loop where each is."""
+    def meet(self, place: str, *, wait: bool = True) -> None:
+        """Compare with the other ranks the place in its loop where each is, if need be at the next call that waits.
 
-    def agree(self) -> None:
-        """Raise a `Disagreement` on all ranks unless they have announced the same places."""
+        Unlike collectives would end the process, or never: this comes before each series of them.
+
+        Raises:
+            Disagreement: not all ranks have given the same places, which all then raise.
+        """
+
+    def of_shards(self, fault: str) -> str:
+        """Return the first fault of this replica's shards: those without one would wait for those that raise it."""
+        return next(filter(None, self.gather_json(fault, shards=True)), "")
 
     def all_reduce(self, tensor: Tensor) -> Work:
         """Return a collective that has ended."""
@@ -129,15 +135,11 @@ class ProcessGroup(SingleProcess):
         *,
         timeout: float = TIMEOUT,
     ) -> None:
-        if not 0 < timeout < math.inf:
-            raise ValueError(f"ProcessGroup: timeout must be a positive number of seconds, got {timeout}")
-        if not dist.is_initialized():
-            raise RuntimeError("ProcessGroup: call torch.distributed.init_process_group() first")
         self.group, self.shards, self.timeout = group, shards, timeout
         self.rank, self.size, self.sharded = dist.get_rank(group), dist.get_world_size(group), shards is not None
         self._device = torch.device("cpu")
         """Where small messages lie."""
-        self._announced: list[tuple[str, Callable[[], list[bytes]]]] = []
+        self._announced: list[Callable[[], list[bytes]]] = []
 
     @classmethod
     def of_mesh(
@@ -147,9 +149,6 @@ class ProcessGroup(SingleProcess):
 
         `init_device_mesh("cuda", (4, 2), mesh_dim_names=("replica", "shard"))` is 4 replicas of 2 shards.
         """
-        for name in (replica, shard):
-            if name not in (mesh.mesh_dim_names or ()):
-                raise ValueError(f"ProcessGroup.of_mesh: the mesh has no axis {name!r}, but {mesh.mesh_dim_names}")
         return cls(mesh.get_group(replica), mesh.get_group(shard), timeout=timeout)
 
     def bind(self, device: torch.device) -> None:
@@ -197,20 +196,14 @@ class ProcessGroup(SingleProcess):
             work = dist.broadcast(tensor, group=self.group, group_src=0, async_op=True)
         Work(work, (tensor,), self.timeout).wait()
 
-    def announce(self, place: str) -> None:
-        """As the base class says. Unlike collectives would end the process, or never: this comes before each series."""
-        self._announced.append((place, self._begin(_head(place))))
-
-    def agree(self) -> None:
+    def meet(self, place: str, *, wait: bool = True) -> None:
         """As the base class says."""
-        fault = place = ""
-        while self._announced and not fault:  # a rank that has found a difference announces nothing more
-            place, heads = self._announced.pop(0)
-            fault = _difference(heads())
-        if self.sharded:  # the shards of which none differs must learn of it
-            fault = _difference(self.gather_bytes(_head(fault or place), shards=True))
-        if fault:
-            raise Disagreement(f"DiLoCo: {fault}")
+        self._announced.append(self._begin(_head(place)))
+        if wait:  # a rank that has found a difference announces nothing more
+            fault = next(filter(None, (_difference(heads()) for heads in self._announced)), "")
+            self._announced = []
+            if fault := self.of_shards(fault):
+                raise Disagreement(f"DiLoCo: {fault}")
 
     def gather_bytes(self, data: bytes, *, shards: bool = False) -> list[bytes]:
         """Return the bytes of every rank, as many on each."""
@@ -240,22 +233,20 @@ class ProcessGroup(SingleProcess):
 
 def _head(place: str, length: int = 0) -> bytes:
     """Return the first message of a series of collectives, and the length of the one that follows."""
-    text = place.encode("ascii", "backslashreplace")
-    if len(text) > _HEAD - 12:
-        text = text[: _HEAD - 20] + b"%08x" % zlib.crc32(text)
-    return b"%12d" % length + text.ljust(_HEAD - 12)
+    return b"%12d" % length + place.encode("ascii", "backslashreplace")[: _HEAD - 12].ljust(_HEAD - 12)
 
 
 def _difference(heads: Sequence[bytes]) -> str:
-    """Return in words the first difference between the places of ranks, or what one of them has heard of."""
-    places = [head[12:].decode().rstrip() for head in heads]
-    told = next((place for place in places if place.startswith(_UNLIKE)), "")
-    other = next((rank for rank, place in enumerate(places) if place != places[0]), 0)
-    if told or not other:
-        return told
-    return (
-        f"{_UNLIKE}{places[0]} on rank 0, {places[other]} on rank {other}; all call step() and finish() equally often, "
-        "with signals of the same names (a rank without data calls step(weight=0))"
+    """Return in words the first difference between the places of ranks."""
+    first, *places = (head[12:].decode().rstrip() for head in heads)
+    return next(
+        (
+            f"ranks make unlike calls: {first} on rank 0, {place} on rank {rank}; all call step() and finish() equally "
+            "often, with signals of the same names (a rank without data calls step(weight=0))"
+            for rank, place in enumerate(places, start=1)
+            if place != first
+        ),
+        "",
     )
 
 
@@ -268,13 +259,11 @@ def default_group() -> SingleProcess:
 
 
 def unjoined(group: SingleProcess) -> list[str]:
-    """Return a sentence where a default group leaves out processes that were started together with this one."""
-    is_late = dist.is_available() and dist.is_initialized()
-    size = str(dist.get_world_size() if is_late else os.environ.get("WORLD_SIZE", ""))
-    if group is not _ALONE or size in ("", "1") or (os.environ.get("RANK", "0") != "0" and not is_late):
+    """Return a sentence where processes were started together, and this one trains alone."""
+    size = os.environ.get("WORLD_SIZE", "")
+    if group is not _ALONE or size in ("", "1") or os.environ.get("RANK", "0") != "0":
         return []
-    cause = "the process group was initialized later" if is_late else f"WORLD_SIZE is {size} without a process group"
     return [
-        f"{cause}, and this process trains alone; call torch.distributed.init_process_group() before the engine is "
-        "made, or pass group=SingleProcess()"
+        f"WORLD_SIZE is {size} without a process group, and this process trains alone; call torch.distributed."
+        "init_process_group() before the engine is made, or pass group=SingleProcess()"
     ]

@@ -80,7 +80,7 @@ class Watch:
                 self._hook.remove()
                 self._steps.clear()
         if engine.syncs == 0:
-            self._warn([*self._of_buffers(engine), *unjoined(engine.group)])
+            self._warn(self._of_buffers(engine))
             if engine.replica_count > 1 and not engine.group.sharded:
                 self._warn(_of_progress(engine), alike=True)
 
