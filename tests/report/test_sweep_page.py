@@ -12,9 +12,9 @@ import pytest
 
 from browser import Watched
 from pages import EVIL, data_of, read, written
-from runmaker import make_sweep, write_lines
+from runmaker import make_sweep
 from twophase.report.sweep import read_sweep, sweep_report
-from twophase.sweeps.table import Row, State, read_rows, readable, settings, write_rows
+from twophase.sweeps.table import State, read_rows, readable, settings, write_rows
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -89,20 +89,6 @@ def test_a_sweep_without_a_result_has_a_page(tmp_path: Path, states: list[State]
     assert data_of(text) == []
     assert f"<dt>settings diverged</dt><dd>{states.count('diverged')}</dd>" in text
     assert "best perplexity" not in text
-
-
-@pytest.mark.slow
-def test_a_large_sweep_is_small_enough(tmp_path: Path) -> None:
-    """Four hundred runs, of more rounds than a curve then has points, make a page below 600 kB."""
-    write_lines(tmp_path / "lines", [{"step": 16 * t, "train_loss": 2.0 + 1.0 / t} for t in range(1, 101)])
-    rows = [Row("a", f"{k:016x}", {"outer.lr": k % 20, "b": k // 20}, "finished", 8.5 + k) for k in range(400)]
-    for row in rows:
-        (tmp_path / "runs" / row.run).mkdir(parents=True)
-        (tmp_path / "runs" / row.run / "metrics.jsonl").hardlink_to(tmp_path / "lines")
-    write_rows(tmp_path / "cells.csv", rows)
-    text = written(tmp_path)
-    assert len(data_of(text)[0]["series"]) == 400
-    assert len(text.encode()) < 600_000
 
 
 def test_hostile_names_in_a_sweep(sweep_folder: Path) -> None:

@@ -20,7 +20,7 @@ SIX = [0.95, 0.85, 0.75, 0.60, 0.45, 0.30]
 def cases() -> list[tuple[theory.Advice, list[float], list[float] | None]]:
     """Random questions: rules of any kind and form (some unstable, some without momentum), horizons or none."""
     rng, answered = random.Random(1), []
-    for _ in range(60):
+    for _ in range(30):
         form, momentum = rng.choice(FORMS), rng.choice([0.0, rng.uniform(0.05, 0.97), rng.uniform(0.5, 0.97)])
         step = rng.choice([rng.uniform(0.01, 1.1), rng.uniform(0.01, 1.1), rng.uniform(1, 4)])
         rule = OuterRule(step / (1 - momentum if form == "ema" else 1), momentum, rng.random() < 0.5, form)

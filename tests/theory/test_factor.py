@@ -54,7 +54,7 @@ def assert_right(rule: OuterRule, sigma: float, period: int, bound: float, *, si
 def test_restart_factors(name: str) -> None:
     """One period up to 1e5 rounds, and tables up to 3000: chi to a small share of its envelope, slow modes' logs."""
     rng = random.Random(name)
-    for rule, sigma in oracle.points(name, amount(25, 300)):
+    for rule, sigma in oracle.points(name, amount(15, 300)):
         for period in (1, 2, *(int(10 ** rng.uniform(*ends)) for ends in ((0.5, 2), (2, 3.4), (4, 5)))):
             bound = max(BOUND * period, AT_EDGES * period**2 if "edge" in name else 0)
             sign, log = log_restart_factor(rule, sigma, period)

@@ -75,21 +75,6 @@ def test_no_cancellations_outside_the_interval() -> None:
     assert not rounded_period(outside, 1.0).any()
 
 
-def test_what_rounding_costs() -> None:
-    """R14: at most sqrt(1+C^2) sin(phase/2) of the envelope if K_c >= 1/2; beyond, K = 1 does not even beat it."""
-    outcomes = {True: 0, False: 0}
-    for rule, sigma in oscillating(amount(300, 900), seed=4):
-        period = int(rounded_period(rule, sigma))
-        with mpmath.workdps(oracle.DIGITS):
-            phi, _, amplitude, log_rho = oracle.oscillation(rule, sigma)
-            holds = bool(cancellation_of(rule, sigma) >= mpmath.mpf(1) / 2)
-            residue = abs(oracle.factor(rule, sigma, period)) / mpmath.exp(log_rho) ** period
-            bound = amplitude * mpmath.sin(phi / 2)
-            assert residue <= bound * (1 + 1e-12) if holds else (period == 1 and residue > 1)
-        outcomes[holds] += 1
-    assert min(outcomes.values()) > 15
-
-
 @pytest.mark.parametrize("form", FORMS)
 @KINDS
 @pytest.mark.parametrize(("lr", "sigma"), [(1.0, 0.22), (1.6, 0.5), (0.3, 0.1)])

@@ -62,7 +62,7 @@ SEEN_BY_RANKS = [
     name for name in CONFIGS if name not in ("plain", "schedule of the momentum", "inner sgd", "inner muon")
 ]
 """Those of which ranks send each other what no other has them send."""
-STOPS = (1, 6, 8, 12, 14, 20)
+STOPS = (1, 6, 8, 20)
 """Inner steps at which runs are stopped: in and at the ends of rounds, while reductions are under way."""
 
 
