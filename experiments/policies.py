@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -79,10 +79,6 @@ class NormRatio(RestartPolicy):
     def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
         """Restart before the mixing when the buffer is too long."""
         return state, _drop_if(signal.value("buffer_norm") > self.ratio * signal.value("pseudo_gradient_norm"), signal)
-
-    def scaled(self, factor: float) -> RestartPolicy:
-        """Scale the ratio with the buffer."""
-        return replace(self, ratio=self.ratio * factor)
 
 
 def _drop_if(fires: bool, signal: RoundSignal) -> Decision:

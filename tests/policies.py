@@ -6,15 +6,15 @@ import importlib.util
 import math
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
-from twophase.restart import Decision, Never, Restart, RestartPolicy, RoundSignal, State, Step, register
-from twophase.rule import OuterRule
+from twophase.restart import Decision, Never, Restart, RestartPolicy, RoundSignal, Soft, State, Step, register
+from twophase.rule import Form, OuterRule
 
 # those of the experiments, which are another module `policies`
 _SPEC = importlib.util.spec_from_file_location(
@@ -25,6 +25,13 @@ assert _SPEC.loader is not None
 OF_EXPERIMENTS = importlib.util.module_from_spec(_SPEC)
 sys.modules[_SPEC.name] = OF_EXPERIMENTS
 _SPEC.loader.exec_module(OF_EXPERIMENTS)
+
+
+def convert(rule: OuterRule, policy: RestartPolicy, form: Form) -> tuple[OuterRule, Any]:
+    """Rule and policy of the same trajectory in another form, whose buffer is `factor` times as large."""
+    other, changed = rule.to(form), {Soft.name: "inject", "norm": "ratio"}.get(policy.name)
+    factor = other.injection / rule.injection
+    return other, replace(policy, **{changed: getattr(policy, changed) * factor}) if changed else policy  # type: ignore[type-var]
 
 
 @register("test-shrink")

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies import ALL, RULES, Early, Oracle, simulate
+from policies import ALL, RULES, Early, Oracle, convert, simulate
 from twophase.restart import (
     MEASURED,
     AtRounds,
@@ -29,7 +29,6 @@ from twophase.restart import (
     State,
     Step,
     ask,
-    convert,
     mean_outer_gain,
     parse,
     register,

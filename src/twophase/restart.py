@@ -23,14 +23,13 @@ import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from importlib import import_module
 from itertools import accumulate, pairwise
-from numbers import Real
 from typing import Any, ClassVar, TypeVar
 
-from twophase.rule import Form, OuterRule, whole_number
+from twophase.rule import OuterRule, whole_number
 
 State = dict[str, float]
 """A policy's memory: numbers by name, which JSON and `torch.load(weights_only=True)` carry."""
@@ -101,11 +100,6 @@ class RestartPolicy(ABC):
     @abstractmethod
     def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
         """Return the memory after this round ({} before the first), and what happens in it."""
-
-    def scaled(self, factor: float) -> RestartPolicy:
-        """Return the policy for a buffer `factor` times as large, as a change of form makes it."""
-        del factor
-        return self
 
     def __str__(self) -> str:
         """Return the text form, `name:value:...`; tuples are written with commas."""
@@ -224,7 +218,7 @@ class Soft(RestartPolicy):
     """Restart softly after every `period` rounds: `m <- retain m + inject g`. Text form `soft:3:0.2:0.1`.
 
     The coefficients act on the buffer of the rule's own form; in the other form `inject_sum = inject_ema /
-    (1 - momentum)` (`convert`). `Soft(K, 0, 0)` is `Periodic(K)`.
+    (1 - momentum)`. `Soft(K, 0, 0)` is `Periodic(K)`.
 
     Args:
         period: K, in rounds, >= 1.
@@ -240,9 +234,7 @@ class Soft(RestartPolicy):
         object.__setattr__(self, "period", whole_number("Soft: period", self.period))
         for name in ("retain", "inject"):  # NumPy's scalars become plain numbers: the text form is exact
             value: Any = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, Real):
-                raise ValueError(f"Soft: {name} must be a number, got {value!r}")
-            object.__setattr__(self, name, getattr(value, "item", lambda value=value: value)())
+            object.__setattr__(self, name, value.item() if hasattr(value, "item") else value)
         if not max(abs(self.retain), abs(self.inject)) <= 1e30:  # also refuses NaN; a float32 buffer holds it
             raise ValueError(f"Soft: retain and inject must be at most 1e30 in size, got {self.retain}, {self.inject}")
 
@@ -250,10 +242,6 @@ class Soft(RestartPolicy):
         """Restart softly when the round is a multiple of the period."""
         due = signal.round % self.period == 0
         return state, Restart(float(self.retain), float(self.inject)) if due else None
-
-    def scaled(self, factor: float) -> RestartPolicy:
-        """Scale the injection with the buffer, since g stays as large as it is."""
-        return replace(self, inject=self.inject * factor)
 
 
 @register("auto")
@@ -321,15 +309,6 @@ def _value(word: str, kind: str) -> Any:
         return int(word)  # whole numbers stay ints in text and JSON, which run ids are made of
     except ValueError:
         return float(word)
-
-
-def convert(rule: OuterRule, policy: RestartPolicy, form: Form) -> tuple[OuterRule, RestartPolicy]:
-    """Return rule and policy of the same trajectory in the other form.
-
-    `lr_sum = lr_ema (1 - momentum)` and, for a soft restart, `inject_sum = inject_ema / (1 - momentum)`.
-    """
-    other = rule.to(form)
-    return other, policy.scaled(other.injection / rule.injection)
 
 
 def update_weights(lr: float, momentum: float, injection: float, nesterov: bool) -> tuple[float, float]:

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from policies import MODELLED, RULES
+from policies import MODELLED, RULES, convert
 from quadratic import REPLICAS, ROUNDS, SIGMA, assert_agree, disturbances, engine_run
 from twophase.optim.outer_sgd import OuterSGD
-from twophase.restart import AtRounds, Cycle, Never, Periodic, Soft, convert, parse
+from twophase.restart import AtRounds, Cycle, Never, Periodic, Soft, parse
 from twophase.rule import OuterRule
 from twophase.theory import Block, rollout, rollout_blocks
 

@@ -129,6 +129,7 @@ def test_what_begins_or_ceases_to_train_is_warned_of(caplog: pytest.LogCaptureFi
     rounds(engine, 2)
     (finding,) = engine.check()
     assert "frozen parameters 0.weight" in finding  # which these rounds move, too
+    caplog.clear()
     for module in modules:
         module[0].requires_grad_(requires_grad=True)
         module[1].requires_grad_(requires_grad=False)

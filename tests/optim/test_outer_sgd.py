@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from forked import bring, in_processes
 from outers import SHAPES, buffers, counters, flat, give, parameters, randoms, run, scalar
-from policies import ALL, RULES, Oracle, each_rule
+from policies import ALL, RULES, Oracle, convert, each_rule
 from replicas import same_bits
 from twophase.optim.outer_sgd import BUFFER, OuterSGD, angles, dots
-from twophase.restart import convert, parse
+from twophase.restart import parse
 from twophase.rule import OuterRule
 
 SUPPLIED: dict[str, Any] = {

@@ -32,11 +32,6 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor]:
     return {n: b for n, b in found.items() if not (b.is_meta or b.is_quantized or b.is_complex())}
 
 
-def digests(module: nn.Module) -> dict[str, str]:
-    """Return the digests of floating-point buffers by name."""
-    return {name: digest([b]) for name, b in buffers_of(module).items() if b.is_floating_point()}
-
-
 class Buffers:
     """The buffers of the replicas: taken from rank 0's first replica at the start, as in DDP, and averaged on demand.
 

@@ -235,7 +235,7 @@ class DiLoCo:
         self.inner_step = 0
         if not reports:
             return None
-        self._watch.after_finish(self)
+        self._watch.compare(self)
         self.round = max(fragment.round for fragment in self.fragments)
         return replace(merged(reports), round=self.round, complete=True)
 

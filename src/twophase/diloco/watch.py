@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from twophase.diloco.buffers import digests
+from twophase.diloco.buffers import buffers_of
 from twophase.diloco.digest import digest
 from twophase.diloco.fragment import local, reshard, slots_of
 from twophase.diloco.group import unjoined
@@ -54,9 +54,6 @@ class Watch:
 
     def __init__(self, engine: DiLoCo) -> None:
         self.findings: list[str] = []
-        # Buffers that training does not change, as of a rotary embedding, stay equal in all replicas.
-        self._buffers = {} if engine.buffers == "mean" else digests(engine.replicas[0])
-        self._frozen = {} if engine.group.sharded else _frozen(engine.replicas[0])
         self._group, self.news = engine.group, list[str]()
         self._steps: WeakKeyDictionary[Optimizer, list[int]] = WeakKeyDictionary()
         """For each optimizer of this process that steps in the first rounds, how often the engine had stepped then."""
@@ -80,9 +77,15 @@ class Watch:
                 self._hook.remove()
                 self._steps.clear()
         if engine.syncs == 0:
-            self._warn(self._of_buffers(engine))
+            self.compare(engine)
             if engine.replica_count > 1 and not engine.group.sharded:
                 self._warn(_of_progress(engine), alike=True)
+
+    def compare(self, engine: DiLoCo) -> None:
+        """Compare the buffers and frozen parameters of all replicas, which no sync sends."""
+        if engine.replica_count > 1:
+            rows = engine.group.gather_json([_unsent(engine, replica) for replica in engine.replicas])
+            self._warn(_of_unsent([row for of_rank in rows for row in of_rank]), alike=True)
 
     def after_sync(self, report: RoundReport, lost: Sequence[str]) -> None:
         """Look at a sync's pseudo-gradient, which lost replicas may have spoiled."""
@@ -93,32 +96,14 @@ class Watch:
         elif report.pseudo_gradient_norm == 0 and not self._trains:  # a warmup may begin at a learning rate of 0
             self._warn([STILL], alike=True)
 
-    def after_finish(self, engine: DiLoCo) -> None:
-        """Compare the frozen parameters of all replicas."""
-        if self._frozen and engine.replica_count > 1:
-            rows = engine.group.gather_json([_frozen(replica) for replica in engine.replicas])
-            self._warn(_of_frozen([row for of_rank in rows for row in of_rank]), alike=True)
-
     def check(self, engine: DiLoCo, inner: Sequence[Optimizer]) -> tuple[str, ...]:
         """Return the findings so far and what is visible now; `inner` as of `DiLoCo.check`."""
-        found = [*self.findings, *_of_parameters(engine), *self._of_buffers(engine)]
+        found = [*self.findings, *_of_parameters(engine)]
         found += [*_of_steps(self._inner(engine)), *_of_copies(engine, inner)]
-        if self._frozen and not engine.after_sync:  # which may change them alike on all ranks
-            now = [_frozen(replica) for replica in engine.replicas]
-            found += _of_frozen(now if len(now) == engine.replica_count else [self._frozen, *now])
+        found += _of_unsent([_unsent(engine, replica) for replica in engine.replicas])
         if inner:
             found += _of_places(engine, inner)
         return tuple(dict.fromkeys(found))
-
-    def _of_buffers(self, engine: DiLoCo) -> list[str]:
-        """Return a sentence on buffers that the loop changes and the engine does not average."""
-        if engine.buffers == "mean" or engine.replica_count == 1:
-            return []
-        now = digests(engine.replicas[0])
-        names = [name for name, before in self._buffers.items() if now.get(name, before) != before]
-        remedy = "average them in your loop" if engine.group.sharded else 'DiLoCo(..., buffers="mean") averages them'
-        found = [f"the buffers {_some(names)} differ between replicas, and nothing averages them; {remedy}"]
-        return found if names else []
 
     def _inner(self, engine: DiLoCo) -> dict[Optimizer, list[int]]:
         """Return the optimizers seen that hold parameters of the replicas."""
@@ -153,15 +138,25 @@ def _note(engine: ReferenceType[DiLoCo], optimizer: Optimizer, *_: Any) -> None:
         alive._watch._steps.setdefault(optimizer, []).append(alive.taken)
 
 
-def _frozen(module: nn.Module) -> dict[str, str]:
-    """Return the digests of frozen parameters by name."""
-    return {n: digest([p.detach()]) for n, p in module.named_parameters() if not p.requires_grad and not p.is_meta}
+def _unsent(engine: DiLoCo, module: nn.Module) -> dict[str, dict[str, str]]:
+    """Return the digests of a replica's buffers and frozen parameters by name."""
+    frozen = {n: p for n, p in module.named_parameters() if not (p.requires_grad or p.is_meta or engine.group.sharded)}
+    buffers = {} if engine.buffers == "mean" else buffers_of(module)
+    return {
+        "buffers": {name: digest([b]) for name, b in buffers.items() if b.is_floating_point()},
+        "frozen parameters": {name: digest([p]) for name, p in frozen.items()},
+    }
 
 
-def _of_frozen(rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
-    """Yield a sentence on frozen parameters that are not the same in all rows."""
-    if names := [name for name, first in rows[0].items() if any(row.get(name, first) != first for row in rows)]:
-        yield f"the frozen parameters {_some(names)} differ between replicas, and no sync sends them; change all alike"
+def _of_unsent(rows: Sequence[Mapping[str, Mapping[str, str]]]) -> Iterator[str]:
+    """Yield a sentence on tensors that are not the same in all replicas."""
+    for kind, remedy in (
+        ("buffers", 'DiLoCo(..., buffers="mean") averages them, without shards'),
+        ("frozen parameters", "change them alike in all"),
+    ):
+        first, *others = (row[kind] for row in rows)
+        if names := [name for name in first if any(row.get(name, first[name]) != first[name] for row in others)]:
+            yield f"the {kind} {_some(names)} differ between replicas, and no sync sends them; {remedy}"
 
 
 def _held(optimizer: Optimizer) -> list[Tensor]:
