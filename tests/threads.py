@@ -20,10 +20,8 @@ class Member(ProcessGroup):
         self.rank, self.size, self.sharded = rank, len(shared), False
         self._shared, self._barrier = shared, barrier
 
-    def gather_bytes(self, data: bytes, *, shards: bool = False) -> list[bytes]:
+    def gather_bytes(self, data: bytes) -> list[bytes]:
         assert threading.current_thread().name.startswith("member-"), "a collective in another thread"
-        if shards:
-            return [data]
         self._shared[self.rank] = data
         self._barrier.wait(PATIENCE)
         values = list(self._shared)

@@ -299,30 +299,3 @@ def test_numbers_of_numpy_are_taken() -> None:
     options = {"inner_steps": np.int64(4), "delay": np.int32(1), "mixing": np.float32(0.5), "fragments": np.int8(2)}
     run, twin = start("heavy ball", **options), start("heavy ball", **{n: v.item() for n, v in options.items()})
     assert [report.checksum for report in run.go(range(9))] == [report.checksum for report in twin.go(range(9))]
-
-
-def test_inner_steps_change_between_two_rounds_only() -> None:
-    """Inside a round they are refused; so are too few for the delay, also of fragments that share a room."""
-    run = start("heavy ball", inner_steps=6)
-    for steps, counts in ((range(8), (4, 6, 8)), (range(8, 12), (0, 2.0))):
-        run.go(steps)
-        for count in counts:
-            with pytest.raises(ValueError, match="inner_steps"):
-                run.engine.inner_steps = count  # type: ignore[assignment]
-    run.engine.inner_steps = 4
-    assert [bool(run.go([step])) for step in range(12, 18)] == [False, False, False, True, False, False]
-    late = start("nesterov")
-    for steps in (range(4), [4]):  # a reduction is under way, and has ended in the next round
-        late.go(steps)
-        with pytest.raises(ValueError, match="inner_steps"):
-            late.engine.inner_steps = 8
-    late.finish()
-    with pytest.raises(ValueError, match="inner_steps"):
-        late.engine.inner_steps = 1
-    late.engine.inner_steps = 8
-    assert [bool(late.go([step])) for step in range(5, 15)] == [False] * 8 + [True, False]
-    three = start("three, delay")
-    with pytest.raises(ValueError, match="inner_steps"):
-        three.engine.inner_steps = 3
-    three.engine.inner_steps = 9
-    assert [fragment.offset for fragment in three.engine.fragments] == [3, 6, 9]

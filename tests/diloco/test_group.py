@@ -52,7 +52,7 @@ def talk(group: ProcessGroup, rank: int) -> dict[str, Any]:
         "bytes": [work.bytes_sent for work in works],
         "copied": copied,
         "json": group.gather_json([rank, "é" * (rank + 1), 0.1, None, math.inf]),
-        "alone": group.gather_json(rank, shards=True),
+        "alone": group.shards.gather_json(rank),
     }
 
 

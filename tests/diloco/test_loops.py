@@ -47,7 +47,7 @@ def begun(rank: int, **options: Any) -> Run:
 def worker(rank: int) -> dict[str, Any]:
     return {
         "uneven": [uneven(rank, steps, options) for options in OPTIONS.values() for steps in ((17, 20), (20, 18))],
-        "unlike": [refusal(lambda call=call: call(rank)) for call in (saved_alone, loaded_unlike, cut_unlike)],
+        "unlike": [refusal(lambda call=call: call(rank)) for call in (saved_alone, loaded_unlike)],
         "twice": ended_twice(rank),
         "lost": lost(rank),
         "weighed": {name: weighed([rank], begun(rank, **options)) for name, options in OPTIONS.items()},
@@ -358,13 +358,6 @@ def loaded_unlike(rank: int) -> None:
         states.append(through_file(run.state()))
     run.load(states[(7, 9)[rank]])
     run.go(range(12, 18))
-
-
-def cut_unlike(rank: int) -> None:
-    """Each rank changes its rounds alone."""
-    run = begun(rank)
-    run.engine.inner_steps = 4 + rank
-    run.go(range(5))
 
 
 @pytest.mark.dist

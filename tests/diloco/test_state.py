@@ -24,7 +24,6 @@ PATHS: list[tuple[Any, ...]] = [
     *((name,) for name in STATE),
     *(("fragments", n, name) for n in (0, 2) for name in ("round", "steps", "outer")),
     ("fragments", 2, "sum"),
-    *(("fragments", 1, "outer", name) for name in ("state", "param_groups")),
 ]
 """Places in a state."""
 

@@ -5,8 +5,6 @@ Replicas that drift apart would train on unnoticed, so everything that ranks mus
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from array import array
 from collections.abc import Mapping, Sequence
@@ -88,18 +86,15 @@ def assert_started_equal(engine: DiLoCo, expect_equal: Mapping[str, Any]) -> int
         "filter": engine.filter,
         "averaged buffers": engine.buffers,
     }
-    own = json.loads(json.dumps({**expect_equal, **own}))  # first what names an option
-    text = json.dumps(own, sort_keys=True).encode()
-    hashes = group.gather_json([len(engine.replicas), hashlib.sha256(text).hexdigest()])
-    fault = ""
-    if any(row[1] != hashes[0][1] for row in hashes):  # only then sent: many parameters make it very long
-        for rank, theirs in enumerate(group.gather_json(own)):
-            if not fault and (difference := first_difference(own, theirs)):
-                name, mine, other = difference
-                fault = f"DiLoCo: {name} differs: {mine} on rank {group.rank}, {other} on rank {rank}"
-    if fault := group.of_shards(fault):
+    rows = group.gather_json([len(engine.replicas), {**expect_equal, **own}])  # first what names an option
+    fault, own = "", rows[group.rank][1]
+    for rank, (_, theirs) in enumerate(rows):
+        if not fault and (difference := first_difference(own, theirs)):
+            name, mine, other = difference
+            fault = f"DiLoCo: {name} differs: {mine} on rank {group.rank}, {other} on rank {rank}"
+    if fault := group.fault_of_shards(fault):
         raise ValueError(fault)
-    return sum(int(row[0]) for row in hashes)
+    return sum(count for count, _ in rows)
 
 
 def _buffers(module: nn.Module) -> dict[str, str]:
@@ -193,8 +188,7 @@ def shares_of(engine: DiLoCo, fragment: Fragment) -> list[float] | None:
     own = fragment.weights
     if own is None:
         return None
-    if engine.group.sharded:  # which may each have a part of a replica's batch
-        own = [math.fsum(column) for column in zip(*engine.group.gather_json(own, shards=True), strict=True)]
+    own = engine.group.sum_over_shards(own)  # which may each have a part of a replica's batch
     of_all = [weight for row in engine.group.gather_json(own) for weight in row]
     mean = math.fsum(of_all) / len(of_all)
     return None if min(of_all) == max(of_all) else [weight / mean for weight in own]
@@ -215,21 +209,21 @@ def share_inputs(
             for f in fragments
         ]
     numbers, products = [float(signals[name]) for name in names], [x for of_one in dots for dot in of_one for x in dot]
-    for shards in (True, False)[not group.sharded :] if numbers or products else ():
+    for ranks in (group.shards, group)[not group.sharded :] if numbers or products else ():
         sent = array("d", [len(engine.replicas), *numbers, *products])
-        rows = [array("d", row) for row in group.gather_bytes(sent.tobytes(), shards=shards)]
+        rows = [array("d", row) for row in ranks.gather_bytes(sent.tobytes())]
         counts, *columns = zip(*rows, strict=True)
         # Equal values stay unrounded, for they may stand at a policy's threshold.
         numbers = [c[0] if len({*c}) == 1 else sum(map(mul, counts, c)) / sum(counts) for c in columns[: len(names)]]
-        products = [sum(column) if shards else column[0] for column in columns[len(names) :]]
+        products = [column[0] if ranks is group else sum(column) for column in columns[len(names) :]]
     shared = iter(products)
     dots = [[tuple(islice(shared, 3)) for _ in of_one] for of_one in dots]  # type: ignore[misc]
     return dict(zip(names, numbers, strict=True)), dots
 
 
-def lost_replicas(fragments: Sequence[Fragment], norms: Sequence[float]) -> list[int]:
+def lost_replicas(fragments: Sequence[Fragment]) -> list[int]:
     """Return the replicas of this process with values that are not finite, if a norm of the mean progress is not."""
-    if all(map(math.isfinite, norms)):
+    if all(math.isfinite(fragment.norm) for fragment in fragments):
         return []
     of_replicas = enumerate(zip(*(fragment.parameters() for fragment in fragments), strict=True))
     return [n for n, parts in of_replicas if not all(p.isfinite().all() for params in parts for p in params)]
@@ -261,7 +255,7 @@ def assert_equal_on_all_ranks(
         if unlike and not fault:
             name, fragment = names[unlike[0] // 16 % 3], fragments[unlike[0] // 48].name
             fault = f"{name} of fragment {fragment!r} differs between rank 0 and rank {rank}"
-    if fault := group.of_shards(fault):
+    if fault := group.fault_of_shards(fault):
         raise Disagreement(
             f"DiLoCo: after round {fragments[0].round} {fault}; look for code that changes it on one rank, or for "
             "faulty memory, and resume from the newest checkpoint"

@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +36,6 @@ from twophase.diloco.report import FragmentRound, RoundReport, merged
 from twophase.diloco.watch import Watch
 from twophase.optim.build import OuterChoice, outer_optimizer
 from twophase.optim.orthogonal import Filter, filter_of
-from twophase.optim.outer_sgd import GroupRound, OuterSGD
 from twophase.optim.restarting import Restarting
 from twophase.restart import RestartPolicy
 from twophase.rule import whole_number
@@ -126,7 +124,7 @@ class DiLoCo:
             slots, partition({name: slot.parameter.numel() for name, slot in slots[0].items()}, fragments), filter
         )
         self._build_outers(outer, restart)
-        self._interrupted, self._is_replaced, self._showing = False, False, 0
+        self._interrupted, self._is_replaced, self._showing, self._met = False, False, 0, None
         self.after_sync: list[Callable[[], object]] = []
         self.replica_count = checks.assert_started_equal(self, expect_equal or {})
         self.group.broadcast(self.flat)
@@ -143,27 +141,27 @@ class DiLoCo:
         """Make the fragments over one flat anchor, which holds the first replica's parameters."""
         tensors = {name: slot.tensor() for name, slot in slots[0].items()}
         lengths = [sum(padded(tensors[name].numel()) for name in names) for names in parts.values()]
-        if any(0 in of_shard for of_shard in self.group.gather_json(lengths, shards=True)):
+        if self.group.fault_of_shards("empty" if 0 in lengths else ""):
             raise ValueError("DiLoCo: fragments must have elements on every shard; take fewer or larger ones")
         dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors.values()) else torch.float32
         self.flat = torch.zeros(sum(lengths), dtype=dtype, device=next(iter(tensors.values())).device)
-        anchors = self.flat.split(lengths)
         # Codes are made in blocks. Fragments that are never reduced at the same time share the room.
         sizes = [-(-length // BLOCK) * BLOCK if self.compression != "float32" else length for length in lengths]
-        self._shares_room = self.stagger and self.delay < self._inner_steps // len(parts)
-        room = torch.zeros(max(sizes) if self._shares_room else sum(sizes), dtype=dtype, device=self.flat.device)
-        rooms = [room[:size] for size in sizes] if self._shares_room else room.split(sizes)
+        shares_room = self.stagger and self.delay < self._inner_steps // len(parts)
+        room = torch.zeros(max(sizes) if shares_room else sum(sizes), dtype=dtype, device=self.flat.device)
+        rooms = [room[:size] for size in sizes] if shares_room else room.split(sizes)
         senders = len(self.replicas) if self.group.size == 1 else 1
-        chosen = None
-        if filters not in (None, "none"):
-            chosen = filter_of(filters, partial(_sum_over_shards, self.group) if self.group.sharded else None)
+        chosen = filter_of(filters, self.group.sum_over_shards if self.group.sharded else None)
         self.fragments: list[Fragment] = []
-        for (name, names), anchor, gradient in zip(parts.items(), anchors, rooms, strict=True):
+        for (name, names), anchor, gradient in zip(parts.items(), self.flat.split(lengths), rooms, strict=True):
             compression = None if self.compression == "float32" else Compression(self.compression, gradient, senders)
             of_replicas = [[by_name[name] for name in names] for by_name in slots]
-            self.fragments.append(Fragment(name, of_replicas, anchor, gradient, compression, filter=chosen))
-            torch._foreach_copy_(self.fragments[-1].views, [tensors[name] for name in names])
-        self.inner_steps = self._inner_steps  # which places the fragments' syncs in a round
+            fragment = Fragment(name, of_replicas, anchor, gradient, compression, filter=chosen)
+            torch._foreach_copy_(fragment.views, [tensors[name] for name in names])
+            self.fragments.append(fragment)
+            fragment.offset = self._inner_steps
+            if self.stagger:
+                fragment.offset = -(-len(self.fragments) * self._inner_steps // len(parts))
         self.anchor: dict[str, Tensor] = {name: view for fragment in self.fragments for name, view in fragment.named}
 
     def _build_outers(self, outer: OuterChoice, restart: Restarts | Mapping[str, Restarts]) -> None:
@@ -262,21 +260,10 @@ class DiLoCo:
             with fragment.phase("reduce"):
                 fragment.complete(self.replica_count)
         means, dots = checks.share_inputs(self, fragments, signals)
-        steps = []
         for number, fragment in enumerate(fragments):
-            outer = fragment.outer
-            before = [group.get("restarts", 0) for group in outer.param_groups]
             with fragment.phase("outer"):
-                if isinstance(outer, OuterSGD):
-                    outer.step(signals=means, measure=True, dots=dots[number] if dots else None)
-                    groups = tuple(outer.last_round)
-                    norm = sum(group.pseudo_gradient_norm**2 for group in groups) ** 0.5
-                else:  # its step may overwrite g
-                    groups, norm = (), dots[number][0][0] ** 0.5 if dots else fragment.gradient.norm().item()
-                    outer.step()
-            restarted = before != [group.get("restarts", 0) for group in outer.param_groups]
-            steps.append((norm, restarted, groups))
-        lost = checks.lost_replicas(fragments, [norm for norm, *_ in steps])
+                fragment.step(means, dots[number] if dots else None)
+        lost = checks.lost_replicas(fragments)
         reshard(self.replicas)
         for fragment in fragments:
             with fragment.phase("restore"):
@@ -287,24 +274,17 @@ class DiLoCo:
         self._interrupted = False
         complete = fragments[-1] is self.fragments[-1]
         self.round, self.syncs = self.round + complete, self.syncs + 1
-        reports = [self._report(f, step, means, complete) for f, step in zip(fragments, steps, strict=True)]
+        reports = [self._report(fragment, means, complete) for fragment in fragments]
         lost = checks.assert_equal_on_all_ranks(self, fragments, [report.checksum for report in reports], lost)
         if complete and self.buffers == "mean":
             self._buffers.average()
         for refresh in self.after_sync:
             refresh()
-        report = reports[0] if len(reports) == 1 else merged(reports)
+        report = merged(reports)
         self._watch.after_sync(report, lost)
         return report
 
-    def _report(
-        self,
-        fragment: Fragment,
-        step: tuple[float, bool, tuple[GroupRound, ...]],
-        means: Mapping[str, float],
-        complete: bool,
-    ) -> RoundReport:
-        norm, restarted, groups = step
+    def _report(self, fragment: Fragment, means: Mapping[str, float], complete: bool) -> RoundReport:
         with fragment.phase("checksum"):
             checksum = digest([fragment.anchor])
         whole = self._inner_steps - (self.delay if self.mixing == 0 else 0)  # a delay without mixing is discarded
@@ -314,10 +294,10 @@ class DiLoCo:
             partial=fragment.launched < whole,
             complete=complete,
             replicas=self.replica_count,
-            restarted=restarted,
-            fragments=(FragmentRound(fragment.name, fragment.round, fragment.launched, restarted, checksum),),
-            groups=groups,
-            pseudo_gradient_norm=norm,
+            restarted=fragment.restarted,
+            fragments=(FragmentRound(fragment.name, fragment.round, fragment.launched, fragment.restarted, checksum),),
+            groups=fragment.groups,
+            pseudo_gradient_norm=fragment.norm,
             signals=means,
             bytes_sent=fragment.bytes_sent,
             seconds=fragment.seconds,
@@ -328,21 +308,8 @@ class DiLoCo:
 
     @property
     def inner_steps(self) -> int:
-        """Inner steps a round; can be set between two rounds."""
+        """Inner steps a round. Between two rounds another engine may go on with others from the `state_dict()`."""
         return self._inner_steps
-
-    @inner_steps.setter
-    def inner_steps(self, count: int) -> None:
-        count = whole_number("DiLoCo: inner_steps", count, self.delay + 1)
-        if self.inner_step or any(fragment.steps or fragment.age is not None for fragment in self.fragments):
-            raise ValueError("DiLoCo: inner_steps must be set between two rounds, and after a sync of all fragments")
-        if self._shares_room and count // len(self.fragments) <= self.delay:
-            raise ValueError(
-                f"DiLoCo: inner_steps must be above {len(self.fragments)} fragments x the delay, got {count}"
-            )
-        self._inner_steps, parts, self._met = count, len(self.fragments), None
-        for number, fragment in enumerate(self.fragments, start=1):
-            fragment.offset = -(-number * count // parts) if self.stagger else count
 
     @property
     def outer(self) -> Optimizer:
@@ -436,7 +403,3 @@ class DiLoCo:
             f"DiLoCo({self.replica_count} replica{'s' * (self.replica_count > 1)}, {count}{' | '.join(outers)}, "
             f"{self.inner_steps} inner steps a round, round {self.round})"
         )
-
-
-def _sum_over_shards(group: SingleProcess, numbers: Sequence[float]) -> list[float]:
-    return [sum(column) for column in zip(*group.gather_json(numbers, shards=True), strict=True)]

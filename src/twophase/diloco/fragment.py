@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from twophase.diloco.compression import CompressedWork, Compression
 from twophase.diloco.group import ProcessGroup, SingleProcess, Work
 from twophase.optim.orthogonal import Filter
+from twophase.optim.outer_sgd import Dots, GroupRound, OuterSGD
 from twophase.rule import whole_number
 
 
@@ -147,10 +148,14 @@ class Fragment:
         weights: sums over those `steps` of what each replica weighs, or None where all weigh the same; in that
             reduction they made the `shares`, 1 on average.
         bytes_sent: bytes that this rank has sent for it.
+        norm, restarted, groups: of its last outer step, as in a report.
     """
 
     outer: Optimizer
     offset: int
+    norm: float
+    restarted: bool
+    groups: tuple[GroupRound, ...] = ()
 
     def __init__(
         self,
@@ -253,6 +258,18 @@ class Fragment:
             self.filter(dict(zip(names, self.gradient_views, strict=True)))
         for view, gradient in zip(self.views, self.gradient_views, strict=True):
             view.grad = gradient  # each time: a user's zero_grad() may have removed it
+
+    def step(self, signals: Mapping[str, float], dots: list[Dots] | None) -> None:
+        """Take the outer step; `dots` are inner products to decide by, instead of its own."""
+        before = [group.get("restarts", 0) for group in self.outer.param_groups]
+        if isinstance(self.outer, OuterSGD):
+            self.outer.step(signals=signals, measure=True, dots=dots)
+            self.groups = tuple(self.outer.last_round)
+            self.norm = sum(group.pseudo_gradient_norm**2 for group in self.groups) ** 0.5
+        else:  # its step may overwrite g
+            self.norm = dots[0][0] ** 0.5 if dots else self.gradient.norm().item()
+            self.outer.step()
+        self.restarted = before != [group.get("restarts", 0) for group in self.outer.param_groups]
 
     @torch.no_grad()
     def restore(self, mixing: float = 0.0) -> None:

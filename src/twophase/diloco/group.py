@@ -83,6 +83,8 @@ class SingleProcess:
     """The only process of a run: what the others would send is what it has itself."""
 
     rank, size, sharded = 0, 1, False
+    shards: SingleProcess
+    """Those of this rank's replica: this process alone, unless FSDP2 shards it."""
 
     def meet(self, place: str, *, wait: bool = True) -> None:
         """Compare with the other ranks the place in its loop where each is, if need be at the next call that waits.
@@ -93,9 +95,13 @@ class SingleProcess:
             Disagreement: not all ranks have given the same places, which all then raise.
         """
 
-    def of_shards(self, fault: str) -> str:
+    def fault_of_shards(self, fault: str) -> str:
         """Return the first fault of this replica's shards: those without one would wait for those that raise it."""
-        return next(filter(None, self.gather_json(fault, shards=True)), "")
+        return next(filter(None, self.shards.gather_json(fault)), "")
+
+    def sum_over_shards(self, numbers: Sequence[float]) -> list[float]:
+        """Return the sums of each number over this replica's shards."""
+        return [sum(column) for column in zip(*self.shards.gather_json([*numbers]), strict=True)]
 
     def all_reduce(self, tensor: Tensor) -> Work:
         """Return a collective that has ended."""
@@ -108,15 +114,16 @@ class SingleProcess:
     def broadcast(self, tensor: Tensor) -> None:
         """Keep `tensor`, which is rank 0's."""
 
-    def gather_bytes(self, data: bytes, *, shards: bool = False) -> list[bytes]:
+    def gather_bytes(self, data: bytes) -> list[bytes]:
         """Return this process's bytes."""
-        del shards
         return [data]
 
-    def gather_json(self, value: Any, *, shards: bool = False) -> list[Any]:
+    def gather_json(self, value: Any) -> list[Any]:
         """Return this process's value."""
-        del shards
         return [value]
+
+
+_ALONE = SingleProcess.shards = SingleProcess()
 
 
 class ProcessGroup(SingleProcess):
@@ -135,8 +142,10 @@ class ProcessGroup(SingleProcess):
         *,
         timeout: float = TIMEOUT,
     ) -> None:
-        self.group, self.shards, self.timeout = group, shards, timeout
-        self.rank, self.size, self.sharded = dist.get_rank(group), dist.get_world_size(group), shards is not None
+        self.group, self.timeout, self.sharded = group, timeout, shards is not None
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        if shards is not None:
+            self.shards = ProcessGroup(shards, timeout=timeout)
         self._device = torch.device("cpu")
         """Where small messages lie."""
         self._announced: list[Callable[[], list[bytes]]] = []
@@ -157,8 +166,8 @@ class ProcessGroup(SingleProcess):
             raise ValueError(
                 "DiLoCo: torch.distributed sends nothing from Apple's GPU; train all replicas in a process"
             )
-        groups = [self.group, *([] if self.shards is None else [self.shards])]
-        if all("cpu" in dist.get_backend_config(group) or dist.get_backend(group) == "gloo" for group in groups):
+        self.shards.bind(device)
+        if "cpu" in dist.get_backend_config(self.group) or dist.get_backend(self.group) == "gloo":
             return
         if device.type == "cpu":
             raise ValueError("DiLoCo: the group takes no CPU tensors; init_process_group('cpu:gloo,cuda:nccl') does")
@@ -181,13 +190,12 @@ class ProcessGroup(SingleProcess):
             work = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
         return Work(work, (received, sent), self.timeout, (self.size - 1) * sent.nbytes // self.size)
 
-    def all_gather(self, received: Tensor, sent: Tensor, *, shards: bool = False) -> Work:
+    def all_gather(self, received: Tensor, sent: Tensor) -> Work:
         """Begin to gather `sent` of all ranks, one after the other, in `received`."""
-        group = self.shards if shards else self.group
         # Newer releases warn of the older name, older releases lack the newer one.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         with _explained():
-            work = gather(received, sent, group=group, async_op=True)
+            work = gather(received, sent, group=self.group, async_op=True)
         return Work(work, (received, sent), self.timeout, (self.size - 1) * sent.nbytes)
 
     def broadcast(self, tensor: Tensor) -> None:
@@ -202,33 +210,32 @@ class ProcessGroup(SingleProcess):
         if wait:  # a rank that has found a difference announces nothing more
             fault = next(filter(None, (_difference(heads()) for heads in self._announced)), "")
             self._announced = []
-            if fault := self.of_shards(fault):
+            if fault := self.fault_of_shards(fault):
                 raise Disagreement(f"DiLoCo: {fault}")
 
-    def gather_bytes(self, data: bytes, *, shards: bool = False) -> list[bytes]:
+    def gather_bytes(self, data: bytes) -> list[bytes]:
         """Return the bytes of every rank, as many on each."""
-        return self._begin(data, shards=shards)() if self.sharded or not shards else [data]
+        return self._begin(data)()
 
-    def _begin(self, data: bytes, *, shards: bool = False) -> Callable[[], list[bytes]]:
-        count = dist.get_world_size(self.shards) if shards else self.size
+    def _begin(self, data: bytes) -> Callable[[], list[bytes]]:
         sent = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
-        received = torch.empty(count * len(data), dtype=torch.uint8, device=self._device)
-        work = self.all_gather(received, sent, shards=shards)
+        received = torch.empty(self.size * len(data), dtype=torch.uint8, device=self._device)
+        work = self.all_gather(received, sent)
 
         def end() -> list[bytes]:
             work.wait()
-            return [row.numpy().tobytes() for row in received.cpu().view(count, len(data))]
+            return [row.numpy().tobytes() for row in received.cpu().view(self.size, len(data))]
 
         return end
 
-    def gather_json(self, value: Any, *, shards: bool = False) -> list[Any]:
+    def gather_json(self, value: Any) -> list[Any]:
         """Return a JSON value of every rank."""
         text = json.dumps(value).encode()
-        heads = self.gather_bytes(_head("a comparison of values", len(text)), shards=shards)
+        heads = self.gather_bytes(_head("a comparison of values", len(text)))
         if fault := _difference(heads):
             raise Disagreement(f"DiLoCo: {fault}")
         longest = max(int(head[:12]) for head in heads)
-        return [json.loads(row) for row in self.gather_bytes(text.ljust(longest), shards=shards)]
+        return [json.loads(row) for row in self.gather_bytes(text.ljust(longest))]
 
 
 def _head(place: str, length: int = 0) -> bytes:
@@ -248,9 +255,6 @@ def _difference(heads: Sequence[bytes]) -> str:
         ),
         "",
     )
-
-
-_ALONE = SingleProcess()
 
 
 def default_group() -> SingleProcess:
