@@ -84,7 +84,6 @@ EXTREMES = [
     Question(outer=Rule("nesterov", 1e29, 0.5), sigma=(1.0, 0.3), rounds=100),
     Question(outer=Rule("nesterov", 1.0, 0.9), sigma=(1e-12,), rounds=100),
     Question(outer=Rule("nesterov", 0.5, 0.0), sigma=(0.5,)),
-    Question(sigma=(0.95, 0.3), rounds=10**9),
 ]
 
 

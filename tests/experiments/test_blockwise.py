@@ -16,7 +16,7 @@ import trained
 
 sys.path.append(str(Path(__file__).parents[2] / "experiments" / "blockwise"))
 
-from curvature import density, gauss_newton, lanczos
+from curvature import density, gauss_newton
 from spectrum import LLAMA, measure, restore
 from twophase.rule import OuterRule
 
@@ -37,13 +37,6 @@ def test_a_density_is_that_of_the_dense_matrix(size: int) -> None:
     assert nodes[-1] == pytest.approx(values[-1], rel=1e-2)
     assert shares.sum() == pytest.approx(1)
     assert nodes @ shares == pytest.approx(values.mean(), rel=0.2)
-
-
-def test_lanczos_in_full_length_finds_every_eigenvalue() -> None:
-    matrix, values = made_up(12, 2)
-    diagonal, beside = lanczos(lambda v: matrix @ v, np.random.default_rng(0).standard_normal(12), 12)
-    found = np.linalg.eigvalsh(np.diag(diagonal) + np.diag(beside, 1) + np.diag(beside, -1))
-    np.testing.assert_allclose(found[-6:], values[-6:], rtol=1e-6)
 
 
 def test_products_are_those_of_dense_matrices() -> None:

@@ -99,8 +99,10 @@ def told(restarted: float | str | None) -> Value:
     return value
 
 
-@pytest.mark.parametrize("options", [{}, {"quick": True}, {"seeds": (0, 1)}, {"controls": False}])
-@pytest.mark.parametrize("restarted", [9.6, "diverged", None])
+@pytest.mark.parametrize(
+    ("options", "restarted"),
+    [({}, 9.6), ({"quick": True}, "diverged"), ({"seeds": (0, 1)}, 9.6), ({"controls": False}, None)],
+)
 def test_any_result_is_told(options: dict[str, Any], restarted: float | str | None) -> None:
     """Tables have a line for each method with all its settings, and compare no heavy ball with a Nesterov."""
     sweep = demo(**options)

@@ -21,7 +21,7 @@ def shown(text: Any, **values: Any) -> str:
     return render("overlay.html", results=results, differences=[[text, text]], **values)
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(st.text())
 def test_text_stays_text(text: str) -> None:
     """Whatever a text holds, the page has the elements and links that it has for another text."""
