@@ -6,7 +6,6 @@ Run as a program, this file is one replica.
 from __future__ import annotations
 
 import copy
-import importlib
 import os
 import signal
 import sys
@@ -14,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
-from importlib import metadata
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import MagicMock
@@ -242,15 +240,6 @@ def test_a_state_that_does_not_fit_is_refused(own: dict[str, Any], other: dict[s
     with pytest.raises(ValueError, match=r"fragments|optimizers"):
         rounds.load_state_dict(rounds_of(2.0, **other).state_dict())
     assert all(float(p.mean()) == 1.0 for anchor in rounds.state_dict()["anchors"] for p in anchor.values())
-
-
-def test_another_version_warns(monkeypatch: pytest.MonkeyPatch):
-    """The settings that are refused are those of the version that the tests have seen."""
-    from twophase.integrations import torchft
-
-    monkeypatch.setattr(metadata, "version", lambda _: "0.3.0")
-    with pytest.warns(UserWarning, match="torchft"):
-        importlib.reload(torchft)
 
 
 if __name__ == "__main__":

@@ -55,10 +55,7 @@ def decode_(name: str, codes: Tensor, vector: Tensor, *, add: bool = False) -> N
         else:
             values = rows[:, :BLOCK].view(torch.int8).to(vector.dtype)
             values.mul_(rows[:, BLOCK:].contiguous().view(torch.float32))
-        if add:
-            blocks.add_(values)
-        else:
-            blocks.copy_(values)
+        (blocks.add_ if add else blocks.copy_)(values)
 
 
 class Compression:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from twophase.optim.outer_sgd import GroupRound
@@ -106,17 +106,14 @@ def merged(reports: Sequence[RoundReport]) -> RoundReport:
     for report in reports:
         checksum = (checksum * 0x100000001B3 + int(report.checksum, 16)) % (1 << 64)
     phases = dict.fromkeys(phase for report in reports for phase in report.seconds)
-    return RoundReport(
-        round=reports[-1].round,
+    return replace(
+        reports[-1],
         inner_steps=max(report.inner_steps for report in reports),
         partial=any(report.partial for report in reports),
-        complete=reports[-1].complete,
-        replicas=reports[0].replicas,
         restarted=any(report.restarted for report in reports),
         fragments=tuple(fragment for report in reports for fragment in report.fragments),
         groups=tuple(group for report in reports for group in report.groups),
         pseudo_gradient_norm=sum(report.pseudo_gradient_norm**2 for report in reports) ** 0.5,
-        signals=reports[-1].signals,
         bytes_sent=sum(report.bytes_sent for report in reports),
         seconds={phase: sum(report.seconds.get(phase, 0.0) for report in reports) for phase in phases},
         checksum=f"{checksum:016x}",

@@ -12,10 +12,8 @@ The user makes torchft's `Manager`; nothing of torchft is replaced. What torchft
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
 import torch
@@ -28,13 +26,6 @@ from twophase.diloco.engine import Restarts
 from twophase.optim.build import OuterChoice, outer_optimizer
 from twophase.restart import MEASURED
 from twophase.rule import whole_number
-
-try:
-    _VERSION = version("torchft")
-except PackageNotFoundError:  # a build of another name, as torchft-nightly
-    _VERSION = "unknown"
-if _VERSION != "0.2.0":
-    warnings.warn(f"twophase is tested with torchft 0.2.0, here is version {_VERSION}", stacklevel=2)
 
 
 class DiLoCo(local_sgd.DiLoCo):
