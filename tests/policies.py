@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,18 +11,11 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
+from modules import load
 from twophase.restart import Decision, Never, Restart, RestartPolicy, RoundSignal, Soft, State, Step, register
 from twophase.rule import Form, OuterRule
 
-# those of the experiments, which are another module `policies`
-_SPEC = importlib.util.spec_from_file_location(
-    "experiment_policies", Path(__file__).parents[1] / "experiments" / "policies.py"
-)
-assert _SPEC is not None
-assert _SPEC.loader is not None
-OF_EXPERIMENTS = importlib.util.module_from_spec(_SPEC)
-sys.modules[_SPEC.name] = OF_EXPERIMENTS
-_SPEC.loader.exec_module(OF_EXPERIMENTS)
+load(Path(__file__).parents[1] / "experiments" / "policies.py")  # another module of this name
 
 
 def convert(rule: OuterRule, policy: RestartPolicy, form: Form) -> tuple[OuterRule, Any]:

@@ -165,25 +165,21 @@ def test_commands_have_their_options(page: str, line: str) -> None:
         assert re.search(rf"{re.escape(option.replace('.no-', '.'))}\b", text), f"{page}: no option {option}"
 
 
-@pytest.mark.parametrize(
-    "line", sorted({line for _, line in OURS if twophase_words(line)[0] in ("train", "sweep", "tune")})
-)
+UNDERSTOOD = sorted({line for _, line in OURS if twophase_words(line)[0] in ("train", "sweep", "tune", "period")})
+
+
+@pytest.mark.parametrize("line", UNDERSTOOD)
 def test_values_are_understood(line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The values of training and sweeping commands make a configuration, and axes a grid, up to where work begins."""
+    """The values make a configuration, and axes a grid, up to where work begins; what needs no run ends well."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")  # of tasks
-    words = twophase_words(line)
+    words, sweeps = twophase_words(line), []
     if "…" in words:
         pytest.skip("the line leaves something out")
-    if words[0] in ("train", "tune"):
-        status, text = said([*words, "--print-config"])
-    else:
-        sweeps = []
-        monkeypatch.setattr("twophase.cli.sweep.run", lambda sweep, *_, **__: sweeps.append(sweep) or 0)
-        status, text = said(words)
-        assert sweeps
-        assert sweeps[0].cells
+    monkeypatch.setattr("twophase.cli.sweep.run", lambda sweep, *_, **__: sweeps.append(sweep) or 0)
+    status, text = said([*words, *["--print-config"] * (words[0] in ("train", "tune"))])
     assert status == 0, text
+    assert [bool(sweep.cells) for sweep in sweeps] == [True] * (words[0] == "sweep")
 
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -217,18 +213,6 @@ def test_other_commands_name_what_exists() -> None:
                 assert re.search(rf"^{target}:", MAKEFILE, re.MULTILINE), where
         else:
             assert words[0] in others | {"twophase", "torchrun", "python", "pip"}, where
-
-
-SHOWN = sorted(line for _, line in OURS if twophase_words(line)[0] == "period")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("line", SHOWN)
-def test_commands_of_the_theory_run(line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A command that needs no run and no training ends well."""
-    monkeypatch.chdir(tmp_path)
-    status, text = said(twophase_words(line))
-    assert status == 0, text
 
 
 # --- links and names ----------------------------------------------------------------------------------------------

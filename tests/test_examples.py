@@ -63,13 +63,17 @@ def test_outer_loop_is_the_engine(tmp_path: Path):
 
 
 @pytest.mark.dist
-def test_outer_loop_runs(tmp_path: Path):
-    """As a program in two processes of torchrun its loss goes down; it has at most 60 lines."""
-    program = FOLDER / "outer_loop.py"
-    finish(tmp_path, [[str(program)]] * 2, places(2))
-    values = losses((tmp_path / "0.log").read_text())
-    assert values[-1] < 0.5 * values[0]
-    assert len(program.read_text(encoding="utf-8").splitlines()) <= 60
+@pytest.mark.parametrize(("name", "words"), [("outer_loop.py", []), ("plain_loop.py", ["--steps", "150"])])
+def test_loops_in_two_processes(name: str, words: list[str], tmp_path: Path):
+    """As of torchrun: the loss goes down, and both end with the same weights; the outer loop has at most 60 lines."""
+    finish(tmp_path, [[str(FOLDER / name), *words]] * 2, places(2))
+    logs = [(tmp_path / f"{rank}.log").read_text() for rank in range(2)]
+    for printed in logs[: 2 if words else 1]:
+        values = losses(printed)
+        assert values[-1] < 0.5 * values[0]
+        assert "2 replica(s)" in printed or not words
+    assert len({checksum for log in logs for checksum in re.findall(r"checksum (\w{16})", log)}) == len(words[:1])
+    assert len((FOLDER / "outer_loop.py").read_text(encoding="utf-8").splitlines()) <= 60
 
 
 # --- one worker ---------------------------------------------------------------------------------------------------
@@ -95,7 +99,7 @@ def test_single_worker_restarts_and_prints(capsys: pytest.CaptureFixture[str]):
     assert max(printed) < example.loss(example.build()[0])
 
 
-# --- a plain loop, alone and under torchrun -----------------------------------------------------------------------
+# --- a plain loop alone -------------------------------------------------------------------------------------------
 
 
 def test_plain_loop_alone(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
@@ -107,18 +111,6 @@ def test_plain_loop_alone(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     assert values[-1] < 0.5 * values[0]
     assert "1 replica(s)" in printed
     assert re.findall(r"round (\d+):", printed) == ["3", "6", "9"]
-
-
-@pytest.mark.dist
-def test_plain_loop_in_two_processes(tmp_path: Path):
-    """Two processes as of torchrun: the loss goes down on both, and both end with the same weights."""
-    finish(tmp_path, [[str(FOLDER / "plain_loop.py"), "--steps", "150"]] * 2, places(2))
-    logs = [(tmp_path / f"{rank}.log").read_text() for rank in range(2)]
-    for printed in logs:
-        values = losses(printed)
-        assert values[-1] < 0.5 * values[0]
-        assert "2 replica(s)" in printed
-    assert len({re.findall(r"checksum (\w{16})", printed)[0] for printed in logs}) == 1
 
 
 # --- replicas that die and come back ------------------------------------------------------------------------------

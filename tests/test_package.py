@@ -37,6 +37,7 @@ def test_public_names_are_listed_alike():
     imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
     assert {alias.name: node.module for node in imports for alias in node.names} == twophase._HOMES
     assert twophase.__all__ == sorted(twophase._HOMES)
+    assert not hasattr(twophase, "Periodical")
 
 
 @pytest.mark.parametrize("name", twophase.__all__)
@@ -81,11 +82,6 @@ def test_without_locks_as_on_windows(tmp_path: Path):
     lines = done.stderr.splitlines()[-8:]
     assert lines[1::2] == ["2"] * 4
     assert all("locks" in line and "WSL" in line for line in lines[::2]), lines
-
-
-def test_unknown_name():
-    """A name that does not exist is an AttributeError, so that hasattr works."""
-    assert not hasattr(twophase, "Periodical")
 
 
 def test_version_is_the_distributions():

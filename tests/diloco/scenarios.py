@@ -82,7 +82,6 @@ PLAIN = {
     "param groups": Scenario(groups, None, 3, parts=GROUPS),
     "float64": Scenario(EMA, 2, dtype=torch.float64, replicas=3, options={"mixing": 0.25}),
     "bfloat16 model": Scenario(NESTEROV, 2, dtype=torch.bfloat16, options={"delay": 1, "mixing": 0.5}),
-    "float16 model": Scenario(EMA, 2, dtype=torch.float16),
     "two": cut(HEAVY_BALL, (3, 6), delay=2, mixing=0.25),
     "three": cut(EMA, (2, 4, 6), (2, None, 1)),
     "three, delay": cut(NESTEROV, (2, 4, 6), ("cycle:1,3", "at:2,3", 2), delay=1),
@@ -90,7 +89,6 @@ PLAIN = {
     "uneven": cut(HEAVY_BALL, (3, 5, 7), (None, 2, 1), delay=3),
     "at once": cut(EMA, (5, 5, 5), (2, None, 1), delay=2, mixing=0.5, stagger=False),
     "crowded": cut(NESTEROV, (1, 2, 2, 3, 4, 4), (2, None, 1, 2, None, 1), delay=3, mixing=0.5),
-    "six at each step": cut(NESTEROV, [1] * 6),
     "blocks": Scenario(
         NESTEROV, {"first": 2, "norm": None, "last": 1}, 6, options={"fragments": BLOCKS, "delay": 2}, parts=IN_BLOCKS
     ),
@@ -113,7 +111,6 @@ OTHERS = {
     "int8, three": Scenario(HEAVY_BALL, 2, 6, options=_THREE | _INT8),
     "int8, one room": Scenario(NESTEROV, None, 6, options=_INT8 | {"fragments": BLOCKS, "delay": 1}),
     "int8, at once": Scenario(options=_INT8 | {"fragments": 3, "delay": 3, "stagger": False}),
-    "int8, float64": Scenario(dtype=torch.float64, options=_INT8),
     "bfloat16 twice": Scenario(dtype=torch.bfloat16, options={"delay": 2, "compression": "bfloat16"}),
 }
 """Further ones, for comparisons of an engine with another engine."""

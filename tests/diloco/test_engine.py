@@ -97,26 +97,22 @@ def test_any_torch_optimizer_is_an_outer_optimizer(name: str, nesterov: bool) ->
 
 
 def test_what_takes_part() -> None:
-    """Frozen parameters and buffers are neither averaged nor overwritten; a tied parameter takes part once."""
-    models: list[Any] = [nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)) for _ in range(2)]
-    for number, model in enumerate(models):
-        model.append(nn.Linear(4, 4, bias=False))
-        model[3].weight = model[2].weight
+    """Frozen parameters are neither averaged nor overwritten; a tied parameter takes part once."""
+    models: list[Any] = [nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))) for _ in range(2)]
+    for model in models:
+        model[2].weight = model[1].weight
         model[0].requires_grad_(requires_grad=False)
-        model[0].weight.fill_(float(number))
     engine = DiLoCo(models, AVERAGING, inner_steps=1)
+    assert list(engine.anchor) == ["1.weight", "1.bias", "2.bias"]
+    before = engine.anchor["1.weight"].clone()
     for number, model in enumerate(models):
-        model.get_buffer("1.running_mean").fill_(float(number))
-    assert list(engine.anchor) == ["1.weight", "1.bias", "2.weight", "2.bias"]
-    before = engine.anchor["2.weight"].clone()
-    shift(models[0][3], by=1.0)
-    shift(models[1][2], by=3.0)
+        model[0].weight.fill_(float(number))
+        shift(model[2], by=1.0 + 2 * number)
     engine.step()
     for number, model in enumerate(models):
-        assert torch.equal(model[0].weight, torch.full((4, 3), float(number)))
-        assert torch.equal(model.get_buffer("1.running_mean"), torch.full((4,), float(number)))
-        assert model[3].weight is model[2].weight
-        torch.testing.assert_close(model[2].weight.detach(), before + 2.0)
+        assert torch.equal(model[0].weight, torch.full((4, 4), float(number)))
+        assert model[2].weight is model[1].weight
+        torch.testing.assert_close(model[1].weight.detach(), before + 2.0)
 
 
 @pytest.mark.parametrize("name", ["auto", "adamw", "orthogonal", "int8, three", "bfloat16 model"])
@@ -148,12 +144,7 @@ def test_on_a_device_without_float64(name: str, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("compression", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 def test_divergence_is_data(poison: float, compression: str) -> None:
-    """NaN or infinity is in each later report and in the anchor, named where a policy needs it; nothing is raised."""
-    run = start("norm", inner_steps=1, compression=compression)
-    with torch.no_grad():
-        run.models[1].get_parameter("3.bias")[0] = poison
-    (report,) = run.go([0])
-    assert (report.not_finite, report.restarted) == (("pseudo_gradient_norm",), False)
+    """NaN or infinity is in each later report and in the anchor; nothing is raised."""
     run = start("nesterov", restart=2, inner_steps=3, delay=0, compression=compression)
     with torch.no_grad():
         run.models[1].get_parameter("0.weight")[0, 0] = poison
@@ -162,7 +153,6 @@ def test_divergence_is_data(poison: float, compression: str) -> None:
         assert not math.isfinite(report.pseudo_gradient_norm)
         assert not math.isfinite(report.gain)
         assert report.restarted == (number == 2)
-        assert report.not_finite == ()
         assert not run.engine.anchor["0.weight"].isfinite().all()
 
 

@@ -180,8 +180,6 @@ def test_settings_of_a_group() -> None:
     for names in (("replica", "parts"), ("copies", "shard")):
         with pytest.raises(KeyError, match="does not exist"):
             ProcessGroup.of_mesh(mesh, *names)
-    with pytest.raises(ValueError, match="DistributedDataParallel"):
-        DiLoCo(nn.Sequential(nn.parallel.DistributedDataParallel(nn.Linear(2, 2))), HEAVY_BALL, inner_steps=1)
 
 
 class Collective:
