@@ -76,7 +76,6 @@ PLAIN = {
     "ema": Scenario(EMA, "cycle:1,3", options={"delay": 3, "mixing": 0.5}),
     "soft": Scenario(EMA_HEAVY_BALL, "soft:2:0.5:0.25", replicas=1),
     "averaging": Scenario(AVERAGING, 2, replicas=3),
-    "listed rounds": Scenario(NESTEROV, "at:2,3", 1, options={"mixing": 0.3}),
     "before": Scenario(EMA, "test-early:2:0.5:0.25", 2),
     "own steps": Scenario(NESTEROV, "test-half:3", 2),
     "param groups": Scenario(groups, None, 3, parts=GROUPS),
@@ -111,7 +110,6 @@ OTHERS = {
     "int8, three": Scenario(HEAVY_BALL, 2, 6, options=_THREE | _INT8),
     "int8, one room": Scenario(NESTEROV, None, 6, options=_INT8 | {"fragments": BLOCKS, "delay": 1}),
     "int8, at once": Scenario(options=_INT8 | {"fragments": 3, "delay": 3, "stagger": False}),
-    "bfloat16 twice": Scenario(dtype=torch.bfloat16, options={"delay": 2, "compression": "bfloat16"}),
 }
 """Further ones, for comparisons of an engine with another engine."""
 SCENARIOS = PLAIN | OTHERS

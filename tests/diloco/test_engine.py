@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -191,7 +190,7 @@ def test_where_the_replicas_are_the_anchor(changes: dict[str, Any], places: set[
     assert run.engine.at_anchor
     for name, a in run.engine.anchor.items():
         assert all(same_bits(model.get_parameter(name).detach(), a) for model in run.models)
-    assert not start("listed rounds").engine.at_anchor  # with mixing, never for certain
+    assert not start("heavy ball", mixing=0.3).engine.at_anchor  # never for certain
 
 
 @pytest.mark.parametrize("delay", [0, 1])
@@ -246,15 +245,12 @@ def test_an_interrupted_outer_step_ends_the_engine_until_it_is_loaded() -> None:
     ("replicas", "word"),
     [
         (lambda: nn.Linear(2, 2).requires_grad_(requires_grad=False), "replicas"),
-        (list, "replicas"),
         (lambda: [nn.Linear(2, 2), 3], "replicas"),
         (lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")), "one device"),
-        (lambda: nn.Linear(2, 2, device="meta"), "weight"),
         (lambda: nn.ParameterDict({"none": nn.Parameter(torch.zeros(0))}), "fragments"),  # nothing to reduce
         (lambda: nn.ParameterDict({"z": torch.zeros(2).to(torch.complex64)}), "'z'"),
         (lambda: [nn.Sequential(inside) for inside in [nn.Linear(2, 2)] * 2], "replicas share"),
         (lambda: [nn.Linear(2, 2), nn.Linear(2, 3)], "replica 1"),
-        (lambda: [nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))], "replica 1"),
     ],
 )
 def test_replicas_that_cannot_be_trained(replicas: Callable[[], Any], word: str) -> None:
@@ -282,10 +278,3 @@ def test_refusals_name_the_argument(name: str, value: Any) -> None:
     options = {"outer": HEAVY_BALL, "inner_steps": 4} | {name: value}
     with pytest.raises(ValueError, match=name):
         DiLoCo(network(), **options)
-
-
-def test_numbers_of_numpy_are_taken() -> None:
-    """They are the plain numbers."""
-    options = {"inner_steps": np.int64(4), "delay": np.int32(1), "mixing": np.float32(0.5), "fragments": np.int8(2)}
-    run, twin = start("heavy ball", **options), start("heavy ball", **{n: v.item() for n, v in options.items()})
-    assert [report.checksum for report in run.go(range(9))] == [report.checksum for report in twin.go(range(9))]

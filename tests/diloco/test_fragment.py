@@ -42,11 +42,9 @@ def test_patterns_take_names_in_order() -> None:
     ("options", "rooms"),
     [
         ({"inner_steps": 6}, 1),
-        ({"inner_steps": 6, "delay": 1}, 1),
         ({"inner_steps": 6, "delay": 2}, 3),
         ({"inner_steps": 6, "stagger": False}, 3),
         ({"inner_steps": 2}, 3),
-        ({"inner_steps": 3}, 1),
     ],
     ids=str,
 )

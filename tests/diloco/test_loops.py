@@ -277,15 +277,6 @@ def test_a_resume_without_residuals_is_told(caplog: pytest.LogCaptureFixture):
     assert "residuals" in caplog.messages[0]
 
 
-def test_a_state_goes_on_in_the_schedule_of_its_round():
-    """Saved inside a round it is refused by an engine with other inner steps; between two rounds it is not."""
-    run, other = start("heavy ball"), start("heavy ball", inner_steps=7)
-    run.go(range(4))
-    other.engine.load_state_dict(run.engine.state_dict())
-    run.go([4])
-    assert "inner_steps must be 7" in refusal(lambda: other.engine.load_state_dict(run.engine.state_dict()))
-
-
 # --------------------------------------------------------------------------------- one rank's checkpoint on all ranks
 
 

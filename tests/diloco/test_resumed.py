@@ -71,6 +71,9 @@ def test_another_schedule_may_follow_a_rounds_end() -> None:
     assert all(same_bits(p.detach(), run.engine.anchor[name]) for name, p in other.models[0].named_parameters())
     assert [report.round for report in other.go(range(6))] == [run.engine.round + 1]
     assert run.engine.checksum() == before != other.engine.checksum()
+    run.go([6])
+    with pytest.raises(ValueError, match="inner_steps must be 4"):
+        other.engine.load_state_dict(run.engine.state_dict())
 
 
 def test_what_a_state_does_not_name_is_owed_no_longer() -> None:

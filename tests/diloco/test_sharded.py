@@ -121,7 +121,6 @@ def refusals(mesh: Any, group: ProcessGroup, shard: Shard) -> dict[str, str]:
         "fragments": (short, {}),
         "outer": (sharded, {"outer": "muon"}),
         "filter": (sharded, {"filter": "orthogonal"}),
-        "buffers": (sharded, {"buffers": "mean"}),
     }
     usual = {"outer": NESTEROV, "group": group, "inner_steps": 2}
     return {

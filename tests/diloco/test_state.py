@@ -64,11 +64,8 @@ def test_each_missing_entry_is_named(path: tuple[Any, ...]) -> None:
     [
         ("inner_steps", {"inner_steps": 9}),
         ("delay", {"delay": 2}),
-        ("stagger", {"stagger": False}),
-        ("mixing", {"mixing": 0.5}),
         ("compression", {"compression": "int8"}),
         ("replicas", {"replicas": [0]}),
-        ("fragments", {"fragments": 2, "restart": 2}),
         ("fragments", {"fragments": BLOCKS, "restart": 2}),
     ],
 )
@@ -82,7 +79,6 @@ def test_shapes_are_compared() -> None:
     parts, groups = STATE["fragments"], STATE["fragments"][1]["outer"]["param_groups"]
     for path, value, word in (
         (("anchor",), STATE["anchor"][:1], "anchor"),
-        (("anchor",), STATE["anchor"].double(), "anchor"),
         (("fragments", 2, "sum"), parts[2]["sum"][:1], "sums"),
         (("fragments", 1, "outer", "param_groups"), groups * 2, "groups"),
     ):

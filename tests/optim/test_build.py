@@ -14,7 +14,7 @@ from twophase.optim.build import named_optimizer, outer_optimizer
 from twophase.optim.names import RULES
 from twophase.optim.outer_sgd import OuterSGD
 from twophase.optim.restarting import Restarting
-from twophase.restart import Auto, Never, Periodic, parse
+from twophase.restart import Auto, Periodic, parse
 from twophase.rule import OuterRule
 
 SHAPES = [(7,), (3, 5), (6, 2), (2, 3, 4)]
@@ -51,13 +51,10 @@ def rmsprop(named: list[tuple[str, Any]]) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     ("outer", "restart", "kind", "policy"),
     [
-        ("averaging", None, OuterSGD, Never()),
         ("nesterov", 3, OuterSGD, Periodic(3)),
         ("auto", None, OuterSGD, Auto()),
         (Auto(), None, OuterSGD, Auto()),
-        (parse("test-half:2"), None, OuterSGD, parse("test-half:2")),
         (OuterRule(0.5, 0.5, form="ema"), "soft:2:0.1:0.2", OuterSGD, parse("soft:2:0.1:0.2")),
-        ("adamw", None, Restarting, "never"),
         ("muon", "2", Restarting, "2"),
         (rmsprop, 2, Restarting, "2"),
         (rmsprop, None, torch.optim.RMSprop, None),
