@@ -84,7 +84,7 @@ def unlike_starts(rank: int) -> dict[str, Callable[[], Any]]:
         "compression": built(network(), compression=("float32", "int8")[rank]),
         "fragments": built(network(), fragments=2 + rank),
         "fragments ": built(ordered),
-        "types": built(network(dtype=(torch.float32, torch.bfloat16)[rank])),
+        "parameters": built(network(dtype=(torch.float32, torch.bfloat16)[rank])),
         "outer": built(network(), (HEAVY_BALL, NESTEROV)[rank]),
         "outer 1": built(network(), fragments=2, restart={"0": 3, "1": 3 + rank}),
         "filter": built(network(), filter=(None, "clip:1")[rank]),

@@ -21,8 +21,8 @@ def under_way(**changes: Any) -> Run:
 
 STATE = under_way().engine.state_dict()
 PATHS: list[tuple[Any, ...]] = [
-    *((name,) for name in STATE),
-    *(("fragments", n, name) for n in (0, 2) for name in ("round", "steps", "outer")),
+    *((name,) for name in ("anchor", "spec", "fragments", "inner_step")),
+    ("fragments", 0, "steps"),
     ("fragments", 2, "sum"),
 ]
 """Places in a state."""
@@ -75,21 +75,25 @@ def test_a_reduction_ends_by_the_schedule_that_it_began_in(word: str, changes: d
 
 
 def test_shapes_are_compared() -> None:
-    """Tensors of other shapes and types, param groups of other sizes, no state at all."""
-    parts, groups = STATE["fragments"], STATE["fragments"][1]["outer"]["param_groups"]
+    """Tensors of other shapes and types, no state at all."""
+    parts = STATE["fragments"]
     for path, value, word in (
         (("anchor",), STATE["anchor"][:1], "anchor"),
         (("fragments", 2, "sum"), parts[2]["sum"][:1], "sums"),
-        (("fragments", 1, "outer", "param_groups"), groups * 2, "groups"),
     ):
         assert_refused(changed(STATE, path, value), word)
     for other in ({}, None, [], {"anchor": torch.zeros(3)}):
         assert_refused(other, "state_dict")
 
 
-def test_a_state_that_a_later_fragment_refuses_changes_none() -> None:
-    """The outer optimizers load one after the other; those before the refusal go back."""
-    state = through_file(STATE)
-    (index, buffers), *_ = state["fragments"][1]["outer"]["state"].items()
-    state["fragments"][1]["outer"]["state"][index] = {key: value[..., None] for key, value in buffers.items()}
-    assert_refused(state, "buffer")
+def test_a_state_that_an_outer_optimizer_refuses_ends_the_engine_until_it_is_loaded() -> None:
+    """Earlier fragments have been loaded then."""
+    run, state = under_way(seed=3), through_file(STATE)
+    groups = state["fragments"][1]["outer"]["param_groups"]
+    groups += groups
+    with pytest.raises(ValueError, match="groups"):
+        run.engine.load_state_dict(state)
+    with pytest.raises(RuntimeError, match="load_state_dict"):
+        run.engine.step()
+    run.engine.load_state_dict(STATE)
+    run.engine.step({"loss": 1.0})

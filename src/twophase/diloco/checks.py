@@ -49,12 +49,11 @@ def check_replicas(
                 raise ValueError(
                     f"DiLoCo: replicas holds a {type(module).__name__}, which joins gradients; pass .module"
                 )
-        if {n: s.tensor().shape for n, s in by_name.items()} != {n: s.tensor().shape for n, s in slots[0].items()}:
-            raise ValueError(f"DiLoCo: replica {number} has other trainable parameters than replica 0")
+        if difference := first_difference(_described(replicas[0], slots[0]), _described(replica, by_name)):
+            name, first, other = difference
+            raise ValueError(f"DiLoCo: {name} differs: {first} in replica 0, {other} in replica {number}")
         if len({slot.device for slot in by_name.values()}) > 1:
             raise ValueError(f"DiLoCo: parameters of replica {number} must be on one device")
-        if difference := first_difference(_buffers(replicas[0]), _buffers(replica)):
-            raise ValueError(f"DiLoCo: buffers of replica {number} must be as of replica 0, {difference[0]} is not")
     if len({id(slot.parameter) for by_name in slots for slot in by_name.values()}) < len(slots) * len(slots[0]):
         raise ValueError("DiLoCo: replicas share parameters; make a copy.deepcopy() of the module for each")
     for name, slot in slots[0].items():
@@ -80,8 +79,7 @@ def assert_started_equal(engine: DiLoCo, expect_equal: Mapping[str, Any]) -> int
         "torch": str(torch.__version__),
         **spec_of(engine),
         "frozen parameters": digest([local(p) for p in frozen]) if frozen and not group.sharded else "",
-        "buffers": _buffers(replica),
-        "types": sorted({str(slot.dtype) for fragment in engine.fragments for slot in fragment.slots[0]}),
+        **_described(replica, {slot.name: slot for fragment in engine.fragments for slot in fragment.slots[0]}),
         "outer": {fragment.name: describe(fragment.outer) for fragment in engine.fragments},
         "filter": engine.filter,
         "averaged buffers": engine.buffers,
@@ -97,8 +95,9 @@ def assert_started_equal(engine: DiLoCo, expect_equal: Mapping[str, Any]) -> int
     return sum(count for count, _ in rows)
 
 
-def _buffers(module: nn.Module) -> dict[str, str]:
-    return {name: f"{[*b.shape]} {b.dtype}" for name, b in buffers_of(module).items()}
+def _described(module: nn.Module, slots: Mapping[str, Slot]) -> dict[str, dict[str, str]]:
+    tensors = {"parameters": {name: slot.tensor() for name, slot in slots.items()}, "buffers": buffers_of(module)}
+    return {kind: {n: f"{[*t.shape]} {t.dtype}" for n, t in by_name.items()} for kind, by_name in tensors.items()}
 
 
 def spec_of(engine: DiLoCo) -> dict[str, Any]:

@@ -120,10 +120,8 @@ class DiLoCo:
         checks.check_replicas(self.replicas, slots, self.group, buffers)
         self.group.bind(next(iter(slots[0].values())).device)
         self.round = self.inner_step = self.taken = self.syncs = 0
-        self._build(
-            slots, partition({name: slot.parameter.numel() for name, slot in slots[0].items()}, fragments), filter
-        )
-        self._build_outers(outer, restart)
+        parts = partition({name: slot.parameter.numel() for name, slot in slots[0].items()}, fragments)
+        self._build(slots, parts, filter, outer, restart)
         self._interrupted, self._is_replaced, self._showing, self._met = False, False, 0, None
         self.after_sync: list[Callable[[], object]] = []
         self.replica_count = checks.assert_started_equal(self, expect_equal or {})
@@ -133,12 +131,22 @@ class DiLoCo:
         self.restore()
         self._loads = state.Loads(self)
 
-    __getstate__ = state.refuse_copy
+    def __getstate__(self) -> Any:
+        """Refuse to copy or pickle an engine."""
+        raise TypeError("DiLoCo: an engine is not copied or pickled; build another, and load this one's state_dict()")
 
     def _build(
-        self, slots: Sequence[Mapping[str, Any]], parts: Mapping[str, Sequence[str]], filters: str | Filter | None
+        self,
+        slots: Sequence[Mapping[str, Any]],
+        parts: Mapping[str, Sequence[str]],
+        filters: str | Filter | None,
+        outer: OuterChoice,
+        restart: Restarts | Mapping[str, Restarts],
     ) -> None:
         """Make the fragments over one flat anchor, which holds the first replica's parameters."""
+        policies = restart if isinstance(restart, Mapping) else dict.fromkeys(parts, restart)
+        if different := policies.keys() ^ parts.keys():
+            raise ValueError(f"DiLoCo: restart must name the fragments {[*parts]}, differs in {min(different)!r}")
         tensors = {name: slot.tensor() for name, slot in slots[0].items()}
         lengths = [sum(padded(tensors[name].numel()) for name in names) for names in parts.values()]
         if self.group.fault_of_shards("empty" if 0 in lengths else ""):
@@ -158,27 +166,15 @@ class DiLoCo:
             of_replicas = [[by_name[name] for name in names] for by_name in slots]
             fragment = Fragment(name, of_replicas, anchor, gradient, compression, filter=chosen)
             torch._foreach_copy_(fragment.views, [tensors[name] for name in names])
-            self.fragments.append(fragment)
-            fragment.offset = self._inner_steps
-            if self.stagger:
-                fragment.offset = -(-len(self.fragments) * self._inner_steps // len(parts))
-        self.anchor: dict[str, Tensor] = {name: view for fragment in self.fragments for name, view in fragment.named}
-
-    def _build_outers(self, outer: OuterChoice, restart: Restarts | Mapping[str, Restarts]) -> None:
-        """Build an optimizer for each fragment: a shared one would step on gradients of others, too."""
-        names = [fragment.name for fragment in self.fragments]
-        policies = restart if isinstance(restart, Mapping) else dict.fromkeys(names, restart)
-        if different := policies.keys() ^ set(names):
-            raise ValueError(f"DiLoCo: restart must name the fragments {names}, differs in {min(different)!r}")
-        for fragment in self.fragments:
-            try:
-                fragment.outer = made = outer_optimizer(fragment.named, outer, policies[fragment.name])
-            except ValueError as error:
-                raise ValueError(f"DiLoCo: {error}") from None
-            parts = made.optimizers if isinstance(made, Restarting) else [made]
+            # A shared optimizer would step on gradients of others, too.
+            fragment.outer = made = outer_optimizer(fragment.named, outer, policies[name])
             measures = isinstance(made, Restarting) and made.needs
-            if self.group.sharded and (measures or any(isinstance(part, torch.optim.Muon) for part in parts)):
+            if self.group.sharded and (measures or "Muon" in checks.kind_of(made)):
                 raise ValueError("DiLoCo: outer must not be Muon or measure its state, for parameters are sharded")
+            self.fragments.append(fragment)
+            number = len(self.fragments) if self.stagger else len(parts)
+            fragment.offset = -(-number * self._inner_steps // len(parts))
+        self.anchor: dict[str, Tensor] = {name: view for fragment in self.fragments for name, view in fragment.named}
 
     # ------------------------------------------------------------------------------------------------- the rounds
 
@@ -363,7 +359,16 @@ class DiLoCo:
         numbers and text only (`torch.load(weights_only=True)`). The tensors are live: save them before the next step,
         or clone them. It waits for an all-reduce under way; then call it on all ranks.
         """
-        return state.saved(self)
+        if self._interrupted:
+            raise RuntimeError(checks.INTERRUPTED)
+        checks.meet(self, "state_dict", [fragment for fragment in self.fragments if fragment.halfway])
+        spec = state.spec(self)
+        if not self.at_anchor:
+            spec |= {"rank": self.group.rank, "weights": state.weights(self)}
+        fragments = [fragment.state_dict() for fragment in self.fragments]
+        return {"anchor": self.flat, "spec": spec, "fragments": fragments} | {
+            n: getattr(self, n) for n in state.COUNTERS
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from `state_dict()`. Construct the engine first, then load it, the models and inner optimizers.
@@ -373,7 +378,7 @@ class DiLoCo:
         after it by the modules' `load_state_dict`.
 
         Raises:
-            ValueError: not an engine's state, or of another model or schedule; nothing has been changed.
+            ValueError: not an engine's state, or of another model, schedule or outer optimizer.
         """
         state.load(self, state_dict)
 
@@ -382,8 +387,13 @@ class DiLoCo:
         return {f.name: f.compression.residuals for f in self.fragments if f.compression is not None}
 
     def load_residuals(self, residuals: Mapping[str, Tensor]) -> None:
-        """Continue from `residuals()`; those of other fragments become zero."""
-        state.load_residuals(self, residuals)
+        """Continue from `residuals()`; those that it lacks become zero."""
+        for name, residual in self.residuals().items():
+            saved = residuals[name] if name in residuals else torch.zeros_like(residual)
+            if saved.shape != residual.shape:
+                raise ValueError(f"DiLoCo: residuals of {name} must be {[*residual.shape]}, got {[*saved.shape]}")
+            residual.copy_(saved)
+        self._loads.owes = False
 
     def check(self, inner: Optimizer | Sequence[Optimizer] = (), *, strict: bool = False) -> tuple[str, ...]:
         """Return a sentence for each mistake of the loop that no error shows, or with `strict` raise a ValueError.

@@ -7,13 +7,14 @@ that a resumed run lacks, or has of another rank.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from twophase.diloco.checks import INTERRUPTED, first_difference, kind_of, meet, spec_of
+from twophase.diloco.checks import first_difference, kind_of, meet, spec_of
 from twophase.diloco.digest import digest
 from twophase.diloco.fragment import local, reshard
 from twophase.optim.outer_sgd import OWNERS, keep_types, owner_of
@@ -21,7 +22,7 @@ from twophase.optim.outer_sgd import OWNERS, keep_types, owner_of
 if TYPE_CHECKING:
     from twophase.diloco.engine import DiLoCo
 
-_COUNTERS = ("round", "inner_step", "taken", "syncs")
+COUNTERS = ("round", "inner_step", "taken", "syncs")
 LATE = "weights were loaded into the modules after the engine was built, whose anchor has followed; load them before"
 JUMP = (
     "weights were loaded into the modules after the engine was built and count as progress of this round; load them "
@@ -49,8 +50,8 @@ class Loads:
                 earlier._is_replaced = True
             OWNERS[slot.parameter] = weakref.ref(engine)
         modules = {module for replica in engine.replicas for module in replica.modules()}
-        handles = [module.register_load_state_dict_pre_hook(_before_load) for module in modules]
-        handles += [module.register_load_state_dict_post_hook(_after_load) for module in modules]
+        handles = [module.register_load_state_dict_pre_hook(partial(_on_load, Loads.before)) for module in modules]
+        handles += [module.register_load_state_dict_post_hook(partial(_on_load, Loads.after)) for module in modules]
         weakref.finalize(engine, lambda: [handle.remove() for handle in handles])
 
     def _forget(self) -> None:
@@ -101,23 +102,10 @@ class Loads:
             self._forget()
 
 
-def _before_load(module: nn.Module, *_: Any) -> None:  # functions, which a copy of the module may share
-    if (engine := _engine_of(module)) and not engine._showing:
-        engine._loads.before(engine, module)
-
-
-def _after_load(module: nn.Module, _: Any) -> None:
-    if (engine := _engine_of(module)) and not engine._showing:
-        engine._loads.after(engine, module)
-
-
-def _engine_of(module: nn.Module) -> DiLoCo | None:
-    return next(filter(None, map(owner_of, module.parameters())), None)
-
-
-def refuse_copy(_: DiLoCo) -> Any:
-    """Refuse to copy or pickle an engine."""
-    raise TypeError("DiLoCo: an engine is not copied or pickled; build another and load_state_dict() its state_dict()")
+def _on_load(act: Callable[[Loads, DiLoCo, nn.Module], None], module: nn.Module, *_: Any) -> None:
+    engine = next(filter(None, map(owner_of, module.parameters())), None)  # none of a copy, which has the same hooks
+    if engine and not engine._showing:
+        act(engine._loads, engine, module)
 
 
 # ---------------------------------------------------------------------------------------------------- saved and loaded
@@ -133,84 +121,52 @@ def _parameters(engine: DiLoCo, number: int) -> list[Tensor]:  # also of a modul
     return [local(slot.parameter) for fragment in engine.fragments for slot in fragment.slots[number]]
 
 
-def saved(engine: DiLoCo) -> dict[str, Any]:
-    """Return an engine's state; its tensors are live."""
-    if engine._interrupted:
-        raise RuntimeError(INTERRUPTED)
-    meet(engine, "state_dict", [fragment for fragment in engine.fragments if fragment.halfway])
-    spec = _spec(engine)
-    if not engine.at_anchor:
-        spec |= {"rank": engine.group.rank, "weights": weights(engine)}
-    return {
-        "anchor": engine.flat,
-        "spec": spec,
-        "fragments": [fragment.state_dict() for fragment in engine.fragments],
-        **{name: getattr(engine, name) for name in _COUNTERS},
-    }
-
-
 @torch.no_grad()
 def load(engine: DiLoCo, state: Mapping[str, Any]) -> None:
-    """Load a state, or refuse it with a ValueError that names the difference and change nothing."""
+    """Load a state, or refuse it with a ValueError that names the difference."""
     _check(engine, state)
     meet(engine, "load_state_dict", [fragment for fragment in engine.fragments if fragment.halfway])
     for fragment in engine.fragments:  # else it would write its sum into the loaded state
         fragment.settle()
-    before = [fragment.outer.state_dict() for fragment in engine.fragments]
-    try:
-        for fragment, saved in zip(engine.fragments, state["fragments"], strict=True):
-            fragment.outer.load_state_dict(saved["outer"])
-            keep_types(fragment.outer, saved["outer"])
-    except Exception:  # of a later fragment: undo the earlier ones
-        for fragment, outer in zip(engine.fragments, before, strict=True):
-            fragment.outer.load_state_dict(outer)
-        raise
+    engine._interrupted, engine._met = True, None  # other ranks may load another state
     engine.flat.copy_(state["anchor"])
     for fragment, saved in zip(engine.fragments, state["fragments"], strict=True):
+        fragment.outer.load_state_dict(saved["outer"])
+        keep_types(fragment.outer, saved["outer"])
         fragment.load_state_dict(saved)
-    for name in _COUNTERS:
+    for name in COUNTERS:
         setattr(engine, name, state[name])
-    engine._interrupted, engine._met = False, None  # other ranks may have loaded another state
+    engine._interrupted = False
     if engine.at_anchor:
         engine.restore()
     engine._loads.resume(engine, state["spec"])
 
 
-def _spec(engine: DiLoCo) -> dict[str, Any]:
+def spec(engine: DiLoCo) -> dict[str, Any]:
+    """Return what an engine and a state that it loads must have in common, as JSON values."""
     kinds = [kind_of(fragment.outer).replace("OuterSGD", "SGD") for fragment in engine.fragments]  # load each other's
     return spec_of(engine) | {"replicas": engine.replica_count, "outer": kinds}
 
 
 def _check(engine: DiLoCo, state: Mapping[str, Any]) -> None:
-    where, own = "DiLoCo.load_state_dict:", _spec(engine)
+    where, own, names = "DiLoCo.load_state_dict:", spec(engine), ("fragments", "outer")
     try:
-        spec, needed = {"outer": own["outer"]} | state["spec"], [state[name] for name in _COUNTERS]
-        tensors, senders, names = [(engine.flat, state["anchor"])], [len(engine.replicas)], ("fragments", "outer")
-        for fragment, part in zip(engine.fragments, state["fragments"], strict=False):
-            needed += [part[name] for name in ("round", "steps", "outer")]
-            tensors += [(fragment.gradient, part["sum"])] if "age" in part else []
-            senders += [len(part["weights"])] if "weights" in part else []
-        is_unlike = any((a.shape, a.dtype) != (b.shape, b.dtype) for a, b in tensors) or len({*senders}) > 1
+        other, parts = {"outer": own["outer"]} | state["spec"], state["fragments"]
+        has_begun = state["inner_step"] or any(part["steps"] for part in parts)
+        tensors = [(engine.flat, state["anchor"])]
+        tensors += [
+            (f.gradient, part["sum"]) for f, part in zip(engine.fragments, parts, strict=False) if "age" in part
+        ]
+        is_unlike = any((a.shape, a.dtype) != (b.shape, b.dtype) for a, b in tensors)
+        is_unlike |= any(len(part.get("weights", engine.replicas)) != len(engine.replicas) for part in parts)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{where} the state lacks {error}; pass what state_dict() returned") from None
     if len(tensors) > 1:  # a reduction ends by the schedule that it began in
         names = tuple(own)
-    elif state["inner_step"] or any(part["steps"] for part in state["fragments"]):  # so does a round
+    elif has_begun:  # so does a round
         names += ("inner_steps", "stagger")
-    if difference := first_difference({n: own[n] for n in names}, {n: spec.get(n) for n in names}):
-        name, mine, other = difference
-        raise ValueError(f"{where} {name} must be {mine} as in this engine, is {other} in the state")
+    if difference := first_difference({n: own[n] for n in names}, {n: other.get(n) for n in names}):
+        name, mine, theirs = difference
+        raise ValueError(f"{where} {name} must be {mine} as in this engine, is {theirs} in the state")
     if is_unlike:
         raise ValueError(f"{where} anchor, sums and weights must have the shapes and types of this engine's")
-
-
-@torch.no_grad()
-def load_residuals(engine: DiLoCo, saved: Mapping[str, Tensor]) -> None:
-    """Set residuals to saved ones of the same fragments and shapes, others to zero."""
-    own = engine.residuals()
-    for name, residual in own.items():
-        if name in saved and saved[name].shape != residual.shape:
-            raise ValueError(f"DiLoCo: residuals of {name} must be {[*residual.shape]}, got {[*saved[name].shape]}")
-    for name, residual in own.items():
-        residual.copy_(saved[name]) if name in saved else residual.zero_()
-    engine._loads.owes = False
