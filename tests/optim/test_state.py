@@ -130,9 +130,9 @@ def test_a_state_of_torch_sgd_loads(restart: str, nesterov: bool, dtype: torch.d
     (group,) = outer.param_groups
     names = ("restart", "form", "lr", "momentum", "rounds", "nesterov")
     assert " ".join(str(group[name]) for name in names) == f"{restart} sum 0.7 0.9 0 {nesterov}"
-    assert all(m.dtype == torch.float32 and m.shape == p.shape for m, p in zip(buffers(outer), params, strict=True))
     for optimizer in (outer, sgd):
         run(optimizer, range(3, 8))
+    assert all(m.dtype == torch.float32 and m.shape == p.shape for m, p in zip(buffers(outer), params, strict=True))
     assert all(map(same_bits, params, theirs)) == (restart == "never" and dtype == torch.float32)
     assert (counters(outer)[2] > 0) == (restart != "never")
 

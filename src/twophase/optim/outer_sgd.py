@@ -146,8 +146,7 @@ class OuterSGD(torch.optim.SGD):
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
         self.last_round = seen = list[GroupRound]()
-        is_plain = not measure and signals is None and dots is None  # an engine's or a recorder's step is a round
-        if is_plain and is_init_step(self):
+        if signals is None and not measure and dots is None and is_init_step(self):  # an engine's step is a round
             for group in self.param_groups:
                 self._buffers(group, [p for p in group["params"] if p.grad is not None])
             return loss
@@ -255,8 +254,6 @@ class OuterSGD(torch.optim.SGD):
         loaded = {**state_dict, "param_groups": groups + state_dict["param_groups"][len(groups) :]}
         super().load_state_dict(loaded)
         keep_types(self, loaded)
-        for group in self.param_groups:  # of a torch.optim.SGD over 16-bit parameters, which are wide here
-            self._buffers(group, [p for p in group["params"] if self.state.get(p, {}).get(BUFFER) is not None])
 
 
 def is_init_step(optimizer: Optimizer) -> bool:
@@ -406,7 +403,10 @@ def dots(grads: Sequence[Any], buffers: Sequence[Tensor | None]) -> Dots:
             batches[-1].append(piece)
         columns = [list(zip(*batch, strict=True)) for batch in batches if batch]
         pieces = [tuple(ts[0] if len(ts) == 1 else torch.cat(ts) for ts in batch) for batch in columns]
-    return _sums([product for piece in pieces for product in _products(*piece)])
+    products = [product for piece in pieces for product in _products(*piece)]
+    stacked = off_mps(torch.stack([t.to(products[0].device) for t in products]))
+    gg, mm, gm = stacked.double().view(-1, 3).sum(0).tolist()
+    return gg, mm, gm
 
 
 def _pieces(row: Sequence[Tensor]) -> Iterable[tuple[Tensor, ...]]:
@@ -426,12 +426,6 @@ def _products(g: Tensor, m: Tensor | None = None) -> list[Tensor]:
     else:  # the sum of a DTensor is partial on each rank
         found = [(a * b).sum(dtype=torch.float64).full_tensor() for a, b in pairs]  # type: ignore[attr-defined]
     return found if m is not None else [found[0], torch.zeros_like(found[0]), torch.zeros_like(found[0])]
-
-
-def _sums(products: Sequence[Tensor]) -> Dots:
-    stacked = off_mps(torch.stack([t.to(products[0].device) for t in products]))
-    gg, mm, gm = stacked.double().view(-1, 3).sum(0).tolist()
-    return gg, mm, gm
 
 
 def off_mps(t: Tensor) -> Tensor:
