@@ -76,7 +76,8 @@ def config_class(name: str) -> type[RunConfig]:
             ) from None
         options.append((field.name, hint, field.default))
     made = dataclasses.make_dataclass(kind.__name__, options, frozen=True)
-    update_wrapper(made, kind, ("__module__", "__doc__"), ())  # --help finds the docstrings of the fields in its source
+    # --help finds the docstrings of the fields in its source, by the line since Python 3.13
+    update_wrapper(made, kind, ("__module__", "__doc__", "__firstlineno__"), ())
     part = dataclasses.make_dataclass("TaskPart", [("task", made, made())], frozen=True)
     # Fields come in reverse order of the bases: the task first, as config.yaml files have it.
     return dataclasses.make_dataclass("TaskRunConfig", [], bases=(RunConfig, part), frozen=True)
