@@ -134,7 +134,7 @@ fig3_heatmaps.py
 fig4_retuning.py
 fig5_soft.py
 blockwise/blockwise.py
-compression.py
+compressed.py
 kinds.py
 linear_network.py
 endef
@@ -147,7 +147,7 @@ topk.py
 bench/run.py "averaging outer.filter=orthogonal" --size tiny --workers 1 --quiet
 fig4_retuning.py --train quick --workers 1
 fig5_soft.py --train quick --workers 1
-compression.py --train quick --workers 1
+compressed.py --train quick --workers 1
 kinds.py --train quick --workers 1
 linear_network.py --train quick
 gpu/step.py --tiny

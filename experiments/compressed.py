@@ -1,7 +1,7 @@
 """Does it matter how the pseudo-gradients travel: in float32, bfloat16 or int8?
 
-    python experiments/compression.py                       draws the stored results
-    python experiments/compression.py --train laptop        20 minutes on one core
+    python experiments/compressed.py                        draws the stored results
+    python experiments/compressed.py --train laptop        20 minutes on one core
 
 Every run is done once for each compression, all else equal: both rules at a small and at DiLoCo's usual momentum, with
 and without restarts, at the short communication period, which sends most. Each is compared with the float32 run of its
@@ -43,7 +43,7 @@ def train(options: argparse.Namespace) -> Frame:
     """Train all runs; return a row for each compression and setting, compared with float32 seed by seed."""
     axes = AXES | {"sync.compression": COMPRESSIONS, "seed": options.scale.seeds}
     base = update(options.scale.base, {"outer.method": "nesterov", "outer.lr": LR})
-    folder = options.out / options.train / "compression"
+    folder = options.out / options.train / "compressed"
     frame = twophase.sweep("lm", axes, base, folder, workers=options.workers).frame()
     logs = np.log(frame.set_index([*axes])["perplexity"].fillna(math.inf)).sort_index()
     exact, rows = logs.xs(COMPRESSIONS[0], level="sync.compression"), []
@@ -80,4 +80,4 @@ def draw(table: pd.DataFrame) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    script(__doc__, "compression", draw, train=train, scales=SCALES, report=lambda table: show(table, digits=3))
+    script(__doc__, "compressed", draw, train=train, scales=SCALES, report=lambda table: show(table, digits=3))
