@@ -117,11 +117,14 @@ def test_only_a_page_of_its_own_is_overwritten(capsys: Capture, tmp_path: Path) 
         assert out.read_text() == text
 
 
-def test_a_run_gives_rule_restarts_and_length(capsys: Capture, tmp_path: Path) -> None:
+def test_a_run_gives_rule_restarts_and_length(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the modes that it shows. Options come on top; restarts that the page cannot show are never."""
     rule, out = OuterRule(0.5, 0.8, True, "ema"), tmp_path / "page.html"
     run = write_run(tmp_path / "run", rule, [0.35], restart="5")
-    assert asked(out, "--run", run)["sigmas"] == pytest.approx([0.35], rel=1e-6)
+    opened: list[str] = []
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    assert asked(out, "--run", run, "--open")["sigmas"] == pytest.approx([0.35], rel=1e-6)
+    assert opened == [out.resolve().as_uri()]
     mixed = update(config_of(rule, "5", 60), {"sync.mixing": 0.5})  # which looks like progress
     assert len(asked(out, "--run", write_run(tmp_path / "mixed", rule, [0.35], config=mixed))["sigmas"]) == 6
     assert "--sigma-range" in capsys.readouterr().out  # which it says
@@ -138,15 +141,3 @@ def test_a_run_gives_rule_restarts_and_length(capsys: Capture, tmp_path: Path) -
     assert "orthogonal" in refused(capsys, "--run", write_run(tmp_path / "more", rule, [0.35], config=filtered))
     (run / "config.yaml").write_text("outer: 3\n")
     assert "config.yaml" in refused(capsys, "--run", run)
-
-
-def test_the_guides_run_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The guide's example of --run works as written."""
-    guide = (Path(__file__).parents[2] / "docs" / "explorer.md").read_text(encoding="utf-8")
-    (line,) = re.findall(r"^twophase explore (.*--run.*)$", guide, re.MULTILINE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("webbrowser.open", lambda _address: True)
-    write_run(tmp_path / "runs" / "one", OuterRule(0.7, 0.9, True), [0.3], 6, "3")
-    assert main(["explore", *line.split()]) == 0
-    state = data_of(tmp_path / "one.html")["state"]
-    assert (state["lr"], state["restart"], state["rounds"], len(state["sigmas"])) == (0.7, 3, 6, 16)

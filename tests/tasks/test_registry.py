@@ -11,13 +11,13 @@ from types import ModuleType
 
 import pytest
 
-from twophase.config import dump_yaml, fingerprint, flatten, parse, to_tree, update
+from twophase.config import parse, to_tree, update
 from twophase.errors import UsageError
 from twophase.tasks import registry
 from twophase.tasks.digits import Digits
 from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.task import LanguageTask
-from twophase.tasks.registry import config_class, config_of, name_of, task_class, task_of
+from twophase.tasks.registry import config_class, name_of, task_class, task_of
 
 RINGS = (Path(__file__).parents[2] / "examples" / "rings.py").read_text(encoding="utf-8")
 
@@ -49,17 +49,6 @@ def test_the_fields_of_a_task_are_values_of_its_configuration(rings: Path) -> No
     for path, value in (("task.name", "digits"), ("task.width", "wide"), ("task.depth", 1)):
         with pytest.raises(UsageError, match=path):
             update(config, {path: value})
-
-
-@pytest.mark.parametrize("name", ["lm", "digits", "rings"])
-def test_a_tree_of_values_is_a_configuration_again(rings: Path, name: str) -> None:
-    """Nested or by dotted path, the same configuration comes back, and so does its fingerprint."""
-    config = config_class(f"{rings.stem}:Rings" if name == "rings" else name)(steps=32, seed=5)
-    for tree in (to_tree(config), flatten(to_tree(config))):
-        assert config_of(tree) == config
-        assert fingerprint(config_of(tree)) == fingerprint(config)
-    assert next(iter(to_tree(config))) == ("model" if name == "lm" else "task")
-    assert dump_yaml(config).startswith("model:" if name == "lm" else "task:")
 
 
 def test_options_and_their_help(rings: Path, capsys: pytest.CaptureFixture[str]) -> None:

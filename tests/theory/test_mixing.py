@@ -15,13 +15,7 @@ import oracle
 from amount import amount
 from oracle import HB, random_rule
 from twophase.rule import FORMS, OuterRule
-from twophase.theory import (
-    asymptotic_rate,
-    best_period,
-    chebyshev_rate,
-    mixed_periods,
-    restart_table,
-)
+from twophase.theory import asymptotic_rate, best_period, chebyshev_rate, mixed_periods, restart_table
 
 ANCHORS = [  # interval, rule, no restart, best fixed rate and period, rate of the mix
     ((0.3, 0.95), HB, 0.0527, 0.1315, 7, 0.1946),
