@@ -95,14 +95,6 @@ def test_each_of_two_models_has_its_own_engine(tmp_path: Path):
     assert [each.engine.taken for each in rounds] == [1, 0]
 
 
-def test_disabled_has_no_engine():
-    """With enabled=False no round ends."""
-    *_, rounds = start(enabled=False)
-    with rounds:
-        assert not any(rounds.step() for _ in range(STEPS))
-    assert rounds.engine is None
-
-
 @pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED"])
 def test_sharded_models_are_refused(kind: str):
     """Their parameters are not all in this process."""

@@ -29,26 +29,21 @@ class DiLoCo:
     that loads before the block equals an uninterrupted one bit for bit. To write a run folder: `with
     twophase.record(folder, rounds.engine) as run, rounds:`, `run.log_round(rounds.step())`, last of `rounds.finish()`.
 
-    `enabled=False` changes nothing about the loop, and `engine` is None. Other arguments are those of
-    `twophase.DiLoCo`, over a model that the accelerator has prepared; "nesterov" is DiLoCo's published rule.
+    Arguments are those of `twophase.DiLoCo`, over a model that the accelerator has prepared; "nesterov" is DiLoCo's
+    published rule.
     A ValueError refuses FSDP, DeepSpeed, Megatron-LM and a TPU.
     """
-
-    engine: engine.DiLoCo = None  # type: ignore[assignment] - only with enabled=False, and then not registered
 
     def __init__(
         self,
         accelerator: Accelerator,
         model: nn.Module,
         inner_steps: int,
-        enabled: bool = True,
         *,
         outer: OuterChoice = "nesterov",
         **options: Any,
     ) -> None:
         self._accelerator, self._model, self._block = accelerator, model, ExitStack()
-        if not enabled:
-            return
         kind = accelerator.distributed_type
         if kind != DistributedType.NO and not kind.value.startswith("MULTI_"):
             raise ValueError(f"DiLoCo: distributed_type must be NO, MULTI_CPU or MULTI_GPU, is {kind.value}")
@@ -65,17 +60,14 @@ class DiLoCo:
 
         A step that a gradient scaler skipped counts as well: all replicas must count alike.
         """
-        if self.engine is None or not self._accelerator.sync_gradients:
-            return None
-        return self.engine.step(signals)
+        return self.engine.step(signals) if self._accelerator.sync_gradients else None
 
     def finish(self) -> RoundReport | None:
         """Take the last, shorter round now, and return its report; the block's end does it otherwise."""
-        return None if self.engine is None else self.engine.finish()
+        return self.engine.finish()
 
     def __enter__(self) -> DiLoCo:
-        if self.engine is not None:
-            self._block.enter_context(self._accelerator.no_sync(self._model))
+        self._block.enter_context(self._accelerator.no_sync(self._model))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
