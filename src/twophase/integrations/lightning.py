@@ -76,10 +76,6 @@ class DiLoCoCallback(Rounds, Callback):
             self.on_train_start(trainer, pl_module)
             self.end()
 
-    def on_exception(self, *_: Any, **__: Any) -> None:
-        """Leave the record unfinished."""
-        self.abandon()
-
     def state_dict(self) -> dict[str, Any]:
         """Return the engine's state for a checkpoint."""
         return self.saved() if hasattr(self, "engine") else {}

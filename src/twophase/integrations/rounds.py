@@ -57,7 +57,6 @@ class Rounds:
         Raises:
             ValueError: no state, replicas that resume from different steps, or anything that `DiLoCo` refuses.
         """
-        self.abandon()  # of an earlier training that raised
         if step and not state:
             raise ValueError(f"DiLoCoCallback: the checkpoint of step {step} must hold this callback's state, has none")
         weights = [p.detach().clone() for p in model.parameters()] if state else []
@@ -75,8 +74,8 @@ class Rounds:
             keep_types(inner, state["inner"])
         if self._folder is not None:
             folder = Path(self._folder).resolve()
-            if earlier := _RECORDING.get(folder):  # its training has raised, and a traceback still holds it
-                earlier.abandon()
+            if (earlier := _RECORDING.get(folder)) and earlier.run is not None:
+                earlier.run.close()  # its training has raised, and a traceback still holds it
             _RECORDING[folder] = self
             self.run = record(folder, self.engine, {"steps": planned} if planned else {})
 
@@ -102,11 +101,6 @@ class Rounds:
         self.reports += [report] if report is not None else []
         if report is not None and self.run is not None:
             self.run.log_round(report, inner_lr=max(float(group["lr"]) for group in self._inner.param_groups))
-
-    def abandon(self) -> None:
-        """Close the record of a training that has raised; its run stays unfinished."""
-        if self.run is not None:
-            self.run.close()
 
     def saved(self) -> dict[str, Any]:
         """Return what a checkpoint of the trainer lacks: anchor, outer state, position, residuals of compression."""
