@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,16 +12,11 @@ import bounds
 from modules import load
 
 FOLDER = Path(str(bounds.__file__)).parent
-
-
-@pytest.fixture
-def runner() -> Any:
-    return load(FOLDER / "__main__.py")
+RUNNER = load(FOLDER / "__main__.py")
 
 
 @pytest.mark.parametrize(
-    ("value", "status"),
-    [(1.5, 0), (2.5, 0), (2.6, 1), (1.4, 1), (math.nan, 1), (math.inf, 1), (None, 0)],
+    ("value", "status"), [(1.5, 0), (2.5, 0), (2.6, 1), (1.4, 1), (math.nan, 1), (math.inf, 1), (None, 0)]
 )
 def test_status_says_whether_a_bound_is_broken(
     value: float | None, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -49,7 +43,7 @@ def test_stored_bounds() -> None:
 
 
 def test_all_are_run_and_summed_up(
-    runner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Those after a failed one are run, too; each has a line with what became of it; any failure is status 1."""
     programs = {
@@ -62,19 +56,19 @@ def test_all_are_run_and_summed_up(
     }
     for name, (program, _) in programs.items():
         (tmp_path / f"{name}.py").write_text(program)
-    monkeypatch.setattr(runner, "FOLDER", tmp_path)
-    monkeypatch.setattr(runner, "BENCHMARKS", dict.fromkeys(programs, ()))
-    monkeypatch.setattr(runner, "BOUNDS", {"renamed": {"ratio": {"max": 1.0}}})
-    assert runner.main([]) == 1
+    monkeypatch.setattr(RUNNER, "FOLDER", tmp_path)
+    monkeypatch.setattr(RUNNER, "BENCHMARKS", dict.fromkeys(programs, ()))
+    monkeypatch.setattr(RUNNER, "BOUNDS", {"renamed": {"ratio": {"max": 1.0}}})
+    assert RUNNER.main([]) == 1
     lines = capfd.readouterr().out.splitlines()
     summary = [line.split(maxsplit=3) for line in lines[-len(programs) :]]
     assert {words[0]: words[3] for words in summary} == {name: outcome for name, (_, outcome) in programs.items()}
     assert "words" in lines
-    assert runner.main(["good", "idle"]) == 0
-    assert runner.main(["gone"]) == 2
+    assert RUNNER.main(["good", "idle"]) == 0
+    assert RUNNER.main(["gone"]) == 2
 
 
-def test_no_benchmark_is_forgotten(runner: Any) -> None:
+def test_no_benchmark_is_forgotten() -> None:
     """Each program in the folder is run."""
-    assert {path.stem for path in FOLDER.glob("*.py")} - {"__main__", "bounds"} == set(runner.BENCHMARKS)
-    assert set(bounds.BOUNDS) >= set(runner.BENCHMARKS)
+    assert {path.stem for path in FOLDER.glob("*.py")} - {"__main__", "bounds"} == set(RUNNER.BENCHMARKS)
+    assert set(bounds.BOUNDS) >= set(RUNNER.BENCHMARKS)

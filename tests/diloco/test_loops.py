@@ -236,7 +236,7 @@ def test_weights_that_are_loaded_in_mid_run_are_told(caplog: pytest.LogCaptureFi
     run = start("heavy ball")
     run.go(range(5))
     before, other = copy.deepcopy(run.models[0].state_dict()), network(seed=7).state_dict()
-    for weights in (other, before, before):
+    for weights in (other, before):
         run.models[0].load_state_dict(weights)
     copy.deepcopy(run.models[0]).load_state_dict(other)
     run.go([5])

@@ -74,10 +74,7 @@ class TestTransformers(Contract):
         return trainer.model.network, callback
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("load_best_model_at_end", True), ("save_total_limit", 1), ("_n_gpu", 2)],
-)
+@pytest.mark.parametrize(("name", "value"), [("load_best_model_at_end", True), ("save_total_limit", 1), ("_n_gpu", 2)])
 def test_settings_of_the_trainer_are_refused(tmp_path: Path, name: str, value: Any):
     """Rounds that end from older weights, checkpoints without the engine's state, averaged gradients."""
     trainer, _ = make(tmp_path)
