@@ -52,7 +52,7 @@ def check_replicas(
         if difference := first_difference(_described(replicas[0], slots[0]), _described(replica, by_name)):
             name, first, other = difference
             raise ValueError(f"DiLoCo: {name} differs: {first} in replica 0, {other} in replica {number}")
-        if len({slot.device for slot in by_name.values()}) > 1:
+        if len({slot.parameter.device for slot in by_name.values()}) > 1:
             raise ValueError(f"DiLoCo: parameters of replica {number} must be on one device")
     if len({id(slot.parameter) for by_name in slots for slot in by_name.values()}) < len(slots) * len(slots[0]):
         raise ValueError("DiLoCo: replicas share parameters; make a copy.deepcopy() of the module for each")
@@ -64,7 +64,7 @@ def check_replicas(
                 "group=ProcessGroup.of_mesh(mesh), or neither"
             )
         if slot.parameter.is_meta or not slot.parameter.is_floating_point():
-            raise ValueError(f"DiLoCo: parameter {name!r} must hold floating-point values, is {slot.dtype}")
+            raise ValueError(f"DiLoCo: parameter {name!r} must hold floating-point values, is {slot.parameter.dtype}")
 
 
 def assert_started_equal(engine: DiLoCo, expect_equal: Mapping[str, Any]) -> int:
@@ -220,34 +220,21 @@ def share_inputs(
     return dict(zip(names, numbers, strict=True)), dots
 
 
-def lost_replicas(fragments: Sequence[Fragment]) -> list[int]:
-    """Return the replicas of this process with values that are not finite, if a norm of the mean progress is not."""
-    if all(math.isfinite(fragment.norm) for fragment in fragments):
-        return []
-    of_replicas = enumerate(zip(*(fragment.parameters() for fragment in fragments), strict=True))
-    return [n for n, parts in of_replicas if not all(p.isfinite().all() for params in parts for p in params)]
-
-
 # ------------------------------------------------------------------------------------------------ after an outer step
 
 
-def assert_equal_on_all_ranks(
-    engine: DiLoCo, fragments: Sequence[Fragment], anchors: Sequence[str], lost: Sequence[int]
-) -> list[str]:
+def assert_equal_on_all_ranks(engine: DiLoCo, fragments: Sequence[Fragment], anchors: Sequence[str]) -> None:
     """Compare anchors, by their digests, and outer optimizers between all ranks: a few bytes a round.
-
-    Returns:
-        The lost replicas of all ranks, in words.
 
     Raises:
         Disagreement: two ranks differ, which both then raise.
     """
     group, watch = engine.group, engine._watch
     if group.size == 1:
-        return [f"replica {number}" for number in lost]
+        return
     names = ("anchor", "outer state", "outer settings")
     digests = "".join("".join((anchor, *of_optimizer(f.outer))) for f, anchor in zip(fragments, anchors, strict=True))
-    rows = group.gather_bytes(f"{digests}{bool(watch.news or lost):d}".encode())
+    rows = group.gather_bytes(f"{digests}{bool(watch.news):d}".encode())
     fault = ""
     for rank, row in enumerate(rows):
         unlike = [n for n in range(0, len(digests), 16) if row[n : n + 16] != rows[0][n : n + 16]]
@@ -259,8 +246,5 @@ def assert_equal_on_all_ranks(
             f"DiLoCo: after round {fragments[0].round} {fault}; look for code that changes it on one rank, or for "
             "faulty memory, and resume from the newest checkpoint"
         )
-    if all(row.endswith(b"0") for row in rows):
-        return []
-    found = group.gather_json([watch.news, lost])
-    watch.tell([news for news, _ in found])
-    return [f"replica {number} of rank {rank}" for rank, (_, numbers) in enumerate(found) for number in numbers]
+    if any(row.endswith(b"1") for row in rows):
+        watch.tell(group.gather_json(watch.news))

@@ -118,7 +118,7 @@ class DiLoCo:
             reshard(self.replicas)
         slots = [slots_of(replica) for replica in self.replicas]
         checks.check_replicas(self.replicas, slots, self.group, buffers)
-        self.group.bind(next(iter(slots[0].values())).device)
+        self.group.bind(next(iter(slots[0].values())).parameter.device)
         self.round = self.inner_step = self.taken = self.syncs = 0
         parts = partition({name: slot.parameter.numel() for name, slot in slots[0].items()}, fragments)
         self._build(slots, parts, filter, outer, restart)
@@ -205,7 +205,7 @@ class DiLoCo:
         self.inner_step %= self._inner_steps
         checks.meet(self, "step", [*due, *ending, *halfway], signals if ending else None)
         for fragment in halfway:
-            fragment.advance()
+            fragment.work.advance()
         self._launch(due)  # first, so that an error below leaves no rank with a collective fewer
         return self._complete(ending, signals or {}) if ending else None
 
@@ -259,7 +259,7 @@ class DiLoCo:
         for number, fragment in enumerate(fragments):
             with fragment.phase("outer"):
                 fragment.step(means, dots[number] if dots else None)
-        lost = checks.lost_replicas(fragments)
+        self._watch.after_outer_steps(fragments)
         reshard(self.replicas)
         for fragment in fragments:
             with fragment.phase("restore"):
@@ -271,14 +271,12 @@ class DiLoCo:
         complete = fragments[-1] is self.fragments[-1]
         self.round, self.syncs = self.round + complete, self.syncs + 1
         reports = [self._report(fragment, means, complete) for fragment in fragments]
-        lost = checks.assert_equal_on_all_ranks(self, fragments, [report.checksum for report in reports], lost)
+        checks.assert_equal_on_all_ranks(self, fragments, [report.checksum for report in reports])
         if complete and self.buffers == "mean":
             self._buffers.average()
         for refresh in self.after_sync:
             refresh()
-        report = merged(reports)
-        self._watch.after_sync(report, lost)
-        return report
+        return merged(reports)
 
     def _report(self, fragment: Fragment, means: Mapping[str, float], complete: bool) -> RoundReport:
         with fragment.phase("checksum"):

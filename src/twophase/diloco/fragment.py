@@ -13,14 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from twophase.diloco.compression import CompressedWork, Compression
-from twophase.diloco.group import ProcessGroup, SingleProcess, Work
+from twophase.diloco.compression import Compression
+from twophase.diloco.group import SingleProcess
 from twophase.optim.orthogonal import Filter
 from twophase.optim.outer_sgd import Dots, GroupRound, OuterSGD
 from twophase.rule import whole_number
@@ -81,15 +81,12 @@ class Slot:
     module: nn.Module
     leaf: str
     parameter: nn.Parameter
-    dtype: torch.dtype
-    device: torch.device
-    shape: torch.Size
+    like: tuple[torch.dtype, torch.device, torch.Size]
 
     def tensor(self) -> Tensor:
         """Return the parameter now, of a sharded one this rank's shard; refuse one that was replaced."""
         p = self.parameter
-        is_own = self.module._parameters.get(self.leaf) is p and p.shape == self.shape
-        if not is_own or p.dtype is not self.dtype or p.device != self.device:
+        if self.module._parameters.get(self.leaf) is not p or (p.dtype, p.device, p.shape) != self.like:
             was = "replaced, resized, moved or cast"
             raise ValueError(f"DiLoCo: parameter {self.name!r} was {was} after the engine was built; build it last")
         return p.detach() if type(p) is nn.Parameter else local(p)
@@ -108,7 +105,7 @@ def slots_of(replica: nn.Module) -> dict[str, Slot]:
         if p.requires_grad:
             path, _, leaf = name.rpartition(".")
             name = _WRAPPERS.sub("", name)  # noqa: PLW2901 - as in the module's own state_dict()
-            slots[name] = Slot(name, replica.get_submodule(path), leaf, p, p.dtype, p.device, p.shape)
+            slots[name] = Slot(name, replica.get_submodule(path), leaf, p, (p.dtype, p.device, p.shape))
     return slots
 
 
@@ -145,8 +142,8 @@ class Fragment:
         steps: inner steps that its next pseudo-gradient holds.
         age: inner steps since its reduction was launched; None where none is under way.
         launched: inner steps in that reduction.
-        weights: sums over those `steps` of what each replica weighs, or None where all weigh the same; in that
-            reduction they made the `shares`, 1 on average.
+        weights: sums over those `steps` of each replica's weight, or None where all are alike; `shares`, 1 on average,
+            are those in that reduction.
         bytes_sent: bytes that this rank has sent for it.
         norm, restarted, groups: of its last outer step, as in a report.
     """
@@ -172,14 +169,13 @@ class Fragment:
         self._shapes = [slot.tensor().shape for slot in slots[0]]
         self.views, self.gradient_views = views_of(anchor, self._shapes), views_of(gradient, self._shapes)
         ends = [view.storage_offset() - gradient.storage_offset() + view.numel() for view in self.gradient_views]
-        starts = [view.storage_offset() - gradient.storage_offset() for view in self.gradient_views[1:]]
-        self._gaps = [gradient[a:b] for a, b in zip(ends, [*starts, len(gradient)], strict=True) if a < b]
+        self._gaps = [*(gradient[end : padded(end)] for end in ends if end % _ALIGNMENT), gradient[padded(ends[-1]) :]]
         self.named = list(zip((slot.name for slot in slots[0]), self.views, strict=True))
         self.round = self.steps = self.launched = self.bytes_sent = 0
         self.age: int | None = None
         self.weights: list[float] | None = None
         self.shares: list[float] | None = None
-        self.work: Work | CompressedWork | None = None
+        self.work: Any = None  # a Work or CompressedWork
         self.seconds: dict[str, float] = {}
 
     def parameters(self) -> list[list[Tensor]]:
@@ -227,7 +223,7 @@ class Fragment:
             if alone and self.compression:
                 self.compression.round_(self.gradient)
             elif self.compression:
-                self.work = self.compression.all_reduce(self.gradient, cast("ProcessGroup", group))
+                self.work = self.compression.all_reduce(self.gradient, group)  # type: ignore[arg-type]
             elif not alone:
                 self.work = group.all_reduce(self.gradient)
         self.launched, self.steps, self.age, self.weights = self.steps, 0, 0, None
@@ -235,11 +231,7 @@ class Fragment:
     @property
     def halfway(self) -> bool:
         """True if a compressed sum is under way whose second stage has not begun."""
-        return isinstance(self.work, CompressedWork) and self.work.stage == 1
-
-    def advance(self) -> None:
-        """Begin that stage, at the same inner step on all ranks."""
-        cast("CompressedWork", self.work).advance()
+        return getattr(self.work, "stage", 2) == 1
 
     def settle(self) -> None:
         """Wait for the sum."""
@@ -293,8 +285,7 @@ class Fragment:
     def state_dict(self) -> dict[str, Any]:
         """Return rounds, outer optimizer and, where a reduction is under way, its sum."""
         state = {"name": self.name, "round": self.round, "steps": self.steps, "outer": self.outer.state_dict()}
-        if self.weights is not None:
-            state["weights"] = self.weights
+        state["weights"] = self.weights
         if self.age is not None:
             self.settle()
             state |= {"age": self.age, "launched": self.launched, "sum": self.gradient, "bytes_sent": self.bytes_sent}

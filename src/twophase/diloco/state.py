@@ -158,7 +158,7 @@ def _check(engine: DiLoCo, state: Mapping[str, Any]) -> None:
             (f.gradient, part["sum"]) for f, part in zip(engine.fragments, parts, strict=False) if "age" in part
         ]
         is_unlike = any((a.shape, a.dtype) != (b.shape, b.dtype) for a, b in tensors)
-        is_unlike |= any(len(part.get("weights", engine.replicas)) != len(engine.replicas) for part in parts)
+        is_unlike |= any(len(part.get("weights") or engine.replicas) != len(engine.replicas) for part in parts)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{where} the state lacks {error}; pass what state_dict() returned") from None
     if len(tensors) > 1:  # a reduction ends by the schedule that it began in

@@ -23,7 +23,7 @@ from twophase.diloco.group import unjoined
 
 if TYPE_CHECKING:
     from twophase.diloco.engine import DiLoCo
-    from twophase.diloco.report import RoundReport
+    from twophase.diloco.fragment import Fragment
 
 _log = logging.getLogger("twophase")
 _FEWEST_NUMBERS = 16
@@ -87,14 +87,16 @@ class Watch:
             rows = engine.group.gather_json([_unsent(engine, replica) for replica in engine.replicas])
             self._warn(_of_unsent([row for of_rank in rows for row in of_rank]), alike=True)
 
-    def after_sync(self, report: RoundReport, lost: Sequence[str]) -> None:
-        """Look at a sync's pseudo-gradient, which lost replicas may have spoiled."""
-        if not math.isfinite(report.pseudo_gradient_norm):
-            names = f"{_some(lost)} held" if lost else "a filter or an overflow made"
-            found = f"{names} values that are not finite in round {report.round}, and now all replicas do; {LOST}"
-            self._warn([found] * (not any(LOST in each for each in self.findings)), alike=True)
-        elif report.pseudo_gradient_norm == 0 and not self._trains:  # a warmup may begin at a learning rate of 0
+    def after_outer_steps(self, fragments: Sequence[Fragment]) -> None:
+        """Look at pseudo-gradients that are zero, or not finite, as a replica may be that still has its own values."""
+        if all(f.norm == 0 for f in fragments) and not self._trains:  # a warmup may begin at a learning rate of 0
             self._warn([STILL], alike=True)
+        if all(math.isfinite(f.norm) for f in fragments) or any(LOST in finding for finding in self.findings):
+            return
+        of_replicas = zip(*(fragment.parameters() for fragment in fragments), strict=True)
+        lost = [n for n, parts in enumerate(of_replicas) if not all(p.isfinite().all() for ps in parts for p in ps)]
+        names = _some([f"replica {n}" for n in lost]) or "another replica, a filter or an overflow"
+        self._warn([f"{names} made values that are not finite, which all replicas have taken now; {LOST}"])
 
     def check(self, engine: DiLoCo, inner: Sequence[Optimizer]) -> tuple[str, ...]:
         """Return the findings so far and what is visible now; `inner` as of `DiLoCo.check`."""
