@@ -62,7 +62,7 @@ def test_options_and_their_help(rings: Path, capsys: pytest.CaptureFixture[str])
 
 def test_the_task_of_a_configuration(rings: Path) -> None:
     """`lm` is the built-in model; others are made once for equal options; a field `replicas` receives their number."""
-    assert task_of(TrainConfig()) == LanguageTask(TrainConfig())
+    assert task_of(config_class("lm")()) == LanguageTask(TrainConfig())
     rings.write_text(RINGS.replace("    width: int = 8", "    replicas: int = 1\n    width: int = 8"))
     kind = config_class(f"{rings.name}:Rings")
     first, again, other = (task_of(kind(seed=seed, replicas=n)) for seed, n in ((0, 6), (1, 6), (0, 2)))
@@ -119,6 +119,14 @@ def test_a_field_that_no_option_can_hold(rings: Path, field: str) -> None:
     rings.write_text(RINGS.replace("width: int = 8", field))
     with pytest.raises(UsageError, match=rf"--task .*{field.partition(':')[0]}"):
         config_class(f"{rings.name}:Rings")
+
+
+def test_an_error_of_a_file_keeps_its_traceback(rings: Path) -> None:
+    """A module that the file asks for and that is not there is not taken for the task."""
+    rings.write_text(RINGS.replace("import numpy as np", "import numpy_that_is_not_there as np"))
+    with pytest.raises(ModuleNotFoundError) as raised:
+        config_class(f"{rings.name}:Rings")
+    assert raised.traceback[-1].path == rings
 
 
 def test_a_file_that_trains_when_it_is_imported(rings: Path) -> None:
