@@ -44,11 +44,8 @@ def check_replicas(
     if not slots or not slots[0]:
         raise ValueError("DiLoCo: replicas must be modules with at least one parameter that requires a gradient")
     for number, (replica, by_name) in enumerate(zip(replicas, slots, strict=True)):
-        for module in replica.modules():
-            if isinstance(module, DistributedDataParallel | DataParallel):
-                raise ValueError(
-                    f"DiLoCo: replicas holds a {type(module).__name__}, which joins gradients; pass .module"
-                )
+        if joint := [m for m in replica.modules() if isinstance(m, DistributedDataParallel | DataParallel)]:
+            raise ValueError(f"DiLoCo: replicas holds a {type(joint[0]).__name__}, which joins gradients; pass .module")
         if difference := first_difference(_described(replicas[0], slots[0]), _described(replica, by_name)):
             name, first, other = difference
             raise ValueError(f"DiLoCo: {name} differs: {first} in replica 0, {other} in replica {number}")
@@ -85,9 +82,9 @@ def assert_started_equal(engine: DiLoCo, expect_equal: Mapping[str, Any]) -> int
         "averaged buffers": engine.buffers,
     }
     rows = group.gather_json([len(engine.replicas), {**expect_equal, **own}])  # first what names an option
-    fault, own = "", rows[group.rank][1]
+    fault = ""
     for rank, (_, theirs) in enumerate(rows):
-        if not fault and (difference := first_difference(own, theirs)):
+        if not fault and (difference := first_difference(rows[group.rank][1], theirs)):
             name, mine, other = difference
             fault = f"DiLoCo: {name} differs: {mine} on rank {group.rank}, {other} on rank {rank}"
     if fault := group.fault_of_shards(fault):

@@ -406,8 +406,7 @@ class DiLoCo:
     def __repr__(self) -> str:
         """Return replicas, outer optimizer, restart, inner steps and round in a line."""
         outers = dict.fromkeys(text for fragment in self.fragments for text in checks.describe(fragment.outer))
-        count = f"{len(self.fragments)} fragments, " * (len(self.fragments) > 1)
-        return (
-            f"DiLoCo({self.replica_count} replica{'s' * (self.replica_count > 1)}, {count}{' | '.join(outers)}, "
-            f"{self.inner_steps} inner steps a round, round {self.round})"
+        counts = (
+            f"{self.replica_count} replicas, {len(self.fragments)} fragments, {self.inner_steps} inner steps a round"
         )
+        return f"DiLoCo({counts}, {' | '.join(outers)}, round {self.round})"

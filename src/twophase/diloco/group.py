@@ -178,31 +178,27 @@ class ProcessGroup(SingleProcess):
             )
         self._device = device
 
+    def _work(self, begin: Callable[..., Any], *tensors: Tensor, sent: int = 0, **options: Any) -> Work:
+        with _explained():
+            return Work(begin(*tensors, group=self.group, async_op=True, **options), tensors, self.timeout, sent)
+
     def all_reduce(self, tensor: Tensor) -> Work:
         """Begin to replace `tensor` by its sum over the replicas. A ring sends 2 (size - 1) / size of it."""
-        with _explained():
-            work = dist.all_reduce(tensor, group=self.group, async_op=True)
-        return Work(work, (tensor,), self.timeout, 2 * (self.size - 1) * tensor.nbytes // self.size)
+        return self._work(dist.all_reduce, tensor, sent=2 * (self.size - 1) * tensor.nbytes // self.size)
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> Work:
         """Begin to send the r-th part of `sent` to rank r."""
-        with _explained():
-            work = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
-        return Work(work, (received, sent), self.timeout, (self.size - 1) * sent.nbytes // self.size)
+        return self._work(dist.all_to_all_single, received, sent, sent=(self.size - 1) * sent.nbytes // self.size)
 
     def all_gather(self, received: Tensor, sent: Tensor) -> Work:
         """Begin to gather `sent` of all ranks, one after the other, in `received`."""
         # Newer releases warn of the older name, older releases lack the newer one.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        with _explained():
-            work = gather(received, sent, group=self.group, async_op=True)
-        return Work(work, (received, sent), self.timeout, (self.size - 1) * sent.nbytes)
+        return self._work(gather, received, sent, sent=(self.size - 1) * sent.nbytes)
 
     def broadcast(self, tensor: Tensor) -> None:
         """Take `tensor` from rank 0."""
-        with _explained():
-            work = dist.broadcast(tensor, group=self.group, group_src=0, async_op=True)
-        Work(work, (tensor,), self.timeout).wait()
+        self._work(dist.broadcast, tensor, group_src=0).wait()
 
     def meet(self, place: str, *, wait: bool = True) -> None:
         """As the base class says."""
