@@ -139,4 +139,4 @@ def lanczos(product: Product, start: Floats, steps: int) -> tuple[Floats, Floats
         if len(basis) == steps or length <= 1e-12 * max(map(abs, [*diagonal, *off_diagonal])):
             return np.array(diagonal), np.array(off_diagonal)
         off_diagonal.append(length)
-        basis.append(image / length)
+        basis.append(np.asarray(image / length, dtype=np.float64))

@@ -115,7 +115,7 @@ OTHERS = {
 SCENARIOS = PLAIN | OTHERS
 
 
-def network(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
+def network(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Sequential:
     """Parameters of 32, 8, 8, 8, 24 and 3 elements: the last leaves most of its sixteen empty."""
     torch.default_generator.manual_seed(seed)
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 3)).to(dtype)
@@ -170,7 +170,7 @@ class Run:
     """Replicas of a run that live in this process, and their engine."""
 
     engine: DiLoCo
-    models: list[nn.Module]
+    models: list[Any]
     replicas: Sequence[int]
 
     def step(self, step: int) -> RoundReport | None:

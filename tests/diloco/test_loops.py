@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -41,7 +41,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def begun(rank: int, **options: Any) -> Run:
     """A run of rounds of six steps over a new group of both processes."""
-    return start("heavy ball", [rank], inner_steps=6, group=ProcessGroup(dist.new_group()), restart=None, **options)
+    return start(
+        "heavy ball",
+        [rank],
+        inner_steps=6,
+        group=ProcessGroup(cast("dist.ProcessGroup", dist.new_group())),
+        restart=None,
+        **options,
+    )
 
 
 def worker(rank: int) -> dict[str, Any]:
@@ -82,7 +89,7 @@ class Masters(torch.optim.SGD):
     """SGD on masters in its state, which each step copies into the parameters."""
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self, _: Any = None) -> None:  # type: ignore[override]
         for p in self.param_groups[0]["params"]:
             master = self.state[p].setdefault("master", p.detach().clone())
             master.add_(p.grad, alpha=-self.param_groups[0]["lr"])
@@ -141,7 +148,7 @@ COPIES = """
 """Optimizers that keep averages, second iterates or the start of the parameters."""
 
 
-def every_optimizer() -> Iterator[Callable[[Any], Any]]:
+def every_optimizer() -> Iterator[Any]:
     """Those of torch.optim and, where it is installed, of pytorch-optimizer."""
     kinds = [kind for kind in vars(torch.optim).values() if isinstance(kind, type) and issubclass(kind, Optimizer)]
     yield from [kind for kind in kinds if kind is not Optimizer]
@@ -527,7 +534,7 @@ class Mixed(torch.optim.SGD):
     """Momentum in another type than the parameters'."""
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self, _: Any = None) -> None:  # type: ignore[override]
         for p in self.param_groups[0]["params"]:
             kind = torch.float32 if p.dtype == torch.bfloat16 else torch.bfloat16
             m = self.state[p].setdefault("m", torch.zeros_like(p, dtype=kind))
@@ -638,7 +645,9 @@ def test_the_state_of_another_outer_optimizer_is_refused():
 @pytest.mark.parametrize("changed", [[], [1], [0, 1]])
 def test_frozen_parameters_that_change_in_one_replica_are_named(changed: list[int]) -> None:
     """As by merged adapters; by `check` at any time and by `finish`, which compares all ranks."""
-    models = [nn.ModuleDict({"base": nn.Linear(4, 4).requires_grad_(False), "head": nn.Linear(4, 4)}) for _ in "ab"]
+    models: list[Any] = [
+        nn.ModuleDict({"base": nn.Linear(4, 4).requires_grad_(False), "head": nn.Linear(4, 4)}) for _ in "ab"
+    ]
     models[1]["base"].load_state_dict(models[0]["base"].state_dict())
     engine = DiLoCo(models, AVERAGING, inner_steps=4)
     for number in changed:
@@ -656,7 +665,7 @@ def test_frozen_parameters_that_change_in_one_replica_are_named(changed: list[in
 
 def test_the_state_of_a_compiled_module_is_that_of_the_module():
     """Both ways, also of a block inside."""
-    compiled = partial(torch.compile, backend="eager")
+    compiled: Any = partial(torch.compile, backend="eager")
     engines = [DiLoCo(module, AVERAGING, inner_steps=1) for module in (network(), compiled(network()))]
     nested = network()
     nested[0] = compiled(nested[0])
@@ -702,6 +711,7 @@ def test_unequal_replicas_are_weighed(ranks: list[dict[str, Any]], name: str) ->
 def test_the_mean_counts_tokens(weights: list[float], share: float) -> None:
     """Of a round; equal weights change no bit; a weight of 0 leaves out even what is not finite."""
     run, plain = (start("averaging", [0, 1], restart=None) for _ in "ab")
+    first = second = torch.empty(0)
     for step in range(4):
         for number, model in enumerate(run.models):
             drift(model, step, number)

@@ -127,7 +127,7 @@ def told(rank: int) -> list[str]:
         model(torch.full((1, 4), step + 0.1 * rank)).square().sum().backward()
         inner.step()
         engine.step()
-    nn.init.constant_(model[0].bias, rank)
+    nn.init.constant_(model[0].bias, rank)  # type: ignore[arg-type]
     engine.finish()
     log.filters.clear()
     return messages

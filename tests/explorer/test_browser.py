@@ -126,7 +126,7 @@ def test_the_map_moves_the_point(shown: Watched) -> None:
 
 def test_the_three_steps_by_keyboard(shown: Watched, tmp_path: Path) -> None:
     """Arrow keys and Enter lead through all steps; the losses that a step names are the theory's."""
-    page, said = shown.show(tmp_path / "guided.html"), list[str]()
+    page, said, rule = shown.show(tmp_path / "guided.html"), list[str](), OuterRule(0.3, 0)
     moves = [("momentum", ["PageUp"] * 3 + ["ArrowRight"] * 4), ("restart", ["ArrowRight"] * 3)]
     for name, keys in (*moves, ("momentum", ["PageDown"] * 2)):
         page.focus(f"#slider-{name}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pandas as pd
 import pytest
@@ -75,7 +75,7 @@ def test_a_drawn_run_shows_its_columns(tmp_path: Path) -> None:
 def test_figures_for_a_paper(tmp_path: Path) -> None:
     """Title, words and limits are the caller's."""
     figure = run_of(tmp_path / "run").plot(title="Mine", labels={"loss": "L", "gain": "g"}, limits={"loss": (1, 3)})
-    losses, gains, _ = figure.axes
+    losses, gains, _ = (cast("Any", axes) for axes in figure.axes)
     assert (figure.get_suptitle(), losses.get_ylabel(), losses.get_ylim()) == ("Mine", "L", (1, 3))
     assert {text.get_text() for text in gains.get_legend().get_texts()} == {"g", "cosine"}
     make_sweep(tmp_path / "sweep")

@@ -213,8 +213,8 @@ def share_inputs(
         numbers = [c[0] if len({*c}) == 1 else sum(map(mul, counts, c)) / sum(counts) for c in columns[: len(names)]]
         products = [column[0] if ranks is group else sum(column) for column in columns[len(names) :]]
     shared = iter(products)
-    dots = [[tuple(islice(shared, 3)) for _ in of_one] for of_one in dots]  # type: ignore[misc]
-    return dict(zip(names, numbers, strict=True)), dots
+    triples: Any = [[tuple(islice(shared, 3)) for _ in of_one] for of_one in dots]
+    return dict(zip(names, numbers, strict=True)), triples
 
 
 # ------------------------------------------------------------------------------------------------ after an outer step

@@ -122,7 +122,8 @@ class DiLoCo:
         self.round = self.inner_step = self.taken = self.syncs = 0
         parts = partition({name: slot.parameter.numel() for name, slot in slots[0].items()}, fragments)
         self._build(slots, parts, filter, outer, restart)
-        self._interrupted, self._is_replaced, self._showing, self._met = False, False, 0, None
+        self._interrupted, self._is_replaced, self._showing = False, False, 0
+        self._met: tuple[str, int] | None = None
         self.after_sync: list[Callable[[], object]] = []
         self.replica_count = checks.assert_started_equal(self, expect_equal or {})
         self.group.broadcast(self.flat)

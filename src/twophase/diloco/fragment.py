@@ -168,7 +168,7 @@ class Fragment:
         self.anchor, self.gradient = anchor, gradient
         self._shapes = [slot.tensor().shape for slot in slots[0]]
         self.views, self.gradient_views = views_of(anchor, self._shapes), views_of(gradient, self._shapes)
-        ends = [view.storage_offset() - gradient.storage_offset() + view.numel() for view in self.gradient_views]
+        ends = [int(view.storage_offset() - gradient.storage_offset()) + view.numel() for view in self.gradient_views]
         self._gaps = [*(gradient[end : padded(end)] for end in ends if end % _ALIGNMENT), gradient[padded(ends[-1]) :]]
         self.named = list(zip((slot.name for slot in slots[0]), self.views, strict=True))
         self.round = self.steps = self.launched = self.bytes_sent = 0

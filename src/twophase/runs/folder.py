@@ -25,12 +25,12 @@ import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 try:
     import fcntl
 except ImportError:  # on Windows, where runs can be read
-    fcntl = None  # type: ignore[assignment]
+    fcntl = cast("Any", None)
 
 from twophase.config import dump_yaml, flatten, load_yaml, to_tree
 from twophase.config import fingerprint as fingerprint_of
