@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -77,7 +78,8 @@ for command in ("train", "sweep --axis seed 0 1", "tune", "demo"):
 def test_without_locks_as_on_windows(tmp_path: Path):
     """The engine, results and pages do without; what writes runs says in a sentence why it cannot."""
     code = [sys.executable, "-c", WITHOUT]
-    done = subprocess.run(code, capture_output=True, text=True, check=False, cwd=tmp_path)
+    here = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    done = subprocess.run(code, capture_output=True, text=True, check=False, cwd=tmp_path, env=here)
     assert done.stdout.splitlines()[-1].endswith("perplexity 8) 0 0 0"), done.stderr
     lines = done.stderr.splitlines()[-8:]
     assert lines[1::2] == ["2"] * 4

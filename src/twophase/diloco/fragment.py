@@ -42,8 +42,12 @@ def partition(sizes: Mapping[str, int], fragments: int | Mapping[str, str]) -> d
         starts = [*(_balanced(list(sizes.values()), count) if count > 1 else [0]), len(names)]
         return {str(i): names[start:stop] for i, (start, stop) in enumerate(pairwise(starts))}
     taken: dict[str, list[str]] = {fragment: [] for fragment in fragments}
+    try:
+        expressions = {fragment: re.compile(pattern) for fragment, pattern in fragments.items()}
+    except re.error as error:
+        raise ValueError(f"DiLoCo: fragments must be regular expressions, got {error.pattern!r}: {error}") from None
     for name in names:
-        owner = next((fragment for fragment, pattern in fragments.items() if re.search(pattern, name)), None)
+        owner = next((fragment for fragment, pattern in expressions.items() if pattern.search(name)), None)
         if owner is None:
             raise ValueError(f"DiLoCo: fragments has no pattern for the parameter {name!r}; end with a rest='.'")
         taken[owner].append(name)
