@@ -134,7 +134,7 @@ def test_a_killed_worker_is_the_error_of_its_run(tmp_path: Path):
 
     wait_until(lambda: len(owners()) > 1 and all(owners()))
     os.kill(owners()[0]["pid"], signal.SIGKILL)
-    wait_until(lambda: list(out.rglob(ERROR)))  # else the other worker, let go, might train this one's run
+    wait_until(lambda: any(out.rglob(ERROR)))  # else the other worker, let go, might train this one's run
     (tmp_path / "broken-held").unlink()
     running.join()
     (error,) = outcome[0].errors.values()
