@@ -1,6 +1,6 @@
 """Does it matter how the pseudo-gradients travel: in float32, bfloat16 or int8?
 
-    python experiments/compressed.py                        draws the stored results
+    python experiments/compressed.py                       draws the stored results
     python experiments/compressed.py --train laptop        20 minutes on one core
 
 Every run is done once for each compression, all else equal: both rules at a small and at DiLoCo's usual momentum, with
