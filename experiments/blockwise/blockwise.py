@@ -50,6 +50,17 @@ SHOWN = ["workload", "method", "periods", "perplexity", "word", "ratio", "low", 
 Periods = tuple[str, ...]
 """A restart policy for each block, as text."""
 ONE, AVERAGING, MEAN, ALL, ORACLE = "one K", "averaging", "K_b, mean sigma", "K_b, all modes", "K_b, oracle"
+LABELS = {f"{ONE}: never": "no restarts", AVERAGING: AVERAGING} | {
+    f"{kind} {name}": f"{words}{end}"
+    for name, words in {
+        "mean sigma": "periods of mean σ",
+        "all modes": "periods of all modes",
+        "rounds": "periods of the rounds' σ",
+        "oracle": "periods searched",
+    }.items()
+    for kind, end in {"K_b,": "", "shuffled": ", shuffled"}.items()
+}
+"""Lines of the figure, by method."""
 
 
 class Workload:
@@ -156,7 +167,8 @@ def train(options: argparse.Namespace) -> Frame:
 
 def draw(table: pd.DataFrame) -> dict[str, Any]:
     """Draw a line a method and a dot a workload: what the chosen K for all reaches over what the method reaches."""
-    shown = table[~table["is_chosen"] & ~table["method"].str.fullmatch(rf"{ONE}: \d+")]
+    shown = table[~table["is_chosen"] & table["method"].isin(LABELS)]
+    shown = shown.sort_values("method", key=lambda of: of.map(list(LABELS).index), kind="stable").replace(LABELS)
     figure, axes = seed_chart(shown, "method", "workload", lambda ratio: ratio - 1)
     axes.set(xlim=(-45, 20), xlabel="lead over the best K for all, % of its perplexity (right of 0 is better)")
     title = "Periods by block do not beat one period for all"
