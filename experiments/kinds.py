@@ -16,12 +16,13 @@ import torch
 from matplotlib.figure import Figure
 
 from common import DILOCO, Frame, dot_chart, script, show
-from small_tasks import SIZES, Cell, train
+from small_tasks import SIZES, Cell, Workload, train
 from twophase.compare.compare import compare
 from twophase.figures import style
 from twophase.rule import FORMS, OuterRule
 
-WORKLOADS = list(product(SIZES, (8, 16)))
+TASKS = ("rings", "spirals", "teacher", "linear", "modular", "clear rings")
+WORKLOADS = list(product(TASKS, (8, 16)))
 """Tasks and communication periods."""
 LEAST = {"linear": 8e-3, "modular": 4e-3, "spirals": 4e-3}
 """Least of the seven inner rates, each twice the one before, where it is not 2e-3."""
@@ -31,28 +32,28 @@ PANELS = {"usual": "DiLoCo's usual", "usual, K = 3": "usual, K = 3", "sum": "tun
 PANELS |= {"filter": "filter", "muon": "inner Muon"}
 
 
-def methods(task: str, inner_steps: int) -> dict[str, list[Cell]]:
+def methods(task: str) -> dict[str, list[Cell]]:
     """Return the settings of each method; the rates of inner Muon are twice the others."""
     rates = [LEAST.get(task, 2e-3) * 2**k for k in range(7)]
     outer = list(product((0.3, 0.7, 1.0), (0.3, 0.6, 0.9), (False, True)))
     rules = {"usual": [DILOCO]} | {form: [OuterRule(*numbers, form) for numbers in outer] for form in FORMS}
-    found = {"averaging": [Cell(inner_steps, lr) for lr in rates]}
+    found = {"averaging": [Cell(lr) for lr in rates]}
     for (period, word), name in product({0: "", 3: ", K = 3", 7: ", K = 7"}.items(), rules):
-        found[name + word] = [Cell(inner_steps, lr, rule, period) for lr in rates for rule in rules[name]]
+        found[name + word] = [Cell(lr, rule, period) for lr in rates for rule in rules[name]]
     if len(SIZES[task]) > 2:  # a single vector of weights has one singular value
-        found["filter"] = [Cell(inner_steps, lr, kind="filter") for lr in rates]
-        found["muon"] = [Cell(inner_steps, 2 * lr, kind="muon") for lr in rates]
+        found["filter"] = [Cell(lr, kind="filter") for lr in rates]
+        found["muon"] = [Cell(2 * lr, inner="muon") for lr in rates]
     return found
 
 
 def study(task: str, inner_steps: int, steps: int, choosing: range, held_out: range) -> Frame:
     """Choose each method's setting on some seeds, and compare them on others; return a row for each comparison."""
-    found, rows = methods(task, inner_steps), []
-    chosen = train(task, choosing, set().union(*found.values()), steps)
-    losses = {cell: geometric_mean(by_seed.values()) for cell, by_seed in chosen.items()}
+    work, found, rows = Workload(task, inner_steps, steps), methods(task), []
+    chosen = train(work, choosing, set().union(*found.values()))
+    losses = {cell: geometric_mean(outcome.loss for outcome in by_seed.values()) for cell, by_seed in chosen.items()}
     best = {name: min(cells, key=losses.__getitem__) for name, cells in found.items()}
-    judged = train(task, held_out, set(best.values()), steps)
-    results = {name: judged[cell] for name, cell in best.items()}
+    judged = train(work, held_out, set(best.values()))
+    results = {name: {seed: outcome.loss for seed, outcome in judged[cell].items()} for name, cell in best.items()}
     for name, cells in found.items():
         form = name.partition(",")[0]
         row = {"task": task, "S": inner_steps, "method": name, "inner_lr": best[name].lr}
@@ -63,7 +64,7 @@ def study(task: str, inner_steps: int, steps: int, choosing: range, held_out: ra
                 good = 1.25 * min(losses[cell] for cell in rivals if cell.lr in rates)
                 row[f"good_at_{where}"] = len({c.rule for c in cells if c.lr in rates and losses[c] <= good})
         for control in [other for other in ("averaging", form) if other != name and other in found] or [name]:
-            said = compare(results[name], results[control], comparisons=2 * len(SIZES))
+            said = compare(results[name], results[control], comparisons=len(WORKLOADS))
             answer = {"control": control, "word": said.word, "ratio": said.ratio, "low": said.low, "high": said.high}
             rows.append(row | answer)
     return pd.DataFrame(rows)

@@ -1,0 +1,140 @@
+"""The answers to `registration.md`, and the figure, from the tables of all parts.
+
+python experiments/regimes/answers.py                      prints and draws the stored table, results/regimes.csv
+python experiments/regimes/answers.py --parts runs/regimes     gathers the parts into it first
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+
+from common import Frame, script, show
+from run import CHOOSING
+from twophase.figures import style
+
+PLACE = ["task", "inner", "inner_steps", "batch", "replicas", "schedule"]
+SIGNALS = ("agreement", "late_agreement", "cosine", "late_cosine", "shrunk", "sigma")
+PAYS, NEAR, NO_HELP = 1.1, 1.1, 1.05
+FAR = 100.0
+"""A cost of doubling beyond this, a divergence too, is drawn here."""
+
+
+def places(table: Frame) -> Frame:
+    """Return a row for each workload: its signals, whether momentum pays, and gains of methods by name."""
+    gains = table.pivot(index=PLACE, columns="method", values="gain")
+    tuned = table.pivot(index=PLACE, columns="method", values="tuned")
+    found = table.groupby(PLACE)[["doubled", *SIGNALS]].first().join(gains)
+    for name in ("", ", K = 3", ", K = 7", ", K tuned", ", K of the theory"):
+        first = tuned[f"heavy ball{name}"] <= tuned[f"nesterov{name}"]
+        found[f"momentum{name}"] = gains[f"heavy ball{name}"].where(first, gains[f"nesterov{name}"])
+    found["choosing"] = found.index.get_level_values("task").isin(CHOOSING)
+    decided = found[table.groupby(PLACE)["decided"].first()]
+    return decided.assign(pays=decided["momentum"] > PAYS)
+
+
+def best_split(
+    values: NDArray[np.float64], pays: NDArray[np.bool_], directions: tuple[bool, ...]
+) -> tuple[float, float, bool]:
+    """Return the share that is right, the threshold, and whether above it pays, which are right most often.
+
+    Of several thresholds the middle one; values are compared by their order alone.
+    """
+    order = np.unique(values[np.isfinite(values)])
+    cuts = np.concatenate([[order[0] - 1], (order[1:] + order[:-1]) / 2, [order[-1] + 1]])
+    options = []
+    for above in directions:
+        right = [np.mean(((values > cut) == above) == pays) for cut in cuts]
+        top = np.flatnonzero(np.isclose(right, max(right)))
+        options.append((float(max(right)), float(cuts[top[len(top) // 2]]), above))
+    return max(options, key=lambda option: option[0])
+
+
+def prediction(found: Frame, name: str, values: Frame, directions: tuple[bool, ...] = (True, False)) -> dict[str, Any]:
+    """Choose a threshold, and one of some directions (whether above it pays), on one half; judge it on the other."""
+    half, pays = found["choosing"].to_numpy(), found["pays"].to_numpy()
+    x = values.to_numpy(dtype=float)
+    right, cut, above = best_split(x[half], pays[half], directions)
+    judged = np.mean(((x > cut) == above)[~half] == pays[~half])
+    majority = max(np.mean(pays[~half]), 1 - np.mean(pays[~half]))
+    words = {"by": name, "pays where": f"{'above' if above else 'below'} {cut:.3g}", "right, choosing": right}
+    return words | {"right, judging": judged, "majority": majority, "workloads": int((~half).sum())}
+
+
+def answers(table: Frame) -> dict[str, Frame]:
+    """Return the tables that answer the hypotheses, by name."""
+    found = places(table)
+    cost = np.log(found["doubled"].clip(lower=1e-6, upper=1e6))
+    h1 = prediction(found, "cost of doubling (log)", cost, (True,))
+    h2 = [prediction(found, name, found[name]) for name in SIGNALS]
+    best = max(h2, key=lambda row: row["right, choosing"])
+    paying, idle = found[found["pays"]], found[~found["pays"]]
+    theory = paying["momentum, K of the theory"] * NEAR >= paying["momentum, K tuned"]
+    usual = paying["usual, K tuned"] * NEAR >= paying["momentum"]
+    others = table.set_index(PLACE).loc[idle.index].query("method not in ('averaging', 'filter')")
+    helped = others[(others["gain"] > NO_HELP) & (others["word"] == "better")].index.unique()
+    held = {
+        "H1": h1["right, judging"] >= max(0.85, h1["majority"] + 0.1),
+        "H2": best["right, judging"] >= max(0.8, best["majority"] + 0.1),
+        "H3a": theory.mean() >= 0.8,
+        "H3b": usual.mean() >= 0.8,
+        "H4": 1 - len(helped) / len(idle) >= 0.9,
+    }
+    numbers = [h1["right, judging"], best["right, judging"], theory.mean(), usual.mean(), 1 - len(helped) / len(idle)]
+    counts = [h1["workloads"], best["workloads"], len(paying), len(paying), len(idle)]
+    said = pd.DataFrame({"hypothesis": list(held), "holds": held.values(), "share": numbers, "of": counts})
+    columns = ["doubled", "momentum", "usual", "usual, K tuned", "momentum, K tuned", "momentum, K of the theory"]
+    return {
+        "hypotheses": said,
+        "predictions": pd.DataFrame([h1, *h2]),
+        "workloads": found[[*columns, "rising", "auto", "filter", "pays"]].reset_index(),
+    }
+
+
+def report(table: Frame) -> None:
+    """Print all answers."""
+    for name, rows in answers(table).items():
+        print(name)
+        show(rows)
+
+
+def draw(table: Frame) -> Mapping[str, Figure]:
+    """Draw the gain of momentum over the cost of doubling, a dot a workload, restarts beside it."""
+    found = places(table)
+    figure, grid = style.new_figure(3.2, 1, 2, sharex=True, sharey=True)
+    x = found["doubled"].clip(upper=FAR)
+    for axes, (method, label) in zip(
+        grid[0], {"momentum": "tuned momentum", "usual, K tuned": "DiLoCo's usual, K tuned"}.items(), strict=True
+    ):
+        for half, marker in ((True, "o"), (False, "s")):
+            rows = found["choosing"] == half
+            axes.plot(x[rows], found[method][rows], marker, color=style.INK, fillstyle="full" if half else "none")
+        axes.axhline(1, color=style.MUTED, linewidth=0.8)
+        axes.set(xscale="log", yscale="log", title=label, xlabel="cost of doubling the inner rate")
+    grid[0][0].set_ylabel("times better than averaging")
+    style.headline(figure, "Outer momentum pays where a larger inner rate would not", "filled: tasks that chose")
+    return {"": figure}
+
+
+def gathered(folder: Path) -> Frame:
+    """Return the tables of all parts as one."""
+    return pd.concat([pd.read_csv(path, comment="#") for path in sorted(folder.glob("regimes-*.csv"))])
+
+
+if __name__ == "__main__":
+    if "--parts" in sys.argv:
+        at = sys.argv.index("--parts")
+        parts = Path(sys.argv.pop(at + 1))
+        sys.argv.pop(at)
+        script(__doc__, "regimes", draw, lambda: gathered(parts), report=report)
+    else:
+        script(__doc__, "regimes", draw, report=report)
