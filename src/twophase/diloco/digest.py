@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 
@@ -52,10 +51,9 @@ _ODD = (0x9E3779B97F4A7C15 - (1 << 64), 0xC2B2AE3D27D4EB4F - (1 << 64))
 
 def of_optimizer(optimizer: Optimizer) -> tuple[str, str]:
     """Return the digests of an optimizer's tensors, and of its settings and counters."""
-    states = [optimizer.state.get(p, {}) for group in optimizer.param_groups for p in group["params"]]
-    tensors = [state[key] for state in states for key in sorted(state) if isinstance(state[key], Tensor)]
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    groups = [{k: v.tolist() if isinstance(v, Tensor) else v for k, v in group.items()} for group in groups]
-    plain = [{key: value for key, value in state.items() if not isinstance(value, Tensor)} for state in states]
-    text = json.dumps([groups, plain], sort_keys=True, default=lambda value: repr(value).partition(" at 0x")[0])
-    return digest(tensors) if tensors else "0" * 16, hashlib.sha256(text.encode()).hexdigest()[:16]
+    parts = [group | {"params": None} for group in optimizer.param_groups]
+    parts += [optimizer.state.get(p, {}) for group in optimizer.param_groups for p in group["params"]]
+    tensors = [part[key] for part in parts for key in sorted(part) if isinstance(part[key], Tensor)]
+    plain = [{key: value for key, value in part.items() if not isinstance(value, Tensor)} for part in parts]
+    text = json.dumps(plain, sort_keys=True, default=lambda value: repr(value).partition(" at 0x")[0])
+    return digest(tensors), xxhash.xxh3_64_hexdigest(text.encode())

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from twophase.diloco import checks, state
-from twophase.diloco.buffers import Buffers
+from twophase.diloco.buffers import average_buffers, broadcast_buffers
 from twophase.diloco.compression import BLOCK, COMPRESSIONS, Compression
 from twophase.diloco.digest import digest
 from twophase.diloco.fragment import Fragment, padded, partition, reshard, slots_of
@@ -127,7 +127,7 @@ class DiLoCo:
         self.after_sync: list[Callable[[], object]] = []
         self.replica_count = checks.assert_started_equal(self, expect_equal or {})
         self.group.broadcast(self.flat)
-        self._buffers = Buffers(self.replicas, self.replica_count, self.group, self.flat)
+        broadcast_buffers(self)
         self._watch = Watch(self)
         self.restore()
         self._loads = state.Loads(self)
@@ -274,7 +274,7 @@ class DiLoCo:
         reports = [self._report(fragment, means, complete) for fragment in fragments]
         checks.assert_equal_on_all_ranks(self, fragments, [report.checksum for report in reports])
         if complete and self.buffers == "mean":
-            self._buffers.average()
+            average_buffers(self)
         for refresh in self.after_sync:
             refresh()
         return merged(reports)
