@@ -1,7 +1,7 @@
 """`OuterSGD`: `torch.optim.SGD` on pseudo-gradients, whose momentum restarts when a policy says so.
 
-The sum form is torch's, and torch computes it, in one fused pass where it can. A few plain lines below compute the EMA
-form and 16-bit parameters, whose buffers are float32. `twophase.rule` has the equations.
+The sum form is torch's, and torch's fused kernel computes it where it can, plain lines the rest: the EMA form too, and
+16-bit parameters, whose buffers are float32. `twophase.rule` has the equations.
 """
 
 from __future__ import annotations
@@ -66,6 +66,17 @@ class GroupRound:
     not_finite: tuple[str, ...] = ()
 
 
+def with_gradients(optimizer: Optimizer) -> list[tuple[dict[str, Any], list[Tensor]]]:
+    """Return the param groups that have a gradient, which take a round, and their parameters that have one."""
+    found = [(group, [p for p in group["params"] if p.grad is not None]) for group in optimizer.param_groups]
+    return [(group, params) for group, params in found if params]
+
+
+def needs_of(optimizer: Optimizer) -> frozenset[str]:
+    """Return everything that the policies of an optimizer's groups need."""
+    return frozenset[str]().union(*(parse(group["restart"]).needs for group in optimizer.param_groups))
+
+
 class OuterSGD(torch.optim.SGD):
     """Outer optimizer: SGD with momentum on pseudo-gradients, with restarts.
 
@@ -97,6 +108,7 @@ class OuterSGD(torch.optim.SGD):
     """
 
     last_round: Sequence[GroupRound] = ()
+    needs = property(needs_of)
 
     def __init__(
         self,
@@ -146,21 +158,20 @@ class OuterSGD(torch.optim.SGD):
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
         self.last_round = seen = list[GroupRound]()
+        active = with_gradients(self)
         if signals is None and not measure and dots is None and is_init_step(self):  # an engine's step is a round
-            for group in self.param_groups:
-                self._buffers(group, [p for p in group["params"] if p.grad is not None])
+            for group, params in active:
+                self._buffers(group, params)
             return loss
-        groups = [group for group in self.param_groups if any(p.grad is not None for p in group["params"])]
-        if any(owner_of(p) for group in groups for p in group["params"][:1]):
+        if any(owner_of(params[0]) for _, params in active):
             raise ValueError("OuterSGD: takes the outer steps of a DiLoCo; replicas need an inner optimizer, as AdamW")
-        measured: list[Dots | None] = list(dots) if dots is not None else [None] * len(groups)
-        decisions: list[tuple[dict[str, float], Decision, tuple[str, ...]]] = []
-        for index, group in enumerate(groups):  # all before any: a round that a policy refuses has not happened
-            if measured[index] is None and (measure or parse(group["restart"]).needs & MEASURED):
-                measured[index] = self._measure(group)
-            decisions.append(decide(group, measured[index], signals))
-        for group, of_group, (memory, decision, broken) in zip(groups, measured, decisions, strict=True):
-            self._update(group, decision)
+        if dots is None and (measure or self.needs & MEASURED):
+            dots = self.dots()
+        measured: Sequence[Dots | None] = dots or [None] * len(active)
+        # All before any: a round that a policy refuses has not happened.
+        decisions = [decide(group, of_group, signals) for (group, _), of_group in zip(active, measured, strict=True)]
+        for (group, params), of_group, (memory, decision, broken) in zip(active, measured, decisions, strict=True):
+            self._update(group, params, decision)
             count_round(group, memory, decision)
             if of_group is not None:
                 seen.append(_report(group, of_group, decision, broken))
@@ -169,30 +180,29 @@ class OuterSGD(torch.optim.SGD):
                 warnings.warn(f"OuterSGD: {names} is not finite, and nothing restarted", RuntimeWarning, stacklevel=2)
         return loss
 
-    def _update(self, group: dict[str, Any], decision: Decision) -> None:
+    def _update(self, group: dict[str, Any], params: Sequence[Tensor], decision: Decision) -> None:
         """Take a group's update and its restart."""
-        params = [p for p in group["params"] if p.grad is not None]
-        grads = [p.grad for p in params]
         lr, momentum, nesterov, weight = group["lr"], group["momentum"], group["nesterov"], 1.0
         if isinstance(decision, Step):
             lr, momentum, nesterov = decision.lr, decision.momentum, False
         elif group["form"] == "ema":
             weight = 1 - momentum
-        buffers = self._buffers(group, params) if momentum != 0 or isinstance(decision, Step) else []
-        by_torch = not buffers or (weight == 1 and momentum != 0 and all(p.dtype.itemsize >= _FLOAT32 for p in params))
+        buffers = self._buffers(group, params)
         if isinstance(decision, Restart) and decision.before:
             self._restart(group, decision)
-        if by_torch:
-            _update_by_torch_(params, grads, buffers, lr=lr, momentum=momentum, nesterov=nesterov)
-        else:
-            for x, g, m in zip(params, grads, buffers, strict=True):
-                m.mul_(momentum).add_(g, alpha=weight)
-                direction = m
-                if nesterov:  # (1 + b) m - b m_old, with b m_old = m - w g
-                    direction = (
-                        torch.add(g, m, alpha=momentum) if weight == 1 else m.mul(momentum).add_(g, alpha=weight)
-                    )
-                x.add_(direction, alpha=-lr)  # 16-bit x is rounded here, once
+        by_torch = weight == 1 and (momentum != 0 or not _has_buffers(group))
+        fused, plain = list[Any](), list[Any]()
+        for row in zip(params, [p.grad for p in params], buffers, strict=True):
+            (fused if by_torch and _fits_fused(*row) else plain).append(row)
+        if fused:
+            numbers = {"lr": lr, "momentum": momentum, "weight_decay": 0.0, "dampening": 0.0}
+            columns: Any = map(list, zip(*fused, strict=True))
+            sgd(*columns, fused=True, nesterov=nesterov and momentum != 0, maximize=False, **numbers)
+        for x, g, m in plain:
+            direction = g if m is None else m.mul_(momentum).add_(g, alpha=weight)
+            if m is not None and nesterov:  # (1 + b) m - b m_old, with b m_old = m - w g
+                direction = torch.add(g, m, alpha=momentum) if weight == 1 else m.mul(momentum).add_(g, alpha=weight)
+            x.add_(direction, alpha=-lr)  # 16-bit x is rounded here, once
         if isinstance(decision, Restart) and not decision.before:
             self._restart(group, decision)
 
@@ -209,30 +219,22 @@ class OuterSGD(torch.optim.SGD):
             if restart.inject != 0 and p.grad is not None:
                 m.add_(p.grad, alpha=restart.inject)
 
-    def _buffers(self, group: Mapping[str, Any], params: Sequence[Tensor]) -> list[Tensor]:
-        """Return the momentum buffers, at first -0, which plus any g is g; float32 for 16-bit parameters."""
-        for p in params if _has_buffers(group) else ():
+    def _buffers(self, group: Mapping[str, Any], params: Sequence[Tensor]) -> list[Any]:
+        """Return momentum buffers, at first -0, which plus any g is g; float32 for 16-bit parameters; None without."""
+        if not _has_buffers(group):
+            return [None] * len(params)
+        for p in params:
             dtype, m = p.dtype if p.dtype.itemsize >= _FLOAT32 else torch.float32, self.state[p].get(BUFFER)
             if m is None:
                 self.state[p][BUFFER] = torch.full_like(p, -0.0, dtype=dtype, requires_grad=False)
             elif m.dtype != dtype:
                 self.state[p][BUFFER] = m.to(dtype)
-        return [self.state[p][BUFFER] for p in params if BUFFER in self.state.get(p, {})]
-
-    def _measure(self, group: Mapping[str, Any]) -> Dots:
-        params = [p for p in group["params"] if p.grad is not None]
-        reads = _has_buffers(group)
-        return dots([p.grad for p in params], [self.state.get(p, {}).get(BUFFER) if reads else None for p in params])
+        return [self.state[p][BUFFER] for p in params]
 
     @torch.no_grad()
     def dots(self) -> list[Dots]:
         """Return `<g, g>`, `<m, m>` and `<g, m>` of each group that has a gradient, before g is mixed in."""
-        return [self._measure(group) for group in self.param_groups if any(p.grad is not None for p in group["params"])]
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """Everything that the policies of the groups need."""
-        return frozenset[str]().union(*(parse(group["restart"]).needs for group in self.param_groups))
+        return [dots([p.grad for p in params], self._buffers(group, params)) for group, params in with_gradients(self)]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict()` returned; its settings win over the constructor's.
@@ -355,35 +357,15 @@ _FEW = 1 << 20  # elements of a group, up to which it is faster to join its tens
 _PIECE = 1 << 17  # elements: g and m of a piece stay in the cache
 
 
-def _update_by_torch_(
-    params: list[Tensor], grads: list[Any], buffers: list[Tensor], *, lr: float, momentum: float, nesterov: bool
-) -> None:
-    """Take torch's update, on a CPU in one fused pass where that has the bits of torch's plain loop."""
-    # On a CPU the fused kernel rounds the elements that fill no vector register in another way. It ignores strides, so
-    # that of a transposed or channels-last tensor it would take the wrong elements (tests/optim/test_outer_sgd.py).
-    rows = list(zip(params, grads, buffers or params, strict=True))
-    fits = [
-        type(x.data) is Tensor
-        and (x.is_cuda or (x.is_cpu and x.numel() % 16 == 0))
-        and (x.is_floating_point() and x.dtype.itemsize >= _FLOAT32)
-        and (x.is_contiguous() and g.is_contiguous() and m.is_contiguous())
-        for x, g, m in rows
-    ]
-    for fused in (True, False):
-        chosen = [row for row, fit in zip(rows, fits, strict=True) if fit == fused]
-        sgd(
-            [x for x, _, _ in chosen],
-            [g for _, g, _ in chosen],
-            [m if buffers else None for _, _, m in chosen],
-            fused=fused,
-            foreach=False,  # torch's would write into g
-            lr=lr,
-            momentum=momentum,
-            nesterov=nesterov and momentum != 0,
-            weight_decay=0.0,
-            dampening=0.0,
-            maximize=False,
-        )
+def _fits_fused(x: Tensor, g: Tensor, m: Tensor | None) -> bool:
+    """Return whether torch's fused kernel may take a tensor; on a CPU, with the bits of torch's plain loop.
+
+    There it rounds the elements that fill no vector register in another way. It ignores strides, so that of a
+    transposed or channels-last tensor it would take the wrong elements (tests/optim/test_outer_sgd.py).
+    """
+    is_plain = type(x.data) is Tensor and x.is_floating_point() and x.dtype.itemsize >= _FLOAT32
+    is_whole = all(t is None or t.is_contiguous() for t in (x, g, m))
+    return is_plain and is_whole and (x.is_cuda or (x.is_cpu and x.numel() % 16 == 0))
 
 
 def dots(grads: Sequence[Any], buffers: Sequence[Tensor | None]) -> Dots:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
-from twophase.optim.outer_sgd import COUNTERS, count_round, decide, dots, is_init_step, keep_types
-from twophase.restart import MEASURED, Decision, Restart, RestartPolicy, Soft, Step, parse
+from twophase.optim.outer_sgd import COUNTERS, count_round, decide, dots, is_init_step, needs_of, with_gradients
+from twophase.restart import MEASURED, Restart, RestartPolicy, Soft, Step, parse
 
 _FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
 
@@ -23,7 +24,7 @@ class Restarting(Optimizer):
     counts `rounds`, `rounds_since_restart` and `restarts`; without gradients it takes no round.
 
     Args:
-        optimizer: a torch optimizer, or several over different parameters, which then are one.
+        optimizer: a new torch optimizer, or several over different parameters, which then are one.
         restart: a hard policy of `twophase.restart`, its text form, or a period. Norms and cosine that it needs are
             those of the gradients and the first moment.
 
@@ -35,43 +36,20 @@ class Restarting(Optimizer):
     '3'
     """
 
+    needs = property(needs_of)
+
     def __init__(
         self, optimizer: Optimizer | Sequence[Optimizer], restart: RestartPolicy | str | int = "never"
     ) -> None:
         self.optimizers: list[Optimizer] = []
-        self._is_probed = False
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         groups = [group for each in optimizers for group in each.param_groups]
         super().__init__(groups, {"restart": str(parse(restart)), "policy_state": "{}", **dict.fromkeys(COUNTERS, 0)})
         self.optimizers = optimizers
-        for each in optimizers:
-            self.state.update(each.state)
-        self._share()
-
-    def _share(self) -> None:
-        """Give the optimizers this one's groups and state, which loading replaces."""
-        groups = iter(self.param_groups)
-        for each in self.optimizers:
-            each.param_groups = list(itertools.islice(groups, len(each.param_groups)))
-            each.state = self.state
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy."""
         return super().__getstate__() | {"optimizers": self.optimizers}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take a loaded or copied state."""
-        super().__setstate__(state)
-        self._is_probed = False
-        self._share()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict()` returned, or refuse the state of other optimizers and change nothing."""
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=False):
-            if missing := group.keys() - saved.keys() - {"param_names", "initial_lr"}:
-                raise ValueError(f"Restarting: the state must be of the same optimizers, lacks {min(missing)}")
-        super().load_state_dict(state_dict)
-        keep_types(self, state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the last of the optimizers; its own `restart` overrides the default."""
@@ -85,35 +63,35 @@ class Restarting(Optimizer):
         if self.optimizers:
             self.optimizers[-1].add_param_group(group)
 
-    @property
-    def needs(self) -> frozenset[str]:
-        """Everything that the policies of the groups need."""
-        return frozenset().union(*(parse(group["restart"]).needs for group in self.param_groups))
-
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Take one outer round with each parameter's `.grad` as pseudo-gradient; return the closure's value or None."""
         loss = None if closure is None else torch.enable_grad()(closure)()
-        groups = [group for group in self.param_groups if any(p.grad is not None for p in group["params"])]
-        if self._is_probed:  # the init step has left a count behind
-            self.state.clear()
-        self._is_probed = is_init_step(self)
-        if self._is_probed:
-            groups = []
-        memories, decisions = zip(*map(self._decide, groups), strict=True) if groups else ((), ())
-        self._begin_anew(groups, decisions, before=True)
-        for each in self.optimizers:
+        active = [] if is_init_step(self) else with_gradients(self)
+        for group, _ in active:
+            if group["rounds_since_restart"] == 0:
+                self._forget(group)
+        decided = [(group, *self._decide(group, params)) for group, params in active]
+        for group, _, decision in decided:
+            if decision and decision.before:
+                self._forget(group)
+        groups = iter(self.param_groups)
+        for each in self.optimizers:  # it has this one's groups and state, which loading replaces
+            each.param_groups, each.state = list(islice(groups, len(each.param_groups))), self.state
             each.step()
-        self._begin_anew(groups, decisions, before=False)
-        for group, memory, decision in zip(groups, memories, decisions, strict=True):
+        for group, memory, decision in decided:
             count_round(group, memory, decision)
         return loss
 
-    def _decide(self, group: dict[str, Any]) -> tuple[dict[str, float], Decision]:
+    def _forget(self, group: Mapping[str, Any]) -> None:
+        """Begin a group's state anew; what is there is of the cycle before, or of torch's init step."""
+        for p in group["params"]:
+            self.state.pop(p, None)
+
+    def _decide(self, group: Mapping[str, Any], params: Sequence[Tensor]) -> tuple[dict[str, float], Restart | None]:
         """Return the next memory and the decision of a group's policy."""
         measured = None
         if parse(group["restart"]).needs:
-            params = [p for p in group["params"] if p.grad is not None]
             states = [self.state.get(p, {}) for p in params]
             moments = [next((state[key] for key in _FIRST_MOMENTS if key in state), None) for state in states]
             measured = dots([p.grad for p in params], moments)
@@ -123,9 +101,3 @@ class Restarting(Optimizer):
         if isinstance(decision, Step) or (decision and (decision.retain or decision.inject)):
             raise ValueError(f"Restarting: restart {group['restart']} must be a hard one, got {decision}; try OuterSGD")
         return memory, decision
-
-    def _begin_anew(self, groups: Sequence[dict[str, Any]], decisions: Sequence[Decision], *, before: bool) -> None:
-        for group, decision in zip(groups, decisions, strict=True):
-            if isinstance(decision, Restart) and decision.before == before:
-                for p in group["params"]:
-                    self.state.pop(p, None)
