@@ -23,7 +23,6 @@ STATE = under_way().engine.state_dict()
 PATHS: list[tuple[Any, ...]] = [
     *((name,) for name in ("anchor", "spec", "fragments", "inner_step")),
     ("fragments", 0, "steps"),
-    ("fragments", 2, "sum"),
 ]
 """Places in a state."""
 
@@ -74,14 +73,9 @@ def test_a_reduction_ends_by_the_schedule_that_it_began_in(word: str, changes: d
     assert_refused(STATE, word, **changes)
 
 
-def test_shapes_are_compared() -> None:
-    """Tensors of other shapes and types, no state at all."""
-    parts = STATE["fragments"]
-    for path, value, word in (
-        (("anchor",), STATE["anchor"][:1], "anchor"),
-        (("fragments", 2, "sum"), parts[2]["sum"][:1], "sums"),
-    ):
-        assert_refused(changed(STATE, path, value), word)
+def test_what_is_no_state_is_refused() -> None:
+    """A float64 one, another object."""
+    assert_refused(changed(STATE, ("anchor",), STATE["anchor"].double()), "dtype")
     for other in ({}, None, [], {"anchor": torch.zeros(3)}):
         assert_refused(other, "state_dict")
 

@@ -23,7 +23,7 @@ def digest(tensors: Sequence[Tensor]) -> str:
 
 def as_bytes(t: Tensor) -> Tensor:
     """Return the bytes of a tensor's elements, flat, on its device."""
-    return t.detach().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
+    return t.detach().resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
 
 
 def digest_on_device(tensors: Sequence[Tensor]) -> str:

@@ -130,7 +130,7 @@ class DiLoCo:
         broadcast_buffers(self)
         self._watch = Watch(self)
         self.restore()
-        self._loads = state.Loads(self)
+        state.note_loads(self)
 
     def __getstate__(self) -> Any:
         """Refuse to copy or pickle an engine."""
@@ -242,7 +242,7 @@ class DiLoCo:
         return [f for f in self.fragments if f.offset == self.inner_step + 1]
 
     def _launch(self, fragments: Sequence[Fragment]) -> None:
-        self._loads.tell(self)
+        state.tell_loads(self)
         if fragments:
             reshard(self.replicas)
         for fragment in fragments:

@@ -7,8 +7,8 @@ that a resumed run lacks, or has of another rank.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,88 +24,82 @@ if TYPE_CHECKING:
 
 COUNTERS = ("round", "inner_step", "taken", "syncs")
 LATE = "weights were loaded into the modules after the engine was built, whose anchor has followed; load them before"
-JUMP = (
-    "weights were loaded into the modules after the engine was built and count as progress of this round; load them "
-    "into all replicas before, or load the engine's state of the same checkpoint, too"
-)
-LACKING = (
-    "the engine's state is from inside a round, and the modules do not hold the weights that it was saved with; load "
-    "the model's state of the same checkpoint, too"
-)
+JUMP = "weights loaded after the engine was built count as progress; load them before, or the engine's state, too"
+LACKING = "the modules lack the weights of the engine's state, from inside a round; load the model's state, too"
 OWING = "the residuals of the compression were not loaded; pass what engine.residuals() returned to load_residuals()"
 FOREIGN = "this rank resumes with the weights of rank {}, inside a round; save and load a checkpoint for each rank"
 
 
+# ---------------------------------------------------------------------------------------------- weights that are loaded
+
+
+@dataclass
 class Loads:
-    """What is loaded into an engine's replicas: noted by hooks on their modules, told at the next step.
+    """What was loaded into an engine and its replicas since the last step."""
 
-    The engine takes the parameters from an earlier one. The anchor of an engine that has not begun follows the first
-    replica's weights. Weights that others replace for an evaluation, and that are put back, are none.
-    """
-
-    def __init__(self, engine: DiLoCo) -> None:
-        self._forget()
-        for slot in (slot for fragment in engine.fragments for slots in fragment.slots for slot in slots):
-            if (earlier := owner_of(slot.parameter)) is not None:
-                earlier._is_replaced = True
-            OWNERS[slot.parameter] = weakref.ref(engine)
-        modules = {module for replica in engine.replicas for module in replica.modules()}
-        handles = [module.register_load_state_dict_pre_hook(partial(_on_load, Loads.before)) for module in modules]
-        handles += [module.register_load_state_dict_post_hook(partial(_on_load, Loads.after)) for module in modules]
-        weakref.finalize(engine, lambda: [handle.remove() for handle in handles])
-
-    def _forget(self) -> None:
-        self._loading: nn.Module | None = None
-        """The outermost module that is being loaded."""
-        self._weights: list[str] | None = None
-        """Digests of before the first load since the last step, or of a state that was loaded and of its `_rank`."""
-        self._rank: int | None = None
-        self._finding, self.owes = "", False
-
-    def before(self, engine: DiLoCo, module: nn.Module) -> None:
-        """Note the weights before others are loaded."""
-        self._loading = module if self._loading is None else self._loading
-        if self._weights is None:
-            self._weights = weights(engine)
-
-    def after(self, engine: DiLoCo, module: nn.Module) -> None:
-        """Compare the weights once all modules are loaded."""
-        if module is self._loading:
-            self._loading = None
-            self._compare(engine)
-
-    def resume(self, engine: DiLoCo, spec: Mapping[str, Any]) -> None:
-        """Note that a state was loaded; the modules' may be loaded before or after it."""
-        self._forget()
-        self._weights, self._rank = spec.get("weights", []), spec.get("rank", engine.group.rank)
-        self.owes = engine.compression == spec.get("compression") != "float32" and engine.taken > 0
-        self._compare(engine)
-
-    @torch.no_grad()
-    def _compare(self, engine: DiLoCo) -> None:
-        own, is_own = weights(engine), self._rank in (None, engine.group.rank)
-        if len(own) != len(self._weights or ()):
-            return  # in the state the replicas were the anchor, or lay on other ranks
-        is_same, self._finding = own == self._weights, ""
-        if is_own and not is_same:
-            self._finding = JUMP if self._rank is None else LACKING
-        elif is_same and not is_own:
-            self._finding = FOREIGN.format(self._rank)
-        if self._rank is None and engine.taken == 0:
-            torch._foreach_copy_([*engine.anchor.values()], _parameters(engine, 0))
-            self._finding = LATE if self._finding and len({*own}) == 1 else self._finding
-
-    def tell(self, engine: DiLoCo) -> None:
-        """Warn of what was loaded since the last step."""
-        if self._weights is not None:
-            engine._watch._warn([self._finding] * bool(self._finding) + [OWING] * self.owes)
-            self._forget()
+    weights: list[str] | None = None
+    """Digests of before the first load, or of a state that was loaded and of its `rank`."""
+    rank: int | None = None
+    outermost: nn.Module | None = None
+    """The module that is being loaded with those inside it."""
+    finding: str = ""
+    owes: bool = False
 
 
-def _on_load(act: Callable[[Loads, DiLoCo, nn.Module], None], module: nn.Module, *_: Any) -> None:
-    engine = next(filter(None, map(owner_of, module.parameters())), None)  # none of a copy, which has the same hooks
-    if engine and not engine._showing:
-        act(engine._loads, engine, module)
+def note_loads(engine: DiLoCo) -> None:
+    """Take the parameters from an earlier engine, and note by hooks what is loaded into the modules."""
+    engine._loads = Loads()
+    for slot in (slot for fragment in engine.fragments for slots in fragment.slots for slot in slots):
+        if (earlier := owner_of(slot.parameter)) is not None:
+            earlier._is_replaced = True
+        OWNERS[slot.parameter] = weakref.ref(engine)
+    modules = {module for replica in engine.replicas for module in replica.modules()}
+    handles = [module.register_load_state_dict_pre_hook(_before_load) for module in modules]
+    handles += [module.register_load_state_dict_post_hook(_after_load) for module in modules]
+    weakref.finalize(engine, lambda: [handle.remove() for handle in handles])
+
+
+def _loaded(module: nn.Module) -> DiLoCo | None:
+    """Return the engine of a module, none of a copy's, which has the same hooks, and none within `anchored()`."""
+    engine = next(filter(None, map(owner_of, module.parameters())), None)
+    return None if engine is None or engine._showing else engine
+
+
+def _before_load(module: nn.Module, *_: Any) -> None:
+    if engine := _loaded(module):
+        loads = engine._loads
+        loads.outermost = module if loads.outermost is None else loads.outermost
+        loads.weights = weights(engine) if loads.weights is None else loads.weights
+
+
+def _after_load(module: nn.Module, *_: Any) -> None:
+    if (engine := _loaded(module)) and engine._loads.outermost is module:
+        engine._loads.outermost = None
+        _compare(engine)
+
+
+@torch.no_grad()
+def _compare(engine: DiLoCo) -> None:
+    """Find out whether the weights are other ones now; those that are put back, as after an evaluation, are not."""
+    loads, own = engine._loads, weights(engine)
+    if len(own) != len(loads.weights or ()):
+        return  # in the state the replicas were the anchor, or lay on other ranks
+    is_same, loads.finding = own == loads.weights, ""
+    if loads.rank not in (None, engine.group.rank):
+        loads.finding = FOREIGN.format(loads.rank) if is_same else ""
+    elif not is_same:
+        loads.finding = JUMP if loads.rank is None else LACKING
+    if loads.rank is None and engine.taken == 0:  # the anchor of an engine that has not begun follows
+        torch._foreach_copy_([*engine.anchor.values()], _parameters(engine, 0))
+        loads.finding = LATE if loads.finding and len({*own}) == 1 else loads.finding
+
+
+def tell_loads(engine: DiLoCo) -> None:
+    """Warn of what was loaded since the last step."""
+    loads = engine._loads
+    if loads.weights is not None:
+        engine._watch._warn([loads.finding] * bool(loads.finding) + [OWING] * loads.owes)
+        engine._loads = Loads()
 
 
 # ---------------------------------------------------------------------------------------------------- saved and loaded
@@ -139,7 +133,10 @@ def load(engine: DiLoCo, state: Mapping[str, Any]) -> None:
     engine._interrupted = False
     if engine.at_anchor:
         engine.restore()
-    engine._loads.resume(engine, state["spec"])
+    saved = state["spec"]  # the modules' may be loaded before or after it
+    owes = engine.compression == saved["compression"] != "float32" and engine.taken > 0
+    engine._loads = Loads(saved.get("weights", []), saved.get("rank", engine.group.rank), owes=owes)
+    _compare(engine)
 
 
 def spec(engine: DiLoCo) -> dict[str, Any]:
@@ -149,24 +146,17 @@ def spec(engine: DiLoCo) -> dict[str, Any]:
 
 
 def _check(engine: DiLoCo, state: Mapping[str, Any]) -> None:
-    where, own, names = "DiLoCo.load_state_dict:", spec(engine), ("fragments", "outer")
+    where, names = "DiLoCo.load_state_dict:", ["fragments", "outer", "dtype"]
+    own = spec(engine) | {"dtype": str(engine.flat.dtype)}
     try:
-        other, parts = {"outer": own["outer"]} | state["spec"], state["fragments"]
+        other, parts = state["spec"] | {"dtype": str(state["anchor"].dtype)}, state["fragments"]
         has_begun = state["inner_step"] or any(part["steps"] for part in parts)
-        tensors = [(engine.flat, state["anchor"])]
-        tensors += [
-            (f.gradient, part["sum"]) for f, part in zip(engine.fragments, parts, strict=False) if "age" in part
-        ]
-        is_unlike = any((a.shape, a.dtype) != (b.shape, b.dtype) for a, b in tensors)
-        is_unlike |= any(len(part.get("weights") or engine.replicas) != len(engine.replicas) for part in parts)
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError) as error:
         raise ValueError(f"{where} the state lacks {error}; pass what state_dict() returned") from None
-    if len(tensors) > 1:  # a reduction ends by the schedule that it began in
-        names = tuple(own)
+    if any("age" in part for part in parts):  # a reduction ends by the schedule that it began in
+        names = [*own]
     elif has_begun:  # so does a round
-        names += ("inner_steps", "stagger")
+        names += ["inner_steps", "stagger"]
     if difference := first_difference({n: own[n] for n in names}, {n: other.get(n) for n in names}):
         name, mine, theirs = difference
         raise ValueError(f"{where} {name} must be {mine} as in this engine, is {theirs} in the state")
-    if is_unlike:
-        raise ValueError(f"{where} anchor, sums and weights must have the shapes and types of this engine's")
