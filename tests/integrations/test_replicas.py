@@ -77,11 +77,11 @@ def test_replicas_that_resume_from_different_steps_are_refused():
 
     class Pair(SingleProcess):
         def gather_json(self, value: Any) -> list[Any]:
-            return [20, 10] if value == 20 else [value]
+            return [value, [1, {**value[1], "inner steps taken": 10}]]
 
     model = trainers.build()
     rounds = Rounds(trainers.RULE, group=Pair(), **SETTING)
-    with pytest.raises(ValueError, match="step"):
+    with pytest.raises(ValueError, match="inner steps taken"):
         rounds.begin(model, trainers.optimizer(model), 20, 30, {"engine": {}, "residuals": {}})
 
 

@@ -38,7 +38,6 @@ def test_a_training_over_a_kill_and_settings(tmp_path: Path):
     cases = {
         "replica_id": [*SETTING, "--fault_tolerance.replica_id", "2"],
         "should_quantize": [*SETTING, "--fault_tolerance.should_quantize"],
-        "checkpoint.enable": [*SETTING, "--checkpoint.no-enable"],
         "restart": [*SETTING, "--outer.restart", "sometimes"],
         "llama3 3": of_titan,
     }

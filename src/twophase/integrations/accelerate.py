@@ -49,8 +49,7 @@ class DiLoCo:
             raise ValueError(f"DiLoCo: distributed_type must be NO, MULTI_CPU or MULTI_GPU, is {kind.value}")
         replica = accelerator.unwrap_model(model)
         self.engine = engine.DiLoCo(replica, outer, inner_steps=inner_steps, **options)
-        number = sum(isinstance(other, DiLoCo) for other in accelerator._custom_objects)
-        self._file = f"twophase_{number}_replica_{accelerator.process_index}.pt"
+        self._file = f"twophase_{len(accelerator._custom_objects)}_replica_{accelerator.process_index}.pt"
         accelerator.register_for_checkpointing(self)
         accelerator.register_save_state_pre_hook(self._save_replica)
         accelerator.register_load_state_pre_hook(self._note_folder)

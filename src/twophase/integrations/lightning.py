@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -29,7 +28,6 @@ class DiLoCoCallback(Rounds, Callback):
     """
 
     _loaded: dict[str, Any] | None = None
-    _steps = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse settings that average gradients or hide the inner steps, before any device is set up."""
@@ -43,22 +41,17 @@ class DiLoCoCallback(Rounds, Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Build the engine; a resumed Trainer has loaded weights, optimizer and this callback's state."""
-        self._steps, steps = trainer.global_step, trainer.estimated_stepping_batches
+        steps = trainer.estimated_stepping_batches
         planned = int(steps) if 0 < steps < math.inf else None  # of max_time alone, or of data without a length
-        self.begin(pl_module, trainer.optimizers[0], self._steps, planned, self._loaded)
+        self.begin(pl_module, trainer.optimizers[0], trainer.global_step, planned, self._loaded)
         self._loaded = None
 
-    def on_train_batch_end(self, trainer: Trainer, *args: Any, **_: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any, **__: Any) -> None:  # noqa: ARG002
         """Count an inner step, if this batch was the last of one; this comes before Lightning saves and validates."""
-        if trainer.global_step == self._steps:
-            return
-        self._steps = trainer.global_step
-        signals = None
-        outputs = args[1]  # after the module
-        if isinstance(outputs, Mapping) and "loss" in outputs and self.engine.ending:  # else no wait for a GPU
-            scale = trainer.accumulate_grad_batches  # which Lightning has divided the loss by
-            signals = {"loss": float(outputs["loss"]) * scale}
-        self.step(signals)
+        if trainer.global_step > self.engine.taken:
+            parts = trainer.accumulate_grad_batches  # which Lightning has divided the loss by
+            is_read = "loss" in outputs and self.engine.ending  # else no wait for a GPU
+            self.step({"loss": float(outputs["loss"]) * parts} if is_read else None)
 
     def on_validation_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """Log the module's logged metrics."""
@@ -66,15 +59,11 @@ class DiLoCoCallback(Rounds, Callback):
             values = {"validation_loss" if n == "val_loss" else n: v for n, v in trainer.callback_metrics.items()}
             self.run.log(None, **{n: v for n, v in values.items() if n not in ("self", "step", "round")})  # its own
 
-    def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Take the last round, if it was cut short."""
-        self.end()
-
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the last round of a training that was resumed at its end, which Lightning does not start."""
         if self._loaded is not None:
             self.on_train_start(trainer, pl_module)
-            self.end()
+            self.on_train_end()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the engine's state for a checkpoint."""

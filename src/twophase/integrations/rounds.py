@@ -20,12 +20,12 @@ from twophase.optim.outer_sgd import keep_types, unlike_types
 from twophase.training.recording import Recorder, record
 
 _TORCHRUN = "RANK LOCAL_RANK GROUP_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE TORCHELASTIC_RUN_ID".split()
-_RECORDING: WeakValueDictionary[Path, Rounds] = WeakValueDictionary()
-"""Trainings of this process by the folder of their record; a trainer may not report that its training has raised."""
+_RECORDING: WeakValueDictionary[Path, Recorder] = WeakValueDictionary()
+"""Records of this process; a trainer may not report that its training has raised, and a traceback may still hold it."""
 
 
 class Rounds:
-    """Outer rounds of one training; callbacks inherit it and call `begin`, `step` and `end`.
+    """Outer rounds of one training; callbacks inherit it, and call `begin` and `step`.
 
     Args:
         record: folder of a standard run (`twophase.record`), written while the trainer trains; None writes none.
@@ -60,12 +60,10 @@ class Rounds:
         if step and not state:
             raise ValueError(f"DiLoCoCallback: the checkpoint of step {step} must hold this callback's state, has none")
         weights = [p.detach().clone() for p in model.parameters()] if state else []
-        expected: Any = {"planned inner steps": planned, **self._settings.get("expect_equal", {})}
-        self.engine = DiLoCo(model, **self._settings | {"expect_equal": expected})
+        # a kill between two replicas' checkpoints leaves them at different steps
+        equal = {"planned inner steps": planned, "inner steps taken": step, **self._settings.get("expect_equal", {})}
+        self.engine = DiLoCo(model, **self._settings | {"expect_equal": equal})
         self.reports, self._inner = [], inner
-        steps = self.engine.group.gather_json(step)
-        if len(set(steps)) > 1:  # a kill between two replicas' checkpoints leaves them so
-            raise ValueError(f"DiLoCoCallback: all replicas must resume from step {min(steps)}, have steps {steps}")
         if state:
             with torch.no_grad():  # building the engine set all replicas to the first one's weights
                 torch._foreach_copy_(list(model.parameters()), weights)
@@ -74,10 +72,9 @@ class Rounds:
             keep_types(inner, state["inner"])
         if self._folder is not None:
             folder = Path(self._folder).resolve()
-            if (earlier := _RECORDING.get(folder)) and earlier.run is not None:
-                earlier.run.close()  # its training has raised, and a traceback still holds it
-            _RECORDING[folder] = self
-            self.run = record(folder, self.engine, {"steps": planned} if planned else {})
+            if earlier := _RECORDING.get(folder):
+                earlier.close()
+            self.run = _RECORDING[folder] = record(folder, self.engine, {"steps": planned} if planned else {})
 
     def step(self, signals: Signals = None) -> None:
         """Count an inner step; a round may end. Of a schedule-free optimizer the replicas exchange the average."""
@@ -85,8 +82,8 @@ class Rounds:
         self._note(self.engine.step(signals))
         self._set_mode("train")
 
-    def end(self) -> None:
-        """Take the last round, if it was cut short, and finish the record."""
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        """Take the last round, if it was cut short, and finish the record; trainers call this by its name."""
         self._set_mode("eval")
         self._note(self.engine.finish())
         if self.run is not None:

@@ -1,12 +1,7 @@
 """torchft's own `DiLoCo` with restarts; settings with which torchft 0.2.0 lets replicas differ are refused.
 
-The user makes torchft's `Manager`; nothing of torchft is replaced. What torchft does not promise:
-
-* States travel between replicas as pickles, by ports without authentication: use it in a trusted network.
-* A replica that comes back contributes the pseudo-gradient of its donor to its first sync, so that one counts twice.
-* A policy that measures decides by each replica's own arithmetic: use it where the processors are alike.
-* Overlap (`fragment_sync_delay`) may take a failed reduction for a success; buckets and quantization leave out tensors
-  or do nothing. None of them is offered.
+States travel between replicas as pickles, by ports without authentication: use it in a trusted network. A policy that
+measures decides by each replica's own arithmetic: use it where the processors are alike.
 """
 
 from __future__ import annotations
@@ -14,50 +9,45 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torchft import local_sgd
 from torchft.manager import Manager
 
 from twophase.diloco.engine import Restarts
 from twophase.optim.build import OuterChoice, outer_optimizer
-from twophase.restart import MEASURED
-from twophase.rule import whole_number
 
 
 class DiLoCo(local_sgd.DiLoCo):
     """torchft's `DiLoCo` with an outer optimizer for each fragment, and a state to save; made by `diloco`.
 
     After its `with` block the model holds the agreed weights; inner steps since the last round are discarded.
-    `outers` has the outer optimizers, one a fragment; docs/torchft.md shows how to record their rounds.
     """
 
-    def __init__(
-        self, manager: Manager, fragments: list[nn.Module], inner: Optimizer, outers: list[Optimizer], steps: int
-    ) -> None:
-        super().__init__(manager, fragments, inner, [*outers], sync_every=steps)
-        self.outers = outers
-        self._params: list[Tensor] = [p for fragment in fragments for p in fragment.parameters()]
+    @property
+    def outers(self) -> list[Optimizer]:
+        """The outer optimizers, one a fragment; docs/torchft.md shows how to record their rounds."""
+        return [fragment._outer_optimizer for fragment in self._fragments]
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> Literal[False]:
-        super().__exit__(kind, error, trace)
+    def __exit__(self, kind: Any, *rest: Any) -> bool:
         if kind is None:
             self._restore_parameters()
-        return False
+        return super().__exit__(kind, *rest)
 
     @contextmanager
     @torch.no_grad()
     def anchored(self) -> Iterator[None]:
         """Put the agreed weights, which replicas leave between rounds, into the model, for an evaluation."""
-        before = [p.detach().clone() for p in self._params]
+        params = [p for fragment in self._fragments for p in fragment._model_fragment.parameters()]
+        before = [p.clone() for p in params]
         self._restore_parameters()
         try:
             yield
         finally:
-            torch._foreach_copy_(self._params, before)
+            torch._foreach_copy_(params, before)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state without model and inner optimizer: anchors, outer states, counters."""
@@ -109,14 +99,9 @@ def diloco(
         fragments: modules that together hold every trainable parameter once; None means the model.
 
     Raises:
-        ValueError: an argument outside its range, another manager, buckets in the environment, a policy with signals.
+        ValueError: an argument outside its range, another manager, or buckets in the environment.
     """
-    inner_steps = whole_number("diloco: inner_steps", inner_steps)
     modules = [model] if fragments is None else [*fragments]
-    if not modules or not all(isinstance(module, nn.Module) for module in modules):
-        raise ValueError(f"diloco: fragments must be modules, got {fragments!r:.80}")
-    if inner_steps % len(modules):
-        raise ValueError(f"diloco: inner_steps must be a multiple of {len(modules)} fragments, got {inner_steps}")
     held = [id(p) for module in modules for p in module.parameters()]
     lost = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
     if lost or len(held) != len(set(held)):
@@ -124,11 +109,9 @@ def diloco(
         raise ValueError(f"diloco: fragments must hold every trainable parameter once, {fault}")
     if os.environ.get(local_sgd.USE_BUCKETIZATION_ENV) == "True":  # only the last bucket's tensors are copied back
         raise ValueError(f"diloco: {local_sgd.USE_BUCKETIZATION_ENV} must be unset, is True")
-    if manager._use_async_quorum or manager._init_sync:  # after the latter all repeat the first replica's first round
-        raise ValueError("diloco: use_async_quorum and init_sync of the manager must be False")
+    if manager._init_sync:  # all would repeat the first replica's first round
+        raise ValueError("diloco: init_sync of the manager must be False")
     if not manager._user_state_dicts:  # a replica that comes back would add old weights to the mean
         raise ValueError("diloco: the manager must have state_dict and load_state_dict of model, optimizer and data")
     outers = [outer_optimizer(module.named_parameters(), outer, restart) for module in modules]
-    if missing := getattr(outers[0], "needs", MEASURED) - MEASURED:
-        raise ValueError(f"diloco: restart must need no signals, for torchft passes none; it needs {min(missing)}")
-    return DiLoCo(manager, modules, inner, outers, inner_steps)
+    return DiLoCo(manager, modules, inner, outers, sync_every=inner_steps)

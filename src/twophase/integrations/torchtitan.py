@@ -10,75 +10,37 @@ models. What torchft does not promise, such as safety in a network that is not t
 
 from __future__ import annotations
 
-import importlib
 import io
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from datetime import timedelta
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torchft
 from torch.distributed.checkpoint.stateful import Stateful
+from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.experiments.torchft.checkpoint import TorchFTCheckpointManager
 from torchtitan.experiments.torchft.config.job_config import FaultTolerance, FaultTolerantModelSpec
 from torchtitan.experiments.torchft.diloco import fragment_llm
-from torchtitan.experiments.torchft.manager import TorchFTManager
 from torchtitan.experiments.torchft.optimizer import TorchFTOptimizersContainer
 from torchtitan.experiments.torchft.trainer import FaultTolerantTrainer
+from torchtitan.models.llama3 import config_registry
 from torchtitan.trainer import Trainer
 
 from twophase.integrations.torchft import DiLoCo, diloco
 from twophase.restart import parse
 from twophase.rule import OuterRule
 
-_REGISTRIES = ("torchtitan.models.llama3.config_registry", "torchtitan.experiments.torchft.llama3.config_registry")
 
-
-@dataclass(kw_only=True, slots=True)
-class Outer:
-    """Options `--outer.lr` and so on: the rule, as of `OuterRule`, and the restart policy, in rounds of a fragment."""
+@dataclass(frozen=True, slots=True)
+class Outer(OuterRule):
+    """Options `--outer.lr` and so on: the rule, and the restart policy, in rounds of a fragment."""
 
     lr: float = 0.7
     momentum: float = 0.9
     nesterov: bool = True
-    form: Literal["sum", "ema"] = "sum"
     restart: str = "never"
-
-
-class Optimizers(TorchFTOptimizersContainer):
-    """torchtitan's inner optimizers; their saved state has the current learning rate, not that of the first step."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(TorchFTOptimizersContainer.Config):
-        """torchtitan's own options."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the current state; torchtitan's own keeps the numbers of its construction."""
-        self.init_cache_state_dict()
-        return super().state_dict()
-
-
-class Manager(TorchFTManager):
-    """torchtitan's manager without torchft's initial copy, after which all would repeat the first replica's round."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(FaultTolerance):
-        """torchtitan's own options."""
-
-    def __init__(self, config: Config) -> None:
-        groups = {"gloo": torchft.ProcessGroupGloo, "nccl": torchft.ProcessGroupNCCL}
-        self.use_async_quorum, self.group_size, self.replica_id = False, config.group_size, config.replica_id
-        self._manager = torchft.Manager(
-            pg=groups[config.process_group](timeout=timedelta(milliseconds=config.process_group_timeout_ms)),
-            min_replica_size=config.min_replica_size,
-            load_state_dict=None,
-            state_dict=None,
-            use_async_quorum=False,
-            init_sync=False,
-            replica_id=f"torchtitan_ft_{config.replica_id}",
-        )
 
 
 class Rounds(Stateful):
@@ -115,20 +77,23 @@ class DiLoCoTrainer(FaultTolerantTrainer):
 
     def __init__(self, config: Config) -> None:
         _check(config)
-        outer, tolerance = config.outer, config.fault_tolerance
-        rule = OuterRule(outer.lr, outer.momentum, nesterov=outer.nesterov, form=outer.form)
-        policy = parse(outer.restart)  # refused before torchft waits for a lighthouse
+        tolerance = config.fault_tolerance
+        policy = parse(config.outer.restart)  # refused before torchft waits for a lighthouse
         folder = f"{config.checkpoint.folder}/replica-{tolerance.replica_id}"
         # the data's place is in the whole checkpoint; the other kind, of every step, would run ahead of it
         checkpoint: Any = replace(config.checkpoint, folder=folder, enable_ft_dataloader_checkpoints=False)  # type: ignore[call-arg]
-        super().__init__(replace(config, checkpoint=checkpoint))
+        debug = replace(config.debug, seed=config.debug.seed or 0)  # replicas begin with the same weights
+        super().__init__(replace(config, checkpoint=checkpoint, debug=debug))
+        # torchtitan's own method returns what it has cached: the numbers, as of the learning rate, of the beginning
+        self.optimizers.state_dict = partial(OptimizersContainer.state_dict, self.optimizers)
+        self.ft_manager.manager._init_sync = False  # else all would repeat the first replica's first round
         model, layers = self.model_parts[0], getattr(self.model_config, "layers", ())
         split = getattr(config.model_spec, "fragment_fn", None)
         self.rounds = diloco(
             self.ft_manager.manager,
             model,
             self.optimizers,
-            rule,
+            config.outer,
             inner_steps=tolerance.sync_steps,
             restart=policy,
             fragments=split(model, tolerance, len(layers)) if split else None,
@@ -149,24 +114,19 @@ def configured(config: Trainer.Config, outer: Outer | None = None) -> DiLoCoTrai
     `config` may be of any torchtitan model without pipeline stages; without `outer`, DiLoCo's published rule steps.
     """
     values = _values(config)
-    tolerance = _values(values.get("fault_tolerance") or FaultTolerance(sync_steps=100))
-    values["fault_tolerance"] = Manager.Config(**tolerance | {"enable": True, "semi_sync_method": "diloco"})
-    values["optimizer"] = Optimizers.Config(**_values(config.optimizer))
+    tolerance = values.get("fault_tolerance") or FaultTolerance(sync_steps=100)
+    values["fault_tolerance"] = replace(tolerance, enable=True, semi_sync_method="diloco")
+    values["optimizer"] = TorchFTOptimizersContainer.Config(**_values(config.optimizer))
     values["checkpoint"] = TorchFTCheckpointManager.Config(**_values(config.checkpoint) | {"enable": True})
-    if config.debug.seed is None:
-        values["debug"] = replace(config.debug, seed=0)  # replicas begin with the same weights
     if not isinstance(config.model_spec, FaultTolerantModelSpec):
         values["model_spec"] = FaultTolerantModelSpec(**_values(config.model_spec), fragment_fn=fragment_llm)
     return DiLoCoTrainer.Config(**values, outer=outer or Outer())
 
 
 def __getattr__(name: str) -> Callable[[], DiLoCoTrainer.Config]:
-    """Return a function of torchtitan's registries of llama3, `configured`."""
-    for registry in () if name.startswith("_") else _REGISTRIES:
-        made = getattr(importlib.import_module(registry), name, None)
-        if callable(made):
-            return lambda: configured(made())
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """Return a function of torchtitan's registry of llama3, `configured`."""
+    made = getattr(config_registry, name)
+    return lambda: configured(made())
 
 
 def _values(config: Any) -> dict[str, Any]:
@@ -178,18 +138,13 @@ def _check(config: DiLoCoTrainer.Config) -> None:
     """Refuse settings under which torchft 0.2.0 or torchtitan errs silently."""
     tolerance = config.fault_tolerance
     allowed = {
-        "fault_tolerance.enable": (tolerance.enable, [True]),
         "fault_tolerance.semi_sync_method": (tolerance.semi_sync_method, ["diloco"]),
-        "fault_tolerance.process_group": (tolerance.process_group, ["gloo", "nccl"]),
         "fault_tolerance.should_quantize": (tolerance.should_quantize, [False]),
         "fault_tolerance.fragment_sync_delay": (tolerance.fragment_sync_delay, [0]),
         "fault_tolerance.fragment_update_alpha": (tolerance.fragment_update_alpha, [0.0]),
         "fault_tolerance.replica_id": (tolerance.replica_id, range(tolerance.group_size)),
-        "checkpoint.enable": (config.checkpoint.enable, [True]),  # else torchtitan gives a late joiner no weights
         "parallelism.pipeline_parallel_degree": (config.parallelism.pipeline_parallel_degree, [1]),
     }
     for option, (value, choices) in allowed.items():
         if value not in choices:
             raise ValueError(f"--{option} must be in {choices} with twophase, is {value}")
-    if config.debug.seed is None:  # all replicas begin with the same weights
-        raise ValueError("--debug.seed must be a number, the same for all replicas, is None")

@@ -30,8 +30,6 @@ class DiLoCoCallback(Rounds, TrainerCallback):
             `save_total_limit=1`, or a checkpoint without this callback's state or the optimizer's.
     """
 
-    _at_end = False
-
     def on_train_begin(self, args: TrainingArguments, state: Any, *_: Any, **kwargs: Any) -> None:
         """Build the engine; the Trainer has placed the model and, when it resumes, loaded weights and optimizer."""
         if args.world_size > 1 or args.n_gpu > 1:  # it would average every gradient
@@ -49,19 +47,15 @@ class DiLoCoCallback(Rounds, TrainerCallback):
             if saved["weights"] != digest([*model.parameters()]):  # the Trainer resumes from another folder
                 raise ValueError(f"DiLoCoCallback: output_dir must be the checkpoint's, {path} has other weights")
         self.begin(model, kwargs["optimizer"], state.global_step, state.max_steps, saved)
-        self._at_end = state.global_step >= state.max_steps
-        if self._at_end:
-            self.end()
+        if state.global_step >= state.max_steps:
+            self.on_train_end()
 
-    def on_pre_optimizer_step(self, *_: Any, **kwargs: Any) -> None:
-        """Make nothing of the step that a Trainer takes which resumes after its last one."""
-        if self._at_end:
-            kwargs["model"].zero_grad()
-
-    def on_step_end(self, *_: Any, **kwargs: Any) -> None:  # noqa: ARG002
+    def on_step_end(self, args: TrainingArguments, state: Any, *_: Any, **__: Any) -> None:  # noqa: ARG002
         """Count an inner step; this comes before the Trainer logs, evaluates and saves."""
-        if not self._at_end:
+        if state.global_step <= state.max_steps:
             self.step()
+        else:  # a Trainer that resumes after its last step takes one more
+            self.engine.restore()
 
     def on_log(self, args: TrainingArguments, state: Any, *_: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Log the losses of training and evaluation."""
@@ -76,11 +70,6 @@ class DiLoCoCallback(Rounds, TrainerCallback):
         if not any(path.parent.glob("*model*.safetensors")):  # save_pretrained writes in the group's process 0 only,
             save_model(model, str(path.with_name("model.safetensors")))  # and each replica has its own
         checkpoint.save_sealed(path, self.saved() | {"weights": digest([*model.parameters()])})
-
-    def on_train_end(self, *_: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Take the last round, if it was cut short."""
-        if not self._at_end:
-            self.end()
 
 
 def _path(args: TrainingArguments, state: Any) -> Path:
