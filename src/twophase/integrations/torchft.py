@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchft import local_sgd
 from torchft.manager import Manager
@@ -41,7 +41,7 @@ class DiLoCo(local_sgd.DiLoCo):
     @torch.no_grad()
     def anchored(self) -> Iterator[None]:
         """Put the agreed weights, which replicas leave between rounds, into the model, for an evaluation."""
-        params = [p for fragment in self._fragments for p in fragment._model_fragment.parameters()]
+        params: list[Tensor] = [p for fragment in self._fragments for p in fragment._model_fragment.parameters()]
         before = [p.clone() for p in params]
         self._restore_parameters()
         try:
