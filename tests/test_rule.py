@@ -14,7 +14,7 @@ from twophase.rule import OuterRule, whole_number
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
-        *(("lr", (value, 0.9)) for value in (-0.1, math.nan, math.inf, 10**400, "0.7", None)),
+        *(("lr", (value, 0.9)) for value in (-0.1, math.nan, math.inf, "0.7", None)),
         *(("momentum", (0.7, value)) for value in (1, -0.1, math.nan, "0.9", None)),
         *(("nesterov", (0.7, 0.9, value)) for value in ("ema", None)),
         *(("form", (0.7, 0.9, True, value)) for value in ("EMA", None)),

@@ -24,7 +24,6 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from importlib import import_module
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar, TypeVar
@@ -286,9 +285,7 @@ def parse(value: str | int | RestartPolicy) -> RestartPolicy:
         for module in filter(None, os.environ.get(POLICIES_VARIABLE, "").split(",")):
             import_module(module.strip())
     if name not in REGISTRY:
-        close = get_close_matches(name, REGISTRY, 1, 0.7)
-        hint = f"did you mean {close[0]}?" if close else f"choose a period or one of {', '.join(sorted(REGISTRY))}"
-        raise ValueError(f"restart {text!r} is not known; {hint}")
+        raise ValueError(f"restart {text!r} is not known; write a period or one of {', '.join(sorted(REGISTRY))}")
     cls = REGISTRY[name]
     kinds = [str(field.type) for field in fields(cls)]  # type: ignore[arg-type]
     usage = ":".join([name, *(field.name.upper() for field in fields(cls))])  # type: ignore[arg-type]

@@ -59,8 +59,7 @@ class OuterRule:
             raise ValueError(f"nesterov must be True or False, got {self.nesterov!r}; form comes after it")
         if self.form not in FORMS:
             raise ValueError(f'form must be "sum" (as torch.optim.SGD) or "ema" (as the paper), got {self.form!r}')
-        largest = 10**308 if isinstance(self.lr, int) else math.inf  # of an int, which a float may not hold
-        if not (isinstance(self.lr, Real) and 0 <= self.lr < largest):
+        if not (isinstance(self.lr, Real) and 0 <= self.lr < math.inf):
             raise ValueError(f"lr must be a finite number >= 0, got {self.lr!r}")
         if not (isinstance(self.momentum, Real) and 0 <= self.momentum < 1):
             raise ValueError(f"momentum must be in [0, 1), got {self.momentum!r}")

@@ -81,6 +81,7 @@ def test_choices(outer: Any, restart: Any, kind: type, policy: Any):
         *(("outer", outer, None) for outer in (Periodic(3), lambda _: None, lambda _: [], lambda _: ["adam"])),
         ("lacks 1", lambda named: rmsprop(named[:1]), None),
         *(("restart", outer, 3) for outer in ("auto", Auto(), lambda named: OuterSGD(named, 0.1))),
+        ("restart", lambda named: Restarting(rmsprop(named), 5), 3),
         ("hard", "adamw", "soft:3:0.2:0.1"),
     ],
 )

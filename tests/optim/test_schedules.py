@@ -25,9 +25,7 @@ def test_numbers():
     assert Schedule.parse("constant").at(RULE, 3, 5) is RULE
     assert Schedule.parse("momentum:0").at(RULE, 1, 5).momentum > 0  # else there would be no buffer
     assert Schedule.parse("momentum:0.3").at(OuterRule(1.0, 0.0), 2, 5) == OuterRule(1.0, 0.0)
-    for text in ("constant", "linear:2", "linear:0.1", "momentum:0"):
-        schedule = Schedule.parse(text)
-        assert Schedule.parse(str(schedule)) == Schedule.parse(schedule) == schedule
+    assert Schedule.parse(Schedule("linear", 0.1)) == Schedule.parse(" linear:0.1 ") == Schedule("linear", 0.1)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,6 @@ from twophase.diloco.report import FragmentRound, RoundReport, merged
 from twophase.diloco.watch import Watch
 from twophase.optim.build import OuterChoice, outer_optimizer
 from twophase.optim.orthogonal import Filter, filter_of
-from twophase.optim.restarting import Restarting
 from twophase.restart import RestartPolicy
 from twophase.rule import whole_number
 
@@ -169,9 +168,8 @@ class DiLoCo:
             torch._foreach_copy_(fragment.views, [tensors[name] for name in names])
             # A shared optimizer would step on gradients of others, too.
             fragment.outer = made = outer_optimizer(fragment.named, outer, policies[name])
-            measures = isinstance(made, Restarting) and made.needs
-            if self.group.sharded and (measures or "Muon" in checks.kind_of(made)):
-                raise ValueError("DiLoCo: outer must not be Muon or measure its state, for parameters are sharded")
+            if self.group.sharded and "Muon" in checks.kind_of(made):
+                raise ValueError("DiLoCo: outer must not be Muon, for parameters are sharded")
             self.fragments.append(fragment)
             number = len(self.fragments) if self.stagger else len(parts)
             fragment.offset = -(-number * self._inner_steps // len(parts))

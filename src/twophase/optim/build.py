@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from twophase.optim.names import NAMES, RULES, TORCH
 from twophase.optim.outer_sgd import OuterSGD
 from twophase.optim.restarting import Restarting
-from twophase.restart import Never, RestartPolicy, parse
+from twophase.restart import Auto, Never, RestartPolicy, parse
 from twophase.rule import OuterRule
 
 OuterFactory = Callable[[list[tuple[str, Tensor]]], Optimizer | Sequence[Optimizer]]
@@ -27,44 +27,35 @@ def outer_optimizer(
 
     Args:
         named: parameters by name.
-        outer: a rule; a name of the table (`optim.names`); a policy that takes the steps itself, `"auto"`; or a
+        outer: a rule; a name of the table (`optim.names`), or "auto"; a policy that takes the steps itself; or a
             function of the named parameters to a torch optimizer, or to several over parts of them.
         restart: restart policy; of another optimizer than a rule's the whole state begins anew.
 
     Raises:
-        ValueError: another choice; a restart beside a policy, or beside a function's `OuterSGD`; parameters that the
+        ValueError: another choice; a restart beside a policy, or beside an optimizer that restarts; parameters that the
             function's optimizer lacks.
     """
     named, policy = list(named), Never() if restart is None else parse(restart)
-    choices = f"outer must be an OuterRule, one of {', '.join(NAMES)}, auto, or a function to a torch optimizer"
-    if isinstance(outer, RestartPolicy) or (isinstance(outer, str) and outer not in NAMES):
-        try:
-            own = parse(outer)
-        except ValueError:
-            own = Never()
-        if not own.takes_steps or restart is not None:
-            raise ValueError(f"{choices}, got {outer!r}" + f" with restart {restart}" * (restart is not None))
-        return OuterSGD(named, 1.0, restart=own)
-    if isinstance(outer, str):
-        outer = RULES[outer] if outer in RULES else partial(named_optimizer, method=outer)
+    outer = _BY_NAME.get(outer, outer) if isinstance(outer, str) else outer
+    if isinstance(outer, RestartPolicy) and outer.takes_steps and restart is None:
+        return OuterSGD(named, 1.0, restart=outer)
     if isinstance(outer, OuterRule):
-        lr = 1.0 if policy.takes_steps else outer.lr
-        return OuterSGD(named, lr, outer.momentum, nesterov=outer.nesterov, form=outer.form, restart=policy)
+        return OuterSGD(named, outer.lr, outer.momentum, nesterov=outer.nesterov, form=outer.form, restart=policy)
     if isinstance(outer, Optimizer | type) or not callable(outer):
-        raise ValueError(f"{choices}, got {outer!r:.80}")
+        choices = f"an OuterRule, one of {', '.join(NAMES)}, auto without a restart, or a function to a torch optimizer"
+        raise ValueError(f"outer must be {choices}, got {outer!r:.80}")
     built = outer(named)
     optimizers = list(built) if isinstance(built, Sequence) else [built]
     if not optimizers or not all(isinstance(each, Optimizer) for each in optimizers):
         raise ValueError(f"outer must build a torch optimizer, or a list of them, got {built!r:.80}")
-    made: Optimizer = optimizers[0] if isinstance(built, Optimizer) else Restarting(optimizers, policy)
-    if isinstance(made, OuterSGD) and policy != Never():
-        raise ValueError(f"restart {policy} must be given to the OuterSGD that outer builds")
-    parts = made.optimizers if isinstance(made, Restarting) else [made]
-    if lacking := [type(each).__name__ for each in parts if _needs_closure(each)]:
+    if lacking := [type(each).__name__ for each in optimizers if _needs_closure(each)]:
         raise ValueError(f"outer must build an optimizer whose step() needs no closure, built {lacking[0]}")
-    if restart is not None and not isinstance(made, OuterSGD | Restarting):
-        made = Restarting(made, policy)
-    taken = {id(p) for group in getattr(made, "param_groups", []) for p in group["params"]}
+    restarts = isinstance(built, OuterSGD | Restarting)
+    if restarts and policy != Never():
+        raise ValueError(f"restart {policy} must be given to the {type(built).__name__} that outer builds")
+    keep = restarts or (restart is None and built is optimizers[0])
+    made: Optimizer = optimizers[0] if keep else Restarting(optimizers, policy)
+    taken = {id(p) for group in made.param_groups for p in group["params"]}
     if unused := [name for name, p in named if id(p) not in taken]:
         raise ValueError(f"outer must build an optimizer of every parameter, lacks {unused[0]}")
     return made
@@ -97,3 +88,10 @@ def named_optimizer(
     if rest:
         made.append(torch.optim.SGD(rest, RULES["nesterov"].lr, momentum, nesterov=momentum > 0))
     return made
+
+
+_BY_NAME: dict[str, OuterChoice] = {
+    **RULES,
+    **{method: partial(named_optimizer, method=method) for method in TORCH},
+    "auto": Auto(),
+}

@@ -11,6 +11,7 @@ import math
 import warnings
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations_with_replacement
 from typing import Any
 from weakref import ReferenceType
 
@@ -72,11 +73,6 @@ def with_gradients(optimizer: Optimizer) -> list[tuple[dict[str, Any], list[Tens
     return [(group, params) for group, params in found if params]
 
 
-def needs_of(optimizer: Optimizer) -> frozenset[str]:
-    """Return everything that the policies of an optimizer's groups need."""
-    return frozenset[str]().union(*(parse(group["restart"]).needs for group in optimizer.param_groups))
-
-
 class OuterSGD(torch.optim.SGD):
     """Outer optimizer: SGD with momentum on pseudo-gradients, with restarts.
 
@@ -108,7 +104,6 @@ class OuterSGD(torch.optim.SGD):
     """
 
     last_round: Sequence[GroupRound] = ()
-    needs = property(needs_of)
 
     def __init__(
         self,
@@ -176,8 +171,8 @@ class OuterSGD(torch.optim.SGD):
             if of_group is not None:
                 seen.append(_report(group, of_group, decision, broken))
             elif broken:
-                names = ", ".join(broken)
-                warnings.warn(f"OuterSGD: {names} is not finite, and nothing restarted", RuntimeWarning, stacklevel=2)
+                fault = f"OuterSGD: {', '.join(broken)} is not finite, and nothing restarted"
+                warnings.warn(fault, RuntimeWarning, stacklevel=2)
         return loss
 
     def _update(self, group: dict[str, Any], params: Sequence[Tensor], decision: Decision) -> None:
@@ -209,15 +204,10 @@ class OuterSGD(torch.optim.SGD):
     def _restart(self, group: Mapping[str, Any], restart: Restart) -> None:
         """Set `m <- retain m + inject g`, also where a parameter has no gradient in this round."""
         for p in group["params"]:
-            m = self.state.get(p, {}).get(BUFFER)
-            if m is None:
-                continue
-            if restart.retain == 0:
-                m.zero_()  # not a product: 0 x inf would keep a NaN alive
-            else:
-                m.mul_(restart.retain)
-            if restart.inject != 0 and p.grad is not None:
-                m.add_(p.grad, alpha=restart.inject)
+            if (m := self.state.get(p, {}).get(BUFFER)) is not None:
+                m.mul_(restart.retain) if restart.retain else m.zero_()  # 0 x inf would keep a NaN alive
+                if restart.inject and p.grad is not None:
+                    m.add_(p.grad, alpha=restart.inject)
 
     def _buffers(self, group: Mapping[str, Any], params: Sequence[Tensor]) -> list[Any]:
         """Return momentum buffers, at first -0, which plus any g is g; float32 for 16-bit parameters; None without."""
@@ -235,6 +225,11 @@ class OuterSGD(torch.optim.SGD):
     def dots(self) -> list[Dots]:
         """Return `<g, g>`, `<m, m>` and `<g, m>` of each group that has a gradient, before g is mixed in."""
         return [dots([p.grad for p in params], self._buffers(group, params)) for group, params in with_gradients(self)]
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Everything that the policies of the groups need."""
+        return frozenset[str]().union(*(parse(group["restart"]).needs for group in self.param_groups))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict()` returned; its settings win over the constructor's.
@@ -296,7 +291,7 @@ def _has_buffers(group: Mapping[str, Any]) -> bool:
 
 
 def decide(
-    group: Mapping[str, Any], measured: Dots | None, signals: Mapping[str, float] | None = None
+    group: Mapping[str, Any], measured: Dots | None = None, signals: Mapping[str, float] | None = None
 ) -> tuple[dict[str, float], Decision, tuple[str, ...]]:
     """Return what `ask` returns for the next round of a param group."""
     norms = (None, None, None) if measured is None else angles(measured)
@@ -346,8 +341,7 @@ def unlike_types(optimizer: Optimizer) -> dict[str, Any]:
         index: {k: t for k, t in of_p.items() if isinstance(t, Tensor) and t.dtype != params[index].dtype}
         for index, of_p in state["state"].items()
     }
-    groups = [{"params": group["params"]} for group in state["param_groups"]]
-    return {"param_groups": groups, "state": {index: of_p for index, of_p in tensors.items() if of_p}}
+    return {"param_groups": [{"params": group["params"]} for group in state["param_groups"]], "state": tensors}
 
 
 # ------------------------------------------------------------------------------------------- arithmetic and measuring
@@ -385,9 +379,9 @@ def dots(grads: Sequence[Any], buffers: Sequence[Tensor | None]) -> Dots:
             batches[-1].append(piece)
         columns = [list(zip(*batch, strict=True)) for batch in batches if batch]
         pieces = [tuple(ts[0] if len(ts) == 1 else torch.cat(ts) for ts in batch) for batch in columns]
-    products = [product for piece in pieces for product in _products(*piece)]
+    products = [product for piece in pieces for product in _products(piece)]
     stacked = off_mps(torch.stack([t.to(products[0].device) for t in products]))
-    gg, mm, gm = stacked.double().view(-1, 3).sum(0).tolist()
+    gg, gm, mm, *_ = [*stacked.double().view(-1, 2 * len(rows[0]) - 1).sum(0).tolist(), 0.0, 0.0]
     return gg, mm, gm
 
 
@@ -400,14 +394,12 @@ def _pieces(row: Sequence[Tensor]) -> Iterable[tuple[Tensor, ...]]:
     return zip(*(t.split(_PIECE if t.is_cpu else 1 << 24) for t in flat), strict=True)
 
 
-def _products(g: Tensor, m: Tensor | None = None) -> list[Tensor]:
-    """Return <g, g>, <m, m> and <g, m> of a piece."""
-    pairs = [(g, g)] if m is None else [(g, g), (m, m), (g, m)]
-    if not hasattr(g, "full_tensor"):
-        found = [torch.dot(a, b) for a, b in pairs]
-    else:  # the sum of a DTensor is partial on each rank
-        found = [(a * b).sum(dtype=torch.float64).full_tensor() for a, b in pairs]  # type: ignore[attr-defined]
-    return found if m is not None else [found[0], torch.zeros_like(found[0]), torch.zeros_like(found[0])]
+def _products(piece: Sequence[Any]) -> list[Tensor]:
+    """Return <g, g> of a piece, and with m <g, m> and <m, m>."""
+    pairs = combinations_with_replacement(piece, 2)
+    if hasattr(piece[0], "full_tensor"):  # the sum of a DTensor is partial on each rank
+        return [(a * b).sum(dtype=torch.float64).full_tensor() for a, b in pairs]
+    return [torch.dot(a, b) for a, b in pairs]
 
 
 def off_mps(t: Tensor) -> Tensor:

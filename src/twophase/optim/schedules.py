@@ -8,6 +8,7 @@ from typing import Any
 from twophase.rule import OuterRule
 
 _LEAST_MOMENTUM = 1e-300
+_WANTED = "schedule must be constant, linear:2 (a factor in [0, 100]) or momentum:0 (a momentum in [0, 1))"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,25 +32,20 @@ class Schedule:
     end: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.kind not in ("constant", "linear", "momentum"):
-            raise ValueError(f"schedule must be constant, linear:2 (a factor) or momentum:0, got {self.kind!r}")
-        if self.kind == "linear" and not 0 <= self.end <= 100:
-            raise ValueError(f"schedule linear: its last factor must be in [0, 100], got {self.end}")
-        if self.kind == "momentum" and not 0 <= self.end < 1:
-            raise ValueError(f"schedule momentum: its start must be in [0, 1), got {self.end}")
+        is_right = {"constant": self.end == 0, "linear": 0 <= self.end <= 100, "momentum": 0 <= self.end < 1}
+        if not is_right.get(self.kind, False):
+            raise ValueError(f"{_WANTED}, got {self.kind!r} with {self.end}")
 
     @classmethod
     def parse(cls, text: str | Schedule) -> Schedule:
         """Return the schedule of a text form; a schedule is returned as it is."""
         if isinstance(text, Schedule):
             return text
-        kind, colon, end = text.strip().partition(":")
-        if bool(colon) == (kind == "constant"):
-            raise ValueError(f"schedule must be constant, linear:2 (a factor) or momentum:0, got {text!r}")
+        kind, _, end = text.strip().partition(":")
         try:
-            return cls(kind, float(end) if colon else 0.0)
-        except ValueError as error:
-            raise ValueError(f"schedule {text!r}: {error}") from None
+            return cls(kind, 0.0 if text.strip() == "constant" else float(end))
+        except ValueError:
+            raise ValueError(f"{_WANTED}, got {text!r}") from None
 
     def at(self, rule: OuterRule, number: int, rounds: int) -> OuterRule:
         """Return the rule of round `number`, from 1, in a run of `rounds`; later rounds have the last one's values."""
@@ -61,10 +57,6 @@ class Schedule:
         momentum = self.end + (rule.momentum - self.end) * share
         # At momentum 0 an optimizer has no buffer, and a later round would lack this one's pseudo-gradient.
         return replace(rule, momentum=max(momentum, _LEAST_MOMENTUM)) if rule.momentum else rule
-
-    def __str__(self) -> str:
-        """Return the text form."""
-        return self.kind if self.kind == "constant" else f"{self.kind}:{self.end:.17g}"
 
 
 def follow(optimizer: Any, schedule: Schedule, rounds: int) -> None:
@@ -78,15 +70,11 @@ def follow(optimizer: Any, schedule: Schedule, rounds: int) -> None:
     Raises:
         ValueError: a schedule of the momentum of another optimizer.
     """
-    if schedule.kind == "constant":
-        return
     if schedule.kind == "momentum" and "form" not in optimizer.param_groups[0]:
-        raise ValueError(f"schedule {schedule} must be of heavy-ball or nesterov, got {type(optimizer).__name__}")
+        raise ValueError(f"schedule {schedule.kind} must be of heavy-ball or nesterov, got {type(optimizer).__name__}")
     rules = [OuterRule(group["lr"], group["momentum"] if "form" in group else 0.0) for group in optimizer.param_groups]
 
     def set_numbers(optimizer: Any, *_: Any) -> None:
-        if all(group["lr"] == 0 for group in optimizer.param_groups):
-            return  # torch.distributed.checkpoint steps so, to learn what a state holds
         for group, rule in zip(optimizer.param_groups, rules, strict=True):
             now = schedule.at(rule, group["rounds"] + 1, rounds)
             group["lr"] = now.lr
