@@ -24,15 +24,13 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor]:
 @torch.no_grad()
 def broadcast_buffers(engine: DiLoCo) -> None:
     """Set the buffers of all replicas to those of rank 0's first replica, as DDP does."""
-    tables = [list(buffers_of(module).values()) for module in engine.replicas]
-    if not tables[0] or engine.replica_count == 1:
+    if engine.replica_count == 1:
         return
-    data = [as_bytes(b).to(off_mps(engine.flat[:0]).device) for b in tables[0]]
-    sent = torch.cat(data)
-    engine.group.broadcast(sent)
-    for table in tables:
-        for b, part in zip(table, sent.split([len(part) for part in data]), strict=True):
-            b.copy_(part.clone().view(b.dtype).view(b.shape))  # a copy, aligned to its type
+    for of_all in zip(*(buffers_of(module).values() for module in engine.replicas), strict=True):
+        sent = as_bytes(of_all[0]).to(off_mps(engine.flat[:0]).device, copy=True)
+        engine.group.broadcast(sent)
+        for b in of_all:
+            b.copy_(sent.view(b.dtype).view(b.shape))
 
 
 @torch.no_grad()

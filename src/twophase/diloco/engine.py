@@ -129,6 +129,7 @@ class DiLoCo:
         broadcast_buffers(self)
         self._watch = Watch(self)
         self.restore()
+        self._loads = state.Loads()
         state.note_loads(self)
 
     def __getstate__(self) -> Any:
@@ -216,6 +217,8 @@ class DiLoCo:
         left = [f for f in self.fragments if f.steps or f.age is not None]
         checks.check_call(self, left, signals or {})
         checks.meet(self, "finish", left, signals)
+        if left:
+            self._watch.compare(self)
         reports = []
         for age in sorted({f.age for f in self.fragments if f.age is not None}, reverse=True):
             reports += [self._complete([f for f in self.fragments if f.age == age], signals or {})]
@@ -228,7 +231,6 @@ class DiLoCo:
         self.inner_step = 0
         if not reports:
             return None
-        self._watch.compare(self)
         self.round = max(fragment.round for fragment in self.fragments)
         return replace(merged(reports), round=self.round, complete=True)
 
@@ -258,7 +260,7 @@ class DiLoCo:
         for number, fragment in enumerate(fragments):
             with fragment.phase("outer"):
                 fragment.step(means, dots[number] if dots else None)
-        self._watch.after_outer_steps(fragments)
+        self._watch.after_outer_steps(self, fragments)
         reshard(self.replicas)
         for fragment in fragments:
             with fragment.phase("restore"):

@@ -48,7 +48,6 @@ class Loads:
 
 def note_loads(engine: DiLoCo) -> None:
     """Take the parameters from an earlier engine, and note by hooks what is loaded into the modules."""
-    engine._loads = Loads()
     for slot in (slot for fragment in engine.fragments for slots in fragment.slots for slot in slots):
         if (earlier := owner_of(slot.parameter)) is not None:
             earlier._is_replaced = True
@@ -90,7 +89,7 @@ def _compare(engine: DiLoCo) -> None:
     elif not is_same:
         loads.finding = JUMP if loads.rank is None else LACKING
     if loads.rank is None and engine.taken == 0:  # the anchor of an engine that has not begun follows
-        torch._foreach_copy_([*engine.anchor.values()], _parameters(engine, 0))
+        torch._foreach_copy_([*engine.anchor.values()], parameters_of(engine, 0))
         loads.finding = LATE if loads.finding and len({*own}) == 1 else loads.finding
 
 
@@ -108,10 +107,11 @@ def tell_loads(engine: DiLoCo) -> None:
 def weights(engine: DiLoCo) -> list[str]:
     """Return the digest of each replica's parameters in this process."""
     reshard(engine.replicas)
-    return [digest(_parameters(engine, number)) for number in range(len(engine.replicas))]
+    return [digest(parameters_of(engine, number)) for number in range(len(engine.replicas))]
 
 
-def _parameters(engine: DiLoCo, number: int) -> list[Tensor]:  # also of a module that was cast after its training
+def parameters_of(engine: DiLoCo, number: int) -> list[Tensor]:
+    """Return the parameters of a replica, also of one that was cast after its training."""
     return [local(slot.parameter) for fragment in engine.fragments for slot in fragment.slots[number]]
 
 

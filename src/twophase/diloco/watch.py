@@ -20,6 +20,7 @@ from twophase.diloco.buffers import buffers_of
 from twophase.diloco.digest import digest
 from twophase.diloco.fragment import local, reshard, slots_of
 from twophase.diloco.group import unjoined
+from twophase.diloco.state import parameters_of
 
 if TYPE_CHECKING:
     from twophase.diloco.engine import DiLoCo
@@ -30,26 +31,18 @@ _FEWEST_NUMBERS = 16
 """Elements that are compared at least, for fewer are alike by chance; of progress as many of each parameter."""
 _SEEN_STEPS = 3
 """Steps of an inner optimizer, seen from outside, after which the next sync judges how often it steps."""
+_ALIKE = 3e-4
+"""Relative distance up to which the progress of two replicas is the same but for rounding."""
 _NEAR, _SOME, _SOME_PARAMETERS = 0.3, 4096, 16
 """A copy is nearer to the parameters, in their norm, than the first, judged by as many elements of each and, where no
 name tells which is whose, by as many of the largest parameters."""
-_ALIKE = 3e-4
-"""Relative distance up to which the progress of two replicas is the same but for rounding."""
-STILL = (
-    "no parameter has moved in a round: the inner optimizer was not stepped, or holds other parameters than the "
-    "engine's module (engine.check(inner=...) tells which)"
-)
 LOST = "load a checkpoint of before, and look at its batches and its learning rate"
-ALIKE = "all replicas moved alike in the first round, as on the same batches; give each its own part of the data"
 
 
 class Watch:
     """Looks for mistakes of a training loop that raise no error, in its first round, and by `DiLoCo.check`.
 
-    The inner optimizers are known by the steps that they take in the first rounds.
-
-    Attributes:
-        findings: a sentence for each mistake; `news` are those that rank 0 has not warned of.
+    `findings` has a sentence for each, and `news` those that rank 0 has not warned of.
     """
 
     def __init__(self, engine: DiLoCo) -> None:
@@ -64,11 +57,7 @@ class Watch:
 
     def before_sync(self, engine: DiLoCo) -> None:
         """Compare parameters and optimizers, before the first sync also buffers and what the replicas have learned."""
-        tables = [module._parameters for module in engine.replicas[0].modules()]  # `parameters()` takes far longer
-        training = {id(p) for table in tables for p in table.values() if p is not None and p.requires_grad}
-        slots = [slot for fragment in engine.fragments for slot in fragment.slots[0]]
-        if training != {id(slot.parameter) for slot in slots}:
-            self._warn(_of_parameters(engine))
+        self._warn(_of_parameters(engine))
         if self._steps:
             inner = self._inner(engine)
             self._trains = bool(inner)
@@ -79,29 +68,29 @@ class Watch:
         if engine.syncs == 0:
             self.compare(engine)
             if engine.replica_count > 1 and not engine.group.sharded:
-                self._warn(_of_progress(engine), alike=True)
+                self._warn(_of_progress(engine))
 
     def compare(self, engine: DiLoCo) -> None:
         """Compare the buffers and frozen parameters of all replicas, which no sync sends."""
         if engine.replica_count > 1:
             rows = engine.group.gather_json([_unsent(engine, replica) for replica in engine.replicas])
-            self._warn(_of_unsent([row for of_rank in rows for row in of_rank]), alike=True)
+            self._warn(_of_unsent([row for of_rank in rows for row in of_rank]))
 
-    def after_outer_steps(self, fragments: Sequence[Fragment]) -> None:
+    def after_outer_steps(self, engine: DiLoCo, fragments: Sequence[Fragment]) -> None:
         """Look at pseudo-gradients that are zero, or not finite, as a replica may be that still has its own values."""
         if all(f.norm == 0 for f in fragments) and not self._trains:  # a warmup may begin at a learning rate of 0
-            self._warn([STILL], alike=True)
+            still = "no parameter has moved in a round: the inner optimizer was not stepped, or holds others"
+            self._warn([f"{still} (engine.check(inner=...) tells which)"])
         if all(math.isfinite(f.norm) for f in fragments) or any(LOST in finding for finding in self.findings):
             return
-        of_replicas = zip(*(fragment.parameters() for fragment in fragments), strict=True)
-        lost = [n for n, parts in enumerate(of_replicas) if not all(p.isfinite().all() for ps in parts for p in ps)]
+        numbers = range(len(engine.replicas))
+        lost = [n for n in numbers if not all(p.isfinite().all() for p in parameters_of(engine, n))]
         names = _some([f"replica {n}" for n in lost]) or "another replica, a filter or an overflow"
         self._warn([f"{names} made values that are not finite, which all replicas have taken now; {LOST}"])
 
     def check(self, engine: DiLoCo, inner: Sequence[Optimizer]) -> tuple[str, ...]:
         """Return the findings so far and what is visible now; `inner` as of `DiLoCo.check`."""
-        found = [*self.findings, *_of_parameters(engine)]
-        found += [*_of_steps(self._inner(engine)), *_of_copies(engine, inner)]
+        found = [*self.findings, *_of_parameters(engine), *_of_steps(self._inner(engine)), *_of_copies(engine, inner)]
         found += _of_unsent([_unsent(engine, replica) for replica in engine.replicas])
         if inner:
             found += _of_places(engine, inner)
@@ -112,26 +101,23 @@ class Watch:
         own = {id(p) for replica in engine.replicas for p in replica.parameters()}
         return {o: steps for o, steps in self._steps.items() if any(id(p) in own for p in _held(o))}
 
-    def _warn(self, findings: Iterable[str], *, alike: bool = False) -> None:
-        """Note new findings for the next message between the ranks; warn now of those that all ranks have `alike`."""
+    def _warn(self, findings: Iterable[str]) -> None:
+        """Note new findings for the next message between the ranks."""
         new = [finding for finding in dict.fromkeys(findings) if finding not in self.findings]
         self.findings += new
-        if not alike and self._group.size > 1:
-            self.news += new
-            return
-        for finding in new if self._group.rank == 0 else ():
-            _log.warning("DiLoCo: %s", finding)
+        self.news += new
+        if self._group.size == 1:
+            self.tell([self.news])
 
     def tell(self, news: Sequence[Sequence[str]]) -> None:
         """Warn, on rank 0, of the findings of each rank."""
-        ranks = defaultdict(list)
+        self.news, ranks = [], defaultdict(list)
         for rank, findings in enumerate(news):
             for finding in findings:
                 ranks[finding].append(str(rank))
         for finding, of in ranks.items() if self._group.rank == 0 else ():
             where = f" (rank {', '.join(of)})" if len(of) < len(news) else ""
             _log.warning("DiLoCo: %s%s", finding, where)
-        self.news = []
 
 
 def _note(engine: ReferenceType[DiLoCo], optimizer: Optimizer, *_: Any) -> None:
@@ -140,25 +126,24 @@ def _note(engine: ReferenceType[DiLoCo], optimizer: Optimizer, *_: Any) -> None:
         alive._watch._steps.setdefault(optimizer, []).append(alive.taken)
 
 
-def _unsent(engine: DiLoCo, module: nn.Module) -> dict[str, dict[str, str]]:
-    """Return the digests of a replica's buffers and frozen parameters by name."""
-    frozen = {n: p for n, p in module.named_parameters() if not (p.requires_grad or p.is_meta or engine.group.sharded)}
-    buffers = {} if engine.buffers == "mean" else buffers_of(module)
-    return {
-        "buffers": {name: digest([b]) for name, b in buffers.items() if b.is_floating_point()},
-        "frozen parameters": {name: digest([p]) for name, p in frozen.items()},
-    }
+def _unsent(engine: DiLoCo, module: nn.Module) -> dict[str, str]:
+    """Return the digests of a replica's frozen parameters and buffers by name."""
+    tensors: dict[str, Tensor] = {}
+    if not engine.group.sharded:
+        tensors |= {n: p for n, p in module.named_parameters() if not (p.requires_grad or p.is_meta)}
+    if engine.buffers != "mean":
+        tensors |= {n: b for n, b in buffers_of(module).items() if b.is_floating_point()}
+    return {name: digest([t]) for name, t in tensors.items()}
 
 
-def _of_unsent(rows: Sequence[Mapping[str, Mapping[str, str]]]) -> Iterator[str]:
+def _of_unsent(rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
     """Yield a sentence on tensors that are not the same in all replicas."""
-    for kind, remedy in (
-        ("buffers", 'DiLoCo(..., buffers="mean") averages them, without shards'),
-        ("frozen parameters", "change them alike in all"),
-    ):
-        first, *others = (row[kind] for row in rows)
-        if names := [name for name in first if any(row.get(name, first[name]) != first[name] for row in others)]:
-            yield f"the {kind} {_some(names)} differ between replicas, and no sync sends them; {remedy}"
+    first, *others = rows
+    if names := [name for name in first if any(row.get(name, first[name]) != first[name] for row in others)]:
+        yield (
+            f"the buffers or frozen parameters {_some(names)} differ between replicas, and no sync sends them; change "
+            'them alike in all, or have buffers averaged by DiLoCo(..., buffers="mean"), without shards'
+        )
 
 
 def _held(optimizer: Optimizer) -> list[Tensor]:
@@ -167,14 +152,13 @@ def _held(optimizer: Optimizer) -> list[Tensor]:
 
 def _of_progress(engine: DiLoCo) -> Iterator[str]:
     """Yield a sentence if all replicas have moved alike in the first round, by a few elements of each parameter."""
-    pairs = [list(zip(f.views, *f.parameters(), strict=True)) for f in engine.fragments]
-    columns = [[t.reshape(-1)[:_FEWEST_NUMBERS].cpu().double() for t in ts] for of_one in pairs for ts in of_one]
-    anchor, *replicas = (torch.cat(column) for column in zip(*columns, strict=True))
+    anchor = _first_of(engine.anchor.values(), _FEWEST_NUMBERS)
+    replicas = [_first_of(parameters_of(engine, number), _FEWEST_NUMBERS) for number in range(len(engine.replicas))]
     rows = engine.group.gather_json([(anchor - theta).tolist() for theta in replicas])
     first, *others = (torch.tensor(row, dtype=torch.float64) for of_rank in rows for row in of_rank)
     near = [(first - other).norm() <= _ALIKE * first.norm() for other in others]
     if first.count_nonzero() >= _FEWEST_NUMBERS and all(near):
-        yield ALIKE
+        yield "all replicas moved alike in the first round, as on the same batches; give each its own part of the data"
 
 
 def _of_places(engine: DiLoCo, inner: Sequence[Optimizer]) -> Iterator[str]:
@@ -201,10 +185,7 @@ def _of_steps(inner: Mapping[Optimizer, Sequence[int]]) -> Iterator[str]:
     """Yield a sentence if the engine counts several steps for each of the inner optimizers', which may take turns."""
     counts = sorted({count for steps in inner.values() for count in steps})
     if len(counts) >= _SEEN_STEPS and (gap := min(b - a for a, b in pairwise(counts))) > 1:
-        yield (
-            f"engine.step() is called {gap} times for each step of the inner optimizer; call it once after "
-            "inner.step(), not once a micro-batch"
-        )
+        yield f"engine.step() is called {gap} times for each inner.step(), as once a micro-batch; call it once after it"
 
 
 def _of_copies(engine: DiLoCo, optimizers: Iterable[Any], *, syncing: bool = False) -> Iterator[str]:
@@ -228,15 +209,11 @@ def _of_copies(engine: DiLoCo, optimizers: Iterable[Any], *, syncing: bool = Fal
                 f"{kind} is in train_mode at a sync, or keeps a second iterate, which no sync moves; twophase.training."
                 "schedule_free.ScheduleFreeAdamW moves it, with eval() before engine.step() and train() after it"
             )
-        elif near and not mode:
+        elif (near and not mode) or _holds_copies(optimizer, own):
+            kept = f", its state {near[0]!r}," if near else ""
             yield (
-                f"{kind} keeps a copy of the parameters, its state {near[0]!r}, which no sync changes; if its steps "
-                "write it back they undo each sync: refresh it by a function in engine.after_sync"
-            )
-        elif _holds_copies(optimizer, own):
-            yield (
-                f"{kind} holds copies of the parameters, which no sync changes; give it the module's own, or, where "
-                "its steps write float32 masters into the module, refresh these by a function in engine.after_sync"
+                f"{kind} has copies of the parameters{kept} which no sync changes; if its steps write them back they "
+                "undo each sync: refresh them by a function in engine.after_sync, or give it the module's own"
             )
 
 
@@ -253,18 +230,23 @@ def _holds_copies(optimizer: Any, own: Mapping[int, Tensor]) -> bool:
 
 def _are_near(pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
     """Return whether first elements of some tensors are far nearer to those of the second ones than these to zero."""
-    columns = zip(*pairs, strict=True)
-    first, second = (torch.cat([local(t).reshape(-1)[:_SOME].to("cpu", torch.float32) for t in ts]) for ts in columns)
+    first, second = (_first_of(tensors, _SOME) for tensors in zip(*pairs, strict=True))
     return bool((first - second).norm() < _NEAR * second.norm())
+
+
+def _first_of(tensors: Iterable[Tensor], count: int) -> Tensor:
+    return torch.cat([local(t).reshape(-1)[:count].cpu().double() for t in tensors])
 
 
 def _of_parameters(engine: DiLoCo) -> Iterator[str]:
     """Yield a sentence on parameters that were unfrozen or frozen after the engine was built."""
     slots = [slot for fragment in engine.fragments for slot in fragment.slots[0]]
-    if engine.group.sharded:
-        reshard(engine.replicas)
     # By identity: a module that is wrapped later, as by torch.compile, gives the same parameters other names.
     known = {id(slot.parameter) for slot in slots}
+    tables = [module._parameters for module in engine.replicas[0].modules()]  # `parameters()` takes far longer
+    if known == {id(p) for table in tables for p in table.values() if p is not None and p.requires_grad}:
+        return
+    reshard(engine.replicas)
     if late := [name for name, slot in slots_of(engine.replicas[0]).items() if id(slot.parameter) not in known]:
         yield f"{_some(late)} require a gradient since the engine was built, which does not synchronize them"
     if frozen := [slot.name for slot in slots if not slot.parameter.requires_grad]:
