@@ -9,7 +9,6 @@ import math
 from array import array
 from collections.abc import Mapping, Sequence
 from itertools import islice
-from operator import mul
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +29,8 @@ if TYPE_CHECKING:
 
 
 INTERRUPTED = "DiLoCo: the last outer step was interrupted; load_state_dict() of a checkpoint first"
+REPLACED = "DiLoCo: a later engine synchronizes these modules, as that of a second callback; keep one"
+SHOWN = "DiLoCo: step() and finish() must not be called within anchored(); leave its block first"
 
 
 # ------------------------------------------------------------------------------------------------------ at the start
@@ -64,8 +65,8 @@ def check_replicas(
             raise ValueError(f"DiLoCo: parameter {name!r} must hold floating-point values, is {slot.parameter.dtype}")
 
 
-def assert_started_equal(engine: DiLoCo, expect_equal: Mapping[str, Any]) -> int:
-    """Refuse to train unless all ranks were started with the same model, settings and versions; count the replicas.
+def assert_started_equal(engine: DiLoCo, expect_equal: Mapping[str, Any]) -> None:
+    """Refuse to train unless all ranks were started with the same model, settings and versions.
 
     Frozen parameters are never sent, so a difference, as of the base model under an adapter, would stay unnoticed.
     """
@@ -79,17 +80,14 @@ def assert_started_equal(engine: DiLoCo, expect_equal: Mapping[str, Any]) -> int
         **_described(replica, {slot.name: slot for fragment in engine.fragments for slot in fragment.slots[0]}),
         "outer": {fragment.name: describe(fragment.outer) for fragment in engine.fragments},
         "filter": engine.filter,
+        "replicas": len(engine.replicas),
         "averaged buffers": engine.buffers,
     }
-    rows = group.gather_json([len(engine.replicas), {**expect_equal, **own}])  # first what names an option
-    fault = ""
-    for rank, (_, theirs) in enumerate(rows):
-        if not fault and (difference := first_difference(rows[group.rank][1], theirs)):
-            name, mine, other = difference
-            fault = f"DiLoCo: {name} differs: {mine} on rank {group.rank}, {other} on rank {rank}"
-    if fault := group.fault_of_shards(fault):
-        raise ValueError(fault)
-    return sum(count for count, _ in rows)
+    rows = group.gather_json({**expect_equal, **own})  # first what names an option
+    differences = ((rank, first_difference(rows[0], theirs)) for rank, theirs in enumerate(rows))
+    faults = (f"{d[0]} differs: {d[1]} on rank 0, {d[2]} on rank {rank}" for rank, d in differences if d)
+    if fault := group.fault_of_shards(next(faults, "")):
+        raise ValueError(f"DiLoCo: {fault}")
 
 
 def _described(module: nn.Module, slots: Mapping[str, Slot]) -> dict[str, dict[str, str]]:
@@ -132,12 +130,8 @@ def first_difference(first: Any, second: Any, name: str = "") -> tuple[str, str,
 
 def check_call(engine: DiLoCo, fragments: Sequence[Fragment], signals: Mapping[str, float]) -> None:
     """Refuse a step where none may be, and signals that are no numbers or lack what a restart policy needs."""
-    if engine._interrupted:
-        raise RuntimeError(INTERRUPTED)
-    if engine._is_replaced:
-        raise RuntimeError("DiLoCo: a later engine synchronizes these modules, as that of a second callback; keep one")
-    if engine._showing:
-        raise RuntimeError("DiLoCo: step() and finish() must not be called within anchored(); leave its block first")
+    if engine._closed:
+        raise RuntimeError(engine._closed)
     for name, value in signals.items() if fragments else ():
         try:
             float(value)
@@ -150,14 +144,13 @@ def check_call(engine: DiLoCo, fragments: Sequence[Fragment], signals: Mapping[s
 
 def weights_of(engine: DiLoCo, weight: float | Sequence[float] | None) -> list[float] | None:
     """Return the weight of each replica of this process in an inner step, or None where all count alike."""
-    weights = None
-    if weight is not None:
-        given = weight if isinstance(weight, Sequence) else [weight] * len(engine.replicas)
-        weights = [float(each) for each in given]
-        if len(weights) != len(engine.replicas) or not all(0 <= w < math.inf for w in weights):
-            raise ValueError(f"DiLoCo: step(weight=...) must be finite and >= 0, or so for each replica, got {weight}")
-    if any(f.steps and (f.weights is None) != (weights is None) for f in engine.fragments):
+    if any(f.steps and (f.weights is None) != (weight is None) for f in engine.fragments):
         raise ValueError("DiLoCo: step(weight=...) must be given in each inner step of a round, or in none")
+    if weight is None:
+        return None
+    weights = [float(w) for w in (weight if isinstance(weight, Sequence) else [weight] * len(engine.replicas))]
+    if len(weights) != len(engine.replicas) or not all(0 <= w < math.inf for w in weights):
+        raise ValueError(f"DiLoCo: step(weight=...) must be finite and >= 0, or so for each replica, got {weight}")
     return weights
 
 
@@ -179,17 +172,6 @@ def meet(engine: DiLoCo, call: str, fragments: Sequence[Fragment], signals: Mapp
     engine._met = here
 
 
-def shares_of(engine: DiLoCo, fragment: Fragment) -> list[float] | None:
-    """Return by how much each replica of this process counts in a fragment's round, 1 on average; None is all alike."""
-    own = fragment.weights
-    if own is None:
-        return None
-    own = engine.group.sum_over_shards(own)  # which may each have a part of a replica's batch
-    of_all = [weight for row in engine.group.gather_json(own) for weight in row]
-    mean = math.fsum(of_all) / len(of_all)
-    return None if min(of_all) == max(of_all) else [weight / mean for weight in own]
-
-
 def share_inputs(
     engine: DiLoCo, fragments: Sequence[Fragment], signals: Mapping[str, float]
 ) -> tuple[dict[str, float], list[list[Dots]]]:
@@ -206,11 +188,10 @@ def share_inputs(
         ]
     numbers, products = [float(signals[name]) for name in names], [x for of_one in dots for dot in of_one for x in dot]
     for ranks in (group.shards, group)[not group.sharded :] if numbers or products else ():
-        sent = array("d", [len(engine.replicas), *numbers, *products])
-        rows = [array("d", row) for row in ranks.gather_bytes(sent.tobytes())]
-        counts, *columns = zip(*rows, strict=True)
+        rows = ranks.gather_bytes(array("d", numbers + products).tobytes())
+        columns = list(zip(*(array("d", row) for row in rows), strict=True))
         # Equal values stay unrounded, for they may stand at a policy's threshold.
-        numbers = [c[0] if len({*c}) == 1 else sum(map(mul, counts, c)) / sum(counts) for c in columns[: len(names)]]
+        numbers = [c[0] if len({*c}) == 1 else sum(c) / len(c) for c in columns[: len(names)]]
         products = [column[0] if ranks is group else sum(column) for column in columns[len(names) :]]
     shared = iter(products)
     triples: Any = [[tuple(islice(shared, 3)) for _ in of_one] for of_one in dots]
@@ -232,13 +213,13 @@ def assert_equal_on_all_ranks(engine: DiLoCo, fragments: Sequence[Fragment], anc
     names = ("anchor", "outer state", "outer settings")
     digests = "".join("".join((anchor, *of_optimizer(f.outer))) for f, anchor in zip(fragments, anchors, strict=True))
     rows = group.gather_bytes(f"{digests}{bool(watch.news):d}".encode())
-    fault = ""
-    for rank, row in enumerate(rows):
-        unlike = [n for n in range(0, len(digests), 16) if row[n : n + 16] != rows[0][n : n + 16]]
-        if unlike and not fault:
-            name, fragment = names[unlike[0] // 16 % 3], fragments[unlike[0] // 48].name
-            fault = f"{name} of fragment {fragment!r} differs between rank 0 and rank {rank}"
-    if fault := group.fault_of_shards(fault):
+    faults = (
+        f"{names[n // 16 % 3]} of fragment {fragments[n // 48].name!r} differs between rank 0 and rank {rank}"
+        for rank, row in enumerate(rows)
+        for n in range(0, len(digests), 16)
+        if row[n : n + 16] != rows[0][n : n + 16]
+    )
+    if fault := group.fault_of_shards(next(faults, "")):
         raise Disagreement(
             f"DiLoCo: after round {fragments[0].round} {fault}; look for code that changes it on one rank, or for "
             "faulty memory, and resume from the newest checkpoint"

@@ -15,11 +15,13 @@ Source: error feedback, Karimireddy et al. 2019 (arXiv 1901.09847).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from twophase.diloco.group import ProcessGroup, Work
+from twophase.diloco.group import ProcessGroup
 
 COMPRESSIONS = ("float32", "bfloat16", "int8")
 BLOCK = 128
@@ -74,41 +76,27 @@ class Compression:
         residual.sub_(vector)
         return codes
 
-    def round_(self, total: Tensor) -> None:
-        """Round a sum that was made in one process as its second stage would."""
-        decode_(self.name, encode(self.name, total), total)
+    def all_reduce(self, vector: Tensor, group: ProcessGroup) -> Iterator[int]:
+        """Replace `vector` by its sum over the ranks: each `next` waits for a stage, begins one and yields its bytes.
 
-    def all_reduce(self, vector: Tensor, group: ProcessGroup) -> CompressedWork:
-        """Begin to replace `vector` by its sum over the ranks."""
-        codes = self.quantize_(vector, 0)
-        return CompressedWork(self.name, vector, pad(codes, (0, 0, 0, -len(codes) % group.size)), group)
-
-
-class CompressedWork:
-    """A compressed sum under way; all ranks call `advance` at the same place among their collectives."""
-
-    def __init__(self, name: str, vector: Tensor, sent: Tensor, group: ProcessGroup) -> None:
-        self._name, self._vector, self._group = name, vector, group
-        self._received = torch.empty_like(sent)
-        self._work: Work = group.all_to_all(self._received, sent)
-        self.stage = 1
-        self.bytes_sent = self._work.bytes_sent
-
-    def advance(self) -> None:
-        """Wait for the first stage, and begin the second."""
-        if self.stage == 2:
+        All ranks call `next` at the same place among their collectives. In a single process, whose senders have called
+        `quantize_`, the sum is only rounded as by the second stage.
+        """
+        if group.size == 1:
+            decode_(self.name, encode(self.name, vector), vector)
             return
-        self._work.wait()
-        parts = self._received.chunk(self._group.size)
-        total = torch.empty(len(parts[0]) * BLOCK, dtype=self._vector.dtype, device=self._vector.device)
+        sent = self.quantize_(vector, 0)
+        sent = pad(sent, (0, 0, 0, -len(sent) % group.size))
+        received = torch.empty_like(sent)
+        work = group.all_to_all(received, sent)
+        del sent  # so that it lives no longer than the work
+        yield work.bytes_sent
+        work.wait()
+        parts = received.chunk(group.size)
+        total = torch.empty(len(parts[0]) * BLOCK, dtype=vector.dtype, device=vector.device)
         for rank, part in enumerate(parts):  # in the order of the ranks
-            decode_(self._name, part, total, add=rank > 0)
-        self._work = self._group.all_gather(self._received, encode(self._name, total))
-        self.stage = 2
-        self.bytes_sent += self._work.bytes_sent
-
-    def wait(self) -> None:
-        """Wait until the vector holds the sum."""
-        self.advance()
-        self._work.wait()
-        decode_(self._name, self._received[: len(self._vector) // BLOCK], self._vector)
+            decode_(self.name, part, total, add=rank > 0)
+        work = group.all_gather(received, encode(self.name, total))
+        yield work.bytes_sent
+        work.wait()
+        decode_(self.name, received[: len(vector) // BLOCK], vector)

@@ -121,10 +121,11 @@ class DiLoCo:
         self.round = self.inner_step = self.taken = self.syncs = 0
         parts = partition({name: slot.parameter.numel() for name, slot in slots[0].items()}, fragments)
         self._build(slots, parts, filter, outer, restart)
-        self._interrupted, self._is_replaced, self._showing = False, False, 0
+        self._closed = ""  # or why no step may be taken
         self._met: tuple[str, int] | None = None
         self.after_sync: list[Callable[[], object]] = []
-        self.replica_count = checks.assert_started_equal(self, expect_equal or {})
+        self.replica_count = len(self.replicas) * self.group.size
+        checks.assert_started_equal(self, expect_equal or {})
         self.group.broadcast(self.flat)
         broadcast_buffers(self)
         self._watch = Watch(self)
@@ -205,7 +206,7 @@ class DiLoCo:
         self.inner_step %= self._inner_steps
         checks.meet(self, "step", [*due, *ending, *halfway], signals if ending else None)
         for fragment in halfway:
-            fragment.work.advance()
+            fragment.advance()
         self._launch(due)  # first, so that an error below leaves no rank with a collective fewer
         return self._complete(ending, signals or {}) if ending else None
 
@@ -246,13 +247,13 @@ class DiLoCo:
         if fragments:
             reshard(self.replicas)
         for fragment in fragments:
-            fragment.launch(self.group, checks.shares_of(self, fragment))
+            fragment.launch(self.group)
 
     @torch.no_grad()
     def _complete(self, fragments: Sequence[Fragment], signals: Mapping[str, float]) -> RoundReport:
         """Wait for the sums, take the outer steps, set the replicas to the new anchor, and compare all ranks."""
         self._watch.before_sync(self)
-        self._interrupted = True  # until all fragments have the new anchor, also by Ctrl-C
+        self._closed = checks.INTERRUPTED  # until all fragments have the new anchor, also by Ctrl-C
         for fragment in fragments:
             with fragment.phase("reduce"):
                 fragment.complete(self.replica_count)
@@ -268,7 +269,7 @@ class DiLoCo:
             fragment.round, fragment.age = fragment.round + 1, None
             if self.mixing == 0:
                 fragment.steps, fragment.weights = 0, None  # the progress during the delay is discarded
-        self._interrupted = False
+        self._closed = ""
         complete = fragments[-1] is self.fragments[-1]
         self.round, self.syncs = self.round + complete, self.syncs + 1
         reports = [self._report(fragment, means, complete) for fragment in fragments]
@@ -334,18 +335,18 @@ class DiLoCo:
         Weights that were changed by hand come back, too. `step()` and `finish()` are refused inside.
         """
         reshard(self.replicas)
-        away = [fragment for fragment in self.fragments if not fragment.holds_anchor(number)]
-        before = [[theta.clone() for theta in fragment.parameters()[number]] for fragment in away]
-        self._showing += 1
+        params = [theta for fragment in self.fragments for theta in fragment.parameters()[number]]
+        anchor, closed = [*self.anchor.values()], self._closed
+        is_anchor = all(torch.equal(theta, a.to(theta)) for theta, a in zip(params, anchor, strict=True))
+        before = params if is_anchor else [theta.clone() for theta in params]
+        self._closed = checks.SHOWN
         try:
-            for fragment in away:
-                torch._foreach_copy_(fragment.parameters()[number], fragment.views)
+            torch._foreach_copy_(params, anchor)
             yield self.replicas[number]
         finally:
-            self._showing -= 1
+            self._closed = closed
             reshard(self.replicas)
-            for fragment, own in zip(away, before, strict=True):
-                torch._foreach_copy_(fragment.parameters()[number], own)
+            torch._foreach_copy_(params, before)
 
     def checksum(self) -> str:
         """Return the digest of the anchor, which all ranks share."""
@@ -358,16 +359,15 @@ class DiLoCo:
         numbers and text only (`torch.load(weights_only=True)`). The tensors are live: save them before the next step,
         or clone them. It waits for an all-reduce under way; then call it on all ranks.
         """
-        if self._interrupted:
-            raise RuntimeError(checks.INTERRUPTED)
+        if self._closed == checks.INTERRUPTED:
+            raise RuntimeError(self._closed)
         checks.meet(self, "state_dict", [fragment for fragment in self.fragments if fragment.halfway])
         spec = state.spec(self)
         if not self.at_anchor:
             spec |= {"rank": self.group.rank, "weights": state.weights(self)}
+        counters = {name: getattr(self, name) for name in state.COUNTERS}
         fragments = [fragment.state_dict() for fragment in self.fragments]
-        return {"anchor": self.flat, "spec": spec, "fragments": fragments} | {
-            n: getattr(self, n) for n in state.COUNTERS
-        }
+        return {"anchor": self.flat, "spec": spec, "fragments": fragments, **counters}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from `state_dict()`. Construct the engine first, then load it, the models and inner optimizers.
@@ -407,7 +407,5 @@ class DiLoCo:
     def __repr__(self) -> str:
         """Return replicas, outer optimizer, restart, inner steps and round in a line."""
         outers = dict.fromkeys(text for fragment in self.fragments for text in checks.describe(fragment.outer))
-        counts = (
-            f"{self.replica_count} replicas, {len(self.fragments)} fragments, {self.inner_steps} inner steps a round"
-        )
+        counts = f"{self.replica_count} replicas, {len(self.fragments)} fragments, {self.inner_steps} inner steps"
         return f"DiLoCo({counts}, {' | '.join(outers)}, round {self.round})"

@@ -5,6 +5,7 @@ Only this module knows that parameters may be sharded (DTensors of FSDP2): all o
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import time
@@ -61,16 +62,14 @@ def _balanced(sizes: list[int], count: int) -> list[int]:
 
     def starts(capacity: int) -> list[int]:
         """Fill parts up to a capacity, but leave an element for each later part."""
-        result, filled = [0], 0
-        for index, size in enumerate(sizes):
-            must_end = len(sizes) - index < count - len(result) + 1
-            if index > result[-1] and (filled + size > capacity or must_end):
+        result = [0]
+        for index in range(1, len(sizes)):
+            must_end = len(sizes) - index <= count - len(result)
+            if must_end or sums[index + 1] - sums[result[-1]] > capacity:
                 result.append(index)
-                filled = 0
-            filled += size
         return result
 
-    capacities = range(max(sizes), sum(sizes) + 1)
+    sums, capacities = [*accumulate(sizes, initial=0)], range(max(sizes), sum(sizes) + 1)
     return starts(capacities[bisect_left(capacities, -count, key=lambda capacity: -len(starts(capacity)))])
 
 
@@ -146,9 +145,9 @@ class Fragment:
         steps: inner steps that its next pseudo-gradient holds.
         age: inner steps since its reduction was launched; None where none is under way.
         launched: inner steps in that reduction.
-        weights: sums over those `steps` of each replica's weight, or None where all are alike; `shares`, 1 on average,
-            are those in that reduction.
+        weights: sums over those `steps` of each replica's weight, or None where all are alike.
         bytes_sent: bytes that this rank has sent for it.
+        halfway: True if a compressed sum is under way whose second stage has not begun.
         norm, restarted, groups: of its last outer step, as in a report.
     """
 
@@ -164,31 +163,27 @@ class Fragment:
         slots: Sequence[Sequence[Slot]],
         anchor: Tensor,
         gradient: Tensor,
-        compression: Compression | None = None,
+        compression: Compression | None,
         *,
-        filter: Filter | None = None,  # noqa: A002 - what it is
+        filter: Filter | None,  # noqa: A002 - what it is
     ) -> None:
         self.name, self.slots, self.compression, self.filter = name, slots, compression, filter
         self.anchor, self.gradient = anchor, gradient
-        self._shapes = [slot.tensor().shape for slot in slots[0]]
-        self.views, self.gradient_views = views_of(anchor, self._shapes), views_of(gradient, self._shapes)
+        shapes = [slot.tensor().shape for slot in slots[0]]
+        self.views, self.gradient_views = views_of(anchor, shapes), views_of(gradient, shapes)
         ends = [int(view.storage_offset() - gradient.storage_offset()) + view.numel() for view in self.gradient_views]
         self._gaps = [*(gradient[end : padded(end)] for end in ends if end % _ALIGNMENT), gradient[padded(ends[-1]) :]]
         self.named = list(zip((slot.name for slot in slots[0]), self.views, strict=True))
         self.round = self.steps = self.launched = self.bytes_sent = 0
         self.age: int | None = None
         self.weights: list[float] | None = None
-        self.shares: list[float] | None = None
-        self.work: Any = None  # a Work or CompressedWork
+        self.halfway = False
+        self._sum: Iterator[int] = iter(())  # of each stage the bytes that it sends
         self.seconds: dict[str, float] = {}
 
     def parameters(self) -> list[list[Tensor]]:
         """Return the parameters of each replica as they are now."""
         return [[slot.tensor() for slot in slots] for slots in self.slots]
-
-    def holds_anchor(self, number: int) -> bool:
-        """Return whether a replica equals the anchor, rounded to its type, bit for bit."""
-        return all(torch.equal(p, a.to(p)) for p, a in zip(self.parameters()[number], self.views, strict=True))
 
     def count(self, weights: list[float] | None) -> None:
         """Count an inner step, in which the replicas have weights."""
@@ -197,20 +192,29 @@ class Fragment:
         if self.age is not None:
             self.age += 1
 
+    def shares(self, group: SingleProcess) -> list[float] | None:
+        """Return by how much each replica of this process counts in the round, 1 on average; None is all alike."""
+        if self.weights is None:
+            return None
+        own = group.sum_over_shards(self.weights)  # which may each have a part of a replica's batch
+        of_all = [weight for row in group.gather_json(own) for weight in row]
+        mean = math.fsum(of_all) / len(of_all)
+        return None if min(of_all) == max(of_all) else [weight / mean for weight in own]
+
     @torch.no_grad()
-    def launch(self, group: SingleProcess, shares: list[float] | None = None) -> None:
+    def launch(self, group: SingleProcess) -> None:
         """Write g <- sum over this process's replicas of share_r (a - theta_r), and begin to sum it over the ranks.
 
         Differences are summed, not parameters, whose sum would round away the low bits of a small difference. With the
         same order, difference first, then sum, two replicas in one process have the bits of two processes.
         """
-        self.seconds, self.shares, alone = {}, shares, group.size == 1
+        self.seconds, shares = {}, self.shares(group)
         with self.phase("pseudo_gradient"):
             for gap in self._gaps:  # the room may hold another fragment's values there
                 gap.zero_()
             for number, params in enumerate(self.parameters()):
                 target = self.gradient if number == 0 else torch.zeros_like(self.gradient)
-                out = self.gradient_views if number == 0 else views_of(target, self._shapes)
+                out = self.gradient_views if number == 0 else views_of(target, [a.shape for a in self.views])
                 for a, theta, difference in zip(self.views, params, out, strict=True):
                     # A 16-bit replica began its round at a rounded to its type. Counted from a itself, an unchanged
                     # replica would add its rounding error to the momentum in every round.
@@ -218,31 +222,26 @@ class Fragment:
                     torch.sub(start, theta.to(a.device), out=difference)
                 if shares and shares[number] != 1:  # a share of 0 also leaves out what is not finite
                     target.mul_(shares[number]) if shares[number] else target.zero_()
-                if self.compression and alone:  # each replica is a sender of its own
+                if self.compression and group.size == 1:  # each replica is a sender of its own
                     self.compression.quantize_(target, number)
                 if number:
                     self.gradient.add_(target)
-        self.work, self.bytes_sent = None, 0
         with self.phase("reduce"):
-            if alone and self.compression:
-                self.compression.round_(self.gradient)
-            elif self.compression:
-                self.work = self.compression.all_reduce(self.gradient, group)  # type: ignore[arg-type]
-            elif not alone:
-                self.work = group.all_reduce(self.gradient)
+            reduce: Any = self.compression.all_reduce if self.compression else _all_reduce
+            self._sum = reduce(self.gradient, group)
+            self.bytes_sent = next(self._sum, 0)
+        self.halfway = self.compression is not None and group.size > 1
         self.launched, self.steps, self.age, self.weights = self.steps, 0, 0, None
 
-    @property
-    def halfway(self) -> bool:
-        """True if a compressed sum is under way whose second stage has not begun."""
-        return getattr(self.work, "stage", 2) == 1
+    def advance(self) -> None:
+        """Begin the second stage of a compressed sum."""
+        self.bytes_sent += next(self._sum)
+        self.halfway = False
 
     def settle(self) -> None:
         """Wait for the sum."""
-        if self.work is not None:
-            self.work.wait()
-            self.bytes_sent += self.work.bytes_sent
-        self.work = None
+        self.bytes_sent += sum(self._sum)
+        self.halfway = False
 
     @torch.no_grad()
     def complete(self, replicas: int) -> None:
@@ -250,8 +249,7 @@ class Fragment:
         self.settle()
         self.gradient.div_(replicas)
         if self.filter is not None:
-            names = [name for name, _ in self.named]
-            self.filter(dict(zip(names, self.gradient_views, strict=True)))
+            self.filter({name: g for (name, _), g in zip(self.named, self.gradient_views, strict=True)})
         for view, gradient in zip(self.views, self.gradient_views, strict=True):
             view.grad = gradient  # each time: a user's zero_grad() may have removed it
 
@@ -270,8 +268,7 @@ class Fragment:
     @torch.no_grad()
     def restore(self, mixing: float = 0.0) -> None:
         """Set theta_r <- mixing theta_r + (1 - mixing) a."""
-        for slots in self.slots:
-            params = [slot.tensor() for slot in slots]
+        for params in self.parameters():
             if mixing == 0:
                 torch._foreach_copy_(params, self.views)
                 continue
@@ -297,11 +294,18 @@ class Fragment:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict()`; the outer optimizer is loaded by the engine, before."""
-        self.round, self.steps, self.work = state["round"], state["steps"], None
+        self.round, self.steps, self._sum = state["round"], state["steps"], iter(())
         self.weights, self.age, self.launched = state.get("weights"), state.get("age"), state.get("launched", 0)
         self.bytes_sent = state.get("bytes_sent", 0)
         if self.age is not None:
             self.gradient.copy_(state["sum"])
+
+
+def _all_reduce(tensor: Tensor, group: SingleProcess) -> Iterator[int]:
+    """As `Compression.all_reduce`, in one stage."""
+    work = group.all_reduce(tensor)
+    yield work.bytes_sent
+    work.wait()
 
 
 # ------------------------------------------------------------------------------------------------- flat buffers

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from twophase.diloco.checks import first_difference, kind_of, meet, spec_of
+from twophase.diloco.checks import INTERRUPTED, REPLACED, first_difference, kind_of, meet, spec_of
 from twophase.diloco.digest import digest
 from twophase.diloco.fragment import local, reshard
 from twophase.optim.outer_sgd import OWNERS, keep_types, owner_of
@@ -50,7 +50,7 @@ def note_loads(engine: DiLoCo) -> None:
     """Take the parameters from an earlier engine, and note by hooks what is loaded into the modules."""
     for slot in (slot for fragment in engine.fragments for slots in fragment.slots for slot in slots):
         if (earlier := owner_of(slot.parameter)) is not None:
-            earlier._is_replaced = True
+            earlier._closed = REPLACED
         OWNERS[slot.parameter] = weakref.ref(engine)
     modules = {module for replica in engine.replicas for module in replica.modules()}
     handles = [module.register_load_state_dict_pre_hook(_before_load) for module in modules]
@@ -61,7 +61,7 @@ def note_loads(engine: DiLoCo) -> None:
 def _loaded(module: nn.Module) -> DiLoCo | None:
     """Return the engine of a module, none of a copy's, which has the same hooks, and none within `anchored()`."""
     engine = next(filter(None, map(owner_of, module.parameters())), None)
-    return None if engine is None or engine._showing else engine
+    return None if engine is None or engine._closed else engine
 
 
 def _before_load(module: nn.Module, *_: Any) -> None:
@@ -118,11 +118,13 @@ def parameters_of(engine: DiLoCo, number: int) -> list[Tensor]:
 @torch.no_grad()
 def load(engine: DiLoCo, state: Mapping[str, Any]) -> None:
     """Load a state, or refuse it with a ValueError that names the difference."""
+    if engine._closed not in ("", INTERRUPTED):
+        raise RuntimeError(engine._closed)
     _check(engine, state)
     meet(engine, "load_state_dict", [fragment for fragment in engine.fragments if fragment.halfway])
     for fragment in engine.fragments:  # else it would write its sum into the loaded state
         fragment.settle()
-    engine._interrupted, engine._met = True, None  # other ranks may load another state
+    engine._closed, engine._met = INTERRUPTED, None  # other ranks may load another state
     engine.flat.copy_(state["anchor"])
     for fragment, saved in zip(engine.fragments, state["fragments"], strict=True):
         fragment.outer.load_state_dict(saved["outer"])
@@ -130,7 +132,7 @@ def load(engine: DiLoCo, state: Mapping[str, Any]) -> None:
         fragment.load_state_dict(saved)
     for name in COUNTERS:
         setattr(engine, name, state[name])
-    engine._interrupted = False
+    engine._closed = ""
     if engine.at_anchor:
         engine.restore()
     saved = state["spec"]  # the modules' may be loaded before or after it

@@ -122,7 +122,7 @@ class Watch:
 
 def _note(engine: ReferenceType[DiLoCo], optimizer: Optimizer, *_: Any) -> None:
     """Note a step of any of torch's optimizers but the outer ones."""
-    if not torch.compiler.is_compiling() and (alive := engine()) and not alive._interrupted:
+    if not torch.compiler.is_compiling() and (alive := engine()) and not alive._closed:
         alive._watch._steps.setdefault(optimizer, []).append(alive.taken)
 
 
