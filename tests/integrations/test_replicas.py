@@ -77,7 +77,7 @@ def test_replicas_that_resume_from_different_steps_are_refused():
 
     class Pair(SingleProcess):
         def gather_json(self, value: Any) -> list[Any]:
-            return [value, [1, {**value[1], "inner steps taken": 10}]]
+            return [value, {**value, "inner steps taken": 10}]
 
     model = trainers.build()
     rounds = Rounds(trainers.RULE, group=Pair(), **SETTING)
