@@ -130,6 +130,18 @@ def test_what_is_of_a_buffer_alone_is_refused():
     assert counters(outer)[0] == 1
 
 
+@pytest.mark.parametrize("name", ["sgd", "bare"])
+def test_the_state_of_another_optimizer_changes_nothing(name: str):
+    """Nor that of one that does not restart."""
+    params = parameters(0, SHAPES)
+    outer = Restarting(torch.optim.Adam(params, lr=0.1), 3)
+    before = outer.state_dict()
+    other: Any = torch.optim.Adam(params) if name == "bare" else Restarting(torch.optim.SGD(params, 0.1))
+    with pytest.raises(ValueError, match="state"):
+        outer.load_state_dict(other.state_dict())
+    assert outer.state_dict() == before
+
+
 def test_saving_by_torchs_checkpoint_changes_nothing():
     """A restart empties the state; the step by which torch learns what it holds is no round, and leaves no count."""
     params, twins = parameters(0, SHAPES), parameters(0, SHAPES)

@@ -44,6 +44,13 @@ class Restarting(Optimizer):
         """Return the state of a copy."""
         return super().__getstate__() | {"optimizers": self.optimizers}
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict()` returned, or refuse the state of other optimizers and change nothing."""
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=False):
+            if missing := group.keys() - saved.keys() - {"param_names", "initial_lr"}:
+                raise ValueError(f"Restarting: the state must be of the same optimizers, lacks {min(missing)}")
+        super().load_state_dict(state_dict)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the last of the optimizers; its own `restart` overrides the default."""
         policy = parse(param_group.get("restart", self.defaults["restart"]))
