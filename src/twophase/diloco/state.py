@@ -151,7 +151,8 @@ def _check(engine: DiLoCo, state: Mapping[str, Any]) -> None:
     where, names = "DiLoCo.load_state_dict:", ["fragments", "outer", "dtype"]
     own = spec(engine) | {"dtype": str(engine.flat.dtype)}
     try:
-        other, parts = state["spec"] | {"dtype": str(state["anchor"].dtype)}, state["fragments"]
+        other, parts = {"outer": own["outer"]} | state["spec"], state["fragments"]  # a fork's spec has no outer
+        other["dtype"] = str(state["anchor"].dtype)
         has_begun = state["inner_step"] or any(part["steps"] for part in parts)
     except (KeyError, TypeError) as error:
         raise ValueError(f"{where} the state lacks {error}; pass what state_dict() returned") from None
