@@ -151,6 +151,8 @@ compressed.py --train quick --workers 1
 kinds.py --train quick --workers 1
 linear_network.py --train quick
 gpu/step.py --tiny
+gpu/regimes.py --tiny
+regimes/llama.py --trial
 endef
 export TINY
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from statistics import geometric_mean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
@@ -34,13 +34,39 @@ ROUNDS = {4: 80, 16: 40, 64: 20}
 """Rounds by inner steps a round."""
 START = {"sgd": 0.1, "momentum": 0.01, "adamw": 0.008, "muon": 0.016}
 """Inner rate in the middle of the first ladder."""
-FINE, FACTORS = [2 ** (k / 2) for k in range(-8, 9)], (1 / 8, 1 / 4, 1 / 2, 1.0, 2.0)
-"""Rates of averaging's ladder over its middle, and of all other methods over averaging's best."""
-PERIODS, MORE_PERIODS = (0, 3, 7), (2, 4, 5, 10, 15)
-SEEDS, HELD_OUT = range(3), range(100, 115)
+PERIODS = (0, 3, 7)
+_RULES = [OuterRule(*numbers) for numbers in product((0.3, 0.7, 1.0), (0.3, 0.6, 0.9), (False, True))]
 LONGEST = 40
 """Rates of a ladder that goes on because its best is at an end."""
 Found = dict[Cell, dict[int, Outcome]]
+
+
+class Plan(NamedTuple):
+    """What is tried at a workload; the defaults are those of the 62 small ones, `llama.py` has fewer.
+
+    Args:
+        train: trains cells on seeds.
+        watch: trains a cell on the seeds that choose, for its signals; None where `train` has them.
+        seeds, held_out: the seeds that choose and those that judge.
+        fine: inner rates of averaging's ladder over its middle.
+        factors: inner rates of all other methods over averaging's best.
+        groups: outer rules by method.
+        tuned, more: periods of which the tuned one is the best, at all settings and at the best ones of `PERIODS`.
+    """
+
+    train: Callable[[Workload, Sequence[int], set[Cell]], Found] = train
+    watch: Callable[[Workload, Cell], dict[int, Outcome]] | None = None
+    seeds: Sequence[int] = range(3)
+    held_out: Sequence[int] = range(100, 115)
+    fine: Sequence[float] = tuple(2 ** (k / 2) for k in range(-8, 9))
+    factors: Sequence[float] = (1 / 8, 1 / 4, 1 / 2, 1.0, 2.0)
+    groups: Mapping[str, Sequence[OuterRule]] = {
+        "usual": [DILOCO],
+        "heavy ball": [rule for rule in _RULES if not rule.nesterov],
+        "nesterov": [rule for rule in _RULES if rule.nesterov],
+    }
+    tuned: Sequence[int] = (3, 7)
+    more: Sequence[int] = (2, 4, 5, 10, 15)
 
 
 def workloads(task: str) -> list[tuple[str, Workload]]:
@@ -76,18 +102,18 @@ def best_of(found: Found, cells: Iterable[Cell]) -> Cell:
     return min(cells, key=lambda cell: score(found[cell]))
 
 
-def train_new(work: Workload, cells: Iterable[Cell], found: Found) -> None:
+def train_new(work: Workload, cells: Iterable[Cell], found: Found, plan: Plan) -> None:
     """Train the cells that are not there yet, on the seeds that choose."""
     if missing := set(cells) - found.keys():
-        found |= train(work, SEEDS, missing)
+        found |= plan.train(work, plan.seeds, missing)
 
 
-def tune(work: Workload, settings: Sequence[Cell], found: Found) -> tuple[Cell, bool]:
+def tune(work: Workload, settings: Sequence[Cell], found: Found, plan: Plan) -> tuple[Cell, bool]:
     """Return the best of some settings at several inner rates, and whether it is interior; rates are added until so."""
     rates = sorted({cell.lr for cell in settings})
     shapes = {cell._replace(lr=0.0) for cell in settings}
     while True:
-        train_new(work, (shape._replace(lr=lr) for shape in shapes for lr in rates), found)
+        train_new(work, (shape._replace(lr=lr) for shape in shapes for lr in rates), found, plan)
         best = best_of(found, [shape._replace(lr=lr) for shape in shapes for lr in rates])
         step = rates[1] / rates[0]
         interior = math.isfinite(score(found[best])) and rates[0] < best.lr < rates[-1]
@@ -120,34 +146,31 @@ def signals(outcomes: dict[int, Outcome]) -> dict[str, float]:
     return dict(pd.DataFrame(rows).median())
 
 
-def study(inner: str, work: Workload) -> Frame:
+def study(inner: str, work: Workload, middle: float, plan: Plan) -> Frame:
     """Tune all methods on some seeds and compare them with averaging on others; return a row for each method."""
     found: Found = {}
-    base, decided = tune(work, [Cell(START[inner] * factor, inner=inner) for factor in FINE], found)
+    base, decided = tune(work, [Cell(middle * factor, inner=inner) for factor in plan.fine], found, plan)
     doubled = base._replace(lr=2 * base.lr)
-    measured = signals(found[base])
-    rates = [base.lr * factor for factor in FACTORS]
-    rules = [OuterRule(*numbers) for numbers in product((0.3, 0.7, 1.0), (0.3, 0.6, 0.9), (False, True))]
-    groups = {"usual": [DILOCO]} | {
-        name: [rule for rule in rules if rule.nesterov == ahead] for name, ahead in (("heavy ball", 0), ("nesterov", 1))
-    }
+    measured = signals(plan.watch(work, base) if plan.watch else found[base])
+    rates = [base.lr * factor for factor in plan.factors]
     chosen = {"averaging": base}
-    for name, group in groups.items():
+    for name, group in plan.groups.items():
+        of_periods: dict[int, Cell] = {}
         for period in PERIODS:
             cells = [Cell(lr, rule, period, inner=inner) for lr in rates for rule in group]
-            chosen[f"{name}, K = {period}" if period else name], _ = tune(work, cells, found)
-        named = [cell for method, cell in chosen.items() if method.startswith(name)]
-        near = [cell._replace(period=period) for cell in named for period in MORE_PERIODS]
-        train_new(work, near, found)
-        chosen[f"{name}, K tuned"] = best_of(found, [*named[1:], *near])
+            of_periods[period], _ = tune(work, cells, found, plan)
+            chosen[f"{name}, K = {period}" if period else name] = of_periods[period]
+        near = [cell._replace(period=period) for cell in of_periods.values() for period in plan.more]
+        train_new(work, near, found, plan)
+        chosen[f"{name}, K tuned"] = best_of(found, [*map(of_periods.__getitem__, plan.tuned), *near])
         sigma = min(max(measured["sigma"], 1e-3), 1.0)
         exact = {rule: int(theory.rounded_period(rule, sigma)) for rule in group}
         cells = [Cell(lr, rule, period, inner=inner) for lr in rates for rule, period in exact.items()]
-        chosen[f"{name}, K of the theory"], _ = tune(work, cells, found)
+        chosen[f"{name}, K of the theory"], _ = tune(work, cells, found, plan)
     for kind in ("rising", "auto", "filter"):
         if kind != "filter" or work.task != "linear":  # a vector of weights has one singular value
-            chosen[kind], _ = tune(work, [Cell(lr, kind=kind, inner=inner) for lr in rates], found)
-    held_out = train(work, HELD_OUT, {*chosen.values(), doubled})
+            chosen[kind], _ = tune(work, [Cell(lr, kind=kind, inner=inner) for lr in rates], found, plan)
+    held_out = plan.train(work, plan.held_out, {*chosen.values(), doubled})
     about = {**work._asdict(), "inner": inner, "settings": len(found)} | measured
     about |= {"decided": decided, "doubled": times(held_out[doubled], held_out[base])}
     rows: list[dict[str, Any]] = []
@@ -165,6 +188,18 @@ def study(inner: str, work: Workload) -> Frame:
     return pd.DataFrame(rows)
 
 
+def studies(
+    name: str, works: Iterable[tuple[str, Workload]], out: Path, middle: Mapping[str, float], plan: Plan
+) -> None:
+    """Study some workloads; the table `name` gets the rows of each as it ends, and those that it has are left out."""
+    parts = [read(name, out)] if (out / f"{name}.csv").exists() else []
+    done = set(zip(parts[0]["inner"], parts[0]["batch"], strict=True)) if parts else set()
+    for inner, work in works:
+        if (inner, work.batch) not in done:
+            parts.append(study(inner, work, middle[inner], plan))
+            write(name, pd.concat(parts), out)
+
+
 def main() -> None:
     """Run the parts; each has a table of its own, to which every workload adds its rows."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -176,13 +211,7 @@ def main() -> None:
     torch.set_num_threads(1)
     options.out.mkdir(parents=True, exist_ok=True)
     for task in options.part or [*CHOOSING, *JUDGING]:
-        name = f"regimes-{task}"
-        parts = [read(name, options.out)] if (options.out / f"{name}.csv").exists() else []
-        done = set(zip(parts[0]["inner"], parts[0]["batch"], strict=True)) if parts else set()
-        for inner, work in workloads(task):
-            if (inner, work.batch) not in done:
-                parts.append(study(inner, work))
-                write(name, pd.concat(parts), options.out)
+        studies(f"regimes-{task}", workloads(task), options.out, START, Plan())
 
 
 if __name__ == "__main__":

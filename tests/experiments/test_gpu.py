@@ -16,7 +16,7 @@ from modules import load
 
 ROOT = Path(__file__).parents[2]
 STORED = ROOT / "experiments" / "results" / "gpu"
-NAMES = ("engine", "step")
+NAMES = ("engine", "regimes", "step")
 
 
 @pytest.fixture
@@ -38,6 +38,20 @@ def test_without_a_gpu(
         (line,) = capsys.readouterr().err.splitlines()
         assert (ended.value.code, "--tiny" in line) == (2, True)
     assert not (tmp_path / "out").exists()
+
+
+def test_regimes(
+    scripts: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A toy has a row a run, no run twice; no run begins that would end too late."""
+    script = scripts["regimes"]
+    monkeypatch.setattr(script, "MOST_RATES", 3)
+    for seconds, most in ((440.0, 13), (0.0, 0)):
+        monkeypatch.setattr(script, "SECONDS", seconds)
+        assert script.main(["--tiny", "--out", str(tmp_path)]) == 0
+        lines = (tmp_path / "regimes.csv").read_text().split("\n")[1:-1]
+        assert len({line.rsplit(",", 3)[0] for line in lines}) == len(lines) == most
+    assert "cost of doubling" in capsys.readouterr().out
 
 
 def test_sum_closes(scripts: dict[str, ModuleType]) -> None:
