@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor
 from diloco.scenarios import SCENARIOS, facts, start, unlike
 from diloco.test_processes import played
 from replicas import same_bits, through_file
-from twophase.diloco.group import SingleProcess, Work
+from twophase.diloco.group import SingleProcess
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
@@ -24,18 +25,17 @@ def test_saved_and_loaded_at_every_step_equals_uninterrupted(name: str) -> None:
 def test_a_sum_that_arrives_late_changes_no_loaded_state() -> None:
     """The result of a reduction under way may arrive after a load, and must not be written into the loaded sum."""
 
-    class Late(Work):
-        def wait(self) -> None:
-            """Write the sum of two ranks that hold the same."""
-            for tensor in self.tensors:
-                tensor.mul_(2)
-            self.tensors = ()
-
     class Slow(SingleProcess):
         size = 2  # type: ignore[assignment]
 
-        def all_reduce(self, tensor: Tensor) -> Work:
-            arrivals.append(Late(None, (tensor,), 0.0, bytes_sent=7))
+        def all_reduce(self, tensor: Tensor) -> Iterator[int]:
+            """The sum of two ranks that hold the same."""
+
+            def late() -> Iterator[int]:
+                yield 7
+                tensor.mul_(2)
+
+            arrivals.append(late())
             return arrivals[-1]
 
         def gather_json(self, value: Any) -> list[Any]:
@@ -43,7 +43,7 @@ def test_a_sum_that_arrives_late_changes_no_loaded_state() -> None:
 
         gather_bytes = gather_json  # type: ignore[assignment]
 
-    arrivals: list[Late] = []
+    arrivals: list[Iterator[int]] = []
     run = start("nesterov", [0], delay=2, group=Slow())
     run.go(range(4))
     state = through_file(run.state())
@@ -52,7 +52,7 @@ def test_a_sum_that_arrives_late_changes_no_loaded_state() -> None:
     ends = {name: tensor.clone() for name, tensor in run.tensors().items()}
     run.load(state)
     for arrival in arrivals:
-        arrival.wait()
+        list(arrival)
     assert [facts(report) for report in run.go(range(4, 12))] == [facts(report) for report in reports]
     assert unlike(run.tensors(), ends) == []
 

@@ -133,7 +133,7 @@ def worker(rank: int) -> dict[str, Any]:
     from torch.distributed.fsdp import fully_shard
 
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
-    group = ProcessGroup.of_mesh(mesh)
+    group = ProcessGroup(mesh.get_group("replica"), mesh.get_group("shard"))
 
     def shard(model: nn.Module) -> None:
         fully_shard(model[0], mesh=mesh["shard"])  # type: ignore[index]

@@ -67,7 +67,8 @@ def engine(
 ) -> Any:
     """Build a `DiLoCo`; options are inner_steps, fragments, stagger, delay, mixing, compression, buffers."""
     restart = Shrinking() if restart == "own" else restart
-    options |= {"restart": restart, "group": ProcessGroup.of_mesh(mesh) if mesh else None}
+    group = ProcessGroup(mesh.get_group("replica"), mesh.get_group("shard")) if mesh else None
+    options |= {"restart": restart, "group": group}
     if not isinstance(outer, Outer):
         return twophase.DiLoCo(replicas, outer, **options)
     made = twophase.DiLoCo(replicas, _outer_value(outer), filter=outer.filter, **options)

@@ -50,7 +50,7 @@ def average_buffers(engine: DiLoCo) -> None:
     device = off_mps(engine.flat[:0]).device
     wide = [torch.cat([off_mps(t[n]).to(device).double().flatten() for n in names]) for t in tables]
     total = sum(wide, start=torch.zeros_like(wide[0]))
-    engine.group.all_reduce(total).wait()
+    list(engine.group.all_reduce(total))
     means = (total / engine.replica_count).split([tables[0][name].numel() for name in names])
     for name, mean in zip(names, means, strict=True):
         values = mean.view(tables[0][name].shape)

@@ -59,7 +59,7 @@ def check_replicas(
         if bool(placements) != group.sharded or not all(placement.is_shard() for placement in placements):
             raise ValueError(
                 f"DiLoCo: parameter {name!r} must be sharded by fully_shard(module, mesh=mesh['shard']) and "
-                "group=ProcessGroup.of_mesh(mesh), or neither"
+                "group=ProcessGroup(mesh.get_group('replica'), mesh.get_group('shard')), or neither"
             )
         if slot.parameter.is_meta or not slot.parameter.is_floating_point():
             raise ValueError(f"DiLoCo: parameter {name!r} must hold floating-point values, is {slot.parameter.dtype}")

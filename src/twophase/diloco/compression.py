@@ -77,9 +77,9 @@ class Compression:
         return codes
 
     def all_reduce(self, vector: Tensor, group: ProcessGroup) -> Iterator[int]:
-        """Replace `vector` by its sum over the ranks: each `next` waits for a stage, begins one and yields its bytes.
+        """As the group's, but in two stages: the second `next` waits for the first stage and begins the second.
 
-        All ranks call `next` at the same place among their collectives. In a single process, whose senders have called
+        All ranks call it at the same place among their collectives. In a single process, whose senders have called
         `quantize_`, the sum is only rounded as by the second stage.
         """
         if group.size == 1:
@@ -88,15 +88,11 @@ class Compression:
         sent = self.quantize_(vector, 0)
         sent = pad(sent, (0, 0, 0, -len(sent) % group.size))
         received = torch.empty_like(sent)
-        work = group.all_to_all(received, sent)
-        del sent  # so that it lives no longer than the work
-        yield work.bytes_sent
-        work.wait()
+        yield from group.all_to_all(received, sent)
+        del sent
         parts = received.chunk(group.size)
         total = torch.empty(len(parts[0]) * BLOCK, dtype=vector.dtype, device=vector.device)
         for rank, part in enumerate(parts):  # in the order of the ranks
             decode_(self.name, part, total, add=rank > 0)
-        work = group.all_gather(received, encode(self.name, total))
-        yield work.bytes_sent
-        work.wait()
+        yield from group.all_gather(received, encode(self.name, total))
         decode_(self.name, received[: len(vector) // BLOCK], vector)

@@ -335,8 +335,7 @@ class DiLoCo:
         Weights that were changed by hand come back, too. `step()` and `finish()` are refused inside.
         """
         reshard(self.replicas)
-        params = [theta for fragment in self.fragments for theta in fragment.parameters()[number]]
-        anchor, closed = [*self.anchor.values()], self._closed
+        params, anchor, closed = state.parameters_of(self, number), [*self.anchor.values()], self._closed
         is_anchor = all(torch.equal(theta, a.to(theta)) for theta, a in zip(params, anchor, strict=True))
         before = params if is_anchor else [theta.clone() for theta in params]
         self._closed = checks.SHOWN
@@ -394,15 +393,12 @@ class DiLoCo:
             residual.copy_(saved)
         self._loads.owes = False
 
-    def check(self, inner: Optimizer | Sequence[Optimizer] = (), *, strict: bool = False) -> tuple[str, ...]:
-        """Return a sentence for each mistake of the loop that no error shows, or with `strict` raise a ValueError.
+    def check(self, inner: Optimizer | Sequence[Optimizer] = ()) -> tuple[str, ...]:
+        """Return a sentence for each mistake of the loop that no error shows.
 
         `inner` is the inner optimizer, or one for each replica of this process, or several of a single replica.
         """
-        found = self._watch.check(self, list(inner) if isinstance(inner, Sequence) else [inner])
-        if strict and found:
-            raise ValueError(f"DiLoCo.check: {'; '.join(found)}")
-        return found
+        return self._watch.check(self, list(inner) if isinstance(inner, Sequence) else [inner])
 
     def __repr__(self) -> str:
         """Return replicas, outer optimizer, restart, inner steps and round in a line."""

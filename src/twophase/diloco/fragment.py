@@ -178,7 +178,7 @@ class Fragment:
         self.age: int | None = None
         self.weights: list[float] | None = None
         self.halfway = False
-        self._sum: Iterator[int] = iter(())  # of each stage the bytes that it sends
+        self._sum: Iterator[int] = iter(())  # under way; see `SingleProcess.all_reduce`
         self.seconds: dict[str, float] = {}
 
     def parameters(self) -> list[list[Tensor]]:
@@ -227,8 +227,10 @@ class Fragment:
                 if number:
                     self.gradient.add_(target)
         with self.phase("reduce"):
-            reduce: Any = self.compression.all_reduce if self.compression else _all_reduce
-            self._sum = reduce(self.gradient, group)
+            if self.compression:
+                self._sum = self.compression.all_reduce(self.gradient, group)  # type: ignore[arg-type]
+            else:
+                self._sum = group.all_reduce(self.gradient)
             self.bytes_sent = next(self._sum, 0)
         self.halfway = self.compression is not None and group.size > 1
         self.launched, self.steps, self.age, self.weights = self.steps, 0, 0, None
@@ -299,13 +301,6 @@ class Fragment:
         self.bytes_sent = state.get("bytes_sent", 0)
         if self.age is not None:
             self.gradient.copy_(state["sum"])
-
-
-def _all_reduce(tensor: Tensor, group: SingleProcess) -> Iterator[int]:
-    """As `Compression.all_reduce`, in one stage."""
-    work = group.all_reduce(tensor)
-    yield work.bytes_sent
-    work.wait()
 
 
 # ------------------------------------------------------------------------------------------------- flat buffers

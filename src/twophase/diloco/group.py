@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +17,6 @@ import torch.distributed as dist
 # a tensor as Python ends aborts the process.
 import torch.distributed.nn
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from twophase.errors import RunError
 
@@ -46,31 +44,6 @@ def _explained() -> Iterator[None]:
         ) from error
 
 
-@dataclass(slots=True)
-class Work:
-    """A collective under way; `wait()` returns when its tensors hold the result."""
-
-    work: Any
-    tensors: tuple[Tensor, ...]  # those that it uses, whose memory must not be freed under it
-    timeout: float  # seconds, on a GPU
-    bytes_sent: int = 0
-
-    def wait(self) -> None:
-        """Wait for the result.
-
-        Without a limit NCCL's `wait()` only makes the current stream wait. After the death of a rank the next read from
-        the GPU would hang until the watchdog aborts the process. With one the host waits, and hears of failures.
-        """
-        if not self.tensors:
-            return
-        with _explained():
-            if self.tensors[0].device.type == "cpu":
-                self.work.wait()
-            else:
-                self.work.wait(timedelta(seconds=self.timeout))
-        self.tensors = ()
-
-
 class SingleProcess:
     """The only process of a run: what the others would send is what it has itself."""
 
@@ -95,10 +68,13 @@ class SingleProcess:
         """Return the sums of each number over this replica's shards."""
         return [sum(column) for column in zip(*self.shards.gather_json([*numbers]), strict=True)]
 
-    def all_reduce(self, tensor: Tensor) -> Work:
-        """Return a collective that has ended."""
+    def all_reduce(self, tensor: Tensor) -> Iterator[int]:
+        """Return a generator that replaces `tensor` by its sum over the replicas.
+
+        Its first `next` begins and returns the bytes that this rank sends; the second waits, and ends it.
+        """
         del tensor
-        return Work(None, (), 0.0)
+        return iter(())
 
     def bind(self, device: torch.device) -> None:
         """Send nothing from `device`."""
@@ -142,16 +118,6 @@ class ProcessGroup(SingleProcess):
         """Where small messages lie."""
         self._announced: list[Callable[[], list[bytes]]] = []
 
-    @classmethod
-    def of_mesh(
-        cls, mesh: DeviceMesh, replica: str = "replica", shard: str = "shard", *, timeout: float = TIMEOUT
-    ) -> ProcessGroup:
-        """Take both groups from a mesh, whose axes are named; then `fully_shard(module, mesh=mesh[shard])`.
-
-        `init_device_mesh("cuda", (4, 2), mesh_dim_names=("replica", "shard"))` is 4 replicas of 2 shards.
-        """
-        return cls(mesh.get_group(replica), mesh.get_group(shard), timeout=timeout)
-
     def bind(self, device: torch.device) -> None:
         """Choose where small messages lie, for parameters on `device`; refuse a group that cannot send from there."""
         if device.type == "mps":
@@ -170,27 +136,35 @@ class ProcessGroup(SingleProcess):
             )
         self._device = device
 
-    def _work(self, begin: Callable[..., Any], *tensors: Tensor, sent: int = 0, **options: Any) -> Work:
+    def _collective(self, begin: Callable[..., Any], *tensors: Tensor, sent: int = 0, **options: Any) -> Iterator[int]:
+        """Begin a collective, yield the bytes that this rank sends, and wait for the result.
+
+        Without a limit NCCL's `wait()` only makes the current stream wait. After the death of a rank the next read from
+        the GPU would hang until the watchdog aborts the process. With one the host waits, and hears of failures.
+        """
         with _explained():
-            return Work(begin(*tensors, group=self.group, async_op=True, **options), tensors, self.timeout, sent)
+            work = begin(*tensors, group=self.group, async_op=True, **options)
+        yield sent
+        with _explained():
+            work.wait(*() if tensors[0].is_cpu else (timedelta(seconds=self.timeout),))
 
-    def all_reduce(self, tensor: Tensor) -> Work:
-        """Begin to replace `tensor` by its sum over the replicas. A ring sends 2 (size - 1) / size of it."""
-        return self._work(dist.all_reduce, tensor, sent=2 * (self.size - 1) * tensor.nbytes // self.size)
+    def all_reduce(self, tensor: Tensor) -> Iterator[int]:
+        """As the base class says. A ring sends 2 (size - 1) / size of the tensor."""
+        return self._collective(dist.all_reduce, tensor, sent=2 * (self.size - 1) * tensor.nbytes // self.size)
 
-    def all_to_all(self, received: Tensor, sent: Tensor) -> Work:
-        """Begin to send the r-th part of `sent` to rank r."""
-        return self._work(dist.all_to_all_single, received, sent, sent=(self.size - 1) * sent.nbytes // self.size)
+    def all_to_all(self, received: Tensor, sent: Tensor) -> Iterator[int]:
+        """Send the r-th part of `sent` to rank r."""
+        return self._collective(dist.all_to_all_single, received, sent, sent=(self.size - 1) * sent.nbytes // self.size)
 
-    def all_gather(self, received: Tensor, sent: Tensor) -> Work:
-        """Begin to gather `sent` of all ranks, one after the other, in `received`."""
+    def all_gather(self, received: Tensor, sent: Tensor) -> Iterator[int]:
+        """Gather `sent` of all ranks, one after the other, in `received`."""
         # Newer releases warn of the older name, older releases lack the newer one.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        return self._work(gather, received, sent, sent=(self.size - 1) * sent.nbytes)
+        return self._collective(gather, received, sent, sent=(self.size - 1) * sent.nbytes)
 
     def broadcast(self, tensor: Tensor) -> None:
         """Take `tensor` from rank 0."""
-        self._work(dist.broadcast, tensor, group_src=0).wait()
+        list(self._collective(dist.broadcast, tensor, group_src=0))
 
     def meet(self, place: str, *, wait: bool = True) -> None:
         """As the base class says."""
@@ -208,10 +182,11 @@ class ProcessGroup(SingleProcess):
     def _begin(self, data: bytes) -> Callable[[], list[bytes]]:
         sent = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
         received = torch.empty(self.size * len(data), dtype=torch.uint8, device=self._device)
-        work = self.all_gather(received, sent)
+        gather = self.all_gather(received, sent)
+        next(gather)
 
         def end() -> list[bytes]:
-            work.wait()
+            list(gather)
             return [row.numpy().tobytes() for row in received.cpu().view(self.size, len(data))]
 
         return end

@@ -57,11 +57,6 @@ class RoundReport:
     checksum: str
 
     @property
-    def not_finite(self) -> tuple[str, ...]:
-        """Values that restart policies need and that were not finite: the run has diverged."""
-        return tuple(sorted({name for group in self.groups for name in group.not_finite}))
-
-    @property
     def buffer_norm(self) -> float:
         """Euclidean norm of the momentum buffer before g was mixed in, over all groups."""
         return sum(group.buffer_norm**2 for group in self.groups) ** 0.5

@@ -282,7 +282,8 @@ class Trainer:
         for replica in self.replicas:
             replica.round_losses = []
         loss, done, interval = report.signals[LOSS], self.done, self.config.evaluate_every
-        if report.not_finite or not (loss <= self.loss_bound and math.isfinite(report.pseudo_gradient_norm)):
+        is_sound = loss <= self.loss_bound and math.isfinite(report.pseudo_gradient_norm)
+        if not is_sound or any(group.not_finite for group in report.groups):
             done.exit_reason = DIVERGED
         elif done.step == self.config.steps:
             done.exit_reason = FINISHED
