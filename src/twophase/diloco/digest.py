@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import xxhash
@@ -51,7 +52,7 @@ _ODD = (0x9E3779B97F4A7C15 - (1 << 64), 0xC2B2AE3D27D4EB4F - (1 << 64))
 
 def of_optimizer(optimizer: Optimizer) -> tuple[str, str]:
     """Return the digests of an optimizer's tensors, and of its settings and counters."""
-    parts = [group | {"params": None} for group in optimizer.param_groups]
+    parts: list[dict[str, Any]] = [group | {"params": None} for group in optimizer.param_groups]
     parts += [optimizer.state.get(p, {}) for group in optimizer.param_groups for p in group["params"]]
     tensors = [part[key] for part in parts for key in sorted(part) if isinstance(part[key], Tensor)]
     plain = [{key: value for key, value in part.items() if not isinstance(value, Tensor)} for part in parts]

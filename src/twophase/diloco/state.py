@@ -89,7 +89,7 @@ def _compare(engine: DiLoCo) -> None:
     elif not is_same:
         loads.finding = JUMP if loads.rank is None else LACKING
     if loads.rank is None and engine.taken == 0:  # the anchor of an engine that has not begun follows
-        torch._foreach_copy_([*engine.anchor.values()], parameters_of(engine, 0))
+        torch._foreach_copy_([*engine.anchor.values()], parameters_of(engine)[0])
         loads.finding = LATE if loads.finding and len({*own}) == 1 else loads.finding
 
 
@@ -107,12 +107,13 @@ def tell_loads(engine: DiLoCo) -> None:
 def weights(engine: DiLoCo) -> list[str]:
     """Return the digest of each replica's parameters in this process."""
     reshard(engine.replicas)
-    return [digest(parameters_of(engine, number)) for number in range(len(engine.replicas))]
+    return [digest(params) for params in parameters_of(engine)]
 
 
-def parameters_of(engine: DiLoCo, number: int) -> list[Tensor]:
-    """Return the parameters of a replica, also of one that was cast after its training."""
-    return [local(slot.parameter) for fragment in engine.fragments for slot in fragment.slots[number]]
+def parameters_of(engine: DiLoCo) -> list[list[Tensor]]:
+    """Return the parameters of each replica, also of a module that was cast after its training."""
+    of_replicas = zip(*(fragment.slots for fragment in engine.fragments), strict=True)
+    return [[local(slot.parameter) for slots in parts for slot in slots] for parts in of_replicas]
 
 
 @torch.no_grad()
@@ -135,9 +136,9 @@ def load(engine: DiLoCo, state: Mapping[str, Any]) -> None:
     engine._closed = ""
     if engine.at_anchor:
         engine.restore()
-    saved = state["spec"]  # the modules' may be loaded before or after it
-    owes = engine.compression == saved["compression"] != "float32" and engine.taken > 0
-    engine._loads = Loads(saved.get("weights", []), saved.get("rank", engine.group.rank), owes=owes)
+    origin = state["spec"]
+    engine._loads = Loads(origin.get("weights", []), origin.get("rank", engine.group.rank))
+    engine._loads.owes = engine.compression == origin["compression"] != "float32" and engine.taken > 0
     _compare(engine)
 
 

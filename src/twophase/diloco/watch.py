@@ -83,9 +83,9 @@ class Watch:
             self._warn([f"{still} (engine.check(inner=...) tells which)"])
         if all(math.isfinite(f.norm) for f in fragments) or any(LOST in finding for finding in self.findings):
             return
-        numbers = range(len(engine.replicas))
-        lost = [n for n in numbers if not all(p.isfinite().all() for p in parameters_of(engine, n))]
-        names = _some([f"replica {n}" for n in lost]) or "another replica, a filter or an overflow"
+        of_replicas = enumerate(parameters_of(engine))
+        lost = [f"replica {n}" for n, params in of_replicas if not all(p.isfinite().all() for p in params)]
+        names = _some(lost) or "another replica, a filter or an overflow"
         self._warn([f"{names} made values that are not finite, which all replicas have taken now; {LOST}"])
 
     def check(self, engine: DiLoCo, inner: Sequence[Optimizer]) -> tuple[str, ...]:
@@ -153,7 +153,7 @@ def _held(optimizer: Optimizer) -> list[Tensor]:
 def _of_progress(engine: DiLoCo) -> Iterator[str]:
     """Yield a sentence if all replicas have moved alike in the first round, by a few elements of each parameter."""
     anchor = _first_of(engine.anchor.values(), _FEWEST_NUMBERS)
-    replicas = [_first_of(parameters_of(engine, number), _FEWEST_NUMBERS) for number in range(len(engine.replicas))]
+    replicas = [_first_of(params, _FEWEST_NUMBERS) for params in parameters_of(engine)]
     rows = engine.group.gather_json([(anchor - theta).tolist() for theta in replicas])
     first, *others = (torch.tensor(row, dtype=torch.float64) for of_rank in rows for row in of_rank)
     near = [(first - other).norm() <= _ALIKE * first.norm() for other in others]
