@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from inspect import Parameter, signature
+from inspect import signature
 
 import torch
 from torch import Tensor
@@ -48,8 +48,10 @@ def outer_optimizer(
     optimizers = list(built) if isinstance(built, Sequence) else [built]
     if not optimizers or not all(isinstance(each, Optimizer) for each in optimizers):
         raise ValueError(f"outer must build a torch optimizer, or a list of them, got {built!r:.80}")
-    if lacking := [type(each).__name__ for each in optimizers if _needs_closure(each)]:
-        raise ValueError(f"outer must build an optimizer whose step() needs no closure, built {lacking[0]}")
+    for each in optimizers:
+        closure = signature(each.step).parameters.get("closure")
+        if closure and closure.default is closure.empty:
+            raise ValueError(f"outer must build an optimizer whose step() needs no closure, got {type(each).__name__}")
     restarts = isinstance(built, OuterSGD | Restarting)
     if restarts and policy != Never():
         raise ValueError(f"restart {policy} must be given to the {type(built).__name__} that outer builds")
@@ -59,11 +61,6 @@ def outer_optimizer(
     if unused := [name for name, p in named if id(p) not in taken]:
         raise ValueError(f"outer must build an optimizer of every parameter, lacks {unused[0]}")
     return made
-
-
-def _needs_closure(optimizer: Optimizer) -> bool:
-    closure = signature(optimizer.step).parameters.get("closure")
-    return closure is not None and closure.default is Parameter.empty
 
 
 def named_optimizer(
@@ -90,8 +87,4 @@ def named_optimizer(
     return made
 
 
-_BY_NAME: dict[str, OuterChoice] = {
-    **RULES,
-    **{method: partial(named_optimizer, method=method) for method in TORCH},
-    "auto": Auto(),
-}
+_BY_NAME: dict[str, OuterChoice] = {**RULES, **{m: partial(named_optimizer, method=m) for m in TORCH}, "auto": Auto()}

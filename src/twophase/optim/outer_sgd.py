@@ -363,13 +363,11 @@ def _fits_fused(x: Tensor, g: Tensor, m: Tensor | None) -> bool:
 
 
 def dots(grads: Sequence[Any], buffers: Sequence[Tensor | None]) -> Dots:
-    """Return `<g, g>`, `<m, m>` and `<g, m>` over all tensors; a missing buffer counts as 0.
+    """Return `<g, g>`, `<m, m>` and `<g, m>` over all tensors; all buffers are None where there are none.
 
     Products are summed in the tensors' type (of 16-bit ones in float32) within a piece, and in float64 over pieces.
     """
-    rows: list[tuple[Any, ...]] = [(g,) for g in grads]
-    if any(m is not None for m in buffers):
-        rows = [(g, torch.zeros_like(g) if m is None else m) for g, m in zip(grads, buffers, strict=True)]
+    rows = [(g,) if m is None else (g, m) for g, m in zip(grads, buffers, strict=True)]
     pieces: Iterable[tuple[Tensor, ...]] = (piece for row in rows for piece in _pieces(row))
     if sum(g.numel() for g in grads) <= _FEW and all(g.is_cpu and not hasattr(g, "full_tensor") for g in grads):
         batches: list[list[tuple[Tensor, ...]]] = [[]]
@@ -377,8 +375,7 @@ def dots(grads: Sequence[Any], buffers: Sequence[Tensor | None]) -> Dots:
             if sum(g.numel() for g, *_ in batches[-1]) + piece[0].numel() > _PIECE:
                 batches.append([])
             batches[-1].append(piece)
-        columns = [list(zip(*batch, strict=True)) for batch in batches if batch]
-        pieces = [tuple(ts[0] if len(ts) == 1 else torch.cat(ts) for ts in batch) for batch in columns]
+        pieces = [tuple(map(torch.cat, zip(*batch, strict=True))) for batch in batches]
     products = [product for piece in pieces for product in _products(piece)]
     stacked = off_mps(torch.stack([t.to(products[0].device) for t in products]))
     gg, gm, mm, *_ = [*stacked.double().view(-1, 2 * len(rows[0]) - 1).sum(0).tolist(), 0.0, 0.0]

@@ -7,7 +7,6 @@ from typing import Any
 
 from twophase.rule import OuterRule
 
-_LEAST_MOMENTUM = 1e-300
 _WANTED = "schedule must be constant, linear:2 (a factor in [0, 100]) or momentum:0 (a momentum in [0, 1))"
 
 
@@ -56,7 +55,7 @@ class Schedule:
             return replace(rule, lr=rule.lr * (self.end + (1 - self.end) * (1 - share)))
         momentum = self.end + (rule.momentum - self.end) * share
         # At momentum 0 an optimizer has no buffer, and a later round would lack this one's pseudo-gradient.
-        return replace(rule, momentum=max(momentum, _LEAST_MOMENTUM)) if rule.momentum else rule
+        return replace(rule, momentum=max(momentum, 1e-300)) if rule.momentum else rule
 
 
 def follow(optimizer: Any, schedule: Schedule, rounds: int) -> None:
