@@ -1,7 +1,7 @@
 """Compute with the exact theory of outer momentum and its restarts: `from twophase import theory`.
 
 Every function takes the rule first, then sigma, and broadcasts. NumPy and SciPy only; no torch.
-docs/theory-results.md lists the results by number (R1 to R31), with functions and tests.
+docs/theory-results.md lists the results by number (R1 to R34), with functions and tests.
 """
 
 from twophase.theory.advice import Advice, Criterion, advise, controls
@@ -27,6 +27,7 @@ from twophase.theory.modes import (
     stable_limit,
     transition,
 )
+from twophase.theory.noise import expected_loss, momentum_gain, stationary_variance
 from twophase.theory.periods import (
     best_period,
     block_periods,
@@ -58,11 +59,13 @@ __all__ = [
     "effective_progress",
     "effective_step",
     "envelope",
+    "expected_loss",
     "heuristic_period",
     "hurt_share",
     "log_final_loss",
     "log_restart_factor",
     "mixed_periods",
+    "momentum_gain",
     "oscillatory_interval",
     "phase",
     "phase_shift",
@@ -78,5 +81,6 @@ __all__ = [
     "scheduled_progress",
     "soft_restart",
     "stable_limit",
+    "stationary_variance",
     "transition",
 ]
