@@ -335,7 +335,7 @@ class DiLoCo:
         Weights that were changed by hand come back, too. `step()` and `finish()` are refused inside.
         """
         reshard(self.replicas)
-        params, anchor, closed = state.parameters_of(self, number), [*self.anchor.values()], self._closed
+        params, anchor, closed = state.parameters_of(self)[number], [*self.anchor.values()], self._closed
         is_anchor = all(torch.equal(theta, a.to(theta)) for theta, a in zip(params, anchor, strict=True))
         before = params if is_anchor else [theta.clone() for theta in params]
         self._closed = checks.SHOWN

@@ -30,9 +30,6 @@ OWING = "the residuals of the compression were not loaded; pass what engine.resi
 FOREIGN = "this rank resumes with the weights of rank {}, inside a round; save and load a checkpoint for each rank"
 
 
-# ---------------------------------------------------------------------------------------------- weights that are loaded
-
-
 @dataclass
 class Loads:
     """What was loaded into an engine and its replicas since the last step."""
@@ -99,9 +96,6 @@ def tell_loads(engine: DiLoCo) -> None:
     if loads.weights is not None:
         engine._watch._warn([loads.finding] * bool(loads.finding) + [OWING] * loads.owes)
         engine._loads = Loads()
-
-
-# ---------------------------------------------------------------------------------------------------- saved and loaded
 
 
 def weights(engine: DiLoCo) -> list[str]:

@@ -111,12 +111,10 @@ class Watch:
 
     def tell(self, news: Sequence[Sequence[str]]) -> None:
         """Warn, on rank 0, of the findings of each rank."""
-        self.news, ranks = [], defaultdict(list)
-        for rank, findings in enumerate(news):
-            for finding in findings:
-                ranks[finding].append(str(rank))
-        for finding, of in ranks.items() if self._group.rank == 0 else ():
-            where = f" (rank {', '.join(of)})" if len(of) < len(news) else ""
+        self.news, found = [], dict.fromkeys(finding for findings in news for finding in findings)
+        for finding in found if self._group.rank == 0 else ():
+            ranks = [str(rank) for rank, findings in enumerate(news) if finding in findings]
+            where = f" (rank {', '.join(ranks)})" if len(ranks) < len(news) else ""
             _log.warning("DiLoCo: %s%s", finding, where)
 
 
