@@ -195,21 +195,23 @@ def test_where_the_replicas_are_the_anchor(changes: dict[str, Any], places: set[
 
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize(
-    ("name", "signals"),
-    [("loss", {}), ("loss", {"loss": "high"}), ("loss", {"loss": [1.0]}), ("norm", {"loss": 1, "norm": torch.ones(2)})],
+    ("error", "word", "signals"),
+    [(ValueError, "loss", {}), (ValueError, "high", {"loss": "high"}), (TypeError, "list", {"loss": 1, "norm": [1.0]})],
 )
-def test_a_round_without_its_signals_has_not_happened(delay: int, name: str, signals: dict[str, Any]) -> None:
+def test_a_round_without_its_signals_has_not_happened(
+    delay: int, error: type[Exception], word: str, signals: dict[str, Any]
+) -> None:
     """A signal that is missing or no number, needed or not, is refused before anything moves; then all goes on."""
 
     def train(*, forget: bool) -> dict[str, Tensor]:
         run = start("rising", replicas=[0], inner_steps=3, delay=delay, fragments=1, mixing=0.0)
         for step in range(1, 9):
             if forget and run.engine.ending:
-                with pytest.raises(ValueError, match=name):
+                with pytest.raises(error, match=word):
                     run.engine.step(signals)
             run.step(step)
         if forget:
-            with pytest.raises(ValueError, match=name):
+            with pytest.raises(error, match=word):
                 run.engine.finish(signals)
             assert not run.engine.at_anchor
         assert run.finish() is not None

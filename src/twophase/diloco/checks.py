@@ -128,18 +128,15 @@ def first_difference(first: Any, second: Any, name: str = "") -> tuple[str, str,
 # ------------------------------------------------------------------------------------------------ before an outer step
 
 
-def check_call(engine: DiLoCo, fragments: Sequence[Fragment], signals: Mapping[str, float]) -> None:
-    """Refuse a step where none may be, and signals that are no numbers or lack what a restart policy needs."""
+def check_call(engine: DiLoCo, fragments: Sequence[Fragment], signals: Mapping[str, float] | None) -> dict[str, float]:
+    """Refuse a step where none may be; return the signals as numbers where fragments end their rounds."""
     if engine._closed:
         raise RuntimeError(engine._closed)
-    for name, value in signals.items() if fragments else ():
-        try:
-            float(value)
-        except (TypeError, ValueError, RuntimeError):  # the last of tensors with several elements
-            raise ValueError(f"DiLoCo: signals[{name!r}] must be a number, got {value!r:.80}") from None
+    numbers = {name: float(value) for name, value in (signals or {}).items()} if fragments else {}
     for fragment in fragments:
-        if missing := getattr(fragment.outer, "needs", MEASURED) - MEASURED - signals.keys():
+        if missing := getattr(fragment.outer, "needs", MEASURED) - MEASURED - numbers.keys():
             raise ValueError(f"DiLoCo: step(signals=...) must have {min(missing)!r}, which a restart policy needs")
+    return numbers
 
 
 def weights_of(engine: DiLoCo, weight: float | Sequence[float] | None) -> list[float] | None:
@@ -163,12 +160,11 @@ def meet(engine: DiLoCo, call: str, fragments: Sequence[Fragment], signals: Mapp
     here = call, engine.taken
     if not fragments and (call != "finish" or engine._met == here):  # a second one, perhaps on this rank alone
         return
-    steps = max((fragment.steps for fragment in fragments), default=0)
     weighted = any(fragment.weights for fragment in fragments)
     given = [f"signals {', '.join(sorted(signals))}"] if signals else []
     place = f"{call}({', '.join(given + ['weight'] * weighted)}) after {engine.taken} inner steps"
     wait = engine.delay == 0 or call != "step" or weighted or any(f.age is not None for f in fragments)
-    engine.group.meet(f"{place}, {steps} since sync {engine.syncs}", wait=wait or not engine._met)
+    engine.group.meet(f"{place}, sync {engine.syncs}", wait=wait or not engine._met)
     engine._met = here
 
 
@@ -186,7 +182,7 @@ def share_inputs(
             f.outer.dots() if isinstance(f.outer, OuterSGD) else [(f.gradient.norm().item() ** 2, 0.0, 0.0)]
             for f in fragments
         ]
-    numbers, products = [float(signals[name]) for name in names], [x for of_one in dots for dot in of_one for x in dot]
+    numbers, products = [signals[name] for name in names], [x for of_one in dots for dot in of_one for x in dot]
     for ranks in (group.shards, group)[not group.sharded :] if numbers or products else ():
         rows = ranks.gather_bytes(array("d", numbers + products).tobytes())
         columns = list(zip(*(array("d", row) for row in rows), strict=True))
@@ -202,11 +198,7 @@ def share_inputs(
 
 
 def assert_equal_on_all_ranks(engine: DiLoCo, fragments: Sequence[Fragment], anchors: Sequence[str]) -> None:
-    """Compare anchors, by their digests, and outer optimizers between all ranks: a few bytes a round.
-
-    Raises:
-        Disagreement: two ranks differ, which both then raise.
-    """
+    """Compare digests of anchors and outer optimizers between all ranks; if two differ all raise a `Disagreement`."""
     group, watch = engine.group, engine._watch
     if group.size == 1:
         return

@@ -196,19 +196,18 @@ class DiLoCo:
             ValueError: a round ends and a signal that a restart policy needs is missing; nothing has happened.
         """
         ending = self.ending
-        checks.check_call(self, ending, signals or {})
-        weights = checks.weights_of(self, weight)
+        numbers, weights = checks.check_call(self, ending, signals), checks.weights_of(self, weight)
         self.inner_step, self.taken = self.inner_step + 1, self.taken + 1
         for fragment in self.fragments:
             fragment.count(weights)
         due = [fragment for fragment in self.fragments if fragment.offset == self.inner_step]
         halfway = [f for f in self.fragments if f.age == (self.delay + 1) // 2 and f.halfway]
         self.inner_step %= self._inner_steps
-        checks.meet(self, "step", [*due, *ending, *halfway], signals if ending else None)
+        checks.meet(self, "step", [*due, *ending, *halfway], numbers)
         for fragment in halfway:
             fragment.advance()
         self._launch(due)  # first, so that an error below leaves no rank with a collective fewer
-        return self._complete(ending, signals or {}) if ending else None
+        return self._complete(ending, numbers) if ending else None
 
     def finish(self, signals: Signals = None) -> RoundReport | None:
         """End the run: apply the all-reduces under way and synchronise the remaining progress; None without any.
@@ -216,17 +215,17 @@ class DiLoCo:
         Afterwards every replica equals the anchor, for any mixing. Arguments as of `step`.
         """
         left = [f for f in self.fragments if f.steps or f.age is not None]
-        checks.check_call(self, left, signals or {})
-        checks.meet(self, "finish", left, signals)
+        numbers = checks.check_call(self, left, signals)
+        checks.meet(self, "finish", left, numbers)
         if left:
             self._watch.compare(self)
         reports = []
         for age in sorted({f.age for f in self.fragments if f.age is not None}, reverse=True):
-            reports += [self._complete([f for f in self.fragments if f.age == age], signals or {})]
+            reports += [self._complete([f for f in self.fragments if f.age == age], numbers)]
         for fragment in self.fragments:
             if fragment.steps:
                 self._launch([fragment])
-                reports.append(self._complete([fragment], signals or {}))
+                reports.append(self._complete([fragment], numbers))
         if self.mixing:
             self.restore()
         self.inner_step = 0

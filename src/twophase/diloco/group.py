@@ -54,10 +54,8 @@ class SingleProcess:
     def meet(self, place: str, *, wait: bool = True) -> None:
         """Compare with the other ranks the place in its loop where each is, if need be at the next call that waits.
 
-        Unlike collectives would end the process, or never: this comes before each series of them.
-
-        Raises:
-            Disagreement: not all ranks have given the same places, which all then raise.
+        Unlike collectives would end the process, or never: this comes before each series of them. Where the places
+        differ all ranks raise a `Disagreement`.
         """
 
     def fault_of_shards(self, fault: str) -> str:
@@ -116,7 +114,7 @@ class ProcessGroup(SingleProcess):
             self.shards = ProcessGroup(shards, timeout=timeout)
         self._device = torch.device("cpu")
         """Where small messages lie."""
-        self._announced: list[Callable[[], list[bytes]]] = []
+        self._announced: list[Iterator[Any]] = []
 
     def bind(self, device: torch.device) -> None:
         """Choose where small messages lie, for parameters on `device`; refuse a group that cannot send from there."""
@@ -168,28 +166,25 @@ class ProcessGroup(SingleProcess):
 
     def meet(self, place: str, *, wait: bool = True) -> None:
         """As the base class says."""
-        self._announced.append(self._begin(_head(place)))
+        self._announced.append(self._gather(_head(place)))
+        next(self._announced[-1])
         if wait:  # a rank that has found a difference announces nothing more
-            fault = next(filter(None, (_difference(heads()) for heads in self._announced)), "")
+            fault = next(filter(None, (_difference(next(heads)) for heads in self._announced)), "")
             self._announced = []
             if fault := self.fault_of_shards(fault):
                 raise Disagreement(f"DiLoCo: {fault}")
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """Return the bytes of every rank, as many on each."""
-        return self._begin(data)()
+        _, rows = self._gather(data)
+        return rows
 
-    def _begin(self, data: bytes) -> Callable[[], list[bytes]]:
+    def _gather(self, data: bytes) -> Iterator[Any]:
+        """As a collective, which in the end yields the bytes of every rank."""
         sent = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
         received = torch.empty(self.size * len(data), dtype=torch.uint8, device=self._device)
-        gather = self.all_gather(received, sent)
-        next(gather)
-
-        def end() -> list[bytes]:
-            list(gather)
-            return [row.numpy().tobytes() for row in received.cpu().view(self.size, len(data))]
-
-        return end
+        yield from self.all_gather(received, sent)
+        yield [row.numpy().tobytes() for row in received.cpu().view(self.size, len(data))]
 
     def gather_json(self, value: Any) -> list[Any]:
         """Return a JSON value of every rank."""
