@@ -113,8 +113,7 @@ class DiLoCo:
         self.compression, self.buffers, self.group = compression, buffers, group or default_group()
         self.filter = filter if filter is None or isinstance(filter, str) else getattr(filter, "__qualname__", "own")
         self.replicas: list[nn.Module] = [replicas] if isinstance(replicas, nn.Module) else list(replicas)
-        if self.group.sharded:
-            reshard(self.replicas)
+        reshard(self.replicas)
         slots = [slots_of(replica) for replica in self.replicas]
         checks.check_replicas(self.replicas, slots, self.group, buffers)
         self.group.bind(next(iter(slots[0].values())).parameter.device)
