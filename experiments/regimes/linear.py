@@ -27,26 +27,19 @@ from twophase.rule import OuterRule
 
 WORK = Workload("linear", 4, 320, 16, 2)
 RULES = (AVERAGING, *(OuterRule(*numbers) for numbers in product((0.3, 0.7, 1.0), (0.3, 0.6, 0.9), (False, True))))
-CAP = 0.8
-"""The largest inner rate at which the task is stable, of a ladder in steps of the square root of 2."""
+CAP = 0.8  # of a ladder in steps of the square root of 2 the largest inner rate that is stable
 RATES = [CAP * 2 ** (-k / 2) for k in range(16)]
 DRAW = small_tasks.points
 
 
-def predicted(work: Workload, noise: float, rates: Sequence[float], rules: Sequence[OuterRule]) -> Any:
+def predicted(work: Workload, noise: float) -> Any:
     """Return the expected excess by rate and rule: 32 axes of the inputs, and the bias, which begins right."""
     variance = np.append(10 ** np.linspace(0, -3, 32), 1.0)
-    return theory.expected_loss(
-        rules,
-        2 * variance,
-        np.array(rates)[:, None],
-        inner_steps=work.inner_steps,
-        rounds=work.steps // work.inner_steps,
-        noise=2 * noise * np.sqrt(variance / work.batch),
-        replicas=work.replicas,
-        initial=np.append(np.full(32, (5 * 1.5 / 32) ** 0.5), 0.0),  # of student and teacher, which is twice as large
-        schedule=[small_tasks.rate(work.schedule, step / work.steps) for step in range(work.steps)],
-    )
+    start = np.append(np.full(32, (5 * 1.5 / 32) ** 0.5), 0.0)  # of student and teacher, which is twice as large
+    heard, rates = 2 * noise * np.sqrt(variance / work.batch), np.array(RATES)[:, None]
+    shares = [small_tasks.rate(work.schedule, step / work.steps) for step in range(work.steps)]
+    sizes = {"inner_steps": work.inner_steps, "rounds": work.steps // work.inner_steps, "replicas": work.replicas}
+    return theory.expected_loss(RULES, 2 * variance, rates, noise=heard, initial=start, schedule=shares, **sizes)
 
 
 def measured(work: Workload, noise: float, seeds: Sequence[int], cells: set[Cell]) -> dict[Cell, list[float]]:
@@ -61,25 +54,20 @@ def measured(work: Workload, noise: float, seeds: Sequence[int], cells: set[Cell
     return {cell: [outcomes[seed].excess for seed in seeds] for cell, outcomes in found.items()}
 
 
-def gains(
-    work: Workload, noise: float, seeds: Sequence[int] = range(3), held_out: Sequence[int] = range(100, 108)
-) -> dict[str, Any]:
+def gains(work: Workload, noise: float) -> dict[str, float]:
     """Return averaging's best rate over the cap and the gain of the best momentum, predicted and measured."""
-    losses = predicted(work, noise, RATES, RULES)
-    tried = measured(work, noise, seeds, {Cell(lr, rule, inner="sgd") for lr, rule in product(RATES, RULES)})
-    base, best = (
-        min((cell for cell in tried if (cell.rule == AVERAGING) == plain), key=lambda cell: geometric_mean(tried[cell]))
-        for plain in (True, False)
-    )
-    new = measured(work, noise, held_out, {base, best})
-    return {
+    losses = predicted(work, noise)
+    tried = measured(work, noise, range(3), {Cell(lr, rule, inner="sgd") for lr, rule in product(RATES, RULES)})
+    ranked = sorted(tried, key=lambda cell: geometric_mean(tried[cell]))
+    base, best = (next(cell for cell in ranked if (cell.rule == AVERAGING) == plain) for plain in (True, False))
+    new = measured(work, noise, range(100, 108), {base, best})
+    found = {
         "noise": noise,
-        "rate / cap, predicted": RATES[int(losses[:, 0].argmin())] / CAP,
+        "best rate / cap, predicted": RATES[losses[:, 0].argmin()] / CAP,
         "measured": base.lr / CAP,
-        "gain, predicted": losses[:, 0].min() / losses[:, 1:].min(),
-        "gain, measured": median(a / b for a, b in zip(new[base], new[best], strict=True)),
-        "best": f"{best.rule.describe()} at {best.lr:.3g}",
     }
+    found["gain, predicted"] = losses[:, 0].min() / losses[:, 1:].min()
+    return found | {"gain, measured": median(a / b for a, b in zip(new[base], new[best], strict=True))}
 
 
 if __name__ == "__main__":

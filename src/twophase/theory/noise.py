@@ -57,22 +57,25 @@ def expected_loss(
     """
     shape = count("rounds", rounds), count("inner_steps", inner_steps)
     h, rates = np.atleast_1d(numbers("curvature", curvature, 0)), numbers("inner_lr", inner_lr, 0)[..., None]
-    variance = numbers("noise", noise, 0) ** 2 / count("replicas", replicas)
+    variance, factors = numbers("noise", noise, 0) ** 2 / count("replicas", replicas), numbers("schedule", schedule, 0)
+    if factors.shape not in ((), (shape[0] * shape[1],)):
+        raise ValueError(f"schedule must be one factor or one for each inner step, got shape {factors.shape}")
     rules = Rules.of(rule)[..., None]
     w, b, ahead = rules.injection, rules.momentum, rules.nesterov
     push, carry = -rules.lr * w * np.where(ahead, 1 + b, 1), -rules.lr * b * np.where(ahead, b, 1)
-    moments = numbers("initial", initial)[..., None, None] ** 2 * np.diag([1.0, 0.0])
-    of_noise = np.stack(np.broadcast_arrays(push, w), -1)
+    xx, xm, mm = numbers("initial", initial) ** 2, 0.0, 0.0
     with np.errstate(over="ignore", invalid="ignore"):
-        for shares in np.broadcast_to(numbers("schedule", schedule, 0), shape[0] * shape[1]).reshape(shape):
+        for shares in np.broadcast_to(factors, shape[0] * shape[1]).reshape(shape):
             keep, heard = np.ones_like(rates * h), np.zeros_like(rates * h)
             for eta in (share * rates for share in shares):
                 keep, heard = keep * (1 - eta * h), heard * (1 - eta * h) ** 2 + eta**2 * variance
-            rows = np.broadcast_arrays(1 + push * (1 - keep), carry, w * (1 - keep), b)
-            turn = np.stack(rows, -1).reshape(*rows[0].shape, 2, 2)
-            kick = heard[..., None, None] * of_noise[..., None] * of_noise[..., None, :]
-            moments = turn @ moments @ turn.swapaxes(-1, -2) + kick
-        loss = (h * moments[..., 0, 0]).sum(-1) / 2
+            of_x, x_to_m = 1 + push * (1 - keep), w * (1 - keep)
+            xx, xm, mm = (
+                of_x**2 * xx + 2 * of_x * carry * xm + carry**2 * mm + push**2 * heard,
+                of_x * x_to_m * xx + (of_x * b + carry * x_to_m) * xm + carry * b * mm + push * w * heard,
+                x_to_m**2 * xx + 2 * x_to_m * b * xm + b**2 * mm + w**2 * heard,
+            )
+        loss = (h * xx).sum(-1) / 2
     return np.where(np.isfinite(loss), loss, np.inf)[()]
 
 
