@@ -351,7 +351,7 @@ _FEW = 1 << 20  # elements of a group, up to which it is faster to join its tens
 _PIECE = 1 << 17  # elements: g and m of a piece stay in the cache
 
 
-def _fits_fused(x: Tensor, g: Tensor, m: Tensor | None) -> bool:
+def _fits_fused(x: Tensor, g: Tensor | None, m: Tensor | None) -> bool:
     """Return whether torch's fused kernel may take a tensor; on a CPU, with the bits of torch's plain loop.
 
     There it rounds the elements that fill no vector register in another way. It ignores strides, so that of a
