@@ -182,6 +182,9 @@ class Collective:
     def __init__(self, fault: str = "") -> None:
         self.fault, self.limits = fault, []
 
+    def is_completed(self) -> bool:
+        return len(self.fault) > 30  # also when it has failed; else it never ends
+
     def wait(self, limit: timedelta | None = None) -> None:
         self.limits.append(limit)
         if self.fault and limit is not None:

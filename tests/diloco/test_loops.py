@@ -575,6 +575,14 @@ def test_two_engines_on_one_module_are_refused():
     second.step()
 
 
+@pytest.mark.parametrize(
+    ("outer", "words"), [("averaging", ""), ("auto", ""), (OuterRule(0.7, 0.9), "lr 0.7 momentum")]
+)
+def test_a_rule_of_which_nothing_enters_is_told(outer: Any, words: str, caplog: pytest.LogCaptureFixture) -> None:
+    DiLoCo(nn.Linear(2, 1), outer, inner_steps=1, restart="auto" if outer != "auto" else None)
+    assert (words in caplog.text) if words else not caplog.records
+
+
 def test_an_inner_optimizer_is_no_outer_one():
     """`OuterSGD` on a replica's parameters is refused, as long as the engine lives."""
     model = network()

@@ -132,7 +132,8 @@ def check_call(engine: DiLoCo, fragments: Sequence[Fragment], signals: Mapping[s
     """Refuse a step where none may be; return the signals as numbers where fragments end their rounds."""
     if engine._closed:
         raise RuntimeError(engine._closed)
-    numbers = {name: float(value) for name, value in (signals or {}).items()} if fragments else {}
+    with torch.no_grad():  # of a loss that still has its graph
+        numbers = {name: float(value) for name, value in (signals or {}).items()} if fragments else {}
     for fragment in fragments:
         if missing := getattr(fragment.outer, "needs", MEASURED) - MEASURED - numbers.keys():
             raise ValueError(f"DiLoCo: step(signals=...) must have {min(missing)!r}, which a restart policy needs")
