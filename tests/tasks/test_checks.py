@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import twophase
 from trained import run
 from twophase.errors import UsageError
 from twophase.files import read_jsonl
@@ -83,14 +84,27 @@ def test_what_differs_the_second_time_is_refused(make: Make, call: str, before: 
         make(counted, (before, after)).check(CPU)
 
 
-def test_a_seed_that_changes_nothing_is_refused(make: Make) -> None:
-    """Model and batch ignore it; where dropout is drawn by it, it counts."""
+def test_a_seed_that_changes_nothing_is_refused(make: Make, tmp_path: Path) -> None:
+    """Model and batch ignore it, or some seeds, in a sweep before its first run; dropout that is drawn by it counts."""
     blind = ("torch.manual_seed(seed)", "torch.manual_seed(0)"), (POINTS, "self.points((0, step, replica), 16)")
     make(*blind).check(CPU, 1)
     plain = make(*blind, (", nn.Dropout(0.1)", ""))
     plain.check(CPU)
     with pytest.raises(UsageError, match="--seed"):
         plain.check(CPU, 1)
+    few = make(
+        ("manual_seed(seed)", "manual_seed(min(seed, 1))"),
+        (POINTS, POINTS.replace("seed", "min(seed, 1)")),
+        (", nn.Dropout(0.1)", ""),
+    )
+    few.check_seeds([0, 1])
+    with pytest.raises(UsageError, match="--seed"):
+        few.check(CPU, 1)
+    with pytest.raises(UsageError, match="seed"):
+        twophase.tune(few.name, seeds=[0], fresh=[1, 2], out=tmp_path / "out")
+    with pytest.raises(UsageError, match="seed"):
+        twophase.sweep(few.name, {"seed": [0, 1, 2]}, out=tmp_path / "out", workers=1)
+    assert not (tmp_path / "out").exists()
 
 
 def test_numbers_of_an_evaluation(make: Make, tmp_path: Path) -> None:

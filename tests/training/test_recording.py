@@ -148,6 +148,11 @@ def test_rounds_that_are_not_logged_are_counted(tmp_path: Path) -> None:
             run.log_round(report)
     with pytest.warns(UserWarning, match="1 rounds"):
         run.close()
+    loop = Loop()
+    silent = record(tmp_path / "silent", loop.engine)
+    loop.train(range(2 * INNER_STEPS))
+    with pytest.warns(UserWarning, match="2 rounds"):
+        silent.finish(validation_loss=1.0)
 
 
 def test_what_would_be_lost_is_said(tmp_path: Path) -> None:
@@ -155,14 +160,19 @@ def test_what_would_be_lost_is_said(tmp_path: Path) -> None:
     loop = Loop()
     run = record(tmp_path, loop.engine)
     loop.train(range(INNER_STEPS + 1), run)
-    run.log(step=INNER_STEPS, accuracy=0.1)
-    for values in ({"step": INNER_STEPS, "loss": 3}, {"step": 99, "accuracy": 0.2}, {"round": 7}):
+    run.log(step=INNER_STEPS, accuracy=0.1, validation_loss=0.2)
+    run.log(step=0, validation_loss=99.0)
+    for values in (
+        {"step": INNER_STEPS, "loss": 3}, {"step": 99, "accuracy": 0.2}, {"round": 7},
+        *({"step": step, "a": 1} for step in (-1, 2.5, True, "3")),
+    ):  # fmt: skip
         with pytest.raises(ValueError, match="record: "):
             run.log(**values)
     with pytest.warns(UserWarning, match="last round"):
         run.finish()
-    (line,) = read_steps(tmp_path / METRICS)
-    assert (line["round"], line["accuracy"]) == (1, 0.1)
+    first, line = read_steps(tmp_path / METRICS)
+    assert (first["step"], line["round"], line["accuracy"]) == (0, 1, 0.1)
+    assert (read_summary(tmp_path) or {})["validation_loss"] == 0.2  # of the last step that has one
     with pytest.raises(RunError, match="finish"):
         run.log_round(loop.engine.finish())
 

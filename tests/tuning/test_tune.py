@@ -46,7 +46,7 @@ class MadeUp:
 
     def __init__(self, folder: Path) -> None:
         self.loss: Callable[[RunConfig], float] = bowl
-        self.folder, self.stages, self.stop_after = folder, list[str](), math.inf
+        self.folder, self.stages, self.stop_after, self.seconds = folder, list[str](), math.inf, 1.0
 
     def run_sweep(self, sweep: Sweep, folder: Path, **_: Any) -> Outcome:
         """Return the rows of a sweep; stop in the place of the one after `stop_after`."""
@@ -54,7 +54,7 @@ class MadeUp:
         if len(self.stages) >= self.stop_after:
             raise KeyboardInterrupt
         self.stages.append(folder.name)
-        return Outcome(madeup.rows(sweep, lambda cell: self.loss(cell.config)), 1.0, {})
+        return Outcome(madeup.rows(sweep, lambda cell: self.loss(cell.config), self.seconds), 1.0, {})
 
     def tune(self, *texts: str, steps: int = 64, out: str = "tune", **options: Any) -> TuneResults:
         """Compare methods, by default all, with 5 settings each."""
@@ -129,6 +129,12 @@ def test_the_budget_is_spent(made: MadeUp, monkeypatch: pytest.MonkeyPatch) -> N
         made.tune("nesterov", points=None, budget=240.0)
     assert {tuned.settings for tuned in made.tune("nesterov", points=None, budget=439.0).methods} == {7}
     assert clock[0] == 40 + 40 * 7 + 140  # the second call makes the first setting's results again
+    made.loss, made.seconds, made.stop_after, made.stages = bowl, 10.0, 0, []
+    with pytest.raises(KeyboardInterrupt):
+        made.tune("nesterov", points=None, budget=240.0, out="cut")
+    made.stop_after = math.inf  # the rest of the stage takes no time, its runs have
+    with pytest.raises(UsageError, match=r"--budget.*261s"):
+        made.tune("nesterov", points=None, budget=240.0, out="cut")
 
 
 CHANGES: list[dict[str, Any]] = [{"seeds": (0, 1, 2)}, {"fresh": (5, 6)}, {"steps": 72}, {"texts": ("adamw",)}]

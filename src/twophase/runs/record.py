@@ -128,13 +128,13 @@ def read_rounds(path: Path) -> list[dict[str, Any]]:
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of another log, those of a step as one, in which the last value of a name counts."""
+    """Return the lines of another log by step, those of a step as one, in which the last value of a name counts."""
     rows: dict[float, dict[str, Any]] = {}
     for line in read_jsonl(path):
         if not isinstance(step := line.get("step"), int | float):
             raise UsageError(f"{path}: each line must have a step, got {line!r:.60}")
         rows[step] = rows.get(step, {}) | line
-    return list(rows.values())
+    return [rows[step] for step in sorted(rows)]
 
 
 def read_record(path: Path) -> RunRecord:

@@ -30,6 +30,7 @@ from twophase.runs.record import read_summary
 from twophase.sweeps.fork import Node, tree
 from twophase.sweeps.grid import RUNS, SPEC, Sweep, write_spec
 from twophase.sweeps.table import ABOVE_ZERO, TABLE, Row, measure_of, place_words, readable, rows_of, write_rows
+from twophase.tasks.registry import check_seeds
 
 ERROR = "error.txt"
 """The traceback of a run that failed, in its folder."""
@@ -135,11 +136,12 @@ def worker(folder: Path) -> int:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a sweep: its table, the seconds of this call, and the errors of its failed runs by id."""
+    """What became of a sweep: its table, the seconds of this call, the errors of its failed runs by id, the workers."""
 
     rows: list[Row]
     seconds: float
     errors: Mapping[str, str]
+    workers: int = 1
 
     def check(self, folder: Path) -> None:
         """Raise a RunError if a run has failed."""
@@ -164,6 +166,8 @@ def run_sweep(
     all workers, whose runs resume later. A UsageError refuses a folder that holds something else.
     """
     require_locks()
+    configs = [*sweep.runs.values()]
+    check_seeds(configs[0], {config.seed for config in configs})
     write_spec(sweep, folder)
     started, nodes = time.monotonic(), Nodes(sweep.runs, folder)
     for name in nodes.nodes:  # failures of an earlier call are tried again
@@ -197,7 +201,7 @@ def run_sweep(
         look()
         devices, threads = _gpus(sweep), max(config.threads for config in sweep.runs.values())
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        count = workers or len(devices) or max(1, cores // threads)
+        count = min(workers or len(devices) or max(1, cores // threads), len(sweep.runs))
         if min(count, len(pending)) <= 1:
             work(nodes, should_stop, look)
         else:
@@ -206,7 +210,7 @@ def run_sweep(
                 raise RunError(f"{folder}: all workers have ended, the last with status {status}")
         look()
     errors = {run: nodes.errors[run] for run in sweep.runs if run in nodes.errors}
-    return Outcome(rows, time.monotonic() - started, errors)
+    return Outcome(rows, time.monotonic() - started, errors, count)
 
 
 def _gpus(sweep: Sweep) -> list[str]:

@@ -21,8 +21,9 @@ from twophase.diloco.group import default_group
 from twophase.diloco.report import RoundReport
 from twophase.errors import RunError, UsageError, python_words
 from twophase.optim.outer_sgd import GroupRound, OuterSGD, rule_of
+from twophase.rule import whole_number
 from twophase.runs.config import options_of
-from twophase.runs.folder import METRICS, RECORDED, ROUNDS, RunFolder
+from twophase.runs.folder import METRICS, RECORDED, ROUNDS, RunFolder, require_locks
 from twophase.runs.record import MEASURED, read_rounds, read_steps, read_summary
 from twophase.runs.trackers import call_each, open_trackers
 from twophase.training.distributed import environment, raised_on_all_ranks
@@ -61,6 +62,7 @@ def record(folder: str | Path, engine: Engine, config: Any = None, track: str | 
     ranks = engine.group if isinstance(engine, DiLoCo) and not engine.group.sharded else default_group()
     with raised_on_all_ranks(ranks):
         if ranks.rank == 0:
+            require_locks()
             if read_summary(path, fingerprint(tree)):
                 raise UsageError(f"{path}: must be a new or unfinished run, is finished")
             trackers = open_trackers([track] if isinstance(track, str) else track, path, tree)
@@ -130,8 +132,8 @@ class Recorder(AbstractContextManager["Recorder"]):
         line: dict[str, float] = {"step": self.step, "round": self.round}
         if "round" in values:
             raise ValueError("record: round must be another name, the record counts the rounds itself")
-        if step not in (None, self.step):
-            line = {"step": step}
+        if step is not None and whole_number("record: step", step, 0) != self.step:
+            line = {"step": int(step)}
             lines = read_steps(self._folder.path / METRICS) if self._folder else []
             known = {name for each in lines if each["step"] == step for name in each}
             if step > self.step or known & {"train_loss" if name == "loss" else name for name in values}:
@@ -147,7 +149,8 @@ class Recorder(AbstractContextManager["Recorder"]):
         if self._folder is not None:
             if (position := (self.step, self.round)) < self._position:  # as at first: a state may have been loaded
                 self._folder.truncate(self.step)
-                self._rounds = self._taken
+                if log == ROUNDS or read_rounds(self._folder.path):  # else no round before this line was logged
+                    self._rounds = self._taken
             self._position = position
             self._folder.log(log, line)
 

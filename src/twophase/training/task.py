@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +22,8 @@ from twophase.config import to_tree
 from twophase.errors import UsageError
 from twophase.files import sha256
 from twophase.training.distributed import to_device
+
+_CPU = torch.device("cpu")
 
 
 class Task(Protocol):
@@ -171,7 +174,7 @@ class OwnTask:
 
     @torch.no_grad()
     def check(self, device: torch.device, seed: int = 0) -> None:
-        """Refuse weights or a batch that differ the second time, or a seed but 0 that changes nothing; evaluate once.
+        """Refuse weights or a batch that differ the second time, or a seed but 0 that is as 0 or the next; evaluate.
 
         All this comes before hours of training.
         """
@@ -182,14 +185,23 @@ class OwnTask:
                 if not _is_same(first, second):
                     remedy = "must return the same twice; draw it from its arguments alone"
                     raise UsageError(f"--task {self.name}: {call} {remedy}")
-            is_ignored = seed != 0 and _is_same(batch, self.batch(seed, 0, 0))
-            is_ignored = is_ignored and _is_same(model.state_dict(), self.model(seed).state_dict())
+            self.check_seeds([0, seed, seed + 1] if seed else [], device)
             self.evaluate(model.to(device))
-            losses = [
-                self.task.loss(model.train(), to_device(self.batch(n, 0, 0), device)) for n in (0, seed) if is_ignored
-            ]
-            if is_ignored and _is_same(*losses):  # no dropout either, which the seed decides, too
-                raise UsageError(f"--seed: must be 0, for --task {self.name} ignores it in model and batch, got {seed}")
+
+    @torch.no_grad()
+    def check_seeds(self, seeds: Iterable[int], device: torch.device = _CPU) -> None:
+        """Refuse seeds of which two give the same weights, batch and loss: one run, which would count as two."""
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            batches = {seed: self.batch(seed, 0, 0) for seed in seeds}
+            for one, other in itertools.combinations(batches, 2):
+                if _is_same(batches[one], batches[other]) and _is_same(*(self._drawn(n, device) for n in (one, other))):
+                    same = f"{one} and {other} are one run"
+                    raise UsageError(f"--seed: must change model, batch or dropout of --task {self.name}, {same}")
+
+    def _drawn(self, seed: int, device: torch.device) -> Any:
+        """Return the weights of a seed and their loss, with the dropout that the seed decides, too."""
+        model = self.model(seed).to(device).train()
+        return model.state_dict(), self.task.loss(model, to_device(self.batch(seed, 0, 0), device))
 
 
 def _is_same(first: Any, second: Any) -> bool:

@@ -24,10 +24,11 @@ from twophase.config import fingerprint, get, require
 from twophase.errors import RunError, UsageError
 from twophase.files import finite, write_atomic
 from twophase.runs.config import OuterConfig, RunConfig
-from twophase.runs.folder import Claim
+from twophase.runs.folder import Claim, require_locks
 from twophase.sweeps.grid import Sweep
 from twophase.sweeps.runner import Outcome, run_sweep
 from twophase.sweeps.table import Setting, measure_of
+from twophase.tasks.registry import check_seeds
 from twophase.tuning.methods import CONTROL, METHODS, Method, read_method
 from twophase.tuning.results import Tuned, TuneResults, train_command
 from twophase.tuning.search import Point, has_untried, propose, write_studies
@@ -95,6 +96,7 @@ def run_tuning(
         UsageError: the folder holds something else, or a budget that does not reach.
         RunError: runs failed, and the same call tries them again; or every setting of averaging diverged.
     """
+    require_locks()
     try:
         import optuna  # noqa: PLC0415 - an extra; missing, it is refused before hours of runs
     except ImportError:
@@ -102,6 +104,7 @@ def run_tuning(
     optuna.logging.set_verbosity(optuna.logging.WARNING)  # no line for every study
     if not (folder / STATE).exists() and folder.is_dir() and any(file.name[0] != "." for file in folder.iterdir()):
         raise UsageError(f"--out {folder}: must be empty or a comparison's folder, holds no {STATE}")
+    check_seeds(tuning.base, [*tuning.seeds, *tuning.fresh])
     folder.mkdir(parents=True, exist_ok=True)
     with Claim(folder):
         stages = _Stages(tuning, folder, partial(run_sweep, workers=workers, quiet=quiet, should_stop=should_stop))
@@ -137,7 +140,7 @@ class _Stages:
         """Run stages up to the number of settings that points or budget allow."""
         stages, methods = self.state["stages"], self.tuning.methods
         for number in itertools.count():
-            began = time.monotonic()
+            began, is_resumed = time.monotonic(), number < len(stages)
             if number == len(stages):
                 most = self.tuning.points or self._affordable()
                 points = {
@@ -149,9 +152,11 @@ class _Stages:
                     return
                 stages.append({"points": points})
                 self._save()
-            for method, point, setting in self._run(f"stage-{number:02d}", stages[number]["points"], self.tuning.seeds):
+            found, trained = self._run(f"stage-{number:02d}", stages[number]["points"], self.tuning.seeds)
+            for method, point, setting in found:
                 self.results[method.text][point] = statistics.fmean(map(math.log, setting.by_seed.values()))
-            stages[number].setdefault("seconds", time.monotonic() - began)
+            elapsed = time.monotonic() - began  # of an interrupted stage, earlier calls are in its runs' seconds alone
+            stages[number].setdefault("seconds", max(elapsed, trained) if is_resumed else elapsed)
             self._save()
             write_studies(self.folder / TRIALS, {m.text: (m.scales, self.results[m.text]) for m in methods})
 
@@ -173,7 +178,7 @@ class _Stages:
         if CONTROL not in points:
             raise RunError(f"{self.folder}: {CONTROL} diverged at each setting; use a new --out and smaller --inner.lr")
         fresh, name = tuple(self.tuning.fresh), f"{FRESH}-{self.points}"
-        found = {method.text: setting for method, _, setting in self._run(name, points, fresh)}
+        found = {method.text: setting for method, _, setting in self._run(name, points, fresh)[0]}
         tuned = [self._tuned(method, best[method.text], found) for method in self.tuning.methods]
         tuned.sort(key=lambda each: (each.fresh, not each.results))
         outcome = TuneResults(self.folder / name, measure_of(found[CONTROL].rows), self.points, fresh, tuple(tuned))
@@ -198,8 +203,8 @@ class _Stages:
 
     def _run(
         self, name: str, points: Mapping[str, Iterable[Iterable[float]]], seeds: Sequence[int]
-    ) -> list[tuple[Method, Point, Setting]]:
-        """Run some settings as a sweep; return the method, point and results of each."""
+    ) -> tuple[list[tuple[Method, Point, Setting]], float]:
+        """Run some settings as a sweep; return method, point and results of each, and their seconds a worker."""
         settings = [(method, tuple(point)) for method in self.tuning.methods for point in points.get(method.text, ())]
         cells = [method.cell(point, seed) for method, point in settings for seed in seeds]
         folder = self.folder / name
@@ -209,8 +214,10 @@ class _Stages:
             if row.state == "missing":
                 raise RunError(f"{self.folder}: stopped; the same command resumes it")
             self.seconds[row.arm] += row.seconds or 0.0
+        trained = math.fsum(row.seconds or 0.0 for row in outcome.rows) / outcome.workers
         rows = iter(outcome.rows)
-        return [(m, p, Setting(m.text, {}, tuple(itertools.islice(rows, len(seeds))))) for m, p in settings]
+        found = [(m, p, Setting(m.text, {}, tuple(itertools.islice(rows, len(seeds))))) for m, p in settings]
+        return found, trained
 
     def _save(self) -> None:
         write_atomic(self.folder / STATE, json.dumps(self.state, indent=1) + "\n")
