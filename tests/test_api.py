@@ -110,6 +110,8 @@ def test_what_is_refused() -> None:
         twophase.train(Toy, quiet=True)
     with pytest.raises(UsageError, match=r"^axes: .*outer\.lr"):
         twophase.sweep("digits", {"outer.lr": 0.3})  # type: ignore[dict-item]
+    with pytest.raises(UsageError, match=r"^axis: .*outer\.lr"):
+        twophase.sweep("digits", {})
     with pytest.raises(UsageError, match=r"^budget: "):
         twophase.tune("digits", "nesterov", budget="10m")  # type: ignore[arg-type]
 

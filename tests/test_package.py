@@ -58,7 +58,7 @@ def test_lazy_names_load_what_they_need():
 
 
 WITHOUT = """
-import copy, sys
+import contextlib, copy, sys
 from pathlib import Path
 sys.modules["fcntl"] = sys.modules["resource"] = None
 import torch, twophase, twophase.files
@@ -70,6 +70,8 @@ twophase.DiLoCo([model, copy.deepcopy(model)], twophase.OuterRule(0.7, 0.9), inn
 write_run(Path("run"), SUM, [0.3])
 make_sweep(Path("sweep"))
 print(twophase.load("run"), main(["report", "run"]), main(["report", "sweep"]), main(["explore", "--out", "page.html"]))
+with contextlib.suppress(ValueError):
+    twophase.record("new", twophase.DiLoCo(model, "averaging", inner_steps=1))
 for command in ("train", "sweep --axis seed 0 1", "tune", "demo"):
     print(main([*command.split(), "--out", "new"]), file=sys.stderr)
 """
@@ -84,6 +86,7 @@ def test_without_locks_as_on_windows(tmp_path: Path):
     lines = done.stderr.splitlines()[-8:]
     assert lines[1::2] == ["2"] * 4
     assert all("locks" in line and "WSL" in line for line in lines[::2]), lines
+    assert not (tmp_path / "new").exists()
 
 
 def test_version_is_the_distributions():

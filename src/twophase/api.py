@@ -245,6 +245,7 @@ def tune(
     if isinstance(config, Mapping):
         check_paths(flatten(config))
     methods = [methods] if isinstance(methods, str) else methods or METHODS
-    tuning = Tuning(run_config(task, config), methods, points, budget, seeds, fresh)
+    base = run_config(task, config)
     with _as_it_was():
+        tuning = Tuning(base, methods, points, budget, seeds, fresh)
         return run_tuning(tuning, Path(out), workers=workers, quiet=quiet)

@@ -240,6 +240,8 @@ def _reason(error: BaseException | None, box: str, words: Sequence[str], hints: 
     text = " ".join(re.sub(r"[^\x20-\x7e]|-{9,}", " ", box).split())
     if missing := re.search(r"Missing from .*?: (\S+) (.*?) \(required\)", text):
         return f"{missing[1]}: must be given; {missing[2]}"
+    if missing := re.search(r"Missing value for argument 'own\.(\w+)'", text):  # before an option
+        return f"{missing[1].upper()}: must be given"
     unknown = re.search(r"Unrecognized options: ([^, ]+)", text)
     name = unknown[1] if unknown else next(iter(re.findall(r"--[a-zA-Z][\w.-]*", text)), "").rstrip(".")
     if unknown and name in words[1:] and hints.get(words[words.index(name) - 1].replace("_", "-")) is bool:

@@ -42,6 +42,7 @@ MISTAKES = [  # words, and what the message names
     ("export own x", "loop of your own"),
     ("train --config own/config.yaml", "loop of your own"),
     ("export absent there", "absent"),
+    ("export own --bogus 3", "OUT"),
     ("data prepare", "SOURCE"),
     ("data prepare absent.txt --out tokens", "absent.txt"),
     ("data verify absent", "absent"),

@@ -57,6 +57,9 @@ def test_two_runs(tmp_path: Path) -> None:
     assert table.loc["own"].isna().tolist() == [True, False]
     assert not {"outer.lr", "config"} & set(table.index)
     assert run.compare(run).empty
+    make_sweep(tmp_path / "sweep")
+    with pytest.raises(UsageError, match="Run"):
+        run.compare(sweep_of(tmp_path / "sweep"))  # type: ignore[arg-type]
 
 
 def test_a_drawn_run_shows_its_columns(tmp_path: Path) -> None:
@@ -83,6 +86,26 @@ def test_figures_for_a_paper(tmp_path: Path) -> None:
     assert maps[0].axes[0].get_xlabel() == "rate"
     colours, others = ([patch.get_facecolor() for patch in drawn.axes[0].patches] for drawn in maps)
     assert colours != others
+
+
+@pytest.mark.parametrize(
+    ("of_run", "option", "value", "word"),
+    [
+        (True, "labels", {"los": "L"}, "'los'; did you mean loss"),
+        (True, "limits", {"los": (1, 3)}, "'los'; did you mean loss"),
+        (True, "limits", (1, 3), r"\(1, 3\)"),
+        (False, "labels", {"outer.lrr": "L"}, "'outer.lrr'; did you mean outer.lr"),
+        *((False, "limits", value, "0 < lowest < highest") for value in ((0, 3), (3, 1), {"loss": (1, 3)}, 3)),
+    ],
+)
+def test_words_and_limits_that_a_figure_has_not(
+    tmp_path: Path, of_run: bool, option: str, value: Any, word: str
+) -> None:
+    """They are refused by their name."""
+    make_sweep(tmp_path / "sweep")
+    drawn: Any = run_of(tmp_path / "run") if of_run else sweep_of(tmp_path / "sweep")
+    with pytest.raises(UsageError, match=f"{option}: .*{word}"):
+        drawn.plot(**{option: value})
 
 
 def test_a_sweep(tmp_path: Path) -> None:

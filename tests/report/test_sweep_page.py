@@ -13,6 +13,7 @@ import pytest
 from browser import Watched
 from pages import EVIL, data_of, read, written
 from runmaker import make_sweep
+from twophase.cli.main import main
 from twophase.report.sweep import read_sweep, sweep_report
 from twophase.sweeps.table import State, read_rows, readable, settings, write_rows
 
@@ -79,6 +80,9 @@ def test_a_part_of_a_sweep_has_a_page_of_its_own(tmp_path: Path) -> None:
     assert written(tmp_path, "--where", "seed=1.0", "--out", str(tmp_path / "part.html")) == whole
     assert "seed=1.0" in (part := (tmp_path / "part.html").read_text(encoding="utf-8"))
     assert set(re.findall(r'<tr><th scope="row">r(\d)', part)) == {"1"}
+    (tmp_path / "cells.csv").write_text(HEAD + "".join([*lines, "b,r9,,1,8.5,2.1,false,finished,1,\n"]))
+    main(["report", str(tmp_path), "--where", "outer.lr=", "--out", str(tmp_path / "part.html")])
+    assert set(re.findall(r'<tr><th scope="row">r(\d)', (tmp_path / "part.html").read_text())) == {"9"}
 
 
 @pytest.mark.parametrize("states", [[], ["missing", "missing"], ["diverged", "failed"]])

@@ -7,9 +7,11 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import nn
 
 import madeup
 from forked import Forked, call
@@ -19,6 +21,7 @@ from twophase.runs.config import RunConfig
 from twophase.sweeps.grid import Sweep, write_spec
 from twophase.sweeps.runner import Outcome
 from twophase.tasks.registry import config_class
+from twophase.tuning.methods import METHODS
 from twophase.tuning.results import TuneResults, train_command
 from twophase.tuning.search import Point, Results, Scale
 from twophase.tuning.tune import Tuning, run_tuning
@@ -185,6 +188,14 @@ def test_divergence(made: MadeUp) -> None:
     made.loss = lambda config: math.inf if config.outer.method == "averaging" else bowl(config)
     with pytest.raises(RunError, match=r"--inner\.lr"):
         made.tune("adamw", out="diverged")
+
+
+def test_muon_needs_a_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the model has no hidden one, it is none of the methods that nobody has asked for."""
+    assert [method.text for method in Tuning(config_class("digits")()).methods] == [*METHODS]
+    task = SimpleNamespace(model=lambda _: nn.Linear(2, 2))
+    monkeypatch.setattr("twophase.tuning.tune.users_task", lambda _: task)
+    assert [method.text for method in Tuning(config_class("digits")()).methods] == [*METHODS[:-1]]
 
 
 def test_rows_are_commands() -> None:

@@ -104,7 +104,7 @@ def _sweep(options: Options, refresh: float) -> tuple[bool, str]:
     from twophase.runs.config import named_values
     from twophase.runs.record import is_run
 
-    (folder,), where = options.folders, named_values("where", options.where)
+    (folder,), where = options.folders, named_values("where", options.where, empty=True)
     # a part of a sweep has a page of its own
     part = "".join(f"-{path}={text}".replace("/", "_") for path, text in where.items())
     page = options.out or folder / f"{Path(REPORT).stem}{part}.html"

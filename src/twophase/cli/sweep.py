@@ -54,8 +54,6 @@ def main(argv: Sequence[str]) -> int:
         if axis.path in given:
             raise UsageError(f"--{axis.path}: must be given once, as an option or as an axis with all its values")
         given.add(axis.path)
-    if not axes:
-        raise UsageError("--axis: must name at least one, such as --axis outer.lr 0.3 0.7 --axis outer.restart never 3")
     sweep = Sweep(config, grid_of(config, axes, controls=options.controls))
     out = options.out or Path("runs/sweep")
 

@@ -52,6 +52,7 @@ class Facts:
     oscillates: bool = False
     shrunk: float = 0.0
     inner: str = ""  # inner optimizer
+    takes_muon: bool = True  # False where the model has no hidden matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +87,15 @@ CASES = (
     ),
     Case(
         "cannot tell",
-        lambda run: run.rounds < LEAST_ROUNDS or not run.is_rule,
-        f"None: it takes {LEAST_ROUNDS} rounds of momentum SGD with a learning rate and a momentum that stay the same.",
+        lambda run: not run.is_rule and not run.averages,
+        "Average the replicas for comparison: what the numbers mean is known of averaging, and of momentum SGD with a "
+        "learning rate and a momentum that stay the same.",
+        **_AVERAGE,
+    ),
+    Case(
+        "cannot tell",
+        lambda run: run.rounds < LEAST_ROUNDS and not run.averages,
+        f"None yet: it takes {LEAST_ROUNDS} rounds.",
     ),
     Case(
         "large step",
@@ -112,6 +120,13 @@ CASES = (
     ),
     Case(
         "fine",
+        lambda run: run.averages and (run.rounds < LEAST_ROUNDS or not run.is_rule),
+        "Tune the inner learning rate, with the doubled one first: without an outer momentum there is nothing to "
+        "diagnose in the outer optimizer.",
+        inner=2.0,
+    ),
+    Case(
+        "fine",
         lambda run: run.gain < SMALL_GAIN,
         "Average the replicas: at one untuned inner learning rate it was better, by 3 to 89 %, than all 60 settings "
         f"with a momentum and a mean outer gain below {SMALL_GAIN}, in a language model of 31 thousand parameters.",
@@ -132,7 +147,7 @@ CASES = (
     ),
     Case(
         "fine",
-        lambda run: run.is_rule and run.inner == "adamw",
+        lambda run: run.is_rule and run.inner == "adamw" and run.takes_muon,
         "Take Muon as inner optimizer, at several inner learning rates: in the one language model with both "
         "(31 thousand parameters, 30 rounds), averaging over AdamW had 1.34 times the perplexity of averaging over "
         "Muon, each at its best inner rate, which for Muon was nearly six times as large.",
@@ -210,6 +225,7 @@ def diagnose(record: RunRecord) -> Diagnosis:
         diverges=record.state == "diverged",
         shrunk=shrunk,
         inner=str(record.config.get("inner.method", "")),
+        takes_muon=record.environment.get("hidden_matrices") != 0,
     )
     found = [_judge(record, block, run) for block in record.blocks] or [(run, [])]
     cases = [next(case for case in CASES if case.holds(facts)) for facts, _ in found]
@@ -304,7 +320,7 @@ def _command(record: RunRecord, case: Case) -> str | None:
     values, rate = dict(case.values), record.numbers.get("inner.lr")
     if case.inner != 1 and rate is not None:
         values["inner.lr"] = f"{case.inner * rate:g}"
-    if not values:
+    if not values or not record.config:
         return None
     options = " ".join(f"--{path} {'none' if value is None else value}" for path, value in values.items())
     config, out = (shlex.quote(f"{record.path}{end}") for end in ("/config.yaml", "-changed"))

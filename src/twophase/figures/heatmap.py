@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from twophase.errors import UsageError
 from twophase.figures.style import DIVERGED, HATCH, INK, MUTED, PAPER, headline, new_figure
 from twophase.sweeps.table import Row, Setting, State, cell_text, measure_of, method_name, readable, settings
 
@@ -132,6 +133,13 @@ def _ordered(values: Sequence[Any]) -> list[Any]:
 
 def sweep_figure(rows: Sequence[Row], *, title: str | None = None, limits: tuple[float, float] | None = None) -> Figure:
     """Draw the heatmaps of a sweep, within `styled`; of very many the first 24. `limits` are the colours' ends."""
+    try:
+        low, high = limits or (1.0, 2.0)
+        fits = 0 < low < high < math.inf
+    except (TypeError, ValueError):  # no two numbers
+        fits = False
+    if not fits:
+        raise UsageError(f"limits: must be two numbers, 0 < lowest < highest, got {limits!r:.80}")
     cells = settings(rows)
     panels = panels_of(cells)
     shown = panels[:MOST_PANELS]

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from twophase.config import meant
 from twophase.errors import UsageError
 from twophase.files import replacing
 
@@ -113,12 +114,27 @@ def headline(figure: Figure, title: str, reading: str = "") -> None:
 
 
 def relabelled(figure: Figure, labels: Mapping[str, str]) -> Figure:
-    """Write other words for some titles, labels and names of curves into a figure, and return it."""
+    """Write other words for some titles, labels and names of curves into a figure, and return it.
+
+    Raises:
+        UsageError: the figure has no such words.
+    """
     from matplotlib.text import Text  # noqa: PLC0415 - as above
 
-    for text in figure.findobj(Text):
+    texts: list[Any] = figure.findobj(Text)
+    check_names("labels", labels, [text.get_text() for text in texts])
+    for text in texts:
         text.set_text(labels.get(text.get_text(), text.get_text()))
     return figure
+
+
+def check_names(option: str, given: Any, known: Sequence[str]) -> None:
+    """Refuse what is no mapping from words of a figure, `known`; a UsageError names the one that may be meant."""
+    if not isinstance(given, Mapping):
+        raise UsageError(f"{option}: must have values by words of the figure, got {given!r:.60}")
+    for name in given:
+        if name not in known:
+            raise UsageError(f"{option}: the figure has no {name!r}{meant(str(name), filter(None, known))}")
 
 
 def share_legend(figure: Figure, panels: Sequence[Axes], spare: Sequence[Axes] = (), columns: int = 3) -> None:

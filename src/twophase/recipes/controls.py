@@ -15,6 +15,7 @@ from functools import cache
 from typing import Any
 
 from twophase.config import get, update
+from twophase.errors import UsageError
 from twophase.restart import Never, mean_outer_gain
 from twophase.sweeps.grid import MOMENTUM_FREE, Axis, Cell, fitted, product
 from twophase.sweeps.table import cell_text
@@ -82,6 +83,8 @@ def grid_of(base: Any, axes: Sequence[Axis], *, controls: bool) -> list[Cell]:
             that are not outer; and gain-matched ones. A policy that decides from measured signals has no gain-matched
             run, nor has one with a policy for each fragment.
     """
+    if not axes:
+        raise UsageError("--axis: must name at least one value of a run, such as outer.lr, and what to try for it")
     axes = [Axis(axis.path, tuple(fitted(base, axis))) for axis in axes]
     every = [replace(cell, arm=_method(cell.values, cell.config)) for cell in product(base, axes)]
     cells = list({cell.run_id: cell for cell in reversed(every)}.values())[::-1]

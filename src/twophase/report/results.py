@@ -12,9 +12,9 @@ import numpy as np
 
 from twophase.compare.sweep import Against, SweepComparison, compare_sweep
 from twophase.diagnose import Diagnosis, diagnose
-from twophase.errors import python_words
+from twophase.errors import UsageError, python_words
 from twophase.figures.heatmap import sweep_figure
-from twophase.figures.style import headline, look, new_figure, relabelled, styled
+from twophase.figures.style import check_names, headline, look, new_figure, relabelled, styled
 from twophase.report.run import result_words
 from twophase.report.sweep import read_sweep
 from twophase.runs.record import Column, RunRecord, is_run, read_record
@@ -112,6 +112,8 @@ class Run:
         """Return the results of two runs and the values in which they differ, as a pandas table with a column each."""
         import pandas as pd  # noqa: PLC0415 - an extra
 
+        if not isinstance(other, Run):
+            raise UsageError(f"Run.compare: must be given another run, got {other!r:.80}")
         prints = ("config", "summary_sha256", "weights_sha256")
         mine, others = (
             {name: value for name, value in (run.summary or {}).items() if not isinstance(value, dict)} | run.config
@@ -153,9 +155,11 @@ class Run:
             outer = self.record.outer_words or "outer optimizer unknown"
             words = f"{self.path.name}: {result_words(self.record)}", f"{outer}, restart {self.record.restart}"
             headline(drawn, *(words if title is None else (title,)))
-            for axes in grid[:, 0]:
-                for label, set_limits in ((axes.get_xlabel(), axes.set_xlim), (axes.get_ylabel(), axes.set_ylim)):
-                    set_limits((limits or {}).get(label))
+            setters = {axes.get_ylabel(): axes.set_ylim for axes in grid[:, 0]}
+            setters[grid[-1, 0].get_xlabel()] = grid[-1, 0].set_xlim
+            check_names("limits", limits or {}, [*setters])
+            for label, ends in (limits or {}).items():
+                setters[label](ends)
             return relabelled(drawn, labels or {})
 
 
@@ -215,7 +219,7 @@ class Sweep:
             ValueError: no such method, twice the same, or a method that is a control itself.
         """
         names = {name: row.arm for row in self.rows for name in (row.arm, method_name(row.arm))}
-        if {method, control} <= names.keys():
+        if method in [*names] and control in [*names]:
             for each in compare_sweep(self.rows, [names[control]]).against:
                 if (each.method, each.control) == (names[method], names[control]):
                     return each

@@ -213,10 +213,10 @@ class SyncConfig:
         return named_values("sync.fragments", self.fragments)
 
 
-def named_values(option: str, words: Sequence[str]) -> dict[str, str]:
-    """Return the values of an option's NAME=VALUE by name; each name may stand once."""
+def named_values(option: str, words: Sequence[str], *, empty: bool = False) -> dict[str, str]:
+    """Return the values of an option's NAME=VALUE by name, each name once; `empty` lets values be empty."""
     pairs = {name: value for name, _, value in (word.partition("=") for word in words)}
-    fits = len(pairs) == len(words) and all(name and value for name, value in pairs.items())
+    fits = len(pairs) == len(words) and all("=" in word[1:] for word in words) and (empty or all(pairs.values()))
     require(fits, option, " ".join(words), "NAME=VALUE for each, every name once")
     return pairs
 

@@ -30,7 +30,7 @@ from twophase.runs.record import read_summary
 from twophase.sweeps.fork import Node, tree
 from twophase.sweeps.grid import RUNS, SPEC, Sweep, write_spec
 from twophase.sweeps.table import ABOVE_ZERO, TABLE, Row, measure_of, place_words, readable, rows_of, write_rows
-from twophase.tasks.registry import check_seeds
+from twophase.tasks.registry import users_task
 
 ERROR = "error.txt"
 """The traceback of a run that failed, in its folder."""
@@ -167,7 +167,8 @@ def run_sweep(
     """
     require_locks()
     configs = [*sweep.runs.values()]
-    check_seeds(configs[0], {config.seed for config in configs})
+    if len(seeds := {config.seed for config in configs}) > 1 and (task := users_task(configs[0])):
+        task.check_seeds(seeds)
     write_spec(sweep, folder)
     started, nodes = time.monotonic(), Nodes(sweep.runs, folder)
     for name in nodes.nodes:  # failures of an earlier call are tried again

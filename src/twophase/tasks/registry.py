@@ -16,7 +16,7 @@ import inspect
 import json
 import sys
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from functools import cache, update_wrapper
 from pathlib import Path
 from types import ModuleType
@@ -46,11 +46,10 @@ def task_of(config: RunConfig) -> Any:
     return own_task(task_class(options.name), options, config.replicas)
 
 
-def check_seeds(config: RunConfig, seeds: Collection[int]) -> None:
-    """Refuse several seeds, before hours of runs, two of which are one to a task of the user's own."""
+def users_task(config: RunConfig) -> Any:
+    """Return the task of a configuration, an `OwnTask`; None where it is a shipped one, without loading torch."""
     name = LM if isinstance(config, TrainConfig) else config.task.name  # type: ignore[attr-defined]
-    if len(seeds) > 1 and name not in (LM, *_SHIPPED) and not name.startswith(HF):  # for which torch is not loaded
-        task_of(config).check_seeds(seeds)
+    return None if name in (LM, *_SHIPPED) or name.startswith(HF) else task_of(config)
 
 
 def config_of(tree: Mapping[str, Any]) -> RunConfig:

@@ -35,7 +35,7 @@ from twophase.runs.folder import CHECKPOINTS, LOGS, METRICS, ROUNDS, STEPS, RunF
 from twophase.training import checkpoint
 from twophase.training.checkpoint import ENGINE, Checkpoint, Checkpointer, DamagedError
 from twophase.training.distributed import device_of, environment, peak_bytes, raised_on_all_ranks
-from twophase.training.inner import Replica
+from twophase.training.inner import Replica, hidden_matrices
 from twophase.training.task import OwnTask, PlainStep, Step, Task
 
 LOSS, STOP = "train_loss", "stop"
@@ -235,7 +235,9 @@ class Trainer:
         if folder:
             if any((path / log).exists() for log in LOGS):
                 folder.truncate(self.engine.taken)  # of a fork the sync of its last inner step is still to come
-            folder.write_env(environment(self.compute.device) | {"loss_unit": self.loss_unit, "corpus": self.data})
+            matrices = len(hidden_matrices(self.replicas[0].model))
+            facts = {"loss_unit": self.loss_unit, "hidden_matrices": matrices, "corpus": self.data}
+            folder.write_env(environment(self.compute.device) | facts)
 
     def inner_step(self) -> None:
         """Take an inner step of every replica; nothing here waits for a GPU."""

@@ -28,7 +28,7 @@ from twophase.runs.folder import Claim, require_locks
 from twophase.sweeps.grid import Sweep
 from twophase.sweeps.runner import Outcome, run_sweep
 from twophase.sweeps.table import Setting, measure_of
-from twophase.tasks.registry import check_seeds
+from twophase.tasks.registry import users_task
 from twophase.tuning.methods import CONTROL, METHODS, Method, read_method
 from twophase.tuning.results import Tuned, TuneResults, train_command
 from twophase.tuning.search import Point, has_untried, propose, write_studies
@@ -47,7 +47,8 @@ class Tuning:
 
     Args:
         base: configuration of all runs; its `inner.lr` is where searches begin, its outer optimizer does not count.
-        texts: texts of the methods (`tuning.methods`); averaging is added.
+        texts: texts of the methods (`tuning.methods`); averaging is added. The default ones go without Muon where it
+            has no matrix to work on.
         points: settings that each method tries.
         budget: seconds for the whole, which decide the number of settings in the place of `points`.
         seeds: tuning seeds, over which a setting's results are averaged.
@@ -74,12 +75,22 @@ class Tuning:
         require(fits, "fresh", fresh, f"two or more, each once, none of them among --seeds {seeds}")
         sync = replace(self.base.sync, restart=())  # every method has its own
         object.__setattr__(self, "base", replace(self.base, outer=OuterConfig(), sync=sync, seed=0))
-        texts = [CONTROL, *(text for text in (" ".join(text.split()) for text in self.texts) if text != CONTROL)]
+        given = METHODS[:-1] if (*self.texts,) == METHODS and not _takes_muon(self.base) else self.texts
+        texts = [CONTROL, *(text for text in (" ".join(text.split()) for text in given) if text != CONTROL)]
         object.__setattr__(self, "methods", tuple(read_method(text, self.base) for text in texts))
         different = {(*method.scales, fingerprint(method.config(method.start).plain())) for method in self.methods}
         # Counted twice, one would widen all intervals.
         fits = 1 < len(different) == len(texts)
         require(fits, "methods", ", ".join(texts), f"one or more beside {CONTROL}, each once")
+
+
+def _takes_muon(base: RunConfig) -> bool:
+    """Return whether the model has a hidden matrix, which only that of a user's own task may lack."""
+    if (task := users_task(base)) is None:
+        return True
+    from twophase.training.inner import hidden_matrices  # noqa: PLC0415 - torch
+
+    return bool(hidden_matrices(task.model(0)))
 
 
 def run_tuning(
@@ -104,7 +115,8 @@ def run_tuning(
     optuna.logging.set_verbosity(optuna.logging.WARNING)  # no line for every study
     if not (folder / STATE).exists() and folder.is_dir() and any(file.name[0] != "." for file in folder.iterdir()):
         raise UsageError(f"--out {folder}: must be empty or a comparison's folder, holds no {STATE}")
-    check_seeds(tuning.base, [*tuning.seeds, *tuning.fresh])
+    if task := users_task(tuning.base):
+        task.check_seeds([*tuning.seeds, *tuning.fresh])
     folder.mkdir(parents=True, exist_ok=True)
     with Claim(folder):
         stages = _Stages(tuning, folder, partial(run_sweep, workers=workers, quiet=quiet, should_stop=should_stop))
