@@ -86,17 +86,15 @@ def test_what_differs_the_second_time_is_refused(make: Make, call: str, before: 
 
 def test_a_seed_that_changes_nothing_is_refused(make: Make, tmp_path: Path) -> None:
     """Model and batch ignore it, or some seeds, in a sweep before its first run; dropout that is drawn by it counts."""
-    blind = ("torch.manual_seed(seed)", "torch.manual_seed(0)"), (POINTS, "self.points((0, step, replica), 16)")
+    blind, half = (
+        [("torch.manual_seed(seed)", f"torch.manual_seed({word})"), (POINTS, POINTS.replace("seed", word))]
+        for word in ("0", "min(seed, 1)")
+    )
     make(*blind).check(CPU, 1)
-    plain = make(*blind, (", nn.Dropout(0.1)", ""))
+    plain, few = (make(*changes, (", nn.Dropout(0.1)", "")) for changes in (blind, half))
     plain.check(CPU)
     with pytest.raises(UsageError, match="--seed"):
         plain.check(CPU, 1)
-    few = make(
-        ("manual_seed(seed)", "manual_seed(min(seed, 1))"),
-        (POINTS, POINTS.replace("seed", "min(seed, 1)")),
-        (", nn.Dropout(0.1)", ""),
-    )
     few.check_seeds([0, 1])
     with pytest.raises(UsageError, match="--seed"):
         few.check(CPU, 1)

@@ -114,11 +114,7 @@ def headline(figure: Figure, title: str, reading: str = "") -> None:
 
 
 def relabelled(figure: Figure, labels: Mapping[str, str]) -> Figure:
-    """Write other words for some titles, labels and names of curves into a figure, and return it.
-
-    Raises:
-        UsageError: the figure has no such words.
-    """
+    """Write other words for some titles, labels and names of curves, which it must have, into a figure; return it."""
     from matplotlib.text import Text  # noqa: PLC0415 - as above
 
     texts: list[Any] = figure.findobj(Text)

@@ -23,8 +23,6 @@ from twophase.errors import UsageError
 from twophase.files import sha256
 from twophase.training.distributed import to_device
 
-_CPU = torch.device("cpu")
-
 
 class Task(Protocol):
     """Define what is trained: a model, its batches, its loss and its evaluation.
@@ -189,19 +187,19 @@ class OwnTask:
             self.evaluate(model.to(device))
 
     @torch.no_grad()
-    def check_seeds(self, seeds: Iterable[int], device: torch.device = _CPU) -> None:
+    def check_seeds(self, seeds: Iterable[int], device: torch.device | str = "cpu") -> None:
         """Refuse seeds of which two give the same weights, batch and loss: one run, which would count as two."""
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with torch.random.fork_rng([]):
             batches = {seed: self.batch(seed, 0, 0) for seed in seeds}
             for one, other in itertools.combinations(batches, 2):
                 if _is_same(batches[one], batches[other]) and _is_same(*(self._drawn(n, device) for n in (one, other))):
                     same = f"{one} and {other} are one run"
                     raise UsageError(f"--seed: must change model, batch or dropout of --task {self.name}, {same}")
 
-    def _drawn(self, seed: int, device: torch.device) -> Any:
+    def _drawn(self, seed: int, device: torch.device | str) -> Any:
         """Return the weights of a seed and their loss, with the dropout that the seed decides, too."""
         model = self.model(seed).to(device).train()
-        return model.state_dict(), self.task.loss(model, to_device(self.batch(seed, 0, 0), device))
+        return model.state_dict(), self.task.loss(model, to_device(self.batch(seed, 0, 0), torch.device(device)))
 
 
 def _is_same(first: Any, second: Any) -> bool:
