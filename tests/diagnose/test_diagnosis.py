@@ -129,7 +129,6 @@ def test_a_run_that_was_ended_for_divergence(tmp_path: Path, rounds: int) -> Non
     ("outer", "state", "option"),
     [
         ({"outer.method": "adamw"}, "cannot tell", "--outer.method"),
-        ({"outer.method": "nesterov", "outer.filter": "clip:1"}, "cannot tell", "--outer.method"),
         ({"outer.method": "averaging", "outer.filter": "clip:1"}, "fine", "--inner.lr"),
         ({"outer.method": "averaging", "inner_steps": 5}, "fine", "--inner.lr"),  # 4 rounds
         ({"outer.restart": "auto"}, "fine", None),

@@ -76,7 +76,7 @@ def test_a_drawn_run_shows_its_columns(tmp_path: Path) -> None:
 
 
 def test_figures_for_a_paper(tmp_path: Path) -> None:
-    """Title, words and limits are the caller's."""
+    """Title, words and limits are the caller's; those that the figure has not are refused by name."""
     figure = run_of(tmp_path / "run").plot(title="Mine", labels={"loss": "L", "gain": "g"}, limits={"loss": (1, 3)})
     losses, gains, _ = (cast("Any", axes) for axes in figure.axes)
     assert (figure.get_suptitle(), losses.get_ylabel(), losses.get_ylim()) == ("Mine", "L", (1, 3))
@@ -86,18 +86,12 @@ def test_figures_for_a_paper(tmp_path: Path) -> None:
     assert maps[0].axes[0].get_xlabel() == "rate"
     colours, others = ([patch.get_facecolor() for patch in drawn.axes[0].patches] for drawn in maps)
     assert colours != others
-
-
-def test_words_and_limits_that_a_figure_has_not(tmp_path: Path) -> None:
-    """They are refused by their name."""
-    make_sweep(tmp_path / "sweep")
-    run, sweep = run_of(tmp_path / "run"), sweep_of(tmp_path / "sweep")
-    wrong: list[tuple[Any, str, Any]] = [(run, "labels", {"los": "L"}), (run, "limits", {"los": (1, 3)})]
-    wrong += [(run, "limits", (1, 3)), (sweep, "labels", {"los": "L"})]
-    wrong += [(sweep, "limits", value) for value in ((0, 3), (3, 1), {"loss": (1, 3)}, 3)]
-    for results, option, value in wrong:
-        with pytest.raises(UsageError, match=option):
-            results.plot(**{option: value})
+    of_run = ("labels", {"los": "L"}), ("limits", {"los": (1, 3)}), ("limits", (1, 3))
+    of_sweep = of_run[0], *(("limits", value) for value in ((0, 3), (3, 1), {"loss": (1, 3)}, 3))
+    for path, wrong in ((tmp_path / "run", of_run), (tmp_path / "sweep", of_sweep)):
+        for option, value in wrong:
+            with pytest.raises(UsageError, match=option):
+                cast("Any", twophase.load(path)).plot(**{option: value})
 
 
 def test_a_sweep(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ CASES = (
     Case(
         "cannot tell",
         lambda run: run.rounds < LEAST_ROUNDS and not run.averages,
-        f"None yet: it takes {LEAST_ROUNDS} rounds.",
+        f"None before {LEAST_ROUNDS} rounds.",
     ),
     Case(
         "large step",
@@ -121,8 +121,7 @@ CASES = (
     Case(
         "fine",
         lambda run: run.averages and (run.rounds < LEAST_ROUNDS or not run.is_rule),
-        "Tune the inner learning rate, with the doubled one first: without an outer momentum there is nothing to "
-        "diagnose in the outer optimizer.",
+        "Tune the inner learning rate, the doubled one first: without an outer momentum there is nothing to diagnose.",
         inner=2.0,
     ),
     Case(

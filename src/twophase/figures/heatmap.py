@@ -133,12 +133,8 @@ def _ordered(values: Sequence[Any]) -> list[Any]:
 
 def sweep_figure(rows: Sequence[Row], *, title: str | None = None, limits: tuple[float, float] | None = None) -> Figure:
     """Draw the heatmaps of a sweep, within `styled`; of very many the first 24. `limits` are the colours' ends."""
-    try:
-        low, high = limits or (1.0, 2.0)
-        fits = 0 < low < high < math.inf
-    except (TypeError, ValueError):  # no two numbers
-        fits = False
-    if not fits:
+    is_pair = isinstance(limits, Sequence) and len(limits) == 2
+    if limits is not None and not (is_pair and 0 < limits[0] < limits[1] < math.inf):
         raise UsageError(f"limits: must be two numbers, 0 < lowest < highest, got {limits!r:.80}")
     cells = settings(rows)
     panels = panels_of(cells)

@@ -6,7 +6,7 @@ that drawing needs no display and leaves no global state behind.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -124,10 +124,8 @@ def relabelled(figure: Figure, labels: Mapping[str, str]) -> Figure:
     return figure
 
 
-def check_names(option: str, given: Any, known: Sequence[str]) -> None:
-    """Refuse what is no mapping from words of a figure, `known`; a UsageError names the one that may be meant."""
-    if not isinstance(given, Mapping):
-        raise UsageError(f"{option}: must have values by words of the figure, got {given!r:.60}")
+def check_names(option: str, given: Iterable[str], known: Sequence[str]) -> None:
+    """Refuse names that are none of a figure's, `known`; a UsageError has the one that may be meant."""
     for name in given:
         if name not in known:
             raise UsageError(f"{option}: the figure has no {name!r}{meant(str(name), filter(None, known))}")

@@ -235,9 +235,8 @@ class Trainer:
         if folder:
             if any((path / log).exists() for log in LOGS):
                 folder.truncate(self.engine.taken)  # of a fork the sync of its last inner step is still to come
-            matrices = len(hidden_matrices(self.replicas[0].model))
-            facts = {"loss_unit": self.loss_unit, "hidden_matrices": matrices, "corpus": self.data}
-            folder.write_env(environment(self.compute.device) | facts)
+            facts = {"hidden_matrices": len(hidden_matrices(self.replicas[0].model)), "corpus": self.data}
+            folder.write_env(environment(self.compute.device) | {"loss_unit": self.loss_unit} | facts)
 
     def inner_step(self) -> None:
         """Take an inner step of every replica; nothing here waits for a GPU."""

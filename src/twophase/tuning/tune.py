@@ -47,8 +47,7 @@ class Tuning:
 
     Args:
         base: configuration of all runs; its `inner.lr` is where searches begin, its outer optimizer does not count.
-        texts: texts of the methods (`tuning.methods`); averaging is added. The default ones go without Muon where it
-            has no matrix to work on.
+        texts: texts of the methods (`tuning.methods`); averaging is added.
         points: settings that each method tries.
         budget: seconds for the whole, which decide the number of settings in the place of `points`.
         seeds: tuning seeds, over which a setting's results are averaged.
@@ -150,7 +149,7 @@ class _Stages:
         """Run stages up to the number of settings that points or budget allow."""
         stages, methods = self.state["stages"], self.tuning.methods
         for number in itertools.count():
-            began, is_resumed = time.monotonic(), number < len(stages)
+            began, before = time.monotonic(), math.fsum(self.seconds.values()) if number < len(stages) else math.inf
             if number == len(stages):
                 most = self.tuning.points or self._affordable()
                 points = {
@@ -162,11 +161,11 @@ class _Stages:
                     return
                 stages.append({"points": points})
                 self._save()
-            found, trained = self._run(f"stage-{number:02d}", stages[number]["points"], self.tuning.seeds)
-            for method, point, setting in found:
+            for method, point, setting in self._run(f"stage-{number:02d}", stages[number]["points"], self.tuning.seeds):
                 self.results[method.text][point] = statistics.fmean(map(math.log, setting.by_seed.values()))
-            elapsed = time.monotonic() - began  # of an interrupted stage, earlier calls are in its runs' seconds alone
-            stages[number].setdefault("seconds", max(elapsed, trained) if is_resumed else elapsed)
+            # Of an interrupted stage, the time of earlier calls is in the seconds of its runs alone.
+            trained = (math.fsum(self.seconds.values()) - before) / self.workers
+            stages[number].setdefault("seconds", max(time.monotonic() - began, trained))
             self._save()
             write_studies(self.folder / TRIALS, {m.text: (m.scales, self.results[m.text]) for m in methods})
 
@@ -188,7 +187,7 @@ class _Stages:
         if CONTROL not in points:
             raise RunError(f"{self.folder}: {CONTROL} diverged at each setting; use a new --out and smaller --inner.lr")
         fresh, name = tuple(self.tuning.fresh), f"{FRESH}-{self.points}"
-        found = {method.text: setting for method, _, setting in self._run(name, points, fresh)[0]}
+        found = {method.text: setting for method, _, setting in self._run(name, points, fresh)}
         tuned = [self._tuned(method, best[method.text], found) for method in self.tuning.methods]
         tuned.sort(key=lambda each: (each.fresh, not each.results))
         outcome = TuneResults(self.folder / name, measure_of(found[CONTROL].rows), self.points, fresh, tuple(tuned))
@@ -213,21 +212,20 @@ class _Stages:
 
     def _run(
         self, name: str, points: Mapping[str, Iterable[Iterable[float]]], seeds: Sequence[int]
-    ) -> tuple[list[tuple[Method, Point, Setting]], float]:
-        """Run some settings as a sweep; return method, point and results of each, and their seconds a worker."""
+    ) -> list[tuple[Method, Point, Setting]]:
+        """Run some settings as a sweep; return the method, point and results of each."""
         settings = [(method, tuple(point)) for method in self.tuning.methods for point in points.get(method.text, ())]
         cells = [method.cell(point, seed) for method, point in settings for seed in seeds]
         folder = self.folder / name
         outcome = self.train(Sweep(self.tuning.base, cells), folder)
         outcome.check(folder)
+        self.workers = outcome.workers
         for row in outcome.rows:
             if row.state == "missing":
                 raise RunError(f"{self.folder}: stopped; the same command resumes it")
             self.seconds[row.arm] += row.seconds or 0.0
-        trained = math.fsum(row.seconds or 0.0 for row in outcome.rows) / outcome.workers
         rows = iter(outcome.rows)
-        found = [(m, p, Setting(m.text, {}, tuple(itertools.islice(rows, len(seeds))))) for m, p in settings]
-        return found, trained
+        return [(m, p, Setting(m.text, {}, tuple(itertools.islice(rows, len(seeds))))) for m, p in settings]
 
     def _save(self) -> None:
         write_atomic(self.folder / STATE, json.dumps(self.state, indent=1) + "\n")
