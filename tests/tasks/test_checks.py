@@ -93,11 +93,10 @@ def test_a_seed_that_changes_nothing_is_refused(make: Make, tmp_path: Path) -> N
     make(*blind).check(CPU, 1)
     plain, few = (make(*changes, (", nn.Dropout(0.1)", "")) for changes in (blind, half))
     plain.check(CPU)
-    with pytest.raises(UsageError, match="--seed"):
-        plain.check(CPU, 1)
     few.check_seeds([0, 1])
-    with pytest.raises(UsageError, match="--seed"):
-        few.check(CPU, 1)
+    for task in (plain, few):
+        with pytest.raises(UsageError, match="--seed"):
+            task.check(CPU, 1)
     with pytest.raises(UsageError, match="seed"):
         twophase.tune(few.name, seeds=[0], fresh=[1, 2], out=tmp_path / "out")
     with pytest.raises(UsageError, match="seed"):

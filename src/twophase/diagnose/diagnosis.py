@@ -93,9 +93,7 @@ CASES = (
         **_AVERAGE,
     ),
     Case(
-        "cannot tell",
-        lambda run: run.rounds < LEAST_ROUNDS and not run.averages,
-        f"None before {LEAST_ROUNDS} rounds.",
+        "cannot tell", lambda run: run.rounds < LEAST_ROUNDS and not run.averages, f"None before {LEAST_ROUNDS} rounds."
     ),
     Case(
         "large step",

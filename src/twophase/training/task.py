@@ -172,10 +172,7 @@ class OwnTask:
 
     @torch.no_grad()
     def check(self, device: torch.device, seed: int = 0) -> None:
-        """Refuse weights or a batch that differ the second time, or a seed but 0 that is as 0 or the next; evaluate.
-
-        All this comes before hours of training.
-        """
+        """Refuse weights or a batch that differ the second time, or a seed but 0 that is as 0 or the next; evaluate."""
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             model, batch = self.model(0), self.batch(0, 0, 0)
             again = {"model(0)": self.model(0).state_dict(), "batch(0, 0, 0)": self.batch(0, 0, 0)}
@@ -193,8 +190,7 @@ class OwnTask:
             batches = {seed: self.batch(seed, 0, 0) for seed in seeds}
             for one, other in itertools.combinations(batches, 2):
                 if _is_same(batches[one], batches[other]) and _is_same(*(self._drawn(n, device) for n in (one, other))):
-                    same = f"{one} and {other} are one run"
-                    raise UsageError(f"--seed: must change model, batch or dropout of --task {self.name}, {same}")
+                    raise UsageError(f"--seed: {one} and {other} must differ, --task {self.name} makes one run of them")
 
     def _drawn(self, seed: int, device: torch.device | str) -> Any:
         """Return the weights of a seed and their loss, with the dropout that the seed decides, too."""
