@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Generator, Tensor
@@ -72,7 +72,7 @@ def images() -> tuple[Tensor, Tensor]:
     """Return scikit-learn's 1,797 digits in [0, 1], and their labels; every fifth is held out."""
     from sklearn.datasets import load_digits  # noqa: PLC0415 - for two tasks of ten
 
-    data = load_digits()
+    data: Any = load_digits()
     return torch.from_numpy(data.data).float() / 16, torch.from_numpy(data.target)
 
 
@@ -279,8 +279,11 @@ def run(work: Workload, seeds: Sequence[int], cells: Sequence[Cell]) -> list[lis
     true, outs = truth(task, inputs, targets), (network(anchor[:, c], task, inputs) for c in range(len(cells)))
     found = [(losses(out, targets), excess(out, true)) for out in outs]
     numbers = torch.tensor([[each.tolist() for each in pair] for pair in found]).nan_to_num(math.inf, math.inf)
-    paths = torch.stack(path, 2).tolist()
-    return [[Outcome(*numbers[c, :, s].tolist(), paths[s][c]) for c in range(len(cells))] for s in range(len(seeds))]
+    paths, (loss, beyond) = torch.stack(path, 2).tolist(), numbers.unbind(1)
+    return [
+        [Outcome(float(loss[c, s]), float(beyond[c, s]), paths[s][c]) for c in range(len(cells))]
+        for s in range(len(seeds))
+    ]
 
 
 def train(work: Workload, seeds: Sequence[int], cells: set[Cell]) -> dict[Cell, dict[int, Outcome]]:

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from common import Frame, script, show
-from run import CHOOSING
+from run import CHOOSING  # pyright: ignore[reportAttributeAccessIssue] - the bench has one, too
 from twophase.figures import style
 
 PLACE = ["task", "inner", "inner_steps", "batch", "replicas", "schedule"]

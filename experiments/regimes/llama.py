@@ -18,7 +18,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from common import DILOCO
-from run import Found, Plan, studies
+from run import Found, Plan, studies  # pyright: ignore[reportAttributeAccessIssue] - the bench has one, too
 from small_tasks import Cell, Outcome, Workload
 from twophase.api import run_config
 from twophase.diloco.group import SingleProcess

@@ -143,7 +143,7 @@ def signals(outcomes: dict[int, Outcome]) -> dict[str, float]:
                 "sigma": 1 - second[2:third].sum() / last[2:third].sum(),
             }
         )
-    return dict(pd.DataFrame(rows).median())
+    return {str(name): float(value) for name, value in pd.DataFrame(rows).median().items()}
 
 
 def study(inner: str, work: Workload, middle: float, plan: Plan) -> Frame:

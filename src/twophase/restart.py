@@ -308,13 +308,6 @@ def _value(word: str, kind: str) -> Any:
         return float(word)
 
 
-def update_weights(lr: float, momentum: float, injection: float, nesterov: bool) -> tuple[float, float]:
-    """Return A and B of a rule's update `A g + B m`, with the m before g is mixed in by the weight `injection`."""
-    if nesterov:
-        return lr * (1 + momentum) * injection, lr * momentum * momentum
-    return lr * injection, lr * momentum
-
-
 def mean_outer_gain(rule: OuterRule, policy: RestartPolicy, rounds: int) -> float:
     """Return the mean displacement a round that a constant unit pseudo-gradient would cause over a run.
 
@@ -333,7 +326,7 @@ def mean_outer_gain(rule: OuterRule, policy: RestartPolicy, rounds: int) -> floa
     if policy.needs:
         raise ValueError(f"mean_outer_gain: {policy} decides from measured signals; its gain is not known in advance")
     state: State = {}
-    along_g, along_m = update_weights(rule.lr, rule.momentum, rule.injection, rule.nesterov)
+    along_g, along_m = rule.weights
     buffer, total, age = 0.0, 0.0, 0
     for number in range(1, rounds + 1):
         state, decision = policy.decide(state, RoundSignal(number, age + 1))

@@ -82,6 +82,13 @@ class OuterRule:
         """Weight with which a pseudo-gradient enters the buffer: 1 (sum form) or 1 - momentum (EMA form)."""
         return 1.0 if self.form == "sum" else 1 - self.momentum
 
+    @property
+    def weights(self) -> tuple[float, float]:
+        """A and B of the update `A g + B m`, with the m before g is mixed in."""
+        if self.nesterov:
+            return self.lr * (1 + self.momentum) * self.injection, self.lr * self.momentum * self.momentum
+        return self.lr * self.injection, self.lr * self.momentum
+
     def describe(self) -> str:
         """Return one line for people: kind, numbers and form, for example `Nesterov lr 0.7 momentum 0.9 (sum form)`."""
         kind = "momentum-free" if self.momentum == 0 else "Nesterov" if self.nesterov else "heavy ball"

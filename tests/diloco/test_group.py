@@ -124,7 +124,7 @@ def test_sums_of_three_ranks_in_codes(ranks: list[dict[str, Any]], name: str, nu
         for sender, x in enumerate(others, start=1):
             alone.quantize_(x, sender)
             total += x
-        assert not [*alone.all_reduce(total, SingleProcess())]
+        assert not [*alone.all_reduce(total, SingleProcess())]  # pyright: ignore[reportArgumentType]
         for answers in ranks:
             assert same_bits(answers["sums"][name, numel][2 * number], total)
             assert answers["sums"][name, numel][2 * number + 1] == 2 * codes * (SIZE - 1) // SIZE

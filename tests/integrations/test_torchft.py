@@ -83,13 +83,14 @@ class Replica:
 
     def train(self, ends: Callable[[], bool]) -> dict[str, Any]:
         """Train until it ends; all that the replica holds then."""
+        state: dict[str, Any] = {}
         with self.rounds:
             while not ends():
                 trainers.loss(self.model, *trainers.batch(self.step, self.number)).backward()
                 self.inner.step()
                 self.inner.zero_grad()
                 self.step += 1
-            state = copy.deepcopy(self.save()) | {"rounds": copy.deepcopy(self.rounds.state_dict())}
+            state |= copy.deepcopy(self.save()) | {"rounds": copy.deepcopy(self.rounds.state_dict())}
             with self.rounds.anchored():
                 state["anchored"] = copy.deepcopy(self.model.state_dict())
         self.manager.shutdown(wait=False)

@@ -34,8 +34,7 @@ class DiLoCoCallback(Rounds, Callback):
         if stage != "fit":
             return
         if trainer.world_size > 1:
-            count = f"{trainer.world_size} devices"
-            raise ValueError(f"DiLoCoCallback: Trainer must have devices=1, after join_replicas(), has {count}")
+            raise ValueError(f"DiLoCoCallback: devices must be 1, after join_replicas(), is {trainer.world_size}")
         if not pl_module.automatic_optimization:
             raise ValueError("DiLoCoCallback: automatic_optimization must be True; else step a twophase.DiLoCo")
 

@@ -61,8 +61,7 @@ class Rounds:
             raise ValueError(f"DiLoCoCallback: the checkpoint of step {step} must hold this callback's state, has none")
         weights = [p.detach().clone() for p in model.parameters()] if state else []
         # a kill between two replicas' checkpoints leaves them at different steps
-        equal: Any = {"planned inner steps": planned, "inner steps taken": step}
-        equal |= self._settings.get("expect_equal", {})
+        equal = {"planned inner steps": planned, "inner steps taken": step} | self._settings.get("expect_equal", {})
         self.engine = DiLoCo(model, **self._settings | {"expect_equal": equal})
         self.reports, self._inner = [], inner
         if state:

@@ -21,19 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.sgd import sgd
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from twophase.restart import (
-    MEASURED,
-    Decision,
-    Never,
-    Restart,
-    RestartPolicy,
-    RoundSignal,
-    Step,
-    age_after,
-    ask,
-    parse,
-    update_weights,
-)
+from twophase.restart import MEASURED, Decision, Never, Restart, RestartPolicy, RoundSignal, Step, age_after, ask, parse
 from twophase.rule import Form, OuterRule
 
 BUFFER = "momentum_buffer"  # torch.optim.SGD's key, so that its checkpoints load here
@@ -310,8 +298,7 @@ def count_round(group: dict[str, Any], memory: Mapping[str, float], decision: De
 def _report(group: Mapping[str, Any], measured: Dots, decision: Decision, broken: tuple[str, ...]) -> GroupRound:
     """Return a round in numbers; the gain follows from the angle, because the update is linear in g and m."""
     norm, buffer_norm, cosine = angles(measured)
-    injection = 1.0 if group["form"] == "sum" else 1 - group["momentum"]
-    along_g, along_m = update_weights(group["lr"], group["momentum"], injection, group["nesterov"])
+    along_g, along_m = rule_of(group).weights
     if isinstance(decision, Step):
         along_g, along_m = decision.lr, decision.lr * decision.momentum
     elif isinstance(decision, Restart) and decision.before:
