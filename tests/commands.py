@@ -11,12 +11,6 @@ from typing import Any
 from twophase.files import read_jsonl
 from twophase.runs.record import read_summary
 
-SMALL = (
-    "--model.layers 1 --model.hidden-size 16 --model.intermediate-size 24 --data.sequence-length 16 "
-    "--data.batch-size 4 --data.validation-windows 8 --steps 22 --inner-steps 6 --checkpoint-every 1 "
-    "--outer.method nesterov --inner.schedule cosine"
-).split()
-
 
 def snapshot(folder: Path) -> dict[str, str]:
     """Every file under a folder with the digest of its content."""

@@ -50,7 +50,6 @@ def engine_run(
     restart: RestartPolicy | None = None,
     noise: np.ndarray | None = None,
     *,
-    start: float = 1.0,
     schedule: str = "constant",
 ) -> tuple[np.ndarray, list[RoundReport]]:
     """The anchor before and after every round, shape (rounds + 1, modes), and the reports.
@@ -64,7 +63,7 @@ def engine_run(
     names = [f"x{number}" for number in range(len(slices))]
     models, inners = [], []
     for replica in range(2 if noise is None else noise.shape[1]):
-        model = nn.ParameterDict({name: torch.full((size,), start, dtype=torch.float64) for name in names})
+        model = nn.ParameterDict({name: torch.ones(size, dtype=torch.float64) for name in names})
         models.append(model)
         for name, part in zip(names, slices, strict=True):
             disturbance = None if noise is None else noise[:, replica, part]
@@ -76,7 +75,7 @@ def engine_run(
     engine = DiLoCo(models, outer, restart=restart, inner_steps=INNER_STEPS)
     follow(engine.fragments[0].outer, Schedule.parse(schedule), ROUNDS)
     curvatures = torch.from_numpy(CURVATURES)
-    places, reports = [np.full_like(CURVATURES, start)], []
+    places, reports = [np.ones_like(CURVATURES)], []
     for _ in range(ROUNDS * INNER_STEPS):
         for inner in inners:
             inner.zero_grad()

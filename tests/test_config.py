@@ -68,29 +68,6 @@ def test_booleans(path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "parts"),
-    [
-        ("--inner.lr few", ["--inner.lr: must be a number", "got few"]),
-        ("--steps", ["--steps: must be a whole number", "nothing"]),
-        ("--inner.method adam", ["--inner.method: must be one of adamw, sgd", "got adam"]),
-        ("--inner.lr -1", ["--inner.lr: must be above 0", "got -1"]),
-        ("--outer.restart often", ["--outer.restart: ", "never", "often"]),
-        ("--sync.stagger maybe", ["--sync.stagger: must be true or false, got maybe"]),
-        ("--outer.lrr 1", ["--outer.lrr: no such option; did you mean outer.lr?"]),
-        ("--weight-decay 1", ["--weight-decay: no such option; did you mean inner.weight-decay?"]),
-        ("lost", ["lost: no such option"]),
-    ],
-)
-def test_a_mistake_is_one_line(words: str, parts: list[str]) -> None:
-    """It names the option, its range and the value, and for an unknown name the one that may have been meant."""
-    with pytest.raises(UsageError) as caught:
-        parse(RunOptions, words.split(), "x", TrainConfig())
-    assert str(caught.value).startswith(parts[0])
-    assert all(part in str(caught.value) for part in parts)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
     ("text", "part"),
     [
         ("outer: {momentun: 0.3}", "outer.momentun: no such value; did you mean outer.momentum?"),

@@ -153,7 +153,6 @@ def entered(rank: int) -> set[tuple[str, str]]:
 
 
 def worker(rank: int) -> dict[str, Any]:
-    signals = DiLoCo(nn.Linear(2, 2), HEAVY_BALL, inner_steps=1)
     return {
         "played": {name: played(name, [rank], resumed=name in RESUMED) for name in NAMES},
         "tampered": {
@@ -162,7 +161,6 @@ def worker(rank: int) -> dict[str, Any]:
             for delay in (0, 1)
         },
         "refused": {name: refusal(attempt) for name, attempt in unlike_starts(rank).items()},
-        "signals": refusal(lambda: signals.step({["loss", "norm"][rank]: 1.0})),
         "threshold": at_the_threshold(rank),
         "found": [found(rank, alike=True), found(rank, alike=False)],
         "told": told(rank),
@@ -206,13 +204,6 @@ def test_ranks_that_start_unlike_are_refused(ranks: list[dict[str, Any]], name: 
     for rank, answers in enumerate(ranks):
         assert answers["refused"][name].startswith(f"ValueError: DiLoCo: {name.strip()}")
         assert f"on rank {1 - rank}" in answers["refused"][name]
-
-
-def test_ranks_that_sync_unlike_are_refused(ranks: list[dict[str, Any]]) -> None:
-    """Other names of signals would give means of unlike things."""
-    for answers in ranks:
-        assert answers["signals"].startswith("Disagreement")
-        assert all(word in answers["signals"] for word in ("signals loss", "signals norm", "rank 1"))
 
 
 def test_ranks_that_measure_unlike_decide_alike(ranks: list[dict[str, Any]]) -> None:

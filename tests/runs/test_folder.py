@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from commands import snapshot
 from twophase.config import fingerprint, load_yaml
 from twophase.errors import RunError, UsageError
 from twophase.files import read_jsonl
@@ -23,11 +24,6 @@ from twophase.runs.folder import METRICS, ROUNDS, STALE_SECONDS, BusyError, RunF
 from twophase.runs.record import read_summary
 
 CONFIG: dict[str, Any] = {"seed": 0, "inner_steps": 2, "outer": {"lr": 0.7}}
-
-
-def contents(path: Path) -> dict[str, bytes]:
-    """Every file by its name."""
-    return {file.name: file.read_bytes() for file in path.iterdir()}
 
 
 def age(path: Path, seconds: float) -> None:
@@ -43,7 +39,7 @@ def test_a_folder_belongs_to_one_configuration(tmp_path: Path) -> None:
         with RunFolder.claim(tmp_path / "run", CONFIG) as folder:
             assert folder.fingerprint == fingerprint(CONFIG)
     assert load_yaml(tmp_path / "run" / "config.yaml") == CONFIG
-    before = contents(tmp_path / "run")
+    before = snapshot(tmp_path / "run")
     for change, words in (
         ({"outer": {"lr": 0.9}}, r"--outer\.lr: .*0\.7.*0\.9"),
         ({"inner_steps": 3}, "--inner-steps: .*2.*3"),
@@ -51,7 +47,7 @@ def test_a_folder_belongs_to_one_configuration(tmp_path: Path) -> None:
     ):
         with pytest.raises(UsageError, match=words):
             RunFolder.claim(tmp_path / "run", CONFIG | change)
-    assert contents(tmp_path / "run") == before
+    assert snapshot(tmp_path / "run") == before
     RunFolder.claim(tmp_path / "dataclass", OuterConfig()).release()
     assert load_yaml(tmp_path / "dataclass" / "config.yaml")["method"] == "averaging"
 
@@ -61,7 +57,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(UsageError, match=r"--out .*notes\.txt"):
         RunFolder.claim(tmp_path, CONFIG)
-    assert contents(tmp_path) == {"notes.txt": b"mine"}
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
     (tmp_path / "notes.txt").rename(tmp_path / ".summary.json.0.tmp")
     RunFolder.claim(tmp_path, CONFIG).release()
     assert not list(tmp_path.glob(".*.tmp"))

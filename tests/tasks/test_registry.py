@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from twophase.cli.train import RunOptions
 from twophase.config import parse, to_tree, update
 from twophase.errors import UsageError
 from twophase.tasks import registry
@@ -20,11 +20,6 @@ from twophase.tasks.lm.task import LanguageTask
 from twophase.tasks.registry import config_class, name_of, task_class, task_of
 
 RINGS = (Path(__file__).parents[2] / "examples" / "rings.py").read_text(encoding="utf-8")
-
-
-@dataclass(frozen=True)
-class Options:
-    """Options of a command."""
 
 
 @pytest.fixture(autouse=True)
@@ -54,9 +49,9 @@ def test_the_fields_of_a_task_are_values_of_its_configuration(rings: Path) -> No
 def test_options_and_their_help(rings: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The fields are options, and the docstrings below them the options' help."""
     config = config_class(f"{rings.name}:Rings")()
-    assert parse(Options, ["--task.noise", "0.5"], "train", config)[1].task.noise == 0.5  # type: ignore[attr-defined]
+    assert parse(RunOptions, ["--task.noise", "0.5"], "train", config)[1].task.noise == 0.5  # type: ignore[attr-defined]
     with pytest.raises(SystemExit):
-        parse(Options, ["--help"], "train", config)
+        parse(RunOptions, ["--help"], "train", config)
     assert "Standard deviation of the radius." in capsys.readouterr().out
 
 

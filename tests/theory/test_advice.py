@@ -9,12 +9,11 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from oracle import SIX
 from runmaker import EMA
 from twophase import theory
 from twophase.restart import Never, Periodic, mean_outer_gain
 from twophase.rule import FORMS, OuterRule
-
-SIX = [0.95, 0.85, 0.75, 0.60, 0.45, 0.30]
 
 
 def cases() -> list[tuple[theory.Advice, list[float], list[float] | None]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,8 @@ import pytest
 
 import oracle
 from oracle import HB, NAG
-from twophase.restart import AtRounds, Never, Periodic, Restart, RestartPolicy, RoundSignal, Soft, State, parse
+from policies import Oracle
+from twophase.restart import Never, Periodic, Soft, parse
 from twophase.rule import OuterRule
 from twophase.theory import Block, rollout, rollout_blocks, rule_grid
 
@@ -27,66 +27,27 @@ PARTS = ("residual", "buffer", "pseudo_gradient", "restarts", "loss")
 each_rule = pytest.mark.parametrize("rule", RULES, ids=OuterRule.describe)
 
 
-@dataclass(frozen=True)
-class Scripted(RestartPolicy):
-    """Answers each round by a script."""
-
-    events: dict[int, Restart] = field(default_factory=dict)
-
-    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Restart | None]:
-        """The script's answer."""
-        return state, self.events.get(signal.round)
-
-
-# --- equal to plain arithmetic ------------------------------------------------------------------------------------
-
-
-def literal(rule: OuterRule, sigma: float, rounds: int, events: dict[int, Restart], noise: Any = None) -> Any:
-    """One mode with plain numbers and the printed equations: x, m and g of every round."""
-    x, m, places, buffers, gradients = 1.0, 0.0, [1.0], [0.0], []
-    for t in range(1, rounds + 1):
-        disturbance = 0.0 if noise is None else float(noise[t - 1])
-        event = events.get(t)
-        if event and event.before:
-            m = event.retain * m + event.inject * (sigma * x + disturbance)
-        x, m, g = oracle.one_round(rule, sigma, x, m, noise=disturbance, number=float)
-        if event and not event.before:
-            m = event.retain * m + event.inject * g
-        places.append(x)
-        buffers.append(m)
-        gradients.append(g)
-    return places, buffers, gradients
-
-
-DUE: list[tuple[Any, dict[int, Restart]]] = [
-    ("never", {}),
-    ("1", {t: Restart() for t in range(1, 21)}),
-    (3, {t: Restart() for t in (3, 6, 9, 12, 15, 18)}),
-    ("cycle:2,5", {t: Restart() for t in (2, 7, 9, 14, 16)}),
-    (AtRounds((4, 9)), {4: Restart(), 9: Restart()}),
-    ("soft:4:-0.4:0.8", {t: Restart(-0.4, 0.8) for t in (4, 8, 12, 16, 20)}),
-    *(
-        (policy, {3: Restart(before=True), 5: Restart(), 8: Restart(-0.3, 0.7, before=True), 11: Restart(0.5, -0.2)})
-        for policy in (Scripted,)  # hard and soft, before the mixing and after it
-    ),
-]
-
-
 @each_rule
-@pytest.mark.parametrize(("restart", "events"), DUE, ids=lambda value: "" if isinstance(value, dict) else str(value))
-def test_equals_a_literal_loop(rule: OuterRule, restart: Any, events: dict[int, Restart]):
+@pytest.mark.parametrize(
+    "restart", ["never", "1", "3", "cycle:2,5", "at:4,9", "soft:4:-0.4:0.8", "test-early:3:-0.3:0.7"]
+)
+def test_equals_a_literal_loop(rule: OuterRule, restart: str):
     """x, m and g of each mode equal the printed equations in plain numbers, with noise too; restarts come when due."""
-    sigma, start = np.array([0.0, 0.03, 0.4, 0.95, 1.0]), np.array([1.0, -2.0, 3.0, 0.5, 1.0])
-    policy = restart(events) if isinstance(restart, type) else restart
+    sigma, start, policy = np.array([0.0, 0.03, 0.4, 0.95, 1.0]), np.array([1.0, -2.0, 3.0, 0.5, 1.0]), parse(restart)
     run = rollout(rule, sigma, 20, policy, initial=start)
     noise = np.random.default_rng(1).normal(size=(20, 3, 5))
-    disturbed = rollout(rule, sigma, 20, policy, noise=noise)
-    for j, s in enumerate(sigma):
-        quiet, noisy = literal(rule, s, 20, events), literal(rule, s, 20, events, noise[:, :, j].mean(axis=1))
-        for name, exact, exact_noisy in zip(PARTS, quiet, noisy, strict=False):
-            np.testing.assert_allclose(getattr(run, name)[:, j], start[j] * np.array(exact), rtol=0, atol=1e-13)
-            np.testing.assert_allclose(getattr(disturbed, name)[:, j], exact_noisy, rtol=0, atol=1e-13)
-    assert [t + 1 for t in np.flatnonzero(run.restarts)] == list(events)
+    disturbed = rollout(rule, sigma, 20, restart, noise=noise)
+    for found, initial, added in ((run, start, np.zeros((20, 5))), (disturbed, np.ones(5), noise.mean(axis=1))):
+        loop = Oracle(rule, policy, initial)
+        for t in range(20):
+            g, count = sigma * loop.x + added[t], loop.restarts
+            loop.round(g)
+            expected = (loop.x, loop.m, g)
+            for array, exact in zip(
+                (found.residual[1:], found.buffer[1:], found.pseudo_gradient), expected, strict=True
+            ):
+                np.testing.assert_allclose(array[t], exact, rtol=0, atol=1e-13)
+            assert found.restarts[t] == (loop.restarts > count)
     np.testing.assert_allclose(run.loss, (run.residual**2).mean(axis=-1) / 2, rtol=1e-14)
 
 

@@ -14,11 +14,10 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import twophase
-from forked import in_processes
+from forked import bring, in_processes
 from twophase import DiLoCo, OuterRule, OuterSGD, Restarting, record
 from twophase.config import load_yaml
 from twophase.errors import RunError, UsageError
@@ -280,18 +279,16 @@ def test_rank_0_writes(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == STEPS
 
 
-def _on_a_rank(rank: int, folder: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    loop, refused = Loop(replicas=1), False
+def on_a_rank(_: int) -> dict[str, Any]:
+    folder, loop, refused = Path(sys.argv[2]), Loop(replicas=1), False
     run = record(folder / "run", loop.engine)
     loop.train(range(STEPS), run, ends=True)
     try:
         record(folder / "run", loop.engine)
     except UsageError:
         refused = True
-    torch.save({"refused": refused, "step": run.step, "checksum": loop.engine.checksum()}, folder / f"{rank}.pt")
-    dist.destroy_process_group()
+    return {"refused": refused, "step": run.step, "checksum": loop.engine.checksum()}
 
 
 if __name__ == "__main__":
-    _on_a_rank(int(sys.argv[1]), Path(sys.argv[2]))
+    bring(on_a_rank, 2)

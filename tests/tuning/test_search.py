@@ -14,12 +14,6 @@ from twophase.tuning.search import Point, Scale, has_untried, propose, write_stu
 
 LR, PERIOD = Scale(1.0, 1 / 8, 8.0), Scale(3.0, 1.0, 12.0, is_whole=True)
 ODDS = Scale(9.0, 9 / 16, 144.0, is_odds=True)
-pytestmark = pytest.mark.usefixtures("no_lines")
-
-
-@pytest.fixture
-def no_lines() -> None:
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 
 def run(scales: dict[str, Scale], loss: Callable[[Point], float], points: int) -> dict[Point, float]:
