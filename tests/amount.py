@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 
-THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "explore"
-
 
 def amount(usual: int, thorough: int) -> int:
-    return thorough if THOROUGH else usual
+    return thorough if os.environ.get("HYPOTHESIS_PROFILE") == "explore" else usual

@@ -21,17 +21,12 @@ LEVELS = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]
 """The rules of axe-core that stand for WCAG's levels A and AA."""
 
 
-def chromium_path() -> str | None:
-    """The machine's Chromium: TWOPHASE_CHROMIUM, or the first one on PATH."""
-    names = ("chromium", "chromium-browser", "google-chrome", "chrome")
-    return os.environ.get("TWOPHASE_CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
-
-
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
     """A headless Chromium, started once; a page of it is `browser.new_page()`, closed by the test that opened it."""
     playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: make setup-dev installs it")
-    path = chromium_path()
+    names = ("chromium", "chromium-browser", "google-chrome", "chrome")
+    path = os.environ.get("TWOPHASE_CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
     if path is None:
         pytest.skip("no chromium: apt-get install chromium, or set TWOPHASE_CHROMIUM to one")
     with playwright.sync_playwright() as driver:

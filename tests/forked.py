@@ -96,7 +96,6 @@ class _Process:
         return self._process.exitcode
 
     def send_signal(self, number: int) -> None:
-        """Unless it has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 

@@ -111,7 +111,6 @@ def test_docstring_examples(name: str) -> None:
 
 
 def said(words: list[str]) -> tuple[int, str]:
-    """Exit status and output of a command in this process."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         try:
@@ -123,7 +122,6 @@ def said(words: list[str]) -> tuple[int, str]:
 
 @cache
 def help_of(*command: str) -> str:
-    """What a command says of all its options."""
     return said([*command, "--help", *(["all"] if command in (("train",), ("sweep",), ("tune",)) else [])])[1]
 
 

@@ -1,7 +1,4 @@
-"""The examples run as their docstrings say, and each equals the loop that it stands for.
-
-Run as a program, this file is one of the two processes of its own test.
-"""
+"""The examples run as their docstrings say, and each equals the loop that it stands for."""
 
 from __future__ import annotations
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import math
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from twophase.files import append, finite, read_jsonl, replacing, sha256, write_atomic
+from twophase.files import append, read_jsonl, replacing, sha256, write_atomic
 
 
 @contextmanager
@@ -55,9 +52,3 @@ def test_a_torn_line_costs_only_itself(tmp_path: Path, cut: int) -> None:
     append(log, {"step": 3})
     steps = [row["step"] for row in read_jsonl(log)]
     assert steps == ([1, 2, 3] if cut == 1 else [1, 3])
-
-
-def test_what_json_cannot_hold() -> None:
-    """NumPy's numbers are numbers, and those that are not finite are absent."""
-    row = {"a": np.float32(0.5), "b": math.inf, 3: (np.int64(2), [math.nan])}
-    assert json.dumps(finite(row), allow_nan=False) == '{"a": 0.5, "b": null, "3": [2, [null]]}'

@@ -18,7 +18,6 @@ QUICK = ["demo", "--quick", "--workers", "1"]
 
 
 def finished(folder: Path) -> None:
-    """Write the results of a quick demo."""
     for number, cell in enumerate((sweep := demo(quick=True)).cells):
         path = folder / "runs" / cell.run_id
         if number < 2:  # which the page shows in rounds

@@ -174,7 +174,6 @@ class Run:
     replicas: Sequence[int]
 
     def step(self, step: int) -> RoundReport | None:
-        """One inner step of every replica, and the engine's."""
         for replica, model in zip(self.replicas, self.models, strict=True):
             drift(model, step, replica)
         return self.engine.step({"loss": loss(step, self.replicas)})

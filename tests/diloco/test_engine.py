@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -220,17 +221,12 @@ def test_a_round_without_its_signals_has_not_happened(
     assert unlike(train(forget=True), train(forget=False)) == []
 
 
-def interrupt(*_: Any) -> None:
-    """Ctrl-C."""
-    raise KeyboardInterrupt
-
-
 def test_an_interrupted_outer_step_ends_the_engine_until_it_is_loaded() -> None:
     """It refuses to go on from half an outer step; from a checkpoint it has the bits of an undisturbed run."""
     run, whole = start("int8, three"), start("int8, three")
     run.go(range(9))
     state = copy.deepcopy(run.state())
-    hook = run.engine.fragments[1].outer.register_step_post_hook(interrupt)
+    hook = run.engine.fragments[1].outer.register_step_post_hook(Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         run.go(range(9, 20))
     hook.remove()

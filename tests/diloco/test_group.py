@@ -1,7 +1,4 @@
-"""What groups promise: sums, broadcasts and gathers with the same bits on all ranks, and one message where one is lost.
-
-Run as a program, this file is one of the three processes of its own tests.
-"""
+"""What groups promise: sums, broadcasts and gathers of the same bits on all ranks, one message where one is lost."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The engine in two processes equals one process with two replicas; what differs between ranks is found and named.
-
-Run as a program, this file is one of the two processes of its own tests.
-"""
+"""The engine in two processes equals one process with two replicas; what differs between ranks is found and named."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Two replicas of two FSDP2 shards each, in four processes, equal two unsharded replicas in one.
-
-Run as a program, this file is one of the four processes of its own tests.
-"""
+"""Two replicas of two FSDP2 shards each, in four processes, equal two unsharded replicas in one."""
 
 from __future__ import annotations
 

@@ -21,7 +21,6 @@ NAMES = ("engine", "regimes", "step")
 
 @pytest.fixture
 def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
-    """Return the scripts by name."""
     monkeypatch.syspath_prepend(ROOT / "experiments" / "gpu")
     yield {name: load(ROOT / "experiments" / "gpu" / f"{name}.py") for name in NAMES}
     sys.modules.pop("machine", None)

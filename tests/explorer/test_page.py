@@ -20,7 +20,6 @@ Capture = pytest.CaptureFixture[str]
 
 
 def data_of(page: Path) -> dict[str, Any]:
-    """What the page is told."""
     element = re.search(r'<script type="application/json" id="given">(.*?)</script>', page.read_text(encoding="utf-8"))
     assert element
     return json.loads(element[1])

@@ -50,7 +50,6 @@ class Fault:
 
 
 def place(path: Any, descriptor: int | None = None) -> str:
-    """Return the absolute path that a call is about."""
     if isinstance(path, int):
         return str(Path(f"/proc/self/fd/{path}").readlink())
     base = Path.cwd() if descriptor is None else Path(f"/proc/self/fd/{descriptor}").readlink()
@@ -64,19 +63,16 @@ class File(io.FileIO):
     path: str
 
     def write(self, data: Any, /) -> int:
-        """Write unless it is time."""
         whole = memoryview(data).cast("B")
         self.fault.reach("write", self.path, lambda: io.FileIO.write(self, whole[: len(whole) // 2]))
         return super().write(whole)
 
     def truncate(self, size: int | None = None, /) -> int:
-        """Truncate unless it is time."""
         self.fault.reach("truncate", self.path)
         return super().truncate(size)
 
 
 def wrap_os(fault: Fault, name: str) -> None:
-    """Count a function of `os` that takes a path."""
     original = getattr(os, name)
 
     def wrapped(path: Any, *args: Any, **options: Any) -> Any:
@@ -128,7 +124,6 @@ def wrap_safetensors(fault: Fault, module: Any) -> None:
 
 
 def main() -> int:
-    """Run the commands; return the status of the last."""
     import safetensors.torch
 
     from twophase.cli.main import main as command

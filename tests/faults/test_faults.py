@@ -44,7 +44,6 @@ class Stage:
     counts: dict[str, int] = field(default_factory=dict)
 
     def commands(self, scene: str, out: Path) -> list[list[str]]:
-        """Return the commands of a scene, which write a folder."""
         train = ["train", *TINY, "--steps", "12", "--data.corpus", f"file:{self.folder / 'text.txt'}"]
         sweep = ["sweep", *TINY, "--data.corpus", f"file:{self.folder / 'text.txt'}", *SWEEP, "--out", str(out)]
         records = [str(self.folder / f"records-{number}.jsonl") for number in range(3)]
@@ -84,7 +83,6 @@ class Stage:
 
 @pytest.fixture(scope="module")
 def stage(tmp_path_factory: pytest.TempPathFactory) -> Stage:
-    """Make the texts."""
     folder = tmp_path_factory.mktemp("stage")
     textmaker.write(folder / "text.txt", documents=20)
     texts = [textmaker.text(documents=1, words=30 + n % 7, seed=n) for n in range(80)]
@@ -107,7 +105,6 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def timeless(path: Path) -> bytes:
-    """Return a file without times."""
     data = path.read_bytes()
     if path.suffix in (".json", ".jsonl"):
         lines = data.splitlines() if path.suffix == ".jsonl" else [data]
@@ -127,7 +124,6 @@ def without_times(value: Any) -> Any:
 
 
 def each_call(count: int, few: int) -> range:
-    """Return the numbers of the calls that are tried."""
     step = 1 if os.environ.get("FAULTS") == "all" else max(1, count // few)
     return range(step // 2 + 1, count + 1, step)
 

@@ -1,7 +1,4 @@
-"""torchft's own DiLoCo in real processes: our engine's rounds, resumption, kills, and what is refused.
-
-Run as a program, this file is one replica.
-"""
+"""torchft's own DiLoCo in real processes: our engine's rounds, resumption, kills, and what is refused."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`OuterSGD`: torch.optim.SGD's bits, an oracle in float64, groups and rounds, measures, refusals, DTensors.
-
-Run as a program, this file is one of the processes of the DTensor test.
-"""
+"""`OuterSGD`: torch.optim.SGD's bits, an oracle in float64, groups and rounds, measures, refusals, DTensors."""
 
 from __future__ import annotations
 

@@ -29,7 +29,6 @@ def restarted(restart: str, **values: object) -> Cell:
 
 
 def controls_of(base: TrainConfig, axes: list[Axis]) -> list[Cell]:
-    """The controls of a grid alone."""
     return grid_of(base, axes, controls=True)[len(grid_of(base, axes, controls=False)) :]
 
 

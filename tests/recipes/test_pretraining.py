@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from trainings import PAPER
-from twophase.errors import UsageError
 from twophase.recipes.pretraining import RECIPES, at_pace, nano, paper_150m, recipe, small
 from twophase.rule import OuterRule
 from twophase.runs.config import OuterConfig
@@ -62,7 +61,5 @@ def test_pace(inner_steps: int):
 
 
 def test_by_name():
-    """Recipes go by their names, with underscores or dashes; others are refused with the list."""
+    """Recipes go by their names, with underscores or dashes."""
     assert recipe("paper-150m") == paper_150m() == RECIPES["paper_150m"]()
-    with pytest.raises(UsageError, match="--recipe"):
-        recipe("large")

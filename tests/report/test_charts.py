@@ -121,7 +121,6 @@ def test_a_cosine_without_a_buffer_is_none() -> None:
 
 
 def page_of(folder: Path, *charts: Chart) -> Path:
-    """Write a page of charts."""
     values = {"title": "charts", "names": [], "results": [], "differences": [], "settings": 0}
     (folder / "page.html").write_text(render("overlay.html", charts=charts, **values), encoding="utf-8")
     return folder / "page.html"

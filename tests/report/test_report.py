@@ -15,6 +15,7 @@ from browser import Watched
 from pages import EVIL, data_of, read, written
 from runmaker import EMA, NESTEROV, SUM, config_of, make_sweep, write_lines, write_run, write_summary
 from twophase.cli.main import main
+from twophase.files import read_jsonl
 from twophase.report.run import overlay_page, run_page
 from twophase.runs.record import read_record
 
@@ -28,10 +29,6 @@ def page_of(folder: Path, **options: Any) -> str:
     text = run_page(read_record(folder), **options)
     read(text)
     return text
-
-
-def lines_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
 
 
 def test_a_run(tmp_path: Path, capsys: Output) -> None:
@@ -50,7 +47,9 @@ def test_a_run(tmp_path: Path, capsys: Output) -> None:
         assert part in text
     charts = data_of(text)
     assert [chart["y"] for chart in charts] == ["loss (nats a token)", *["Euclidean norm"] * 2, "cosine", "gain"]
-    assert charts[-1]["series"][0]["y"] == pytest.approx([line["gain"] for line in lines_of(folder)], rel=1e-4)
+    assert charts[-1]["series"][0]["y"] == pytest.approx(
+        [line["gain"] for line in read_jsonl(folder / "rounds.jsonl")], rel=1e-4
+    )
     assert charts[-1]["restarts"] == list(range(5, 61, 5))
     assert 'data-refresh="' not in text
 
@@ -62,7 +61,7 @@ def test_fragments_have_curves_of_their_own(tmp_path: Path, turns: bool) -> None
     if turns:
         lines = [
             line | {name: [line[name][part]] for name in ("groups", "fragments")} | {"step": 2 * line["step"] + part}
-            for line in lines_of(tmp_path)
+            for line in read_jsonl(tmp_path / "rounds.jsonl")
             for part in (0, 1)
         ]
         write_lines(tmp_path / "rounds.jsonl", lines)
@@ -103,7 +102,7 @@ def test_a_run_that_diverged_in_its_first_round(tmp_path: Path, rounds: int) -> 
     """It has a page, alone and beside another."""
     folder = write_run(tmp_path / "run", SUM, [0.3], 1)
     write_summary(folder, config_of(SUM, rounds=1), None)
-    (line,) = lines_of(folder)
+    (line,) = read_jsonl(folder / "rounds.jsonl")
     line |= dict.fromkeys(("pseudo_gradient_norm", "gain", "cosine"))
     line["groups"] = [dict.fromkeys(line["groups"][0])]
     write_lines(folder / "rounds.jsonl", [line] * rounds)

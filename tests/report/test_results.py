@@ -21,7 +21,6 @@ from twophase.sweeps.table import Row, read_rows, write_rows
 
 
 def run_of(path: Path, sigma: float = 0.3, rounds: int = 20, **options: Any) -> Run:
-    """A made-up run, loaded."""
     run = twophase.load(write_run(path, EMA, [sigma] * 3, rounds, **options))
     assert isinstance(run, Run)
     return run

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from commands import snapshot
@@ -150,8 +151,8 @@ def test_one_of_many_rivals_takes_over(tmp_path: Path) -> None:
 def test_a_log_line_and_the_environment(tmp_path: Path) -> None:
     """A record is one line of standard JSON at once; the environment is written once."""
     with RunFolder.claim(tmp_path, CONFIG) as folder:
-        folder.log(METRICS, {"step": 1, "loss": math.nan, "blocks": {"a": (math.inf, 1.0)}})
-        assert read_jsonl(tmp_path / METRICS) == [{"step": 1, "loss": None, "blocks": {"a": [None, 1.0]}}]
+        folder.log(METRICS, {"step": np.int64(1), "loss": math.nan, 3: {"a": (math.inf, np.float32(0.5))}})
+        assert read_jsonl(tmp_path / METRICS) == [{"step": 1, "loss": None, "3": {"a": [None, 0.5]}}]
         for version in ("3.11", "3.12"):
             folder.write_env({"python": version})
     assert json.loads((tmp_path / "env.json").read_text()) == {"python": "3.11"}

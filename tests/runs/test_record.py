@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from runmaker import EMA, NESTEROV, config_of, observed, round_lines, write_lines, write_run, write_summary
 from twophase.errors import UsageError
+from twophase.files import read_jsonl
 from twophase.runs.folder import CONFIG, ENV, METRICS, ROUNDS, STEPS, SUMMARY
 from twophase.runs.record import LARGEST, WHOLE, RunRecord, is_run, read_record
-
-
-def lines_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_a_run_as_columns(tmp_path: Path) -> None:
     """Rounds, metrics and the only block are columns in the logs' order; the rule and the policy are the run's."""
     record = read_record(write_run(tmp_path, NESTEROV, [0.3, 0.1], 20, restart="3"))
-    lines = lines_of(tmp_path / ROUNDS)
+    lines = read_jsonl(tmp_path / ROUNDS)
     assert record.rounds["step"].tolist() == list(range(1, 21))
     assert record.rounds["gain"].tolist() == [line["gain"] for line in lines]
     assert record.phases["outer"].tolist() == [2e-3] * 20
@@ -67,7 +62,7 @@ def test_missing_files_are_empty(tmp_path: Path) -> None:
 def test_a_log_with_a_torn_line_and_repeated_steps(tmp_path: Path) -> None:
     """Of a round that was written twice the last line counts; lines of a step are one row; a torn one is left out."""
     write_run(tmp_path, EMA, [0.3], 6)
-    lines = lines_of(tmp_path / ROUNDS)
+    lines = read_jsonl(tmp_path / ROUNDS)
     write_lines(tmp_path / ROUNDS, [*lines[:4], lines[4] | {"gain": 7.0}, lines[4], lines[5]])
     write_lines(tmp_path / METRICS, [{"step": 1, "loss": 3.0}, {"step": 1, "accuracy": 0.5}, {"step": 2, "loss": None}])
     with (tmp_path / METRICS).open("a") as file:

@@ -39,7 +39,6 @@ def lines(module: Mock) -> list[tuple[int, dict[str, float]]]:
 
 
 def run(path: Path, *names: str, steps: range = range(1, 4)) -> None:
-    """Log a line a step."""
     with RunFolder.claim(path, CONFIG) as folder:
         folder.trackers = open_trackers(names, path, CONFIG)
         for step in steps:

@@ -61,7 +61,6 @@ def test_axes_that_cannot_be(path: str, values: tuple[Any, ...]):
 
 
 def sweep(*axes: Axis, base: TrainConfig = NESTEROV) -> Sweep:
-    """A sweep with controls."""
     return Sweep(base, grid_of(base, axes, controls=True))
 
 

@@ -92,7 +92,6 @@ def test_names_of_the_working_directory(rings: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("name", "part"),
     [
-        ("digit", "digits"),
         ("nowhere:Rings", "nowhere"),
         ("nowhere.py:Rings", "nowhere.py"),
         ("examples:", "class"),

@@ -18,7 +18,6 @@ SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
 def trained(task: Any, steps: int, lr: float) -> dict[str, float]:
-    """Return the evaluation of a task after some steps of AdamW."""
     model = task.model(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     for step in range(steps):

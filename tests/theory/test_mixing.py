@@ -37,29 +37,23 @@ def test_anchors_of_mixes(
     assert np.min(asymptotic_rate(rule, sigma)) == pytest.approx(none, abs=0.00006)
 
 
-def check_mix(rule: OuterRule, sigma: Any, max_period: int) -> Any:
-    """A mix is valid, its rates are those of its parts, and it is no worse than any single period."""
-    mix = mixed_periods(rule, sigma, max_period=max_period)
-    assert sum(mix.shares) == pytest.approx(1, rel=1e-14)
-    assert min(mix.shares) > 0
-    assert list(mix.periods) == sorted(set(mix.periods) & set(range(1, max_period + 1)))
-    values = np.atleast_1d(np.asarray(sigma, dtype=float))
-    rates = -restart_table(rule, values, max_period)[1] / np.arange(1, max_period + 1)[:, None]
-    assert mix.fixed_period == best_period(rule, values, max_period=max_period)
-    assert mix.rate >= mix.fixed_rate == pytest.approx(rates.min(axis=1).max(), rel=1e-11)
-    parts = np.array([rates[k - 1] for k in mix.periods])
-    assert mix.rate == pytest.approx((np.array(mix.shares) @ parts).min(), rel=1e-12, abs=1e-300)
-    return mix
-
-
 def test_mixes_are_between_the_best_period_and_chebyshev() -> None:
-    """R24 and R25: fixed <= mix <= Chebyshev on random spectra and rules, stable or not."""
+    """R24 and R25: fixed <= mix <= Chebyshev on random spectra and rules; a mix has the rates of its parts."""
     rng, gains = random.Random(2), 0
     for _ in range(amount(20, 80)):
         rule = random_rule(rng, rng.choice([1.0, 1.0, 4.0]))
         low = rng.choice([rng.uniform(0.05, 0.5), 10 ** rng.uniform(-4, -1)])
         sigma = np.sort([low, rng.uniform(low, 1), *(rng.uniform(low, 1) for _ in range(rng.randint(0, 30)))])
-        mix = check_mix(rule, sigma, rng.choice([1, 2, 8, 30]))
+        periods = np.arange(1, rng.choice([1, 2, 8, 30]) + 1)
+        mix = mixed_periods(rule, sigma, max_period=len(periods))
+        assert sum(mix.shares) == pytest.approx(1, rel=1e-14)
+        assert min(mix.shares) > 0
+        assert list(mix.periods) == sorted(set(mix.periods) & set(periods))
+        rates = -restart_table(rule, sigma, len(periods))[1] / periods[:, None]
+        assert mix.fixed_period == best_period(rule, sigma, max_period=len(periods))
+        assert mix.rate >= mix.fixed_rate == pytest.approx(rates.min(axis=1).max(), rel=1e-11)
+        parts = rates[np.array(mix.periods) - 1]
+        assert mix.rate == pytest.approx((np.array(mix.shares) @ parts).min(), rel=1e-12, abs=1e-300)
         whole = mixed_periods(rule, np.linspace(sigma[0], sigma[-1], 150), max_period=12)
         assert whole.fixed_rate <= whole.rate <= chebyshev_rate(sigma[0], sigma[-1]) * (1 + 1e-9)
         gains += mix.rate > 1.01 * mix.fixed_rate > 0

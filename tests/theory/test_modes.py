@@ -155,15 +155,6 @@ def test_ends_of_the_intervals(lr: float, momentum: float, nesterov: bool, form:
 # --- rates, phases, envelopes -------------------------------------------------------------------------------------
 
 
-def conditioning(rule: OuterRule, sigma: float) -> float:
-    """How much rates and angles may lose: digits of the distance of s from an edge, and of 1 - s."""
-    trace, determinant, disc = oracle.exact(rule, sigma)
-    if disc == 0:
-        return math.inf
-    size = trace**2 + 4 * abs(determinant)
-    return 1 + min(float(abs(size / disc)), 1e16)
-
-
 @each_set
 def test_rates_and_angles(name: str) -> None:
     """R7 to R12, R15: -log of the spectral radius, both angles, and sqrt(1+C^2) rho^t, as far as s determines them."""
@@ -171,7 +162,8 @@ def test_rates_and_angles(name: str) -> None:
     rule, sigma = columns(drawn)
     found = asymptotic_rate(rule, sigma), phase(rule, sigma), phase_shift(rule, sigma)
     for index, point in enumerate(drawn):
-        within = 1e-15 * conditioning(*point)
+        trace, determinant, disc = oracle.exact(*point)  # digits are lost by the distances of s from an edge and from 1
+        within = 1e-15 * (1 + float(min((trace**2 + 4 * abs(determinant)) / abs(disc), 1e16))) if disc else math.inf
         if within > 1e-3:
             continue
         rate, angle, shift = (float(values[index]) for values in found)

@@ -11,20 +11,14 @@ import pytest
 
 import oracle
 from oracle import HB, NAG
-from policies import Oracle
+from policies import Oracle, each_rule
 from twophase.restart import Never, Periodic, Soft, parse
 from twophase.rule import OuterRule
 from twophase.theory import Block, rollout, rollout_blocks, rule_grid
 
 SIX = np.array(oracle.SIX)
-RULES = [
-    OuterRule(lr, 0.9, nesterov, form)  # type: ignore[arg-type]
-    for nesterov, (form, lr) in itertools.product([False, True], [("sum", 0.1), ("ema", 1.3)])
-]
 SAMPLES = [Never(), Periodic(3), Soft(4, -0.4, 0.8), parse("gradient"), parse("norm:1.5"), parse("test-half:3")]
 PARTS = ("residual", "buffer", "pseudo_gradient", "restarts", "loss")
-
-each_rule = pytest.mark.parametrize("rule", RULES, ids=OuterRule.describe)
 
 
 @each_rule

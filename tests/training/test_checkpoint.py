@@ -133,7 +133,6 @@ class Odd(torch.optim.SGD):
     """An optimizer whose state a checkpoint cannot hold."""
 
     def step(self, closure: Any = None) -> Any:
-        """Remember a set."""
         self.state[self.param_groups[0]["params"][0]]["seen"] = {1, 2}
         return super().step(closure)
 

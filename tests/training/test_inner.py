@@ -25,11 +25,9 @@ class Double(Toy):
     """In float64."""
 
     def model(self, seed: int) -> nn.Module:
-        """Return the network in float64."""
         return super().model(seed).double()
 
     def batch(self, seed: int, step: int, replica: int) -> tuple[Tensor, Tensor]:
-        """Return the points in float64."""
         x, y = super().batch(seed, step, replica)
         return x.double(), y.double()
 

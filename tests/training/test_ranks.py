@@ -66,7 +66,6 @@ class Scene:
         return ended
 
     def is_whole(self) -> bool:
-        """Return whether the run has the results of the one alone."""
         return weightless_bytes(outcome(self.out)) == weightless_bytes(self.alone)
 
 

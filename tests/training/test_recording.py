@@ -71,7 +71,6 @@ class Loop:
         return state
 
     def load(self, state: list[Any]) -> None:
-        """Go on from a state."""
         for part, saved in zip(self.parts, state, strict=True):
             part.load_state_dict(saved)
 

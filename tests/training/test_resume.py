@@ -31,7 +31,6 @@ class Worse(RestartPolicy):
     needs = frozenset({"train_loss"})
 
     def decide(self, state, signal):  # type: ignore[no-untyped-def]
-        """Compare with the round before."""
         loss = signal.value("train_loss")
         return {"loss": loss}, Restart() if loss > state.get("loss", math.inf) else None
 

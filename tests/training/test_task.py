@@ -32,20 +32,16 @@ class Experts(Toy):
     """Two experts, of which replica 1 does not meet the second before step 8."""
 
     def model(self, seed: int) -> nn.Module:
-        """Return both."""
         return nn.ModuleList([super().model(seed), super().model(seed + 1)])
 
     def batch(self, seed: int, step: int, replica: int) -> Any:
-        """Return a batch, and how many experts it takes."""
         return super().batch(seed, step, replica), torch.tensor(2 if replica == 0 or step >= 8 else 1)
 
     def loss(self, model: Any, batch: Any) -> Tensor:
-        """Compute the error of the experts' sum."""
         (inputs, targets), number = batch
         return (sum(expert(inputs) for expert in model[: int(number)]) - targets).square().mean()
 
     def evaluate(self, model: Any) -> dict[str, float]:
-        """Evaluate both."""
         return {"loss": self.loss(model, self.batch(0, 10**6, 0)).item()}
 
 
@@ -53,7 +49,6 @@ class Frozen(Toy):
     """A part that does not learn, and the rest, which does."""
 
     def model(self, seed: int) -> nn.Module:
-        """Return both parts."""
         model = super().model(seed)
         model.get_submodule("embedding").requires_grad_(requires_grad=False)
         return model
@@ -90,7 +85,6 @@ class Little(Toy):
     """A task whose data are enough for ten steps."""
 
     def check_data(self, steps: int) -> None:
-        """Refuse more."""
         require(steps <= 10, "steps", steps, "at most 10, or with --repeat")
 
 

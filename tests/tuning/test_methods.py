@@ -10,7 +10,7 @@ from twophase.config import get
 from twophase.errors import UsageError
 from twophase.runs.config import InnerConfig
 from twophase.tasks.registry import config_class
-from twophase.tuning.methods import Method, check_paths, read_method
+from twophase.tuning.methods import Method, read_method
 
 LR, MOMENTUM = "outer.lr", "outer.momentum"
 GOOD: list[tuple[str, set[str], dict[str, Any]]] = [
@@ -68,11 +68,3 @@ def test_methods_that_cannot_be(text: str) -> None:
     """A text that cannot be read, and a value out of its range, are refused by the option's name."""
     with pytest.raises(UsageError, match="--methods"):
         method_of(text)
-
-
-def test_options_that_methods_have() -> None:
-    """An option that no run would have is refused; others are not."""
-    check_paths(["inner.lr", "steps", "sync.delay"])
-    for path in ("outer.lr", "sync.restart", "seed"):
-        with pytest.raises(UsageError, match=f"--{path}"):
-            check_paths(["steps", path])

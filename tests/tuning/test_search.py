@@ -17,7 +17,6 @@ ODDS = Scale(9.0, 9 / 16, 144.0, is_odds=True)
 
 
 def run(scales: dict[str, Scale], loss: Callable[[Point], float], points: int) -> dict[Point, float]:
-    """Measure so many settings."""
     results: dict[Point, float] = {}
     while len(results) < points and (new := propose(scales, results, min(2, points - len(results)))):
         assert not set(new) & set(results)

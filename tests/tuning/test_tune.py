@@ -153,13 +153,6 @@ def test_another_comparison_in_the_folder(made: MadeUp, change: dict[str, Any]) 
         made.tune(**changed)
 
 
-def test_a_folder_of_something_else(made: MadeUp, tmp_path: Path) -> None:
-    """It is left alone."""
-    (tmp_path / "config.yaml").touch()
-    with pytest.raises(UsageError, match="--out"):
-        made.tune("nesterov", out=".")
-
-
 IMPOSSIBLE: list[tuple[str, dict[str, Any]]] = [
     ("points", {"points": 0}),
     ("budget", {"budget": 0.0}),

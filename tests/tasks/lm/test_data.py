@@ -173,7 +173,6 @@ FIRST_TOKENS = [*range(0, 100, T), *range(200, 255, T), 300]
 
 
 def data(folder: Path, **options: Any) -> DataConfig:
-    """A configuration for a folder and small windows."""
     values: dict[str, Any] = {"sequence_length": T, "batch_size": 3, "validation_windows": 4} | options
     return DataConfig(corpus=f"tokens:{folder}", **values)
 
@@ -244,7 +243,6 @@ REFUSED: list[tuple[dict[str, Any], int, int, str]] = [
     ({"sequence_length": 101}, 1, 0, "--replicas"),
     ({}, 33, 0, "--replicas"),
     ({}, 2, VOCABULARY - 1, "--model.vocabulary-size"),
-    ({"corpus": "tokens:absent"}, 2, 0, "absent"),
 ]
 
 

@@ -128,7 +128,6 @@ class Full(Llama):
         self.room, self.since, self.calls = room, since, 0
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss, if it fits."""
         self.calls += 1
         if len(tokens) > self.room and self.calls > self.since:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 16.8 GiB")
@@ -165,7 +164,6 @@ class Ranks(SingleProcess):
         self.others, self.calls = others, 0
 
     def gather_json(self, value: Any) -> list[Any]:
-        """Return the sizes of all ranks."""
         self.calls += 1
         return [value, *self.others]
 
