@@ -30,9 +30,6 @@ def losses(printed: str) -> list[float]:
     return [float(number) for number in re.findall(r"loss (\d+\.\d+)", printed)]
 
 
-# --- the engine in plain PyTorch ----------------------------------------------------------------------------------
-
-
 def twins(rank: int) -> dict[str, Any]:
     """Return the weights at which the example and the engine end, on the same batches."""
     example = load(FOLDER / "outer_loop.py")
@@ -73,9 +70,6 @@ def test_loops_in_two_processes(name: str, words: list[str], tmp_path: Path):
     assert len((FOLDER / "outer_loop.py").read_text(encoding="utf-8").splitlines()) <= 60
 
 
-# --- one worker ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("restart", ["never", "3", "soft:2:0.3:0.1"])
 def test_single_worker_by_hand_is_the_engine(restart: str):
     """Rounds written out around a bare `OuterSGD` have the bits of the engine's, the shorter last round included."""
@@ -96,9 +90,6 @@ def test_single_worker_restarts_and_prints(capsys: pytest.CaptureFixture[str]):
     assert max(printed) < example.loss(example.build()[0])
 
 
-# --- a plain loop alone -------------------------------------------------------------------------------------------
-
-
 def test_plain_loop_alone(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     """One process: the loss goes down, and rounds end."""
     monkeypatch.delenv("RANK", raising=False)
@@ -108,9 +99,6 @@ def test_plain_loop_alone(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     assert values[-1] < 0.5 * values[0]
     assert "1 replica(s)" in printed
     assert re.findall(r"round (\d+):", printed) == ["3", "6", "9"]
-
-
-# --- replicas that die and come back ------------------------------------------------------------------------------
 
 
 @pytest.mark.dist
@@ -137,9 +125,6 @@ def test_torchft_diloco_over_a_kill(tmp_path: Path):
     assert "sync 40: 2 replica(s), 6 restarts" in printed[0]
     ends = [re.findall(r"agreed weights (\S+)", text) for text in printed]
     assert [len({*ends[0], *ends[1]}), *map(len, ends)] == [1, 1, 1]
-
-
-# --- notebooks ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -52,3 +52,13 @@ def test_a_torn_line_costs_only_itself(tmp_path: Path, cut: int) -> None:
     append(log, {"step": 3})
     steps = [row["step"] for row in read_jsonl(log)]
     assert steps == ([1, 2, 3] if cut == 1 else [1, 3])
+
+
+def test_a_full_disk_leaves_a_log_that_goes_on(tmp_path: Path) -> None:
+    """The system's error comes through; with space again the next line is whole."""
+    log = tmp_path / "log.jsonl"
+    append(log, {"step": 1})
+    with full_disk(20), pytest.raises(OSError, match="File too large"):
+        append(log, {"step": 2, "text": "x" * 100})
+    append(log, {"step": 3})
+    assert [row["step"] for row in read_jsonl(log)] == [1, 3]

@@ -64,17 +64,11 @@ def pages_of(nav: object) -> list[str]:
     return [page for entry in entries for page in pages_of(entry)]  # type: ignore[union-attr]
 
 
-# --- what needs no build ------------------------------------------------------------------------------------------
-
-
 def test_navigation_has_every_page() -> None:
     """Every page under docs/ is in the navigation of mkdocs.yml once, and nothing else is."""
     there = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
     named = pages_of(CONFIG["nav"])
     assert sorted(named) == sorted(there), f"not in both: {sorted(set(named) ^ there)}; write them into mkdocs.yml"
-
-
-# --- the built site -----------------------------------------------------------------------------------------------
 
 
 LOADED = re.compile(

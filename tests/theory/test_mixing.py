@@ -97,9 +97,6 @@ def test_mixes_where_a_factor_is_zero() -> None:
         assert math.copysign(1, mix.rate) == math.copysign(1, mix.fixed_rate) == 1
 
 
-# --- the limit of all schedules (R25) -----------------------------------------------------------------------------
-
-
 def test_chebyshev_numbers() -> None:
     """R25: 1.271, .655, .285 in the limit and 1.2425, .6260, .2559 at T = 24 for k = 3.17, 10, 50."""
     low, high = np.array([0.3, 0.1, 0.02]), np.array([0.95, 1.0, 1.0])

@@ -45,9 +45,6 @@ def test_equals_a_literal_loop(rule: OuterRule, restart: str):
     np.testing.assert_allclose(run.loss, (run.residual**2).mean(axis=-1) / 2, rtol=1e-14)
 
 
-# --- many trajectories, noise, blocks -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("restart", SAMPLES, ids=repr)
 def test_many_equal_singles(restart: Any):
     """Arrays of rules, sigmas, starts and seeds give the bits of one rollout each, whatever the policy."""
