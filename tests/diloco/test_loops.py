@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.optim import Optimizer
+from torch.testing._internal.two_tensor import TwoTensor
 
 from diloco.scenarios import AVERAGING, HEAVY_BALL, Run, Scenario, drift, network, refusal, shift, start, unlike
 from forked import bring, in_processes
@@ -433,7 +434,7 @@ def test_a_step_within_anchored_is_refused() -> None:
     run = start("heavy ball")
     run.go([0])
     with run.engine.anchored(), run.engine.anchored(1):
-        for call in (run.engine.step, run.engine.finish):
+        for call in (run.engine.step, run.engine.finish, run.engine.state_dict):  # which would lack the round's steps
             with pytest.raises(RuntimeError, match="anchored"):
                 call()
     assert run.go(range(1, 4))
@@ -446,6 +447,8 @@ def test_weights_changed_by_hand_are_not_shown_as_the_anchor() -> None:
     with engine.anchored() as shown:
         assert all(torch.equal(p, engine.anchor[name]) for name, p in shown.named_parameters())
     assert not torch.equal(engine.anchor["0.weight"], engine.replicas[0].get_parameter("0.weight"))
+    engine.replicas[0].get_submodule("0").weight = nn.Parameter(torch.zeros(3, 4))
+    assert "replaced" in refusal(lambda: engine.anchored().__enter__())
 
 
 @pytest.mark.parametrize("replicas", [[0], [0, 1, 0]])
@@ -481,6 +484,23 @@ def test_random_features_and_masks_are_the_first_replicas() -> None:
     DiLoCo(modules, AVERAGING, inner_steps=1)
     for name, buffer in first.named_buffers():
         assert all(torch.equal(module.get_buffer(name), buffer) for module in modules), name
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize")
+def test_buffers_of_other_layouts_are_named() -> None:
+    """Quantized weights, frozen or in buffers, are left alone."""
+    modules: list[Any] = []
+    for seed in range(2):
+        row = torch.randn(1, 3, generator=torch.Generator().manual_seed(seed))
+        codes = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+        modules.append(buffered(expanded=row.expand(2, 3), sparse=row.to_sparse(), codes=codes))
+        modules[-1].base = nn.Parameter(TwoTensor(torch.ones(2), torch.ones(2)), requires_grad=False)
+        modules[-1].register_buffer("parts", TwoTensor(torch.ones(2), torch.ones(2)))
+    engine = DiLoCo(modules, AVERAGING, inner_steps=1)
+    (finding,) = engine.check()
+    assert all(
+        (name in finding) == (name in ("expanded", "sparse")) for name in ("expanded", "sparse", "codes", "parts")
+    )
 
 
 # ----------------------------------------------------------------------------- averages of buffers that no mean suits
@@ -647,20 +667,21 @@ def test_the_state_of_another_outer_optimizer_is_refused():
 # -------------------------------------------------------------------------------------- frozen parameters that change
 
 
+@pytest.mark.parametrize("inner_steps", [1, 4])
 @pytest.mark.parametrize("changed", [[], [1], [0, 1]])
-def test_frozen_parameters_that_change_in_one_replica_are_named(changed: list[int]) -> None:
+def test_frozen_parameters_that_change_in_one_replica_are_named(changed: list[int], inner_steps: int) -> None:
     """As by merged adapters; by `check` at any time and by `finish`, which compares all ranks."""
     models: list[Any] = [
         nn.ModuleDict({"base": nn.Linear(4, 4).requires_grad_(False), "head": nn.Linear(4, 4)}) for _ in "ab"
     ]
     models[1]["base"].load_state_dict(models[0]["base"].state_dict())
-    engine = DiLoCo(models, AVERAGING, inner_steps=4)
+    engine = DiLoCo(models, AVERAGING, inner_steps=inner_steps)
+    shift(models[0]["head"])
+    engine.step()
     for number in changed:
         nn.init.zeros_(models[number]["base"].weight)
-    shift(models[0]["head"])
     named = [len(changed) == 1]
     assert ["base.weight" in finding for finding in engine.check()] == named * any(named)
-    engine.step()
     engine.finish()
     assert ["base.weight" in finding for finding in engine._watch.findings] == named * any(named)
 

@@ -75,7 +75,7 @@ def test_a_reduction_ends_by_the_schedule_that_it_began_in(word: str, changes: d
 
 def test_what_is_no_state_is_refused() -> None:
     """A float64 one, another object."""
-    assert_refused(changed(STATE, ("anchor",), STATE["anchor"].double()), "dtype")
+    assert_refused(changed(STATE, ("anchor",), STATE["anchor"].double()), "anchor")
     for other in ({}, None, [], {"anchor": torch.zeros(3)}):
         assert_refused(other, "state_dict")
 

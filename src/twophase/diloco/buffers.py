@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wrapper
 
 from twophase.diloco.digest import as_bytes, digest
 from twophase.diloco.fragment import local
@@ -16,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor]:
-    """Return a module's buffers by name, of a DTensor the shard; neither expanded ones, nor sparse, nor on "meta"."""
-    found = {name: local(buffer) for name, buffer in module.named_buffers()}
-    return {n: b for n, b in found.items() if b.layout is torch.strided and 0 not in b.stride() and not b.is_meta}
+    """Return a module's buffers by name, of a DTensor the shard; those alone that are one plain array of numbers."""
+    found = {name: local(b) for name, b in module.named_buffers() if b.layout is torch.strided and not b.is_quantized}
+    return {n: b for n, b in found.items() if 0 not in b.stride() and not (b.is_meta or is_wrapper(b))}
 
 
 @torch.no_grad()

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 INTERRUPTED = "DiLoCo: the last outer step was interrupted; load_state_dict() of a checkpoint first"
 REPLACED = "DiLoCo: a later engine synchronizes these modules, as that of a second callback; keep one"
-SHOWN = "DiLoCo: step() and finish() must not be called within anchored(); leave its block first"
+SHOWN = "DiLoCo: within anchored() replicas are not stepped, saved or loaded; leave its block first"
 
 
 # ------------------------------------------------------------------------------------------------------ at the start
@@ -212,10 +212,10 @@ def assert_equal_on_all_ranks(engine: DiLoCo, fragments: Sequence[Fragment], anc
         for n in range(0, len(digests), 16)
         if row[n : n + 16] != rows[0][n : n + 16]
     )
+    if any(row.endswith(b"1") for row in rows):
+        watch.tell(group.gather_json(watch.news))
     if fault := group.fault_of_shards(next(faults, "")):
         raise Disagreement(
             f"DiLoCo: after round {fragments[0].round} {fault}; look for code that changes it on one rank, or for "
             "faulty memory, and resume from the newest checkpoint"
         )
-    if any(row.endswith(b"1") for row in rows):
-        watch.tell(group.gather_json(watch.news))

@@ -10,6 +10,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wrapper
 
 
 def digest(tensors: Sequence[Tensor]) -> str:
@@ -23,7 +24,9 @@ def digest(tensors: Sequence[Tensor]) -> str:
 
 
 def as_bytes(t: Tensor) -> Tensor:
-    """Return the bytes of a tensor's elements, flat, on its device."""
+    """Return the bytes of a tensor's elements, flat, on its device; of a quantized weight those of its parts."""
+    if is_wrapper(t):
+        return torch.cat([as_bytes(getattr(t, name)) for name in t.__tensor_flatten__()[0]])  # type: ignore[attr-defined]
     return t.detach().resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
 
 

@@ -113,6 +113,8 @@ class DiLoCo:
         self.compression, self.buffers, self.group = compression, buffers, group or default_group()
         self.filter = filter if filter is None or isinstance(filter, str) else getattr(filter, "__qualname__", "own")
         self.replicas: list[nn.Module] = [replicas] if isinstance(replicas, nn.Module) else list(replicas)
+        if foreign := [replica for replica in self.replicas if not isinstance(replica, nn.Module)]:
+            raise ValueError(f"DiLoCo: replicas must be a module or a list of modules, holds {foreign[0]!r:.80}")
         reshard(self.replicas)
         slots = [slots_of(replica) for replica in self.replicas]
         checks.check_replicas(self.replicas, slots, self.group, buffers)
@@ -215,8 +217,9 @@ class DiLoCo:
         """
         left = [f for f in self.fragments if f.steps or f.age is not None]
         numbers = checks.check_call(self, left, signals)
+        is_first = self._met != ("finish", self.taken)  # else no rank may wait
         checks.meet(self, "finish", left, numbers)
-        if left:
+        if is_first:
             self._watch.compare(self)
         reports = []
         for age in sorted({f.age for f in self.fragments if f.age is not None}, reverse=True):
@@ -229,6 +232,7 @@ class DiLoCo:
             self.restore()
         self.inner_step = 0
         if not reports:
+            self._watch.tell([self._watch.news])  # the same on all ranks
             return None
         self.round = max(fragment.round for fragment in self.fragments)
         return replace(merged(reports), round=self.round, complete=True)
@@ -333,7 +337,8 @@ class DiLoCo:
         Weights that were changed by hand come back, too. `step()` and `finish()` are refused inside.
         """
         reshard(self.replicas)
-        params, anchor, closed = state.parameters_of(self)[number], [*self.anchor.values()], self._closed
+        params = [p for fragment in self.fragments for p in fragment.parameters()[number]]
+        anchor, closed = [*self.anchor.values()], self._closed
         is_anchor = all(torch.equal(theta, a.to(theta)) for theta, a in zip(params, anchor, strict=True))
         before = params if is_anchor else [theta.clone() for theta in params]
         self._closed = checks.SHOWN
@@ -341,7 +346,7 @@ class DiLoCo:
             torch._foreach_copy_(params, anchor)
             yield self.replicas[number]
         finally:
-            self._closed = closed
+            self._closed = closed if self._closed == checks.SHOWN else self._closed  # a later engine's
             reshard(self.replicas)
             torch._foreach_copy_(params, before)
 
@@ -356,7 +361,7 @@ class DiLoCo:
         numbers and text only (`torch.load(weights_only=True)`). The tensors are live: save them before the next step,
         or clone them. It waits for an all-reduce under way; then call it on all ranks.
         """
-        if self._closed == checks.INTERRUPTED:
+        if self._closed == checks.INTERRUPTED or (self._closed == checks.SHOWN and not self.at_anchor):
             raise RuntimeError(self._closed)
         checks.meet(self, "state_dict", [fragment for fragment in self.fragments if fragment.halfway])
         spec = state.spec(self)

@@ -101,8 +101,6 @@ _WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module)\.")
 
 def slots_of(replica: nn.Module) -> dict[str, Slot]:
     """Return the trainable parameters of a module by name."""
-    if not isinstance(replica, nn.Module):
-        raise ValueError(f"DiLoCo: replicas must be a module or a list of modules, holds {replica!r:.80}")
     slots = {}
     for name, p in replica.named_parameters():
         if p.requires_grad:

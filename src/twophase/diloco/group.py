@@ -120,19 +120,14 @@ class ProcessGroup(SingleProcess):
     def bind(self, device: torch.device) -> None:
         """Choose where small messages lie, for parameters on `device`; refuse a group that cannot send from there."""
         if device.type == "mps":
-            raise ValueError(
-                "DiLoCo: torch.distributed sends nothing from Apple's GPU; train all replicas in a process"
-            )
+            raise ValueError("DiLoCo: torch.distributed sends nothing from Apple's GPU; train in a single process")
         self.shards.bind(device)
         if "cpu" in dist.get_backend_config(self.group) or dist.get_backend(self.group) == "gloo":
             return
         if device.type == "cpu":
             raise ValueError("DiLoCo: the group takes no CPU tensors; init_process_group('cpu:gloo,cuda:nccl') does")
         if device.type == "cuda" and device.index != torch.cuda.current_device():
-            raise ValueError(
-                f"DiLoCo: parameters are on {device}, and the current device is cuda:{torch.cuda.current_device()}; "
-                "call torch.cuda.set_device(local_rank) first"
-            )
+            raise ValueError(f"DiLoCo: parameters are on {device}; call torch.cuda.set_device(local_rank) first")
         self._device = device
 
     def _collective(self, begin: Callable[..., Any], *tensors: Tensor, sent: int = 0, **options: Any) -> Iterator[int]:
@@ -228,7 +223,5 @@ def unjoined(group: SingleProcess) -> list[str]:
     size = os.environ.get("WORLD_SIZE", "")
     if group is not _ALONE or size in ("", "1") or os.environ.get("RANK", "0") != "0":
         return []
-    return [
-        f"WORLD_SIZE is {size} without a process group, and this process trains alone; call torch.distributed."
-        "init_process_group() before the engine is made, or pass group=SingleProcess()"
-    ]
+    alone = f"WORLD_SIZE is {size} without a process group, and this process trains alone"
+    return [f"{alone}; call torch.distributed.init_process_group() first, or pass group=SingleProcess()"]

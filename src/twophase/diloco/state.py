@@ -143,13 +143,13 @@ def spec(engine: DiLoCo) -> dict[str, Any]:
 
 
 def _check(engine: DiLoCo, state: Mapping[str, Any]) -> None:
-    where, names = "DiLoCo.load_state_dict:", ["fragments", "outer", "dtype"]
-    own = spec(engine) | {"dtype": str(engine.flat.dtype)}
+    where, names = "DiLoCo.load_state_dict:", ["fragments", "outer", "anchor"]
+    own = spec(engine) | {"anchor": f"{len(engine.flat)} {engine.flat.dtype}"}
     try:
         other, parts = {"outer": own["outer"]} | state["spec"], state["fragments"]  # a fork's spec has no outer
-        other["dtype"] = str(state["anchor"].dtype)
+        other["anchor"] = f"{len(state['anchor'])} {state['anchor'].dtype}"
         has_begun = state["inner_step"] or any(part["steps"] for part in parts)
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{where} the state lacks {error}; pass what state_dict() returned") from None
     if any("age" in part for part in parts):  # a reduction ends by the schedule that it began in
         names = [*own]

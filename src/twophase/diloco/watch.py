@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from twophase.diloco.buffers import buffers_of
 from twophase.diloco.digest import digest
 from twophase.diloco.fragment import local, reshard, slots_of
 from twophase.diloco.group import unjoined
@@ -139,7 +138,8 @@ def _unsent(engine: DiLoCo, module: nn.Module) -> dict[str, str]:
     if not engine.group.sharded:
         tensors |= {n: p for n, p in module.named_parameters() if not (p.requires_grad or p.is_meta)}
     if engine.buffers != "mean":
-        tensors |= {n: b for n, b in buffers_of(module).items() if b.is_floating_point()}
+        dense = {n: local(b).to_dense() for n, b in module.named_buffers() if b.is_floating_point() and not b.is_meta}
+        tensors |= dense
     return {name: digest([t]) for name, t in tensors.items()}
 
 
