@@ -85,9 +85,11 @@ class Tuning:
 
 def _takes_muon(base: RunConfig) -> bool:
     """Return whether the model has a hidden matrix, which only that of a user's own task may lack."""
-    if task := users_task(base):
-        from twophase.training.inner import hidden_matrices  # noqa: PLC0415 - torch
-    return not task or bool(hidden_matrices(task.model(0)))
+    if not (task := users_task(base)):
+        return True
+    from twophase.training.inner import hidden_matrices  # noqa: PLC0415 - torch
+
+    return bool(hidden_matrices(task.model(0)))
 
 
 def run_tuning(
